@@ -23,6 +23,7 @@ BENCHMARKS = (
     "trace",
     "sizes",
     "train",
+    "sft",
     "pipeline",
     "stages",
     "plot",

@@ -17,7 +17,8 @@ import torch
 from bench.options import Options, home
 from nxd_infer.artifact.manifest import WeightSpec
 from nxd_infer.artifact.rank_weights import write_safetensors
-from nxd_infer.cli.demo.corpus import documents, write_tokenizer
+from nxd_infer.cli.demo.corpus import documents
+from nxd_infer.recipes.tokenizers import train_tokenizer
 
 COMMON: dict[str, int] = {
     "hidden": 1024,
@@ -96,7 +97,7 @@ def write_llama(
 ) -> Path:
     """Write config.json, model.safetensors (bfloat16) and the tokenizer; return ``directory``."""
     directory.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(directory, texts(vocab), vocab)
+    train_tokenizer(directory, texts(vocab), vocab)
     head_dim = hidden // heads
     config = {
         "architectures": ["LlamaForCausalLM"],

@@ -64,6 +64,10 @@ class ModelConfigError(NxdError, ValueError):
     """A model directory or configuration that this package cannot run; names the field."""
 
 
+class RecipeError(NxdError, ValueError):
+    """A training recipe (YAML) that cannot be run; names the file, the line and the key."""
+
+
 # --- collectives and ranks ----------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ LONGEST = [
     "comm/test_compiled_collectives",
     "e2e/test_quantize",
     "e2e/test_soak",
+    "e2e/test_train_recipe",
     "backends/test_joined_linears",
     "comm/test_native",
     "trace/test_recompile",

@@ -313,7 +313,7 @@ def abandon(storage: Storage, tag: str, counter: int) -> None:
 
 
 def remove(storage: Storage, tag: str) -> None:
-    """Remove the checkpoint of a tag, if there is one. One rank calls it, while none is being saved."""
+    """Remove the complete checkpoint of a tag, if there is one. One rank calls it, while none is being saved."""
     for checkpoint in complete_checkpoints(storage):
         if checkpoint.tag == tag:
             storage.remove(checkpoint.folder)

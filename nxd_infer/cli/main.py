@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import signal
 import sys
@@ -108,6 +109,14 @@ NoKernel = Annotated[
 CompilerArgs = Annotated[str | None, typer.Option(help=TRACE["compiler_args"].help)]
 
 
+class Chip(enum.Enum):
+    """A device that a plan's times can be for."""
+
+    cpu = "cpu"
+    trn1 = "trn1"
+    trn2 = "trn2"
+
+
 @app.callback(invoke_without_command=True)
 def version_of(
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
@@ -146,6 +155,32 @@ def trace(
             raise typer.BadParameter("it describes the slots of --lora-slots, which is not given", param_hint=option)
     arguments = {"backend": backend, "compiler_args": options(compiler_args)}
     cli.trace.run(model_dir, artifact_dir, plan_only=plan_only, **arguments, **given)
+
+
+@app.command(epilog="Example:  nxd-infer train recipe.yaml trainer.max_steps=100")
+def train(
+    config: Annotated[Path, typer.Argument(help="A recipe: YAML with the keys of NxD Training.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys to set, dotted.", show_default=False)
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the recipe and print its plan: parameters, memory, time.")
+    ] = False,
+    chip: Annotated[
+        Chip | None, typer.Option("--chip", help="The device of the plan's times. Default: by the number of ranks.")
+    ] = None,
+    trace_out: Annotated[
+        Path | None, typer.Option("--trace", metavar="OUT", help="Then trace the trained model into this folder.")
+    ] = None,
+    convert: Annotated[
+        bool, typer.Option("--convert", help="Print CONFIG, of NeMo or NeuronX-NeMo-Megatron, as a recipe.")
+    ] = False,
+) -> None:
+    """Train a recipe. It starts its ranks on this machine; under torchrun or Slurm it is one of them."""
+    if convert:
+        cli.train.print_converted(config)
+        return
+    cli.train.run(config, overrides or [], check, None if chip is None else chip.value, trace_out)
 
 
 @app.command(epilog="Example:  nxd-infer recompile ./artifact --out ./artifact-inf2 --backend neuron --target inf2")

@@ -55,6 +55,11 @@ class TensorBoardLogger:
                 if value is not None:
                     self._writer.add_scalar(name, number(value), step)
 
+    def text(self, step: int, name: str, text: str) -> None:
+        """Write a text of a step."""
+        if self._writer is not None:
+            self._writer.add_text(name, text, step)
+
     def close(self) -> None:
         """Flush what is still in memory. Can be called more than once."""
         if self._writer is not None:

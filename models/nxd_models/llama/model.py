@@ -113,7 +113,7 @@ class Attention(ParallelBlock):
         v = self.v_proj(x_BSE).view(B, S, self.kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._normalised(self.q_norm, q), self._normalised(self.k_norm, k)
-        total_B = positions_BS[:, -1] + 1 if cache is None else cache.start + cache.length
+        total_B = positions_BS.amax(-1) + 1 if cache is None else cache.start + cache.length
         cos, sin = self.rotary(positions_BS, q.dtype, total_B)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is None:
@@ -140,7 +140,8 @@ class Attention(ParallelBlock):
             causal = torch.ones(S, S, dtype=torch.bool, device=q.device).tril()
             # A padding query attends to itself, so that no row of scores is empty.
             itself = torch.eye(S, dtype=torch.bool, device=q.device)
-            allowed = (causal & mask_BS.bool()[:, None, None, :]) | itself
+            together = (mask_BS[:, :, None] == mask_BS[:, None, :]) & (mask_BS != 0)[:, None, :]
+            allowed = (causal & together[:, None]) | itself
         out = F.scaled_dot_product_attention(q, k, v, allowed, is_causal=allowed is None, scale=self.scale)
         return out.transpose(1, 2)
 
@@ -180,9 +181,10 @@ class DecoderLayer(nn.Module):
         mask_BS: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """``positions`` defaults to 0, 1, 2, ...; ``mask`` is 1 for visible keys (only without a cache).
+        """``positions`` defaults to 0, 1, 2, ...; ``mask`` is 0 for padding, else the document's number.
 
-        A sequence-parallel layer takes the positions and the mask of the whole sequence, and needs the positions.
+        A layer with a cache takes no mask. A sequence-parallel layer takes the positions and the mask of the whole
+        sequence, and needs the positions.
         """
         if positions_BS is None:
             positions_BS = sequence_positions(hidden_BSE)
@@ -272,15 +274,22 @@ class CausalLM(ParallelBlock):
         return whole if whole.shape[-1] == vocabulary else whole.narrow(-1, 0, vocabulary)
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        num_items_in_batch: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits [B, S, V]; with ``labels``, ``(loss, this rank's logits [B, S, V / degree])``.
 
-        ``attention_mask`` [B, S] is 1 for tokens and 0 for padding; positions count from the first column in any case.
-        ``labels`` [B, S] are the unshifted ids; this method shifts them. -100 is excluded from the mean.
+        ``attention_mask`` [B, S] is 0 for padding; tokens see earlier ones with the same number, so 1 is one document
+        per row, and 1, 2, ... are several. ``position_ids`` [B, S] default to 0, 1, 2, ...; several documents restart
+        them. ``labels`` [B, S] are the unshifted ids; this method shifts them. -100 is excluded from the mean, which is
+        over ``num_items_in_batch`` where that is given: the labels of all microbatches of a step.
         """
         self.config.check_length(input_ids.shape[1])
-        hidden = self.model(input_ids, None, attention_mask)
+        hidden = self.model(input_ids, position_ids, attention_mask)
         if labels is None:
             return self.logits(hidden)
         logits = self.parallel_logits(hidden)
@@ -288,4 +297,4 @@ class CausalLM(ParallelBlock):
         losses = parallel_cross_entropy(
             logits, wanted, ignore_index=-100, vocab_size=self.config.vocab_size, context=self.context
         )
-        return losses.sum() / (wanted != -100).sum(), logits
+        return losses.sum() / ((wanted != -100).sum() if num_items_in_batch is None else num_items_in_batch), logits

@@ -24,9 +24,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import nxd_infer as nxd
 from nxd_infer import comm
 from nxd_infer.cli.console import console
-from nxd_infer.cli.demo.corpus import BEGIN, END, VOCAB_SIZE, split, write_tokenizer
+from nxd_infer.cli.demo.corpus import VOCAB_SIZE, split
 from nxd_infer.cli.demo.optimizer import MuonAndAdamW, groups_of
 from nxd_infer.context import current_context
+from nxd_infer.recipes.tokenizers import BEGIN, END, train_tokenizer
 from nxd_infer.trainer import NxDModel, TrainingProgress, shutdown
 from nxd_infer.util.devices import HOST
 from nxd_infer.util.processes import die_with_parent
@@ -70,7 +71,7 @@ def prepare(folder: Path) -> None:
     model = folder / MODEL
     model.mkdir(parents=True, exist_ok=True)
     texts, held_out = split()
-    tokenizer = write_tokenizer(model, texts)
+    tokenizer = train_tokenizer(model, texts, VOCAB_SIZE)
     begin, end = tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)
     config = {**CONFIG, "bos_token_id": begin, "eos_token_id": end}
     (model / "config.json").write_text(json.dumps(config, indent=1))

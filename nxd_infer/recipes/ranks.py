@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,17 +19,22 @@ STOP_TIMEOUT = 3.0
 """Seconds that a rank has to restore the terminal before it is killed."""
 
 
-def run_ranks(command: Sequence[str], world_size: int, log: Path, timeout: float) -> None:
+LOOK_SECONDS = 60.0
+
+
+def run_ranks(command: Sequence[str], world_size: int, log: Path, timeout: float | None) -> None:
     """Run ``command`` once per rank and wait for all. Rank 0 prints to this terminal; all else goes to ``log``.
 
     Raises RankFailedError with the end of the log as soon as a rank exits with a status other than 0, and
-    RankTimeoutError after ``timeout`` seconds. No rank is left running, even after Ctrl-C.
+    RankTimeoutError after ``timeout`` seconds; None: they may train for as long as they like, and end by themselves if
+    one of them is lost. No rank is left running, even after Ctrl-C.
     """
-    deadline = time.monotonic() + timeout
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
     with _started(command, world_size, log) as ranks:
         while running := [rank for rank in ranks if rank.running]:
-            if not wait_for_an_end(running, deadline - time.monotonic()):
-                raise RankTimeoutError(f"the ranks have not ended after {timeout:.0f} s; their log is {log}")
+            left = deadline - time.monotonic()
+            if not wait_for_an_end(running, min(left, LOOK_SECONDS)) and left <= LOOK_SECONDS:
+                raise RankTimeoutError(f"the ranks have not ended after {timeout or 0:.0f} s; their log is {log}")
             _raise_first_failure(ranks, log)
         _raise_first_failure(ranks, log)
 

@@ -1,0 +1,146 @@
+"""Turn a configuration of NeMo's Megatron GPT, or of NeuronX-NeMo-Megatron, into a recipe.
+
+Their ``model`` has what a recipe keeps in ``data``, ``distributed_strategy`` and ``precision`` too. Every key is moved,
+kept, or listed as left out; nothing is lost in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nxd_infer.recipes.keys import every_key, spellings
+from nxd_infer.recipes.schema import Recipe
+from nxd_infer.recipes.yaml_text import KeyPath, Tree, dotted
+
+MOVED = {
+    "model.micro_batch_size": "data.micro_batch_size",
+    "model.global_batch_size": "data.global_batch_size",
+    "model.tensor_model_parallel_size": "distributed_strategy.tensor_model_parallel_size",
+    "model.pipeline_model_parallel_size": "distributed_strategy.pipeline_model_parallel_size",
+    "model.virtual_pipeline_model_parallel_size": "distributed_strategy.virtual_pipeline_model_parallel_size",
+    "model.context_parallel_size": "distributed_strategy.context_parallel_size",
+    "model.expert_model_parallel_size": "distributed_strategy.expert_model_parallel_size",
+    "model.sequence_parallel": "distributed_strategy.sequence_parallel",
+    "model.wrap_with_zero": "distributed_strategy.zero1",
+    "model.zero_use_master_weight": "precision.master_weights",
+    "model.kv_replicator": "distributed_strategy.kv_replicator",
+    "model.seed": "seed",
+    "model.bias": "model.has_bias",
+    "model.num_query_groups": "model.num_kv_heads",
+    "model.rotary_base": "model.rope_theta",
+    "model.window_size": "model.sliding_window_size",
+    "model.attention_dropout": "model.attention_dropout",
+    "model.restore_from_path": "exp_manager.resume_from_checkpoint",
+    "model.resume_from_checkpoint": "exp_manager.resume_from_checkpoint",
+    "restore_from_path": "exp_manager.resume_from_checkpoint",
+    "trainer.resume_from_checkpoint": "exp_manager.resume_from_checkpoint",
+    "model.num_moe_experts": "model.moe.num_experts",
+    "model.moe_router_topk": "model.moe.top_k",
+    "model.data.train_ds": "data.train_dir",
+    "model.data.validation_ds": "data.val_dir",
+}
+"""Keys that have another place in a recipe."""
+SECTIONS = {
+    "model.data": "data",
+    "model.tokenizer": "data.tokenizer",
+    "model.peft.lora_tuning": "model_alignment_strategy.peft",
+}
+"""Sections that have another place."""
+OPTIMIZERS = {
+    "distributed_fused_adam": "adamw",
+    "fused_adam": "adamw",
+    "megatron_fused_adam": "adamw",
+    "mcore_distributed_optim": "adamw",
+    "adamw_no_trust_ratio": "adamw",
+}
+PRECISIONS = {
+    "32": "fp32",
+    "32-true": "fp32",
+    "bf16": "mixed_precision",
+    "bf16-mixed": "mixed_precision",
+    "bf16-true": "bf16",
+    "16": "mixed_precision",
+    "16-mixed": "mixed_precision",
+}
+ADAPTERS = {"adapter_dim": "lora_rank", "alpha": "lora_alpha", "adapter_dropout": "lora_dropout"}
+
+
+def convert(tree: Tree) -> tuple[dict[str, Any], list[str]]:
+    """Return a recipe's values, and the keys that have no place in one, each with its line."""
+    recipe: dict[str, Any] = {"name": tree.values.get("name", "converted"), "model_source": "megatron"}
+    known = {".".join(map(str, path)) for path, _ in every_key(Recipe)}
+    left_out = []
+    for path, value in _leaves(tree.values, ()):
+        old = dotted(path)
+        new, value = _place(old, value)
+        place = _spelled(new)
+        if place is None or (place not in known and not _inside(place, known)):
+            left_out.append(f"{tree.where(path)}: {old} = {value!r}")
+        elif not (isinstance(value, str) and value == "???"):
+            _set(recipe, place.split("."), _references(value))
+    return recipe, left_out
+
+
+def as_yaml(recipe: Mapping[str, Any], left_out: list[str]) -> str:
+    """Return a recipe as a file's text; what was left out stands at its end."""
+    import yaml
+
+    text = yaml.safe_dump(dict(recipe), sort_keys=False, width=120)
+    return text + "".join(f"# left out, {line}\n" for line in left_out)
+
+
+def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, (*path, name))
+    else:
+        yield path, value
+
+
+def _place(old: str, value: Any) -> tuple[str, Any]:
+    """Return where a key belongs, and its value there."""
+    if old == "trainer.precision" or old == "model.precision":
+        return "precision.type", PRECISIONS.get(str(value), value)
+    if old == "model.optim.name":
+        return old, OPTIMIZERS.get(str(value), value)
+    new = MOVED.get(old, old)
+    for section, target in SECTIONS.items():
+        if new == old and old.startswith(f"{section}."):
+            rest = old.removeprefix(f"{section}.")
+            new = f"{target}.{ADAPTERS.get(rest, rest)}"
+    return new, value
+
+
+def _spelled(place: str) -> str | None:
+    """Return a key's first spelling; None if a recipe has no such key."""
+    kind: Any = Recipe
+    found = []
+    for part in place.split("."):
+        keys = spellings(kind) if isinstance(kind, type) and hasattr(kind, "__dataclass_fields__") else {}
+        if part not in keys:
+            return ".".join([*found, *place.split(".")[len(found) :]]) if kind is dict else None
+        found.append(keys[part].name)
+        kind = keys[part].metadata["option"].kind
+    return ".".join(found)
+
+
+def _inside(place: str, known: set[str]) -> bool:
+    """Whether it is part of a free section such as wandb_logger_kwargs."""
+    return any(place.startswith(f"{one}.") for one in known)
+
+
+def _set(recipe: dict[str, Any], path: list[str], value: Any) -> None:
+    for part in path[:-1]:
+        recipe = recipe.setdefault(part, {})
+    recipe[path[-1]] = value
+
+
+def _references(value: Any) -> Any:
+    """Let references to moved keys follow them."""
+    if isinstance(value, str) and "${" in value:
+        for old, new in MOVED.items():
+            value = value.replace(f"${{{old}}}", f"${{{new}}}").replace(
+                f"${{.{old.removeprefix('model.')}}}", f"${{{new}}}"
+            )
+    return value

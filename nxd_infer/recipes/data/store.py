@@ -1,0 +1,50 @@
+"""Tokens of many documents on disk, mapped into memory: written once by one process, read by all ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from nxd_infer.recipes.data.documents import Documents
+from nxd_infer.recipes.data.encode import Example
+
+IDS, COUNTS, BOUNDS, FACTS = "ids.npy", "counts.npy", "bounds.npy", "facts.json"
+
+
+class TokenStore(Documents):
+    """The documents of a folder that :func:`write_store` wrote."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.ids = np.load(folder / IDS, mmap_mode="r")
+        self.counts = np.load(folder / COUNTS, mmap_mode="r")
+        self.bounds = np.load(folder / BOUNDS)
+
+
+def write_store(folder: Path, examples: Iterable[Example]) -> None:
+    """Write documents; the folder is there once all of it is. Empty ones are left out."""
+    building = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+    bounds = [0]
+    with (building / "ids").open("wb") as ids, (building / "counts").open("wb") as counts:
+        for example in examples:
+            if len(example.ids):
+                ids.write(np.asarray(example.ids, np.int32).tobytes())
+                counts.write(np.asarray(example.counts, np.bool_).tobytes())
+                bounds.append(bounds[-1] + len(example.ids))
+    for name, kind, file in (("ids", np.int32, IDS), ("counts", np.bool_, COUNTS)):
+        raw = building / name
+        data = np.memmap(raw, kind, "r") if bounds[-1] else np.zeros(0, kind)
+        np.save(building / file, data)
+        del data
+        raw.unlink()
+    np.save(building / BOUNDS, np.asarray(bounds, np.int64))
+    (building / FACTS).write_text(json.dumps({"documents": len(bounds) - 1, "tokens": bounds[-1]}))
+    shutil.rmtree(folder, ignore_errors=True)
+    building.rename(folder)

@@ -1,0 +1,147 @@
+"""The experiment manager: the folder of a job, which checkpoints it saves and keeps, when it ends early.
+
+Source: NeMo's ``exp_manager``. ``exp_dir/name/version_0`` has ``checkpoints/``, the logs, and the recipe.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nxd_infer.checkpoint import folder as folders
+from nxd_infer.checkpoint.storage import storage_of
+from nxd_infer.errors import RecipeError
+from nxd_infer.recipes.recipe import Loaded
+from nxd_infer.recipes.schema import CheckpointCallback, EarlyStopping, ExpManager
+
+EXPERIMENTS, PREPARED, CHECKPOINTS, SCORES = "nxd_experiments", "prepared", "checkpoints", "scores.json"
+_FIELD = re.compile(r"\{(\w+)(?:[:=]([^}]*))?\}")
+
+
+def root_of(manager: ExpManager) -> Path:
+    """Return the folder of all versions of an experiment."""
+    if manager.explicit_log_dir is not None:
+        return Path(manager.explicit_log_dir)
+    return Path(manager.exp_dir or EXPERIMENTS) / manager.name
+
+
+def log_dir_of(manager: ExpManager) -> Path:
+    """Return the folder of this job: the newest version with ``resume_if_exists``, else a new one. One rank asks."""
+    root = root_of(manager)
+    if manager.explicit_log_dir is not None:
+        return root
+    if manager.version is not None:
+        return root / manager.version
+    versions = [one for one in root.iterdir() if one.is_dir() and _is_version(one.name)] if root.is_dir() else []
+    versions.sort(key=lambda one: (len(one.name), one.name))
+    if manager.resume_if_exists and versions:
+        return versions[-1]
+    if manager.use_datetime_version:
+        return root / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    numbers = [int(one.name.removeprefix("version_")) for one in versions if one.name.startswith("version_")]
+    return root / f"version_{max(numbers, default=-1) + 1}"
+
+
+def _is_version(name: str) -> bool:
+    return re.fullmatch(r"version_\d+|\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", name) is not None
+
+
+def write_recipe(loaded: Loaded, log_dir: Path) -> None:
+    """Keep the recipe as it was read, with its references resolved, and the files that it wants kept."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    (log_dir / "recipe.json").write_text(json.dumps(loaded.tree.values, indent=1, default=str))
+    for text in loaded.recipe.exp_manager.files_to_copy:
+        file = loaded.path(text)
+        if not file.is_file():
+            where = loaded.tree.where(("exp_manager", "files_to_copy"))
+            raise RecipeError(f"{where}: exp_manager.files_to_copy: {file} is not a file")
+        shutil.copy(file, log_dir / file.name)
+
+
+def checkpoint_name(callback: CheckpointCallback, numbers: Mapping[str, float]) -> str:
+    """Return the name of a checkpoint: ``x--{step}-{val_loss:.2f}`` becomes ``x--step=7-val_loss=1.25``."""
+
+    def written(match: re.Match[str]) -> str:
+        name, form = match[1], match[2] or ""
+        value = numbers.get(name, math.nan)
+        text = format(int(value) if float(value).is_integer() and not form else value, form)
+        return f"{name}={text}" if callback.auto_insert_metric_name else text
+
+    try:
+        found = _FIELD.sub(written, callback.filename)
+    except ValueError as error:
+        raise RecipeError(f"checkpoint_callback_params.filename = {callback.filename!r}: {error}") from None
+    return found.replace("/", "_")
+
+
+@dataclass
+class Keeper:
+    """Says which checkpoints of a folder stay: the best ``save_top_k``, and the newest with ``save_last``."""
+
+    callback: CheckpointCallback
+    log_dir: Path
+    scores: dict[str, float] = field(default_factory=dict)
+    """What each checkpoint was saved with, oldest first."""
+
+    def __post_init__(self) -> None:
+        path = self.log_dir / SCORES
+        if path.is_file():
+            self.scores = json.loads(path.read_text())
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.callback.dirpath) if self.callback.dirpath else self.log_dir / CHECKPOINTS
+
+    def add(self, tag: str, score: float) -> None:
+        """Note a checkpoint that is about to be saved. One rank calls it."""
+        self.scores.pop(tag, None)
+        self.scores[tag] = score
+        building = self.log_dir / f".{SCORES}"
+        building.write_text(json.dumps(self.scores))
+        building.replace(self.log_dir / SCORES)
+
+    def prune(self) -> None:
+        """Remove the checkpoints that do not stay; those that are complete alone count."""
+        storage = storage_of(self.folder)
+        there = [one.tag for one in folders.complete_checkpoints(storage)]
+        if self.callback.save_top_k < 0 or not there:
+            return
+        worst = -math.inf if self.callback.mode == "max" else math.inf
+
+        def rank(tag: str) -> tuple[float, int]:
+            score = self.scores.get(tag, worst)
+            score = worst if math.isnan(score) else score
+            return (score if self.callback.mode == "max" else -score), there.index(tag)
+
+        stay = set(sorted(there, key=rank)[-max(1, self.callback.save_top_k) :])
+        if self.callback.save_last:
+            stay.add(there[-1])
+        for tag in there:
+            if tag not in stay:
+                folders.remove(storage, tag)
+
+
+@dataclass
+class Patience:
+    """Says when a metric no longer improves."""
+
+    options: EarlyStopping
+    best: float = math.nan
+    waited: int = 0
+
+    def stops(self, value: float) -> bool:
+        """Take a new value; return whether the training shall end."""
+        if self.options.check_finite and not math.isfinite(value):
+            return True
+        gain = (value - self.best) * (1 if self.options.mode == "max" else -1)
+        if math.isnan(self.best) or gain > self.options.min_delta:
+            self.best, self.waited = value, 0
+            return False
+        self.waited += 1
+        return self.waited >= self.options.patience

@@ -1,0 +1,85 @@
+"""The ranks of a recipe: started here, or this process is one of torchrun's or Slurm's."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from nxd_infer.errors import RecipeError
+from nxd_infer.recipes.ranks import run_ranks
+from nxd_infer.recipes.recipe import Loaded, world_size
+from nxd_infer.util.python_command import python_module
+
+PORT = 29400
+"""The first port of a Slurm job's ranks."""
+
+
+def is_a_rank(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher has started this process as one of several."""
+    return "RANK" in environment and "WORLD_SIZE" in environment
+
+
+def variables_of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return torchrun's variables for a task of ``srun`` with several; nothing for any other process."""
+    tasks = environment.get("SLURM_NTASKS", "1")
+    if is_a_rank(environment) or "SLURM_PROCID" not in environment or not tasks.isdecimal() or int(tasks) < 2:
+        return {}
+    job = int(environment.get("SLURM_JOB_ID", "0"))
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_JOB_NODELIST", "127.0.0.1")),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(PORT + job % 10000),
+    }
+
+
+def first_host(nodes: str) -> str:
+    """Return the first of Slurm's ``trn[003-007,9],head``: ``trn003``."""
+    match = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
+    if match is None:
+        raise RecipeError(f"SLURM_JOB_NODELIST = {nodes!r} names no host: set MASTER_ADDR")
+    return match[1] + (match[2] or "")
+
+
+def check_world(loaded: Loaded, environment: Mapping[str, str]) -> None:
+    """Raise RecipeError unless a launcher has started as many ranks as the recipe has."""
+    wanted, found = world_size(loaded.recipe), int(environment.get("WORLD_SIZE", "1"))
+    if wanted != found:
+        where = loaded.tree.where(("trainer", "devices"))
+        trainer = loaded.recipe.trainer
+        asked = f"trainer.devices x trainer.num_nodes = {trainer.devices} x {trainer.num_nodes}"
+        nearest = f"trainer.devices={found} trainer.num_nodes=1"
+        raise RecipeError(f"{where}: {asked} is not the {found} processes that were started; the nearest is {nearest}")
+
+
+def start_ranks(loaded: Loaded, file: Path, overrides: Sequence[str], log_dir: Path) -> None:
+    """Start a process per rank on this machine, and wait for them. Raises RankFailedError with the end of the log.
+
+    Raises RecipeError for a recipe of several machines.
+    """
+    if loaded.recipe.trainer.num_nodes > 1:
+        where = loaded.tree.where(("trainer", "num_nodes"))
+        raise RecipeError(
+            f"{where}: trainer.num_nodes = {loaded.recipe.trainer.num_nodes}: start it on each machine, by torchrun or "
+            "srun; on this one alone the nearest is 1"
+        )
+    log_dir.mkdir(parents=True, exist_ok=True)
+    job = Start(str(file), list(overrides), str(log_dir), os.getpid())
+    command = python_module("nxd_infer.recipes.rank", json.dumps(asdict(job)))
+    run_ranks(command, world_size(loaded.recipe), log_dir / "ranks.log", timeout=None)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank is told."""
+
+    file: str
+    overrides: list[str]
+    log_dir: str
+    parent: int
+    """The process that has started it."""

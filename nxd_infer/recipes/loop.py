@@ -1,0 +1,399 @@
+"""Train a recipe on this rank: steps, validations, checkpoints, logs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from nxd_infer import comm
+from nxd_infer.checkpoint.gather import gather_weights
+from nxd_infer.comm.texts import gather_texts
+from nxd_infer.context import current_context
+from nxd_infer.errors import RecipeError
+from nxd_infer.modules.lora import LoRAModel
+from nxd_infer.parallel_layers.grads import Share, counted_spans, total_norm
+from nxd_infer.recipes.batches import Batches
+from nxd_infer.recipes.data.rows import Pairs
+from nxd_infer.recipes.experiment import PREPARED, Keeper, Patience, checkpoint_name, log_dir_of, root_of, write_recipe
+from nxd_infer.recipes.job import Job, begin_of, load_begin, make_job
+from nxd_infer.recipes.logs import Logs
+from nxd_infer.recipes.models import CONFIG, obstacles
+from nxd_infer.recipes.plan import flops_per_step
+from nxd_infer.recipes.prepare import Prepared, is_pretraining, prepare
+from nxd_infer.recipes.recipe import Loaded, data_parallel_size, microbatches, seq_length, time_limit, world_size
+from nxd_infer.recipes.reference import add_reference
+from nxd_infer.recipes.samples import sample
+from nxd_infer.recipes.speed import matmul_peak
+from nxd_infer.trainer import (
+    ResumableLoader,
+    TrainingProgress,
+    has_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    wait_for_save,
+)
+from nxd_infer.trainer.shutdown import shutdown
+from nxd_infer.trainer.tensorboard import is_rank_zero
+from nxd_infer.util.devices import transport_device
+
+MODEL = "model"
+"""The folder beside a job's checkpoints with its configuration and tokenizer: what a trace takes."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job leaves. ``model`` is a model directory; it has weights if adapters were trained: the merged ones."""
+
+    log_dir: Path
+    model: Path
+    checkpoints: Path
+
+
+def train(loaded: Loaded, log_dir: Path | None = None) -> Outcome:
+    """Train on this rank; every rank of the job calls it. ``log_dir``: None where the first rank chooses it.
+
+    Raises RecipeError for what cannot be trained, before anything is written.
+    """
+    for obstacle in obstacles(loaded):
+        raise RecipeError(f"{obstacle}")
+    manager = loaded.recipe.exp_manager
+    prepared = prepare(loaded, root_of(manager) / PREPARED)
+    training = Training(loaded, prepared, log_dir)
+    try:
+        return training.run()
+    finally:
+        training.close()
+
+
+class Training:
+    """A job in progress."""
+
+    def __init__(self, loaded: Loaded, prepared: Prepared, log_dir: Path | None):
+        self.loaded, self.recipe, self.prepared = loaded, loaded.recipe, prepared
+        recipe = self.recipe
+        alignment = recipe.model_alignment_strategy
+        self.pairs = alignment.dpo is not None or alignment.orpo is not None
+        self.dp, self.parts = data_parallel_size(recipe), microbatches(recipe)
+        rows = recipe.data.micro_batch_size * self.parts
+        whole_step = rows * self.dp
+        train: Dataset = prepared.train
+        count = len(train)  # pyright: ignore[reportArgumentType]
+        if count < whole_step:
+            raise RecipeError(
+                f"{loaded.tree.where(('data', 'global_batch_size'))}: data.global_batch_size = {whole_step}, but the "
+                f"data has {count} rows of {seq_length(recipe)} tokens; the nearest is {max(1, count)}"
+            )
+        trainer = recipe.trainer
+        epoch = count // whole_step
+        bounds = [n for n in (trainer.max_steps, trainer.max_epochs * epoch if trainer.max_epochs > 0 else -1) if n > 0]
+        self.steps = min(bounds) if bounds else 0
+        begin = begin_of(loaded)
+        self.job: Job = make_job(loaded, prepared.model, begin, self.steps or epoch)
+        self.context = current_context()
+        self.device = next(self.job.model.parameters()).device
+        self.log_dir = self._agreed_log_dir(log_dir)
+        shuffle = recipe.data.shuffle
+        if shuffle is None:
+            shuffle = not is_pretraining(loaded) or recipe.data.dataloader_type == "cyclic"
+        self.loader = ResumableLoader(train, rows, shuffle=shuffle, seed=recipe.seed)
+        self.step = 0
+        self.seconds_left = time_limit(loaded)
+        self.keeper = Keeper(recipe.exp_manager.checkpoint_callback_params, self.log_dir)
+        self.patience = Patience(recipe.exp_manager.early_stopping_callback_params)
+        self.metrics: dict[str, float] = {}
+        self.recovered = False
+        resumes = recipe.exp_manager.resume_if_exists and has_checkpoint(self.keeper.folder)
+        manager = recipe.exp_manager
+        if not resumes and manager.resume_if_exists and not manager.resume_ignore_no_checkpoint:
+            where = loaded.tree.where(("exp_manager", "resume_ignore_no_checkpoint"))
+            raise RecipeError(f"{where}: {self.keeper.folder} has no checkpoint to resume from")
+        if not resumes or alignment.peft is not None:
+            load_begin(loaded, self.job, begin, weights_only=resumes)
+        if is_rank_zero():
+            write_recipe(loaded, self.log_dir)
+            shutil.copytree(prepared.model, self.log_dir / MODEL, dirs_exist_ok=True)
+        if alignment.dpo is not None:
+            named = {"train": train, "validation": prepared.validation}
+            sets = {name: pairs for name, pairs in named.items() if isinstance(pairs, Pairs)}
+            add_reference(self.job, sets, self.log_dir, self._autocast, fresh=not resumes)
+        if resumes:
+            self._resume()
+        pipelined = self.context.pp.degree > 1
+        self.batches = Batches(type(self._plain()).forward, self.context, self.parts, pairs=self.pairs, whole=pipelined)
+        self.logs = Logs(recipe.exp_manager, self.log_dir, self.step)
+        raw = json.loads((prepared.model / CONFIG).read_text())
+        self.flops = flops_per_step(recipe, raw, self._count_parameters())
+        self.peak = matmul_peak() if self.device.type == "cpu" and is_rank_zero() else math.nan
+
+    # --- beginning --------------------------------------------------------------------------------------
+
+    def _agreed_log_dir(self, given: Path | None) -> Path:
+        """Return the first rank's choice, on every rank."""
+        text = str(given or log_dir_of(self.recipe.exp_manager))
+        for axis in ("tp", "dp", "pp"):
+            text = gather_texts(text, self.context, axis)[0]
+        return Path(text)
+
+    def _plain(self) -> torch.nn.Module:
+        module = self.job.model.local_module()
+        return module.get_base_model() if isinstance(module, LoRAModel) else module
+
+    def _count_parameters(self) -> float:
+        context = self.context
+        own = sum(p.numel() for p in self.job.model.parameters())
+        found = torch.tensor([float(own)], dtype=torch.float64, device=transport_device())
+        return float(comm.all_reduce(comm.all_reduce(found, context, "tp"), context, "pp"))
+
+    def _resume(self) -> None:
+        job = self.job
+        content = load_checkpoint(
+            self.keeper.folder,
+            model=job.model,
+            optimizer=job.optimizer,
+            scheduler=job.scheduler,
+            dataloader=self.loader,
+        )
+        self.step, self.recovered = content["step"], True
+        self.patience.best, self.patience.waited = content["best"], content["waited"]
+        self.metrics = content["metrics"]
+
+    # --- the loop ---------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Train to the end, save, and return where everything is."""
+        trainer, manager = self.recipe.trainer, self.recipe.exp_manager
+        deadline = time.monotonic() + self.seconds_left
+        done = bool(self.steps) and self.step >= self.steps
+        if trainer.num_sanity_val_steps and not self.recovered and not done:
+            self.validate(trainer.num_sanity_val_steps)
+        saved = self.step if self.recovered else -1
+        total = None if done or not self.steps else self.steps
+        with self._progress(total) as progress:
+            while not done:
+                for batch in self.loader:
+                    loss, seconds, tokens = self.train_step(batch)
+                    progress.step(loss, tokens=tokens)
+                    self._log_step(loss, seconds, tokens)
+                    done = bool(self.steps) and self.step >= self.steps
+                    done = done or self._any(time.monotonic() > deadline)
+                    validated = self._validates()
+                    if validated:
+                        value = self.validate()
+                        if manager.create_early_stopping_callback and value is not None:
+                            done = done or self.patience.stops(self.metrics[self.patience.options.monitor])
+                    if self._saves(validated) and not done:
+                        saved = self.save()
+                    if done:
+                        break
+                if trainer.max_epochs > 0 and self.loader.epoch >= trainer.max_epochs:
+                    done = True
+        if saved != self.step and self._keeps():
+            self.save()
+        if self._keeps():
+            self._finish_saves()
+        self._write_merged()
+        return Outcome(self.log_dir, self.log_dir / MODEL, self.keeper.folder)
+
+    def _progress(self, total: int | None) -> contextlib.AbstractContextManager[TrainingProgress]:
+        progress = TrainingProgress(total, initial=self.step, description=self.recipe.name)
+        if not self.recipe.trainer.enable_progress_bar:
+            progress.close()
+        return progress
+
+    def train_step(self, batch: dict[str, Tensor]) -> tuple[Tensor, float, int]:
+        """Train on this rank's rows of a step; return the loss over all ranks, seconds, and tokens of all ranks."""
+        begin = time.perf_counter()
+        model, optimizer = self.job.model, self.job.optimizer
+        losses = []
+        tokens = 0
+        for part in self.batches.prepared(batch, self.device):
+            with self._autocast():
+                losses.append(model.run_train(**part))
+            tokens += part["input_ids"].numel()
+        optimizer.step()
+        optimizer.zero_grad()
+        self.job.scheduler.step()
+        self.step += 1
+        return self._mean(torch.stack(losses).sum()), time.perf_counter() - begin, tokens * self.dp
+
+    @contextlib.contextmanager
+    def _autocast(self) -> Iterator[None]:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.job.kinds.autocast):
+            yield
+
+    def _mean(self, value: Tensor) -> Tensor:
+        """Return the mean over the data-parallel ranks."""
+        if self.dp == 1:
+            return value
+        return comm.all_reduce(value.detach().reshape(1), self.context, "dp")[0] / self.dp
+
+    def _any(self, here: bool) -> bool:
+        """Whether it is so on the first rank: clocks differ, and all ranks stop at one step."""
+        if math.isinf(self.seconds_left):
+            return False
+        flag = torch.tensor([int(here)], device=transport_device())
+        for axis in ("tp", "dp", "pp"):
+            flag = comm.broadcast(flag, self.context, axis)
+        return bool(flag)
+
+    # --- numbers ----------------------------------------------------------------------------------------
+
+    def _log_step(self, loss: Tensor, seconds: float, tokens: int) -> None:
+        manager = self.recipe.exp_manager
+        self.metrics |= {"step": self.step, "consumed_samples": self.step * self.recipe.data.global_batch_size}
+        if self.step % self.recipe.trainer.log_every_n_steps and not self._keeps_by_loss():
+            return
+        self.metrics["train_loss"] = self.metrics["reduced_train_loss"] = float(loss)
+        optimizer = self.job.optimizer
+        numbers: dict[str, float | Tensor | None] = {
+            "loss": loss,
+            "lr": optimizer.param_groups[0]["lr"],
+            "consumed_samples": self.metrics["consumed_samples"],
+            "tokens_per_second": tokens / seconds,
+        }
+        if manager.log_gradient_norm:
+            numbers["gradient_norm"] = optimizer.grad_norm
+        if manager.log_parameter_norm:
+            numbers["parameter_norm"] = self.parameter_norm()
+        if manager.log_step_timing:
+            numbers["seconds_per_step"] = seconds
+            numbers["mfu"] = self.flops / seconds / (self.peak * world_size(self.recipe))
+        if manager.enable_recovery_time_instrumentation and self.recovered:
+            numbers["recovery_seconds"] = time.time() - psutil.Process().create_time()
+            self.recovered = False
+        self.logs.log(self.step, numbers)
+
+    def _keeps_by_loss(self) -> bool:
+        return self.recipe.exp_manager.checkpoint_callback_params.monitor in ("train_loss", "reduced_train_loss")
+
+    def parameter_norm(self) -> Tensor:
+        """Return the 2-norm of all parameters. Every rank calls it."""
+        shares = [Share(param.detach(), counted_spans(param)) for param in self.job.model.parameters()]
+        return total_norm(shares, 2.0, self.context)
+
+    # --- validation -------------------------------------------------------------------------------------
+
+    def _validates(self) -> bool:
+        trainer = self.recipe.trainer
+        if self.prepared.validation is None or trainer.limit_val_batches == 0:
+            return False
+        at_end = self.loader.state_dict()["samples"] >= len(self.loader) * self.loader.batch_size * self.dp
+        if trainer.check_val_every_n_epoch is not None and at_end:
+            return (self.loader.epoch + 1) % trainer.check_val_every_n_epoch == 0
+        interval = trainer.val_check_interval
+        if not interval:
+            return False
+        every = int(interval) if interval > 1 else max(1, round(interval * len(self.loader)))
+        return self.step % every == 0
+
+    def validate(self, most: int | None = None) -> float | None:
+        """Return the loss over the validation data, as on every rank; None without any."""
+        rows = self.prepared.validation
+        if rows is None:
+            return None
+        loader = ResumableLoader(rows, self._validation_rows(rows))
+        limit = self.recipe.trainer.limit_val_batches
+        count = limit if isinstance(limit, int) else max(1, round(min(limit, 1.0) * len(loader)))
+        count = min(len(loader), count if most is None else most)
+        total = weight = 0.0
+        for _, batch in zip(range(count), loader, strict=False):
+            parts = self.batches.prepared(batch, self.device)
+            with self._autocast():
+                loss = self._mean(torch.stack([self.job.model.run_eval(**part) for part in parts]).sum())
+            share = 1.0 if self.pairs else float(self.batches.items(batch["labels"].to(self.device)))
+            total, weight = total + float(loss) * share, weight + share
+        self.metrics["val_loss"] = total / weight
+        self.logs.log(self.step, {"val_loss": self.metrics["val_loss"]})
+        tokens = self.recipe.exp_manager.generate_samples
+        if tokens and not self.pairs and self.context.pp.degree == 1:
+            text = sample(self._plain(), self.prepared.model, rows[0]["input_ids"], tokens, self.device)
+            self.logs.text(self.step, "sample", text)
+        return self.metrics["val_loss"]
+
+    def _validation_rows(self, rows: Dataset) -> int:
+        """Return the rows per rank of a validation's batch: as in training, or as many as there are."""
+        count = len(rows)  # pyright: ignore[reportArgumentType]
+        least = self.recipe.data.micro_batch_size * (self.parts if self.context.pp.degree > 1 else 1)
+        wanted = self.recipe.data.micro_batch_size * self.parts
+        if count >= wanted * self.dp:
+            return wanted
+        if count < least * self.dp:
+            where = self.loaded.tree.where(("data", "val_dir"))
+            raise RecipeError(f"{where}: data.val_dir has {count} rows, which do not fill a batch of {least * self.dp}")
+        return least
+
+    # --- checkpoints ------------------------------------------------------------------------------------
+
+    def _keeps(self) -> bool:
+        manager = self.recipe.exp_manager
+        return manager.create_checkpoint_callback and manager.checkpoint_callback_params.save_top_k != 0
+
+    def _saves(self, validated: bool) -> bool:
+        callback = self.recipe.exp_manager.checkpoint_callback_params
+        if not self._keeps():
+            return False
+        if callback.every_n_train_steps:
+            return self.step % callback.every_n_train_steps == 0
+        return validated
+
+    def save(self) -> int:
+        """Save a checkpoint, and remove those that do not stay; return its step."""
+        callback, job = self.recipe.exp_manager.checkpoint_callback_params, self.job
+        numbers = {**self.metrics, "epoch": self.loader.epoch}
+        tag = checkpoint_name(callback, numbers)
+        if is_rank_zero():
+            monitor = "step" if callback.monitor == "global_step" else callback.monitor
+            self.keeper.add(tag, numbers.get(monitor, math.nan))
+        content = {
+            "step": self.step,
+            "best": self.patience.best,
+            "waited": self.patience.waited,
+            "metrics": self.metrics,
+        }
+        save_checkpoint(
+            self.keeper.folder,
+            tag,
+            model=job.model,
+            optimizer=job.optimizer,
+            scheduler=job.scheduler,
+            dataloader=self.loader,
+            user_content=content,
+            use_xser=self.recipe.exp_manager.save_xser,
+            async_save=self.recipe.exp_manager.async_checkpointing,
+        )
+        if is_rank_zero():
+            self.keeper.prune()
+        return self.step
+
+    def _finish_saves(self) -> None:
+        wait_for_save()
+        if is_rank_zero():
+            self.keeper.prune()
+
+    def _write_merged(self) -> None:
+        """Write the model with its adapters merged in, for serving."""
+        if not isinstance(self.job.model.local_module(), LoRAModel):
+            return
+        weights = gather_weights(self.job.model)
+        if is_rank_zero():
+            whole = {name: tensor.contiguous() for name, tensor in weights.items()}
+            save_file(whole, self.log_dir / MODEL / "model.safetensors")
+
+    def close(self) -> None:
+        """Close the logs, wait for all ranks, and leave the process group."""
+        logs = getattr(self, "logs", None)
+        if logs is not None:
+            logs.close()
+        shutdown()

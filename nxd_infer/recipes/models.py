@@ -1,0 +1,124 @@
+"""The model of a recipe: its ``config.json``, and what of it cannot be trained here."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from nxd_infer.errors import RecipeError
+from nxd_infer.recipes.recipe import Loaded, seq_length
+from nxd_infer.recipes.schema import Recipe
+
+CONFIG = "config.json"
+FIELDS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "max_position_embeddings": "max_position_embeddings",
+    "rope_theta": "rope_theta",
+    "layernorm_epsilon": "rms_norm_eps",
+    "attention_bias": "attention_bias",
+    "share_embeddings_and_output_weights": "tie_word_embeddings",
+    "sliding_window_size": "sliding_window",
+    "init_method_std": "initializer_range",
+    "vocab_size": "vocab_size",
+}
+"""Keys of a recipe's model, and the fields of Hugging Face's configuration that they set."""
+NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
+GATED = ("swiglu", "fast-swiglu", "silu")
+
+
+def config_path(loaded: Loaded) -> Path | None:
+    """Return the configuration that the recipe names; None without one. Raises RecipeError if it is not there."""
+    given = loaded.recipe.model.model_config
+    if given is None:
+        return None
+    path = loaded.path(given)
+    path = path / CONFIG if path.is_dir() else path
+    if not path.is_file():
+        where = loaded.tree.where(("model", "model_config"))
+        raise RecipeError(f"{where}: model.model_config = {given!r} is not there: give a config.json or its directory")
+    return path
+
+
+def raw_config(loaded: Loaded, vocab_size: int | None = None) -> dict[str, Any]:
+    """Return the content of ``config.json``: the named file with the recipe's keys in place of its fields.
+
+    ``vocab_size``: of the tokenizer, for a recipe whose configuration does not say it.
+    Raises RecipeError for a configuration that is not there, or incomplete.
+    """
+    recipe, model = loaded.recipe, loaded.recipe.model
+    path = config_path(loaded)
+    raw: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32"}
+    if path is not None:
+        try:
+            raw = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise RecipeError(f"{path} is not JSON: {error}") from None
+    else:
+        missing = [name for name in NEEDED if getattr(model, name) is None]
+        if missing:
+            where = loaded.tree.where(("model",))
+            needed = "give it, or model_config"
+            raise RecipeError(f"{where}: model.{missing[0]} is missing, and there is no model.model_config: {needed}")
+        raw["rms_norm_eps"] = 1e-5
+        raw["max_position_embeddings"] = seq_length(recipe)
+        raw["intermediate_size"] = 4 * (model.hidden_size or 0)
+        raw["hidden_act"] = "silu"
+    for name, field in FIELDS.items():
+        value = getattr(model, name)
+        if value is not None:
+            raw[field] = value
+    if model.has_bias is not None and path is None:
+        raw["attention_bias"] = raw["mlp_bias"] = model.has_bias
+    if "vocab_size" not in raw:
+        raw["vocab_size"] = padded_vocabulary(recipe, vocab_size or recipe.data.tokenizer.vocab_size)
+    return {**raw, **model.extra}
+
+
+def padded_vocabulary(recipe: Recipe, size: int) -> int:
+    """Return ``size`` as a multiple of ``make_vocab_size_divisible_by`` and the tensor-parallel degree."""
+    step = recipe.model.make_vocab_size_divisible_by * recipe.distributed_strategy.tensor_model_parallel_size
+    return math.ceil(size / step) * step
+
+
+def obstacles(loaded: Loaded) -> list[str]:
+    """Return why a valid recipe cannot be trained here, as sentences with the key and its line; none if it can."""
+    recipe, model, strategy = loaded.recipe, loaded.recipe.model, loaded.recipe.distributed_strategy
+    alignment = recipe.model_alignment_strategy
+    megatron = model.model_config is None
+    found = {
+        ("model", "moe"): (model.moe is not None, "experts are not trained here"),
+        ("distributed_strategy", "context_parallel_size"): (
+            strategy.context_parallel_size > 1,
+            "sequences are not split among ranks here: use tensor_model_parallel_size with sequence_parallel",
+        ),
+        ("model", "activation"): (
+            megatron and model.activation not in (None, *GATED),
+            "only swiglu is trained here",
+        ),
+        ("model", "normalization"): (
+            megatron and model.normalization not in (None, "rmsnorm"),
+            "only rmsnorm is trained here",
+        ),
+        ("model", "position_embedding_type"): (
+            megatron and model.position_embedding_type != "rope",
+            "only rope is trained here",
+        ),
+        ("model", "transformer_block_type"): (
+            megatron and model.transformer_block_type != "pre_ln",
+            "only pre_ln is trained here",
+        ),
+        ("model_alignment_strategy", "dpo"): (
+            alignment.dpo is not None and strategy.pipeline_model_parallel_size > 1,
+            "the reference of DPO does not run over pipeline stages: use tensor_model_parallel_size, or orpo",
+        ),
+    }
+    return [
+        f"{loaded.tree.where(path)}: {'.'.join(path)}: {reason}" for path, (stands, reason) in found.items() if stands
+    ]

@@ -1,0 +1,214 @@
+"""What a recipe would do, without doing it: parameters, memory per rank, tokens per step, time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxd_infer.context import make_context, use_context
+from nxd_infer.modules.lora import LoraConfig, LoRAModel
+from nxd_infer.pipeline.options import PipelineOptions
+from nxd_infer.pipeline.partition import describe_partition
+from nxd_infer.pipeline.pipeline import cuts_of
+from nxd_infer.recipes.dtypes import Dtypes, dtypes
+from nxd_infer.recipes.models import obstacles, raw_config
+from nxd_infer.recipes.recipe import Loaded, data_parallel_size, microbatches, seq_length, world_size
+from nxd_infer.recipes.schema import Peft, Recipe
+from nxd_models import registry
+from nxd_models.spec import ModelDirectory
+
+CHIPS = {
+    "trn1": ("a NeuronCore of Trainium 1", 95e12),
+    "trn2": ("a logical NeuronCore of Trainium 2", 167e12),
+}
+"""Products per second of a device in bfloat16, times two: AWS's figure for a chip over its cores."""
+UTILIZATION = 0.4
+"""The share of this speed that training is assumed to reach."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Figures of a job. Bytes are those of the rank that has most."""
+
+    parameters: int
+    trained: int
+    world: int
+    degrees: dict[str, int]
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    """An estimate: by the formula of Korthikanti et al., "Reducing Activation Recomputation"."""
+    rows: int
+    tokens: int
+    """Tokens per step."""
+    microbatches: int
+    steps: int | None
+    flops: float
+    """Per step, over all ranks."""
+    device: str
+    peak: float
+    obstacles: list[str]
+
+    @property
+    def memory(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+    @property
+    def seconds(self) -> float:
+        """Estimated seconds per step."""
+        return self.flops / (self.peak * UTILIZATION * self.world)
+
+
+def plan_of(loaded: Loaded, chip: str | None = None, cpu_peak: float = 0.0) -> Plan:
+    """Return the figures of a recipe. Nothing is allocated: the model is built on the meta device.
+
+    ``chip``: one of :data:`CHIPS`; None: this machine's processor, whose speed is ``cpu_peak``.
+    """
+    recipe = loaded.recipe
+    raw = raw_config(loaded)
+    kinds = dtypes(recipe)
+    strategy = recipe.distributed_strategy
+    tp, pp = strategy.tensor_model_parallel_size, strategy.pipeline_model_parallel_size
+    peft = recipe.model_alignment_strategy.peft
+    moe = recipe.model.moe
+    if moe is not None or any("swiglu" in text or "rmsnorm" in text for text in obstacles(loaded)):
+        total = trained = _formula(recipe, raw)
+        here, here_trained = total / (tp * pp), trained / (tp * pp)
+        active = _formula(recipe, raw, active=True)
+    else:
+        total, trained, _ = _counted(recipe, raw, 1, 1, peft)
+        _, _, stages = _counted(recipe, raw, tp, pp, peft)
+        here, here_trained = max(stages)
+        active = total
+    dp = data_parallel_size(recipe)
+    width = kinds.weights.itemsize
+    grad = 4 if kinds.fp32_grad_acc else width
+    state = (8 + (4 if kinds.master_weights else 0)) * here_trained
+    length, rows = seq_length(recipe), recipe.data.global_batch_size
+    pairs = 2 if has_pairs(recipe) else 1
+    flops = flops_per_step(recipe, raw, active)
+    name, peak = ("this machine's processor", cpu_peak) if chip is None else CHIPS[chip]
+    steps = recipe.trainer.max_steps if recipe.trainer.max_steps > 0 else None
+    return Plan(
+        parameters=int(total),
+        trained=int(trained),
+        world=world_size(recipe),
+        degrees={"tp": tp, "pp": pp, "cp": strategy.context_parallel_size, "dp": dp},
+        weights=here * width,
+        gradients=here_trained * grad,
+        optimizer=state / (dp if strategy.zero1 else 1),
+        activations=pairs * _activations(recipe, raw, kinds),
+        rows=rows,
+        tokens=pairs * rows * length,
+        microbatches=microbatches(recipe),
+        steps=steps,
+        flops=flops,
+        device=name,
+        peak=peak,
+        obstacles=obstacles(loaded),
+    )
+
+
+def has_pairs(recipe: Recipe) -> bool:
+    """Whether a row of the data is a pair of answers."""
+    return recipe.model_alignment_strategy.dpo is not None or recipe.model_alignment_strategy.orpo is not None
+
+
+def flops_per_step(recipe: Recipe, raw: Mapping[str, Any], parameters: float) -> float:
+    """Return the operations of a step over all ranks, for a model of which a token meets so many ``parameters``."""
+    hidden, layers, length = raw["hidden_size"], raw["num_hidden_layers"], seq_length(recipe)
+    embedding = 0 if raw.get("tie_word_embeddings") else raw["vocab_size"] * hidden
+    passes = 8 if recipe.model.activations_checkpoint_granularity == "full" else 6
+    rows = recipe.data.global_batch_size * (2 if has_pairs(recipe) else 1)
+    return rows * length * (passes * (parameters - embedding) + 6 * layers * hidden * length)
+
+
+def _counted(
+    recipe: Recipe, raw: Mapping[str, Any], tp: int, pp: int, peft: Peft | None
+) -> tuple[int, int, list[tuple[int, int]]]:
+    """Return parameters, trained ones, and both for each pipeline rank, of the model of the first tensor rank."""
+    with use_context(make_context(tp * pp, 0, tp=tp, pp=pp)), torch.device("meta"):
+        model = build(raw)
+        options = PipelineOptions(pipeline_options(recipe))
+        cuts = cuts_of(model, options, pp) if pp > 1 else []
+        whole = model if peft is None else LoRAModel(model, lora_config(peft))
+    chunks = recipe.distributed_strategy.virtual_pipeline_model_parallel_size
+    found = [[0, 0] for _ in range(pp)]
+    width = next(model.parameters()).element_size()
+    trained = sum(param.numel() for param in whole.parameters() if param.requires_grad)
+    total = sum(param.numel() for param in whole.parameters())
+    for number, stage in enumerate(describe_partition(model, cuts)):
+        share = stage.bytes // width
+        found[number % pp][0] += share
+        found[number % pp][1] += share if peft is None else trained // max(1, pp * chunks)
+    return total, trained, [(one, two) for one, two in found]
+
+
+def build(raw: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Build the causal language model of a configuration, newly initialised."""
+    spec = registry.find(raw.get("model_type"))
+    config = registry.parse_config(raw)
+    directory = ModelDirectory(Path(), spec, config, tuple(raw.get("architectures") or ()), raw)
+    return directory.make("generate", dtype)
+
+
+def lora_config(peft: Peft) -> LoraConfig:
+    """Return the options of adapters; weights in checkpoints are the adapter's own."""
+    known = {one.name for one in dataclasses.fields(LoraConfig)}
+    given = {name: value for name, value in dataclasses.asdict(peft).items() if name in known and value is not None}
+    given |= {"save_lora_base": False, "merge_lora": False, "target_modules": peft.target_modules or None}
+    return LoraConfig(**{**given, "bias": peft.lora_bias})
+
+
+def pipeline_options(recipe: Recipe) -> dict[str, Any]:
+    strategy = recipe.distributed_strategy
+    cuts = recipe.model.pipeline_cuts
+    return {
+        "num_microbatches": microbatches(recipe),
+        "virtual_pipeline_size": strategy.virtual_pipeline_model_parallel_size,
+        "schedule": strategy.pipeline_schedule,
+        **({"pipeline_cuts": cuts} if cuts else {"auto_partition": True}),
+    }
+
+
+def _formula(recipe: Recipe, raw: Mapping[str, Any], active: bool = False) -> float:
+    """Parameters of a decoder that is not built here; ``active``: those that a token meets."""
+    model = recipe.model
+    hidden, inner, layers = raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"]
+    heads = raw["num_attention_heads"]
+    width = raw.get("head_dim") or hidden // heads
+    groups = raw.get("num_key_value_heads") or heads
+    attention = hidden * width * (2 * heads + 2 * groups)
+    matrices = 3 if model.activation in (None, "swiglu", "fast-swiglu", "silu", "geglu", "reglu") else 2
+    experts = 1
+    if model.moe is not None:
+        experts = model.moe.top_k if active else model.moe.num_experts
+    router = hidden * model.moe.num_experts if model.moe is not None else 0
+    embedding = raw["vocab_size"] * hidden * (1 if raw.get("tie_word_embeddings") else 2)
+    return layers * (attention + matrices * hidden * inner * experts + router + 2 * hidden) + embedding + hidden
+
+
+def _activations(recipe: Recipe, raw: Mapping[str, Any], kinds: Dtypes) -> float:
+    """Bytes of activations on the first pipeline rank."""
+    strategy, rows, length = recipe.distributed_strategy, recipe.data.micro_batch_size, seq_length(recipe)
+    hidden, layers = raw["hidden_size"], raw["num_hidden_layers"]
+    tp, pp = strategy.tensor_model_parallel_size, strategy.pipeline_model_parallel_size
+    scale = kinds.products.itemsize / 2
+    mine = layers / pp
+    whole = rows * length * hidden * scale
+    granularity = recipe.model.activations_checkpoint_granularity
+    split = tp if strategy.sequence_parallel else 1
+    if granularity == "full":
+        layer = 2 * whole / split + 34 * whole / tp / mine  # one layer is recomputed at a time
+    else:
+        layer = 10 * whole / split + (16 if granularity == "selective" else 24) * whole / tp
+    in_flight = min(pp, microbatches(recipe)) if pp > 1 else 1
+    logits = 2 * rows * length * raw["vocab_size"] * 4 / tp if pp == 1 else 0
+    return layer * mine * in_flight + logits

@@ -1,0 +1,263 @@
+"""What a job's ranks need before they start: the model's directory with its tokenizer, and the data as tokens.
+
+One process writes it under a name that follows from the recipe and the data's files; the others wait for it. Another
+start of the same job finds it there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from nxd_infer.errors import RecipeError
+from nxd_infer.recipes.data import rows
+from nxd_infer.recipes.data.documents import Documents
+from nxd_infer.recipes.data.encode import Encoder, Example
+from nxd_infer.recipes.data.megatron import IndexedFile, blend_of, split_of
+from nxd_infer.recipes.data.sources import Record, files_of, records
+from nxd_infer.recipes.data.store import TokenStore, write_store
+from nxd_infer.recipes.models import CONFIG, config_path, raw_config
+from nxd_infer.recipes.recipe import Loaded, seq_length
+from nxd_infer.recipes.tokenizers import FILES, TRAINED, copy_tokenizer, train_tokenizer
+from nxd_infer.util.locks import only_one
+from nxd_server.text.chat_template import ChatTemplate
+from nxd_server.text.tokenizer import Tokenizer
+from nxd_server.text.tokenizer_files import has_tokenizer
+
+MODEL, TRAIN, VALIDATION = "model", "train", "validation"
+WAIT_SECONDS = 3600.0
+"""How long ranks wait for the one that prepares."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """``model``: a model directory without weights. ``train`` and ``validation``: their rows."""
+
+    model: Path
+    train: Dataset
+    validation: Dataset | None
+
+
+def prepare(loaded: Loaded, root: Path) -> Prepared:
+    """Return what a job needs, which is written into ``root`` unless it is there. Raises RecipeError."""
+    folder = root / _digest(loaded)
+    if not folder.is_dir():
+        root.mkdir(parents=True, exist_ok=True)
+        try:
+            with only_one(root / f"{folder.name}.lock", WAIT_SECONDS):
+                if not folder.is_dir():
+                    _write(loaded, folder)
+        except TimeoutError:
+            problem = f"another process has prepared {folder} for more than {WAIT_SECONDS:.0f} s"
+            raise RecipeError(f"{problem}: end it, and start again") from None
+    return _open(loaded, folder)
+
+
+# --- writing ------------------------------------------------------------------------------------------------
+
+
+def _digest(loaded: Loaded) -> str:
+    """Return a name for what follows from the recipe's model and data and from the files that they name."""
+    recipe = loaded.recipe
+    data = dataclasses.asdict(recipe.data)
+    facts: dict[str, Any] = {"data": {key: value for key, value in data.items() if "batch_size" not in key}}
+    facts["model"] = {key: value for key, value in dataclasses.asdict(recipe.model).items() if key != "optim"}
+    facts["alignment"] = dataclasses.asdict(recipe.model_alignment_strategy) | {"peft": None}
+    facts["length"] = seq_length(recipe)
+    sources = [loaded.path(text) for text in (recipe.data.train_dir, recipe.data.val_dir) if text]
+    named = [file for source in sources for file in files_of(source)]
+    named += [config for config in [config_path(loaded)] if config is not None]
+    tokenizer = tokenizer_source(loaded)
+    if tokenizer is not None:
+        folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+        named += [folder / name for name in FILES if (folder / name).is_file()]
+    inner = [one for file in named for one in (sorted(file.rglob("*")) if file.is_dir() else [file])]
+    stats = [(file, file.stat()) for file in inner if file.is_file()]
+    facts["files"] = [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in stats]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def tokenizer_source(loaded: Loaded) -> Path | None:
+    """Return the directory or file of the tokenizer; None if it is trained, or if there is none."""
+    keys = loaded.recipe.data.tokenizer
+    given = keys.model or keys.type or keys.vocab_file
+    if given is not None:
+        return None if given == TRAINED else loaded.path(given)
+    config = config_path(loaded)
+    if config is not None and has_tokenizer([file.name for file in config.parent.iterdir()]):
+        return config.parent
+    return None
+
+
+def _write(loaded: Loaded, folder: Path) -> None:
+    building = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(building, ignore_errors=True)
+    model = building / MODEL
+    model.mkdir(parents=True)
+    recipe = loaded.recipe
+    source = tokenizer_source(loaded)
+    if source is not None:
+        copy_tokenizer(source, model, loaded.tree.where(("data", "tokenizer")))
+    elif recipe.data.tokenizer.type == TRAINED:
+        train_tokenizer(model, _texts(loaded), recipe.data.tokenizer.vocab_size)
+    tokenizer = Tokenizer.from_dir(model) if has_tokenizer([file.name for file in model.iterdir()]) else None
+    raw = raw_config(loaded, None if tokenizer is None else tokenizer.vocab_size)
+    _check_sizes(loaded, raw, tokenizer)
+    if tokenizer is not None:
+        for name in ("bos_token_id", "eos_token_id"):
+            if raw.get(name) is None and getattr(tokenizer, name) is not None:
+                raw[name] = getattr(tokenizer, name)
+    (model / CONFIG).write_text(json.dumps(raw, indent=1))
+    encoder = encoder_of(loaded, model, tokenizer)
+    for name, given, most in (
+        (TRAIN, recipe.data.train_dir, recipe.data.dev_choose_samples),
+        (VALIDATION, recipe.data.val_dir, None),
+    ):
+        if given is not None:
+            found = itertools.islice(records(loaded.path(given)), most)
+            write_store(building / name, _examples(encoder, found, raw["vocab_size"]))
+    building.rename(folder)
+
+
+def _texts(loaded: Loaded) -> Iterator[str]:
+    """All texts of the training data, for a tokenizer that is made from them."""
+
+    def inside(value: Any) -> Iterator[str]:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            for one in value.values():
+                yield from inside(one)
+        elif isinstance(value, list):
+            for one in value:
+                yield from inside(one)
+
+    data = loaded.recipe.data
+    if data.train_dir is None:
+        where = loaded.tree.where(("data", "tokenizer", "type"))
+        raise RecipeError(
+            f"{where}: data.tokenizer.type = {TRAINED!r} needs texts, and data_prefix has tokens; name one"
+        )
+    for record in itertools.islice(records(loaded.path(data.train_dir)), data.dev_choose_samples):
+        yield from inside(dict(record))
+
+
+def _check_sizes(loaded: Loaded, raw: dict[str, Any], tokenizer: Tokenizer | None) -> None:
+    if tokenizer is not None and tokenizer.vocab_size > raw["vocab_size"]:
+        path = ("model", "vocab_size")
+        problem = f"= {raw['vocab_size']} is less than the tokenizer's {tokenizer.vocab_size}"
+        raise RecipeError(
+            f"{loaded.tree.where(path)}: model.vocab_size {problem}; the nearest is {tokenizer.vocab_size}"
+        )
+    length, longest = seq_length(loaded.recipe), raw.get("max_position_embeddings")
+    if longest is not None and length > longest:
+        where = loaded.tree.where(("data", "seq_length"))
+        raise RecipeError(
+            f"{where}: data.seq_length = {length} is above the model's {longest}; the nearest is {longest}"
+        )
+
+
+def encoder_of(loaded: Loaded, model: Path, tokenizer: Tokenizer | None) -> Encoder:
+    """Return what makes tokens of a recipe's records."""
+    recipe = loaded.recipe
+    alignment = recipe.model_alignment_strategy
+    pairs = alignment.dpo or alignment.orpo
+    return Encoder(
+        tokenizer,
+        ChatTemplate.from_dir(model) if tokenizer is not None else None,
+        mask_prompt=recipe.data.mask_prompt or pairs is not None,
+        length=None if is_pretraining(loaded) else seq_length(recipe),
+        prompt_length=None if pairs is None else pairs.max_prompt_length,
+        keep_end=pairs is not None and pairs.truncation_mode == "keep_end",
+    )
+
+
+def _examples(encoder: Encoder, found: Iterator[Record], vocabulary: int) -> Iterator[Example]:
+    for number, record in enumerate(found):
+        for example in encoder.examples(record, number):
+            if len(example.ids) and not 0 <= min(example.ids) <= max(example.ids) < vocabulary:
+                wrong = max(example.ids) if max(example.ids) >= vocabulary else min(example.ids)
+                raise RecipeError(
+                    f"data: record {number} has the token {wrong}, outside the vocabulary of {vocabulary}"
+                )
+            yield example
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+def is_pretraining(loaded: Loaded) -> bool:
+    """Whether documents are one long text, and not one example each."""
+    alignment = loaded.recipe.model_alignment_strategy
+    fine = any(one is not None for one in (alignment.sft, alignment.dpo, alignment.orpo))
+    return not fine and not loaded.recipe.data.packing
+
+
+def _open(loaded: Loaded, folder: Path) -> Prepared:
+    recipe = loaded.recipe
+    if recipe.data.data_prefix:
+        train, validation = (_indexed(loaded, part) for part in (0, 1))
+        if train is None:
+            raise RecipeError(f"{loaded.tree.where(('data', 'data_prefix'))}: data.data_prefix has no row to train on")
+        return Prepared(folder / MODEL, _first(train, recipe.data.dev_choose_samples), validation)
+    pad = json.loads((folder / MODEL / CONFIG).read_text()).get("pad_token_id") or 0
+    train = _rows(loaded, TokenStore(folder / TRAIN), pad)
+    validation = _rows(loaded, TokenStore(folder / VALIDATION), pad) if recipe.data.val_dir else None
+    return Prepared(folder / MODEL, train, validation)
+
+
+def _first(rows_: Dataset, count: int | None) -> Dataset:
+    return rows_ if count is None else rows.First(rows_, count)
+
+
+def _rows(loaded: Loaded, store: TokenStore, pad: int) -> Dataset:
+    recipe, length = loaded.recipe, seq_length(loaded.recipe)
+    alignment = recipe.model_alignment_strategy
+    if alignment.dpo is not None or alignment.orpo is not None:
+        return rows.Pairs(store, length, pad)
+    if is_pretraining(loaded):
+        return _windows(loaded, store, 0, len(store))
+    packing = recipe.data.packing or (alignment.sft is not None and alignment.sft.packing)
+    bins = rows.pack(store.lengths, length) if packing else rows.one_each(store)
+    return rows.Packed(store, length, bins, pad)
+
+
+def _windows(loaded: Loaded, documents: Documents, first: int, last: int) -> rows.Windows:
+    data = loaded.recipe.data
+    config = raw_config(loaded)
+    end = config.get("eos_token_id") if data.eod_mask_loss else None
+    return rows.Windows(
+        documents,
+        seq_length(loaded.recipe),
+        first,
+        last,
+        apart=data.reset_attention_mask,
+        restart=data.reset_position_ids,
+        end=end[0] if isinstance(end, list) else end,
+    )
+
+
+def _indexed(loaded: Loaded, part: int) -> Dataset | None:
+    """Rows of Megatron's files: of the share for training (0) or validation (1); None if that is empty."""
+    data, origin = loaded.recipe.data, loaded.tree.where(("data", "data_prefix"))
+    parts, weights = [], []
+    for weight, prefix in blend_of(data.data_prefix, origin):
+        documents = IndexedFile(loaded.path(f"{prefix}.idx").with_suffix(""))
+        where = loaded.tree.where(("data", "splits_string"))
+        windows = _windows(loaded, documents, *split_of(data.splits_string, part, len(documents), where))
+        if len(windows):
+            parts.append(windows)
+            weights.append(weight)
+    if not parts:
+        return None
+    return parts[0] if len(parts) == 1 else rows.Blend(parts, weights)

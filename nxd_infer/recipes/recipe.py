@@ -1,0 +1,272 @@
+"""Load a recipe: read the file, set what the command line overrides, resolve references, check keys and agreement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from nxd_infer.recipes.keys import Reader, every_key
+from nxd_infer.recipes.resolve import override, resolve
+from nxd_infer.recipes.schema import Recipe
+from nxd_infer.recipes.yaml_text import KeyPath, Tree, read_yaml
+from nxd_infer.trace.options import TraceOptions
+from nxd_infer.util.options import declared
+from nxd_infer.util.suggest import nearest
+from nxd_models.serving.task_options import TaskOptions
+
+TRACE_KEYS = ("out", *declared(TaskOptions), *declared(TraceOptions))
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A recipe that was read and checked."""
+
+    recipe: Recipe
+    tree: Tree
+    unused: dict[str, list[str]]
+    """The given keys without an effect, by the reason."""
+
+    def path(self, text: str) -> Path:
+        """Return a path of the recipe: relative to the current directory, or to the recipe's where it is there."""
+        here, there = Path(text), Path(self.tree.origin).parent / text
+        return there if not here.exists() and there.exists() else here
+
+
+def load(file: str | Path, overrides: Iterable[str] = ()) -> Loaded:
+    """Read and check a recipe. Raises RecipeError with file, line, key, and the nearest that is valid."""
+    return check(read_yaml(file), overrides)
+
+
+def check(tree: Tree, overrides: Iterable[str] = ()) -> Loaded:
+    """Check what was read; ``tree`` becomes the resolved one."""
+    override(tree, overrides)
+    reader = Reader(tree)
+    reader.require_keys(Recipe, tree.values)  # a misspelt key would break the references to it
+    resolve(tree)
+    recipe = reader.read(Recipe, tree.values)
+    for name in recipe.trace or {}:
+        if name not in TRACE_KEYS:
+            raise reader.error(("trace", name), f"is not an argument of a trace{nearest(name, TRACE_KEYS)}")
+    for one in AGREEMENTS:
+        one(recipe, reader)
+    return Loaded(recipe, tree, reader.unused)
+
+
+def time_limit(loaded: Loaded) -> float:
+    """Return how many seconds this start of the job may train; infinity without a limit."""
+    reader = Reader(loaded.tree)
+    whole = seconds_of(loaded.recipe.trainer.max_time, reader, ("trainer", "max_time"))
+    start = seconds_of(loaded.recipe.exp_manager.max_time_per_run, reader, ("exp_manager", "max_time_per_run"))
+    return min(whole or math.inf, start or math.inf)
+
+
+def seq_length(recipe: Recipe) -> int:
+    """Return the tokens per row: ``data.seq_length`` or one of the model's keys, which must be equal."""
+    given = (recipe.data.seq_length, recipe.model.encoder_seq_length, recipe.model.seq_length)
+    return next((one for one in given if one is not None), 2048)
+
+
+def data_parallel_size(recipe: Recipe) -> int:
+    """Return how many ranks have data of their own."""
+    return world_size(recipe) // model_parallel_size(recipe)
+
+
+def world_size(recipe: Recipe) -> int:
+    return recipe.trainer.devices * recipe.trainer.num_nodes
+
+
+def model_parallel_size(recipe: Recipe) -> int:
+    strategy = recipe.distributed_strategy
+    sizes = strategy.tensor_model_parallel_size * strategy.pipeline_model_parallel_size
+    return sizes * strategy.context_parallel_size
+
+
+def microbatches(recipe: Recipe) -> int:
+    """Return how many passes through the model a step has, per data-parallel rank."""
+    return recipe.data.global_batch_size // (recipe.data.micro_batch_size * data_parallel_size(recipe))
+
+
+# --- what values must be together ---------------------------------------------------------------------------
+
+
+def _degrees(recipe: Recipe, reader: Reader) -> None:
+    world, strategy = world_size(recipe), recipe.distributed_strategy
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    before = 1
+    for name in names:
+        degree = getattr(strategy, name)
+        if world % (before * degree):
+            fits = [one for one in range(1, world + 1) if world % (before * one) == 0]
+            close = min(fits, key=lambda one: abs(one - degree))
+            ranks = f"{world} ranks (trainer.devices x trainer.num_nodes)"
+            whose = f"= {degree}, x {before} of the degrees before it," if before > 1 else f"= {degree}"
+            path = ("distributed_strategy", name)
+            raise reader.error(path, f"{whose} does not divide the {ranks}; the nearest is {close}")
+        before *= degree
+    if strategy.virtual_pipeline_model_parallel_size > 1 and strategy.pipeline_model_parallel_size == 1:
+        path = ("distributed_strategy", "virtual_pipeline_model_parallel_size")
+        given = strategy.virtual_pipeline_model_parallel_size
+        raise reader.error(path, f"= {given} needs pipeline_model_parallel_size above 1; without it the nearest is 1")
+
+
+def _batches(recipe: Recipe, reader: Reader) -> None:
+    data, dp = recipe.data, data_parallel_size(recipe)
+    rows = data.micro_batch_size * dp
+    if data.global_batch_size % rows:
+        close = max(rows, round(data.global_batch_size / rows) * rows)
+        problem = f"is not a multiple of micro_batch_size x data-parallel ranks = {data.micro_batch_size} x {dp}"
+        raise reader.error(
+            ("data", "global_batch_size"), f"= {data.global_batch_size} {problem}; the nearest is {close}"
+        )
+
+
+def _lengths(recipe: Recipe, reader: Reader) -> None:
+    length, model = seq_length(recipe), recipe.model
+    for name in ("encoder_seq_length", "seq_length"):
+        given = getattr(model, name)
+        if given not in (None, length):
+            raise reader.error(("model", name), f"= {given} differs from data.seq_length; the nearest is {length}")
+    if model.max_position_embeddings is not None and model.max_position_embeddings < length:
+        given = model.max_position_embeddings
+        raise reader.error(
+            ("model", "max_position_embeddings"),
+            f"= {given} is less than the {length} tokens per row; the nearest is {length}",
+        )
+    degree = recipe.distributed_strategy.tensor_model_parallel_size
+    if recipe.distributed_strategy.sequence_parallel and length % degree:
+        close = max(1, round(length / degree)) * degree
+        path = ("data", "seq_length") if recipe.data.seq_length else ("model", "encoder_seq_length")
+        problem = f"= {length} does not divide over the {degree} ranks of sequence_parallel"
+        raise reader.error(path, f"{problem}; the nearest is {close}")
+
+
+def _heads(recipe: Recipe, reader: Reader) -> None:
+    model = recipe.model
+    heads = model.num_attention_heads
+    if model.hidden_size and heads and not model.kv_channels and model.hidden_size % heads:
+        fits = [one for one in range(1, model.hidden_size + 1) if model.hidden_size % one == 0]
+        close = min(fits, key=lambda one: abs(one - heads))
+        raise reader.error(
+            ("model", "num_attention_heads"),
+            f"= {heads} does not divide hidden_size {model.hidden_size}; the nearest is {close}",
+        )
+    if heads and model.num_kv_heads and heads % model.num_kv_heads:
+        fits = [one for one in range(1, heads + 1) if heads % one == 0]
+        close = min(fits, key=lambda one: abs(one - (model.num_kv_heads or 1)))
+        raise reader.error(
+            ("model", "num_kv_heads"),
+            f"= {model.num_kv_heads} does not divide {heads} attention heads; the nearest is {close}",
+        )
+
+
+def _rates(recipe: Recipe, reader: Reader) -> None:
+    optim, sched = recipe.model.optim, recipe.model.optim.sched
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        raise reader.error(
+            ("model", "optim", "betas"),
+            f"= {optim.betas} must be two numbers from 0 to below 1; the nearest is [0.9, 0.999]",
+        )
+    if sched is None:
+        return
+    total = sched.max_steps or recipe.trainer.max_steps
+    if total > 0 and sched.warmup_steps > total:
+        raise reader.error(
+            ("model", "optim", "sched", "warmup_steps"),
+            f"= {sched.warmup_steps} is above the {total} steps; the nearest is {total}",
+        )
+
+
+def _experts(recipe: Recipe, reader: Reader) -> None:
+    moe = recipe.model.moe
+    experts = recipe.distributed_strategy.expert_model_parallel_size
+    if moe is None:
+        if experts > 1:
+            path = ("distributed_strategy", "expert_model_parallel_size")
+            raise reader.error(path, f"= {experts} needs a section model.moe; without it the nearest is 1")
+        return
+    if moe.dropless and moe.capacity_factor:
+        raise reader.error(
+            ("model", "moe", "capacity_factor"),
+            f"= {moe.capacity_factor:g} drops tokens, but dropless is true; the nearest is 0.0",
+        )
+    if not moe.dropless and not moe.capacity_factor:
+        raise reader.error(("model", "moe", "capacity_factor"), "= 0.0 needs dropless: true; the nearest is 1.0")
+    if moe.top_k > moe.num_experts:
+        raise reader.error(
+            ("model", "moe", "top_k"), f"= {moe.top_k} is above num_experts; the nearest is {moe.num_experts}"
+        )
+    if moe.num_experts % experts:
+        fits = [one for one in range(1, moe.num_experts + 1) if moe.num_experts % one == 0]
+        close = min(fits, key=lambda one: abs(one - experts))
+        path = ("distributed_strategy", "expert_model_parallel_size")
+        raise reader.error(path, f"= {experts} does not divide the {moe.num_experts} experts; the nearest is {close}")
+
+
+def _alignment(recipe: Recipe, reader: Reader) -> None:
+    alignment = recipe.model_alignment_strategy
+    given = [name for name in ("sft", "dpo", "orpo") if getattr(alignment, name) is not None]
+    if len(given) > 1:
+        path = ("model_alignment_strategy", given[1])
+        raise reader.error(path, f"cannot be together with {given[0]}; the nearest is {given[0]} alone")
+    for name in ("dpo", "orpo"):
+        strategy = getattr(alignment, name)
+        length = seq_length(recipe)
+        if strategy is not None and strategy.max_prompt_length is not None and strategy.max_prompt_length >= length:
+            path = ("model_alignment_strategy", name, "max_prompt_length")
+            problem = f"= {strategy.max_prompt_length} leaves no room for an answer in {length} tokens"
+            raise reader.error(path, f"{problem}; the nearest is {length - 1}")
+
+
+def _sources(recipe: Recipe, reader: Reader) -> None:
+    data = recipe.data
+    if data.train_dir is None and not data.data_prefix:
+        raise reader.error(("data", "train_dir"), "is missing: give a file or folder to train on (or data_prefix)")
+    if data.train_dir is not None and data.data_prefix:
+        raise reader.error(("data", "data_prefix"), "cannot be together with train_dir; the nearest is train_dir alone")
+
+
+def _end(recipe: Recipe, reader: Reader) -> None:
+    trainer = recipe.trainer
+    if trainer.max_steps < 0 and trainer.max_epochs < 0 and trainer.max_time is None:
+        raise reader.error(("trainer", "max_steps"), "is missing: the training would not end; give it, or max_epochs")
+    if trainer.max_steps == 0:
+        raise reader.error(("trainer", "max_steps"), "= 0 trains nothing; the nearest is 1")
+    limit = trainer.limit_val_batches
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or limit < 0:
+        path = ("trainer", "limit_val_batches")
+        raise reader.error(path, f"must be a number of batches, or a share of them, got {limit!r}; the nearest is 1.0")
+    for where in (("trainer", "max_time"), ("exp_manager", "max_time_per_run")):
+        seconds_of(getattr(getattr(recipe, where[0]), where[1]), reader, where)
+
+
+def seconds_of(value: object, reader: Reader, path: KeyPath) -> float | None:
+    """Return a time limit: seconds, or a text ``days:hours:minutes:seconds``."""
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return None if value is None else float(value)
+    parts = str(value).split(":")
+    if not 1 <= len(parts) <= 4 or not all(part.isdecimal() for part in parts):
+        raise reader.error(
+            path, f'= {value!r} is not a time; the nearest is "00:01:00:00" (days:hours:minutes:seconds)'
+        )
+    scale = (86400, 3600, 60, 1)[-len(parts) :]
+    return float(sum(int(part) * unit for part, unit in zip(parts, scale, strict=True)))
+
+
+AGREEMENTS: tuple[Callable[[Recipe, Reader], None], ...] = (
+    _end,
+    _degrees,
+    _batches,
+    _lengths,
+    _heads,
+    _rates,
+    _experts,
+    _alignment,
+    _sources,
+)
+
+
+def all_keys() -> list[str]:
+    """Return every key of a recipe, dotted, by its first spelling."""
+    return [".".join(map(str, path)) for path, _ in every_key(Recipe)]

@@ -1,0 +1,161 @@
+"""What a recipe's texts stand for: ``${a.b}``, ``${.sibling}``, ``${multiply:2, ${a.b}}``, ``$HOME``; and overrides.
+
+Source: the interpolations of OmegaConf that NxD Training's files use. ``$$`` is a dollar sign.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sysconfig
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from nxd_infer.errors import RecipeError
+from nxd_infer.recipes.yaml_text import KeyPath, Tree, dotted, parse_value
+from nxd_infer.util.suggest import nearest
+
+_INNERMOST = re.compile(r"\$\{([^${}]*)\}")
+_VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
+_DOLLAR = "\0"
+
+
+def resolve(tree: Tree) -> None:
+    """Replace every interpolation and environment variable in ``tree``, and ``~`` at the start of a text.
+
+    Raises RecipeError with the key and its line for a reference to nothing, to itself, or to an unset variable.
+    """
+    resolver = _Resolver(tree)
+    tree.values = resolver.everything(tree.values, ())
+
+
+class _Resolver:
+    def __init__(self, tree: Tree):
+        self.tree = tree
+        self.done: dict[KeyPath, Any] = {}
+        self.open: list[KeyPath] = []
+
+    def everything(self, value: Any, path: KeyPath) -> Any:
+        if isinstance(value, dict):
+            return {key: self.everything(inner, (*path, key)) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [self.everything(inner, (*path, place)) for place, inner in enumerate(value)]
+        return self.text(value, path) if isinstance(value, str) else value
+
+    def text(self, value: str, path: KeyPath) -> Any:
+        if path in self.done:
+            return self.done[path]
+        if path in self.open:
+            circle = " -> ".join(dotted(one) for one in (*self.open[self.open.index(path) :], path))
+            raise self.error(path, f"refers to itself: {circle}")
+        self.open.append(path)
+        try:
+            found = self._expanded(value.replace("$$", _DOLLAR), path)
+        finally:
+            self.open.pop()
+        self.done[path] = found.replace(_DOLLAR, "$") if isinstance(found, str) else found
+        return self.done[path]
+
+    def _expanded(self, text: str, path: KeyPath) -> Any:
+        while (match := _INNERMOST.search(text)) is not None:
+            found = self._reference(match[1].strip(), path)
+            if match[0] == text:  # the whole text: its type is kept
+                return self._expanded(found, path) if isinstance(found, str) and "$" in found else found
+            text = text[: match.start()] + _as_text(found) + text[match.end() :]
+        if "${" in text:
+            raise self.error(path, f"has a '${{' without its '}}': {text!r}")
+        text = _VARIABLE.sub(lambda variable: self._variable(variable[1], path), text)
+        return os.path.expanduser(text) if text.startswith("~") else text
+
+    def _reference(self, inside: str, path: KeyPath) -> Any:
+        name, colon, arguments = inside.partition(":")
+        if colon:
+            return self._function(name.strip(), [one.strip() for one in arguments.split(",")], path)
+        target = self._target(inside, path)
+        value: Any = self.tree.values
+        for number, part in enumerate(target):
+            if isinstance(value, list) and str(part).isdecimal() and int(part) < len(value):
+                value = value[int(part)]
+                continue
+            if not isinstance(value, dict) or part not in value:
+                if inside in os.environ:
+                    return os.environ[inside]
+                known = [dotted((*target[:number], key)) for key in value] if isinstance(value, dict) else []
+                raise self.error(path, f"refers to {inside!r}, which is not there{nearest(dotted(target), known)}")
+            value = value[part]
+        return self.text(value, target) if isinstance(value, str) else self.everything(value, target)
+
+    def _target(self, inside: str, path: KeyPath) -> KeyPath:
+        """``.x`` is beside the key, ``..x`` beside its section."""
+        dots = len(inside) - len(inside.lstrip("."))
+        base = path[: len(path) - dots] if dots else ()
+        return (*base, *inside.lstrip(".").split("."))
+
+    def _function(self, name: str, arguments: list[str], path: KeyPath) -> Any:
+        if name in ("oc.env", "env"):
+            return self._variable(arguments[0], path, *arguments[1:2])
+        if name == "stdlib":  # a file that comes with Python
+            return os.path.join(sysconfig.get_path("stdlib"), *arguments)
+        if name not in FUNCTIONS:
+            known = (*FUNCTIONS, "oc.env", "stdlib")
+            raise self.error(path, f"calls {name!r}, which is not a function of recipes{nearest(name, known)}")
+        numbers = [parse_value(argument) for argument in arguments]
+        if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
+            raise self.error(path, f"{name} takes numbers, got {arguments}")
+        try:
+            return FUNCTIONS[name](numbers)
+        except ZeroDivisionError:
+            raise self.error(path, f"{name} divides by zero") from None
+
+    def _variable(self, name: str, path: KeyPath, default: str | None = None) -> str:
+        if name not in os.environ and default is None:
+            raise self.error(path, f"needs the environment variable {name}, which is not set ($$ is a plain dollar)")
+        return os.environ.get(name, default or "")
+
+    def error(self, path: KeyPath, problem: str) -> RecipeError:
+        return RecipeError(f"{self.tree.where(path)}: {dotted(path)} {problem}")
+
+
+def _divided(numbers: list[Any]) -> Any:
+    found = numbers[0] / math.prod(numbers[1:])
+    return int(found) if found == int(found) else found
+
+
+FUNCTIONS: dict[str, Callable[[list[Any]], Any]] = {"multiply": math.prod, "add": sum, "divide": _divided}
+
+
+def _as_text(value: Any) -> str:
+    """Return a value as YAML writes it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def override(tree: Tree, overrides: Iterable[str]) -> None:
+    """Set ``key=value`` in a tree, by dotted keys; ``+key=value`` is the same, ``~key`` removes a key.
+
+    Raises RecipeError for what is not of this form.
+    """
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        name = name.lstrip("+")
+        removes = name.startswith("~")
+        path: KeyPath = tuple(name.removeprefix("~").split("."))
+        if not all(path) or not (equals or removes):
+            raise RecipeError(
+                f"command line: {text!r} is not an override: write key=value, such as trainer.max_steps=10"
+            )
+        holder: Any = tree.values
+        for number, part in enumerate(path[:-1]):
+            if not isinstance(holder.get(part), dict):
+                if holder.get(part) is not None:
+                    problem = f"{dotted(path[: number + 1])} is not a section but {holder[part]!r}"
+                    raise RecipeError(f"command line: {text!r}: {problem}")
+                holder[part] = {}
+            holder = holder[part]
+        if removes:
+            holder.pop(path[-1], None)
+            continue
+        holder[path[-1]] = parse_value(value)
+        tree.commanded.add(path)

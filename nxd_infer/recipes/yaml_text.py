@@ -1,0 +1,142 @@
+"""Read YAML text as plain values, with the line of every key.
+
+Numbers such as ``3e-4`` are floats, which PyYAML takes for text; a key that is given twice is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nxd_infer.errors import MissingPackageError, RecipeError
+
+KeyPath = tuple[str | int, ...]
+"""The keys that lead to a value, from the top."""
+
+_FLOAT = re.compile(r"[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$|[-+]?\.\d+[eE][-+]?\d+$")
+
+
+@dataclass
+class Tree:
+    """A file's values, and where each of them is."""
+
+    values: dict[str, Any]
+    origin: str
+    """The file, as messages call it."""
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    commanded: set[KeyPath] = field(default_factory=set)
+    """What the command line has set."""
+
+    def where(self, path: KeyPath) -> str:
+        """Return ``file:line`` of a key, or of the nearest section around it that the file has."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.commanded:
+                return "command line"
+            if path[:length] in self.lines:
+                return f"{self.origin}:{self.lines[path[:length]]}"
+        return self.origin
+
+
+def dotted(path: KeyPath) -> str:
+    """Return ``("data", "prefix", 0)`` as ``data.prefix[0]``."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".")
+
+
+def read_yaml(file: str | Path) -> Tree:
+    """Read a file. Raises RecipeError if it cannot be read, or with the line of what is not YAML."""
+    try:
+        text = Path(file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return parse_yaml(text, str(file))
+
+
+def parse_yaml(text: str, origin: str) -> Tree:
+    """Parse text whose top is a mapping."""
+    yaml = _yaml()
+    tree = Tree({}, origin)
+    loader = _loader(yaml)(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            raise RecipeError(f"{origin} is empty: a recipe has the sections trainer, data and model")
+        if not isinstance(node, yaml.MappingNode):
+            raise RecipeError(f"{origin}:{node.start_mark.line + 1}: a recipe is a mapping of sections")
+        tree.values = _Converter(yaml, loader, tree).convert(node, ())
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{origin}:{mark.line + 1}" if mark else origin
+        raise RecipeError(f"{place}: not YAML: {getattr(error, 'problem', None) or error}") from None
+    finally:
+        loader.dispose()
+    return tree
+
+
+def parse_value(text: str) -> Any:
+    """Return the value of a piece of YAML such as ``3e-4``, ``[1, 2]`` or ``true``; text that is not YAML is text."""
+    try:
+        return parse_yaml(f"value: {text}", "").values["value"]
+    except RecipeError:
+        return text
+
+
+class _Converter:
+    """Turns YAML's nodes into values, and notes their lines."""
+
+    def __init__(self, yaml: Any, loader: Any, tree: Tree):
+        self.yaml, self.loader, self.tree = yaml, loader, tree
+        self.open: list[Any] = []
+
+    def convert(self, node: Any, path: KeyPath) -> Any:
+        if node in self.open:
+            line = node.start_mark.line + 1
+            raise RecipeError(f"{self.tree.origin}:{line}: {dotted(path)} contains itself through an alias")
+        self.open.append(node)
+        try:
+            if isinstance(node, self.yaml.MappingNode):
+                return self._mapping(node, path)
+            if isinstance(node, self.yaml.SequenceNode):
+                return [self._at(item, (*path, place)) for place, item in enumerate(node.value)]
+            return self.loader.construct_object(node)
+        finally:
+            self.open.pop()
+
+    def _at(self, node: Any, path: KeyPath, line: int | None = None) -> Any:
+        self.tree.lines[path] = (node.start_mark.line if line is None else line) + 1
+        return self.convert(node, path)
+
+    def _mapping(self, node: Any, path: KeyPath) -> dict[str, Any]:
+        first: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(self.loader.construct_object(key)), key.start_mark.line + 1
+            if name in first:
+                where, what = f"{self.tree.origin}:{line}", dotted((*path, name))
+                raise RecipeError(f"{where}: {what} is given twice, first in line {first[name]}; remove one")
+            first[name] = line
+        self.loader.flatten_mapping(node)  # `<<: *anchor`
+        found: dict[str, Any] = {}
+        for key, value in node.value:
+            name = str(self.loader.construct_object(key))
+            found[name] = self._at(value, (*path, name), key.start_mark.line)
+        return found
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise MissingPackageError(
+            "recipes are YAML files, which need PyYAML: pip install 'nxd-infer[recipes]'", name="yaml"
+        ) from None
+    return yaml
+
+
+def _loader(yaml: Any) -> Any:
+    class Loader(yaml.SafeLoader):
+        yaml_implicit_resolvers = {key: list(found) for key, found in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+    return Loader

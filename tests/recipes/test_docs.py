@@ -1,0 +1,82 @@
+"""What docs/recipes.md says is so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from nxd_infer.recipes.keys import table
+from nxd_infer.recipes.recipe import check, load
+from nxd_infer.recipes.schema import Recipe
+from nxd_infer.recipes.yaml_text import parse_yaml
+from tests.e2e.command import ROOT
+from tests.tiny_models import VOCAB_SIZE, write_tiny
+
+PAGE = (ROOT / "docs/recipes.md").read_text()
+EXAMPLES = sorted(path.name for path in (ROOT / "examples/recipes").glob("*.yaml"))
+
+
+@pytest.mark.check
+def test_the_table_is_that_of_the_keys():
+    assert PAGE.split("## Keys\n")[1].strip() == table(Recipe).strip()
+
+
+@pytest.mark.check
+def test_the_example_in_the_text_is_a_recipe(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    loaded = check(parse_yaml(PAGE.split("```yaml\n")[1].split("```")[0], "page.yaml"))
+    assert loaded.recipe.exp_manager.name == "my_model" and loaded.recipe.data.train_dir == "/home/me/data/train.jsonl"
+    assert loaded.recipe.model.optim.lr == 3e-4 and loaded.unused == {}
+
+
+@pytest.mark.check
+def test_the_examples_are_recipes():
+    assert EXAMPLES == ["dpo.yaml", "llama3_70b.yaml", "llama3_8b.yaml", "lora.yaml", "pretrain.yaml", "sft.yaml"]
+    for name in EXAMPLES:
+        load(ROOT / "examples/recipes" / name)
+
+
+@pytest.mark.check
+def test_the_data_of_the_examples(tmp_path):
+    script = ROOT / "examples/recipes/python_text.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, capture_output=True, timeout=300)
+    for kind, columns in (
+        ("pretrain", {"text"}),
+        ("sft", {"prompt", "completion"}),
+        ("dpo", {"prompt", "chosen", "rejected"}),
+    ):
+        for part in (f"{kind}.jsonl", f"{kind}.val.jsonl"):
+            rows = [json.loads(line) for line in (tmp_path / part).read_text().splitlines()]
+            assert len(rows) >= 4 and all(set(row) == columns for row in rows)
+
+
+def test_a_model_of_ones_own_trains(tmp_path):
+    """Packed, in microbatches: so its mask, its positions and its number of items are used."""
+    write_tiny("llama", tmp_path / "tokenizer")
+    rows = [{"prompt": f"{n} and {n}? ", "completion": f"{2 * n}"} for n in range(64)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "architectures": ["TinyGPT"], "model_type": "tiny_gpt", "vocab_size": VOCAB_SIZE, "hidden_size": 32,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "max_position_embeddings": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "recipe.yaml").write_text(
+        "trainer: {max_steps: 6}\n"
+        "exp_manager: {exp_dir: exp}\n"
+        "data: {train_dir: data.jsonl, seq_length: 64, micro_batch_size: 1, global_batch_size: 2,\n"
+        "  tokenizer: {type: tokenizer}}\n"
+        "model: {model_config: config.json, optim: {lr: 1e-2}}\n"
+        "precision: {type: fp32}\n"
+        "model_alignment_strategy: {sft: {packing: true}}\n"
+    )
+    script = ROOT / "examples/recipes/own_model.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "recipe.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert "trained: exp/default/version_0/checkpoints" in done.stdout
+    first, *_, last = [float(line.split("loss ")[1].split()[0]) for line in done.stderr.splitlines() if "loss " in line]
+    assert last < first

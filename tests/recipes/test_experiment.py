@@ -1,0 +1,135 @@
+"""Folders, names and what stays of a job; its learning rate; where its ranks come from."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from nxd_infer.checkpoint.api import save_checkpoint
+from nxd_infer.checkpoint.folder import complete_checkpoints
+from nxd_infer.checkpoint.storage import storage_of
+from nxd_infer.errors import RecipeError
+from nxd_infer.recipes.experiment import Keeper, Patience, checkpoint_name, log_dir_of
+from nxd_infer.recipes.launch import check_world, first_host, is_a_rank, variables_of_slurm
+from nxd_infer.recipes.model_schema import SCHEDULES, Optim, Sched
+from nxd_infer.recipes.optim import Rate, parameter_groups
+from nxd_infer.recipes.recipe import check
+from nxd_infer.recipes.schema import CheckpointCallback, EarlyStopping, ExpManager
+from nxd_infer.recipes.yaml_text import parse_yaml
+
+
+@pytest.mark.check
+def test_a_job_has_a_version_of_its_own_or_goes_on(tmp_path):
+    manager = ExpManager(exp_dir=str(tmp_path), name="x")
+    assert log_dir_of(manager) == tmp_path / "x/version_0"
+    for name in ("version_2", "version_10", "prepared"):
+        (tmp_path / "x" / name).mkdir(parents=True)
+    assert log_dir_of(manager).name == "version_11"
+    assert log_dir_of(ExpManager(exp_dir=str(tmp_path), name="x", resume_if_exists=True)).name == "version_10"
+    assert log_dir_of(ExpManager(exp_dir=str(tmp_path), name="x", version="mine")).name == "mine"
+    assert log_dir_of(ExpManager(explicit_log_dir=str(tmp_path / "y"))) == tmp_path / "y"
+    dated = log_dir_of(ExpManager(exp_dir=str(tmp_path), name="x", use_datetime_version=True))
+    assert dated.name.count("-") == 4
+
+
+@pytest.mark.check
+def test_a_checkpoint_is_named_by_its_numbers():
+    numbers = {"step": 7, "consumed_samples": 56, "val_loss": 1.256}
+    name = checkpoint_name(CheckpointCallback(filename="x--{step}-{consumed_samples}"), numbers)
+    assert name == "x--step=7-consumed_samples=56"
+    assert checkpoint_name(CheckpointCallback(filename="{val_loss:.2f}"), numbers) == "val_loss=1.26"
+    assert checkpoint_name(CheckpointCallback(filename="{step}", auto_insert_metric_name=False), numbers) == "7"
+    with pytest.raises(RecipeError, match="filename"):
+        checkpoint_name(CheckpointCallback(filename="{step:zz}"), numbers)
+
+
+def tags(keeper: Keeper) -> list[str]:
+    return sorted(one.tag for one in complete_checkpoints(storage_of(keeper.folder)))
+
+
+@pytest.mark.check
+def test_the_best_checkpoints_stay(tmp_path):
+    scores = {"a": 3.0, "b": 1.0, "c": 2.0, "d": 5.0, "e": math.nan}
+    for options, kept in (
+        ({"save_top_k": 2, "mode": "min"}, ["b", "c"]),
+        ({"save_top_k": 2, "mode": "max"}, ["a", "d"]),
+        ({"save_top_k": 1, "mode": "min", "save_last": True}, ["b", "e"]),
+        ({"save_top_k": -1, "mode": "min"}, ["a", "b", "c", "d", "e"]),
+    ):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        callback = CheckpointCallback(monitor="val_loss", **options)
+        keeper = Keeper(callback, folder)
+        for tag, score in scores.items():
+            keeper.add(tag, score)
+            save_checkpoint(keeper.folder, tag, model={"x": torch.ones(1)})
+            keeper = Keeper(callback, folder)  # as a resumed job, which reads the scores
+            keeper.prune()
+        assert tags(keeper) == kept, options
+
+
+@pytest.mark.check
+def test_patience_ends_when_a_metric_stands_still():
+    patience = Patience(EarlyStopping(patience=2, min_delta=0.1))
+    assert [patience.stops(value) for value in (3.0, 2.0, 1.95, 1.99)] == [False, False, False, True]
+    assert Patience(EarlyStopping()).stops(math.nan)
+    rising = Patience(EarlyStopping(mode="max", patience=1, min_delta=0.0))
+    assert [rising.stops(value) for value in (1.0, 2.0, 2.0)] == [False, False, True]
+
+
+@pytest.mark.check
+def test_rates_rise_hold_and_fall():
+    linear = Rate(Sched(warmup_steps=4, min_lr=0.1, constant_steps=2), lr=1.0, steps=16)
+    assert [round(linear(step), 3) for step in (0, 3, 4, 9, 14, 15, 99)] == [0.2, 0.8, 1.0, 0.55, 0.1, 0.1, 0.1]
+    cosine = Rate(Sched(name="CosineAnnealing", max_steps=10), lr=2.0, steps=99)
+    assert cosine(0) == 1.0 and cosine(5) == pytest.approx(0.5) and cosine(10) == pytest.approx(0)
+    hold = Rate(Sched(name="WarmupHoldPolicy", warmup_ratio=0.5), lr=1.0, steps=4)
+    assert [hold(step) for step in range(4)] == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    for name in SCHEDULES:
+        assert 0 <= Rate(Sched(name=name), 1.0, 10)(5) <= 1
+
+
+@pytest.mark.check
+def test_norms_and_biases_do_not_decay():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    decayed, kept = parameter_groups(model, Optim(weight_decay=0.1), decay_norms=False)
+    assert [len(decayed["params"]), len(kept["params"]), kept["weight_decay"]] == [1, 3, 0.0]
+    (every,) = parameter_groups(model, Optim(weight_decay=0.1), decay_norms=True)
+    assert len(every["params"]) == 4
+
+
+@pytest.mark.check
+def test_ranks_come_from_slurm_or_torchrun():
+    slurm = {
+        "SLURM_PROCID": "5",
+        "SLURM_NTASKS": "8",
+        "SLURM_LOCALID": "1",
+        "SLURM_JOB_NODELIST": "trn[003-007,9],head",
+        "SLURM_JOB_ID": "123",
+    }
+    found = variables_of_slurm(slurm)
+    assert found == {
+        "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "trn003", "MASTER_PORT": "29523",
+    }  # fmt: skip
+    assert is_a_rank(found) and not is_a_rank(slurm)
+    assert variables_of_slurm({**slurm, "SLURM_NTASKS": "1"}) == variables_of_slurm({}) == {}
+    assert variables_of_slurm({**slurm, "RANK": "0", "WORLD_SIZE": "2"}) == {}  # torchrun inside a job
+    assert [first_host(nodes) for nodes in ("a,b", "node12", "n[1,3]")] == ["a", "node12", "n1"]
+    text = "trainer: {devices: 2, max_steps: 1}\ndata: {train_dir: x, global_batch_size: 2}\n"
+    loaded = check(parse_yaml(text, "r.yaml"))
+    check_world(loaded, {"WORLD_SIZE": "2"})
+    with pytest.raises(RecipeError, match=r"r\.yaml:1: trainer\.devices x .* is not the 4 processes"):
+        check_world(loaded, {"WORLD_SIZE": "4"})
+
+
+@pytest.mark.check
+def test_scores_survive_a_kill(tmp_path):
+    keeper = Keeper(CheckpointCallback(), tmp_path)
+    keeper.add("a", 1.0)
+    keeper.add("b", 2.0)
+    keeper.add("a", 3.0)
+    assert json.loads((tmp_path / "scores.json").read_text()) == {"b": 2.0, "a": 3.0}
+    assert list(tmp_path.glob(".*")) == []

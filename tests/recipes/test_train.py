@@ -1,0 +1,147 @@
+"""A recipe trains the same on any number of ranks, however they share the work."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from nxd_infer.context import make_context, use_context
+from nxd_infer.errors import RecipeError
+from nxd_infer.recipes.data.megatron import write_indexed
+from nxd_infer.recipes.job import begin_of, config_of
+from nxd_infer.recipes.loop import train
+from nxd_infer.recipes.prepare import prepare
+from nxd_infer.recipes.recipe import load
+from tests.ranks import run_ranks
+from tests.recipes.jobs import last_loss, losses_on_a_rank, trained_lora, write, write_pairs
+from tests.tiny_models import write_tiny
+
+SFT = "model_alignment_strategy: {sft: {packing: true}}\n"
+STEPS = 3
+STRATEGY = "distributed_strategy"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_tiny("llama", tmp_path / "model")
+    write_pairs(tmp_path)
+    return tmp_path
+
+
+def alone(file, overrides=(), steps: int = STEPS) -> list[float]:
+    with use_context(make_context()):
+        return losses_on_a_rank(str(file), [*overrides], steps)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The folder, and the losses of one rank."""
+    folder = tmp_path_factory.mktemp("sft")
+    write_tiny("llama", folder / "model")
+    write_pairs(folder, 60)
+    return folder, alone(write(folder, 1, SFT))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "degrees"),
+    [
+        ([], {"tp": 1}),
+        (
+            ["distributed_strategy.tensor_model_parallel_size=2", "distributed_strategy.sequence_parallel=true"],
+            {"tp": 2},
+        ),
+        ([f"{STRATEGY}.pipeline_model_parallel_size=2"], {"tp": 1, "pp": 2}),
+    ],
+    ids=["dp", "tp", "pp"],
+)
+def test_two_ranks_train_as_one(expected, overrides, degrees):
+    """Data-parallel ranks and microbatches have other numbers of counted tokens: the loss is a mean over all."""
+    folder, losses = expected
+    found = run_ranks(losses_on_a_rank, 2, str(write(folder, 2, SFT)), overrides, STEPS, **degrees)
+    assert found[0] == pytest.approx(losses, rel=2e-5)
+    assert found[1] == found[0]
+
+
+def test_microbatches_add_up_to_the_step(folder):
+    file = write(folder, 1, "model_alignment_strategy: {sft: {}}\n")
+    one = alone(file, ["data.micro_batch_size=4"])
+    assert alone(file, ["data.micro_batch_size=1"]) == pytest.approx(one, rel=2e-5)
+    again = alone(file, ["data.micro_batch_size=2", "model.activations_checkpoint_granularity=selective"])
+    assert again == pytest.approx(one, rel=2e-5)
+
+
+def test_orpo_trains_over_a_pipeline(folder):
+    rows = [{"prompt": f"{n}? ", "chosen": f"{n}" * 5, "rejected": f"{n + 1}"} for n in range(16)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = "model_alignment_strategy: {orpo: {beta: 0.5}}\n"
+    losses = alone(write(folder, 1, more))
+    pipelined = ["distributed_strategy.pipeline_model_parallel_size=2"]
+    found = run_ranks(losses_on_a_rank, 2, str(write(folder, 2, more)), pipelined, STEPS, tp=1, pp=2)
+    assert found[0] == pytest.approx(losses, rel=2e-5)
+
+
+def test_a_trained_adapter_is_merged_for_serving(folder):
+    peft = "{lora_rank: 4, lora_dropout: 0.0, target_modules: [q_proj, up_proj]}"
+    more = f"model_alignment_strategy: {{sft: {{}}, peft: {peft}}}\n"
+    with use_context(make_context()):
+        difference, trained = trained_lora(str(write(folder, 1, more)))
+    assert difference < 1e-5
+    assert len(trained) == 8 and all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize("peft", ["", ", peft: {lora_rank: 4, lora_dropout: 0.0}"], ids=["whole", "adapter"])
+def test_a_resumed_job_is_on_the_weights_that_it_began_with(folder, peft):
+    """An adapter's checkpoints hold no base weights: these come from where the job began."""
+
+    def trained(name: str, steps: int, file, *overrides: str) -> float:
+        log = [f"exp_manager.explicit_log_dir={folder}/{name}", "exp_manager.create_checkpoint_callback=true"]
+        end = [f"trainer.max_steps={steps}", "model.optim.sched.max_steps=4", "exp_manager.resume_if_exists=true"]
+        with use_context(make_context()):
+            return last_loss(str(file), [*log, *end, *overrides])
+
+    trained("base", 2, write(folder), "model.optim.lr=0.05")
+    file = write(folder, 1, f"model_alignment_strategy: {{sft: {{}}{peft}}}\n")
+    begin = [f"exp_manager.resume_from_checkpoint={folder}/base/checkpoints", "model.weight_init_only=true"]
+    undisturbed = trained("whole", 4, file, *begin)
+    trained("halves", 2, file, *begin)
+    assert trained("halves", 4, file, *begin) == undisturbed
+
+
+def test_megatrons_files_train(folder):
+    documents = [[5 + (n * k) % 250 for k in range(1, 40)] for n in range(1, 60)]
+    write_indexed(folder / "corpus_document", documents)
+    file = write(folder)
+    overrides = ["~data.train_dir", f"data.data_prefix=[1.0, {folder}/corpus_document]", "data.splits_string='90,10'"]
+    loaded = load(file, overrides)
+    prepared = prepare(loaded, folder / "prepared")
+    assert prepared.validation is not None and len(prepared.validation) == 59 * 39 // 480  # type: ignore[arg-type]
+    first = alone(file, overrides, 1)[0]
+    assert 4 < first < 8  # of a new model with 288 tokens
+
+
+def test_what_a_recipe_says_is_what_is_trained(folder):
+    loaded = load(write(folder, 1, SFT), ["precision.type=mixed_precision", "trainer.gradient_clip_val=0.5"])
+    config = config_of(loaded, folder / "model")
+    assert config["mixed_precision_config"] == {"use_master_weights": True, "use_fp32_grad_acc": True}
+    assert config["optimizer_config"]["max_grad_norm"] == 0.5 and config["optimizer_config"]["zero_one_enabled"]
+    assert begin_of(loaded).hugging_face == folder / "model"  # fine-tuning begins with the model's weights
+    assert begin_of(load(write(folder))).hugging_face is None  # pre-training does not
+    assert (
+        begin_of(load(write(folder), [f"exp_manager.resume_from_checkpoint={folder}/model"])).hugging_face is not None
+    )
+    with pytest.raises(RecipeError, match="neither a folder of checkpoints"):
+        begin_of(load(write(folder), [f"exp_manager.resume_from_checkpoint={folder}/data.jsonl"]))
+
+
+def test_data_that_does_not_fit_is_refused(folder):
+    for overrides, message in (
+        (["data.global_batch_size=400", "data.micro_batch_size=400"], "rows of 48 tokens; the nearest is"),
+        (["data.seq_length=512"], "the nearest is 256"),
+        (["model.vocab_size=64"], "less than the tokenizer's"),
+        ([f"data.tokenizer.type={folder}/nothing"], "has no tokenizer"),
+        ([f"data.train_dir={folder}/nothing"], "is not there"),
+        (["model.moe.top_k=1"], "experts are not trained here"),
+    ):
+        with pytest.raises(RecipeError, match=message), use_context(make_context()):
+            train(load(write(folder), overrides))

@@ -1,0 +1,90 @@
+"""Values, references and lines of a recipe's text."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from nxd_infer.errors import RecipeError
+from nxd_infer.recipes.resolve import override, resolve
+from nxd_infer.recipes.yaml_text import Tree, parse_yaml
+
+
+def parsed(text: str, *overrides: str) -> Tree:
+    tree = parse_yaml(text, "r.yaml")
+    override(tree, overrides)
+    resolve(tree)
+    return tree
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3e-4", 3e-4),
+        ("1E5", 1e5),
+        ("-2.5e+3", -2500.0),
+        (".5e1", 5.0),
+        ("1e", "1e"),
+        ("980,10,10", "980,10,10"),
+        ("~", None),
+    ],
+)
+def test_a_number_is_a_number(text, value):
+    found = parsed(f"a: {text}").values["a"]
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.check
+def test_references_keep_types_and_may_be_relative_and_nested(monkeypatch):
+    monkeypatch.setenv("PLACE", "/data")
+    tree = parsed(
+        "a: {b: 3, c: '${.b}', d: '${a.c}x'}\n"
+        "e: '${multiply:${a.b}, ${add:1, 1}}'\n"
+        "f: [$PLACE/x, '${PLACE}/y', '${oc.env:NOT_THERE,z}', $$5, '${a}']\n"
+        "g: '${f.0}'\n"
+        "h: '${divide:${e}, 4}'\n"
+        "i: '${stdlib:json/__init__.py}'\n"
+    ).values
+    assert tree["a"] == {"b": 3, "c": 3, "d": "3x"}
+    assert tree["e"] == 6 and tree["g"] == "/data/x" and tree["h"] == 1.5
+    assert tree["f"] == ["/data/x", "/data/y", "z", "$5", tree["a"]]
+    assert os.path.samefile(tree["i"], __import__("json").__file__)
+
+
+@pytest.mark.check
+def test_overrides_are_values_of_yaml_and_make_sections():
+    tree = parsed("a: {b: 1}\nd: 2", "a.b=3e-4", "+a.c.d=[1, x]", "~d", "e=true")
+    assert tree.values == {"a": {"b": 3e-4, "c": {"d": [1, "x"]}}, "e": True}
+    assert tree.where(("a", "b")) == "command line" and tree.where(("a", "z")) == "r.yaml:1"
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: {c: 1}\na: 2", "r.yaml:3: a is given twice, first in line 1; remove one"),
+        ("a: '${b}'\nb: '${a}'", "r.yaml:1: a refers to itself: a -> b -> a"),
+        ("x: {learning: 1}\na: '${x.learnin}'",
+         "r.yaml:2: a refers to 'x.learnin', which is not there; the nearest is x.learning"),
+        ("a: $NOT_THERE_AT_ALL", "r.yaml:1: a needs the environment variable NOT_THERE_AT_ALL, which is not set"),
+        ("a: '${multipli:1, 2}'", "the nearest is multiply"),
+        ("a: '${b'", "has a '${' without its '}'"),
+        ("a: [1", "r.yaml:1: not YAML"),
+        ("- 1", "r.yaml:1: a recipe is a mapping of sections"),
+        ("", "r.yaml is empty"),
+        ("a: &x [*x]", "contains itself"),
+    ],
+)  # fmt: skip
+def test_a_mistake_names_its_line(text, message):
+    with pytest.raises(RecipeError) as told:
+        parsed(text)
+    assert message in str(told.value)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("text", ["a", "=1", "a..b=1", "a.b.c=1"])
+def test_a_wrong_override_is_shown(text):
+    with pytest.raises(RecipeError, match="command line"):
+        parsed("a: {b: 1}", text)
