@@ -112,7 +112,7 @@ CompilerArgs = Annotated[str | None, typer.Option(help=TRACE["compiler_args"].he
 class Chip(enum.Enum):
     """A device that a plan's times can be for."""
 
-    cpu = "cpu"
+    here = "here"
     trn1 = "trn1"
     trn2 = "trn2"
 

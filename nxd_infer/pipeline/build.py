@@ -27,6 +27,7 @@ from nxd_infer.pipeline.materialise import foreign_tensors, reduce_to_stage
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.pipeline import cuts_of
 from nxd_infer.pipeline.stage import Stage
+from nxd_infer.util.devices import HOST
 
 Make = Callable[[], nn.Module]
 Expected = list[tuple[torch.Size, bool]]
@@ -152,7 +153,7 @@ def _free(storage: torch.UntypedStorage) -> None:
     """Give the whole pages of a storage back to the system; they become zeros."""
     first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (storage.data_ptr() + storage.nbytes() - first) // mmap.PAGESIZE * mmap.PAGESIZE
-    if size > 0 and sys.platform == "linux" and storage.device.type == "cpu":
+    if size > 0 and sys.platform == "linux" and storage.device.type == HOST.type:
         _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 

@@ -41,7 +41,7 @@ def messages_for(context: ParallelContext, actions: Sequence[Sequence[Action]], 
     """Return what the transport of ``context`` can do. ``actions``: of all ranks."""
     if context.pp.degree == 1 or isinstance(collectives_of(context), DistributedCollectives):
         return PointToPoint(context)
-    return LockStep(context, actions, stages)
+    return StepMessages(context, actions, stages)
 
 
 class PointToPoint:
@@ -60,7 +60,7 @@ class PointToPoint:
         pass
 
 
-class LockStep:
+class StepMessages:
     """Messages that are exchanged between the ticks of the schedule, a pass being one tick."""
 
     def __init__(self, context: ParallelContext, actions: Sequence[Sequence[Action]], stages: int):

@@ -46,7 +46,7 @@ from nxd_infer.trainer import (
 )
 from nxd_infer.trainer.shutdown import shutdown
 from nxd_infer.trainer.tensorboard import is_rank_zero
-from nxd_infer.util.devices import transport_device
+from nxd_infer.util.devices import HOST, transport_device
 
 MODEL = "model"
 """The folder beside a job's checkpoints with its configuration and tokenizer: what a trace takes."""
@@ -135,7 +135,7 @@ class Training:
         self.logs = Logs(recipe.exp_manager, self.log_dir, self.step)
         raw = json.loads((prepared.model / CONFIG).read_text())
         self.flops = flops_per_step(recipe, raw, self._count_parameters())
-        self.peak = matmul_peak() if self.device.type == "cpu" and is_rank_zero() else math.nan
+        self.peak = matmul_peak() if self.device.type == HOST.type and is_rank_zero() else math.nan
 
     # --- beginning --------------------------------------------------------------------------------------
 

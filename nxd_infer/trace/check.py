@@ -172,7 +172,7 @@ def require_stages(backend: Backend, stages: int) -> None:
     if stages > 1 and backend.one_process:
         raise TraceConfigError(
             f"pp_degree={stages}: the {backend.name} backend runs all ranks in one process, without pipeline stages: "
-            "trace with pp_degree=1 and a higher tp_degree, or for a CPU backend (inductor, eager)"
+            "trace with pp_degree=1 and a higher tp_degree, or for another backend"
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from nxd_infer.context import current_context, make_context
 from nxd_infer.errors import CollectiveError
 from nxd_infer.pipeline import NxDPPModel
-from nxd_infer.pipeline.messages import LockStep
+from nxd_infer.pipeline.messages import StepMessages
 from nxd_infer.pipeline.schedule import schedule
 from tests.pipeline.models import decoder, encoder, sentences, tokens
 from tests.pipeline.test_model import SPEC, Backwards, data
@@ -66,6 +66,6 @@ def test_in_lock_step(ranks: int):
 
 
 def test_a_message_that_never_came():
-    messages = LockStep(make_context(2, 0, pp=2), schedule("1f1b", 2, 1), 2)
+    messages = StepMessages(make_context(2, 0, pp=2), schedule("1f1b", 2, 1), 2)
     with pytest.raises(CollectiveError, match="a message of pipeline rank 1 is not there in the tick that needs it"):
         messages.recv(torch.empty(3), 1, 5).wait()
