@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxd_infer.cli.trace import SAME_ROUNDING
+from nxd_infer.backends.cpu.inductor import BACKEND
 from nxd_infer.errors import ModelConfigError
 from nxd_models.serving.decoder_step import step_inputs
 from nxd_server import LLM, SamplingParams
@@ -26,7 +26,14 @@ def llms(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("speculation")
     if request.param == 1:  # few graphs, as compiling takes its time
         few = {"batch_sizes": [4], "prompt_buckets": [16], "dtype": torch.bfloat16}
-        artifact = trace_llama(directory, 1, "inductor", [f"{SAME_ROUNDING}=True"], speculate=GUESSES, **few)[1]
+        artifact = trace_llama(
+            directory,
+            1,
+            "inductor",
+            [f"{name}={value}" for name, value in BACKEND.same_rounding.items()],
+            speculate=GUESSES,
+            **few,
+        )[1]
     else:
         artifact = trace_llama(directory, 2, speculate=GUESSES)[1]
     costs = costs_of(artifact)
