@@ -26,11 +26,12 @@ def llms(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("speculation")
     if request.param == 1:  # few graphs, as compiling takes its time
         few = {"batch_sizes": [4], "prompt_buckets": [16], "dtype": torch.bfloat16}
+        rounding = [f"{name}={value}" for name, value in BACKEND.same_rounding.items()]
         artifact = trace_llama(
             directory,
             1,
             "inductor",
-            [f"{name}={value}" for name, value in BACKEND.same_rounding.items()],
+            rounding,
             speculate=GUESSES,
             **few,
         )[1]
