@@ -133,7 +133,6 @@ def test_a_client_that_leaves_frees_its_slot(two: Cluster):
                 next(answer.iter_lines())
 
         list(clients.map(leave, PROMPTS))
-    # The proxy asks a replica of its own node where one has room, so it is the head's that says so.
     left = re.compile(r"^nxd_client_disconnects_total [1-9]", re.MULTILINE)
     wait_until(lambda: left.search(httpx.get(f"{URL}/metrics").text), 30)
     wait_until(lambda: (health := httpx.get(f"{URL}/health").json())["running"] == health["waiting"] == 0, 30)
