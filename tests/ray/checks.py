@@ -24,6 +24,7 @@ import httpx
 import openai
 import pytest
 import yaml
+from ray import serve
 
 from nxd_server.errors import SettingsError
 from tests.processes import gone, parent_of, wait_until
@@ -190,6 +191,7 @@ def test_every_request_is_answered_though_a_node_is_lost(two: Cluster):
 def test_replicas_come_with_the_queue_and_take_their_own_neuron_cores(cluster: Cluster, artifacts: Path):
     """Two ranks each; the cores are only counted here, as this machine has none."""
     autoscaling = {"min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 1, "look_back_period_s": 2}
+    serve.delete("nxd-infer")  # else the new version begins with as many replicas as the former one had
     cluster.deploy(config(artifacts / "tp2", resource="neuron_cores", autoscaling=autoscaling))
     cluster.wait_running(1)
     expected = streamed("ab")
