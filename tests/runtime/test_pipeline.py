@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import nxd_infer as nxd
+from nxd_infer import native
 from nxd_infer.artifact import manifest as manifest_module
 from nxd_infer.artifact.manifest import MANIFEST_NAME
 from nxd_infer.artifact.writer import CHECKSUM_KEY, manifest_checksum
@@ -239,7 +240,8 @@ def test_stages_of_tensor_parallel_ranks_and_a_model_built_in_the_ranks(root, mo
     ) as model:
         assert tokens_of(generated(model, step, **DRAWN)) == tokens_of(wanted)
         collectives = [rank.collectives for rank in model.health()]
-        assert collectives[0] == collectives[1] > 0 and collectives[2] == collectives[3] > 0
+        assert collectives[0] == collectives[1] and collectives[2] == collectives[3]
+        assert all(collectives) == native.availability().ok  # it is these that are counted
     steps = [(torch.tensor([i, i + 3]), torch.tensor([i, (2 * i) % traced_models.LENGTH])) for i in range(4)]
     arguments = {"backend": "eager", "tp_degree": 2, "pp_degree": 3, "pipeline_cuts": ["embed", "down"]}
     with nxd.trace.parallel_model_trace(traced_models.net, traced_models.inputs(), **arguments) as net:
