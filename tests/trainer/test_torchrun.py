@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ EXAMPLE = ROOT / "examples/train.py"
 def torchrun(script: Path, *arguments: object, cwd: Path) -> str:
     """What rank 0 of two wrote on standard error; the other one shows nothing of its progress."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    logs = cwd / f"logs_of_{script.stem}"
+    logs = Path(tempfile.mkdtemp(prefix="logs", dir=cwd))
     done = subprocess.run(
         [*launcher, "--redirects", "3", "--log-dir", str(logs), str(script), *map(str, arguments)],
         cwd=cwd,
