@@ -38,6 +38,10 @@ SHOWN_BY = {
     "loading checkpoints": ("parallel_layers/test_checkpointing.py::test_code_in_a_checkpoint_is_never_run",),
     "`load_checkpoint` at other degrees": ("checkpoint/test_neuronx_files.py::test_training_goes_on_at_any_degree",),
     "`load_checkpoint` at a job's first start": ("seeds/test_training.py::test_sample_usage",),
+    "`NxDPPModel` of a Hugging Face model": ("pipeline/test_hugging_face.py::test_models_in_four_stages",),
+    "`trace_file_path` of a pipeline": ("pipeline/test_model.py::test_a_timeline",),
+    "`run_train(*args)` of a pipeline": ("pipeline/test_model.py::test_two_stages",),
+    "a sharded optimizer's files over pipeline stages": ("pipeline/test_checkpoints.py::test_to_other_degrees",),
     "the newest checkpoint": (
         "checkpoint/test_numbers.py::test_a_new_save_is_above_whatever_is_there",
         "checkpoint/test_damage.py::test_damage_is_named",
@@ -51,6 +55,10 @@ DIFFERS = {
     ),
     "`TensorParallelModel` is the class": ("runtime/test_model_calls.py::test_a_model_of_processes_is_not_copied",),
     "An artifact is a directory": ("artifact/test_load.py::test_what_is_no_artifact",),
+    "`NxDPPModel` traces a graph only with `tracer_cls`": (
+        "pipeline/test_tracing.py::test_what_is_traced_runs_as_before",
+        "pipeline/test_tracing.py::test_what_has_no_effect_is_said_once",
+    ),
     "`inline_weights_to_neff=True`": (
         "runtime/test_new_weights.py::test_inlined_weights_are_not_swapped",
         "seeds/test_tracing.py::test_inlined_weights_have_no_buckets",
