@@ -40,7 +40,7 @@ SHOWN_BY = {
     "`load_checkpoint` at a job's first start": ("seeds/test_training.py::test_sample_usage",),
     "`NxDPPModel` of a Hugging Face model": ("pipeline/test_hugging_face.py::test_models_in_four_stages",),
     "`trace_file_path` of a pipeline": ("pipeline/test_model.py::test_a_timeline",),
-    "`run_train(*args)` of a pipeline": ("pipeline/test_model.py::test_two_stages",),
+    "`run_train(*args)` of a pipeline": ("pipeline/test_tracing.py::test_on_two_stages",),
     "a sharded optimizer's files over pipeline stages": ("pipeline/test_checkpoints.py::test_to_other_degrees",),
     "the newest checkpoint": (
         "checkpoint/test_numbers.py::test_a_new_save_is_above_whatever_is_there",
