@@ -6,11 +6,12 @@ keeps it when it is compiled again.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.backends.base import Backend, Quantization
-from nxd_infer.errors import TraceConfigError
+from nxd_infer.errors import ArtifactVersionError, TraceConfigError
 
 
 def check_quantize(backend: Backend, quantize: Any) -> None:
@@ -24,6 +25,16 @@ def check_quantize(backend: Backend, quantize: Any) -> None:
     raise TraceConfigError(
         f"quantize={quantize!r} is not one of {', '.join(map(repr, backend.quantizations))}, or None"
     )
+
+
+def check_encodings(path: Path, manifest: Manifest, backend: Backend) -> None:
+    """Raise ArtifactVersionError if a weight of the artifact at ``path`` is read in a form that its backend lacks."""
+    for weight in manifest.weights:
+        if weight.encoding and weight.encoding not in backend.encodings:
+            raise ArtifactVersionError(
+                f"the artifact {path} reads the weight {weight.name!r} as {weight.encoding!r}, an encoding that this "
+                f"version of the {backend.name} backend does not know: upgrade it"
+            )
 
 
 def quantization_of(manifest: Manifest, backend: Backend) -> Quantization | None:

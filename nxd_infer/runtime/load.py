@@ -8,6 +8,7 @@ from pathlib import Path
 from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.artifact.reader import LoadedArtifact, read_artifact
 from nxd_infer.backends import registry
+from nxd_infer.backends.quantization import check_encodings
 from nxd_infer.errors import ArtifactBackendError, ArtifactCorruptError, ArtifactVersionError, NxdError
 from nxd_infer.util.machine import torch_minor, torch_version
 
@@ -73,12 +74,7 @@ def check_backend(root: Path, manifest: Manifest, backend: str | None, probe: bo
         raise ArtifactBackendError(
             f"the artifact {root} needs the backend {manifest.backend!r}, which cannot run here: {answer.reason}"
         )
-    for weight in manifest.weights:
-        if weight.encoding and weight.encoding not in found.encodings:
-            raise ArtifactVersionError(
-                f"the artifact {root} reads the weight {weight.name!r} as {weight.encoding!r}, an encoding that this "
-                f"version of the {found.name} backend does not know: upgrade it"
-            )
+    check_encodings(root, manifest, found)
     try:
         found.check_target(manifest.target, manifest.versions)
     except (ArtifactVersionError, ArtifactCorruptError) as error:

@@ -21,7 +21,7 @@ from nxd_infer.backends import registry
 from nxd_infer.backends.base import Backend, Quantization
 from nxd_infer.backends.compile.pool import make_workdir
 from nxd_infer.backends.compiler_args import arguments_of
-from nxd_infer.backends.quantization import check_quantize, quantization_of
+from nxd_infer.backends.quantization import check_encodings, check_quantize, quantization_of
 from nxd_infer.errors import ArtifactVersionError, BackendUnavailableError, TraceError
 from nxd_infer.graph.canonical import canonical_text, configuration, digest_of, name_lowered, stored_graph
 from nxd_infer.graph.ir import FUNCTIONAL
@@ -148,7 +148,9 @@ def _quantization(source: LoadedArtifact) -> Quantization | None:
     """Return the form of its rounded weights, if it has any."""
     if not any(weight.encoding for weight in source.manifest.weights):
         return None
-    return quantization_of(source.manifest, registry.get(source.manifest.backend))
+    backend = registry.get(source.manifest.backend)
+    check_encodings(source.path, source.manifest, backend)
+    return quantization_of(source.manifest, backend)
 
 
 def _lower(

@@ -332,3 +332,5 @@ def test_an_unknown_encoding_is_refused_by_name(tmp_path: Path) -> None:
     path.write_text(json.dumps(manifest))
     with pytest.raises(ArtifactVersionError, match=r"'up\.weight' as 'packed99'.*upgrade"):
         load_artifact(tmp_path / "saved")
+    with pytest.raises(ArtifactVersionError, match=r"'up\.weight' as 'packed99'.*upgrade"):
+        nxd.trace.parallel_model_recompile(tmp_path / "saved", tmp_path / "again")
