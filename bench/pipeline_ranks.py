@@ -25,8 +25,9 @@ from nxd_infer.pipeline import NxDPPModel
 
 STAGES, LAYERS = 2, 8
 MICROBATCHES = (4, 8)
-ROWS = 64
-"""Of a microbatch."""
+ROWS = 256
+"""Of a microbatch. With fewer, adding gradients up takes a step as long as computing them, and the two ranks wait for
+the memory that they share."""
 SAME = 1e-4
 
 Step = Callable[[], float]
