@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import signal
+import statistics
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,10 +28,15 @@ from bench.processes import ROOT, environment
 from bench.recovery import again_after
 from bench.server import CLIENTS, Server
 from bench.stats import Turn, Verdict, held_ratios, interleaved, summary, values
+from bench.two_ranks import figures_of
 
 LONG_PROMPT = 511
 LIMITS = (0.97, 1.0)
 START_SECONDS = 120.0
+TRAINING = ("tp 2", "tp 2, sequence parallel", "ZeRO-1")
+"""Rows of ``bench.train_ranks``."""
+TRAINING_ROUNDS = 3
+"""In one turn of a checkout."""
 
 Sides = Mapping[str, Path]
 """Name -> checkout."""
@@ -49,6 +56,8 @@ def run(options: Options) -> None:
         paths = {name: artifact(options, tp, root=root) for name, root in sides.items()}
         rows |= {f"tp {tp}, {row}": found for row, found in _in_process(options, sides, paths, model, tp).items()}
         rows |= {f"tp {tp}, {row}": found for row, found in _servers(options, sides, paths, model, tp).items()}
+    if 2 in options.degrees:
+        rows |= _training(options, sides)
     _report(options, rows)
 
 
@@ -121,6 +130,27 @@ def _servers(options: Options, sides: Sides, paths: Mapping[str, Path], model: P
             rows[f"server, {clients} clients"] = _turns(
                 field, sides, options.rounds, lambda name, number, clients=clients: serve(name, number, clients)
             )
+    return rows
+
+
+def _training(options: Options, sides: Sides) -> Rows:
+    """Measure steps of training: a turn is a whole run of a checkout's own benchmark."""
+    field = Field({}, {})
+    field.placement.look()
+    once = options if options.quick else dataclasses.replace(options, repetitions=TRAINING_ROUNDS)
+    rows: Rows = {f"train, {row}": {name: [] for name in sides} for row in TRAINING}
+
+    def steps(name: str) -> float:
+        seconds = figures_of("bench.train_ranks", once, sides[name])["seconds"]
+        found.update({row: 1 / statistics.median(seconds[row]) for row in TRAINING})
+        return found[TRAINING[0]]
+
+    for number in range(options.rounds):
+        for name in sorted(sides, reverse=bool(number % 2)):
+            found: dict[str, float] = {}
+            turn = field.turn(lambda name=name: steps(name))
+            for row in TRAINING:
+                rows[f"train, {row}"][name].append(dataclasses.replace(turn, value=found[row]))
     return rows
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -12,23 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from bench.options import Options, home
-from bench.processes import Group
+from bench.processes import ROOT, Group, environment
 
 RANKS = 2
 SECONDS = 600.0
 
 
-def figures_of(module: str, options: Options) -> dict[str, Any]:
-    """Run ``python -m MODULE RANK FOLDER ROUNDS QUICK SECONDS`` on each rank; return what rank 0 wrote into the folder
-    as ``figures.json``."""
+def figures_of(module: str, options: Options, root: Path = ROOT) -> dict[str, Any]:
+    """Run ``python -m MODULE RANK FOLDER ROUNDS QUICK SECONDS`` of the checkout ``root`` on each rank; return what rank
+    0 wrote into the folder as ``figures.json``."""
     name = module.rpartition(".")[2]
+    env = {**environment(root), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=home()) as folder, ExitStack() as stack:
         groups: list[Group] = []
         for rank in range(RANKS):
             arguments = (rank, folder, options.rounds, options.quick, SECONDS)
             command = [sys.executable, "-m", module, *map(str, arguments)]
             log = home() / "logs" / f"{name}-{rank}.log"
-            groups.append(stack.enter_context(Group(command, log, env={**os.environ, "OMP_NUM_THREADS": "1"})))
+            groups.append(stack.enter_context(Group(command, log, env=env, cwd=root)))
         try:
             status = groups[0].process.wait(SECONDS)
         except subprocess.TimeoutExpired:
