@@ -13,9 +13,10 @@ from bench.options import Options
 from bench.stats import Verdict, interleaved, ratios, summary
 from nxd_server import LLM, SamplingParams
 
-STAGES, STREAMS, PIECE = 2, 8, 128
-WORK = {"decoding": (16, 64), "prompts": (PIECE, 1), "prompts and decoding": (PIECE, 32)}
-"""Tokens of each prompt, and of each answer."""
+STAGES, STREAMS, PIECE, SHORT = 2, 8, 128, 16
+WORK = {"decoding": (SHORT, 128), "prompts": (PIECE, 1), "prompts and decoding": (PIECE, 32)}
+"""Tokens of each prompt, and of each answer. A short prompt has a bucket of its own: padded to a long one, eight of them
+would take longer than the decoding that follows."""
 BUSY, SHARES, WHOLE = "every stage at work", "one stage at a time, same shares", "one stage at a time, all streams"
 
 
@@ -27,7 +28,7 @@ def run(options: Options) -> None:
     then the second way shows what the stages gain by working at once, and the third what the shares cost.
     """
     model = bench_model(options)
-    path = artifact(options, 1, (STREAMS // STAGES, STREAMS), (PIECE,), pp=STAGES)
+    path = artifact(options, 1, (STREAMS // STAGES, STREAMS), (SHORT, PIECE), pp=STAGES)
     ways = {BUSY: (STAGES, STAGES + 1), SHARES: (STAGES, 1), WHOLE: (1, 1)}
     found: dict[str, dict[str, list[float]]] = {}
     with LLM(path, threads_per_rank=1) as llm:

@@ -128,11 +128,23 @@ def test_each_step_takes_its_share_and_waits_for_the_tokens_of_its_rows():
 
 
 def test_a_prompt_advances_while_all_streams_are_under_way():
-    subject = scheduler(slots=8, batches=(1, 2, 4, 8), groups=2)
+    """So does its next piece, once each stream has advanced, although decoding has not taken its share of the time."""
+    subject = scheduler(slots=8, batches=(1, 2, 4, 8), ratio=1, groups=2)
     streaming(subject, 2)
-    for _ in range(2):
-        subject.begin(subject.next_step())
+    decoding = [subject.next_step(), None]
+    subject.begin(decoding[0])
+    decoding[1] = subject.next_step()
+    subject.begin(decoding[1])
     subject.add(sequence(10, prompt=40, new=4))
     subject.admit()
-    step = subject.next_step()
-    assert step.kind == "prefill" and step.rows[0].length <= 16
+    piece = subject.next_step()
+    assert piece.kind == "prefill" and piece.rows[0].length <= 16
+    subject.begin(piece)
+    for step in decoding:
+        assert subject.next_step() is None, "a stream has not advanced since the piece before"
+        give(step)
+        following = subject.next_step()
+        assert following.kind == "decode"
+        subject.begin(following)
+    assert subject._debt > 0
+    assert subject.next_step().kind == "prefill"

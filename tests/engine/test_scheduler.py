@@ -97,7 +97,8 @@ def test_any_traffic_is_served_exactly_once_within_the_bounds(
             if decoding and last_prefill is not None:
                 others = [prefills_since_decode[identity] for identity in decoding if identity in prefills_since_decode]
                 assert all(count == 0 for count in others), "a second prefill before every stream advanced"
-                if others:
+                in_flight = {row.sequence.id for earlier in under_way for row in earlier.rows}
+                if others and not (groups > 1 and decoding <= in_flight):
                     assert decode_seconds * ratio >= last_prefill * 0.999
             last_prefill, decode_seconds = (seconds, 0.0) if decoding else (None, 0.0)
             prefills_since_decode = dict.fromkeys(decoding, 1)

@@ -13,7 +13,8 @@
   by no more than the shortest piece would. While no piece is short enough and such rows remain, prompts advance only
   in these rows.
 * With a pipeline of ``groups`` stages, a decode step takes an equal share of the decoding choices, so that each stage
-  works on another share. A choice waits for the token of its last step: the first stage must know it.
+  works on another share. A choice waits for the token of its last step: the first stage must know it. Once all
+  have advanced and wait, a prompt's step may begin whatever the ratio is: the first stage has nothing else to do.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ class Scheduler(Generic[S]):
         ready = self._ready(streams)
         count = max(1, len(ready))
         graph, prompts = self._plan(count)
-        due = not self._owed and self._debt <= 0
+        due = not self._owed and (self._debt <= 0 or not ready)
         if self._prefilling and due and not (prompts and not self._short_lengths(count)):
             return self._prefill_step(count)
         return self._decode_step(graph, ready, prompts) if ready else None
