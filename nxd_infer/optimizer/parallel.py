@@ -24,6 +24,7 @@ from nxd_infer.layout.params import layout_by_name
 from nxd_infer.optimizer.buckets import GradReducer
 from nxd_infer.optimizer.groups import (
     NOT_HYPERPARAMETERS,
+    ON_NONFINITE,
     Parameters,
     checked_norm,
     parameter_groups,
@@ -35,10 +36,9 @@ from nxd_infer.optimizer.groups import (
 from nxd_infer.optimizer.pieces import Masters, Piece, Publisher, make_pieces
 from nxd_infer.optimizer.wrapper import OptimizerWrapper
 from nxd_infer.parallel_layers import grads as gradients
+from nxd_infer.util.options import Option
 
 __all__ = ["NxDOptimizer"]
-
-ON_NONFINITE = ("raise", "skip")
 
 
 class NxDOptimizer(OptimizerWrapper):
@@ -86,8 +86,7 @@ class NxDOptimizer(OptimizerWrapper):
         lazy_init: bool = False,
         defaults: Mapping[str, Any] | None = None,
     ):
-        if on_nonfinite not in ON_NONFINITE:
-            raise ParallelConfigError(f'on_nonfinite must be "raise" or "skip", got {on_nonfinite!r}')
+        Option("raise", "", str, choices=ON_NONFINITE).checked("on_nonfinite", on_nonfinite, ParallelConfigError)
         self.zero1, self.grad_clipping, self.max_grad_norm = zero1, grad_clipping, max_grad_norm
         self.on_nonfinite = on_nonfinite
         self.master_weights = master_weights
