@@ -15,11 +15,12 @@ from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_infer.cli.main import app
 from nxd_infer.cli.parameters import with_options
 from nxd_infer.errors import ModelConfigError, TraceConfigError
-from nxd_infer.trace import parallel_model_recompile, parallel_model_trace, trace_plan
+from nxd_infer.trace import parallel_model_load, parallel_model_recompile, parallel_model_trace, trace_plan
 from nxd_infer.trace.options import RecompileOptions, TraceOptions
 from nxd_infer.util.options import accepts_options, command_options, declared, defaults, from_command, option, table
 from nxd_models.serving import tasks
 from nxd_models.serving.task_options import TaskOptions
+from nxd_server import LLM
 from nxd_server.settings import ServerSettings
 from tests.e2e.command import nxd_infer_here, refused
 
@@ -122,9 +123,26 @@ def test_a_new_option_is_one_new_field(monkeypatch, capsys):
 @pytest.mark.check
 def test_a_commands_own_defaults_are_passed_on_and_others_left_where_they_are():
     assert from_command(TaskOptions, {"max_len": 64, "task": None, "unknown": 1}) == {
-        "prompt_buckets": (32, 128, 512), "dtype": "bfloat16", "max_len": 64
+        "dtype": "bfloat16", "max_len": 64
     }  # fmt: skip
     assert from_command(TraceOptions, {"tp_degree": None}) == {}
+
+
+@pytest.mark.check
+def test_python_and_the_commands_have_the_same_defaults():
+    """But for one, whose text, which both show, says why."""
+    other = {}
+    for options in (TaskOptions, TraceOptions, RecompileOptions, ServerSettings):
+        python = {name: value for name, value in defaults(options).items() if value is not None}
+        typed = python | from_command(options, {})
+        other |= {name: (python.get(name), value) for name, value in typed.items() if python.get(name) != value}
+    assert other == {"dtype": (None, "bfloat16")}
+    assert "From Python the checkpoint's by default, so" in declared(TaskOptions)["dtype"].help
+    llm = {name: one.default for name, one in inspect.signature(LLM).parameters.items()}
+    settings = defaults(ServerSettings)
+    for name in ("speculate", "generation_defaults", "allow_kernel", "expect_digest", "threads_per_rank"):
+        assert llm[name] == settings[name], name
+    assert inspect.signature(parallel_model_load).parameters["expect_digest"].default is settings["expect_digest"]
 
 
 @pytest.mark.check
