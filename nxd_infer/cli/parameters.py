@@ -56,11 +56,11 @@ def _annotation(name: str, option: Option) -> Any:
         kind = element(kind) or str
     elif kind in PARSERS:
         kind, more = Any, {"parser": PARSERS[kind], "metavar": "LIST"}
+    elif kind in (int, float):
+        more = {"metavar": f"<{kind.__name__}{option.limits}>"}
     shown = typer.Option(
         option.flag,
         help=option.help,
-        min=option.minimum,
-        max=option.maximum,
         rich_help_panel=option.group,
         callback=_checked(option),
         **more,
@@ -69,7 +69,7 @@ def _annotation(name: str, option: Option) -> Any:
 
 
 def _checked(option: Option) -> Callable[[Any], Any]:
-    """Return a callback that makes a usage error of a value that the option cannot have, where typer does not."""
+    """Return a callback that makes a usage error of a value that the option cannot have."""
 
     def callback(value: Any) -> Any:
         plain = value.value if isinstance(value, enum.Enum) else value

@@ -287,7 +287,7 @@ def test_trace_says_before_it_begins_what_a_model_lacks(capsys, monkeypatch, tmp
         (["serve", "/no/such/artifact"], ["/no/such/artifact"]),
         (["generate", "/no/such/artifact", "x"], ["/no/such/artifact"]),
         (["generate", "/no/such/artifact", "x", ""], ["a prompt is empty"]),
-        (["generate", "/no/such/artifact", "x", "--temperature", "9"], ["--temperature", "9", "0<=x<=2"]),
+        (["generate", "/no/such/artifact", "x", "--temperature", "9"], ["--temperature", "9", "from 0 to 2"]),
         (["generate", "MODEL", "x"], ["a model to trace", "nxd-infer trace"]),
         (["generate", "MODEL"], ["PROMPT", "give the text to continue"]),
         (["verify", "/no/such/artifact", "MODEL"], ["/no/such/artifact"]),
