@@ -19,6 +19,7 @@ from bench.processes import ROOT, Group, environment, memory_of
 from bench.stats import Verdict, interleaved, ratios, summary
 from bench.stream import read_bandwidth
 from nxd_infer.cli.demo.run import free_port, ready
+from nxd_infer.util.options import defaults
 from nxd_server.settings import ServerSettings
 
 CLIENTS = (1, 4, 16)
@@ -28,7 +29,7 @@ LATE = 15
 ALONE, TOGETHER = 32, 32
 """Tokens of the running stream before the others arrive, and tokens of each of the others."""
 READY_SECONDS = 120.0
-STALL = ServerSettings.model_fields["stall_ratio"].default
+STALL = defaults(ServerSettings)["stall_ratio"]
 """The engine in process uses chunked prefill like the server."""
 
 

@@ -1,17 +1,22 @@
-"""Layers shared by the families: RMS norm, activations, initialization. Rotary positions: :mod:`nxd_models.rope`."""
+"""Layers shared by the families: a block's linear layers, RMS norm, activations, initialization.
+
+Rotary positions are in :mod:`nxd_models.rope`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import torch
 import torch.nn.functional as F
 from pydantic import AfterValidator
 from torch import Tensor, nn
 
+from nxd_infer.layout import AxisPlan
 from nxd_infer.parallel_layers.layer_norm import SequenceParallelWeights
+from nxd_infer.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from nxd_models.hf.config_file import Problem
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -38,6 +43,55 @@ Activation = Annotated[
     Problem(f"this activation is not supported; known are {', '.join(ACTIVATIONS)}"),
 ]
 """The type of a configuration field that names one of ACTIVATIONS."""
+
+
+SEQUENCE = 1
+"""The dimension of the sequence in hidden states [B, S, E]."""
+
+
+class Sized(Protocol):
+    """What linear layers take from a family's configuration."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def initializer_range(self) -> float: ...
+
+
+def first_linear(
+    config: Sized, outputs: int, bias: bool, axis: AxisPlan, dtype: torch.dtype, *, shared: bool = False
+) -> ColumnParallelLinear:
+    """Return a layer from hidden states to this rank's part of a block, cut as ``axis`` says.
+
+    ``shared``: its caller enters the parallel region, once for all layers that read the same input.
+    """
+    return ColumnParallelLinear(
+        config.hidden_size,
+        outputs,
+        bias=bias,
+        gather_output=False,
+        dtype=dtype,
+        init_method=normal_init(config.initializer_range),
+        output_plan=axis,
+        input_is_shared=shared,
+    )
+
+
+def last_linear(
+    config: Sized, inputs: int, bias: bool, axis: AxisPlan, dtype: torch.dtype, sequence_parallel: bool = False
+) -> RowParallelLinear:
+    """Return the layer that sums a block's results over the ranks, into hidden states."""
+    return RowParallelLinear(
+        inputs,
+        config.hidden_size,
+        bias=bias,
+        input_is_parallel=True,
+        sequence_parallel_enabled=sequence_parallel,
+        dtype=dtype,
+        init_method=normal_init(config.initializer_range),
+        sequence_dimension=SEQUENCE,
+        input_plan=axis,
+    )
 
 
 class RMSNorm(SequenceParallelWeights):

@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from nxd_infer import cli
+from nxd_infer.trace.options import TraceOptions
+from nxd_infer.util.options import declared
 
 
 class DType(str, enum.Enum):
@@ -40,7 +42,7 @@ Rules = Annotated[
         help='For a checkpoint of neuronx_distributed: a JSON file of split dimensions, such as {"*.o_proj.weight": 1}.'
     ),
 ]
-Tag = Annotated[str | None, typer.Option(help="Which checkpoint. Default: the newest complete one.")]
+Tag = Annotated[str | None, typer.Option(help=declared(TraceOptions)["checkpoint_tag"].help)]
 WeightsDir = Annotated[Path, typer.Option("--out", help="Where to write model.safetensors.", show_default=False)]
 StoredType = Annotated[DType | None, typer.Option(help="Dtype of floating-point weights. Default: as saved.")]
 

@@ -19,15 +19,15 @@ def run(
     prompts: list[str],
     as_json: bool,
     max_tokens: int | None,
-    speculate: int,
-    allow_kernel: bool,
-    generation_defaults: bool = True,
+    speculate: int | None,
+    allow_kernel: bool | None,
+    generation_defaults: bool | None,
     **sampling: Any,
 ) -> None:
     """Print each prompt's continuation, or one JSON object per prompt; everything else goes to stderr.
 
-    ``max_tokens`` None: the default, if it fits. Other parameters that are None: the model's default if
-    ``generation_defaults``, else greedy.
+    ``max_tokens`` None: the default, if it fits. Parameters of the sampler that are None: the model's default if
+    ``generation_defaults``, else greedy. Others: the default of :class:`LLM`.
     """
     typed = {name: value for name, value in sampling.items() if value is not None}
     SamplingParams(max_tokens=max_tokens, **typed)  # report a wrong value before anything is loaded
@@ -37,11 +37,8 @@ def run(
         values = {"temperature": 0.0, **llm.sampling_defaults, **typed}
         return llm.generate(prompts, [SamplingParams(max_tokens=room, **values) for room in rooms])
 
-    options: dict[str, Any] = {
-        "speculate": speculate,
-        "allow_kernel": allow_kernel,
-        "generation_defaults": generation_defaults,
-    }
+    given = {"speculate": speculate, "allow_kernel": allow_kernel, "generation_defaults": generation_defaults}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if as_json:
         with LLM(artifact, **options) as llm:
             outputs = answers(llm)

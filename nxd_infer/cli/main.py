@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import enum
-import inspect
 import signal
 import sys
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,23 +20,15 @@ from nxd_infer.cli.ckpt_app import ckpt
 from nxd_infer.cli.parameters import with_options
 from nxd_infer.cli.pipeline_app import pipeline
 from nxd_infer.errors import NxdError
-from nxd_infer.trace.options import TraceOptions
-from nxd_infer.util.options import CommandOption, command_options, declared, with_default
+from nxd_infer.trace.options import RecompileOptions, TraceOptions
+from nxd_infer.util.options import Option, command_options, declared, flag_of
 from nxd_models.serving.task_options import TaskOptions
+from nxd_server.environment import PREFIX, SOURCE
+from nxd_server.settings import ServerSettings
 
 
 class Commands(typer.core.TyperGroup):
-    """Reports Ctrl-C, and the rejected value of an option; typer does neither.
-
-    ``serve`` gets an option for each of the server's settings when it is called, so that `nxd-infer --help` does not
-    wait for their import.
-    """
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, command, rest = super().resolve_command(ctx, args)
-        if name == "serve" and command is not None:
-            command = cli.serve.command(name, inspect.cleandoc(command.help or ""), command.epilog or "")
-        return name, command, rest
+    """Reports Ctrl-C, and the rejected value of an option; typer does neither."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -75,38 +66,20 @@ app = typer.Typer(
 
 TRACE = declared(TraceOptions)
 
-SERVER_PACKAGES = ("fastapi", "uvicorn", "pydantic_settings", "prometheus_client", "tokenizers", "jinja2")
+SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "tokenizers", "jinja2")
 
 
-def _known_backend(name: str | None) -> str | None:
-    """A usage error for a backend that there is not."""
-    if name is not None and name not in registry.BUILT_IN and name not in registry.names():
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(map(repr, registry.names()))}.")
-    return name
-
-
-Backend = Annotated[str, typer.Option(help=TRACE["backend"].help, callback=_known_backend)]
-
-
-def _sampler_options() -> Iterator[CommandOption]:
+def _sampler_options() -> dict[str, Option]:
     """An option for each number that the sampler takes."""
+    made = {}
     for name, field in SAMPLER_FIELDS.items():
         default = f"the model's own, else {field.off:g}" if field.model_may_set else f"{field.off:g}"
-        yield CommandOption(
-            name=name,
-            flag="--" + name.replace("_", "-"),
-            help=with_default(field.help, default),
-            kind=field.kind,
-            check=field.checked,
-        )
+        made[name] = replace(field, flag=flag_of(name, field), help=f"{field.help} Default: {default}.")
+    return made
 
 
 ArtifactDir = Annotated[Path, typer.Argument(help="An artifact that `nxd-infer trace` wrote.", show_default=False)]
 ModelDir = Annotated[Path, typer.Argument(help=declared(TaskOptions)["model_dir"].help, show_default=False)]
-NoKernel = Annotated[
-    bool, typer.Option("--no-kernel", help="Reject an artifact that chooses its buckets with its own code.")
-]
-CompilerArgs = Annotated[str | None, typer.Option(help=TRACE["compiler_args"].help)]
 
 
 class Chip(enum.Enum):
@@ -126,18 +99,21 @@ def version_of(
         raise typer.Exit()
 
 
-def options(compiler_args: str | None) -> list[str]:
+def compiler_words(typed: str | None) -> list[str] | None:
     """Return ``"a=1,b=2"`` as options of the backend."""
-    return (compiler_args or "").replace(",", " ").split()
+    return None if typed is None else typed.replace(",", " ").split()
+
+
+def _require_checkpoint(given: dict[str, Any]) -> None:
+    if given["checkpoint_tag"] is not None and given["checkpoint"] is None:
+        raise typer.BadParameter("it names a checkpoint of --checkpoint, which is not given", param_hint="--tag")
 
 
 @app.command(epilog="Example:  nxd-infer trace ./llama --tp 2 --out ./artifact --max-len 1024 --quantize int8")
-@with_options([*command_options(TaskOptions), *command_options(TraceOptions)])
+@with_options(command_options(TaskOptions) | command_options(TraceOptions))
 def trace(
     model_dir: ModelDir,
     artifact_dir: Annotated[Path, typer.Option("--out", help=TRACE["artifact_dir"].help, show_default=False)],
-    backend: Backend = registry.DEFAULT,
-    compiler_args: CompilerArgs = None,
     plan_only: Annotated[
         bool,
         typer.Option(
@@ -148,13 +124,12 @@ def trace(
     **given: Any,
 ) -> None:
     """Shard a model, compile one graph per bucket, and write an artifact that needs neither model code nor compiler."""
-    if given["checkpoint_tag"] is not None and given["checkpoint"] is None:
-        raise typer.BadParameter("it names a checkpoint of --checkpoint, which is not given", param_hint="--tag")
+    _require_checkpoint(given)
     for name, option in (("lora_rank", "--lora-rank"), ("lora_targets", "--lora-targets")):
         if given[name] is not None and not given["lora_slots"]:
             raise typer.BadParameter("it describes the slots of --lora-slots, which is not given", param_hint=option)
-    arguments = {"backend": backend, "compiler_args": options(compiler_args)}
-    cli.trace.run(model_dir, artifact_dir, plan_only=plan_only, **arguments, **given)
+    given["compiler_args"] = compiler_words(given["compiler_args"])
+    cli.trace.run(model_dir, artifact_dir, plan_only=plan_only, **given)
 
 
 @app.command(epilog="Example:  nxd-infer train recipe.yaml trainer.max_steps=100")
@@ -184,31 +159,42 @@ def train(
 
 
 @app.command(epilog="Example:  nxd-infer recompile ./artifact --out ./artifact-inf2 --backend neuron --target inf2")
+@with_options(command_options(RecompileOptions))
 def recompile(
     artifact: ArtifactDir,
     out: Annotated[Path, typer.Option("--out", help="Where to write the new artifact.", show_default=False)],
-    target: Annotated[str | None, typer.Option(help=TRACE["target"].help)] = None,
-    backend: Annotated[
-        str | None, typer.Option(help="As of `trace`. Default: the artifact's own.", callback=_known_backend)
-    ] = None,
-    compiler_args: CompilerArgs = None,
+    **given: Any,
 ) -> None:
     """Recompile an artifact's graphs for another machine or backend, without the model's code or checkpoint."""
-    cli.recompile.run(artifact, out, backend, options(compiler_args), target)
+    given["compiler_args"] = compiler_words(given["compiler_args"])
+    cli.recompile.run(artifact, out, given)
 
 
 @app.command(epilog="Example:  NXD_INFER_API_KEYS=secret nxd-infer serve ./artifact --port 8000")
-def serve() -> None:
+@with_options(command_options(ServerSettings))
+def serve(
+    artifact: Annotated[
+        str,
+        typer.Argument(
+            envvar=PREFIX + SOURCE,
+            help="An artifact that `nxd-infer trace` wrote, or a Hugging Face model directory, which is traced "
+            "first; a directory, or its URL in a store (s3://bucket/prefix).",
+            show_default=False,
+        ),
+    ],
+    config: Annotated[Path | None, typer.Option(help="JSON or YAML file with any of the settings below.")] = None,
+    **given: Any,
+) -> None:
     """Serve an artifact over HTTP: the OpenAI routes, embeddings, /v1/predict, SageMaker's two, health and metrics.
 
     Every option is also a variable (--max-choices: NXD_INFER_MAX_CHOICES) and a line of --config (max_choices); an
     option comes before a variable, and that before the file.
     """
-    raise NotImplementedError("Commands.resolve_command puts the command with its options in place of this one")
+    raise typer.Exit(cli.serve.run(artifact, config, given))
 
 
 @app.command(epilog='Example:  nxd-infer generate ./artifact "The with statement" --max-tokens 64')
-@with_options(_sampler_options())
+@with_options(command_options(ServerSettings, "speculate", "generation_defaults", "allow_kernel") | _sampler_options())
 def generate(
     artifact: ArtifactDir,
     prompts: Annotated[
@@ -220,15 +206,8 @@ def generate(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; repeat for several.")] = None,
-    speculate: Annotated[
-        int, typer.Option(min=0, help="Tokens to guess ahead; needs an artifact traced with --speculate; 0 is off.")
-    ] = 0,
-    generation_defaults: Annotated[
-        bool, typer.Option(help="Sample as the model's `generation_config.json` says where no option does.")
-    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
-    no_kernel: NoKernel = False,
-    **sampling: Any,
+    **given: Any,
 ) -> None:
     """Continue prompts in this process, without a server."""
     if former:
@@ -245,14 +224,14 @@ def generate(
         max_tokens=max_tokens,
         seed=seed,
         stop=stop or [],
-        speculate=speculate,
-        allow_kernel=not no_kernel,
-        generation_defaults=generation_defaults,
-        **sampling,
+        **given,
     )
 
 
 @app.command(epilog="Example:  nxd-infer verify ./artifact ./llama")
+@with_options(
+    command_options(TraceOptions, "checkpoint", "checkpoint_tag") | command_options(ServerSettings, "allow_kernel")
+)
 def verify(
     artifact: ArtifactDir,
     model_dir: ModelDir,
@@ -261,19 +240,11 @@ def verify(
         typer.Option(help="Largest max|a-b| / max|b| to accept. Default: 1e-4 for float32, 3e-2 for bfloat16."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(help="Compare with the weights of this folder of save_checkpoint() checkpoints, as for trace."),
-    ] = None,
-    tag: Annotated[
-        str | None, typer.Option(help="Which checkpoint in the folder. Default: the newest complete one.")
-    ] = None,
-    no_kernel: NoKernel = False,
+    **given: Any,
 ) -> None:
     """Compare an artifact with the unsharded eager model, one row per bucket; exits 1 above the tolerance."""
-    if tag is not None and checkpoint is None:
-        raise typer.BadParameter("it names a checkpoint of --checkpoint, which is not given", param_hint="--tag")
-    raise typer.Exit(cli.verify.run(artifact, model_dir, tolerance, seed, checkpoint, tag, allow_kernel=not no_kernel))
+    _require_checkpoint(given)
+    raise typer.Exit(cli.verify.run(artifact, model_dir, tolerance, seed, **given))
 
 
 app.add_typer(ckpt, name="ckpt")
@@ -287,6 +258,7 @@ def doctor() -> None:
 
 
 @app.command(epilog="Example:  nxd-infer demo --dir ./demo")
+@with_options(command_options(TraceOptions, "backend"))
 def demo(
     directory: Annotated[
         Path | None,
@@ -296,11 +268,11 @@ def demo(
         ),
     ] = None,
     seconds: Annotated[float, typer.Option(min=1, help="How long to train.")] = 60,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel degree.")] = 2,
-    backend: Backend = registry.DEFAULT,
+    tp: Annotated[int, typer.Option(min=1, help=TRACE["tp_degree"].help)] = 2,
+    **given: Any,
 ) -> None:
     """Run everything end to end on this machine's CPU: train, trace, save, load, serve, query."""
-    cli.demo.run.run(directory, seconds, tp, backend)
+    cli.demo.run.run(directory, seconds, tp, given["backend"] or registry.DEFAULT)
 
 
 def main() -> None:

@@ -6,15 +6,16 @@ import enum
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
 
-from nxd_infer.util.options import CommandOption
+from nxd_infer.errors import NxdError
+from nxd_infer.util.options import Option, element
 
 
-def with_options(options: Iterable[CommandOption]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def with_options(options: Mapping[str, Option]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command that takes ``**given`` one option for each of ``options``, after its own parameters.
 
     ``given`` then holds each by its name, None if it is not given. Its own parameter replaces an option of the
@@ -28,10 +29,10 @@ def with_options(options: Iterable[CommandOption]) -> Callable[[Callable[..., An
             for name, one in inspect.signature(function).parameters.items()
             if one.kind is not inspect.Parameter.VAR_KEYWORD
         }
-        for option in options:
-            if option.name not in parameters:
-                parameters[option.name] = inspect.Parameter(
-                    option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(option)
+        for name, option in options.items():
+            if name not in parameters:
+                parameters[name] = inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name, option)
                 )
 
         @functools.wraps(function)
@@ -46,33 +47,35 @@ def with_options(options: Iterable[CommandOption]) -> Callable[[Callable[..., An
     return decorate
 
 
-def _annotation(option: CommandOption) -> Any:
+def _annotation(name: str, option: Option) -> Any:
     """The type of an option's value, with what typer needs."""
-    kind, more = option.kind, {}
+    kind, more = str if option.kind is object else option.kind, {}
     if option.choices:
-        kind = enum.Enum(option.name, {choice: choice for choice in option.choices}, type=str)
-    elif option.kind in PARSERS:
-        kind, more = Any, {"parser": PARSERS[option.kind], "metavar": "LIST"}
-    if option.check is not None:
-        more["callback"] = _checked(option.check)
+        kind = enum.Enum(name, {choice: choice for choice in option.choices}, type=str)
+    elif option.repeats:
+        kind = element(kind) or str
+    elif kind in PARSERS:
+        kind, more = Any, {"parser": PARSERS[kind], "metavar": "LIST"}
+    elif kind in (int, float):
+        more = {"metavar": f"<{kind.__name__}{option.limits}>"}
     shown = typer.Option(
         option.flag,
         help=option.help,
-        min=option.minimum,
-        max=option.maximum,
         rich_help_panel=option.group,
+        callback=_checked(option),
         **more,
     )
     return Annotated[list[kind] | None if option.repeats else kind | None, shown]
 
 
-def _checked(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a callback that turns a ValueError of ``check`` into a usage error."""
+def _checked(option: Option) -> Callable[[Any], Any]:
+    """Return a callback that makes a usage error of a value that the option cannot have."""
 
     def callback(value: Any) -> Any:
+        plain = value.value if isinstance(value, enum.Enum) else value
         try:
-            return None if value is None else check(value)
-        except ValueError as error:
+            return value if plain is None or option.repeats else option.checked("it", plain, ValueError)
+        except (ValueError, NxdError) as error:
             raise typer.BadParameter(str(error)) from None
 
     return callback
@@ -81,12 +84,9 @@ def _checked(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def whole_numbers(text: str) -> list[int]:
     """Parse ``"1,4,16"`` into ``[1, 4, 16]``, sorted, without duplicates. Raises typer.BadParameter."""
     try:
-        numbers = sorted({int(part) for part in text.split(",")})
+        return sorted({int(part) for part in text.split(",")})
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a list of whole numbers such as 1,4,16") from None
-    if numbers[0] < 1:
-        raise typer.BadParameter(f"{numbers[0]} is below 1")
-    return numbers
 
 
 def words(text: str) -> list[str]:

@@ -170,14 +170,14 @@ def run(
     tolerance: float | None,
     seed: int,
     checkpoint: str | None = None,
-    tag: str | None = None,
-    allow_kernel: bool = True,
+    checkpoint_tag: str | None = None,
+    allow_kernel: bool | None = None,
 ) -> int:
     """Print one row per bucket; return 0 if all are within the tolerance. ``checkpoint``, if given, has the weights."""
     rows: list[Row] = []
-    with trace.parallel_model_load(str(artifact), allow_kernel=allow_kernel) as model:
+    with trace.parallel_model_load(str(artifact), allow_kernel=allow_kernel is not False) as model:
         manifest = model.manifest
-        weights = hf.weights(model_dir) if checkpoint is None else weight_source(checkpoint, tag)
+        weights = hf.weights(model_dir) if checkpoint is None else weight_source(checkpoint, checkpoint_tag)
         make = reference_of(manifest, model_dir, weights)
         limit = TOLERANCES[manifest.metadata["dtype"]] if tolerance is None else tolerance
         cases = generation_cases if manifest.metadata["task"] == "generate" else one_shot_cases
@@ -202,7 +202,7 @@ def run(
                 rows.append(compare(bucket, ours, reference, limit))
                 display.advance(task)
     verdict = {True: "equal", False: "differs"}
-    whose = str(model_dir) if checkpoint is None else f"{checkpoint} ({tag or 'the newest'})"
+    whose = str(model_dir) if checkpoint is None else f"{checkpoint} ({checkpoint_tag or 'the newest'})"
     form = accuracy.quantization(manifest)
     stages = f", pp {manifest.pp_degree}" if manifest.pp_degree > 1 else ""
     table(

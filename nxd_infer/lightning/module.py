@@ -23,6 +23,7 @@ from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.pipeline.pipeline import mean_over_data
 from nxd_infer.trainer.config import TrainConfig
 from nxd_infer.trainer.trainer import initialize_parallel_model, initialize_parallel_optimizer
+from nxd_infer.util.options import whole_number
 
 __all__ = ["NeuronLTModule"]
 
@@ -77,10 +78,7 @@ class NeuronLTModule(LightningModule):
         super().__init__()
         if not manual_opt:
             raise ParallelConfigError("manual_opt=False is not supported: leave it out, or pass True")
-        if not isinstance(grad_accum_steps, int) or grad_accum_steps < 1:
-            raise ParallelConfigError(
-                f"grad_accum_steps must be a whole number of at least 1, got {grad_accum_steps!r}"
-            )
+        whole_number("grad_accum_steps", grad_accum_steps, ParallelConfigError, minimum=1)
         self.nxd_config = TrainConfig.of(nxd_config)
         if grad_accum_steps > 1 and self.nxd_config.pipeline_parallel_size > 1:
             raise ParallelConfigError(

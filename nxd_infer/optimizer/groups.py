@@ -10,9 +10,15 @@ from torch import Tensor
 
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import ParallelConfigError
+from nxd_infer.util.options import Kind, Option
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 NOT_HYPERPARAMETERS = ("params", "param_names")
+ON_NONFINITE = ("raise", "skip")
+NORM = Kind(
+    "a number above 0",  # infinity, too: it clips nothing
+    lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value > 0,
+)
 
 
 def require_elementwise(optimizer_class: type, zero1: bool, context: ParallelContext) -> None:
@@ -37,9 +43,7 @@ def require_elementwise(optimizer_class: type, zero1: bool, context: ParallelCon
 
 def checked_norm(name: str, norm: Any) -> float:
     """Return the clipping norm as a float. Raises ParallelConfigError unless it is a number above 0."""
-    if isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0:
-        raise ParallelConfigError(f"{name} must be a number above 0, got {norm!r}")
-    return float(norm)
+    return float(Option(1.0, "", NORM).checked(name, norm, ParallelConfigError))
 
 
 def parameter_groups(parameters: Parameters) -> list[dict[str, Any]]:

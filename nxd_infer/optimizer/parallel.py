@@ -19,11 +19,12 @@ from torch import Tensor
 from nxd_infer.comm.launched import require_no_lonely_rank
 from nxd_infer.comm.texts import gather_texts
 from nxd_infer.context import current_context
-from nxd_infer.errors import CheckpointError, NonFiniteGradientError, NotInitializedError, ParallelConfigError
+from nxd_infer.errors import NonFiniteGradientError, ParallelConfigError
 from nxd_infer.layout.params import layout_by_name
 from nxd_infer.optimizer.buckets import GradReducer
 from nxd_infer.optimizer.groups import (
     NOT_HYPERPARAMETERS,
+    ON_NONFINITE,
     Parameters,
     checked_norm,
     parameter_groups,
@@ -35,10 +36,9 @@ from nxd_infer.optimizer.groups import (
 from nxd_infer.optimizer.pieces import Masters, Piece, Publisher, make_pieces
 from nxd_infer.optimizer.wrapper import OptimizerWrapper
 from nxd_infer.parallel_layers import grads as gradients
+from nxd_infer.util.options import Option
 
 __all__ = ["NxDOptimizer"]
-
-ON_NONFINITE = ("raise", "skip")
 
 
 class NxDOptimizer(OptimizerWrapper):
@@ -86,8 +86,7 @@ class NxDOptimizer(OptimizerWrapper):
         lazy_init: bool = False,
         defaults: Mapping[str, Any] | None = None,
     ):
-        if on_nonfinite not in ON_NONFINITE:
-            raise ParallelConfigError(f'on_nonfinite must be "raise" or "skip", got {on_nonfinite!r}')
+        Option("raise", "", str, choices=ON_NONFINITE).checked("on_nonfinite", on_nonfinite, ParallelConfigError)
         self.zero1, self.grad_clipping, self.max_grad_norm = zero1, grad_clipping, max_grad_norm
         self.on_nonfinite = on_nonfinite
         self.master_weights = master_weights
@@ -177,10 +176,6 @@ class NxDOptimizer(OptimizerWrapper):
 
     def publish_changes(self, changed: bool) -> None:
         self._publisher.publish_changes(changed)
-
-    def _require_inited(self, what: str) -> None:
-        if not self.inited:
-            raise NotInitializedError(f"lazy_init=True: call init_zero() before {what}")
 
     @property
     def _params(self) -> list[Tensor]:
@@ -354,72 +349,6 @@ class NxDOptimizer(OptimizerWrapper):
         self.skipped_steps += 1
         warnings.warn(f"step skipped: {message}", stacklevel=3)
         return True
-
-    # --- state ----------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, as the wrapped optimizer has it.
-
-        If it updates other tensors than the parameters themselves, there is also a key ``"pieces"``: the parameter
-        range of each entry, and its float32 master weight if there is one.
-        """
-        self._require_inited("state_dict()")
-        for hook in self._optimizer_state_dict_pre_hooks.values():
-            hook(self)
-        self.hand_on_hyperparameters()
-        self.refresh_pieces()
-        state = self.optimizer.state_dict()
-        if any(piece.tensor is not piece.param for piece in self.pieces):
-            state["pieces"] = [self._describe(piece) for piece in self.pieces]
-        for hook in self._optimizer_state_dict_post_hooks.values():
-            replaced = hook(self, state)
-            state = state if replaced is None else replaced
-        return state
-
-    def _describe(self, piece: Piece) -> dict[str, Any]:
-        return {
-            "name": self.names[piece.index],
-            "range": (piece.start, piece.stop),
-            "master": piece.tensor if piece.own_memory else None,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the :meth:`state_dict` of the same rank of an equal job.
-
-        Raises CheckpointError if it describes other pieces: another model, or other degrees.
-        """
-        if not self.inited:
-            self.init_zero()
-        state = dict(state_dict)
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = hook(self, state)
-            state = state if replaced is None else replaced
-        stored = state.pop("pieces", None)
-        described = [self._describe(piece) for piece in self.pieces]
-        if stored is not None or any(piece.tensor is not piece.param for piece in self.pieces):
-            for mine, theirs in zip(described, stored or [], strict=False):
-                if mine["name"] != theirs["name"] or mine["range"] != tuple(theirs["range"]):
-                    raise CheckpointError(
-                        f"optimizer state: found {theirs['name']!r} {tuple(theirs['range'])} where this rank has "
-                        f"{mine['name']!r} {mine['range']}; it was saved by another model or at other degrees"
-                    )
-            if len(stored or []) != len(described):
-                raise CheckpointError(
-                    f"optimizer state: it describes {len(stored or [])} pieces, this rank has {len(described)}; it "
-                    "was saved by another model, at other degrees, or without ZeRO-1 or master weights"
-                )
-        try:
-            self.optimizer.load_state_dict(state)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"optimizer state: it does not fit this optimizer: {error!r}") from error
-        self.take_back_hyperparameters()
-        with torch.no_grad():
-            for piece, theirs in zip(self.pieces, stored or [], strict=False):
-                if piece.own_memory and theirs["master"] is not None:
-                    piece.tensor.copy_(theirs["master"])
-                    piece.settled()
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
 
 
 def _give(param: Tensor, grad: Tensor | None) -> None:

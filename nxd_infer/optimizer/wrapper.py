@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nxd_infer.errors import CheckpointError, NotInitializedError
 from nxd_infer.optimizer.groups import NOT_HYPERPARAMETERS
 from nxd_infer.optimizer.pieces import Piece
 
@@ -33,6 +34,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
     optimizer: torch.optim.Optimizer
     """The wrapped optimizer; its parameters are the tensors of ``pieces``."""
     pieces: list[Piece]
+    names: list[str]
+    """Names of the trained parameters, in order."""
 
     _step_supports_amp_scaling = False  # a fused optimizer's would unscale gradients after clipping
 
@@ -42,6 +45,15 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self.pieces = []
         self._stepped: dict[int, Tensor] = {}
         super().__init__(groups, defaults)
+
+    def _require_inited(self, what: str) -> None:
+        """Raise NotInitializedError if the wrapped optimizer does not exist; ``what`` needs it."""
+        if not self.inited:
+            raise NotInitializedError(f"lazy_init=True: call init_zero() before {what}")
+
+    def init_zero(self) -> None:
+        """Create the wrapped optimizer."""
+        raise NotImplementedError
 
     def pieces_changed(self) -> None:
         """Update what is derived from ``pieces`` after it was replaced or extended."""
@@ -125,6 +137,70 @@ class OptimizerWrapper(torch.optim.Optimizer):
         stepped = self._stepped.get(id(param))
         ours = stepped is not None or any(param is own for group in self.param_groups for own in group["params"])
         return stepped if ours else param
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, as the wrapped optimizer has it.
+
+        If it updates other tensors than the parameters themselves, there is also a key ``"pieces"``: the parameter
+        range of each entry, and its float32 master weight if there is one.
+        """
+        self._require_inited("state_dict()")
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        self.hand_on_hyperparameters()
+        self.refresh_pieces()
+        state = self.optimizer.state_dict()
+        if any(piece.tensor is not piece.param for piece in self.pieces):
+            state["pieces"] = [self._describe(piece) for piece in self.pieces]
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            replaced = hook(self, state)
+            state = state if replaced is None else replaced
+        return state
+
+    def _describe(self, piece: Piece) -> dict[str, Any]:
+        return {
+            "name": self.names[piece.index],
+            "range": (piece.start, piece.stop),
+            "master": piece.tensor if piece.own_memory else None,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the :meth:`state_dict` of the same rank of an equal job.
+
+        Raises CheckpointError if it describes other pieces: another model, or other degrees.
+        """
+        if not self.inited:
+            self.init_zero()
+        state = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state)
+            state = state if replaced is None else replaced
+        stored = state.pop("pieces", None)
+        described = [self._describe(piece) for piece in self.pieces]
+        if stored is not None or any(piece.tensor is not piece.param for piece in self.pieces):
+            for mine, theirs in zip(described, stored or [], strict=False):
+                if mine["name"] != theirs["name"] or mine["range"] != tuple(theirs["range"]):
+                    raise CheckpointError(
+                        f"optimizer state: found {theirs['name']!r} {tuple(theirs['range'])} where this rank has "
+                        f"{mine['name']!r} {mine['range']}; it was saved by another model or at other degrees"
+                    )
+            if len(stored or []) != len(described):
+                raise CheckpointError(
+                    f"optimizer state: it describes {len(stored or [])} pieces, this rank has {len(described)}; it "
+                    "was saved by another model, at other degrees, or without ZeRO-1 or master weights"
+                )
+        try:
+            self.optimizer.load_state_dict(state)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"optimizer state: it does not fit this optimizer: {error!r}") from error
+        self.take_back_hyperparameters()
+        with torch.no_grad():
+            for piece, theirs in zip(self.pieces, stored or [], strict=False):
+                if piece.own_memory and theirs["master"] is not None:
+                    piece.tensor.copy_(theirs["master"])
+                    piece.settled()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     # --- copies ---------------------------------------------------------------------------------------
 

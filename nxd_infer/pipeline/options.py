@@ -5,99 +5,45 @@ Source: API guide, "Neuron Distributed Pipeline Model". Options beyond the docum
 
 from __future__ import annotations
 
-import os
 import types
 from collections.abc import Mapping
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.pipeline.schedule import SCHEDULES
-from nxd_infer.util.option_dict import Options, option
-from nxd_infer.util.options import whole_number
+from nxd_infer.util.option_dict import OptionDict
+from nxd_infer.util.options import Kind, option
 
 TRACERS = ("hf", "torch")
 
 
-_WHOLE = partial(whole_number, error=ParallelConfigError, minimum=1)
-
-
-def _boolean(what: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ParallelConfigError(f"{what} must be True or False, got {value!r}")
-    return value
-
-
-def _names(what: str, value: Any) -> list[str] | None:
-    if value is None:
-        return None
-    if isinstance(value, str) or not all(isinstance(name, str) for name in value):
-        raise ParallelConfigError(f"{what} must be a list of names, got {value!r}")
-    return list(value)
-
-
-def _layer_class(what: str, value: Any) -> Any:
-    if (
-        value is not None
-        and not isinstance(value, str)
-        and not (isinstance(value, type) and issubclass(value, nn.Module))
-    ):
-        raise ParallelConfigError(f"{what} must be a class derived from torch.nn.Module or its name, got {value!r}")
-    return value
-
-
-def _classes(what: str, value: Any) -> list[Any] | None:
-    return None if value is None else [_layer_class(what, one) for one in value]
-
-
-def _loss_spec(what: str, value: Any) -> Any:
-    if value is not None and not isinstance(value, tuple | list | Mapping | bool):
-        raise ParallelConfigError(f"{what} must be a tuple or a dict with True in the place of the loss, got {value!r}")
-    return value
-
-
-def _function(what: str, value: Any) -> Any:
-    if value is not None and not callable(value):
-        raise ParallelConfigError(f"{what} must be a function, or None, got {value!r}")
-    return value
-
-
-def _tracer(what: str, value: Any) -> Any:
-    if value is not None and value not in TRACERS and not isinstance(value, type):
-        raise ParallelConfigError(f'{what} must be "hf", "torch", a class, or None, got {value!r}')
-    return value
-
-
-def _path(what: str, value: Any) -> Any:
-    if value is not None and not isinstance(value, str | os.PathLike):
-        raise ParallelConfigError(f"{what} must be the path of a file, or None, got {value!r}")
-    return value
-
-
-def _schedule(what: str, value: Any) -> str | None:
-    if value is not None and value not in SCHEDULES:
-        raise ParallelConfigError(f"{what} must be one of {', '.join(map(repr, SCHEDULES))} or None, got {value!r}")
-    return value
-
-
-def _several(what: str, value: Any) -> Any:
-    if value is not None and not (isinstance(value, list | tuple) and all(map(_wraps, value))):
-        raise ParallelConfigError(f"{what} must be a list or tuple of Python modules and functions, got {value!r}")
-    return value
-
-
-def _wraps(value: Any) -> bool:
-    return isinstance(value, types.ModuleType) or callable(value)
-
-
-def _methods(what: str, value: Any) -> Any:
-    if value is not None and not (isinstance(value, Mapping) and all(_has(*pair) for pair in value.items())):
-        raise ParallelConfigError(
-            f"{what} must be a dict of objects with lists of the names of their methods, got {value!r}"
-        )
-    return value
+_LAYER = Kind(
+    "a class derived from torch.nn.Module or its name",
+    lambda value: isinstance(value, str) or (isinstance(value, type) and issubclass(value, nn.Module)),
+)
+_LAYERS = Kind(
+    "a list of classes derived from torch.nn.Module or their names",
+    lambda value: isinstance(value, list | tuple) and all(map(_LAYER.fits, value)),
+)
+_LOSS = Kind(
+    "a tuple or a dict with True in the place of the loss",
+    lambda value: isinstance(value, tuple | list | Mapping | bool),
+)
+_TRACER = Kind('"hf", "torch", a class', lambda value: value in TRACERS or isinstance(value, type))
+_FUNCTION = Kind("a function", callable)
+_WRAPPED = Kind(
+    "a list or tuple of Python modules and functions",
+    lambda value: (
+        isinstance(value, list | tuple) and all(isinstance(one, types.ModuleType) or callable(one) for one in value)
+    ),
+)
+_METHODS = Kind(
+    "a dict of objects with lists of the names of their methods",
+    lambda value: isinstance(value, Mapping) and all(_has(*pair) for pair in value.items()),
+)
 
 
 def _has(target: Any, names: Any) -> bool:
@@ -106,44 +52,55 @@ def _has(target: Any, names: Any) -> bool:
     )
 
 
+def _listed(_: str, values: Any) -> list[Any]:
+    return list(values)
+
+
 _LIKE_FX = "with `tracer_cls`: as `torch.fx.Tracer` has it"
 
 
-class PipelineOptions(Options):
+class PipelineOptions(OptionDict):
     name = "pipeline_config"
     only_given = True
 
     transformer_layer_cls: Any = option(
         None,
         'class of the transformer layers, or its name: for `auto_partition` and `activation_checkpoint_config="full"`',
-        _layer_class,
+        _LAYER,
     )
-    num_microbatches: int = option(1, "parts that a batch is split into, along the first dimension", _WHOLE)
-    output_loss_value_spec: Any = option(None, "where in the model's output the loss is", _loss_spec)
-    return_mb_loss: bool = option(False, "return the loss of each microbatch, in a list", _boolean)
-    broadcast_and_average_loss: bool = option(False, "average the loss over the data-parallel ranks too", _boolean)
-    pipeline_cuts: list[str] | None = option(None, "names of the last layer of every stage but the last one", _names)
-    auto_partition: bool = option(False, "choose the cuts, so that stages cost the same", _boolean)
-    input_names: list[str] | None = option(None, "the inputs of the model; None: the parameters of its forward", _names)
-    leaf_module_cls: list[Any] | None = option(None, "classes, or names of some, that no cut lies inside of", _classes)
-    autowrap_functions: Any = option(None, _LIKE_FX, _several)
-    autowrap_modules: Any = option(None, _LIKE_FX, _several)
+    num_microbatches: int = option(1, "parts that a batch is split into, along the first dimension", int, minimum=1)
+    output_loss_value_spec: Any = option(None, "where in the model's output the loss is", _LOSS)
+    return_mb_loss: bool = option(False, "return the loss of each microbatch, in a list", bool)
+    broadcast_and_average_loss: bool = option(False, "average the loss over the data-parallel ranks too", bool)
+    pipeline_cuts: list[str] | None = option(
+        None, "names of the last layer of every stage but the last one", list[str], check=_listed
+    )
+    auto_partition: bool = option(False, "choose the cuts, so that stages cost the same", bool)
+    input_names: list[str] | None = option(
+        None, "the inputs of the model; None: the parameters of its forward", list[str], check=_listed
+    )
+    leaf_module_cls: list[Any] | None = option(
+        None, "classes, or names of some, that no cut lies inside of", _LAYERS, check=_listed
+    )
+    autowrap_functions: Any = option(None, _LIKE_FX, _WRAPPED)
+    autowrap_modules: Any = option(None, _LIKE_FX, _WRAPPED)
     autowrap_obj_methods: Any = option(
-        None, "with `tracer_cls`: objects, with the names of methods that are not traced into", _methods
+        None, "with `tracer_cls`: objects, with the names of methods that are not traced into", _METHODS
     )
     tracer_cls: Any = option(
-        None, 'trace the code around the layers: `"torch"`, `"hf"` or a class derived from `torch.fx.Tracer`', _tracer
+        None, 'trace the code around the layers: `"torch"`, `"hf"` or a class derived from `torch.fx.Tracer`', _TRACER
     )
-    param_init_fn: Any = option(None, "what fills a module that was built on the meta device", _function)
-    trace_file_path: Any = option(None, "write a timeline of the last step into this file (Chrome's format)", _path)
-    use_zero1_optimizer: bool = option(False, "accepted: the optimizer averages gradients", _boolean)
-    use_optimizer_wrapper: bool = option(False, "accepted: the optimizer averages gradients", _boolean)
-    virtual_pipeline_size: int = option(1, "stages per rank: above 1 the schedule is interleaved", _WHOLE)
-    fuse_microbatches: bool = option(False, "accepted: microbatches run one by one", _boolean)
+    param_init_fn: Any = option(None, "what fills a module that was built on the meta device", _FUNCTION)
+    trace_file_path: Any = option(None, "write a timeline of the last step into this file (Chrome's format)", Path)
+    use_zero1_optimizer: bool = option(False, "accepted: the optimizer averages gradients", bool)
+    use_optimizer_wrapper: bool = option(False, "accepted: the optimizer averages gradients", bool)
+    virtual_pipeline_size: int = option(1, "stages per rank: above 1 the schedule is interleaved", int, minimum=1)
+    fuse_microbatches: bool = option(False, "accepted: microbatches run one by one", bool)
     schedule: str | None = option(
         None,
         'ours: `"1f1b"`, `"gpipe"`, `"interleaved"` or `"zero-bubble"`; None: by `virtual_pipeline_size`',
-        _schedule,
+        str,
+        choices=SCHEDULES,
     )
 
     def agree(self, values: Mapping[str, Any]) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nxd_infer.recipes.keys import every_key, spellings
+from nxd_infer.recipes.keys import spellings
 from nxd_infer.recipes.schema import Recipe
 from nxd_infer.recipes.yaml_text import KeyPath, Tree, dotted
+from nxd_infer.util.options import every_option, is_section
 
 MOVED = {
     "model.micro_batch_size": "data.micro_batch_size",
@@ -69,7 +70,7 @@ ADAPTERS = {"adapter_dim": "lora_rank", "alpha": "lora_alpha", "adapter_dropout"
 def convert(tree: Tree) -> tuple[dict[str, Any], list[str]]:
     """Return a recipe's values, and the keys that have no place in one, each with its line."""
     recipe: dict[str, Any] = {"name": tree.values.get("name", "converted"), "model_source": "megatron"}
-    known = {".".join(map(str, path)) for path, _ in every_key(Recipe)}
+    known = {".".join(map(str, path)) for path, _ in every_option(Recipe)}
     left_out = []
     for path, value in _leaves(tree.values, ()):
         old = dotted(path)
@@ -117,11 +118,12 @@ def _spelled(place: str) -> str | None:
     kind: Any = Recipe
     found = []
     for part in place.split("."):
-        keys = spellings(kind) if isinstance(kind, type) and hasattr(kind, "__dataclass_fields__") else {}
+        keys = spellings(kind) if is_section(kind) else {}
         if part not in keys:
             return ".".join([*found, *place.split(".")[len(found) :]]) if kind is dict else None
-        found.append(keys[part].name)
-        kind = keys[part].metadata["option"].kind
+        first, key = keys[part]
+        found.append(first)
+        kind = key.kind
     return ".".join(found)
 
 

@@ -6,63 +6,53 @@ line, the key, and the nearest one or value that is valid.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, field, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, replace
 from typing import Any, TypeVar
 
 from nxd_infer.errors import RecipeError
 from nxd_infer.recipes.yaml_text import KeyPath, Tree, dotted
-from nxd_infer.util.options import Option
+from nxd_infer.util.options import KINDS, Option, as_field, declared, element, is_section
 from nxd_infer.util.suggest import nearest
 
 Section = TypeVar("Section")
 
-KINDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
-    dict: "a section",
-    list: "a list",
-    object: "a value",
-}
+YAML = KINDS | {bool: replace(KINDS[bool], text="true or false"), dict: replace(KINDS[dict], text="a section")}
+"""What values must be, in a recipe's words."""
 
 
-def key(
-    default: Any,
-    help: str,
-    kind: Any = str,
-    *,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    choices: tuple[str, ...] = (),
-    also: tuple[str, ...] = (),
-    unused: str = "",
-    only: tuple[Any, ...] = (),
-) -> Any:
-    """Declare a key.
+@dataclass(frozen=True)
+class Key(Option):
+    """What is declared of a key."""
 
-    Args:
-        default: None is also what ``null`` means: as if the key were not there.
-        kind: one of :data:`KINDS`, or a list's ``list[int]``.
-        choices: the texts that it takes, whatever their case.
-        also: other spellings of the key.
-        unused: why it changes nothing here; it is accepted, and named once.
-        only: the values that are supported; others are refused, with the reason ``unused``.
+    also: tuple[str, ...] = ()
+    """Other spellings of it."""
+    unused: str = ""
+    """Why it changes nothing here; it is accepted, and named once."""
+    only: tuple[Any, ...] = ()
+    """The values that are supported; others are refused, with the reason ``unused``."""
+
+
+def key(default: Any, help: str, kind: Any = str, **declared: Any) -> Any:
+    """Declare a key; ``declared`` as in :class:`Key`. Choices are texts, whatever their case.
+
+    A default of None is also what ``null`` means: as if the key were not there.
     """
-    declared = Option(help, kind=kind, minimum=minimum, maximum=maximum, choices=choices)
-    metadata = {"option": declared, "also": also, "unused": unused, "only": only}
-    if isinstance(default, list | dict):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
+    made = Key(default, help, kind, **declared)
+    told = [help]
+    if made.also:
+        told.append(f"also {', '.join(f'`{name}`' for name in made.also)}")
+    if made.choices:
+        told.append(f"one of {', '.join(made.choices)}")
+    if made.unused and not made.only:
+        told.append(f"no effect: {made.unused}")
+    return as_field(replace(made, help="; ".join(told)))
 
 
 def section(inner: type, help: str, *, also: tuple[str, ...] = (), optional: bool = False) -> Any:
     """Declare a key that holds a section; an ``optional`` one is None unless it is there."""
-    metadata = {"option": Option(help, kind=inner), "also": also, "unused": "", "only": ()}
-    if optional:
-        return field(default=None, metadata=metadata)
-    return field(default_factory=inner, metadata=metadata)
+    metadata = {"option": Key(None, help, inner, also=also)}
+    return field(default=None, metadata=metadata) if optional else field(default_factory=inner, metadata=metadata)
 
 
 class Reader:
@@ -86,7 +76,7 @@ class Reader:
             if name not in known:
                 holder = f"{dotted(path)} has" if path else "there is"
                 raise RecipeError(f"{self.tree.where(here)}: {holder} no key {name!r}{nearest(name, known)}")
-            inner = known[name].metadata["option"].kind
+            inner = known[name][1].kind
             if is_section(inner):
                 self.require_keys(inner, value, here)
 
@@ -98,97 +88,49 @@ class Reader:
             raise self.error(path, f"is a section, with keys such as {such}; got {values!r}")
         found: dict[str, Any] = {}
         for name, value in values.items():
-            here, declared = (*path, name), known[name]
-            if declared.name in found:
-                raise self.error(here, f"is another spelling of {declared.name}, which is given too; remove one")
-            found[declared.name] = self.value(declared, value, here)
+            here, (first, declared) = (*path, name), known[name]
+            if first in found:
+                raise self.error(here, f"is another spelling of {first}, which is given too; remove one")
+            found[first] = self.value(declared, value, here)
         return kind(**{name: value for name, value in found.items() if value is not None})
 
-    def value(self, declared: Field[Any], value: Any, path: KeyPath) -> Any:
+    def value(self, declared: Key, value: Any, path: KeyPath) -> Any:
         """Return a key's value, checked."""
-        option: Option = declared.metadata["option"]
         if value is None:
             return None
-        if is_section(option.kind):
-            return self.read(option.kind, value, path)
-        value = self._of_kind(option, value, path)
-        only, unused = declared.metadata["only"], declared.metadata["unused"]
+        if is_section(declared.kind):
+            return self.read(declared.kind, value, path)
+        value = self._of_kind(replace(declared, default=MISSING), value, path)
+        only, unused = declared.only, declared.unused
         if only and value not in only:
             raise self.error(path, f"= {value!r} is not supported: {unused}; the nearest is {only[0]!r}")
         if unused and not only:
             self.unused.setdefault(unused, []).append(dotted(path))
         return value
 
-    def _of_kind(self, option: Option, value: Any, path: KeyPath) -> Any:
-        kind = option.kind
-        inner = getattr(kind, "__args__", (None,))[0]
-        if inner is not None:
+    def _of_kind(self, declared: Key, value: Any, path: KeyPath) -> Any:
+        kind = declared.kind
+        if (inner := element(kind)) is not None:
             listed = value if isinstance(value, list) else [value]
-            return [self._of_kind(Option("", kind=inner, minimum=option.minimum), one, path) for one in listed]
+            return [self._of_kind(replace(declared, kind=inner), one, path) for one in listed]
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
-        if kind is int and isinstance(value, float) and value == int(value):
+        if kind is int and isinstance(value, float) and value.is_integer():
             value = int(value)
         if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
             value = str(value)  # a name such as 2024
-        wrong = kind is not object and (not isinstance(value, kind) or (kind is int and isinstance(value, bool)))
-        low, high = option.minimum, option.maximum
-        outside = not wrong and ((low is not None and value < low) or (high is not None and value > high))
-        if wrong or outside:
-            close = f"; the nearest is {(low if low is not None and value < low else high):g}" if outside else ""
-            raise self.error(path, f"must be {KINDS[kind]}{_limits(low, high)}, got {value!r}{close}")
-        if option.choices and isinstance(value, str):
-            matches = {one.lower(): one for one in option.choices}
+        if declared.choices and isinstance(value, str):
+            matches = {one.lower(): one for one in declared.choices}
             if value.lower() not in matches:
-                raise self.error(path, f"= {value!r} is not known{nearest(value, option.choices)}")
+                raise self.error(path, f"= {value!r} is not known{nearest(value, declared.choices)}")
             return matches[value.lower()]
+        if not declared.fits(value):
+            limit = declared.outside(value) if KINDS[kind].fits(value) else None
+            close = "" if limit is None else f"; the nearest is {limit:g}"
+            raise self.error(path, f"must be {declared.described(YAML)}, got {value!r}{close}")
         return value
 
 
-def spellings(kind: type) -> dict[str, Field[Any]]:
-    """Return the keys of a section, in all their spellings."""
-    found: dict[str, Field[Any]] = {}
-    for one in fields(kind):
-        for name in (one.name, *one.metadata["also"]):
-            found[name] = one
-    return found
-
-
-def every_key(kind: type, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Field[Any]]]:
-    """Yield the keys of a section and of those inside it, in order."""
-    for one in fields(kind):
-        yield (*path, one.name), one
-        inner = one.metadata["option"].kind
-        if is_section(inner):
-            yield from every_key(inner, (*path, one.name))
-
-
-def table(kind: type) -> str:
-    """The keys of a section as a table of Markdown: key, default, what it is."""
-    rows = ["| key | default | |", "|---|---|---|"]
-    for path, one in every_key(kind):
-        option = one.metadata["option"]
-        default = "" if is_section(option.kind) or one.default in (MISSING, None) else f"`{_typed(one.default)}`"
-        also = "".join(f", also `{name}`" for name in one.metadata["also"])
-        says = [option.help]
-        if option.choices:
-            says.append(f"one of {', '.join(option.choices)}")
-        if one.metadata["unused"] and not one.metadata["only"]:
-            says.append(f"no effect: {one.metadata['unused']}")
-        rows.append(f"| {'· ' * (len(path) - 1)}`{path[-1]}`{also} | {default} | {'; '.join(says)} |")
-    return "\n".join(rows)
-
-
-def is_section(kind: Any) -> bool:
-    """Return whether a key's kind is a section of keys."""
-    return isinstance(kind, type) and is_dataclass(kind)
-
-
-def _typed(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _limits(low: float | None, high: float | None) -> str:
-    if low is not None and high is not None:
-        return f" from {low:g} to {high:g}"
-    return f" of at least {low:g}" if low is not None else "" if high is None else f" of at most {high:g}"
+def spellings(kind: type) -> dict[str, tuple[str, Key]]:
+    """Return the keys of a section in all their spellings, each with its first one."""
+    return {name: (first, one) for first, one in declared(kind).items() for name in (first, *one.also)}

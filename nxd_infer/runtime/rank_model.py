@@ -29,6 +29,7 @@ from nxd_infer.runtime.ranks.pending_step import PendingStep, free_side
 from nxd_infer.runtime.ranks.supervisor import Supervisor
 from nxd_infer.runtime.time_bounds import Bounds, check_seconds
 from nxd_infer.runtime.updates.swap import WeightSwaps
+from nxd_infer.util.options import whole_number
 from nxd_infer.util.processors import processors
 
 if TYPE_CHECKING:
@@ -60,10 +61,8 @@ class RankModel:
         threads_per_rank: int | None = None,
         before_load: Callable[[], None] | None = None,
     ):
-        if threads_per_rank is not None and (type(threads_per_rank) is not int or threads_per_rank < 1):
-            raise InputMismatchError(
-                f"threads_per_rank must be a whole number of at least 1, or None, got {threads_per_rank!r}"
-            )
+        if threads_per_rank is not None:
+            whole_number("threads_per_rank", threads_per_rank, InputMismatchError, minimum=1)
         degree = artifact.manifest.world_size
         check_degree(degree)
         self.artifact = artifact

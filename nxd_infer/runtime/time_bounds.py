@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import MISSING
 from typing import Any
 
 from nxd_infer.artifact.manifest import BucketSpec
 from nxd_infer.errors import InputMismatchError
+from nxd_infer.util.options import Option
 
 START_SECONDS = 300.0
 """Limit of a first start before anything is measured, plus the time to read the weights ..."""
@@ -114,5 +116,5 @@ def _growth(small: BucketSpec, large: BucketSpec) -> float:
 
 
 def check_seconds(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise InputMismatchError(f"{name} is a positive number of seconds, got {value!r}")
+    """Raise InputMismatchError unless ``value`` is a number of seconds above 0."""
+    Option(MISSING, "", float, above=0, unit="seconds").checked(name, value, InputMismatchError)

@@ -7,7 +7,6 @@ This module is imported for a command's help, so it imports no torch.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nxd_infer.backends import registry
 from nxd_infer.errors import TraceConfigError
-from nxd_infer.util.options import check_each, option
+from nxd_infer.util.options import check_each, option, option_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,9 +25,10 @@ if TYPE_CHECKING:
     from nxd_infer.trace.progress import Progress
 
 
-def _seconds(name: str, value: Any) -> None:
-    if not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise TraceConfigError(f"{name} is a positive number of seconds, got {value!r}")
+def _known_backend(_: str, backend: str) -> str:
+    if backend not in registry.BUILT_IN and backend not in (known := registry.names()):
+        raise TraceConfigError(f"there is no backend {backend!r}; backends are {', '.join(known)}")
+    return backend
 
 
 @dataclass(eq=False)
@@ -50,10 +50,10 @@ class TraceOptions:
     compiler_workdir: str | os.PathLike[str] | None = option(
         None,
         "Keep the compiler's files here, in a new directory per trace.",
+        Path,
         details="It is created if it does not exist. Default: they are removed. Graphs that the compile cache holds "
         "are not compiled again, and leave nothing there (`NXD_INFER_CACHE_LIMIT=0` turns the cache off).",
         flag="--workdir",
-        kind=Path,
     )
     compiler_args: Any = option(
         None,
@@ -73,12 +73,12 @@ class TraceOptions:
         "Several shapes in one model: a BucketModelConfig or a mapping of its arguments. Needs "
         "`inline_weights_to_neff=False`.",
     )
-    tp_degree: int = option(1, "Tensor parallel degree: one process per rank.", flag="--tp", kind=int, minimum=1)
+    tp_degree: int = option(1, "Tensor parallel degree: one process per rank.", int, flag="--tp", minimum=1)
     max_parallel_compilations: int | None = option(
         None,
         "At most this many ranks hold weights at a time, and at most this many graphs compile at a time.",
+        int,
         details="Below `tp_degree`, `func` must not communicate. Default: all ranks at once.",
-        kind=int,
         minimum=1,
     )
     _: KW_ONLY
@@ -107,6 +107,7 @@ class TraceOptions:
     backend: str = option(
         registry.DEFAULT,
         "Who compiles and runs the graphs: `nxd-infer doctor` lists them.",
+        check=_known_backend,
         flag="--backend",
     )
     target: str | None = option(
@@ -120,13 +121,14 @@ class TraceOptions:
     artifact_dir: str | os.PathLike[str] | None = option(
         None,
         "Where to write the artifact; replaces an existing one.",
+        Path,
         details="Default: a temporary directory that `parallel_model_save` links from.",
         flag="--out",
-        kind=Path,
     )
     progress: Progress | None = option(None, "Called as `progress(stage, done, total, note)`.")
-    trace_timeout: float = option(
-        7200.0, "Seconds that tracing all ranks, and compiling each graph, may take.", check=_seconds
+    trace_timeout: float = option(7200.0, "Seconds that tracing all ranks may take.", float, above=0, unit="seconds")
+    compile_timeout: float = option(
+        7200.0, "Seconds that compiling each graph may take.", float, above=0, unit="seconds"
     )
     checkpoint: Weights | None = option(
         None,
@@ -142,15 +144,15 @@ class TraceOptions:
         1,
         "Pipeline parallel degree: the model's layers are split into this many stages, each of `tp_degree` ranks with "
         "their own weights and states. For the CPU backends.",
+        int,
         flag="--pp",
-        kind=int,
         minimum=1,
     )
     pipeline_cuts: Sequence[str] | None = option(
         None,
         "Names of the last module of every stage but the last. Default: stages of equal cost, cut between layers.",
+        list[str],
         flag="--pipeline-cuts",
-        kind=list[str],
     )
     quantize: str | None = option(
         None,
@@ -160,6 +162,34 @@ class TraceOptions:
         "updated. Small weights stay as they are.",
         flag="--quantize",
     )
+
+    def __post_init__(self) -> None:
+        check_each(self, TraceConfigError)
+
+
+@dataclass(eq=False)
+class RecompileOptions:
+    """The arguments of ``parallel_model_recompile``, most of them those of a trace."""
+
+    load_dir: str | os.PathLike[str] = option(
+        ..., "A directory of `parallel_model_save`; its code need not run on this machine."
+    )
+    save_dir: str | os.PathLike[str] = option(
+        ..., "Written completely or not at all; an existing artifact is replaced in one step."
+    )
+    _: KW_ONLY
+    backend: str | None = option_of(
+        TraceOptions, "backend", default=None, help="Who compiles and runs the graphs. Default: the artifact's own."
+    )
+    compiler_args: Any = option_of(TraceOptions, "compiler_args")
+    target: str | None = option_of(TraceOptions, "target")
+    compiler_workdir: str | os.PathLike[str] | None = option_of(TraceOptions, "compiler_workdir")
+    max_parallel_compilations: int | None = option_of(
+        TraceOptions, "max_parallel_compilations", help="At most this many graphs compile at a time.", details=""
+    )
+    replace: bool = option(True, "False rejects an existing `save_dir`.")
+    progress: Progress | None = option_of(TraceOptions, "progress")
+    compile_timeout: float = option_of(TraceOptions, "compile_timeout")
 
     def __post_init__(self) -> None:
         check_each(self, TraceConfigError)

@@ -7,7 +7,6 @@ so these are compiled unchanged.
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass, field
@@ -29,37 +28,23 @@ from nxd_infer.graph.stored import GRAPH_FILE, IR_FILE, read_graph, read_ir, wri
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.trace.assemble import compile_directories, library_path
 from nxd_infer.trace.check import require_stages, tracing_backend
-from nxd_infer.trace.progress import Progress, silent
+from nxd_infer.trace.options import RecompileOptions
+from nxd_infer.trace.progress import silent
 from nxd_infer.trace.ranks.files import CANONICAL_FILE
 from nxd_infer.util.machine import architecture, versions
+from nxd_infer.util.options import accepts_options
 
 __all__ = ["parallel_model_recompile"]
 
 
-def parallel_model_recompile(
-    load_dir: str | os.PathLike[str],
-    save_dir: str | os.PathLike[str],
-    *,
-    backend: str | None = None,
-    compiler_args: Any = None,
-    target: str | None = None,
-    compiler_workdir: str | os.PathLike[str] | None = None,
-    max_parallel_compilations: int | None = None,
-    replace: bool = True,
-    progress: Progress | None = None,
-    compile_timeout: float = 7200.0,
-) -> dict[str, Any]:
-    """Write the artifact ``load_dir`` to ``save_dir`` with its graphs compiled again; weights and the rest stay.
+@accepts_options(RecompileOptions)
+def parallel_model_recompile(given: RecompileOptions) -> dict[str, Any]:
+    """Write an artifact with its graphs compiled again; weights and the rest stay.
+
+    The options that were used for tracing are not remembered.
 
     Args:
-        load_dir: a directory of ``parallel_model_save``; its code need not run on this machine.
-        save_dir: written completely or not at all; an existing artifact is replaced in one step.
-        backend: default: the artifact's own.
-        compiler_args, target, compiler_workdir, max_parallel_compilations: as in ``parallel_model_trace``; the values
-            used for tracing are not remembered.
-        replace: False rejects an existing ``save_dir``.
-        progress: called as ``progress(stage, done, total, note)``.
-        compile_timeout: time limit in seconds for each graph.
+        {arguments}
 
     Returns:
         ``{"graphs", "compiled", "cached", "ignored_compiler_args", "seconds"}``.
@@ -69,17 +54,17 @@ def parallel_model_recompile(
         TraceConfigError: invalid arguments of the backend. BackendUnavailableError: it cannot compile here, or the
             graphs call operators that cannot be compiled for it. TraceError: compiling failed.
     """
-    report = progress or silent
-    source = load_artifact(load_dir, runs_here=False)
-    found = tracing_backend(backend or source.manifest.backend)
+    report = given.progress or silent
+    source = load_artifact(given.load_dir, runs_here=False)
+    found = tracing_backend(given.backend or source.manifest.backend)
     require_stages(found, source.manifest.pp_degree)
-    own, ignored = arguments_of(compiler_args, found, target)
+    own, ignored = arguments_of(given.compiler_args, found, given.target)
     form = _quantization(source)
     quantize = None if form is None else form.name
     check_quantize(found, quantize)
     options = found.options(own, quantize)
-    ArtifactWriter(save_dir, replace=replace).check_target()
-    workdir = Path(compiler_workdir) if compiler_workdir is not None else None
+    ArtifactWriter(given.save_dir, replace=given.replace).check_target()
+    workdir = Path(given.compiler_workdir) if given.compiler_workdir is not None else None
     make_workdir(workdir)
     build = Path(tempfile.mkdtemp(prefix="nxd-recompile-"))
     try:
@@ -91,8 +76,8 @@ def parallel_model_recompile(
             found,
             options,
             workdir=workdir,
-            workers=max_parallel_compilations,
-            timeout=compile_timeout,
+            workers=given.max_parallel_compilations,
+            timeout=given.compile_timeout,
             progress=report,
         )
         manifest = source.manifest.model_copy(deep=True)
@@ -107,7 +92,7 @@ def parallel_model_recompile(
         for bucket in manifest.buckets:
             bucket.graphs = [made.renamed[old] for old in bucket.graphs]
         report("write artifact", 0, 1, "")
-        with ArtifactWriter(save_dir, replace=replace) as writer:
+        with ArtifactWriter(given.save_dir, replace=given.replace) as writer:
             for name, spec in source.manifest.files.items():
                 if not name.startswith(("graphs/", "ops/")):
                     writer.add(name, source.path / name, known=spec)

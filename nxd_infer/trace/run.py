@@ -62,7 +62,7 @@ def run(checked: CheckedTrace, build: Path, kernel: Path | None, progress: Repor
         tp_degree=request.tp_degree,
         workdir=checked.workdir,
         workers=checked.options.max_parallel_compilations,
-        timeout=checked.options.trace_timeout,
+        timeout=checked.options.compile_timeout,
         progress=progress,
     )
     if checked.serialization_path is not None:

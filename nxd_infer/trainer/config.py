@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -17,109 +16,67 @@ from nxd_infer.comm.launched import launched_world
 from nxd_infer.context import current_context, default_context
 from nxd_infer.errors import NotInitializedError, ParallelConfigError
 from nxd_infer.modules.lora.config import LoraConfig
+from nxd_infer.optimizer.groups import NORM, ON_NONFINITE
 from nxd_infer.parallel_state import initialize_model_parallel, model_parallel_is_initialized
 from nxd_infer.pipeline.options import PipelineOptions
-from nxd_infer.util.option_dict import Check, Options, option, section
-from nxd_infer.util.options import whole_number
+from nxd_infer.util.option_dict import OptionDict
+from nxd_infer.util.options import Kind, option, table
 
 __all__ = ["TrainConfig", "neuronx_distributed_config"]
-
-
-# --- what values must be ----------------------------------------------------------------------------------
-
-
-def _require(fits: Callable[[Any], Any], wanted: str) -> Check:
-    def check(what: str, value: Any) -> Any:
-        if not fits(value):
-            raise ParallelConfigError(f"{what} must be {wanted}, got {value!r}")
-        return value
-
-    return check
-
-
-def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _module_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, nn.Module)
 
 
-def _recomputed(what: str, value: Any) -> Any:
-    classes = list(value) if isinstance(value, list | tuple | set | frozenset) else value
-    several = classes if isinstance(classes, list) else [classes]
-    fits = classes is None or classes == "full" or (several and all(_module_class(one) for one in several))
-    _require(lambda _: fits, '"full", a class derived from torch.nn.Module, several, or None')(what, value)
-    return classes
+def _recomputed(value: Any) -> bool:
+    several = list(value) if isinstance(value, list | tuple | set | frozenset) else [value]
+    return value == "full" or bool(several and all(map(_module_class, several)))
 
 
-def _anything(what: str, value: Any) -> Any:
-    return value
+_FILL = Kind("a function of a module", callable)
+_RECOMPUTED = Kind('"full", a class derived from torch.nn.Module, several', _recomputed)
 
 
-def _lora(what: str, value: Any) -> LoraConfig | None:
-    return None if value is None else LoraConfig.of(value)
-
-
-_DEGREE = partial(whole_number, error=ParallelConfigError, minimum=1)
-_MOVE_FACTOR = partial(whole_number, error=ParallelConfigError, minimum=1, maximum=32)
-_BOOLEAN = _require(lambda value: isinstance(value, bool), "True or False")
-_BOOLEAN_OR_NONE = _require(lambda value: value is None or isinstance(value, bool), "True or False")
-_POSITIVE = _require(_positive, "a number above 0")
-
-
-# --- the options ------------------------------------------------------------------------------------------
-
-
-class OptimizerOptions(Options):
+class OptimizerOptions(OptionDict):
     name = "optimizer_config"
 
     zero_one_enabled: bool = option(
-        False, "ZeRO-1: each data-parallel rank steps and keeps the state of `1/dp` of the elements", _BOOLEAN
+        False, "ZeRO-1: each data-parallel rank steps and keeps the state of `1/dp` of the elements", bool
     )
-    grad_clipping: bool = option(True, "scale gradients down to `max_grad_norm`", _BOOLEAN)
-    max_grad_norm: float = option(1.0, "largest 2-norm of the whole model's gradients", _POSITIVE)
+    grad_clipping: bool = option(True, "scale gradients down to `max_grad_norm`", bool)
+    max_grad_norm: float = option(1.0, "largest 2-norm of the whole model's gradients", NORM)
     on_nonfinite: str = option(
-        "raise",
-        'ours: or `"skip"`: what a NaN or infinite gradient does to the step',
-        _require(lambda value: value in ("raise", "skip"), '"raise" or "skip"'),
-        shown='"raise"',
+        "raise", 'ours: or `"skip"`: what a NaN or infinite gradient does to the step', str, choices=ON_NONFINITE
     )
     bucket_cap_mb: float = option(
-        25.0, "ours: gradients are reduced in buckets of about this size while the backward runs", _POSITIVE
+        25.0, "ours: gradients are reduced in buckets of about this size while the backward runs", float, above=0
     )
 
 
-class ModelInitOptions(Options):
+class ModelInitOptions(OptionDict):
     name = "model_init_config"
 
     sequential_move_factor: int = option(
-        11,
-        "ranks that build their model at a time, 1 to 32",
-        _MOVE_FACTOR,
+        11, "ranks that build their model at a time, 1 to 32", int, minimum=1, maximum=32
     )
-    meta_device_init: bool = option(False, "build without memory, then fill what each module holds", _BOOLEAN)
+    meta_device_init: bool = option(False, "build without memory, then fill what each module holds", bool)
     param_init_fn: Callable[[nn.Module], object] | None = option(
-        None,
-        "what fills a module; None: its `reset_parameters`",
-        _require(lambda value: value is None or callable(value), "a function of a module, or None"),
+        None, "what fills a module; None: its `reset_parameters`", _FILL
     )
 
 
-class MixedPrecisionOptions(Options):
+class MixedPrecisionOptions(OptionDict):
     name = "mixed_precision_config"
 
     use_master_weights: bool = option(  # None until a TrainConfig knows what zero_one_enabled is
-        None, "step float32 copies of bfloat16 weights", _BOOLEAN_OR_NONE, shown="as `zero_one_enabled`"
+        None, "step float32 copies of bfloat16 weights", bool, shown="as `zero_one_enabled`"
     )
     use_fp32_grad_acc: bool = option(
-        None,
-        "sum bfloat16 gradients over backward passes in float32",
-        _BOOLEAN_OR_NONE,
-        shown="as `zero_one_enabled`",
+        None, "sum bfloat16 gradients over backward passes in float32", bool, shown="as `zero_one_enabled`"
     )
     use_master_weights_in_ckpt: bool = option(
-        False, "accepted: checkpoints always hold the masters, in the optimizer's state", _BOOLEAN
+        False, "accepted: checkpoints always hold the masters, in the optimizer's state", bool
     )
 
     def agree(self, values: Mapping[str, Any]) -> None:
@@ -130,7 +87,7 @@ class MixedPrecisionOptions(Options):
             )
 
 
-class TrainConfig(Options):
+class TrainConfig(OptionDict):
     """Every option of a training job, by key (``config["optimizer_config"]["max_grad_norm"]``) and by attribute.
 
     Raises ParallelConfigError for keys that there are not, naming the nearest, and for values out of range.
@@ -140,28 +97,30 @@ class TrainConfig(Options):
     inner = False
 
     tensor_parallel_size: int = option(
-        1, "ranks that share each layer; data parallelism takes what is left of the world", _DEGREE
+        1, "ranks that share each layer; data parallelism takes what is left of the world", int, minimum=1
     )
-    pipeline_parallel_size: int = option(1, "ranks that share the layers in order", _DEGREE)
-    pipeline_config: PipelineOptions = section(
-        PipelineOptions,
+    pipeline_parallel_size: int = option(1, "ranks that share the layers in order", int, minimum=1)
+    pipeline_config: PipelineOptions = option(
+        None,
         "arguments of `NxDPPModel`; without a pipeline, `transformer_layer_cls` and `output_loss_value_spec` are used",
+        PipelineOptions,
     )
-    optimizer_config: OptimizerOptions = section(OptimizerOptions)
+    optimizer_config: OptimizerOptions = option(None, "how gradients are reduced and clipped", OptimizerOptions)
     activation_checkpoint_config: Any = option(
         None,
         'computed again in the backward pass: `"full"` (every transformer layer), a module class, or several',
-        _recomputed,
+        _RECOMPUTED,
+        check=lambda _, classes: list(classes) if isinstance(classes, list | tuple | set | frozenset) else classes,
     )
-    pad_model: bool = option(False, "pad attention heads that do not divide over the ranks", _BOOLEAN)
-    sequence_parallel: bool = option(
-        False, "split activations between the parallel blocks along the sequence", _BOOLEAN
-    )
-    model_init_config: ModelInitOptions = section(ModelInitOptions)
+    pad_model: bool = option(False, "pad attention heads that do not divide over the ranks", bool)
+    sequence_parallel: bool = option(False, "split activations between the parallel blocks along the sequence", bool)
+    model_init_config: ModelInitOptions = option(None, "how the model is built", ModelInitOptions)
     lora_config: LoraConfig | None = option(
-        None, "a `nxd_infer.modules.lora.LoraConfig`, or a dict of its options: train adapters", _lora
+        None,
+        "a `nxd_infer.modules.lora.LoraConfig`, or a dict of its options: train adapters",
+        check=lambda _, given: LoraConfig.of(given),
     )
-    mixed_precision_config: MixedPrecisionOptions = section(MixedPrecisionOptions)
+    mixed_precision_config: MixedPrecisionOptions = option(None, "dtypes of weights and sums", MixedPrecisionOptions)
 
     def __init__(self, given: Any = None):
         super().__init__(given)
@@ -180,16 +139,6 @@ class TrainConfig(Options):
                 f"nxd_config is what neuronx_distributed_config() returns, got {type(config).__name__}"
             )
         return cls(config)
-
-    @classmethod
-    def table(cls) -> str:
-        """The options as a table of Markdown: option, default, what it does."""
-        rows = ["| option | default | |", "|---|---|---|"]
-        for key, declared in cls.declared().items():
-            rows.append(f"| `{key}` | {declared.shown} | {declared.says} |")
-            inner = {} if declared.inner is None or declared.inner.only_given else declared.inner.declared()
-            rows += [f"| · `{name}` | {one.shown} | {one.says} |" for name, one in inner.items()]
-        return "\n".join(rows)
 
 
 def neuronx_distributed_config(
@@ -235,7 +184,7 @@ def neuronx_distributed_config(
 
 
 neuronx_distributed_config.__doc__ = inspect.cleandoc(neuronx_distributed_config.__doc__ or "").replace(
-    "{options}", f"{TrainConfig.table()}\n"
+    "{options}", f"{table(TrainConfig, 'option')}\n"
 )
 
 

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, ParallelConfigError
+from nxd_infer.util.options import whole_number
 
 __all__ = ["ResumableLoader"]
 
@@ -34,8 +35,7 @@ class ResumableLoader:
     """
 
     def __init__(self, dataset: Dataset, batch_size: int = 1, *, shuffle: bool = False, seed: int = 0, **options: Any):
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise ParallelConfigError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
+        whole_number("batch_size", batch_size, ParallelConfigError, minimum=1)
         taken = {"batch_sampler", "sampler", "drop_last", "generator"} & options.keys()
         if taken:
             raise ParallelConfigError(f"{sorted(taken)} cannot be passed: this loader decides the order itself")

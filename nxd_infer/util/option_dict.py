@@ -1,10 +1,10 @@
-"""Dictionaries whose keys are declared: each with a default, what a value must be, and a line of documentation.
+"""Dictionaries whose keys are options, declared as the fields of a dataclass are (:mod:`nxd_infer.util.options`).
 
 ::
 
-    class InitOptions(Options):
+    class InitOptions(OptionDict):
         name = "model_init_config"
-        meta_device_init: bool = option(False, "build without memory", a_boolean)
+        meta_device_init: bool = option(False, "build without memory", bool)
 
     InitOptions({"meta_device_init": 1})            # ParallelConfigError, and for a key that is not declared
     InitOptions()["meta_device_init"] == InitOptions().meta_device_init == False
@@ -14,47 +14,16 @@ A value is checked when it is set, so what holds one need not be checked again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from nxd_infer.errors import ParallelConfigError
+from nxd_infer.util.options import Option, declared, is_section
 from nxd_infer.util.suggest import did_you_mean
 
-Check = Callable[[str, Any], Any]
-"""``(what a message calls it, value)`` to the value that is kept. Raises ParallelConfigError."""
 
-
-class Option:
-    """What is declared of a key; as an attribute of an :class:`Options` it is the value."""
-
-    name = ""
-    inner: type[Options] | None = None
-    """Of a value that is a dictionary of options itself."""
-
-    def __init__(self, default: Any, says: str, check: Check, shown: str | None):
-        self.default, self.says, self.check = default, says, check
-        self.shown = repr(default) if shown is None else shown
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, options: Options | None, owner: type | None = None) -> Any:
-        return self if options is None else options.get(self.name, self.default)
-
-
-def option(default: Any, says: str, check: Check, *, shown: str | None = None) -> Any:
-    """Declare a key; ``shown`` is its default in documents, where it is not ``default`` itself."""
-    return Option(default, says, check, shown)
-
-
-def section(inner: type[Options], says: str = "") -> Any:
-    """Declare a key whose value is a dictionary of ``inner``'s options."""
-    declared = Option(None, says, lambda _, value: inner(value), "")
-    declared.inner = inner
-    return declared
-
-
-class Options(dict[str, Any]):
+class OptionDict(dict[str, Any]):
     """The base of such a dictionary, made of a mapping, which is left alone, or of None."""
 
     name: ClassVar[str] = ""
@@ -64,6 +33,11 @@ class Options(dict[str, Any]):
     only_given: ClassVar[bool] = False
     """Whether keys that are not given stay away."""
 
+    def __init_subclass__(cls) -> None:
+        dataclass(init=False, repr=False, eq=False)(cls)
+        for key, one in declared(cls).items():
+            setattr(cls, key, property(lambda self, key=key, default=one.default: self.get(key, default)))
+
     def __init__(self, given: Any = None):
         super().__init__()
         given = {} if given is None else given
@@ -71,26 +45,22 @@ class Options(dict[str, Any]):
             raise ParallelConfigError(f"{self.name} must be a dict or None, got {type(given).__name__}")
         for key in given:
             self._declared(key)
-        for key, declared in self.declared().items():
+        for key, one in declared(type(self)).items():
             if key in given or not self.only_given:
-                self[key] = given.get(key, declared.default)
-
-    @classmethod
-    def declared(cls) -> dict[str, Option]:
-        """What is declared, by key, in order."""
-        return {key: value for key, value in vars(cls).items() if isinstance(value, Option)}
+                self[key] = given.get(key, one.default)
 
     @classmethod
     def _declared(cls, key: Any) -> Option:
-        declared = cls.declared()
-        if key not in declared:
-            hint = did_you_mean(str(key), declared) or f"; known are {', '.join(declared)}"
+        known = declared(cls)
+        if key not in known:
+            hint = did_you_mean(str(key), known) or f"; known are {', '.join(known)}"
             raise ParallelConfigError(f"{cls.name} has no key {key!r}{hint}")
-        return declared[key]
+        return known[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
+        one = self._declared(key)
         what = f"{self.name}[{key!r}]" if self.inner else key
-        value = self._declared(key).check(what, value)
+        value = one.kind(value) if is_section(one.kind) else one.checked(what, value, ParallelConfigError)
         self.agree({**self, key: value})
         super().__setitem__(key, value)
 
@@ -100,6 +70,6 @@ class Options(dict[str, Any]):
     update = MutableMapping.update  # dict's own pass __setitem__ by
     setdefault = MutableMapping.setdefault
 
-    def __ior__(self, other: Any) -> Options:
+    def __ior__(self, other: Any) -> OptionDict:
         self.update(other)
         return self

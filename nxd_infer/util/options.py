@@ -4,7 +4,7 @@
 
     @dataclass
     class TraceOptions:
-        tp_degree: int = option(1, "Number of ranks.", flag="--tp", kind=int, minimum=1)
+        tp_degree: int = option(1, "Number of ranks.", int, flag="--tp", minimum=1)
 
     @accepts_options(TraceOptions)
     def trace(options: TraceOptions) -> Model:
@@ -13,129 +13,243 @@
     trace(tp_degree=2)
 
 The function's signature and documentation, the options of a command (:func:`command_options`) and the table in the
-documents (:func:`table`) are made from the fields, so a new option is one new field.
+documents (:func:`table`) are made from the fields, so a new option is one new field. What users index like a dictionary
+is declared the same way (:mod:`nxd_infer.util.option_dict`).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
+import os
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
+
+from nxd_infer.util.suggest import did_you_mean
 
 Arguments = ParamSpec("Arguments")
 Record = TypeVar("Record")
 Result = TypeVar("Result")
 
-Check = Callable[[str, Any], None]
-"""``(name, value)``; raises a typed error for a value that the option cannot have."""
+Check = Callable[[str, Any], Any]
+"""``(name, value)`` to the value that is kept; raises a typed error for one that the option cannot have."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a value must be, in words and as a test."""
+
+    text: str
+    fits: Callable[[Any], bool]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+
+
+KINDS: dict[Any, Kind] = {
+    bool: Kind("True or False", lambda value: isinstance(value, bool)),
+    int: Kind("a whole number", _is_whole),
+    float: Kind("a number", _is_finite),
+    str: Kind("a text", lambda value: isinstance(value, str)),
+    dict: Kind("a dictionary", lambda value: isinstance(value, Mapping)),
+    Path: Kind("a path", lambda value: isinstance(value, str | os.PathLike)),
+    object: Kind("a value", lambda _: True),
+}
+"""The kinds that have a type. An option may have a :class:`Kind` of its own."""
+SEVERAL = {int: "one or more whole numbers", float: "one or more numbers", str: "names", object: "values"}
 
 
 @dataclass(frozen=True)
 class Option:
-    """What a field declares besides its name, type and default."""
+    """What is declared of an option besides its name and its type in Python."""
 
+    default: Any
+    """MISSING: it has none. If it is None, None is a value, too."""
     help: str
     """What it does; shown in Python, on the command line and in the documents."""
+    kind: Any = object
+    """A key of :data:`KINDS`, a list of one, a :class:`Kind`, or a dataclass of options: a section."""
     details: str = ""
     """Further sentences for a caller from Python."""
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    below: float | None = None
+    unit: str = ""
+    choices: tuple[str, ...] = ()
     check: Check | None = None
-    """For what kind, limits and choices cannot express; those are checked without it."""
+    """For what kind, limits and choices cannot express, and to keep another value than the given one."""
+    secret: bool = False
+    """Whether no text may show its value."""
     flag: str | None = None
-    """The option of a command; None: commands do not offer it."""
-    kind: Any = str
-    """Type of the value on a command line; ``list[int]`` and ``list[str]`` are typed with commas. ``int`` and
-    ``list[int]`` hold from Python too."""
-    minimum: float | None = None
-    maximum: float | None = None
-    choices: tuple[str, ...] = ()
-    command_default: Any = None
-    """The command's default, if it is not the field's."""
-
-
-@dataclass(frozen=True)
-class CommandOption:
-    """An option of a command. Its value is None unless it is given, so the default stays where it is declared."""
-
-    name: str
-    flag: str
-    """``--name``; of one that is on or off ``--name/--no-name``."""
-    help: str
-    kind: Any
-    """``bool``, ``int``, ``float``, ``str`` or ``Path``; ``list[int]`` and ``list[str]`` are typed with commas."""
-    minimum: float | None = None
-    maximum: float | None = None
-    choices: tuple[str, ...] = ()
-    check: Callable[[Any], Any] | None = None
-    """Raises ValueError for a value that the option cannot have."""
+    """The option of a command, ``--name`` or ``--name/--no-name``; "" is made of its name, None: commands have none."""
     repeats: bool = False
-    """Whether it may be given several times, for several values."""
+    """Whether a command takes a list as several options; else it is typed with commas."""
     group: str | None = None
     """The heading in the command's help."""
+    command_default: Any = None
+    """The command's default, if it is not the option's."""
+    shown: str | None = None
+    """The default in documents, if it is not ``default`` itself."""
+
+    @property
+    def wanted(self) -> str:
+        """What a value must be: ``a whole number from 1 to 32``."""
+        return self.described(KINDS)
+
+    def described(self, kinds: Mapping[Any, Kind]) -> str:
+        """:attr:`wanted`, with other words for the kinds."""
+        inner, unit = element(self.kind), f" of {self.unit}" if self.unit else ""
+        if self.choices:
+            several = [f'"{choice}"' for choice in self.choices] + ["None"] * (self.default is None)
+            return " or ".join(filter(None, (", ".join(several[:-1]), several[-1])))
+        if inner is not None:
+            what = f"a list of {SEVERAL[inner]}{unit}{self.limits}"
+        else:
+            what = f"{(self.kind if isinstance(self.kind, Kind) else kinds[self.kind]).text}{unit}{self.limits}"
+        return f"{what}, or None" if self.default is None else what
+
+    @property
+    def limits(self) -> str:
+        """``" from 1 to 32"``; "" if there are none."""
+        low, high, above, below = map(_typed, (self.minimum, self.maximum, self.above, self.below))
+        if above:
+            return f" above {above}" + (f", at most {high}" if high else "")
+        if low and (high or below):
+            return f" from {low} to {high or f'below {below}'}"
+        return f" of at least {low}" if low else f" of at most {high}" if high else ""
+
+    def fits(self, value: Any) -> bool:
+        """Whether kind, limits and choices allow a value."""
+        if value is None and self.default is None:
+            return True
+        if self.choices and (isinstance(value, str) or self.kind is str):
+            return value in self.choices
+        if (inner := element(self.kind)) is not None:
+            if not isinstance(value, Iterable) or isinstance(value, str | Mapping):
+                return False
+            each, several = replace(self, kind=inner, default=MISSING), list(value)
+            return (bool(several) or inner not in (int, float)) and all(map(each.fits, several))
+        kind = self.kind if isinstance(self.kind, Kind) else KINDS[self.kind]
+        return kind.fits(value) and self.outside(value) is None
+
+    def outside(self, value: Any) -> float | None:
+        """The limit that a number is beyond, if it is."""
+        beyond = (
+            (self.minimum, lambda limit: value < limit),
+            (self.maximum, lambda limit: value > limit),
+            (self.above, lambda limit: value <= limit),
+            (self.below, lambda limit: value >= limit),
+        )
+        return next((limit for limit, is_beyond in beyond if limit is not None and is_beyond(limit)), None)
+
+    def problem(self, value: Any) -> str | None:
+        """``must be a whole number from 1 to 32, got 33``; None for a value that fits."""
+        if self.fits(value):
+            return None
+        got = "" if self.secret else f", got {value!r}"
+        return f"must be {self.wanted}{got}{did_you_mean(value, self.choices) if isinstance(value, str) else ''}"
+
+    def checked(self, name: str, value: Any, error: type[Exception]) -> Any:
+        """Return the value that is kept. Raises ``error``, which calls it ``name``, or what ``check`` raises."""
+        if (problem := self.problem(value)) is not None:
+            raise error(f"{name} {problem}")
+        return value if value is None or self.check is None else self.check(name, value)
 
 
-def option(default: Any, help: str, **declared: Any) -> Any:
+def option(default: Any, help: str, kind: Any = object, **declared: Any) -> Any:
     """A field of a dataclass of options; ``declared`` as in :class:`Option`. ``...``: it has no default."""
-    return field(default=MISSING if default is ... else default, metadata={"option": Option(help, **declared)})
+    return as_field(Option(MISSING if default is ... else default, help, kind, **declared))
 
 
-def declared(options: type) -> dict[str, Option]:
-    """What is declared of each field, by name, in order."""
+def option_of(options: type, name: str, **changes: Any) -> Any:
+    """A field like that of another dataclass of options, but for ``changes``."""
+    return as_field(replace(declared(options)[name], **changes))
+
+
+def as_field(one: Option) -> Any:
+    """The field of a dataclass for an option."""
+    more: dict[str, Any] = {"repr": not one.secret, "metadata": {"option": one}}
+    copied = isinstance(one.default, list | dict)
+    return field(default_factory=one.default.copy, **more) if copied else field(default=one.default, **more)
+
+
+def declared(options: type) -> dict[str, Any]:
+    """What is declared of each field, by name, in order: :class:`Option`, or what is derived from it."""
     return {one.name: one.metadata["option"] for one in fields(options)}
 
 
 def defaults(options: type) -> dict[str, Any]:
     """The default of each field that has one."""
-    return {one.name: one.default for one in fields(options) if one.default is not MISSING}
+    return {name: one.default for name, one in declared(options).items() if one.default is not MISSING}
 
 
-def check_each(options: Any, error: type[Exception]) -> None:
-    """Check the value of each field by itself, unless it is the default. Raises ``error``, or what a check raises."""
-    known = defaults(type(options))
+def is_section(kind: Any) -> bool:
+    """Whether an option's kind is a dataclass of options."""
+    return isinstance(kind, type) and is_dataclass(kind)
+
+
+def every_option(options: type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the path and the declaration of each field, and of those of its sections."""
+    for name, one in declared(options).items():
+        yield (*path, name), one
+        if is_section(one.kind):
+            yield from every_option(one.kind, (*path, name))
+
+
+def element(kind: Any) -> Any:
+    """What a list is of; None if ``kind`` is not a list's."""
+    return getattr(kind, "__args__", (None,))[0]
+
+
+def check_each(options: Any, error: type[Exception], where: str = "") -> None:
+    """Check the value of each field by itself, unless it is the default, and keep what its check returns.
+
+    Raises ``error``, with the names of all that are wrong after ``where``.
+    """
+    wrong = []
     for name, one in declared(type(options)).items():
         value = getattr(options, name)
-        if name in known and value is known[name]:
+        if value is one.default:
             continue
-        if one.kind is int:
-            whole_number(name, value, error, one.minimum, one.maximum)
-        elif one.kind == list[int]:
-            _whole_numbers(name, value, error, one)
-        elif isinstance(value, str) and one.choices and value not in one.choices:
-            optional = ", or None" if known.get(name, ...) is None else ""
-            raise error(f"{name}={value!r} is not one of {', '.join(map(repr, one.choices))}{optional}")
-        if one.check is not None:
-            one.check(name, value)
+        try:
+            object.__setattr__(options, name, one.checked(f"{where}{name}", value, error))
+        except error as problem:
+            wrong.append(str(problem))
+    if wrong:
+        raise error("; ".join(wrong))
 
 
 def whole_number(
     name: str, value: Any, error: type[Exception], minimum: float | None = None, maximum: float | None = None
 ) -> int:
     """Return ``value``; raise ``error``, which calls it ``name``, unless it is a whole number in these limits."""
-    if not _is_whole(value, minimum, maximum):
-        raise error(f"{name} must be a whole number{_limits(minimum, maximum)}, got {value!r}")
-    return value
+    return Option(MISSING, "", int, minimum=minimum, maximum=maximum).checked(name, value, error)
 
 
-def _whole_numbers(name: str, values: Any, error: type[Exception], declared: Option) -> None:
-    limits = declared.minimum, declared.maximum
-    if not isinstance(values, Iterable) or isinstance(values, str):
-        raise error(f"{name} must be a list of whole numbers{_limits(*limits)}, got {values!r}")
-    listed = list(values)
-    if not listed or not all(_is_whole(value, *limits) for value in listed):
-        raise error(f"{name} must be one or more whole numbers{_limits(*limits)}, got {listed!r}")
+def from_text(kind: Any, text: str) -> Any:
+    """Return a value that was typed, as in a variable; the text itself if it is not one of that kind."""
+    if element(kind) is not None:
+        return [from_text(element(kind), part.strip()) for part in text.split(",") if part.strip()]
+    try:
+        return BOOLEANS[text.strip().lower()] if kind is bool else kind(text) if kind in (int, float, Path) else text
+    except (KeyError, ValueError):
+        return text
 
 
-def _is_whole(value: Any, minimum: float | None, maximum: float | None) -> bool:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return whole and (minimum is None or value >= minimum) and (maximum is None or value <= maximum)
-
-
-def _limits(minimum: float | None, maximum: float | None) -> str:
-    if minimum is not None and maximum is not None:
-        return f" from {minimum} to {maximum}"
-    return f" of at least {minimum}" if minimum is not None else "" if maximum is None else f" of at most {maximum}"
+BOOLEANS = {
+    **dict.fromkeys(("true", "t", "yes", "y", "on", "1"), True),
+    **dict.fromkeys(("false", "f", "no", "n", "off", "0"), False),
+}
 
 
 def accepts_options(
@@ -174,20 +288,24 @@ def _arguments(options: Any) -> str:
     return "\n".join(wrapped).lstrip()
 
 
-def command_options(options: type) -> Iterator[CommandOption]:
-    """The fields that commands offer, in order."""
-    for name, one in declared(options).items():
-        if one.flag is not None:
-            default = defaults(options).get(name) if one.command_default is None else one.command_default
-            yield CommandOption(
-                name=name,
-                flag=one.flag,
-                help=with_default(one.help, default),
-                kind=one.kind,
-                minimum=one.minimum,
-                maximum=one.maximum,
-                choices=one.choices,
-            )
+def command_options(options: type, *names: str) -> dict[str, Option]:
+    """The fields that commands offer, or those of ``names``, then without headings; their help says the default.
+
+    A command's value is None unless it is given, so the default stays where it is declared.
+    """
+    every = declared(options)
+    chosen = {name: every[name] for name in names or every if every[name].flag is not None}
+    changes = {"group": None} if names else {}
+    return {
+        name: replace(one, help=with_default(one), flag=one.flag or flag_of(name, one), **changes)
+        for name, one in chosen.items()
+    }
+
+
+def flag_of(name: str, one: Option) -> str:
+    """``--max-len`` of ``max_len``; of one that is on or off ``--access-log/--no-access-log``."""
+    words = name.replace("_", "-")
+    return f"--{words}/--no-{words}" if one.kind is bool else f"--{words}"
 
 
 def from_command(options: type, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,29 +315,38 @@ def from_command(options: type, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def with_default(help: str, default: Any) -> str:
-    """``help`` and the default, if there is one."""
-    if default is None:
-        return help
-    shown = "on" if default is True else "off" if default is False else _typed(default)
-    return f"{help} Default: {shown}."
+def with_default(one: Option) -> str:
+    """What an option does, with the default of a command, if there is one."""
+    default = one.default if one.command_default is None else one.command_default
+    if one.repeats:
+        return f"{one.help} Repeat it for several."
+    text = "on" if default is True else "off" if default is False else _typed(default)
+    return f"{one.help} Default: {text}." if text else one.help
 
 
 def _typed(value: Any) -> str:
-    """A value as it is typed on a command line."""
-    if isinstance(value, list | tuple):
+    """A value as it is typed on a command line, or in a file; "" for None, and if it is empty or missing."""
+    if value is MISSING or value is None or value in ([], {}):
+        return ""
+    if isinstance(value, tuple):
         return ",".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def table(options: type) -> str:
-    """The options as a table of Markdown: name, default, option of the command, what it does."""
-    rows = ["| argument | default | command line | |", "|---|---|---|---|"]
-    known = defaults(options)
-    for name, one in declared(options).items():
-        default = f"`{known[name]!r}`" if name in known else ""
+def table(options: type, first: str, python: bool = True) -> str:
+    """The options as a table of Markdown: name, default, option of the command, what it does.
+
+    ``first``: what the names are called. ``python``: whether values are written in Python, or typed.
+    """
+    every = list(every_option(options))
+    flags = python and any(one.flag for _, one in every)
+    rows = [f"| {first} | default |{' command line |' if flags else ''} |", f"|---|---|---|{'---|' if flags else ''}"]
+    for path, one in every:
+        text = repr(one.default) if python and one.default is not MISSING else _typed(one.default)
+        default = "" if is_section(one.kind) or not text else f"`{text}`" if one.shown is None else one.shown
         typed = f"`{one.flag}`" if one.flag else ""
         if one.command_default is not None:
             typed += f", default `{_typed(one.command_default)}`"
-        rows.append(f"| `{name}` | {default} | {typed} | {one.help} |")
+        name = f"{'· ' * (len(path) - 1)}`{path[-1]}`"
+        rows.append(f"| {name} | {default} |{f' {typed} |' if flags else ''} {one.help} |")
     return "\n".join(rows)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 
+from nxd_infer.util.options import command_options
 from nxd_server.app.run import serve
 from nxd_server.errors import SettingsError
 from nxd_server.settings import ServerSettings
-from nxd_server.settings_options import setting_options
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -19,10 +19,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m nxd_server", description="Serve an artifact over HTTP.")
     parser.add_argument("artifact", help="an artifact, or a model directory to trace: a directory or a URL")
     parser.add_argument("--config", help="JSON or YAML file with settings")
-    for option in setting_options():
-        flag = option.flag.partition("/")[0]
+    for name, option in command_options(ServerSettings).items():
+        flag = (option.flag or "").partition("/")[0]
         action = "append" if option.repeats else "store"
-        parser.add_argument(flag, dest=option.name, action=action, help=option.help.replace("%", "%%"))
+        parser.add_argument(flag, dest=name, action=action, help=option.help.replace("%", "%%"))
     given = vars(parser.parse_args(arguments))
     artifact, config = given.pop("artifact"), given.pop("config")
     try:

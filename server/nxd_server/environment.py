@@ -36,7 +36,7 @@ def unknown_variables(environment: Mapping[str, str], settings: Iterable[str]) -
     known = {name.upper() for name in (*settings, SINGLE_KEY)}
     lines = []
     for variable in sorted(environment):
-        name = variable.upper()  # pydantic-settings ignores case
+        name = variable.upper()  # their case does not count
         ours = name.startswith(PREFIX)
         if not name.startswith(OLD_PREFIX) or (ours and name.removeprefix(PREFIX) in {*known, *OTHERS}):
             continue

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from nxd_infer.util.options import declared, defaults
 from nxd_server.http.api_keys import OPEN_PATHS
 from nxd_server.settings import ServerSettings
 
@@ -67,7 +68,7 @@ def test_both_targets_end_alike_and_the_default_is_the_cpu():
     ]
     assert ends[0] == ends[1] and 'CMD ["serve"]' in ends[0] and "USER 10001:10001" in ends[0]
     variables = re.findall(r"NXD_INFER_([A-Z_]+)=", "\n".join(line for line in ends[0] if line.startswith("ENV")))
-    assert set(variables) - {"ARTIFACT", "CACHE"} <= {name.upper() for name in ServerSettings.model_fields}
+    assert set(variables) - {"ARTIFACT", "CACHE"} <= {name.upper() for name in declared(ServerSettings)}
 
 
 @pytest.mark.check
@@ -92,7 +93,7 @@ def test_the_compose_file_is_valid(tmp_path: Path):
         assert (file.parent / service["build"]["context"]).resolve() == ROOT
         assert service["read_only"] and service["cap_drop"] == ["ALL"]
         names = {name.removeprefix("NXD_INFER_").lower() for name in service["environment"] if name.startswith("NXD")}
-        assert names - {"artifact"} <= set(ServerSettings.model_fields)
+        assert names - {"artifact"} <= set(declared(ServerSettings))
 
 
 MANIFESTS = sorted(path for path in KUBERNETES.rglob("*.yaml") if path.name != "kustomization.yaml")
@@ -145,14 +146,14 @@ def test_what_kustomize_makes_of_an_overlay(overlay: str, tmp_path: Path):
         assert pod["spec"]["securityContext"]["runAsUser"] == 10001  # the image's
         assert {mount["name"] for mount in container["volumeMounts"]} == {v["name"] for v in pod["spec"]["volumes"]}
     names = {name.removeprefix("NXD_INFER_").lower() for name in settings["data"]}
-    assert names - {"artifact"} <= set(ServerSettings.model_fields)
+    assert names - {"artifact"} <= set(declared(ServerSettings))
     (server,) = pods["Deployment"]["spec"]["containers"]
     asked = {name: server[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
     assert set(asked.values()) <= OPEN_PATHS and asked["readinessProbe"] == "/readyz"
     patience = server["startupProbe"]["periodSeconds"] * server["startupProbe"]["failureThreshold"]
-    assert patience >= ServerSettings.model_fields["prepare_timeout"].default + 300
+    assert patience >= defaults(ServerSettings)["prepare_timeout"] + 300
     grace = pods["Deployment"]["spec"]["terminationGracePeriodSeconds"]
-    assert grace >= ServerSettings.model_fields["drain_timeout"].default + 5 + 8
+    assert grace >= defaults(ServerSettings)["drain_timeout"] + 5 + 8
     labels = pods["Deployment"]["metadata"]["labels"]
     for selector in (
         found["Service"]["spec"]["selector"],

@@ -277,7 +277,7 @@ def test_trace_says_before_it_begins_what_a_model_lacks(capsys, monkeypatch, tmp
     [
         (["trace", "/no/such/model", "--out", "a"], ["/no/such/model", "config.json"]),
         (["trace", "MODEL", "--out", "a", "--batch-sizes", "1,x"], ["1,x"]),
-        (["trace", "MODEL", "--out", "a", "--batch-sizes", "0"], ["0 is below 1"]),
+        (["trace", "MODEL", "--out", "a", "--batch-sizes", "0"], ["--batch-sizes", "at least 1, got [0]"]),
         (["trace", "MODEL", "--out", "a", "--max-len", "100000"], ["100000", "256"]),
         (["trace", "MODEL", "--out", "a", "--tp", "0"], ["--tp", "0", "1"]),
         (["trace", "MODEL", "--out", "a", "--dtype", "float16"], ["'float16' is not one of", "bfloat16"]),
@@ -287,7 +287,7 @@ def test_trace_says_before_it_begins_what_a_model_lacks(capsys, monkeypatch, tmp
         (["serve", "/no/such/artifact"], ["/no/such/artifact"]),
         (["generate", "/no/such/artifact", "x"], ["/no/such/artifact"]),
         (["generate", "/no/such/artifact", "x", ""], ["a prompt is empty"]),
-        (["generate", "/no/such/artifact", "x", "--temperature", "9"], ["temperature", "0 to 2"]),
+        (["generate", "/no/such/artifact", "x", "--temperature", "9"], ["--temperature", "9", "from 0 to 2"]),
         (["generate", "MODEL", "x"], ["a model to trace", "nxd-infer trace"]),
         (["generate", "MODEL"], ["PROMPT", "give the text to continue"]),
         (["verify", "/no/such/artifact", "MODEL"], ["/no/such/artifact"]),

@@ -30,7 +30,7 @@ def test_the_table_holds_what_the_sampler_takes():
 @pytest.mark.parametrize("name", SAMPLER_FIELDS)
 def test_a_number_of_a_request_reaches_the_graph(name):
     field = SAMPLER_FIELDS[name]
-    value = 3 if field.whole else 0.25
+    value = 3 if field.kind is int else 0.25
     for kind, more in ((CompletionBody, {"prompt": "a"}), (ChatBody, {"messages": []})):
         params = kind.parse({**more, name: value}).sampling(4, None, {})
         assert getattr(params, name) == value and value not in (field.off, getattr(SamplingParams(), name))
@@ -52,10 +52,10 @@ def test_a_number_of_a_request_reaches_the_graph(name):
 def test_limits_are_those_of_the_table_and_only_counts_keep_guesses_away(name):
     field = SAMPLER_FIELDS[name]
     with pytest.raises(RequestError, match=f"^{name}: must be") as caught:
-        SamplingParams(**{name: field.low - 1})
+        SamplingParams(**{name: field.minimum - 1})
     assert caught.value.field == name
-    if field.high is not None:
-        with pytest.raises(RequestError, match=f"^{name}: must be from"):
-            SamplingParams(**{name: field.high + 1})
-    value = 3 if field.whole else 0.25
+    if field.maximum is not None:
+        with pytest.raises(RequestError, match=f"^{name}: must be a number from"):
+            SamplingParams(**{name: field.maximum + 1})
+    value = 3 if field.kind is int else 0.25
     assert SamplingParams(**{name: value}).penalised == field.uses_history and not SamplingParams().penalised

@@ -163,5 +163,5 @@ def test_what_an_artifact_cannot_verify_is_refused_with_the_fix(llms):
     with pytest.raises(ModelConfigError, match="verifies 4 guesses at most; trace the model again with --speculate 5"):
         Engine(model, speculate=5)
     for bad in (-1, True, 1.5, "2"):
-        with pytest.raises(ModelConfigError, match=f"speculate = {bad!r}: expected a whole number; 0 is off"):
+        with pytest.raises(ModelConfigError, match=f"speculate must be a whole number of at least 0, got {bad!r}"):
             Engine(model, speculate=bad)  # pyright: ignore[reportArgumentType]

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from nxd_infer.util.options import command_options, declared, defaults, table
 from nxd_server.engine import Engine, OneShotEngine
 from nxd_server.environment import OTHERS, unknown_variables
 from nxd_server.errors import SettingsError
 from nxd_server.settings import ServerSettings, load_settings
-from nxd_server.settings_options import setting_options
 from tests.e2e.command import ROOT, nxd_infer, nxd_infer_here, refused
 
 
@@ -29,7 +29,7 @@ def _no_settings_around(monkeypatch):
 
 
 def unknown(variables):
-    return unknown_variables(variables, ServerSettings.model_fields)
+    return unknown_variables(variables, declared(ServerSettings))
 
 
 @pytest.mark.check
@@ -55,7 +55,7 @@ def test_the_librarys_own_variables_are_known_to_the_server():
         if path.suffix in (".py", ".cpp", ".h", ".sh")
         for name in re.findall(r"\bNXD_INFER_([A-Z_]+)\b", path.read_text())
     }
-    settings = {name.upper() for name in ServerSettings.model_fields}
+    settings = {name.upper() for name in declared(ServerSettings)}
     assert {"CACHE", "PIN", "CPU_LEVEL"} <= read
     assert read - settings == set(OTHERS) and not settings & set(OTHERS)
     told = re.findall(r"^\| `NXD_INFER_([A-Z_]+)` \|", (ROOT / "docs/deployment.md").read_text(), re.MULTILINE)
@@ -89,10 +89,12 @@ def test_serve_has_an_option_for_each_setting_and_takes_what_it_is_given(monkeyp
     seen = {}
     monkeypatch.setattr("nxd_infer.cli.serve.run", lambda artifact, config, given: seen.update(given) or 0)
     shown = nxd_infer_here(capsys, monkeypatch, "serve", "--help").out
-    for option in setting_options():
-        assert all(re.search(rf"(?<![\w-]){flag}(?![\w-])", shown) for flag in option.flag.split("/")), option.flag
+    options = command_options(ServerSettings)
+    for option in options.values():
+        flags = (option.flag or "?").split("/")
+        assert all(re.search(rf"(?<![\w-]){flag}(?![\w-])", shown) for flag in flags), flags
         assert option.group in shown
-    assert {option.name for option in setting_options()} == set(ServerSettings.model_fields)
+    assert set(options) == set(declared(ServerSettings))
     given = ("--port", 1, "--api-key", "a", "--api-key", "b", "--no-access-log", "--no-kernel", "--log-format", "json")
     assert nxd_infer_here(capsys, monkeypatch, "serve", "artifact", *given).status == 0
     told = {name: value for name, value in seen.items() if value is not None and value != []}
@@ -109,7 +111,8 @@ def test_serve_has_an_option_for_each_setting_and_takes_what_it_is_given(monkeyp
     [
         (("--max-choices", 0), ("--max-choices", "0")),
         (("--log-format", "xml"), ("--log-format", "xml", "json")),
-        (("--request-timeout", 0), ("request_timeout",)),
+        (("--request-timeout", 0), ("--request-timeout", "it must be a number of seconds above 0, got 0")),
+        (("--weights-root", "/no/such/folder"), ("--weights-root", "/no/such/folder", "not a directory")),
         (("--keys", "a"), ("--keys",)),
     ],
 )
@@ -170,9 +173,23 @@ def test_a_single_key_under_the_likely_name_closes_the_server(monkeypatch, name)
     assert load_settings(api_keys=["two"]).keys() == (b"two",)
 
 
+def test_texts_are_read_as_what_they_stand_for(monkeypatch, tmp_path):
+    for name, text in {
+        "PORT": " 7 ",
+        "ACCESS_LOG": "off",
+        "CALL_TIMEOUT": "1e1",
+        "KEEP": "a",
+        "LORA": "a=b, c=d",
+    }.items():
+        monkeypatch.setenv(f"NXD_INFER_{name}", text)
+    found = load_settings()
+    assert (found.port, found.access_log, found.call_timeout) == (7, False, 10.0)
+    assert (found.keep, found.lora) == (Path("a"), ["a=b", "c=d"])
+
+
 def test_no_secret_is_ever_shown(tmp_path, monkeypatch):
     settings = load_settings(api_keys=["hunter2"])
-    assert "hunter2" not in repr(settings) + str(settings) + settings.model_dump_json()
+    assert "hunter2" not in repr(settings) + str(settings)
     monkeypatch.setenv("NXD_INFER_API_KEYS", '["hunter2", ""]')
     monkeypatch.setenv("NXD_INFER_PORT", "x")
     with pytest.raises(SettingsError) as caught:
@@ -195,7 +212,13 @@ def test_no_secret_is_ever_shown(tmp_path, monkeypatch):
         ({"api_keys": '["a"'}, "api_keys"),
         ({"request_timeout": float("nan")}, "request_timeout"), ({"drain_timeout": float("inf")}, "drain_timeout"),
         ({"admin_key": " "}, "admin_key"), ({"weights_root": "/no/such/folder"}, "weights_root"),
-        ({"weights_drain_timeout": 0}, "weights_drain_timeout"),
+        ({"weights_drain_timeout": 0}, "must be a number of seconds above 0, at most 86400, got 0"),
+        ({"max_choices": True}, "max_choices must be a whole number of at least 1, got True"),
+        ({"log_level": "warnin"}, "\"warning\" or \"error\", got 'warnin'; did you mean warning"),
+        ({"access_log": "maybe"}, "access_log must be True or False, got 'maybe'"),
+        ({"host": ""}, "host is empty"), ({"lora": "a"}, "lora: 'a' is not NAME=PATH"),
+        ({"api_keys": [7]}, "api_keys holds something that is not a text$"), ({"api_keys": 7}, "comma-separated text$"),
+        ({"port": -1, "max_restarts": "x"}, "^invalid server settings: port must .*; max_restarts must .* got 'x'$"),
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_named(arguments, word):
@@ -233,15 +256,7 @@ def test_a_file_of_keys_without_any_does_not_open_the_server(tmp_path):
 
 @pytest.mark.check
 def test_the_documentation_lists_every_setting_with_its_default_and_meaning():
-    text = (Path(__file__).parents[2] / "docs/deployment.md").read_text()
-    text = text[text.index("\n## Settings") :]
-    rows = re.findall(r"^\| `([a-z]\w*)` \| (?:`([^`]*)`)? ?\| (.*) \|$", text, re.MULTILINE)
-    expected = []
-    for name, field in ServerSettings.model_fields.items():
-        default = field.get_default(call_default_factory=True)
-        shown = str(default).lower() if isinstance(default, bool) else str(default or "")
-        expected.append((name, "0" if default == 0 and not isinstance(default, bool) else shown, field.description))
-    assert rows == expected
+    assert table(ServerSettings, "setting", python=False) in (ROOT / "docs/deployment.md").read_text()
 
 
 @pytest.mark.check
@@ -253,4 +268,4 @@ def test_an_engine_has_the_defaults_of_the_settings() -> None:
     ):
         parameters = inspect.signature(engine).parameters
         for own, setting in names.items():
-            assert parameters[own].default == ServerSettings.model_fields[setting].default, own
+            assert parameters[own].default == defaults(ServerSettings)[setting], own

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 import nxd_infer as nxd
 from nxd_infer.context import LOCAL, use_context
 from nxd_infer.lightning import NeuronLTModule, NeuronXLAPrecisionPlugin, NeuronXLAStrategy
-from nxd_infer.testing import pieces
+from nxd_infer.testing.compare import pieces
 from tests.trainer.models import CONFIG, llama
 
 AdamW = torch.optim.AdamW

@@ -236,6 +236,7 @@ def test_hyperparameters_that_cannot_be_stored_are_left_out(tmp_path: Path):
     [
         ({"manual_opt": False}, "manual_opt=False is not supported"),
         ({"grad_accum_steps": 0}, "grad_accum_steps must be a whole number of at least 1, got 0"),
+        ({"grad_accum_steps": True}, "grad_accum_steps must be a whole number of at least 1, got True"),
         ({"opt_args": range(20)}, "opt_args has 20 values, but SGD takes"),
         ({"grad_accum_steps": 2, "pp": 2}, "grad_accum_steps=2 with a pipeline: pass batches 2 times as large"),
     ],

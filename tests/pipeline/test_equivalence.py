@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nxd_infer import parallel_state
-from nxd_infer.testing import Reference, Training, compare_with, train_single
+from nxd_infer.testing.compare import Reference, Training, compare_with, train_single
 from tests.pipeline.models import decoder, encoder, sentences, tokens
 from tests.ranks import run_ranks
 from tests.trainer.padded import HIDDEN, UnpaddedModel

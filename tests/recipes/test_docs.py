@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from nxd_infer.recipes.keys import table
 from nxd_infer.recipes.recipe import check, load
 from nxd_infer.recipes.schema import Recipe
 from nxd_infer.recipes.yaml_text import parse_yaml
+from nxd_infer.util.options import table
 from tests.e2e.command import ROOT
 from tests.tiny_models import VOCAB_SIZE, write_tiny
 
@@ -21,7 +21,7 @@ EXAMPLES = sorted(path.name for path in (ROOT / "examples/recipes").glob("*.yaml
 
 @pytest.mark.check
 def test_the_table_is_that_of_the_keys():
-    assert PAGE.split("## Keys\n")[1].strip() == table(Recipe).strip()
+    assert PAGE.split("## Keys\n")[1].strip() == table(Recipe, "key", python=False).strip()
 
 
 @pytest.mark.check

@@ -234,7 +234,7 @@ def test_a_model_of_processes_is_not_copied(artifacts):
             attempt(model)
     with pytest.raises(InputMismatchError, match="needs degree 1"):
         TensorParallelModel(model.artifact, in_process=True)
-    with pytest.raises(InputMismatchError, match="positive number of seconds"):
+    with pytest.raises(InputMismatchError, match="call_timeout must be a number of seconds above 0, got 0"):
         TensorParallelModel(model.artifact, call_timeout=0)
     assert "b4_s8" in repr(model)
 

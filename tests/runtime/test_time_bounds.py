@@ -120,5 +120,5 @@ def test_after_a_restart_every_graph_may_read_its_weights_again():
 
 @pytest.mark.parametrize("options", [{"call": 0}, {"call": float("nan")}, {"start_timeout": float("inf")}])
 def test_a_setting_that_is_no_time_is_refused(options):
-    with pytest.raises(InputMismatchError, match="_timeout is a positive number of seconds"):
+    with pytest.raises(InputMismatchError, match="_timeout must be a number of seconds above 0, got"):
         bounds(**options)

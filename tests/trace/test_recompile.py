@@ -27,8 +27,13 @@ def cache(tmp_path_factory):
         yield directory
 
 
-def trace(path, backend):
-    arguments = {"tp_degree": 2, "inline_weights_to_neff": False, "checkpoint_loader_callable": models.state_dict}
+def trace(path, backend, **more):
+    arguments = {
+        **more,
+        "tp_degree": 2,
+        "inline_weights_to_neff": False,
+        "checkpoint_loader_callable": models.state_dict,
+    }
     model = nxd.trace.parallel_model_trace(models.net, models.inputs(), backend=backend, artifact_dir=path, **arguments)
     model.close()
     return model
@@ -93,6 +98,11 @@ def test_a_compiler_that_fails_leaves_nothing(eager, tmp_path, monkeypatch):
     monkeypatch.setenv("NXD_INFER_CACHE_LIMIT", "0")  # else what was compiled before is taken
     with pytest.raises(TraceError, match="compiling graph"):
         recompile(eager, tmp_path / "out", backend="inductor")
+    monkeypatch.delenv("CXX")
+    late = {"backend": "inductor", "compile_timeout": 0.01}
+    for made in (lambda: recompile(eager, tmp_path / "out", **late), lambda: trace(tmp_path / "out", **late)):
+        with pytest.raises(TraceError, match=r"longer than 0.01 s; raise compile_timeout"):
+            made()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -16,7 +16,9 @@ import nxd_infer as nxd
 from nxd_infer import parallel_state
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import NotInitializedError, ParallelConfigError
+from nxd_infer.modules.lora import LoraConfig
 from nxd_infer.trainer.config import TrainConfig
+from nxd_infer.util.options import defaults, table
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.check
@@ -104,6 +106,8 @@ def test_the_callers_dicts_are_left_alone():
         ({"tensor_parallel_size": 2.0}, "got 2.0"),
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be a whole number of at least 1, got 0"),
         ({"pad_model": 1}, "pad_model must be True or False, got 1"),
+        ({"optimizer_config": {"on_nonfinite": "skp"}}, 'must be "raise" or "skip", got \'skp\'; did you mean skip?'),
+        ({"lora_config": {"lora_rnk": 4}}, "lora_config has no key 'lora_rnk'; did you mean lora_rank?"),
         ({"mixed_precision_config": {"use_master_weights_in_ckpt": True}}, "needs use_master_weights=True"),
     ],
 )
@@ -137,13 +141,14 @@ def test_what_is_set_later_is_checked_then():
 
 
 def test_one_table_says_it_all():
-    """The signature, the documentation and the guide."""
-    declared = {name: one.default for name, one in TrainConfig.declared().items()}
+    """The signature, the documentation and the guides."""
     signature = inspect.signature(nxd.neuronx_distributed_config).parameters
-    assert {name: one.default for name, one in signature.items()} == declared
-    table = TrainConfig.table()
-    assert table in (nxd.neuronx_distributed_config.__doc__ or "")
-    assert table in (Path(__file__).parents[2] / "docs/training.md").read_text()
+    assert {name: one.default for name, one in signature.items()} == defaults(TrainConfig)
+    shown = table(TrainConfig, "option")
+    assert shown in (nxd.neuronx_distributed_config.__doc__ or "")
+    documents = Path(__file__).parents[2] / "docs"
+    assert shown in (documents / "training.md").read_text()
+    assert table(LoraConfig, "option") in (documents / "lora.md").read_text()
 
 
 def test_unknown_keyword():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nxd_infer import parallel_state
-from nxd_infer.testing import Reference, Training, compare_with, train_single
+from nxd_infer.testing.compare import Reference, Training, compare_with, train_single
 from nxd_models.llama.model import Attention, FeedForward
 from tests.ranks import run_ranks
 from tests.trainer.models import FAMILIES, MLP, decoder, tokens, vectors

@@ -150,8 +150,9 @@ def test_an_epoch_begun_anew():
 
 @pytest.mark.check
 def test_what_a_loader_refuses():
-    with pytest.raises(ParallelConfigError, match="batch_size must be a whole number of at least 1, got 0"):
-        ResumableLoader(Numbers(), 0)
+    for size in (0, True):
+        with pytest.raises(ParallelConfigError, match=f"batch_size must be a whole number of at least 1, got {size}"):
+            ResumableLoader(Numbers(), size)
     with pytest.raises(ParallelConfigError, match=r"\['drop_last', 'sampler'\] cannot be passed"):
         ResumableLoader(Numbers(), 1, sampler=[1], drop_last=True)
     with (

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from nxd_infer.context import current_context
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout import AxisPlan
-from nxd_infer.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxd_infer.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
 from nxd_models.bert.config import BertConfig
 from nxd_models.bert.parallel_plan import tensor_parallel_plan
-from nxd_models.layers import ACTIVATIONS, normal_init, zero_biases
+from nxd_models.layers import ACTIVATIONS, first_linear, last_linear, normal_init, zero_biases
 
 
 def _cut(layer: str, config: BertConfig) -> AxisPlan:
@@ -62,17 +62,9 @@ class SelfAttention(nn.Module):
         self.head_dim = config.hidden_size // config.num_heads
         rows = _cut("attention.self.query", config).local_size(current_context().tp.degree)
         self.heads = rows // self.head_dim
-        init = normal_init(config.initializer_range)
 
         def project(name: str) -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                config.hidden_size,
-                config.hidden_size,
-                gather_output=False,
-                dtype=dtype,
-                init_method=init,
-                output_plan=_cut(f"attention.self.{name}", config),
-            )
+            return first_linear(config, config.hidden_size, True, _cut(f"attention.self.{name}", config), dtype)
 
         self.query = project("query")
         self.key = project("key")
@@ -93,14 +85,7 @@ class Output(nn.Module):
 
     def __init__(self, size: int, axis: AxisPlan, config: BertConfig, dtype: torch.dtype):
         super().__init__()
-        self.dense = RowParallelLinear(
-            size,
-            config.hidden_size,
-            input_is_parallel=True,
-            dtype=dtype,
-            init_method=normal_init(config.initializer_range),
-            input_plan=axis,
-        )
+        self.dense = last_linear(config, size, True, axis, dtype)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, config.norm_eps, dtype=dtype)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -123,14 +108,7 @@ class AttentionBlock(nn.Module):
 class Intermediate(nn.Module):
     def __init__(self, config: BertConfig, dtype: torch.dtype):
         super().__init__()
-        self.dense = ColumnParallelLinear(
-            config.hidden_size,
-            config.intermediate_size,
-            gather_output=False,
-            dtype=dtype,
-            init_method=normal_init(config.initializer_range),
-            output_plan=_cut("intermediate.dense", config),
-        )
+        self.dense = first_linear(config, config.intermediate_size, True, _cut("intermediate.dense", config), dtype)
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,11 +15,11 @@ from nxd_infer.context import current_context
 from nxd_infer.layout import AxisPlan
 from nxd_infer.ops import cache_attention
 from nxd_infer.parallel_layers import mappings
-from nxd_infer.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxd_infer.parallel_layers.layers import ParallelEmbedding
 from nxd_infer.parallel_layers.loss_functions import parallel_cross_entropy
 from nxd_models.gpt_neox.config import NeoXConfig
 from nxd_models.gpt_neox.parallel_plan import tensor_parallel_plan
-from nxd_models.layers import ACTIVATIONS, normal_init, zero_biases
+from nxd_models.layers import ACTIVATIONS, first_linear, last_linear, normal_init, zero_biases
 from nxd_models.rope import Rotary, rotate
 from nxd_models.serving.kv_cache import LayerCache
 
@@ -29,38 +29,14 @@ def _axis(layer: str, config: NeoXConfig) -> AxisPlan:
     return tensor_parallel_plan(config, current_context().tp.degree)[layer].axis
 
 
-def _column(layer: str, outputs: int, bias: bool, config: NeoXConfig, dtype: torch.dtype) -> ColumnParallelLinear:
-    return ColumnParallelLinear(
-        config.hidden_size,
-        outputs,
-        bias=bias,
-        gather_output=False,
-        dtype=dtype,
-        init_method=normal_init(config.initializer_range),
-        output_plan=_axis(layer, config),
-    )
-
-
-def _row(layer: str, inputs: int, bias: bool, config: NeoXConfig, dtype: torch.dtype) -> RowParallelLinear:
-    return RowParallelLinear(
-        inputs,
-        config.hidden_size,
-        bias=bias,
-        input_is_parallel=True,
-        dtype=dtype,
-        init_method=normal_init(config.initializer_range),
-        input_plan=_axis(layer, config),
-    )
-
-
 class Attention(nn.Module):
     """Causal attention; the first elements of each head have rotary position embedding."""
 
     def __init__(self, config: NeoXConfig, dtype: torch.dtype):
         super().__init__()
         hidden, bias, layer = config.hidden_size, config.attention_bias, "gpt_neox.layers.*.attention"
-        self.query_key_value = _column(f"{layer}.query_key_value", 3 * hidden, bias, config, dtype)
-        self.dense = _row(f"{layer}.dense", hidden, bias, config, dtype)
+        self.query_key_value = first_linear(config, 3 * hidden, bias, _axis(f"{layer}.query_key_value", config), dtype)
+        self.dense = last_linear(config, hidden, bias, _axis(f"{layer}.dense", config), dtype)
         self.head_dim, self.rotated, self.scale = config.head_dim, config.rotary_size, config.head_dim**-0.5
         self.rotary = Rotary(config.rotary_size, config.rope)
 
@@ -85,8 +61,8 @@ class FeedForward(nn.Module):
     def __init__(self, config: NeoXConfig, dtype: torch.dtype):
         super().__init__()
         inner, layer = config.intermediate_size, "gpt_neox.layers.*.mlp"
-        self.dense_h_to_4h = _column(f"{layer}.dense_h_to_4h", inner, True, config, dtype)
-        self.dense_4h_to_h = _row(f"{layer}.dense_4h_to_h", inner, True, config, dtype)
+        self.dense_h_to_4h = first_linear(config, inner, True, _axis(f"{layer}.dense_h_to_4h", config), dtype)
+        self.dense_4h_to_h = last_linear(config, inner, True, _axis(f"{layer}.dense_4h_to_h", config), dtype)
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -140,7 +116,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config, self.context = config, current_context()
         self.gpt_neox = Decoder(config, dtype)
-        self.embed_out = _column("embed_out", config.vocab_size, False, config, dtype)
+        self.embed_out = first_linear(config, config.vocab_size, False, _axis("embed_out", config), dtype)
         zero_biases(self)
 
     def hidden_states(self, ids_BS: Tensor, positions_BS: Tensor, caches: Sequence[LayerCache]) -> Tensor:

@@ -19,8 +19,8 @@ def _sampler_fields() -> dict[str, Any]:
     """Return the sampler's numbers as fields of the file, with the limits of a request."""
     made: dict[str, Any] = {}
     for name, field in OWN.items():
-        problem = Problem(f"expected a {'whole number of ' if field.whole else 'number '}{field.limits}")
-        made[name] = (Annotated[field.kind, Field(ge=field.low, le=field.high), problem], None)  # null is absent
+        limits = Field(ge=field.minimum, le=field.maximum)
+        made[name] = (Annotated[field.kind, limits, Problem(f"expected {field.wanted}")], None)  # null is absent
     return made
 
 

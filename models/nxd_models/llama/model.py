@@ -19,53 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxd_infer.context import current_context
-from nxd_infer.layout import AxisPlan
 from nxd_infer.ops import cache_attention
 from nxd_infer.parallel_layers import mappings
-from nxd_infer.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxd_infer.parallel_layers.layers import ParallelEmbedding
 from nxd_infer.parallel_layers.loss_functions import parallel_cross_entropy
 from nxd_infer.parallel_layers.sequence_parallel import building_sequence_parallel
-from nxd_models.layers import ACTIVATIONS, RMSNorm, normal_init, zero_biases
+from nxd_models.layers import ACTIVATIONS, SEQUENCE, RMSNorm, first_linear, last_linear, normal_init, zero_biases
 from nxd_models.llama.config import LlamaConfig
 from nxd_models.llama.parallel_plan import tensor_parallel_plan
 from nxd_models.rope import Rotary, rotate
 from nxd_models.serving.kv_cache import LayerCache
-
-SEQUENCE = 1
-"""The dimension of the sequence in hidden states [B, S, E]."""
-
-
-def first_linear(
-    config: LlamaConfig, outputs: int, bias: bool, axis: AxisPlan, dtype: torch.dtype
-) -> ColumnParallelLinear:
-    """One of the layers that read a block's input, which has entered the parallel region."""
-    return ColumnParallelLinear(
-        config.hidden_size,
-        outputs,
-        bias=bias,
-        gather_output=False,
-        dtype=dtype,
-        init_method=normal_init(config.initializer_range),
-        output_plan=axis,
-        input_is_shared=True,
-    )
-
-
-def last_linear(
-    config: LlamaConfig, inputs: int, bias: bool, axis: AxisPlan, dtype: torch.dtype, sequence_parallel: bool
-) -> RowParallelLinear:
-    """The layer that sums a block's results over the ranks."""
-    return RowParallelLinear(
-        inputs,
-        config.hidden_size,
-        bias=bias,
-        input_is_parallel=True,
-        sequence_parallel_enabled=sequence_parallel,
-        dtype=dtype,
-        init_method=normal_init(config.initializer_range),
-        sequence_dimension=SEQUENCE,
-        input_plan=axis,
-    )
 
 
 class ParallelBlock(nn.Module):
@@ -95,9 +58,9 @@ class Attention(ParallelBlock):
         queries, keys, values, outputs = (plan[f"model.layers.*.self_attn.{x}_proj"].axis for x in "qkvo")
         self.heads, self.kv_heads = queries.local_size(degree) // dim, keys.local_size(degree) // dim
         self.head_dim, self.scale = dim, dim**-0.5
-        self.q_proj = first_linear(config, config.num_heads * dim, config.qkv_bias, queries, dtype)
-        self.k_proj = first_linear(config, config.num_kv_heads * dim, config.qkv_bias, keys, dtype)
-        self.v_proj = first_linear(config, config.num_kv_heads * dim, config.qkv_bias, values, dtype)
+        self.q_proj = first_linear(config, config.num_heads * dim, config.qkv_bias, queries, dtype, shared=True)
+        self.k_proj = first_linear(config, config.num_kv_heads * dim, config.qkv_bias, keys, dtype, shared=True)
+        self.v_proj = first_linear(config, config.num_kv_heads * dim, config.qkv_bias, values, dtype, shared=True)
         self.o_proj = last_linear(config, config.num_heads * dim, config.output_bias, outputs, dtype, sequence_parallel)
         self.q_norm = RMSNorm(dim, config.norm_eps, dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(dim, config.norm_eps, dtype) if config.qk_norm else None
@@ -154,8 +117,8 @@ class FeedForward(ParallelBlock):
         inner, bias = config.intermediate_size, config.mlp_bias
         plan = tensor_parallel_plan(config, self.context.tp.degree)
         gate, up, down = (plan[f"model.layers.*.mlp.{x}_proj"].axis for x in ("gate", "up", "down"))
-        self.gate_proj = first_linear(config, inner, bias, gate, dtype)
-        self.up_proj = first_linear(config, inner, bias, up, dtype)
+        self.gate_proj = first_linear(config, inner, bias, gate, dtype, shared=True)
+        self.up_proj = first_linear(config, inner, bias, up, dtype, shared=True)
         self.down_proj = last_linear(config, inner, bias, down, dtype, sequence_parallel)
         self.activation = ACTIVATIONS[config.activation]
 
@@ -244,16 +207,8 @@ class CausalLM(ParallelBlock):
         # A tied head is the embedding itself: it has no parameter, as in the checkpoints.
         self.lm_head = None
         if not config.tied:
-            self.lm_head = ColumnParallelLinear(
-                config.hidden_size,
-                config.vocab_size,
-                bias=False,
-                gather_output=False,
-                dtype=dtype,
-                init_method=normal_init(config.initializer_range),
-                output_plan=tensor_parallel_plan(config, self.context.tp.degree)["lm_head"].axis,
-                input_is_shared=True,
-            )
+            axis = tensor_parallel_plan(config, self.context.tp.degree)["lm_head"].axis
+            self.lm_head = first_linear(config, config.vocab_size, False, axis, dtype, shared=True)
         zero_biases(self)
 
     def hidden_states(self, ids_BS: Tensor, positions_BS: Tensor, caches: Sequence[LayerCache]) -> Tensor:

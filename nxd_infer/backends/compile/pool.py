@@ -175,7 +175,7 @@ def _answers(pool: list[_Worker], timeout: float) -> list[tuple[_Worker, dict[st
     ready = {fd for fd, _ in poll.poll(min(max(0.0, left), 1e6) * 1000)}
     if not ready and time.monotonic() - min(worker.started for worker in busy) >= timeout:
         names = ", ".join(worker.graph.name for worker in busy if worker.graph)
-        raise TraceError(f"compiling {names} took longer than {timeout:.0f} s")
+        raise TraceError(f"compiling {names} took longer than {timeout:g} s; raise compile_timeout")
     found = []
     for worker in busy:
         if worker.answers not in ready:

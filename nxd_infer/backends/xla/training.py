@@ -21,6 +21,7 @@ from nxd_infer.backends.xla.replicas import replicas_of
 from nxd_infer.comm import register_collectives, unregister_collectives
 from nxd_infer.context import ParallelContext, make_context, rank_layout, use_context
 from nxd_infer.errors import BackendUnavailableError, ParallelConfigError
+from nxd_infer.util.options import whole_number
 
 _Result = TypeVar("_Result")
 
@@ -48,8 +49,7 @@ def train_on_replicas(
     degree below 1.
     """
     for name, degree in (("tp", tp), ("dp", dp)):
-        if degree < 1:
-            raise ParallelConfigError(f"{name} must be a whole number of at least 1, got {degree}")
+        whole_number(name, degree, ParallelConfigError, minimum=1)
     world = tp * dp
     if not (found := BACKEND.probe()):
         raise BackendUnavailableError(found.reason)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any
 
 from nxd_infer.errors import CheckpointError, ParallelConfigError
+from nxd_infer.util.options import KINDS, Kind, check_each, defaults, option
+from nxd_infer.util.suggest import did_you_mean
 
 __all__ = ["LoraConfig"]
 
@@ -46,62 +48,70 @@ class LoraConfig:
     """
 
     # Positional options in the documented order; options that the documentation does not list are keyword-only.
-    enable_lora: bool = True
-    """False: ``initialize_parallel_model`` does not adapt the model."""
-    lora_rank: int = 16
-    """Columns of B and rows of A."""
-    lora_alpha: float = 8
-    lora_dropout: float = 0.0
-    """Dropout on the adapter's input, in training; 0 to below 1."""
-    bias: str = "none"
-    """Which biases to train: "none", "all", or those of adapted layers ("lora_only")."""
-    target_modules: Sequence[str] | str | None = None
-    """Adapt layers whose full name contains one of these words. A single string may also be a regular expression that
-    matches the whole name. None: the query and value projections, by ``model.config.model_type``."""
-    use_rslora: bool = False
-    """Scale by ``alpha / sqrt(rank)`` instead of ``alpha / rank``."""
-    init_lora_weights: str = "default"
-    """Initialise A like ``nn.Linear`` ("default") or normal with standard deviation 1/rank ("gaussian"), and B with
-    zeros. For embeddings A is zero and B normal, as in PEFT."""
+    enable_lora: bool = option(
+        True,
+        "False: `initialize_parallel_model` does not adapt the model.",
+        Kind("True or False (the rank is lora_rank=)", KINDS[bool].fits),
+    )
+    lora_rank: int = option(16, "Columns of B and rows of A.", int, minimum=1)
+    lora_alpha: float = option(
+        8, "The update is scaled by `alpha / rank`; with `use_rslora` by `alpha / sqrt(rank)`.", float, above=0
+    )
+    lora_dropout: float = option(
+        0.0,
+        "Dropout on the adapter's input, in training; drops the same elements at every degree.",
+        float,
+        minimum=0,
+        below=1,
+    )
+    bias: str = option(
+        "none", 'Train no biases, `"all"`, or those of adapted layers (`"lora_only"`).', str, choices=BIASES
+    )
+    target_modules: Sequence[str] | str | None = option(
+        None,
+        "Adapt layers whose full name contains one of these words, or matches one regular expression. None: the query "
+        "and value projections of known model types.",
+        Kind("a list of names", lambda value: isinstance(value, str) or _names(value)),
+    )
+    use_rslora: bool = option(False, "Scale by `alpha / sqrt(rank)` instead of `alpha / rank`.", bool)
+    init_lora_weights: str = option(
+        "default",
+        'Initialise A like `nn.Linear`, or `"gaussian"` with standard deviation 1/rank, and B with zeros; of '
+        "embeddings A with zeros and B normal, as in PEFT. Equal values at every degree.",
+        str,
+        choices=INITS,
+    )
     _: KW_ONLY
-    modules_to_save: Sequence[str] | None = None
-    """Modules to train and save in full, by name or by its last components."""
-    lora_verbose: bool = False
-    """Print what is adapted."""
-    load_lora_from_ckpt: bool = False
-    """Use the configuration and the weights of the adapter in ``lora_save_dir``. Saving options (:data:`SAVING`) that
-    are set here to a non-default value override the checkpoint's."""
-    lora_load_tag: str | None = None
-    """Folder under ``lora_save_dir``; None: an adapter in the folder itself, else that of its newest checkpoint."""
-    lora_save_dir: str = "lora_adapter"
-    merge_lora: bool = False
-    """State dicts hold the merged model; needs ``save_lora_base=True``."""
-    save_lora_base: bool = False
-    """State dicts hold the base weights in addition to the adapter."""
-    save_lora_config_adapter: bool = False
-    """Save this configuration in the adapter's own file, and in state dicts under the key ``lora_config``. False: in a
-    checkpoint it is the file ``lora_adapter/adapter_config.json``."""
-    merge_sharded_lora: bool = True
-    """Accepted for ported code, no effect: state dicts are this rank's, adapter files are always unsharded."""
+    modules_to_save: Sequence[str] | None = option(
+        None,
+        "Modules to train and save in full, by name or by its last components.",
+        Kind("a list of names", lambda value: _names(value)),
+    )
+    lora_verbose: bool = option(False, "Print what is adapted.", bool)
+    load_lora_from_ckpt: bool = option(
+        False,
+        "Start from the adapter in `lora_save_dir` and use its configuration; of the options given here only "
+        "non-default `save_lora_base`, `merge_lora` and `save_lora_config_adapter` still apply.",
+        bool,
+    )
+    lora_load_tag: str | None = option(
+        None, "Folder under `lora_save_dir`. None: an adapter in the folder itself, else that of its newest checkpoint."
+    )
+    lora_save_dir: str = option("lora_adapter", "The folder of the adapter, or of its checkpoints.")
+    merge_lora: bool = option(False, "State dicts hold the merged weights; needs `save_lora_base=True`.", bool)
+    save_lora_base: bool = option(False, "State dicts hold the base weights in addition to the adapter.", bool)
+    save_lora_config_adapter: bool = option(
+        False,
+        "Where the options are stored. True: in the state dict, under `lora_config`, and in a checkpoint in the "
+        "adapter's own file. False: in no state dict, and in `lora_adapter/adapter_config.json`.",
+        bool,
+    )
+    merge_sharded_lora: bool = option(
+        True, "Accepted: state dicts are this rank's, adapter files are always unsharded.", bool
+    )
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.lora_rank, int) and not isinstance(self.lora_rank, bool)
-        _check("lora_rank", self.lora_rank, whole and self.lora_rank >= 1, "a whole number of at least 1")
-        _check("lora_alpha", self.lora_alpha, _number(self.lora_alpha) and self.lora_alpha > 0, "a number above 0")
-        dropout = self.lora_dropout
-        _check("lora_dropout", dropout, _number(dropout) and 0 <= dropout < 1, "a number from 0 to below 1")
-        _check("bias", self.bias, self.bias in BIASES, '"none", "all" or "lora_only"')
-        _check("init_lora_weights", self.init_lora_weights, self.init_lora_weights in INITS, '"default" or "gaussian"')
-        for name in ("target_modules", "modules_to_save"):
-            value = getattr(self, name)
-            listed = isinstance(value, list | tuple | set | frozenset) and all(isinstance(one, str) for one in value)
-            one = name == "target_modules" and isinstance(value, str)
-            _check(name, value, value is None or listed or one, "a list of names or None")
-        for option in fields(self):
-            if option.type == "bool":
-                value = getattr(self, option.name)
-                fix = " (the rank is lora_rank=)" if option.name == "enable_lora" else ""
-                _check(option.name, value, isinstance(value, bool), f"True or False{fix}")
+        check_each(self, ParallelConfigError, "LoraConfig: ")
         if self.merge_lora and not self.save_lora_base:
             raise ParallelConfigError(
                 "merge_lora=True saves the base weights with the adapter merged in: also pass save_lora_base=True, "
@@ -120,10 +130,11 @@ class LoraConfig:
             return replace(given)
         if not isinstance(given, Mapping):
             raise ParallelConfigError(f"lora_config must be a LoraConfig, a dict or None, got {type(given).__name__}")
-        known = [option.name for option in fields(LoraConfig)]
-        unknown = [name for name in given if name not in known]
-        if unknown:
-            raise ParallelConfigError(f"lora_config has no key {unknown[0]!r}; known are {', '.join(known)}")
+        known = defaults(LoraConfig)
+        for name in given:
+            if name not in known:
+                hint = did_you_mean(name, known) or f"; known are {', '.join(known)}"
+                raise ParallelConfigError(f"lora_config has no key {name!r}{hint}")
         return LoraConfig(**given)
 
     def to_dict(self) -> dict[str, Any]:
@@ -136,7 +147,8 @@ class LoraConfig:
 
         Options unknown to PEFT are included only if they are not the default, because PEFT warns about each.
         """
-        own = {name: getattr(self, name) for name in SAVING if getattr(self, name) != _default(name)}
+        known = defaults(LoraConfig)
+        own = {name: getattr(self, name) for name in SAVING if getattr(self, name) != known[name]}
         return own | {
             "peft_type": "LORA",
             "auto_mapping": None,
@@ -170,6 +182,7 @@ class LoraConfig:
                 f"{where}: init_lora_weights={init!r} changed the base weights of the adapter, which is not supported; "
                 "convert it with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
             )
+        known = defaults(LoraConfig)
         return replace(
             self,
             lora_rank=stored.get("r", 8),
@@ -180,19 +193,9 @@ class LoraConfig:
             use_rslora=bool(stored.get("use_rslora", False)),
             init_lora_weights="gaussian" if init == "gaussian" else "default",
             modules_to_save=stored.get("modules_to_save"),
-            **{name: stored[name] for name in SAVING if name in stored and getattr(self, name) == _default(name)},
+            **{name: stored[name] for name in SAVING if name in stored and getattr(self, name) == known[name]},
         )
 
 
-def _default(name: str) -> Any:
-    """Return the default of an option."""
-    return LoraConfig.__dataclass_fields__[name].default
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _check(what: str, value: Any, fits: Any, wanted: str) -> None:
-    if not fits:
-        raise ParallelConfigError(f"LoraConfig: {what} must be {wanted}, got {value!r}")
+def _names(value: Any) -> bool:
+    return isinstance(value, list | tuple | set | frozenset) and all(isinstance(one, str) for one in value)

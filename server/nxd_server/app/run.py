@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from nxd_infer.artifact.reader import artifact_digest
 from nxd_infer.errors import NxdError
 from nxd_infer.util.memory import keep_little
+from nxd_infer.util.options import declared
 from nxd_server.app.prepare import prepare
 from nxd_server.app.service import Service
 from nxd_server.environment import unknown_variables
@@ -48,7 +49,7 @@ def serve(given: str | os.PathLike[str], settings: ServerSettings) -> int:
     Logs instead of raising: an invalid setting or artifact, or a port in use, gives status 1 and one line.
     """
     logs.configure(settings.log_format, settings.log_level)
-    for line in unknown_variables(os.environ, ServerSettings.model_fields):
+    for line in unknown_variables(os.environ, declared(ServerSettings)):
         logger.warning("%s", line)
     try:
         artifact = prepare(os.fspath(given), settings)

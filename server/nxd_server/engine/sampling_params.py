@@ -7,11 +7,11 @@ that table.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS, number, whole_number
+from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
+from nxd_infer.util.options import Option
 from nxd_server.errors import RequestError
 
 GREEDY_BELOW = 1e-4
@@ -20,6 +20,7 @@ SMALLEST_TOP_P = 1e-6
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_N = 128
+BIAS = Option(0.0, "Added to a token's logit.", float, minimum=-100, maximum=100)
 
 
 def _sampler(name: str) -> Any:
@@ -64,7 +65,7 @@ class SamplingParams:
         if self.max_tokens is not None:
             put(self, "max_tokens", _whole("max_tokens", self.max_tokens, 1, None))
         for name, sampler in SAMPLER_FIELDS.items():
-            put(self, name, _of(name, sampler.checked, getattr(self, name)))
+            put(self, name, _number(name, getattr(self, name), sampler))
         put(self, "n", _whole("n", self.n, 1, MAX_N))
         put(self, "min_tokens", _whole("min_tokens", self.min_tokens, 0, None))
         if self.seed is not None:
@@ -102,16 +103,17 @@ class SamplingParams:
         return replace(self, **changes)
 
 
-def _of(name: str, check: Callable[..., Any], *value: Any) -> Any:
-    """Call ``check(*value)``; its ValueError becomes a RequestError that names the parameter."""
-    try:
-        return check(*value)
-    except ValueError as error:
-        raise RequestError(name, str(error)) from None
+def _number(name: str, value: Any, declared: Option) -> Any:
+    """Return a number, of its kind. Raises RequestError that names the parameter."""
+    if declared.kind is int and isinstance(value, float) and value.is_integer():  # as JSON may have it
+        value = int(value)
+    if (problem := declared.problem(value)) is not None:
+        raise RequestError(name, problem)
+    return declared.kind(value)
 
 
 def _whole(name: str, value: Any, low: int, high: int | None) -> int:
-    return _of(name, whole_number, value, low, high)
+    return _number(name, value, Option(0, "", int, minimum=low, maximum=high))
 
 
 def _stop_strings(value: Any) -> list[str]:
@@ -144,5 +146,5 @@ def _logit_bias(value: Any) -> dict[int, float]:
     for token, bias in value.items():
         if isinstance(token, str) and token.strip().isdecimal() and len(token) < 20:  # JSON has string keys only
             token = int(token)
-        biases[_whole("logit_bias", token, 0, None)] = _of("logit_bias", number, bias, -100.0, 100.0)
+        biases[_whole("logit_bias", token, 0, None)] = _number("logit_bias", bias, BIAS)
     return biases

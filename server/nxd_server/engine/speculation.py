@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from nxd_infer.errors import ModelConfigError
+from nxd_infer.util.options import whole_number
 from nxd_server.engine.core.scheduler import Row, Step
 from nxd_server.engine.core.sequence import Sequence as Generated
 from nxd_server.engine.core.step_costs import Graph, StepCosts
@@ -34,8 +35,7 @@ def split_graphs(graphs: Iterable[Graph], metadata: dict[str, Any], speculate: i
 def check_speculate(metadata: dict[str, Any], speculate: int) -> int:
     """Return how many guesses the artifact verifies. Raises ModelConfigError if that is less than ``speculate``."""
     traced = int(metadata.get("speculate", 0))
-    if isinstance(speculate, bool) or not isinstance(speculate, int) or speculate < 0:
-        raise ModelConfigError(f"speculate = {speculate!r}: expected a whole number; 0 is off")
+    whole_number("speculate", speculate, ModelConfigError, minimum=0)
     if speculate > traced:
         found = f"verifies {traced} guesses at most" if traced else "was traced without a graph that verifies guesses"
         raise ModelConfigError(

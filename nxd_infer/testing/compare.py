@@ -1,52 +1,24 @@
-"""Check that training a model in parallel equals training it in one process of plain PyTorch.
-
-::
-
-    from nxd_infer.testing import assert_parallel_equivalent
-
-    def test_my_model():
-        assert_parallel_equivalent(build_my_model, {"input_ids": ids, "labels": ids}, tp=2, dp=2, zero1=True)
-
-``model_fn()`` is called in this process without parallelism, and once in each of ``tp * pp * dp`` gloo processes. Both
-sides train the same steps. Compared are the losses, the gradient norms, the gradients of the first step (every copy of
-every element, on every rank) and the weights after the last step.
-"""
+"""Train one model in plain PyTorch and in parallel, and describe what differs."""
 
 from __future__ import annotations
 
-import datetime
-import json
-import os
-import pickle
-import tempfile
-import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import spawn
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from nxd_infer import comm
 from nxd_infer.context import LOCAL, current_context, use_context
-from nxd_infer.errors import CollectiveTimeoutError, ParallelConfigError
+from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import merge_state_dicts, shard_state_dict, weight_layout
 from nxd_infer.trainer import (
     NxDModel,
     initialize_parallel_model,
     initialize_parallel_optimizer,
     neuronx_distributed_config,
-    shutdown,
 )
-from nxd_infer.util.child_process import ChildProcess, end_all, wait_for_an_end
-from nxd_infer.util.processes import die_with_parent
-from nxd_infer.util.python_command import child_environment, preparation, python_of_caller
-
-__all__ = ["Training", "assert_parallel_equivalent", "compare_with", "train_single"]
 
 Batch = Mapping[str, Any] | Sequence[Any]
 SMALL = 1e-2
@@ -94,76 +66,6 @@ class Reference:
     def tolerance(self) -> float:
         """1e-5, or 1e-10 for a model in float64."""
         return 1e-10 if all(w.dtype == torch.float64 for w in self.weights.values()) else 1e-5
-
-
-def assert_parallel_equivalent(
-    model_fn: Callable[[], nn.Module],
-    batch: Batch,
-    tp: int = 1,
-    pp: int = 1,
-    dp: int = 1,
-    sequence_parallel: bool = False,
-    zero1: bool = False,
-    *,
-    activation_checkpoint: Any = None,
-    pad_model: bool = False,
-    pipeline_config: Mapping[str, Any] | None = None,
-    steps: int = 3,
-    accumulate: int = 1,
-    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
-    optimizer_options: Mapping[str, Any] | None = None,
-    max_grad_norm: float | None = 1.0,
-    tolerance: float | None = None,
-    seed: int = 0,
-    timeout: float = 300,
-) -> None:
-    """Raise AssertionError, with the names and sizes of the differences, unless parallel training equals plain PyTorch.
-
-    Args:
-        model_fn: builds the model from parallel layers; a module-level function that new processes can import. The
-            model returns its loss, a mean over the batch, so that parts of equal size can be averaged.
-        batch: the whole batch, keyword or positional arguments of the model. Tensors are split along their first
-            dimension over data-parallel ranks and accumulated passes.
-        tp, pp, dp: degrees.
-        sequence_parallel, zero1, activation_checkpoint, pad_model: options of ``neuronx_distributed_config``.
-        pipeline_config: for ``pp`` above 1; default: stages of equal cost and ``pp`` microbatches.
-        steps: number of optimizer steps to compare.
-        optimizer_class, optimizer_options: the optimizer; default ``AdamW(lr=1e-3)``.
-        max_grad_norm: clip to this norm on both sides; None does not clip.
-        tolerance: for losses and norms (relative), and for each gradient (relative norm): default 1e-5, 1e-10 for
-            models in float64. Weights after the last step may differ ten times as much: Adam divides small gradients.
-        timeout: seconds after which the processes are killed and RuntimeError is raised.
-
-    Raises ParallelConfigError for degrees and batches that do not fit, and RuntimeError with the rank's traceback if a
-    rank fails or ends with a status other than 0.
-    """
-    training = Training(
-        tp,
-        dp,
-        sequence_parallel,
-        zero1,
-        activation_checkpoint,
-        pad_model,
-        steps,
-        accumulate,
-        optimizer_class,
-        optimizer_options or {"lr": 1e-3},
-        max_grad_norm,
-        seed,
-        pp,
-        pipeline_config,
-    )
-    if pp > 1 and accumulate > 1:
-        raise ParallelConfigError(
-            f"accumulate={accumulate}: a pipeline accumulates over its microbatches; leave it out, and pass "
-            f'pipeline_config={{"auto_partition": True, "num_microbatches": {accumulate}}}'
-        )
-    pieces(batch, dp * accumulate)
-    reference = train_single(model_fn, batch, training)
-    found = _in_processes(model_fn, batch, training, reference, tolerance, timeout)
-    if found:
-        what = f"tp={tp}, pp={pp}, dp={dp}" + ", sequence parallel" * sequence_parallel + ", ZeRO-1" * zero1
-        raise AssertionError(f"parallel training ({what}) is not plain PyTorch:\n" + "\n".join(found[:20]))
 
 
 # --- one process ------------------------------------------------------------------------------------------
@@ -309,103 +211,3 @@ def _logical_norm(model: NxDModel, name: str, logical: Mapping[str, Tensor]) -> 
     """Return the norm of the logical tensors that make up the parameter ``name``."""
     names = weight_layout(model.local_module())[name].logical_names
     return float(torch.stack([logical[n].double().norm() for n in names if n in logical]).norm())
-
-
-# --- processes ----------------------------------------------------------------------------------------------
-
-
-def _in_processes(
-    model_fn: Callable[[], nn.Module],
-    batch: Batch,
-    training: Training,
-    reference: Reference,
-    tolerance: float | None,
-    timeout: float,
-) -> list[str]:
-    """Run :func:`compare_with` on every rank; return each difference once, with the first rank that found it."""
-    try:
-        job = pickle.dumps((model_fn, batch, training, reference, tolerance))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ParallelConfigError(
-            f"new processes cannot import {getattr(model_fn, '__qualname__', model_fn)!r}: pass a function defined at "
-            f"the top level of a module, and tensors in the batch ({error})"
-        ) from error
-    world = training.tp * training.pp * training.dp
-    if _importing:
-        raise ParallelConfigError(
-            "the script compares at its top level, and every rank imports the script: put the call under "
-            "`if __name__ == '__main__':`"
-        )
-    deadline = time.monotonic() + timeout
-    with tempfile.TemporaryDirectory(prefix="nxd-equivalence-") as folder:
-        Path(folder, "job").write_bytes(pickle.dumps((preparation(), job, world, timeout, os.getpid())))
-        ranks: list[ChildProcess] = []
-        try:
-            for rank in range(world):
-                command = python_of_caller(_RANK, folder, str(rank))
-                ranks.append(ChildProcess(command, environment=child_environment()))
-            while running := [process for process in ranks if process.running]:
-                if not wait_for_an_end(running, deadline - time.monotonic()):
-                    break
-                if any(process.returncode for process in ranks):
-                    deadline = min(deadline, time.monotonic() + 5)  # the others wait for a lost peer
-        finally:
-            late = [rank for rank, process in enumerate(ranks) if process.running]
-            end_all(ranks)
-        answers = [Path(folder, f"{rank}.json") for rank in range(world)]
-        answered = [json.loads(path.read_text()) if path.exists() else {} for path in answers]
-        # Causes before consequences: first a rank's own error, then a rank that ended, then a rank that lost a peer.
-        for rank, answer in enumerate(answered):
-            if "error" in answer and not answer["lost a peer"]:
-                raise RuntimeError(f"rank {rank} of {world} failed:\n{answer['error']}")
-        for rank, (process, answer) in enumerate(zip(ranks, answered, strict=True)):
-            if process.returncode and rank not in late and "error" not in answer:
-                raise RuntimeError(f"rank {rank} of {world} {process.explain()}")
-        for rank, answer in enumerate(answered):
-            if "error" in answer:
-                raise RuntimeError(f"rank {rank} of {world} failed:\n{answer['error']}")
-        if late:
-            raise RuntimeError(f"ranks {late} of {world} had not ended after {timeout} s and were killed")
-    lines: dict[str, str] = {}
-    for rank, answer in enumerate(answered):
-        for line in answer["found"]:
-            lines.setdefault(line, f"rank {rank}: {line}")
-    return list(lines.values())
-
-
-_RANK = "from nxd_infer.testing import _main; _main(sys.argv[1], int(sys.argv[2]))"
-_importing = False
-"""Whether this process is a rank that is importing the caller's script."""
-
-
-def _main(folder: str, rank: int) -> None:
-    """Run as rank ``rank`` of the job described in ``folder``."""
-    global _importing
-    wanted, job, world, timeout, parent = pickle.loads(Path(folder, "job").read_bytes())  # nosec B301  # of our parent
-    die_with_parent(parent)
-    _importing = True
-    spawn.prepare(wanted)
-    _importing = False
-    _rank(job, folder, world, timeout, rank)
-
-
-def _rank(job: bytes, folder: str, world: int, timeout: float, rank: int) -> None:
-    torch.set_num_threads(1)
-    answer: dict[str, Any] = {}
-    try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/store",
-            rank=rank,
-            world_size=world,
-            timeout=datetime.timedelta(seconds=timeout),
-        )
-        model_fn, batch, training, reference, tolerance = pickle.loads(job)  # nosec B301  # of our parent
-        answer["found"] = compare_with(reference, model_fn, batch, training, tolerance)
-        shutdown()
-    except Exception as error:
-        answer = {"error": traceback.format_exc(), "lost a peer": isinstance(error, CollectiveTimeoutError)}
-    Path(folder, f"{rank}.json.new").write_text(json.dumps(answer))
-    os.replace(f"{folder}/{rank}.json.new", f"{folder}/{rank}.json")
-    if "error" in answer:
-        os._exit(1)  # a normal exit would hang while peers wait in a collective
