@@ -18,7 +18,9 @@ from torch import Tensor
 
 from nxd_infer.artifact.manifest import WeightSpec
 from nxd_infer.artifact.rank_weights import write_safetensors
+from nxd_infer.checkpoint import compare
 from nxd_infer.checkpoint.archive import Archive, RunsSource, adapter_of, require_no_adapter
+from nxd_infer.checkpoint.compare import Difference
 from nxd_infer.checkpoint.folder import Checkpoint, complete_checkpoints, find_checkpoint, holds_checkpoint
 from nxd_infer.checkpoint.neuronx.archive import (
     AnyArchive,
@@ -29,11 +31,9 @@ from nxd_infer.checkpoint.neuronx.archive import (
 from nxd_infer.checkpoint.neuronx.folder import find_reference
 from nxd_infer.checkpoint.neuronx.layouts import infer_layouts, read_rules
 from nxd_infer.checkpoint.neuronx.optimum import layouts_of, metadata_files
+from nxd_infer.checkpoint.reshard import Resharding
 from nxd_infer.checkpoint.storage import LocalStorage, storage_of
-from nxd_infer.cli import compare
-from nxd_infer.cli.compare import Difference
 from nxd_infer.cli.console import bar, console, slow_bar, table
-from nxd_infer.cli.reshard import Resharding
 from nxd_infer.distributed.adapters import adapter_file, adapters_in
 from nxd_infer.distributed.parallelizer import SHARDS
 from nxd_infer.errors import CheckpointError, ModelConfigError

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from nxd_infer.checkpoint.source import Weights
     from nxd_infer.trace.buckets import BucketModelConfig
-    from nxd_infer.trace.progress import Progress
+    from nxd_infer.util.progress import Progress
 
 
 def _seconds(name: str, value: Any) -> None:

@@ -29,9 +29,9 @@ from nxd_infer.graph.stored import GRAPH_FILE, IR_FILE, read_graph, read_ir, wri
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.trace.assemble import compile_directories, library_path
 from nxd_infer.trace.check import require_stages, tracing_backend
-from nxd_infer.trace.progress import Progress, silent
 from nxd_infer.trace.ranks.files import CANONICAL_FILE
 from nxd_infer.util.machine import architecture, versions
+from nxd_infer.util.progress import Progress, silent
 
 __all__ = ["parallel_model_recompile"]
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nxd_infer.checkpoint import compare
 from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
-from nxd_infer.cli import compare
-from nxd_infer.cli.compare import difference_of
+from nxd_infer.checkpoint.compare import difference_of
 from nxd_infer.cli.console import slow_bar
 from nxd_infer.context import current_context
 from nxd_infer.errors import ShardingError

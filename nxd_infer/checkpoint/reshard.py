@@ -23,8 +23,8 @@ from nxd_infer.checkpoint.load import data_position, extra_states
 from nxd_infer.checkpoint.load_optimizer import classify, groups_of, read_flat
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive
 from nxd_infer.checkpoint.save import wait_for_ranks
+from nxd_infer.checkpoint.stages import stages_of
 from nxd_infer.checkpoint.storage import Storage
-from nxd_infer.cli.stages import stages_of
 from nxd_infer.context import AXES, ParallelContext, make_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import ParamLayout, owned_blocks, shard_tensor
@@ -51,7 +51,7 @@ class Part:
 class Resharding:
     """A checkpoint resharded for ``tp`` x ``pp`` x ``dp`` ranks; ``dp`` None keeps the degree.
 
-    ``cuts``: see :func:`~nxd_infer.cli.stages.stages_of`.
+    ``cuts``: see :func:`~nxd_infer.checkpoint.stages.stages_of`.
     """
 
     def __init__(
