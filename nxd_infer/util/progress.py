@@ -1,4 +1,4 @@
-"""Progress of a trace, as a callback: ``progress(stage, done, total, note)``. The command line draws it."""
+"""Progress of long work, as a callback: ``progress(stage, done, total, note)``. The command line draws it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Called from the tracing thread, in order; stages follow one another, and ``done`` never decreases within one."""
+    """Called from the working thread, in order; stages follow one another, and ``done`` never decreases within one."""
 
     def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
-        """``stage`` is ``trace ranks``, ``compile graphs`` or ``write artifact``."""
+        """``stage`` says what is done, such as ``compile graphs``; a ``total`` of 0 is an unknown one."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""``nxd-infer ckpt reshard`` and ``diff``: other degrees offline, equal to what a job of those degrees has."""
+"""Resharding and comparing, as calls and as ``nxd-infer ckpt``: equal to what a job of those degrees has."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nxd_infer.checkpoint import compare
+from nxd_infer.checkpoint import compare, compare_checkpoints, consolidate_checkpoint, reshard_checkpoint
 from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
 from nxd_infer.checkpoint.compare import difference_of
 from nxd_infer.cli.console import slow_bar
 from nxd_infer.context import current_context
-from nxd_infer.errors import ShardingError
+from nxd_infer.errors import ParallelConfigError, ShardingError
 from nxd_infer.layout import AxisPlan, ParamLayout, gqa_plan, weight_layout
 from nxd_infer.layout.describe import describe_plans, read_plans
 from nxd_infer.modules.lora import LoraConfig
@@ -149,6 +149,34 @@ def test_what_differs_is_listed(tmp_path: Path, capsys, monkeypatch):
     assert done.status == 1 and "shape [2, 2] and [2, 3]" in done.out
 
 
+def test_as_calls(tmp_path: Path):
+    """With progress for each tensor, and what the command prints as data."""
+    alone(tmp_path / "a")
+    seen: list[tuple[str, int, int]] = []
+
+    def progress(stage: str, done: int, total: int, note: str = "") -> None:
+        seen.append((stage, done, total))
+
+    made = reshard_checkpoint(tmp_path / "a", tmp_path / "b", tp=2, progress=progress)
+    assert made.where == str(tmp_path / "b" / "a") and made.notes == ()
+    assert made.degrees == {"tp": 2, "pp": 1, "dp": 1} and made.before == dict.fromkeys(("pp", "dp", "cp", "tp"), 1)
+    stage = f"writing {tmp_path / 'b'}"
+    assert made.tensors and seen == [(stage, number + 1, made.tensors) for number in range(made.tensors)]
+    found = compare_checkpoints(tmp_path / "a", tmp_path / "b", progress=progress)
+    assert found.differences == [] and found.optimizers == (True, True) and found.places[1] == made.where
+    assert seen[-1] == ("comparing", found.total, found.total) and len(seen) == made.tensors + found.total
+    written = consolidate_checkpoint(tmp_path / "b", tmp_path / "c").weights
+    found = compare_checkpoints(tmp_path / "a", written)
+    assert found.optimizers == (True, False) and {one.problem for one in found.differences} == {"only in A"}
+    assert all(one.exceeds(9) for one in found.differences) and found.places[1] == str(written)
+    assert compare_checkpoints(tmp_path / "a", written, weights_only=True).differences == []
+    wrong: list[dict[str, Any]] = [{"tp": 0}, {"tp": "2"}, {"tp": 1, "dp": 0}, {"tp": 1, "pp": -1}]
+    for degrees in wrong:
+        with pytest.raises(ParallelConfigError, match="must be a whole number"):
+            reshard_checkpoint(tmp_path / "a", tmp_path / "d", **degrees)
+    assert not (tmp_path / "d").exists()
+
+
 def test_what_cannot_be_resharded(tmp_path: Path, capsys, monkeypatch):
     alone(tmp_path / "a")
     before = sorted(path.name for path in (tmp_path / "a").rglob("*"))
@@ -201,14 +229,14 @@ def test_an_adapter_goes_along(tmp_path: Path, capsys, monkeypatch):
 
 
 def test_a_bar_after_a_while_only(capsys):
-    with slow_bar("quick", 2, after=600) as advance:
-        advance()
+    with slow_bar(after=600) as progress:
+        progress("quick", 1, 2)
     assert capsys.readouterr().out == ""
-    with slow_bar("slow", 2, after=0.01) as advance:
+    with slow_bar(after=0.01) as progress:
         for thread in threading.enumerate():
             if isinstance(thread, threading.Timer):
                 thread.join(60)
-        advance()
+        progress("slow", 1, 2)
     assert "slow" in capsys.readouterr().out
 
 

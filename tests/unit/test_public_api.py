@@ -30,6 +30,7 @@ MODULES = (
     "nxd_infer.trainer",
     "nxd_infer.lightning",
     "nxd_infer.distributed",
+    "nxd_infer.checkpoint",
     "nxd_infer.checkpoint.api",
     "nxd_infer.optimizer",
     "nxd_infer.testing",

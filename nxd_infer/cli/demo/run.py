@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nxd_infer import native
+from nxd_infer.checkpoint.export import WEIGHTS, consolidate_checkpoint
 from nxd_infer.cli import trace
-from nxd_infer.cli.ckpt import WEIGHTS, consolidate
 from nxd_infer.cli.console import console, duration, spinner, table, verbatim
 from nxd_infer.cli.demo import training
 from nxd_infer.cli.demo.client import Answer, ServerError, stream_completion
@@ -123,7 +123,7 @@ def train(directory: Path, seconds: float, tp: int) -> Trained:
     finally:
         console.show_cursor()  # a killed rank leaves it hidden
     (directory / training.MODEL / WEIGHTS).unlink(missing_ok=True)  # from an earlier demo in this directory
-    consolidate(directory / training.CHECKPOINTS, directory / training.MODEL, None, None)
+    consolidate_checkpoint(directory / training.CHECKPOINTS, directory / training.MODEL)
     return training.Trained(**json.loads((directory / training.FIGURES).read_text()))
 
 
