@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.options import Options, home
-from bench.processes import Group
+from bench.process_groups import Group
 
 RANKS = 2
 SECONDS = 600.0

@@ -20,13 +20,13 @@ from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.errors import BucketError, InputMismatchError, ModelClosedError
 from nxd_infer.runtime import updates
 from nxd_infer.runtime.bucket_table import bucket_table
-from nxd_infer.runtime.ranks.arena import InputBlock
-from nxd_infer.runtime.ranks.base import RankHealth, Ranks
-from nxd_infer.runtime.ranks.channel import Kind
-from nxd_infer.runtime.ranks.cores import check_degree, default_threads
-from nxd_infer.runtime.ranks.lock import Turns
-from nxd_infer.runtime.ranks.pending_step import PendingStep, free_side
-from nxd_infer.runtime.ranks.supervisor import Supervisor
+from nxd_infer.runtime.ipc.arena import InputBlock
+from nxd_infer.runtime.ipc.channel import Kind
+from nxd_infer.runtime.supervisor.cores import check_degree, default_threads
+from nxd_infer.runtime.supervisor.lock import Turns
+from nxd_infer.runtime.supervisor.pending_step import PendingStep, free_side
+from nxd_infer.runtime.supervisor.protocol import RankHealth, Ranks
+from nxd_infer.runtime.supervisor.supervisor import Supervisor
 from nxd_infer.runtime.time_bounds import Bounds, check_seconds
 from nxd_infer.runtime.updates.swap import WeightSwaps
 from nxd_infer.util.processors import processors

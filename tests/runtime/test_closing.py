@@ -18,9 +18,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxd_infer.errors import ModelClosedError
-from nxd_infer.runtime.ranks.channel import Channel
-from nxd_infer.runtime.ranks.processes import RankProcesses
+from nxd_infer.runtime.ipc.channel import Channel
 from nxd_infer.runtime.save_load import parallel_model_load
+from nxd_infer.runtime.supervisor.rank_processes import RankProcesses
 from tests import toy_artifacts as toy
 from tests.processes import descendants, gone, wait_until
 from tests.runtime.rank_processes import LIMIT, X, call_in_thread, pids_of, started, until_busy

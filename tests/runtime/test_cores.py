@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nxd_infer.runtime.ranks import cores, processes
+from nxd_infer.runtime.supervisor import cores, processes
 from nxd_infer.util import processors
 from nxd_infer.util.processors import physical_core, processor_share
 
@@ -135,7 +135,7 @@ def test_a_quota_bounds_the_threads_and_leaves_them_to_the_kernel(machine):
 
 HOLDER = """
 import sys
-from nxd_infer.runtime.ranks import cores
+from nxd_infer.runtime.supervisor import cores
 cores.available_cores = lambda: [0, 1, 2, 3]
 cores.processor_share = lambda: float("inf")
 cores.physical_core = str

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from nxd_infer.errors import ModelClosedError
-from nxd_infer.runtime.ranks.lock import Turns
+from nxd_infer.runtime.supervisor.lock import Turns
 
 
 class Interrupted(Exception):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from nxd_infer.artifact.manifest import Manifest
-from nxd_infer.runtime.ranks.base import RankHealth
+from nxd_infer.runtime.supervisor.protocol import RankHealth
 
 Tensors = Mapping[str, Any]
 """Tensors by name: torch's or NumPy's, as the model takes them. For a NumPy model an InputBlock is cheapest."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import StepsPendingError
-from nxd_infer.runtime.ranks.arena import Side
-from nxd_infer.runtime.ranks.lock import Turns
+from nxd_infer.runtime.ipc.arena import Side
+from nxd_infer.runtime.supervisor.lock import Turns
 from nxd_infer.runtime.time_bounds import Bounds
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from nxd_infer.runtime.ranks.base import Ranks
+    from nxd_infer.runtime.supervisor.protocol import Ranks
 
 
 def free_side(ranks: Ranks) -> tuple[int, Any]:

@@ -7,7 +7,7 @@ import threading
 from contextlib import AbstractContextManager
 
 from nxd_infer.errors import ModelClosedError
-from nxd_infer.runtime.ranks import failures
+from nxd_infer.runtime.supervisor import failures
 
 
 class Turns:
