@@ -12,18 +12,22 @@ import torch
 from torch import Tensor
 
 import nxd_infer as nxd
+from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.backends import registry
 from nxd_infer.errors import (
+    ArtifactCorruptError,
     ArtifactVersionError,
     InputMismatchError,
     ModelClosedError,
     RankDiedError,
     RankFailedError,
 )
+from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.model import TensorParallelModel
 from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
 from nxd_infer.trace.recompile import parallel_model_recompile
 from tests import traced_models as models
+from tests.backends.manifests import changed
 from tests.backends.plugins import NAMES, installed
 from tests.http.http_artifacts import real_server, trace_tiny
 from tests.http.http_servers import wait_for
@@ -137,14 +141,60 @@ def test_its_graphs_can_be_compiled_for_every_backend(model: TensorParallelModel
 
 
 def test_another_target_is_refused(model: TensorParallelModel, tmp_path: Path) -> None:
-    from nxd_infer.runtime.load import load_artifact
-    from tests.backends.manifests import changed
-
     parallel_model_save(model, tmp_path / "saved")
     with changed(tmp_path / "saved") as manifest:
         manifest["target"] = {**manifest["target"], "arch": "z80", "revision": 7}
     with pytest.raises(ArtifactVersionError, match=r"the artifact /.*(z80|another revision)"):
         load_artifact(tmp_path / "saved")
+
+
+def test_a_changed_compiler_or_file_is_another_graph_and_another_artifact(tmp_path, monkeypatch) -> None:
+    """For the cache of compiled graphs, and for what an artifact says of itself."""
+    first, backend = tmp_path / "first", registry.get("lockstep")
+    arguments = {"backend": "lockstep", "checkpoint_loader_callable": models.state_dict, "artifact_dir": first}
+    with nxd.trace.parallel_model_trace(models.net, models.inputs(), inline_weights_to_neff=False, **arguments):
+        pass
+    made = [load_artifact(first)]
+    (graph,) = made[0].manifest.graphs
+
+    def again(compiled: int) -> LoadedArtifact:
+        out = tmp_path / f"{len(made)}"
+        report = parallel_model_recompile(first, out)
+        assert (report["compiled"], report["cached"]) == (compiled, 1 - compiled)
+        made.append(load_artifact(out))
+        return made[-1]
+
+    assert again(0).digest == made[0].digest
+    passes, compiler = backend.passes, backend.compiler()
+    assert made[0].manifest.versions["compiler"] == compiler
+
+    monkeypatch.setattr(backend, "compiler", lambda: f"{compiler}.1")
+    newer = again(1)
+    assert newer.manifest.versions["compiler"] == f"{compiler}.1" and list(newer.manifest.graphs) == [graph]
+    assert again(0).digest == newer.digest != made[0].digest
+
+    for text in ("one", "two"):
+
+        def lowered(graphs, options, text=text):
+            found = passes(graphs, options)
+            for one in found:
+                one.files["beside.txt"] = text
+            return found
+
+        monkeypatch.setattr(backend, "passes", lowered)
+        assert again(1).digest == again(0).digest
+    assert len({one.digest for one in made}) == 4
+    assert len({name for one in made for name in one.manifest.graphs}) == 3
+
+    with changed(made[-1].path) as manifest:  # neither is changed unseen
+        manifest["versions"]["compiler"] = compiler
+    with pytest.raises(ArtifactCorruptError):
+        made[-1].verify()
+    beside = next(made[-2].path.glob("graphs/*/beside.txt"))
+    beside.unlink()  # which the cache may share
+    beside.write_text("six")
+    with pytest.raises(ArtifactCorruptError, match=r"beside\.txt"):
+        made[-2].verify()
 
 
 @pytest.mark.parametrize("backend", NAMES)
