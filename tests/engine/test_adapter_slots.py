@@ -225,7 +225,7 @@ def test_steps_begun_ahead_are_over_before_a_load_begins(llm, adapters, held, mo
     def on_event(event):
         if not streaming.is_set():
             streaming.set()
-            wait_until(lambda: llm.engine.gate.due)  # on the engine's thread: it streams until the load is wanted
+            wait_until(lambda: llm.engine.parts.gate.due)  # on the engine's thread: it streams until the load is wanted
 
     stream = llm.engine.submit(PROMPTS[0], GREEDY.replace(max_tokens=40, ignore_eos=True), on_event)
     assert streaming.wait(60)
