@@ -5,7 +5,7 @@ Both run eagerly and unsharded. ``verify`` checks that the artifact equals the m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from nxd_infer.cli.console import console
 from nxd_infer.cli.demo.corpus import split
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout import TensorLayout, shard_tensor
+from nxd_infer.layout.sources import WrappedSource
 from nxd_models import registry
 from nxd_models.hf import weights as hf
 from nxd_server.text.tokenizer import Tokenizer
@@ -36,7 +37,7 @@ def quantization(manifest: Manifest) -> Quantization | None:
     return quantization_of(manifest, backends.get(manifest.backend))
 
 
-class RoundedSource:
+class RoundedSource(WrappedSource):
     """Logical weights as the ranks of an artifact use them: each rank quantizes its own shard."""
 
     def __init__(self, manifest: Manifest, source: Any):
@@ -50,15 +51,6 @@ class RoundedSource:
                     layout = TensorLayout.from_json(rank)
                     for name in layout.names:
                         self._parts.setdefault(name, []).append((layout, spec.torch_dtype))
-
-    def keys(self) -> Iterable[str]:
-        return self._source.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._source.dtype(name)
 
     def read(self, name: str, slices: Any = None) -> Tensor:
         if self._form is None or name not in self._parts:

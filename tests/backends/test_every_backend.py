@@ -148,6 +148,7 @@ def test_another_target_is_refused(model: TensorParallelModel, tmp_path: Path) -
         load_artifact(tmp_path / "saved")
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_a_changed_compiler_or_file_is_another_graph_and_another_artifact(tmp_path, monkeypatch) -> None:
     """For the cache of compiled graphs, and for what an artifact says of itself."""
     first, backend = tmp_path / "first", registry.get("lockstep")

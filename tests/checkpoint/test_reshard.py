@@ -23,8 +23,8 @@ from nxd_infer.layout.describe import describe_plans, read_plans
 from nxd_infer.modules.lora import LoraConfig
 from tests.e2e.command import nxd_infer_here
 from tests.ranks import run_ranks
-from tests.trainer.jobs import ZERO1, mine, training
-from tests.trainer.models import decoder, tokens
+from tests.trainer.jobs import ZERO1, losses_of, training
+from tests.trainer.models import decoder
 
 FAMILY = "odd_heads"  # padded at tp 2, padded and replicated at tp 4
 
@@ -33,19 +33,9 @@ def parts_of(options: dict[str, Any], seed: int) -> tuple[Any, Any]:
     return training(partial(decoder, FAMILY, torch.float32), seed=seed, **options)
 
 
-def go_on(parts: tuple[Any, Any], count: int) -> list[float]:
-    model, optimizer = parts
-    losses = []
-    for _ in range(count):
-        losses.append(float(model.run_train(**mine(tokens()))))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
 def saved(root: str, options: dict[str, Any]) -> None:
     parts = parts_of(options, 0)
-    go_on(parts, 2)
+    losses_of(*parts, 2)
     save_checkpoint(root, "trained", *parts, user_content={"step": 2})
 
 
@@ -55,7 +45,7 @@ def resumed(root: str, copy: str, options: dict[str, Any]) -> tuple[list[float],
     for path in (root, copy):
         parts = parts_of(options, 1)
         assert load_checkpoint(path, None, *parts)["step"] == 2
-        found.append(go_on(parts, 3))
+        found.append(losses_of(*parts, 3))
     return found[0], found[1]
 
 
@@ -119,7 +109,7 @@ def test_a_sharded_optimizer(tmp_path: Path, capsys, monkeypatch):
 def alone(root: Path, tag: str = "a", change: float = 0.0, **options: Any) -> None:
     """A job of one rank, all of whose weights are ``change`` larger."""
     parts = parts_of(options, 0)
-    go_on(parts, 1)
+    losses_of(*parts, 1)
     with torch.no_grad():
         for param in parts[0].parameters():
             param.add_(change)
@@ -225,7 +215,7 @@ def test_an_adapter_goes_along(tmp_path: Path, capsys, monkeypatch):
     one, two = parts_of({"lora_config": config}, 1), parts_of({"lora_config": config}, 2)
     load_checkpoint(tmp_path / "a", None, *one)
     load_checkpoint(tmp_path / "c", None, *two)
-    assert go_on(one, 2) == go_on(two, 2)
+    assert losses_of(*one, 2) == losses_of(*two, 2)
 
 
 def test_a_bar_after_a_while_only(capsys):

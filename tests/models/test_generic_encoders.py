@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from nxd_models import registry
 from nxd_models.hf import weights as hf
 from nxd_models.serving import tasks
 from tests.distributed.models import Case
-from tests.models.helpers import reference, relative_difference
+from tests.models.helpers import installed_package, reference, relative_difference
 
 PACKAGE = Path(__file__).with_name("foreign_plan")
 """A distribution as pip leaves it: a module with a plan, and a dist-info folder with the entry point."""
@@ -29,9 +28,7 @@ MASK = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
 
 @pytest.fixture(scope="module", autouse=True)
 def installed():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(PACKAGE))
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(PACKAGE), os.environ.get("PYTHONPATH", "")]))
+    with installed_package(PACKAGE):
         yield
 
 

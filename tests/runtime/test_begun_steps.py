@@ -41,15 +41,6 @@ def started(path):
         yield model
 
 
-@pytest.fixture
-def model(started):
-    """With states as traced; its ranks are started again where the test before has ended them."""
-    if not all(rank.alive for rank in started.health()):
-        started.restart()
-    started.reset_states()
-    return started
-
-
 def inputs(number: int, ids: int | None = None) -> dict[str, np.ndarray]:
     x = np.random.default_rng(number).standard_normal((2, 4, toy.HIDDEN)).astype("f4")
     return {"x": x, "ids": np.full(2, number % toy.VOCABULARY if ids is None else ids)}

@@ -13,18 +13,7 @@ from tests import traced_models as models
 from tests.needs import needs_inductor
 
 recompile = nxd.trace.parallel_model_recompile
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """A compile cache of this module's own, since compiles are counted; the native operators keep theirs."""
-    from nxd_infer.util.cache_dir import cache_dir
-
-    directory = tmp_path_factory.mktemp("cache")
-    (directory / "native").symlink_to(cache_dir("native"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NXD_INFER_CACHE", str(directory))
-        yield directory
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def trace(path, backend):
