@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from nxd_infer.cli import verify
 from nxd_infer.cli.main import app
 from nxd_infer.runtime.updates import swap
 from nxd_infer.runtime.updates.adapters import AdapterUpdate
+from nxd_infer.verify import artifact as verify
 from nxd_server import LLM, SamplingParams
 from nxd_server.engine.events import FinishEvent
 from nxd_server.errors import AdapterConflictError, RequestError, UnknownModelError, WeightsBusyError

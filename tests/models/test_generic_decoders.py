@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 
-from nxd_infer.cli import verify
 from nxd_infer.distributed import ModelPlan, plans
 from nxd_infer.errors import MissingPackageError, ModelConfigError
 from nxd_infer.trace import parallel_model_trace
+from nxd_infer.verify import artifact as verify
 from nxd_models import registry
 from nxd_models.generic import attention
 from nxd_models.hf import weights as hf

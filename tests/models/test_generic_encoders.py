@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nxd_infer.cli import verify
 from nxd_infer.trace import parallel_model_trace
+from nxd_infer.verify import artifact as verify
 from nxd_models import registry
 from nxd_models.hf import weights as hf
 from nxd_models.serving import tasks

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 # Floors from the top down; a module may import from its own floor and from any floor below.
 FLOORS: list[list[str]] = [
     ["nxd_infer.cli", "nxd_infer.__main__"],
-    ["nxd_infer.recipes"],
+    ["nxd_infer.recipes", "nxd_infer.verify"],
     ["nxd_server"],
     ["nxd_infer.testing", "nxd_infer.compat.torch_neuronx", "nxd_models.generic"],
     ["nxd_infer.trace", "nxd_infer.lightning"],

@@ -1,0 +1,1 @@
+"""Compare an artifact with the model that it was traced from."""
