@@ -1,5 +1,80 @@
-"""``nxd-infer verify``."""
+"""``nxd-infer verify``: print how an artifact compares with the unsharded eager model."""
 
-from nxd_infer.verify.artifact import run
+from __future__ import annotations
 
-__all__ = ["run"]
+from pathlib import Path
+
+from nxd_infer.cli.console import console, slow_bar, table
+from nxd_infer.cli.demo.corpus import split
+from nxd_infer.verify.accuracy import OutputAccuracy, TextAccuracy
+from nxd_infer.verify.artifact import verify_artifact
+
+
+def run(
+    artifact: Path,
+    model_dir: Path,
+    tolerance: float | None,
+    seed: int,
+    checkpoint: str | None = None,
+    tag: str | None = None,
+    allow_kernel: bool = True,
+) -> int:
+    """Print one row per bucket; return 0 if all are within the tolerance. ``checkpoint``, if given, has the weights."""
+    with slow_bar() as progress:
+        found = verify_artifact(
+            artifact,
+            model_dir,
+            tolerance=tolerance,
+            seed=seed,
+            checkpoint=checkpoint,
+            tag=tag,
+            allow_kernel=allow_kernel,
+            text=split()[1][0],
+            progress=progress,
+        )
+    manifest, form = found.manifest, found.rounded
+    verdict = {True: "equal", False: "differs"}
+    whose = str(model_dir) if checkpoint is None else f"{checkpoint} ({tag or 'the newest'})"
+    stages = f", pp {manifest.pp_degree}" if manifest.pp_degree > 1 else ""
+    table(
+        f"{artifact} (tp {manifest.tp_degree}{stages}, {manifest.backend}) against {whose}, unsharded and eager"
+        + (f", weights rounded to {form.name}" if form else ""),
+        ("bucket", "max|a-b| / max|b|", "sampled", "verdict"),
+        [(row.bucket, f"{row.difference:.1e}", row.agreement, verdict[row.ok]) for row in found.rows],
+    )
+    if form and isinstance(found.accuracy, TextAccuracy):
+        _print_text(form.name, found.accuracy)
+    elif form and isinstance(found.accuracy, OutputAccuracy):
+        _print_outputs(form.name, found.accuracy)
+    failed, count = found.failed, len(found.rows)
+    if failed:
+        console.print(
+            f"{len(failed)} of {count} buckets are past the tolerance of {found.tolerance:g}: {', '.join(failed)}"
+        )
+        console.print(
+            f"This compares with the weights of {whose}: an artifact traced from other weights differs. For a "
+            "training checkpoint, pass --checkpoint and --tag.",
+            markup=False,
+        )
+        return 1
+    console.print(f"all {count} buckets are within the tolerance of {found.tolerance:g}")
+    return 0
+
+
+def _print_text(name: str, lost: TextAccuracy) -> None:
+    what = "tokens of Python's language reference" if lost.of_text else "random tokens"
+    console.print(f"{name} weights against the model's own, over {lost.tokens} {what}:", markup=False)
+    console.print(f"  logits       differ by {lost.largest:.3g} at most, {lost.mean:.2g} on average")
+    console.print(f"               (the largest is {lost.scale:.3g})")
+    share = f"{lost.same / lost.tokens:.1%}"
+    console.print(f"  next tokens  {lost.same} of {lost.tokens} are the same, taking the likeliest ({share})")
+    if lost.perplexity is not None:
+        before, after = lost.perplexity
+        console.print(f"  perplexity   {after:.4g}, the model's own {before:.4g} ({after / before - 1:+.2%})")
+
+
+def _print_outputs(name: str, lost: OutputAccuracy) -> None:
+    console.print(
+        f"{name} weights against the model's own: outputs differ by {lost.largest:.3g} at most, {lost.mean:.2g} on "
+        f"average (the largest is {lost.scale:.3g})"
+    )

@@ -1,4 +1,4 @@
-"""``nxd-infer verify``: compare the traced artifact with the unsharded eager model, bucket by bucket.
+"""Compare a traced artifact with the unsharded eager model, bucket by bucket.
 
 An artifact with rounded weights is compared with a model of these, which it should equal; the loss of
 accuracy is measured separately.
@@ -6,7 +6,8 @@ accuracy is measured separately.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,19 @@ import torch
 from torch import Tensor
 
 from nxd_infer import trace
-from nxd_infer.artifact.manifest import dtype_of
+from nxd_infer.artifact.manifest import Manifest, dtype_of
+from nxd_infer.backends.base import Quantization
 from nxd_infer.checkpoint.source import weight_source
-from nxd_infer.cli.console import bar, console, table
 from nxd_infer.errors import ArtifactError
+from nxd_infer.util.progress import Progress, silent
 from nxd_infer.verify import accuracy
+from nxd_infer.verify.cases import Tensors, full_inputs, generation_cases, one_shot_cases
 from nxd_models import registry
 from nxd_models.hf import weights as hf
 from nxd_models.serving import tasks
 from nxd_server.engine.classifier_scores import probabilities, scores_of
 
 TOLERANCES = {"float32": 1e-4, "float64": 1e-8, "bfloat16": 3e-2, "float16": 1e-2}
-Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,58 +53,86 @@ def relative(ours: Tensor, reference: Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) if b.numel() else 0.0
 
 
-def generation_cases(manifest: Any, generator: torch.Generator) -> Iterator[tuple[str, list[tuple[str, Tensors]]]]:
-    """Yield ``(bucket, steps)``: the last step is compared; the steps before it fill the slots that it reads."""
-    meta = manifest.metadata
-    vocabulary = meta["vocab_size"]
+@dataclass(frozen=True)
+class Verification:
+    """The result of :func:`verify_artifact`."""
 
-    def step(bucket: Any, slots: list[int], starts: list[int], lengths: list[int]) -> tuple[str, Tensors]:
-        shape = next(spec.shape for spec in bucket.inputs if spec.name == "tokens")
-        return bucket.name, {
-            "tokens": torch.randint(vocabulary, tuple(shape), generator=generator),
-            "start": torch.tensor(starts),
-            "length": torch.tensor(lengths),
-            "block_table": torch.tensor(slots)[:, None],
-        }
+    manifest: Manifest
+    rows: list[Row]
+    """One per bucket."""
+    tolerance: float
+    rounded: Quantization | None
+    """The form of the artifact's rounded weights, if it has any."""
+    accuracy: accuracy.TextAccuracy | accuracy.OutputAccuracy | None
+    """What is lost by rounding them; None if none are."""
 
-    lengths = {b.name: next(s.shape for s in b.inputs if s.name == "tokens") for b in manifest.buckets}
-    prefills = sorted((b for b in manifest.buckets if lengths[b.name][1] > 1), key=lambda b: lengths[b.name][1])
-    for bucket in prefills:  # includes the buckets that verify drafts
-        rows, length = lengths[bucket.name]
-        yield bucket.name, [step(bucket, list(range(rows)), [0] * rows, [length] * rows)]
-    prefills = [bucket for bucket in prefills if lengths[bucket.name][0] == 1]
-    single = next((b for b in manifest.buckets if lengths[b.name] == [1, 1]), None)
-    for bucket in (b for b in manifest.buckets if lengths[b.name][1] == 1):
-        rows = lengths[bucket.name][0]
-        slots = [row % meta["slots"] for row in range(rows)]  # additional rows feed a slot's next tokens
-        fill = prefills[0] if prefills else single
-        steps = []
-        begin = 0
-        if fill is not None:
-            begin = lengths[fill.name][1]
-            steps = [step(fill, [slot], [0], [begin]) for slot in sorted(set(slots))]
-        if begin < meta["max_len"]:
-            starts = [begin + row // meta["slots"] for row in range(rows)]
-            live = [int(start < meta["max_len"]) for start in starts]
-            steps.append(step(bucket, slots, [start * fits for start, fits in zip(starts, live, strict=True)], live))
-        yield bucket.name, steps
+    @property
+    def failed(self) -> list[str]:
+        """The buckets beyond the tolerance."""
+        return [row.bucket for row in self.rows if not row.ok]
 
 
-def one_shot_cases(manifest: Any, generator: torch.Generator) -> Iterator[tuple[str, list[tuple[str, Tensors]]]]:
-    """Yield random ids under masks of random lengths, one step per bucket."""
-    vocabulary = manifest.metadata["vocab_size"]
-    for bucket in manifest.buckets:
-        inputs: Tensors = {}
-        for spec in bucket.inputs:
-            rows, columns = spec.shape
-            if spec.name == "attention_mask":
-                live = torch.randint(1, columns + 1, (rows, 1), generator=generator)
-                inputs[spec.name] = (torch.arange(columns)[None] < live).to(spec.torch_dtype)
-            elif spec.name == "input_ids":
-                inputs[spec.name] = torch.randint(vocabulary, (rows, columns), generator=generator)
-            else:
-                inputs[spec.name] = torch.zeros(rows, columns, dtype=spec.torch_dtype)
-        yield bucket.name, [(bucket.name, inputs)]
+@torch.no_grad()
+def verify_artifact(
+    artifact: str | os.PathLike[str],
+    model_dir: str | os.PathLike[str],
+    *,
+    tolerance: float | None = None,
+    seed: int = 0,
+    checkpoint: str | None = None,
+    tag: str | None = None,
+    allow_kernel: bool = True,
+    text: str = "",
+    progress: Progress = silent,
+) -> Verification:
+    """Compare an artifact that ``nxd-infer trace`` wrote with the model that it was traced from, on random inputs.
+
+    Args:
+        artifact: is loaded, and each of its buckets run.
+        model_dir: the Hugging Face directory of the model, whose weights it is compared with.
+        tolerance: largest ``max|a-b| / max|b|`` of the outputs to accept. Default: by the dtype (``TOLERANCES``).
+        seed: of the inputs.
+        checkpoint, tag: take the weights of this training checkpoint instead, as for ``trace``.
+        allow_kernel: False rejects an artifact that chooses its buckets with its own code.
+        text: over which logits are compared if a generating model's weights are rounded. Default: random tokens.
+        progress: called as ``progress(stage, done, total)``, a step for each bucket.
+
+    Raises ArtifactError for an artifact without a model directory to rebuild it from, WeightMismatchError for another
+    model's directory.
+    """
+    model_dir = Path(model_dir)
+    rows: list[Row] = []
+    with trace.parallel_model_load(str(artifact), allow_kernel=allow_kernel) as model:
+        manifest = model.manifest
+        weights = hf.weights(model_dir) if checkpoint is None else weight_source(checkpoint, tag)
+        eager = reference_of(manifest, model_dir, weights)()
+        limit = TOLERANCES[manifest.metadata["dtype"]] if tolerance is None else tolerance
+        generates, classifies = (manifest.metadata["task"] == task for task in ("generate", "classify"))
+        cases = generation_cases if generates else one_shot_cases
+        config = registry.load_config(model_dir, manifest.metadata.get("model_impl")).config
+        seen: list[tuple[Tensors, Tensors]] = []
+        for bucket, steps in cases(manifest, torch.Generator().manual_seed(seed)):
+            progress("comparing", len(rows), len(manifest.buckets), bucket)
+            ours: Tensors = {}
+            reference: Any = {}
+            for name, inputs in steps:
+                ours = model.run_bucket(name, inputs)
+                filled = full_inputs(manifest.bucket(name), inputs)
+                reference = eager(**filled)
+                seen.append((filled, ours))
+            if classifies and isinstance(config, registry.EncoderConfig):
+                ours = answered(ours, scores_of(manifest.metadata))
+                reference = answered(reference, config.scores)
+            rows.append(compare(bucket, ours, reference, limit))
+        progress("comparing", len(rows), len(manifest.buckets), "")
+    form = accuracy.quantization(manifest)
+    lost: accuracy.TextAccuracy | accuracy.OutputAccuracy | None = None
+    if form and generates:
+        del eager
+        lost = accuracy.of_text(model.artifact, model_dir, weights, text, seed)
+    elif form:
+        lost = accuracy.of_outputs(hf.load(eager, weights), seen)
+    return Verification(manifest, rows, limit, form, lost)
 
 
 def compare(bucket: str, ours: Tensors, reference: Tensors, tolerance: float) -> Row:
@@ -161,79 +191,3 @@ def reference_of(manifest: Any, model_dir: Path, weights: Any) -> Callable[[], t
         return hf.load(module, accuracy.RoundedSource(manifest, source)).eval()
 
     return make
-
-
-@torch.no_grad()
-def run(
-    artifact: Path,
-    model_dir: Path,
-    tolerance: float | None,
-    seed: int,
-    checkpoint: str | None = None,
-    tag: str | None = None,
-    allow_kernel: bool = True,
-) -> int:
-    """Print one row per bucket; return 0 if all are within the tolerance. ``checkpoint``, if given, has the weights."""
-    rows: list[Row] = []
-    with trace.parallel_model_load(str(artifact), allow_kernel=allow_kernel) as model:
-        manifest = model.manifest
-        weights = hf.weights(model_dir) if checkpoint is None else weight_source(checkpoint, tag)
-        make = reference_of(manifest, model_dir, weights)
-        limit = TOLERANCES[manifest.metadata["dtype"]] if tolerance is None else tolerance
-        cases = generation_cases if manifest.metadata["task"] == "generate" else one_shot_cases
-        eager = make()
-        classifies = manifest.metadata["task"] == "classify"
-        config = registry.load_config(model_dir, manifest.metadata.get("model_impl")).config
-        seen: list[tuple[Tensors, Tensors]] = []
-        with bar() as display:
-            task = display.add_task("comparing", total=len(manifest.buckets), note="")
-            for bucket, steps in cases(manifest, torch.Generator().manual_seed(seed)):
-                display.update(task, note=bucket)
-                ours: Tensors = {}
-                reference: Any = {}
-                for name, inputs in steps:
-                    ours = model.run_bucket(name, inputs)
-                    filled = full_inputs(manifest.bucket(name), inputs)
-                    reference = eager(**filled)
-                    seen.append((filled, ours))
-                if classifies and isinstance(config, registry.EncoderConfig):
-                    ours = answered(ours, scores_of(manifest.metadata))
-                    reference = answered(reference, config.scores)
-                rows.append(compare(bucket, ours, reference, limit))
-                display.advance(task)
-    verdict = {True: "equal", False: "differs"}
-    whose = str(model_dir) if checkpoint is None else f"{checkpoint} ({tag or 'the newest'})"
-    form = accuracy.quantization(manifest)
-    stages = f", pp {manifest.pp_degree}" if manifest.pp_degree > 1 else ""
-    table(
-        f"{artifact} (tp {manifest.tp_degree}{stages}, {manifest.backend}) against {whose}, unsharded and eager"
-        + (f", weights rounded to {form.name}" if form else ""),
-        ("bucket", "max|a-b| / max|b|", "sampled", "verdict"),
-        [(row.bucket, f"{row.difference:.1e}", row.agreement, verdict[row.ok]) for row in rows],
-    )
-    if form and cases is generation_cases:
-        del eager
-        accuracy.report_text(model.artifact, model_dir, weights, seed, form)
-    elif form:
-        accuracy.report_outputs(hf.load(eager, weights), seen, form)
-    failed = [row.bucket for row in rows if not row.ok]
-    if failed:
-        console.print(f"{len(failed)} of {len(rows)} buckets are past the tolerance of {limit:g}: {', '.join(failed)}")
-        console.print(
-            f"This compares with the weights of {whose}: an artifact traced from other weights differs. For a "
-            "training checkpoint, pass --checkpoint and --tag.",
-            markup=False,
-        )
-        return 1
-    console.print(f"all {len(rows)} buckets are within the tolerance of {limit:g}")
-    return 0
-
-
-def full_inputs(bucket: Any, given: Tensors) -> Tensors:
-    """Return ``given`` plus the runtime's defaults for missing inputs."""
-    return {
-        spec.name: given[spec.name]
-        if spec.name in given
-        else torch.full(tuple(spec.shape), spec.default or 0, dtype=spec.torch_dtype)
-        for spec in bucket.inputs
-    }

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from nxd_infer.cli.main import app
 from nxd_infer.runtime.updates import swap
 from nxd_infer.runtime.updates.adapters import AdapterUpdate
-from nxd_infer.verify import artifact as verify
+from nxd_infer.verify import verify_artifact
 from nxd_server import LLM, SamplingParams
 from nxd_server.engine.events import FinishEvent
 from nxd_server.errors import AdapterConflictError, RequestError, UnknownModelError, WeightsBusyError
@@ -281,7 +281,7 @@ def test_the_example_of_the_document(root, model_dir, adapters, monkeypatch):
     monkeypatch.chdir(root)
     exec(compile(example, "docs/lora.md", "exec"), names := {})
     assert [len(output.outputs) for output in names["outputs"]] == [1, 1]
-    assert verify.run(root / "artifact", model_dir, None, 0) == 0
+    assert verify_artifact(root / "artifact", model_dir).failed == []
 
 
 def test_the_command_line_names_what_is_wrong(root, model_dir):

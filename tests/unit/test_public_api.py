@@ -34,6 +34,7 @@ MODULES = (
     "nxd_infer.checkpoint.api",
     "nxd_infer.optimizer",
     "nxd_infer.testing",
+    "nxd_infer.verify",
     "nxd_infer.modules",
     "nxd_infer.modules.lora",
     "nxd_infer.layout",
