@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from nxd_infer.cli.console import bar, console, duration
-from nxd_infer.cli.trace import Progress, check_writable
+from nxd_infer.cli.trace import Progress
 from nxd_infer.trace import load_artifact, parallel_model_recompile
 
 
 def run(artifact: Path, out: Path, backend: str | None, compiler_args: list[str], target: str | None) -> None:
     """Write ``out``; print what was compiled and for which target."""
-    check_writable(out)
     with bar(drawn=console.is_terminal) as display:
         report = parallel_model_recompile(
             artifact, out, backend=backend, compiler_args=compiler_args, target=target, progress=Progress(display)
