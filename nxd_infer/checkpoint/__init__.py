@@ -4,7 +4,7 @@
 
     api                        save_checkpoint and load_checkpoint: what a job calls
     open                       a stored checkpoint of either format, for the next three, which need no job
-    reshard, stages            rewrite it for other degrees; which pipeline stage a weight belongs to, by its name
+    reshard, stages_by_name    rewrite it for other degrees; which pipeline stage a weight belongs to
     export, peft_adapters      its weights as one file or as a Hugging Face directory; PEFT's names in it
     compare                    two of them, tensor by tensor
     storage, folder, remote    storage; the names and numbers of checkpoints, and when one is complete

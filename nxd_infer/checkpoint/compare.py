@@ -14,7 +14,7 @@ from nxd_infer.checkpoint.folder import holds_checkpoint
 from nxd_infer.checkpoint.load_optimizer import classify
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive
 from nxd_infer.checkpoint.neuronx.folder import reference_in
-from nxd_infer.checkpoint.open import AnyPath, open_archive
+from nxd_infer.checkpoint.open import PathLike, open_archive
 from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.layout import DictSource, SafetensorsSource, WeightSource
 from nxd_infer.util.progress import Progress, silent
@@ -59,13 +59,13 @@ class Comparison:
 
 
 def compare_checkpoints(
-    first: AnyPath,
-    second: AnyPath,
+    first: PathLike,
+    second: PathLike,
     *,
     weights_only: bool = False,
     tags: tuple[str | None, str | None] = (None, None),
-    config: AnyPath | None = None,
-    rules: AnyPath | None = None,
+    config: PathLike | None = None,
+    rules: PathLike | None = None,
     progress: Progress = silent,
 ) -> Comparison:
     """Compare names, shapes, dtypes and values of two checkpoints, with one pair of tensors in memory at a time.
@@ -102,7 +102,7 @@ def compare_checkpoints(
     return Comparison((places[0], places[1]), total, found, (a, b))
 
 
-def _plain_weights(path: AnyPath) -> WeightSource | None:
+def _plain_weights(path: PathLike) -> WeightSource | None:
     """Return unsharded weights if the path has safetensors and no checkpoint, else None."""
     storage = storage_of(path)
     if not storage.local or holds_checkpoint(storage) or reference_in(storage, None) is not None:

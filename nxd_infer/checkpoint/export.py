@@ -14,7 +14,7 @@ from nxd_infer.artifact.manifest import WeightSpec
 from nxd_infer.artifact.rank_weights import write_safetensors
 from nxd_infer.checkpoint.archive import RunsSource, adapter_of, require_no_adapter
 from nxd_infer.checkpoint.folder import SHARDS
-from nxd_infer.checkpoint.open import AnyPath, open_archive
+from nxd_infer.checkpoint.open import PathLike, open_archive
 from nxd_infer.checkpoint.peft_adapters import adapter_file, adapters_in
 from nxd_infer.errors import CheckpointError, ModelConfigError
 from nxd_infer.layout import WeightSource, check_weights, weight_layout
@@ -39,13 +39,13 @@ class Exported:
 
 
 def consolidate_checkpoint(
-    path: AnyPath,
-    out: AnyPath,
+    path: PathLike,
+    out: PathLike,
     *,
     tag: str | None = None,
     dtype: torch.dtype | None = None,
-    config: AnyPath | None = None,
-    rules: AnyPath | None = None,
+    config: PathLike | None = None,
+    rules: PathLike | None = None,
     progress: Progress = silent,
 ) -> Exported:
     """Write the whole model of a checkpoint of any degrees to ``out/model.safetensors``.
@@ -78,13 +78,13 @@ def consolidate_checkpoint(
 
 
 def export_hugging_face(
-    path: AnyPath,
-    out: AnyPath,
-    config: AnyPath,
+    path: PathLike,
+    out: PathLike,
+    config: PathLike,
     *,
     tag: str | None = None,
     dtype: torch.dtype | None = None,
-    rules: AnyPath | None = None,
+    rules: PathLike | None = None,
     progress: Progress = silent,
 ) -> Exported:
     """Write a Hugging Face directory: the weights of a checkpoint, and the configuration and tokenizer of ``config``.

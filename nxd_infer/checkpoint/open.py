@@ -21,15 +21,15 @@ from nxd_infer.checkpoint.storage import LocalStorage, storage_of
 from nxd_infer.layout import ParamLayout, weight_layout
 from nxd_models import registry
 
-AnyPath = str | os.PathLike[str]
+PathLike = str | os.PathLike[str]
 
 
 def open_archive(
-    path: AnyPath,
+    path: PathLike,
     tag: str | None = None,
     kinds: Iterable[str] = ("model", "optimizer", "values"),
-    config: AnyPath | None = None,
-    rules: AnyPath | None = None,
+    config: PathLike | None = None,
+    rules: PathLike | None = None,
 ) -> AnyArchive:
     """Open a checkpoint, whose files of ``kinds`` are verified by their checksums before use.
 
@@ -55,7 +55,7 @@ def open_archive(
     return theirs
 
 
-def open_if_reference(path: AnyPath, tag: str | None = None) -> ReferenceArchive | None:
+def open_if_reference(path: PathLike, tag: str | None = None) -> ReferenceArchive | None:
     """Return the reference's checkpoint at ``path``, whose layouts are not known yet; None if it is ours."""
     storage = storage_of(path)
     if holds_checkpoint(storage, tag) or reference_in(storage, tag) is None:
@@ -64,7 +64,7 @@ def open_if_reference(path: AnyPath, tag: str | None = None) -> ReferenceArchive
     return open_reference(storage.root, tag)
 
 
-def _layouts(config: AnyPath) -> dict[str, ParamLayout]:
+def _layouts(config: PathLike) -> dict[str, ParamLayout]:
     """Return the layouts of the parameters of a Hugging Face directory's model, under each of their names."""
     with torch.device("meta"):
         layouts = weight_layout(registry.build(config))

@@ -22,9 +22,9 @@ from nxd_infer.checkpoint.folder import rank_stem
 from nxd_infer.checkpoint.load import data_position, extra_states
 from nxd_infer.checkpoint.load_optimizer import classify, groups_of, read_flat
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive
-from nxd_infer.checkpoint.open import AnyPath, open_archive
+from nxd_infer.checkpoint.open import PathLike, open_archive
 from nxd_infer.checkpoint.save import wait_for_ranks
-from nxd_infer.checkpoint.stages import stages_of
+from nxd_infer.checkpoint.stages_by_name import stages_of
 from nxd_infer.checkpoint.storage import LocalStorage, Storage, storage_of
 from nxd_infer.context import AXES, ParallelContext, make_context
 from nxd_infer.errors import CheckpointError, ParallelConfigError
@@ -57,16 +57,16 @@ class Resharded:
 
 
 def reshard_checkpoint(
-    path: AnyPath,
-    out: AnyPath,
+    path: PathLike,
+    out: PathLike,
     *,
     tp: int,
     dp: int | None = None,
     pp: int = 1,
     cuts: Sequence[str] | None = None,
     tag: str | None = None,
-    config: AnyPath | None = None,
-    rules: AnyPath | None = None,
+    config: PathLike | None = None,
+    rules: PathLike | None = None,
     progress: Progress = silent,
 ) -> Resharded:
     """Write a checkpoint into the folder ``out`` as a job of other degrees would have saved it, all or nothing.
@@ -115,7 +115,7 @@ class Part:
 class Resharding:
     """A checkpoint resharded for ``tp`` x ``pp`` x ``dp`` ranks; ``dp`` None keeps the degree.
 
-    ``cuts``: see :func:`~nxd_infer.checkpoint.stages.stages_of`.
+    ``cuts``: see :func:`~nxd_infer.checkpoint.stages_by_name.stages_of`.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ import pytest
 from bench.process_groups import tree
 from nxd_infer.cli.demo.optimizer import MuonAndAdamW, groups_of
 from nxd_infer.errors import RankFailedError
-from nxd_infer.recipes.ranks import run_ranks
+from nxd_infer.recipes.rank_processes import run_ranks
 from nxd_infer.trainer import load_checkpoint, save_checkpoint
 from nxd_infer.util.process_state import process_state
 from tests.ranks import run_ranks as run_test_ranks

@@ -23,7 +23,7 @@ from nxd_infer.cli.demo import training
 from nxd_infer.cli.demo.client import Answer, ServerError, stream_completion
 from nxd_infer.cli.demo.training import CHECKPOINTS, MODEL, TOKENS
 from nxd_infer.errors import ArtifactError
-from nxd_infer.recipes.ranks import run_ranks
+from nxd_infer.recipes.rank_processes import run_ranks
 from nxd_infer.util.child_process import ChildProcess, end_all
 from nxd_infer.util.python_command import child_environment, python_module
 from nxd_infer.util.units import size

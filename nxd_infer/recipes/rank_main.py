@@ -1,4 +1,4 @@
-"""The program of one rank: ``python -m nxd_infer.recipes.rank JSON``, which :mod:`~nxd_infer.recipes.launch` starts."""
+"""The program of one rank: ``python -m nxd_infer.recipes.rank_main JSON``. :mod:`.launch` starts it."""
 
 from __future__ import annotations
 
