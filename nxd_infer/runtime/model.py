@@ -146,12 +146,12 @@ class TensorParallelModel(nn.Module, RankModel):
         return seconds
 
     def _ask_kernel(self, tensors: list[Tensor]) -> tuple[list[Tensor], int]:
-        with self._turn.take():
+        with self._lock.take():
             return ask(self._started(), self.world_size, tensors)
 
     def _run(self, route: Route, timeout: float | None) -> list[Tensor]:
         bucket = self.buckets[route.bucket]
-        with self._turn.take():
+        with self._lock.take():
             ranks = self._started()
             number, side = free_side(ranks)
             for spec, view in zip(bucket.inputs, side.inputs[route.bucket], strict=True):

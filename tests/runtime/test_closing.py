@@ -195,7 +195,7 @@ def test_a_child_forked_during_a_call_does_not_wait_for_it(tmp_path, degree):
     inside, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with model._turn.take():
+        with model._lock.take():
             inside.set()
             over.wait(60)
 

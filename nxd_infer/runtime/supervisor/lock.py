@@ -10,8 +10,8 @@ from nxd_infer.errors import ModelClosedError
 from nxd_infer.runtime.supervisor import failures
 
 
-class Turns:
-    """``with turns.take():`` makes the caller the only one. Raises if it would wait for itself, or for a thread that
+class CallLock:
+    """``with lock.take():`` makes the caller the only one. Raises if it would wait for itself, or for a thread that
     does not exist in a forked process.
 
     Returns the lock itself as context manager, so that it is released whatever a signal handler raises.
