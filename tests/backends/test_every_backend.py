@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 import nxd_infer as nxd
-from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.backends import registry
 from nxd_infer.errors import (
-    ArtifactCorruptError,
     ArtifactVersionError,
     InputMismatchError,
     ModelClosedError,
@@ -146,56 +144,6 @@ def test_another_target_is_refused(model: TensorParallelModel, tmp_path: Path) -
         manifest["target"] = {**manifest["target"], "arch": "z80", "revision": 7}
     with pytest.raises(ArtifactVersionError, match=r"the artifact /.*(z80|another revision)"):
         load_artifact(tmp_path / "saved")
-
-
-@pytest.mark.usefixtures("own_cache")
-def test_a_changed_compiler_or_file_is_another_graph_and_another_artifact(tmp_path, monkeypatch) -> None:
-    """For the cache of compiled graphs, and for what an artifact says of itself."""
-    first, backend = tmp_path / "first", registry.get("lockstep")
-    arguments = {"backend": "lockstep", "checkpoint_loader_callable": models.state_dict, "artifact_dir": first}
-    with nxd.trace.parallel_model_trace(models.net, models.inputs(), inline_weights_to_neff=False, **arguments):
-        pass
-    made = [load_artifact(first)]
-    (graph,) = made[0].manifest.graphs
-
-    def again(compiled: int) -> LoadedArtifact:
-        out = tmp_path / f"{len(made)}"
-        report = parallel_model_recompile(first, out)
-        assert (report["compiled"], report["cached"]) == (compiled, 1 - compiled)
-        made.append(load_artifact(out))
-        return made[-1]
-
-    assert again(0).digest == made[0].digest
-    passes, compiler = backend.passes, backend.compiler()
-    assert made[0].manifest.versions["compiler"] == compiler
-
-    monkeypatch.setattr(backend, "compiler", lambda: f"{compiler}.1")
-    newer = again(1)
-    assert newer.manifest.versions["compiler"] == f"{compiler}.1" and list(newer.manifest.graphs) == [graph]
-    assert again(0).digest == newer.digest != made[0].digest
-
-    for text in ("one", "two"):
-
-        def lowered(graphs, options, text=text):
-            found = passes(graphs, options)
-            for one in found:
-                one.files["beside.txt"] = text
-            return found
-
-        monkeypatch.setattr(backend, "passes", lowered)
-        assert again(1).digest == again(0).digest
-    assert len({one.digest for one in made}) == 4
-    assert len({name for one in made for name in one.manifest.graphs}) == 3
-
-    with changed(made[-1].path) as manifest:  # neither is changed unseen
-        manifest["versions"]["compiler"] = "another"
-    with pytest.raises(ArtifactCorruptError, match="was replaced"):
-        made[-1].verify_again(0)
-    beside = next(made[-2].path.glob("graphs/*/beside.txt"))
-    beside.unlink()  # which the cache may share
-    beside.write_text("six")
-    with pytest.raises(ArtifactCorruptError, match=r"beside\.txt"):
-        made[-2].verify()
 
 
 @pytest.mark.parametrize("backend", NAMES)
