@@ -303,9 +303,9 @@ def test_ranks_wait_for_each_other_longer_than_a_call_for_them(path):
 
 
 def test_ranks_without_a_native_library_use_gloo(path, monkeypatch):
-    from nxd_infer.runtime.supervisor import processes
+    from nxd_infer.runtime.supervisor import rank_processes
 
-    monkeypatch.setattr(processes, "_libraries", lambda artifact: [])
+    monkeypatch.setattr(rank_processes, "_libraries", lambda artifact: [])
     model = started(path, TIMEOUT)
     pids = pids_of(model)
     x = torch.randn(2, 8, toy.HIDDEN)
