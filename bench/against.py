@@ -24,7 +24,7 @@ from bench.model import bench_model, prompts
 from bench.options import THREADS, Options, home
 from bench.peers.driver import Peer
 from bench.peers.known import OFFLINE, Field
-from bench.processes import ROOT, environment
+from bench.process_groups import ROOT, environment
 from bench.recovery import again_after
 from bench.server import CLIENTS, Server
 from bench.stats import Turn, Verdict, held_ratios, interleaved, summary, values

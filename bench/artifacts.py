@@ -15,7 +15,7 @@ import torch
 
 from bench.model import bench_model, stamped
 from bench.options import Options, home
-from bench.processes import ROOT, Group, environment
+from bench.process_groups import ROOT, Group, environment
 
 BATCHES, PROMPTS = (1, 4, 16), (32, 128, 512)
 TRACE_SECONDS = 1800.0

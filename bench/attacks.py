@@ -16,7 +16,7 @@ from bench.attackers import ATTACKS, SPIN
 from bench.client import load
 from bench.model import bench_model, stamped
 from bench.options import Options, home
-from bench.processes import Group
+from bench.process_groups import Group
 from bench.siege import COLUMNS, GAP_STEPS, LIVEZ_SECONDS, MEMORY, Reading, Siege
 from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.artifact.writer import CHECKSUM_KEY, hash_file, manifest_bytes

@@ -16,7 +16,7 @@ from typing import Any
 
 from bench import report
 from bench.options import Options, home
-from bench.processes import Group
+from bench.process_groups import Group
 from bench.stats import ratios, summary
 
 SIZES = (2 << 10, 32 << 10, 512 << 10, 2 << 20)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.client import Stream, stream
 from bench.model import prompts
-from bench.processes import tree
+from bench.process_groups import tree
 from bench.server import Server
 from nxd_infer.cli.demo.run import ready
 

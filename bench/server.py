@@ -15,7 +15,7 @@ from bench.client import Stream, checked, load, stream
 from bench.model import bench_model, prompts
 from bench.options import Options, home
 from bench.peers.known import field_of, ours
-from bench.processes import ROOT, Group, environment, memory_of
+from bench.process_groups import ROOT, Group, environment, memory_of
 from bench.stats import Verdict, interleaved, ratios, summary
 from bench.stream import read_bandwidth
 from nxd_infer.cli.demo.run import free_port, ready

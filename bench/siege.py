@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from bench.attackers import CHAT, COMPLETIONS, HELLO, TOKENIZE, Tally, Target
-from bench.processes import memory_to_hold, tree
+from bench.process_groups import memory_to_hold, tree
 from nxd_infer.cli.demo.run import ready
 
 LIVEZ_SECONDS = 0.1

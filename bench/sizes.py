@@ -21,7 +21,7 @@ from bench.artifacts import nxd_infer, sources_digest
 from bench.client import load
 from bench.model import COMMON, TINY, prompts, stamped, write_llama
 from bench.options import Options, home
-from bench.processes import Peak, memory_of
+from bench.process_groups import Peak, memory_of
 from bench.recovery import PROMPT, STREAMS, again_after
 from bench.server import Server
 from bench.stats import Verdict, summary

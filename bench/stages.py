@@ -15,8 +15,8 @@ from nxd_server import LLM, SamplingParams
 
 STAGES, STREAMS, PIECE, SHORT = 2, 8, 128, 16
 WORK = {"decoding": (SHORT, 128), "prompts": (PIECE, 1), "prompts and decoding": (PIECE, 32)}
-"""Tokens of each prompt, and of each answer. A short prompt has a bucket of its own: padded to a long one, eight of them
-would take longer than the decoding that follows."""
+"""Tokens of each prompt, and of each answer. A short prompt has a bucket of its own: padded to a long one, eight of
+them would take longer than the decoding that follows."""
 BUSY, SHARES, WHOLE = "every stage at work", "one stage at a time, same shares", "one stage at a time, all streams"
 
 

@@ -16,7 +16,7 @@ from bench import report, sizes
 from bench.artifacts import nxd_infer
 from bench.model import write_llama
 from bench.options import Options, home
-from bench.processes import Peak, memory_of
+from bench.process_groups import Peak, memory_of
 from bench.stats import Verdict, summary
 
 DEGREES, QUICK_DEGREES = (1, 2, 4, 8), (1, 2)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.options import Options, home
-from bench.processes import ROOT, Group, environment
+from bench.process_groups import ROOT, Group, environment
 
 RANKS = 2
 SECONDS = 600.0

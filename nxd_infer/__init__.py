@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from nxd_infer import (
         artifact,
         backends,
+        checkpoint,
         distributed,
         errors,
         layout,
@@ -64,6 +65,7 @@ __all__ = [
     "__version__",
     "artifact",
     "backends",
+    "checkpoint",
     "distributed",
     "errors",
     "initialize_parallel_model",

@@ -112,7 +112,7 @@ def availability() -> Availability:
         return Availability(False, f"the native operators need torch 2.10 or newer, this is {torch.__version__}")
     if _loaded or (_folder() / "libnxd.so").is_file():
         return Availability(True)
-    if _compiler() is None:
+    if find_compiler() is None:
         return Availability(False, _no_compiler())
     if not (_torch_root() / "include/torch/csrc/stable/library.h").is_file():
         return Availability(False, f"torch {torch.__version__} comes without its C++ headers")
@@ -253,7 +253,8 @@ def _folder() -> Path:
     return cache_dir("native", source_hash())
 
 
-def _compiler() -> str | None:
+def find_compiler() -> str | None:
+    """Return the C++ compiler that builds the operators here, or None if there is none."""
     chosen = os.environ.get("CXX")
     return shutil.which(chosen) if chosen else shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 
@@ -281,7 +282,7 @@ def _only_builder(folder: Path) -> Iterator[None]:
 
 def _build(digest: str, target: Path) -> float:
     """Compile and link in a temporary folder beside ``target``, then rename. Returns the duration in seconds."""
-    compiler = _compiler()
+    compiler = find_compiler()
     if compiler is None:
         raise BackendUnavailableError(f"no native operators: {_no_compiler()}")
     begin = time.monotonic()

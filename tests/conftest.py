@@ -1,10 +1,12 @@
-"""What every test process needs: two of them at once (pytest-xdist) must not claim the same cores."""
+"""What every test process needs: two at once (pytest-xdist) must not claim the same cores. A cache to count in."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -31,6 +33,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Each process would pin its ranks to the same cores and time out there; the kernel places them better.
     os.environ.setdefault("NXD_INFER_PIN", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A module's own cache of compiled graphs, whose compiles it may count; the native operators keep theirs."""
+    from nxd_infer.util.cache_dir import cache_dir
+
+    directory = tmp_path_factory.mktemp("cache")
+    (directory / "native").symlink_to(cache_dir("native"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NXD_INFER_CACHE", str(directory))
+        yield directory
 
 
 def pytest_configure(config: pytest.Config) -> None:

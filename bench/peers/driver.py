@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.processes import ROOT, Group
+from bench.process_groups import ROOT, Group
 
 
 class PeerError(Exception):

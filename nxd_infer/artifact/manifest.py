@@ -236,6 +236,7 @@ class Manifest(_Model):
     target: dict[str, Any] = Field(default_factory=dict)
     """What the compiled code needs of a machine, in its backend's words."""
     versions: dict[str, str] = Field(default_factory=dict)
+    """What made it: ``torch``, ``python``, and ``compiler`` with its version where graphs were compiled."""
     tp_degree: int
     pp_degree: int = 1
     """Number of pipeline stages. Rank ``r`` has stage ``r // tp_degree`` and tensor parallel rank ``r % tp_degree``."""

@@ -289,9 +289,15 @@ class ArtifactWriter:
         shutil.rmtree(old, ignore_errors=True)
 
     def check_target(self) -> None:
-        """Raise ArtifactError if what is now at the target must not be replaced."""
-        if not os.path.lexists(self.target):
-            return
+        """Raise ArtifactError if the target cannot be written, or what is there must not be replaced."""
+        if os.path.lexists(self.target):
+            self._check_replaceable()
+        parent = next(place for place in (self.target, *self.target.parents) if os.path.exists(place))
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            kind = "is not writable" if parent.is_dir() else "is not a directory"
+            raise ArtifactError(f"cannot write the artifact {self.target}: {parent} {kind}; choose another directory")
+
+    def _check_replaceable(self) -> None:
         if not self.replace:
             raise ArtifactError(f"{self.target} exists already; remove it or choose another directory")
         if self.target.is_symlink() or not self.target.is_dir():

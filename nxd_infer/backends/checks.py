@@ -1,4 +1,4 @@
-"""What every backend checks of a graph it loads, and of the tensors it is given."""
+"""Checks that every backend makes: of a graph when it is loaded, and of the tensors that the graph is given."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from nxd_infer.graph.stored import GraphFile, read_graph
 
 
 def mismatch(spec: TensorSpec, tensor: Any, *, stride: bool = True) -> str:
-    """How ``tensor`` differs from ``spec``, as text; empty when it does not.
+    """Return how ``tensor`` differs from ``spec``, as text; "" if it does not.
 
-    Compilers check none of this: a tensor of another shape or stride gives wrong numbers without a word.
+    Compiled code checks none of this: with another shape or stride it silently returns wrong numbers.
     """
     if not isinstance(tensor, Tensor):
         return f"is {type(tensor).__name__}, not a tensor"
@@ -34,13 +34,13 @@ def mismatch(spec: TensorSpec, tensor: Any, *, stride: bool = True) -> str:
 
 
 class InputChecks:
-    """The inputs of a graph, checked as fast as can be: a decoding step has some hundred microseconds to spare."""
+    """Checks the inputs of a graph; the specs are converted once, because a decode step takes few milliseconds."""
 
     def __init__(self, graph: GraphFile):
         self._checks = [(spec, spec.torch_dtype, torch.Size(spec.shape)) for spec in graph.inputs]
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """``inputs``, contiguous. Raises InputMismatchError."""
+        """Return ``inputs``, made contiguous. Raises InputMismatchError for another count, dtype or shape."""
         if len(inputs) != len(self._checks):
             raise InputMismatchError(f"{len(inputs)} inputs, the graph takes {len(self._checks)}")
         for tensor, (spec, dtype, shape) in zip(inputs, self._checks, strict=True):
@@ -50,7 +50,7 @@ class InputChecks:
 
 
 def checked_tensors(specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor], what: str, error: type) -> list[Tensor]:
-    """The tensors that ``specs`` describe, in their order. Raises ``error`` for one that is missing or another one."""
+    """Return the tensors that ``specs`` describe, in their order. Raises ``error`` if one is missing or differs."""
     taken = []
     for spec in specs:
         if spec.name not in tensors:
@@ -63,7 +63,10 @@ def checked_tensors(specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor], 
 
 
 def checked_graph(rank: RankGraph, runtime: RankRuntime) -> GraphFile:
-    """The graph that the manifest describes, its operator libraries registered. Raises ArtifactCorruptError."""
+    """Read the graph of ``rank`` and register the operator libraries that it calls.
+
+    Raises ArtifactCorruptError if it is not the graph that the manifest describes.
+    """
     graph = read_graph(rank.directory, rank.spec.digest)
     expected = graph.spec()
     if (expected.states, expected.weights) != (rank.spec.states, rank.spec.weights):

@@ -29,7 +29,7 @@ from nxd_infer.checkpoint.load import (
     same_degrees,
 )
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive, open_reference
-from nxd_infer.checkpoint.neuronx.folder import find_reference
+from nxd_infer.checkpoint.neuronx.folder import reference_in
 from nxd_infer.checkpoint.random_state import restore_random_state
 from nxd_infer.checkpoint.save import wait_for_ranks, write_rank
 from nxd_infer.checkpoint.storage import LocalStorage, Storage, storage_of
@@ -240,9 +240,7 @@ def load_checkpoint(
 def has_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> bool:
     """Whether :func:`load_checkpoint` would find a checkpoint; True for a damaged one, which it then names."""
     storage, tag = storage_of(path), None if tag is None else str(tag)
-    if folders.holds_checkpoint(storage, tag):
-        return True
-    return isinstance(storage, LocalStorage) and find_reference(storage.root, tag) is not None
+    return folders.holds_checkpoint(storage, tag) or reference_in(storage, tag) is not None
 
 
 def wait_for_save() -> None:
@@ -286,7 +284,7 @@ def _find(storage: Storage, tag: str | None) -> int:
     if isinstance(storage, LocalStorage) and storage.root.is_file():
         raise CheckpointError(f"{storage.root} is a file; give the folder that save_checkpoint() was given")
     ours = folders.holds_checkpoint(storage, tag)
-    if not ours and isinstance(storage, LocalStorage) and find_reference(storage.root, tag) is not None:
+    if not ours and reference_in(storage, tag) is not None:
         return REFERENCE
     if tag is None and not ours:
         return NOTHING

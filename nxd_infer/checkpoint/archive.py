@@ -23,7 +23,7 @@ from nxd_infer.layout.flat import Bounds, flat_index, flat_rectangles, moved, ov
 from nxd_infer.layout.merge import Holding, shared_holdings
 from nxd_infer.layout.params import ParamLayout
 from nxd_infer.layout.runs import TensorLayout
-from nxd_infer.layout.sources import SafetensorsSource, Slices, WeightSource, unknown_name
+from nxd_infer.layout.sources import SafetensorsSource, Slices, WeightSource, WrappedSource, unknown_name
 from nxd_infer.modules.lora.peft import SUBFOLDER
 
 
@@ -163,7 +163,7 @@ def require_no_adapter(source: WeightSource, where: str) -> None:
     )
 
 
-class _File:
+class _File(WrappedSource):
     """One of the checkpoint's safetensors files, opened (and fetched from a bucket) when first needed."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, verify: Callable[[str], None] | None):
@@ -174,18 +174,6 @@ class _File:
         if self._verify is not None:
             self._verify(self._name)
         return SafetensorsSource(self._checkpoint.path(self._name))
-
-    def keys(self) -> Iterable[str]:
-        return self._source.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._source.dtype(name)
-
-    def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        return self._source.read(name, slices)
 
 
 class Archive:

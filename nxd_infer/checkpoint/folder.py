@@ -36,6 +36,8 @@ from nxd_infer.util.reading import sha256_of
 
 UNTAGGED = "_untagged"
 """The folder of the tag ""."""
+SHARDS = "shards"
+"""The tag in the folder of ``Parallelizer.save_model_sharded_checkpoint``, where the model's configuration lies too."""
 _SAVING = ".saving-"
 _OURS = re.compile(r"rank_\d{5}\.|model\.tp_rank_|optim\.dp_rank_|lora_adapter(/|$)|manifest\.json")
 """Names of the files in a checkpoint without DONE."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
+from nxd_infer.util import progress
 from nxd_infer.util.progress_bar import progress_bar
 
 console = Console(highlight=False)
@@ -34,34 +35,40 @@ def duration(seconds: float) -> str:
 def bar(on: Console = console, *, drawn: bool = True) -> Iterator[Progress]:
     """Show progress: a bar if the total is known, otherwise a spinner with elapsed time. With ``drawn=False`` nothing
     is drawn, for callers that print lines instead."""
-    with progress_bar(on, drawn=drawn) as progress:
-        yield progress
+    with progress_bar(on, drawn=drawn) as display:
+        yield display
 
 
 @contextmanager
-def slow_bar(description: str, total: int, after: float = 2.0) -> Iterator[Callable[[], None]]:
-    """Show a bar if the work takes longer than ``after`` seconds. Call the yielded function after each step."""
-    progress = progress_bar(console)
-    task = progress.add_task(description, total=total, note="")
-    timer = threading.Timer(after, progress.start)
+def slow_bar(after: float = 2.0) -> Iterator[progress.Progress]:
+    """Yield what draws a bar for each stage of the work, if it takes longer than ``after`` seconds."""
+    bars = progress_bar(console)
+    tasks: dict[str, TaskID] = {}
+
+    def report(stage: str, done: int, total: int, note: str = "") -> None:
+        if stage not in tasks:
+            tasks[stage] = bars.add_task(stage, total=total or None, note=note)
+        bars.update(tasks[stage], completed=done, total=total or None, note=note)
+
+    timer = threading.Timer(after, bars.start)
     timer.daemon = True
     timer.start()
     try:
-        yield lambda: progress.advance(task)
+        yield report
     finally:
         timer.cancel()
         timer.join()
-        if progress.live.is_started:
-            progress.stop()
+        if bars.live.is_started:
+            bars.stop()
 
 
 @contextmanager
 def spinner(description: str, on: Console = console) -> Iterator[None]:
     """Show on a terminal that work of unknown length is in progress."""
-    with bar(on, drawn=on.is_terminal) as progress:
-        task = progress.add_task(description, total=None, note="")
+    with bar(on, drawn=on.is_terminal) as display:
+        task = display.add_task(description, total=None, note="")
         yield
-        progress.update(task, total=1, completed=1)
+        display.update(task, total=1, completed=1)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

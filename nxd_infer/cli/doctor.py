@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import shutil
 import sys
 
 from nxd_infer import __version__, native
@@ -91,7 +90,6 @@ def model_types() -> tuple[str, list[str]]:
 
 def run() -> int:
     """Print the tables; return 0 if some backend can trace and run here, else 1."""
-    found_compiler = shutil.which(os.environ.get("CXX", "g++"))
     rows = [
         ("nxd_infer", __version__),
         ("python", f"{platform.python_version()} ({sys.executable})"),
@@ -101,7 +99,8 @@ def run() -> int:
         ("memory", f"{size(available_memory())} free of {size(total_memory())}"),
         (
             "C++ compiler",
-            found_compiler or f"missing: install g++ to trace with the {registry.DEFAULT} backend (serving needs none)",
+            native.find_compiler()
+            or f"missing: install g++ to trace with the {registry.DEFAULT} backend (serving needs none)",
         ),
     ]
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from nxd_infer.backends.quantization import quantization_of
 from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.cli import stop
 from nxd_infer.cli.console import bar, console, duration
-from nxd_infer.errors import ArtifactError
 from nxd_infer.trace import ArtifactWriter
 from nxd_infer.trace.options import TraceOptions
 from nxd_infer.util.memory import available_memory, total_memory
@@ -61,21 +59,12 @@ class Progress:
         return True
 
 
-def check_writable(out: Path) -> None:
-    """Raise ArtifactError if ``out`` cannot be created: before minutes of compilation, not after."""
-    ArtifactWriter(out).check_target()
-    parent = next(place for place in (out, *out.absolute().parents) if place.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        kind = "is not writable" if parent.is_dir() else "is not a directory"
-        raise ArtifactError(f"cannot write the artifact {out}: {parent} {kind}; choose another --out")
-
-
 def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) -> dict[str, float]:
     """Trace and save; return figures for a report: seconds, graphs, compiled graphs, bytes on disk.
 
     ``given``: TaskOptions and TraceOptions by name, None for the command's default; ``dtype`` as text.
     """
-    check_writable(out)
+    ArtifactWriter(out).check_target()  # before minutes of compilation, not after
     task = from_command(TaskOptions, given)
     task["dtype"] = dtype_of(task["dtype"])
     arguments = from_command(TraceOptions, given)

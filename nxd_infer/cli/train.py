@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.cli import trace
 from nxd_infer.cli.console import console, table, verbatim
 from nxd_infer.errors import RecipeError
@@ -30,7 +31,7 @@ def run(file: Path, overrides: list[str], check: bool, chip: str | None, trace_o
     loaded = load(file, overrides)
     traced = trace_arguments(loaded, trace_out)
     if traced is not None:
-        trace.check_writable(traced["out"])
+        ArtifactWriter(traced["out"]).check_target()
     if first:
         say_unused(loaded)
     if check:

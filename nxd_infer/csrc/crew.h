@@ -4,7 +4,7 @@
 // torch's threads (OpenMP) synchronise at the end of every loop: one that the system has preempted keeps all of them
 // waiting, even if no work is left; and between two loops, while one thread works alone, memory is idle. In a crew no
 // thread waits for one that has not started, and waiting threads prefetch (2 to 6 % less time per token on Zen 4). A
-// rank with its own cores engages a crew (nxd_infer/runtime/rank/main.py); otherwise torch's threads do the work.
+// rank with its own cores engages a crew (nxd_infer/runtime/rank_process/main.py); otherwise torch's threads do the work.
 #pragma once
 
 #include <atomic>

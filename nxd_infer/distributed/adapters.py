@@ -5,7 +5,6 @@ Of a layer whose outputs are split, the second factor is split like it; of one w
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,15 +15,12 @@ from nxd_infer import comm
 from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.distributed.apply import fill_own
 from nxd_infer.distributed.layers import ColumnParallelConv1D, RowParallelConv1D
-from nxd_infer.distributed.plan import plain_name
 from nxd_infer.distributed.regions import sum_gradients
 from nxd_infer.errors import AdapterError, MissingPackageError
-from nxd_infer.layout import RemappedSource, WeightSource
 from nxd_infer.parallel_layers.base import ParallelLayer
 from nxd_infer.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 
 META = torch.device("meta")
-_ADAPTER = re.compile(r"\.(?P<kind>lora_[AB]|modules_to_save)\.(?P<adapter>[^.]+)(?=\.)")
 
 
 def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") -> Any:
@@ -51,28 +47,6 @@ def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") 
     fill_own(wrapped, own)
     sum_gradients(wrapped, partial, current_context())
     return wrapped
-
-
-def adapter_file(adapter: str) -> str:
-    """Return the name of an adapter's configuration in a folder of shards."""
-    return f"adapter_config.{adapter}.json"
-
-
-def adapters_in(source: WeightSource) -> tuple[WeightSource, dict[str, WeightSource]]:
-    """Split the weights of a PEFT model into the model's own and each adapter's, under the names of their files.
-
-    Without adapters all are the model's own.
-    """
-    own: dict[str, str] = {}
-    adapters: dict[str, dict[str, str]] = {}
-    for name in source.keys():  # noqa: SIM118  (a source is not a mapping)
-        found = _ADAPTER.search(name)
-        if found is None:
-            own[plain_name(name)] = name
-        else:
-            kept = f".{found['kind']}" if found["kind"].startswith("lora_") else ""
-            adapters.setdefault(found["adapter"], {})[f"{name[: found.start()]}{kept}{name[found.end() :]}"] = name
-    return RemappedSource(source, own), {key: RemappedSource(source, table) for key, table in adapters.items()}
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:

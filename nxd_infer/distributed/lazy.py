@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from nxd_infer.distributed.plan import plain_name
+from nxd_infer.checkpoint.peft_adapters import plain_name
 from nxd_infer.errors import CheckpointError, MissingPackageError, ParallelConfigError
 from nxd_infer.layout import RemappedSource, WeightSource
 from nxd_infer.util.options import whole_number

@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from nxd_infer.checkpoint.api import WORKERS, has_checkpoint, load_checkpoint, save_checkpoint
+from nxd_infer.checkpoint.folder import SHARDS
+from nxd_infer.checkpoint.peft_adapters import adapter_file
 from nxd_infer.checkpoint.storage import Storage, storage_of
 from nxd_infer.comm.turns import in_turns
 from nxd_infer.context import current_context
-from nxd_infer.distributed.adapters import adapter_file, split_adapters
+from nxd_infer.distributed.adapters import split_adapters
 from nxd_infer.distributed.apply import place_of, split
 from nxd_infer.distributed.initialise import initialise
 from nxd_infer.distributed.lazy import WEIGHTS, StoredWeights
@@ -34,8 +36,6 @@ from nxd_infer.modules.nxd_model import NxDModel
 
 MAPPING, PARTIAL = "_nxd_parameter_map", "_nxd_partial_gradients"
 """Attributes of a parallelized model, and of one that is being parallelized."""
-SHARDS = "shards"
-"""Name of the checkpoint in the folder of ``save_model_sharded_checkpoint``."""
 Predicate = Callable[[nn.Module], bool]
 
 

@@ -74,13 +74,6 @@ class ModelPlan:
                 raise ModelConfigError(f"{config.model_type}: {field} = {value!r}: {why}")
 
 
-def plain_name(name: str) -> str:
-    """Return the name that a module or a weight has in a model without PEFT's adapters."""
-    for inserted in (".base_layer", ".original_module", ".modules_to_save.default"):
-        name = name.replace(inserted, "")
-    return name.removeprefix("base_model.model.")
-
-
 def matches(pattern: str, name: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
 

@@ -128,14 +128,17 @@ def configuration(backend: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def name_lowered(lowered: Lowered, ir: Mapping[str, Any], configuration: Mapping[str, Any]) -> None:
     """Set the digest of what a backend made of the canonical graph ``ir``."""
-    lowered.text = canonical_text(ir, lowered.graph, configuration)
+    lowered.text = canonical_text(ir, lowered.graph, configuration, lowered.files)
     lowered.graph.digest = digest_of(lowered.text)
 
 
-def canonical_text(ir: Mapping[str, Any], graph: GraphFile, configuration: Mapping[str, Any]) -> str:
+def canonical_text(
+    ir: Mapping[str, Any], graph: GraphFile, configuration: Mapping[str, Any], files: Mapping[str, str]
+) -> str:
     """Return the text for a digest: configuration, the specs of every placeholder and output, operators, the graph.
 
-    It contains no weight or constant values, and no rank.
+    ``files``: what the backend stores beside the graph, and may compile instead of it. The text contains no weight or
+    constant values, and no rank.
     """
     rows = [json.dumps({"torch": torch.__version__, "code": CODE, **configuration}, sort_keys=True, default=str)]
     for kind, specs in (
@@ -146,6 +149,7 @@ def canonical_text(ir: Mapping[str, Any], graph: GraphFile, configuration: Mappi
     ):
         rows += [f"{kind} {s.name} {s.dtype} {s.shape} {s.stride} {getattr(s, 'encoding', '')}".rstrip() for s in specs]
     rows += [f"op {content_hash}" for content_hash in graph.ops]
+    rows += [f"file {name} {hashlib.sha256(text.encode()).hexdigest()}" for name, text in sorted(files.items())]
     return "\n".join(rows) + "\n" + ir_text(dict(ir))
 
 

@@ -121,14 +121,13 @@ class SafetensorsSource:
         self._open.clear()
 
 
-class SelectedSource:
-    """The tensors of ``source`` whose names are wanted."""
+class WrappedSource:
+    """The tensors of ``self._source``, which a subclass sets; it overrides what it changes."""
 
-    def __init__(self, source: WeightSource, wanted: Callable[[str], bool]):
-        self._source, self._wanted = source, wanted
+    _source: WeightSource
 
     def keys(self) -> Iterable[str]:
-        return [name for name in self._source.keys() if self._wanted(name)]  # noqa: SIM118  (a source is not a mapping)
+        return self._source.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._source.shape(name)
@@ -138,6 +137,16 @@ class SelectedSource:
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         return self._source.read(name, slices)
+
+
+class SelectedSource(WrappedSource):
+    """The tensors of ``source`` whose names are wanted."""
+
+    def __init__(self, source: WeightSource, wanted: Callable[[str], bool]):
+        self._source, self._wanted = source, wanted
+
+    def keys(self) -> Iterable[str]:
+        return [name for name in self._source.keys() if self._wanted(name)]  # noqa: SIM118  (a source is not a mapping)
 
 
 class RemappedSource:

@@ -29,7 +29,7 @@ POLL = 0.5
 
 _EXEC = (
     "import os\n"
-    "from nxd_infer.util.processes import die_with_parent\n"
+    "from nxd_infer.util.this_process import die_with_parent\n"
     "die_with_parent(int(sys.argv[1]))\n"  # also in force after exec
     "os.execv(sys.executable, sys.argv[2:])"
 )

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nxd_infer.errors import RecipeError
-from nxd_infer.recipes.ranks import run_ranks
+from nxd_infer.recipes.rank_processes import run_ranks
 from nxd_infer.recipes.recipe import Loaded, world_size
 from nxd_infer.util.python_command import python_module
 
@@ -70,7 +70,7 @@ def start_ranks(loaded: Loaded, file: Path, overrides: Sequence[str], log_dir: P
         )
     log_dir.mkdir(parents=True, exist_ok=True)
     job = Start(str(file), list(overrides), str(log_dir), os.getpid())
-    command = python_module("nxd_infer.recipes.rank", json.dumps(asdict(job)))
+    command = python_module("nxd_infer.recipes.rank_main", json.dumps(asdict(job)))
     run_ranks(command, world_size(loaded.recipe), log_dir / "ranks.log", timeout=None)
 
 

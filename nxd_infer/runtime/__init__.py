@@ -1,4 +1,15 @@
-"""Run an artifact: TensorParallelModel and RankModel, their rank processes, weight updates."""
+"""Run an artifact: TensorParallelModel and RankModel, their rank processes, weight updates.
+
+::
+
+    model, rank_model           what users and the engine call
+    router, bucket_*            which graph a call runs
+    load, save_load             checks that an artifact runs here
+    supervisor/                 the caller's side of the ranks: start, call, watch and end them
+    rank_process/               a rank's side: its weights, states and graphs, and the process that runs them
+    ipc/                        what both share: the memory of the tensors, and the records of their socket
+    updates/                    new weights and adapters
+"""
 
 from __future__ import annotations
 

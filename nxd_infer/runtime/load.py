@@ -35,16 +35,16 @@ def load_artifact(
     """
 
     def check(root: Path, manifest: Manifest) -> None:
-        check_torch(root, manifest)
+        _check_torch(root, manifest)
         if runs_here:
-            check_backend(root, manifest, backend, probe=not later)
+            _check_backend(root, manifest, backend, probe=not later)
 
     return read_artifact(
         path, verify=verify, expect_digest=expect_digest, temporary=temporary, later=later, check=check
     )
 
 
-def check_torch(root: Path, manifest: Manifest) -> None:
+def _check_torch(root: Path, manifest: Manifest) -> None:
     """Raise ArtifactVersionError if it was compiled with another version of torch."""
     recorded, installed = manifest.versions.get("torch", ""), torch_version()
     if torch_minor(recorded) != torch_minor(installed):
@@ -55,7 +55,7 @@ def check_torch(root: Path, manifest: Manifest) -> None:
         )
 
 
-def check_backend(root: Path, manifest: Manifest, backend: str | None, probe: bool) -> None:
+def _check_backend(root: Path, manifest: Manifest, backend: str | None, probe: bool) -> None:
     """Raise ArtifactBackendError for another backend than ``backend``, or one that cannot run here (checked if
     ``probe``), and ArtifactVersionError for a machine that lacks what the graphs need."""
     if backend is not None and backend != manifest.backend:

@@ -18,13 +18,13 @@ from nxd_infer.artifact.manifest import BucketSpec
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.errors import ArtifactError, InputMismatchError
 from nxd_infer.runtime.bucket_kernel import ask
+from nxd_infer.runtime.ipc.channel import Kind
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank_model import RankModel, takes_arrays
-from nxd_infer.runtime.ranks.base import Ranks
-from nxd_infer.runtime.ranks.channel import Kind
-from nxd_infer.runtime.ranks.in_process import LocalRank
-from nxd_infer.runtime.ranks.pending_step import PendingStep, free_side
 from nxd_infer.runtime.router import Route, Router, cut, fill, lawful
+from nxd_infer.runtime.supervisor.in_process import LocalRank
+from nxd_infer.runtime.supervisor.pending_step import PendingStep, free_side
+from nxd_infer.runtime.supervisor.protocol import Ranks
 
 __all__ = ["TensorParallelModel", "TensorParallelNeuronModel"]
 
@@ -146,12 +146,12 @@ class TensorParallelModel(nn.Module, RankModel):
         return seconds
 
     def _ask_kernel(self, tensors: list[Tensor]) -> tuple[list[Tensor], int]:
-        with self._turn.take():
+        with self._lock.take():
             return ask(self._started(), self.world_size, tensors)
 
     def _run(self, route: Route, timeout: float | None) -> list[Tensor]:
         bucket = self.buckets[route.bucket]
-        with self._turn.take():
+        with self._lock.take():
             ranks = self._started()
             number, side = free_side(ranks)
             for spec, view in zip(bucket.inputs, side.inputs[route.bucket], strict=True):

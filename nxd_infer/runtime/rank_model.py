@@ -20,13 +20,13 @@ from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.errors import BucketError, InputMismatchError, ModelClosedError
 from nxd_infer.runtime import updates
 from nxd_infer.runtime.bucket_table import bucket_table
-from nxd_infer.runtime.ranks.arena import InputBlock
-from nxd_infer.runtime.ranks.base import RankHealth, Ranks
-from nxd_infer.runtime.ranks.channel import Kind
-from nxd_infer.runtime.ranks.cores import check_degree, default_threads
-from nxd_infer.runtime.ranks.lock import Turns
-from nxd_infer.runtime.ranks.pending_step import PendingStep, free_side
-from nxd_infer.runtime.ranks.supervisor import Supervisor
+from nxd_infer.runtime.ipc.arena import InputBlock
+from nxd_infer.runtime.ipc.channel import Kind
+from nxd_infer.runtime.supervisor.cores import check_degree, default_threads
+from nxd_infer.runtime.supervisor.lock import CallLock
+from nxd_infer.runtime.supervisor.pending_step import PendingStep, free_side
+from nxd_infer.runtime.supervisor.protocol import RankHealth, Ranks
+from nxd_infer.runtime.supervisor.supervisor import Supervisor
 from nxd_infer.runtime.time_bounds import Bounds, check_seconds
 from nxd_infer.runtime.updates.swap import WeightSwaps
 from nxd_infer.util.options import whole_number
@@ -74,7 +74,7 @@ class RankModel:
         self._before_load = before_load
         self._index = {bucket.name: i for i, bucket in enumerate(artifact.manifest.buckets)}
         self._checks: dict[int, Callable[[Mapping[str, Any]], None]] = {}
-        self._turn = Turns()
+        self._lock = CallLock()
         self._ranks: Ranks | None = None
         self._closed = False
         self._finalizer: weakref.finalize | None = None
@@ -123,20 +123,20 @@ class RankModel:
 
     def start(self: _Model) -> _Model:
         """Start the ranks unless they run; return the model. Raises the error that kept a rank from starting."""
-        with self._turn.take():
+        with self._lock.take():
             self._started()
         return self
 
     def close(self) -> None:
         """End the ranks. Later calls raise ModelClosedError; ``restart`` starts them again."""
-        if os.getpid() != self._turn.owner:
+        if os.getpid() != self._lock.owner:
             return
         self._closed = True
         ranks = self._ranks
         if ranks is None:
             return  # or about to start: ``_started`` checks again afterwards
         if self.in_process:
-            with self._turn.lock:  # a graph running in this process keeps its memory until it returns
+            with self._lock.lock:  # a graph running in this process keeps its memory until it returns
                 ranks.close()
         else:
             ranks.close()  # without the lock, because it must end a call that is stuck
@@ -144,7 +144,7 @@ class RankModel:
     def restart(self: _Model) -> _Model:
         """Restart the ranks, whatever their state. States begin as traced; updated weights are kept."""
         self.close()
-        with self._turn.take():
+        with self._lock.take():
             self._ranks = None
             self._closed = False
             self._started()
@@ -201,7 +201,7 @@ class RankModel:
         """
         index = self._bucket_index(name, timeout)
         self._check_arrays(index, inputs)
-        with self._turn.take():
+        with self._lock.take():
             return self._begin(index, inputs, timeout).take(copy=True)
 
     def begin_bucket(
@@ -216,7 +216,7 @@ class RankModel:
         index = self._bucket_index(name, timeout)
         if not (checked and isinstance(inputs, InputBlock) and inputs.bucket is self.buckets[index]):
             self._check_arrays(index, inputs)
-        with self._turn.take():
+        with self._lock.take():
             return self._begin(index, inputs, timeout)
 
     def _check_arrays(self, index: int, inputs: Mapping[str, np.ndarray]) -> None:
@@ -239,7 +239,7 @@ class RankModel:
                 array = inputs.get(spec.name)
                 view[...] = spec.default if array is None else array
         side.last = ranks.begin(Kind.STEP, index, number, timeout=self._limit(index, timeout))
-        return PendingStep(ranks, self._turn, side, index, self.bounds)
+        return PendingStep(ranks, self._lock, side, index, self.bounds)
 
     def _limit(self, index: int, timeout: float | None) -> float:
         return self.bounds.call(index) if timeout is None else timeout
@@ -254,7 +254,7 @@ class RankModel:
 
     def reset_states(self) -> None:
         """Reset every state of every rank to its traced value."""
-        with self._turn.take():
+        with self._lock.take():
             if self._ranks is not None:
                 self._ranks.check()
                 self._ranks.exchange(Kind.RESET)
@@ -282,7 +282,7 @@ class RankModel:
         """
         cut = isinstance(weights, updates.weights.NewWeights)
         new = weights if cut else self.cut_weights(weights, strict=strict, tag=tag)
-        with self._turn.take():
+        with self._lock.take():
             ranks = self._started()
             ranks.settle()  # so that a failing step is not blamed on the weights
             self._swaps.swap(ranks, new)
@@ -303,7 +303,7 @@ class RankModel:
 
     def updated_weights(self, rank: int) -> dict[str, Tensor]:
         """Return a rank's weights that ``update_weights`` has changed, memory-mapped, by name."""
-        with self._turn.take():
+        with self._lock.take():
             return self._swaps.tensors(rank)
 
     def health(self) -> list[RankHealth]:

@@ -22,8 +22,8 @@ from nxd_infer.errors import CollectiveTimeoutError, ParallelConfigError
 from nxd_infer.testing.compare import Batch, Reference, Training, compare_with
 from nxd_infer.trainer import shutdown
 from nxd_infer.util.child_process import ChildProcess, end_all, wait_for_an_end
-from nxd_infer.util.processes import die_with_parent
 from nxd_infer.util.python_command import child_environment, preparation, python_of_caller
+from nxd_infer.util.this_process import die_with_parent
 
 
 def compare_in_processes(

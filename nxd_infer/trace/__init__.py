@@ -19,7 +19,7 @@ _NAMES = {
     "load_artifact": "nxd_infer.runtime.load",
     "ArtifactWriter": "nxd_infer.artifact.writer",
     "TracePlan": "nxd_infer.trace.plan",
-    "Progress": "nxd_infer.trace.progress",
+    "Progress": "nxd_infer.util.progress",
 }
 
 __all__ = [  # noqa: RUF022  (documented names first)
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from nxd_infer.trace.api import bucket_model_trace, parallel_model_trace, trace_plan
     from nxd_infer.trace.buckets import BucketModelConfig
     from nxd_infer.trace.plan import TracePlan
-    from nxd_infer.trace.progress import Progress
     from nxd_infer.trace.recompile import parallel_model_recompile
+    from nxd_infer.util.progress import Progress
 
 
 _find, __dir__ = lazy_names(__name__, _NAMES)

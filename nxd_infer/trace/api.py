@@ -18,9 +18,9 @@ from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
 from nxd_infer.trace.buckets import BucketModelConfig, save_kernel
 from nxd_infer.trace.check import check_options
 from nxd_infer.trace.options import TraceOptions
-from nxd_infer.trace.progress import silent
 from nxd_infer.trace.run import make_plan, run
 from nxd_infer.util.options import accepts_options
+from nxd_infer.util.progress import silent
 
 if TYPE_CHECKING:
     from nxd_infer.trace.plan import TracePlan

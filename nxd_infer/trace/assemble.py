@@ -42,6 +42,13 @@ class Compiled:
     compiled: int = 0
     cached: int = 0
     seconds: float = 0.0
+    compiler: str = ""
+    """The compiler of all of them, with its version; "" if nothing was compiled."""
+
+
+def made_by(compiled: Compiled) -> dict[str, str]:
+    """Return ``manifest.versions``: what made the artifact, so that its digest is another one for another compiler."""
+    return {**versions(), **({"compiler": compiled.compiler} if compiled.compiler else {})}
 
 
 def compare_ranks(
@@ -178,9 +185,9 @@ def compile_directories(
     result = Compiled(directories)
     total = len(directories)
     if backend.compiles:
-        missing, compiler = [], backend.compiler()
+        missing, result.compiler = [], backend.compiler()
         for digest, path in directories.items():
-            if compile_cache.fetch(digest, path, compiler):
+            if compile_cache.fetch(digest, path, result.compiler):
                 result.cached += 1
                 progress("compile graphs", result.cached, total, f"{buckets[digest]} (cached)")
             else:
@@ -192,7 +199,7 @@ def compile_directories(
         def report(path: Path, seconds: float) -> None:
             result.compiled += 1
             (path / CANONICAL_FILE).unlink(missing_ok=True)
-            compile_cache.store(path.name, path, compiler)
+            compile_cache.store(path.name, path, result.compiler)
             progress(
                 "compile graphs", result.cached + result.compiled, total, f"{buckets[path.name]} ({seconds:.1f} s)"
             )
@@ -267,7 +274,7 @@ def write_artifact(
         ],
         backend=backend.name,
         target=backend.target(options),
-        versions=versions(),
+        versions=made_by(compiled),
         tp_degree=extras.tp_degree,
         pp_degree=len(stages),
         buckets=[

@@ -27,7 +27,7 @@ from nxd_infer.errors import (
     ParallelConfigError,
     TraceConfigError,
 )
-from nxd_infer.runtime.ranks.cores import check_degree
+from nxd_infer.runtime.supervisor.cores import check_degree
 from nxd_infer.trace.buckets import BucketModelConfig, list_buckets
 from nxd_infer.trace.options import TraceOptions
 from nxd_infer.trace.request import TraceRequest

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from nxd_infer.checkpoint.source import Weights
     from nxd_infer.trace.buckets import BucketModelConfig
-    from nxd_infer.trace.progress import Progress
+    from nxd_infer.util.progress import Progress
 
 
 def _known_backend(_: str, backend: str) -> str:

@@ -26,13 +26,13 @@ from nxd_infer.graph.canonical import canonical_text, configuration, digest_of, 
 from nxd_infer.graph.ir import FUNCTIONAL
 from nxd_infer.graph.stored import GRAPH_FILE, IR_FILE, read_graph, read_ir, write_graph
 from nxd_infer.runtime.load import load_artifact
-from nxd_infer.trace.assemble import compile_directories, library_path
+from nxd_infer.trace.assemble import compile_directories, library_path, made_by
 from nxd_infer.trace.check import require_stages, tracing_backend
 from nxd_infer.trace.options import RecompileOptions
-from nxd_infer.trace.progress import silent
 from nxd_infer.trace.ranks.files import CANONICAL_FILE
-from nxd_infer.util.machine import architecture, versions
+from nxd_infer.util.machine import architecture
 from nxd_infer.util.options import accepts_options
+from nxd_infer.util.progress import silent
 
 __all__ = ["parallel_model_recompile"]
 
@@ -82,7 +82,7 @@ def parallel_model_recompile(given: RecompileOptions) -> dict[str, Any]:
         )
         manifest = source.manifest.model_copy(deep=True)
         manifest.format = FORMAT if canonical else manifest.format
-        manifest.backend, manifest.target, manifest.versions = found.name, found.target(options), versions()
+        manifest.backend, manifest.target, manifest.versions = found.name, found.target(options), made_by(compiled)
         manifest.graphs = {digest: compiled.specs[digest] for digest in sorted(compiled.specs)}
         manifest.ops = sorted(made.libraries)
         for weight in manifest.weights:
@@ -172,7 +172,7 @@ def _take_over(source: LoadedArtifact, backend: Backend, options: dict[str, Any]
     made = _Made(encodings={weight.name: weight.encoding for weight in source.manifest.weights})
     for old in source.manifest.graphs:
         graph, ir = read_graph(source.graph_dir(old), old), read_ir(source.graph_dir(old))
-        text = canonical_text(ir, graph, configuration(backend.name, options))
+        text = canonical_text(ir, graph, configuration(backend.name, options), {})
         _check_operators(source, backend, text)
         for content_hash in graph.ops:
             target = build / "ops" / f"{content_hash}.so"

@@ -21,7 +21,7 @@ from nxd_infer.trace.cuts import stage_cuts
 from nxd_infer.trace.plan import PlannedBucket, PlannedStage, TracePlan, planned_inputs
 from nxd_infer.trace.ranks.files import WEIGHTS_FILE
 from nxd_infer.trace.ranks.from_checkpoint import Measured, measure, trace_ranks_here
-from nxd_infer.trace.ranks.processes import trace_ranks
+from nxd_infer.trace.ranks.from_function import trace_ranks
 from nxd_infer.trace.request import TraceRequest, rank_directory
 from nxd_infer.util.memory import held_memory
 

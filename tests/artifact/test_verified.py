@@ -17,8 +17,8 @@ from nxd_infer.backends.cpu import placement
 from nxd_infer.context import LOCAL
 from nxd_infer.errors import ArtifactCorruptError, RankDiedError, RankFailedError
 from nxd_infer.runtime.load import load_artifact
-from nxd_infer.runtime.rank import rank
 from nxd_infer.runtime.rank_model import RankModel
+from nxd_infer.runtime.rank_process import rank
 from nxd_infer.runtime.save_load import parallel_model_load
 from nxd_server.app.service import Service
 from nxd_server.settings import ServerSettings

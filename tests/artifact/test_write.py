@@ -192,6 +192,15 @@ def test_a_mount_point_is_refused_before_anything_is_written():
 
 
 @pytest.mark.check
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_made(tmp_path):
+    """For every caller, of whom a trace would otherwise compile for minutes first."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ArtifactError, match=r"cannot write the artifact .*/file/below/artifact: .*/file is not a dir"):
+        ArtifactWriter(tmp_path / "file" / "below" / "artifact").check_target()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.check
 def test_replaces_nothing_but_artifacts_and_empty_directories(tmp_path):
     precious = tmp_path / "precious"
     precious.mkdir()

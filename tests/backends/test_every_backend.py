@@ -20,10 +20,12 @@ from nxd_infer.errors import (
     RankDiedError,
     RankFailedError,
 )
+from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.model import TensorParallelModel
 from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
 from nxd_infer.trace.recompile import parallel_model_recompile
 from tests import traced_models as models
+from tests.backends.manifests import changed
 from tests.backends.plugins import NAMES, installed
 from tests.http.http_artifacts import real_server, trace_tiny
 from tests.http.http_servers import wait_for
@@ -137,9 +139,6 @@ def test_its_graphs_can_be_compiled_for_every_backend(model: TensorParallelModel
 
 
 def test_another_target_is_refused(model: TensorParallelModel, tmp_path: Path) -> None:
-    from nxd_infer.runtime.load import load_artifact
-    from tests.backends.manifests import changed
-
     parallel_model_save(model, tmp_path / "saved")
     with changed(tmp_path / "saved") as manifest:
         manifest["target"] = {**manifest["target"], "arch": "z80", "revision": 7}

@@ -39,19 +39,7 @@ from tests.graph.exporting import load
 from tests.needs import needs_inductor
 
 inductor = backends.get("inductor")
-pytestmark = needs_inductor
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """A cache of this module's own; native operators keep theirs."""
-    directory = tmp_path_factory.mktemp("cache")
-    from nxd_infer.util.cache_dir import cache_dir
-
-    (directory / "native").symlink_to(cache_dir("native"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NXD_INFER_CACHE", str(directory))
-        yield directory
+pytestmark = [needs_inductor, pytest.mark.usefixtures("own_cache")]
 
 
 def trace(func, example, loader, **more):
@@ -97,14 +85,14 @@ def test_ranks_share_one_graph_that_is_compiled_once_and_never_again(traced, tmp
     assert words["compiler_workdir"].is_dir()
 
 
-def test_decision_16_a_damaged_cache_entry_is_not_used(traced, cache):
+def test_decision_16_a_damaged_cache_entry_is_not_used(traced, own_cache):
     model, _ = traced
-    (entry,) = (path for path in (cache / "graphs").iterdir() if path.is_dir())
+    (entry,) = (path for path in (own_cache / "graphs").iterdir() if path.is_dir())
     (code,) = entry.rglob("*.so")
     data = bytearray(code.read_bytes())
     data[len(data) // 2] ^= 1
     code.write_bytes(data)
-    target = cache / "fetched"
+    target = own_cache / "fetched"
     assert not compile_cache.fetch(model.buckets[0].graphs[0], target, compiler())
     assert not target.exists() and not entry.exists()
     compile_cache.store(
@@ -130,10 +118,10 @@ def test_a_full_disk_costs_no_cache_entry(traced, tmp_path, monkeypatch):
     assert compile_cache.fetch(digest, tmp_path / "out", compiler())
 
 
-def test_a_cache_that_cannot_be_used_is_done_without(traced, cache, tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_used_is_done_without(traced, own_cache, tmp_path, monkeypatch):
     graph = traced[0].artifact.graph_dir(traced[0].buckets[0].graphs[0])
     monkeypatch.setattr(compile_cache, "WAIT", 0.2)
-    with open(cache / "graphs" / ".lock", "a") as lock:  # a process that was stopped amid tidying up
+    with open(own_cache / "graphs" / ".lock", "a") as lock:  # a process that was stopped amid tidying up
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert not compile_cache.fetch(graph.name, tmp_path / "out", compiler())
         compile_cache.prune()

@@ -13,8 +13,8 @@ from bench.model import bytes_per_step, cache_bytes_per_token, prompts, write_ll
 from bench.peers.driver import Peer, PeerError, Run
 from bench.peers.known import KNOWN, Known
 from bench.peers.ours import Ours
-from bench.processes import memory_of
-from nxd_infer.util.processes import process_state
+from bench.process_groups import memory_of
+from nxd_infer.util.process_state import process_state
 from tests.engine.real_artifacts import trace_llama
 from tests.processes import wait_until
 

@@ -23,17 +23,8 @@ from nxd_infer.comm.turns import in_turns
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError
 from tests.ranks import run_ranks
-from tests.trainer.jobs import ZERO1, AdamW, training
+from tests.trainer.jobs import ZERO1, AdamW, trained_mlp, training
 from tests.trainer.models import mlp, vectors
-
-
-def small():
-    """A model and an optimizer that have made a step."""
-    model, optimizer = training(mlp)
-    model.run_train(**vectors())
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
 
 
 @pytest.mark.check
@@ -89,7 +80,7 @@ MODEL, OPTIMIZER = "model.tp_rank_00.pp_rank_00.safetensors", "optim.dp_rank_00.
 )
 def test_damage_is_named(tmp_path: Path, file: str, damage: Callable[[Path], object], message: str):
     """With and without a tag: nothing older is taken for the newest checkpoint."""
-    model, optimizer = small()
+    model, optimizer = trained_mlp()
     save_checkpoint(tmp_path, "older", model, optimizer)
     save_checkpoint(tmp_path, "a", model, optimizer, num_kept_ckpts=None)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -142,7 +133,7 @@ def test_each_file_is_verified_by_one_rank(tmp_path: Path):
 
 
 def test_what_is_not_read_is_not_verified(tmp_path: Path):
-    model, optimizer = small()
+    model, optimizer = trained_mlp()
     save_checkpoint(tmp_path, "a", model, optimizer, user_content=1)
     flip(tmp_path / "a" / OPTIMIZER)
     assert load_checkpoint(tmp_path, "a", model) == 1
@@ -161,7 +152,7 @@ def test_a_copy_beside_the_checkpoint_is_refused(tmp_path: Path):
 @pytest.mark.check
 def test_elements_that_two_ranks_claim_are_refused(tmp_path: Path):
     """A second rank that says it holds what the first one holds, in a checkpoint without checksums."""
-    model, _ = small()
+    model, _ = trained_mlp()
     save_checkpoint(tmp_path, "a", model)
     folder = tmp_path / "a"
     shutil.copyfile(folder / "rank_00000.json", folder / "rank_00001.json")
@@ -176,7 +167,7 @@ def test_elements_that_two_ranks_claim_are_refused(tmp_path: Path):
 
 def test_a_checkpoint_of_the_first_version(tmp_path: Path):
     """Without checksums and the names of groups, with an empty ``done``."""
-    model, optimizer = small()
+    model, optimizer = trained_mlp()
     save_checkpoint(tmp_path, "a", model, optimizer, user_content=7)
     path = tmp_path / "a" / "rank_00000.json"
     record = json.loads(path.read_text())
@@ -194,7 +185,7 @@ def test_a_checkpoint_of_the_first_version(tmp_path: Path):
 @pytest.mark.parametrize("how", ["a bit", "unreadable"])
 def test_a_damaged_mark_of_the_newest_is_no_missing_checkpoint(how: str, tmp_path: Path):
     """Neither the older one is loaded in its place, nor is the job's first start believed."""
-    model, _ = small()
+    model, _ = trained_mlp()
     save_checkpoint(tmp_path, "old", model, user_content="old")
     save_checkpoint(tmp_path, "new", model, user_content="new")
     done = tmp_path / "new" / "done"

@@ -1,4 +1,4 @@
-"""``nxd-infer ckpt reshard`` and ``diff``: other degrees offline, equal to what a job of those degrees has."""
+"""Resharding and comparing, as calls and as ``nxd-infer ckpt``: equal to what a job of those degrees has."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nxd_infer.checkpoint import compare, compare_checkpoints, consolidate_checkpoint, reshard_checkpoint
 from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
-from nxd_infer.cli import compare
-from nxd_infer.cli.compare import difference_of
+from nxd_infer.checkpoint.compare import difference_of
 from nxd_infer.cli.console import slow_bar
 from nxd_infer.context import current_context
-from nxd_infer.errors import ShardingError
+from nxd_infer.errors import ParallelConfigError, ShardingError
 from nxd_infer.layout import AxisPlan, ParamLayout, gqa_plan, weight_layout
 from nxd_infer.layout.describe import describe_plans, read_plans
 from nxd_infer.modules.lora import LoraConfig
 from tests.e2e.command import nxd_infer_here
 from tests.ranks import run_ranks
-from tests.trainer.jobs import ZERO1, mine, training
-from tests.trainer.models import decoder, tokens
+from tests.trainer.jobs import ZERO1, losses_of, training
+from tests.trainer.models import decoder
 
 FAMILY = "odd_heads"  # padded at tp 2, padded and replicated at tp 4
 
@@ -33,19 +33,9 @@ def parts_of(options: dict[str, Any], seed: int) -> tuple[Any, Any]:
     return training(partial(decoder, FAMILY, torch.float32), seed=seed, **options)
 
 
-def go_on(parts: tuple[Any, Any], count: int) -> list[float]:
-    model, optimizer = parts
-    losses = []
-    for _ in range(count):
-        losses.append(float(model.run_train(**mine(tokens()))))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
 def saved(root: str, options: dict[str, Any]) -> None:
     parts = parts_of(options, 0)
-    go_on(parts, 2)
+    losses_of(*parts, 2)
     save_checkpoint(root, "trained", *parts, user_content={"step": 2})
 
 
@@ -55,7 +45,7 @@ def resumed(root: str, copy: str, options: dict[str, Any]) -> tuple[list[float],
     for path in (root, copy):
         parts = parts_of(options, 1)
         assert load_checkpoint(path, None, *parts)["step"] == 2
-        found.append(go_on(parts, 3))
+        found.append(losses_of(*parts, 3))
     return found[0], found[1]
 
 
@@ -119,7 +109,7 @@ def test_a_sharded_optimizer(tmp_path: Path, capsys, monkeypatch):
 def alone(root: Path, tag: str = "a", change: float = 0.0, **options: Any) -> None:
     """A job of one rank, all of whose weights are ``change`` larger."""
     parts = parts_of(options, 0)
-    go_on(parts, 1)
+    losses_of(*parts, 1)
     with torch.no_grad():
         for param in parts[0].parameters():
             param.add_(change)
@@ -147,6 +137,34 @@ def test_what_differs_is_listed(tmp_path: Path, capsys, monkeypatch):
     save_checkpoint(tmp_path / "c", "one", torch.nn.Sequential(torch.nn.Linear(3, 2)))
     done = command(capsys, monkeypatch, "diff", tmp_path / "b", tmp_path / "c", "--tolerance", 9)
     assert done.status == 1 and "shape [2, 2] and [2, 3]" in done.out
+
+
+def test_as_calls(tmp_path: Path):
+    """With progress for each tensor, and what the command prints as data."""
+    alone(tmp_path / "a")
+    seen: list[tuple[str, int, int]] = []
+
+    def progress(stage: str, done: int, total: int, note: str = "") -> None:
+        seen.append((stage, done, total))
+
+    made = reshard_checkpoint(tmp_path / "a", tmp_path / "b", tp=2, progress=progress)
+    assert made.where == str(tmp_path / "b" / "a") and made.notes == ()
+    assert made.degrees == {"tp": 2, "pp": 1, "dp": 1} and made.before == dict.fromkeys(("pp", "dp", "cp", "tp"), 1)
+    stage = f"writing {tmp_path / 'b'}"
+    assert made.tensors and seen == [(stage, number + 1, made.tensors) for number in range(made.tensors)]
+    found = compare_checkpoints(tmp_path / "a", tmp_path / "b", progress=progress)
+    assert found.differences == [] and found.optimizers == (True, True) and found.places[1] == made.where
+    assert seen[-1] == ("comparing", found.total, found.total) and len(seen) == made.tensors + found.total
+    written = consolidate_checkpoint(tmp_path / "b", tmp_path / "c").weights
+    found = compare_checkpoints(tmp_path / "a", written)
+    assert found.optimizers == (True, False) and {one.problem for one in found.differences} == {"only in A"}
+    assert all(one.exceeds(9) for one in found.differences) and found.places[1] == str(written)
+    assert compare_checkpoints(tmp_path / "a", written, weights_only=True).differences == []
+    wrong: list[dict[str, Any]] = [{"tp": 0}, {"tp": "2"}, {"tp": 1, "dp": 0}, {"tp": 1, "pp": -1}]
+    for degrees in wrong:
+        with pytest.raises(ParallelConfigError, match="must be a whole number"):
+            reshard_checkpoint(tmp_path / "a", tmp_path / "d", **degrees)
+    assert not (tmp_path / "d").exists()
 
 
 def test_what_cannot_be_resharded(tmp_path: Path, capsys, monkeypatch):
@@ -197,18 +215,18 @@ def test_an_adapter_goes_along(tmp_path: Path, capsys, monkeypatch):
     one, two = parts_of({"lora_config": config}, 1), parts_of({"lora_config": config}, 2)
     load_checkpoint(tmp_path / "a", None, *one)
     load_checkpoint(tmp_path / "c", None, *two)
-    assert go_on(one, 2) == go_on(two, 2)
+    assert losses_of(*one, 2) == losses_of(*two, 2)
 
 
 def test_a_bar_after_a_while_only(capsys):
-    with slow_bar("quick", 2, after=600) as advance:
-        advance()
+    with slow_bar(after=600) as progress:
+        progress("quick", 1, 2)
     assert capsys.readouterr().out == ""
-    with slow_bar("slow", 2, after=0.01) as advance:
+    with slow_bar(after=0.01) as progress:
         for thread in threading.enumerate():
             if isinstance(thread, threading.Timer):
                 thread.join(60)
-        advance()
+        progress("slow", 1, 2)
     assert "slow" in capsys.readouterr().out
 
 

@@ -22,7 +22,7 @@ from nxd_infer.checkpoint.storage import LocalStorage
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, NxdError, WeightMismatchError
 from tests.ranks import run_ranks
-from tests.trainer.jobs import ZERO1, AdamW, mine, training
+from tests.trainer.jobs import ZERO1, AdamW, mine, trained_mlp, training
 from tests.trainer.models import MLP, decoder, mlp, tokens, vectors
 
 Job = tuple[Any, Any, Any]
@@ -218,15 +218,6 @@ def test_every_type_comes_back_or_is_refused_when_it_is_saved(tmp_path: Path, na
         assert one.dtype == value.dtype and torch.equal(one.view(torch.uint8), value.view(torch.uint8))
 
 
-def small() -> tuple[Any, Any]:
-    """A model and an optimizer that have made a step."""
-    model, optimizer = training(mlp)
-    model.run_train(**vectors())
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
-
-
 @pytest.mark.check
 def test_tags_and_what_is_kept(tmp_path: Path):
     model = MLP()
@@ -249,7 +240,7 @@ def test_tags_and_what_is_kept(tmp_path: Path):
 
 
 def test_an_asynchronous_save_keeps_what_was(tmp_path: Path):
-    model, optimizer = small()
+    model, optimizer = trained_mlp()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for step in range(3):
         save_checkpoint(tmp_path, f"step_{step}", model, optimizer, user_content=step, async_save=True)
@@ -288,7 +279,7 @@ def test_an_asynchronous_failure_is_raised_once(tmp_path: Path):
 
 
 def test_states_given_as_dictionaries(tmp_path: Path):
-    model, optimizer = small()
+    model, optimizer = trained_mlp()
     states = model.state_dict(), optimizer.state_dict()
     save_checkpoint(tmp_path, "dicts", *states, zero1_optimizer=True)
     other, fresh = training(mlp, seed=5)
@@ -301,7 +292,7 @@ def test_states_given_as_dictionaries(tmp_path: Path):
 
 @pytest.mark.check
 def test_a_checkpoint_of_another_model(tmp_path: Path):
-    model, optimizer = small()
+    model, optimizer = trained_mlp()
     save_checkpoint(tmp_path, "a", model, optimizer)
     wider = MLP(hidden=32)
     with pytest.raises(WeightMismatchError, match=r"up.weight is \[24, 16\], wanted \[24, 32\]"):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import nxd_infer as nxd
-from nxd_infer.cli import ckpt
+from nxd_infer.checkpoint import consolidate_checkpoint
 from nxd_infer.context import current_context
 from nxd_infer.errors import AdapterError
 from nxd_infer.layout import shard_tensor, weight_layout
@@ -130,7 +130,7 @@ def test_adapters_are_saved_and_loaded_by_peft(tmp_path: Path):
     case = CASES[0]
     case.build().save_pretrained(tmp_path / "whole")
     lazy, logits = run_ranks(saved, 2, tmp_path, case, comm_timeout=120)[0]
-    ckpt.consolidate(tmp_path / "out", tmp_path / "model", None, None)
+    consolidate_checkpoint(tmp_path / "out", tmp_path / "model")
     whole = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", attn_implementation="eager", dtype=torch.float32
     )

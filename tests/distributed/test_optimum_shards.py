@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from nxd_infer.cli import ckpt
+from nxd_infer.checkpoint import consolidate_checkpoint
 from nxd_infer.errors import CheckpointError
 
 DEGREE, HEADS, KV, MULTIPLIER, DIM, WIDTH = 4, 8, 2, 2, 3, 5
@@ -80,7 +80,7 @@ def write(folder: Path, kind: str, content: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("start", ["", "shards"])
 def test_shards_become_whole_weights(tmp_path: Path, kind: str, start: str):
     folder = write(tmp_path / "in", kind, table())
-    ckpt.consolidate(folder / start, tmp_path / "out", None, None)
+    consolidate_checkpoint(folder / start, tmp_path / "out")
     found, wanted = load_file(tmp_path / "out/model.safetensors"), weights()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -101,10 +101,10 @@ def test_shards_become_whole_weights(tmp_path: Path, kind: str, start: str):
 def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, content: dict[str, Any], reason: str):
     folder = write(tmp_path, "json", content)
     with pytest.raises(CheckpointError, match=re.escape(reason)):
-        ckpt.consolidate(folder, tmp_path / "out", None, None)
+        consolidate_checkpoint(folder, tmp_path / "out")
 
 
 def test_a_table_that_would_run_code_is_refused(tmp_path: Path):
     folder = write(tmp_path, "pt", {"sharded_metadata": print})
     with pytest.raises(CheckpointError, match="was refused"):
-        ckpt.consolidate(folder, tmp_path / "out", None, None)
+        consolidate_checkpoint(folder, tmp_path / "out")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import nxd_infer as nxd
-from nxd_infer.cli import ckpt
+from nxd_infer.checkpoint import consolidate_checkpoint
 from tests.distributed.models import CASES, Case
 from tests.ranks import run_ranks
 
@@ -85,7 +85,7 @@ def test_every_model_comes_back_as_it_was_trained(tmp_path: Path):
         if not near(found, one_step(case)):
             problems.append(f"{case.kind}: trained to {float((found - one_step(case)).abs().max()):.1e} beside")
         out = tmp_path / f"{case.kind}-whole"
-        ckpt.consolidate(tmp_path / f"{case.kind}-shards", out, None, None)
+        consolidate_checkpoint(tmp_path / f"{case.kind}-shards", out)
         loaded = auto_class(case).from_pretrained(out, attn_implementation="eager", dtype=torch.float32)
         if not near(logits(loaded, case.batch()), found):
             problems.append(f"{case.kind}: consolidated, its logits differ")

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from nxd_infer.cli.console import bar
 from nxd_infer.cli.trace import Progress
-from nxd_infer.cli.verify import generation_cases
+from nxd_infer.verify.cases import generation_cases
 from tests import toy_artifacts as toy
 from tests.e2e.command import ROOT, nxd_infer, nxd_infer_here, refused
 from tests.engine.toy_model import ToyModel

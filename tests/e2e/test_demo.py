@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.processes import tree
+from bench.process_groups import tree
 from nxd_infer.cli.demo.optimizer import MuonAndAdamW, groups_of
 from nxd_infer.errors import RankFailedError
-from nxd_infer.recipes.ranks import run_ranks
+from nxd_infer.recipes.rank_processes import run_ranks
 from nxd_infer.trainer import load_checkpoint, save_checkpoint
-from nxd_infer.util.processes import process_state
+from nxd_infer.util.process_state import process_state
 from tests.ranks import run_ranks as run_test_ranks
 from tests.trainer.jobs import training
 from tests.trainer.models import tokens

@@ -31,4 +31,4 @@ def engines():
         engine.close()
         assert engine.stats().slots_free == engine.slots
         assert engine.parts.queue.inside == engine.parts.queue.unreported == engine.stats().waiting_tokens == 0
-        assert not engine.gate._begun and not engine.gate.wanted
+        assert not engine.parts.gate._begun and not engine.parts.gate.wanted

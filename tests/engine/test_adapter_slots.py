@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from nxd_infer.cli import verify
 from nxd_infer.cli.main import app
 from nxd_infer.runtime.updates import swap
 from nxd_infer.runtime.updates.adapters import AdapterUpdate
+from nxd_infer.verify import verify_artifact
 from nxd_server import LLM, SamplingParams
 from nxd_server.engine.events import FinishEvent
 from nxd_server.errors import AdapterConflictError, RequestError, UnknownModelError, WeightsBusyError
@@ -225,7 +225,7 @@ def test_steps_begun_ahead_are_over_before_a_load_begins(llm, adapters, held, mo
     def on_event(event):
         if not streaming.is_set():
             streaming.set()
-            wait_until(lambda: llm.engine.gate.due)  # on the engine's thread: it streams until the load is wanted
+            wait_until(lambda: llm.engine.parts.gate.due)  # on the engine's thread: it streams until the load is wanted
 
     stream = llm.engine.submit(PROMPTS[0], GREEDY.replace(max_tokens=40, ignore_eos=True), on_event)
     assert streaming.wait(60)
@@ -281,7 +281,7 @@ def test_the_example_of_the_document(root, model_dir, adapters, monkeypatch):
     monkeypatch.chdir(root)
     exec(compile(example, "docs/lora.md", "exec"), names := {})
     assert [len(output.outputs) for output in names["outputs"]] == [1, 1]
-    assert verify.run(root / "artifact", model_dir, None, 0) == 0
+    assert verify_artifact(root / "artifact", model_dir).failed == []
 
 
 def test_the_command_line_names_what_is_wrong(root, model_dir):

@@ -130,7 +130,7 @@ def test_who_waits_for_a_swap_goes_on_waiting_until_the_ranks_are_ready_or_given
 
         thread, listener = threading.Thread(target=swap), Listener()
         thread.start()
-        wait_until(lambda: engine.gate.changing)
+        wait_until(lambda: engine.parts.gate.changing)
         ticket = engine.submit([5, 6, 7], GREEDY, listener)
         model.plagues = [("loading", KILL)]
         model.strike(KILL)

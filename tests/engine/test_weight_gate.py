@@ -91,14 +91,14 @@ def test_a_request_that_has_begun_is_finished_on_the_old_weights(engines):
         engine.submit([7, 8], GREEDY.replace(max_tokens=30), first, whole=whole)
         wait_until(lambda: first.tokens[0])
         thread, results = swapping(engine, 1)
-        wait_until(lambda: engine.gate.wanted)
+        wait_until(lambda: engine.parts.gate.wanted)
         later = engine.submit([9], GREEDY, third)
         assert engine.submit([7, 9], GREEDY, second, whole=whole).wait(60)  # passes the one that came before it
         assert not third.tokens[0] and model.weights == 0
         with pytest.raises(WeightsBusyError, match="another change"):
             engine.update_weights(2)
         time.sleep(0.05)
-        assert engine.gate.wanted  # a third prompt may still come
+        assert engine.parts.gate.wanted  # a third prompt may still come
     thread.join(60)
     assert results == [1] and later.wait(60)
     assert first.tokens[0] == naive_generate([7, 8], max_tokens=30, ignore_eos=True)
@@ -153,7 +153,7 @@ def test_weights_that_are_refused_change_nothing(engines):
     listener = Listener()
     assert engine.submit([7], GREEDY, listener).wait(60)
     assert listener.tokens[0] == naive_generate([7], max_tokens=6, ignore_eos=True)
-    assert engine.gate.version == 0 and engine.model.restarts == 0
+    assert engine.parts.gate.version == 0 and engine.model.restarts == 0
 
 
 def test_ranks_that_fail_over_new_weights_start_again_with_the_old_and_requests_wait(engines):
@@ -169,12 +169,12 @@ def test_ranks_that_fail_over_new_weights_start_again_with_the_old_and_requests_
         engine.submit([7], GREEDY, running, whole=whole)
         wait_until(lambda: running.tokens[0])
         thread, results = swapping(engine, 1)
-        wait_until(lambda: engine.gate.wanted)
+        wait_until(lambda: engine.parts.gate.wanted)
         ticket = engine.submit([8], GREEDY, waiting)
     thread.join(60)
     assert isinstance(results[0], RankFailedError)
     assert ticket.wait(60) and waiting.tokens[0] == naive_generate([8], max_tokens=6, ignore_eos=True)
-    assert model.restarts == 1 and engine.gate.version == 0
+    assert model.restarts == 1 and engine.parts.gate.version == 0
     wait_until(lambda: engine.state == "ready")
     model.fail_update = lambda: None
     assert engine.update_weights(5) == 1
@@ -187,7 +187,7 @@ def test_an_engine_that_drains_makes_no_swap(engines):
         ticket = engine.submit([7], GREEDY.replace(max_tokens=40), running, whole=whole)
         wait_until(lambda: running.tokens[0])
         thread, results = swapping(engine, 1)
-        wait_until(lambda: engine.gate.wanted)
+        wait_until(lambda: engine.parts.gate.wanted)
         assert engine.drain(60) and ticket.done
         thread.join(60)
     assert isinstance(results[0], EngineUnavailableError) and "draining" in str(results[0])
@@ -230,8 +230,8 @@ def test_a_change_whose_caller_was_interrupted_is_never_made(engines):
     engine.model.cut_weights = lambda weights, tag: cut.append(ToyWeights(weights)) or cut[-1]
     with WholeRequest() as whole:  # begun, and open: no change may begin
         assert engine.submit([7], GREEDY, Listener(), whole=whole).wait(60)
-        interrupted(engine, 1, lambda: engine.gate.wanted)
-        assert not engine.gate.wanted and cut[0].closed
+        interrupted(engine, 1, lambda: engine.parts.gate.wanted)
+        assert not engine.parts.gate.wanted and cut[0].closed
     listener = Listener()
     assert engine.submit([7], GREEDY, listener).wait(60)  # after the moment at which it would have been made
     assert listener.tokens[0] == naive_generate([7], max_tokens=6, ignore_eos=True)
@@ -255,7 +255,7 @@ def test_a_change_that_has_begun_is_the_engines_when_its_caller_is_interrupted(e
     listener = Listener()
     assert engine.submit([7], GREEDY, listener).wait(60)
     assert listener.tokens[0] == naive_generate([7], max_tokens=6, ignore_eos=True, weights=1)
-    assert engine.gate.version == 1 and not cut[0].closed and engine.update_weights(3) == 2
+    assert engine.parts.gate.version == 1 and not cut[0].closed and engine.update_weights(3) == 2
 
 
 @pytest.mark.parametrize("end", ["draining", "closed", "failed"])
@@ -313,7 +313,7 @@ def test_texts_in_waves_are_of_one_version():
         with WholeRequest() as whole:
             early = engine.submit(inputs, whole=whole).result(60)
             thread, results = swapping(engine, 1)
-            wait_until(lambda: engine.gate.wanted)
+            wait_until(lambda: engine.parts.gate.wanted)
             others = [engine.submit(inputs) for _ in range(2)]  # the slot and the queue are full now
             late = engine.submit(inputs, whole=whole, continuing=True).result(60)
             assert model.weights == 0 and not any(other.done() for other in others)
@@ -328,4 +328,4 @@ def test_texts_in_waves_are_of_one_version():
         assert engine.update_weights(7, timeout=60) == 2  # what was cancelled holds up nothing
     finally:
         engine.close()
-    assert engine.parts.queue.inside == engine.parts.queue.unreported == 0 and not engine.gate._begun
+    assert engine.parts.queue.inside == engine.parts.queue.unreported == 0 and not engine.parts.gate._begun

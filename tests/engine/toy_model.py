@@ -20,7 +20,7 @@ import numpy as np
 
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
 from nxd_infer.errors import ModelClosedError, WeightSchemaError
-from nxd_infer.runtime.ranks.base import RankHealth
+from nxd_infer.runtime.supervisor.protocol import RankHealth
 from nxd_infer.util.beneath import require_unchanged
 
 VOCAB = 97

@@ -1,12 +1,5 @@
-"""Tiny tensors, many of them: a second thread for each operator costs far more than it brings."""
+"""Tests of layout use tiny tensors, many of them."""
 
-import pytest
-import torch
+from tests.one_thread import one_thread
 
-
-@pytest.fixture(autouse=True, scope="package")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_thread"]

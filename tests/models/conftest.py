@@ -1,11 +1,5 @@
-import pytest
-import torch
+"""Tests of models use tiny tensors, many of them."""
 
+from tests.one_thread import one_thread
 
-@pytest.fixture(autouse=True, scope="package")
-def one_thread():
-    """Tiny models are slower on several threads, and rank processes share the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_thread"]

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 GAP = 1e-5
 """Where the reference's two best logits are closer than this, either token is right."""
+ODD = {
+    "hidden_size": 36,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "intermediate_size": 50,
+    "vocab_size": 287,
+}
+"""Sizes of a Llama whose heads, inner size and vocabulary do not divide over any degree."""
+
+
+@contextlib.contextmanager
+def installed_package(folder: Path) -> Iterator[None]:
+    """The package in ``folder`` is there inside the block, as if installed, for this process and those it starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+        yield
 
 
 def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:

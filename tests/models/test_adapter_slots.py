@@ -20,6 +20,7 @@ from nxd_models.serving import tasks
 from nxd_models.serving.eager_generation import generate_eager
 from tests.adapter_files import ALL, PREFIX, merge, write_adapter
 from tests.models.helpers import (
+    ODD,
     assert_greedy,
     greedy_reference,
     prompts_of,
@@ -36,14 +37,6 @@ LENGTHS = (3, 11, BUCKET, 7)
 ROWS = [1, 0, 2, 1]
 """The slot of each row: two adapters and none in one batch."""
 NO_END = {"bias_ids": 2, "bias_values": [[-1e9] + [0.0] * 299] * len(LENGTHS)}
-ODD = {
-    "hidden_size": 36,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 8,
-    "intermediate_size": 50,
-    "vocab_size": 287,
-}
 FAMILIES = {"llama": {**ODD, "num_hidden_layers": 1}, "qwen2": {"num_key_value_heads": 1, "num_hidden_layers": 1}}
 """Heads that are padded at degree 2 and an inner size that is too; one key/value head that both ranks hold, biases."""
 

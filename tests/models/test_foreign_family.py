@@ -24,7 +24,15 @@ from nxd_models.serving.eager_generation import generate_eager
 from tests.e2e.command import nxd_infer, nxd_infer_here
 from tests.http.http_artifacts import greedy_texts
 from tests.http.http_servers import ServerProcess
-from tests.models.helpers import assert_greedy, greedy_reference, prompts_of, reference, relative_difference, traced_run
+from tests.models.helpers import (
+    assert_greedy,
+    greedy_reference,
+    installed_package,
+    prompts_of,
+    reference,
+    relative_difference,
+    traced_run,
+)
 from tests.ranks import run_ranks
 from tests.tiny_models import CHAT_TEMPLATE, EOS, tokenizer_json
 
@@ -38,9 +46,7 @@ ODD = {"n_embd": 36, "n_head": 3, "vocab_size": 287, "n_inner": 50}
 
 @pytest.fixture(scope="module", autouse=True)
 def installed():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(PACKAGE))
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(PACKAGE), os.environ.get("PYTHONPATH", "")]))
+    with installed_package(PACKAGE):
         yield
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 
-from nxd_infer.cli import verify
 from nxd_infer.distributed import ModelPlan, plans
 from nxd_infer.errors import MissingPackageError, ModelConfigError
 from nxd_infer.trace import parallel_model_trace
+from nxd_infer.verify import verify_artifact
 from nxd_models import registry
 from nxd_models.generic import attention
 from nxd_models.hf import weights as hf
@@ -116,7 +116,7 @@ def test_it_is_traced_verified_and_served(directory, tmp_path, name, degree):
     path, artifact = directory(name), tmp_path / "artifact"
     plan = plan_of(path)
     parallel_model_trace(**plan.trace_arguments(), tp_degree=degree, backend="eager", artifact_dir=artifact)
-    assert verify.run(artifact, path, None, seed=0) == 0
+    assert verify_artifact(artifact, path).failed == []
     decode = Tokenizer.from_dir(path).decode
     with real_server(artifact) as server, concurrent.futures.ThreadPoolExecutor(len(LENGTHS)) as clients:
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -10,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nxd_infer.cli import verify
 from nxd_infer.trace import parallel_model_trace
+from nxd_infer.verify import verify_artifact
 from nxd_models import registry
 from nxd_models.hf import weights as hf
 from nxd_models.serving import tasks
 from tests.distributed.models import Case
-from tests.models.helpers import reference, relative_difference
+from tests.models.helpers import installed_package, reference, relative_difference
 
 PACKAGE = Path(__file__).with_name("foreign_plan")
 """A distribution as pip leaves it: a module with a plan, and a dist-info folder with the entry point."""
@@ -29,9 +28,7 @@ MASK = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
 
 @pytest.fixture(scope="module", autouse=True)
 def installed():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(PACKAGE))
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(PACKAGE), os.environ.get("PYTHONPATH", "")]))
+    with installed_package(PACKAGE):
         yield
 
 
@@ -83,7 +80,7 @@ def test_an_encoder_gives_the_vectors_of_transformers(tmp_path, kind, head):
         hidden = reference(path, "Model")(IDS.masked_fill(MASK == 0, 1), attention_mask=MASK).last_hidden_state
     mean = (hidden * MASK[..., None]).sum(1) / MASK.sum(1, keepdim=True)
     assert relative_difference(found, F.normalize(mean, dim=-1)) < 1e-5
-    assert verify.run(artifact, path, None, seed=0) == 0
+    assert verify_artifact(artifact, path).failed == []
 
 
 def test_a_prefix_that_only_the_files_have(tmp_path):

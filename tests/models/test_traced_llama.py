@@ -11,20 +11,12 @@ from nxd_models.hf import weights as hf
 from nxd_models.serving import tasks
 from nxd_models.serving.decoder_step import step_inputs
 from nxd_models.serving.eager_generation import generate_eager
-from tests.models.helpers import assert_greedy, greedy_reference, prompts_of, traced_run, without_mixed
+from tests.models.helpers import ODD, assert_greedy, greedy_reference, prompts_of, traced_run, without_mixed
 from tests.needs import needs_inductor
 from tests.tiny_models import write_tiny
 
 BUCKET, MAX_LEN, NEW = 8, 40, 6
 LENGTHS = (1, BUCKET - 1, BUCKET, BUCKET + 1, MAX_LEN - NEW)
-ODD = {
-    "hidden_size": 36,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 8,
-    "intermediate_size": 50,
-    "vocab_size": 287,
-}
 ONE = {"num_hidden_layers": 1}
 FAMILIES = {"llama3": ODD, "mistral": ONE, "qwen2": ONE, "qwen3": ONE}
 """With the sizes of each; one family's heads, inner size and vocabulary do not divide over any degree, and it has two

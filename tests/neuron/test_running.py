@@ -29,7 +29,7 @@ from nxd_infer.errors import (
     TraceError,
 )
 from nxd_infer.runtime.load import load_artifact
-from nxd_infer.runtime.rank.rank import Runtime
+from nxd_infer.runtime.rank_process.rank import Runtime
 from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
 from nxd_infer.trace import BucketModelConfig
 from tests import tiny_models

@@ -18,7 +18,7 @@ from nxd_infer.context import current_context, make_context, use_context
 from nxd_infer.errors import CheckpointError, NotInitializedError, ParallelConfigError
 from nxd_infer.optimizer import NeuronZero1Optimizer
 from tests.ranks import run_ranks
-from tests.trainer.jobs import ZERO1, AdamW, mine, training
+from tests.trainer.jobs import ZERO1, AdamW, losses_of, mine, training
 from tests.trainer.models import decoder, llama, tokens
 
 
@@ -230,26 +230,17 @@ def test_what_the_transport_is_asked_for():
         assert found["precise"][1] == 1 - (1 + 2.0**-30) / 2
 
 
-def steps(model: Any, optimizer: Any, count: int) -> list[float]:
-    losses = []
-    for _ in range(count):
-        losses.append(float(model.run_train(**mine(tokens()))))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
 def resumed(folder: str, dtype: torch.dtype) -> list:
     """Saved after 3 steps and loaded into a fresh model and optimizer, training goes on bit by bit."""
     build = partial(decoder, "llama", dtype)
     model, optimizer = training(build, **ZERO1)
-    steps(model, optimizer, 3)
+    losses_of(model, optimizer, 3)
     weights = copy.deepcopy(model.state_dict())
     optimizer.param_groups[0]["lr"] = 3e-3
     optimizer.save_sharded_state_dict(folder, save_serially=True)
     in_memory = io.BytesIO()
     torch.save(optimizer.state_dict(), in_memory)
-    wanted = steps(model, optimizer, 3)
+    wanted = losses_of(model, optimizer, 3)
     found = []
     for how in ("files", "memory"):
         other, fresh = training(build, seed=1, **ZERO1)
@@ -259,7 +250,7 @@ def resumed(folder: str, dtype: torch.dtype) -> list:
         else:
             in_memory.seek(0)
             fresh.load_state_dict(torch.load(in_memory, weights_only=True))
-        found.append(steps(other, fresh, 3) == wanted and fresh.param_groups[0]["lr"] == 3e-3)
+        found.append(losses_of(other, fresh, 3) == wanted and fresh.param_groups[0]["lr"] == 3e-3)
         same = all(torch.equal(v, model.state_dict()[k]) for k, v in other.state_dict().items())
         found.append(same)
     return found

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import nxd_infer as nxd
 from nxd_infer import parallel_state
-from nxd_infer.cli.stages import stages_of
+from nxd_infer.checkpoint.stages_by_name import stages_of
 from nxd_infer.errors import ParallelConfigError
 from tests.e2e.command import nxd_infer_here
 from tests.pipeline.jobs import alone, job, train

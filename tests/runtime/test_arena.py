@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
 from nxd_infer.errors import InputRangeError, RankDiedError
+from nxd_infer.runtime.ipc.arena import ALIGNMENT, Arena, InputBlock, arena_layout, create_arena
+from nxd_infer.runtime.ipc.channel import Channel, ChannelClosed, Kind, Request
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank_model import array_check
-from nxd_infer.runtime.ranks.arena import ALIGNMENT, Arena, InputBlock, arena_layout, create_arena
-from nxd_infer.runtime.ranks.channel import Channel, ChannelClosed, Kind, Request
 from nxd_infer.runtime.save_load import parallel_model_load
 from nxd_infer.util.processors import available_cores, processor_share
 from tests import toy_artifacts as toy

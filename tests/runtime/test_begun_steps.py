@@ -20,10 +20,10 @@ from nxd_infer.errors import (
     RankTimeoutError,
     StepsPendingError,
 )
+from nxd_infer.runtime.ipc.arena import InputBlock
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.model import TensorParallelModel
 from nxd_infer.runtime.rank_model import RankModel
-from nxd_infer.runtime.ranks.arena import InputBlock
 from tests import toy_artifacts as toy
 from tests.needs import needs_native
 
@@ -39,15 +39,6 @@ def path(tmp_path_factory) -> Path:
 def started(path):
     with RankModel(load_artifact(path), start_timeout=600, call_timeout=60) as model:
         yield model
-
-
-@pytest.fixture
-def model(started):
-    """With states as traced; its ranks are started again where the test before has ended them."""
-    if not all(rank.alive for rank in started.health()):
-        started.restart()
-    started.reset_states()
-    return started
 
 
 def inputs(number: int, ids: int | None = None) -> dict[str, np.ndarray]:
@@ -241,7 +232,7 @@ def test_ranks_that_share_memory_need_no_directory_that_a_killed_caller_would_le
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("NXD_INFER_PIN", "0")  # processes that keep to cores note them there
     if not shared:
-        monkeypatch.setattr("nxd_infer.runtime.ranks.processes._libraries", lambda artifact: [])
+        monkeypatch.setattr("nxd_infer.runtime.supervisor.rank_processes._libraries", lambda artifact: [])
     with RankModel(load_artifact(path), start_timeout=600) as model:
         assert model.run_bucket("b2_s4", inputs(0))["count"].item() == 1
         assert len(list(tmp_path.iterdir())) == (0 if shared else 1)

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from nxd_infer.runtime.ranks import channel
-from nxd_infer.runtime.ranks.channel import AWAKE_SECONDS, Channel, Kind, Request
+from nxd_infer.runtime.ipc import channel
+from nxd_infer.runtime.ipc.channel import AWAKE_SECONDS, Channel, Kind, Request
 from tests.processes import wait_until
 
 STEP = Request(Kind.STEP, 3, 7)

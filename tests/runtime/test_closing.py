@@ -18,9 +18,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxd_infer.errors import ModelClosedError
-from nxd_infer.runtime.ranks.channel import Channel
-from nxd_infer.runtime.ranks.processes import RankProcesses
+from nxd_infer.runtime.ipc.channel import Channel
 from nxd_infer.runtime.save_load import parallel_model_load
+from nxd_infer.runtime.supervisor.rank_processes import RankProcesses
 from tests import toy_artifacts as toy
 from tests.processes import descendants, gone, wait_until
 from tests.runtime.rank_processes import LIMIT, X, call_in_thread, pids_of, started, until_busy
@@ -195,7 +195,7 @@ def test_a_child_forked_during_a_call_does_not_wait_for_it(tmp_path, degree):
     inside, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with model._turn.take():
+        with model._lock.take():
             inside.set()
             over.wait(60)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nxd_infer.runtime.ranks import cores, processes
+from nxd_infer.runtime.supervisor import cores, rank_processes
 from nxd_infer.util import processors
 from nxd_infer.util.processors import physical_core, processor_share
 
@@ -135,7 +135,7 @@ def test_a_quota_bounds_the_threads_and_leaves_them_to_the_kernel(machine):
 
 HOLDER = """
 import sys
-from nxd_infer.runtime.ranks import cores
+from nxd_infer.runtime.supervisor import cores
 cores.available_cores = lambda: [0, 1, 2, 3]
 cores.processor_share = lambda: float("inf")
 cores.physical_core = str
@@ -211,4 +211,4 @@ def test_ranks_have_crews_where_all_of_their_operators_know_of_them(tmp_path):
     (tmp_path / "old").write_bytes(b"\x7fELF")
     for operators, expected in ((["new"], True), (["new", "old"], False), ([], False), (["gone"], False)):
         artifact: Any = SimpleNamespace(manifest=SimpleNamespace(ops=operators), op_file=tmp_path.joinpath)
-        assert processes.know_crews(artifact) is expected
+        assert rank_processes.know_crews(artifact) is expected

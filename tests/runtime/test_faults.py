@@ -177,7 +177,7 @@ def test_a_segmentation_fault_shows_its_stack(path):
     assert isinstance(result[0], RankDiedError)
     assert "rank 0 of 2 was ended by SIGSEGV" in str(result[0])
     assert "Fatal Python error: Segmentation fault" in str(result[0])
-    assert "nxd_infer/runtime/rank/main.py" in str(result[0])
+    assert "nxd_infer/runtime/rank_process/main.py" in str(result[0])
 
 
 def test_ctrl_c_during_a_call_leaves_the_model_usable(path):
@@ -303,9 +303,9 @@ def test_ranks_wait_for_each_other_longer_than_a_call_for_them(path):
 
 
 def test_ranks_without_a_native_library_use_gloo(path, monkeypatch):
-    from nxd_infer.runtime.ranks import processes
+    from nxd_infer.runtime.supervisor import rank_processes
 
-    monkeypatch.setattr(processes, "_libraries", lambda artifact: [])
+    monkeypatch.setattr(rank_processes, "_libraries", lambda artifact: [])
     model = started(path, TIMEOUT)
     pids = pids_of(model)
     x = torch.randn(2, 8, toy.HIDDEN)

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from nxd_infer.errors import ModelClosedError
-from nxd_infer.runtime.ranks.lock import Turns
+from nxd_infer.runtime.supervisor.lock import CallLock
 
 
 class Interrupted(Exception):
@@ -21,7 +21,7 @@ def test_a_handler_that_raises_at_any_moment_leaves_the_turn_free():
     def raises(*_):
         raise Interrupted
 
-    turns, draw = Turns(), random.Random(0)
+    turns, draw = CallLock(), random.Random(0)
     before = signal.signal(signal.SIGALRM, raises)
     try:
         for _ in range(3000):
@@ -41,7 +41,7 @@ def test_a_handler_that_raises_at_any_moment_leaves_the_turn_free():
 
 @pytest.mark.check
 def test_a_turn_within_a_turn_is_refused_and_another_thread_waits():
-    turns, order = Turns(), []
+    turns, order = CallLock(), []
 
     def other():
         with turns.take():

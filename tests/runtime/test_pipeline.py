@@ -79,14 +79,6 @@ def started(artifact):
         yield model
 
 
-@pytest.fixture
-def model(started):
-    if not all(rank.alive for rank in started.health()):
-        started.restart()
-    started.reset_states()
-    return started
-
-
 def generated(model, step, **sampling):
     model.reset_states()
     return generate_eager(

@@ -21,7 +21,7 @@ from tests.adapter_files import write_adapter
 from tests.http.http_artifacts import ONE_LAYER, trace_tiny
 from tests.http.http_servers import ServerProcess
 from tests.processes import gone
-from tests.soak import processes
+from tests.soak import process_samples
 from tests.soak.clients import MALFORMED, all_of, client, refuse
 from tests.soak.operators import ADAPTERS, CHECKPOINTS, load, operate, swap, unload
 from tests.soak.questions import MAX_LEN, Question, Told, question, told
@@ -33,7 +33,7 @@ ROUND_SECONDS, REPORT_SECONDS = 60.0, 10.0
 END_SECONDS = 30.0
 GUESSES = 3
 LIVEZ_SECONDS, LOOKS = 0.1, 40
-MIB = processes.MIB
+MIB = process_samples.MIB
 
 
 def soak(minutes: float, seed: int, clients: int, grace: float, sieges: bool = False) -> int:
@@ -102,8 +102,8 @@ class Run:
         self._patience = LIVEZ_SECONDS * max(1.0, grace / GRACE)
         self._alive: list[float] = []
         """Seconds that the last looks at ``/livez`` took."""
-        self._mine: processes.Sample | None = None
-        self._ranks: processes.Sample | None = None
+        self._mine: process_samples.Sample | None = None
+        self._ranks: process_samples.Sample | None = None
 
     async def main(self, seconds: float) -> None:
         """Everything while the server lives, and its end."""
@@ -200,17 +200,17 @@ class Run:
             await asyncio.sleep(0.3)
 
     def _grown(self, ranks: list[int]) -> list[str]:
-        mine = processes.sample(self._server.process.pid)
-        samples = [sample for pid in ranks if (sample := processes.sample(pid)) is not None]
+        mine = process_samples.sample(self._server.process.pid)
+        samples = [sample for pid in ranks if (sample := process_samples.sample(pid)) is not None]
         if mine is None or len(samples) != 2:
             return [f"the server or a rank of {ranks} is gone"]
         most = max(samples, key=lambda sample: sample.memory)
         if self._mine is None or self._ranks is None:
             self._mine, self._ranks = mine, most
             return []
-        return processes.growth("the server", self._mine, mine, processes.SERVER_MIB) + processes.growth(
-            "a rank", self._ranks, most, processes.RANK_MIB
-        )
+        return process_samples.growth(
+            "the server", self._mine, mine, process_samples.SERVER_MIB
+        ) + process_samples.growth("a rank", self._ranks, most, process_samples.RANK_MIB)
 
     async def _watch(self) -> None:
         """A line every ten seconds; Violation when the server ends by itself, or is late to say that it lives."""
@@ -237,7 +237,7 @@ class Run:
     def _system(self, ranks: list[int]) -> str:
         words = []
         for name, pid in (("server", self._server.process.pid), *((f"rank {n}", pid) for n, pid in enumerate(ranks))):
-            if (sample := processes.sample(pid)) is not None:
+            if (sample := process_samples.sample(pid)) is not None:
                 self._shared |= sample.shared
                 words.append(
                     f"{name} {sample.memory // MIB} MiB {sample.descriptors.total()} fds {sample.threads} threads"
@@ -278,7 +278,7 @@ class Run:
     def after_the_end(self, mark: str) -> None:
         """Nothing is left of it."""
         end = time.monotonic() + 10 + self._soak.grace
-        while left := [pid for pid in self._pids if not gone(pid)] + processes.marked(mark):
+        while left := [pid for pid in self._pids if not gone(pid)] + process_samples.marked(mark):
             if time.monotonic() > end:
                 raise Violation(f"processes {left} are left after the end")
             time.sleep(0.1)

@@ -209,25 +209,25 @@ def test_decision_19_weights_are_stored_contiguously_whatever_their_strides():
 def test_decision_20_a_lambda_travels_with_cloudpickle_and_is_refused_without(monkeypatch):
     import importlib.util
 
-    from nxd_infer.trace.ranks import processes
+    from nxd_infer.trace.ranks import from_function
     from nxd_infer.trace.request import TraceRequest
 
     value = 3.0
     request = TraceRequest(lambda: models.plus(value), [], 1, "eager", {})
     import pickle
 
-    assert pickle.loads(processes.pack(request)).func()[0].value == 3.0
+    assert pickle.loads(from_function.pack(request)).func()[0].value == 3.0
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cloudpickle" else found(name))
     with pytest.raises(TraceConfigError, match="it is a lambda"):
-        processes.pack(request)
+        from_function.pack(request)
 
     def local():
         return models.plus()
 
     request.func = local
     with pytest.raises(TraceConfigError, match=r"local is defined inside another function.*top level of a module"):
-        processes.pack(request)
+        from_function.pack(request)
 
 
 def test_a_script_without_a_main_guard_is_told_so(tmp_path):

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from bench.artifacts import nxd_infer
-from bench.processes import Peak
+from bench.process_groups import Peak
 from bench.sizes import planned
 from tests.tiny_models import write_tiny
 

@@ -6,25 +6,18 @@ import pytest
 import torch
 
 import nxd_infer as nxd
-from nxd_infer.errors import ArtifactError, ArtifactVersionError, TraceConfigError, TraceError
+from nxd_infer.artifact.reader import LoadedArtifact
+from nxd_infer.backends import registry
+from nxd_infer.errors import ArtifactCorruptError, ArtifactError, ArtifactVersionError, TraceConfigError, TraceError
 from nxd_infer.runtime.load import load_artifact
 from tests import toy_artifacts as toy
 from tests import traced_models as models
+from tests.backends.manifests import changed
+from tests.backends.plugins import installed
 from tests.needs import needs_inductor
 
 recompile = nxd.trace.parallel_model_recompile
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """A compile cache of this module's own, since compiles are counted; the native operators keep theirs."""
-    from nxd_infer.util.cache_dir import cache_dir
-
-    directory = tmp_path_factory.mktemp("cache")
-    (directory / "native").symlink_to(cache_dir("native"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NXD_INFER_CACHE", str(directory))
-        yield directory
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def trace(path, backend, **more):
@@ -139,3 +132,59 @@ def test_code_for_another_cpu_is_refused_by_loading_and_taken_by_recompiling(tmp
     with nxd.trace.parallel_model_load(tmp_path / "here") as model:
         x = torch.randn(2, 4, toy.HIDDEN)
         assert torch.allclose(model(x)["y"], toy.expected(toy.logical_weights(), x), atol=1e-5)
+
+
+@pytest.fixture
+def lockstep():
+    """The backend of another package."""
+    with installed():
+        yield registry.get("lockstep")
+
+
+def test_a_changed_compiler_or_file_is_another_graph_and_another_artifact(tmp_path, monkeypatch, lockstep):
+    """For the cache of compiled graphs, and for what an artifact says of itself."""
+    first, backend = tmp_path / "first", lockstep
+    arguments = {"backend": "lockstep", "checkpoint_loader_callable": models.state_dict, "artifact_dir": first}
+    with nxd.trace.parallel_model_trace(models.net, models.inputs(), inline_weights_to_neff=False, **arguments):
+        pass
+    made = [load_artifact(first)]
+    (graph,) = made[0].manifest.graphs
+
+    def again(compiled: int) -> LoadedArtifact:
+        out = tmp_path / f"{len(made)}"
+        report = recompile(first, out)
+        assert (report["compiled"], report["cached"]) == (compiled, 1 - compiled)
+        made.append(load_artifact(out))
+        return made[-1]
+
+    assert again(0).digest == made[0].digest
+    passes, compiler = backend.passes, backend.compiler()
+    assert made[0].manifest.versions["compiler"] == compiler
+
+    monkeypatch.setattr(backend, "compiler", lambda: f"{compiler}.1")
+    newer = again(1)
+    assert newer.manifest.versions["compiler"] == f"{compiler}.1" and list(newer.manifest.graphs) == [graph]
+    assert again(0).digest == newer.digest != made[0].digest
+
+    for text in ("one", "two"):
+
+        def lowered(graphs, options, text=text):
+            found = passes(graphs, options)
+            for one in found:
+                one.files["beside.txt"] = text
+            return found
+
+        monkeypatch.setattr(backend, "passes", lowered)
+        assert again(1).digest == again(0).digest
+    assert len({one.digest for one in made}) == 4
+    assert len({name for one in made for name in one.manifest.graphs}) == 3
+
+    with changed(made[-1].path) as manifest:  # neither is changed unseen
+        manifest["versions"]["compiler"] = "another"
+    with pytest.raises(ArtifactCorruptError, match="was replaced"):
+        made[-1].verify_again(0)
+    beside = next(made[-2].path.glob("graphs/*/beside.txt"))
+    beside.unlink()  # which the cache may share
+    beside.write_text("six")
+    with pytest.raises(ArtifactCorruptError, match=r"beside\.txt"):
+        made[-2].verify()

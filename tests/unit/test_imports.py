@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 # Floors from the top down; a module may import from its own floor and from any floor below.
 FLOORS: list[list[str]] = [
     ["nxd_infer.cli", "nxd_infer.__main__"],
-    ["nxd_infer.recipes"],
+    ["nxd_infer.recipes", "nxd_infer.verify"],
     ["nxd_server"],
     ["nxd_infer.testing", "nxd_infer.compat.torch_neuronx", "nxd_models.generic"],
     ["nxd_infer.trace", "nxd_infer.lightning"],
@@ -164,7 +164,8 @@ def test_importing_the_library_loads_nothing_optional():
 def test_what_starts_ranks_and_serves_tokens_needs_no_torch():
     """Its import takes a second, which the ranks take as well: they would begin theirs only afterwards."""
     modules = loaded_by(
-        "import nxd_infer.runtime.rank_model, nxd_infer.runtime.rank.main, nxd_infer.cli.main, nxd_infer.cli.serve\n"
+        "import nxd_infer.runtime.rank_model, nxd_infer.runtime.rank_process.main, nxd_infer.cli.main\n"
+        "import nxd_infer.cli.serve\n"
         "import nxd_server.app.run, nxd_server.app.start_model, nxd_server.http.server\n"
         "import nxd_server.engine.generation_engine, nxd_server.text.chat_template, nxd_server.text.tokenizer"
     )

@@ -17,7 +17,7 @@ from nxd_infer.comm.shm import (
 )
 from nxd_infer.context import make_context
 from nxd_infer.errors import CollectiveError, CollectiveTimeoutError, ParallelConfigError
-from nxd_infer.util.processes import process_start, process_state
+from nxd_infer.util.process_state import process_start, process_state
 from tests.needs import needs_native
 
 

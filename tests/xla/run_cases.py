@@ -14,7 +14,7 @@ from nxd_infer.backends.base import RankGraph
 from nxd_infer.backends.hlo.placement import Cell
 from nxd_infer.backends.xla.backend import BACKEND
 from nxd_infer.graph.stored import read_graph
-from nxd_infer.runtime.rank.rank import Runtime
+from nxd_infer.runtime.rank_process.rank import Runtime
 
 
 def difference(found: list[Tensor], wanted: list[Tensor]) -> float:

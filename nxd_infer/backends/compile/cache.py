@@ -1,8 +1,9 @@
 """Compiled graphs of earlier traces, under ``cache_dir()/graphs``: keyed by digest, verified, bounded, shared.
 
-The digest covers graph, options, torch and operators; the key also includes the C++ compiler's version. Entries are
-created by a rename, checked file by file when used, and evicted (least recently used first) when the total exceeds
-``NXD_INFER_CACHE_LIMIT`` bytes (default 4 GiB; values such as ``500M`` and ``4G`` are accepted).
+The digest covers graph, the backend's files beside it, options, torch and operators; the key also includes the version
+of the backend's compiler. Entries are created by a rename, checked file by file when used, and evicted (least recently
+used first) when the total exceeds ``NXD_INFER_CACHE_LIMIT`` bytes (default 4 GiB; values such as ``500M`` and ``4G``
+are accepted).
 """
 
 from __future__ import annotations

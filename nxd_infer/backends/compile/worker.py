@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 
 from nxd_infer.backends import registry
-from nxd_infer.util.processes import die_with_parent
+from nxd_infer.util.this_process import die_with_parent
 
 
 def main(arguments: list[str]) -> int:

@@ -47,11 +47,16 @@ _FIXED: dict[str, Any] = {
 """Options that the artifact's form depends on; users cannot change them."""
 
 
+def _compiler() -> str:
+    """Return the C++ compiler that Inductor calls."""
+    return os.environ.get("CXX", "g++")
+
+
 @functools.cache
-def _compiler_version() -> str:
+def _compiler_version(compiler: str) -> str:
     """Return the version text of the C++ compiler; empty if there is none."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = [os.environ.get("CXX", "g++"), "--version"]
+        command = [compiler, "--version"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)  # nosec B603  # the user's compiler
         return done.stdout.split("\n")[0]
     return ""
@@ -75,7 +80,7 @@ class InductorBackend(CpuBackend):
 
     def probe_compiler(self) -> Availability:
         """Whether graphs can be compiled here: loading needs no compiler, tracing does."""
-        compiler = os.environ.get("CXX", "g++")
+        compiler = _compiler()
         if shutil.which(compiler) is None:
             return Availability(
                 False, f"the C++ compiler {compiler!r} was not found: install g++, set CXX, or use backend='eager'"
@@ -83,7 +88,7 @@ class InductorBackend(CpuBackend):
         return self.probe()
 
     def compiler(self) -> str:
-        return _compiler_version()
+        return _compiler_version(_compiler())
 
     def has_option(self, name: str) -> bool:
         return name in _known_options()

@@ -15,6 +15,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from nxd_infer.checkpoint.storage import LocalStorage, Storage
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.files.one_rank import read_many_files, read_one_file
 from nxd_infer.layout.files.pickles import is_pickle, read_pickle, read_reference_xser, tensors_folder
@@ -34,6 +35,11 @@ def find_reference(root: Path, tag: str | None) -> Path | None:
         return root
     there = [folder for folder in root.iterdir() if _is_whole(folder)] if root.is_dir() else []
     return max(there, key=_saved_at, default=None)
+
+
+def reference_in(storage: Storage, tag: str | None) -> Path | None:
+    """Like :func:`find_reference`; its checkpoints are read from folders of a file system only."""
+    return find_reference(storage.root, tag) if isinstance(storage, LocalStorage) else None
 
 
 def _saved_at(folder: Path) -> tuple[int, str]:

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nxd_infer import native
+from nxd_infer.checkpoint.export import WEIGHTS, consolidate_checkpoint
 from nxd_infer.cli import trace
-from nxd_infer.cli.ckpt import WEIGHTS, consolidate
 from nxd_infer.cli.console import console, duration, spinner, table, verbatim
 from nxd_infer.cli.demo import training
 from nxd_infer.cli.demo.client import Answer, ServerError, stream_completion
 from nxd_infer.cli.demo.training import CHECKPOINTS, MODEL, TOKENS
 from nxd_infer.errors import ArtifactError
-from nxd_infer.recipes.ranks import run_ranks
+from nxd_infer.recipes.rank_processes import run_ranks
 from nxd_infer.util.child_process import ChildProcess, end_all
 from nxd_infer.util.python_command import child_environment, python_module
 from nxd_infer.util.units import size
@@ -123,7 +123,7 @@ def train(directory: Path, seconds: float, tp: int) -> Trained:
     finally:
         console.show_cursor()  # a killed rank leaves it hidden
     (directory / training.MODEL / WEIGHTS).unlink(missing_ok=True)  # from an earlier demo in this directory
-    consolidate(directory / training.CHECKPOINTS, directory / training.MODEL, None, None)
+    consolidate_checkpoint(directory / training.CHECKPOINTS, directory / training.MODEL)
     return training.Trained(**json.loads((directory / training.FIGURES).read_text()))
 
 

@@ -30,7 +30,7 @@ from nxd_infer.context import current_context
 from nxd_infer.recipes.tokenizers import BEGIN, END, train_tokenizer
 from nxd_infer.trainer import NxDModel, TrainingProgress, shutdown
 from nxd_infer.util.devices import HOST
-from nxd_infer.util.processes import die_with_parent
+from nxd_infer.util.this_process import die_with_parent
 from nxd_models.registry import build
 
 CONFIG = {

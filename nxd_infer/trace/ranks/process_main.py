@@ -32,7 +32,7 @@ from nxd_infer.trace.ranks import files as rank_files
 from nxd_infer.trace.ranks import one_rank
 from nxd_infer.trace.ranks.rank_graphs import RankGraphs, value_of
 from nxd_infer.trace.request import TraceRequest, tracing_context
-from nxd_infer.util.processes import die_with_parent
+from nxd_infer.util.this_process import die_with_parent
 
 importing_script = False
 """Whether this process is a rank that is importing its caller's script."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from nxd_infer.artifact.manifest import InputSpec, Manifest
     from nxd_infer.runtime.model import TensorParallelModel
     from nxd_infer.runtime.rank_model import RankModel
-    from nxd_infer.runtime.ranks.base import RankHealth
+    from nxd_infer.runtime.supervisor.protocol import RankHealth
     from nxd_server.engine import Engine, EngineHealth, EngineStats, OneShotEngine, SamplingParams, TextEncoder, Ticket
     from nxd_server.engine.adapter_slots import Adapter, Adapters
     from nxd_server.engine.events import OnEvent

@@ -1,4 +1,4 @@
-"""The controls of an engine for its owner, whatever its steps are: start, close, change weights, health."""
+"""What an engine's owner calls, whatever its steps are: start, close, change weights, health."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from nxd_server.engine.engine_thread import Batcher, EngineThread
 from nxd_server.engine.events import EngineHealth, EngineStats
 from nxd_server.engine.rank_restarts import RankRestarts
 from nxd_server.engine.warmup import Progress
-from nxd_server.engine.weight_gate import WeightGate
 from nxd_server.engine.weight_updates import WeightUpdates
 from nxd_server.errors import summary
 
@@ -18,7 +17,7 @@ EngineT = TypeVar("EngineT", bound="EngineControls")
 
 
 class EngineControls:
-    """Delegates each call to the part responsible; a subclass adds how requests are submitted."""
+    """The public face of ``parts`` and their thread; a subclass adds how requests are submitted."""
 
     def __init__(
         self,
@@ -76,10 +75,6 @@ class EngineControls:
     def capacity(self) -> int:
         """Requests that fit without queueing."""
         return self.parts.queue.capacity
-
-    @property
-    def gate(self) -> WeightGate:
-        return self.parts.gate
 
     @property
     def restarts(self) -> RankRestarts:

@@ -154,7 +154,7 @@ class Engine(EngineControls):
                 ticket.choices.append(choice)
             ticket.open = params.n
             queue.taken(params.n)
-            self.gate.take(ticket.whole, params.n)
+            self.parts.gate.take(ticket.whole, params.n)
             inbox.put(ticket)
         if whole is None:
             ticket.whole.close()

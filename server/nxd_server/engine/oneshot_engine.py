@@ -102,10 +102,10 @@ class OneShotEngine(EngineControls):
         job = Job(tensors, future, rows, now, deadline, convert or dict, whole or WholeRequest())
         with self.parts.lock:
             self.thread.check_open(continuing)
-            if not (continuing and self.gate.wanted):  # the queued requests wait for this one to end
+            if not (continuing and self.parts.gate.wanted):  # the queued requests wait for this one to end
                 queue.check(1)
             queue.taken(1)
-            self.gate.take(job.whole, 1)
+            self.parts.gate.take(job.whole, 1)
             self._batcher.put(job)
         if whole is None:
             job.whole.close()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nxd_server.engine.core.model import NewWeights
 from nxd_server.engine.engine_thread import EngineThread
 from nxd_server.engine.weight_gate import WeightGate
 from nxd_server.errors import EngineUnavailableError, WeightsBusyError, weights_busy
+
+if TYPE_CHECKING:
+    from nxd_infer.runtime.updates.weights import NewWeights
 
 
 class WeightUpdates:

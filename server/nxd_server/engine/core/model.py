@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nxd_infer.artifact.manifest import Manifest
-from nxd_infer.runtime.ranks.base import RankHealth
+from nxd_infer.runtime.supervisor.pending_step import PendingStep
+from nxd_infer.runtime.supervisor.protocol import RankHealth
+
+if TYPE_CHECKING:
+    from nxd_infer.runtime.updates.weights import NewWeights
 
 Tensors = Mapping[str, Any]
 """Tensors by name: torch's or NumPy's, as the model takes them. For a NumPy model an InputBlock is cheapest."""
-
-
-class PendingStep(Protocol):
-    """A step that was given to the ranks, until its outputs are taken."""
-
-    @property
-    def seconds(self) -> float:
-        """Return how long the slowest rank worked on it; call once it is over."""
-        ...
-
-    def result(self, copy: bool = True) -> dict[str, Any]:
-        """Wait for it; return outputs by name. Without ``copy`` they are valid until the next step begins."""
-        ...
-
-
-class NewWeights(Protocol):
-    """Weights that were sharded for every rank and are loaded in none. The owner must close them or pass them on."""
-
-    def close(self) -> None: ...
 
 
 class Model(Protocol):
@@ -83,7 +68,10 @@ class Model(Protocol):
         ...
 
     def cut_weights(self, weights: Any, *, tag: str | None = None) -> NewWeights:
-        """Check weights and shard them for every rank; nothing changes yet, and steps continue. Thread-safe."""
+        """Check weights and shard them for every rank; nothing changes yet, and steps continue. Thread-safe.
+
+        The owner of the result closes it or passes it on to :meth:`update_weights`.
+        """
         ...
 
     def cut_adapter(self, slot: int, folder: str | os.PathLike[str] | None) -> NewWeights:

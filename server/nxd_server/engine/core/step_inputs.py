@@ -14,7 +14,7 @@ import numpy as np
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec
 from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_infer.errors import ModelConfigError
-from nxd_infer.runtime.ranks.arena import InputBlock
+from nxd_infer.runtime.ipc.arena import InputBlock
 from nxd_server.engine.core.scheduler import Row
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.errors import RequestError

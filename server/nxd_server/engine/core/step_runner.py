@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxd_infer.errors import CollectiveError, ModelClosedError, NxdError, RankError
-from nxd_infer.runtime.ranks.arena import InputBlock
-from nxd_server.engine.core.model import Model, PendingStep, Tensors
+from nxd_infer.runtime.ipc.arena import InputBlock
+from nxd_infer.runtime.supervisor.pending_step import PendingStep
+from nxd_server.engine.core.model import Model, Tensors
 from nxd_server.engine.core.step_costs import StepCosts
 
 FATAL = (RankError, CollectiveError, ModelClosedError, ConnectionError)

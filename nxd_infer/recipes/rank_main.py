@@ -1,4 +1,4 @@
-"""The program of one rank: ``python -m nxd_infer.recipes.rank JSON``, which :mod:`~nxd_infer.recipes.launch` starts."""
+"""The program of one rank: ``python -m nxd_infer.recipes.rank_main JSON``. :mod:`.launch` starts it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nxd_infer.errors import NxdError
 from nxd_infer.recipes.launch import Start
 from nxd_infer.recipes.loop import train
 from nxd_infer.recipes.recipe import load
-from nxd_infer.util.processes import die_with_parent, name_process
+from nxd_infer.util.this_process import die_with_parent, name_process
 
 
 def main(text: str) -> None:

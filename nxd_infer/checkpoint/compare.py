@@ -1,22 +1,114 @@
-"""``nxd-infer ckpt diff``: compare two checkpoints of any degrees tensor by tensor, weights and moments."""
+"""Compare two checkpoints of any degrees tensor by tensor, weights and moments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nxd_infer.checkpoint.archive import RunsSource
+from nxd_infer.checkpoint.folder import holds_checkpoint
 from nxd_infer.checkpoint.load_optimizer import classify
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive
-from nxd_infer.layout import DictSource, WeightSource
+from nxd_infer.checkpoint.neuronx.folder import reference_in
+from nxd_infer.checkpoint.open import PathLike, open_archive
+from nxd_infer.checkpoint.storage import storage_of
+from nxd_infer.layout import DictSource, SafetensorsSource, WeightSource
+from nxd_infer.util.progress import Progress, silent
 
 CHUNK = 1 << 22
 """Number of elements compared at a time."""
 Kinds = dict[str, WeightSource]
 """Logical tensors by kind: ``"weights"``, ``"exp_avg"``, ``"master"``, ``"step"``, ..."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one tensor differs: ``problem`` in its name, shape or dtype, the numbers in its values."""
+
+    kind: str
+    name: str
+    problem: str = ""
+    largest: float = 0.0
+    """max |a - b|; infinite if only one of them is finite."""
+    relative: float = 0.0
+    """``largest`` over the largest absolute value of both."""
+    fatal: bool = False
+    """Counts at any tolerance."""
+
+    def exceeds(self, tolerance: float) -> bool:
+        """Whether it counts at this tolerance of ``relative``; another dtype counts at 0 only."""
+        return self.fatal or self.relative > tolerance or bool(self.problem and not tolerance)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of :func:`compare_checkpoints`."""
+
+    places: tuple[str, str]
+    """Where the two lie."""
+    total: int
+    """Number of tensors compared."""
+    differences: list[Difference]
+    """The largest first."""
+    optimizers: tuple[bool, bool]
+    """Whether each has the state of an optimizer."""
+
+
+def compare_checkpoints(
+    first: PathLike,
+    second: PathLike,
+    *,
+    weights_only: bool = False,
+    tags: tuple[str | None, str | None] = (None, None),
+    config: PathLike | None = None,
+    rules: PathLike | None = None,
+    progress: Progress = silent,
+) -> Comparison:
+    """Compare names, shapes, dtypes and values of two checkpoints, with one pair of tensors in memory at a time.
+
+    Args:
+        first, second: as for :func:`~nxd_infer.checkpoint.open.open_archive`, or safetensors with whole weights.
+        weights_only: ignore the optimizers' state.
+        tags: which checkpoint of each. Default: the newest complete one.
+        config, rules: as for :func:`~nxd_infer.checkpoint.open.open_archive`.
+        progress: called as ``progress(stage, done, total)``, a step for each pair of tensors.
+    """
+    kinds: list[Kinds] = []
+    places: list[str] = []
+    for path, tag in zip((first, second), tags, strict=True):
+        weights = None if tag else _plain_weights(path)
+        if weights is not None:
+            places.append(str(path))
+            kinds.append({"weights": weights})
+            continue
+        archive = open_archive(path, tag, ["model"] if weights_only else ["model", "optimizer"], config, rules)
+        places.append(archive.where)
+        kinds.append(logical_tensors(archive, weights_only))
+    total, done = count(*kinds), 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        progress("comparing", done, total)
+
+    found = sorted(
+        differences(kinds[0], kinds[1], advance), key=lambda one: (not one.fatal, -one.relative, one.kind, one.name)
+    )
+    a, b = (bool(one.keys() - {"weights"}) for one in kinds)
+    return Comparison((places[0], places[1]), total, found, (a, b))
+
+
+def _plain_weights(path: PathLike) -> WeightSource | None:
+    """Return unsharded weights if the path has safetensors and no checkpoint, else None."""
+    storage = storage_of(path)
+    if not storage.local or holds_checkpoint(storage) or reference_in(storage, None) is not None:
+        return None
+    there = Path(path)
+    return SafetensorsSource(there) if there.is_file() or any(there.glob("*.safetensors")) else None
 
 
 def logical_tensors(archive: AnyArchive, weights_only: bool = False) -> Kinds:
@@ -34,21 +126,6 @@ def logical_tensors(archive: AnyArchive, weights_only: bool = False) -> Kinds:
         for key in single.get(id(piece), ()):
             numbers.setdefault(key, {}).setdefault(piece.param, piece.file.read(f"{piece.param}|{key}"))
     return found | {key: DictSource(tensors) for key, tensors in numbers.items()}
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How one tensor differs: ``problem`` in its name, shape or dtype, the numbers in its values."""
-
-    kind: str
-    name: str
-    problem: str = ""
-    largest: float = 0.0
-    """max |a - b|; infinite if only one of them is finite."""
-    relative: float = 0.0
-    """``largest`` over the largest absolute value of both."""
-    fatal: bool = False
-    """Counts at any tolerance."""
 
 
 def count(first: Kinds, second: Kinds) -> int:

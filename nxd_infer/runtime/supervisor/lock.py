@@ -7,11 +7,11 @@ import threading
 from contextlib import AbstractContextManager
 
 from nxd_infer.errors import ModelClosedError
-from nxd_infer.runtime.ranks import failures
+from nxd_infer.runtime.supervisor import failures
 
 
-class Turns:
-    """``with turns.take():`` makes the caller the only one. Raises if it would wait for itself, or for a thread that
+class CallLock:
+    """``with lock.take():`` makes the caller the only one. Raises if it would wait for itself, or for a thread that
     does not exist in a forked process.
 
     Returns the lock itself as context manager, so that it is released whatever a signal handler raises.

@@ -1,10 +1,8 @@
-"""The state of other processes, so that an error can say why a peer is late; also: end with the parent, set a name."""
+"""The state of other processes, so that an error can say why a peer is late."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 from pathlib import Path
 from typing import Literal
 
@@ -40,20 +38,3 @@ def process_state(pid: int, start: int = 0) -> Literal["running", "stopped", "en
     if fields[0] in "ZX" or (start and int(fields[19]) != start):
         return "ended"
     return "stopped" if fields[0] in "Tt" else "running"
-
-
-def name_process(name: str) -> None:
-    """Set the name of this process in `ps -e` and `top`: up to 15 bytes."""
-    pr_set_name = 15
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_name, name.encode(), 0, 0, 0)
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when the *thread* that started it ends; exit now if it has.
-
-    ``parent`` is the process id of that thread's process.
-    """
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)

@@ -1,4 +1,4 @@
-"""``nxd-infer ckpt reshard``: rewrite a checkpoint for other degrees, in one process, one tensor at a time."""
+"""Rewrite a checkpoint for other degrees, optimizer included: in one process, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -22,20 +22,84 @@ from nxd_infer.checkpoint.folder import rank_stem
 from nxd_infer.checkpoint.load import data_position, extra_states
 from nxd_infer.checkpoint.load_optimizer import classify, groups_of, read_flat
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive
+from nxd_infer.checkpoint.open import PathLike, open_archive
 from nxd_infer.checkpoint.save import wait_for_ranks
-from nxd_infer.checkpoint.storage import Storage
-from nxd_infer.cli.stages import stages_of
+from nxd_infer.checkpoint.stages_by_name import stages_of
+from nxd_infer.checkpoint.storage import LocalStorage, Storage, storage_of
 from nxd_infer.context import AXES, ParallelContext, make_context
-from nxd_infer.errors import CheckpointError
+from nxd_infer.errors import CheckpointError, ParallelConfigError
 from nxd_infer.layout import ParamLayout, owned_blocks, shard_tensor
 from nxd_infer.layout.describe import describe_plans
 from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.layout.files.values import pack
 from nxd_infer.modules.lora.peft import SUBFOLDER
 from nxd_infer.optimizer.sharded_files import FORMAT, NAMES, stem
+from nxd_infer.util.options import whole_number
+from nxd_infer.util.progress import Progress, silent
 from nxd_infer.util.reading import sha256_of
 
 Read = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Resharded:
+    """The result of :func:`reshard_checkpoint`."""
+
+    where: str
+    tensors: int
+    """Number of tensors written."""
+    before: dict[str, int]
+    """The degrees of the checkpoint that was read, by axis."""
+    degrees: dict[str, int]
+    """Those of the new one."""
+    notes: tuple[str, ...]
+    """What was left out and why; a sentence each."""
+
+
+def reshard_checkpoint(
+    path: PathLike,
+    out: PathLike,
+    *,
+    tp: int,
+    dp: int | None = None,
+    pp: int = 1,
+    cuts: Sequence[str] | None = None,
+    tag: str | None = None,
+    config: PathLike | None = None,
+    rules: PathLike | None = None,
+    progress: Progress = silent,
+) -> Resharded:
+    """Write a checkpoint into the folder ``out`` as a job of other degrees would have saved it, all or nothing.
+
+    Args:
+        path, tag, config, rules: the checkpoint; see :func:`~nxd_infer.checkpoint.open.open_archive`.
+        out: another folder of checkpoints, or the URL of one.
+        tp, dp, pp: the new degrees. ``dp`` None: unchanged.
+        cuts: the last layers of all pipeline stages but the last. Default: balanced by the size of the matrices.
+        progress: called as ``progress(stage, done, total)``, a step for each tensor.
+
+    Raises CheckpointError if the checkpoint does not fit other degrees or ``out`` already has one of its tag, and
+    ParallelConfigError for a degree below 1, or cuts that are not layers.
+    """
+    for axis, degree in (("tp", tp), ("pp", pp), *([] if dp is None else [("dp", dp)])):
+        whole_number(axis, degree, ParallelConfigError, 1)
+    archive = open_archive(path, tag, config=config, rules=rules)
+    storage = storage_of(out)
+    taken = (Path(path).resolve(), Path(archive.where).resolve())
+    if isinstance(storage, LocalStorage) and storage.root.resolve() in taken:
+        raise CheckpointError(f"{out} is the folder of the checkpoint itself; write to another one")
+    work = Resharding(archive, tp, dp, pp, cuts)
+    name = archive.checkpoint.tag if isinstance(archive, Archive) else Path(archive.where).name
+    stage, done = f"writing {storage.where()}", 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        progress(stage, done, work.steps)
+
+    work.write(storage, name, advance)
+    degrees = {"tp": work.tp, "pp": work.pp, "dp": work.dp}
+    return Resharded(storage.where(name), work.steps, dict(archive.degrees), degrees, tuple(work.notes))
 
 
 @dataclass
@@ -51,7 +115,7 @@ class Part:
 class Resharding:
     """A checkpoint resharded for ``tp`` x ``pp`` x ``dp`` ranks; ``dp`` None keeps the degree.
 
-    ``cuts``: see :func:`~nxd_infer.cli.stages.stages_of`.
+    ``cuts``: see :func:`~nxd_infer.checkpoint.stages_by_name.stages_of`.
     """
 
     def __init__(

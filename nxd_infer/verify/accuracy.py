@@ -1,11 +1,12 @@
 """Measure the accuracy lost to rounded weights: the model with quantized weights against the model with its own.
 
-Both run eagerly and unsharded. ``verify`` checks that the artifact equals the model with quantized weights.
+Both run eagerly and unsharded. :mod:`.artifact` checks that the artifact equals the model with quantized weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.backends import registry as backends
 from nxd_infer.backends.base import Quantization
 from nxd_infer.backends.quantization import quantization_of
-from nxd_infer.cli.console import console
-from nxd_infer.cli.demo.corpus import split
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout import TensorLayout, shard_tensor
+from nxd_infer.layout.sources import WrappedSource
 from nxd_models import registry
 from nxd_models.hf import weights as hf
 from nxd_server.text.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ def quantization(manifest: Manifest) -> Quantization | None:
     return quantization_of(manifest, backends.get(manifest.backend))
 
 
-class RoundedSource:
+class RoundedSource(WrappedSource):
     """Logical weights as the ranks of an artifact use them: each rank quantizes its own shard."""
 
     def __init__(self, manifest: Manifest, source: Any):
@@ -51,15 +51,6 @@ class RoundedSource:
                     for name in layout.names:
                         self._parts.setdefault(name, []).append((layout, spec.torch_dtype))
 
-    def keys(self) -> Iterable[str]:
-        return self._source.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._source.dtype(name)
-
     def read(self, name: str, slices: Any = None) -> Tensor:
         if self._form is None or name not in self._parts:
             return self._source.read(name, slices)
@@ -72,11 +63,38 @@ class RoundedSource:
         return whole if slices is None else whole[slices]
 
 
+@dataclass(frozen=True)
+class TextAccuracy:
+    """How far the logits of a generating model with rounded weights are from its own, over a text."""
+
+    tokens: int
+    of_text: bool
+    """False: over random tokens."""
+    largest: float
+    """max |rounded - own|"""
+    mean: float
+    scale: float
+    """max |own|"""
+    same: int
+    """Tokens after which both find the same next one likeliest."""
+    perplexity: tuple[float, float] | None
+    """The model's own and that of the rounded weights; None over random tokens."""
+
+
+@dataclass(frozen=True)
+class OutputAccuracy:
+    """How far the outputs of a model with rounded weights are from its own: as in TextAccuracy."""
+
+    largest: float
+    mean: float
+    scale: float
+
+
 @torch.no_grad()
-def report_text(artifact: LoadedArtifact, model_dir: Path, weights: Any, seed: int, form: Quantization) -> None:
-    """Print how far the logits are from those with the original ``weights``, over a text or random tokens."""
+def of_text(artifact: LoadedArtifact, model_dir: Path, weights: Any, text: str, seed: int) -> TextAccuracy:
+    """Compare the logits with those of the original ``weights`` over ``text``, or over random tokens."""
     meta = artifact.manifest.metadata
-    ids, what = _tokens(artifact, min(TOKENS, meta["max_len"]), meta["vocab_size"], seed)
+    ids, of_text = _tokens(artifact, text, min(TOKENS, meta["max_len"]), meta["vocab_size"], seed)
     with torch.device("meta"):
         model = registry.build(model_dir, "generate", dtype_of(meta["dtype"]))
     hf.load(model, weights).eval()
@@ -84,38 +102,38 @@ def report_text(artifact: LoadedArtifact, model_dir: Path, weights: Any, seed: i
     hf.load(model, RoundedSource(artifact.manifest, hf.named_weights(model, weights)))
     rounded = model(ids[None])[0].float()
     difference = (rounded - own).abs()
-    agree = int((rounded.argmax(-1) == own.argmax(-1)).sum())
-    console.print(f"{form.name} weights against the model's own, over {len(ids)} {what}:", markup=False)
-    console.print(f"  logits       differ by {difference.max():.3g} at most, {difference.mean():.2g} on average")
-    console.print(f"               (the largest is {own.abs().max():.3g})")
-    console.print(f"  next tokens  {agree} of {len(ids)} are the same, taking the likeliest ({agree / len(ids):.1%})")
-    if what != RANDOM:
-        before, after = (float(F.cross_entropy(x[:-1], ids[1:]).exp()) for x in (own, rounded))
-        console.print(f"  perplexity   {after:.4g}, the model's own {before:.4g} ({after / before - 1:+.2%})")
+    return TextAccuracy(
+        tokens=len(ids),
+        of_text=of_text,
+        largest=float(difference.max()),
+        mean=float(difference.mean()),
+        scale=float(own.abs().max()),
+        same=int((rounded.argmax(-1) == own.argmax(-1)).sum()),
+        perplexity=(_perplexity(own, ids), _perplexity(rounded, ids)) if of_text else None,
+    )
 
 
-RANDOM = "random tokens"
+def _perplexity(logits: Tensor, ids: Tensor) -> float:
+    return float(F.cross_entropy(logits[:-1], ids[1:]).exp())
 
 
-def _tokens(artifact: LoadedArtifact, count: int, vocabulary: int, seed: int) -> tuple[Tensor, str]:
-    """Return ids [n], n at most ``count``, and their description; random ids without a usable tokenizer."""
+def _tokens(artifact: LoadedArtifact, text: str, count: int, vocabulary: int, seed: int) -> tuple[Tensor, bool]:
+    """Return ids [n], n at most ``count``, and whether they are the text's; random ids without a usable tokenizer."""
     try:
-        ids = Tokenizer.from_dir(artifact).encode(split()[1][0])[:count]
+        ids = Tokenizer.from_dir(artifact).encode(text)[:count] if text else []
     except (ModelConfigError, ModuleNotFoundError):
         ids = []
     if len(ids) > 1 and max(ids) < vocabulary:
-        return torch.tensor(ids), "tokens of Python's language reference"
-    return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(seed)), RANDOM
+        return torch.tensor(ids), True
+    return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(seed)), False
 
 
 @torch.no_grad()
-def report_outputs(own: nn.Module, seen: Sequence[tuple[Outputs, Outputs]], form: Quantization) -> None:
-    """Print how far the artifact's outputs for the ``seen`` inputs are from those of ``own``."""
+def of_outputs(own: nn.Module, seen: Sequence[tuple[Outputs, Outputs]]) -> OutputAccuracy:
+    """Compare the artifact's outputs for the ``seen`` inputs with those of ``own``."""
     pairs = [(ours[name].double(), out.double()) for inputs, ours in seen for name, out in own(**inputs).items()]
-    largest = max(float((a - b).abs().max()) for a, b in pairs)
-    mean = float(torch.cat([(a - b).abs().flatten() for a, b in pairs]).mean())
-    scale = max(float(b.abs().max()) for _, b in pairs)
-    console.print(
-        f"{form.name} weights against the model's own: outputs differ by {largest:.3g} at most, {mean:.2g} on "
-        f"average (the largest is {scale:.3g})"
+    return OutputAccuracy(
+        largest=max(float((a - b).abs().max()) for a, b in pairs),
+        mean=float(torch.cat([(a - b).abs().flatten() for a, b in pairs]).mean()),
+        scale=max(float(b.abs().max()) for _, b in pairs),
     )

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bench.processes import Group, Peak, tree
+from bench.process_groups import Group, Peak, tree
 from tests.processes import wait_until
 
 pytestmark = pytest.mark.check

@@ -19,12 +19,12 @@ from nxd_infer.comm.distributed import join_on_this_host
 from nxd_infer.comm.shm import ShmCollectives
 from nxd_infer.context import ParallelContext, make_context, set_default_context
 from nxd_infer.errors import ArtifactCorruptError
+from nxd_infer.runtime.ipc.arena import Arena
+from nxd_infer.runtime.ipc.channel import Channel, Kind
 from nxd_infer.runtime.load import load_artifact
-from nxd_infer.runtime.rank.config import RankConfig
-from nxd_infer.runtime.rank.handover import Handover
-from nxd_infer.runtime.rank.rank import Rank, Runtime
-from nxd_infer.runtime.ranks.arena import Arena
-from nxd_infer.runtime.ranks.channel import Channel, Kind
+from nxd_infer.runtime.rank_process.config import RankConfig
+from nxd_infer.runtime.rank_process.handover import Handover
+from nxd_infer.runtime.rank_process.rank import Rank, Runtime
 
 
 def run(config: RankConfig) -> int:

@@ -1,7 +1,7 @@
 """How pipeline stages follow one another: a rank begins a step when the rank in its place of the stage before is done.
 
 Each pair of such ranks shares an eventfd that counts finished steps. Every rank runs all steps in the same order, so a
-count is enough. What is handed on is in the arena by then (``ranks/arena.py``). Nothing flows back: a side of the arena
+count is enough. What is handed on is in the arena by then (``ipc/arena.py``). Nothing flows back: a side of the arena
 is used again only after all ranks have finished the step there.
 """
 
@@ -12,7 +12,7 @@ import select
 import time
 
 from nxd_infer.errors import CollectiveTimeoutError
-from nxd_infer.runtime.ranks.channel import AWAKE_SECONDS
+from nxd_infer.runtime.ipc.channel import AWAKE_SECONDS
 
 FLAGS = os.EFD_CLOEXEC | os.EFD_NONBLOCK | os.EFD_SEMAPHORE
 

@@ -24,14 +24,14 @@ from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.backends import registry
 from nxd_infer.comm.shm import create_segment, read_counters
 from nxd_infer.errors import BackendUnavailableError, ModelClosedError, RankStartError
-from nxd_infer.runtime.rank.config import RankConfig
-from nxd_infer.runtime.rank.handover import FLAGS
-from nxd_infer.runtime.ranks.arena import Arena, arena_layout, create_arena
-from nxd_infer.runtime.ranks.channel import Channel
-from nxd_infer.runtime.ranks.cores import choose_cores, release_cores
-from nxd_infer.runtime.ranks.failures import ending
+from nxd_infer.runtime.ipc.arena import Arena, arena_layout, create_arena
+from nxd_infer.runtime.ipc.channel import Channel
+from nxd_infer.runtime.rank_process.config import RankConfig
+from nxd_infer.runtime.rank_process.handover import FLAGS
+from nxd_infer.runtime.supervisor.cores import choose_cores, release_cores
+from nxd_infer.runtime.supervisor.failures import ending
 from nxd_infer.util.child_process import ChildProcess
-from nxd_infer.util.processes import process_state
+from nxd_infer.util.process_state import process_state
 from nxd_infer.util.python_command import child_environment, python_module
 
 _TAIL = 16 << 10
@@ -253,7 +253,7 @@ class RankProcesses:
             rendezvous=f"{links.directory}/rendezvous",
         )
         environment = child_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(self.threads))
-        command = python_module("nxd_infer.runtime.rank.main", "rank", str(rank), "--config", config.to_json())
+        command = python_module("nxd_infer.runtime.rank_process.main", "rank", str(rank), "--config", config.to_json())
         try:
             with self._going():
                 process = ChildProcess(

@@ -1,8 +1,8 @@
-"""A rank process: ``python -m nxd_infer.runtime.rank.main rank N --config JSON``. Started only by the supervisor.
+"""A rank process: ``python -m nxd_infer.runtime.rank_process.main rank N --config JSON``.
 
-It dies with its parent (PDEATHSIG), sets its cores and threads, imports what it needs, and then handles records: read
-one, run, write the outputs (rank 0), answer (``loop.py``). The first record makes it load its rank of the artifact,
-whose files have been verified by then. It never unpickles anything.
+Started only by the supervisor. It dies with its parent (PDEATHSIG), sets its cores and threads, imports what it needs,
+and then handles records: read one, run, write the outputs (rank 0), answer (``loop.py``). The first record makes it
+load its rank of the artifact, whose files have been verified by then. It never unpickles anything.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import os
 import signal
 import sys
 
-from nxd_infer.runtime.rank.config import RankConfig
-from nxd_infer.util.processes import die_with_parent, name_process
+from nxd_infer.runtime.rank_process.config import RankConfig
+from nxd_infer.util.this_process import die_with_parent, name_process
 
 
 def main(arguments: list[str]) -> int:
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     if config.crew:
         _settle_openmp(config.cores)
     gc.disable()  # imported objects stay, and scanning them takes an eighth of the import
-    from nxd_infer.runtime.rank import loop  # slow: torch, which reads the settings above
+    from nxd_infer.runtime.rank_process import loop  # slow: torch, which reads the settings above
 
     return loop.run(config)
 

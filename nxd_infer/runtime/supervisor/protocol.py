@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nxd_infer.runtime.ranks.channel import Kind
+from nxd_infer.runtime.ipc.channel import Kind
 
 
 @dataclass(frozen=True)

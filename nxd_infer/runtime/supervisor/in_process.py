@@ -13,10 +13,10 @@ from nxd_infer.artifact.manifest import TensorSpec
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.context import LOCAL
 from nxd_infer.errors import ModelClosedError
-from nxd_infer.runtime.rank.rank import Rank, Runtime
-from nxd_infer.runtime.ranks import failures
-from nxd_infer.runtime.ranks.base import RankHealth
-from nxd_infer.runtime.ranks.channel import Kind
+from nxd_infer.runtime.ipc.channel import Kind
+from nxd_infer.runtime.rank_process.rank import Rank, Runtime
+from nxd_infer.runtime.supervisor import failures
+from nxd_infer.runtime.supervisor.protocol import RankHealth
 
 
 @dataclass

@@ -18,11 +18,11 @@ from typing import NoReturn
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.artifact.verified import stamps_file
 from nxd_infer.errors import ModelClosedError, NxdError
-from nxd_infer.runtime.ranks import failures
-from nxd_infer.runtime.ranks.arena import Arena, Side
-from nxd_infer.runtime.ranks.base import RankHealth
-from nxd_infer.runtime.ranks.channel import Answers, ChannelClosed, Kind, Request
-from nxd_infer.runtime.ranks.processes import RankProcesses
+from nxd_infer.runtime.ipc.arena import Arena, Side
+from nxd_infer.runtime.ipc.channel import Answers, ChannelClosed, Kind, Request
+from nxd_infer.runtime.supervisor import failures
+from nxd_infer.runtime.supervisor.protocol import RankHealth
+from nxd_infer.runtime.supervisor.rank_processes import RankProcesses
 from nxd_infer.runtime.time_bounds import Bounds
 
 _GRACE = 0.5

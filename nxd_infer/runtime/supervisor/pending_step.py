@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import StepsPendingError
-from nxd_infer.runtime.ranks.arena import Side
-from nxd_infer.runtime.ranks.lock import Turns
+from nxd_infer.runtime.ipc.arena import Side
+from nxd_infer.runtime.supervisor.lock import CallLock
 from nxd_infer.runtime.time_bounds import Bounds
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from nxd_infer.runtime.ranks.base import Ranks
+    from nxd_infer.runtime.supervisor.protocol import Ranks
 
 
 def free_side(ranks: Ranks) -> tuple[int, Any]:
@@ -29,8 +29,8 @@ def free_side(ranks: Ranks) -> tuple[int, Any]:
 class PendingStep:
     """A step that was given to the ranks. A caller that drops it discards the outputs."""
 
-    def __init__(self, ranks: Ranks, turn: Turns, side: Side, bucket: int, bounds: Bounds):
-        self._ranks, self._turn, self._side, self._exchange = ranks, turn, side, side.last
+    def __init__(self, ranks: Ranks, lock: CallLock, side: Side, bucket: int, bounds: Bounds):
+        self._ranks, self._lock, self._side, self._exchange = ranks, lock, side, side.last
         self._outputs, self._bucket, self._bounds = side.output_arrays[bucket], bucket, bounds
         side.taken = True
 
@@ -46,7 +46,7 @@ class PendingStep:
         Raises what ``run_bucket`` raises if ranks fail, in this step or an earlier one, and StepsPendingError if the
         outputs were already taken, or a wait for them was interrupted.
         """
-        with self._turn.take():
+        with self._lock.take():
             return self.take(copy)
 
     def take(self, copy: bool) -> dict[str, np.ndarray]:

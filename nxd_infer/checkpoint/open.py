@@ -1,0 +1,71 @@
+"""Open a stored checkpoint outside of a job: ours or the reference's, with the layouts of all its tensors.
+
+What works on stored checkpoints (:mod:`.reshard`, :mod:`.export`, :mod:`.compare`) starts here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from nxd_infer.checkpoint.archive import Archive
+from nxd_infer.checkpoint.folder import find_checkpoint, holds_checkpoint
+from nxd_infer.checkpoint.neuronx.archive import AnyArchive, ReferenceArchive, one_by_one, open_reference
+from nxd_infer.checkpoint.neuronx.folder import reference_in
+from nxd_infer.checkpoint.neuronx.layouts import infer_layouts, read_rules
+from nxd_infer.checkpoint.neuronx.optimum import layouts_of, metadata_files
+from nxd_infer.checkpoint.storage import LocalStorage, storage_of
+from nxd_infer.layout import ParamLayout, weight_layout
+from nxd_models import registry
+
+PathLike = str | os.PathLike[str]
+
+
+def open_archive(
+    path: PathLike,
+    tag: str | None = None,
+    kinds: Iterable[str] = ("model", "optimizer", "values"),
+    config: PathLike | None = None,
+    rules: PathLike | None = None,
+) -> AnyArchive:
+    """Open a checkpoint, whose files of ``kinds`` are verified by their checksums before use.
+
+    Args:
+        path: a folder of ``save_checkpoint``, one checkpoint in it, or a folder that the reference wrote.
+        tag: which checkpoint. Default: the newest complete one.
+        kinds: ``"model"``, ``"optimizer"`` and ``"values"`` (all that are not tensors of one of these).
+        config, rules: for the reference's files, which do not say how a tensor was sharded: the directory of the
+            model, with its ``config.json``; a JSON file of sharded dimensions, such as ``{"*.o_proj.weight": 1}``.
+
+    Raises CheckpointError if there is no such checkpoint, a file is damaged (by name), or layouts are unknown.
+    """
+    theirs = open_if_reference(path, tag)
+    if theirs is None:
+        archive = Archive(find_checkpoint(storage_of(path), tag))
+        archive.verify(kinds)
+        return archive
+    if tables := metadata_files(Path(theirs.where)):
+        theirs.know(layouts_of(theirs, tables))
+        return theirs
+    known = _layouts(config) if config is not None else {}
+    theirs.know({**infer_layouts(theirs, read_rules(Path(rules)) if rules is not None else None, known), **known})
+    return theirs
+
+
+def open_if_reference(path: PathLike, tag: str | None = None) -> ReferenceArchive | None:
+    """Return the reference's checkpoint at ``path``, whose layouts are not known yet; None if it is ours."""
+    storage = storage_of(path)
+    if holds_checkpoint(storage, tag) or reference_in(storage, tag) is None:
+        return None
+    assert isinstance(storage, LocalStorage)
+    return open_reference(storage.root, tag)
+
+
+def _layouts(config: PathLike) -> dict[str, ParamLayout]:
+    """Return the layouts of the parameters of a Hugging Face directory's model, under each of their names."""
+    with torch.device("meta"):
+        layouts = weight_layout(registry.build(config))
+    return {**one_by_one(layouts), **layouts}

@@ -1,0 +1,193 @@
+"""Compare a traced artifact with the unsharded eager model, bucket by bucket.
+
+An artifact with rounded weights is compared with a model of these, which it should equal; the loss of
+accuracy is measured separately.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_infer import trace
+from nxd_infer.artifact.manifest import Manifest, dtype_of
+from nxd_infer.backends.base import Quantization
+from nxd_infer.checkpoint.source import weight_source
+from nxd_infer.errors import ArtifactError
+from nxd_infer.util.progress import Progress, silent
+from nxd_infer.verify import accuracy
+from nxd_infer.verify.cases import Tensors, full_inputs, generation_cases, one_shot_cases
+from nxd_models import registry
+from nxd_models.hf import weights as hf
+from nxd_models.serving import tasks
+from nxd_server.engine.classifier_scores import probabilities, scores_of
+
+TOLERANCES = {"float32": 1e-4, "float64": 1e-8, "bfloat16": 3e-2, "float16": 1e-2}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One bucket's verdict."""
+
+    bucket: str
+    difference: float
+    """max|a - b| / max|b| over the floating-point outputs that do not depend on how ties are broken."""
+    agreement: str
+    """How many of the integer outputs are equal; "" if there are none."""
+    ok: bool
+
+
+def relative(ours: Tensor, reference: Tensor) -> float:
+    """Return max|a - b| / max|b|; infinite if only one of them is finite somewhere."""
+    a, b = ours.double(), reference.double()
+    if not torch.equal(torch.isfinite(a), torch.isfinite(b)):
+        return float("inf")
+    finite = torch.isfinite(b)
+    a, b = a[finite], b[finite]
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) if b.numel() else 0.0
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of :func:`verify_artifact`."""
+
+    manifest: Manifest
+    rows: list[Row]
+    """One per bucket."""
+    tolerance: float
+    rounded: Quantization | None
+    """The form of the artifact's rounded weights, if it has any."""
+    accuracy: accuracy.TextAccuracy | accuracy.OutputAccuracy | None
+    """What is lost by rounding them; None if none are."""
+
+    @property
+    def failed(self) -> list[str]:
+        """The buckets beyond the tolerance."""
+        return [row.bucket for row in self.rows if not row.ok]
+
+
+@torch.no_grad()
+def verify_artifact(
+    artifact: str | os.PathLike[str],
+    model_dir: str | os.PathLike[str],
+    *,
+    tolerance: float | None = None,
+    seed: int = 0,
+    checkpoint: str | None = None,
+    tag: str | None = None,
+    allow_kernel: bool = True,
+    text: str = "",
+    progress: Progress = silent,
+) -> Verification:
+    """Compare an artifact that ``nxd-infer trace`` wrote with the model that it was traced from, on random inputs.
+
+    Args:
+        artifact: is loaded, and each of its buckets run.
+        model_dir: the Hugging Face directory of the model, whose weights it is compared with.
+        tolerance: largest ``max|a-b| / max|b|`` of the outputs to accept. Default: by the dtype (``TOLERANCES``).
+        seed: of the inputs.
+        checkpoint, tag: take the weights of this training checkpoint instead, as for ``trace``.
+        allow_kernel: False rejects an artifact that chooses its buckets with its own code.
+        text: over which logits are compared if a generating model's weights are rounded. Default: random tokens.
+        progress: called as ``progress(stage, done, total)``, a step for each bucket.
+
+    Raises ArtifactError for an artifact without a model directory to rebuild it from, WeightMismatchError for another
+    model's directory.
+    """
+    model_dir = Path(model_dir)
+    rows: list[Row] = []
+    with trace.parallel_model_load(str(artifact), allow_kernel=allow_kernel) as model:
+        manifest = model.manifest
+        weights = hf.weights(model_dir) if checkpoint is None else weight_source(checkpoint, tag)
+        eager = reference_of(manifest, model_dir, weights)()
+        limit = TOLERANCES[manifest.metadata["dtype"]] if tolerance is None else tolerance
+        generates, classifies = (manifest.metadata["task"] == task for task in ("generate", "classify"))
+        cases = generation_cases if generates else one_shot_cases
+        config = registry.load_config(model_dir, manifest.metadata.get("model_impl")).config
+        seen: list[tuple[Tensors, Tensors]] = []
+        for bucket, steps in cases(manifest, torch.Generator().manual_seed(seed)):
+            progress("comparing", len(rows), len(manifest.buckets), bucket)
+            ours: Tensors = {}
+            reference: Any = {}
+            for name, inputs in steps:
+                ours = model.run_bucket(name, inputs)
+                filled = full_inputs(manifest.bucket(name), inputs)
+                reference = eager(**filled)
+                seen.append((filled, ours))
+            if classifies and isinstance(config, registry.EncoderConfig):
+                ours = answered(ours, scores_of(manifest.metadata))
+                reference = answered(reference, config.scores)
+            rows.append(compare(bucket, ours, reference, limit))
+        progress("comparing", len(rows), len(manifest.buckets), "")
+    form = accuracy.quantization(manifest)
+    lost: accuracy.TextAccuracy | accuracy.OutputAccuracy | None = None
+    if form and generates:
+        del eager
+        lost = accuracy.of_text(model.artifact, model_dir, weights, text, seed)
+    elif form:
+        lost = accuracy.of_outputs(hf.load(eager, weights), seen)
+    return Verification(manifest, rows, limit, form, lost)
+
+
+def compare(bucket: str, ours: Tensors, reference: Tensors, tolerance: float) -> Row:
+    """Compare outputs: floating-point within the tolerance; a sampled token may differ only between near ties."""
+    if "top_logprobs" not in reference:
+        difference = max(relative(ours[name], reference[name]) for name in reference)
+        return Row(bucket, difference, "", difference <= tolerance)
+    top, token = reference["top_logprobs"].flatten(0, 1), reference["token"].flatten()
+    difference = relative(ours["top_logprobs"].flatten(0, 1), top)
+    same = ours["token"].flatten() == token
+    near_tie = (top[:, 0] - top[:, 1]) <= tolerance * top.abs().max()
+    return Row(
+        bucket,
+        difference,
+        f"{int(same.sum())} of {same.numel()} tokens",
+        difference <= tolerance and bool((same | near_tie).all()),
+    )
+
+
+def answered(outputs: Tensors, scores: str) -> Tensors:
+    """Return a classifier's outputs and the scores that a client would get."""
+    probs = probabilities(outputs["logits"], scores)
+    return {**outputs, "scores": outputs["logits"] if probs is None else probs}
+
+
+def reference_of(manifest: Any, model_dir: Path, weights: Any) -> Callable[[], torch.nn.Module]:
+    """Return a function that builds the unsharded eager module which the artifact should equal: states empty,
+    ``weights`` quantized like the artifact's.
+    """
+    meta = manifest.metadata
+    if meta.get("task") not in registry.TASKS:
+        raise ArtifactError(
+            "verify compares artifacts that `nxd-infer trace` wrote; this one has "
+            f"task = {meta.get('task')!r}, so there is no model directory to rebuild it from"
+        )
+    options: dict[str, Any] = {}
+    if meta["task"] == "generate":
+        options = {"slots": meta["slots"], "bias_slots": meta["bias_slots"], "speculate": meta.get("speculate", 0)}
+        options |= {f"lora_{name}": value for name, value in meta.get("lora", {}).items()}
+    if meta["task"] == "embed":
+        options = {"pooling": meta["pooling"], "normalize": meta["normalize"]}
+    plan = tasks.plan(
+        model_dir,
+        task=meta["task"],
+        model_impl=meta.get("model_impl"),
+        batch_sizes=meta["batch_sizes"],
+        prompt_buckets=meta.get("prompt_buckets") or meta["length_buckets"],
+        max_len=meta["max_len"],
+        dtype=dtype_of(meta["dtype"]),
+        **options,
+    )
+
+    def make() -> torch.nn.Module:
+        module = plan.func(**plan.func_kwargs)
+        source = hf.named_weights(module, weights)
+        return hf.load(module, accuracy.RoundedSource(manifest, source)).eval()
+
+    return make
