@@ -63,13 +63,18 @@ def join_launched_world(timeout: float) -> None:
         ) from error
 
 
-def _backend_of_the_devices() -> str:
+def refuse_xla_devices() -> None:
+    """Raise NotInitializedError if torch_xla is set to other devices than the CPU: ranks would not train there."""
     device = os.environ.get("PJRT_DEVICE", "CPU")  # set by torch_xla on import
     if device != "CPU":
         raise NotInitializedError(
             f"PJRT_DEVICE={device}: training over XLA devices is not supported yet; set PJRT_DEVICE=CPU to train on "
             "the CPU, or call torch.distributed.init_process_group() yourself"
         )
+
+
+def _backend_of_the_devices() -> str:
+    refuse_xla_devices()
     if not torch.cuda.is_available() or not dist.is_nccl_available():
         return "gloo"
     name = "LOCAL_RANK" if "LOCAL_RANK" in os.environ else "RANK"
