@@ -24,18 +24,17 @@ from nxd_infer.context import current_context
 from nxd_infer.errors import RecipeError
 from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.parallel_layers.grads import Share, counted_spans, total_norm
-from nxd_infer.recipes.batches import Batches
+from nxd_infer.recipes.batches import Batches, sizes_of
 from nxd_infer.recipes.data.rows import Pairs
 from nxd_infer.recipes.experiment import PREPARED, Keeper, Patience, checkpoint_name, log_dir_of, root_of, write_recipe
 from nxd_infer.recipes.job import Job, begin_of, load_begin, make_job
 from nxd_infer.recipes.logs import Logs
 from nxd_infer.recipes.models import CONFIG, obstacles
-from nxd_infer.recipes.plan import flops_per_step
 from nxd_infer.recipes.prepare import Prepared, is_pretraining, prepare
 from nxd_infer.recipes.recipe import Loaded, data_parallel_size, microbatches, seq_length, time_limit, world_size
 from nxd_infer.recipes.reference import add_reference
 from nxd_infer.recipes.samples import sample
-from nxd_infer.recipes.speed import matmul_peak
+from nxd_infer.recipes.speed import Speed, Step
 from nxd_infer.trainer import (
     ResumableLoader,
     TrainingProgress,
@@ -46,7 +45,7 @@ from nxd_infer.trainer import (
 )
 from nxd_infer.trainer.shutdown import shutdown
 from nxd_infer.trainer.tensorboard import is_rank_zero
-from nxd_infer.util.devices import HOST, transport_device
+from nxd_infer.util.devices import transport_device
 
 MODEL = "model"
 """The folder beside a job's checkpoints with its configuration and tokenizer: what a trace takes."""
@@ -134,8 +133,7 @@ class Training:
         self.batches = Batches(type(self._plain()).forward, self.context, self.parts, pairs=self.pairs, whole=pipelined)
         self.logs = Logs(recipe.exp_manager, self.log_dir, self.step)
         raw = json.loads((prepared.model / CONFIG).read_text())
-        self.flops = flops_per_step(recipe, raw, self._count_parameters())
-        self.peak = matmul_peak() if self.device.type == HOST.type and is_rank_zero() else math.nan
+        self.speed = Speed(self.job.model, raw, self.job.kinds.products, world_size(recipe))
 
     # --- beginning --------------------------------------------------------------------------------------
 
@@ -149,12 +147,6 @@ class Training:
     def _plain(self) -> torch.nn.Module:
         module = self.job.model.local_module()
         return module.get_base_model() if isinstance(module, LoRAModel) else module
-
-    def _count_parameters(self) -> float:
-        context = self.context
-        own = sum(p.numel() for p in self.job.model.parameters())
-        found = torch.tensor([float(own)], dtype=torch.float64, device=transport_device())
-        return float(comm.all_reduce(comm.all_reduce(found, context, "tp"), context, "pp"))
 
     def _resume(self) -> None:
         job = self.job
@@ -183,9 +175,9 @@ class Training:
         with self._progress(total) as progress:
             while not done:
                 for batch in self.loader:
-                    loss, seconds, tokens = self.train_step(batch)
-                    progress.step(loss, tokens=tokens)
-                    self._log_step(loss, seconds, tokens)
+                    taken = self.train_step(batch)
+                    progress.step(taken.loss, tokens=int(taken.tokens))
+                    self._log_step(taken)
                     done = bool(self.steps) and self.step >= self.steps
                     done = done or self._any(time.monotonic() > deadline)
                     validated = self._validates()
@@ -212,21 +204,22 @@ class Training:
             progress.close()
         return progress
 
-    def train_step(self, batch: dict[str, Tensor]) -> tuple[Tensor, float, int]:
-        """Train on this rank's rows of a step; return the loss over all ranks, seconds, and tokens of all ranks."""
+    def train_step(self, batch: dict[str, Tensor]) -> Step:
+        """Train on this rank's rows of a step."""
         begin = time.perf_counter()
         model, optimizer = self.job.model, self.job.optimizer
         losses = []
-        tokens = 0
         for part in self.batches.prepared(batch, self.device):
             with self._autocast():
                 losses.append(model.run_train(**part))
-            tokens += part["input_ids"].numel()
         optimizer.step()
         optimizer.zero_grad()
         self.job.scheduler.step()
         self.step += 1
-        return self._mean(torch.stack(losses).sum()), time.perf_counter() - begin, tokens * self.dp
+        loss = torch.stack(losses).sum().double()
+        totals = torch.cat([loss[None] / self.dp, sizes_of(batch).to(loss.device)])
+        loss, tokens, squares = comm.all_reduce(totals, self.context, "dp").unbind()
+        return Step(loss, time.perf_counter() - begin, tokens, squares)
 
     @contextlib.contextmanager
     def _autocast(self) -> Iterator[None]:
@@ -250,26 +243,26 @@ class Training:
 
     # --- numbers ----------------------------------------------------------------------------------------
 
-    def _log_step(self, loss: Tensor, seconds: float, tokens: int) -> None:
+    def _log_step(self, taken: Step) -> None:
         manager = self.recipe.exp_manager
         self.metrics |= {"step": self.step, "consumed_samples": self.step * self.recipe.data.global_batch_size}
         if self.step % self.recipe.trainer.log_every_n_steps and not self._keeps_by_loss():
             return
-        self.metrics["train_loss"] = self.metrics["reduced_train_loss"] = float(loss)
+        self.metrics["train_loss"] = self.metrics["reduced_train_loss"] = float(taken.loss)
         optimizer = self.job.optimizer
         numbers: dict[str, float | Tensor | None] = {
-            "loss": loss,
+            "loss": taken.loss,
             "lr": optimizer.param_groups[0]["lr"],
             "consumed_samples": self.metrics["consumed_samples"],
-            "tokens_per_second": tokens / seconds,
+            "tokens_per_second": self.speed.tokens_per_second(taken),
         }
         if manager.log_gradient_norm:
             numbers["gradient_norm"] = optimizer.grad_norm
         if manager.log_parameter_norm:
             numbers["parameter_norm"] = self.parameter_norm()
         if manager.log_step_timing:
-            numbers["seconds_per_step"] = seconds
-            numbers["mfu"] = self.flops / seconds / (self.peak * world_size(self.recipe))
+            numbers["seconds_per_step"] = taken.seconds
+            numbers["mfu"] = self.speed.mfu(taken)
         if manager.enable_recovery_time_instrumentation and self.recovered:
             numbers["recovery_seconds"] = time.time() - psutil.Process().create_time()
             self.recovered = False
