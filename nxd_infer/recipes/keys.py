@@ -6,6 +6,7 @@ line, the key, and the nearest one or value that is valid.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from typing import Any, TypeVar
@@ -16,6 +17,8 @@ from nxd_infer.util.options import Option
 from nxd_infer.util.suggest import nearest
 
 Section = TypeVar("Section")
+LARGEST = 1 << 40
+"""Whole numbers are below this."""
 
 KINDS = {
     int: "a whole number",
@@ -125,13 +128,14 @@ class Reader:
         if inner is not None:
             listed = value if isinstance(value, list) else [value]
             return [self._of_kind(Option("", kind=inner, minimum=option.minimum), one, path) for one in listed]
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST:
             value = float(value)
-        if kind is int and isinstance(value, float) and value == int(value):
+        if kind is int and isinstance(value, float) and value.is_integer():
             value = int(value)
         if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
             value = str(value)  # a name such as 2024
         wrong = kind is not object and (not isinstance(value, kind) or (kind is int and isinstance(value, bool)))
+        wrong = wrong or (kind is float and math.isnan(value)) or (kind is int and abs(value) >= LARGEST)
         low, high = option.minimum, option.maximum
         outside = not wrong and ((low is not None and value < low) or (high is not None and value > high))
         if wrong or outside:
@@ -185,7 +189,7 @@ def is_section(kind: Any) -> bool:
 
 
 def _typed(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _limits(low: float | None, high: float | None) -> str:
