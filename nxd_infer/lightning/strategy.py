@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nxd_infer.checkpoint.random_state import random_state, restore_random_state
 from nxd_infer.comm import functional as comm
-from nxd_infer.comm.launched import refuse_xla_devices
+from nxd_infer.comm.launched import refuse_configured_xla, refuse_xla_device
 from nxd_infer.comm.turns import largest
 from nxd_infer.context import current_context
 from nxd_infer.errors import ParallelConfigError
@@ -114,12 +114,7 @@ class NeuronXLAStrategy(ParallelStrategy):
 
         Raises ParallelConfigError for XLA devices, and if the launcher started other ranks than the Trainer has.
         """
-        if self.root_device.type == "xla":
-            raise ParallelConfigError(
-                f"NeuronXLAStrategy does not train on {self.root_device} (XLA devices are not supported): leave "
-                'accelerator out or pass accelerator="cpu"; nxd_infer.backends.xla.training trains there without '
-                "Lightning"
-            )
+        refuse_xla_device(self.root_device)
         environment, here = self._environment, self.num_processes
         if not environment.creates_processes_externally:
             environment.set_global_rank(environment.node_rank() * here + environment.local_rank())
@@ -159,7 +154,7 @@ class NeuronXLAStrategy(ParallelStrategy):
         Raises ParallelConfigError for other degrees or devices, and NotInitializedError if PJRT_DEVICE asks for XLA's.
         """
         if not in_group():
-            refuse_xla_devices()  # one rank would train on the CPU without a word
+            refuse_configured_xla()  # one rank would train on the CPU without a word
         environment = self._environment
         if self.world_size > 1 and not in_group():
             place = {"WORLD_SIZE": self.world_size, "RANK": self.global_rank, "LOCAL_RANK": self.local_rank}
