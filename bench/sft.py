@@ -88,7 +88,7 @@ class Ours:
         """Return the seconds of a step, its tokens that are not padding, and its loss."""
         begin = time.perf_counter()
         batch = next(self.batches)
-        loss, _, _ = self.training.train_step(batch)
+        loss = self.training.train_step(batch).loss
         value = float(loss)
         return time.perf_counter() - begin, int((batch["attention_mask"] != 0).sum()), value
 

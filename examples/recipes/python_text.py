@@ -1,7 +1,7 @@
 """Write the data of these recipes, from text that comes with Python: python examples/recipes/python_text.py data
 
 ``pretrain.jsonl`` has chapters of the language reference, ``sft.jsonl`` questions about the standard library with the
-first paragraph of its documentation, ``dpo.jsonl`` the same with an answer to another question beside the right one.
+first paragraph of its documentation, ``dpo.jsonl`` the same with the answer's words in a wrong order beside it.
 """
 
 import importlib
@@ -43,9 +43,9 @@ def main(folder: str) -> None:
     pairs = answers()
     write(out / "pretrain.jsonl", [{"text": topics[name]} for name in sorted(topics)], held_out=4)
     write(out / "sft.jsonl", [{"prompt": asked, "completion": said} for asked, said in pairs], held_out=32)
-    others = [said for _, said in pairs[1:] + pairs[:1]]
-    both = zip(pairs, others, strict=True)
-    preferences = [{"prompt": asked, "chosen": said, "rejected": other} for (asked, said), other in both]
+    preferences = [
+        {"prompt": asked, "chosen": said, "rejected": " ".join(reversed(said.split()))} for asked, said in pairs
+    ]
     write(out / "dpo.jsonl", preferences, held_out=32)
     print(f"wrote {len(pairs)} questions and {len(topics)} chapters to {out}")
 

@@ -13,6 +13,7 @@ from nxd_infer.cli.console import console, table, verbatim
 from nxd_infer.errors import RecipeError
 from nxd_infer.recipes import launch, loop
 from nxd_infer.recipes.convert import as_yaml, convert
+from nxd_infer.recipes.dtypes import dtypes
 from nxd_infer.recipes.experiment import Keeper, log_dir_of
 from nxd_infer.recipes.loop import Outcome
 from nxd_infer.recipes.models import obstacles
@@ -94,7 +95,7 @@ def machine(loaded: Loaded, chip: str | None) -> tuple[str | None, float]:
         chip = "trn2" if loaded.recipe.trainer.lnc else "trn1"
     if chip in CHIPS:
         return chip, 0.0
-    return None, matmul_peak() / max(1, min(loaded.recipe.trainer.devices, threads))
+    return None, matmul_peak(dtypes(loaded.recipe).products) / max(1, min(loaded.recipe.trainer.devices, threads))
 
 
 def show(plan: Plan) -> None:

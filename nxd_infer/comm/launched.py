@@ -63,13 +63,27 @@ def join_launched_world(timeout: float) -> None:
         ) from error
 
 
-def _backend_of_the_devices() -> str:
+def refuse_configured_xla() -> None:
+    """Raise NotInitializedError if torch_xla is set to other devices than the CPU: ranks would not train there."""
     device = os.environ.get("PJRT_DEVICE", "CPU")  # set by torch_xla on import
     if device != "CPU":
         raise NotInitializedError(
             f"PJRT_DEVICE={device}: training over XLA devices is not supported yet; set PJRT_DEVICE=CPU to train on "
             "the CPU, or call torch.distributed.init_process_group() yourself"
         )
+
+
+def refuse_xla_device(device: torch.device) -> None:
+    """Raise ParallelConfigError if a Trainer's ``device`` is one of XLA's."""
+    if device.type == "xla":
+        raise ParallelConfigError(
+            f"NeuronXLAStrategy does not train on {device} (XLA devices are not supported): leave accelerator out or "
+            'pass accelerator="cpu"; nxd_infer.backends.xla.training trains there without Lightning'
+        )
+
+
+def _backend_of_the_devices() -> str:
+    refuse_configured_xla()
     if not torch.cuda.is_available() or not dist.is_nccl_available():
         return "gloo"
     name = "LOCAL_RANK" if "LOCAL_RANK" in os.environ else "RANK"

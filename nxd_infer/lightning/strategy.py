@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nxd_infer.checkpoint.random_state import random_state, restore_random_state
 from nxd_infer.comm import functional as comm
+from nxd_infer.comm.launched import refuse_configured_xla, refuse_xla_device
 from nxd_infer.comm.turns import largest
 from nxd_infer.context import current_context
 from nxd_infer.errors import ParallelConfigError
@@ -109,7 +110,11 @@ class NeuronXLAStrategy(ParallelStrategy):
         return devices[min(self.local_rank, len(devices) - 1)]
 
     def set_world_ranks(self) -> None:
-        """Tell Lightning this rank's number. Raises ParallelConfigError if the launcher started other ranks."""
+        """Tell Lightning this rank's number.
+
+        Raises ParallelConfigError for XLA devices, and if the launcher started other ranks than the Trainer has.
+        """
+        refuse_xla_device(self.root_device)
         environment, here = self._environment, self.num_processes
         if not environment.creates_processes_externally:
             environment.set_global_rank(environment.node_rank() * here + environment.local_rank())
@@ -144,7 +149,12 @@ class NeuronXLAStrategy(ParallelStrategy):
         }
 
     def setup_environment(self) -> None:
-        """Join the other ranks, unless that is done. Raises ParallelConfigError for other degrees or devices."""
+        """Join the other ranks, unless that is done.
+
+        Raises ParallelConfigError for other degrees or devices, and NotInitializedError if PJRT_DEVICE asks for XLA's.
+        """
+        if not in_group():
+            refuse_configured_xla()  # one rank would train on the CPU without a word
         environment = self._environment
         if self.world_size > 1 and not in_group():
             place = {"WORLD_SIZE": self.world_size, "RANK": self.global_rank, "LOCAL_RANK": self.local_rank}

@@ -18,6 +18,19 @@ PIECE = 8
 """Rows are cut to a multiple of this many columns per tensor-parallel rank."""
 
 
+def sizes_of(batch: dict[str, Tensor]) -> Tensor:
+    """Return the tokens of a batch that are not padding, and the sum of its documents' squared lengths: float64 [2]."""
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    if mask is None:  # a document per row, without padding
+        lengths = torch.full((ids[..., 0].numel(),), ids.shape[-1], dtype=torch.float64, device=ids.device)
+    else:
+        owner = mask.reshape(-1, mask.shape[-1]).to(torch.int64)
+        lengths = torch.zeros(len(owner), int(owner.max()) + 1, dtype=torch.float64, device=mask.device)
+        lengths.scatter_add_(1, owner, torch.ones_like(owner, dtype=torch.float64))
+        lengths = lengths[:, 1:]  # 0 is padding
+    return torch.stack([lengths.sum(), lengths.square().sum()])
+
+
 class Batches:
     """Prepares batches for a model's ``forward``.
 

@@ -48,6 +48,7 @@ SECTIONS = {
     "model.peft.lora_tuning": "model_alignment_strategy.peft",
 }
 """Sections that have another place."""
+RECIPE_SECTIONS = {".".join(map(str, path)) for path, one in every_option(Recipe) if is_section(one.kind)}
 OPTIMIZERS = {
     "distributed_fused_adam": "adamw",
     "fused_adam": "adamw",
@@ -76,7 +77,9 @@ def convert(tree: Tree) -> tuple[dict[str, Any], list[str]]:
         old = dotted(path)
         new, value = _place(old, value)
         place = _spelled(new)
-        if place is None or (place not in known and not _inside(place, known)):
+        if place in RECIPE_SECTIONS and not value:
+            continue  # an empty section
+        if place is None or place in RECIPE_SECTIONS or (place not in known and not _inside(place, known)):
             left_out.append(f"{tree.where(path)}: {old} = {value!r}")
         elif not (isinstance(value, str) and value == "???"):
             _set(recipe, place.split("."), _references(value))
@@ -88,7 +91,8 @@ def as_yaml(recipe: Mapping[str, Any], left_out: list[str]) -> str:
     import yaml
 
     text = yaml.safe_dump(dict(recipe), sort_keys=False, width=120)
-    return text + "".join(f"# left out, {line}\n" for line in left_out)
+    lines = ("".join(char if char.isprintable() else repr(char)[1:-1] for char in line) for line in left_out)
+    return text + "".join(f"# left out, {line}\n" for line in lines)
 
 
 def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:

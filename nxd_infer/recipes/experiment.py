@@ -18,7 +18,7 @@ from nxd_infer.checkpoint import folder as folders
 from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.errors import RecipeError
 from nxd_infer.recipes.recipe import Loaded
-from nxd_infer.recipes.schema import CheckpointCallback, EarlyStopping, ExpManager
+from nxd_infer.recipes.schema import CheckpointCallback, EarlyStopping, ExpManager, Trainer
 
 EXPERIMENTS, PREPARED, CHECKPOINTS, SCORES = "nxd_experiments", "prepared", "checkpoints", "scores.json"
 _FIELD = re.compile(r"\{(\w+)(?:[:=]([^}]*))?\}")
@@ -78,6 +78,27 @@ def checkpoint_name(callback: CheckpointCallback, numbers: Mapping[str, float]) 
     except ValueError as error:
         raise RecipeError(f"checkpoint_callback_params.filename = {callback.filename!r}: {error}") from None
     return found.replace("/", "_")
+
+
+def saves(callback: CheckpointCallback, step: int, ended: int | None, late: bool, validated: bool) -> bool:
+    """Return whether a checkpoint is due after a step.
+
+    ``ended``: the number of the epoch, from 1, that ends with it; None within one. ``late``: ``train_time_interval``
+    has passed since the last one. ``validated``: the step ended with a validation.
+    """
+    steps, epochs = callback.every_n_train_steps, callback.every_n_epochs
+    if not (steps or epochs or callback.train_time_interval):
+        return validated
+    return late or bool(steps and step % steps == 0) or bool(epochs and ended and ended % epochs == 0)
+
+
+def validates(trainer: Trainer, step: int, epoch: int, ended: int | None) -> bool:
+    """Return whether a validation is due after a step. ``epoch``: steps of one; ``ended``: as for :func:`saves`."""
+    epochs, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
+    if epochs and ended and ended % epochs == 0:
+        return True
+    every = 0 if not interval else int(interval) if interval > 1 else max(1, round(interval * epoch))
+    return bool(every) and step % every == 0
 
 
 @dataclass

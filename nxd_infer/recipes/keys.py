@@ -6,6 +6,7 @@ line, the key, and the nearest one or value that is valid.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, replace
 from typing import Any, TypeVar
@@ -16,6 +17,8 @@ from nxd_infer.util.options import KINDS, Option, as_field, declared, element, i
 from nxd_infer.util.suggest import nearest
 
 Section = TypeVar("Section")
+LARGEST = 1 << 40
+"""Whole numbers are below this."""
 
 YAML = KINDS | {bool: replace(KINDS[bool], text="true or false"), dict: replace(KINDS[dict], text="a section")}
 """What values must be, in a recipe's words."""
@@ -113,7 +116,7 @@ class Reader:
         if (inner := element(kind)) is not None:
             listed = value if isinstance(value, list) else [value]
             return [self._of_kind(replace(declared, kind=inner), one, path) for one in listed]
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST:
             value = float(value)
         if kind is int and isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -124,7 +127,10 @@ class Reader:
             if value.lower() not in matches:
                 raise self.error(path, f"= {value!r} is not known{nearest(value, declared.choices)}")
             return matches[value.lower()]
-        if not declared.fits(value):
+        unbounded = declared.fits(value) and (
+            (kind is float and math.isnan(value)) or (kind is int and abs(value) >= LARGEST)
+        )
+        if unbounded or not declared.fits(value):
             limit = declared.outside(value) if KINDS[kind].fits(value) else None
             close = "" if limit is None else f"; the nearest is {limit:g}"
             raise self.error(path, f"must be {declared.described(YAML)}, got {value!r}{close}")

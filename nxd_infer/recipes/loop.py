@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -24,18 +25,18 @@ from nxd_infer.context import current_context
 from nxd_infer.errors import RecipeError
 from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.parallel_layers.grads import Share, counted_spans, total_norm
-from nxd_infer.recipes.batches import Batches
+from nxd_infer.recipes import experiment
+from nxd_infer.recipes.batches import Batches, sizes_of
 from nxd_infer.recipes.data.rows import Pairs
-from nxd_infer.recipes.experiment import PREPARED, Keeper, Patience, checkpoint_name, log_dir_of, root_of, write_recipe
+from nxd_infer.recipes.experiment import PREPARED, Keeper, Patience, log_dir_of, root_of
 from nxd_infer.recipes.job import Job, begin_of, load_begin, make_job
 from nxd_infer.recipes.logs import Logs
 from nxd_infer.recipes.models import CONFIG, obstacles
-from nxd_infer.recipes.plan import flops_per_step
 from nxd_infer.recipes.prepare import Prepared, is_pretraining, prepare
 from nxd_infer.recipes.recipe import Loaded, data_parallel_size, microbatches, seq_length, time_limit, world_size
 from nxd_infer.recipes.reference import add_reference
 from nxd_infer.recipes.samples import sample
-from nxd_infer.recipes.speed import matmul_peak
+from nxd_infer.recipes.speed import Speed, Step
 from nxd_infer.trainer import (
     ResumableLoader,
     TrainingProgress,
@@ -46,7 +47,10 @@ from nxd_infer.trainer import (
 )
 from nxd_infer.trainer.shutdown import shutdown
 from nxd_infer.trainer.tensorboard import is_rank_zero
-from nxd_infer.util.devices import HOST, transport_device
+from nxd_infer.util.devices import transport_device
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 MODEL = "model"
 """The folder beside a job's checkpoints with its configuration and tokenizer: what a trace takes."""
@@ -61,8 +65,10 @@ class Outcome:
     checkpoints: Path
 
 
-def train(loaded: Loaded, log_dir: Path | None = None) -> Outcome:
+def train(loaded: Loaded, log_dir: Path | None = None, console: Console | None = None) -> Outcome:
     """Train on this rank; every rank of the job calls it. ``log_dir``: None where the first rank chooses it.
+
+    ``console``: where the first rank shows its progress; default: standard error.
 
     Raises RecipeError for what cannot be trained, before anything is written.
     """
@@ -70,17 +76,21 @@ def train(loaded: Loaded, log_dir: Path | None = None) -> Outcome:
         raise RecipeError(f"{obstacle}")
     manager = loaded.recipe.exp_manager
     prepared = prepare(loaded, root_of(manager) / PREPARED)
-    training = Training(loaded, prepared, log_dir)
+    training = Training(loaded, prepared, log_dir, console)
+    status = "failed"
     try:
-        return training.run()
+        outcome = training.run()
+        status = "success"
     finally:
-        training.close()
+        training.close(status)
+    return outcome
 
 
 class Training:
     """A job in progress."""
 
-    def __init__(self, loaded: Loaded, prepared: Prepared, log_dir: Path | None):
+    def __init__(self, loaded: Loaded, prepared: Prepared, log_dir: Path | None, console: Console | None = None):
+        self.console = console
         self.loaded, self.recipe, self.prepared = loaded, loaded.recipe, prepared
         recipe = self.recipe
         alignment = recipe.model_alignment_strategy
@@ -108,7 +118,7 @@ class Training:
         if shuffle is None:
             shuffle = not is_pretraining(loaded) or recipe.data.dataloader_type == "cyclic"
         self.loader = ResumableLoader(train, rows, shuffle=shuffle, seed=recipe.seed)
-        self.step = 0
+        self.step, self.saved_at = 0, time.monotonic()
         self.seconds_left = time_limit(loaded)
         self.keeper = Keeper(recipe.exp_manager.checkpoint_callback_params, self.log_dir)
         self.patience = Patience(recipe.exp_manager.early_stopping_callback_params)
@@ -122,7 +132,7 @@ class Training:
         if not resumes or alignment.peft is not None:
             load_begin(loaded, self.job, begin, weights_only=resumes)
         if is_rank_zero():
-            write_recipe(loaded, self.log_dir)
+            experiment.write_recipe(loaded, self.log_dir)
             shutil.copytree(prepared.model, self.log_dir / MODEL, dirs_exist_ok=True)
         if alignment.dpo is not None:
             named = {"train": train, "validation": prepared.validation}
@@ -134,8 +144,7 @@ class Training:
         self.batches = Batches(type(self._plain()).forward, self.context, self.parts, pairs=self.pairs, whole=pipelined)
         self.logs = Logs(recipe.exp_manager, self.log_dir, self.step)
         raw = json.loads((prepared.model / CONFIG).read_text())
-        self.flops = flops_per_step(recipe, raw, self._count_parameters())
-        self.peak = matmul_peak() if self.device.type == HOST.type and is_rank_zero() else math.nan
+        self.speed = Speed(self.job.model, raw, self.job.kinds.products, world_size(recipe))
 
     # --- beginning --------------------------------------------------------------------------------------
 
@@ -149,12 +158,6 @@ class Training:
     def _plain(self) -> torch.nn.Module:
         module = self.job.model.local_module()
         return module.get_base_model() if isinstance(module, LoRAModel) else module
-
-    def _count_parameters(self) -> float:
-        context = self.context
-        own = sum(p.numel() for p in self.job.model.parameters())
-        found = torch.tensor([float(own)], dtype=torch.float64, device=transport_device())
-        return float(comm.all_reduce(comm.all_reduce(found, context, "tp"), context, "pp"))
 
     def _resume(self) -> None:
         job = self.job
@@ -183,17 +186,18 @@ class Training:
         with self._progress(total) as progress:
             while not done:
                 for batch in self.loader:
-                    loss, seconds, tokens = self.train_step(batch)
-                    progress.step(loss, tokens=tokens)
-                    self._log_step(loss, seconds, tokens)
+                    taken = self.train_step(batch)
+                    progress.step(taken.loss, tokens=int(taken.tokens))
+                    self._log_step(taken)
                     done = bool(self.steps) and self.step >= self.steps
-                    done = done or self._any(time.monotonic() > deadline)
-                    validated = self._validates()
+                    done = done or (deadline < math.inf and self._agreed(time.monotonic() > deadline))
+                    ended = self._ended_epoch()
+                    validated = self._validates(ended)
                     if validated:
                         value = self.validate()
                         if manager.create_early_stopping_callback and value is not None:
                             done = done or self.patience.stops(self.metrics[self.patience.options.monitor])
-                    if self._saves(validated) and not done:
+                    if self._saves(validated, ended) and not done:
                         saved = self.save()
                     if done:
                         break
@@ -207,26 +211,27 @@ class Training:
         return Outcome(self.log_dir, self.log_dir / MODEL, self.keeper.folder)
 
     def _progress(self, total: int | None) -> contextlib.AbstractContextManager[TrainingProgress]:
-        progress = TrainingProgress(total, initial=self.step, description=self.recipe.name)
+        progress = TrainingProgress(total, initial=self.step, description=self.recipe.name, console=self.console)
         if not self.recipe.trainer.enable_progress_bar:
             progress.close()
         return progress
 
-    def train_step(self, batch: dict[str, Tensor]) -> tuple[Tensor, float, int]:
-        """Train on this rank's rows of a step; return the loss over all ranks, seconds, and tokens of all ranks."""
+    def train_step(self, batch: dict[str, Tensor]) -> Step:
+        """Train on this rank's rows of a step."""
         begin = time.perf_counter()
         model, optimizer = self.job.model, self.job.optimizer
         losses = []
-        tokens = 0
         for part in self.batches.prepared(batch, self.device):
             with self._autocast():
                 losses.append(model.run_train(**part))
-            tokens += part["input_ids"].numel()
         optimizer.step()
         optimizer.zero_grad()
         self.job.scheduler.step()
         self.step += 1
-        return self._mean(torch.stack(losses).sum()), time.perf_counter() - begin, tokens * self.dp
+        loss = torch.stack(losses).sum().double()
+        totals = torch.cat([loss[None] / self.dp, sizes_of(batch).to(loss.device)])
+        loss, tokens, squares = comm.all_reduce(totals, self.context, "dp").unbind()
+        return Step(loss, time.perf_counter() - begin, tokens, squares)
 
     @contextlib.contextmanager
     def _autocast(self) -> Iterator[None]:
@@ -239,37 +244,40 @@ class Training:
             return value
         return comm.all_reduce(value.detach().reshape(1), self.context, "dp")[0] / self.dp
 
-    def _any(self, here: bool) -> bool:
-        """Whether it is so on the first rank: clocks differ, and all ranks stop at one step."""
-        if math.isinf(self.seconds_left):
-            return False
+    def _agreed(self, here: bool) -> bool:
+        """Whether it is so on the first rank: clocks differ, and all ranks do the same."""
         flag = torch.tensor([int(here)], device=transport_device())
         for axis in ("tp", "dp", "pp"):
             flag = comm.broadcast(flag, self.context, axis)
         return bool(flag)
 
+    def _ended_epoch(self) -> int | None:
+        """Return the number of the epoch, from 1, that ends with the last step; None within one."""
+        whole = len(self.loader) * self.loader.batch_size * self.dp
+        return self.loader.epoch + 1 if self.loader.state_dict()["samples"] >= whole else None
+
     # --- numbers ----------------------------------------------------------------------------------------
 
-    def _log_step(self, loss: Tensor, seconds: float, tokens: int) -> None:
+    def _log_step(self, taken: Step) -> None:
         manager = self.recipe.exp_manager
         self.metrics |= {"step": self.step, "consumed_samples": self.step * self.recipe.data.global_batch_size}
         if self.step % self.recipe.trainer.log_every_n_steps and not self._keeps_by_loss():
             return
-        self.metrics["train_loss"] = self.metrics["reduced_train_loss"] = float(loss)
+        self.metrics["train_loss"] = self.metrics["reduced_train_loss"] = float(taken.loss)
         optimizer = self.job.optimizer
         numbers: dict[str, float | Tensor | None] = {
-            "loss": loss,
+            "loss": taken.loss,
             "lr": optimizer.param_groups[0]["lr"],
             "consumed_samples": self.metrics["consumed_samples"],
-            "tokens_per_second": tokens / seconds,
+            "tokens_per_second": self.speed.tokens_per_second(taken),
         }
         if manager.log_gradient_norm:
             numbers["gradient_norm"] = optimizer.grad_norm
         if manager.log_parameter_norm:
             numbers["parameter_norm"] = self.parameter_norm()
         if manager.log_step_timing:
-            numbers["seconds_per_step"] = seconds
-            numbers["mfu"] = self.flops / seconds / (self.peak * world_size(self.recipe))
+            numbers["seconds_per_step"] = taken.seconds
+            numbers["mfu"] = self.speed.mfu(taken)
         if manager.enable_recovery_time_instrumentation and self.recovered:
             numbers["recovery_seconds"] = time.time() - psutil.Process().create_time()
             self.recovered = False
@@ -285,18 +293,10 @@ class Training:
 
     # --- validation -------------------------------------------------------------------------------------
 
-    def _validates(self) -> bool:
-        trainer = self.recipe.trainer
-        if self.prepared.validation is None or trainer.limit_val_batches == 0:
+    def _validates(self, ended: int | None) -> bool:
+        if self.prepared.validation is None or self.recipe.trainer.limit_val_batches == 0:
             return False
-        at_end = self.loader.state_dict()["samples"] >= len(self.loader) * self.loader.batch_size * self.dp
-        if trainer.check_val_every_n_epoch is not None and at_end:
-            return (self.loader.epoch + 1) % trainer.check_val_every_n_epoch == 0
-        interval = trainer.val_check_interval
-        if not interval:
-            return False
-        every = int(interval) if interval > 1 else max(1, round(interval * len(self.loader)))
-        return self.step % every == 0
+        return experiment.validates(self.recipe.trainer, self.step, len(self.loader), ended)
 
     def validate(self, most: int | None = None) -> float | None:
         """Return the loss over the validation data, as on every rank; None without any."""
@@ -340,19 +340,17 @@ class Training:
         manager = self.recipe.exp_manager
         return manager.create_checkpoint_callback and manager.checkpoint_callback_params.save_top_k != 0
 
-    def _saves(self, validated: bool) -> bool:
+    def _saves(self, validated: bool, ended: int | None) -> bool:
         callback = self.recipe.exp_manager.checkpoint_callback_params
-        if not self._keeps():
-            return False
-        if callback.every_n_train_steps:
-            return self.step % callback.every_n_train_steps == 0
-        return validated
+        interval = callback.train_time_interval
+        late = interval is not None and self._agreed(time.monotonic() - self.saved_at >= interval)
+        return self._keeps() and experiment.saves(callback, self.step, ended, late, validated)
 
     def save(self) -> int:
         """Save a checkpoint, and remove those that do not stay; return its step."""
         callback, job = self.recipe.exp_manager.checkpoint_callback_params, self.job
         numbers = {**self.metrics, "epoch": self.loader.epoch}
-        tag = checkpoint_name(callback, numbers)
+        tag = experiment.checkpoint_name(callback, numbers)
         if is_rank_zero():
             monitor = "step" if callback.monitor == "global_step" else callback.monitor
             self.keeper.add(tag, numbers.get(monitor, math.nan))
@@ -375,6 +373,7 @@ class Training:
         )
         if is_rank_zero():
             self.keeper.prune()
+        self.saved_at = time.monotonic()
         return self.step
 
     def _finish_saves(self) -> None:
@@ -391,9 +390,7 @@ class Training:
             whole = {name: tensor.contiguous() for name, tensor in weights.items()}
             save_file(whole, self.log_dir / MODEL / "model.safetensors")
 
-    def close(self) -> None:
+    def close(self, status: str) -> None:
         """Close the logs, wait for all ranks, and leave the process group."""
-        logs = getattr(self, "logs", None)
-        if logs is not None:
-            logs.close()
+        self.logs.close(status)
         shutdown()

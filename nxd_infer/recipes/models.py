@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_infer.errors import RecipeError
+from nxd_infer.recipes.logs import missing_packages
 from nxd_infer.recipes.recipe import Loaded, seq_length
 from nxd_infer.recipes.schema import Recipe
 
@@ -119,6 +120,9 @@ def obstacles(loaded: Loaded) -> list[str]:
             "the reference of DPO does not run over pipeline stages: use tensor_model_parallel_size, or orpo",
         ),
     }
+    for key, package in missing_packages(recipe.exp_manager).items():
+        reason = f"needs the package {package}: pip install {package}, or set it to false"
+        found["exp_manager", key] = (True, reason)
     return [
         f"{loaded.tree.where(path)}: {'.'.join(path)}: {reason}" for path, (stands, reason) in found.items() if stands
     ]

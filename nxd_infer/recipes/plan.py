@@ -51,7 +51,7 @@ class Plan:
     microbatches: int
     steps: int | None
     flops: float
-    """Per step, over all ranks."""
+    """Per step of full rows, over all ranks; layers that are computed again count twice."""
     device: str
     peak: float
     obstacles: list[str]
@@ -93,7 +93,8 @@ def plan_of(loaded: Loaded, chip: str | None = None, cpu_peak: float = 0.0) -> P
     state = (8 + (4 if kinds.master_weights else 0)) * here_trained
     length, rows = seq_length(recipe), recipe.data.global_batch_size
     pairs = 2 if has_pairs(recipe) else 1
-    flops = flops_per_step(recipe, raw, active)
+    passes = 2 if recipe.model.activations_checkpoint_granularity == "full" else 1
+    flops = model_flops(raw, active, trained, pairs * rows * length, pairs * rows * length**2, passes)
     name, peak = ("this machine's processor", cpu_peak) if chip is None else CHIPS[chip]
     steps = recipe.trainer.max_steps if recipe.trainer.max_steps > 0 else None
     return Plan(
@@ -121,13 +122,20 @@ def has_pairs(recipe: Recipe) -> bool:
     return recipe.model_alignment_strategy.dpo is not None or recipe.model_alignment_strategy.orpo is not None
 
 
-def flops_per_step(recipe: Recipe, raw: Mapping[str, Any], parameters: float) -> float:
-    """Return the operations of a step over all ranks, for a model of which a token meets so many ``parameters``."""
-    hidden, layers, length = raw["hidden_size"], raw["num_hidden_layers"], seq_length(recipe)
-    embedding = 0 if raw.get("tie_word_embeddings") else raw["vocab_size"] * hidden
-    passes = 8 if recipe.model.activations_checkpoint_granularity == "full" else 6
-    rows = recipe.data.global_batch_size * (2 if has_pairs(recipe) else 1)
-    return rows * length * (passes * (parameters - embedding) + 6 * layers * hidden * length)
+def model_flops(
+    raw: Mapping[str, Any], parameters: float, trained: float, tokens: float, squares: float, passes: float = 1
+) -> float:
+    """Return the operations that a model needs for ``tokens``: forward, gradients of activations, and of weights.
+
+    A token meets ``parameters``, of which ``trained`` have gradients. ``squares``: the sum of the squared lengths of
+    the documents, inside which attention is causal. ``passes``: how often the forward pass is computed.
+    """
+    embedding = 0 if raw.get("tie_word_embeddings") else raw["vocab_size"] * raw["hidden_size"]
+    heads = raw["num_attention_heads"]
+    width = heads * (raw.get("head_dim") or raw["hidden_size"] // heads)
+    matrices = parameters - embedding
+    attention = 2 * raw["num_hidden_layers"] * width * squares
+    return (passes + 1) * 2 * matrices * tokens + 2 * min(trained, matrices) * tokens + (passes + 2) * attention
 
 
 def _counted(

@@ -125,7 +125,7 @@ def _write(loaded: Loaded, folder: Path) -> None:
     ):
         if given is not None:
             found = itertools.islice(records(loaded.path(given)), most)
-            write_store(building / name, _examples(encoder, found, raw["vocab_size"]))
+            write_store(building / name, checked_examples(encoder, found, raw["vocab_size"]))
     building.rename(folder)
 
 
@@ -182,14 +182,12 @@ def encoder_of(loaded: Loaded, model: Path, tokenizer: Tokenizer | None) -> Enco
     )
 
 
-def _examples(encoder: Encoder, found: Iterator[Record], vocabulary: int) -> Iterator[Example]:
+def checked_examples(encoder: Encoder, found: Iterator[Record], vocabulary: int) -> Iterator[Example]:
+    """Yield the records' examples. Raises RecipeError for other forms of records, and for tokens that there are not."""
     for number, record in enumerate(found):
         for example in encoder.examples(record, number):
-            if len(example.ids) and not 0 <= min(example.ids) <= max(example.ids) < vocabulary:
-                wrong = max(example.ids) if max(example.ids) >= vocabulary else min(example.ids)
-                raise RecipeError(
-                    f"data: record {number} has the token {wrong}, outside the vocabulary of {vocabulary}"
-                )
+            if len(example.ids):
+                rows.check_vocabulary(min(example.ids), max(example.ids), vocabulary, f"record {number}")
             yield example
 
 
@@ -205,14 +203,14 @@ def is_pretraining(loaded: Loaded) -> bool:
 
 def _open(loaded: Loaded, folder: Path) -> Prepared:
     recipe = loaded.recipe
+    config = json.loads((folder / MODEL / CONFIG).read_text())
     if recipe.data.data_prefix:
-        train, validation = (_indexed(loaded, part) for part in (0, 1))
+        train, validation = (_indexed(loaded, config, part) for part in (0, 1))
         if train is None:
             raise RecipeError(f"{loaded.tree.where(('data', 'data_prefix'))}: data.data_prefix has no row to train on")
         return Prepared(folder / MODEL, _first(train, recipe.data.dev_choose_samples), validation)
-    pad = json.loads((folder / MODEL / CONFIG).read_text()).get("pad_token_id") or 0
-    train = _rows(loaded, TokenStore(folder / TRAIN), pad)
-    validation = _rows(loaded, TokenStore(folder / VALIDATION), pad) if recipe.data.val_dir else None
+    train = _rows(loaded, config, TokenStore(folder / TRAIN))
+    validation = _rows(loaded, config, TokenStore(folder / VALIDATION)) if recipe.data.val_dir else None
     return Prepared(folder / MODEL, train, validation)
 
 
@@ -220,21 +218,20 @@ def _first(rows_: Dataset, count: int | None) -> Dataset:
     return rows_ if count is None else rows.First(rows_, count)
 
 
-def _rows(loaded: Loaded, store: TokenStore, pad: int) -> Dataset:
-    recipe, length = loaded.recipe, seq_length(loaded.recipe)
+def _rows(loaded: Loaded, config: dict[str, Any], store: TokenStore) -> Dataset:
+    recipe, length, pad = loaded.recipe, seq_length(loaded.recipe), config.get("pad_token_id") or 0
     alignment = recipe.model_alignment_strategy
     if alignment.dpo is not None or alignment.orpo is not None:
         return rows.Pairs(store, length, pad)
     if is_pretraining(loaded):
-        return _windows(loaded, store, 0, len(store))
+        return _windows(loaded, config, store, 0, len(store))
     packing = recipe.data.packing or (alignment.sft is not None and alignment.sft.packing)
     bins = rows.pack(store.lengths, length) if packing else rows.one_each(store)
     return rows.Packed(store, length, bins, pad)
 
 
-def _windows(loaded: Loaded, documents: Documents, first: int, last: int) -> rows.Windows:
+def _windows(loaded: Loaded, config: dict[str, Any], documents: Documents, first: int, last: int) -> rows.Windows:
     data = loaded.recipe.data
-    config = raw_config(loaded)
     end = config.get("eos_token_id") if data.eod_mask_loss else None
     return rows.Windows(
         documents,
@@ -244,17 +241,18 @@ def _windows(loaded: Loaded, documents: Documents, first: int, last: int) -> row
         apart=data.reset_attention_mask,
         restart=data.reset_position_ids,
         end=end[0] if isinstance(end, list) else end,
+        vocabulary=config["vocab_size"],
     )
 
 
-def _indexed(loaded: Loaded, part: int) -> Dataset | None:
+def _indexed(loaded: Loaded, config: dict[str, Any], part: int) -> Dataset | None:
     """Rows of Megatron's files: of the share for training (0) or validation (1); None if that is empty."""
     data, origin = loaded.recipe.data, loaded.tree.where(("data", "data_prefix"))
     parts, weights = [], []
     for weight, prefix in blend_of(data.data_prefix, origin):
         documents = IndexedFile(loaded.path(f"{prefix}.idx").with_suffix(""))
         where = loaded.tree.where(("data", "splits_string"))
-        windows = _windows(loaded, documents, *split_of(data.splits_string, part, len(documents), where))
+        windows = _windows(loaded, config, documents, *split_of(data.splits_string, part, len(documents), where))
         if len(windows):
             parts.append(windows)
             weights.append(weight)

@@ -7,6 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
+from rich.console import Console
+
 from nxd_infer.errors import NxdError
 from nxd_infer.recipes.launch import Start
 from nxd_infer.recipes.loop import train
@@ -20,7 +22,7 @@ def main(text: str) -> None:
     name_process("nxd-train")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # restores the terminal
     try:
-        train(load(start.file, start.overrides), Path(start.log_dir))
+        train(load(start.file, start.overrides), Path(start.log_dir), Console())  # errors are for the log
     except NxdError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

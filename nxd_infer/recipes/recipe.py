@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from nxd_infer.recipes.keys import Reader
+from nxd_infer.recipes.keys import LARGEST, Reader
 from nxd_infer.recipes.resolve import override, resolve
 from nxd_infer.recipes.schema import Recipe
 from nxd_infer.recipes.yaml_text import KeyPath, Tree, read_yaml
@@ -45,6 +45,7 @@ def check(tree: Tree, overrides: Iterable[str] = ()) -> Loaded:
     reader = Reader(tree)
     reader.require_keys(Recipe, tree.values)  # a misspelt key would break the references to it
     resolve(tree)
+    reader.require_keys(Recipe, tree.values)  # also of sections that are references
     recipe = reader.read(Recipe, tree.values)
     for name in recipe.trace or {}:
         if name not in TRACE_KEYS:
@@ -73,6 +74,12 @@ def data_parallel_size(recipe: Recipe) -> int:
     return world_size(recipe) // model_parallel_size(recipe)
 
 
+def nearest_divisor(number: int, wanted: int) -> int:
+    """Return the divisor of ``number`` that is nearest to ``wanted``."""
+    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
+    return min([*small, *(number // one for one in small)], key=lambda one: (abs(one - wanted), one))
+
+
 def world_size(recipe: Recipe) -> int:
     return recipe.trainer.devices * recipe.trainer.num_nodes
 
@@ -98,8 +105,7 @@ def _degrees(recipe: Recipe, reader: Reader) -> None:
     for name in names:
         degree = getattr(strategy, name)
         if world % (before * degree):
-            fits = [one for one in range(1, world + 1) if world % (before * one) == 0]
-            close = min(fits, key=lambda one: abs(one - degree))
+            close = nearest_divisor(world // before, degree)
             ranks = f"{world} ranks (trainer.devices x trainer.num_nodes)"
             whose = f"= {degree}, x {before} of the degrees before it," if before > 1 else f"= {degree}"
             path = ("distributed_strategy", name)
@@ -146,15 +152,13 @@ def _heads(recipe: Recipe, reader: Reader) -> None:
     model = recipe.model
     heads = model.num_attention_heads
     if model.hidden_size and heads and not model.kv_channels and model.hidden_size % heads:
-        fits = [one for one in range(1, model.hidden_size + 1) if model.hidden_size % one == 0]
-        close = min(fits, key=lambda one: abs(one - heads))
+        close = nearest_divisor(model.hidden_size, heads)
         raise reader.error(
             ("model", "num_attention_heads"),
             f"= {heads} does not divide hidden_size {model.hidden_size}; the nearest is {close}",
         )
     if heads and model.num_kv_heads and heads % model.num_kv_heads:
-        fits = [one for one in range(1, heads + 1) if heads % one == 0]
-        close = min(fits, key=lambda one: abs(one - (model.num_kv_heads or 1)))
+        close = nearest_divisor(heads, model.num_kv_heads)
         raise reader.error(
             ("model", "num_kv_heads"),
             f"= {model.num_kv_heads} does not divide {heads} attention heads; the nearest is {close}",
@@ -198,8 +202,7 @@ def _experts(recipe: Recipe, reader: Reader) -> None:
             ("model", "moe", "top_k"), f"= {moe.top_k} is above num_experts; the nearest is {moe.num_experts}"
         )
     if moe.num_experts % experts:
-        fits = [one for one in range(1, moe.num_experts + 1) if moe.num_experts % one == 0]
-        close = min(fits, key=lambda one: abs(one - experts))
+        close = nearest_divisor(moe.num_experts, experts)
         path = ("distributed_strategy", "expert_model_parallel_size")
         raise reader.error(path, f"= {experts} does not divide the {moe.num_experts} experts; the nearest is {close}")
 
@@ -243,10 +246,12 @@ def _end(recipe: Recipe, reader: Reader) -> None:
 
 def seconds_of(value: object, reader: Reader, path: KeyPath) -> float | None:
     """Return a time limit: seconds, or a text ``days:hours:minutes:seconds``."""
-    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-        return None if value is None else float(value)
+    if value is None:
+        return None
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LARGEST:
+        return float(value)
     parts = str(value).split(":")
-    if not 1 <= len(parts) <= 4 or not all(part.isdecimal() for part in parts):
+    if not 1 <= len(parts) <= 4 or not all(part.isdecimal() and len(part) < 12 for part in parts):
         raise reader.error(
             path, f'= {value!r} is not a time; the nearest is "00:01:00:00" (days:hours:minutes:seconds)'
         )

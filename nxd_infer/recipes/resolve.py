@@ -19,6 +19,7 @@ from nxd_infer.util.suggest import nearest
 _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 _VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
 _DOLLAR = "\0"
+MOST_CHARACTERS = 1 << 20
 
 
 def resolve(tree: Tree) -> None:
@@ -63,10 +64,12 @@ class _Resolver:
             if match[0] == text:  # the whole text: its type is kept
                 return self._expanded(found, path) if isinstance(found, str) and "$" in found else found
             text = text[: match.start()] + _as_text(found) + text[match.end() :]
+            if len(text) > MOST_CHARACTERS:
+                raise self.error(path, f"has more than {MOST_CHARACTERS} characters by its references")
         if "${" in text:
             raise self.error(path, f"has a '${{' without its '}}': {text!r}")
         text = _VARIABLE.sub(lambda variable: self._variable(variable[1], path), text)
-        return os.path.expanduser(text) if text.startswith("~") else text
+        return os.path.expanduser(text) if text.startswith("~") and "\0" not in text else text
 
     def _reference(self, inside: str, path: KeyPath) -> Any:
         name, colon, arguments = inside.partition(":")
@@ -79,8 +82,9 @@ class _Resolver:
                 value = value[int(part)]
                 continue
             if not isinstance(value, dict) or part not in value:
-                if inside in os.environ:
-                    return os.environ[inside]
+                variable = _environment(inside)
+                if variable is not None:
+                    return variable
                 known = [dotted((*target[:number], key)) for key in value] if isinstance(value, dict) else []
                 raise self.error(path, f"refers to {inside!r}, which is not there{nearest(dotted(target), known)}")
             value = value[part]
@@ -107,11 +111,14 @@ class _Resolver:
             return FUNCTIONS[name](numbers)
         except ZeroDivisionError:
             raise self.error(path, f"{name} divides by zero") from None
+        except (ValueError, OverflowError):
+            raise self.error(path, f"{name} of {arguments} is not a number") from None
 
     def _variable(self, name: str, path: KeyPath, default: str | None = None) -> str:
-        if name not in os.environ and default is None:
+        found = _environment(name)
+        if found is None and default is None:
             raise self.error(path, f"needs the environment variable {name}, which is not set ($$ is a plain dollar)")
-        return os.environ.get(name, default or "")
+        return (default or "") if found is None else found
 
     def error(self, path: KeyPath, problem: str) -> RecipeError:
         return RecipeError(f"{self.tree.where(path)}: {dotted(path)} {problem}")
@@ -120,6 +127,13 @@ class _Resolver:
 def _divided(numbers: list[Any]) -> Any:
     found = numbers[0] / math.prod(numbers[1:])
     return int(found) if found == int(found) else found
+
+
+def _environment(name: str) -> str | None:
+    try:
+        return os.environ.get(name)
+    except ValueError:  # not a name that a variable can have
+        return None
 
 
 FUNCTIONS: dict[str, Callable[[list[Any]], Any]] = {"multiply": math.prod, "add": sum, "divide": _divided}

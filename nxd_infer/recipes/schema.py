@@ -31,8 +31,8 @@ PRECISIONS = (
 
 @dataclass(kw_only=True)
 class Trainer:
-    devices: int = key(1, "ranks per machine; each is a process", int, minimum=1)
-    num_nodes: int = key(1, "machines", int, minimum=1)
+    devices: int = key(1, "ranks per machine; each is a process", int, minimum=1, maximum=1 << 16)
+    num_nodes: int = key(1, "machines", int, minimum=1, maximum=1 << 16)
     lnc: int | None = key(None, "physical cores per logical one", int, minimum=1, maximum=2, unused=COMPILER)
     max_epochs: int = key(-1, "passes over the data, -1 without a limit", int, minimum=-1)
     max_steps: int = key(-1, "steps to train, over all starts of the job; -1 without a limit", int, minimum=-1)
@@ -148,7 +148,9 @@ class ExpManager:
     enable_recovery_time_instrumentation: bool = key(
         False, "log the seconds from the start of the process to the first step", bool
     )
-    disable_validation_on_resume: bool = key(True, "no validation right after a resume", bool)
+    disable_validation_on_resume: bool = key(
+        True, "no validation right after a resume", bool, unused="a resumed job goes on with its next step"
+    )
     save_xser: bool = key(True, "all ranks write at a time", bool)
     load_xser: bool | None = key(None, "checkpoints of either kind are recognised", bool, unused=FILES)
     save_bf16: bool = key(
@@ -171,7 +173,13 @@ class DistributedStrategy:
     virtual_pipeline_model_parallel_size: int = key(1, "stages per rank", int, minimum=1)
     context_parallel_size: int = key(1, "ranks that share each sequence", int, minimum=1)
     expert_model_parallel_size: int = key(1, "ranks that share the experts", int, minimum=1)
-    token_shuffle_group_size: int = key(1, "ranks among which tokens are shuffled for the experts", int, minimum=1)
+    token_shuffle_group_size: int = key(
+        1,
+        "ranks among which tokens are shuffled for the experts",
+        int,
+        minimum=1,
+        unused="experts are not trained here",
+    )
     zero1: bool = key(True, "share the optimizer's state among the data-parallel ranks", bool)
     sequence_parallel: bool = key(False, "split activations between the parallel blocks along the sequence", bool)
     kv_replicator: Any = key(

@@ -15,6 +15,8 @@ from nxd_infer.errors import MissingPackageError, RecipeError
 KeyPath = tuple[str | int, ...]
 """The keys that lead to a value, from the top."""
 
+MERGE = "tag:yaml.org,2002:merge"
+MOST_VALUES = 100_000
 _FLOAT = re.compile(r"[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$|[-+]?\.\d+[eE][-+]?\d+$")
 
 
@@ -58,8 +60,9 @@ def parse_yaml(text: str, origin: str) -> Tree:
     """Parse text whose top is a mapping."""
     yaml = _yaml()
     tree = Tree({}, origin)
-    loader = _loader(yaml)(text)
+    loader = None
     try:
+        loader = _loader(yaml)(text)
         node = loader.get_single_node()
         if node is None:
             raise RecipeError(f"{origin} is empty: a recipe has the sections trainer, data and model")
@@ -69,9 +72,13 @@ def parse_yaml(text: str, origin: str) -> Tree:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{origin}:{mark.line + 1}" if mark else origin
-        raise RecipeError(f"{place}: not YAML: {getattr(error, 'problem', None) or error}") from None
+        said = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
+        raise RecipeError(f"{place}: not YAML: {said}") from None
+    except RecursionError:
+        raise RecipeError(f"{origin}: not YAML that is read: it is nested too deeply") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     return tree
 
 
@@ -100,18 +107,30 @@ class _Converter:
                 return self._mapping(node, path)
             if isinstance(node, self.yaml.SequenceNode):
                 return [self._at(item, (*path, place)) for place, item in enumerate(node.value)]
-            return self.loader.construct_object(node)
+            return self._scalar(node)
         finally:
             self.open.pop()
 
+    def _scalar(self, node: Any) -> Any:
+        try:
+            return self.loader.construct_object(node)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:  # a date or number that there is not
+            where = f"{self.tree.origin}:{node.start_mark.line + 1}"
+            raise RecipeError(f"{where}: {node.value!r:.80} is not a value of YAML: {error}") from None
+
     def _at(self, node: Any, path: KeyPath, line: int | None = None) -> Any:
+        if len(self.tree.lines) >= MOST_VALUES:
+            where = f"{self.tree.origin}:{node.start_mark.line + 1}"
+            raise RecipeError(f"{where}: a recipe has at most {MOST_VALUES} values, those of its aliases included")
         self.tree.lines[path] = (node.start_mark.line if line is None else line) + 1
         return self.convert(node, path)
 
     def _mapping(self, node: Any, path: KeyPath) -> dict[str, Any]:
         first: dict[str, int] = {}
         for key, _ in node.value:
-            name, line = str(self.loader.construct_object(key)), key.start_mark.line + 1
+            if key.tag == MERGE:
+                continue
+            name, line = str(self._scalar(key)), key.start_mark.line + 1
             if name in first:
                 where, what = f"{self.tree.origin}:{line}", dotted((*path, name))
                 raise RecipeError(f"{where}: {what} is given twice, first in line {first[name]}; remove one")
@@ -119,7 +138,7 @@ class _Converter:
         self.loader.flatten_mapping(node)  # `<<: *anchor`
         found: dict[str, Any] = {}
         for key, value in node.value:
-            name = str(self.loader.construct_object(key))
+            name = str(self._scalar(key))
             found[name] = self._at(value, (*path, name), key.start_mark.line)
         return found
 

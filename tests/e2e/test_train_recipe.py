@@ -69,10 +69,11 @@ def losses(folder: Path, which: str) -> dict[int, float]:
 @needs_inductor
 def test_killed_resumed_traced_and_served(tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    whole = started(tmp_path, "whole", "~trace")
+    whole = started(tmp_path, "whole", "~trace", "trainer.enable_progress_bar=true")
     begin = time.monotonic()
     out, _ = whole.communicate(timeout=600)
     assert whole.returncode == 0, out
+    assert "step 24/24" in out  # the user sees the first rank's progress; its errors are in the log
     took = time.monotonic() - begin
     # Killed once the first checkpoint is there, or later: at any moment of the rest.
     killed = started(tmp_path, "killed", "~trace")

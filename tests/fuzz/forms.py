@@ -8,6 +8,8 @@ import struct
 import zipfile
 from typing import Any, Protocol
 
+import yaml
+
 
 class Form(Protocol):
     """How an example is taken apart and put together, so that changes get past its outermost checks."""
@@ -49,6 +51,67 @@ class Safetensors:
         return struct.pack("<Q", len(header)) + header + example[8 + length :]
 
 
+class Lines:
+    """JSON, a value per line."""
+
+    def open(self, example: bytes) -> Any:
+        return [json.loads(line) for line in example.splitlines() if line.strip()]
+
+    def close(self, example: bytes, inner: Any) -> bytes:
+        return b"\n".join(map(dumped, inner if isinstance(inner, list) else [inner]))
+
+
+class Yaml:
+    """A recipe's text, as the values that YAML makes of it."""
+
+    def open(self, example: bytes) -> Any:
+        try:
+            return yaml.safe_load(example)
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(str(error)) from error
+
+    def close(self, example: bytes, inner: Any) -> bytes:
+        return yaml.safe_dump(inner, sort_keys=False, allow_unicode=True).encode()
+
+
+class Indexed:
+    """Megatron's index with the tokens behind it, as :func:`indexed` joins them; the numbers of the index as JSON."""
+
+    def open(self, example: bytes) -> Any:
+        index, tokens = parted(example)
+        try:
+            _, version, code, count, documents = _INDEX.unpack_from(index)
+            whole = struct.unpack_from(f"<{count}i{count}q{documents}q", index, _INDEX.size) if count < 10000 else ()
+        except struct.error as error:
+            raise ValueError(str(error)) from error
+        parts = [list(whole[at : at + size]) for at, size in ((0, count), (count, count), (2 * count, documents))]
+        return [version, code, count, documents, *parts, list(tokens)]
+
+    def close(self, example: bytes, inner: Any) -> bytes:
+        try:
+            version, code, count, documents, lengths, starts, first, tokens = inner
+            index = _INDEX.pack(b"MMIDIDX\0\0", version, code, count, documents)
+            index += struct.pack(f"<{len(lengths)}i", *lengths)
+            index += b"".join(struct.pack(f"<{len(one)}q", *one) for one in (starts, first))
+            return indexed(index, bytes(tokens))
+        except (TypeError, struct.error) as error:
+            raise ValueError(str(error)) from error
+
+
+_INDEX = struct.Struct("<9sQBQQ")
+
+
+def indexed(index: bytes, tokens: bytes) -> bytes:
+    """Join both files into one example."""
+    return struct.pack("<Q", len(index)) + index + tokens
+
+
+def parted(example: bytes) -> tuple[bytes, bytes]:
+    """Return both files of an example."""
+    (length,) = struct.unpack_from("<Q", example.ljust(8, b"\0"))
+    return example[8 : 8 + length], example[8 + length :]
+
+
 class TorchFile:
     """The pickle in a file of ``torch.save``, as bytes; the zip around it is made anew, with its checksums."""
 
@@ -72,3 +135,4 @@ class TorchFile:
 
 
 JSON, SAFETENSORS, TORCH_FILE = Json(), Safetensors(), TorchFile()
+LINES, YAML, INDEXED = Lines(), Yaml(), Indexed()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.fuzz import artifacts, checkpoints, requests, texts
+from tests.fuzz import artifacts, checkpoints, recipes, requests, texts
 from tests.fuzz.target import Target
 
 TARGETS: dict[str, Callable[[Path], Target]] = {
@@ -20,4 +20,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "template": texts.template,
     "tokenizer": texts.tokenizer,
     "tokenizer_files": texts.tokenizer_files,
+    "recipe": recipes.recipe,
+    "jsonl": recipes.jsonl,
+    "megatron": recipes.megatron,
 }

@@ -39,14 +39,32 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def all_jobs() -> dict[str, Any]:
+PIPELINE = {"auto_partition": True, "num_microbatches": 2}
+JOBS_OF_FOUR: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp x pp": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "pipeline_config": PIPELINE}),
+    "tp x pp, sequence parallel": (
+        4,
+        {
+            "tensor_parallel_size": 2,
+            "pipeline_parallel_size": 2,
+            "pipeline_config": {"auto_partition": True, "num_microbatches": 4},
+            "sequence_parallel": True,
+        },
+    ),
+    "dp x pp, ZeRO-1": (2, {"pipeline_parallel_size": 2, "pipeline_config": PIPELINE, **ZERO1}),
+    "dp x tp, ZeRO-1, accumulated": (1, {"tensor_parallel_size": 2, "accumulate": 2, **ZERO1}),
+}
+
+
+def all_jobs(jobs: dict[str, tuple[int, dict[str, Any]]]) -> dict[str, Any]:
     """One after the other, in one set of processes."""
     parallel_state.destroy_model_parallel()
-    return {name: alone(fit, rows, job) for name, (rows, job) in JOBS.items()}
+    return {name: alone(fit, rows, job) for name, (rows, job) in jobs.items()}
 
 
-def test_two_ranks_are_the_plain_loop():
+@pytest.mark.parametrize(("ranks", "jobs"), [(2, JOBS), (4, JOBS_OF_FOUR)], ids=["two", "four"])
+def test_several_ranks_are_the_plain_loop(ranks: int, jobs: dict[str, tuple[int, dict[str, Any]]]):
     expected = plain(4)
-    for found in run_ranks(all_jobs, 2):
+    for found in run_ranks(all_jobs, ranks, jobs):
         for name, diary in found.items():
             assert diary["losses"] == pytest.approx(expected, rel=1e-6), name

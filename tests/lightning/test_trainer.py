@@ -21,7 +21,7 @@ from nxd_infer import parallel_state
 from nxd_infer.checkpoint.api import wait_for_save
 from nxd_infer.checkpoint.folder import complete_checkpoints
 from nxd_infer.checkpoint.storage import storage_of
-from nxd_infer.errors import CheckpointError, NxdError, ParallelConfigError
+from nxd_infer.errors import CheckpointError, NotInitializedError, NxdError, ParallelConfigError
 from nxd_infer.lightning import NeuronLTModule, NeuronTensorBoardLogger, NeuronTQDMProgressBar, NeuronXLAStrategy
 from nxd_infer.modules.lora import LoraConfig
 from tests.lightning.jobs import Diary, Rows, module_of, trainer_of
@@ -263,6 +263,15 @@ def test_strategies_that_are_refused(tmp_path: Path):
     nxd.save_checkpoint(tmp_path, "plain", llama(), user_content={"step": 1})
     with pytest.raises(CheckpointError, match="plain was not saved by a Trainer: load it with"):
         one().validate(small(), rows, ckpt_path=tmp_path / "plain")
+
+
+def test_xla_devices_are_refused(monkeypatch):
+    """By what the Trainer was given, and by what torch_xla was told: a single rank would train on the CPU silently."""
+    with pytest.raises(ParallelConfigError, match=r"does not train on xla:0 .*: leave accelerator out or pass"):
+        one(NeuronXLAStrategy(parallel_devices=[torch.device("xla", 0)]))
+    monkeypatch.setenv("PJRT_DEVICE", "NEURON")
+    with pytest.raises(NotInitializedError, match="PJRT_DEVICE=NEURON: training over XLA devices is not supported"):
+        one().fit(small(), DataLoader(Rows(), 4))
 
 
 def lonely_optimizer() -> str:

@@ -43,10 +43,19 @@ def losses_on_a_rank(file: str, overrides: list[str], steps: int) -> list[float]
     """The losses of the first steps, and the norm of the parameters after them."""
     loaded = load(file, overrides)
     training = Training(loaded, prepare(loaded, Path(file).parent / "prepared"), Path(file).parent / "log")
-    found = [float(training.train_step(batch)[0]) for batch in itertools.islice(training.loader, steps)]
+    found = [float(training.train_step(batch).loss) for batch in itertools.islice(training.loader, steps)]
     found.append(float(training.parameter_norm()))
     training.logs.close()
     return found
+
+
+def sizes_on_a_rank(file: str, overrides: list[str], steps: int) -> list[tuple[float, float]]:
+    """What a rank says of steps: their tokens, and the sum of the squared lengths of documents."""
+    loaded = load(file, overrides)
+    training = Training(loaded, prepare(loaded, Path(file).parent / "prepared"), Path(file).parent / "log")
+    taken = [training.train_step(batch) for batch in itertools.islice(training.loader, steps)]
+    training.logs.close()
+    return [(float(step.tokens), float(step.squares)) for step in taken]
 
 
 def trained_lora(file: str) -> tuple[float, list[str]]:

@@ -100,6 +100,8 @@ def test_only_the_answer_counts(model_dir, tokenizer):
     assert text.ids[-1] == EOS and all(text.counts)
     (tokens,) = encoder.examples({"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, 0)
     assert (tokens.ids, tokens.counts) == ([1, 2, 3], [False, True, True])
+    with pytest.raises(RecipeError, match=r"record 4: labels\[0\] = 2 must be -100 or the token beside it, 1"):
+        list(encoder.examples({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, 4))
 
 
 @pytest.mark.check

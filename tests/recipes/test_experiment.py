@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +16,14 @@ from nxd_infer.checkpoint.api import save_checkpoint
 from nxd_infer.checkpoint.folder import complete_checkpoints
 from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.errors import RecipeError
-from nxd_infer.recipes.experiment import Keeper, Patience, checkpoint_name, log_dir_of
+from nxd_infer.recipes.experiment import Keeper, Patience, checkpoint_name, log_dir_of, saves, validates
 from nxd_infer.recipes.launch import check_world, first_host, is_a_rank, variables_of_slurm
 from nxd_infer.recipes.model_schema import SCHEDULES, Optim, Sched
 from nxd_infer.recipes.optim import Rate, parameter_groups
 from nxd_infer.recipes.recipe import check
-from nxd_infer.recipes.schema import CheckpointCallback, EarlyStopping, ExpManager
+from nxd_infer.recipes.schema import CheckpointCallback, EarlyStopping, ExpManager, Trainer
 from nxd_infer.recipes.yaml_text import parse_yaml
+from tests.e2e.command import nxd_infer_here, refused
 
 
 @pytest.mark.check
@@ -69,6 +74,35 @@ def test_the_best_checkpoints_stay(tmp_path):
             keeper = Keeper(callback, folder)  # as a resumed job, which reads the scores
             keeper.prune()
         assert tags(keeper) == kept, options
+
+
+@pytest.mark.check
+def test_checkpoints_and_validations_are_due_as_was_asked_for():
+    """By steps, epochs or time, or by several of them; three steps are an epoch."""
+
+    def due(decide: Callable[[int, int | None], bool]) -> list[int]:
+        return [step for step in range(1, 13) if decide(step, None if step % 3 else step // 3)]
+
+    def saved(late: tuple[int, ...] = (), **options: Any) -> list[int]:
+        callback = CheckpointCallback(**options)
+        return due(lambda step, ended: saves(callback, step, ended, step in late, step in (5, 10)))
+
+    assert saved() == [5, 10]  # with the validations
+    assert saved(every_n_train_steps=4) == [4, 8, 12]
+    assert saved(every_n_epochs=2) == [6, 12]
+    assert saved(every_n_epochs=2, every_n_train_steps=4) == [4, 6, 8, 12]
+    assert saved(late=(7,), train_time_interval=60.0) == [7]
+
+    def validated(**options: Any) -> list[int]:
+        trainer = Trainer(**options)
+        return due(lambda step, ended: validates(trainer, step, 3, ended))
+
+    assert validated() == []
+    assert validated(val_check_interval=5.0) == [5, 10]
+    assert validated(val_check_interval=1.0) == [3, 6, 9, 12]
+    assert validated(val_check_interval=0.25) == list(range(1, 13))
+    assert validated(check_val_every_n_epoch=2) == [6, 12]
+    assert validated(check_val_every_n_epoch=3, val_check_interval=5.0) == [5, 9, 10]
 
 
 @pytest.mark.check
@@ -123,6 +157,23 @@ def test_ranks_come_from_slurm_or_torchrun():
     check_world(loaded, {"WORLD_SIZE": "2"})
     with pytest.raises(RecipeError, match=r"r\.yaml:1: trainer\.devices x .* is not the 4 processes"):
         check_world(loaded, {"WORLD_SIZE": "4"})
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("package", ["wandb", "mlflow"])
+def test_a_logger_whose_package_is_missing_is_one_sentence(package, tmp_path, capsys, monkeypatch):
+    """Before anything is written, with its line; and a plan says it, too."""
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text(
+        f"trainer: {{max_steps: 1}}\ndata: {{train_dir: x}}\nexp_manager: {{create_{package}_logger: true}}\n"
+        "model: {num_layers: 1, hidden_size: 8, num_attention_heads: 2}\n"
+    )
+    told = f"r.yaml:3: exp_manager.create_{package}_logger: needs the package {package}: pip install {package}, or set"
+    refused(nxd_infer_here(capsys, monkeypatch, "train", "r.yaml"), told)
+    plan = nxd_infer_here(capsys, monkeypatch, "train", "r.yaml", "--check")
+    assert plan.status == 0 and f"cannot be trained here: {told}" in plan.out
+    assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"]
 
 
 @pytest.mark.check

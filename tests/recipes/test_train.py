@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import RecipeError
 from nxd_infer.recipes.data.megatron import write_indexed
+from nxd_infer.recipes.data.rows import IGNORED
 from nxd_infer.recipes.job import begin_of, config_of
-from nxd_infer.recipes.loop import train
+from nxd_infer.recipes.loop import Training, train
 from nxd_infer.recipes.prepare import prepare
 from nxd_infer.recipes.recipe import load
+from nxd_models import registry
 from tests.ranks import run_ranks
 from tests.recipes.jobs import last_loss, losses_on_a_rank, trained_lora, write, write_pairs
 from tests.tiny_models import write_tiny
@@ -61,6 +68,79 @@ def test_two_ranks_train_as_one(expected, overrides, degrees):
     found = run_ranks(losses_on_a_rank, 2, str(write(folder, 2, SFT)), overrides, STEPS, **degrees)
     assert found[0] == pytest.approx(losses, rel=2e-5)
     assert found[1] == found[0]
+
+
+OPTIM = (
+    "model.optim={lr: 1e-2, weight_decay: 0.1, betas: [0.8, 0.9], eps: 1e-5, "
+    "sched: {warmup_steps: 1, max_steps: 4, min_lr: 1e-3}}"
+)
+RATES = (0.5e-2, 1e-2, 0.7e-2, 0.4e-2)
+"""Half of the rate, all of it, and then down to a tenth."""
+
+
+def plain(model_dir, rows, held_out) -> list[float]:
+    """The losses of steps of four rows in plain PyTorch, and that of the validation after them."""
+
+    def loss(of: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        ids, labels, mask, places = (
+            torch.stack([row[name] for row in of]) for name in ("input_ids", "labels", "attention_mask", "position_ids")
+        )
+        return F.cross_entropy(model(ids, mask, None, places)[:, :-1].transpose(1, 2), labels[:, 1:])
+
+    model = registry.load_model(model_dir, "generate", torch.float32).train()
+    groups: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    for param in model.parameters():
+        groups[param.dim() > 1].append(param)
+    decays = [{"params": groups[True], "weight_decay": 0.1}, {"params": groups[False], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(decays, lr=0.0, betas=(0.8, 0.9), eps=1e-5)
+    losses = []
+    for step, rate in enumerate(RATES):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        found = loss([rows[4 * step + place] for place in range(4)])
+        found.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(found.item())
+    model.eval()
+    with torch.no_grad():
+        return [*losses, loss(list(held_out)).item()]
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_one_rank_is_the_plain_loop(folder, packing):
+    """Rows of other numbers of counted tokens, in microbatches: the loss of a step is the mean over its tokens."""
+    write_pairs(folder, 80)
+    lines = (folder / "data.jsonl").read_text().splitlines(keepends=True)
+    (folder / "val.jsonl").write_text("".join(lines[3::7]))
+    file = write(folder, 1, f"model_alignment_strategy: {{sft: {{packing: {str(packing).lower()}}}}}\n")
+    overrides = ["data.shuffle=false", "trainer.gradient_clip_val=0.5", f"data.val_dir={folder}/val.jsonl", OPTIM]
+    loaded = load(file, overrides)
+    with use_context(make_context()):
+        prepared = prepare(loaded, folder / "prepared")
+        training = Training(loaded, prepared, folder / "log")
+        found = [float(training.train_step(batch).loss) for batch in itertools.islice(training.loader, 4)]
+        held_out = training.validate()
+        training.logs.close()
+        kept: Any = prepared.validation
+        rows = [kept[number] for number in range(len(kept) // 4 * 4)]  # whole batches
+        expected = plain(folder / "model", prepared.train, rows)
+    assert [*found, held_out] == pytest.approx(expected, rel=1e-5)
+
+
+def test_dpo_trains_as_on_one_rank(folder):
+    """The reference is the model that the training begins with, whatever rank says which pair's probability."""
+    rows = [{"prompt": f"{n}? ", "chosen": f"{n}" * (1 + n % 4), "rejected": f"{n + 1}"} for n in range(17)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = "model_alignment_strategy: {dpo: {kl_beta: 0.5}}\n"
+    losses = alone(write(folder, 1, more))
+    assert losses[0] == pytest.approx(math.log(2), rel=1e-6) and losses[1] < losses[0]
+    for tp in (1, 2):
+        (folder / "log/reference.safetensors").unlink()
+        degree = [f"{STRATEGY}.tensor_model_parallel_size={tp}"]
+        found = run_ranks(losses_on_a_rank, 2, str(write(folder, 2, more)), degree, STEPS, tp=tp)
+        assert found[0] == pytest.approx(losses, rel=2e-5)
 
 
 def test_microbatches_add_up_to_the_step(folder):
@@ -118,6 +198,21 @@ def test_megatrons_files_train(folder):
     assert prepared.validation is not None and len(prepared.validation) == 59 * 39 // 480  # type: ignore[arg-type]
     first = alone(file, overrides, 1)[0]
     assert 4 < first < 8  # of a new model with 288 tokens
+    write_indexed(folder / "corpus_document", [[5, 6, 288, 7] * 20] * 60)
+    with pytest.raises(RecipeError, match="there is no token 288 in a vocabulary of 288: take the tokenizer"):
+        alone(file, overrides, 1)
+
+
+def test_the_ends_of_documents_do_not_count_if_that_is_asked_for(folder):
+    """Also if the end is that of a tokenizer which is made from the data, and not one of config.json."""
+    (folder / "data.jsonl").write_text('{"text": "one text"}\n' * 60)
+    model = ["~model.model_config", "model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=2"]
+    overrides = [*model, "data.tokenizer={type: trained, vocab_size: 264}", "data.eod_mask_loss=true"]
+    prepared = prepare(load(write(folder), overrides), folder / "prepared")
+    end = json.loads((prepared.model / "config.json").read_text())["eos_token_id"]
+    row = prepared.train[0]
+    ends = row["input_ids"] == end
+    assert ends.any() and (row["labels"][ends] == IGNORED).all() and (row["labels"][~ends] != IGNORED).all()
 
 
 def test_what_a_recipe_says_is_what_is_trained(folder):

@@ -54,10 +54,24 @@ def test_references_keep_types_and_may_be_relative_and_nested(monkeypatch):
 
 
 @pytest.mark.check
+def test_a_section_can_be_merged_into_another():
+    tree = parsed("a: &a {x: 1, y: 2}\nb:\n  <<: *a\n  y: 3\nc: {<<: [*a, {z: 4}]}")
+    assert tree.values == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}, "c": {"x": 1, "y": 2, "z": 4}}
+    assert tree.where(("b", "y")) == "r.yaml:4"
+
+
+@pytest.mark.check
 def test_overrides_are_values_of_yaml_and_make_sections():
     tree = parsed("a: {b: 1}\nd: 2", "a.b=3e-4", "+a.c.d=[1, x]", "~d", "e=true")
     assert tree.values == {"a": {"b": 3e-4, "c": {"d": [1, "x"]}}, "e": True}
     assert tree.where(("a", "b")) == "command line" and tree.where(("a", "z")) == "r.yaml:1"
+
+
+def repeated(line: str, reference: str, between: str = ", ") -> str:
+    """A few lines, of which each has the one before ten times."""
+    lines = [f"a0: {line.format(0, 'x' * 10)}"]
+    lines += [f"a{n}: {line.format(n, between.join([reference.format(n - 1)] * 10))}" for n in range(1, 9)]
+    return "\n".join(lines)
 
 
 @pytest.mark.check
@@ -75,6 +89,12 @@ def test_overrides_are_values_of_yaml_and_make_sections():
         ("- 1", "r.yaml:1: a recipe is a mapping of sections"),
         ("", "r.yaml is empty"),
         ("a: &x [*x]", "contains itself"),
+        ("a: " + "[" * 800, "r.yaml: not YAML that is read: it is nested too deeply"),
+        ("b: 1\na: 2024-99-99", "r.yaml:2: '2024-99-99' is not a value of YAML"),
+        ("a: x\x01", "r.yaml: not YAML: special characters are not allowed"),
+        ("a: '${divide:.nan, 1}'", "r.yaml:1: a divide of ['.nan', '1'] is not a number"),
+        (repeated("&a{0} [{1}]", "*a{0}"), "a recipe has at most 100000 values, those of its aliases included"),
+        (repeated("'{1}'", "${{a{0}}}", ""), "has more than 1048576 characters by its references"),
     ],
 )  # fmt: skip
 def test_a_mistake_names_its_line(text, message):

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxd_infer.errors import RecipeError
+from nxd_infer.recipes.data.rows import IGNORED
 from nxd_infer.recipes.data.sources import Record
+from nxd_server.errors import RequestError
 from nxd_server.text.chat_template import ChatTemplate
-from nxd_server.text.tokenizer import Tokenizer
+from nxd_server.text.tokenizer import Tokenizer, check_text
 
 COLUMNS = (
     ("input_ids",),
@@ -50,6 +52,12 @@ class Encoder:
 
     def examples(self, record: Record, number: int) -> Iterator[Example]:
         """Yield the record's example; of a preference two, the chosen one first. Raises RecipeError."""
+        try:
+            yield from self._examples(record, number)
+        except RequestError as error:  # of the chat template: messages in another form
+            raise RecipeError(f"data: record {number}: {error}") from None
+
+    def _examples(self, record: Record, number: int) -> Iterator[Example]:
         columns = next((one for one in COLUMNS if all(record.get(name) is not None for name in one)), None)
         if columns is None:
             known = "; ".join(" and ".join(one) for one in COLUMNS)
@@ -59,7 +67,7 @@ class Encoder:
         elif columns == ("messages",):
             yield self._cut(self._chat(record["messages"], number))
         elif columns == ("text",):
-            yield self._cut(self._pair("", str(record["text"]), number))
+            yield self._cut(self._pair("", check_text(record["text"], "text"), number))
         elif len(columns) == 2:
             prompt, completion = (record[name] for name in columns)
             yield self._cut(self._pair(prompt, completion, number))
@@ -68,13 +76,22 @@ class Encoder:
                 yield self._preference(record["prompt"], record[answer], number)
 
     def _tokens(self, record: Record, number: int) -> Example:
-        ids = [int(one) for one in record["input_ids"]]
-        labels = record.get("labels")
+        ids, labels = record["input_ids"], record.get("labels")
+        for name, given in (("input_ids", ids), ("labels", labels)):
+            fits = isinstance(given, Sequence) and all(type(one) is int for one in given)
+            if given is not None and not fits:
+                raise RecipeError(f"data: record {number}: {name} must be a list of whole numbers, got {given!r:.60}")
         if labels is None:
             return Example(ids, [True] * len(ids))
         if len(labels) != len(ids):
             raise RecipeError(f"data: record {number} has {len(ids)} input_ids and {len(labels)} labels")
-        return Example(ids, [label != -100 for label in labels])
+        for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
+            if label not in (token, IGNORED):
+                raise RecipeError(
+                    f"data: record {number}: labels[{place}] = {label} must be -100 or the token beside it, {token}: "
+                    "labels are not shifted"
+                )
+        return Example(ids, [label != IGNORED for label in labels])
 
     def _text(self, number: int) -> Tokenizer:
         if self.tokenizer is None:
@@ -83,8 +100,9 @@ class Encoder:
 
     def _pair(self, prompt: Any, completion: Any, number: int) -> Example:
         """A prompt and what follows it: texts, or lists of messages."""
-        if not isinstance(prompt, str) or not isinstance(completion, str):
+        if isinstance(prompt, Sequence) and isinstance(completion, Sequence) and not isinstance(prompt, str):
             return self._chat([*prompt, *completion], number, first=len(prompt))
+        prompt, completion = check_text(prompt, "the prompt"), check_text(completion, "what follows the prompt")
         tokenizer = self._text(number)
         encoding = tokenizer.raw.encode(prompt + completion)
         ids = list(encoding.ids)

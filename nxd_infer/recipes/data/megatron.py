@@ -49,11 +49,14 @@ class IndexedFile(Documents):
         first = np.frombuffer(raw, "<i8", documents, at + 12 * count)
         ends = np.concatenate([[0], lengths.cumsum()])
         width = np.dtype(dtype).itemsize
-        if not np.array_equal(starts, ends[:-1] * width) or first.min(initial=0) < 0 or first.max(initial=0) > count:
+        in_order = lengths.min(initial=0) >= 0 and np.array_equal(starts, ends[:-1] * width)
+        if not in_order or (np.diff(first, prepend=0, append=count) < 0).any():
             raise RecipeError(f"data.data_prefix: {path}: its sequences do not follow each other in {prefix}.bin")
         if ends[-1] * width > size:
             raise RecipeError(f"data.data_prefix: {prefix}.bin has {size} bytes; its index needs {ends[-1] * width}")
-        self.ids = np.memmap(f"{prefix}.bin", np.dtype(dtype).newbyteorder("<"), "r", shape=(int(ends[-1]),))
+        kind = np.dtype(dtype).newbyteorder("<")
+        # an empty file cannot be mapped
+        self.ids = np.memmap(f"{prefix}.bin", kind, "r", shape=(int(ends[-1]),)) if ends[-1] else np.zeros(0, kind)
         self.bounds = np.unique(ends[first]) if documents else ends
         self.counts = None
 

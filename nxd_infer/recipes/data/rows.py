@@ -14,17 +14,29 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from nxd_infer.errors import RecipeError
 from nxd_infer.recipes.data.documents import Documents
 
 IGNORED = -100
 Row = dict[str, Tensor]
 
 
+def check_vocabulary(least: int, most: int, size: int, what: str) -> None:
+    """Raise RecipeError unless ids from ``least`` to ``most`` are tokens of a vocabulary of ``size``."""
+    if not 0 <= least <= most < size:
+        wrong = most if most >= size else least
+        raise RecipeError(
+            f"data: {what}: there is no token {wrong} in a vocabulary of {size}: take the tokenizer and the model "
+            "that the data was made for"
+        )
+
+
 class Windows(Dataset):
     """Consecutive windows of the documents ``first`` to ``last`` as one text.
 
     ``apart``: documents do not see each other; ``restart``: positions restart at each; ``end``: the id that ends a
-    document, if it shall not count.
+    document, if it shall not count. ``vocabulary``: its tokens are from 0 to below it, or reading a row raises
+    RecipeError; None: they have been checked.
     """
 
     def __init__(
@@ -37,9 +49,11 @@ class Windows(Dataset):
         apart: bool = False,
         restart: bool = False,
         end: int | None = None,
+        vocabulary: int | None = None,
     ):
         last = len(documents) if last is None else last
         self.documents, self.length, self.apart, self.restart, self.end = documents, length, apart, restart, end
+        self.vocabulary = vocabulary
         self.start, self.stop = int(documents.bounds[first]), int(documents.bounds[last])
 
     def __len__(self) -> int:
@@ -51,6 +65,8 @@ class Windows(Dataset):
         low = self.start + number * self.length
         high = low + self.length
         ids = np.array(self.documents.ids[low:high], np.int64)
+        if self.vocabulary is not None:
+            check_vocabulary(int(ids.min()), int(ids.max()), self.vocabulary, f"tokens {low} to {high - 1}")
         labels = ids.copy()
         if self.documents.counts is not None:
             labels[~self.documents.counts[low:high]] = IGNORED

@@ -19,8 +19,8 @@ class TokenizerKeys:
         unused="tokenizers reads all that it can",
     )
     model: str | None = key(None, "a tokenizer.json, or the directory that has it")
-    vocab_file: str | None = key(None, "a vocabulary (with merge_file)")
-    merge_file: str | None = key(None, "the merges of a vocabulary")
+    vocab_file: str | None = key(None, "a vocabulary, with merges.txt beside it")
+    merge_file: str | None = key(None, "the merges of a vocabulary", unused="merges.txt beside vocab_file is read")
     delimiter: str | None = key(None, "of tables", unused="tables are not read")
     sentencepiece_legacy: bool | None = key(
         None, "a version of SentencePiece", bool, unused="tokenizer.json says it all"

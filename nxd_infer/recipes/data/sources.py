@@ -69,7 +69,7 @@ def _json(file: Path) -> Iterator[Record]:
     if text.lstrip().startswith("["):
         try:
             found = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RecipeError(f"data: {file} is not JSON: {error}") from None
         yield from (_record(one, file, number) for number, one in enumerate(found, 1))
         return
@@ -79,7 +79,7 @@ def _json(file: Path) -> Iterator[Record]:
                 continue
             try:
                 value = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise RecipeError(f"data: {file}:{number} is not JSON: {error}") from None
             yield _record(value, file, number)
 
