@@ -1,5 +1,6 @@
 """``nxd-infer verify``: compare the traced artifact with the unsharded eager model, bucket by bucket.
 
+That of a model type without a family of ours is transformers' own, which computes each text without a cache.
 An artifact with rounded weights is compared with a model of these, which it should equal; the loss of
 accuracy is measured separately.
 """
@@ -38,7 +39,8 @@ class Row:
     """max|a - b| / max|b| over the floating-point outputs that do not depend on how ties are broken."""
     agreement: str
     """How many of the integer outputs are equal; "" if there are none."""
-    ok: bool
+    wrong: str = ""
+    """The first output that differs; "" if none does."""
 
 
 def relative(ours: Tensor, reference: Tensor) -> float:
@@ -108,18 +110,16 @@ def one_shot_cases(manifest: Any, generator: torch.Generator) -> Iterator[tuple[
 def compare(bucket: str, ours: Tensors, reference: Tensors, tolerance: float) -> Row:
     """Compare outputs: floating-point within the tolerance; a sampled token may differ only between near ties."""
     if "top_logprobs" not in reference:
-        difference = max(relative(ours[name], reference[name]) for name in reference)
-        return Row(bucket, difference, "", difference <= tolerance)
+        differences = {name: relative(ours[name], reference[name]) for name in reference}
+        wrong = next((name for name, difference in differences.items() if difference > tolerance), "")
+        return Row(bucket, max(differences.values()), "", wrong)
     top, token = reference["top_logprobs"].flatten(0, 1), reference["token"].flatten()
     difference = relative(ours["top_logprobs"].flatten(0, 1), top)
     same = ours["token"].flatten() == token
     near_tie = (top[:, 0] - top[:, 1]) <= tolerance * top.abs().max()
-    return Row(
-        bucket,
-        difference,
-        f"{int(same.sum())} of {same.numel()} tokens",
-        difference <= tolerance and bool((same | near_tie).all()),
-    )
+    right = {"top_logprobs": difference <= tolerance, "token": bool((same | near_tie).all())}
+    wrong = next((name for name, fits in right.items() if not fits), "")
+    return Row(bucket, difference, f"{int(same.sum())} of {same.numel()} tokens", wrong)
 
 
 def answered(outputs: Tensors, scores: str) -> Tensors:
@@ -156,7 +156,7 @@ def reference_of(manifest: Any, model_dir: Path, weights: Any) -> Callable[[], t
     )
 
     def make() -> torch.nn.Module:
-        module = plan.func(**plan.func_kwargs)
+        module = plan.func(**plan.func_kwargs, reference=True)
         source = hf.named_weights(module, weights)
         return hf.load(module, accuracy.RoundedSource(manifest, source)).eval()
 
@@ -196,34 +196,48 @@ def run(
                     filled = full_inputs(manifest.bucket(name), inputs)
                     reference = eager(**filled)
                     seen.append((filled, ours))
+                    if "length" in inputs:  # the outputs of idle rows mean nothing
+                        live = inputs["length"] > 0
+                        ours, reference = ({k: v[live] for k, v in out.items()} for out in (ours, reference))
                 if classifies and isinstance(config, registry.EncoderConfig):
                     ours = answered(ours, scores_of(manifest.metadata))
                     reference = answered(reference, config.scores)
                 rows.append(compare(bucket, ours, reference, limit))
                 display.advance(task)
-    verdict = {True: "equal", False: "differs"}
     whose = str(model_dir) if checkpoint is None else f"{checkpoint} ({tag or 'the newest'})"
     form = accuracy.quantization(manifest)
     stages = f", pp {manifest.pp_degree}" if manifest.pp_degree > 1 else ""
     table(
         f"{artifact} (tp {manifest.tp_degree}{stages}, {manifest.backend}) against {whose}, unsharded and eager"
+        + ("" if manifest.metadata.get("model_impl") is None else ", in transformers' own code")
         + (f", weights rounded to {form.name}" if form else ""),
         ("bucket", "max|a-b| / max|b|", "sampled", "verdict"),
-        [(row.bucket, f"{row.difference:.1e}", row.agreement, verdict[row.ok]) for row in rows],
+        [
+            (row.bucket, f"{row.difference:.1e}", row.agreement, f"{row.wrong} differs" if row.wrong else "equal")
+            for row in rows
+        ],
     )
     if form and cases is generation_cases:
         del eager
         accuracy.report_text(model.artifact, model_dir, weights, seed, form)
     elif form:
         accuracy.report_outputs(hf.load(eager, weights), seen, form)
-    failed = [row.bucket for row in rows if not row.ok]
+    failed = [row.bucket for row in rows if row.wrong]
     if failed:
+        first = next(row for row in rows if row.wrong)
+        console.print(f"the first output that differs: {first.wrong} of {first.bucket}")
         console.print(f"{len(failed)} of {len(rows)} buckets are past the tolerance of {limit:g}: {', '.join(failed)}")
         console.print(
             f"This compares with the weights of {whose}: an artifact traced from other weights differs. For a "
             "training checkpoint, pass --checkpoint and --tag.",
             markup=False,
         )
+        if (library := manifest.metadata.get("model_impl")) is not None:
+            console.print(
+                f"If the weights are the same, the plan of {manifest.metadata['model_type']} is wrong, or how "
+                f"{library}' module is traced: docs/transformers.md says how a plan is written.",
+                markup=False,
+            )
         return 1
     console.print(f"all {len(rows)} buckets are within the tolerance of {limit:g}")
     return 0
