@@ -32,6 +32,7 @@ class Seq2SeqStep(DecoderStep):
     """
 
     # Provided by the model.
+    config: Any  # a DecoderConfig with decoder_start, the id of the token before every answer
     encode: Callable[[Tensor, Tensor], Tensor]
     keys_values: Callable[[Tensor], Iterator[tuple[Tensor, Tensor]]]
     decode: Callable[[Tensor, Tensor, Sequence[LayerCache], Sequence[LayerCache]], Tensor]
