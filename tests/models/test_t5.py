@@ -86,8 +86,8 @@ def generated(path: Path, prompt: list[int], **options) -> tuple[list[int], list
     with more layers in the decoder than in the encoder."""
     output = whole(path).generate(
         torch.tensor([prompt]),
-        **{"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "use_cache": False},
-        **{"output_scores": True, "return_dict_in_generate": True, **options},
+        **{"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "use_cache": False, **options},
+        **{"output_scores": True, "return_dict_in_generate": True},
     )
     best = [scores.topk(2).values[0] for scores in output.scores]
     return output.sequences[0, 1:].tolist(), [float(two[0] - two[1]) for two in best]
