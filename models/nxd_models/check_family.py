@@ -8,6 +8,7 @@ check_family("tiny_model_dir", degree=2)
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from nxd_models.hf.stored import matched
 from nxd_models.hf.weights import named_weights
 from nxd_models.spec import Cut, ModelDirectory
 
-STEP_OPTIONS = {"generate": {"slots": 1, "max_len": 1}}
+STEP_OPTIONS: dict[str, dict[str, Any]] = {"generate": {"slots": 1, "max_len": 1}}
 
 
 def check_family(model_dir: str | os.PathLike[str], degree: int = 2) -> None:

@@ -50,6 +50,7 @@ BUILT_IN = {
     "qwen2": "nxd_models.llama.family:LLAMA",
     "qwen3": "nxd_models.llama.family:LLAMA",
     "gpt_neox": "nxd_models.gpt_neox.family:GPT_NEOX",
+    "t5": "nxd_models.t5.family:T5",
     "bert": "nxd_models.bert.family:BERT",
     "roberta": "nxd_models.bert.family:ROBERTA",
 }

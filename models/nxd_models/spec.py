@@ -53,6 +53,11 @@ class DecoderConfig:
         """The longest context in tokens that is computed exactly as in the original model."""
         return self.max_position
 
+    @property
+    def usual_length(self) -> int:
+        """The longest context in tokens that is traced if none is asked for, as far as it is not very long."""
+        return self.max_length
+
     def check_length(self, length: int) -> None:
         """Raise ModelConfigError naming the limit if ``length`` exceeds it."""
         if length > self.max_length:
@@ -117,6 +122,8 @@ class Task:
     split before any block except the first."""
     architecture: str | tuple[str, ...] = ""
     """A directory supports the task only if one of its ``architectures`` has this suffix, or one of these."""
+    reference: Callable[..., nn.Module] | None = None
+    """What ``nxd-infer verify`` compares a step with, called alike. None: the step, unsharded."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +149,8 @@ class ModelSpec:
     """Last name components of the linear layers that LoRA adapters may change."""
     model_impl: str | None = None
     """The library whose modules these are: None is the family's own, else :data:`TRANSFORMERS`."""
+    encodes_prompts: bool = False
+    """An encoder reads each prompt, whole, and the decoder's answer is a new text: steps are ``Seq2SeqStep``."""
 
     def __post_init__(self) -> None:
         unknown = [task for task in self.tasks if task not in TASKS]
@@ -197,9 +206,11 @@ class ModelDirectory:
             )
         return wanted or self.tasks[0]
 
-    def make(self, task: str, dtype: Any, *, step: bool = False, **options: Any) -> nn.Module:
-        """Create the family's module for ``task``, or its serving step, with newly initialized weights."""
+    def make(self, task: str, dtype: Any, *, step: bool = False, reference: bool = False, **options: Any) -> nn.Module:
+        """Create the family's module for ``task``, its serving step, or what the ``reference`` of the step is, with
+        newly initialized weights."""
         made = self.spec.tasks[task]
-        module = (made.step if step else made.module)(self.config, dtype, **options)
+        kind = (reference and made.reference) or (made.step if step or reference else made.module)
+        module = kind(self.config, dtype, **options)
         object.__setattr__(module, "nxd_stored", dict(self.spec.stored_weights))  # neither a parameter nor a module
         return module

@@ -24,8 +24,9 @@ FORMAT = "1.1"
 """1.1 stores each graph in functional form with its backend's version; 1.0 stored only the latter."""
 PACKED_REQUIREMENT = "packed-weights"
 PIPELINE_REQUIREMENT = "pipeline"
+WHOLE_PROMPTS_REQUIREMENT = "whole-prompts"
 KNOWN_REQUIREMENTS: frozenset[str] = frozenset(
-    {"bucket-kernel", "inline-weights", PACKED_REQUIREMENT, PIPELINE_REQUIREMENT}
+    {"bucket-kernel", "inline-weights", PACKED_REQUIREMENT, PIPELINE_REQUIREMENT, WHOLE_PROMPTS_REQUIREMENT}
 )
 MANIFEST_NAME = "manifest.json"
 

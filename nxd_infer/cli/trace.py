@@ -88,6 +88,11 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
     if (library := plan.metadata.get("model_impl")) is not None:
         kind = plan.metadata["model_type"]
         console.print(f"note: {library}' own {kind} module is traced, split by its plan (docs/transformers.md)")
+    if plan.metadata.get("encodes_prompts"):
+        longest = plan.metadata["max_len"]
+        console.print(
+            f"note: prompts are read whole, by the encoder, so there is a bucket for the longest, {longest} tokens"
+        )
     for length in task["prompt_buckets"]:
         if length > plan.metadata["max_len"]:
             longest = plan.metadata["max_len"]

@@ -33,14 +33,17 @@ def run(
             progress=progress,
         )
     manifest, form = found.manifest, found.rounded
-    verdict = {True: "equal", False: "differs"}
     whose = str(model_dir) if checkpoint is None else f"{checkpoint} ({checkpoint_tag or 'the newest'})"
     stages = f", pp {manifest.pp_degree}" if manifest.pp_degree > 1 else ""
     table(
         f"{artifact} (tp {manifest.tp_degree}{stages}, {manifest.backend}) against {whose}, unsharded and eager"
+        + ("" if manifest.metadata.get("model_impl") is None else ", in transformers' own code")
         + (f", weights rounded to {form.name}" if form else ""),
         ("bucket", "max|a-b| / max|b|", "sampled", "verdict"),
-        [(row.bucket, f"{row.difference:.1e}", row.agreement, verdict[row.ok]) for row in found.rows],
+        [
+            (row.bucket, f"{row.difference:.1e}", row.agreement, f"{row.wrong} differs" if row.wrong else "equal")
+            for row in found.rows
+        ],
     )
     if form and isinstance(found.accuracy, TextAccuracy):
         _print_text(form.name, found.accuracy)
@@ -48,6 +51,8 @@ def run(
         _print_outputs(form.name, found.accuracy)
     failed, count = found.failed, len(found.rows)
     if failed:
+        first = next(row for row in found.rows if row.wrong)
+        console.print(f"the first output that differs: {first.wrong} of {first.bucket}")
         console.print(
             f"{len(failed)} of {count} buckets are past the tolerance of {found.tolerance:g}: {', '.join(failed)}"
         )
@@ -56,6 +61,12 @@ def run(
             "training checkpoint, pass --checkpoint and --tag.",
             markup=False,
         )
+        if (library := manifest.metadata.get("model_impl")) is not None:
+            console.print(
+                f"If the weights are the same, the plan of {manifest.metadata['model_type']} is wrong, or how "
+                f"{library}' module is traced: docs/transformers.md says how a plan is written.",
+                markup=False,
+            )
         return 1
     console.print(f"all {count} buckets are within the tolerance of {found.tolerance:g}")
     return 0

@@ -84,11 +84,12 @@ def masked_cache_attention(
     scale: float,
     visible_BST: Tensor | None = None,
     softcap: float | None = None,
+    bias_BHST: Tensor | None = None,
 ) -> Tensor:
     """:func:`cache_attention` that no backend has an operator for: always in plain PyTorch, and slower.
 
     ``visible``: bool [B, S, n * L], which of the positions up to its own a query sees. ``softcap``: scores become
-    ``softcap * tanh(score / softcap)``.
+    ``softcap * tanh(score / softcap)``. ``bias``: [B, H, S, n * L], added to the scores last.
     """
     where = (k_cache_NKLD, v_cache_NKLD, block_table_Bn, start_B, length_B)
     keys, values, mask_BST = _store(q_BSHD, k_BSKD, v_BSKD, *where)
@@ -98,6 +99,8 @@ def masked_cache_attention(
     scores = torch.matmul(folded, keys.to(folded.dtype).transpose(-1, -2)).float() * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
+    if bias_BHST is not None:
+        scores = scores + bias_BHST.reshape(scores.shape)
     # The lowest finite number, not -inf: a padding query may see nothing, and must not become NaN.
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     return _unfolded(torch.matmul(scores.softmax(-1).to(folded.dtype), values.to(folded.dtype)), q_BSHD)

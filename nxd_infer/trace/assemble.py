@@ -14,6 +14,7 @@ from nxd_infer import native
 from nxd_infer.artifact.manifest import (
     PACKED_REQUIREMENT,
     PIPELINE_REQUIREMENT,
+    WHOLE_PROMPTS_REQUIREMENT,
     BucketSpec,
     GraphSpec,
     Manifest,
@@ -271,6 +272,7 @@ def write_artifact(
             *(["inline-weights"] if extras.inline_weights else []),
             *([PACKED_REQUIREMENT] if any(spec.encoding for spec in weights.values()) else []),
             *([PIPELINE_REQUIREMENT] if len(stages) > 1 else []),
+            *([WHOLE_PROMPTS_REQUIREMENT] if extras.metadata.get("encodes_prompts") else []),
         ],
         backend=backend.name,
         target=backend.target(options),

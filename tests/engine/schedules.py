@@ -14,12 +14,12 @@ def graphs(batches=(1, 2, 4), lengths=(8, 16)):
     return [Graph(f"decode_b{b}", b, 1) for b in batches] + [Graph(f"prefill_s{s}", 1, s) for s in lengths]
 
 
-def scheduler(slots=4, batches=(1, 2, 4), lengths=(8, 16), seconds=None, ratio=4.0, mixes=False, groups=1):
+def scheduler(slots=4, batches=(1, 2, 4), lengths=(8, 16), seconds=None, ratio=4.0, mixes=False, groups=1, **more):
     all_graphs = graphs(batches, lengths)
     costs = StepCosts(all_graphs)
     for graph in all_graphs:
         costs.set(graph.name, (seconds or {}).get(graph.name, 0.001 * graph.batch**0.5 * graph.length**0.8))
-    return Scheduler(all_graphs, slots, costs, prefill_ratio=ratio, mixes=mixes, groups=groups)
+    return Scheduler(all_graphs, slots, costs, prefill_ratio=ratio, mixes=mixes, groups=groups, **more)
 
 
 def sequence(identity, prompt=4, new=4):

@@ -260,3 +260,20 @@ def test_a_slot_cannot_be_released_twice():
         pool.allocate()
     with pytest.raises(ValueError, match="at least one slot"):
         SlotPool(0)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(("prompt", "length"), [(1, 8), (8, 8), (9, 16), (16, 16)])
+def test_a_prompt_that_is_read_whole_is_one_piece_whatever_it_costs(prompt, length):
+    """Small pieces are cheaper here, decoding waits, and a graph of one token would hold the shortest prompt."""
+    seconds = {"prefill_s16": 1.0, "prefill_s8": 0.01, "decode_b1": 0.001}
+    subject = scheduler(slots=4, seconds=seconds, whole_prompts=True)
+    decoding(subject, 2)
+    subject.add(sequence(9, prompt))
+    subject.admit()
+    steps = []
+    while not steps or steps[-1].kind != "prefill":
+        steps.append(subject.next_step())
+        subject.begin(steps[-1])
+    (row,) = steps[-1].rows
+    assert (steps[-1].graph.length, row.start, row.length, row.samples) == (length, 0, prompt, True)

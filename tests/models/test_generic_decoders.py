@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -129,6 +131,37 @@ def test_it_is_traced_verified_and_served(directory, tmp_path, name, degree):
     for text, (_, tokens, gaps) in zip(texts, expected(path), strict=True):
         assert min(gaps) > GAP, "choose a prompt whose answer is clear"
         assert text == decode(tokens)
+
+
+@pytest.mark.parametrize(("name", "pattern"), [("gpt2", "h.*.attn.c_attn"), ("phi3", "layers.*.mlp.gate_up_proj")])
+def test_a_plan_with_a_wrong_style_is_told(directory, tmp_path, monkeypatch, capsys, name, pattern):
+    """What is joined in one weight is cut as if it were one thing, which fits every shape."""
+    path = directory(name)
+    right = plans.plan_of_type(name)
+    wrong = dataclasses.replace(right, styles={**right.styles, pattern: "column"})
+    monkeypatch.setitem(plans._REGISTERED, name, wrong)
+    assert told_by_verify(path, tmp_path, capsys, 2) == "top_logprobs of prefill_s8"
+    monkeypatch.delitem(plans._REGISTERED, name)
+    assert told_by_verify(path, tmp_path / "right", capsys, 2) is None
+
+
+def test_a_step_that_attends_wrongly_is_told(directory, tmp_path, monkeypatch, capsys):
+    """It is compared with transformers' own attention, and not with the same step unsharded."""
+    monkeypatch.setattr(attention, "visible", lambda step, allowed: None)
+    assert told_by_verify(directory("mistral"), tmp_path, capsys, 1) == "top_logprobs of prefill_s8"
+
+
+def told_by_verify(path: Path, tmp_path: Path, capsys, degree: int) -> str | None:
+    """The first output that differs, of an artifact that is traced now."""
+    arguments = plan_of(path).trace_arguments()
+    artifact = tmp_path / "artifact"
+    parallel_model_trace(**arguments, tp_degree=degree, backend="eager", artifact_dir=artifact)
+    capsys.readouterr()
+    status = verify.run(artifact, path, None, seed=0)
+    told = capsys.readouterr().out
+    found = re.search(r"the first output that differs: (.*)", told)
+    assert status == (found is not None) == ("docs/transformers.md" in told), told
+    return found and found[1]
 
 
 # --- what it cannot compute is refused by name, or limited ---------------------------------------------------------

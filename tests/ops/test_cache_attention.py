@@ -153,7 +153,7 @@ def test_exports_as_one_node_and_inlines_to_plain_operators():
     assert torch.equal(caches[0], module.k_cache)
 
 
-def test_masks_and_soft_caps_change_the_scores_only():
+def test_masks_caps_and_biases_change_the_scores_only():
     """Against scores written out, for a step of two rows at their own offsets."""
     generator = torch.Generator().manual_seed(5)
     B, S, H, KH, window, cap = 2, 3, 4, 2, 2, 0.5
@@ -166,12 +166,14 @@ def test_masks_and_soft_caps_change_the_scores_only():
     assert all(torch.equal(a, b) for a, b in zip(plain, masked, strict=True))
     positions = place[1][:, None] + torch.arange(S)
     seen = torch.arange(8) > positions[:, :, None] - window
-    found = masked_cache_attention(q, k, v, *empty, *place, 0.5, seen, cap)
+    bias = torch.randn(B, H, S, 8, generator=generator)
+    found = masked_cache_attention(q, k, v, *empty, *place, 0.5, seen, cap, bias)
     for b in range(B):
         for s in range(int(place[2][b])):
             at = int(positions[b, s])
             keys, values = (cache[place[0][b, 0], :, at - window + 1 : at + 1] for cache in plain)
             for h in range(H):
                 scores = torch.tanh(keys[h // 2] @ q[b, s, h] * 0.5 / cap) * cap
+                scores = scores + bias[b, h, s, at - window + 1 : at + 1]
                 torch.testing.assert_close(found[b, s, h], scores.softmax(-1) @ values[h // 2])
     assert found.isfinite().all()

@@ -19,18 +19,21 @@ from nxd_models.generic import attention
 from nxd_models.generic.config import library, transformers_config
 
 
-def parallel_model(kind: str, raw: Mapping[str, Any], dtype: torch.dtype, *, cached: bool = False, **own: Any) -> Any:
+def parallel_model(
+    kind: str, raw: Mapping[str, Any], dtype: torch.dtype, *, cached: bool = False, eager: bool = False, **own: Any
+) -> Any:
     """Return transformers' ``kind`` (such as ``AutoModelForCausalLM``) for ``raw``: this rank's part of it.
 
-    ``cached``: its attention is :mod:`nxd_models.generic.attention`, else transformers' choice. ``own``: arguments that
-    its class may take. Built on the meta device it has no weights, but buffers, which no checkpoint has, have values.
+    ``cached``: its attention is :mod:`nxd_models.generic.attention`; ``eager``: transformers' own of this name, which
+    leaves nothing out; else transformers' choice. ``own``: arguments that its class may take. Built on the meta device
+    it has no weights, but buffers, which no checkpoint has, have values.
     """
     config = transformers_config(raw)
     plan = plan_for(config)
     auto = getattr(library(), kind)
     known = inspect.signature(auto._model_mapping[type(config)]).parameters
     own = {name: value for name, value in own.items() if name in known}
-    own |= {"attn_implementation": "eager"} if cached else {}
+    own |= {"attn_implementation": "eager"} if cached or eager else {}
     on_meta = torch.empty(0).is_meta
     with real_cpu_tensors(), parameters_on_meta() if on_meta else contextlib.nullcontext():
         model = auto.from_config(config, dtype=dtype, **own).eval()

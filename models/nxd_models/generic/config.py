@@ -67,7 +67,10 @@ def read_config(raw: Mapping[str, Any], origin: str) -> DecoderConfig | EncoderC
     config = transformers_config(raw, origin)
     plan_for(config)
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelConfigError(f"{origin}: model_type = {file.model_type!r}: encoder-decoder models are not served")
+        raise ModelConfigError(
+            f"{origin}: model_type = {file.model_type!r}: encoder-decoder models are not served in transformers' own "
+            "module; without model_impl, t5 is served in ours"
+        )
     if any(name.endswith(GENERATES) for name in file.architectures):
         return _decoder(config, file, raw, origin)
     return _encoder(config, file, raw)

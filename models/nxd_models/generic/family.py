@@ -7,10 +7,11 @@ from nxd_infer.distributed.lazy import RENAMED
 from nxd_models.generic.config import CLASSIFIES, GENERATES, read_config
 from nxd_models.generic.decoder import CausalLM, CausalLMStep
 from nxd_models.generic.encoder import Classifier, GenericClassifyStep, GenericEmbedStep, SentenceEncoder
+from nxd_models.generic.whole_texts import WholeTexts
 from nxd_models.spec import TRANSFORMERS, ModelSpec, Task
 
 _NOT_SERVED = ("t5",)
-"""Types whose plan is for training: encoder-decoder models have no step."""
+"""Types whose plan is for training: encoder-decoder models have no step in transformers' own module."""
 
 
 def model_types() -> list[str]:
@@ -27,7 +28,7 @@ def family_of(model_type: str) -> ModelSpec | None:
         model_types=(model_type,),
         read_config=read_config,
         tasks={
-            "generate": Task(CausalLM, CausalLMStep, blocks, GENERATES),
+            "generate": Task(CausalLM, CausalLMStep, blocks, GENERATES, WholeTexts),
             "classify": Task(Classifier, GenericClassifyStep, blocks, CLASSIFIES),
             "embed": Task(SentenceEncoder, GenericEmbedStep, blocks),
         },

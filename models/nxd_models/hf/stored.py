@@ -26,6 +26,8 @@ class StoredWeight:
     parts: int = 1
     transposed: bool = False
     """The checkpoint holds [inputs, outputs]."""
+    fallback: bool = False
+    """Only checkpoints that lack the weight hold it under this name: it is written under its own."""
 
     def shape(self, source: WeightSource, name: str) -> tuple[int, ...]:
         whole = source.shape(name)

@@ -126,6 +126,8 @@ class StoredSource:
         self._stored: dict[str, StoredWeight] = {}
         for name in source.keys():  # noqa: SIM118  (a source is not a mapping)
             there, stored = stored_as(name, table) or (name, WHOLE)
+            if stored.fallback:
+                there, stored = name, WHOLE
             self._parts.setdefault(there, {})[stored.part] = name
             self._stored[there] = stored
         for there, stored in self._stored.items():

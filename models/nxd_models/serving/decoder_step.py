@@ -61,6 +61,9 @@ class DecoderStep(nn.Module):
     hidden_states: Callable[[Tensor, Tensor, Sequence[LayerCache]], Tensor]
     logits: Callable[[Tensor], Tensor]
 
+    shortest_prompt = 1
+    """Positions per row of the smallest step that may begin a sequence."""
+
     token_counts: Tensor
     prompt_seen: Tensor
     last_token: Tensor
@@ -121,9 +124,9 @@ class DecoderStep(nn.Module):
             self.nxd_inputs["adapter"] = adapters.input()
         layers = config.num_layers
         kv_heads = gqa_plan(config.num_heads, config.num_kv_heads, current_context().tp.degree).kv_heads_per_rank
-        shape = (slots + 1, kv_heads, max_len, config.head_dim)
-        self.k_cache = StateList(layers, shape, dtype)
-        self.v_cache = StateList(layers, shape, dtype)
+        self.cache_shape = (slots + 1, kv_heads, max_len, config.head_dim)
+        self.k_cache = StateList(layers, self.cache_shape, dtype)
+        self.v_cache = StateList(layers, self.cache_shape, dtype)
         vocabulary = (slots + 1, config.vocab_size)
         self.register_buffer("token_counts", torch.zeros(vocabulary, dtype=torch.int32), persistent=False)
         self.register_buffer("prompt_seen", torch.zeros(vocabulary, dtype=torch.bool), persistent=False)
@@ -175,6 +178,7 @@ class DecoderStep(nn.Module):
             Q = S if drafts are verified (entries past ``length`` are meaningless) and Q = 1 otherwise (meaningless
             unless the row completes its prompt).
         """
+        tokens, start, length, prompt_length = self.fed(tokens, start, length, block_table, prompt_length)
         B, S = tokens.shape
         verifies = self.draft_tokens > 0 and self.draft_tokens + 1 == S
         slot_B = torch.where(length > 0, block_table[:, 0], self.slots)
@@ -229,6 +233,12 @@ class DecoderStep(nn.Module):
             "top_ids": top_ids.unflatten(0, (B, -1)),
             "top_logprobs": top_logprobs.unflatten(0, (B, -1)),
         }
+
+    def fed(
+        self, tokens: Tensor, start: Tensor, length: Tensor, block_table: Tensor, prompt_length: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what the decoder is fed for a step's tokens, as they are named there."""
+        return tokens, start, length, prompt_length
 
     def _remember_last(self, token_B: Tensor, start_B: Tensor, slot_B: Tensor, length: int) -> None:
         last_B = slot_B

@@ -55,10 +55,12 @@ def generate_eager(
     run = run or (lambda inputs: step(**inputs))
     results = [Generated() for _ in prompts]
 
-    def inputs_for(rows: Sequence[int], feed: Sequence[Sequence[int]], starts: Sequence[int]) -> dict[str, Tensor]:
-        sizes = (step.config.vocab_size, len(rows), len(feed[0]), step.slots, step.bias_slots)
+    def inputs_for(
+        rows: Sequence[int], feed: Sequence[Sequence[int]], starts: Sequence[int], least: int = 1
+    ) -> dict[str, Tensor]:
+        sizes = (step.config.vocab_size, len(rows), max(len(feed[0]), least), step.slots, step.bias_slots)
         inputs = step_inputs(*sizes, adapter=step.adapter_slots is not None)
-        inputs["tokens"][:] = torch.tensor(feed)
+        inputs["tokens"][:, : len(feed[0])] = torch.tensor(feed)
         inputs["start"][:] = torch.tensor(starts)
         inputs["length"][:] = len(feed[0])
         inputs["block_table"][:, 0] = torch.tensor(rows)
@@ -78,7 +80,7 @@ def generate_eager(
         outputs: dict[str, Tensor] = {}
         size = piece or len(prompt)
         for at in range(0, len(prompt), size):
-            outputs = run(inputs_for([row], [list(prompt[at : at + size])], [at]))
+            outputs = run(inputs_for([row], [list(prompt[at : at + size])], [at], step.shortest_prompt))
         if max_new_tokens > 0:
             take(row, outputs, 0)
 

@@ -24,20 +24,22 @@ def plan_generate(directory: ModelDirectory, options: TaskOptions) -> TaskPlan:
     config = directory.config
     if not isinstance(config, DecoderConfig):
         raise ModelConfigError(f"{directory.path}: model_type = {config.model_type!r} is not a decoder")
-    max_len = min(config.max_length, LONGEST_BY_DEFAULT) if options.max_len is None else options.max_len
+    max_len = min(config.usual_length, LONGEST_BY_DEFAULT) if options.max_len is None else options.max_len
     config.check_length(max_len)
     batches, speculate, bias_slots = sorted(set(options.batch_sizes)), options.speculate, options.bias_slots
     slots = max(batches) if options.slots is None else options.slots
     if slots < max(batches):
         raise ModelConfigError(f"slots = {slots}: a batch of {max(batches)} rows needs as many slots")
-    lengths = sorted({min(length, max_len) for length in options.prompt_buckets})
+    whole = directory.spec.encodes_prompts
+    # A prompt that is read whole needs a graph that holds it.
+    lengths = sorted({min(length, max_len) for length in options.prompt_buckets} | ({max_len} if whole else set()))
     if speculate and (speculate + 1 in lengths or speculate >= max_len):
         raise ModelConfigError(
             f"speculate = {speculate}: a step of {speculate + 1} tokens verifies guesses, so no prompt bucket may have "
             f"that length, nor max_len = {max_len} be less; choose another one of them"
         )
     shapes = {f"decode_b{b}": (b, 1) for b in batches}
-    if slots > 1:
+    if slots > 1 and not whole:
         shapes[f"mixed_b{slots + PROMPT_ROWS}"] = (slots + PROMPT_ROWS, 1)
     shapes |= {f"verify_b{b}": (b, speculate + 1) for b in batches if speculate}
     shapes |= {f"prefill_s{s}": (1, s) for s in lengths if s > 1}
@@ -55,7 +57,7 @@ def plan_generate(directory: ModelDirectory, options: TaskOptions) -> TaskPlan:
         "vocab_size": config.vocab_size,
         "max_len": max_len,
         "slots": slots,
-        "rows_share_slots": True,
+        "rows_share_slots": not whole,
         "prompt_buckets": lengths,
         "batch_sizes": batches,
         "dtype": str(dtype).removeprefix("torch."),
@@ -64,6 +66,7 @@ def plan_generate(directory: ModelDirectory, options: TaskOptions) -> TaskPlan:
         "bos_token_id": bos,
         "top_logprobs": TOP_LOGPROBS,
         "bias_slots": bias_slots,
+        **({"encodes_prompts": True} if whole else {}),
         **({} if lora is None else {"lora": lora.metadata()}),
         **({"speculate": speculate} if speculate else {}),
     }

@@ -46,10 +46,19 @@ class TaskPlan:
 
 
 def traced_step(
-    model_dir: str, task: str, dtype: torch.dtype, model_impl: str | None = None, **options: Any
+    model_dir: str,
+    task: str,
+    dtype: torch.dtype,
+    model_impl: str | None = None,
+    reference: bool = False,
+    **options: Any,
 ) -> nn.Module:
-    """Return the step that is traced for ``task``, parallel over the current context; reads no weights."""
-    return registry.load_config(model_dir, model_impl).make(task, dtype, step=True, **options).eval()
+    """Return the step that is traced for ``task``, parallel over the current context; reads no weights.
+
+    ``reference``: what the step's outputs should equal, called alike.
+    """
+    made = registry.load_config(model_dir, model_impl).make(task, dtype, step=True, reference=reference, **options)
+    return made.eval()
 
 
 def named_weights(kwargs: dict[str, Any], weights: Weights | None = None) -> hf.NamedSource:

@@ -61,6 +61,11 @@ def plan(options: TaskOptions) -> TaskPlan:
             f"lora_slots = {options.lora_slots}: a module of {directory.spec.model_impl} has no slots for adapters; "
             "families of nxd_models have"
         )
+    if directory.spec.encodes_prompts and options.lora_slots:
+        raise ModelConfigError(
+            f"lora_slots = {options.lora_slots}: a model with an encoder has no slots for adapters; merge the adapter "
+            "into the model and trace that"
+        )
     made = plan_generate(directory, options) if task == "generate" else plan_encode(directory, task, options)
     path = directory.path
     made.metadata["model_name"] = options.model_name or path.resolve().name

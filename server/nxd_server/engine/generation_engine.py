@@ -74,6 +74,8 @@ class Engine(EngineControls):
         self.eos_token_ids = tuple(meta.get("eos_token_ids") or ())
         self.max_logprobs = int(meta.get("top_logprobs", 0))
         self._bias_slots = int(meta.get("bias_slots", 0))
+        self._encodes_prompts = bool(meta.get("encodes_prompts"))
+        """Whether an answer is a new text rather than its prompt's continuation."""
         self._input_names = set.intersection(*({spec.name for spec in bucket.inputs} for bucket in manifest.buckets))
         self._ids = itertools.count(1)
         shapes = {bucket.name: tokens_input(bucket).shape for bucket in manifest.buckets}
@@ -98,6 +100,7 @@ class Engine(EngineControls):
                 prefill_ratio=prefill_ratio,
                 stall_ratio=stall_ratio,
                 mixes=bool(meta.get("rows_share_slots")),
+                whole_prompts=self._encodes_prompts,
                 groups=manifest.pp_degree,
             ),
             Speculation(verifying, speculate, parts.costs),
@@ -144,8 +147,9 @@ class Engine(EngineControls):
             queue.check(params.n)
             self._check_tokens(len(prompt) * params.n)
             lora = self.adapters.take(adapter, params.n)
+            before = () if self._encodes_prompts else prompt
             for index, sampler in enumerate(samplers):
-                text = self.tokenizer.stream(params.stop, prompt) if self.tokenizer is not None else None
+                text = self.tokenizer.stream(params.stop, before) if self.tokenizer is not None else None
                 identity = next(self._ids)
                 choice = Choice(
                     identity, prompt, params, new_tokens, ticket=ticket, index=index, sampler=sampler, text=text

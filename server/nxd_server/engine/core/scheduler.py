@@ -12,6 +12,8 @@
   of any size that delay decoding by no more than pieces may; or, if that would be less than half as fast for prompts,
   by no more than the shortest piece would. While no piece is short enough and such rows remain, prompts advance only
   in these rows.
+* If prompts are read whole (``whole_prompts``, by an encoder), one is one piece, in the smallest graph of prompts that
+  fits, however long decoding waits.
 * With a pipeline of ``groups`` stages, a decode step takes an equal share of the decoding choices, so that each stage
   works on another share. A choice waits for the token of its last step: the first stage must know it. Once all
   have advanced and wait, a prompt's step may begin whatever the ratio is: the first stage has nothing else to do.
@@ -86,6 +88,7 @@ class Scheduler(Generic[S]):
         prefill_ratio: float = 4.0,
         stall_ratio: float = 4.0,
         mixes: bool = False,
+        whole_prompts: bool = False,
         groups: int = 1,
     ):
         if prefill_ratio <= 0 or stall_ratio < 1:
@@ -100,6 +103,7 @@ class Scheduler(Generic[S]):
         self.prefill_ratio = prefill_ratio
         self.stall_ratio = stall_ratio
         self.groups = groups
+        self.whole_prompts = whole_prompts
         self.mixes = mixes and stall_ratio < inf  # without a bound, full pieces are cheaper
         shortest = self.graphs[0].length
         self._shared_graphs = [graph for graph in self.graphs if graph.length == shortest]
@@ -280,6 +284,8 @@ class Scheduler(Generic[S]):
     def piece(self, remaining: int, streams: int | None = None) -> int:
         """Return the graph length for the next piece of a prompt with ``remaining`` tokens, while ``streams`` choices
         decode (None: the current number)."""
+        if self.whole_prompts:  # the shortest graphs decode
+            return next(length for length in self._lengths[1:] if length >= remaining)
         streams = len(self._streams()) if streams is None else streams
         # At least the shortest piece, because a prompt must advance.
         lengths = (self._short_lengths(streams) or self._lengths[:2]) if streams else self._lengths
