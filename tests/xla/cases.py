@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
-from nxd_infer.backends.hlo.files import BODY_FILE, HLO_FILE, HloFile
-from nxd_infer.backends.hlo.lower import lower_directory
+from nxd_infer.backends.hlo.files import BODY_FILE, HLO_FILE, PARTS_FILE, HloFile, PartsFile, read
+from nxd_infer.backends.hlo.lower import Look, lower_directory
 from nxd_infer.backends.hlo.parts import lower_graphs
+from nxd_infer.backends.neuron import lint
+from nxd_infer.backends.neuron.aliases import aliases_of
+from nxd_infer.backends.neuron.hlo import Module
 from nxd_infer.graph.canonical import configuration, name_lowered
-from nxd_infer.graph.stored import IR_FILE, write_graph
+from nxd_infer.graph.stored import IR_FILE, read_graph, write_graph
 from tests.backends.canonical import Rank, ranks_of, run_whole, steps_of
 from tests.tiny_models import DECODERS
 
@@ -37,13 +40,17 @@ class Case:
     table: HloFile
     listed: list[str]
     """The collectives that ``graph.json`` lists."""
+    aliases: dict[int, int]
+    """Which result would take which parameter's memory on a NeuronCore."""
+    findings: list[lint.Finding]
+    """Limits of Neuron's that it breaks."""
 
 
-def lower(rank: Rank, directory: Path) -> HloFile:
+def lower(rank: Rank, directory: Path, look: Look = lambda module, table: None) -> HloFile:
     """Lower one rank's graph in this process."""
     (lowered,) = lower_graphs([rank.graph])
     name_lowered(lowered, rank.graph.ir(), configuration("xla", {}))
-    return lower_directory(write_graph(rank.graph.ir(), lowered, directory))
+    return lower_directory(write_graph(rank.graph.ir(), lowered, directory), look)
 
 
 def write_case(name: str, degree: int, directory: Path, root: Path) -> Case:
@@ -55,7 +62,14 @@ def write_case(name: str, degree: int, directory: Path, root: Path) -> Case:
 def write_ranks(ranks: list[Rank], directory: Path) -> Case:
     """Lower every rank, and leave the first one's HLO, with three steps and what they should give, in ``directory``."""
     places = [directory / "graphs" / str(rank) for rank in range(len(ranks))]
-    tables = [lower(rank, place) for rank, place in zip(ranks, places, strict=True)]
+    aliases: dict[int, int] = {}
+    findings: list[lint.Finding] = []
+
+    def look(module: str, table: HloFile) -> None:
+        aliases.update(aliases_of(read_graph(places[0]), read(places[0], PARTS_FILE, PartsFile), table))
+        findings.extend(lint.findings(Module(module), aliases))
+
+    tables = [lower(ranks[0], places[0], look), *map(lower, ranks[1:], places[1:])]
     digests = [hashlib.sha256((place / HLO_FILE).read_bytes()).hexdigest() for place in places]
     for place in places:
         for file in (IR_FILE, BODY_FILE):
@@ -68,4 +82,4 @@ def write_ranks(ranks: list[Rank], directory: Path) -> Case:
         "expected": run_whole(ranks),
     }
     torch.save(content, directory / "tensors.pt")
-    return Case(digests, tables[0], file.collectives)
+    return Case(digests, tables[0], file.collectives, aliases, findings)

@@ -1,4 +1,5 @@
-"""Every family as HLO: one program for all ranks, with the collectives that are listed, and right from that alone."""
+"""Every family as HLO: one program for all ranks, with the collectives that are listed, within the limits of Neuron's,
+and right from that alone."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ require()
 
 from nxd_infer.backends.hlo.collectives import check_collectives  # noqa: E402
 from nxd_infer.errors import TraceError  # noqa: E402
+from tests.tiny_models import DECODERS  # noqa: E402
 from tests.xla.cases import CASES, Case, write_case  # noqa: E402
 
 
@@ -48,6 +50,14 @@ def test_its_collectives_are_those_that_are_listed(written: tuple[Path, dict[str
             check_collectives(case.table.collectives[:-1], case.listed)
         with pytest.raises(TraceError, match=r"has 1 x all_"):
             check_collectives(case.table.collectives, case.listed[:-1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_breaks_no_limit_of_neurons(written: tuple[Path, dict[str, Case]], name: str) -> None:
+    """And its states take their own memory."""
+    case = written[1][name]
+    assert case.findings == []
+    assert len(case.aliases) == (2 if CASES[name][0] in DECODERS else 0), "the keys and values of one layer"
 
 
 @pytest.mark.parametrize("name", CASES)

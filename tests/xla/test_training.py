@@ -15,8 +15,7 @@ from tests.xla.run_training import STEPS, WAYS  # noqa: E402
 
 @pytest.fixture(scope="module", params=WAYS, ids=lambda world: f"{world} replicas")
 def trained(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
-    quickly = "--xla_backend_optimization_level=0"  # more than half of the time is the compiler's
-    return request.param, in_a_process("run_training", str(request.param), XLA_FLAGS=quickly)
+    return request.param, in_a_process("run_training", str(request.param))
 
 
 def test_losses_are_those_of_degree_1_on_the_cpu(trained: tuple[int, dict[str, Any]]) -> None:
