@@ -14,18 +14,19 @@ Self = TypeVar("Self", bound="StandIn")
 
 
 class StandIn(nn.Module):
-    """In the place of a module of another rank: it has no weights. Other attributes are those of the module."""
+    """In the place of a module of another rank: it has no weights. Other attributes are those of the module, which also
+    gets those that are set, and its mode."""
 
     hidden: nn.Module
     """The module on the meta device. Not a child, so that its weights are not this rank's."""
 
     def __init__(self, hidden: nn.Module):
         super().__init__()
-        self.__dict__["hidden"] = hidden
         # Hooks see what a call gives, which is handed over.
         self._forward_hooks, self._forward_pre_hooks = hidden._forward_hooks, hidden._forward_pre_hooks
         self._forward_hooks_with_kwargs = hidden._forward_hooks_with_kwargs
         self._forward_pre_hooks_with_kwargs = hidden._forward_pre_hooks_with_kwargs
+        self.__dict__["hidden"] = hidden
 
     def __getattr__(self, name: str) -> Any:
         if name == "hidden" or (name.startswith("__") and name.endswith("__")):
@@ -34,6 +35,16 @@ class StandIn(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.hidden, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "hidden" not in self.__dict__ or name == "training":
+            super().__setattr__(name, value)
+        else:
+            setattr(self.hidden, name, value)
+
+    def train(self: Self, mode: bool = True) -> Self:
+        self.hidden.train(mode)
+        return super().train(mode)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise ParallelConfigError(

@@ -21,8 +21,9 @@ from nxd_infer.context import ParallelContext
 from nxd_infer.pipeline.deferred import DeferredWeights, Late, finish
 from nxd_infer.pipeline.messages import messages_for
 from nxd_infer.pipeline.passes import Forward, Pass, run_backward
-from nxd_infer.pipeline.plan import Output, Plan, Shape
+from nxd_infer.pipeline.plan import Output, Plan
 from nxd_infer.pipeline.schedule import Action, Span
+from nxd_infer.pipeline.shapes import Shape
 from nxd_infer.pipeline.stage import Stage, Weight, calling, own_forward, shadowed
 
 LOOKAHEAD = 2

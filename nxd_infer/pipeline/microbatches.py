@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from nxd_infer.errors import InputMismatchError
 
@@ -22,18 +23,31 @@ Count = Callable[[Tensor], Tensor]
 def split_batch(inputs: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     """Split every tensor of a batch along its first dimension into ``count`` equal parts; other values are in each.
 
-    Raises InputMismatchError for a tensor that does not divide.
+    Tensors in tuples, lists and dicts are split too. Raises InputMismatchError if tensors have different numbers of
+    rows, or one that ``count`` does not divide.
     """
-    rows = {name: value.shape[0] for name, value in inputs.items() if isinstance(value, Tensor) and value.dim()}
+    leaves, spec = tree_flatten_with_path(dict(inputs))
+    rows = {_name(path): x.shape[0] for path, x in leaves if isinstance(x, Tensor) and x.dim()}
+    if count > 1 and len(set(rows.values())) > 1:
+        sizes = ", ".join(f"{name} {size}" for name, size in rows.items())
+        raise InputMismatchError(
+            f"the inputs have different numbers of rows ({sizes}), and microbatches are rows of all of them: give a "
+            "tensor that belongs to the whole batch to the model as a buffer, or expand it to a row for each"
+        )
     for name, size in rows.items():
         if size % count or not size:
             fits = [number for number in range(1, size + 1) if size % number == 0]
             raise InputMismatchError(
-                f"{name!r} has {size} rows, which num_microbatches={count} does not divide: use one of {fits}, or pass "
+                f"{name} has {size} rows, which num_microbatches={count} does not divide: use one of {fits}, or pass "
                 f"a multiple of {count} rows"
             )
-    parts = {name: inputs[name].chunk(count) for name in rows}
-    return [{**inputs, **{name: part[i] for name, part in parts.items()}} for i in range(count)]
+    parts = [x.chunk(count) if isinstance(x, Tensor) and x.dim() else [x] * count for _, x in leaves]
+    return [tree_unflatten([several[number] for several in parts], spec) for number in range(count)]
+
+
+def _name(path: Any) -> str:
+    """The name of an input, and where in it a tensor is."""
+    return f"{path[0].key!r}{keystr(path[1:])}"
 
 
 def probes_of(inputs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

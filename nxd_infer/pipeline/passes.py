@@ -65,6 +65,7 @@ class Forward:
         self._number = 0
         self._inside = False
         self._wanted: dict[int, dict[int, list[int]]] = {}
+        self._plain = {number: found for number, one in enumerate(plan.calls) if (found := _plain_values(one.leaves))}
         for stage, outputs in enumerate(plan.handed):
             for number, place in outputs:
                 if stage == plan.calls[number].stage + 1:
@@ -106,6 +107,8 @@ class Forward:
         finally:
             self._inside = False
         self._keep(number, result, at)
+        if number in self._plain and at.stage < len(self.plan.ends):
+            self._require_plain_values(number, result)
         if at.stage < len(self.plan.ends) and number == self.plan.ends[at.stage]:
             raise StageEnd
         self._reseed(number, after=True)
@@ -127,6 +130,15 @@ class Forward:
                 )
             at.produced[number, place] = tensor
             at.versions[number, place] = tensor._version
+
+    def _require_plain_values(self, number: int, result: Any) -> None:
+        """Check that numbers and texts of a result are those of the plan, which the next stages have."""
+        for place, (found, planned) in enumerate(zip(tree_leaves(result), self.plan.calls[number].leaves, strict=True)):
+            if place in self._plain[number] and found != planned:
+                raise InputMismatchError(
+                    f"{self.plan.calls[number].unit!r} gave the Python value {found!r} where its shapes promised "
+                    f"{planned!r}, and only tensors are handed to other stages: return a tensor"
+                )
 
     def _reseed(self, number: int, after: bool) -> None:
         """Make random numbers those of this call of this microbatch, whatever the stages and the schedule are."""
@@ -158,6 +170,10 @@ def run_backward(
         parts = [part for part in (tensor.grad, gradients.get(output)) if part is not None]
         found[output] = torch.zeros_like(tensor) if not parts else parts[0] if len(parts) == 1 else parts[0] + parts[1]
     return found
+
+
+def _plain_values(leaves: tuple[Any, ...]) -> set[int]:
+    return {place for place, leaf in enumerate(leaves) if isinstance(leaf, bool | int | float | complex | str)}
 
 
 def _other_calls(plan: Plan, number: int, found: str) -> str:

@@ -6,11 +6,12 @@ import hashlib
 import inspect
 import logging
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from nxd_infer import comm
 from nxd_infer.comm.distributed import DistributedCollectives
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SEEDS = 2**62
+SAMPLES = 1024
+"""Elements of each input by which stages see that they have the same batch."""
 
 
 def cuts_of(model: nn.Module, options: PipelineOptions, ranks: int) -> list[str]:
@@ -106,11 +109,10 @@ class Pipeline:
         Raises InputMismatchError for a batch that does not fit. If another stage fails, CollectiveError has its
         traceback.
         """
-        count = self.options.num_microbatches
-        parts = split_batch(inputs, count)
         training = self.stage.module.training
         with torch.set_grad_enabled(train):
-            drawn = self._meet(parts[0], train)
+            drawn = self._meet(inputs, train)
+            parts = split_batch(inputs, self.options.num_microbatches)
             plan, counter = self._plan_for(parts[0], training)
             weights = loss_weights(parts, counter).to(transport_device())
             actions = self._actions if train else forward_only(self._actions)
@@ -157,7 +159,7 @@ class Pipeline:
                 stage = self.context.layout.axis("pp", rank).rank
                 raise CollectiveError(f"pipeline stage {stage} (rank {rank}) failed:\n{reason}") from error
 
-    def _meet(self, inputs: dict[str, Any], train: bool) -> int:
+    def _meet(self, inputs: Mapping[str, Any], train: bool) -> int:
         """Return the seed of a step, drawn from the first stage's generator, which a checkpoint holds.
 
         Raises InputMismatchError on every stage if one of them has other inputs.
@@ -165,18 +167,20 @@ class Pipeline:
         training = self.stage.module.training
         what = f"train={train}, training={training}, {_signature(inputs)}"
         drawn = torch.randint(SEEDS, (1,)) if training else torch.zeros(1, dtype=torch.int64)
-        digest = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=7).digest(), "big")
-        mine = torch.tensor([[int(drawn), digest]], dtype=torch.int64, device=transport_device())
-        everyone = comm.all_gather(mine, self.context, "pp", 0)
-        if (everyone[:, 1] != digest).any():
-            raise InputMismatchError(
-                f"the stages of a pipeline got different inputs, on this one for a microbatch {what}: every rank of "
-                "the pipeline group takes the same batch"
-            )
-        return int(everyone[0, 0])
+        digests = [_digest([what.encode()]), _digest(map(sample_of, tree_leaves(inputs)))]
+        mine = torch.tensor([[int(drawn), *digests]], dtype=torch.int64, device=transport_device())
+        drawn, *everyone = comm.all_gather(mine, self.context, "pp", 0).cpu().unbind(1)
+        for found, digest, which in zip(everyone, digests, ("", ", of the same shapes"), strict=True):
+            if (found != digest).any():
+                raise InputMismatchError(
+                    f"the stages of a pipeline got different inputs{which}, on this one {what}: every rank of the "
+                    "pipeline group takes the same batch, so divide data over the data-parallel ranks alone "
+                    "(parallel_state.get_data_parallel_rank())"
+                )
+        return int(drawn[0])
 
     def _plan_for(self, inputs: dict[str, Any], training: bool) -> tuple[Plan, Count | None]:
-        key = (training, torch.is_autocast_enabled(transport_device().type), *(_signature(inputs)))
+        key = (training, torch.is_autocast_enabled(transport_device().type), _signature(inputs))
         if key not in self._plans:
             self._plans[key] = self._all_or_none(lambda: self._new_plan(inputs))
         return self._plans[key]
@@ -207,11 +211,25 @@ class Pipeline:
         return result[0]
 
 
-def _signature(inputs: Mapping[str, Any]) -> list[Any]:
-    return [
-        (name, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (name, repr(value))
-        for name, value in inputs.items()
-    ]
+def _signature(inputs: Mapping[str, Any]) -> str:
+    """What of the inputs a plan depends on: the shapes of tensors, and other values."""
+    shapes = tree_map(lambda x: (tuple(x.shape), str(x.dtype)) if isinstance(x, Tensor) else x, dict(inputs))
+    return ", ".join(f"{name}={value!r}" for name, value in shapes.items())
+
+
+def sample_of(value: Any) -> bytes:
+    """Bytes of at most SAMPLES elements of a tensor, evenly spread: other batches hardly have the same."""
+    if not isinstance(value, Tensor) or not value.numel():
+        return b""
+    flat = value.detach().reshape(-1)
+    return flat[:: -(-len(flat) // SAMPLES)].contiguous().cpu().view(torch.uint8).numpy().tobytes()
+
+
+def _digest(parts: Iterable[bytes]) -> int:
+    found = hashlib.blake2b(digest_size=7)
+    for part in parts:
+        found.update(part)
+    return int.from_bytes(found.digest(), "big")
 
 
 def named_inputs(

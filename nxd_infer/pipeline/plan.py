@@ -12,18 +12,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nxd_infer.errors import ParallelConfigError
-from nxd_infer.modules.stand_in import hidden_of
+from nxd_infer.modules.stand_in import hidden_of, named_modules_of_all
+from nxd_infer.pipeline.shapes import Shape, run_without_values, unchanged
 from nxd_infer.pipeline.stage import Stage, calling, own_forward, shadowed
-from nxd_infer.util.devices import transport_device
 
 Output = tuple[int, int]
 """Number of a call, and number of the tensor among its results."""
@@ -36,21 +36,8 @@ READS = frozenset(
 """What may be asked of a tensor whose values are elsewhere."""
 DECISIONS = frozenset({"__bool__", "item", "tolist", "__int__", "__float__", "__index__"})
 """What makes a Python value of a tensor's."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A tensor without its values."""
-
-    size: torch.Size
-    dtype: torch.dtype
-
-    def zeros(self) -> Tensor:
-        """Zeros of this shape that take no memory."""
-        return torch.zeros((), dtype=self.dtype, device=transport_device()).expand(self.size)
-
-    def empty(self) -> Tensor:
-        return torch.empty(self.size, dtype=self.dtype, device=transport_device())
+NOT_IN_PLACE = ("in-place", "written-to tensor")
+"""What torch's errors say of a change in place of what the planner puts in the place of results and weights."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +85,18 @@ def make_plan(stage: Stage, call: Callable[[], Any], loss_of: Callable[[Any], Te
     """Return the plan for ``call()``, a forward of the model on one microbatch; ``loss_of`` finds the loss in it.
 
     Runs nothing but the code between units. Every rank of a tensor-parallel group must call it: that code may
-    communicate. Raises ParallelConfigError if a cut is not reached in order, or if a value leaves a unit by another way
-    than its result.
+    communicate. Raises ParallelConfigError if a cut is not reached in order, if a value leaves a unit by another way
+    than its result, or if it is changed in place afterwards.
     """
-    return _Planner(stage).plan(call, loss_of)
+    with unchanged(module for _, module, _ in named_modules_of_all(stage.module)):
+        return _Planner(stage).plan(call, loss_of)
+
+
+class _Origin(NamedTuple):
+    """The unit that runs, or that has computed a value."""
+
+    unit: str
+    stage: int
 
 
 class _Planner:
@@ -109,7 +104,9 @@ class _Planner:
         self.stage = stage
         self.cuts = stage.units.cuts
         self.now = 0
-        self.inside = False
+        self.inside: _Origin | None = None
+        self.within: Any = WeakTensorKeyDictionary()
+        """What units compute, up to their results: tensors to their origins."""
         self.calls: list[Call] = []
         self.ends: list[int] = []
         self.last_needed: dict[Output, int] = {}
@@ -150,7 +147,12 @@ class _Planner:
         return Plan(tuple(self.calls), handed, tuple(sorted(self.lent)), tuple(self.ends), float(found.detach()))
 
     def _weights(self) -> Iterable[tuple[nn.Module, str, Tensor]]:
-        """Zeros in the place of all weights, for code between units."""
+        """Zeros in the place of all weights, and copies of what contains units, for code between units."""
+        for path, _ in self.stage.units.opened:
+            holder = self.stage.module.get_submodule(path)
+            for name, buffer in holder._buffers.items():
+                if buffer is not None:
+                    yield holder, name, buffer.clone()
         for weight in self.stage.weights.values():
             zeros = Shape(weight.shape, weight.dtype).zeros()
             zeros = nn.Parameter(zeros, False) if weight.parameter else zeros
@@ -162,8 +164,9 @@ class _Planner:
                 yield self.stage.find(path), name, zeros
 
     def _source(self, tensor: Tensor, tag: Tag) -> Tensor:
-        made = tensor.detach().requires_grad_()
+        made = tensor.detach().requires_grad_(tensor.dtype.is_floating_point)
         self.sources[id(made)] = (made, tag)
+        self.tags[made] = {tag}
         return made
 
     def tags_of(self, tensor: Tensor) -> set[Tag]:
@@ -190,6 +193,7 @@ class _Planner:
         for value in tree_flatten(values)[0]:
             if not isinstance(value, Tensor):
                 continue
+            self.require_result(value)
             for tag in self.tags_of(value):
                 if isinstance(tag, str):
                     self._need_weight(tag, stage)
@@ -201,70 +205,68 @@ class _Planner:
         if self.stage.rank_of(stage) != owner:
             self.lent.add((name, stage))
 
+    def require_result(self, value: Tensor, used_by: str = "") -> None:
+        """Raise ParallelConfigError if a unit has computed ``value``, and another stage or no unit uses it."""
+        origin: _Origin | None = self.within.get(value)
+        if origin is None and (self.inside or not value.is_meta):
+            return
+        if origin and self.inside and origin.stage == self.inside.stage:
+            return
+        whose = f"the layer {origin.unit!r}" if origin else "a layer"
+        where = f"in {self.inside.unit!r}, on another stage" if self.inside else "outside of it"
+        how = f" ({used_by})" if used_by else ""
+        raise ParallelConfigError(
+            f"a value leaves {whose} by another way than its result, and is used {where}{how}: return it from the "
+            "layer's forward, as a tensor or in a tuple, list or dict, or cut the pipeline elsewhere"
+        )
+
     def _call(self, path: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Stand for the call of a unit."""
         if self.inside:
             return forward(*args, **kwargs)
-        self.need((args, kwargs), self.now)
-        for name in self._weights_within(path):
-            self._need_weight(name, self.now)
-        self.inside = True
+        self.inside = here = _Origin(path, self.now)
         try:
-            result = shapes_of(module, forward, args, kwargs)
+            self.need((args, kwargs), self.now)
+            for name in self._weights_within(path):
+                self._need_weight(name, self.now)
+            result, changed = run_without_values(
+                module, forward, args, kwargs, lambda tensor: self.within.__setitem__(tensor, here)
+            )
+            flat, spec = tree_flatten(result)
+            for leaf in flat:
+                if isinstance(leaf, Tensor) and leaf in self.within:
+                    self.require_result(leaf)
         finally:
-            self.inside = False
-        flat, spec = tree_flatten(result)
+            self.inside = None
+        self._require_unchanged(path, changed)
         number = len(self.calls)
-        leaves = tuple(Shape(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in flat)
+        leaves = tuple(Shape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat)
         self.calls.append(Call(path, self.now, leaves, spec))
-        tensors: dict[int, Tensor] = {}
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Shape):
-                zeros = leaf.zeros()
-                tensors[place] = self._source(zeros, (number, place)) if leaf.dtype.is_floating_point else zeros
-                self.tags[tensors[place]] = {(number, place)}
+        tensors = {
+            place: self._source(leaf.zeros(), (number, place))
+            for place, leaf in enumerate(leaves)
+            if isinstance(leaf, Shape)
+        }
         if self.now < len(self.cuts) and path == self.cuts[self.now]:
             self.ends.append(number)
             self.now += 1
         return self.calls[-1].result(tensors)
 
+    def _require_unchanged(self, path: str, changed: Iterable[Tensor]) -> None:
+        """Check that a unit changes no result of another stage, which autograd has as the beginning of a graph."""
+        for value in changed:
+            _, tag = self.sources.get(id(value), (value, ""))
+            if isinstance(tag, tuple) and self.calls[tag[0]].stage < self.now:
+                unit = self.calls[tag[0]].unit
+                raise ParallelConfigError(
+                    f"{path!r} changes in place what it is given, the result of {unit!r} on another stage: use an "
+                    "operation that makes a new tensor"
+                )
+
     def _weights_within(self, path: str) -> Iterable[str]:
         for weight in self.stage.weights.values():
             if any(place == path or place.startswith(f"{path}.") for place, _ in weight.places):
                 yield weight.name
-
-
-def shapes_of(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return what a unit gives, on the meta device; where an operator cannot run there, from zeros."""
-    tensors = [
-        (child, name, value)
-        for child in module.modules()
-        for name in dict.fromkeys((*child._parameters, *child._buffers, *child.__dict__))
-        if isinstance(value := getattr(child, name, None), Tensor)
-    ]
-    failure: Exception | None = None
-    for like in (_meta_like, _zeros_like):
-        made: dict[int, Tensor] = {}
-        places = [(child, name, made.setdefault(id(value), like(value))) for child, name, value in tensors]
-        try:
-            with torch.no_grad(), shadowed(places):
-                return forward(*tree_map(like, args), **tree_map(like, kwargs))
-        except (NotImplementedError, RuntimeError) as error:
-            failure = failure or error
-    assert failure is not None
-    raise failure
-
-
-def _meta_like(value: Any) -> Any:
-    return _as(value, torch.empty_like(value, device="meta")) if isinstance(value, Tensor) else value
-
-
-def _zeros_like(value: Any) -> Any:
-    return _as(value, Shape(value.shape, value.dtype).zeros()) if isinstance(value, Tensor) else value
-
-
-def _as(value: Tensor, made: Tensor) -> Tensor:
-    return nn.Parameter(made, False) if isinstance(value, nn.Parameter) else made
 
 
 class _Watch(TorchFunctionMode):
@@ -276,25 +278,35 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        planner = self.planner
-        if planner.inside:
-            return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if name in READS:
-            return func(*args, **kwargs)
+        planner, name = self.planner, getattr(func, "__name__", "")
         given = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
-        if any(value.is_meta for value in given):
-            raise ParallelConfigError(
-                f"a value leaves a layer by another way than its result, and is used outside of it ({name}): return it "
-                "from the layer's forward, or cut the pipeline elsewhere"
-            )
+        if name not in READS:
+            for value in given:
+                if planner.inside is None or value in planner.within:
+                    planner.require_result(value, name)
         tags = set().union(*(planner.tags.get(value, ()) for value in given)) if given else set()
+        if planner.inside is not None:
+            if tags:  # by another way than the unit's arguments
+                planner.need(given, planner.now)
+            result = func(*args, **kwargs)
+            if any(value in planner.within for value in given):
+                for value in tree_flatten(result)[0]:
+                    if isinstance(value, Tensor):
+                        planner.within[value] = planner.inside
+            return result
         if name in DECISIONS and given:
             # Every stage that follows goes the same way only if it knows the value.
             planner.need(given, planner.stage.units.stages - 1)
-        result = func(*args, **kwargs)
-        if tags:
-            for value in tree_flatten(result)[0]:
-                if isinstance(value, Tensor):
-                    planner.tags[value] = set(planner.tags.get(value, ())) | tags
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            if tags and any(text in str(error) for text in NOT_IN_PLACE):
+                raise ParallelConfigError(
+                    f"the code between the layers changes a layer's result or a weight in place ({name}), which every "
+                    "stage would do again: use an operation that makes a new tensor"
+                ) from error
+            raise
+        for value in tree_flatten(result)[0] if tags else ():
+            if isinstance(value, Tensor):
+                planner.tags[value] = set(planner.tags.get(value, ())) | tags
         return result

@@ -85,6 +85,22 @@ def test_what_cannot_be_probed_counts_equally():
     assert loss_weights(sums, None).tolist() == [1.0, 1.0]
 
 
+def test_tensors_inside_of_inputs_are_split_too():
+    parts = split_batch({"x": torch.arange(4), "more": {"y": [torch.arange(4) + 9, None]}, "scale": torch.tensor(2)}, 2)
+    assert [part["more"]["y"][0].tolist() for part in parts] == [[9, 10], [11, 12]]
+    assert all(part["more"]["y"][1] is None and part["scale"] == 2 for part in parts)
+    with pytest.raises(InputMismatchError, match=r"'more'\['y'\]\[0\] has 3 rows, which num_microbatches=2 does not"):
+        split_batch({"more": {"y": [torch.ones(3)]}}, 2)
+
+
+def test_rows_of_one_tensor_are_not_those_of_another():
+    """Such as the weights of classes, or positions that all rows share."""
+    inputs = {"x": torch.ones(4, 3), "weights": torch.ones(8)}
+    with pytest.raises(InputMismatchError, match=r"different numbers of rows \('x' 4, 'weights' 8\), .* as a buffer"):
+        split_batch(inputs, 2)
+    assert split_batch(inputs, 1)[0]["weights"].shape == (8,)
+
+
 def test_a_batch_that_does_not_divide():
     with pytest.raises(InputMismatchError, match=r"'x' has 6 rows, which num_microbatches=4 does not divide: use one"):
         split_batch({"x": torch.ones(6)}, 4)

@@ -200,14 +200,19 @@ def errors(model: NxDPPModel) -> list[str]:
         "'x' has 7 rows, which num_microbatches=2 does not divide: use one of [1, 7]": lambda: train(
             Residual(), data(7), pipeline_cuts=["blocks.1"]
         ),
-        "a value leaves a layer by another way than its result": lambda: train(
-            Leaking(), pipeline_cuts=["first"], output_loss_value_spec=None
+        "a value leaves the layer 'first' by another way than its result, and is used outside of it (mul)": lambda: (
+            train(Leaking(), pipeline_cuts=["first"], output_loss_value_spec=None)
         ),
         "'blocks.1' was not called in this order; the model called blocks.3, blocks.2": lambda: train(
             Backwards(), pipeline_cuts=["blocks.0", "blocks.1", "blocks.2"], virtual_pipeline_size=2
         ),
         "the stages of a pipeline got different inputs": lambda: train(
             Residual(), data(4 + 4 * current_context().pp.rank), pipeline_cuts=["blocks.1"]
+        ),
+        "different inputs, of the same shapes, on this one train=True, training=True, x=((8, 6), ": lambda: train(
+            Residual(),
+            {**data(), "y": data()["y"] + current_context().pp.rank},
+            pipeline_cuts=["blocks.1"],
         ),
         "blocks.2' where it came to \"the model's end\"": lambda: other_calls(),
     }
