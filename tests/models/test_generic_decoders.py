@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from nxd_infer.cli import verify
 from nxd_infer.distributed import ModelPlan, plans
 from nxd_infer.errors import MissingPackageError, ModelConfigError
 from nxd_infer.trace import parallel_model_trace
