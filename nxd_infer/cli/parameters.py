@@ -49,7 +49,8 @@ def with_options(options: Mapping[str, Option]) -> Callable[[Callable[..., Any]]
 
 def _annotation(name: str, option: Option) -> Any:
     """The type of an option's value, with what typer needs."""
-    kind, more = str if option.kind is object else option.kind, {}
+    kind: Any = str if option.kind is object else option.kind
+    more: dict[str, Any] = {}
     if option.choices:
         kind = enum.Enum(name, {choice: choice for choice in option.choices}, type=str)
     elif option.repeats:

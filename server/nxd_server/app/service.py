@@ -287,7 +287,7 @@ class Service(ServedModel):
     def weight_version(self) -> int:
         """How often the weights were swapped since the artifact was loaded."""
         worker = self._worker
-        return worker.gate.version if worker is not None else 0
+        return worker.parts.gate.version if worker is not None else 0
 
     @property
     def restarts(self) -> int:
