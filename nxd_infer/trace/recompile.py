@@ -70,6 +70,7 @@ def parallel_model_recompile(
             graphs call operators that cannot be compiled for it. TraceError: compiling failed.
     """
     report = progress or silent
+    ArtifactWriter(save_dir, replace=replace).check_target()
     source = load_artifact(load_dir, runs_here=False)
     found = tracing_backend(backend or source.manifest.backend)
     require_stages(found, source.manifest.pp_degree)
@@ -78,7 +79,6 @@ def parallel_model_recompile(
     quantize = None if form is None else form.name
     check_quantize(found, quantize)
     options = found.options(own, quantize)
-    ArtifactWriter(save_dir, replace=replace).check_target()
     workdir = Path(compiler_workdir) if compiler_workdir is not None else None
     make_workdir(workdir)
     build = Path(tempfile.mkdtemp(prefix="nxd-recompile-"))
