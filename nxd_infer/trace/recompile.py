@@ -55,6 +55,7 @@ def parallel_model_recompile(given: RecompileOptions) -> dict[str, Any]:
             graphs call operators that cannot be compiled for it. TraceError: compiling failed.
     """
     report = given.progress or silent
+    ArtifactWriter(given.save_dir, replace=given.replace).check_target()
     source = load_artifact(given.load_dir, runs_here=False)
     found = tracing_backend(given.backend or source.manifest.backend)
     require_stages(found, source.manifest.pp_degree)
@@ -63,7 +64,6 @@ def parallel_model_recompile(given: RecompileOptions) -> dict[str, Any]:
     quantize = None if form is None else form.name
     check_quantize(found, quantize)
     options = found.options(own, quantize)
-    ArtifactWriter(given.save_dir, replace=given.replace).check_target()
     workdir = Path(given.compiler_workdir) if given.compiler_workdir is not None else None
     make_workdir(workdir)
     build = Path(tempfile.mkdtemp(prefix="nxd-recompile-"))

@@ -351,9 +351,7 @@ class ServerSettings:
         found = {**(read_settings(Path(config_file)) if config_file is not None else {}), **environment, **given}
         for name in found:
             if name not in known:
-                raise SettingsError(
-                    f"invalid server settings: {name}: there is no such setting{did_you_mean(name, known)}"
-                )
+                raise SettingsError(f"no server setting is named {name!r}{did_you_mean(name, known)}")
         return cls(**found)
 
     def keys(self) -> tuple[bytes, ...]:
