@@ -18,10 +18,20 @@ pipeline = typer.Typer(
 
 @pipeline.command(epilog="Example:  nxd-infer pipeline plan ./llama --pp 4 --microbatches 16")
 def plan(
-    model: Annotated[Path, typer.Argument(help="A Hugging Face directory of a supported family.", show_default=False)],
-    pp: Annotated[int, typer.Option(help="Pipeline ranks.", min=2)] = 2,
-    microbatches: Annotated[int, typer.Option(help="Microbatches of a step.", min=1)] = 8,
-    chunks: Annotated[int, typer.Option(help="Stages per rank; above 1 the schedule is interleaved.", min=1)] = 1,
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="A Hugging Face directory of a supported family, its config.json, or a recipe (YAML).",
+            show_default=False,
+        ),
+    ],
+    pp: Annotated[int | None, typer.Option(help="Pipeline ranks. Default: the recipe's, or 2.", min=2)] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(help="Microbatches of a step. Default: the recipe's, or 8.", min=1)
+    ] = None,
+    chunks: Annotated[
+        int | None, typer.Option(help="Stages per rank; above 1 the schedule is interleaved. Default: 1.", min=1)
+    ] = None,
     schedule: Annotated[
         str | None, typer.Option(help="1f1b, gpipe, interleaved or zero-bubble. Default: by --chunks.")
     ] = None,
@@ -29,5 +39,10 @@ def plan(
 ) -> None:
     """Print the stages of a model, what each holds and costs, the schedule, and the bubble to expect. No weights are
     read."""
-    several = None if cuts is None else [cut.strip() for cut in cuts.split(",")]
-    cli.pipeline_plan.run(model, pp, microbatches, chunks, schedule, several)
+    given = {
+        "num_microbatches": microbatches,
+        "virtual_pipeline_size": chunks,
+        "schedule": schedule,
+        "pipeline_cuts": None if cuts is None else [cut.strip() for cut in cuts.split(",")],
+    }
+    cli.pipeline_plan.run(model, pp, given)

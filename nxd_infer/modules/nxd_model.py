@@ -123,9 +123,10 @@ class NxDModel(ModelWrapper):
 
 
 def _marked(output: Any, spec: Any) -> Any:
-    """Return the value of ``output`` that is marked with True in ``spec``, a tuple or dict of the same structure."""
-    pairs = spec.items() if isinstance(spec, Mapping) else enumerate(spec)
-    for key, wanted in pairs:
-        if wanted:
-            return output[key]
+    """Return the value of ``output`` that is marked with True in ``spec``, tuples and dicts of the same structure."""
+    if not isinstance(spec, Mapping | tuple | list):
+        return output if spec else None
+    for key, inner in spec.items() if isinstance(spec, Mapping) else enumerate(spec):
+        if (found := _marked(output[key], inner) if inner else None) is not None:
+            return found
     return None

@@ -22,9 +22,11 @@ def transformer_layers(model: nn.Module, layer_class: type | str | None = None) 
         found = [module for module in model.modules() if type(module).__name__ in names]
         found = found or _members_of_lists(model)
     if not found:
+        whose = "" if layer_class is None else f" of the class {layer_class!r}"
         raise ParallelConfigError(
-            'activation_checkpoint_config="full" found no transformer layers: pass the class of a layer instead, or '
-            f'pipeline_config={{"transformer_layer_cls": ...}}; the classes of the model are {class_names(model)}'
+            f'found no transformer layers{whose}, which activation_checkpoint_config="full" and auto_partition need: '
+            f'pass pipeline_config={{"transformer_layer_cls": ...}}, one of {class_names(model)}; or the class to '
+            "recompute, and pipeline_cuts"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Building only this rank's stages of a model that is on the meta device."""
+"""Filling a model that is on the meta device, or only this rank's stages of it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def reduce_to_stage(model: nn.Module, cuts: Sequence[str], options: PipelineOpti
     return take_stage(model, cuts, pp.rank, pp.degree)
 
 
-def fill_modules(model: nn.Module, fill: Fill | None, foreign: Collection[int]) -> None:
+def fill_modules(model: nn.Module, fill: Fill | None, foreign: Collection[int] = ()) -> None:
     """Allocate and fill the modules of ``model`` one after another; what is ``foreign`` goes back to the meta device.
 
     ``fill`` gets every module that directly holds weights; None calls its ``reset_parameters``. Ties and the attributes

@@ -1,4 +1,4 @@
-"""Messages between pipeline ranks: over a process group as they come, over any other transport in lock step.
+"""Messages between pipeline ranks: over gloo as they come, over any other transport in lock step.
 
 In *lock step* all ranks of the pipeline exchange what they have for each other between two passes, by gathering it. A
 transport needs no messages between two ranks for that, but a pass waits until the longest of the same tick has ended.
@@ -39,9 +39,12 @@ class Messages(Protocol):
 
 def messages_for(context: ParallelContext, actions: Sequence[Sequence[Action]], stages: int) -> Messages:
     """Return what the transport of ``context`` can do. ``actions``: of all ranks."""
-    if context.pp.degree == 1 or isinstance(collectives_of(context), DistributedCollectives):
+    if context.pp.degree == 1:
         return PointToPoint(context)
-    return StepMessages(context, actions, stages)
+    transport = collectives_of(context)
+    # Other process groups (NCCL) ignore tags: messages would be taken for others.
+    tagged = isinstance(transport, DistributedCollectives) and transport.backend("pp") == "gloo"
+    return PointToPoint(context) if tagged else StepMessages(context, actions, stages)
 
 
 class PointToPoint:

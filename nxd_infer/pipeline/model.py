@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from nxd_infer.context import current_context
 from nxd_infer.modules.nxd_model import NxDModel
 from nxd_infer.modules.stand_in import StandIn
+from nxd_infer.pipeline.inputs import named_inputs
 from nxd_infer.pipeline.materialise import keep_stage
 from nxd_infer.pipeline.options import PipelineOptions
-from nxd_infer.pipeline.pipeline import Pipeline, mean_over_data, named_inputs
+from nxd_infer.pipeline.pipeline import Pipeline, mean_over_data
 from nxd_infer.pipeline.stage import Stage
 
 __all__ = ["NxDPPModel"]

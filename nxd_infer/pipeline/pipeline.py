@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import logging
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from nxd_infer import comm
 from nxd_infer.comm.distributed import DistributedCollectives
@@ -20,22 +18,20 @@ from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import CollectiveError, InputMismatchError, ParallelConfigError
 from nxd_infer.modules.transformer_layers import transformer_layers
 from nxd_infer.pipeline.engine import Engine, Step
+from nxd_infer.pipeline.inputs import digest_of, sample_of, signature_of
 from nxd_infer.pipeline.microbatches import Count, count_of, loss_weights, probes_of, split_batch
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.partition import auto_partition, describe_partition, imbalance
 from nxd_infer.pipeline.plan import Plan, make_plan
 from nxd_infer.pipeline.schedule import Action, bubble, forward_only, schedule
-from nxd_infer.pipeline.stage import Stage, own_forward
+from nxd_infer.pipeline.stage import Stage
 from nxd_infer.pipeline.timeline import write_timeline
 from nxd_infer.util.devices import transport_device
-from nxd_infer.util.suggest import did_you_mean
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SEEDS = 2**62
-SAMPLES = 1024
-"""Elements of each input by which stages see that they have the same batch."""
 
 
 def cuts_of(model: nn.Module, options: PipelineOptions, ranks: int) -> list[str]:
@@ -165,9 +161,9 @@ class Pipeline:
         Raises InputMismatchError on every stage if one of them has other inputs.
         """
         training = self.stage.module.training
-        what = f"train={train}, training={training}, {_signature(inputs)}"
+        what = f"train={train}, training={training}, {signature_of(inputs)}"
         drawn = torch.randint(SEEDS, (1,)) if training else torch.zeros(1, dtype=torch.int64)
-        digests = [_digest([what.encode()]), _digest(map(sample_of, tree_leaves(inputs)))]
+        digests = [digest_of([what.encode()]), digest_of(map(sample_of, tree_leaves(dict(inputs))))]
         mine = torch.tensor([[int(drawn), *digests]], dtype=torch.int64, device=transport_device())
         drawn, *everyone = comm.all_gather(mine, self.context, "pp", 0).cpu().unbind(1)
         for found, digest, which in zip(everyone, digests, ("", ", of the same shapes"), strict=True):
@@ -180,7 +176,7 @@ class Pipeline:
         return int(drawn[0])
 
     def _plan_for(self, inputs: dict[str, Any], training: bool) -> tuple[Plan, Count | None]:
-        key = (training, torch.is_autocast_enabled(transport_device().type), _signature(inputs))
+        key = (training, torch.is_autocast_enabled(transport_device().type), signature_of(inputs))
         if key not in self._plans:
             self._plans[key] = self._all_or_none(lambda: self._new_plan(inputs))
         return self._plans[key]
@@ -209,47 +205,6 @@ class Pipeline:
             if reason:
                 raise CollectiveError(f"pipeline stage {stage} failed: {reason}")
         return result[0]
-
-
-def _signature(inputs: Mapping[str, Any]) -> str:
-    """What of the inputs a plan depends on: the shapes of tensors, and other values."""
-    shapes = tree_map(lambda x: (tuple(x.shape), str(x.dtype)) if isinstance(x, Tensor) else x, dict(inputs))
-    return ", ".join(f"{name}={value!r}" for name, value in shapes.items())
-
-
-def sample_of(value: Any) -> bytes:
-    """Bytes of at most SAMPLES elements of a tensor, evenly spread: other batches hardly have the same."""
-    if not isinstance(value, Tensor) or not value.numel():
-        return b""
-    flat = value.detach().reshape(-1)
-    return flat[:: -(-len(flat) // SAMPLES)].contiguous().cpu().view(torch.uint8).numpy().tobytes()
-
-
-def _digest(parts: Iterable[bytes]) -> int:
-    found = hashlib.blake2b(digest_size=7)
-    for part in parts:
-        found.update(part)
-    return int.from_bytes(found.digest(), "big")
-
-
-def named_inputs(
-    model: nn.Module, names: Sequence[str] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the inputs of a call by name. Raises InputMismatchError for what is not in ``names``."""
-    parameters = inspect.signature(own_forward(model)).parameters.values()
-    known = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD or p.kind is p.KEYWORD_ONLY]
-    takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    order = list(names) if names else known
-    if len(args) > len(order):
-        raise InputMismatchError(f"run_train() takes the inputs {', '.join(order)}, got {len(args)} positional ones")
-    found = {**dict(zip(order, args, strict=False)), **kwargs}
-    for name in kwargs:
-        if (names and name not in names) or (not names and name not in known and not takes_more):
-            where = "input_names" if names else "the parameters of the model's forward"
-            raise InputMismatchError(f"{name!r} is not in {where}: {', '.join(order)}{did_you_mean(name, order)}")
-    if len(kwargs) + len(args) > len(found):
-        raise InputMismatchError(f"an input was given twice: by position, and as {', '.join(kwargs)}")
-    return found
 
 
 def mean_over_data(loss: Tensor, context: ParallelContext) -> Tensor:

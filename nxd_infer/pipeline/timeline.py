@@ -25,6 +25,7 @@ def write_timeline(path: str | os.PathLike[str], spans: Sequence[Span], context:
         return
     tables = [[Span(Action(*action), start, end) for *action, start, end in row] for row in rows]
     text = json.dumps(chrome_trace(tables))
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with replacing(Path(path)) as temporary:
         temporary.write_text(text, encoding="utf-8")
 

@@ -15,7 +15,7 @@ from nxd_infer.errors import ParallelConfigError
 from nxd_infer.parallel_layers.sequence_parallel import build_sequence_parallel, is_sequence_parallel_model
 from nxd_infer.parallel_state import move_model_to_device
 from nxd_infer.pipeline.build import build_stage
-from nxd_infer.pipeline.materialise import keep_stage
+from nxd_infer.pipeline.materialise import fill_modules, keep_stage
 from nxd_infer.pipeline.stage import Stage
 from nxd_infer.trainer.config import TrainConfig
 from nxd_infer.util.devices import HOST, transport_device
@@ -51,11 +51,11 @@ def build_model(
             else:
                 with torch.device("meta") if init.meta_device_init else contextlib.nullcontext():
                     model = make()
+                fill = init.param_init_fn or config.pipeline_config.param_init_fn
                 if context.pp.degree > 1:
-                    fill = init.param_init_fn or config.pipeline_config.param_init_fn
                     stage = keep_stage(model, config.pipeline_config, context.pp, fill)
                 elif init.meta_device_init:
-                    materialise(model, init.param_init_fn)
+                    fill_modules(model, fill)
             move_to_transport(model)
     assert model is not None
     if config.sequence_parallel and context.tp.degree > 1 and not is_sequence_parallel_model(model):
@@ -100,59 +100,6 @@ def same_random_numbers(context: ParallelContext) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(first.cpu())
         yield
-
-
-def materialise(model: nn.Module, param_init_fn: Callable[[nn.Module], object] | None) -> None:
-    """Allocate and initialise a model on the meta device, in place; ties and attributes of parameters are kept.
-
-    ``param_init_fn`` is called with every module that directly holds parameters or buffers, and fills them; without it
-    their ``reset_parameters`` is called. Raises ParallelConfigError for a module without one. Buffers that were built
-    with values keep them.
-    """
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    marks: dict[int, dict[str, Any]] = {}
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is not None:
-                places.setdefault(id(param), []).append((module, name))
-                marks[id(param)] = dict(vars(param))
-    held = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and not buffer.is_meta
-    ]
-    if not param_init_fn:
-        bare = [
-            name or type(module).__name__
-            for name, module in model.named_modules()
-            if any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values()))
-            and not hasattr(module, "reset_parameters")
-        ]
-        if bare:
-            raise ParallelConfigError(
-                f"meta_device_init=True: {', '.join(bare[:6])} cannot initialise itself (no reset_parameters); pass "
-                'model_init_config={"param_init_fn": function of a module}'
-            )
-    model.to_empty(device=transport_device())
-    for key, several in places.items():
-        holder, name = several[0]
-        param = holder._parameters[name]
-        for other, other_name in several[1:]:
-            other._parameters[other_name] = param
-        for mark, value in marks[key].items():
-            setattr(param, mark, value)
-    for module, name, buffer in held:
-        module._buffers[name] = buffer.to(transport_device())
-    for module in model.modules():
-        if not module._parameters and not module._buffers:
-            continue
-        if param_init_fn is None:
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()  # pyright: ignore[reportCallIssue]
-        else:
-            with torch.no_grad():
-                param_init_fn(module)
 
 
 def move_to_transport(model: nn.Module) -> None:

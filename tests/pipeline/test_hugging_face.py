@@ -1,4 +1,5 @@
-"""Hugging Face's models as transformers builds them, in four stages: loss, gradients and evaluation of one process."""
+"""Hugging Face's models as transformers builds them, on two and four ranks: loss, gradients and evaluation of one
+process."""
 
 from __future__ import annotations
 
@@ -31,12 +32,14 @@ SIZES = {
 }
 
 
-def models() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
-    """Each model with what is particular to its pipeline."""
+def models(ranks: int = 4) -> dict[str, tuple[nn.Module, dict[str, Any]]]:
+    """Each model with what is particular to its pipeline; on two ranks, each with another schedule."""
     import transformers as hf
 
-    def layers(path: str) -> dict[str, Any]:
-        return {"pipeline_cuts": [f"{path}.{number}" for number in range(3)]}
+    def layers(path: str, two: dict[str, Any] | None = None) -> dict[str, Any]:
+        more = (two or {}) if ranks == 2 else {}
+        stages = ranks * more.get("virtual_pipeline_size", 1)
+        return {"pipeline_cuts": [f"{path}.{4 * stage // stages - 1}" for stage in range(1, stages)], **more}
 
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     t5 = hf.T5Config(
@@ -44,7 +47,7 @@ def models() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
         d_model=16,
         d_kv=8,
         d_ff=24,
-        num_layers=2,
+        num_layers=4,
         num_heads=2,
         dropout_rate=0.0,
         decoder_start_token_id=0,
@@ -56,15 +59,26 @@ def models() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
             hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, **kv, tie_word_embeddings=True)),
             {"auto_partition": True, "transformer_layer_cls": "LlamaDecoderLayer"},
         ),
-        "qwen3": (hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES, **kv, head_dim=8)), layers("model.layers")),
+        "qwen3": (
+            hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES, **kv, head_dim=8)),
+            layers("model.layers", {"schedule": "zero-bubble"}),
+        ),
         "gpt_neox": (
             hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**SIZES, hidden_dropout=0.0, attention_dropout=0.0)),
-            layers("gpt_neox.layers"),
+            layers("gpt_neox.layers", {"schedule": "gpipe"}),
         ),
-        "bert": (hf.BertForMaskedLM(hf.BertConfig(**SIZES, **no_dropout)), layers("bert.encoder.layer")),
-        "t5": (
+        "bert": (
+            hf.BertForMaskedLM(hf.BertConfig(**SIZES, **no_dropout)),
+            layers("bert.encoder.layer", {"virtual_pipeline_size": 2}),
+        ),
+        "t5 in its encoder": (hf.T5ForConditionalGeneration(t5), layers("encoder.block")),
+        "t5 in its decoder": (
             hf.T5ForConditionalGeneration(t5),
-            {"pipeline_cuts": ["encoder.block.0", "encoder.block.1", "decoder.block.0"]},
+            layers("decoder.block", {"virtual_pipeline_size": 2}),
+        ),
+        "t5 in both": (
+            hf.T5ForConditionalGeneration(t5),
+            {"pipeline_cuts": ["encoder.block.1", "encoder.block.3", "decoder.block.1"][4 // ranks - 1 :: 4 // ranks]},
         ),
     }
 
@@ -83,7 +97,7 @@ def compare() -> list[str]:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     found: list[str] = []
-    for name, (whole, options) in models().items():
+    for name, (whole, options) in models(current_context().pp.degree).items():
         model = nxd.pipeline.NxDPPModel(copy.deepcopy(whole), num_microbatches=3, **options)
         loss = whole.train()(**batch()).loss
         loss.backward()
@@ -128,8 +142,9 @@ def train(whole: nn.Module, model: Any) -> list[str]:
     return found
 
 
-def test_models_in_four_stages():
-    for rank, found in enumerate(run_ranks(compare, 4, pp=4, comm_timeout=120)):
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_models_in_stages(ranks: int):
+    for rank, found in enumerate(run_ranks(compare, ranks, pp=ranks, comm_timeout=120)):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:12])
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from nxd_infer.comm import register_collectives, unregister_collectives
+from nxd_infer.comm.distributed import DistributedCollectives
 from nxd_infer.context import current_context, make_context
 from nxd_infer.errors import CollectiveError
 from nxd_infer.pipeline import NxDPPModel
-from nxd_infer.pipeline.messages import StepMessages
+from nxd_infer.pipeline.messages import StepMessages, messages_for
 from nxd_infer.pipeline.schedule import schedule
 from tests.pipeline.models import decoder, encoder, sentences, tokens
 from tests.pipeline.test_model import SPEC, Backwards, data
@@ -63,6 +68,22 @@ def compare() -> list[str]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_in_lock_step(ranks: int):
     assert run_ranks(compare, ranks, collectives="shm", pp=ranks, timeout=120) == [[]] * ranks
+
+
+def chosen() -> list[str]:
+    """What messages go over: gloo's group, and a group of another library."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers it
+    context = current_context()
+    given = [context, dataclasses.replace(context, collectives="another library")]
+    groups = {"pp": dist.new_group([0, 1], backend="fake")}
+    register_collectives(given[1].collectives, DistributedCollectives(given[1], groups, 5.0))
+    found = [type(messages_for(one, schedule("1f1b", 2, 1), 2)).__name__ for one in given]
+    unregister_collectives(given[1].collectives)
+    return found
+
+
+def test_only_gloo_tells_messages_apart_by_their_tags():
+    assert run_ranks(chosen, 2, pp=2) == [["PointToPoint", "StepMessages"]] * 2
 
 
 def test_a_message_that_never_came():

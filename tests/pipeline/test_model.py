@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -324,10 +325,16 @@ def timeline(path: str) -> None:
 
 
 def test_a_timeline(tmp_path: Path):
-    run_ranks(timeline, 2, str(tmp_path / "trace.json"), pp=2)
-    trace = json.loads((tmp_path / "trace.json").read_text())
+    path = tmp_path / "a folder that is not there" / "trace.json"
+    run_ranks(timeline, 2, str(path), pp=2)
+    trace = json.loads(path.read_text())
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert len(events) == 2 * 4 * 2 and all(event["dur"] > 0 for event in events)
+    # Of the trace event format: complete events of one process, in microseconds, that do not overlap in a row.
+    for row in (0, 1):
+        mine = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event["tid"] == row)
+        assert len(mine) == 8 and all(before[1] <= after[0] for before, after in itertools.pairwise(mine))
+    assert {event["pid"] for event in trace["traceEvents"]} == {0} and min(event["ts"] for event in events) == 0
     began = {(e["name"], e["args"]["stage"]): e["ts"] for e in events}
     for event in events:
         stage, name = event["args"]["stage"], event["name"]

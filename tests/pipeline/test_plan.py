@@ -46,15 +46,17 @@ class Lazy(nn.Linear):
 
     def __init__(self, decides: bool = False):
         super().__init__(SIZE, SIZE)
-        self.decides, self.table, self.seen = decides, None, []
+        self.decides = decides
+        self.tables: dict[int, Tensor] = {}
+        self.seen: list[Tensor] = []
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.table is None:
-            self.table = torch.arange(SIZE, dtype=input.dtype, device=input.device)
+        if SIZE not in self.tables:
+            self.tables[SIZE] = torch.arange(SIZE, dtype=input.dtype, device=input.device)
         self.seen.append(input)
         if self.decides and float(input.sum()) > 1e9:
             return input
-        return super().forward(input) + self.table
+        return super().forward(input) + self.tables[SIZE]
 
 
 class Keeps(nn.Linear):
@@ -128,7 +130,7 @@ def test_planning_leaves_the_model_as_it_was(decides: bool):
     plan, module = plan_of(model)
     assert [call.unit for call in plan.calls] == ["first", "second", "last"]
     lazy: Any = module.get_submodule("first")
-    assert lazy.table is None and lazy.seen == [] and float(module.get_buffer("calls")) == 0
+    assert lazy.tables == {} and lazy.seen == [] and float(module.get_buffer("calls")) == 0
 
 
 def test_a_value_that_is_set_as_an_attribute_is_handed():

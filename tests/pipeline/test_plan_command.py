@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.command import nxd_infer_here, refused
+from tests.recipes.jobs import write
 from tests.tiny_models import write_tiny
 
 PICTURES = {
@@ -37,6 +39,38 @@ def test_a_plan(model_dir: Path, schedule: str, capsys, monkeypatch):
     assert 0 <= float(longer) < 50 and 5 < float(bubble) < 50
     lines = [line.rstrip() for line in done.out.splitlines() if line.startswith("rank ")]
     assert lines == PICTURES[schedule]
+
+
+def test_a_configuration_alone_and_a_recipe(model_dir: Path, tmp_path: Path, capsys, monkeypatch):
+    def plan(source: Path, *options: object) -> str:
+        done = nxd_infer_here(capsys, monkeypatch, "pipeline", "plan", source, *options)
+        assert done.status == 0, done.err
+        return done.out
+
+    (tmp_path / "model").mkdir()
+    config = tmp_path / "model/config.json"
+    config.write_bytes((model_dir / "config.json").read_bytes())
+    assert plan(config) == plan(model_dir, "--pp", 2, "--microbatches", 8)
+    recipe = write(tmp_path, 4, "distributed_strategy:\n  pipeline_model_parallel_size: 2\n")
+    found = plan(recipe)
+    assert "Expected bubble of 1f1b with 2 microbatches" in found, "4 rows in microbatches of 1 over 2 replicas"
+    assert found.split("Expected")[0] == plan(config).split("Expected")[0]
+    assert "Expected bubble of interleaved with 4 micro" in plan(recipe, "--chunks", 2, "--microbatches", 4)
+    refused(nxd_infer_here(capsys, monkeypatch, "pipeline", "plan", tmp_path / "none"), "none/config.json")
+
+
+def test_the_document_shows_what_the_command_prints(tmp_path: Path, capsys, monkeypatch):
+    """For a model of TinyLlama's sizes."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_key_value_heads": 4}
+    config = write_tiny("llama", tmp_path / "llama") / "config.json"
+    raw = {**json.loads(config.read_text()), **sizes, "num_attention_heads": 32, "vocab_size": 32000, "head_dim": 64}
+    config.write_text(json.dumps({**raw, "torch_dtype": "bfloat16", "dtype": "bfloat16"}))
+    text = (Path(__file__).parents[2] / "docs/training.md").read_text()
+    ((options, shown),) = re.findall(r"\$ nxd-infer pipeline plan \./llama (.*)\n([^`]*)```", text)
+    monkeypatch.chdir(tmp_path)
+    done = nxd_infer_here(capsys, monkeypatch, "pipeline", "plan", "./llama", *options.split())
+    assert done.status == 0, done.err
+    assert [line.strip() for line in done.out.splitlines() if line.strip()] == shown.strip().splitlines()
 
 
 def test_stages_of_ones_own_and_what_does_not_fit(model_dir: Path, capsys, monkeypatch):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,6 +41,7 @@ from tests.models.helpers import prompts_of, traced_run
 from tests.tiny_models import write_tiny
 
 BUCKET, MAX_LEN, NEW, ROWS = 8, 32, 5, 2
+ROOT = Path(__file__).parents[2]
 DRAWN = {"temperature": [0.0, 0.9], "top_k": [0, 20], "seed": [1, 2], "frequency_penalty": 0.4}
 
 
@@ -222,15 +226,49 @@ def test_a_stage_that_dies_or_stops_ends_the_others_with_its_name(model, rank):
     np.testing.assert_array_equal(model.run_bucket(name, decode(model, 7))["token"], wanted)
 
 
-def test_stages_of_tensor_parallel_ranks_and_a_model_built_in_the_ranks(root, model_dir):
-    """tp 2 x pp 2, from a checkpoint; and in processes that build the model, at cuts by name."""
+@pytest.fixture(scope="module")
+def two_by_two(root, model_dir):
+    """The artifact of tp 2 x pp 2, traced from a checkpoint, its step, and what eager generation draws."""
     plan = plan_of(model_dir)
     step = hf.load(plan.func(**plan.func_kwargs), plan.checkpoint_loader_callable())
     wanted = generate_eager(step, prompts_of((3, 13), 280, seed=4), NEW, piece=BUCKET, **DRAWN)
-    with TensorParallelModel(
-        load_artifact(trace(plan, root / "tp2_pp2", tp_degree=2, pp_degree=2)), call_timeout=60
-    ) as model:
-        assert tokens_of(generated(model, step, **DRAWN)) == tokens_of(wanted)
+    return trace(plan, root / "tp2_pp2", tp_degree=2, pp_degree=2), step, tokens_of(wanted)
+
+
+WITHOUT_NATIVE = """
+import torch
+import nxd_infer as nxd
+from nxd_infer import native
+from tests import traced_models
+
+if __name__ == "__main__":
+    assert not native.availability().ok
+    steps = [(torch.tensor([i, i + 3]), torch.tensor([i, (2 * i) % traced_models.LENGTH])) for i in range(4)]
+    arguments = {"backend": "eager", "tp_degree": 2, "pp_degree": 2, "pipeline_cuts": ["embed"]}
+    with nxd.trace.parallel_model_trace(traced_models.net, traced_models.inputs(), **arguments) as net:
+        for (tokens, position), want in zip(steps, traced_models.expected(steps), strict=True):
+            torch.testing.assert_close(net(tokens, position)[0], want, rtol=1e-5, atol=1e-5)
+        assert not net.manifest.ops and [rank.collectives for rank in net.health()] == [0] * 4
+    print("equal over gloo")
+"""
+
+
+def test_stages_of_tensor_parallel_ranks_without_native_operators_use_gloo(tmp_path):
+    """A process group per stage, on a machine without a compiler."""
+    (tmp_path / "program.py").write_text(WITHOUT_NATIVE)
+    environment = {**os.environ, "NXD_INFER_CACHE": str(tmp_path / "cache"), "CXX": "no-such-compiler"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.endswith("equal over gloo\n"), done.stderr
+
+
+def test_stages_of_tensor_parallel_ranks_and_a_model_built_in_the_ranks(two_by_two):
+    """tp 2 x pp 2, from a checkpoint; and in processes that build the model, at cuts by name."""
+    path, step, wanted = two_by_two
+    with TensorParallelModel(load_artifact(path), call_timeout=60) as model:
+        assert tokens_of(generated(model, step, **DRAWN)) == wanted
         collectives = [rank.collectives for rank in model.health()]
         assert collectives[0] == collectives[1] and collectives[2] == collectives[3]
         assert all(collectives) == native.availability().ok  # it is these that are counted

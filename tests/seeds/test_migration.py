@@ -38,7 +38,7 @@ SHOWN_BY = {
     "loading checkpoints": ("parallel_layers/test_checkpointing.py::test_code_in_a_checkpoint_is_never_run",),
     "`load_checkpoint` at other degrees": ("checkpoint/test_neuronx_files.py::test_training_goes_on_at_any_degree",),
     "`load_checkpoint` at a job's first start": ("seeds/test_training.py::test_sample_usage",),
-    "`NxDPPModel` of a Hugging Face model": ("pipeline/test_hugging_face.py::test_models_in_four_stages",),
+    "`NxDPPModel` of a Hugging Face model": ("pipeline/test_hugging_face.py::test_models_in_stages",),
     "`trace_file_path` of a pipeline": ("pipeline/test_model.py::test_a_timeline",),
     "`run_train(*args)` of a pipeline": ("pipeline/test_tracing.py::test_on_two_stages",),
     "a sharded optimizer's files over pipeline stages": ("pipeline/test_checkpoints.py::test_to_other_degrees",),

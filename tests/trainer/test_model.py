@@ -85,13 +85,15 @@ class Wrapping(nn.Module):
         if self.how == "attribute":
             return type("Output", (), {"loss": loss})()
         forms = {"tensor": loss, "tuple": (loss, x), "dict": {"loss": loss}, "last": (x, loss), "none": x, "text": "a"}
+        forms["nested"] = {"x": x, "losses": (x, {"main": loss})}
         return forms[self.how]
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("how", ["tensor", "tuple", "dict", "attribute", "last"])
+@pytest.mark.parametrize("how", ["tensor", "tuple", "dict", "attribute", "last", "nested"])
 def test_run_train_finds_the_loss(how: str):
-    options = {"pipeline_config": {"output_loss_value_spec": (False, True)}} if how == "last" else {}
+    specs = {"last": (False, True), "nested": {"x": False, "losses": (False, {"main": True})}}
+    options = {"pipeline_config": {"output_loss_value_spec": specs[how]}} if how in specs else {}
     model = wrapped(Wrapping, how, **options)
     x = torch.tensor([3.0, 4.0])
     loss = model.run_train(x)
@@ -217,8 +219,10 @@ def test_which_modules_are_checkpointed():
     assert len(transformer_layers(model, FeedForward)) == 2
     model._no_split_modules = ["Attention"]  # pyright: ignore[reportAttributeAccessIssue]
     assert all(isinstance(m, Attention) for m in transformer_layers(model))
-    with pytest.raises(ParallelConfigError, match=r"found no transformer layers.*MLP"):
+    with pytest.raises(ParallelConfigError, match=r"found no transformer layers, which .*MLP"):
         wrapped(mlp, activation_checkpoint_config="full")
+    with pytest.raises(ParallelConfigError, match=r"found no transformer layers of the class 'Layer', .* one of .*MLP"):
+        transformer_layers(mlp(), "Layer")
     with pytest.raises(ParallelConfigError, match=r"the model has no Conv2d; its classes are .*DecoderLayer"):
         wrapped(llama, activation_checkpoint_config=nn.Conv2d)
 
