@@ -208,7 +208,7 @@ def test_no_secret_is_ever_shown(tmp_path, monkeypatch):
     [
         ({"port": 65536}, "port"), ({"port": "x"}, "port"), ({"drain_timeout": -1}, "drain_timeout"),
         ({"request_timeout": 0}, "request_timeout"), ({"max_queued_requests": -1}, "max_queued_requests"),
-        ({"prot": 1}, "prot: .*; did you mean port?"), ({"api_keys": [""]}, "api_keys"),
+        ({"prot": 1}, "no server setting is named 'prot'; did you mean port?"), ({"api_keys": [""]}, "api_keys"),
         ({"api_keys": '["a"'}, "api_keys"),
         ({"request_timeout": float("nan")}, "request_timeout"), ({"drain_timeout": float("inf")}, "drain_timeout"),
         ({"admin_key": " "}, "admin_key"), ({"weights_root": "/no/such/folder"}, "weights_root"),
