@@ -37,7 +37,8 @@ class StandIn(nn.Module):
             return getattr(self.hidden, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "hidden" not in self.__dict__ or name == "training":
+        # What calls go to is the stand-in's own: recomputed layers replace it.
+        if "hidden" not in self.__dict__ or name in ("training", "forward"):
             super().__setattr__(name, value)
         else:
             setattr(self.hidden, name, value)
