@@ -6,7 +6,6 @@ line, the key, and the nearest one or value that is valid.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, replace
 from typing import Any, TypeVar
@@ -127,10 +126,9 @@ class Reader:
             if value.lower() not in matches:
                 raise self.error(path, f"= {value!r} is not known{nearest(value, declared.choices)}")
             return matches[value.lower()]
-        unbounded = declared.fits(value) and (
-            (kind is float and math.isnan(value)) or (kind is int and abs(value) >= LARGEST)
-        )
-        if unbounded or not declared.fits(value):
+        if kind is int and declared.fits(value) and abs(value) >= LARGEST:
+            raise self.error(path, f"must be below {LARGEST}, got {value!r}")
+        if not declared.fits(value):
             limit = declared.outside(value) if KINDS[kind].fits(value) else None
             close = "" if limit is None else f"; the nearest is {limit:g}"
             raise self.error(path, f"must be {declared.described(YAML)}, got {value!r}{close}")
