@@ -7,6 +7,7 @@ import os
 import pytest
 
 from nxd_infer.errors import RecipeError
+from nxd_infer.recipes.recipe import check
 from nxd_infer.recipes.resolve import override, resolve
 from nxd_infer.recipes.yaml_text import Tree, parse_yaml
 
@@ -108,3 +109,10 @@ def test_a_mistake_names_its_line(text, message):
 def test_a_wrong_override_is_shown(text):
     with pytest.raises(RecipeError, match="command line"):
         parsed("a: {b: 1}", text)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("number", ["1099511627776", "-1099511627776000", "1e30"])
+def test_a_number_that_is_too_large_is_told_the_limit(number):
+    with pytest.raises(RecipeError, match=r"x.yaml:1: data.dev_choose_samples .*(below 1099511627776|at least)"):
+        check(parse_yaml(f"data: {{dev_choose_samples: {number}}}\n", "x.yaml"))
