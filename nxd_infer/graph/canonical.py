@@ -149,8 +149,9 @@ def canonical_text(
     ):
         rows += [f"{kind} {s.name} {s.dtype} {s.shape} {s.stride} {getattr(s, 'encoding', '')}".rstrip() for s in specs]
     rows += [f"op {content_hash}" for content_hash in graph.ops]
-    rows += [f"file {name} {hashlib.sha256(text.encode()).hexdigest()}" for name, text in sorted(files.items())]
-    return "\n".join(rows) + "\n" + ir_text(dict(ir))
+    stored = [f"file {name} {hashlib.sha256(text.encode()).hexdigest()}\n" for name, text in sorted(files.items())]
+    # digests last: where two texts are compared, an operator says more
+    return "\n".join(rows) + "\n" + ir_text(dict(ir)) + "".join(stored)
 
 
 def digest_of(text: str) -> str:

@@ -81,4 +81,4 @@ def test_stages_of_ones_own_and_what_does_not_fit(model_dir: Path, capsys, monke
     assert done.status == 0 and "Expected bubble of interleaved with 8 microbatches" in done.out
     refused(plan("--pp", 8), "8 pipeline stages, but the model has 4 transformer layers: use at most 4")
     refused(plan("--cuts", "model.layers.9"), "the model has no module 'model.layers.9'; did you mean")
-    refused(plan("--schedule", "zigzag"), "'1f1b', 'gpipe', 'interleaved', 'zero-bubble'")
+    refused(plan("--schedule", "zigzag"), '"1f1b", "gpipe", "interleaved", "zero-bubble"')

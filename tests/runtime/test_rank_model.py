@@ -168,7 +168,7 @@ def test_a_model_that_was_closed_or_has_no_such_bucket_says_so(path):
     model = RankModel(load_artifact(path), start_timeout=600)
     with pytest.raises(BucketError, match=r"no bucket 'b9'[^$]*b2_s4  x: float32"):
         model.run_bucket("b9", {})
-    with pytest.raises(InputMismatchError, match="timeout is a positive number"):
+    with pytest.raises(InputMismatchError, match="timeout must be a number of seconds above 0, got 0"):
         model.run_bucket("b2_s4", {}, timeout=0)
     model.close()
     with pytest.raises(ModelClosedError):
