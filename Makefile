@@ -13,7 +13,7 @@ RAY_VENV ?= .venv-ray
 RAY_STAMP := $(RAY_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-xla xla-rig test-ray test-image check lint security bench fuzz soak clean
+.PHONY: help install demo test test-long test-xla xla-rig test-ray test-image check lint security bench fuzz soak clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s'|'
@@ -40,9 +40,12 @@ demo: $(STAMP) ## the main job: train, trace, save, load, serve, ask, on this ma
 PROCESSES ?= 3
 DEALT := -n $(PROCESSES) --dist loadfile
 
-test: $(STAMP) ## all tests (20 to 30 minutes on two cores)
+test: $(STAMP) ## the tests (20 to 30 minutes on two cores)
 	@test -e $(XLA_STAMP) || echo "tests/xla is skipped here, and torch 2.9 not tested: make test-xla does both"
-	@$(BIN)/python -m pytest -q $(DEALT)
+	@$(BIN)/python -m pytest -q -m "not long" $(DEALT)
+
+test-long: $(STAMP) ## what `make test` leaves out: more models, degrees and backends of what it tests (20 minutes)
+	@$(BIN)/python -m pytest -q -m long $(DEALT)
 
 test-image: $(STAMP) ## the container: built, started, asked, without a daemon (root, debootstrap, buildah; 15 minutes)
 	@$(BIN)/python -m pytest -q tests/image/checks.py
@@ -61,7 +64,7 @@ ON_XLA := tests/xla tests/neuron tests/backends/test_every_backend.py
 ON_TORCH_2_9 := tests/layout tests/optimizer tests/parallel_layers tests/trainer tests/runtime
 
 test-xla: $(XLA_STAMP) ## tests of torch_xla, and a selection of all others on torch 2.9 (under 10 minutes on two cores)
-	@$(XLA_VENV)/bin/python -m pytest -q $(DEALT) $(ON_XLA) $(ON_TORCH_2_9)
+	@$(XLA_VENV)/bin/python -m pytest -q -m "not long" $(DEALT) $(ON_XLA) $(ON_TORCH_2_9)
 	@$(XLA_VENV)/bin/python -m pytest -q $(DEALT) -m check $(addprefix --ignore=,$(ON_XLA) $(ON_TORCH_2_9))
 
 # Of its own: Ray brings, and bounds, many packages.

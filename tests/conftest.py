@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.long import is_long
 from tests.order import place
 
 # How long an example takes, or is made, says how busy the machine is.
@@ -54,5 +55,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # pytest-xdist would begin with the files of most tests
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place(item.nodeid))
+    for item in items:
+        if is_long(item.nodeid):
+            item.add_marker(pytest.mark.long)

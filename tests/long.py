@@ -1,0 +1,61 @@
+"""What `make test` leaves to `make test-long`: cases that take most of a minute and have a sibling in `make test`.
+
+A line is a test, or some of its cases. A sibling takes the same path through the code with another model, degree or
+backend, so that a mistake rarely shows in the long case alone.
+"""
+
+from __future__ import annotations
+
+LONG = {
+    # each decoder of transformers takes its steps in `make test`; those of llama, gemma2 and our own are served too
+    "models/test_generic_decoders::test_it_is_traced_verified_and_served": (
+        *("llama, padded and tied-2", "mistral-1", "qwen2-1", "qwen3-1", "phi3-1", "gpt2-2", "gpt_neo-1"),
+        *("gpt_neox-2", "opt-1"),
+    ),
+    "models/test_generic_decoders::test_a_plan_with_a_wrong_style_is_told": ("phi3-layers.*.mlp.gate_up_proj",),
+    "models/test_generic_encoders::test_a_classifier_gives_the_logits_of_transformers": ("distilbert-2", "roberta-1"),
+    "models/test_generic_encoders::test_an_encoder_gives_the_vectors_of_transformers": ("bert-AutoModelForMaskedLM",),
+    "models/test_t5::test_it_is_traced_verified_and_generates": ("tied, relu-2", "tied, gated-1"),
+    "models/test_traced_llama::test_traced_tokens_equal_generate": (
+        *("1-qwen2", "1-qwen3", "1-mistral", "4-qwen2", "4-qwen3", "4-mistral"),
+    ),
+    "models/test_traced_llama::test_compiled_tokens_equal_generate": ("qwen3-1",),
+    "models/test_foreign_family::test_the_command_line_traces_verifies_and_serves_it": (),  # test_cli, and its traces
+    "models/test_adapter_slots::test_rows_without_an_adapter_have_the_numbers_of_the_plain_model": ("1",),
+    "models/test_adapter_slots::test_rows_of_a_mixed_batch_equal_plain_merged_models": ("1",),
+    "models/test_config_files::test_whatever_a_field_holds_the_error_is_typed": ("mistral", "qwen3"),
+    # compiled code of the same graphs, or the same code at another degree
+    "backends/test_every_backend::test_a_server_generates_and_recovers": ("inductor",),  # test_real_generate
+    "backends/test_packed_weights::test_a_traced_model_is_the_same_packed_and_plain": ("eager-1", "inductor-1"),
+    "backends/test_packed_weights::test_new_weights_are_packed_in_place": ("1",),
+    "backends/test_joined_linears::test_compiled_linears_of_one_input_are_called_directly": ("False",),
+    "artifact/test_golden::test_it_is_compiled_again": ("1.1-inductor", "1.1-lockstep"),
+    "trace/test_quantize::test_a_traced_model_computes_with_the_rounded_weights": ("inductor-2-eager",),
+    "comm/test_compiled_collectives::test_one_compiled_graph_serves_every_rank_for_thousands_of_rounds": ("direct",),
+    "comm/test_compiled_collectives::test_the_collectives_of_compiled_code_are_read_from_its_calls": ("False",),
+    "engine/test_speculation::test_greedy_answers_are_the_same_and_take_fewer_steps": ("1",),
+    "engine/test_real_generation::test_greedy_tokens_equal_those_of_transformers_for_every_kind_of_length": ("1",),
+    "neuron/test_user_script::test_it_trains_traces_saves_loads_and_serves": ("inductor",),
+    "e2e/test_recipes::test_the_bert_recipe_gives_what_transformers_gives": ("inductor",),
+    "e2e/test_quantize::test_an_encoder_in_eight_bits_is_verified": (),
+    # another way to be lost
+    "engine/test_lost_again::test_ranks_lost_while_they_start_again_are_started_once_more": ("stopped",),
+    "lightning/test_launch::test_a_rank_that_ends_ends_the_others": ("early", "first"),
+    "checkpoint/test_bucket_damage::test_killed_at_random_moments_of_saving_into_a_bucket": (),  # test_damage
+    "http/test_real_generate::test_a_rank_lost_under_load": ("stopped",),
+    # training at other degrees
+    "pipeline/test_equivalence::test_equals_one_process": ("tp1pp2dp2",),
+    "pipeline/test_messages::test_in_lock_step": ("2",),
+    "models/test_tensor_parallel::test_decoders_on_ranks_equal_the_plain_model": ("2",),
+    "layout/test_pad::test_every_combination_of_heads": ("7", "8"),
+    # `make bench` runs them
+    "bench/test_train::test_everybody_trains_one_model": (),
+    "bench/test_peers::test_hugging_face_gives_its_own_greedy_tokens": (),
+}
+"""The cases of each test, by their ids; none: all of it."""
+
+
+def is_long(nodeid: str) -> bool:
+    """Whether a test, ``tests/FILE.py::NAME[CASE]``, is one of them."""
+    name, _, case = nodeid.removeprefix("tests/").replace(".py::", "::").partition("[")
+    return name in LONG and case.removesuffix("]") in (LONG[name] or (case.removesuffix("]"),))
