@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from nxd_infer.backends.neuron import cores
+from nxd_infer.util.core_locks import lock_folder
 
 REAL = os.environ.get("NXD_INFER_REAL_NEURON") == "1"
 """Run on this machine's own cores, with the real packages."""
@@ -46,6 +50,7 @@ def neuron_machine(root: Path, instance: str = "inf2.48xlarge", devices: int = 1
         yield
     finally:
         sys.path.remove(str(FAKE))
+        shutil.rmtree(lock_folder(cores.lock_kind()), ignore_errors=True)
         for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:
