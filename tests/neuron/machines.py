@@ -15,6 +15,8 @@ from nxd_infer.util.core_locks import lock_folder
 
 REAL = os.environ.get("NXD_INFER_REAL_NEURON") == "1"
 """Run on this machine's own cores, with the real packages."""
+TARGET = (cores.machine().platform if REAL else "") or "inf2"
+"""What programs that run here are compiled for."""
 FAKE = Path(__file__).with_name("fake")
 HAS_XLA = importlib.util.find_spec("torch_xla") is not None
 NEEDS_XLA = "torch_xla is not installed here: make test-xla has it"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nxd_infer.backends.neuron import compiler, cores, executable, lint, runtime, sdk
-from tests.neuron.contract import changed, contract, differences, installed_differences, leaves
+from tests.neuron.contract import as_script, changed, contract, differences, installed_differences, leaves, of_class
 from tests.neuron.machines import HAS_XLA, NEEDS_XLA, REAL, neuron_machine
 
 PACKAGE = Path(runtime.__file__).parents[2]
@@ -58,6 +58,21 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with neuron_machine(tmp_path_factory.mktemp("machine")):
         runtime.load()
         yield
+
+
+@pytest.mark.parametrize(
+    ("name", "signature"),
+    [
+        ("dist_rpc.WorkerInfo", "(name: bytes, number: int)"),
+        ("_nnapi.Compilation.run", "(self, inputs: list[Tensor], outputs: list[Tensor]) -> None"),
+        ("quantized.Conv2dPackedParamsBase.transpose", "(self) -> bool"),
+    ],
+)
+def test_signatures_of_real_classes_are_read(name: str, signature: str) -> None:
+    """Classes of torch's own, in C++ as those of torch_neuronx are."""
+    assert of_class(f"torch.classes.{name}") == as_script(signature)
+    assert of_class(f"torch.classes.{name}") != as_script(signature.replace("(", "(other: int, "))
+    assert of_class("torch.classes.dist_rpc.WorkerInfo.other") == "not there"
 
 
 @pytest.mark.usefixtures("installed")

@@ -34,7 +34,7 @@ from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
 from nxd_infer.trace import BucketModelConfig
 from tests import tiny_models
 from tests import traced_models as models
-from tests.neuron.machines import HAS_XLA, NEEDS_XLA, REAL, neuron_machine
+from tests.neuron.machines import HAS_XLA, NEEDS_XLA, REAL, TARGET, neuron_machine
 
 pytestmark = pytest.mark.skipif(not HAS_XLA, reason=NEEDS_XLA)
 stand_in = pytest.mark.skipif(REAL, reason="it needs a machine that can be described as one likes")
@@ -45,7 +45,7 @@ FILES = {"neuron.hlo", "graph.neff", "neuronx-cc.log", "neuronx-cc.txt"}
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """``models.net`` at degree 2, compiled for Inf2 on a machine that has no device."""
+    """``models.net`` at degree 2, compiled on a machine that has no device."""
     root = tmp_path_factory.mktemp("traced")
     with neuron_machine(root / "machine", "m7i.large", 0):
         model = nxd.trace.parallel_model_trace(
@@ -54,7 +54,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             tp_degree=2,
             backend="neuron",
             inline_weights_to_neff=False,
-            compiler_args="--target inf2 --model-type=transformer -O1",
+            compiler_args=f"--target {TARGET} --model-type=transformer -O1",
             compiler_workdir=root / "work",
         )
         parallel_model_save(model, root / "artifact")
@@ -305,7 +305,7 @@ def test_bucket_model_trace_with_shared_states_and_a_kernel(machine: Any, whose:
         func_kwargs=[{"length": 2}, {"length": 4}],
     )
     examples = [(torch.zeros(1, 2),), (torch.zeros(1, 4),)]
-    work, arguments = tmp_path / "work", "--target inf2 --model-type=transformer"
+    work, arguments = tmp_path / "work", f"--target {TARGET} --model-type=transformer"
     with nxd.trace.bucket_model_trace(models.window, examples, config, work, arguments, backend="neuron") as model:
         assert model.tp_degree == 1 and model.manifest.states[0].shape == [1, 4]
         assert model(torch.tensor([[10.0, 20.0]]))[0] == 2 + 10 + 3 + 20
@@ -314,7 +314,7 @@ def test_bucket_model_trace_with_shared_states_and_a_kernel(machine: Any, whose:
     assert [folder.name.partition("-")[0] for folder in folders] == ["bucket_0", "bucket_1"]
     for folder in folders:
         assert {file.name for file in folder.iterdir()} == FILES
-        assert "--target inf2 --auto-cast=none --model-type=transformer" in (folder / "neuronx-cc.txt").read_text()
+        assert f"--target {TARGET} --auto-cast=none --model-type=transformer" in (folder / "neuronx-cc.txt").read_text()
 
 
 def test_a_model_that_reads_a_state_before_it_writes_is_refused(machine: Any) -> None:
