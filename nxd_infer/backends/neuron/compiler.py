@@ -89,11 +89,12 @@ def read_arguments(words: Sequence[str], target: str) -> Arguments:
             chosen.append(value if equals else pending.pop(0) if pending else "")
         else:
             rest.append(word)
-    unknown = [each for each in chosen if each not in DEGREES]
-    if unknown or len(set(chosen)) > 1:
+    for each in chosen:
+        if each not in DEGREES:
+            raise TraceConfigError(f"compiler_args: there is no target {each!r}: give one of {', '.join(DEGREES)}")
+    if len(set(chosen)) > 1:
         raise TraceConfigError(
-            f"compiler_args: the target {' and '.join(map(repr, dict.fromkeys(chosen)))} is none: it is one of "
-            f"{', '.join(DEGREES)}"
+            f"compiler_args: the targets {' and '.join(sorted(set(chosen)))} are both given: leave one out"
         )
     return Arguments(chosen[0] if chosen else "", rest)
 
@@ -129,11 +130,14 @@ def compile_here(directory: Path, options: Mapping[str, Any]) -> None:
         )
     said = (directory / LOG).read_text(errors="replace").strip()[-2000:]
     sys.stderr.write(said + "\n")
-    if done.returncode < 0:
-        raise TraceError(
-            f"{PROGRAM} {_ended(done.returncode)}, which is a fault of its own and not of the model (SDK 2.27 does so "
-            f"with some encoders): try another SDK, or other compiler_args, of {shlex.join(line)}\n{said}"
+    if killed := _signal(done.returncode):
+        why = (
+            "most likely for want of memory: compile on a machine with more"
+            if killed == signal.SIGKILL.name
+            else "which is a fault of its own and not of the model (SDK 2.27 does so with some encoders): try another SDK, "
+            "or other compiler_args"
         )
+        raise TraceError(f"{PROGRAM} {_ended(done.returncode)}, {why}; its command was {shlex.join(line)}\n{said}")
     if done.returncode or not (directory / NEFF).is_file():
         raise TraceError(
             f"{PROGRAM} {_ended(done.returncode)}{'' if done.returncode else ' and wrote no NEFF'}: see what it said, "
@@ -141,5 +145,15 @@ def compile_here(directory: Path, options: Mapping[str, Any]) -> None:
         )
 
 
+def _signal(code: int) -> str:
+    """The signal that ended the program, or a program that it had started (128 and its number); empty if none did."""
+    number = -code if code < 0 else code - 128
+    known = next((each.name for each in signal.Signals if each == number), "")
+    return known or (f"signal {number}" if code < 0 else "")
+
+
 def _ended(code: int) -> str:
-    return f"ended with status {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+    found = _signal(code)
+    if code < 0:
+        return f"was ended by {found}"
+    return f"ended with status {code}{f', as a program of its own was ended by {found}' if found else ''}"
