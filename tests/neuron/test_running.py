@@ -132,7 +132,7 @@ def test_the_command_line_compiles_for_another_machine(tmp_path: Path) -> None:
         (
             "m7i.large",
             0,
-            "2.9.0.1+fake",
+            "2.9.0.2.15+fake",
             ArtifactBackendError,
             r"cannot run here: there is no Neuron device \(/dev/neuron0",
         ),
@@ -155,7 +155,7 @@ def test_the_command_line_compiles_for_another_machine(tmp_path: Path) -> None:
         (
             "trn1.2xlarge",
             1,
-            "2.9.0.1+fake",
+            "2.9.0.2.15+fake",
             ArtifactVersionError,
             r"for inf2 and this trn1.2xlarge is trn1: trace it again",
         ),

@@ -15,7 +15,7 @@ from typing import Any
 
 from nxd_infer.backends.compiler_args import WORDS
 from nxd_infer.backends.neuron.cores import DEGREES
-from nxd_infer.backends.neuron.sdk import SDK
+from nxd_infer.backends.neuron.sdk import INSTALL
 from nxd_infer.errors import BackendUnavailableError, TraceConfigError, TraceError
 
 PROGRAM, VERSION = "neuronx-cc", "--version"
@@ -33,6 +33,11 @@ _OURS = {
 PINNED = {"--auto-cast": "none"}
 """What is given where the user gives nothing: their defaults change from release to release, and results with them."""
 _SECONDS = 60
+_WITHOUT_MEMORY = "most likely for want of memory: compile on a machine with more"
+_OWN_FAULT = (
+    "which is a fault of its own and not of the model (SDK 2.27 does so with some encoders): try another SDK, or other "
+    "compiler_args"
+)
 
 
 def version() -> str:
@@ -50,7 +55,7 @@ def version() -> str:
         raise BackendUnavailableError(f"{program} {VERSION} {_ended(done.returncode)}: {said or 'it said nothing'}")
     if (int(found[1]), int(found[2])) < OLDEST:
         raise BackendUnavailableError(
-            f"{PROGRAM} {found[0].removeprefix('version ')} is of an SDK for another torch: install that of the {SDK}"
+            f"{PROGRAM} {found[0].removeprefix('version ')} is of an SDK for another torch: {INSTALL}"
         )
     return found[0].removeprefix("version ")
 
@@ -58,9 +63,7 @@ def version() -> str:
 def _found() -> str:
     program = shutil.which(PROGRAM)
     if program is None:
-        raise BackendUnavailableError(
-            f"the compiler {PROGRAM} was not found: install that of the {SDK}; it needs no Neuron device"
-        )
+        raise BackendUnavailableError(f"the compiler {PROGRAM} was not found: {INSTALL}; it needs no Neuron device")
     return program
 
 
@@ -131,12 +134,7 @@ def compile_here(directory: Path, options: Mapping[str, Any]) -> None:
     said = (directory / LOG).read_text(errors="replace").strip()[-2000:]
     sys.stderr.write(said + "\n")
     if killed := _signal(done.returncode):
-        why = (
-            "most likely for want of memory: compile on a machine with more"
-            if killed == signal.SIGKILL.name
-            else "which is a fault of its own and not of the model (SDK 2.27 does so with some encoders): try another SDK, "
-            "or other compiler_args"
-        )
+        why = _WITHOUT_MEMORY if killed == signal.SIGKILL.name else _OWN_FAULT
         raise TraceError(f"{PROGRAM} {_ended(done.returncode)}, {why}; its command was {shlex.join(line)}\n{said}")
     if done.returncode or not (directory / NEFF).is_file():
         raise TraceError(
