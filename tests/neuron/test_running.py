@@ -105,6 +105,25 @@ def test_a_graph_from_the_cache_leaves_its_files_too(tmp_path: Path, saved: Path
 
 
 @stand_in
+def test_a_compiler_that_fails_leaves_its_files_for_a_report(machine: Any, tmp_path: Path) -> None:
+    machine("m7i.large", 0)
+    with pytest.raises(
+        TraceError, match=r"ended with status 2: see what it said, and keep its files with compiler_wor"
+    ):
+        nxd.trace.parallel_model_trace(
+            models.net,
+            models.inputs(),
+            tp_degree=2,
+            backend="neuron",
+            compiler_args="--target inf2 --speed=3",
+            compiler_workdir=tmp_path / "work",
+        )
+    assert [*kept(tmp_path / "work").values()] == [FILES - {"graph.neff"}]
+    (log,) = (tmp_path / "work").glob("bucket_0-*/neuronx-cc.log")
+    assert "unrecognized arguments: --speed=3" in log.read_text()
+
+
+@stand_in
 def test_the_command_line_compiles_for_another_machine(tmp_path: Path) -> None:
     """A Llama for Trn1, where there is neither a device nor torch_neuronx's runtime."""
     model, out = tiny_models.write_tiny("llama", tmp_path / "model", num_hidden_layers=1), tmp_path / "artifact"
