@@ -72,7 +72,9 @@ def row(name: str, runs: Availability, traces: Availability) -> tuple[str, ...]:
 
 def remarks(runs: Availability, traces: Availability) -> list[str]:
     """Return what a backend cannot do here and what to do about it, a sentence each."""
-    found = [f"cannot run: {runs.reason}"] if not runs else [f"cannot trace: {traces.reason}"] if not traces else []
+    found = [] if runs else [f"cannot run: {runs.reason}"]
+    if not traces and traces.reason != runs.reason:
+        found.append(f"cannot trace: {traces.reason}")
     return [*found, *([runs.limits] if runs.limits else [])]
 
 

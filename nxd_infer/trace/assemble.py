@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import shutil
 import time
@@ -185,6 +186,12 @@ def compile_directories(
     start = time.monotonic()
     result = Compiled(directories)
     total = len(directories)
+
+    def keep() -> None:
+        for digest, path in directories.items():
+            if workdir is not None:
+                _keep(path, backend.kept, workdir / f"{buckets[digest]}-{digest[:8]}")
+
     if backend.compiles:
         missing, result.compiler = [], backend.compiler()
         for digest, path in directories.items():
@@ -205,28 +212,32 @@ def compile_directories(
                 "compile graphs", result.cached + result.compiled, total, f"{buckets[path.name]} ({seconds:.1f} s)"
             )
 
-        compile_graphs(
-            backend.name,
-            missing,
-            options,
-            tensors=max((_tensors(path) for path in missing), default=0),
-            workdir=workdir,
-            workers=workers,
-            timeout=timeout,
-            report=report,
-        )
+        try:
+            compile_graphs(
+                backend.name,
+                missing,
+                options,
+                tensors=max((_tensors(path) for path in missing), default=0),
+                workdir=workdir,
+                workers=workers,
+                timeout=timeout,
+                report=report,
+            )
+        except TraceError:
+            with contextlib.suppress(TraceError):  # the compiler's own is the more important one
+                keep()
+            raise
     for digest, path in directories.items():
         result.specs[digest] = read_graph(path, digest).spec()
-        if workdir is not None:
-            _keep(path, backend.kept, workdir / f"{buckets[digest]}-{digest[:8]}")
+    keep()
     result.seconds = time.monotonic() - start
     return result
 
 
 def _keep(graph: Path, names: Sequence[str], target: Path) -> None:
-    """Copy what the backend's compiler took and gave to the user's ``compiler_workdir``."""
+    """Copy what the backend's compiler took, and what it gave if it got so far, to the user's ``compiler_workdir``."""
     try:
-        for name in names:
+        for name in [each for each in names if (graph / each).exists()]:
             target.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(graph / name, target / name)
     except OSError as error:

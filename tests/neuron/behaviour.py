@@ -17,9 +17,8 @@ from nxd_infer.backends.compiler_args import WORDS
 from nxd_infer.backends.neuron import compiler, runtime
 from nxd_infer.backends.neuron.runtime import Taken
 from tests.neuron.hlo_samples import lowered, samples
-from tests.neuron.machines import REAL, described
+from tests.neuron.machines import REAL, TARGET, described
 
-TARGET = "inf2"
 F32, I64 = torch.float32, torch.int64
 SHAPE = (2, 4)
 SPECS = {
@@ -89,9 +88,9 @@ def refused(words: str, call: Callable[..., Any], *arguments: Any, **named: Any)
 
 
 def asked(model: Any, x: Tensor = X, number: Tensor = NUMBER) -> list[Tensor]:
-    order = [each["key"] for each in model._meta["inputs"] if each["type"] == "USER_INPUT"] if not REAL else []
     given = {"x": x, "number": number}
-    return [result.cpu() for result in runtime.forward(model, [given[key] for key in order or given])]
+    names = [[*SPECS][place] for place in _neffs["adds", TARGET][1]]
+    return [result.cpu() for result in runtime.forward(model, [given[name] for name in names if name in given])]
 
 
 CHECKS: dict[str, Callable[[Tools], None]] = {}

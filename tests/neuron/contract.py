@@ -13,7 +13,12 @@ from typing import Any
 from nxd_infer.backends.neuron import compiler, cores, executable, lint, runtime, sdk
 
 FILE = Path(__file__).parents[2] / "contracts" / "torch_neuronx_2_9.json"
-_SCRIPT = {"bytes": "str", "list[dict[str, Tensor]]": "List[Dict[str, Tensor]]", "list[Tensor]": "List[Tensor]"}
+_SCRIPT = {
+    "bytes": "str",
+    "list[dict[str, Tensor]]": "List[Dict[str, Tensor]]",
+    "list[Tensor]": "List[Tensor]",
+    "None": "NoneType",
+}
 """Types as TorchScript writes them, in which the real classes tell their signatures."""
 
 
@@ -102,12 +107,12 @@ def installed_differences(contract: dict[str, Any]) -> list[str]:
     found = []
     for symbol in contract["symbols"]:
         there = _signature(symbol["name"])
-        if there not in (symbol["signature"], _as_script(symbol["signature"])):
+        if there not in (symbol["signature"], as_script(symbol["signature"])):
             found.append(f"{symbol['name']}{symbol['signature']} is {there}")
     return found
 
 
-def _as_script(signature: str) -> str:
+def as_script(signature: str) -> str:
     """A signature in the words of TorchScript, which has no names: ``(str, str, int, int)``."""
     inside, _, returned = signature.removeprefix("(").rpartition(")")
     types = [entry.partition(": ")[2] for entry in _entries(inside) if ": " in entry]
@@ -142,20 +147,26 @@ def _signature(name: str) -> str:
         returned = torch.ops.neuron._parallel_load.default._schema.returns[0].type
         return f"({argument.type}) -> {returned}"
     if name.startswith("torch.classes.neuron."):
-        return _of_class(torch.classes.neuron, name.removeprefix("torch.classes.neuron."))
+        return of_class(name)
     return _of_message(name)
 
 
-def _of_class(namespace: Any, name: str) -> str:
-    kind, _, method = name.partition(".")
-    found = getattr(namespace, kind)
+def of_class(name: str) -> str:
+    """The signature of ``torch.classes.<library>.<class>``'s constructor, or of its method, if one follows."""
+    import torch
+
+    library, kind, *method = name.removeprefix("torch.classes.").split(".")
+    found: Any = getattr(getattr(torch.classes, library), kind)
     if inspect.isclass(found):  # Python: the stand-in
-        text = str(inspect.signature(getattr(found, method) if method else found, eval_str=False))
+        text = str(inspect.signature(getattr(found, *method) if method else found, eval_str=False))
         return text.replace("'", "")
-    method_schema = found._get_method(method or "__init__").schema  # TorchScript's
-    types = [str(argument.type) for argument in method_schema.arguments[1:]]
-    returned = [str(argument.type) for argument in method_schema.returns]
-    return f"({', '.join(types)})" + (f" -> {returned[0]}" if method and returned else "")
+    owner, (wanted,) = f"__torch__.torch.classes.{library}.{kind}", method or ["__init__"]
+    for schema in torch._C._jit_get_custom_class_schemas():  # TorchScript's: the class itself has no names of methods
+        itself, *given = [str(argument.type) for argument in schema.arguments]
+        if (itself, schema.name) == (owner, wanted):
+            returned = f" -> {schema.returns[0].type}" if method else ""
+            return f"({', '.join(given)}){returned}"
+    return "not there"
 
 
 def _of_message(name: str) -> str:
@@ -174,3 +185,8 @@ def _of_message(name: str) -> str:
         return str(inspect.signature(message.SerializeToString)).replace("'", "")
     wanted = next(symbol.signature for symbol in runtime.SYMBOLS if symbol.name == name).strip("()").split(", ")
     return f"({', '.join(value for value in wanted if hasattr(message, value))})"
+
+
+if __name__ == "__main__":
+    runtime.load()
+    print("\n".join(installed_differences(contract())))

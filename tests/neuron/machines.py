@@ -5,12 +5,18 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from nxd_infer.backends.neuron import cores
+from nxd_infer.util.core_locks import lock_folder
+
 REAL = os.environ.get("NXD_INFER_REAL_NEURON") == "1"
 """Run on this machine's own cores, with the real packages."""
+TARGET = (cores.machine().platform if REAL else "") or "inf2"
+"""What programs that run here are compiled for."""
 FAKE = Path(__file__).with_name("fake")
 HAS_XLA = importlib.util.find_spec("torch_xla") is not None
 NEEDS_XLA = "torch_xla is not installed here: make test-xla has it"
@@ -46,6 +52,7 @@ def neuron_machine(root: Path, instance: str = "inf2.48xlarge", devices: int = 1
         yield
     finally:
         sys.path.remove(str(FAKE))
+        shutil.rmtree(lock_folder(cores.lock_kind()), ignore_errors=True)
         for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nxd_infer.backends.neuron import runtime
+from nxd_infer.backends.neuron import cores, runtime
 from tests.neuron.behaviour import CHECKS, Tools
 from tests.neuron.contract import FILE, contract
 from tests.neuron.machines import HAS_XLA, NEEDS_XLA, REAL, neuron_machine
@@ -107,8 +107,10 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tools]:
     """On a machine of which this process has taken no core yet."""
     with neuron_machine(tmp_path / "machine", "inf2.24xlarge", 6):
         runtime.load()
-        if not REAL:
-            os.environ["NEURON_RT_VISIBLE_CORES"] = "0-1"
+        if REAL:
+            cores.claim(2)
+        else:
+            os.environ[cores.VISIBLE] = "0-1"
             give_back()
         yield Tools(tmp_path, tmp_path / "machine")
         if not REAL:
@@ -120,11 +122,11 @@ def stand_in(module: str) -> types.ModuleType:
 
 
 def give_back() -> None:
-    cores: Any = stand_in("_cores")
-    for file in cores._files:
+    taken: Any = stand_in("_cores")
+    for file in taken._files:
         os.close(file)
-    cores._files.clear()
-    cores._taken.clear()
+    taken._files.clear()
+    taken._taken.clear()
 
 
 @pytest.mark.parametrize("name", CHECKS)

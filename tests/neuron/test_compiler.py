@@ -55,8 +55,9 @@ def test_arguments_go_through_as_they_were_given(given: Any, target: str, words:
     ("given", "text"),
     [
         (None, r"neither an Inf2 nor a Trn1 instance: say for which one to compile, by --target inf2 or --target trn1"),
-        ("--target trn2", r"the target 'trn2' is none: it is one of inf2, trn1"),
-        ("--target inf2 --target=trn1", r"the target 'trn1' and 'inf2' is none"),
+        ("--target trn2", r"there is no target 'trn2': give one of inf2, trn1"),
+        ("--target inf2 --target=trn1", r"the targets inf2 and trn1 are both given: leave one out"),
+        ("--target", r"there is no target '': give one of inf2, trn1"),
         ("--target inf2 --output x.neff", r"--output is set by this package \(the artifact keeps the NEFF\): leave it"),
         ("--target inf2 --framework XLA", r"--framework is set by this package \(it is XLA\)"),
         ({"target": "inf2", "speed": 1}, r"the neuron backend has the option target and takes arguments of neuronx-cc"),
@@ -123,6 +124,14 @@ SAYS = 'if [ "$1" = --version ]; then echo "NeuronX Compiler version $version"; 
         (
             SAYS + "echo walking; kill -SEGV $$",
             r"(?s)neuronx-cc was ended by SIGSEGV, which is a fault.*walking",
+        ),
+        (
+            SAYS + "kill -KILL $$",
+            r"neuronx-cc was ended by SIGKILL, most likely for want of memory: compile on a machine",
+        ),
+        (
+            SAYS + "echo walking; exit 139",
+            r"(?s)neuronx-cc ended with status 139, as a program of its own was ended by SIGSEGV, which is a.*walking",
         ),
         (SAYS + "echo NCC_EVRF013; exit 70", r"(?s)neuronx-cc ended with status 70: see what it said.*NCC_EVRF013"),
         (SAYS + "exit 0", r"neuronx-cc ended with status 0 and wrote no NEFF"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from nxd_infer.backends.neuron import compiler, cores, executable, lint, runtime, sdk
-from tests.neuron.contract import changed, contract, differences, installed_differences, leaves
+from tests.neuron.contract import as_script, changed, contract, differences, installed_differences, leaves, of_class
 from tests.neuron.machines import HAS_XLA, NEEDS_XLA, REAL, neuron_machine
 
 PACKAGE = Path(runtime.__file__).parents[2]
@@ -60,6 +61,30 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize(
+    ("name", "signature"),
+    [
+        ("dist_rpc.WorkerInfo", "(name: bytes, number: int)"),
+        ("_nnapi.Compilation.run", "(self, inputs: list[Tensor], outputs: list[Tensor]) -> None"),
+        ("quantized.Conv2dPackedParamsBase.transpose", "(self) -> bool"),
+    ],
+)
+def test_signatures_of_real_classes_are_read(name: str, signature: str) -> None:
+    """Classes of torch's own, in C++ as those of torch_neuronx are."""
+    assert of_class(f"torch.classes.{name}") == as_script(signature)
+    assert of_class(f"torch.classes.{name}") != as_script(signature.replace("(", "(other: int, "))
+    assert of_class("torch.classes.dist_rpc.WorkerInfo.other") == "not there"
+
+
+CHANGES = [
+    *(f"model {method}" for method in ("__init__", "initialize", "forward", "is_initialized")),
+    "config __init__",
+    *(f"message {name}" for name in ("output_aliases_to", "SerializeToString")),
+    *(f"tensor {name}" for name in ("checkpoint_key", "BFLOAT16", "INPUT_STATE")),
+]
+"""Of the stand-in: a method that gets another signature, or a field or value that is gone."""
+
+
 @pytest.mark.usefixtures("installed")
 class TestInstalled:
     def test_what_is_installed_has_these_signatures(self) -> None:
@@ -72,12 +97,23 @@ class TestInstalled:
                 assert installed_differences(other), symbol["name"]
 
     @pytest.mark.skipif(REAL, reason="it changes the stand-in")
-    @pytest.mark.parametrize("method", ["__init__", "initialize", "forward", "is_initialized"])
-    def test_a_change_of_the_stand_in_is_seen(self, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("change", CHANGES)
+    def test_a_change_of_the_stand_in_is_seen(self, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
         import torch
 
-        model: Any = torch.classes.neuron.SPMDModel
-        monkeypatch.setattr(model, method, lambda self, more: None)
+        parts = {
+            "model": torch.classes.neuron.SPMDModel,
+            "config": importlib.import_module("torch_neuronx").BucketModelConfig,
+            "message": importlib.import_module(runtime.MESSAGE).MetaNeff,
+            "tensor": importlib.import_module(runtime.MESSAGE).MetaTensor,
+        }
+        whose, name = change.split()
+        if hasattr(parts[whose], "FIELDS") and name in parts[whose].FIELDS:
+            monkeypatch.setattr(parts[whose], "FIELDS", [each for each in parts[whose].FIELDS if each != name])
+        elif callable(getattr(parts[whose], name)):
+            monkeypatch.setattr(parts[whose], name, lambda self, more: None)
+        else:
+            monkeypatch.delattr(parts[whose], name)
         assert installed_differences(contract())
 
     @pytest.mark.skipif(REAL, reason="it asks the stand-in")

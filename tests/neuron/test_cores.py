@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,8 @@ taken: list[cores.Claim] = []
 @pytest.fixture(autouse=True)
 def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(cores.ROOT, str(tmp_path))
-    monkeypatch.setenv("NXD_INFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     for name in (cores.VISIBLE, cores.COUNT):
         monkeypatch.delenv(name, raising=False)
     yield
@@ -142,3 +144,21 @@ def test_another_process_keeps_its_cores_until_it_ends(tmp_path: Path) -> None:
         other.kill()
         other.communicate(timeout=60)
     assert claimed(2) == "0-1"
+
+
+def test_machines_that_share_a_cache_have_cores_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pods keep artifacts, and the cache, on one volume; each has a device of its own, whose cores are 0 and 1."""
+    described(tmp_path, "inf2.xlarge", 1)
+    monkeypatch.setenv("NXD_INFER_CACHE", str(tmp_path / "cache"))
+    assert claimed(2) == "0-1"
+    (tmp_path / "other").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "other"))
+    assert claimed(2) == "0-1"
+
+
+def test_where_nothing_can_be_locked_the_runtime_says_what_is_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described(tmp_path, "inf2.xlarge", 1)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    assert [claimed(2), claimed(2)] == ["0-1", "0-1"]

@@ -63,7 +63,8 @@ def test_devices_and_the_cores_that_models_may_use(
         (
             {"package": ""},
             None,
-            "torch_neuronx is not installed: install that of the Neuron SDK 2.29 to 2.32, with torch 2.9",
+            "torch_neuronx is not installed: install that of the Neuron SDK 2.29 to 2.32 (pip install "
+            "'nxd-infer[neuron]', with AWS' package index as --extra-index-url)",
         ),
         (
             {"package": "2.10.0.1"},
@@ -72,13 +73,19 @@ def test_devices_and_the_cores_that_models_may_use(
             "SDK 2.29 to 2.32",
         ),
         (
+            {"package": "2.9.0.2.11.19912"},
+            None,
+            "torch_neuronx 2.9.0.2.11.19912 is of an older SDK than was looked at: install that of the Neuron SDK 2.29 "
+            "to 2.32",
+        ),
+        (
             {"torch": "2.13.0"},
             None,
             "torch_neuronx needs torch 2.9, and this is torch 2.13.0: install nxd-infer[neuron]",
         ),
         ({}, "0-99", "names the core 12 and this inf2.24xlarge has 12: name cores from 0 to 11"),
     ],
-    ids=["no device", "no package", "another SDK", "another torch", "cores that are not there"],
+    ids=["no device", "no package", "another SDK", "an older SDK", "another torch", "cores that are not there"],
 )
 def test_what_is_missing_is_one_sentence(
     machine: Any,
@@ -129,6 +136,21 @@ def test_what_tracing_and_training_lack(monkeypatch: pytest.MonkeyPatch, version
     with pytest.raises(BackendUnavailableError) as caught:
         train_on_replicas(lambda replica: None, tp=2)
     assert str(caught.value) == reason
+
+
+def test_where_it_can_neither_run_nor_trace_both_say_why(
+    machine: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A machine that compiles for others needs no device and no runtime: it is told what it lacks for that."""
+    machine("m7i.large", 0, package="")
+    monkeypatch.setattr(type(XLA), "probe", lambda self: Availability(True))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = [line for line in nxd_infer_here(capsys, monkeypatch, "doctor").out.splitlines() if "neuron: " in line]
+    assert [line.partition(": install")[0] for line in said] == [
+        "neuron: cannot run: torch_neuronx is not installed",
+        "neuron: cannot trace: the compiler neuronx-cc was not found",
+    ]
+    assert "torch_neuronx" not in backend.BACKEND.probe().versions
 
 
 def test_without_neuronx_cc_it_runs_and_cannot_trace(

@@ -34,7 +34,7 @@ from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
 from nxd_infer.trace import BucketModelConfig
 from tests import tiny_models
 from tests import traced_models as models
-from tests.neuron.machines import HAS_XLA, NEEDS_XLA, REAL, neuron_machine
+from tests.neuron.machines import HAS_XLA, NEEDS_XLA, REAL, TARGET, neuron_machine
 
 pytestmark = pytest.mark.skipif(not HAS_XLA, reason=NEEDS_XLA)
 stand_in = pytest.mark.skipif(REAL, reason="it needs a machine that can be described as one likes")
@@ -45,7 +45,7 @@ FILES = {"neuron.hlo", "graph.neff", "neuronx-cc.log", "neuronx-cc.txt"}
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """``models.net`` at degree 2, compiled for Inf2 on a machine that has no device."""
+    """``models.net`` at degree 2, compiled on a machine that has no device."""
     root = tmp_path_factory.mktemp("traced")
     with neuron_machine(root / "machine", "m7i.large", 0):
         model = nxd.trace.parallel_model_trace(
@@ -54,7 +54,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             tp_degree=2,
             backend="neuron",
             inline_weights_to_neff=False,
-            compiler_args="--target inf2 --model-type=transformer -O1",
+            compiler_args=f"--target {TARGET} --model-type=transformer -O1",
             compiler_workdir=root / "work",
         )
         parallel_model_save(model, root / "artifact")
@@ -105,6 +105,25 @@ def test_a_graph_from_the_cache_leaves_its_files_too(tmp_path: Path, saved: Path
 
 
 @stand_in
+def test_a_compiler_that_fails_leaves_its_files_for_a_report(machine: Any, tmp_path: Path) -> None:
+    machine("m7i.large", 0)
+    with pytest.raises(
+        TraceError, match=r"ended with status 2: see what it said, and keep its files with compiler_wor"
+    ):
+        nxd.trace.parallel_model_trace(
+            models.net,
+            models.inputs(),
+            tp_degree=2,
+            backend="neuron",
+            compiler_args="--target inf2 --speed=3",
+            compiler_workdir=tmp_path / "work",
+        )
+    assert [*kept(tmp_path / "work").values()] == [FILES - {"graph.neff"}]
+    (log,) = (tmp_path / "work").glob("bucket_0-*/neuronx-cc.log")
+    assert "unrecognized arguments: --speed=3" in log.read_text()
+
+
+@stand_in
 def test_the_command_line_compiles_for_another_machine(tmp_path: Path) -> None:
     """A Llama for Trn1, where there is neither a device nor torch_neuronx's runtime."""
     model, out = tiny_models.write_tiny("llama", tmp_path / "model", num_hidden_layers=1), tmp_path / "artifact"
@@ -132,7 +151,7 @@ def test_the_command_line_compiles_for_another_machine(tmp_path: Path) -> None:
         (
             "m7i.large",
             0,
-            "2.9.0.1+fake",
+            "2.9.0.2.15+fake",
             ArtifactBackendError,
             r"cannot run here: there is no Neuron device \(/dev/neuron0",
         ),
@@ -155,7 +174,7 @@ def test_the_command_line_compiles_for_another_machine(tmp_path: Path) -> None:
         (
             "trn1.2xlarge",
             1,
-            "2.9.0.1+fake",
+            "2.9.0.2.15+fake",
             ArtifactVersionError,
             r"for inf2 and this trn1.2xlarge is trn1: trace it again",
         ),
@@ -265,10 +284,9 @@ def test_a_program_that_was_never_initialised_is_an_error(load: Any, monkeypatch
 
 def test_whole_numbers_beyond_32_bits_are_refused(load: Any) -> None:
     executable, _ = load()
-    with pytest.raises(
-        InputMismatchError, match=r"holds a number beyond 32 bits, in which a NeuronCore computes int64"
-    ):
-        executable((torch.tensor([2**40, 0]), STEP[1]))
+    for number in (2**40, -(2**63)):
+        with pytest.raises(InputMismatchError, match=rf"input 'tokens' holds the number {number}, .* in 32 bits"):
+            executable((torch.tensor([number, 0]), STEP[1]))
 
 
 def test_weights_change_where_they_lie(load: Any) -> None:
@@ -305,7 +323,7 @@ def test_bucket_model_trace_with_shared_states_and_a_kernel(machine: Any, whose:
         func_kwargs=[{"length": 2}, {"length": 4}],
     )
     examples = [(torch.zeros(1, 2),), (torch.zeros(1, 4),)]
-    work, arguments = tmp_path / "work", "--target inf2 --model-type=transformer"
+    work, arguments = tmp_path / "work", f"--target {TARGET} --model-type=transformer"
     with nxd.trace.bucket_model_trace(models.window, examples, config, work, arguments, backend="neuron") as model:
         assert model.tp_degree == 1 and model.manifest.states[0].shape == [1, 4]
         assert model(torch.tensor([[10.0, 20.0]]))[0] == 2 + 10 + 3 + 20
@@ -314,7 +332,7 @@ def test_bucket_model_trace_with_shared_states_and_a_kernel(machine: Any, whose:
     assert [folder.name.partition("-")[0] for folder in folders] == ["bucket_0", "bucket_1"]
     for folder in folders:
         assert {file.name for file in folder.iterdir()} == FILES
-        assert "--target inf2 --auto-cast=none --model-type=transformer" in (folder / "neuronx-cc.txt").read_text()
+        assert f"--target {TARGET} --auto-cast=none --model-type=transformer" in (folder / "neuronx-cc.txt").read_text()
 
 
 def test_a_model_that_reads_a_state_before_it_writes_is_refused(machine: Any) -> None:

@@ -49,8 +49,10 @@ class NeuronBackend:
     kept = compiler.KEPT
 
     def probe(self) -> Availability:
-        found = {"torch": torch_version(), "torch_neuronx": sdk.installed()}
-        reason = sdk.check_version(found["torch_neuronx"])
+        found, package = {"torch": torch_version()}, sdk.installed()
+        if package:
+            found["torch_neuronx"] = package
+        reason = sdk.check_version(package)
         if not reason and torch_minor(found["torch"]) != sdk.TORCH:
             reason = (
                 f"torch_neuronx needs torch {sdk.TORCH}, and this is torch {found['torch']}: install nxd-infer[neuron] "

@@ -15,7 +15,7 @@ from typing import Any
 
 from nxd_infer.backends.compiler_args import WORDS
 from nxd_infer.backends.neuron.cores import DEGREES
-from nxd_infer.backends.neuron.sdk import SDK
+from nxd_infer.backends.neuron.sdk import INSTALL
 from nxd_infer.errors import BackendUnavailableError, TraceConfigError, TraceError
 
 PROGRAM, VERSION = "neuronx-cc", "--version"
@@ -33,6 +33,11 @@ _OURS = {
 PINNED = {"--auto-cast": "none"}
 """What is given where the user gives nothing: their defaults change from release to release, and results with them."""
 _SECONDS = 60
+_WITHOUT_MEMORY = "most likely for want of memory: compile on a machine with more"
+_OWN_FAULT = (
+    "which is a fault of its own and not of the model (SDK 2.27 does so with some encoders): try another SDK, or other "
+    "compiler_args"
+)
 
 
 def version() -> str:
@@ -50,7 +55,7 @@ def version() -> str:
         raise BackendUnavailableError(f"{program} {VERSION} {_ended(done.returncode)}: {said or 'it said nothing'}")
     if (int(found[1]), int(found[2])) < OLDEST:
         raise BackendUnavailableError(
-            f"{PROGRAM} {found[0].removeprefix('version ')} is of an SDK for another torch: install that of the {SDK}"
+            f"{PROGRAM} {found[0].removeprefix('version ')} is of an SDK for another torch: {INSTALL}"
         )
     return found[0].removeprefix("version ")
 
@@ -58,9 +63,7 @@ def version() -> str:
 def _found() -> str:
     program = shutil.which(PROGRAM)
     if program is None:
-        raise BackendUnavailableError(
-            f"the compiler {PROGRAM} was not found: install that of the {SDK}; it needs no Neuron device"
-        )
+        raise BackendUnavailableError(f"the compiler {PROGRAM} was not found: {INSTALL}; it needs no Neuron device")
     return program
 
 
@@ -89,11 +92,12 @@ def read_arguments(words: Sequence[str], target: str) -> Arguments:
             chosen.append(value if equals else pending.pop(0) if pending else "")
         else:
             rest.append(word)
-    unknown = [each for each in chosen if each not in DEGREES]
-    if unknown or len(set(chosen)) > 1:
+    for each in chosen:
+        if each not in DEGREES:
+            raise TraceConfigError(f"compiler_args: there is no target {each!r}: give one of {', '.join(DEGREES)}")
+    if len(set(chosen)) > 1:
         raise TraceConfigError(
-            f"compiler_args: the target {' and '.join(map(repr, dict.fromkeys(chosen)))} is none: it is one of "
-            f"{', '.join(DEGREES)}"
+            f"compiler_args: the targets {' and '.join(sorted(set(chosen)))} are both given: leave one out"
         )
     return Arguments(chosen[0] if chosen else "", rest)
 
@@ -129,11 +133,9 @@ def compile_here(directory: Path, options: Mapping[str, Any]) -> None:
         )
     said = (directory / LOG).read_text(errors="replace").strip()[-2000:]
     sys.stderr.write(said + "\n")
-    if done.returncode < 0:
-        raise TraceError(
-            f"{PROGRAM} {_ended(done.returncode)}, which is a fault of its own and not of the model (SDK 2.27 does so "
-            f"with some encoders): try another SDK, or other compiler_args, of {shlex.join(line)}\n{said}"
-        )
+    if killed := _signal(done.returncode):
+        why = _WITHOUT_MEMORY if killed == signal.SIGKILL.name else _OWN_FAULT
+        raise TraceError(f"{PROGRAM} {_ended(done.returncode)}, {why}; its command was {shlex.join(line)}\n{said}")
     if done.returncode or not (directory / NEFF).is_file():
         raise TraceError(
             f"{PROGRAM} {_ended(done.returncode)}{'' if done.returncode else ' and wrote no NEFF'}: see what it said, "
@@ -141,5 +143,15 @@ def compile_here(directory: Path, options: Mapping[str, Any]) -> None:
         )
 
 
+def _signal(code: int) -> str:
+    """The signal that ended the program, or a program that it had started (128 and its number); empty if none did."""
+    number = -code if code < 0 else code - 128
+    known = next((each.name for each in signal.Signals if each == number), "")
+    return known or (f"signal {number}" if code < 0 else "")
+
+
 def _ended(code: int) -> str:
-    return f"ended with status {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+    found = _signal(code)
+    if code < 0:
+        return f"was ended by {found}"
+    return f"ended with status {code}{f', as a program of its own was ended by {found}' if found else ''}"

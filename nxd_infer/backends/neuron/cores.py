@@ -7,15 +7,15 @@ degree. The runtime is told by ``NEURON_RT_VISIBLE_CORES`` and reads that at its
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nxd_infer.errors import BackendUnavailableError, TraceConfigError
-from nxd_infer.util.cache_dir import cache_dir
+from nxd_infer.util.core_locks import lock_core
 
 VISIBLE, COUNT = "NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"
 ROOT = "NXD_INFER_NEURON_ROOT"
@@ -169,21 +169,24 @@ def _text(cores: Sequence[int]) -> str:
     return ", ".join(map(str, cores))
 
 
+def lock_kind() -> str:
+    """Of the machine's cores: another root is another machine's."""
+    root = os.path.realpath(os.environ.get(ROOT, "/"))
+    return f"neuron-cores-{zlib.crc32(root.encode()):08x}"
+
+
 def _locked(group: range) -> list[int] | None:
-    """Lock a file for each core; None where another process has one."""
+    """Lock each core; None where another process has one."""
     files: list[int] = []
-    try:
-        folder = cache_dir("neuron-cores")
-    except OSError:  # nowhere to write: the runtime says what is in use
-        return files
     for core in group:
-        files.append(os.open(folder / f"core-{core}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         try:
-            fcntl.flock(files[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            for file in files:
-                os.close(file)
+            found = lock_core(lock_kind(), core)
+        except OSError:  # nowhere to lock: the runtime says what is in use
+            continue
+        if found is None:
+            Claim(group, files).close()
             return None
+        files.append(found)
     return files
 
 

@@ -39,6 +39,8 @@ class NeuronExecutable(HloExecutable):
         first = len(self.graph.states)
         self._state_names = dict(zip(self.parts.given, (spec.name for spec in self.graph.states), strict=False))
         weights = zip(self.parts.given[first + len(self.graph.inputs) :], self.graph.weights, strict=True)
+        inputs = zip(self.parts.given[first:], self.graph.inputs, strict=False)
+        self._input_names = {given: spec.name for given, spec in inputs}
         self._weight_names = {given: spec.name for given, spec in weights}
         for rank in self.ranks:
             rank[TOKEN] = CoreCell(torch.zeros(()))
@@ -75,7 +77,7 @@ class NeuronExecutable(HloExecutable):
         )
 
     def run_body(self, known: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        inputs = [_fitting(name, as_parameter(known[name])) for name in self._inputs]
+        inputs = [_fitting(self._input_names.get(name, name), as_parameter(known[name])) for name in self._inputs]
         results = runtime.forward(self._program, inputs)
         found = {spec.name: value for spec, value in zip(self._results, results, strict=True)}
         shapes = {spec.name: spec.shape for spec in self._results}
@@ -117,6 +119,11 @@ def _trial(spec: Value) -> Tensor:
 
 def _fitting(name: str, value: Tensor) -> Tensor:
     """The core computes int64 in 32 bits. Raises InputMismatchError for a value that would be another one there."""
-    if value.dtype == torch.int64 and value.numel() and int(value.abs().max()) > LARGEST:
-        raise InputMismatchError(f"input {name!r} holds a number beyond 32 bits, in which a NeuronCore computes int64")
+    if value.dtype == torch.int64 and value.numel():
+        low, high = map(int, value.aminmax())
+        if low < -LARGEST - 1 or high > LARGEST:
+            raise InputMismatchError(
+                f"input {name!r} holds the number {high if high > LARGEST else low}, and a NeuronCore computes int64 "
+                "in 32 bits: keep it within them"
+            )
     return value.contiguous()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxd_infer.backends.neuron.sdk import SDK, installed
+from nxd_infer.backends.neuron.sdk import INSTALL, installed
 from nxd_infer.errors import BackendUnavailableError
 
 
@@ -98,7 +98,7 @@ def load() -> None:
         _ = _namespace().SPMDModel, torch.ops.neuron._parallel_load, importlib.import_module(MESSAGE).MetaNeff
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise BackendUnavailableError(
-            f"torch_neuronx {installed()} lacks what a model is run by ({error}): install that of the {SDK}"
+            f"torch_neuronx {installed()} lacks what a model is run by ({error}): {INSTALL}"
         ) from error
 
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 import collections
 import fcntl
 import os
-import tempfile
 import threading
-from pathlib import Path
 
 from nxd_infer.errors import ParallelConfigError
+from nxd_infer.util.core_locks import lock_core
 from nxd_infer.util.processors import available_cores, compute_threads, physical_core, processor_share
 
 _lock = threading.RLock()  # reentrant: a signal handler may close a model while its thread is in here
@@ -91,21 +90,10 @@ def _claim(core: int) -> bool:
     if core in _claims:
         return True
     try:
-        folder = Path(tempfile.gettempdir()) / f"nxd-infer-cores-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            if os.fstat(place).st_uid != os.getuid():
-                return True  # another user's file: coordination is not possible
-            found = os.open(str(core), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=place)
-        finally:
-            os.close(place)
-    except OSError:
+        found = lock_core("cores", core)
+    except OSError:  # coordination is not possible
         return True
-    try:
-        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(found)
+    if found is None:
         return False
     _claims[core] = found
     return True
