@@ -161,13 +161,18 @@ def test_orpo_trains_over_a_pipeline(folder):
     assert found[0] == pytest.approx(losses, rel=2e-5)
 
 
-def test_a_trained_adapter_is_merged_for_serving(folder):
-    peft = "{lora_rank: 4, lora_dropout: 0.0, target_modules: [q_proj, up_proj]}"
+@pytest.mark.parametrize(
+    ("targets", "count"),
+    [("q_proj, up_proj", 2), ("qkv_proj, gate_up_proj", 5)],  # the second as NxD Training's recipes have it
+    ids=["parts", "joined"],
+)
+def test_a_trained_adapter_is_merged_for_serving(folder, targets, count):
+    peft = f"{{lora_rank: 4, lora_dropout: 0.0, target_modules: [{targets}]}}"
     more = f"model_alignment_strategy: {{sft: {{}}, peft: {peft}}}\n"
     with use_context(make_context()):
         difference, trained = trained_lora(str(write(folder, 1, more)))
     assert difference < 1e-5
-    assert len(trained) == 8 and all("lora_" in name for name in trained)
+    assert len(trained) == count * 2 * 2 and all("lora_" in name for name in trained)  # two factors, two layers
 
 
 @pytest.mark.parametrize("peft", ["", ", peft: {lora_rank: 4, lora_dropout: 0.0}"], ids=["whole", "adapter"])
