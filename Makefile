@@ -11,9 +11,12 @@ XLA_VENV ?= .venv-xla
 XLA_STAMP := $(XLA_VENV)/.installed
 RAY_VENV ?= .venv-ray
 RAY_STAMP := $(RAY_VENV)/.installed
+OLDEST_HF ?= .transformers-4.56
+OLDEST_HF_STAMP := $(OLDEST_HF)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long test-xla xla-rig test-ray test-image check lint security bench fuzz soak clean
+.PHONY: help install demo test test-long test-hf test-xla xla-rig test-ray test-image check lint security bench fuzz soak
+.PHONY: clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s'|'
@@ -46,6 +49,15 @@ test: $(STAMP) ## the tests (20 to 30 minutes on two cores)
 
 test-long: $(STAMP) ## what `make test` leaves out: more models, degrees and backends of what it tests (20 minutes)
 	@$(BIN)/python -m pytest -q -m long $(DEALT)
+
+# The oldest transformers that the extra `hf` takes, and the two packages whose newer releases it refuses, over .venv.
+$(OLDEST_HF_STAMP): $(STAMP)
+	@echo "installing transformers 4.56 into $(OLDEST_HF), the first time only"
+	@$(PIP) -q --target $(OLDEST_HF) --no-deps transformers==4.56.0 'huggingface-hub<1' 'tokenizers<0.23'
+	@touch $@
+
+test-hf: $(OLDEST_HF_STAMP) ## tests of transformers' models with the oldest release of it (some minutes)
+	@PYTHONPATH=$(abspath $(OLDEST_HF)) $(BIN)/python -m pytest -q $(DEALT) tests/distributed tests/models/test_generic_*.py
 
 test-image: $(STAMP) ## the container: built, started, asked, without a daemon (root, debootstrap, buildah; 15 minutes)
 	@$(BIN)/python -m pytest -q tests/image/checks.py
@@ -100,4 +112,4 @@ soak: $(STAMP) ## the server under random traffic, swaps and faults (MINUTES=10 
 	@$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED)) $(if $(filter 0,$(SIEGES)),--no-sieges)
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(VENV) $(XLA_VENV) $(RAY_VENV) .pytest_cache .ruff_cache .hypothesis .demo
+	rm -rf $(VENV) $(XLA_VENV) $(RAY_VENV) $(OLDEST_HF) .pytest_cache .ruff_cache .hypothesis .demo

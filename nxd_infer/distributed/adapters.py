@@ -61,13 +61,13 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def split_adapters(model: nn.Module) -> list[str]:
     """Split the factors of adapted parallel layers; the new ones are on the meta device.
 
-    Returns the names of the factors that stay whole and whose gradients are partial sums. A collective: whole factors
-    become those of the first rank.
+    Returns the names of the factors that stay whole and whose gradients are partial sums. A collective: the factors
+    become those of the first rank, also where the layer is whole.
     """
-    context = current_context()
     partial: list[str] = []
     for name, layer in list(adapted_layers(model)):
         base = layer.base_layer
+        _equalise(layer, current_context())
         if not isinstance(base, ParallelLayer) or base.degree == 1:
             continue
         if not isinstance(base, ColumnParallelLinear | RowParallelLinear):
@@ -78,8 +78,6 @@ def split_adapters(model: nn.Module) -> list[str]:
         if len(layer.lora_magnitude_vector):
             raise AdapterError(f"{name}: DoRA norms span all ranks and cannot be split; pass use_dora=False")
         for adapter in list(layer.lora_A):
-            _equalise(layer.lora_A[adapter], context)
-            _equalise(layer.lora_B[adapter], context)
             if isinstance(base, RowParallelLinear):
                 layer.lora_A[adapter] = _first_of_row(layer.lora_A[adapter], base)
                 if base.sequence_parallel_enabled:
@@ -91,13 +89,14 @@ def split_adapters(model: nn.Module) -> list[str]:
     return partial
 
 
-def _equalise(factor: nn.Linear, context: ParallelContext) -> None:
-    """Give all ranks the first one's values."""
-    if factor.weight.is_meta:
-        return
-    with torch.no_grad():
-        for axis in ("tp", "dp", "cp"):
-            factor.weight.copy_(comm.broadcast(factor.weight, context, axis))
+def _equalise(layer: nn.Module, context: ParallelContext) -> None:
+    """Give all ranks the first one's values of what PEFT has added to a layer."""
+    for name, weight in layer.named_parameters():
+        if name.startswith("base_layer.") or weight.is_meta:
+            continue
+        with torch.no_grad():
+            for axis in ("tp", "dp", "cp"):
+                weight.copy_(comm.broadcast(weight, context, axis))
 
 
 def _first_of_row(factor: nn.Linear, base: RowParallelLinear) -> RowParallelLinear:

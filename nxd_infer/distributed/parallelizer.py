@@ -109,7 +109,7 @@ class Parallelizer:
 
         Args:
             model: a model of transformers, or a PEFT model of one; loaded lazily, each rank reads only its part.
-            device: where the weights are put; None: where they are, or the host.
+            device: where the model is put, each rank's part of it; None: where it is, or the host.
             parallelize_embeddings: split the vocabulary too; it is padded where it does not divide.
             sequence_parallel_enabled: between layers, each rank holds a piece of the sequence.
             kv_size_multiplier: places of each key/value head; None: the fewest that the ranks need.
@@ -154,6 +154,8 @@ class Parallelizer:
         weights = FirstOf(DictSource(own), *([] if stored is None else [stored.view(on_meta(model))]))
         load = functools.partial(fill, model, weights, device=place)
         in_turns(context, num_local_ranks_per_step, load, of_host=True)
+        if device is not None:
+            model.to(device)  # norms, buffers and other things that are not split
         sum_gradients(model, model.__dict__.pop(PARTIAL, ()), context)
         model.__dict__.pop(WEIGHTS, None)
         setattr(model, MAPPING, ParameterMap(before, dict(model.named_parameters(remove_duplicate=False))))

@@ -129,5 +129,5 @@ class Heads:
             **dict.fromkeys(("num_heads", "n_heads", "num_attention_heads"), placed.heads_per_rank),
             "num_key_value_heads": placed.kv_heads_per_rank,
             "num_key_value_groups": placed.group,
-            **dict.fromkeys(("all_head_size", "inner_dim", "split_size"), width),
+            **dict.fromkeys(("all_head_size", "dim", "inner_dim", "split_size"), width),
         }

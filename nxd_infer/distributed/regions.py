@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from nxd_infer import comm
 from nxd_infer.context import ParallelContext
-from nxd_infer.errors import InputMismatchError
+from nxd_infer.errors import InputMismatchError, ParallelConfigError
 from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.base import ParallelLayer
 
 SEQUENCE_DIM = 1
 """Of the hidden states of all models of transformers: [batch, sequence, features]."""
+_INPUTS = ("hidden_states", "query", "key", "value")
+"""Names under which modules are given the hidden states; DistilBERT's attention of transformers 4 has three of them."""
 _OTHER_INPUTS = ("key_value_states", "encoder_hidden_states")
 """What attention reads beside the hidden states; always a whole sequence."""
 
@@ -80,7 +82,15 @@ def _on_hidden_states(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if args:
         return (change(args[0]), *args[1:]), dict(kwargs)
-    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+    given = {name: kwargs[name] for name in _INPUTS if isinstance(kwargs.get(name), Tensor)}
+    if not given:
+        raise ParallelConfigError(
+            "the plan gives a module the style attention or shared, but it is called with "
+            f"{', '.join(kwargs) or 'nothing'}: its hidden states must come first, or as one of {', '.join(_INPUTS)}"
+        )
+    changed = {id(x): x for x in given.values()}
+    changed = {number: change(x) for number, x in changed.items()}
+    return args, {**kwargs, **{name: changed[id(x)] for name, x in given.items()}}
 
 
 def sum_gradients(model: nn.Module, names: Iterable[str], context: ParallelContext) -> None:

@@ -239,7 +239,10 @@ def _run_export(wrapper: _Traced, step: Step) -> torch.export.ExportedProgram:
     args = tuple(states) + tuple(step.inputs.values())
     try:
         with torch.no_grad():
-            return torch.export.export(wrapper, args, strict=False)
+            program = torch.export.export(wrapper, args, strict=False)
+            if any(node.target is torch.ops.higher_order.flat_apply for node in program.graph.nodes):
+                return program.run_decompositions({})  # which puts the called Python function's operators in
+            return program
     except NxdError:
         raise
     except Exception as error:

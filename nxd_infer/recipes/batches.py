@@ -51,10 +51,11 @@ class Batches:
             shared["share"] = 1.0 if self.whole else 1 / self.parts
         elif "num_items_in_batch" in self.takes:
             shared["num_items_in_batch"] = self.items(batch["labels"])
-        elif self.parts > 1 and not self.whole:
+        elif (self.parts > 1 and not self.whole) or self.context.dp.degree > 1:
             raise RecipeError(
-                "the model's forward takes no num_items_in_batch, so microbatches cannot be added up: add it (see "
-                "docs/recipes.md), or set data.global_batch_size to micro_batch_size x data-parallel ranks"
+                "the model's forward takes no num_items_in_batch, so the losses of microbatches and data-parallel "
+                "ranks cannot be added up: add it (see docs/recipes.md), or train with data.global_batch_size = "
+                "micro_batch_size on one data-parallel rank"
             )
         if self.whole:
             return [{**self._known(batch), **shared}]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from pathlib import Path
 from typing import Any
 
-from nxd_infer.errors import RecipeError
+from nxd_infer.errors import ModelConfigError, RecipeError
 from nxd_infer.recipes.logs import missing_packages
 from nxd_infer.recipes.recipe import Loaded, seq_length
 from nxd_infer.recipes.schema import Recipe
+from nxd_models import registry
 
 CONFIG = "config.json"
 FIELDS = {
@@ -88,12 +90,33 @@ def padded_vocabulary(recipe: Recipe, size: int) -> int:
     return math.ceil(size / step) * step
 
 
+def _untrainable(loaded: Loaded) -> str:
+    """Return why the model type that a recipe names cannot be trained; "" if it can."""
+    path = config_path(loaded)
+    if path is None:
+        return ""
+    kind = raw_config(loaded).get("model_type")
+    try:
+        spec = registry.find(kind, str(path))
+    except ModelConfigError as error:
+        return str(error)
+    task = spec.tasks.get("generate")
+    if task is not None and "labels" in inspect.signature(getattr(task.module, "forward", task.module)).parameters:
+        return ""
+    return (
+        f"recipes have no causal language model for model_type {kind!r}: train it with nxd_infer.distributed "
+        "(docs/transformers.md), or add a family (docs/recipes.md)"
+    )
+
+
 def obstacles(loaded: Loaded) -> list[str]:
     """Return why a valid recipe cannot be trained here, as sentences with the key and its line; none if it can."""
     recipe, model, strategy = loaded.recipe, loaded.recipe.model, loaded.recipe.distributed_strategy
     alignment = recipe.model_alignment_strategy
     megatron = model.model_config is None
+    untrainable = "" if model.moe is not None else _untrainable(loaded)
     found = {
+        ("model", "model_config"): (bool(untrainable), untrainable),
         ("model", "moe"): (model.moe is not None, "experts are not trained here"),
         ("distributed_strategy", "context_parallel_size"): (
             strategy.context_parallel_size > 1,

@@ -30,6 +30,8 @@ CHIPS = {
 """Products per second of a device in bfloat16, times two: AWS's figure for a chip over its cores."""
 UTILIZATION = 0.4
 """The share of this speed that training is assumed to reach."""
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Layers that NxD Training joins, and what they are here; adapters name them."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,8 @@ def lora_config(peft: Peft) -> LoraConfig:
     """Return the options of adapters; weights in checkpoints are the adapter's own."""
     known = {one.name for one in dataclasses.fields(LoraConfig)}
     given = {name: value for name, value in dataclasses.asdict(peft).items() if name in known and value is not None}
-    given |= {"save_lora_base": False, "merge_lora": False, "target_modules": peft.target_modules or None}
+    targets = [name for target in peft.target_modules for name in (target, *JOINED.get(target, ()))]
+    given |= {"save_lora_base": False, "merge_lora": False, "target_modules": targets or None}
     return LoraConfig(**{**given, "bias": peft.lora_bias})
 
 

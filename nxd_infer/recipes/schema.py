@@ -251,7 +251,10 @@ class Peft:
     lora_bias: str = key("none", "which biases to train", choices=("none", "all", "lora_only"))
     lora_verbose: bool = key(False, "print what is adapted", bool)
     target_modules: list[str] = key(
-        [], "layers to adapt, by a part of their names; default: queries and values", list[str]
+        [],
+        "layers to adapt, by a part of their names; qkv_proj and gate_up_proj, which are joined on Trainium, are their "
+        "parts; default: queries and values",
+        list[str],
     )
     load_lora_from_ckpt: bool = key(False, "begin with an adapter", bool)
     lora_save_dir: str | None = key(None, "the folder of that adapter")

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nxd_infer.context import current_context
+from nxd_infer.context import current_context, make_context
 from nxd_infer.distributed import apply_plan, plan_for
+from nxd_infer.distributed.regions import enter_once
+from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import shard_tensor, weight_layout
 from tests.distributed.models import CASES, Case
 from tests.ranks import run_ranks
@@ -71,3 +73,18 @@ def compare() -> list[str]:
 def test_models_equal_the_whole_ones(degree: int):
     for rank, found in enumerate(run_ranks(compare, degree, comm_timeout=120)):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:12])
+
+
+def test_hidden_states_enter_a_region_once_under_any_of_their_names():
+    class Called(nn.Module):
+        def forward(self, *args: Tensor, **named: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+            return args, named
+
+    module, x, mask = Called(), torch.ones(1, 2, 3, requires_grad=True), torch.zeros(1, 2)
+    enter_once(module, make_context(2, tp=2), False, 1)
+    (first, second), named = module(x, mask)
+    assert first is not x and second is mask and named == {}
+    _, named = module(query=x, key=x, value=x, mask=mask)  # as DistilBERT's attention of transformers 4 is
+    assert named["query"] is named["key"] is named["value"] is not x and named["mask"] is mask
+    with pytest.raises(ParallelConfigError, match="called with states: its hidden states must come first, or as one"):
+        module(states=x)

@@ -67,8 +67,10 @@ def tensor_parallel(folder: Path) -> dict[str, Any]:
     split = Parallelizer._parallelize(LLAMA.build(), should_parallelize_layer_predicate_func=lambda inner: False)
     found["nothing"] = not any(weight.is_meta for weight in split.parameters())
 
-    model = Parallelizer.parallelize(lazily(folder / "llama"), device="meta")
-    found["device"] = {str(weight.device) for weight in model.parameters()}
+    found["device"] = set()
+    for loaded in (lazily(folder / "llama"), LLAMA.build()):
+        model = Parallelizer.parallelize(loaded, device="meta")
+        found["device"] |= {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
 
     whole.load_state_dict({name: weight + 0.01 for name, weight in whole.state_dict().items()})
     trained = Parallelizer.parallelize(LLAMA.build().eval())
@@ -144,7 +146,7 @@ def test_the_predicate_leaves_layers_whole(ranks):
     assert "depth" in ranks[0]["unknown keyword"]
 
 
-def test_weights_go_to_the_device(ranks):
+def test_all_of_a_model_goes_to_the_device(ranks):
     assert ranks[0]["device"] == {"meta"}
 
 

@@ -7,8 +7,7 @@ import torch
 
 from nxd_infer.distributed.manager import ParallelizersManager
 from tests.distributed.models import CASES
-from tests.distributed.test_adapters import CASES as ADAPTED
-from tests.distributed.test_adapters import adapted
+from tests.distributed.test_adapters import FEW, adapted
 from tests.distributed.test_apply import wrong_gradients
 from tests.ranks import run_ranks
 
@@ -40,7 +39,7 @@ def stages_with_adapters() -> list[str]:
     import peft
 
     found = []
-    for case in ADAPTED:
+    for case in FEW:
         whole = adapted(case, peft.get_peft_model).train()
         loss = whole(**case.batch(4)).loss
         loss.backward()

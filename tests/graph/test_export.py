@@ -172,6 +172,22 @@ def test_decision_8_nested_graphs_of_autocast_and_no_grad_are_flattened(tmp_path
         assert torch.equal(run([x])[0], module(x))
 
 
+def test_a_python_function_that_the_graph_calls_is_inlined(tmp_path):
+    """As the masks of transformers 4 are made: lookups under vmap are a function of autograd."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    class Masks(nn.Module):
+        def forward(self, table: Tensor, rows: Tensor) -> Tensor:
+            with TransformGetItemToIndex():
+                return torch.vmap(lambda row: table[row])(rows) + 1
+
+    module, table, rows = Masks(), torch.randn(5), torch.tensor([3, 0, 4])
+    entry, _ = lowered(module, table, rows)
+    assert not any("flat_apply" in name for name in operators(entry))
+    run, _, _ = loaded(module, entry, tmp_path)
+    assert torch.equal(run([table, rows])[0], table[rows] + 1)
+
+
 def test_a_composite_operator_is_inlined(tmp_path):
     from nxd_infer.ops import cache_attention
 

@@ -68,6 +68,13 @@ def test_what_cannot_be_trained_here_is_said(files):
         assert obstacles(load(files[name])) == []
 
 
+@pytest.mark.parametrize("name", [name for name in KINDS if "lora" in name.lower()])
+def test_its_plan_counts_the_adapters(files, name):
+    plan = plan_of(load(files[name], ["model.vocab_size=32000"]), "trn1")
+    width, keys, layers, rank = 4096, 1024, 32, 16
+    assert plan.trained == layers * rank * (3 * width + width + 2 * keys)  # of queries, keys and values
+
+
 def line(pattern: str, replacement: str) -> Callable[[str], tuple[str, int]]:
     """Change the first line that has ``pattern``; the result also has its number."""
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from nxd_infer.context import make_context, use_context
+from nxd_infer.recipes.loop import train
 from nxd_infer.recipes.recipe import check, load
 from nxd_infer.recipes.schema import Recipe
 from nxd_infer.recipes.yaml_text import parse_yaml
@@ -16,6 +20,8 @@ from tests.e2e.command import ROOT
 from tests.tiny_models import VOCAB_SIZE, write_tiny
 
 PAGE = (ROOT / "docs/recipes.md").read_text()
+VOCABULARY = 2048
+"""Of pretrain.yaml's tokenizer."""
 EXAMPLES = sorted(path.name for path in (ROOT / "examples/recipes").glob("*.yaml"))
 
 
@@ -51,6 +57,38 @@ def test_the_data_of_the_examples(tmp_path):
         for part in (f"{kind}.jsonl", f"{kind}.val.jsonl"):
             rows = [json.loads(line) for line in (tmp_path / part).read_text().splitlines()]
             assert len(rows) >= 4 and all(set(row) == columns for row in rows)
+
+
+@pytest.mark.parametrize("name", ["sft", "lora", "dpo"])
+def test_the_examples_train(pretrained, monkeypatch, name):
+    """On the data that the script has written, from where pretrain.yaml ended."""
+    monkeypatch.chdir(pretrained)
+    first, second = losses_of_two_steps(name)
+    if name == "dpo":
+        assert first == pytest.approx(math.log(2), abs=1e-4) and second < first  # the reference is the model itself
+    else:
+        assert first < math.log(VOCABULARY) - 0.1  # what a new model has
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """A folder in which the commands of the examples have run so far."""
+    folder = tmp_path_factory.mktemp("examples")
+    script = ROOT / "examples/recipes/python_text.py"
+    subprocess.run([sys.executable, str(script), "data"], check=True, capture_output=True, timeout=300, cwd=folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        losses_of_two_steps("pretrain")
+    return folder
+
+
+def losses_of_two_steps(name: str) -> list[float]:
+    """Train an example on one rank and a part of its data."""
+    few = ["trainer.max_steps=2", "model.optim.sched.warmup_steps=1", "trainer.log_every_n_steps=1"]
+    alone = ["trainer.devices=1", "distributed_strategy.tensor_model_parallel_size=1", "data.dev_choose_samples=100"]
+    with use_context(make_context()):
+        log_dir = train(load(ROOT / f"examples/recipes/{name}.yaml", [*few, *alone])).log_dir
+    return [scalar.value for scalar in EventAccumulator(str(log_dir)).Reload().Scalars("loss")]
 
 
 def test_a_model_of_ones_own_trains(tmp_path):

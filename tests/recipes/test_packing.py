@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,8 +28,23 @@ def per_token(model, row) -> torch.Tensor:
     return losses[labels[:, 1:] != -100]
 
 
+FAMILIES = ("llama", "qwen3", "gpt_neox")
+
+
+def model_of(family: str, folder: Path) -> Any:
+    if family != "gpt_neox":
+        return registry.load_model(write_tiny(family, folder), "generate", torch.float32)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    text = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": LENGTH, "bos_token_id": 0, "eos_token_id": 0}
+    raw = {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "initializer_range": 0.3}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**raw, **sizes, **text}))
+    torch.manual_seed(0)
+    return registry.build(folder, "generate", torch.float32)
+
+
 @pytest.mark.check
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_packed_equals_unpacked_to_a_millionth_per_token(tmp_path, family):
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(3, 30, (12,), generator=generator).tolist()
@@ -33,7 +52,7 @@ def test_packed_equals_unpacked_to_a_millionth_per_token(tmp_path, family):
     write_store(tmp_path / "s", [Example(ids, [place > 1 for place in range(len(ids))]) for ids in documents])
     store = TokenStore(tmp_path / "s")
     with use_context(make_context()):
-        model = registry.load_model(write_tiny(family, tmp_path / "m"), "generate", torch.float32)
+        model = model_of(family, tmp_path / "m")
     bins = pack(store.lengths, LENGTH)
     assert len(bins) < 6
     alone = Packed(store, LENGTH, one_each(store))
@@ -48,8 +67,9 @@ def test_packed_equals_unpacked_to_a_millionth_per_token(tmp_path, family):
 
 
 @pytest.mark.check
-def test_a_sum_over_microbatches_is_the_mean_over_all(tmp_path):
-    model = registry.load_model(write_tiny("llama", tmp_path), "generate", torch.float32)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sum_over_microbatches_is_the_mean_over_all(tmp_path, family):
+    model = model_of(family, tmp_path)
     ids = torch.randint(5, VOCAB_SIZE, (4, 12), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[0, :9] = labels[2, 3:] = -100

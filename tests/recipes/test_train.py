@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import RecipeError
+from nxd_infer.recipes.batches import Batches
 from nxd_infer.recipes.data.megatron import write_indexed
 from nxd_infer.recipes.data.rows import IGNORED
 from nxd_infer.recipes.job import begin_of, config_of
@@ -161,13 +162,18 @@ def test_orpo_trains_over_a_pipeline(folder):
     assert found[0] == pytest.approx(losses, rel=2e-5)
 
 
-def test_a_trained_adapter_is_merged_for_serving(folder):
-    peft = "{lora_rank: 4, lora_dropout: 0.0, target_modules: [q_proj, up_proj]}"
+@pytest.mark.parametrize(
+    ("targets", "count"),
+    [("q_proj, up_proj", 2), ("qkv_proj, gate_up_proj", 5)],  # the second as NxD Training's recipes have it
+    ids=["parts", "joined"],
+)
+def test_a_trained_adapter_is_merged_for_serving(folder, targets, count):
+    peft = f"{{lora_rank: 4, lora_dropout: 0.0, target_modules: [{targets}]}}"
     more = f"model_alignment_strategy: {{sft: {{}}, peft: {peft}}}\n"
     with use_context(make_context()):
         difference, trained = trained_lora(str(write(folder, 1, more)))
     assert difference < 1e-5
-    assert len(trained) == 8 and all("lora_" in name for name in trained)
+    assert len(trained) == count * 2 * 2 and all("lora_" in name for name in trained)  # two factors, two layers
 
 
 @pytest.mark.parametrize("peft", ["", ", peft: {lora_rank: 4, lora_dropout: 0.0}"], ids=["whole", "adapter"])
@@ -227,6 +233,36 @@ def test_what_a_recipe_says_is_what_is_trained(folder):
     )
     with pytest.raises(RecipeError, match="neither a folder of checkpoints"):
         begin_of(load(write(folder), [f"exp_manager.resume_from_checkpoint={folder}/data.jsonl"]))
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("gemma2", r"no causal language model for model_type 'gemma2': train it with nxd_infer\.distributed"),
+        ("t5", "no causal language model for model_type 't5'"),
+        ("mamba", "model_type = 'mamba': this architecture is not defined here"),
+    ],
+)
+def test_a_model_that_recipes_do_not_train_is_refused(tmp_path, kind, told):
+    """A model of transformers can be traced, but its module takes no labels."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps({"model_type": kind}))
+    write_pairs(tmp_path)
+    with pytest.raises(RecipeError, match=rf"\.yaml:7: model\.model_config: .*{told}"):
+        train(load(write(tmp_path)))
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(("parts", "ranks"), [(2, 1), (1, 2)])
+def test_a_model_whose_losses_do_not_add_up_is_refused(parts, ranks):
+    def forward(input_ids, labels): ...
+
+    batch = {"input_ids": torch.ones(2, 8, dtype=torch.int64), "labels": torch.ones(2, 8, dtype=torch.int64)}
+    with pytest.raises(RecipeError, match="takes no num_items_in_batch"):
+        Batches(forward, make_context(ranks), parts, pairs=False, whole=False).prepared(batch, torch.device("cpu"))
+    (call,) = Batches(forward, make_context(), 1, pairs=False, whole=False).prepared(batch, torch.device("cpu"))
+    assert set(call) == {"input_ids", "labels"}
 
 
 def test_data_that_does_not_fit_is_refused(folder):

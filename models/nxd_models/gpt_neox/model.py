@@ -16,7 +16,7 @@ from nxd_infer.layout import AxisPlan
 from nxd_infer.ops import cache_attention
 from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.layers import ParallelEmbedding
-from nxd_infer.parallel_layers.loss_functions import parallel_cross_entropy
+from nxd_models.causal import causal_loss, seen
 from nxd_models.gpt_neox.config import NeoXConfig
 from nxd_models.gpt_neox.parallel_plan import tensor_parallel_plan
 from nxd_models.layers import ACTIVATIONS, first_linear, last_linear, normal_init, zero_biases
@@ -40,14 +40,18 @@ class Attention(nn.Module):
         self.head_dim, self.rotated, self.scale = config.head_dim, config.rotary_size, config.head_dim**-0.5
         self.rotary = Rotary(config.rotary_size, config.rope)
 
-    def forward(self, x_BSE: Tensor, positions_BS: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x_BSE: Tensor, positions_BS: Tensor, mask_BS: Tensor | None = None, cache: LayerCache | None = None
+    ) -> Tensor:
         B, S, _ = x_BSE.shape
         q, k, v = self.query_key_value(x_BSE).view(B, S, -1, 3 * self.head_dim).chunk(3, -1)
         cos, sin = self.rotary(positions_BS, q.dtype)
         q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
         if cache is None:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale).transpose(1, 2)
+            allowed = seen(mask_BS)
+            attended = F.scaled_dot_product_attention(q, k, v, allowed, is_causal=allowed is None, scale=self.scale)
+            attended = attended.transpose(1, 2)
         else:
             attended = cache_attention(q, k, v.contiguous(), *cache, self.scale)
         return self.dense(attended.reshape(B, S, -1))
@@ -80,11 +84,17 @@ class Layer(nn.Module):
         self.mlp = FeedForward(config, dtype)
         self.parallel_residual = config.parallel_residual
 
-    def forward(self, x_BSE: Tensor, positions_BS: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BSE: Tensor,
+        positions_BS: Tensor | None = None,
+        mask_BS: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
         """``positions`` defaults to 0, 1, 2, ..."""
         if positions_BS is None:
             positions_BS = torch.arange(x_BSE.shape[1], device=x_BSE.device).expand(x_BSE.shape[0], -1)
-        attended = x_BSE + self.attention(self.input_layernorm(x_BSE), positions_BS, cache)
+        attended = x_BSE + self.attention(self.input_layernorm(x_BSE), positions_BS, mask_BS, cache)
         source = x_BSE if self.parallel_residual else attended
         return attended + self.mlp(self.post_attention_layernorm(source))
 
@@ -100,12 +110,16 @@ class Decoder(nn.Module):
         self.final_layer_norm = nn.LayerNorm(config.hidden_size, config.norm_eps, dtype=dtype)
 
     def forward(
-        self, ids_BS: Tensor, positions_BS: Tensor | None = None, caches: Sequence[LayerCache] | None = None
+        self,
+        ids_BS: Tensor,
+        positions_BS: Tensor | None = None,
+        mask_BS: Tensor | None = None,
+        caches: Sequence[LayerCache] | None = None,
     ) -> Tensor:
         """Ids [B, S] -> final hidden states [B, S, E]. ``caches`` holds one entry per layer."""
         hidden = self.embed_in(ids_BS)
         for i, layer in enumerate(self.layers):
-            hidden = layer(hidden, positions_BS, None if caches is None else caches[i])
+            hidden = layer(hidden, positions_BS, mask_BS, None if caches is None else caches[i])
         return self.final_layer_norm(hidden)
 
 
@@ -121,7 +135,7 @@ class CausalLM(nn.Module):
 
     def hidden_states(self, ids_BS: Tensor, positions_BS: Tensor, caches: Sequence[LayerCache]) -> Tensor:
         """Map ids at these positions of the cached sequences to final hidden states [B, S, E]."""
-        return self.gpt_neox(ids_BS, positions_BS, caches)
+        return self.gpt_neox(ids_BS, positions_BS, None, caches)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map final hidden states [..., E] to logits [..., V], complete on every rank."""
@@ -129,18 +143,21 @@ class CausalLM(nn.Module):
         vocabulary = self.config.vocab_size
         return whole if whole.shape[-1] == vocabulary else whole.narrow(-1, 0, vocabulary)
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits [B, S, V]; with ``labels``, ``(loss, this rank's logits [B, S, V / degree])``.
 
-        ``labels`` [B, S] are the unshifted ids; this method shifts them. -100 is excluded from the mean.
+        The arguments are those of Llama's ``CausalLM``.
         """
         self.config.check_length(input_ids.shape[1])
-        hidden = self.gpt_neox(input_ids)
+        hidden = self.gpt_neox(input_ids, position_ids, attention_mask)
         if labels is None:
             return self.logits(hidden)
         logits = self.embed_out(hidden)
-        wanted = F.pad(labels[:, 1:], (0, 1), value=-100)
-        losses = parallel_cross_entropy(
-            logits, wanted, ignore_index=-100, vocab_size=self.config.vocab_size, context=self.context
-        )
-        return losses.sum() / (wanted != -100).sum(), logits
+        return causal_loss(logits, labels, self.config.vocab_size, self.context, num_items_in_batch), logits

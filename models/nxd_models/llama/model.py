@@ -22,8 +22,8 @@ from nxd_infer.context import current_context
 from nxd_infer.ops import cache_attention
 from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.layers import ParallelEmbedding
-from nxd_infer.parallel_layers.loss_functions import parallel_cross_entropy
 from nxd_infer.parallel_layers.sequence_parallel import building_sequence_parallel
+from nxd_models.causal import causal_loss, seen
 from nxd_models.layers import ACTIVATIONS, SEQUENCE, RMSNorm, first_linear, last_linear, normal_init, zero_biases
 from nxd_models.llama.config import LlamaConfig
 from nxd_models.llama.parallel_plan import tensor_parallel_plan
@@ -97,14 +97,7 @@ class Attention(ParallelBlock):
         q = q_BSHD.transpose(1, 2)
         k = k_BSKD.repeat_interleave(group, 2).transpose(1, 2)
         v = v_BSKD.repeat_interleave(group, 2).transpose(1, 2)
-        allowed = None
-        if mask_BS is not None:
-            S = q.shape[2]
-            causal = torch.ones(S, S, dtype=torch.bool, device=q.device).tril()
-            # A padding query attends to itself, so that no row of scores is empty.
-            itself = torch.eye(S, dtype=torch.bool, device=q.device)
-            together = (mask_BS[:, :, None] == mask_BS[:, None, :]) & (mask_BS != 0)[:, None, :]
-            allowed = (causal & together[:, None]) | itself
+        allowed = seen(mask_BS)
         out = F.scaled_dot_product_attention(q, k, v, allowed, is_causal=allowed is None, scale=self.scale)
         return out.transpose(1, 2)
 
@@ -248,8 +241,4 @@ class CausalLM(ParallelBlock):
         if labels is None:
             return self.logits(hidden)
         logits = self.parallel_logits(hidden)
-        wanted = F.pad(labels[:, 1:], (0, 1), value=-100)
-        losses = parallel_cross_entropy(
-            logits, wanted, ignore_index=-100, vocab_size=self.config.vocab_size, context=self.context
-        )
-        return losses.sum() / ((wanted != -100).sum() if num_items_in_batch is None else num_items_in_batch), logits
+        return causal_loss(logits, labels, self.config.vocab_size, self.context, num_items_in_batch), logits

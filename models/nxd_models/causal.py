@@ -1,0 +1,41 @@
+"""What training asks of a causal language model: documents that share a row kept apart, and losses that add up.
+
+Shapes: B rows, S positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nxd_infer.context import ParallelContext
+from nxd_infer.parallel_layers.loss_functions import parallel_cross_entropy
+
+
+def seen(mask_BS: Tensor | None) -> Tensor | None:
+    """Return which positions each one attends to, bool [B, 1, S, S]; None for a mask of None: all earlier ones.
+
+    ``mask`` is 0 for padding; others see earlier ones of their own number, so 1, 2, ... are documents.
+    """
+    if mask_BS is None:
+        return None
+    S = mask_BS.shape[1]
+    causal = torch.ones(S, S, dtype=torch.bool, device=mask_BS.device).tril()
+    # A padding query attends to itself, so that no row of scores is empty.
+    itself = torch.eye(S, dtype=torch.bool, device=mask_BS.device)
+    together = (mask_BS[:, :, None] == mask_BS[:, None, :]) & (mask_BS != 0)[:, None, :]
+    return (causal & together[:, None]) | itself
+
+
+def causal_loss(
+    logits: Tensor, labels_BS: Tensor, vocab_size: int, context: ParallelContext, num_items: Tensor | None
+) -> Tensor:
+    """Return the loss of this rank's logits [B, S, V / degree].
+
+    ``labels`` are the unshifted ids; -100 is left out. The sum is divided by ``num_items``, those of all microbatches
+    of a step, or by the labels of this call.
+    """
+    wanted = F.pad(labels_BS[:, 1:], (0, 1), value=-100)
+    losses = parallel_cross_entropy(logits, wanted, ignore_index=-100, vocab_size=vocab_size, context=context)
+    return losses.sum() / ((wanted != -100).sum() if num_items is None else num_items)
