@@ -166,7 +166,7 @@ def initialize_model_parallel(
     leave_at_exit()
     context = ParallelContext(world, rank, layout, next(_keys))
     collectives = DistributedCollectives(context, _make_groups(layout, rank, timeout), timeout)
-    collectives.exchange_identities(_transport_device())
+    collectives.exchange_identities(_accelerator())
     if shared_memory:
         collectives.share_memory(_native_library())
     register_collectives(context.collectives, collectives)
@@ -187,7 +187,7 @@ def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _transport_device() -> torch.device | None:
+def _accelerator() -> torch.device | None:
     return None if (device := transport_device()) == HOST else device
 
 

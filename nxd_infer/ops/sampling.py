@@ -33,6 +33,7 @@ from torch import Tensor
 from nxd_infer.ops.adjust import adjust_logits
 
 GREEDY_BELOW = 1e-5
+"""Below this temperature the likeliest token is taken."""
 LOGPROB_FLOOR = -9999.0
 """Reported instead of minus infinity, so that results can be represented in JSON."""
 

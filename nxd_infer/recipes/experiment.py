@@ -140,7 +140,8 @@ class Keeper:
             score = worst if math.isnan(score) else score
             return (score if self.callback.mode == "max" else -score), there.index(tag)
 
-        stay = set(sorted(there, key=rank)[-max(1, self.callback.save_top_k) :])
+        # of a job that keeps none, nothing is saved and this is not called
+        stay = set(sorted(there, key=rank)[-self.callback.save_top_k :])
         if self.callback.save_last:
             stay.add(there[-1])
         for tag in there:

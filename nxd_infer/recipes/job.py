@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from nxd_infer.errors import RecipeError
+from nxd_infer.recipes.build import build, lora_config, pipeline_options
 from nxd_infer.recipes.dtypes import Dtypes, dtypes
 from nxd_infer.recipes.models import CONFIG, config_path
 from nxd_infer.recipes.optim import OPTIMIZERS, optimizer_arguments, parameter_groups, scheduler_of
-from nxd_infer.recipes.plan import build, lora_config, pipeline_options
 from nxd_infer.recipes.preference import with_preference
 from nxd_infer.recipes.prepare import is_pretraining
 from nxd_infer.recipes.recipe import Loaded

@@ -11,7 +11,8 @@ from typing import Any
 
 from nxd_infer.errors import RecipeError
 from nxd_infer.recipes.schema import ExpManager
-from nxd_infer.trainer.tensorboard import Number, TensorBoardLogger, is_rank_zero, number
+from nxd_infer.trainer.first_rank import is_rank_zero
+from nxd_infer.trainer.tensorboard import Number, TensorBoardLogger, number
 
 OTHERS = {"wandb": "WandbLogger", "mlflow": "MLFlowLogger"}
 """Loggers of Lightning, by the package that each needs."""

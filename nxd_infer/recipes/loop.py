@@ -33,7 +33,15 @@ from nxd_infer.recipes.job import Job, begin_of, load_begin, make_job
 from nxd_infer.recipes.logs import Logs
 from nxd_infer.recipes.models import CONFIG, obstacles
 from nxd_infer.recipes.prepare import Prepared, is_pretraining, prepare
-from nxd_infer.recipes.recipe import Loaded, data_parallel_size, microbatches, seq_length, time_limit, world_size
+from nxd_infer.recipes.recipe import (
+    Loaded,
+    data_parallel_size,
+    has_pairs,
+    microbatches,
+    seq_length,
+    time_limit,
+    world_size,
+)
 from nxd_infer.recipes.reference import add_reference
 from nxd_infer.recipes.samples import sample
 from nxd_infer.recipes.speed import Speed, Step
@@ -45,8 +53,8 @@ from nxd_infer.trainer import (
     save_checkpoint,
     wait_for_save,
 )
+from nxd_infer.trainer.first_rank import is_rank_zero
 from nxd_infer.trainer.shutdown import shutdown
-from nxd_infer.trainer.tensorboard import is_rank_zero
 from nxd_infer.util.devices import transport_device
 
 if TYPE_CHECKING:
@@ -93,8 +101,7 @@ class Training:
         self.console = console
         self.loaded, self.recipe, self.prepared = loaded, loaded.recipe, prepared
         recipe = self.recipe
-        alignment = recipe.model_alignment_strategy
-        self.pairs = alignment.dpo is not None or alignment.orpo is not None
+        alignment, self.pairs = recipe.model_alignment_strategy, has_pairs(recipe)
         self.dp, self.parts = data_parallel_size(recipe), microbatches(recipe)
         rows = recipe.data.micro_batch_size * self.parts
         whole_step = rows * self.dp
@@ -354,12 +361,7 @@ class Training:
         if is_rank_zero():
             monitor = "step" if callback.monitor == "global_step" else callback.monitor
             self.keeper.add(tag, numbers.get(monitor, math.nan))
-        content = {
-            "step": self.step,
-            "best": self.patience.best,
-            "waited": self.patience.waited,
-            "metrics": self.metrics,
-        }
+        waiting = {"best": self.patience.best, "waited": self.patience.waited}
         save_checkpoint(
             self.keeper.folder,
             tag,
@@ -367,7 +369,7 @@ class Training:
             optimizer=job.optimizer,
             scheduler=job.scheduler,
             dataloader=self.loader,
-            user_content=content,
+            user_content={"step": self.step, "metrics": self.metrics, **waiting},
             use_xser=self.recipe.exp_manager.save_xser,
             async_save=self.recipe.exp_manager.async_checkpointing,
         )

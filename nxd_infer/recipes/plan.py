@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from nxd_infer.context import make_context, use_context
-from nxd_infer.modules.lora import LoraConfig, LoRAModel
+from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.partition import describe_partition
 from nxd_infer.pipeline.pipeline import cuts_of
+from nxd_infer.recipes.build import build, lora_config, pipeline_options
 from nxd_infer.recipes.dtypes import Dtypes, dtypes
 from nxd_infer.recipes.models import obstacles, raw_config
-from nxd_infer.recipes.recipe import Loaded, data_parallel_size, microbatches, seq_length, world_size
+from nxd_infer.recipes.recipe import Loaded, data_parallel_size, has_pairs, microbatches, seq_length, world_size
 from nxd_infer.recipes.schema import Peft, Recipe
-from nxd_models import registry
-from nxd_models.spec import ModelDirectory
 
 CHIPS = {
     "trn1": ("a NeuronCore of Trainium 1", 95e12),
@@ -30,8 +26,6 @@ CHIPS = {
 """Products per second of a device in bfloat16, times two: AWS's figure for a chip over its cores."""
 UTILIZATION = 0.4
 """The share of this speed that training is assumed to reach."""
-JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Layers that NxD Training joins, and what they are here; adapters name them."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +113,6 @@ def plan_of(loaded: Loaded, chip: str | None = None, cpu_peak: float = 0.0) -> P
     )
 
 
-def has_pairs(recipe: Recipe) -> bool:
-    """Whether a row of the data is a pair of answers."""
-    return recipe.model_alignment_strategy.dpo is not None or recipe.model_alignment_strategy.orpo is not None
-
-
 def model_flops(
     raw: Mapping[str, Any], parameters: float, trained: float, tokens: float, squares: float, passes: float = 1
 ) -> float:
@@ -159,34 +148,6 @@ def _counted(
         found[number % pp][0] += share
         found[number % pp][1] += share if peft is None else trained // max(1, pp * chunks)
     return total, trained, [(one, two) for one, two in found]
-
-
-def build(raw: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Build the causal language model of a configuration, newly initialised."""
-    spec = registry.find(raw.get("model_type"))
-    config = registry.parse_config(raw)
-    directory = ModelDirectory(Path(), spec, config, tuple(raw.get("architectures") or ()), raw)
-    return directory.make("generate", dtype)
-
-
-def lora_config(peft: Peft) -> LoraConfig:
-    """Return the options of adapters; weights in checkpoints are the adapter's own."""
-    known = {one.name for one in dataclasses.fields(LoraConfig)}
-    given = {name: value for name, value in dataclasses.asdict(peft).items() if name in known and value is not None}
-    targets = [name for target in peft.target_modules for name in (target, *JOINED.get(target, ()))]
-    given |= {"save_lora_base": False, "merge_lora": False, "target_modules": targets or None}
-    return LoraConfig(**{**given, "bias": peft.lora_bias})
-
-
-def pipeline_options(recipe: Recipe) -> dict[str, Any]:
-    strategy = recipe.distributed_strategy
-    cuts = recipe.model.pipeline_cuts
-    return {
-        "num_microbatches": microbatches(recipe),
-        "virtual_pipeline_size": strategy.virtual_pipeline_model_parallel_size,
-        "schedule": strategy.pipeline_schedule,
-        **({"pipeline_cuts": cuts} if cuts else {"auto_partition": True}),
-    }
 
 
 def _formula(recipe: Recipe, raw: Mapping[str, Any], active: bool = False) -> float:

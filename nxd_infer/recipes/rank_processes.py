@@ -20,6 +20,7 @@ STOP_TIMEOUT = 3.0
 
 
 LOOK_SECONDS = 60.0
+"""How long one wait for an end may take, in a run without a time limit."""
 
 
 def run_ranks(command: Sequence[str], world_size: int, log: Path, timeout: float | None) -> None:

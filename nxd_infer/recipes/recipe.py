@@ -80,6 +80,11 @@ def nearest_divisor(number: int, wanted: int) -> int:
     return min([*small, *(number // one for one in small)], key=lambda one: (abs(one - wanted), one))
 
 
+def has_pairs(recipe: Recipe) -> bool:
+    """Whether a row of the data is a pair of answers."""
+    return recipe.model_alignment_strategy.dpo is not None or recipe.model_alignment_strategy.orpo is not None
+
+
 def world_size(recipe: Recipe) -> int:
     return recipe.trainer.devices * recipe.trainer.num_nodes
 

@@ -17,7 +17,7 @@ from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.recipes.data.rows import Pairs
 from nxd_infer.recipes.job import Job
 from nxd_infer.recipes.preference import PreferenceModel
-from nxd_infer.trainer.tensorboard import is_rank_zero
+from nxd_infer.trainer.first_rank import is_rank_zero
 
 FILE = "reference.safetensors"
 AT_A_TIME = 4

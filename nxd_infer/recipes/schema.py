@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from nxd_infer.pipeline.schedule import SCHEDULES
 from nxd_infer.recipes.data.schema import Data
 from nxd_infer.recipes.keys import key, section
 from nxd_infer.recipes.model_schema import Model
@@ -189,7 +190,7 @@ class DistributedStrategy:
         also=("kv_size_multiplier",),
         unused="heads are replicated as the degree needs",
     )
-    pipeline_schedule: str | None = key(None, "ours: the schedule", choices=("1f1b", "gpipe", "interleaved"))
+    pipeline_schedule: str | None = key(None, "ours: the schedule", choices=SCHEDULES)
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,7 @@ from nxd_infer import comm
 from nxd_infer.context import current_context
 from nxd_infer.parallel_layers.grads import counted_spans
 from nxd_infer.recipes.plan import model_flops
-from nxd_infer.trainer.tensorboard import is_rank_zero
+from nxd_infer.trainer.first_rank import is_rank_zero
 from nxd_infer.util.devices import HOST, transport_device
 
 

@@ -10,7 +10,8 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from nxd_infer.errors import ParallelConfigError
-from nxd_infer.trainer.tensorboard import Number, TensorBoardLogger, is_rank_zero, number
+from nxd_infer.trainer.first_rank import is_rank_zero
+from nxd_infer.trainer.tensorboard import Number, TensorBoardLogger, number
 
 if TYPE_CHECKING:
     from rich.console import Console

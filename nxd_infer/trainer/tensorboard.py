@@ -9,11 +9,10 @@ import importlib.util
 import os
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
-from nxd_infer.context import current_context
 from nxd_infer.errors import MissingPackageError
+from nxd_infer.trainer.first_rank import is_rank_zero
 
 __all__ = ["TensorBoardLogger"]
 
@@ -65,10 +64,3 @@ class TensorBoardLogger:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-def is_rank_zero() -> bool:
-    """Return whether this process prints and writes: it is the first rank, or the only one."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank() == 0
-    return current_context().rank == 0

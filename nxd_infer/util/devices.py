@@ -1,4 +1,5 @@
-"""The host's memory and the training device: the only module outside backends that names them."""
+"""The host's memory and the training device. Outside backends, only this module and ``comm/launched.py``, which gives
+each rank its device, name one."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from nxd_server.http.openai.schemas import SamplingBody
 from nxd_server.http.request_body import Bodies, ClientLeft, default_limit
 from nxd_server.http.request_context import encode_prompts, json_body
 from nxd_server.settings import ServerSettings
-from nxd_server.text.body_limits import ANY
+from nxd_server.text.field_bounds import ANY
 from nxd_server.text.text_process_jobs import BoundedJson, ConcurrencyLimit
 from tests.http.http_servers import http_request, is_error, raw, toy_server
 from tests.processes import descendants

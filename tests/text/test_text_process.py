@@ -10,8 +10,8 @@ import pytest
 
 from nxd_server.errors import PromptTooLongError, TextTooLongError
 from nxd_server.text import text_process as process
-from nxd_server.text.body_limits import ANY
 from nxd_server.text.chat_template import TemplateSources
+from nxd_server.text.field_bounds import ANY
 from nxd_server.text.text_process import NICENESS, JobFailed, Setup, TextProcess
 from nxd_server.text.text_process_jobs import BoundedJson, BoundedTemplate, BoundedTokenizer
 from nxd_server.text.tokenizer import Tokenizer

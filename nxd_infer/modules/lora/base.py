@@ -1,4 +1,7 @@
-"""The base of the LoRA layers: the replicated factor, dropout that is equal on every rank, and merging."""
+"""The base of the LoRA layers: the replicated factor, dropout that is equal on every rank, and merging into the weight.
+
+``layers.py`` has what differs from layer to layer: the product that is added, and what is merged.
+"""
 
 from __future__ import annotations
 

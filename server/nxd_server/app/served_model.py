@@ -11,8 +11,8 @@ from nxd_infer.errors import ModelConfigError
 from nxd_server.engine.speculation import check_speculate
 from nxd_server.errors import GenerateOnlyError, RequestError, SettingsError
 from nxd_server.settings import ServerSettings
-from nxd_server.text.body_limits import Bounds, body_bounds
 from nxd_server.text.chat_template import TemplateSources
+from nxd_server.text.field_bounds import Bounds, body_bounds
 from nxd_server.text.text_process_jobs import BoundedJson, BoundedTemplate, BoundedTokenizer
 from nxd_server.text.tokenizer import Tokenizer
 

@@ -15,7 +15,8 @@ from nxd_infer.util.options import Option
 from nxd_server.errors import RequestError
 
 GREEDY_BELOW = 1e-4
-"""Lower temperatures mean greedy, the limit of sampling; so no subnormal number ever reaches a graph."""
+"""Lower temperatures mean greedy, the limit of sampling; so no subnormal number ever reaches a graph. Well above the
+operator's own limit (``nxd_infer.ops.sampling``), so that both always agree."""
 SMALLEST_TOP_P = 1e-6
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024

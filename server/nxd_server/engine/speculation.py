@@ -89,7 +89,7 @@ class Speculation:
         """Return ``row`` cut after its last right guess; ``tokens`` are the step's outputs after each token fed."""
         if not row.draft:
             return row
-        right, tried = 0, max(1, row.length - 1)
+        right, tried = 0, max(1, row.length - 1)  # a guess that was not fed is compared with the next token
         while right < tried and row.draft[right] == tokens[right]:
             right += 1
         row.sequence.lookup.learn(right, tried)

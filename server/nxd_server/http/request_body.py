@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope
 
 from nxd_server.http.error_responses import ApiError
 from nxd_server.http.release_memory import trim_soon
-from nxd_server.text.body_limits import Bounds
+from nxd_server.text.field_bounds import Bounds
 from nxd_server.text.strict_json import parse_json
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from nxd_server.http.error_responses import ApiError, bad_request, clip
 from nxd_server.http.release_memory import trim_soon
 from nxd_server.http.request_body import Bodies, ClientLeft, client_left, default_limit
 from nxd_server.http.scope_keys import REQUEST_ID, WHOLE
-from nxd_server.text.body_limits import Bounds
 from nxd_server.text.concurrency_limit import ConcurrencyLimit
+from nxd_server.text.field_bounds import Bounds
 
 if TYPE_CHECKING:
     from nxd_server.app.service import Service

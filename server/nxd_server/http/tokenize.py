@@ -12,7 +12,7 @@ from nxd_server.http.body_schema import Body, Listed
 from nxd_server.http.error_responses import bad_request, encode
 from nxd_server.http.openai.chat import chat_text
 from nxd_server.http.request_context import INLINE_TEXT, Context, check_model, context_of, unless_left
-from nxd_server.text.body_limits import MOST_IDS
+from nxd_server.text.field_bounds import MOST_IDS
 
 INLINE_TOKENS = 4096
 

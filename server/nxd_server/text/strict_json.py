@@ -14,7 +14,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from nxd_server.errors import BodyError
-from nxd_server.text.body_limits import ANY, MOST_ELEMENTS, Bounds
+from nxd_server.text.field_bounds import ANY, MOST_ELEMENTS, Bounds
 
 MOST_CONTAINERS = 2**14
 """Most lists and objects; each costs as much as ten numbers, and more in the code that later visits each."""

@@ -11,9 +11,9 @@ from typing import Any
 
 from nxd_infer.errors import ModelConfigError
 from nxd_server.errors import BodyError, RequestError
-from nxd_server.text.body_limits import Bounds
 from nxd_server.text.chat_template import TemplateSources
 from nxd_server.text.concurrency_limit import ConcurrencyLimit
+from nxd_server.text.field_bounds import Bounds
 from nxd_server.text.text_process import JobFailed, Setup, TextProcess
 from nxd_server.text.text_process_main import TEMPLATE_MEMORY, TEXT_MEMORY
 from nxd_server.text.tokenizer import Tokenizer

@@ -16,8 +16,8 @@ from typing import Any
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.util.memory import give_back
 from nxd_server.errors import BodyError, PromptTooLongError, RequestError, TextTooLongError
-from nxd_server.text.body_limits import Bounds
 from nxd_server.text.chat_template import ChatTemplate
+from nxd_server.text.field_bounds import Bounds
 from nxd_server.text.text_process import START_SECONDS, read_frame, write_frame
 from nxd_server.text.tokenizer import Tokenizer
 

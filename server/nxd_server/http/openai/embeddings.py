@@ -28,7 +28,7 @@ from nxd_server.http.request_context import (
     unless_left,
     whole_of,
 )
-from nxd_server.text.body_limits import MOST_INPUTS
+from nxd_server.text.field_bounds import MOST_INPUTS
 
 if TYPE_CHECKING:
     import torch

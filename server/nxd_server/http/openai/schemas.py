@@ -11,7 +11,7 @@ from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.http.body_schema import Body, Listed, equals, is_empty, is_one_of
 from nxd_server.http.error_responses import bad_request, clip
-from nxd_server.text.body_limits import MOST_BIASES
+from nxd_server.text.field_bounds import MOST_BIASES
 
 MOST_STOP_TOKENS = 1024
 """They are checked at every token, in the one thread that serves everyone."""

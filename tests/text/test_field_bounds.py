@@ -9,7 +9,7 @@ import pytest
 
 from nxd_server.errors import BodyError, RequestError, TextTooLongError
 from nxd_server.text import text_process_jobs as lanes
-from nxd_server.text.body_limits import MOST_ELEMENTS, MOST_IDS, Bounds, body_bounds
+from nxd_server.text.field_bounds import MOST_ELEMENTS, MOST_IDS, Bounds, body_bounds
 from nxd_server.text.strict_json import parse_json
 from nxd_server.text.text_process_jobs import BoundedJson
 
