@@ -129,10 +129,23 @@ def make_job(loaded: Loaded, model_dir: Path, begin: Begin, steps: int) -> Job:
     strategy = alignment.dpo or alignment.orpo
     getter = partial(make_model, model_dir, begin.hugging_face, kinds.weights, strategy)
     model = initialize_parallel_model(config, getter)
+    check_sequences(loaded, model)
     optim = recipe.model.optim
     groups = parameter_groups(model, optim, recipe.model.do_layer_norm_weight_decay)
     optimizer = initialize_parallel_optimizer(config, OPTIMIZERS[optim.name], groups, **optimizer_arguments(optim))
     return Job(model, optimizer, scheduler_of(optimizer, optim, steps), kinds)
+
+
+def check_sequences(loaded: Loaded, model: nn.Module) -> None:
+    """Raise RecipeError if sequences are to be split between parallel blocks, and no layer of the model does it."""
+    strategy = loaded.recipe.distributed_strategy
+    if not strategy.sequence_parallel or strategy.tensor_model_parallel_size == 1:
+        return
+    if not any(getattr(module, "sequence_parallel_enabled", False) for module in model.modules()):
+        path = ("distributed_strategy", "sequence_parallel")
+        raise RecipeError(
+            f"{loaded.tree.where(path)}: {'.'.join(path)}: no layer of this model splits sequences: set it to false"
+        )
 
 
 def load_begin(loaded: Loaded, job: Job, begin: Begin, weights_only: bool) -> None:

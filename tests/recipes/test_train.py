@@ -16,7 +16,7 @@ from nxd_infer.errors import RecipeError
 from nxd_infer.recipes.batches import Batches
 from nxd_infer.recipes.data.megatron import write_indexed
 from nxd_infer.recipes.data.rows import IGNORED
-from nxd_infer.recipes.job import begin_of, config_of
+from nxd_infer.recipes.job import begin_of, check_sequences, config_of
 from nxd_infer.recipes.loop import Training, train
 from nxd_infer.recipes.prepare import prepare
 from nxd_infer.recipes.recipe import load
@@ -251,6 +251,19 @@ def test_a_model_that_recipes_do_not_train_is_refused(tmp_path, kind, told):
     write_pairs(tmp_path)
     with pytest.raises(RecipeError, match=rf"\.yaml:7: model\.model_config: .*{told}"):
         train(load(write(tmp_path)))
+
+
+@pytest.mark.check
+def test_sequences_that_no_layer_would_split_are_refused(tmp_path):
+    write_pairs(tmp_path)
+    strategy = "distributed_strategy.tensor_model_parallel_size=2", "distributed_strategy.sequence_parallel=true"
+    loaded = load(write(tmp_path, 2), strategy)
+    with pytest.raises(RecipeError, match=r"distributed_strategy\.sequence_parallel: no layer of this model splits"):
+        check_sequences(loaded, torch.nn.Linear(2, 2))
+    check_sequences(load(write(tmp_path, 2), strategy[:1]), torch.nn.Linear(2, 2))
+    model = torch.nn.Linear(2, 2)
+    model.sequence_parallel_enabled = True
+    check_sequences(loaded, model)
 
 
 @pytest.mark.check
