@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import subprocess
 import sys
+import time
 
 import pytest
 
 from tests.e2e.command import ROOT
 from tests.soak.books import Books, Fault, read_metrics
-from tests.soak.clients import look
+from tests.soak.clients import client, look
 from tests.soak.questions import Choice, Question, Told
 from tests.soak.state import Soak, refused
+from tests.soak.tasks import all_of, end, waiting
 from tests.soak.wire import Answer, Violation
 
 
@@ -22,7 +25,7 @@ def test_a_short_soak_holds():
     command = [sys.executable, "-m", "tests.soak", "--minutes", "0.3", "--seed", "7", "--grace", "20", "--no-sieges"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+    assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-4000:]
     assert "soak: seed 7 held for 0.3 minutes" in done.stdout
 
 
@@ -102,6 +105,51 @@ def test_nobody_answers_in_time(soak):
 
     with pytest.raises(Violation, match="not answered within"):
         asyncio.run(ask())
+
+
+@pytest.mark.check
+def test_who_asks_ends_whenever_it_is_told_to(soak):
+    async def livez(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if await reader.read(1000):
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async def for_ever() -> None:
+        while True:
+            await soak.ask("GET", "/livez")
+            await asyncio.sleep(60)
+
+    async def told_after(turns: int) -> None:
+        task = asyncio.ensure_future(for_ever())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await end(task)
+
+    async def main() -> None:
+        async with await asyncio.start_server(livez, "127.0.0.1", 0) as server:
+            soak.port = server.sockets[0].getsockname()[1]
+            await asyncio.wait_for(all_of(*map(told_after, range(60))), 20)
+
+    asyncio.run(main())
+
+
+@pytest.mark.check
+def test_a_client_that_waits_is_told(soak, monkeypatch):
+    async def main() -> str:
+        async with await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0) as server:
+            soak.port = server.sockets[0].getsockname()[1]
+            rng = random.Random(0)
+            monkeypatch.setattr(rng, "choices", lambda *_: [look])
+            task = asyncio.ensure_future(client(soak, rng, time.monotonic() + 60))
+            await asyncio.sleep(0.2)
+            said = waiting()
+            await end(task)
+            return said
+
+    said = asyncio.run(main())
+    assert re.search(
+        r", look 1 since [\d:]+, GET /\S+ since [\d:]+: client:\d+ > look:\d+ > ask:\d+ > wait_for", said
+    ), said
 
 
 @pytest.mark.check

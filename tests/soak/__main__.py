@@ -9,6 +9,7 @@ import sys
 
 from tests.soak.run import soak
 from tests.soak.state import GRACE
+from tests.soak.tasks import waiting
 
 OVERHEAD_SECONDS = 500
 """For the trace, the known answers and the end."""
@@ -30,11 +31,17 @@ def main() -> int:
     )
     given = parser.parse_args()
     limit = round(given.minutes * 120) + OVERHEAD_SECONDS
-    signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"not over after {limit} s"))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C: the server is ended
+    signal.signal(signal.SIGALRM, lambda *_: stop(f"not over after {limit} s"))
+    signal.signal(signal.SIGTERM, lambda *_: stop(128 + signal.SIGTERM))  # as Ctrl-C: the server is ended
     signal.alarm(limit)
     seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
     return soak(given.minutes, seed, given.clients, given.grace, given.sieges)
+
+
+def stop(status: str | int) -> None:
+    """End before the end, and say what would have had to come."""
+    print(waiting(), flush=True)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,18 @@ import random
 
 from tests.soak.questions import COMPLETIONS
 from tests.soak.state import BODY_BYTES, Soak
-from tests.soak.wire import Wire, request
+from tests.soak.wire import request
 
 CHAT = "/v1/chat/completions"
 
 
 async def silent(soak: Soak, rng: random.Random) -> None:
     """Connections that never say what they want."""
-    wires = [await Wire.open(soak.port) for _ in range(30)]
+    wires = [await soak.open() for _ in range(30)]
     try:
         for wire in wires:
-            await wire.send(rng.choice((b"", b"G", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-A: ")))
+            start = rng.choice((b"", b"G", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-A: "))
+            await soak.within("the start of a request", wire.send(start))
         await asyncio.sleep(rng.uniform(0.0, 2.0))
     except ConnectionError:  # one of them had to make room
         pass
@@ -46,9 +47,9 @@ async def abandoned_text(soak: Soak, rng: random.Random) -> None:
     body = json.dumps({"prompt": "while it runs, it runs. " * rng.randint(1000, 20_000)}).encode()
     soak.books.sent["/tokenize"] += 1
     soak.books.left["/tokenize"] += 1
-    wire = await Wire.open(soak.port)
+    wire = await soak.open()
     try:
-        await asyncio.wait_for(wire.send(request("POST", "/tokenize", body)), soak.bound)
+        await soak.within("sending /tokenize", wire.send(request("POST", "/tokenize", body)))
         await asyncio.sleep(rng.uniform(0.0, 0.3))
     except ConnectionError:  # it was refused while it came
         pass

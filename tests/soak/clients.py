@@ -13,7 +13,8 @@ from tests.soak.attackers import abandoned_text, many_values, odd_variable, sile
 from tests.soak.books import check_any_moment
 from tests.soak.questions import COMPLETIONS, Question, question
 from tests.soak.state import ADMIN, BODY_BYTES, QUEUE, REQUEST_TIMEOUT, SLOTS, Soak, refused, route_of
-from tests.soak.wire import Pace, Violation, Wire, request
+from tests.soak.tasks import all_of, doing
+from tests.soak.wire import Pace, Violation, request
 
 
 async def client(soak: Soak, rng: random.Random, until: float) -> None:
@@ -22,7 +23,8 @@ async def client(soak: Soak, rng: random.Random, until: float) -> None:
     while time.monotonic() < until:
         (kind,) = rng.choices(kinds, weights)
         soak.books.kinds[kind.__name__] += 1
-        await kind(soak, rng)
+        with doing(f"{kind.__name__} {soak.books.kinds[kind.__name__]}"):
+            await kind(soak, rng)
         if rng.random() < 0.3:
             await asyncio.sleep(rng.expovariate(20))
 
@@ -56,7 +58,7 @@ async def unseeded(soak: Soak, rng: random.Random) -> None:
 
 async def several(soak: Soak, rng: random.Random) -> None:
     """One connection for one request after the other."""
-    wire = await Wire.open(soak.port)
+    wire = await soak.open()
     try:
         for _ in range(rng.randint(2, 4)):
             await _question(soak, *_known(soak, rng), stream=rng.random() < 0.5, wire=wire)
@@ -87,15 +89,15 @@ async def leave(soak: Soak, rng: random.Random) -> None:
     data = request("POST", asked.path, asked.bytes(rng.random() < 0.7), "Connection: close")
     soak.books.sent[route_of(asked.path)] += 1
     soak.books.left[route_of(asked.path)] += 1
-    wire = await Wire.open(soak.port)
+    wire = await soak.open()
     try:
-        await asyncio.wait_for(wire.send(data if rng.random() < 0.8 else data[: -rng.randint(1, 20)]), soak.bound)
+        sent = data if rng.random() < 0.8 else data[: -rng.randint(1, 20)]
+        await soak.within(f"sending {sent[:600]!r}", wire.send(sent))
         if rng.random() < 0.5:
             await asyncio.sleep(rng.uniform(0.0, 0.5))
         else:
-            await asyncio.wait_for(wire.some(rng.choice((1, 300, 3000))), REQUEST_TIMEOUT + soak.bound)
-    except asyncio.TimeoutError:
-        raise Violation(f"nothing was answered within {REQUEST_TIMEOUT + soak.bound:g} s: {data[:600]!r}") from None
+            some = wire.some(rng.choice((1, 300, 3000)))
+            await soak.within(f"the start of an answer to {sent[:600]!r}", some, REQUEST_TIMEOUT + soak.bound)
     except ConnectionError:  # an answer that was over, and the connection with it
         pass
     finally:
@@ -112,12 +114,13 @@ async def half(soak: Soak, rng: random.Random) -> None:
     """A body that never ends gets an error at the deadline."""
     soak.books.sent[COMPLETIONS] += 1
     begun = time.monotonic()
-    wire = await Wire.open(soak.port)
+    wire = await soak.open()
     try:
-        await wire.send(request("POST", COMPLETIONS, b'{"prompt": "half", "max_tokens": 3}')[: -rng.randint(1, 30)])
-        answer = await asyncio.wait_for(wire.answer(begun), soak.bound)
-    except (asyncio.TimeoutError, OSError, EOFError) as error:
-        raise Violation(f"half a request was not refused within {soak.bound:g} s ({error!r})") from error
+        data = request("POST", COMPLETIONS, b'{"prompt": "half", "max_tokens": 3}')[: -rng.randint(1, 30)]
+        await soak.within("sending half a request", wire.send(data))
+        answer = await soak.within("the refusal of half a request", wire.answer(begun))
+    except (OSError, EOFError) as error:
+        raise Violation(f"half a request was not refused ({error!r})") from error
     finally:
         wire.close()
     soak.books.seen[COMPLETIONS, answer.status] += 1
@@ -126,12 +129,11 @@ async def half(soak: Soak, rng: random.Random) -> None:
 
 
 async def no_http(soak: Soak, rng: random.Random) -> None:
-    wire = await Wire.open(soak.port)
+    wire = await soak.open()
     try:
-        await wire.send(b"\x16\x03 no HTTP at all\r\n\r\n" * rng.randint(1, 9))
-        answer = await asyncio.wait_for(wire.some(4096), soak.bound)
-    except asyncio.TimeoutError:
-        raise Violation(f"bytes that are not HTTP were not answered within {soak.bound:g} s") from None
+        data = b"\x16\x03 no HTTP at all\r\n\r\n" * rng.randint(1, 9)
+        await soak.within("sending bytes that are not HTTP", wire.send(data))
+        answer = await soak.within("the refusal of bytes that are not HTTP", wire.some(4096))
     except ConnectionError:  # closed while more of them came
         return
     finally:
@@ -202,14 +204,3 @@ KINDS: dict[Callable[[Soak, random.Random], Awaitable[None]], float] = {
     no_http: 1, forbidden: 1, look: 6, burst: 1.5,
     silent: 0.5, many_values: 1, odd_variable: 0.5, abandoned_text: 1,
 }  # fmt: skip
-
-
-async def all_of(*works: Awaitable[Any]) -> None:
-    """Until all have ended; the first that fails ends the others."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

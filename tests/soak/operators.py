@@ -12,8 +12,8 @@ import time
 from collections.abc import Awaitable, Callable
 
 from tests.soak.books import Fault, total
-from tests.soak.clients import all_of
 from tests.soak.state import ADMIN, CALL_TIMEOUT, Soak
+from tests.soak.tasks import all_of
 from tests.soak.wire import Answer, Violation
 
 CHECKPOINTS = ("model", "other")

@@ -22,11 +22,12 @@ from tests.http.http_artifacts import ONE_LAYER, trace_tiny
 from tests.http.http_servers import ServerProcess
 from tests.processes import gone
 from tests.soak import process_samples
-from tests.soak.clients import MALFORMED, all_of, client, refuse
+from tests.soak.clients import MALFORMED, client, refuse
 from tests.soak.operators import ADAPTERS, CHECKPOINTS, load, operate, swap, unload
 from tests.soak.questions import MAX_LEN, Question, Told, question, told
 from tests.soak.sieges import Sieges
-from tests.soak.state import ADMIN, BODY_BYTES, CALL_TIMEOUT, GRACE, QUEUE, REQUEST_TIMEOUT, SLOTS, Soak
+from tests.soak.state import ADMIN, BODY_BYTES, CALL_TIMEOUT, GRACE, QUEUE, REQUEST_TIMEOUT, SLOTS, Soak, pids_of
+from tests.soak.tasks import all_of, end, waiting
 from tests.soak.wire import Violation
 
 ROUND_SECONDS, REPORT_SECONDS = 60.0, 10.0
@@ -50,11 +51,12 @@ def soak(minutes: float, seed: int, clients: int, grace: float, sieges: bool = F
                 asyncio.run(run.main(minutes * 60))
                 run.after_the_end(mark)
             except Violation as violation:
-                print("\n".join(server.lines[-60:]))
-                if server.process.poll() is not None:
-                    print(f"the server had ended with status {server.process.poll()}")
+                tell_end(server)
                 print(f"\nVIOLATION after {time.monotonic() - run.begun:.1f} s of seed {seed}: {violation}", flush=True)
                 return 1
+            except SystemExit:
+                tell_end(server)
+                raise
     print(f"soak: seed {seed} held for {minutes:g} minutes: {run.summary()}", flush=True)
     return 0
 
@@ -81,12 +83,23 @@ def serving(artifact: Path, mark: str, speculate: int) -> Iterator[ServerProcess
         "access_log": False, "drain_timeout": END_SECONDS / 2,
     }  # fmt: skip
     options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    server = ServerProcess([sys.executable, "-m", "nxd_server", str(artifact), *options], dict([mark.split("=")]))
+    environment = {"PYTHONFAULTHANDLER": "1"} | dict([mark.split("=")])
+    server = ServerProcess([sys.executable, "-m", "nxd_server", str(artifact), *options], environment)
     try:
         yield server.wait_ready()
     finally:
         if server.process.poll() is None:
             server.kill()
+
+
+def tell_end(server: ServerProcess) -> None:
+    """What the server wrote last, and where its threads are."""
+    if (status := server.process.poll()) is not None:
+        print(f"the server had ended with status {status}")
+    before = len(server.lines)
+    with contextlib.suppress(AssertionError):  # it does not end: killed
+        server.stop(signal.SIGABRT, END_SECONDS)  # faulthandler writes the stacks
+    print("\n".join(server.lines[max(0, before - 60) :]), flush=True)
 
 
 class Run:
@@ -115,9 +128,7 @@ class Run:
                 watch.result()
             await work
         finally:
-            for task in (work, watch):
-                task.cancel()
-            await asyncio.gather(work, watch, return_exceptions=True)
+            await end(work, watch)
         await self._end()
 
     async def _work(self, seconds: float) -> None:
@@ -180,10 +191,14 @@ class Run:
         until = time.monotonic() + seconds
         seeds = [random.Random(self._rng.random()) for _ in range(self._clients + 1)]
         everyone = [client(self._soak, seed, until) for seed in seeds[1:]]
+        traffic = asyncio.ensure_future(all_of(operate(self._soak, seeds[0], until), *everyone))
         try:
-            await asyncio.wait_for(all_of(operate(self._soak, seeds[0], until), *everyone), seconds + 150)
-        except asyncio.TimeoutError:
-            raise Violation("a client did not come to its end") from None
+            await asyncio.wait({traffic}, timeout=seconds + 150)
+            if not traffic.done():
+                raise Violation(f"a client did not come to its end; {waiting()}")
+            await traffic
+        finally:
+            await end(traffic)
 
     async def _calm(self) -> None:
         """Nobody asks: everything is free, the counters agree, and nothing has grown since the first round."""
@@ -222,9 +237,11 @@ class Run:
                 raise Violation(f"the server ended with status {status}")
             if time.monotonic() >= next_line:
                 next_line += REPORT_SECONDS
-                ranks = await self._soak.rank_pids()
+                health = await self._soak.health()
+                ranks = pids_of(health)
                 self._pids.update(ranks)
-                print(f"{self._age:>6}  {self.summary()}; {self._system(ranks)}", flush=True)
+                inside = f"{health.get('running')} run, {health.get('waiting')} wait"
+                print(f"{self._age:>6}  {self.summary()}; {inside}; {self._system(ranks)}", flush=True)
 
     async def _look_alive(self) -> None:
         """Most of the last looks at ``/livez`` took no longer than they may."""

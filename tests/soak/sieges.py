@@ -12,9 +12,9 @@ from typing import Any
 
 from bench.attackers import ATTACKS
 from bench.siege import LIVEZ_SECONDS, Reading, Siege
-from tests.soak.clients import all_of
 from tests.soak.operators import breaker, swapper
 from tests.soak.state import BODY_BYTES, GRACE, Soak
+from tests.soak.tasks import all_of
 from tests.soak.wire import Violation
 
 SECONDS, OUR_SECONDS, AT_ONCE = 4.0, 10.0, 4

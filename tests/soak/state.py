@@ -6,11 +6,13 @@ import asyncio
 import json
 import math
 import time
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 from nxd_server.http.openai.generation import DEADLINE_GRACE
 from tests.soak.books import Books, read_metrics
 from tests.soak.questions import Question, Told, told
+from tests.soak.tasks import doing
 from tests.soak.wire import Answer, Pace, Violation, Wire, request
 
 SLOTS, QUEUE, BODY_BYTES = 8, 32, 1024 * 1024
@@ -23,6 +25,7 @@ ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/weights", "/v1/adapter
           "/tokenize", "/metrics", "/health", "/readyz", "/livez")  # fmt: skip
 STATUS = {"timeout_error": 504, "service_unavailable_error": 503}
 """Of errors in streams."""
+T = TypeVar("T")
 
 
 class Soak:
@@ -44,6 +47,18 @@ class Soak:
 
     # --- asking -----------------------------------------------------------------------------------------
 
+    async def within(self, what: str, work: Awaitable[T], bound: float | None = None) -> T:
+        """The result of a part of some exchange that is done by hand. Violation for none in time."""
+        bound = bound or self.bound
+        try:
+            with doing(what):
+                return await asyncio.wait_for(work, bound)
+        except asyncio.TimeoutError:
+            raise Violation(f"{what} took longer than {bound:g} s") from None
+
+    async def open(self) -> Wire:
+        return await self.within("a connection", Wire.open(self.port))
+
     async def ask(
         self,
         method: str,
@@ -60,10 +75,11 @@ class Soak:
         bound = bound or self.bound
         seconds = bound + (pace.seconds if pace else 0.0)
         try:
-            wire = wire or await asyncio.wait_for(Wire.open(self.port, slow=pace is not None), bound)
-            data = request(method, path, body, *headers, *(["Connection: close"] if mine else []))
-            await asyncio.wait_for(wire.send(data), bound)
-            answer = await asyncio.wait_for(wire.answer(begun, pace), seconds)
+            with doing(f"{method} {path}"):
+                wire = wire or await asyncio.wait_for(Wire.open(self.port, slow=pace is not None), bound)
+                data = request(method, path, body, *headers, *(["Connection: close"] if mine else []))
+                await asyncio.wait_for(wire.send(data), bound)
+                answer = await asyncio.wait_for(wire.answer(begun, pace), seconds)
         except asyncio.TimeoutError:
             raise Violation(f"{method} {path} was not answered within {seconds:g} s: {body[:600]!r}") from None
         except (OSError, EOFError, ValueError) as error:
@@ -136,9 +152,11 @@ class Soak:
     async def ready(self) -> bool:
         return (await self.ask("GET", "/readyz")).status == 200
 
+    async def health(self) -> dict[str, Any]:
+        return json.loads((await self.ask("GET", "/health")).body)
+
     async def rank_pids(self) -> list[int]:
-        health = json.loads((await self.ask("GET", "/health")).body)
-        return [rank["pid"] for rank in health["ranks"] if rank["pid"]]
+        return pids_of(await self.health())
 
 
 def route_of(path: str) -> str:
@@ -146,6 +164,10 @@ def route_of(path: str) -> str:
     if path.startswith("/v1/adapters/"):
         return "/v1/adapters/{name:path}"
     return path if path in ROUTES else "unmatched"
+
+
+def pids_of(health: dict[str, Any]) -> list[int]:
+    return [rank["pid"] for rank in health["ranks"] if rank["pid"]]
 
 
 def refused(answer: Answer) -> None:
