@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import deque
 
 import pytest
 
@@ -148,3 +149,23 @@ def test_a_prompt_advances_while_all_streams_are_under_way():
         subject.begin(following)
     assert subject._debt > 0
     assert subject.next_step().kind == "prefill"
+
+
+def test_uneven_shares_do_not_stay():
+    """Three shares for two stages would take half as long again as two: each reads the weights of every stage."""
+    subject = scheduler(slots=8, batches=(1, 2, 4, 8), groups=2)
+    streaming(subject, 1)
+    under_way: deque = deque()
+    sizes = []
+    for number in range(60):
+        if number % 3 == 0 and number < 21:
+            subject.add(sequence(10 + number, prompt=4, new=60))
+            subject.admit()
+        step = subject.next_step() if len(under_way) < 3 else None
+        if step is None:
+            give(under_way.popleft())
+            continue
+        subject.begin(step)
+        under_way.append(step)
+        sizes.append(len(step.rows))
+    assert sizes[-8:] == [4] * 8, sizes

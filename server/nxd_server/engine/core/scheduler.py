@@ -15,8 +15,9 @@
 * If prompts are read whole (``whole_prompts``, by an encoder), one is one piece, in the smallest graph of prompts that
   fits, however long decoding waits.
 * With a pipeline of ``groups`` stages, a decode step takes an equal share of the decoding choices, so that each stage
-  works on another share. A choice waits for the token of its last step: the first stage must know it. Once all
-  have advanced and wait, a prompt's step may begin whatever the ratio is: the first stage has nothing else to do.
+  works on another share. A choice waits for the token of its last step: the first stage must know it; and for
+  others to fill its share, while every stage has work. Once all have advanced and wait, a prompt's step may begin
+  whatever the ratio is: the first stage has nothing else to do.
 """
 
 from __future__ import annotations
@@ -185,10 +186,11 @@ class Scheduler(Generic[S]):
         streams = self._streams()
         if not streams:
             return self._prefill_step(0) if self._prefilling else None
-        ready = self._ready(streams)
+        known = self._known(streams)
+        ready = self._share(known, len(streams))
         count = max(1, len(ready))
         graph, prompts = self._plan(count)
-        due = not self._owed and (self._debt <= 0 or not ready)
+        due = not self._owed and (self._debt <= 0 or not known)
         if self._prefilling and due and not (prompts and not self._short_lengths(count)):
             return self._prefill_step(count)
         return self._decode_step(graph, ready, prompts) if ready else None
@@ -218,12 +220,22 @@ class Scheduler(Generic[S]):
         """Return the choices that decode and may want another token, those that have waited longest first."""
         return [sequence for sequence in self._decoding.values() if sequence.goes_on]
 
-    def _ready(self, streams: list[S]) -> list[S]:
-        """Return those of ``streams`` that the next decode step may take."""
+    def _known(self, streams: list[S]) -> list[S]:
+        """Return those of ``streams`` whose last token the first stage can be told."""
         if self.groups == 1:
             return streams
-        known = [stream for stream in streams if stream.computed < len(stream.prompt) + len(stream.output)]
-        return known[: -(-len(streams) // self.groups)]
+        return [stream for stream in streams if stream.computed < len(stream.prompt) + len(stream.output)]
+
+    def _share(self, known: list[S], streams: int) -> list[S]:
+        """Return the choices for the next decode step, of ``streams`` in all.
+
+        A part of a share waits while the others keep every stage at work: it would stay a step of its own, which
+        takes as long as a full one.
+        """
+        share = -(-streams // self.groups)
+        if len(known) < share and streams - len(known) > (self.groups - 1) * share:
+            return []
+        return known[:share]
 
     def _prefill_step(self, streams: int) -> Step[S]:
         head = self._prefilling[0]
