@@ -64,6 +64,12 @@ def consolidate_checkpoint(
     beside = folder.parent if folder.name == SHARDS else folder
     if (beside / CONFIG).is_file():
         own, adapters = adapters_in(source)
+        for name in adapters:
+            if not (beside / adapter_file(name)).is_file():
+                raise CheckpointError(
+                    f"{beside} lacks {adapter_file(name)}, the configuration of an adapter that the checkpoint holds; "
+                    "copy the adapter_config.json of PEFT there under that name"
+                )
         written = _write(own, out, dtype, progress)
         _copy_files(beside, out)
         for name, weights in adapters.items():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nxd_infer.checkpoint.api import WORKERS, has_checkpoint, load_checkpoint, save_checkpoint
 from nxd_infer.checkpoint.folder import SHARDS
@@ -62,23 +62,26 @@ class Parallelizer:
         should_parallelize_layer_predicate_func: Predicate | None = None,
         **parallel_layer_specific_kwargs: Any,
     ) -> Any:
-        """Replace the layers of ``model`` by parallel ones, without weights: those are on the meta device.
+        """Replace the layers of ``model`` by parallel ones.
 
         Args:
             model: a model of transformers.
-            device: where :meth:`parallelize` will put the weights.
+            device: where the model is put, with this rank's part of its weights. None, as from :meth:`parallelize`: the
+                new layers stay on the meta device, without weights.
             parallelize_embeddings: split the vocabulary too; it is padded where it does not divide.
             sequence_parallel_enabled: between layers, each rank holds a piece of the sequence.
             should_parallelize_layer_predicate_func: whether to split a module that the plan names.
             **parallel_layer_specific_kwargs: ``kv_size_multiplier``.
 
-        Returns the model. Raises ParallelConfigError for a keyword that no layer has.
+        Returns the model. Raises ParallelConfigError for a keyword that no layer has, and WeightMismatchError if
+        weights for ``device`` are not stored.
         """
         multiplier = parallel_layer_specific_kwargs.pop("kv_size_multiplier", None)
         if parallel_layer_specific_kwargs:
             raise ParallelConfigError(
                 f"no parallel layer takes {', '.join(parallel_layer_specific_kwargs)}; known is kv_size_multiplier"
             )
+        own = _with_values(model)
         partial = split(
             model,
             cls.plan(model.config),
@@ -87,7 +90,13 @@ class Parallelizer:
             kv_size_multiplier=multiplier,
             should_parallelize=should_parallelize_layer_predicate_func,
         )
-        setattr(model, PARTIAL, [*partial, *split_adapters(model)])
+        partial = [*partial, *split_adapters(model)]
+        if device is None:
+            setattr(model, PARTIAL, partial)
+            return model
+        _load(model, own, device)
+        model.to(device)
+        sum_gradients(model, partial, current_context())
         return model
 
     @classmethod
@@ -129,11 +138,10 @@ class Parallelizer:
         if stored is not None:
             here = stored.view(on_meta(model))
             initialise(model, _lacking(model, here), context)
-        own = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta}
-        place = place_of(own, device)
+        own = _with_values(model)
         model = cls._parallelize(
             model,
-            None if device is None else torch.device(device),
+            None,  # the weights of this rank's stage only follow below
             parallelize_embeddings,
             sequence_parallel_enabled,
             kv_size_multiplier=kv_size_multiplier,
@@ -151,8 +159,7 @@ class Parallelizer:
                     "input_names": pipeline_parallel_input_names,
                 },
             )
-        weights = FirstOf(DictSource(own), *([] if stored is None else [stored.view(on_meta(model))]))
-        load = functools.partial(fill, model, weights, device=place)
+        load = functools.partial(_load, model, own, place_of(own, device))
         in_turns(context, num_local_ranks_per_step, load, of_host=True)
         if device is not None:
             model.to(device)  # norms, buffers and other things that are not split
@@ -194,10 +201,11 @@ class Parallelizer:
         Args:
             model: a parallelized model. Every rank calls it with the same shared ``output_dir``.
             optimizer: is saved too.
-            use_xser: accepted; the files are safetensors, and written tensor by tensor, in any case.
+            use_xser: all ranks write at the same time, whatever ``num_local_ranks_per_step`` is. (The files are
+                safetensors in any case.)
             async_save: return once the tensors are copied, and write in the background; the next save, a load and
-                ``nxd_infer.trainer.wait_for_save`` wait for it.
-            num_local_ranks_per_step: ranks that write at the same time; 0 or less: all.
+                ``nxd_infer.trainer.wait_for_save`` wait for it. All ranks write at the same time.
+            num_local_ranks_per_step: ranks that write at the same time without ``use_xser``; 0 or less: all.
 
         ``nxd-infer ckpt consolidate`` makes a directory for transformers of it. Raises CheckpointError if a rank cannot
         write, and ParallelConfigError for a model that is not parallelized.
@@ -210,7 +218,7 @@ class Parallelizer:
             model=model,
             optimizer=optimizer,
             num_workers=min(at_once, WORKERS[-1]) if at_once > 0 else WORKERS[0],
-            use_xser=at_once <= 0,
+            use_xser=use_xser or at_once <= 0,
             async_save=async_save,
         )
         if current_context().rank == 0:
@@ -229,6 +237,17 @@ class Parallelizer:
         if tag == SHARDS and not has_checkpoint(folder, SHARDS):
             folder = parent or "."
         load_checkpoint(folder, SHARDS, model=model)
+
+
+def _with_values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta}
+
+
+def _load(model: nn.Module, own: Mapping[str, Tensor], place: torch.device | None) -> None:
+    """Fill what is on the meta device with this rank's part of its ``own`` weights, and of those in files."""
+    stored: StoredWeights | None = getattr(model, WEIGHTS, None)
+    files = [] if stored is None else [stored.view(on_meta(model))]
+    fill(model, FirstOf(DictSource(own), *files), device=place)
 
 
 def parameter_mapping(model: nn.Module) -> Mapping[int, nn.Parameter]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 
 import nxd_infer as nxd
+from nxd_infer.checkpoint import api
+from nxd_infer.checkpoint.api import has_checkpoint
 from nxd_infer.context import current_context
 from nxd_infer.distributed import parallelizer as module
 from nxd_infer.distributed.manager import ParallelizersManager
@@ -72,6 +75,14 @@ def tensor_parallel(folder: Path) -> dict[str, Any]:
         model = Parallelizer.parallelize(loaded, device="meta")
         found["device"] |= {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
 
+    found["own device"] = [
+        not any(weight.is_meta for weight in model.parameters()) and same_logits(model, whole)
+        for loaded in (lazily(folder / "llama"), LLAMA.build())
+        for model in [Parallelizer._parallelize(loaded.eval(), torch.device("cpu"))]
+    ]
+    model = Parallelizer._parallelize(LLAMA.build(), torch.device("meta"))
+    found["own device"].append(all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())))
+
     whole.load_state_dict({name: weight + 0.01 for name, weight in whole.state_dict().items()})
     trained = Parallelizer.parallelize(LLAMA.build().eval())
     with torch.no_grad():
@@ -83,6 +94,11 @@ def tensor_parallel(folder: Path) -> dict[str, Any]:
     for name in ("a", "b/shards"):
         model = Parallelizer.parallelize(LLAMA.build().eval(), checkpoint_dir=folder / name)
         found[name] = same_logits(model, whole)
+    found["async"] = saved_in_background(trained, folder / "c", whole)
+    found["written"] = [
+        times_of_writing(trained, folder / "d", use_xser=xser, num_local_ranks_per_step=at_once)
+        for xser, at_once in ((False, 1), (False, 0), (False, 2), (True, 1))
+    ]
     found["not parallel"] = refusal(
         ParallelConfigError, lambda: Parallelizer.load_model_sharded_checkpoint(LLAMA.build(), folder / "a")
     )
@@ -96,22 +112,55 @@ def tensor_parallel(folder: Path) -> dict[str, Any]:
     return found
 
 
-def times_of_loading(folder: Path, at_once: int) -> tuple[float, float]:
-    """When this rank began and ended to load."""
-    own, times = module.fill, []
+def times(action: Callable[[], object], owner: Any, name: str) -> tuple[float, float]:
+    """When this rank began and ended ``owner.name``, which takes 0.3 s longer, in ``action``."""
+    own, seen = getattr(owner, name), []
 
     def slowly(*args: Any, **options: Any) -> None:
-        times.append(time.monotonic())
+        seen.append(time.monotonic())
         own(*args, **options)
-        time.sleep(0.5)
-        times.append(time.monotonic())
+        time.sleep(0.3)
+        seen.append(time.monotonic())
 
-    module.fill = slowly
+    setattr(owner, name, slowly)
     try:
-        Parallelizer.parallelize(lazily(folder / "llama"), num_local_ranks_per_step=at_once)
+        action()
     finally:
-        module.fill = own
-    return times[0], times[1]
+        setattr(owner, name, own)
+    return seen[0], seen[1]
+
+
+def times_of_loading(folder: Path, at_once: int) -> tuple[float, float]:
+    model = lazily(folder / "llama")
+    return times(lambda: Parallelizer.parallelize(model, num_local_ranks_per_step=at_once), module, "fill")
+
+
+def times_of_writing(model: nn.Module, folder: Path, **options: Any) -> tuple[float, float]:
+    return times(lambda: Parallelizer.save_model_sharded_checkpoint(model, folder, **options), api, "write_rank")
+
+
+def saved_in_background(model: Any, folder: Path, whole: nn.Module) -> tuple[bool, bool]:
+    """Whether the call returned before anything was written, and whether the files lack later changes."""
+    own, may_write = api.write_rank, threading.Event()
+
+    def later(*args: Any) -> None:
+        assert may_write.wait(20)
+        own(*args)
+
+    api.write_rank = later
+    try:
+        Parallelizer.save_model_sharded_checkpoint(model, folder, async_save=True)
+        before = not has_checkpoint(folder)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(1)
+        may_write.set()
+        nxd.trainer.wait_for_save()
+    finally:
+        api.write_rank = own
+        may_write.set()
+    Parallelizer.load_model_sharded_checkpoint(model, folder)
+    return before, same_logits(model, whole)
 
 
 def classifier(folder: Path) -> torch.Tensor:
@@ -150,6 +199,11 @@ def test_all_of_a_model_goes_to_the_device(ranks):
     assert ranks[0]["device"] == {"meta"}
 
 
+def test_the_inner_method_puts_the_model_on_the_device_too(ranks):
+    """With its weights, from memory and from files."""
+    assert [found["own device"] for found in ranks] == [[True] * 3] * 2
+
+
 def test_shards_are_loaded_from_either_folder(ranks):
     assert [(found["a"], found["b/shards"]) for found in ranks] == [(True, True)] * 2
     assert "parallelized first" in ranks[0]["not parallel"]
@@ -159,10 +213,32 @@ def test_tied_weights_stay_tied(ranks):
     assert ranks[0]["tied"]
 
 
+def in_turns(times: list[tuple[float, float]]) -> bool:
+    (_, end), (start, _) = times
+    return end <= start
+
+
+def at_once(times: list[tuple[float, float]]) -> bool:
+    (start, end), (other, last) = times
+    return start < last and other < end
+
+
 def test_ranks_load_in_turns(ranks):
-    (first, second), (one, other) = ([found["times"][number] for found in ranks] for number in (0, 1))
-    assert first[1] <= second[0]
-    assert one[0] < other[1] and other[0] < one[1]
+    one, every = ([found["times"][number] for found in ranks] for number in (0, 1))
+    assert in_turns(one) and at_once(every)
+
+
+def test_ranks_write_in_turns(ranks):
+    one, every, two, _ = ([found["written"][number] for found in ranks] for number in range(4))
+    assert in_turns(one) and at_once(every) and at_once(two)
+
+
+def test_with_xser_all_ranks_write_at_once(ranks):
+    assert at_once([found["written"][3] for found in ranks])
+
+
+def test_an_asynchronous_save_returns_before_it_is_written(ranks):
+    assert [found["async"] for found in ranks] == [(True, True)] * 2
 
 
 def test_a_new_head_is_equal_on_all_ranks(ranks):

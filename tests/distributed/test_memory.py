@@ -2,52 +2,32 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import re
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
 import nxd_infer as nxd
 from nxd_infer.distributed.manager import ParallelizersManager
+from tests.distributed.memory import MIB, growth
 from tests.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
-MIB = 1 << 20
 SLACK = 12 * MIB
 """For what reading takes at a time (8 MiB), and Python's own."""
 
 
-def anonymous() -> int:
-    """Bytes of this process's memory that is not of files."""
-    return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
-
-
 def measured(folder: Path) -> tuple[int, int, int]:
     """Bytes of the shard, of the largest tensor of the whole model, and of the growth while it was loaded."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    start, most, done = anonymous(), [0], threading.Event()
 
-    def watch() -> None:
-        while not done.is_set():
-            most[0] = max(most[0], anonymous())
-            time.sleep(0.001)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
+    def load() -> tuple[int, int]:
         with nxd.distributed.lazy_load_for_parallelism(tensor_parallel_size=2):
             model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         largest = max(weight.numel() for weight in model.parameters()) * 4
         model = ParallelizersManager.parallelizer_for_model(model).parallelize(model)
-    finally:
-        done.set()
-        watcher.join(10)
-    return sum(weight.numel() for weight in model.parameters()) * 4, largest, most[0] - start
+        return sum(weight.numel() for weight in model.parameters()) * 4, largest
+
+    (shard, largest), grown = growth(load)
+    return shard, largest, grown
 
 
 def warmed(folder: Path) -> tuple[int, int, int]:

@@ -25,35 +25,40 @@ from nxd_infer.layout import AxisPlan, ParamLayout, Run
 from nxd_infer.layout.files.pickles import read_pickle
 
 _FILE = re.compile(r"^mp_metadata_pp_rank_(\d+)\.(json|pt)$")
+_KIND = re.compile(r'"(\w+Spec)"')
+"""The kind of a transformation that the newest releases describe. How they store its fields is not published."""
 _GQA = "gqa_qkv_metadata"
 _SHARDED = "sharded_metadata"
 _NUMBERS = ("num_attention_heads", "num_key_value_heads", "kv_size_multiplier")
 
 
-def metadata_files(folder: Path) -> list[Path]:
-    """Return the tables of the pipeline ranks of a checkpoint, in or beside its folder; [] if it has none."""
+def metadata_files(folder: Path) -> dict[int, Path]:
+    """Return the tables of the pipeline ranks of a checkpoint, in or beside its folder; {} if it has none."""
     for place in (folder, folder.parent):
         found = {int(match[1]): place / name for name in _names(place) if (match := _FILE.match(name))}
         if found:
-            return [found[rank] for rank in sorted(found)]
-    return []
+            return found
+    return {}
 
 
 def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
-def layouts_of(archive: ReferenceArchive, files: list[Path]) -> dict[str, ParamLayout]:
+def layouts_of(archive: ReferenceArchive, files: Mapping[int, Path]) -> dict[str, ParamLayout]:
     """Return the layouts of all tensors of the checkpoint, by their names in its files.
 
     Raises CheckpointError for a table that is damaged, or that describes what cannot be undone exactly.
     """
     degree = archive.degrees["tp"]
     found: dict[str, ParamLayout] = {}
-    stages = list(archive.stages())
-    if len(files) < len(stages):
-        raise CheckpointError(f"{archive.where} has {len(stages)} pipeline stages and the tables of {len(files)} only")
-    for file, ranks in zip(files, stages, strict=False):
+    for stage, ranks in enumerate(archive.stages()):
+        if stage not in files:
+            raise CheckpointError(
+                f"{archive.where} has {archive.degrees['pp']} pipeline stages, and of stage {stage} no table "
+                f"(mp_metadata_pp_rank_{stage}.json or .pt); restore the file"
+            )
+        file = files[stage]
         table = _read(file)
         heads = _Heads.of(table.get(_GQA), degree, file)
         for name, tensor in ranks[0].items():
@@ -72,9 +77,11 @@ def _read(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} has no {_SHARDED}: it is damaged, or of a release that cannot be read")
     more = [name for name, value in table.items() if name not in (_SHARDED, _GQA) and value]
     if more:
+        kinds = sorted(set(_KIND.findall(file.read_text(encoding="utf-8")))) if file.suffix == ".json" else []
+        which = f" ({', '.join(kinds)})" if kinds else ""
         raise CheckpointError(
-            f"{file} also has {', '.join(map(str, more))}, which are of a release that cannot be read; consolidate the "
-            "checkpoint with the tool that wrote it"
+            f"{file} also has {', '.join(map(str, more))}{which}, which are of a release that cannot be read; "
+            "consolidate the checkpoint with the tool that wrote it"
         )
     return table
 
