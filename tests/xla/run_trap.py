@@ -60,7 +60,7 @@ def many() -> Any:
     def work(rank: int) -> float:
         found = []
         for number, x in enumerate(given[rank]):
-            y = torch.tanh(x @ x)
+            y = (x @ x) / 64  # ones, however it is rounded
             found.append(xla.all_gather(y, "tp", 0, 4) if number % 2 else xla.all_reduce(y, "tp", "sum", 4))
         replicas.step()
         return found[-1].cpu().mean().item()
