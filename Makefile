@@ -43,7 +43,7 @@ demo: $(STAMP) ## the main job: train, trace, save, load, serve, ask, on this ma
 PROCESSES ?= 3
 DEALT := -n $(PROCESSES) --dist loadfile
 
-test: $(STAMP) ## the tests (20 to 30 minutes on two cores)
+test: $(STAMP) ## the tests (half an hour on two fast cores, up to an hour on slow ones)
 	@test -e $(XLA_STAMP) || echo "tests/xla is skipped here, and torch 2.9 not tested: make test-xla does both"
 	@$(BIN)/python -m pytest -q -m "not long" $(DEALT)
 
@@ -75,7 +75,7 @@ ON_XLA := tests/xla tests/neuron tests/backends/test_every_backend.py
 # 2.10. Of the rest, such as files and HTTP, the quick selection.
 ON_TORCH_2_9 := tests/layout tests/optimizer tests/parallel_layers tests/trainer tests/runtime
 
-test-xla: $(XLA_STAMP) ## tests of torch_xla, and a selection of all others on torch 2.9 (under 10 minutes on two cores)
+test-xla: $(XLA_STAMP) ## tests of torch_xla, and a selection of all others on torch 2.9 (10 to 20 minutes on two cores)
 	@$(XLA_VENV)/bin/python -m pytest -q -m "not long" $(DEALT) $(ON_XLA) $(ON_TORCH_2_9)
 	@$(XLA_VENV)/bin/python -m pytest -q $(DEALT) -m check $(addprefix --ignore=,$(ON_XLA) $(ON_TORCH_2_9))
 
