@@ -67,11 +67,11 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
     ArtifactWriter(out).check_target()  # before minutes of compilation, not after
     task = from_command(TaskOptions, given)
     task["dtype"] = dtype_of(task["dtype"])
+    asked = TaskOptions(model_dir, **task)
     arguments = from_command(TraceOptions, given)
     stages = arguments.get("pp_degree", 1)
     if stages > 1 and task.get("slots") is None:
-        # a batch for each stage to work on
-        task["slots"] = stages * max(TaskOptions(model_dir, **task).batch_sizes)
+        task["slots"] = stages * max(asked.batch_sizes)  # a batch for each stage to work on
     checkpoint, tag = arguments.pop("checkpoint", None), arguments.pop("checkpoint_tag", None)
     if checkpoint is not None:
         task["weights"] = weight_source(checkpoint, tag)
@@ -94,7 +94,7 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
         console.print(
             f"note: prompts are read whole, by the encoder, so there is a bucket for the longest, {longest} tokens"
         )
-    for length in TaskOptions(model_dir, **task).prompt_buckets:
+    for length in asked.prompt_buckets:
         if length > plan.metadata["max_len"]:
             longest = plan.metadata["max_len"]
             what = "prompt and answer" if plan.task == "generate" else "text"

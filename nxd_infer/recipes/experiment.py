@@ -131,7 +131,7 @@ class Keeper:
         """Remove the checkpoints that do not stay; those that are complete alone count."""
         storage = storage_of(self.folder)
         there = [one.tag for one in folders.complete_checkpoints(storage)]
-        if self.callback.save_top_k < 0 or not there:
+        if self.callback.save_top_k <= 0 or not there:  # all stay; or none was saved
             return
         worst = -math.inf if self.callback.mode == "max" else math.inf
 
@@ -140,7 +140,6 @@ class Keeper:
             score = worst if math.isnan(score) else score
             return (score if self.callback.mode == "max" else -score), there.index(tag)
 
-        # of a job that keeps none, nothing is saved and this is not called
         stay = set(sorted(there, key=rank)[-self.callback.save_top_k :])
         if self.callback.save_last:
             stay.add(there[-1])
