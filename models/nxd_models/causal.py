@@ -1,4 +1,4 @@
-"""What training asks of a causal language model: documents that share a row kept apart, and losses that add up.
+"""What causal language models share: documents of one row kept apart, logits of all ranks, and losses that add up.
 
 Shapes: B rows, S positions, V vocabulary.
 """
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nxd_infer.context import ParallelContext
+from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.loss_functions import parallel_cross_entropy
 
 
@@ -26,6 +27,12 @@ def seen(mask_BS: Tensor | None) -> Tensor | None:
     itself = torch.eye(S, dtype=torch.bool, device=mask_BS.device)
     together = (mask_BS[:, :, None] == mask_BS[:, None, :]) & (mask_BS != 0)[:, None, :]
     return (causal & together[:, None]) | itself
+
+
+def whole_logits(logits: Tensor, vocab_size: int, context: ParallelContext) -> Tensor:
+    """Return the logits [..., V] of all ranks, without padding, for this rank's [..., V / degree]."""
+    whole = mappings.gather_from_tensor_model_parallel_region(logits, context=context)
+    return whole if whole.shape[-1] == vocab_size else whole.narrow(-1, 0, vocab_size)
 
 
 def causal_loss(

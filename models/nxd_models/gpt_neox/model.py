@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from nxd_infer.context import current_context
 from nxd_infer.layout import AxisPlan
 from nxd_infer.ops import cache_attention
-from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.layers import ParallelEmbedding
-from nxd_models.causal import causal_loss, seen
+from nxd_models.causal import causal_loss, seen, whole_logits
 from nxd_models.gpt_neox.config import NeoXConfig
 from nxd_models.gpt_neox.parallel_plan import tensor_parallel_plan
 from nxd_models.layers import ACTIVATIONS, first_linear, last_linear, normal_init, zero_biases
@@ -139,9 +138,7 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map final hidden states [..., E] to logits [..., V], complete on every rank."""
-        whole = mappings.gather_from_tensor_model_parallel_region(self.embed_out(hidden), context=self.context)
-        vocabulary = self.config.vocab_size
-        return whole if whole.shape[-1] == vocabulary else whole.narrow(-1, 0, vocabulary)
+        return whole_logits(self.embed_out(hidden), self.config.vocab_size, self.context)
 
     def forward(
         self,

@@ -23,7 +23,7 @@ from nxd_infer.ops import cache_attention
 from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.layers import ParallelEmbedding
 from nxd_infer.parallel_layers.sequence_parallel import building_sequence_parallel
-from nxd_models.causal import causal_loss, seen
+from nxd_models.causal import causal_loss, seen, whole_logits
 from nxd_models.layers import ACTIVATIONS, SEQUENCE, RMSNorm, first_linear, last_linear, normal_init, zero_biases
 from nxd_models.llama.config import LlamaConfig
 from nxd_models.llama.parallel_plan import tensor_parallel_plan
@@ -217,9 +217,7 @@ class CausalLM(ParallelBlock):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map final hidden states [..., E] to logits [..., V], complete on every rank, in the model's dtype."""
-        whole = mappings.gather_from_tensor_model_parallel_region(self.parallel_logits(hidden), context=self.context)
-        vocabulary = self.config.vocab_size
-        return whole if whole.shape[-1] == vocabulary else whole.narrow(-1, 0, vocabulary)
+        return whole_logits(self.parallel_logits(hidden), self.config.vocab_size, self.context)
 
     def forward(
         self,
