@@ -17,6 +17,8 @@ KeyPath = tuple[str | int, ...]
 
 MERGE = "tag:yaml.org,2002:merge"
 MOST_VALUES = 100_000
+DEEPEST = 64
+"""Levels of a recipe; PyYAML's own bound is the interpreter's stack, which differs by caller."""
 _FLOAT = re.compile(r"[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$|[-+]?\.\d+[eE][-+]?\d+$")
 
 
@@ -74,8 +76,6 @@ def parse_yaml(text: str, origin: str) -> Tree:
         place = f"{origin}:{mark.line + 1}" if mark else origin
         said = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
         raise RecipeError(f"{place}: not YAML: {said}") from None
-    except RecursionError:
-        raise RecipeError(f"{origin}: not YAML that is read: it is nested too deeply") from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -101,6 +101,9 @@ class _Converter:
         if node in self.open:
             line = node.start_mark.line + 1
             raise RecipeError(f"{self.tree.origin}:{line}: {dotted(path)} contains itself through an alias")
+        if len(self.open) >= DEEPEST:  # by aliases: their nodes were counted where they stand
+            where = f"{self.tree.origin}:{node.start_mark.line + 1}"
+            raise RecipeError(f"{where}: not YAML that is read: it is nested more than {DEEPEST} levels deep")
         self.open.append(node)
         try:
             if isinstance(node, self.yaml.MappingNode):
@@ -156,6 +159,16 @@ def _yaml() -> Any:
 def _loader(yaml: Any) -> Any:
     class Loader(yaml.SafeLoader):
         yaml_implicit_resolvers = {key: list(found) for key, found in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+        level = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.level += 1
+            if self.level > DEEPEST:
+                problem = f"it is nested more than {DEEPEST} levels deep"
+                raise yaml.composer.ComposerError(None, None, problem, self.peek_event().start_mark)
+            node = super().compose_node(parent, index)
+            self.level -= 1
+            return node
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
     return Loader

@@ -24,7 +24,7 @@ from nxd_server.text.chat_template import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
 from tests.fuzz.forms import INDEXED, LINES, YAML, indexed, parted
 from tests.fuzz.target import Target
-from tests.recipes.dialect import KINDS, text_of
+from tests.recipes.dialect import write
 from tests.tiny_models import VOCAB_SIZE, write_tiny
 
 RECIPE = """name: small
@@ -42,7 +42,7 @@ trace: {out: "${oc.env:HOME,/tmp}/x", max_len: 64}
 def recipe(place: Path) -> Target:
     """A recipe's text, read as a recipe and as a configuration to convert; what is printed of it is YAML again."""
     file, printed = place / "recipe.yaml", place / "printed.yaml"
-    made = [RECIPE, *(text_of(name) for name in list(KINDS)[::6])]
+    made = [RECIPE, *(dialect.read_text() for dialect in list(write(place).values())[::6])]
 
     def read(data: bytes) -> None:
         file.write_bytes(data)
