@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.long import is_long
 from tests.order import place
+from tests.skips import pytest_sessionfinish as pytest_sessionfinish
 
 # How long an example takes, or is made, says how busy the machine is.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

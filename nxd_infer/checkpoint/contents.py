@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nxd_infer.checkpoint.folder import rank_stem
+from nxd_infer.checkpoint.folder import model_file, rank_stem
 from nxd_infer.checkpoint.random_state import random_state
 from nxd_infer.context import AXES, ParallelContext
 from nxd_infer.layout import ParamLayout, owned_blocks, weight_layout
@@ -54,7 +54,7 @@ def collect(
     record: dict[str, Any] = {"place": {axis: context.axis(axis).rank for axis in AXES}}
     first = context.dp.rank == 0 and context.cp.rank == 0
     if model is not None and first:
-        name = f"model.tp_rank_{context.tp.rank:02d}.pp_rank_{context.pp.rank:02d}.safetensors"
+        name = model_file(context)
         if isinstance(model, nn.Module):
             stage = stage_of(model)
             files[name], described = _describe_model(local_module(model), context, stage)

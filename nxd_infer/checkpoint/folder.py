@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_infer.checkpoint.storage import Storage
+from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.files.manifest import DONE, FORMAT, MANIFEST, mark_of, marked_number, read_manifest
 from nxd_infer.util.beneath import AnyPath
@@ -43,6 +44,11 @@ _OURS = re.compile(r"rank_\d{5}\.|model\.tp_rank_|optim\.dp_rank_|lora_adapter(/
 """Names of the files in a checkpoint without DONE."""
 _NUMBERED = {True: re.compile(r"^\.saving-(\d{1,18})$"), False: re.compile(r"\.(\d{8,18})$")}
 """Folders with the checkpoint's number in their name, in a file system (True) and in a bucket."""
+
+
+def model_file(context: ParallelContext) -> str:
+    """Return the name of the file with a rank's shard of the model."""
+    return f"model.tp_rank_{context.tp.rank:02d}.pp_rank_{context.pp.rank:02d}.safetensors"
 
 
 @dataclass(frozen=True)

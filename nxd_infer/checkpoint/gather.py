@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -70,23 +69,9 @@ def _require_one_stage() -> None:
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor, ParamLayout]]:
     """Yield name, this rank's tensor and layout of everything in the state dict, tied weights once."""
     module = local_module(model)
-    if not isinstance(module, LoRAModel):
+    if isinstance(module, LoRAModel):
+        found = module.merged_weights(module.module.state_dict())
+    else:
         here = named_tensors(module)
-        for name, layout in weight_layout(module).items():
-            if not layout.alias_of:
-                yield name, here[name].detach(), layout
-        return
-    merged = {
-        f"{path}.{name}": weight
-        for path, layer in module.lora_layers.items()
-        for name, weight in layer.merged_weights().items()
-    }
-    for name, tensor in module.module.state_dict().items():
-        if name in module.adapter_names:
-            continue
-        base = module.base_name(name)
-        layout = module.base_layouts[base]
-        if base in merged:  # a tied weight differs under the name where it is merged
-            yield base, merged[base], replace(layout, alias_of=None)
-        elif not layout.alias_of:
-            yield base, tensor, layout
+        found = ((name, here[name].detach(), layout) for name, layout in weight_layout(module).items())
+    yield from ((name, tensor, layout) for name, tensor, layout in found if not layout.alias_of)

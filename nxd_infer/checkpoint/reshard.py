@@ -18,7 +18,7 @@ from nxd_infer.artifact.rank_weights import write_safetensors
 from nxd_infer.checkpoint import folder as folders
 from nxd_infer.checkpoint.archive import Archive, Piece, RunsSource
 from nxd_infer.checkpoint.contents import EXTRA
-from nxd_infer.checkpoint.folder import rank_stem
+from nxd_infer.checkpoint.folder import model_file, rank_stem
 from nxd_infer.checkpoint.load import data_position, extra_states
 from nxd_infer.checkpoint.load_optimizer import classify, groups_of, read_flat
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive
@@ -193,7 +193,7 @@ class Resharding:
         )
 
     def _model_part(self, context: ParallelContext) -> Part:
-        part = Part(f"model.tp_rank_{context.tp.rank:02d}.pp_rank_{context.pp.rank:02d}.safetensors")
+        part = Part(model_file(context))
         source = self._weights
         for name, plans in self._here(self._model, context).items():
             shape = plans.rank_shape(self.tp)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_infer.cli.console import bar, console, duration
-from nxd_infer.cli.trace import Progress
+from nxd_infer.cli.trace import TraceProgress
 from nxd_infer.trace import load_artifact, parallel_model_recompile
 from nxd_infer.trace.options import RecompileOptions
 from nxd_infer.util.options import from_command
@@ -16,7 +16,7 @@ def run(artifact: Path, out: Path, given: dict[str, Any]) -> None:
     """Write ``out``; print what was compiled and for which target. ``given``: RecompileOptions by name, or None."""
     with bar(drawn=console.is_terminal) as display:
         arguments = from_command(RecompileOptions, given)
-        report = parallel_model_recompile(artifact, out, **arguments, progress=Progress(display))
+        report = parallel_model_recompile(artifact, out, **arguments, progress=TraceProgress(display))
     if report["ignored_compiler_args"]:
         console.print(
             f"note: ignored options of the Neuron compiler: {' '.join(report['ignored_compiler_args'])}", markup=False

@@ -29,7 +29,7 @@ LINE_EVERY = 10.0
 """Seconds between two lines of one stage when the output is not a terminal."""
 
 
-class Progress:
+class TraceProgress:
     """Draws the progress of ``parallel_model_trace``: one line per stage, with a bar if the total is known.
 
     If the output is not a terminal (a log, CI), it prints a line when a stage starts and ends, and some in between.
@@ -119,7 +119,7 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
     if (out / MANIFEST_NAME).exists():
         console.print(f"note: the artifact in {out} will be replaced once the new one is complete", markup=False)
     with bar(drawn=console.is_terminal) as display:
-        model = trace.parallel_model_trace(**arguments, artifact_dir=out, progress=Progress(display))
+        model = trace.parallel_model_trace(**arguments, artifact_dir=out, progress=TraceProgress(display))
     report = model.trace_report
     seconds = time.monotonic() - start
     on_disk = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from nxd_infer.cli.console import bar
-from nxd_infer.cli.trace import Progress
+from nxd_infer.cli.trace import TraceProgress
 from nxd_infer.verify.cases import generation_cases
 from tests import toy_artifacts as toy
 from tests.e2e.command import ROOT, nxd_infer, nxd_infer_here, refused
@@ -238,7 +238,7 @@ STEPS = ((0, ""), (1, " (decode_b1)"), (2, ""))
 def test_a_trace_into_a_log_says_how_far_it_is(terminal, line_every, lines):
     out = io.StringIO()
     with bar(Console(file=out, force_terminal=terminal, width=100, highlight=False), drawn=terminal) as display:
-        progress = Progress(display, line_every=line_every)
+        progress = TraceProgress(display, line_every=line_every)
         progress("compile graphs", 0, 2)
         progress("compile graphs", 1, 2, "decode_b1")
         progress("compile graphs", 2, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -205,6 +205,26 @@ class LoRAModel(ModelWrapper):
             layer.unmerge()
         return self
 
+    def merged_weights(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, ParamLayout]]:
+        """Yield name, tensor and layout of the weights without adapters, which are added to those they adapt.
+
+        ``state``: the wrapped module's state dict.
+        """
+        added = {
+            f"{path}.{name}": weight
+            for path, layer in self.lora_layers.items()
+            for name, weight in layer.merged_weights().items()
+        }
+        for name, tensor in state.items():
+            if name in self.adapter_names:
+                continue
+            base = self.base_name(name)
+            layout = self.base_layouts[base]
+            if base in added:  # a tied weight differs under the name where it is merged
+                yield base, added[base], replace(layout, alias_of=None)
+            else:
+                yield base, tensor, layout
+
     def require_unmerged(self) -> None:
         """Raise ParallelConfigError while the adapters are merged."""
         if any(layer.merged for layer in self.lora_layers.values()):
@@ -223,15 +243,8 @@ class LoRAModel(ModelWrapper):
         prefix = kwargs.get("prefix", "")
         names = [name for name in found if name.startswith(prefix)]
         if config.merge_lora:
-            merged = {
-                f"{prefix}{path}.base_layer.{name}": weight
-                for path, layer in self.lora_layers.items()
-                for name, weight in layer.merged_weights().items()
-            }
-            for name in names:
-                value = found.pop(name)
-                if name.removeprefix(prefix) not in self.adapter_names:
-                    found[prefix + self.base_name(name.removeprefix(prefix))] = merged.get(name, value)
+            own = {name.removeprefix(prefix): found.pop(name) for name in names}
+            found.update({prefix + name: tensor for name, tensor, _ in self.merged_weights(own)})
             return self._with_config(found, prefix)
         for path, layer in self.lora_layers.items():
             found.update({f"{prefix}{path}.base_layer.{name}": w.detach() for name, w in layer.base_weights.items()})
@@ -281,18 +294,12 @@ class LoRAModel(ModelWrapper):
 
     def saved_weights(self) -> dict[str, tuple[Tensor, ParamLayout]]:
         """Return the tensors of :meth:`state_dict` with their layouts; base weights have the module's logical names."""
+        if self.lora_config.merge_lora:
+            merged = self.merged_weights(self.module.state_dict())
+            return {name: (tensor, layout) for name, tensor, layout in merged}
         state, layouts = self.state_dict(), self._layouts()
         state.pop("lora_config", None)
-        if not self.lora_config.merge_lora:
-            return {name: (tensor, layouts[name]) for name, tensor in state.items()}
-        # A merged tied weight has its own value.
-        untied = {
-            f"{path}.{name}": replace(self.base_layouts[f"{path}.{name}"], alias_of=None)
-            for path, layer in self.lora_layers.items()
-            for name in layer.base_layer._parameters
-            if name.startswith("weight")
-        }
-        return {name: (tensor, untied.get(name, self.base_layouts[name])) for name, tensor in state.items()}
+        return {name: (tensor, layouts[name]) for name, tensor in state.items()}
 
     def load_weights(self, source: WeightSource, rank: int, degree: int, strict: bool = True) -> None:
         """Load what :meth:`saved_weights` returned, by logical names, in any of the three forms, at any degree.
