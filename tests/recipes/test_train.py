@@ -13,9 +13,9 @@ import torch.nn.functional as F
 
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import RecipeError
+from nxd_infer.parallel_layers.loss_functions import IGNORED
 from nxd_infer.recipes.batches import Batches
 from nxd_infer.recipes.data.megatron import write_indexed
-from nxd_infer.recipes.data.rows import IGNORED
 from nxd_infer.recipes.job import Begin, begin_of, config_of, make_job
 from nxd_infer.recipes.loop import Training, train
 from nxd_infer.recipes.plan import plan_of
