@@ -19,6 +19,10 @@ class ParallelConfigError(NxdError, ValueError):
     """A parallel degree, rank or group that cannot exist."""
 
 
+class LoraTargetError(ParallelConfigError):
+    """LoRA has nothing to adapt: ``target_modules`` match no layer, or the model's type has no default."""
+
+
 class NotInitializedError(NxdError, RuntimeError):
     """A group was requested before ``initialize_model_parallel``."""
 

@@ -33,7 +33,7 @@ from nxd_infer.context import (
 )
 from nxd_infer.errors import NotInitializedError, NxdError, ParallelConfigError
 from nxd_infer.layout.moving import move_model_to_device
-from nxd_infer.util.devices import HOST, transport_device
+from nxd_infer.util.devices import HOST, group_exists, transport_device
 
 log = logging.getLogger(__name__)
 
@@ -146,8 +146,8 @@ def initialize_model_parallel(
         return None
     if not mesh_only and given is None:
         join_launched_world(timeout)
-    world, rank = (dist.get_world_size(), dist.get_rank()) if _distributed() else (launched_world(), 0)
-    if world == 1 and not _distributed() and any(isinstance(size, int) and size > 1 for size in sizes):
+    world, rank = (dist.get_world_size(), dist.get_rank()) if group_exists() else (launched_world(), 0)
+    if world == 1 and not group_exists() and any(isinstance(size, int) and size > 1 for size in sizes):
         raise ParallelConfigError(
             f"tensor x pipeline x context = {' x '.join(map(str, sizes))} needs more ranks than this one process: "
             "start them with torchrun, or call torch.distributed.init_process_group() first"
@@ -181,10 +181,6 @@ def _native_library() -> native.NativeLibrary | None:
     except NxdError as error:  # a damaged file, or a cache that others can write to; training works without
         log.warning("ranks communicate over sockets, without the native operators: %s", error)
         return None
-
-
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def _accelerator() -> torch.device | None:
@@ -226,7 +222,7 @@ def _axis_groups(name: str, as_list: bool) -> Any:
     context = current_context()
     if as_list:
         return context.layout.groups(name)
-    if not _distributed():
+    if not group_exists():
         raise NotInitializedError(
             f"a torch.distributed group for axis {name!r} needs torch.distributed.init_process_group() and then "
             "initialize_model_parallel(); as_list=True works without"
@@ -386,6 +382,6 @@ def get_world_group(as_list: bool = False) -> Any:
     """The group of all ranks; with ``as_list``, ``[[0, 1, ...]]``. Raises NotInitializedError without a group."""
     if as_list:
         return [list(range(current_context().world_size))]
-    if not _distributed():
+    if not group_exists():
         raise NotInitializedError("the world group needs torch.distributed.init_process_group(); as_list=True does not")
     return dist.group.WORLD

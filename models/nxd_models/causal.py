@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nxd_infer.context import ParallelContext
 from nxd_infer.parallel_layers import mappings
-from nxd_infer.parallel_layers.loss_functions import parallel_cross_entropy
+from nxd_infer.parallel_layers.loss_functions import IGNORED, parallel_cross_entropy
 
 
 def seen(mask_BS: Tensor | None) -> Tensor | None:
@@ -43,6 +43,6 @@ def causal_loss(
     ``labels`` are the unshifted ids; -100 is left out. The sum is divided by ``num_items``, those of all microbatches
     of a step, or by the labels of this call.
     """
-    wanted = F.pad(labels_BS[:, 1:], (0, 1), value=-100)
-    losses = parallel_cross_entropy(logits, wanted, ignore_index=-100, vocab_size=vocab_size, context=context)
-    return losses.sum() / ((wanted != -100).sum() if num_items is None else num_items)
+    wanted = F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
+    losses = parallel_cross_entropy(logits, wanted, ignore_index=IGNORED, vocab_size=vocab_size, context=context)
+    return losses.sum() / ((wanted != IGNORED).sum() if num_items is None else num_items)

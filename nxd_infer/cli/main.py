@@ -91,7 +91,7 @@ class Chip(enum.Enum):
 
 
 @app.callback(invoke_without_command=True)
-def version_of(
+def main_options(
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
 ) -> None:
     if version:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from nxd_infer.context import LOCAL, current_context, default_context
 from nxd_infer.errors import NotInitializedError, ParallelConfigError
+from nxd_infer.util.devices import group_exists
 
 PLACE = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables that ``torch.distributed`` needs besides ``WORLD_SIZE`` to find the other ranks."""
@@ -43,7 +44,7 @@ def join_launched_world(timeout: float) -> None:
     ParallelConfigError if the devices do not match the ranks.
     """
     world = launched_world()
-    if world == 1 or (dist.is_available() and dist.is_initialized()):
+    if world == 1 or group_exists():
         return
     missing = [name for name in PLACE if not os.environ.get(name)]
     if missing:
@@ -101,7 +102,7 @@ def require_no_lonely_rank(what: str) -> None:
     """Raise NotInitializedError if this process is one of several and would do ``what`` as if it were alone."""
     if default_context() is not None or current_context() is not LOCAL:
         return
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else launched_world()
+    world = dist.get_world_size() if group_exists() else launched_world()
     if world > 1:
         raise NotInitializedError(
             f"{what}: this process is one of {world}, but model parallelism is not initialised, so each would do it "

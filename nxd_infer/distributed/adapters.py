@@ -16,11 +16,10 @@ from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.distributed.apply import fill_own
 from nxd_infer.distributed.layers import ColumnParallelConv1D, RowParallelConv1D
 from nxd_infer.distributed.regions import sum_gradients
+from nxd_infer.distributed.replace import META
 from nxd_infer.errors import AdapterError, MissingPackageError
 from nxd_infer.parallel_layers.base import ParallelLayer
 from nxd_infer.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
-
-META = torch.device("meta")
 
 
 def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") -> Any:

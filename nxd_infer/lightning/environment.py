@@ -8,10 +8,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
 from nxd_infer.comm.launched import launched_world
-
-
-def in_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
+from nxd_infer.util.devices import group_exists
 
 
 class LaunchedRanks(ClusterEnvironment):
@@ -19,7 +16,7 @@ class LaunchedRanks(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        return in_group() or ("RANK" in os.environ and launched_world() > 1)
+        return group_exists() or ("RANK" in os.environ and launched_world() > 1)
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -34,13 +31,13 @@ class LaunchedRanks(ClusterEnvironment):
         return int(os.environ.get("MASTER_PORT", 0))
 
     def world_size(self) -> int:
-        return dist.get_world_size() if in_group() else launched_world()
+        return dist.get_world_size() if group_exists() else launched_world()
 
     def set_world_size(self, size: int) -> None:
         pass
 
     def global_rank(self) -> int:
-        return dist.get_rank() if in_group() else int(os.environ["RANK"])
+        return dist.get_rank() if group_exists() else int(os.environ["RANK"])
 
     def set_global_rank(self, rank: int) -> None:
         pass

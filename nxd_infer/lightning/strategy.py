@@ -24,12 +24,12 @@ from nxd_infer.comm.turns import largest
 from nxd_infer.context import current_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.lightning.data import RankLoader, share_of
-from nxd_infer.lightning.environment import LaunchedRanks, in_group
+from nxd_infer.lightning.environment import LaunchedRanks
 from nxd_infer.lightning.launcher import RankLauncher
 from nxd_infer.lightning.saving import Checkpoints, begin_next_epoch
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.trainer.config import TrainConfig, initialize, require_degrees
-from nxd_infer.util.devices import HOST, transport_device
+from nxd_infer.util.devices import HOST, group_exists, transport_device
 
 __all__ = ["NeuronXLAStrategy"]
 
@@ -153,10 +153,10 @@ class NeuronXLAStrategy(ParallelStrategy):
 
         Raises ParallelConfigError for other degrees or devices, and NotInitializedError if PJRT_DEVICE asks for XLA's.
         """
-        if not in_group():
+        if not group_exists():
             refuse_configured_xla()  # one rank would train on the CPU without a word
         environment = self._environment
-        if self.world_size > 1 and not in_group():
+        if self.world_size > 1 and not group_exists():
             place = {"WORLD_SIZE": self.world_size, "RANK": self.global_rank, "LOCAL_RANK": self.local_rank}
             place |= {"MASTER_ADDR": environment.main_address, "MASTER_PORT": environment.main_port}
             os.environ.update({name: str(value) for name, value in place.items()})
@@ -164,7 +164,7 @@ class NeuronXLAStrategy(ParallelStrategy):
             torch.set_num_threads(int(self._variables(0)["OMP_NUM_THREADS"]))
         initialize(self.nxd_config)
         require_degrees(self.nxd_config)
-        if in_group() and self.world_size > 1 and transport_device().type != self.root_device.type:
+        if group_exists() and self.world_size > 1 and transport_device().type != self.root_device.type:
             raise ParallelConfigError(
                 f"the ranks communicate on {transport_device().type}, but Trainer(accelerator=) chose "
                 f'{self.root_device.type}: leave accelerator out, or set CUDA_VISIBLE_DEVICES="" to train on the CPU'
@@ -302,11 +302,11 @@ class NeuronXLAStrategy(ParallelStrategy):
         return bool(largest(current_context(), int(decision)))
 
     def barrier(self, name: str | None = None) -> None:
-        if in_group():
+        if group_exists():
             dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not in_group() or self.world_size == 1:
+        if not group_exists() or self.world_size == 1:
             return obj
         several = [obj]
         dist.broadcast_object_list(several, src, device=transport_device())

@@ -21,8 +21,8 @@ NORM = Kind(
 )
 
 
-def require_elementwise(optimizer_class: type, zero1: bool, context: ParallelContext) -> None:
-    """Raise ParallelConfigError for axes without training support, and for optimizers that need full parameters."""
+def require_supported(optimizer_class: type, zero1: bool, context: ParallelContext) -> None:
+    """Raise ParallelConfigError for axes and optimizers that cannot train over ranks."""
     if context.cp.degree > 1:
         raise ParallelConfigError(
             f"training over the axis 'cp' is not supported yet, but its degree is {context.cp.degree}; use tensor, "

@@ -29,8 +29,8 @@ from nxd_infer.optimizer.groups import (
     checked_norm,
     parameter_groups,
     parameter_names,
-    require_elementwise,
     require_once,
+    require_supported,
     with_defaults,
 )
 from nxd_infer.optimizer.pieces import Masters, Piece, Publisher, make_pieces
@@ -114,7 +114,7 @@ class NxDOptimizer(OptimizerWrapper):
         """
         require_no_lonely_rank(type(self).__name__)
         self.inited, self.context = False, current_context()
-        require_elementwise(self.optimizer_class, self.zero1, self.context)
+        require_supported(self.optimizer_class, self.zero1, self.context)
         self._final = False
         self._frozen: list[Tensor] = []
         self.names, self.pieces = [], []

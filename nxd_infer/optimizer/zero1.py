@@ -13,7 +13,7 @@ import torch
 
 from nxd_infer.context import current_context
 from nxd_infer.errors import ParallelConfigError
-from nxd_infer.optimizer.groups import checked_norm, require_elementwise
+from nxd_infer.optimizer.groups import checked_norm, require_supported
 from nxd_infer.optimizer.parallel import NxDOptimizer, Parameters
 from nxd_infer.optimizer.sharded_files import load_sharded, save_sharded
 
@@ -112,7 +112,7 @@ class NeuronZero1Optimizer(NxDOptimizer):
 
         Raises ParallelConfigError for ``sharding_groups`` and ``grad_norm_groups`` of other axes.
         """
-        require_elementwise(self.optimizer_class, True, current_context())  # first: no groups fit a rejected axis
+        require_supported(self.optimizer_class, True, current_context())  # first: no groups fit a rejected axis
         _require_groups("sharding_groups", self._sharding_groups, "dp")
         _require_groups("grad_norm_groups", self.grad_norm_groups, "tp")
         super().init_zero()

@@ -15,6 +15,9 @@ from nxd_infer.util.devices import on_host
 
 __all__ = ["from_parallel_logits_to_logprobs", "parallel_cross_entropy"]
 
+IGNORED = -100
+"""The label that losses leave out, in PyTorch, Hugging Face and here."""
+
 
 class _LogProbs(torch.autograd.Function):
     """The log-probability of each target, and the mean log-probability over the whole vocabulary.
@@ -67,7 +70,7 @@ def parallel_cross_entropy(
     labels: Tensor,
     label_smoothing: float = 0.0,
     *,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORED,
     vocab_size: int | None = None,
     context: ParallelContext | None = None,
 ) -> Tensor:

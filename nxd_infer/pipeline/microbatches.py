@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from nxd_infer.errors import InputMismatchError
+from nxd_infer.parallel_layers.loss_functions import IGNORED
 
 LABELS = "labels"
-IGNORED = -100
-"""The label that losses leave out, in PyTorch, Hugging Face and here."""
 
 Count = Callable[[Tensor], Tensor]
 """The labels of a microbatch to the number of targets that its loss is the mean of."""

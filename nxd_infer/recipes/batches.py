@@ -11,8 +11,8 @@ from torch import Tensor
 from nxd_infer import comm
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import RecipeError
+from nxd_infer.parallel_layers.loss_functions import IGNORED
 from nxd_infer.pipeline.microbatches import split_batch
-from nxd_infer.recipes.data.rows import IGNORED
 
 PIECE = 8
 """Rows are cut to a multiple of this many columns per tensor-parallel rank."""

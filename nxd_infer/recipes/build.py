@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from nxd_infer.errors import LoraTargetError
 from nxd_infer.modules.lora import LoraConfig
-from nxd_infer.recipes.recipe import microbatches
+from nxd_infer.recipes.recipe import Loaded, microbatches
 from nxd_infer.recipes.schema import Peft, Recipe
 from nxd_models import registry
 from nxd_models.spec import ModelDirectory
@@ -35,6 +37,17 @@ def lora_config(peft: Peft) -> LoraConfig:
     targets = [name for target in peft.target_modules for name in (target, *JOINED.get(target, ()))]
     given |= {"save_lora_base": False, "merge_lora": False, "target_modules": targets or None}
     return LoraConfig(**{**given, "bias": peft.lora_bias})
+
+
+@contextlib.contextmanager
+def naming_targets(loaded: Loaded) -> Iterator[None]:
+    """Raise RecipeError with the key's line if the recipe's adapters find no layer inside the block."""
+    try:
+        yield
+    except LoraTargetError as error:
+        peft = loaded.recipe.model_alignment_strategy.peft
+        key = "lora_save_dir" if peft is not None and peft.load_lora_from_ckpt else "target_modules"
+        raise loaded.tree.error(("model_alignment_strategy", "peft", key), f"does not fit the model: {error}") from None
 
 
 def pipeline_options(recipe: Recipe) -> dict[str, Any]:

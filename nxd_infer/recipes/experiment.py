@@ -59,8 +59,7 @@ def write_recipe(loaded: Loaded, log_dir: Path) -> None:
     for text in loaded.recipe.exp_manager.files_to_copy:
         file = loaded.path(text)
         if not file.is_file():
-            where = loaded.tree.where(("exp_manager", "files_to_copy"))
-            raise RecipeError(f"{where}: exp_manager.files_to_copy: {file} is not a file")
+            raise loaded.tree.error(("exp_manager", "files_to_copy"), f"names {file}, which is not a file")
         shutil.copy(file, log_dir / file.name)
 
 

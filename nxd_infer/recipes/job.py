@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from nxd_infer.errors import RecipeError
-from nxd_infer.recipes.build import build, lora_config, pipeline_options
+from nxd_infer.parallel_layers.sequence_parallel import building_sequence_parallel, is_sequence_parallel_model
+from nxd_infer.recipes.build import build, lora_config, naming_targets, pipeline_options
 from nxd_infer.recipes.dtypes import Dtypes, dtypes
 from nxd_infer.recipes.models import CONFIG, config_path
 from nxd_infer.recipes.optim import OPTIMIZERS, optimizer_arguments, parameter_groups, scheduler_of
@@ -43,7 +42,6 @@ class Begin:
 def begin_of(loaded: Loaded) -> Begin:
     """Return where the weights come from: ``resume_from_checkpoint``; in fine-tuning else the model's directory."""
     given = loaded.recipe.exp_manager.resume_from_checkpoint
-    where = loaded.tree.where(("exp_manager", "resume_from_checkpoint"))
     if given is not None and "://" in given:
         return Begin(checkpoints=given)
     if given is not None:
@@ -52,9 +50,9 @@ def begin_of(loaded: Loaded) -> Begin:
             return Begin(hugging_face=path)
         if has_checkpoint(path):
             return Begin(checkpoints=str(path))
-        raise RecipeError(
-            f"{where}: exp_manager.resume_from_checkpoint = {given!r} is neither a folder of checkpoints nor a Hugging "
-            "Face directory with safetensors"
+        raise loaded.tree.error(
+            ("exp_manager", "resume_from_checkpoint"),
+            f"= {given!r} is neither a folder of checkpoints nor a Hugging Face directory with safetensors",
         )
     config = config_path(loaded)
     tunes = not is_pretraining(loaded) or loaded.recipe.model_alignment_strategy.peft is not None
@@ -126,26 +124,20 @@ def make_job(loaded: Loaded, model_dir: Path, begin: Begin, steps: int) -> Job:
     torch.manual_seed(recipe.seed)
     alignment = recipe.model_alignment_strategy
     kinds = dtypes(recipe)
-    strategy = alignment.dpo or alignment.orpo
-    getter = partial(make_model, model_dir, begin.hugging_face, kinds.weights, strategy)
-    model = initialize_parallel_model(config, getter)
-    check_sequences(loaded, model)
+
+    def make() -> nn.Module:
+        made = make_model(model_dir, begin.hugging_face, kinds.weights, alignment.dpo or alignment.orpo)
+        if building_sequence_parallel() and not is_sequence_parallel_model(made):
+            problem = "= True, but no layer of this model splits sequences: set it to false"
+            raise loaded.tree.error(("distributed_strategy", "sequence_parallel"), problem)
+        return made
+
+    with naming_targets(loaded):
+        model = initialize_parallel_model(config, make)
     optim = recipe.model.optim
     groups = parameter_groups(model, optim, recipe.model.do_layer_norm_weight_decay)
     optimizer = initialize_parallel_optimizer(config, OPTIMIZERS[optim.name], groups, **optimizer_arguments(optim))
     return Job(model, optimizer, scheduler_of(optimizer, optim, steps), kinds)
-
-
-def check_sequences(loaded: Loaded, model: nn.Module) -> None:
-    """Raise RecipeError if sequences are to be split between parallel blocks, and no layer of the model does it."""
-    strategy = loaded.recipe.distributed_strategy
-    if not strategy.sequence_parallel or strategy.tensor_model_parallel_size == 1:
-        return
-    if not any(getattr(module, "sequence_parallel_enabled", False) for module in model.modules()):
-        path = ("distributed_strategy", "sequence_parallel")
-        raise RecipeError(
-            f"{loaded.tree.where(path)}: {'.'.join(path)}: no layer of this model splits sequences: set it to false"
-        )
 
 
 def load_begin(loaded: Loaded, job: Job, begin: Begin, weights_only: bool) -> None:

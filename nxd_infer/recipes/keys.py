@@ -65,9 +65,6 @@ class Reader:
         self.unused: dict[str, list[str]] = {}
         """The given keys without an effect, by the reason."""
 
-    def error(self, path: KeyPath, problem: str) -> RecipeError:
-        return RecipeError(f"{self.tree.where(path)}: {dotted(path)} {problem}")
-
     def require_keys(self, kind: type, values: Any, path: KeyPath = ()) -> None:
         """Raise RecipeError for a key that is not declared, anywhere in a section: before its values are looked at."""
         if not isinstance(values, Mapping):
@@ -87,12 +84,12 @@ class Reader:
         known = spellings(kind)
         if not isinstance(values, Mapping):
             such = ", ".join(list(known)[:3])
-            raise self.error(path, f"is a section, with keys such as {such}; got {values!r}")
+            raise self.tree.error(path, f"is a section, with keys such as {such}; got {values!r}")
         found: dict[str, Any] = {}
         for name, value in values.items():
             here, (first, declared) = (*path, name), known[name]
             if first in found:
-                raise self.error(here, f"is another spelling of {first}, which is given too; remove one")
+                raise self.tree.error(here, f"is another spelling of {first}, which is given too; remove one")
             found[first] = self.value(declared, value, here)
         return kind(**{name: value for name, value in found.items() if value is not None})
 
@@ -105,7 +102,7 @@ class Reader:
         value = self._of_kind(replace(declared, default=MISSING), value, path)
         only, unused = declared.only, declared.unused
         if only and value not in only:
-            raise self.error(path, f"= {value!r} is not supported: {unused}; the nearest is {only[0]!r}")
+            raise self.tree.error(path, f"= {value!r} is not supported: {unused}; the nearest is {only[0]!r}")
         if unused and not only:
             self.unused.setdefault(unused, []).append(dotted(path))
         return value
@@ -124,14 +121,14 @@ class Reader:
         if declared.choices and isinstance(value, str):
             matches = {one.lower(): one for one in declared.choices}
             if value.lower() not in matches:
-                raise self.error(path, f"= {value!r} is not known{nearest(value, declared.choices)}")
+                raise self.tree.error(path, f"= {value!r} is not known{nearest(value, declared.choices)}")
             return matches[value.lower()]
         if kind is int and declared.fits(value) and abs(value) >= LARGEST:
-            raise self.error(path, f"must be below {LARGEST}, got {value!r}")
+            raise self.tree.error(path, f"must be below {LARGEST}, got {value!r}")
         if not declared.fits(value):
             limit = declared.outside(value) if KINDS[kind].fits(value) else None
             close = "" if limit is None else f"; the nearest is {limit:g}"
-            raise self.error(path, f"must be {declared.described(YAML)}, got {value!r}{close}")
+            raise self.tree.error(path, f"must be {declared.described(YAML)}, got {value!r}{close}")
         return value
 
 

@@ -50,11 +50,11 @@ def check_world(loaded: Loaded, environment: Mapping[str, str]) -> None:
     """Raise RecipeError unless a launcher has started as many ranks as the recipe has."""
     wanted, found = world_size(loaded.recipe), int(environment.get("WORLD_SIZE", "1"))
     if wanted != found:
-        where = loaded.tree.where(("trainer", "devices"))
         trainer = loaded.recipe.trainer
-        asked = f"trainer.devices x trainer.num_nodes = {trainer.devices} x {trainer.num_nodes}"
-        nearest = f"trainer.devices={found} trainer.num_nodes=1"
-        raise RecipeError(f"{where}: {asked} is not the {found} processes that were started; the nearest is {nearest}")
+        asked = f"x trainer.num_nodes = {trainer.devices} x {trainer.num_nodes}"
+        nearest = f"the nearest is trainer.devices={found} trainer.num_nodes=1"
+        problem = f"{asked} is not the {found} processes that were started; {nearest}"
+        raise loaded.tree.error(("trainer", "devices"), problem)
 
 
 def start_ranks(loaded: Loaded, file: Path, overrides: Sequence[str], log_dir: Path) -> None:
@@ -63,10 +63,10 @@ def start_ranks(loaded: Loaded, file: Path, overrides: Sequence[str], log_dir: P
     Raises RecipeError for a recipe of several machines.
     """
     if loaded.recipe.trainer.num_nodes > 1:
-        where = loaded.tree.where(("trainer", "num_nodes"))
-        raise RecipeError(
-            f"{where}: trainer.num_nodes = {loaded.recipe.trainer.num_nodes}: start it on each machine, by torchrun or "
-            "srun; on this one alone the nearest is 1"
+        raise loaded.tree.error(
+            ("trainer", "num_nodes"),
+            f"= {loaded.recipe.trainer.num_nodes}: start it on each machine, by torchrun or srun; on this one alone "
+            "the nearest is 1",
         )
     log_dir.mkdir(parents=True, exist_ok=True)
     job = Start(str(file), list(overrides), str(log_dir), os.getpid())

@@ -108,10 +108,8 @@ class Training:
         train: Dataset = prepared.train
         count = len(train)  # pyright: ignore[reportArgumentType]
         if count < whole_step:
-            raise RecipeError(
-                f"{loaded.tree.where(('data', 'global_batch_size'))}: data.global_batch_size = {whole_step}, but the "
-                f"data has {count} rows of {seq_length(recipe)} tokens; the nearest is {max(1, count)}"
-            )
+            had = f"the data has {count} rows of {seq_length(recipe)} tokens; the nearest is {max(1, count)}"
+            raise loaded.tree.error(("data", "global_batch_size"), f"= {whole_step}, but {had}")
         trainer = recipe.trainer
         epoch = count // whole_step
         bounds = [n for n in (trainer.max_steps, trainer.max_epochs * epoch if trainer.max_epochs > 0 else -1) if n > 0]
@@ -337,8 +335,8 @@ class Training:
         if count >= wanted * self.dp:
             return wanted
         if count < least * self.dp:
-            where = self.loaded.tree.where(("data", "val_dir"))
-            raise RecipeError(f"{where}: data.val_dir has {count} rows, which do not fill a batch of {least * self.dp}")
+            problem = f"has {count} rows, which do not fill a batch of {least * self.dp}"
+            raise self.loaded.tree.error(("data", "val_dir"), problem)
         return least
 
     # --- checkpoints ------------------------------------------------------------------------------------

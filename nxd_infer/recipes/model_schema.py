@@ -10,7 +10,7 @@ from nxd_infer.recipes.keys import key, section
 KERNELS = "it chooses kernels of Trainium; the ones here compute the same"
 OFF = "models are trained without it here"
 
-SCHEDULES = (
+RATES = (
     "LinearAnnealingWithWarmUp",
     "LinearAnnealing",
     "CosineAnnealing",
@@ -23,7 +23,7 @@ OPTIMIZERS = ("adamw", "adamw_fp32OptState", "adam", "sgd", "adagrad", "rmsprop"
 
 @dataclass(kw_only=True)
 class Sched:
-    name: str = key("LinearAnnealingWithWarmUp", "how the learning rate moves", choices=SCHEDULES)
+    name: str = key("LinearAnnealingWithWarmUp", "how the learning rate moves", choices=RATES)
     warmup_steps: int = key(0, "steps up to the full rate", int, minimum=0)
     warmup_ratio: float | None = key(
         None, "the share of all steps, in place of warmup_steps", float, minimum=0, maximum=1

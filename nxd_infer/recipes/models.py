@@ -12,6 +12,7 @@ from nxd_infer.errors import ModelConfigError, RecipeError
 from nxd_infer.recipes.logs import missing_packages
 from nxd_infer.recipes.recipe import Loaded, seq_length
 from nxd_infer.recipes.schema import Recipe
+from nxd_infer.recipes.yaml_text import dotted
 from nxd_models import registry
 
 CONFIG = "config.json"
@@ -44,8 +45,8 @@ def config_path(loaded: Loaded) -> Path | None:
     path = loaded.path(given)
     path = path / CONFIG if path.is_dir() else path
     if not path.is_file():
-        where = loaded.tree.where(("model", "model_config"))
-        raise RecipeError(f"{where}: model.model_config = {given!r} is not there: give a config.json or its directory")
+        problem = f"= {given!r} is not there: give a config.json or its directory"
+        raise loaded.tree.error(("model", "model_config"), problem)
     return path
 
 
@@ -66,9 +67,8 @@ def raw_config(loaded: Loaded, vocab_size: int | None = None) -> dict[str, Any]:
     else:
         missing = [name for name in NEEDED if getattr(model, name) is None]
         if missing:
-            where = loaded.tree.where(("model",))
-            needed = "give it, or model_config"
-            raise RecipeError(f"{where}: model.{missing[0]} is missing, and there is no model.model_config: {needed}")
+            problem = "is missing, and there is no model.model_config: give it, or model_config"
+            raise loaded.tree.error(("model", missing[0]), problem)
         raw["rms_norm_eps"] = 1e-5
         raw["max_position_embeddings"] = seq_length(recipe)
         raw["intermediate_size"] = 4 * (model.hidden_size or 0)
@@ -147,5 +147,5 @@ def obstacles(loaded: Loaded) -> list[str]:
         reason = f"needs the package {package}: pip install {package}, or set it to false"
         found["exp_manager", key] = (True, reason)
     return [
-        f"{loaded.tree.where(path)}: {'.'.join(path)}: {reason}" for path, (stands, reason) in found.items() if stands
+        f"{loaded.tree.where(path)}: {dotted(path)}: {reason}" for path, (stands, reason) in found.items() if stands
     ]

@@ -13,7 +13,7 @@ from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.partition import describe_partition
 from nxd_infer.pipeline.pipeline import cuts_of
-from nxd_infer.recipes.build import build, lora_config, pipeline_options
+from nxd_infer.recipes.build import build, lora_config, naming_targets, pipeline_options
 from nxd_infer.recipes.dtypes import Dtypes, dtypes
 from nxd_infer.recipes.models import obstacles, raw_config
 from nxd_infer.recipes.recipe import Loaded, data_parallel_size, has_pairs, microbatches, seq_length, world_size
@@ -79,8 +79,9 @@ def plan_of(loaded: Loaded, chip: str | None = None, cpu_peak: float = 0.0) -> P
         here, here_trained = total / (tp * pp), trained / (tp * pp)
         active = _formula(recipe, raw, active=True)
     else:
-        total, trained, _ = _counted(recipe, raw, 1, 1, peft)
-        _, _, stages = _counted(recipe, raw, tp, pp, peft)
+        with naming_targets(loaded):
+            total, trained, _ = _counted(recipe, raw, 1, 1, peft)
+            _, _, stages = _counted(recipe, raw, tp, pp, peft)
         here, here_trained = max(stages)
         active = total
     dp = data_parallel_size(recipe)

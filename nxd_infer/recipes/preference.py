@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxd_infer.recipes.data.rows import IGNORED
+from nxd_infer.parallel_layers.loss_functions import IGNORED
 from nxd_infer.recipes.schema import Dpo, Orpo
 
 

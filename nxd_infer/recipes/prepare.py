@@ -144,27 +144,21 @@ def _texts(loaded: Loaded) -> Iterator[str]:
 
     data = loaded.recipe.data
     if data.train_dir is None:
-        where = loaded.tree.where(("data", "tokenizer", "type"))
-        raise RecipeError(
-            f"{where}: data.tokenizer.type = {TRAINED!r} needs texts, and data_prefix has tokens; name one"
-        )
+        problem = f"= {TRAINED!r} needs texts, and data_prefix has tokens; name one"
+        raise loaded.tree.error(("data", "tokenizer", "type"), problem)
     for record in itertools.islice(records(loaded.path(data.train_dir)), data.dev_choose_samples):
         yield from inside(dict(record))
 
 
 def _check_sizes(loaded: Loaded, raw: dict[str, Any], tokenizer: Tokenizer | None) -> None:
     if tokenizer is not None and tokenizer.vocab_size > raw["vocab_size"]:
-        path = ("model", "vocab_size")
-        problem = f"= {raw['vocab_size']} is less than the tokenizer's {tokenizer.vocab_size}"
-        raise RecipeError(
-            f"{loaded.tree.where(path)}: model.vocab_size {problem}; the nearest is {tokenizer.vocab_size}"
-        )
+        size = tokenizer.vocab_size
+        problem = f"= {raw['vocab_size']} is less than the tokenizer's {size}; the nearest is {size}"
+        raise loaded.tree.error(("model", "vocab_size"), problem)
     length, longest = seq_length(loaded.recipe), raw.get("max_position_embeddings")
     if longest is not None and length > longest:
-        where = loaded.tree.where(("data", "seq_length"))
-        raise RecipeError(
-            f"{where}: data.seq_length = {length} is above the model's {longest}; the nearest is {longest}"
-        )
+        problem = f"= {length} is above the model's {longest}; the nearest is {longest}"
+        raise loaded.tree.error(("data", "seq_length"), problem)
 
 
 def encoder_of(loaded: Loaded, model: Path, tokenizer: Tokenizer | None) -> Encoder:
@@ -207,7 +201,7 @@ def _open(loaded: Loaded, folder: Path) -> Prepared:
     if recipe.data.data_prefix:
         train, validation = (_indexed(loaded, config, part) for part in (0, 1))
         if train is None:
-            raise RecipeError(f"{loaded.tree.where(('data', 'data_prefix'))}: data.data_prefix has no row to train on")
+            raise loaded.tree.error(("data", "data_prefix"), "has no row to train on")
         return Prepared(folder / MODEL, _first(train, recipe.data.dev_choose_samples), validation)
     train = _rows(loaded, config, TokenStore(folder / TRAIN))
     validation = _rows(loaded, config, TokenStore(folder / VALIDATION)) if recipe.data.val_dir else None

@@ -49,17 +49,16 @@ def check(tree: Tree, overrides: Iterable[str] = ()) -> Loaded:
     recipe = reader.read(Recipe, tree.values)
     for name in recipe.trace or {}:
         if name not in TRACE_KEYS:
-            raise reader.error(("trace", name), f"is not an argument of a trace{nearest(name, TRACE_KEYS)}")
+            raise tree.error(("trace", name), f"is not an argument of a trace{nearest(name, TRACE_KEYS)}")
     for one in AGREEMENTS:
-        one(recipe, reader)
+        one(recipe, tree)
     return Loaded(recipe, tree, reader.unused)
 
 
 def time_limit(loaded: Loaded) -> float:
     """Return how many seconds this start of the job may train; infinity without a limit."""
-    reader = Reader(loaded.tree)
-    whole = seconds_of(loaded.recipe.trainer.max_time, reader, ("trainer", "max_time"))
-    start = seconds_of(loaded.recipe.exp_manager.max_time_per_run, reader, ("exp_manager", "max_time_per_run"))
+    whole = seconds_of(loaded.recipe.trainer.max_time, loaded.tree, ("trainer", "max_time"))
+    start = seconds_of(loaded.recipe.exp_manager.max_time_per_run, loaded.tree, ("exp_manager", "max_time_per_run"))
     return min(whole or math.inf, start or math.inf)
 
 
@@ -103,7 +102,7 @@ def microbatches(recipe: Recipe) -> int:
 # --- what values must be together ---------------------------------------------------------------------------
 
 
-def _degrees(recipe: Recipe, reader: Reader) -> None:
+def _degrees(recipe: Recipe, tree: Tree) -> None:
     world, strategy = world_size(recipe), recipe.distributed_strategy
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     before = 1
@@ -114,34 +113,32 @@ def _degrees(recipe: Recipe, reader: Reader) -> None:
             ranks = f"{world} ranks (trainer.devices x trainer.num_nodes)"
             whose = f"= {degree}, x {before} of the degrees before it," if before > 1 else f"= {degree}"
             path = ("distributed_strategy", name)
-            raise reader.error(path, f"{whose} does not divide the {ranks}; the nearest is {close}")
+            raise tree.error(path, f"{whose} does not divide the {ranks}; the nearest is {close}")
         before *= degree
     if strategy.virtual_pipeline_model_parallel_size > 1 and strategy.pipeline_model_parallel_size == 1:
         path = ("distributed_strategy", "virtual_pipeline_model_parallel_size")
         given = strategy.virtual_pipeline_model_parallel_size
-        raise reader.error(path, f"= {given} needs pipeline_model_parallel_size above 1; without it the nearest is 1")
+        raise tree.error(path, f"= {given} needs pipeline_model_parallel_size above 1; without it the nearest is 1")
 
 
-def _batches(recipe: Recipe, reader: Reader) -> None:
+def _batches(recipe: Recipe, tree: Tree) -> None:
     data, dp = recipe.data, data_parallel_size(recipe)
     rows = data.micro_batch_size * dp
     if data.global_batch_size % rows:
         close = max(rows, round(data.global_batch_size / rows) * rows)
         problem = f"is not a multiple of micro_batch_size x data-parallel ranks = {data.micro_batch_size} x {dp}"
-        raise reader.error(
-            ("data", "global_batch_size"), f"= {data.global_batch_size} {problem}; the nearest is {close}"
-        )
+        raise tree.error(("data", "global_batch_size"), f"= {data.global_batch_size} {problem}; the nearest is {close}")
 
 
-def _lengths(recipe: Recipe, reader: Reader) -> None:
+def _lengths(recipe: Recipe, tree: Tree) -> None:
     length, model = seq_length(recipe), recipe.model
     for name in ("encoder_seq_length", "seq_length"):
         given = getattr(model, name)
         if given not in (None, length):
-            raise reader.error(("model", name), f"= {given} differs from data.seq_length; the nearest is {length}")
+            raise tree.error(("model", name), f"= {given} differs from data.seq_length; the nearest is {length}")
     if model.max_position_embeddings is not None and model.max_position_embeddings < length:
         given = model.max_position_embeddings
-        raise reader.error(
+        raise tree.error(
             ("model", "max_position_embeddings"),
             f"= {given} is less than the {length} tokens per row; the nearest is {length}",
         )
@@ -150,30 +147,30 @@ def _lengths(recipe: Recipe, reader: Reader) -> None:
         close = max(1, round(length / degree)) * degree
         path = ("data", "seq_length") if recipe.data.seq_length else ("model", "encoder_seq_length")
         problem = f"= {length} does not divide over the {degree} ranks of sequence_parallel"
-        raise reader.error(path, f"{problem}; the nearest is {close}")
+        raise tree.error(path, f"{problem}; the nearest is {close}")
 
 
-def _heads(recipe: Recipe, reader: Reader) -> None:
+def _heads(recipe: Recipe, tree: Tree) -> None:
     model = recipe.model
     heads = model.num_attention_heads
     if model.hidden_size and heads and not model.kv_channels and model.hidden_size % heads:
         close = nearest_divisor(model.hidden_size, heads)
-        raise reader.error(
+        raise tree.error(
             ("model", "num_attention_heads"),
             f"= {heads} does not divide hidden_size {model.hidden_size}; the nearest is {close}",
         )
     if heads and model.num_kv_heads and heads % model.num_kv_heads:
         close = nearest_divisor(heads, model.num_kv_heads)
-        raise reader.error(
+        raise tree.error(
             ("model", "num_kv_heads"),
             f"= {model.num_kv_heads} does not divide {heads} attention heads; the nearest is {close}",
         )
 
 
-def _rates(recipe: Recipe, reader: Reader) -> None:
+def _rates(recipe: Recipe, tree: Tree) -> None:
     optim, sched = recipe.model.optim, recipe.model.optim.sched
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
-        raise reader.error(
+        raise tree.error(
             ("model", "optim", "betas"),
             f"= {optim.betas} must be two numbers from 0 to below 1; the nearest is [0.9, 0.999]",
         )
@@ -181,75 +178,75 @@ def _rates(recipe: Recipe, reader: Reader) -> None:
         return
     total = sched.max_steps or recipe.trainer.max_steps
     if total > 0 and sched.warmup_steps > total:
-        raise reader.error(
+        raise tree.error(
             ("model", "optim", "sched", "warmup_steps"),
             f"= {sched.warmup_steps} is above the {total} steps; the nearest is {total}",
         )
 
 
-def _experts(recipe: Recipe, reader: Reader) -> None:
+def _experts(recipe: Recipe, tree: Tree) -> None:
     moe = recipe.model.moe
     experts = recipe.distributed_strategy.expert_model_parallel_size
     if moe is None:
         if experts > 1:
             path = ("distributed_strategy", "expert_model_parallel_size")
-            raise reader.error(path, f"= {experts} needs a section model.moe; without it the nearest is 1")
+            raise tree.error(path, f"= {experts} needs a section model.moe; without it the nearest is 1")
         return
     if moe.dropless and moe.capacity_factor:
-        raise reader.error(
+        raise tree.error(
             ("model", "moe", "capacity_factor"),
             f"= {moe.capacity_factor:g} drops tokens, but dropless is true; the nearest is 0.0",
         )
     if not moe.dropless and not moe.capacity_factor:
-        raise reader.error(("model", "moe", "capacity_factor"), "= 0.0 needs dropless: true; the nearest is 1.0")
+        raise tree.error(("model", "moe", "capacity_factor"), "= 0.0 needs dropless: true; the nearest is 1.0")
     if moe.top_k > moe.num_experts:
-        raise reader.error(
+        raise tree.error(
             ("model", "moe", "top_k"), f"= {moe.top_k} is above num_experts; the nearest is {moe.num_experts}"
         )
     if moe.num_experts % experts:
         close = nearest_divisor(moe.num_experts, experts)
         path = ("distributed_strategy", "expert_model_parallel_size")
-        raise reader.error(path, f"= {experts} does not divide the {moe.num_experts} experts; the nearest is {close}")
+        raise tree.error(path, f"= {experts} does not divide the {moe.num_experts} experts; the nearest is {close}")
 
 
-def _alignment(recipe: Recipe, reader: Reader) -> None:
+def _alignment(recipe: Recipe, tree: Tree) -> None:
     alignment = recipe.model_alignment_strategy
     given = [name for name in ("sft", "dpo", "orpo") if getattr(alignment, name) is not None]
     if len(given) > 1:
         path = ("model_alignment_strategy", given[1])
-        raise reader.error(path, f"cannot be together with {given[0]}; the nearest is {given[0]} alone")
+        raise tree.error(path, f"cannot be together with {given[0]}; the nearest is {given[0]} alone")
     for name in ("dpo", "orpo"):
         strategy = getattr(alignment, name)
         length = seq_length(recipe)
         if strategy is not None and strategy.max_prompt_length is not None and strategy.max_prompt_length >= length:
             path = ("model_alignment_strategy", name, "max_prompt_length")
             problem = f"= {strategy.max_prompt_length} leaves no room for an answer in {length} tokens"
-            raise reader.error(path, f"{problem}; the nearest is {length - 1}")
+            raise tree.error(path, f"{problem}; the nearest is {length - 1}")
 
 
-def _sources(recipe: Recipe, reader: Reader) -> None:
+def _sources(recipe: Recipe, tree: Tree) -> None:
     data = recipe.data
     if data.train_dir is None and not data.data_prefix:
-        raise reader.error(("data", "train_dir"), "is missing: give a file or folder to train on (or data_prefix)")
+        raise tree.error(("data", "train_dir"), "is missing: give a file or folder to train on (or data_prefix)")
     if data.train_dir is not None and data.data_prefix:
-        raise reader.error(("data", "data_prefix"), "cannot be together with train_dir; the nearest is train_dir alone")
+        raise tree.error(("data", "data_prefix"), "cannot be together with train_dir; the nearest is train_dir alone")
 
 
-def _end(recipe: Recipe, reader: Reader) -> None:
+def _end(recipe: Recipe, tree: Tree) -> None:
     trainer = recipe.trainer
     if trainer.max_steps < 0 and trainer.max_epochs < 0 and trainer.max_time is None:
-        raise reader.error(("trainer", "max_steps"), "is missing: the training would not end; give it, or max_epochs")
+        raise tree.error(("trainer", "max_steps"), "is missing: the training would not end; give it, or max_epochs")
     if trainer.max_steps == 0:
-        raise reader.error(("trainer", "max_steps"), "= 0 trains nothing; the nearest is 1")
+        raise tree.error(("trainer", "max_steps"), "= 0 trains nothing; the nearest is 1")
     limit = trainer.limit_val_batches
     if isinstance(limit, bool) or not isinstance(limit, int | float) or limit < 0:
         path = ("trainer", "limit_val_batches")
-        raise reader.error(path, f"must be a number of batches, or a share of them, got {limit!r}; the nearest is 1.0")
+        raise tree.error(path, f"must be a number of batches, or a share of them, got {limit!r}; the nearest is 1.0")
     for where in (("trainer", "max_time"), ("exp_manager", "max_time_per_run")):
-        seconds_of(getattr(getattr(recipe, where[0]), where[1]), reader, where)
+        seconds_of(getattr(getattr(recipe, where[0]), where[1]), tree, where)
 
 
-def seconds_of(value: object, reader: Reader, path: KeyPath) -> float | None:
+def seconds_of(value: object, tree: Tree, path: KeyPath) -> float | None:
     """Return a time limit: seconds, or a text ``days:hours:minutes:seconds``."""
     if value is None:
         return None
@@ -257,14 +254,12 @@ def seconds_of(value: object, reader: Reader, path: KeyPath) -> float | None:
         return float(value)
     parts = str(value).split(":")
     if not 1 <= len(parts) <= 4 or not all(part.isdecimal() and len(part) < 12 for part in parts):
-        raise reader.error(
-            path, f'= {value!r} is not a time; the nearest is "00:01:00:00" (days:hours:minutes:seconds)'
-        )
+        raise tree.error(path, f'= {value!r} is not a time; the nearest is "00:01:00:00" (days:hours:minutes:seconds)')
     scale = (86400, 3600, 60, 1)[-len(parts) :]
     return float(sum(int(part) * unit for part, unit in zip(parts, scale, strict=True)))
 
 
-AGREEMENTS: tuple[Callable[[Recipe, Reader], None], ...] = (
+AGREEMENTS: tuple[Callable[[Recipe, Tree], None], ...] = (
     _end,
     _degrees,
     _batches,

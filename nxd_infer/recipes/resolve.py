@@ -49,7 +49,7 @@ class _Resolver:
             return self.done[path]
         if path in self.open:
             circle = " -> ".join(dotted(one) for one in (*self.open[self.open.index(path) :], path))
-            raise self.error(path, f"refers to itself: {circle}")
+            raise self.tree.error(path, f"refers to itself: {circle}")
         self.open.append(path)
         try:
             found = self._expanded(value.replace("$$", _DOLLAR), path)
@@ -65,9 +65,9 @@ class _Resolver:
                 return self._expanded(found, path) if isinstance(found, str) and "$" in found else found
             text = text[: match.start()] + _as_text(found) + text[match.end() :]
             if len(text) > MOST_CHARACTERS:
-                raise self.error(path, f"has more than {MOST_CHARACTERS} characters by its references")
+                raise self.tree.error(path, f"has more than {MOST_CHARACTERS} characters by its references")
         if "${" in text:
-            raise self.error(path, f"has a '${{' without its '}}': {text!r}")
+            raise self.tree.error(path, f"has a '${{' without its '}}': {text!r}")
         text = _VARIABLE.sub(lambda variable: self._variable(variable[1], path), text)
         return os.path.expanduser(text) if text.startswith("~") and "\0" not in text else text
 
@@ -86,7 +86,7 @@ class _Resolver:
                 if variable is not None:
                     return variable
                 known = [dotted((*target[:number], key)) for key in value] if isinstance(value, dict) else []
-                raise self.error(path, f"refers to {inside!r}, which is not there{nearest(dotted(target), known)}")
+                raise self.tree.error(path, f"refers to {inside!r}, which is not there{nearest(dotted(target), known)}")
             value = value[part]
         return self.text(value, target) if isinstance(value, str) else self.everything(value, target)
 
@@ -103,25 +103,23 @@ class _Resolver:
             return os.path.join(sysconfig.get_path("stdlib"), *arguments)
         if name not in FUNCTIONS:
             known = (*FUNCTIONS, "oc.env", "stdlib")
-            raise self.error(path, f"calls {name!r}, which is not a function of recipes{nearest(name, known)}")
+            raise self.tree.error(path, f"calls {name!r}, which is not a function of recipes{nearest(name, known)}")
         numbers = [parse_value(argument) for argument in arguments]
         if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
-            raise self.error(path, f"{name} takes numbers, got {arguments}")
+            raise self.tree.error(path, f"{name} takes numbers, got {arguments}")
         try:
             return FUNCTIONS[name](numbers)
         except ZeroDivisionError:
-            raise self.error(path, f"{name} divides by zero") from None
+            raise self.tree.error(path, f"{name} divides by zero") from None
         except (ValueError, OverflowError):
-            raise self.error(path, f"{name} of {arguments} is not a number") from None
+            raise self.tree.error(path, f"{name} of {arguments} is not a number") from None
 
     def _variable(self, name: str, path: KeyPath, default: str | None = None) -> str:
         found = _environment(name)
         if found is None and default is None:
-            raise self.error(path, f"needs the environment variable {name}, which is not set ($$ is a plain dollar)")
+            problem = f"needs the environment variable {name}, which is not set ($$ is a plain dollar)"
+            raise self.tree.error(path, problem)
         return (default or "") if found is None else found
-
-    def error(self, path: KeyPath, problem: str) -> RecipeError:
-        return RecipeError(f"{self.tree.where(path)}: {dotted(path)} {problem}")
 
 
 def _divided(numbers: list[Any]) -> Any:

@@ -8,24 +8,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from nxd_infer.errors import RecipeError
+from nxd_models.serving.tasks import SERVING_FILES
 
 UNKNOWN, BEGIN, END = "<unk>", "<s>", "</s>"
 # A plain continuation model: a conversation is the text of its messages in order.
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 TRAINED = "trained"
 """``data.tokenizer.type`` of a tokenizer that is made from the data."""
-FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
+FILES = tuple(name for name in SERVING_FILES if name != "config.json")
+"""A tokenizer's files, and the generation_config.json beside them: its ids are tokens of this tokenizer."""
 
 
 def train_tokenizer(directory: Path, texts: Iterable[str], vocab_size: int, template: str = CHAT_TEMPLATE):

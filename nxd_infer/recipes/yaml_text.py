@@ -42,6 +42,10 @@ class Tree:
                 return f"{self.origin}:{self.lines[path[:length]]}"
         return self.origin
 
+    def error(self, path: KeyPath, problem: str) -> RecipeError:
+        """Return the error of a key: ``file:line: key problem``."""
+        return RecipeError(f"{self.where(path)}: {dotted(path)} {problem}")
+
 
 def dotted(path: KeyPath) -> str:
     """Return ``("data", "prefix", 0)`` as ``data.prefix[0]``."""

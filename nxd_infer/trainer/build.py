@@ -18,7 +18,7 @@ from nxd_infer.pipeline.build import build_stage
 from nxd_infer.pipeline.materialise import fill_modules, keep_stage
 from nxd_infer.pipeline.stage import Stage
 from nxd_infer.trainer.config import TrainConfig
-from nxd_infer.util.devices import HOST, transport_device
+from nxd_infer.util.devices import HOST, group_exists, transport_device
 
 Args = tuple[Any, ...]
 
@@ -68,7 +68,7 @@ def build_model(
 
 def turns(context: ParallelContext, at_a_time: int) -> Iterator[bool]:
     """Yield once per turn whether it is this rank's. Between turns all ranks wait for each other."""
-    if context.world_size <= at_a_time or not (dist.is_available() and dist.is_initialized()):
+    if context.world_size <= at_a_time or not group_exists():
         yield True
         return
     for first in range(0, context.world_size, at_a_time):
@@ -85,7 +85,7 @@ def same_random_numbers(context: ParallelContext) -> Iterator[None]:
     If all ranks already have the same state, they continue from where building leaves it, like a single process.
     Otherwise every rank gets its own generator back afterwards.
     """
-    if context.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+    if context.world_size == 1 or not group_exists():
         yield
         return
     device = transport_device()

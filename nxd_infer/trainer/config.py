@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from nxd_infer.comm.launched import launched_world
@@ -19,6 +18,7 @@ from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.optimizer.groups import NORM, ON_NONFINITE
 from nxd_infer.parallel_state import initialize_model_parallel, model_parallel_is_initialized
 from nxd_infer.pipeline.options import PipelineOptions
+from nxd_infer.util.devices import group_exists
 from nxd_infer.util.option_dict import OptionDict
 from nxd_infer.util.options import Kind, option, table
 
@@ -192,7 +192,7 @@ def initialize(config: TrainConfig) -> None:
     """Initialise model parallelism where this process is one of several; what is there already must be the same."""
     if model_parallel_is_initialized():
         require_degrees(config)
-    elif (dist.is_available() and dist.is_initialized()) or launched_world() > 1:
+    elif group_exists() or launched_world() > 1:
         initialize_model_parallel(config.tensor_parallel_size, config.pipeline_parallel_size)
 
 

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from nxd_infer.checkpoint.api import wait_for_save
 from nxd_infer.parallel_state import destroy_model_parallel
+from nxd_infer.util.devices import group_exists
 
 __all__ = ["shutdown"]
 
@@ -18,7 +19,7 @@ def shutdown() -> None:
     try:
         wait_for_save()
     finally:
-        up = dist.is_available() and dist.is_initialized()
+        up = group_exists()
         if up:
             dist.barrier()
         destroy_model_parallel()

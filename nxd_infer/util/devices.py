@@ -1,5 +1,5 @@
-"""The host's memory and the training device. Outside backends, only this module and ``comm/launched.py``, which gives
-each rank its device, name one."""
+"""The host's memory, the training device, and whether a process group is there. Outside backends, only this module and
+``comm/launched.py``, which gives each rank its device, name a device."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ def on_host(tensor: Tensor) -> bool:
     return tensor.device.type == HOST.type
 
 
+def group_exists() -> bool:
+    """Whether this process is in a process group of ``torch.distributed``."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def transport_device() -> torch.device:
     """Return the device whose memory the process group communicates."""
-    if dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend():
+    if group_exists() and "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
     return HOST
 

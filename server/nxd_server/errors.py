@@ -175,6 +175,10 @@ class DeadlineExceededError(ServerError, TimeoutError):
     """The request's own deadline passed before it finished (504)."""
 
 
+DEADLINE_GRACE = 0.5
+"""The engine ends an overdue request itself; after this many seconds, if its thread is stuck, who waits for it does."""
+
+
 def not_finished(seconds: float) -> DeadlineExceededError:
     """Return the error of a request that exceeded the server's time limit."""
     return DeadlineExceededError(f"the request was not finished after {seconds:g} s (request_timeout)")

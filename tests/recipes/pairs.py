@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from nxd_infer.recipes.data.rows import IGNORED
+from nxd_infer.parallel_layers.loss_functions import IGNORED
 from nxd_infer.recipes.job import make_model
 from nxd_infer.recipes.schema import Dpo
 from tests.tiny_models import PAD, VOCAB_SIZE

@@ -18,7 +18,7 @@ from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.errors import RecipeError
 from nxd_infer.recipes.experiment import Keeper, Patience, checkpoint_name, log_dir_of, saves, validates
 from nxd_infer.recipes.launch import check_world, first_host, is_a_rank, variables_of_slurm
-from nxd_infer.recipes.model_schema import SCHEDULES, Optim, Sched
+from nxd_infer.recipes.model_schema import RATES, Optim, Sched
 from nxd_infer.recipes.optim import Rate, parameter_groups
 from nxd_infer.recipes.recipe import check
 from nxd_infer.recipes.schema import CheckpointCallback, EarlyStopping, ExpManager, Trainer
@@ -122,7 +122,7 @@ def test_rates_rise_hold_and_fall():
     assert cosine(0) == 1.0 and cosine(5) == pytest.approx(0.5) and cosine(10) == pytest.approx(0)
     hold = Rate(Sched(name="WarmupHoldPolicy", warmup_ratio=0.5), lr=1.0, steps=4)
     assert [hold(step) for step in range(4)] == pytest.approx([1 / 3, 2 / 3, 1, 1])
-    for name in SCHEDULES:
+    for name in RATES:
         assert 0 <= Rate(Sched(name=name), 1.0, 10)(5) <= 1
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nxd_infer.context import make_context, use_context
-from nxd_infer.recipes.data.rows import IGNORED
+from nxd_infer.parallel_layers.loss_functions import IGNORED
 from nxd_infer.recipes.job import make_model
 from nxd_infer.recipes.preference import PreferenceModel
 from nxd_infer.recipes.schema import Dpo, Orpo

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import RecipeError
+from nxd_infer.parallel_layers.loss_functions import IGNORED
 from nxd_infer.recipes.batches import Batches
 from nxd_infer.recipes.data.megatron import write_indexed
-from nxd_infer.recipes.data.rows import IGNORED
-from nxd_infer.recipes.job import begin_of, check_sequences, config_of
+from nxd_infer.recipes.job import Begin, begin_of, config_of, make_job
 from nxd_infer.recipes.loop import Training, train
+from nxd_infer.recipes.plan import plan_of
 from nxd_infer.recipes.prepare import prepare
 from nxd_infer.recipes.recipe import load
 from nxd_models import registry
@@ -255,15 +256,23 @@ def test_a_model_that_recipes_do_not_train_is_refused(tmp_path, kind, told):
 
 @pytest.mark.check
 def test_sequences_that_no_layer_would_split_are_refused(tmp_path):
-    write_pairs(tmp_path)
-    strategy = "distributed_strategy.tensor_model_parallel_size=2", "distributed_strategy.sequence_parallel=true"
-    loaded = load(write(tmp_path, 2), strategy)
-    with pytest.raises(RecipeError, match=r"distributed_strategy\.sequence_parallel: no layer of this model splits"):
-        check_sequences(loaded, torch.nn.Linear(2, 2))
-    check_sequences(load(write(tmp_path, 2), strategy[:1]), torch.nn.Linear(2, 2))
-    model = torch.nn.Linear(2, 2)
-    model.sequence_parallel_enabled = True
-    check_sequences(loaded, model)
+    raw = {"model_type": "gpt_neox", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_attention_heads": 2, "vocab_size": 64}))
+    file = write(tmp_path, 2, "distributed_strategy: {tensor_model_parallel_size: 2, sequence_parallel: true}\n")
+    told = r"\.yaml:10: distributed_strategy\.sequence_parallel = True, but no layer of this model splits sequences"
+    with pytest.raises(RecipeError, match=told), use_context(make_context(2, tp=2)):
+        make_job(load(file), tmp_path, Begin(), 1)
+    with use_context(make_context(2, tp=2)):
+        make_job(load(file, ["distributed_strategy.sequence_parallel=false"]), tmp_path, Begin(), 1)
+
+
+@pytest.mark.check
+def test_adapters_that_find_no_layer_are_refused_by_their_key(folder):
+    more = "model_alignment_strategy:\n  peft:\n    lora_rank: 4\n    target_modules: [nothing]\n"
+    told = r"\.yaml:13: model_alignment_strategy\.peft\.target_modules does not fit the model: .*\bq_proj\b"
+    for refused in (plan_of, train):
+        with pytest.raises(RecipeError, match=told), use_context(make_context()):
+            refused(load(write(folder, 1, more)))
 
 
 @pytest.mark.check

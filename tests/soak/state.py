@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
-from nxd_server.http.openai.generation import DEADLINE_GRACE
+from nxd_server.errors import DEADLINE_GRACE
 from tests.soak.books import Books, read_metrics
 from tests.soak.questions import Question, Told, told
 from tests.soak.tasks import doing

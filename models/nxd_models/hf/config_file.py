@@ -122,13 +122,13 @@ class SpecialTokens(ConfigFile):
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises ModelConfigError if it is missing, not JSON or not an object."""
-    value = parse_json(path)
+    value = read_any_json(path)
     if not isinstance(value, dict):
         raise ModelConfigError(f"{path} holds a {type(value).__name__}, expected a JSON object")
     return value
 
 
-def parse_json(path: Path) -> Any:
+def read_any_json(path: Path) -> Any:
     """Read a JSON file of a model directory. Raises ModelConfigError if it is missing or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))

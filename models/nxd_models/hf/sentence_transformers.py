@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_infer.errors import ModelConfigError
-from nxd_models.hf.config_file import ConfigFile, Count, parse_json, read_json
+from nxd_models.hf.config_file import ConfigFile, Count, read_any_json, read_json
 
 POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 """How the vectors of a text's tokens are combined into one."""
@@ -47,7 +47,7 @@ def pooling_options(model_dir: Path) -> dict[str, Any]:
 
 def _modules(file: Path) -> list[tuple[str, str]]:
     """Return (kind, folder) of every step; the kind of a step from outside the library is its full type name."""
-    entries = parse_json(file)
+    entries = read_any_json(file)
     if not isinstance(entries, list) or not all(
         isinstance(m, dict) and isinstance(m.get("path", ""), str) for m in entries
     ):

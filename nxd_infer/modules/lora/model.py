@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nxd_infer.context import current_context
-from nxd_infer.errors import ParallelConfigError, WeightMismatchError
+from nxd_infer.errors import LoraTargetError, ParallelConfigError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, WeightSource, check_weights, fill_tensor, weight_layout
 from nxd_infer.layout.params import restore_attributes
 from nxd_infer.modules.lora import peft
@@ -126,7 +126,7 @@ class LoRAModel(ModelWrapper):
         if not made:
             every = named_modules_of_all(self.module)
             found = sorted({path.rpartition(".")[2] for path, child, _ in every if adaptable(child)})
-            raise ParallelConfigError(
+            raise LoraTargetError(
                 f"LoRA: no layer matches target_modules={sorted(exact or words)}; "
                 f"the layers that can be adapted are {', '.join(found) or 'none'}"
             )
@@ -136,7 +136,7 @@ class LoRAModel(ModelWrapper):
             return self.lora_config.target_modules
         kind = getattr(getattr(self.module, "config", None), "model_type", None)
         if kind not in DEFAULT_TARGETS:
-            raise ParallelConfigError(
+            raise LoraTargetError(
                 f"LoRA: there are no default target_modules for the model type {kind!r}; pass target_modules=[...]"
             )
         return DEFAULT_TARGETS[kind]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxd_infer.errors import RecipeError
-from nxd_infer.recipes.data.rows import IGNORED
+from nxd_infer.parallel_layers.loss_functions import IGNORED
 from nxd_infer.recipes.data.sources import Record
 from nxd_server.errors import RequestError
 from nxd_server.text.chat_template import ChatTemplate

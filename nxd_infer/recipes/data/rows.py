@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from nxd_infer.errors import RecipeError
+from nxd_infer.parallel_layers.loss_functions import IGNORED
 from nxd_infer.recipes.data.documents import Documents
 
-IGNORED = -100
 Row = dict[str, Tensor]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from starlette.requests import Request
 from starlette.types import Receive
 
-from nxd_server.errors import ended_early, not_finished
+from nxd_server.errors import DEADLINE_GRACE, ended_early, not_finished
 from nxd_server.http.request_body import ClientLeft, client_left
 from nxd_server.http.request_context import context_of
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from nxd_server.http.ops.metrics import Metrics
 
 T = TypeVar("T")
-DEADLINE_GRACE = 0.5
 
 
 async def wait_all(request: Request, submit: Sequence[Callable[[], Future[T]]], *, timeout: float) -> list[T]:

@@ -13,7 +13,7 @@ from starlette.types import Receive
 from nxd_server.engine.events import ErrorEvent, Event, FinishEvent, OnEvent, TokenEvent, Usage
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.engine.weight_gate import WholeRequest
-from nxd_server.errors import ended_early, not_finished
+from nxd_server.errors import DEADLINE_GRACE, ended_early, not_finished
 from nxd_server.http.openai.event_mailbox import Mailbox
 from nxd_server.http.request_body import ClientLeft
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from nxd_server.app.service import Service
     from nxd_server.http.ops.metrics import Metrics
 
-DEADLINE_GRACE = 0.5
-"""The engine ends an overdue request itself; after this grace, if its thread is stuck, this class does."""
 _LEFT: Any = object()
 
 
