@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from nxd_infer.artifact.manifest import BucketSpec
+from nxd_infer.artifact.manifest import BUCKET_KERNEL_REQUIREMENT, BucketSpec
 from nxd_infer.errors import NxdError, RankFailedError
 from nxd_infer.runtime.router import cut, fill, lawful
 from nxd_server.engine.core.model import RoutingModel
@@ -52,7 +52,7 @@ class DynamicBatcher:
         """``batches``: requests may share a step; ``max_delay``: seconds a request waits for others to join."""
         self._model = model
         self._batches = batches
-        self._kernel = "bucket-kernel" in model.manifest.requires
+        self._kernel = BUCKET_KERNEL_REQUIREMENT in model.manifest.requires
         self._max_delay = max_delay
         self._lock, self._queue, self._gate = parts.lock, parts.queue, parts.gate
         self._steps, self._costs = parts.steps, parts.costs

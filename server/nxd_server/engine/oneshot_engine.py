@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nxd_infer.artifact.manifest import Manifest
+from nxd_infer.artifact.manifest import BUCKET_KERNEL_REQUIREMENT, Manifest
 from nxd_infer.errors import ModelConfigError, NxdError
 from nxd_infer.runtime.router import Router
 from nxd_server.engine.core.model import RoutingModel
@@ -55,7 +55,7 @@ class OneShotEngine(EngineControls):
             restart_limit=restart_limit,
             restart_window=restart_window,
         )
-        self._kernel = "bucket-kernel" in manifest.requires
+        self._kernel = BUCKET_KERNEL_REQUIREMENT in manifest.requires
         self._router = Router(manifest.buckets)
         self._batcher = DynamicBatcher(model, parts, self.batches, max_delay_ms / 1000)
         if manifest.states:
