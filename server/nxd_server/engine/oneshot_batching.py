@@ -58,8 +58,3 @@ def row_shape(bucket: BucketSpec) -> tuple:
 def row_elements(bucket: BucketSpec) -> int:
     """Return the number of input elements per row."""
     return sum(math.prod(spec.shape[1:]) for spec in bucket.inputs)
-
-
-def elements(bucket: BucketSpec) -> int:
-    """Return the number of input elements of the whole bucket."""
-    return sum(math.prod(spec.shape) for spec in bucket.inputs)
