@@ -20,7 +20,8 @@ from bench.process_groups import Group
 from bench.siege import COLUMNS, GAP_STEPS, LIVEZ_SECONDS, MEMORY, Reading, Siege
 from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.artifact.writer import CHECKSUM_KEY, hash_file, manifest_bytes
-from nxd_infer.cli.demo.run import free_port, ready
+from nxd_infer.cli.demo.run import ready
+from nxd_infer.util.ports import free_port
 
 SECONDS, QUICK_SECONDS = 5.0, 1.0
 DESCRIPTORS = 256

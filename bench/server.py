@@ -18,8 +18,9 @@ from bench.peers.known import field_of, ours
 from bench.process_groups import ROOT, Group, environment, memory_of
 from bench.stats import Verdict, interleaved, ratios, summary
 from bench.stream import read_bandwidth
-from nxd_infer.cli.demo.run import free_port, ready
+from nxd_infer.cli.demo.run import ready
 from nxd_infer.util.options import defaults
+from nxd_infer.util.ports import free_port
 from nxd_server.settings import ServerSettings
 
 CLIENTS = (1, 4, 16)

@@ -25,7 +25,7 @@ from nxd_infer.artifact.manifest import (
     WeightSpec,
     weight_schema_hash,
 )
-from nxd_infer.artifact.structure import BUCKET_KERNEL_NAME, weight_name
+from nxd_infer.artifact.names import BUCKET_KERNEL_NAME, weight_name
 from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.backends.cpu.lower import PROGRAM_FILE
 from nxd_infer.backends.cpu.target import describe_target

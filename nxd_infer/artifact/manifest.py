@@ -22,11 +22,19 @@ if TYPE_CHECKING:
 
 FORMAT = "1.1"
 """1.1 stores each graph in functional form with its backend's version; 1.0 stored only the latter."""
+BUCKET_KERNEL_REQUIREMENT = "bucket-kernel"
+INLINE_WEIGHTS_REQUIREMENT = "inline-weights"
 PACKED_REQUIREMENT = "packed-weights"
 PIPELINE_REQUIREMENT = "pipeline"
 WHOLE_PROMPTS_REQUIREMENT = "whole-prompts"
 KNOWN_REQUIREMENTS: frozenset[str] = frozenset(
-    {"bucket-kernel", "inline-weights", PACKED_REQUIREMENT, PIPELINE_REQUIREMENT, WHOLE_PROMPTS_REQUIREMENT}
+    {
+        BUCKET_KERNEL_REQUIREMENT,
+        INLINE_WEIGHTS_REQUIREMENT,
+        PACKED_REQUIREMENT,
+        PIPELINE_REQUIREMENT,
+        WHOLE_PROMPTS_REQUIREMENT,
+    }
 )
 MANIFEST_NAME = "manifest.json"
 

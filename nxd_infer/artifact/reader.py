@@ -19,8 +19,15 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from nxd_infer.artifact.manifest import FORMAT, KNOWN_REQUIREMENTS, MANIFEST_NAME, Manifest
-from nxd_infer.artifact.structure import BUCKET_KERNEL_NAME, check_structure, require_flat, weight_name
+from nxd_infer.artifact.manifest import (
+    BUCKET_KERNEL_REQUIREMENT,
+    FORMAT,
+    KNOWN_REQUIREMENTS,
+    MANIFEST_NAME,
+    Manifest,
+)
+from nxd_infer.artifact.names import BUCKET_KERNEL_NAME, weight_name
+from nxd_infer.artifact.structure import check_structure, require_flat
 from nxd_infer.artifact.verified import Stamp, changed_files, stamp_of, verify_files
 from nxd_infer.artifact.writer import (
     CHECKSUM_KEY,
@@ -114,7 +121,7 @@ class LoadedArtifact:
     @property
     def bucket_kernel_file(self) -> Path | None:
         """The user's bucket kernel, or None if the package does the routing."""
-        return self.file(BUCKET_KERNEL_NAME) if "bucket-kernel" in self.manifest.requires else None
+        return self.file(BUCKET_KERNEL_NAME) if BUCKET_KERNEL_REQUIREMENT in self.manifest.requires else None
 
     def check_kernel(self, allowed: bool) -> None:
         """Raise ArtifactError if there is a bucket kernel and it is not ``allowed``."""

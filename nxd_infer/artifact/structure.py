@@ -5,16 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nxd_infer.artifact.manifest import PIPELINE_REQUIREMENT, BucketSpec, Manifest
+from nxd_infer.artifact.manifest import BUCKET_KERNEL_REQUIREMENT, PIPELINE_REQUIREMENT, BucketSpec, Manifest
+from nxd_infer.artifact.names import BUCKET_KERNEL_NAME, weight_name
 from nxd_infer.errors import ArtifactCorruptError
 from nxd_infer.util.reading import MOST_LEVELS
-
-BUCKET_KERNEL_NAME = "bucket_kernel.pt"
-"""The user's bucket kernel as TorchScript; it exists if ``requires`` lists ``bucket-kernel``.
-
-Write it with ``writer.write_bytes(BUCKET_KERNEL_NAME, kernel.save_to_buffer())``: on a full disk, ``torch.jit.save``
-to a path aborts the whole process.
-"""
 
 
 def require_flat(value: Any, what: Path) -> None:
@@ -26,10 +20,6 @@ def require_flat(value: Any, what: Path) -> None:
         if not level:
             return
     raise ArtifactCorruptError(f"{what} is damaged: it is nested more than {MOST_LEVELS} levels deep")
-
-
-def weight_name(rank: int) -> str:
-    return f"weights/rank_{rank:02d}.safetensors"
 
 
 def check_structure(path: Path, manifest: Manifest) -> None:
@@ -62,7 +52,7 @@ def check_structure(path: Path, manifest: Manifest) -> None:
             problems.append(f"no file of graph {key}")
     ranks = range(0 if problems else manifest.world_size)  # the degree may be trusted only without problems
     needed = [weight_name(rank) for rank in ranks] + [f"ops/{op}.so" for op in manifest.ops]
-    if "bucket-kernel" in manifest.requires:
+    if BUCKET_KERNEL_REQUIREMENT in manifest.requires:
         needed.append(BUCKET_KERNEL_NAME)
     problems += [f"file {name} is not listed" for name in needed if name not in manifest.files]
     if problems:
@@ -87,7 +77,7 @@ def _stage_problems(bucket: BucketSpec, stages: int) -> list[str]:
 
 
 def _names_in(structure: Any) -> list[str]:
-    """Yield the output names in a bucket's structure, and invalid entries as text."""
+    """Return the output names in a bucket's structure, and invalid entries as text."""
     if not isinstance(structure, dict | list):
         return [str(structure)]
     return [n for entry in (structure.values() if isinstance(structure, dict) else structure) for n in _names_in(entry)]

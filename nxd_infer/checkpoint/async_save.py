@@ -6,7 +6,6 @@ import atexit
 import concurrent.futures.thread  # noqa: F401  (before the hook below)
 import contextlib
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from nxd_infer.checkpoint.folder import rank_stem
 from nxd_infer.checkpoint.storage import Storage
 from nxd_infer.errors import CheckpointError
+from nxd_infer.util.this_process import leave
 
 
 class Outstanding:
@@ -59,10 +59,7 @@ class Outstanding:
             return
         print(f"nxd_infer: the last asynchronous save failed: {self._error}", file=sys.stderr)
         logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(1)
+        leave(1)
 
 
 outstanding = Outstanding()

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from nxd_infer import cli
+from nxd_infer.cli.parameters import words
 from nxd_infer.trace.options import TraceOptions
 from nxd_infer.util.options import declared
 
@@ -96,7 +97,7 @@ def reshard(
     rules: Rules = None,
 ) -> None:
     """Rewrite a checkpoint for other degrees, optimizer included, in one process, one tensor in memory at a time."""
-    several = None if cuts is None else [cut.strip() for cut in cuts.split(",")]
+    several = None if cuts is None else words(cuts)
     cli.ckpt.reshard(path, out, tp, dp, tag, config, rules, pp, several)
 
 

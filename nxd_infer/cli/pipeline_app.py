@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from nxd_infer import cli
+from nxd_infer.cli.parameters import words
 
 pipeline = typer.Typer(
     help="Look at pipelines before they train.",
@@ -43,6 +44,6 @@ def plan(
         "num_microbatches": microbatches,
         "virtual_pipeline_size": chunks,
         "schedule": schedule,
-        "pipeline_cuts": None if cuts is None else [cut.strip() for cut in cuts.split(",")],
+        "pipeline_cuts": None if cuts is None else words(cuts),
     }
     cli.pipeline_plan.run(model, pp, given)

@@ -21,7 +21,7 @@ from nxd_infer.errors import ArtifactCorruptError
 from nxd_infer.graph import passes
 from nxd_infer.graph.export import Exported, Step, export
 from nxd_infer.graph.fakes import propagate
-from nxd_infer.graph.functional import functional, placeholders
+from nxd_infer.graph.functional import functional
 from nxd_infer.graph.ir import FUNCTIONAL, IN_PLACE, graph_to_ir, ir_to_graph
 from nxd_infer.graph.stored import GraphFile, Lowered, ir_text, read_graph, read_ir
 
@@ -64,7 +64,7 @@ def _drop_unused_weights(exported: Exported) -> None:
     graph = exported.module.graph
     first = len(exported.states) + len(exported.inputs)
     kept = []
-    for node, name in zip(placeholders(graph)[first:], exported.weights, strict=True):
+    for node, name in zip(passes.placeholders(graph)[first:], exported.weights, strict=True):
         if node.users:
             kept.append(name)
         else:
@@ -115,7 +115,7 @@ def stored_graph(directory: Path, rounded: Container[str] = ()) -> Graph:
 def weight_nodes(module: fx.GraphModule, file: GraphFile) -> dict[str, fx.Node]:
     """Return the placeholder of each weight, by the weight's name in the graph."""
     names = [weight.name for weight in file.weights]
-    return dict(zip(names, placeholders(module.graph)[len(file.states) + len(file.inputs) :], strict=True))
+    return dict(zip(names, passes.placeholders(module.graph)[len(file.states) + len(file.inputs) :], strict=True))
 
 
 # --- digests ------------------------------------------------------------------------------------------

@@ -273,13 +273,12 @@ def _flat_graph(program: torch.export.ExportedProgram, wrapper: _Traced, step: S
     module = program.graph_module
     passes.flatten_nested(module)
     passes.simplify(module)
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     user: list[fx.Node] = []
     weights: list[tuple[str, fx.Node]] = []
     constants: dict[str, Tensor] = {}
     first: dict[int, str] = {}
     own = {name: first.setdefault(id(tensor), name) for name, tensor in named_tensors(step.module).items()}
-    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+    for node, spec in zip(passes.placeholders(module.graph), program.graph_signature.input_specs, strict=True):
         if spec.kind is InputKind.USER_INPUT:
             user.append(node)
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
@@ -324,7 +323,7 @@ def _flat_graph(program: torch.export.ExportedProgram, wrapper: _Traced, step: S
 
 def _undeclared(found: Exported) -> tuple[list[str], set[str]]:
     """Return buffers and parameters that are written without being states, and inputs that are written."""
-    placeholders = [node for node in found.module.graph.nodes if node.op == "placeholder"]
+    placeholders = passes.placeholders(found.module.graph)
     names = [*found.states, *found.inputs, *found.weights]
     written = passes.mutated_placeholders(found.module.graph)
     first_input, first_weight = len(found.states), len(found.states) + len(found.inputs)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from nxd_infer.graph.functional import output_of, placeholders
-from nxd_infer.graph.passes import memory, written
+from nxd_infer.graph.passes import memory, output_of, placeholders, written
 
 
 class Flow:
@@ -81,6 +80,18 @@ class Flow:
 
     def ordered(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         return sorted(nodes, key=self.order.__getitem__)
+
+    def copied(self, takes: Mapping[fx.Node, str], nodes: Iterable[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+        """Return a graph without an output, of placeholders for ``takes`` with these names and of copies of ``nodes``,
+        and what stands for each of them in it."""
+        graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        for node, name in takes.items():
+            values[node] = graph.placeholder(name)
+            values[node].meta = dict(node.meta)
+        for node in self.ordered(nodes):
+            values[node] = graph.node_copy(node, lambda n: values[n])
+        return graph, values
 
 
 def collective(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from nxd_infer.graph.passes import aten, call, copied, mutated_placeholders
+from nxd_infer.graph.passes import aten, call, copied, mutated_placeholders, output_of, placeholders
 
 _COPY = aten.clone.default
 
@@ -56,11 +56,3 @@ def in_place(module: fx.GraphModule, states: int) -> fx.GraphModule:
         for place, value in [(place, call(graph, _COPY, value)) for place, value in computed]:
             call(graph, aten.copy_.default, place, value)
     return module
-
-
-def placeholders(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "placeholder"]
-
-
-def output_of(graph: fx.Graph) -> Any:
-    return next(node for node in reversed(graph.nodes) if node.op == "output")

@@ -40,6 +40,14 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
     return Nodes(root, graph)
 
 
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def output_of(graph: fx.Graph) -> Any:
+    return next(node for node in reversed(graph.nodes) if node.op == "output")
+
+
 def tensors_of(value: Any) -> list[fx.Node]:
     """Return the nodes in an argument, at any depth."""
     found: list[fx.Node] = []
@@ -279,7 +287,7 @@ def clone_aliased_outputs(module: fx.GraphModule) -> None:
     """Give every output its own memory: an output that is (a view of) a state or input would change after the call."""
     graph = module.graph
     shared = aliases(graph)
-    output = next(n for n in graph.nodes if n.op == "output")
+    output = output_of(graph)
     seen: set[fx.Node] = set()
     results = []
     for value in output.args[0]:

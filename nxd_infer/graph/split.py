@@ -146,12 +146,6 @@ class _Splitter(Flow):
     def _part(self, nodes: set[fx.Node], gives: Sequence[fx.Node], names: Mapping[fx.Node, str]) -> Part:
         used = {value for node in nodes for value in tensors_of([node.args, node.kwargs])}
         takes = self.ordered({node for node in used if node not in nodes and node.op != "get_attr"})
-        graph = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
-        for node in takes:
-            values[node] = graph.placeholder(names[node])
-            values[node].meta = dict(node.meta)
-        for node in self.ordered(nodes):
-            values[node] = graph.node_copy(node, lambda n: values[n])
+        graph, values = self.copied({node: names[node] for node in takes}, nodes)
         graph.output(tuple(values[node] for node in gives))
         return Part(Nodes(self.module, graph), [names[node] for node in takes], [names[node] for node in gives])

@@ -20,7 +20,7 @@ from nxd_infer.errors import TraceError
 from nxd_infer.graph.canonical import Graph
 from nxd_infer.graph.fakes import propagate
 from nxd_infer.graph.flow import Flow, collective
-from nxd_infer.graph.passes import Nodes, aten, call, collective_sequence, written
+from nxd_infer.graph.passes import Nodes, aten, call, collective_sequence, output_of, written
 from nxd_infer.graph.stored import GraphFile
 
 
@@ -194,12 +194,7 @@ class _Stager(Flow):
             for spec, value in zip(file.outputs, self.results, strict=False)
             if self._gives(value) == stage
         ]
-        graph = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
-        for node in [*states, *self.inputs, *takes, *weights]:
-            values[node] = graph.placeholder(node.name)
-        for node in self.ordered(members):
-            values[node] = graph.node_copy(node, lambda n: values[n])
+        graph, values = self.copied({node: node.name for node in [*states, *self.inputs, *takes, *weights]}, members)
         module = Nodes(self.module, graph)
         own = GraphFile(
             digest="",
@@ -232,7 +227,7 @@ def _contiguous(name: str, value: Any) -> TensorSpec:
 def _make_contiguous(module: fx.GraphModule, results: int) -> None:
     """Let the first ``results`` results be contiguous, as what is handed on is in shared memory."""
     graph = module.graph
-    output: Any = next(node for node in reversed(graph.nodes) if node.op == "output")
+    output = output_of(graph)
     values = list(output.args[0])
     for place, value in enumerate(values[:results]):
         if not value.meta["val"].is_contiguous():

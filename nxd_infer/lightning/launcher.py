@@ -20,6 +20,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from nxd_infer.errors import ParallelConfigError, RankDiedError
 from nxd_infer.util.child_process import ChildProcess, end_all, wait_for_an_end
 from nxd_infer.util.python_command import python_of_caller
+from nxd_infer.util.this_process import leave
 
 GRACE = 10.0
 """Seconds after a rank's failure in which this process may raise its own error, before it is ended."""
@@ -127,7 +128,4 @@ class RankLauncher(_Launcher):
     def _leave(self, failure: str) -> None:
         end_all(self.ranks)
         print(f"nxd_infer: {failure}", file=sys.stderr)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(1)
+        leave(1)

@@ -76,10 +76,6 @@ class Plan:
     def shape(self, output: Output) -> Shape:
         return self.calls[output[0]].leaves[output[1]]
 
-    def bytes_handed(self, stage: int) -> int:
-        shapes = [self.shape(output) for output in self.handed[stage]]
-        return sum(shape.size.numel() * shape.dtype.itemsize for shape in shapes)
-
 
 def make_plan(stage: Stage, call: Callable[[], Any], loss_of: Callable[[Any], Tensor]) -> Plan:
     """Return the plan for ``call()``, a forward of the model on one microbatch; ``loss_of`` finds the loss in it.

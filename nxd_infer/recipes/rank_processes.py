@@ -11,7 +11,7 @@ from pathlib import Path
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from nxd_infer.errors import RankFailedError, RankTimeoutError
-from nxd_infer.util.child_process import ChildProcess, end_all, wait_for_an_end
+from nxd_infer.util.child_process import ChildProcess, end_all, end_of_log, wait_for_an_end
 from nxd_infer.util.processors import compute_threads
 from nxd_infer.util.python_command import child_environment
 
@@ -70,5 +70,4 @@ def _started(command: Sequence[str], world_size: int, log: Path) -> Iterator[lis
 def _raise_first_failure(ranks: Sequence[ChildProcess], log: Path) -> None:
     for number, rank in enumerate(ranks):
         if rank.returncode:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            raise RankFailedError(f"rank {number} {rank.explain()}; the end of {log}:\n{tail}", number)
+            raise RankFailedError(f"rank {number} {rank.explain()}; the end of {log}:\n{end_of_log(log)}", number)

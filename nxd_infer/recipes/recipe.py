@@ -12,7 +12,7 @@ from nxd_infer.recipes.resolve import override, resolve
 from nxd_infer.recipes.schema import Recipe
 from nxd_infer.recipes.yaml_text import KeyPath, Tree, read_yaml
 from nxd_infer.trace.options import TraceOptions
-from nxd_infer.util.options import declared, every_option
+from nxd_infer.util.options import declared
 from nxd_infer.util.suggest import nearest
 from nxd_models.serving.task_options import TaskOptions
 
@@ -270,8 +270,3 @@ AGREEMENTS: tuple[Callable[[Recipe, Tree], None], ...] = (
     _alignment,
     _sources,
 )
-
-
-def all_keys() -> list[str]:
-    """Return every key of a recipe, dotted, by its first spelling."""
-    return [".".join(map(str, path)) for path, _ in every_option(Recipe)]

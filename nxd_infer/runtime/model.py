@@ -21,7 +21,7 @@ from nxd_infer.runtime.bucket_kernel import ask
 from nxd_infer.runtime.ipc.channel import Kind
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank_model import RankModel, takes_arrays
-from nxd_infer.runtime.router import Route, Router, cut, fill, lawful
+from nxd_infer.runtime.router import Route, Router, cut, fill, lawful_inputs
 from nxd_infer.runtime.supervisor.in_process import LocalRank
 from nxd_infer.runtime.supervisor.pending_step import PendingStep, free_side
 from nxd_infer.runtime.supervisor.protocol import Ranks
@@ -138,7 +138,7 @@ class TensorParallelModel(nn.Module, RankModel):
         """
         seconds = {}
         for index, bucket in enumerate(self.buckets):
-            inputs = {spec.name: lawful(spec) for spec in bucket.inputs if spec.default is None}
+            inputs = lawful_inputs(bucket)
             begin = time.perf_counter()
             self._run(Route(index, inputs), self.bounds.start)
             seconds[bucket.name] = time.perf_counter() - begin

@@ -38,7 +38,7 @@ class Router:
     def __init__(self, buckets: Sequence[BucketSpec], kernel: BucketKernel | None = None):
         self.buckets = list(buckets)
         self.kernel = kernel
-        order = sorted(range(len(self.buckets)), key=lambda i: (_elements(self.buckets[i]), i))
+        order = sorted(range(len(self.buckets)), key=lambda i: (elements(self.buckets[i]), i))
         self._by_size = order
 
     def route(self, positional: Sequence[Tensor], named: Mapping[str, Tensor]) -> Route:
@@ -187,6 +187,11 @@ def fits(spec: InputSpec, tensor: Tensor) -> bool:
     )
 
 
+def elements(bucket: BucketSpec) -> int:
+    """Return the number of input elements of the whole bucket."""
+    return sum(math.prod(spec.shape) for spec in bucket.inputs)
+
+
 def check_ranges(specs: Sequence[InputSpec], inputs: Mapping[str, Tensor]) -> None:
     """Raise InputRangeError for a value outside the range that the model declares for its input."""
     for spec in specs:
@@ -200,6 +205,11 @@ def check_ranges(specs: Sequence[InputSpec], inputs: Mapping[str, Tensor]) -> No
 def lawful(spec: InputSpec) -> Tensor:
     """Return an allowed tensor of the input's shape: zeros, or the allowed value nearest to zero."""
     return torch.full(spec.shape, _scalar(spec, spec.nearest_to_zero()), dtype=spec.torch_dtype)
+
+
+def lawful_inputs(bucket: BucketSpec) -> dict[str, Tensor]:
+    """Return an allowed tensor for each input that has no default."""
+    return {spec.name: lawful(spec) for spec in bucket.inputs if spec.default is None}
 
 
 def fill(view: Tensor, spec: InputSpec, tensor: Tensor | None) -> None:
@@ -252,7 +262,3 @@ def _dtype_text(spec: InputSpec, tensor: Tensor, where: str) -> str:
         f"input {spec.name!r} is {dtype_name(tensor.dtype)}{list(tensor.shape)}, "
         f"expected {spec.dtype}{shape_text(spec)}{where}: convert it with .to(torch.{spec.dtype})"
     )
-
-
-def _elements(bucket: BucketSpec) -> int:
-    return sum(math.prod(spec.shape) for spec in bucket.inputs)

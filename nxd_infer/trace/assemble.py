@@ -13,6 +13,8 @@ from typing import Any
 
 from nxd_infer import native
 from nxd_infer.artifact.manifest import (
+    BUCKET_KERNEL_REQUIREMENT,
+    INLINE_WEIGHTS_REQUIREMENT,
     PACKED_REQUIREMENT,
     PIPELINE_REQUIREMENT,
     WHOLE_PROMPTS_REQUIREMENT,
@@ -22,8 +24,8 @@ from nxd_infer.artifact.manifest import (
     WeightSpec,
     weight_schema_hash,
 )
+from nxd_infer.artifact.names import BUCKET_KERNEL_NAME, weight_name
 from nxd_infer.artifact.rank_weights import write_safetensors
-from nxd_infer.artifact.structure import BUCKET_KERNEL_NAME
 from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.backends.base import Backend
 from nxd_infer.backends.compile import cache as compile_cache
@@ -279,8 +281,8 @@ def write_artifact(
     stages = _by_stage(ranks, extras.tp_degree)
     manifest = Manifest(
         requires=[
-            *(["bucket-kernel"] if extras.kernel is not None else []),
-            *(["inline-weights"] if extras.inline_weights else []),
+            *([BUCKET_KERNEL_REQUIREMENT] if extras.kernel is not None else []),
+            *([INLINE_WEIGHTS_REQUIREMENT] if extras.inline_weights else []),
             *([PACKED_REQUIREMENT] if any(spec.encoding for spec in weights.values()) else []),
             *([PIPELINE_REQUIREMENT] if len(stages) > 1 else []),
             *([WHOLE_PROMPTS_REQUIREMENT] if extras.metadata.get("encodes_prompts") else []),
@@ -324,7 +326,7 @@ def write_artifact(
         for rank in ranks:
             source = rank_directory(build, rank.rank) / WEIGHTS_FILE
             _add_missing(source, rank, manifest.of_rank(rank.rank).weights)
-            writer.add(f"weights/rank_{rank.rank:02d}.safetensors", source, link=True)
+            writer.add(weight_name(rank.rank), source, link=True)
             progress("write artifact", len(compiled.directories) + rank.rank + 1, steps, "")
         if extras.kernel is not None:
             writer.add(BUCKET_KERNEL_NAME, extras.kernel)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nxd_infer.artifact.manifest import MANIFEST_NAME
-from nxd_infer.artifact.structure import BUCKET_KERNEL_NAME
+from nxd_infer.artifact.names import BUCKET_KERNEL_NAME
 from nxd_infer.artifact.writer import ArtifactWriter, checked_name
 from nxd_infer.backends import registry
 from nxd_infer.backends.base import Backend

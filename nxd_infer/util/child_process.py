@@ -9,6 +9,7 @@ import subprocess  # nosec B404
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import IO, Any
 
 END_SECONDS = 10.0
@@ -103,6 +104,11 @@ class ChildProcess:
             if stream is not None:
                 with contextlib.suppress(OSError):  # it did not read everything
                     stream.close()
+
+
+def end_of_log(log: Path) -> str:
+    """Return the last lines that a child wrote into ``log``."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-15:])
 
 
 def end_all(children: Sequence[ChildProcess], patience: float = 0.0) -> None:

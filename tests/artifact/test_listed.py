@@ -8,7 +8,7 @@ import json
 import pytest
 
 from nxd_infer.artifact.manifest import MANIFEST_NAME
-from nxd_infer.artifact.structure import weight_name
+from nxd_infer.artifact.names import weight_name
 from nxd_infer.artifact.writer import CHECKSUM_KEY, manifest_checksum
 from nxd_infer.errors import ArtifactCorruptError
 from nxd_infer.runtime.load import load_artifact

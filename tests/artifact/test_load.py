@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from nxd_infer.artifact.manifest import MANIFEST_NAME, FileSpec, WeightSpec
+from nxd_infer.artifact.names import weight_name
 from nxd_infer.artifact.rank_weights import load_weights, write_safetensors
 from nxd_infer.artifact.reader import artifact_digest
-from nxd_infer.artifact.structure import weight_name
 from nxd_infer.artifact.writer import CHECKSUM_KEY, ArtifactWriter, manifest_checksum
 from nxd_infer.errors import (
     ArtifactBackendError,

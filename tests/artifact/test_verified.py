@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nxd_infer import native
-from nxd_infer.artifact.structure import weight_name
+from nxd_infer.artifact.names import weight_name
 from nxd_infer.backends.cpu import placement
 from nxd_infer.context import LOCAL
 from nxd_infer.errors import ArtifactCorruptError, RankDiedError, RankFailedError

@@ -17,8 +17,9 @@ from nxd_infer.errors import TraceError
 from nxd_infer.graph.canonical import trace_graph
 from nxd_infer.graph.devices import constants_on, plain_operators, rank_as_input
 from nxd_infer.graph.export import Step
-from nxd_infer.graph.functional import functional, in_place, output_of, placeholders
+from nxd_infer.graph.functional import functional, in_place
 from nxd_infer.graph.ir import FUNCTIONAL, graph_to_ir, ir_to_graph
+from nxd_infer.graph.passes import output_of, placeholders
 from nxd_infer.graph.split import Split, split_at
 from nxd_infer.graph.stored import ir_text
 from nxd_infer.ops import HOST

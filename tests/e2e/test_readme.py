@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from nxd_infer.util.ports import free_port
 from tests.e2e.command import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -66,7 +67,7 @@ def test_every_command_that_the_pages_name_exists():
 
 
 def test_the_console_session_runs_as_written(tmp_path):
-    port = _free_port()
+    port = free_port()
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     server = None
     try:
@@ -102,14 +103,6 @@ def test_the_example_programs_run():
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=600, env=env)
         assert done.returncode == 0, f"{program.name}\n{done.stdout}{done.stderr}"
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _wait_ready(port: int, server: subprocess.Popen) -> None:

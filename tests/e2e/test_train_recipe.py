@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from nxd_infer.cli.demo.client import stream_completion
-from nxd_infer.cli.demo.run import free_port, server, wait_ready
+from nxd_infer.cli.demo.run import server, wait_ready
+from nxd_infer.util.ports import free_port
 from tests.e2e.command import ROOT, nxd_infer, nxd_infer_here, refused
 from tests.needs import needs_inductor
 

@@ -12,7 +12,7 @@ from nxd_infer.errors import RecipeError
 from nxd_infer.recipes.convert import as_yaml, convert
 from nxd_infer.recipes.data.documents import Documents
 from nxd_infer.recipes.data.encode import Encoder, Example
-from nxd_infer.recipes.data.megatron import IndexedFile, write_indexed
+from nxd_infer.recipes.data.megatron import IndexedFile
 from nxd_infer.recipes.data.rows import Packed, Windows, pack
 from nxd_infer.recipes.data.sources import records
 from nxd_infer.recipes.data.store import TokenStore, write_store
@@ -25,6 +25,7 @@ from nxd_server.text.tokenizer import Tokenizer
 from tests.fuzz.forms import INDEXED, LINES, YAML, indexed, parted
 from tests.fuzz.target import Target
 from tests.recipes.dialect import write
+from tests.recipes.indexed import write_indexed
 from tests.tiny_models import VOCAB_SIZE, write_tiny
 
 RECIPE = """name: small

@@ -10,8 +10,8 @@ import pytest
 
 from nxd_infer.backends import registry
 from nxd_infer.backends.base import Availability
+from nxd_infer.backends.hlo import installed
 from nxd_infer.backends.neuron import backend, compiler, cores, sdk
-from nxd_infer.backends.xla.backend import BACKEND as XLA
 from nxd_infer.backends.xla.training import train_on_replicas
 from nxd_infer.errors import BackendUnavailableError
 from tests.e2e.command import nxd_infer_here
@@ -121,15 +121,13 @@ def test_what_is_missing_is_one_sentence(
 def test_what_tracing_and_training_lack(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], reason: str) -> None:
     import importlib.metadata
 
-    from nxd_infer.backends.xla import backend as xla
-
     def version(name: str) -> str:
         if name not in versions:
             raise importlib.metadata.PackageNotFoundError(name)
         return versions[name]
 
-    monkeypatch.setattr(xla.importlib.metadata, "version", version)
-    monkeypatch.setattr(xla, "torch_version", lambda: "2.9.1")
+    monkeypatch.setattr(installed.importlib.metadata, "version", version)
+    monkeypatch.setattr(installed, "torch_version", lambda: "2.9.1")
     for each in ("xla", "neuron"):
         found = registry.get(each).probe_compiler()
         assert not found.ok and found.reason == reason
@@ -143,7 +141,7 @@ def test_where_it_can_neither_run_nor_trace_both_say_why(
 ) -> None:
     """A machine that compiles for others needs no device and no runtime: it is told what it lacks for that."""
     machine("m7i.large", 0, package="")
-    monkeypatch.setattr(type(XLA), "probe", lambda self: Availability(True))
+    monkeypatch.setattr(installed, "probe", lambda: Availability(True))
     monkeypatch.setenv("PATH", str(tmp_path))
     said = [line for line in nxd_infer_here(capsys, monkeypatch, "doctor").out.splitlines() if "neuron: " in line]
     assert [line.partition(": install")[0] for line in said] == [
@@ -157,7 +155,7 @@ def test_without_neuronx_cc_it_runs_and_cannot_trace(
     machine: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     machine()
-    monkeypatch.setattr(type(XLA), "probe", lambda self: Availability(True))
+    monkeypatch.setattr(installed, "probe", lambda: Availability(True))
     monkeypatch.setenv("PATH", str(tmp_path))
     said = nxd_infer_here(capsys, monkeypatch, "doctor").out
     (line,) = [line for line in said.splitlines() if line.startswith("neuron: cannot trace: ")]

@@ -9,12 +9,13 @@ import pytest
 
 from nxd_infer.errors import RecipeError
 from nxd_infer.recipes.data.encode import Encoder, Example
-from nxd_infer.recipes.data.megatron import IndexedFile, blend_of, split_of, write_indexed
+from nxd_infer.recipes.data.megatron import IndexedFile, blend_of, split_of
 from nxd_infer.recipes.data.rows import Blend, Packed, Pairs, Windows, one_each, pack
 from nxd_infer.recipes.data.sources import records
 from nxd_infer.recipes.data.store import TokenStore, write_store
 from nxd_server.text.chat_template import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
+from tests.recipes.indexed import write_indexed
 from tests.tiny_models import EOS, write_tiny
 
 ROWS = [{"text": "one"}, {"text": "two"}]

@@ -15,7 +15,6 @@ from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import RecipeError
 from nxd_infer.parallel_layers.loss_functions import IGNORED
 from nxd_infer.recipes.batches import Batches
-from nxd_infer.recipes.data.megatron import write_indexed
 from nxd_infer.recipes.job import Begin, begin_of, config_of, make_job
 from nxd_infer.recipes.loop import Training, train
 from nxd_infer.recipes.plan import plan_of
@@ -23,6 +22,7 @@ from nxd_infer.recipes.prepare import prepare
 from nxd_infer.recipes.recipe import load
 from nxd_models import registry
 from tests.ranks import run_ranks
+from tests.recipes.indexed import write_indexed
 from tests.recipes.jobs import last_loss, losses_on_a_rank, trained_lora, write, write_pairs
 from tests.tiny_models import write_tiny
 

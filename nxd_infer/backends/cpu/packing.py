@@ -19,7 +19,7 @@ from torch._ops import HigherOrderOperator
 
 from nxd_infer.artifact.manifest import WeightSpec
 from nxd_infer.backends.cpu.encodings import PACKED, PACKED_INT8
-from nxd_infer.graph.passes import call, native_operator, written
+from nxd_infer.graph.passes import call, native_operator, placeholders, written
 from nxd_infer.ops.packed import packable
 from nxd_infer.ops.packed_int8 import packed_shape
 
@@ -227,8 +227,7 @@ def _in_branches(node: fx.Node, weight: fx.Node) -> list[Use] | None:
         branch = getattr(owner, str(getattr(name, "target", "")), None)
         if not isinstance(branch, fx.GraphModule):
             return None
-        places = [inner for inner in branch.graph.nodes if inner.op == "placeholder"]
-        for place, operand in zip(places, operands, strict=True):  # pyright: ignore[reportArgumentType]
+        for place, operand in zip(placeholders(branch.graph), operands, strict=True):  # pyright: ignore[reportArgumentType]
             if operand is weight:
                 some = uses(place)
                 if some is None:

@@ -42,6 +42,11 @@ class HloExecutable:
         and the result what the host fetches of the first rank."""
         raise NotImplementedError
 
+    def fetched(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the host fetches of the body's ``results`` on one rank, by name."""
+        shapes = {spec.name: spec.shape for spec in self.table.results}
+        return {name: results[name].cpu().reshape(shapes[name]) for name in self.parts.fetched}
+
     def _take(self, number: int, rank: RankGraph, degree: int, cell: type[Cell]) -> dict[str, Cell]:
         states = _checked(self.graph.states, rank.states, "state", InputMismatchError)
         weights = _checked(self.graph.weights, rank.weights, "weight", WeightSchemaError)

@@ -17,9 +17,8 @@ from nxd_infer.backends.hlo.files import BODY_FILE, HEAD_FILE, PARTS_FILE, TAIL_
 from nxd_infer.errors import TraceError
 from nxd_infer.graph.canonical import Graph
 from nxd_infer.graph.devices import constants_on, plain_operators, rank_as_input
-from nxd_infer.graph.functional import output_of, placeholders
 from nxd_infer.graph.ir import FUNCTIONAL, graph_to_ir
-from nxd_infer.graph.passes import aten, branches, collective_sequence
+from nxd_infer.graph.passes import aten, branches, collective_sequence, output_of, placeholders
 from nxd_infer.graph.split import Part, split_at
 from nxd_infer.graph.stored import Lowered, ir_text
 from nxd_infer.ops import HOST

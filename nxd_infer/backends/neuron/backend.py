@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nxd_infer.artifact.manifest import Manifest
-from nxd_infer.backends import hlo, neuron, xla
-from nxd_infer.backends.base import Availability, Executable, Placement, Quantization, RankGraph, RankRuntime
+from nxd_infer.backends import hlo, neuron
+from nxd_infer.backends.base import Availability, Executable, Placement, RankGraph, RankRuntime
 from nxd_infer.backends.compiler_args import WORDS
+from nxd_infer.backends.hlo import installed
+from nxd_infer.backends.hlo.base import HloBackend
 from nxd_infer.backends.neuron import compiler, cores, sdk
-from nxd_infer.backends.xla.backend import BACKEND as XLA
 from nxd_infer.errors import ArtifactVersionError, BackendUnavailableError, TraceConfigError
 from nxd_infer.util.machine import torch_minor, torch_version
-
-if TYPE_CHECKING:
-    from nxd_infer.graph.canonical import Graph
-    from nxd_infer.graph.stored import Lowered
 
 REVISION = 1
 """Of what a graph's directory holds; counts up when an earlier one cannot be read any more."""
@@ -30,22 +27,14 @@ _claims: list[cores.Claim] = []
 """The cores of this process: one group, until it ends."""
 
 
-class NeuronBackend:
+class NeuronBackend(HloBackend):
     """``compiler_args``: ``target`` (``inf2`` or ``trn1``; the default is this machine) and words for neuronx-cc."""
 
     name = "neuron"
-    native = False
-    one_process = True
-    one_program = True
-    compiles = True
     cross_compiles = True
     neuron_arguments = True
     target_option = TARGET
     targets = tuple(cores.DEGREES)
-    encodings: frozenset[str] = frozenset()
-    quantizations: Mapping[str, Quantization] = {}
-    unpacked: Mapping[str, Any] = {}
-    same_rounding: Mapping[str, Any] = {}
     kept = compiler.KEPT
 
     def probe(self) -> Availability:
@@ -68,7 +57,7 @@ class NeuronBackend:
         return Availability(not reason, reason, found, {here.name: usable})
 
     def probe_compiler(self) -> Availability:
-        lowering = XLA.probe()
+        lowering = installed.probe()
         if not lowering.ok:
             return lowering
         try:
@@ -98,14 +87,8 @@ class NeuronBackend:
         """Refuse a degree before any rank is traced."""
         cores.check_degree(tp_degree, options[TARGET])
 
-    def passes(self, graphs: Sequence[Graph], options: Mapping[str, Any]) -> list[Lowered]:
-        return hlo.parts.lower_graphs(graphs)
-
-    def environment(self, workdir: Path) -> Mapping[str, str]:
-        return xla.replicas.environment(1)
-
     def compiler(self) -> str:
-        return f"{XLA.compiler()}, {compiler.PROGRAM} {compiler.version()}"
+        return f"{installed.compiler()}, {compiler.PROGRAM} {compiler.version()}"
 
     def compile(self, graph_dir: Path, options: Mapping[str, Any]) -> None:
         neuron.lower.lower_directory(graph_dir)

@@ -79,9 +79,7 @@ class NeuronExecutable(HloExecutable):
     def run_body(self, known: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         inputs = [_fitting(self._input_names.get(name, name), as_parameter(known[name])) for name in self._inputs]
         results = runtime.forward(self._program, inputs)
-        found = {spec.name: value for spec, value in zip(self._results, results, strict=True)}
-        shapes = {spec.name: spec.shape for spec in self._results}
-        return {name: found[name].cpu().reshape(shapes[name]) for name in self.parts.fetched}
+        return self.fetched({spec.name: value for spec, value in zip(self._results, results, strict=True)})
 
     def _probe(self) -> None:
         """A program whose weights did not arrive answers with zeros and no error."""

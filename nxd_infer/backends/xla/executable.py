@@ -58,10 +58,7 @@ class XlaExecutable(HloExecutable):
         if keep:
             for given, new in self._new_states:
                 own[given].value = results[new]
-        if rank != 0:
-            return {}
-        shapes = {spec.name: spec.shape for spec in self.table.results}
-        return {name: results[name].cpu().reshape(shapes[name]) for name in self.parts.fetched}
+        return self.fetched(results) if rank == 0 else {}
 
     def _zeros(self) -> dict[str, Tensor]:
         """What the body takes besides what is kept."""

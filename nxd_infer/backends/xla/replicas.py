@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
 from nxd_infer.backends import hlo
+from nxd_infer.backends.hlo.installed import environment
 from nxd_infer.errors import BackendUnavailableError, CollectiveTimeoutError
 
 _Result = TypeVar("_Result")
@@ -22,20 +23,6 @@ _SECONDS = 3600.0
 """How long a replica waits for the others, and a call for all. A caller's own limit comes long before."""
 _DID_NOT_COME = (threading.BrokenBarrierError, CollectiveTimeoutError)
 _made: Replicas | None = None
-
-
-def environment(degree: int) -> Mapping[str, str]:
-    """What torch_xla finds in its environment; it reads that when it is imported."""
-    return {
-        "PJRT_DEVICE": "CPU",
-        "CPU_NUM_DEVICES": str(degree),
-        # A program that takes a tensor's memory for a result waits for its last reader, with the lock held that the
-        # other replicas need to get there.
-        "XLA_ENABLE_PARAM_ALIASING": "0",
-        # A replica's program holds a thread of this pool while it waits for the others; by default there are as many as
-        # processors.
-        "XLA_THREAD_POOL_SIZE": str(2 * degree),
-    }
 
 
 def replicas_of(degree: int) -> Replicas:

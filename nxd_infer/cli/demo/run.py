@@ -7,7 +7,6 @@ import http.client
 import json
 import math
 import os
-import socket
 import subprocess
 import tempfile
 import time
@@ -24,7 +23,8 @@ from nxd_infer.cli.demo.client import Answer, ServerError, stream_completion
 from nxd_infer.cli.demo.training import CHECKPOINTS, MODEL, TOKENS
 from nxd_infer.errors import ArtifactError
 from nxd_infer.recipes.rank_processes import run_ranks
-from nxd_infer.util.child_process import ChildProcess, end_all
+from nxd_infer.util.child_process import ChildProcess, end_all, end_of_log
+from nxd_infer.util.ports import free_port
 from nxd_infer.util.python_command import child_environment, python_module
 from nxd_infer.util.units import size
 from nxd_models.registry import weights
@@ -40,12 +40,6 @@ QUESTIONS = (
     ("If the expression list", GREEDY),
 )
 READY_TIMEOUT, STOP_TIMEOUT, LOAD_TIMEOUT, TRAIN_TIMEOUT = 120.0, 30.0, 180.0, 180.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def ready(port: int) -> bool:
@@ -78,8 +72,7 @@ def wait_ready(process: ChildProcess, port: int, log: Path) -> float:
     while not ready(port):
         if not process.running or time.monotonic() - start > READY_TIMEOUT:
             state = "ended" if not process.running else f"is not ready after {READY_TIMEOUT:.0f} s"
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            raise ServerError(f"the server {state}; the end of its log:\n{tail}")
+            raise ServerError(f"the server {state}; the end of its log:\n{end_of_log(log)}")
         time.sleep(0.05)
     return time.monotonic() - start
 

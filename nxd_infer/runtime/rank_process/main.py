@@ -14,7 +14,7 @@ import signal
 import sys
 
 from nxd_infer.runtime.rank_process.config import RankConfig
-from nxd_infer.util.this_process import die_with_parent, name_process
+from nxd_infer.util.this_process import die_with_parent, leave, name_process
 
 
 def main(arguments: list[str]) -> int:
@@ -46,7 +46,4 @@ def _settle_openmp(cores: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # nothing to clean up, and torch's exit handlers can hang on a dead peer
+    leave(main(sys.argv[1:]))  # nothing to clean up, and torch's exit handlers can hang on a dead peer

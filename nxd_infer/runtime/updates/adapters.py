@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from nxd_infer.artifact.manifest import Manifest, WeightSpec
+from nxd_infer.artifact.manifest import INLINE_WEIGHTS_REQUIREMENT, Manifest, WeightSpec
 from nxd_infer.artifact.rank_weights import entry_name
 from nxd_infer.errors import AdapterError, CheckpointError, OpenFilesError, ParallelConfigError
 from nxd_infer.layout import Fill, Run, SafetensorsSource, TensorLayout, shard_tensor
@@ -54,7 +54,7 @@ class AdapterUpdate:
         Raises AdapterError naming what does not fit: the value, the limit, and the fix.
         """
         tables = manifest.layout.get("adapters", {})
-        if not tables or "inline-weights" in manifest.requires:
+        if not tables or INLINE_WEIGHTS_REQUIREMENT in manifest.requires:
             raise AdapterError("the model was traced without slots for adapters: trace it again with --lora-slots")
         specs = {spec.name: spec for spec in manifest.weights}
         self._tables: dict[str, _Table] = {}

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Protocol
 
 from torch import Tensor
 
-from nxd_infer.artifact.manifest import Manifest, WeightSpec, weight_schema_hash
+from nxd_infer.artifact.manifest import INLINE_WEIGHTS_REQUIREMENT, Manifest, WeightSpec, weight_schema_hash
 from nxd_infer.artifact.rank_weights import load_weights, write_safetensors
 from nxd_infer.artifact.writer import is_disk_full
 from nxd_infer.checkpoint.source import Weights, weight_source
@@ -33,7 +33,7 @@ class WeightUpdate:
 
         Raises WeightSchemaError listing what is missing, unexpected, or has another shape or kind of dtype.
         """
-        if "inline-weights" in manifest.requires:
+        if INLINE_WEIGHTS_REQUIREMENT in manifest.requires:
             raise WeightSchemaError(
                 "the weights are part of this artifact's compiled graphs (inline_weights_to_neff=True) and cannot be "
                 "updated: trace with inline_weights_to_neff=False"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nxd_infer.artifact.layouts import describe_layout
 from nxd_infer.artifact.manifest import WeightSpec
-from nxd_infer.artifact.rank_weights import STORED_DTYPES, write_safetensors
+from nxd_infer.artifact.rank_weights import STATE_PREFIX, STORED_DTYPES, write_safetensors
 from nxd_infer.errors import TraceError
 from nxd_infer.graph.names import named_tensors
 from nxd_infer.graph.stored import write_graph
@@ -23,7 +23,6 @@ from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
 from nxd_infer.util.memory import give_back
 
 CANONICAL_FILE = "canonical.txt"
-STATE_PREFIX = "state:"
 WEIGHTS_FILE = "weights.safetensors"
 RESULT_FILE = "result.json"
 

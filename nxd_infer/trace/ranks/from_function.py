@@ -14,7 +14,6 @@ import importlib.util
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from nxd_infer.trace.ranks import process_main
 from nxd_infer.trace.ranks.files import RESULT_FILE
 from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
 from nxd_infer.util.child_process import END_SECONDS, ChildProcess
+from nxd_infer.util.ports import free_port
 from nxd_infer.util.processors import processors
 from nxd_infer.util.python_command import preparation, python_of_caller
 
@@ -117,7 +117,7 @@ def trace_ranks(
     together = max_parallel is None or max_parallel >= degree
     at_once = degree if together else max_parallel or 1
     deadline = time.monotonic() + timeout
-    port = _free_port()
+    port = free_port()  # ``MASTER_PORT`` of code in ``func``; the ranks themselves meet in a file
     prepared = preparation()
     results: dict[int, list[TracedRank]] = {}
     """The stages of each tensor parallel rank."""
@@ -242,10 +242,3 @@ def _raise_failure(failures: list[tuple[int, Message]]) -> None:
 def _class(name: str) -> type:
     found = getattr(errors, name, None)
     return found if isinstance(found, type) else Exception
-
-
-def _free_port() -> int:
-    """Return a currently free port, for ``MASTER_PORT`` of code in ``func``; the ranks themselves meet in a file."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

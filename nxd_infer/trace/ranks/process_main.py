@@ -9,7 +9,6 @@ import contextlib
 import io
 import os
 import pickle
-import sys
 import time
 import traceback
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from nxd_infer.trace.ranks import files as rank_files
 from nxd_infer.trace.ranks import one_rank
 from nxd_infer.trace.ranks.rank_graphs import RankGraphs, value_of
 from nxd_infer.trace.request import TraceRequest, tracing_context
-from nxd_infer.util.this_process import die_with_parent
+from nxd_infer.util.this_process import die_with_parent, leave
 
 importing_script = False
 """Whether this process is a rank that is importing its caller's script."""
@@ -90,12 +89,8 @@ def main(descriptor: int) -> None:
         traceback.print_exc(file=remote)
         with contextlib.suppress(OSError):
             connection.send(["error", type(error).__name__, text, remote.getvalue()])
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # exit handlers of torch.distributed can wait for peers that are gone
+        leave(1)
+    leave(0)  # exit handlers of torch.distributed can wait for peers that are gone
 
 
 def _about_groups(error: BaseException) -> bool:

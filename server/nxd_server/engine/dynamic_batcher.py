@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from nxd_infer.artifact.manifest import BucketSpec
+from nxd_infer.artifact.manifest import BUCKET_KERNEL_REQUIREMENT, BucketSpec
 from nxd_infer.errors import NxdError, RankFailedError
-from nxd_infer.runtime.router import cut, fill, lawful
+from nxd_infer.runtime.router import cut, elements, fill, lawful_inputs
 from nxd_server.engine.core.model import RoutingModel
 from nxd_server.engine.core.step_runner import FATAL
 from nxd_server.engine.engine_parts import EngineParts
-from nxd_server.engine.oneshot_batching import bucket_fits, elements, row_elements, row_shape
+from nxd_server.engine.oneshot_batching import bucket_fits, row_elements, row_shape
 from nxd_server.engine.weight_gate import WholeRequest
 from nxd_server.errors import DeadlineExceededError, GenerationError, ranks_failed, summary
 
@@ -52,7 +52,7 @@ class DynamicBatcher:
         """``batches``: requests may share a step; ``max_delay``: seconds a request waits for others to join."""
         self._model = model
         self._batches = batches
-        self._kernel = "bucket-kernel" in model.manifest.requires
+        self._kernel = BUCKET_KERNEL_REQUIREMENT in model.manifest.requires
         self._max_delay = max_delay
         self._lock, self._queue, self._gate = parts.lock, parts.queue, parts.gate
         self._steps, self._costs = parts.steps, parts.costs
@@ -291,8 +291,7 @@ class DynamicBatcher:
         return [bucket.name for bucket in self._model.manifest.buckets]
 
     def padding_inputs(self, name: str) -> Outputs:
-        spec = self._model.manifest.bucket(name)
-        return {one.name: lawful(one) for one in spec.inputs if one.default is None}
+        return lawful_inputs(self._model.manifest.bucket(name))
 
     def warmed(self) -> None:
         if self._model.manifest.states:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from nxd_infer.artifact.manifest import BucketSpec, Manifest
+from nxd_infer.artifact.manifest import BUCKET_KERNEL_REQUIREMENT, BucketSpec, Manifest
 from nxd_infer.errors import InputMismatchError
 from nxd_infer.runtime.router import fits
 
@@ -17,7 +17,7 @@ def batches_rows(manifest: Manifest) -> bool:
 
     A model with a bucket kernel or with its own states never batches.
     """
-    if manifest.states or "bucket-kernel" in manifest.requires or not manifest.buckets:
+    if manifest.states or BUCKET_KERNEL_REQUIREMENT in manifest.requires or not manifest.buckets:
         return False
     for bucket in manifest.buckets:
         if not bucket.inputs or any(0 not in spec.pad for spec in bucket.inputs):
@@ -58,8 +58,3 @@ def row_shape(bucket: BucketSpec) -> tuple:
 def row_elements(bucket: BucketSpec) -> int:
     """Return the number of input elements per row."""
     return sum(math.prod(spec.shape[1:]) for spec in bucket.inputs)
-
-
-def elements(bucket: BucketSpec) -> int:
-    """Return the number of input elements of the whole bucket."""
-    return sum(math.prod(spec.shape) for spec in bucket.inputs)

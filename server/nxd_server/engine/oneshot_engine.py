@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from nxd_infer.artifact.manifest import Manifest
+from nxd_infer.artifact.manifest import BUCKET_KERNEL_REQUIREMENT, Manifest
 from nxd_infer.errors import ModelConfigError, NxdError
-from nxd_infer.runtime.router import Router
+from nxd_infer.runtime.router import Router, elements
 from nxd_server.engine.core.model import RoutingModel
 from nxd_server.engine.core.step_costs import Graph, StepCosts
 from nxd_server.engine.dynamic_batcher import DynamicBatcher, Job, Outputs
 from nxd_server.engine.engine_controls import EngineControls
 from nxd_server.engine.engine_parts import EngineParts
 from nxd_server.engine.events import EngineStats
-from nxd_server.engine.oneshot_batching import batches_rows, check_rows, elements
+from nxd_server.engine.oneshot_batching import batches_rows, check_rows
 from nxd_server.engine.queue_limit import check_timeout
 from nxd_server.engine.weight_gate import WholeRequest
 
@@ -55,7 +55,7 @@ class OneShotEngine(EngineControls):
             restart_limit=restart_limit,
             restart_window=restart_window,
         )
-        self._kernel = "bucket-kernel" in manifest.requires
+        self._kernel = BUCKET_KERNEL_REQUIREMENT in manifest.requires
         self._router = Router(manifest.buckets)
         self._batcher = DynamicBatcher(model, parts, self.batches, max_delay_ms / 1000)
         if manifest.states:
