@@ -28,10 +28,11 @@ from nxd_infer.checkpoint.stages_by_name import stages_of
 from nxd_infer.checkpoint.storage import LocalStorage, Storage, storage_of
 from nxd_infer.context import AXES, ParallelContext, make_context
 from nxd_infer.errors import CheckpointError, ParallelConfigError
-from nxd_infer.layout import ParamLayout, owned_blocks, shard_tensor
-from nxd_infer.layout.describe import describe_plans
+from nxd_infer.layout import ParamLayout, shard_tensor
+from nxd_infer.layout.describe import describe_piece
 from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.layout.files.values import pack
+from nxd_infer.layout.merge import is_saved_by
 from nxd_infer.modules.lora.peft import SUBFOLDER
 from nxd_infer.optimizer.sharded_files import FORMAT, NAMES, stem
 from nxd_infer.util.options import whole_number
@@ -196,16 +197,13 @@ class Resharding:
         part = Part(model_file(context))
         source = self._weights
         for name, plans in self._here(self._model, context).items():
-            shape = plans.rank_shape(self.tp)
-            numel = math.prod(shape)
-            if plans.alias_of or not (
-                owned_blocks(plans, self.tp, context.tp.rank) or (context.tp.rank == 0 and not numel)
-            ):
+            if not is_saved_by(plans, self.tp, context.tp.rank):
                 continue
+            shape = plans.rank_shape(self.tp)
             layout = plans.rank_layout(self.tp, context.tp.rank)
             dtype = source.dtype(plans.logical_names[0])
             part.tensors[name] = shape, dtype, lambda layout=layout, dtype=dtype: shard_tensor(source, layout, dtype)
-            part.pieces[name] = _describe(plans, self.tp, context.tp.rank, 0, numel)
+            part.pieces[name] = describe_piece(plans, self.tp, context.tp.rank, shape, 0, math.prod(shape))
         return part
 
     def _optimizer_part(self, context: ParallelContext, sharded: bool) -> Part:
@@ -248,7 +246,7 @@ class Resharding:
                     )
                 part.tensors[f"{name}|{key}"] = tuple(value.shape), value.dtype, lambda value=value: value
             part.pieces[name] = {
-                **_describe(plans, self.tp, context.tp.rank, start, stop),
+                **describe_piece(plans, self.tp, context.tp.rank, shape, start, stop),
                 "values": dict(first.values),
             }
         degrees = {"dp": self.dp, "tp": self.tp, "pp": self.pp}
@@ -365,13 +363,3 @@ def _plans(pieces: list[Piece], archive: AnyArchive) -> dict[str, ParamLayout]:
             )
         found.setdefault(piece.param, piece.plans)
     return found
-
-
-def _describe(plans: ParamLayout, degree: int, rank: int, start: int, stop: int) -> dict[str, Any]:
-    return {
-        "range": [start, stop],
-        "shape": list(plans.rank_shape(degree)),
-        "layout": plans.rank_layout(degree, rank).to_json(),
-        "logical": {logical: list(shape) for logical, shape in plans.logical_shapes.items()},
-        "plans": describe_plans(plans),
-    }

@@ -7,6 +7,7 @@ shards. ``holdings`` is the basis: every rectangle of every logical tensor with 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -87,6 +88,13 @@ def _cells(axes: Sequence[list[Span]], source: str) -> Iterator[tuple[str, tuple
 def owned_blocks(layout: ParamLayout, degree: int, rank: int) -> list[Block]:
     """Return the rectangles whose first owner is ``rank``: those that it saves and counts in a norm."""
     return [Block(h.name, h.logical, h.places[0][1]) for h in holdings(layout, degree) if h.owner == rank]
+
+
+def is_saved_by(layout: ParamLayout, degree: int, rank: int) -> bool:
+    """Return whether ``rank`` saves the weight: it owns elements of it, or is the first and there are none."""
+    if layout.alias_of:
+        return False
+    return bool(owned_blocks(layout, degree, rank)) or (rank == 0 and not math.prod(layout.rank_shape(degree)))
 
 
 def duplicates(layout: ParamLayout, degree: int) -> list[Holding]:
