@@ -14,9 +14,9 @@ from nxd_infer.artifact.layouts import describe_layout
 from nxd_infer.artifact.manifest import WeightSpec
 from nxd_infer.artifact.rank_weights import STORED_DTYPES, write_safetensors
 from nxd_infer.errors import TraceError
-from nxd_infer.graph.names import named_tensors
 from nxd_infer.graph.stored import write_graph
 from nxd_infer.layout import layout_of, weight_layout
+from nxd_infer.layout.shard import named_tensors
 from nxd_infer.modules.lora.slots import AdapterTables
 from nxd_infer.trace.ranks.rank_graphs import RankGraphs, is_symbolic
 from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
