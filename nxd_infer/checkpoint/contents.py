@@ -19,7 +19,7 @@ from nxd_infer.layout.files.values import pack, pack_named
 from nxd_infer.layout.merge import is_saved_by
 from nxd_infer.layout.shard import named_tensors
 from nxd_infer.modules.lora import LoRAModel
-from nxd_infer.modules.nxd_model import NxDModel
+from nxd_infer.modules.nxd_model import local_module
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.optimizer.sharded_files import describe, stem
 from nxd_infer.pipeline.model import NxDPPModel
@@ -88,11 +88,6 @@ def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules whose state is more than tensors, by name."""
     default = nn.Module.get_extra_state
     return {name: one for name, one in model.named_modules() if type(one).get_extra_state is not default}
-
-
-def local_module(model: nn.Module) -> nn.Module:
-    """Return the module whose names are used in the checkpoint."""
-    return model.local_module() if isinstance(model, NxDModel) else model
 
 
 def stage_of(model: nn.Module) -> Stage | None:
