@@ -25,6 +25,7 @@ from nxd_infer.layout.describe import describe_piece
 from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.layout.params import layout_by_name
 from nxd_infer.optimizer.groups import NOT_HYPERPARAMETERS
+from nxd_infer.util.dtypes import dtype_name
 
 if TYPE_CHECKING:
     from nxd_infer.optimizer.parallel import NxDOptimizer
@@ -108,7 +109,7 @@ def _stored(value: Any, where: str) -> Any:
     Raises CheckpointError for anything else, because a resumed job would otherwise silently use another value.
     """
     if isinstance(value, Tensor):
-        return {"tensor": str(value.dtype).removeprefix("torch."), "values": value.detach().cpu().tolist()}
+        return {"tensor": dtype_name(value.dtype), "values": value.detach().cpu().tolist()}
     if isinstance(value, tuple | list):
         return [_stored(item, f"{where}[{number}]") for number, item in enumerate(value)]
     if isinstance(value, bool | int | float | str | None):
