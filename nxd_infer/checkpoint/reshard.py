@@ -13,8 +13,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nxd_infer.artifact.manifest import WeightSpec
-from nxd_infer.artifact.rank_weights import write_safetensors
 from nxd_infer.checkpoint import folder as folders
 from nxd_infer.checkpoint.archive import Archive, Piece, RunsSource
 from nxd_infer.checkpoint.contents import EXTRA
@@ -31,6 +29,7 @@ from nxd_infer.errors import CheckpointError, ParallelConfigError
 from nxd_infer.layout import ParamLayout, shard_tensor
 from nxd_infer.layout.describe import describe_piece
 from nxd_infer.layout.files.atomic import replacing
+from nxd_infer.layout.files.stream import write_safetensors
 from nxd_infer.layout.files.values import pack
 from nxd_infer.layout.merge import is_saved_by
 from nxd_infer.modules.lora.peft import SUBFOLDER
@@ -339,17 +338,14 @@ class Resharding:
 
 
 def _write_part(path: Path, part: Part, advance: Callable[[], None]) -> None:
-    specs = [
-        WeightSpec.of(name, torch.empty(shape, dtype=dtype, device="meta"))
-        for name, (shape, dtype, _) in part.tensors.items()
-    ]
+    entries = [(name, dtype, shape) for name, (shape, dtype, _) in part.tensors.items()]
 
-    def tensor(spec: WeightSpec) -> Tensor:
+    def tensor(name: str) -> Tensor:
         advance()
-        return part.tensors[spec.name][2]()
+        return part.tensors[name][2]()
 
     with replacing(path) as temporary, open(temporary, "wb") as file:
-        write_safetensors(file, specs, tensor)
+        write_safetensors(file, entries, tensor)
 
 
 def _plans(pieces: list[Piece], archive: AnyArchive) -> dict[str, ParamLayout]:
