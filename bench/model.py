@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from bench.options import Options, home
-from nxd_infer.artifact.manifest import WeightSpec
-from nxd_infer.artifact.rank_weights import write_safetensors
 from nxd_infer.cli.demo.corpus import documents
+from nxd_infer.layout.files.stream import write_safetensors
 from nxd_infer.recipes.tokenizers import train_tokenizer
 
 COMMON: dict[str, int] = {
@@ -138,14 +137,13 @@ def write_llama(
         }
     generator = torch.Generator().manual_seed(seed)
 
-    def tensor(spec: WeightSpec) -> torch.Tensor:
-        if len(spec.shape) == 1:
-            return torch.ones(spec.shape, dtype=torch.bfloat16)
-        return (torch.randn(spec.shape, generator=generator) * spec.shape[-1] ** -0.5).bfloat16()
+    def tensor(name: str) -> torch.Tensor:
+        shape = shapes[name]
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.bfloat16)
+        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).bfloat16()
 
-    specs = [
-        WeightSpec.of(name, torch.empty(shape, dtype=torch.bfloat16, device="meta")) for name, shape in shapes.items()
-    ]
+    entries = [(name, torch.bfloat16, shape) for name, shape in shapes.items()]
     with (directory / "model.safetensors").open("wb") as file:
-        write_safetensors(file, specs, tensor, {"format": "pt"})  # at most one tensor in memory
+        write_safetensors(file, entries, tensor, {"format": "pt"})  # at most one tensor in memory
     return directory

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import ModelConfigError
+from nxd_infer.util.dtypes import dtype_of
 from nxd_models import hf
 from nxd_models.hf.config_file import ModelFile, read_json
 from nxd_models.hf.sentence_transformers import pooling_options
@@ -189,7 +190,6 @@ def build(
         dtype: of the parameters; default: that of the checkpoint.
         options: ``pooling`` and ``normalize`` for "embed"; by default as specified in the directory.
     """
-    import torch  # slow, and not needed for registering
 
     directory = load_config(model)
     task = directory.task(task)
@@ -197,7 +197,7 @@ def build(
         options = {**pooling_options(directory.path), **options}
     elif options:
         raise ModelConfigError(f"task {task!r} takes no options, got {sorted(options)}")
-    return directory.make(task, getattr(torch, directory.config.dtype) if dtype is None else dtype, **options)
+    return directory.make(task, dtype_of(directory.config.dtype) if dtype is None else dtype, **options)
 
 
 def weights(model_dir: str | os.PathLike[str]) -> HuggingFaceSource:

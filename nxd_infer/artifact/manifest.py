@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nxd_infer.errors import InputRangeError
-from nxd_infer.util.dtypes import ITEM_BYTES, LARGEST_FLOAT
+from nxd_infer.util.dtypes import ITEM_BYTES, LARGEST_FLOAT, dtype_name, dtype_of
 
 if TYPE_CHECKING:
     import torch
@@ -42,21 +42,6 @@ MANIFEST_NAME = "manifest.json"
 class _Model(BaseModel):
     # JSON has no infinities and pydantic would write null, but masks are padded with -inf
     model_config = ConfigDict(extra="ignore", ser_json_inf_nan="strings")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.float32`` -> ``"float32"``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """``"float32"`` -> ``torch.float32``."""
-    import torch
-
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is not a torch dtype")
-    return dtype
 
 
 class TensorSpec(_Model):

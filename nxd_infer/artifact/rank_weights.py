@@ -1,19 +1,17 @@
-"""A rank's weight file: written in one pass and memory-mapped; it also holds initial values of states."""
+"""A rank's weight file, which is memory-mapped; it also holds initial values of states."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from nxd_infer.artifact.manifest import TensorSpec, WeightSpec
 from nxd_infer.errors import ArtifactCorruptError
-from nxd_infer.layout.sources import DTYPES
+from nxd_infer.layout.files.stream import write_safetensors
 
 STATE_PREFIX = "state:"
 """Prefix in a rank's weight file for the initial value of a state that does not start as zeros."""
@@ -94,13 +92,6 @@ def _empty(spec: TensorSpec) -> Tensor:
     return torch.empty_strided(spec.shape, spec.stride, dtype=spec.torch_dtype)
 
 
-_SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-STORED_DTYPES = frozenset(_SAFETENSORS_NAMES)
-"""The dtypes that a weight file can hold."""
-
-
 _ENTRY = re.compile(r"(.+)\[(\d+)\]")
 
 
@@ -115,36 +106,9 @@ def parse_entry(name: str) -> tuple[str, int] | None:
     return None if match is None else (match[1], int(match[2]))
 
 
-def write_safetensors(
-    file: BinaryIO,
-    specs: Sequence[WeightSpec],
-    tensor: Callable[[WeightSpec], Tensor],
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write ``tensor(spec)`` for each of ``specs`` to a safetensors file; only one tensor is in memory at a time.
-
-    The widest dtypes come first: the format has no gaps, and files are mapped, so a float after three booleans would
-    be misaligned.
-    """
-    specs = sorted(specs, key=lambda spec: -spec.torch_dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for spec in specs:
-        header[spec.name] = {
-            "dtype": _SAFETENSORS_NAMES[spec.torch_dtype],
-            "shape": spec.shape,
-            "data_offsets": [end, end + spec.nbytes],
-        }
-        end += spec.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % 64)  # aligns the data to cache lines, as far as sizes allow
-    file.write(len(text).to_bytes(8, "little") + text)
-    for spec in specs:
-        flat = tensor(spec).contiguous().reshape(-1)
-        if flat.numel():
-            file.write(flat.view(torch.uint8).numpy().data)
-        del flat  # free it before the next one is created
-    file.flush()
+def file_entries(specs: Iterable[WeightSpec]) -> list[tuple[str, torch.dtype, list[int]]]:
+    """Return the name, dtype and shape of each of ``specs``, for :func:`write_safetensors`."""
+    return [(spec.name, spec.torch_dtype, spec.shape) for spec in specs]
 
 
 def replace_weights(source: Path, target: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -152,10 +116,9 @@ def replace_weights(source: Path, target: Path, tensors: Mapping[str, Tensor]) -
     from safetensors import safe_open
 
     with safe_open(source, framework="pt") as file, open(target, "wb") as out:
-        names = list(file.keys())
 
         def tensor(name: str) -> Tensor:
             return tensors[name] if name in tensors else file.get_tensor(name)
 
-        specs = [WeightSpec.of(name, tensor(name)) for name in names]
-        write_safetensors(out, specs, lambda spec: tensor(spec.name))
+        entries = [(name, one.dtype, one.shape) for name in list(file.keys()) for one in [tensor(name)]]
+        write_safetensors(out, entries, tensor)

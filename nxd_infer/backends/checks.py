@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxd_infer.artifact.manifest import TensorSpec, dtype_name
+from nxd_infer.artifact.manifest import TensorSpec
 from nxd_infer.backends.base import RankGraph, RankRuntime
 from nxd_infer.errors import ArtifactCorruptError, InputMismatchError
 from nxd_infer.graph.stored import GraphFile, read_graph
+from nxd_infer.util.dtypes import dtype_name
 
 
 def mismatch(spec: TensorSpec, tensor: Any, *, stride: bool = True) -> str:

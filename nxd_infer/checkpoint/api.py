@@ -18,7 +18,7 @@ from torch import nn
 from nxd_infer.checkpoint import folder as folders
 from nxd_infer.checkpoint.archive import Archive
 from nxd_infer.checkpoint.async_save import outstanding
-from nxd_infer.checkpoint.contents import Content, collect, local_module
+from nxd_infer.checkpoint.contents import Content, collect
 from nxd_infer.checkpoint.load import (
     data_position,
     extra_change,
@@ -39,6 +39,7 @@ from nxd_infer.context import AXES, ParallelContext, current_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.modules.lora.peft import collect_adapter
+from nxd_infer.modules.nxd_model import local_module
 from nxd_infer.util.options import whole_number
 
 __all__ = ["has_checkpoint", "load_checkpoint", "save_checkpoint", "wait_for_save"]

@@ -19,7 +19,7 @@ from nxd_infer.checkpoint.folder import Checkpoint, rank_stem
 from nxd_infer.checkpoint.record import FIX, read_piece, read_record
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.files.unpack import unpack
-from nxd_infer.layout.flat import Bounds, flat_index, flat_rectangles, moved, overlap, relative
+from nxd_infer.layout.flat import Bounds, bounds_of, flat_index, flat_rectangles, moved, overlap, relative, slices_of
 from nxd_infer.layout.merge import Holding, shared_holdings
 from nxd_infer.layout.params import ParamLayout
 from nxd_infer.layout.runs import TensorLayout
@@ -49,7 +49,7 @@ class Piece:
         """Copy this piece's elements of a rectangle of the rank's tensor into ``out``; return how many."""
         count = 0
         if self.file.shape(key) == self.shape:
-            out.copy_(self.file.read(key, [slice(*bounds) for bounds in rectangle]))
+            out.copy_(self.file.read(key, slices_of(rectangle)))
             return out.numel()
         for part in flat_rectangles(self.shape, self.start, self.stop):
             both = overlap(part, rectangle)
@@ -108,7 +108,7 @@ class RunsSource:
         if param not in self._holdings:
             self._holdings[param] = shared_holdings([pieces[0].layout for pieces in ranks])
         shape, stored = self._shapes[name], self._stored(param)
-        wanted = tuple(s.indices(n)[:2] for s, n in zip(slices or [slice(None)] * len(shape), shape, strict=True))
+        wanted = bounds_of(slices, shape)
         sizes = [stop - start for start, stop in wanted]
         parts = [
             (both, *holding.places[0], holding.logical)

@@ -17,6 +17,7 @@ from nxd_infer.checkpoint.neuronx.folder import reference_in
 from nxd_infer.checkpoint.open import PathLike, open_archive
 from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.layout import DictSource, SafetensorsSource, WeightSource
+from nxd_infer.util.dtypes import dtype_name
 from nxd_infer.util.progress import Progress, silent
 
 CHUNK = 1 << 22
@@ -155,7 +156,7 @@ def _compare(kind: str, name: str, first: WeightSource, second: WeightSource) ->
         yield Difference(kind, name, f"shape {list(shapes[0])} and {list(shapes[1])}", fatal=True)
         return
     a, b = first.read(name), second.read(name)
-    problem = "" if a.dtype == b.dtype else f"type {_short(a.dtype)} and {_short(b.dtype)}"
+    problem = "" if a.dtype == b.dtype else f"type {dtype_name(a.dtype)} and {dtype_name(b.dtype)}"
     largest, relative = difference_of(a, b)
     if problem or largest:
         yield Difference(kind, name, problem, largest, relative)
@@ -174,7 +175,3 @@ def difference_of(a: Tensor, b: Tensor) -> tuple[float, float]:
             gap = (left - right).abs().masked_fill(same, 0.0)
             largest = max(largest, float(torch.where(gap.isfinite(), gap, torch.inf).max()))
     return largest, (largest / scale if scale else torch.inf) if largest else 0.0
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from nxd_infer.checkpoint.folder import model_file, rank_stem
 from nxd_infer.checkpoint.random_state import random_state
 from nxd_infer.context import AXES, ParallelContext
-from nxd_infer.layout import ParamLayout, owned_blocks, weight_layout
-from nxd_infer.layout.describe import describe_plans
+from nxd_infer.layout import ParamLayout, weight_layout
+from nxd_infer.layout.describe import describe_piece
 from nxd_infer.layout.files.one_rank import storable
 from nxd_infer.layout.files.values import pack, pack_named
+from nxd_infer.layout.merge import is_saved_by
 from nxd_infer.layout.shard import named_tensors
 from nxd_infer.modules.lora import LoRAModel
-from nxd_infer.modules.nxd_model import NxDModel
+from nxd_infer.modules.nxd_model import local_module
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.optimizer.sharded_files import describe, stem
 from nxd_infer.pipeline.model import NxDPPModel
@@ -89,11 +90,6 @@ def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
     return {name: one for name, one in model.named_modules() if type(one).get_extra_state is not default}
 
 
-def local_module(model: nn.Module) -> nn.Module:
-    """Return the module whose names are used in the checkpoint."""
-    return model.local_module() if isinstance(model, NxDModel) else model
-
-
 def stage_of(model: nn.Module) -> Stage | None:
     """What this rank holds of a pipelined model; None if that is all of it."""
     return model.stage if isinstance(model, NxDPPModel) else None
@@ -107,18 +103,9 @@ def _describe_model(
     pieces: dict[str, Any] = {}
     degree, rank = context.tp.degree, context.tp.rank
     for name, (tensor, layout) in _weights(model).items():
-        if layout.alias_of or not (owned_blocks(layout, degree, rank) or (rank == 0 and not tensor.numel())):
-            continue
-        if stage is not None and not stage.saves(name):
-            continue
-        tensors[name] = tensor.detach()
-        pieces[name] = {
-            "range": [0, tensor.numel()],
-            "shape": list(tensor.shape),
-            "layout": layout.rank_layout(degree, rank).to_json(),
-            "logical": {logical: list(shape) for logical, shape in layout.logical_shapes.items()},
-            "plans": describe_plans(layout),
-        }
+        if is_saved_by(layout, degree, rank) and (stage is None or stage.saves(name)):
+            tensors[name] = tensor.detach()
+            pieces[name] = describe_piece(layout, degree, rank, tensor.shape, 0, tensor.numel())
     return tensors, {"pieces": pieces}
 
 

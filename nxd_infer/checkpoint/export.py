@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nxd_infer.artifact.manifest import WeightSpec
-from nxd_infer.artifact.rank_weights import write_safetensors
 from nxd_infer.checkpoint.archive import RunsSource, adapter_of, require_no_adapter
 from nxd_infer.checkpoint.folder import SHARDS
 from nxd_infer.checkpoint.open import PathLike, open_archive
@@ -19,6 +17,7 @@ from nxd_infer.checkpoint.peft_adapters import adapter_file, adapters_in
 from nxd_infer.errors import CheckpointError, ModelConfigError
 from nxd_infer.layout import WeightSource, check_weights, weight_layout
 from nxd_infer.layout.files.atomic import replacing
+from nxd_infer.layout.files.stream import write_safetensors
 from nxd_infer.util.progress import Progress, silent
 from nxd_models import registry
 from nxd_models.hf.weights import StoredSource
@@ -141,19 +140,16 @@ def _write(source: WeightSource, out: Path, dtype: torch.dtype | None, progress:
         own = source.dtype(name)
         return dtype if dtype is not None and own.is_floating_point else own
 
-    specs = [
-        WeightSpec.of(name, torch.empty(source.shape(name), dtype=stored(name), device="meta"))
-        for name in source.keys()  # noqa: SIM118  (a source is not a mapping)
-    ]
+    entries = [(name, stored(name), source.shape(name)) for name in source.keys()]  # noqa: SIM118  (not a mapping)
     out.mkdir(parents=True, exist_ok=True)
     stage, done = f"writing {target}", 0
 
-    def tensor(spec: WeightSpec) -> Tensor:
+    def tensor(name: str) -> Tensor:
         nonlocal done
         done += 1
-        progress(stage, done, len(specs))
-        return source.read(spec.name).to(spec.torch_dtype)
+        progress(stage, done, len(entries))
+        return source.read(name).to(stored(name))
 
     with replacing(target) as temporary, open(temporary, "wb") as file:
-        write_safetensors(file, specs, tensor, {"format": "pt"})
+        write_safetensors(file, entries, tensor, {"format": "pt"})
     return target

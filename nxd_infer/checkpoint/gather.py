@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from nxd_infer import comm
-from nxd_infer.checkpoint.contents import local_module
 from nxd_infer.comm.texts import gather_named
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import MergedSource, ParamLayout, WeightSource, merge_state_dicts, weight_layout
 from nxd_infer.layout.shard import named_tensors
 from nxd_infer.modules.lora import LoRAModel
+from nxd_infer.modules.nxd_model import local_module
 
 __all__ = ["gather_weights", "whole_weights"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_infer.checkpoint.archive import RunsSource
-from nxd_infer.checkpoint.contents import EXTRA, local_module, modules_with_extra_state, stage_of
+from nxd_infer.checkpoint.contents import EXTRA, modules_with_extra_state, stage_of
 from nxd_infer.checkpoint.load_optimizer import optimizer_layouts, read_optimizer
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive, ReferenceArchive
 from nxd_infer.context import AXES, ParallelContext
@@ -22,6 +22,7 @@ from nxd_infer.layout.files.values import pack
 from nxd_infer.layout.shard import named_tensors
 from nxd_infer.layout.sources import SelectedSource
 from nxd_infer.modules.lora import LoRAModel
+from nxd_infer.modules.nxd_model import local_module
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.optimizer.sharded_files import take_over
 from nxd_infer.pipeline.stage import Stage

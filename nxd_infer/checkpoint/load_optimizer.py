@@ -13,7 +13,7 @@ from nxd_infer.checkpoint.neuronx.archive import AnyArchive
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import DictSource, ParamLayout, TensorLayout, check_weights
-from nxd_infer.layout.flat import flat_index, flat_rectangles, moved, overlap, relative
+from nxd_infer.layout.flat import flat_index, flat_rectangles, moved, overlap, relative, slices_of
 from nxd_infer.layout.params import layout_by_name
 from nxd_infer.layout.shard import write_fills
 from nxd_infer.optimizer import pieces as optimizer_pieces
@@ -129,4 +129,4 @@ def read_flat(
             both = overlap(block.local, part)
             if both is not None:
                 wanted = moved(both, block.local, block.logical)
-                here[relative(both, part)] = source.read(block.name, [slice(*b) for b in wanted])
+                here[relative(both, part)] = source.read(block.name, slices_of(wanted))

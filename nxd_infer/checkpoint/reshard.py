@@ -13,8 +13,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nxd_infer.artifact.manifest import WeightSpec
-from nxd_infer.artifact.rank_weights import write_safetensors
 from nxd_infer.checkpoint import folder as folders
 from nxd_infer.checkpoint.archive import Archive, Piece, RunsSource
 from nxd_infer.checkpoint.contents import EXTRA
@@ -28,10 +26,12 @@ from nxd_infer.checkpoint.stages_by_name import stages_of
 from nxd_infer.checkpoint.storage import LocalStorage, Storage, storage_of
 from nxd_infer.context import AXES, ParallelContext, make_context
 from nxd_infer.errors import CheckpointError, ParallelConfigError
-from nxd_infer.layout import ParamLayout, owned_blocks, shard_tensor
-from nxd_infer.layout.describe import describe_plans
+from nxd_infer.layout import ParamLayout, shard_tensor
+from nxd_infer.layout.describe import describe_piece
 from nxd_infer.layout.files.atomic import replacing
+from nxd_infer.layout.files.stream import write_safetensors
 from nxd_infer.layout.files.values import pack
+from nxd_infer.layout.merge import is_saved_by
 from nxd_infer.modules.lora.peft import SUBFOLDER
 from nxd_infer.optimizer.sharded_files import FORMAT, NAMES, stem
 from nxd_infer.util.options import whole_number
@@ -196,16 +196,13 @@ class Resharding:
         part = Part(model_file(context))
         source = self._weights
         for name, plans in self._here(self._model, context).items():
-            shape = plans.rank_shape(self.tp)
-            numel = math.prod(shape)
-            if plans.alias_of or not (
-                owned_blocks(plans, self.tp, context.tp.rank) or (context.tp.rank == 0 and not numel)
-            ):
+            if not is_saved_by(plans, self.tp, context.tp.rank):
                 continue
+            shape = plans.rank_shape(self.tp)
             layout = plans.rank_layout(self.tp, context.tp.rank)
             dtype = source.dtype(plans.logical_names[0])
             part.tensors[name] = shape, dtype, lambda layout=layout, dtype=dtype: shard_tensor(source, layout, dtype)
-            part.pieces[name] = _describe(plans, self.tp, context.tp.rank, 0, numel)
+            part.pieces[name] = describe_piece(plans, self.tp, context.tp.rank, shape, 0, math.prod(shape))
         return part
 
     def _optimizer_part(self, context: ParallelContext, sharded: bool) -> Part:
@@ -248,7 +245,7 @@ class Resharding:
                     )
                 part.tensors[f"{name}|{key}"] = tuple(value.shape), value.dtype, lambda value=value: value
             part.pieces[name] = {
-                **_describe(plans, self.tp, context.tp.rank, start, stop),
+                **describe_piece(plans, self.tp, context.tp.rank, shape, start, stop),
                 "values": dict(first.values),
             }
         degrees = {"dp": self.dp, "tp": self.tp, "pp": self.pp}
@@ -341,17 +338,14 @@ class Resharding:
 
 
 def _write_part(path: Path, part: Part, advance: Callable[[], None]) -> None:
-    specs = [
-        WeightSpec.of(name, torch.empty(shape, dtype=dtype, device="meta"))
-        for name, (shape, dtype, _) in part.tensors.items()
-    ]
+    entries = [(name, dtype, shape) for name, (shape, dtype, _) in part.tensors.items()]
 
-    def tensor(spec: WeightSpec) -> Tensor:
+    def tensor(name: str) -> Tensor:
         advance()
-        return part.tensors[spec.name][2]()
+        return part.tensors[name][2]()
 
     with replacing(path) as temporary, open(temporary, "wb") as file:
-        write_safetensors(file, specs, tensor)
+        write_safetensors(file, entries, tensor)
 
 
 def _plans(pieces: list[Piece], archive: AnyArchive) -> dict[str, ParamLayout]:
@@ -365,13 +359,3 @@ def _plans(pieces: list[Piece], archive: AnyArchive) -> dict[str, ParamLayout]:
             )
         found.setdefault(piece.param, piece.plans)
     return found
-
-
-def _describe(plans: ParamLayout, degree: int, rank: int, start: int, stop: int) -> dict[str, Any]:
-    return {
-        "range": [start, stop],
-        "shape": list(plans.rank_shape(degree)),
-        "layout": plans.rank_layout(degree, rank).to_json(),
-        "logical": {logical: list(shape) for logical, shape in plans.logical_shapes.items()},
-        "plans": describe_plans(plans),
-    }

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from nxd_infer.artifact.manifest import dtype_of
 from nxd_infer.checkpoint.archive import Archive, RunsSource
 from nxd_infer.checkpoint.compare import Difference, compare_checkpoints
 from nxd_infer.checkpoint.export import consolidate_checkpoint, export_hugging_face
@@ -17,6 +16,7 @@ from nxd_infer.checkpoint.open import open_if_reference
 from nxd_infer.checkpoint.reshard import reshard_checkpoint
 from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.cli.console import console, slow_bar, table
+from nxd_infer.util.dtypes import dtype_name, dtype_of
 from nxd_infer.util.units import size
 
 SHOWN = 24
@@ -49,10 +49,7 @@ def inspect(path: Path, tag: str | None) -> None:
         table(
             title,
             ("name", "shape", "type"),
-            [
-                (name, str(list(shape)), str(source.dtype(name)).removeprefix("torch."))
-                for name, shape in shapes.items()
-            ],
+            [(name, str(list(shape)), dtype_name(source.dtype(name))) for name, shape in shapes.items()],
         )
 
 
@@ -74,7 +71,7 @@ def _inspect_reference(archive: ReferenceArchive) -> None:
     if any(archive.parts("optimizer")):
         console.print("with the state of an optimizer")
     rows = [
-        (name, str(list(tensor.shape)), str(tensor.dtype).removeprefix("torch."))
+        (name, str(list(tensor.shape)), dtype_name(tensor.dtype))
         for ranks in archive.stages()
         for name, tensor in sorted(ranks[0].items())
     ]

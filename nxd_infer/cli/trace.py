@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_infer import trace
-from nxd_infer.artifact.manifest import MANIFEST_NAME, dtype_of
+from nxd_infer.artifact.manifest import MANIFEST_NAME
 from nxd_infer.backends import registry
 from nxd_infer.backends.quantization import quantization_of
 from nxd_infer.checkpoint.source import weight_source
@@ -16,6 +16,7 @@ from nxd_infer.cli import stop
 from nxd_infer.cli.console import bar, console, duration
 from nxd_infer.trace import ArtifactWriter
 from nxd_infer.trace.options import TraceOptions
+from nxd_infer.util.dtypes import dtype_of
 from nxd_infer.util.memory import available_memory, total_memory
 from nxd_infer.util.options import from_command
 from nxd_infer.util.processors import processors

@@ -11,6 +11,7 @@ from torch import Tensor
 from nxd_infer.comm.functional import all_gather, broadcast
 from nxd_infer.context import ParallelContext
 from nxd_infer.util.devices import transport_device
+from nxd_infer.util.dtypes import dtype_name, dtype_of
 
 
 def gather_texts(text: str, context: ParallelContext, axis: str = "pp") -> list[str]:
@@ -39,12 +40,12 @@ def gather_named(mine: Mapping[str, Tensor], context: ParallelContext) -> dict[s
     """
     if context.pp.degree == 1:
         return dict(mine)
-    facts = [(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in mine.items()]
+    facts = [(name, list(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in mine.items()]
     found: dict[str, Tensor] = {}
     for stage, text in enumerate(gather_texts(json.dumps(facts), context)):
         for name, shape, dtype in json.loads(text):
             own = stage == context.pp.rank
-            tensor = mine[name] if own else torch.empty(shape, dtype=getattr(torch, dtype))
+            tensor = mine[name] if own else torch.empty(shape, dtype=dtype_of(dtype))
             whole = broadcast(tensor.to(transport_device()), context, "pp", stage).cpu()
             if context.pp.rank == 0:
                 found.setdefault(name, whole)

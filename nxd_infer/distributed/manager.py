@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nxd_infer.distributed.parallelizer import Parallelizer, unwrapped
+from nxd_infer.distributed.parallelizer import Parallelizer
 from nxd_infer.distributed.plans import plan_of_type, supported_types, unknown_type
 
 _classes: dict[str, type[Parallelizer]] = {}
@@ -48,4 +48,4 @@ class ParallelizersManager:
 def _type_of(model_type_or_model: Any) -> str:
     if isinstance(model_type_or_model, str):
         return model_type_or_model
-    return unwrapped(model_type_or_model).config.model_type
+    return model_type_or_model.config.model_type

@@ -32,7 +32,7 @@ from nxd_infer.distributed.stages import pipelined
 from nxd_infer.distributed.weights import FirstOf, fill, on_meta
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import DictSource, WeightSource
-from nxd_infer.modules.nxd_model import NxDModel
+from nxd_infer.modules.nxd_model import local_module
 
 MAPPING, PARTIAL = "_nxd_parameter_map", "_nxd_partial_gradients"
 """Attributes of a parallelized model, and of one that is being parallelized."""
@@ -222,7 +222,7 @@ class Parallelizer:
             async_save=async_save,
         )
         if current_context().rank == 0:
-            _save_config(unwrapped(model), storage_of(output_dir))
+            _save_config(local_module(model), storage_of(output_dir))
 
     @classmethod
     def load_model_sharded_checkpoint(cls, model: nn.Module, load_dir: str | os.PathLike[str]) -> None:
@@ -255,18 +255,14 @@ def parameter_mapping(model: nn.Module) -> Mapping[int, nn.Parameter]:
 
     Raises ParallelConfigError for another model.
     """
-    found = unwrapped(model).__dict__.get(MAPPING)
+    found = local_module(model).__dict__.get(MAPPING)
     if found is None:
         raise ParallelConfigError("parameter_mapping() needs the model that Parallelizer.parallelize() returned")
     return found
 
 
-def unwrapped(model: Any) -> Any:
-    return model.local_module() if isinstance(model, NxDModel) else model
-
-
 def _require_parallel(model: nn.Module) -> None:
-    if MAPPING not in unwrapped(model).__dict__:
+    if MAPPING not in local_module(model).__dict__:
         raise ParallelConfigError("The model needs to be parallelized first: call Parallelizer.parallelize(model)")
 
 

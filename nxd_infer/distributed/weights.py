@@ -47,10 +47,7 @@ def fill(model: nn.Module, weights: Weights, *, device: torch.device | None = No
     """
     here = current_context().tp
     layouts = weight_layout(model)
-    tensors = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    tensors = named_tensors(model)
     wanted = {name: layout for name, layout in layouts.items() if tensors[name].is_meta}
     names = {logical for layout in wanted.values() for logical in layout.logical_names}
     source = SelectedSource(as_source(weights), names.__contains__)

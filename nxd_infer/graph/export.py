@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from nxd_infer.errors import NxdError, TraceConfigError, TraceError
 from nxd_infer.graph import passes
 from nxd_infer.graph.functional_call import not_registered, swapped
-from nxd_infer.graph.names import key_text, named_tensors, shared_memory
+from nxd_infer.graph.names import key_text, shared_memory
+from nxd_infer.layout.shard import named_tensors
 
 _PREFIX = "module."
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from nxd_infer.errors import TraceConfigError
+from nxd_infer.layout.shard import named_tensors
 
 
 def named_inputs(module: nn.Module, example: Any, where: str = "example_inputs") -> tuple[dict[str, Tensor], bool]:
@@ -61,13 +62,6 @@ def key_text(part: Any) -> str:
         if hasattr(part, attribute):
             return str(getattr(part, attribute))
     return str(part)
-
-
-def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by all their qualified names."""
-    found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    found.update(module.named_buffers(remove_duplicate=False))
-    return found
 
 
 def shared_memory(module: nn.Module) -> dict[str, str]:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from nxd_infer.errors import TraceError
+from nxd_infer.util.dtypes import dtype_name
 
 aten = torch.ops.aten
 
@@ -322,7 +323,7 @@ def collective_sequence(module: fx.GraphModule) -> list[str]:
         namespace, _, name = node.target._schema.name.partition("::")
         if name in COLLECTIVES and (namespace == "nxd" or namespace.startswith("nxd_")):
             value = node.args[0].meta["val"]
-            dtype = str(value.dtype).removeprefix("torch.")
+            dtype = dtype_name(value.dtype)
             rest = ", ".join(str(a) for a in node.args[1:])
             calls.append(f"{name}({dtype}{list(value.shape)}, {rest})")
     for branch in branches(module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from nxd_infer.errors import NxdError, ShardingError
@@ -17,6 +18,19 @@ from nxd_infer.layout.plans import AxisPlan, Fused, Padded, Recut, Replicated, S
 from nxd_infer.layout.runs import Fill, Run
 
 KINDS = {kind.__name__: kind for kind in (Replicated, Padded, Sections, Fused, Spelled, Recut, GQAAxis, Run, Fill)}
+
+
+def describe_piece(
+    layout: ParamLayout, degree: int, rank: int, shape: Sequence[int], start: int, stop: int
+) -> dict[str, Any]:
+    """Return the record of elements ``start..stop`` of a rank's flattened tensor, which has ``shape``."""
+    return {
+        "range": [start, stop],
+        "shape": list(shape),
+        "layout": layout.rank_layout(degree, rank).to_json(),
+        "logical": {logical: list(whole) for logical, whole in layout.logical_shapes.items()},
+        "plans": describe_plans(layout),
+    }
 
 
 def describe_plans(layout: ParamLayout) -> dict[str, Any] | None:

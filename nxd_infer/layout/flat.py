@@ -1,12 +1,22 @@
-"""Ranges of flattened tensors as rectangles, to map flat pieces of optimizer state to logical weights."""
+"""Rectangles of tensors as bounds and as slices, and ranges of flattened tensors as rectangles."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 Bounds = tuple[tuple[int, int], ...]
 """``(start, stop)`` per dimension."""
+
+
+def bounds_of(slices: Sequence[slice] | None, shape: Sequence[int]) -> Bounds:
+    """Return the bounds of ``slices`` (step 1) of a tensor of ``shape``; None: of all of it."""
+    return tuple(s.indices(n)[:2] for s, n in zip(slices or [slice(None)] * len(shape), shape, strict=True))
+
+
+def slices_of(bounds: Iterable[tuple[int, int]]) -> tuple[slice, ...]:
+    """Return the slices that :func:`bounds_of` turns into ``bounds``."""
+    return tuple(slice(start, stop) for start, stop in bounds)
 
 
 def flat_rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[Bounds]:

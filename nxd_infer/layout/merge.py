@@ -7,6 +7,7 @@ shards. ``holdings`` is the basis: every rectangle of every logical tensor with 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nxd_infer.errors import CheckpointError
+from nxd_infer.layout.flat import Bounds, bounds_of, moved, overlap, relative, slices_of
 from nxd_infer.layout.params import ParamLayout
 from nxd_infer.layout.runs import AxisLayout, Block, Run, TensorLayout
 from nxd_infer.layout.sources import DictSource, Slices, Weights, as_source, unknown_name
@@ -30,7 +32,7 @@ class Holding:
 
     @property
     def logical_slices(self) -> tuple[slice, ...]:
-        return tuple(slice(*bounds) for bounds in self.logical)
+        return slices_of(self.logical)
 
     @property
     def owner(self) -> int:
@@ -51,7 +53,7 @@ def shared_holdings(ranks: Sequence[TensorLayout]) -> list[Holding]:
             for piece in axis:
                 if isinstance(piece, Run):
                     edges[dim].setdefault(piece.name, set()).update((piece.start, piece.stop))
-    cells: dict[tuple[str, tuple[tuple[int, int], ...]], list[tuple[int, tuple[tuple[int, int], ...]]]] = {}
+    cells: dict[tuple[str, Bounds], list[tuple[int, Bounds]]] = {}
     for rank, rank_layout in enumerate(ranks):
         axes = tuple(_split(axis, edges[dim]) for dim, axis in enumerate(rank_layout.axes))
         for name, logical, local in _cells(axes, rank_layout.source):
@@ -89,6 +91,13 @@ def owned_blocks(layout: ParamLayout, degree: int, rank: int) -> list[Block]:
     return [Block(h.name, h.logical, h.places[0][1]) for h in holdings(layout, degree) if h.owner == rank]
 
 
+def is_saved_by(layout: ParamLayout, degree: int, rank: int) -> bool:
+    """Return whether ``rank`` saves the weight: it owns elements of it, or is the first and there are none."""
+    if layout.alias_of:
+        return False
+    return bool(owned_blocks(layout, degree, rank)) or (rank == 0 and not math.prod(layout.rank_shape(degree)))
+
+
 def duplicates(layout: ParamLayout, degree: int) -> list[Holding]:
     """Return rectangles in several places whose gradients are partial sums (replicated key/value heads).
 
@@ -106,7 +115,7 @@ def sum_duplicates(rank_tensors: Sequence[Tensor], layout: ParamLayout) -> dict[
     out = {name: rank_tensors[0].new_zeros(shape) for name, shape in layout.logical_shapes.items()}
     for holding in holdings(layout, degree):
         for rank, local in holding.places if several else holding.places[:1]:
-            out[holding.name][holding.logical_slices] += rank_tensors[rank][tuple(slice(*b) for b in local)]
+            out[holding.name][holding.logical_slices] += rank_tensors[rank][slices_of(local)]
     return out
 
 
@@ -156,12 +165,12 @@ class MergedSource:
         """Read the logical tensor, or a slice of it. Raises CheckpointError if a shard is missing or misshapen."""
         param, layout = self._find(name)
         shape, wanted = self.shape(name), layout.rank_shape(len(self._ranks))
-        bounds = [s.indices(n)[:2] for s, n in zip(slices or [slice(None)] * len(shape), shape, strict=True)]
+        bounds = bounds_of(slices, shape)
         out = torch.empty([stop - start for start, stop in bounds], dtype=self.dtype(name))
         covered = 0
         for holding in self._of(name):
-            overlap = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(holding.logical, bounds, strict=True)]
-            if any(a >= b for a, b in overlap):
+            both = overlap(holding.logical, bounds)
+            if both is None:
                 continue
             rank, local = holding.places[0]
             if self._ranks[rank].shape(param) != wanted:
@@ -169,10 +178,8 @@ class MergedSource:
                     f"rank {rank} of {len(self._ranks)}: {param!r} has the shape {self._ranks[rank].shape(param)}, "
                     f"expected {wanted}: the shards are of another degree or another model"
                 )
-            moved = zip(overlap, holding.logical, local, strict=True)
-            read = [slice(a - start + at, b - start + at) for (a, b), (start, _), (at, _) in moved]
-            write = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, bounds, strict=True))
-            out[write] = self._ranks[rank].read(param, read)
+            write = relative(both, bounds)
+            out[write] = self._ranks[rank].read(param, slices_of(moved(both, holding.logical, local)))
             covered += out[write].numel()
         if covered != out.numel():
             raise CheckpointError(f"{name!r}: the ranks hold only {covered} of the {out.numel()} requested elements")

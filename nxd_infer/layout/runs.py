@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from nxd_infer.errors import ShardingError
+from nxd_infer.layout.flat import slices_of
 
 
 @dataclass(frozen=True)
@@ -113,11 +114,11 @@ class Block:
 
     @property
     def logical_slices(self) -> tuple[slice, ...]:
-        return tuple(slice(*bounds) for bounds in self.logical)
+        return slices_of(self.logical)
 
     @property
     def local_slices(self) -> tuple[slice, ...]:
-        return tuple(slice(*bounds) for bounds in self.local)
+        return slices_of(self.local)
 
     @property
     def numel(self) -> int:

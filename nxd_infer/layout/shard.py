@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -88,7 +89,7 @@ def iter_shards(
         if layout.alias_of:
             yield name, kept[layout.alias_of]
             continue
-        readable = _present(name, layout, layouts, names)
+        readable = stored_layout(name, layouts, names) or layout
         dtype = dtypes.get(name) if isinstance(dtypes, Mapping) else dtypes
         dtype = dtype or source.dtype(readable.logical_names[0])
         tensor = shard_tensor(source, readable.rank_layout(degree, rank), dtype)
@@ -148,7 +149,7 @@ def load_weights(
     names = set(source.keys())
     for name, layout in layouts.items():
         if not layout.alias_of:
-            readable = _present(name, layout, layouts, names)
+            readable = stored_layout(name, layouts, names) or layout
             fill_tensor(tensors[name], source, readable.rank_layout(degree, rank))
 
 
@@ -158,14 +159,10 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(params), **dict(module.named_buffers(remove_duplicate=False))}
 
 
-def _present(name: str, layout: ParamLayout, layouts: Mapping[str, ParamLayout], names: set[str]) -> ParamLayout:
-    """Return the layout to read: of a tied parameter's other name if only that is stored."""
-    if not set(layout.logical_names) - names:
-        return layout
-    for other in layouts.values():
-        if other.alias_of == name and not set(other.logical_names) - names:
-            return other
-    return layout
+def stored_layout(name: str, layouts: Mapping[str, ParamLayout], stored: set[str]) -> ParamLayout | None:
+    """Return the layout to read: the tensor's own, or that of its other name if only that is ``stored``; else None."""
+    ties = (other for other in layouts.values() if other.alias_of == name)
+    return next((one for one in itertools.chain([layouts[name]], ties) if stored.issuperset(one.logical_names)), None)
 
 
 def check_weights(
@@ -180,7 +177,7 @@ def check_weights(
     for name, layout in layouts.items():
         if layout.alias_of:
             continue
-        for logical, shape in _present(name, layout, layouts, names).logical_shapes.items():
+        for logical, shape in (stored_layout(name, layouts, names) or layout).logical_shapes.items():
             if logical not in names:
                 missing.append(logical)
             elif source.shape(logical) != shape:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nxd_infer.errors import CheckpointError, ShardingError
+from nxd_infer.layout.flat import bounds_of, slices_of
 from nxd_infer.layout.opened import OpenedSafetensors
 from nxd_infer.util.beneath import AnyPath, BeneathPath, as_path
 from nxd_infer.util.dtypes import SAFETENSORS_DTYPES
@@ -184,10 +185,9 @@ class RemappedSource:
         old, dim, start, _ = self._find(name)
         if dim < 0:
             return self._source.read(old, slices)
-        shape = self.shape(name)
-        bounds = [s.indices(n)[:2] for s, n in zip(slices or [slice(None)] * len(shape), shape, strict=True)]
+        bounds = list(bounds_of(slices, self.shape(name)))
         bounds[dim] = (bounds[dim][0] + start, bounds[dim][1] + start)
-        return self._source.read(old, [slice(*b) for b in bounds])
+        return self._source.read(old, slices_of(bounds))
 
 
 Weights = WeightSource | Mapping[str, Tensor] | str | os.PathLike[str]

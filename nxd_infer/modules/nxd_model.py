@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nxd_infer.errors import InputMismatchError
 from nxd_infer.modules.wrapper import ModelWrapper
 
-__all__ = ["NxDModel"]
+__all__ = ["NxDModel", "local_module"]
 
 
 class NxDModel(ModelWrapper):
@@ -120,6 +120,11 @@ class NxDModel(ModelWrapper):
         for param in self.module.parameters():
             if getattr(param, "main_grad", None) is not None:
                 param.main_grad = None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def local_module(model: nn.Module) -> nn.Module:
+    """Return the module whose names checkpoints use: the wrapped one of an :class:`NxDModel`, else ``model``."""
+    return model.local_module() if isinstance(model, NxDModel) else model
 
 
 def _marked(output: Any, spec: Any) -> Any:

@@ -21,10 +21,11 @@ from torch import Tensor
 from nxd_infer.comm.turns import in_turns
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CheckpointError
-from nxd_infer.layout.describe import describe_plans
+from nxd_infer.layout.describe import describe_piece
 from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.layout.params import layout_by_name
 from nxd_infer.optimizer.groups import NOT_HYPERPARAMETERS
+from nxd_infer.util.dtypes import dtype_name
 
 if TYPE_CHECKING:
     from nxd_infer.optimizer.parallel import NxDOptimizer
@@ -80,14 +81,10 @@ def describe(optimizer: NxDOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]
         if piece.own_memory:
             tensors[f"{name}|{MASTER}"] = piece.tensor.detach()
         layout = layout_by_name(piece.param, name)
-        pieces[name] = {
-            "range": [piece.start, piece.stop],
-            "shape": list(piece.param.shape),
-            "layout": layout.rank_layout(context.tp.degree, context.tp.rank).to_json(),
-            "logical": {logical: list(shape) for logical, shape in layout.logical_shapes.items()},
-            "plans": describe_plans(layout),
-            "values": scalars,
-        }
+        described = describe_piece(
+            layout, context.tp.degree, context.tp.rank, piece.param.shape, piece.start, piece.stop
+        )
+        pieces[name] = {**described, "values": scalars}
     groups = [
         {
             key: _stored(value, f"param_groups[{number}][{key!r}]")
@@ -101,7 +98,7 @@ def describe(optimizer: NxDOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]
         "format": FORMAT,
         "degrees": degrees,
         "param_groups": groups,
-        "group_names": optimizer.group_names,
+        NAMES: optimizer.group_names,
         "pieces": pieces,
     }
 
@@ -112,7 +109,7 @@ def _stored(value: Any, where: str) -> Any:
     Raises CheckpointError for anything else, because a resumed job would otherwise silently use another value.
     """
     if isinstance(value, Tensor):
-        return {"tensor": str(value.dtype).removeprefix("torch."), "values": value.detach().cpu().tolist()}
+        return {"tensor": dtype_name(value.dtype), "values": value.detach().cpu().tolist()}
     if isinstance(value, tuple | list):
         return [_stored(item, f"{where}[{number}]") for number, item in enumerate(value)]
     if isinstance(value, bool | int | float | str | None):
@@ -155,7 +152,7 @@ def _load(optimizer: NxDOptimizer, folder: Path) -> None:
             raise TypeError("a piece has no values")
         if not all(isinstance(group, dict) for group in description["param_groups"]):
             raise TypeError("a parameter group is not an object")
-        if not all(isinstance(name, str) for names in description.get("group_names", []) for name in names):
+        if not all(isinstance(name, str) for names in description.get(NAMES, []) for name in names):
             raise TypeError("a group has no names")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{json_file} does not describe an optimizer shard: {error!r}") from error
@@ -198,7 +195,7 @@ def require_same_groups(
         raise CheckpointError(
             f"{where} has {len(stored)} parameter groups, this optimizer {len(mine)}; create it with the same groups"
         )
-    if "group_names" not in description:  # from the reference, or from an early version of ours
+    if NAMES not in description:  # from the reference, or from an early version of ours
         return
     for theirs, ours in zip(stored, mine, strict=True):
         missing = sorted(optimizer.optimizer.defaults.keys() - theirs.keys())
@@ -208,7 +205,7 @@ def require_same_groups(
                 f"{where} is of another optimizer than this {type(optimizer.optimizer).__name__}: it has {surplus} and "
                 f"not {missing}; create an optimizer of the saved class, or load without one"
             )
-    for number, (theirs, ours) in enumerate(zip(description["group_names"], names, strict=False)):
+    for number, (theirs, ours) in enumerate(zip(description[NAMES], names, strict=False)):
         differing = sorted(set(theirs) ^ set(ours))
         if differing:
             raise CheckpointError(

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nxd_infer.artifact.manifest import BucketSpec, InputSpec, dtype_name
+from nxd_infer.artifact.manifest import BucketSpec, InputSpec
 from nxd_infer.errors import BucketError, InputMismatchError, InputRangeError, NxdError
 from nxd_infer.runtime.bucket_table import bucket_table, shape_text
 from nxd_infer.util.devices import on_host
+from nxd_infer.util.dtypes import dtype_name
 
 BucketKernel = Callable[[list[Tensor]], tuple[list[Tensor], Tensor | int]]
 

@@ -25,13 +25,14 @@ from nxd_infer.artifact.manifest import (
     weight_schema_hash,
 )
 from nxd_infer.artifact.names import BUCKET_KERNEL_NAME, weight_name
-from nxd_infer.artifact.rank_weights import write_safetensors
+from nxd_infer.artifact.rank_weights import file_entries
 from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.backends.base import Backend
 from nxd_infer.backends.compile import cache as compile_cache
 from nxd_infer.backends.compile.pool import compile_graphs
 from nxd_infer.errors import TraceError
 from nxd_infer.graph.stored import read_graph
+from nxd_infer.layout.files.stream import write_safetensors
 from nxd_infer.trace.ranks.files import CANONICAL_FILE, WEIGHTS_FILE
 from nxd_infer.trace.request import TracedRank, rank_directory
 from nxd_infer.util.machine import versions
@@ -365,12 +366,12 @@ def _add_missing(file: Path, rank: TracedRank, weights: list[WeightSpec]) -> Non
 
     larger = file.with_suffix(".larger")
     with safe_open(file, framework="pt") as source, open(larger, "wb") as out:
-        present = set(source.keys())
-        specs = [*missing, *(WeightSpec.of(name, source.get_tensor(name)) for name in sorted(present))]
+        zeros = {spec.name: spec for spec in missing}
+        present = [(name, one.dtype, one.shape) for name in sorted(source.keys()) for one in [source.get_tensor(name)]]
 
-        def tensor(spec: WeightSpec) -> torch.Tensor:
-            zeros = spec.name not in present
-            return torch.zeros(spec.shape, dtype=spec.torch_dtype) if zeros else source.get_tensor(spec.name)
+        def tensor(name: str) -> torch.Tensor:
+            spec = zeros.get(name)
+            return source.get_tensor(name) if spec is None else torch.zeros(spec.shape, dtype=spec.torch_dtype)
 
-        write_safetensors(out, specs, tensor)
+        write_safetensors(out, [*file_entries(missing), *present], tensor)
     shutil.move(larger, file)

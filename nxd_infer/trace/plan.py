@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from nxd_infer.backends.compile import footprint
 from nxd_infer.layout.shard import READ_BYTES
+from nxd_infer.util.dtypes import dtype_name
 from nxd_infer.util.units import size
 
 SERVE_BYTES = 350 << 20
@@ -130,6 +131,5 @@ def _about(count: int | None) -> str:
 def planned_inputs(names: Sequence[str], tensors: Sequence) -> tuple[str, ...]:
     """Return inputs as text."""
     return tuple(
-        f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-        for name, tensor in zip(names, tensors, strict=True)
+        f"{name} {dtype_name(tensor.dtype)}{list(tensor.shape)}" for name, tensor in zip(names, tensors, strict=True)
     )

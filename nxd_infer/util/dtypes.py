@@ -1,9 +1,13 @@
-"""Properties of torch's dtypes without torch, whose import takes a second; processes that only start ranks and call
-them do not import it."""
+"""Torch's dtypes by name, and their properties, without torch, whose import takes a second; processes that only start
+ranks and call them do not import it."""
 
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 SAFETENSORS_DTYPES = {
     "F64": "float64",
@@ -31,3 +35,18 @@ LARGEST_FLOAT = {
     "float32": (2 - 2**-23) * 2.0**127,
     "float64": sys.float_info.max,
 }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` -> ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """``"float32"`` -> ``torch.float32``. Raises ValueError if torch has no such dtype."""
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not a torch dtype")
+    return dtype

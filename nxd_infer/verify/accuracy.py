@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxd_infer.artifact.manifest import Manifest, dtype_of
+from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.backends import registry as backends
 from nxd_infer.backends.base import Quantization
@@ -22,6 +22,7 @@ from nxd_infer.backends.quantization import quantization_of
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout import TensorLayout, shard_tensor
 from nxd_infer.layout.sources import WrappedSource
+from nxd_infer.util.dtypes import dtype_of
 from nxd_models import registry
 from nxd_models.hf import weights as hf
 from nxd_server.text.tokenizer import Tokenizer

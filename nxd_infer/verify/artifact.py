@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from nxd_infer import trace
-from nxd_infer.artifact.manifest import Manifest, dtype_of
+from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.backends.base import Quantization
 from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.errors import ArtifactError
+from nxd_infer.util.dtypes import dtype_of
 from nxd_infer.util.progress import Progress, silent
 from nxd_infer.verify import accuracy
 from nxd_infer.verify.cases import Tensors, full_inputs, generation_cases, one_shot_cases

@@ -14,7 +14,7 @@ import torch
 
 from nxd_infer.artifact.manifest import MANIFEST_NAME, FileSpec, WeightSpec
 from nxd_infer.artifact.names import weight_name
-from nxd_infer.artifact.rank_weights import load_weights, write_safetensors
+from nxd_infer.artifact.rank_weights import file_entries, load_weights
 from nxd_infer.artifact.reader import artifact_digest
 from nxd_infer.artifact.writer import CHECKSUM_KEY, ArtifactWriter, manifest_checksum
 from nxd_infer.errors import (
@@ -24,6 +24,7 @@ from nxd_infer.errors import (
     ArtifactVersionError,
 )
 from nxd_infer.graph.stored import GraphFile
+from nxd_infer.layout.files.stream import write_safetensors
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.save_load import parallel_model_load
 from nxd_infer.trace.request import TracedBucket, TracedRank
@@ -405,7 +406,7 @@ def test_mapped_tensors_lie_on_the_boundaries_of_their_types(tmp_path):
     }
     specs = [WeightSpec.of(name, tensor) for name, tensor in tensors.items()]
     with open(tmp_path / "rank_00.safetensors", "wb") as file:
-        write_safetensors(file, specs, lambda spec: tensors[spec.name])
+        write_safetensors(file, file_entries(specs), tensors.__getitem__)
     for name, tensor in load_weights(tmp_path / "rank_00.safetensors", specs).items():
         assert torch.equal(tensor, tensors[name])
         assert tensor.data_ptr() % tensor.element_size() == 0

@@ -17,7 +17,8 @@ from nxd_infer.context import make_context, use_context
 from nxd_infer.graph.canonical import Graph, trace_graph
 from nxd_infer.graph.export import Step
 from nxd_infer.graph.ir import FUNCTIONAL, Program, graph_to_ir
-from nxd_infer.graph.names import named_inputs, named_tensors, state_name
+from nxd_infer.graph.names import named_inputs, state_name
+from nxd_infer.layout.shard import named_tensors
 from nxd_models.serving import tasks
 from tests import tiny_models
 from tests.backends.plugins import installed

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nxd_infer.errors import ModelConfigError
+from nxd_infer.util.dtypes import dtype_name, dtype_of
 from nxd_models.hf import sentence_transformers as sentence
 from nxd_models.serving.pooling import pooling_modes
 from nxd_models.serving.task_options import TaskOptions
@@ -31,7 +32,7 @@ def plan_encode(directory: ModelDirectory, task: str, options: TaskOptions) -> T
     asked = {min(length, longest) for length in options.prompt_buckets}
     lengths = sorted(asked if max_len is None else {*asked, longest})
     shapes = {f"b{b}_s{s}": (b, s) for b in batches for s in lengths}
-    dtype = options.dtype or getattr(torch, config.dtype)
+    dtype = options.dtype or dtype_of(config.dtype)
     module: dict[str, Any] = {}
     if task == "embed":
         module = {"pooling": "mean", "normalize": True, **sentence.pooling_options(directory.path)}
@@ -45,7 +46,7 @@ def plan_encode(directory: ModelDirectory, task: str, options: TaskOptions) -> T
         "max_len": lengths[-1],
         "batch_sizes": batches,
         "length_buckets": lengths,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "pad_token_id": config.pad_token_id,
     }
     if task == "embed":

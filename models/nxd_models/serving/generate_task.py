@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from nxd_infer.errors import ModelConfigError
+from nxd_infer.util.dtypes import dtype_name, dtype_of
 from nxd_models.hf.generation_config import GenerationConfig
 from nxd_models.serving.adapter_slots import AdapterSlots
 from nxd_models.serving.decoder_step import step_inputs
@@ -43,7 +42,7 @@ def plan_generate(directory: ModelDirectory, options: TaskOptions) -> TaskPlan:
         shapes[f"mixed_b{slots + PROMPT_ROWS}"] = (slots + PROMPT_ROWS, 1)
     shapes |= {f"verify_b{b}": (b, speculate + 1) for b in batches if speculate}
     shapes |= {f"prefill_s{s}": (1, s) for s in lengths if s > 1}
-    dtype = options.dtype or getattr(torch, config.dtype)
+    dtype = options.dtype or dtype_of(config.dtype)
     targets = options.lora_targets or directory.spec.adapter_targets
     lora = AdapterSlots.of(options.lora_slots, options.lora_rank, targets)
     kwargs: dict[str, Any] = {"model_dir": str(directory.path), "task": "generate", "dtype": dtype}
@@ -60,7 +59,7 @@ def plan_generate(directory: ModelDirectory, options: TaskOptions) -> TaskPlan:
         "rows_share_slots": not whole,
         "prompt_buckets": lengths,
         "batch_sizes": batches,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "eos_token_ids": eos,
         "sampling_defaults": file.sampling_defaults(),
         "bos_token_id": bos,

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from nxd_infer.artifact.manifest import dtype_of
 from nxd_infer.backends.hlo import xla_api as xla
 from nxd_infer.backends.hlo.collectives import check_collectives, collectives_of
 from nxd_infer.backends.hlo.files import BODY_FILE, HLO_FILE, HLO_TABLE, PARTS_FILE, HloFile, PartsFile, Value, read
@@ -22,6 +21,7 @@ from nxd_infer.errors import TraceError
 from nxd_infer.graph.ir import ir_to_graph
 from nxd_infer.graph.passes import aten
 from nxd_infer.graph.stored import read_graph, read_ir
+from nxd_infer.util.dtypes import dtype_of
 
 Look = Callable[[str, HloFile], None]
 """Is given a module, as protobuf's JSON, and its table, to refuse it."""

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from nxd_infer.artifact.manifest import dtype_name
 from nxd_infer.backends.hlo.files import BODY_FILE, HEAD_FILE, PARTS_FILE, TAIL_FILE, PartFile, PartsFile, Value
 from nxd_infer.errors import TraceError
 from nxd_infer.graph.canonical import Graph
@@ -22,6 +21,7 @@ from nxd_infer.graph.passes import aten, branches, collective_sequence, output_o
 from nxd_infer.graph.split import Part, split_at
 from nxd_infer.graph.stored import Lowered, ir_text
 from nxd_infer.ops import HOST
+from nxd_infer.util.dtypes import dtype_name
 
 DEVICE = "xla"
 _RIGHT_SHIFTS = (aten.bitwise_right_shift, aten.__rshift__)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxd_infer.artifact.manifest import dtype_of
 from nxd_infer.backends.base import RankGraph, RankRuntime
 from nxd_infer.backends.hlo.executable import HloExecutable
 from nxd_infer.backends.hlo.files import Value
@@ -20,6 +19,7 @@ from nxd_infer.backends.neuron.aliases import aliases_of
 from nxd_infer.backends.neuron.compiler import NEFF
 from nxd_infer.backends.neuron.placement import CoreCell, load_states, load_weights
 from nxd_infer.errors import ArtifactCorruptError, BackendUnavailableError, InputMismatchError
+from nxd_infer.util.dtypes import dtype_of
 
 PROBE = "NXD_INFER_NEURON_PROBE"
 """``0`` leaves out the probe after loading, for a model that answers with zeros by its nature."""

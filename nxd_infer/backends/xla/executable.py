@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxd_infer.artifact.manifest import dtype_of
 from nxd_infer.backends.base import RankGraph, RankRuntime
 from nxd_infer.backends.hlo import xla_api as xla
 from nxd_infer.backends.hlo.executable import HloExecutable
@@ -17,6 +16,7 @@ from nxd_infer.backends.hlo.parts import TOKEN
 from nxd_infer.backends.hlo.placement import as_parameter
 from nxd_infer.backends.xla.replicas import Replicas
 from nxd_infer.errors import ArtifactCorruptError
+from nxd_infer.util.dtypes import dtype_of
 
 
 class XlaExecutable(HloExecutable):

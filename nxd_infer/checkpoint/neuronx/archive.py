@@ -21,6 +21,7 @@ from nxd_infer.checkpoint.neuronx.folder import MARK, Place, files_of_ranks, fin
 from nxd_infer.context import AXES
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import DictSource, ParamLayout, duplicates
+from nxd_infer.layout.flat import slices_of
 from nxd_infer.optimizer.sharded_files import MASTER
 
 
@@ -188,7 +189,7 @@ class ReferenceArchive:
     def _require_equal_copies(self, name: str, layout: ParamLayout, ranks: Sequence[Mapping[str, Tensor]]) -> None:
         """Check the order of replicated key/value heads: it differs between hardware, and only ours can be read."""
         for holding in duplicates(layout, len(ranks)):
-            copies = [ranks[rank][name][tuple(slice(*b) for b in local)] for rank, local in holding.places]
+            copies = [ranks[rank][name][slices_of(local)] for rank, local in holding.places]
             if any(not copy.equal(copies[0]) for copy in copies[1:]):
                 places = [rank for rank, _ in holding.places]
                 raise CheckpointError(

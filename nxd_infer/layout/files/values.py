@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.files.arrays import pack_numpy
 from nxd_infer.layout.sources import DTYPES
+from nxd_infer.util.dtypes import dtype_name
 
 __all__ = ["Record", "pack"]
 
@@ -159,7 +160,7 @@ class _Packer:
             stored: Any = {"tensor": self.number_of(item)}
         else:  # as bytes: safetensors lacks this dtype, or cannot read it in slices
             raw = item.contiguous().reshape(-1).view(torch.uint8)
-            stored = {"viewed": [self.number_of(raw), str(item.dtype).removeprefix("torch."), list(item.shape)]}
+            stored = {"viewed": [self.number_of(raw), dtype_name(item.dtype), list(item.shape)]}
         return {"parameter": [stored, requires_grad]} if is_parameter else stored
 
     def fields(self, found: Mapping[str, Any], path: str) -> list[Any]:

@@ -152,11 +152,8 @@ class AdapterUpdate:
             for name, table in self._tables.items()
             if table.spec.name in own
         }
-        specs = [
-            WeightSpec.of(name, torch.empty(table.spec.shape[1:], dtype=table.spec.torch_dtype, device="meta"))
-            for name, (_, table) in tables.items()
-        ]
-        return anonymous_file(specs, lambda spec: self._entry(*tables[spec.name], rank % self.manifest.tp_degree))
+        entries = [(name, table.spec.torch_dtype, table.spec.shape[1:]) for name, (_, table) in tables.items()]
+        return anonymous_file(entries, lambda name: self._entry(*tables[name], rank % self.manifest.tp_degree))
 
     def _entry(self, factor: str, table: _Table, rank: int) -> Tensor:
         dtype = table.spec.torch_dtype

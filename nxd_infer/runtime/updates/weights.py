@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+import torch
 from torch import Tensor
 
-from nxd_infer.artifact.manifest import INLINE_WEIGHTS_REQUIREMENT, Manifest, WeightSpec, weight_schema_hash
-from nxd_infer.artifact.rank_weights import load_weights, write_safetensors
+from nxd_infer.artifact.manifest import INLINE_WEIGHTS_REQUIREMENT, Manifest, weight_schema_hash
+from nxd_infer.artifact.rank_weights import file_entries, load_weights
 from nxd_infer.artifact.writer import is_disk_full
 from nxd_infer.checkpoint.source import Weights, weight_source
 from nxd_infer.errors import ArtifactError, ArtifactSpaceError, WeightSchemaError
 from nxd_infer.layout import TensorLayout, shard_tensor
+from nxd_infer.layout.files.stream import write_safetensors
 from nxd_infer.util.beneath import require_unchanged
 
 
@@ -95,27 +97,27 @@ class WeightUpdate:
         specs = [self._specs[name] for name in self.names if name in own]
         present = set(self.source.keys())
 
-        def tensor(spec: WeightSpec) -> Tensor:
+        def tensor(name: str) -> Tensor:
             try:
-                layout = TensorLayout.from_json(
-                    self._readable(spec.name, present)["ranks"][rank % self.manifest.tp_degree]
-                )
-                return shard_tensor(self.source, layout, spec.torch_dtype)
+                layout = TensorLayout.from_json(self._readable(name, present)["ranks"][rank % self.manifest.tp_degree])
+                return shard_tensor(self.source, layout, self._specs[name].torch_dtype)
             except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-                raise WeightSchemaError(f"{spec.name} cannot be cut for rank {rank}: {error}") from error
+                raise WeightSchemaError(f"{name} cannot be cut for rank {rank}: {error}") from error
 
-        return anonymous_file(specs, tensor)
+        return anonymous_file(file_entries(specs), tensor)
 
 
-def anonymous_file(specs: Sequence[WeightSpec], tensor: Callable[[WeightSpec], Tensor]) -> BinaryIO:
-    """Write ``tensor(spec)`` of each of ``specs`` to an unnamed safetensors file, which the caller closes.
+def anonymous_file(
+    entries: Iterable[tuple[str, torch.dtype, Sequence[int]]], tensor: Callable[[str], Tensor]
+) -> BinaryIO:
+    """Write ``tensor(name)`` for each ``(name, dtype, shape)`` to an unnamed safetensors file; the caller closes it.
 
     Raises ArtifactSpaceError if there is no space for it, ArtifactError if it cannot be written at all.
     """
     try:
         file = tempfile.TemporaryFile(prefix="nxd-weights-")  # noqa: SIM115
         try:
-            write_safetensors(file, specs, tensor)
+            write_safetensors(file, entries, tensor)
         except BaseException:
             with contextlib.suppress(OSError):  # flushing its buffer fails again
                 file.close()

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from nxd_infer.artifact.layouts import describe_layout
 from nxd_infer.artifact.manifest import WeightSpec
-from nxd_infer.artifact.rank_weights import STATE_PREFIX, STORED_DTYPES, write_safetensors
+from nxd_infer.artifact.rank_weights import STATE_PREFIX, file_entries
 from nxd_infer.errors import TraceError
-from nxd_infer.graph.names import named_tensors
 from nxd_infer.graph.stored import write_graph
 from nxd_infer.layout import layout_of, weight_layout
+from nxd_infer.layout.files.stream import STORED_DTYPES, write_safetensors
+from nxd_infer.layout.shard import named_tensors
 from nxd_infer.modules.lora.slots import AdapterTables
 from nxd_infer.trace.ranks.rank_graphs import RankGraphs, is_symbolic
 from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
@@ -72,22 +73,25 @@ def write_weights(
             f"the weight {wrong[0].name!r} is {wrong[0].dtype}, which a weight file cannot hold; convert it"
         )
 
-    def checked(spec: WeightSpec) -> Tensor:
+    by_name = {spec.name: spec for spec in specs}
+
+    def checked(name: str) -> Tensor:
+        spec = by_name[name]
         if spec.nbytes >= 1 << 20:
             give_back()  # memory that was read for the previous tensor
-        if spec.name.startswith(STATE_PREFIX):
-            return states[spec.name.removeprefix(STATE_PREFIX)]
+        if name.startswith(STATE_PREFIX):
+            return states[name.removeprefix(STATE_PREFIX)]
         tensor = value(spec)
         if tensor.dtype != spec.torch_dtype or list(tensor.shape) != spec.shape or is_symbolic(tensor):
             raise TraceError(
-                f"the weight {spec.name!r} has no value of {spec.dtype}{spec.shape}, it is "
+                f"the weight {name!r} has no value of {spec.dtype}{spec.shape}, it is "
                 f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
             )
         return tensor.detach()
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as file:
-        write_safetensors(file, specs, checked)
+        write_safetensors(file, file_entries(specs), checked)
 
 
 def write_graphs(graphs: RankGraphs, directory: Path) -> None:

@@ -26,6 +26,7 @@ from nxd_infer.comm import register_collectives, unregister_collectives
 from nxd_infer.context import use_context
 from nxd_infer.errors import CollectiveError, NxdError, TraceError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, check_weights, shard_tensor
+from nxd_infer.layout.shard import stored_layout
 from nxd_infer.trace.ranks import files as rank_files
 from nxd_infer.trace.ranks import one_rank
 from nxd_infer.trace.ranks.rank_graphs import Built, RankGraphs, value_of
@@ -118,8 +119,8 @@ def _values(
     names = set(source.keys())
 
     def value(spec: WeightSpec) -> Tensor:
-        layout = layouts.get(graphs.origin[spec.name][1])
-        readable = layout and _readable(layout, layouts, names)
+        own = graphs.origin[spec.name][1]
+        readable = stored_layout(own, layouts, names) if own in layouts else None
         if readable is not None:
             return shard_tensor(source, readable.rank_layout(request.tp_degree, rank), spec.torch_dtype)
         return value_of(graphs, *graphs.origin[spec.name])
@@ -148,17 +149,6 @@ def _build(request: TraceRequest, rank: int) -> list[Built]:
         ) from error
 
 
-def _readable(layout: ParamLayout, layouts: dict[str, ParamLayout], names: set[str]) -> ParamLayout | None:
-    """Return the layout to read: its own, or that of another name of the same tensor; None if neither is stored."""
-    if set(layout.logical_names) <= names:
-        return layout
-    own = next((name for name, entry in layouts.items() if entry is layout), None)
-    for entry in layouts.values():
-        if entry.alias_of is not None and entry.alias_of == own and set(entry.logical_names) <= names:
-            return entry
-    return None
-
-
 def _check(graphs: RankGraphs, layouts: dict[str, ParamLayout], states: dict[str, ParamLayout], source: Any) -> None:
     """Check that the checkpoint has every parameter that the graphs read or change, with its shape."""
     parameters = {name for b in graphs.built for name, _ in b.module.named_parameters(remove_duplicate=False)}
@@ -167,11 +157,11 @@ def _check(graphs: RankGraphs, layouts: dict[str, ParamLayout], states: dict[str
         name: layout for name, layout in states.items() if name in parameters or set(layout.logical_names) <= stored
     }
     for name, (_, own) in graphs.origin.items():
-        layout = layouts.get(own) or layouts.get(name)
-        if layout is None:
+        known = own if own in layouts else name
+        if known not in layouts:
             continue
-        if graphs.weights[name].kind == "parameter" or _readable(layout, layouts, stored) is not None:
-            needed[own] = layout
+        if graphs.weights[name].kind == "parameter" or stored_layout(known, layouts, stored) is not None:
+            needed[own] = layouts[known]
     ties = {name: entry for name, entry in layouts.items() if entry.alias_of in needed}
     try:
         check_weights({**needed, **ties}, source, strict=False)

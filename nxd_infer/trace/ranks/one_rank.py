@@ -19,8 +19,9 @@ from nxd_infer.backends import registry
 from nxd_infer.errors import NxdError, TraceConfigError, TraceError
 from nxd_infer.graph.canonical import Graph, configuration, name_lowered, trace_graph
 from nxd_infer.graph.export import Step
-from nxd_infer.graph.names import named_inputs, named_tensors, shared_memory, state_name
+from nxd_infer.graph.names import named_inputs, shared_memory, state_name
 from nxd_infer.graph.stored import GraphFile
+from nxd_infer.layout.shard import named_tensors
 from nxd_infer.trace.buckets import Bucket, scripted, wants_bucket_rank
 from nxd_infer.trace.ranks.rank_graphs import Built, RankGraphs, is_symbolic, value_of
 from nxd_infer.trace.ranks.stages import require_one_rounding, split_rank

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from nxd_infer.artifact.manifest import TensorSpec, WeightSpec
-from nxd_infer.graph.names import named_tensors
 from nxd_infer.graph.stored import Lowered
+from nxd_infer.layout.shard import named_tensors
 from nxd_infer.trace.request import TracedBucket
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nxd_infer.util.dtypes import dtype_name
 from nxd_server.http.error_responses import ApiError, bad_request, clip, missing_field, unknown_field
 
 MOST_DIMENSIONS = 64
@@ -104,7 +105,7 @@ def _convert(flat: list[Any], dtype: torch.dtype | None, field: str) -> torch.Te
         raise bad_request(f"`{field}` must hold numbers only, or booleans only", field)
     if dtype is None:
         dtype = torch.bool if bool in kinds else torch.float32 if float in kinds or not kinds else torch.int64
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     if (dtype is torch.bool) != (bool in kinds) and kinds:
         raise bad_request(
             f"`{field}`: {name} takes {'true and false' if dtype is torch.bool else 'numbers'} only", field
@@ -137,7 +138,7 @@ def tensor_to_json(tensor: torch.Tensor) -> dict[str, Any]:
     data = tensor.tolist()
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
         data = _spell(data)
-    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "data": data}
+    return {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "data": data}
 
 
 def _spell(value: Any) -> Any:
