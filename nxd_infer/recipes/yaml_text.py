@@ -80,6 +80,8 @@ def parse_yaml(text: str, origin: str) -> Tree:
         place = f"{origin}:{mark.line + 1}" if mark else origin
         said = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
         raise RecipeError(f"{place}: not YAML: {said}") from None
+    except RecursionError:  # PyYAML follows merges (<<) by itself
+        raise RecipeError(f"{origin}: not YAML that is read: too many merges (<<) lead to each other") from None
     finally:
         if loader is not None:
             loader.dispose()

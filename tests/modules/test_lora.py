@@ -242,6 +242,35 @@ def test_the_three_ways_to_save():
     assert error(other(ids).detach(), expected) < 1e-5
 
 
+class Shared(nn.Module):
+    """One layer under two names, and something that is no weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = self.b = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"seen": 3}
+
+
+def test_merged_is_every_name_of_a_layer_and_what_is_no_weight_stays():
+    torch.manual_seed(0)
+    model = LoRAModel(Shared(), LoraConfig(True, 2, target_modules=["a", "b"], save_lora_base=True, merge_lora=True))
+    with torch.no_grad():
+        for name in model.adapter_names:
+            model.module.get_parameter(name).normal_()
+    other, x = Shared(), torch.randn(3, 4)
+    assert torch.equal(model.state_dict()["a.weight"], model.state_dict()["b.weight"])
+    other.load_state_dict(model.state_dict())
+    assert error(other(x).detach(), model(x).detach()) < 1e-5
+
+
 def test_the_configuration_may_lie_in_the_state_dict():
     model = lora(save_lora_config_adapter=True)
     state = model.state_dict()

@@ -81,6 +81,8 @@ class LoRAModel(ModelWrapper):
             config.modules_to_save = self._present(config.modules_to_save) or None  # PEFT may name missing modules
         self.lora_config = config
         self.lora_layers: dict[str, LoraLayer] = {}
+        self._every_path: dict[str, LoraLayer] = {}
+        """Also under the further names of a layer that has several."""
         self._adapt(None if stored is None else peft.adapted_paths(stored))
         self._freeze()
         if stored is not None:
@@ -123,6 +125,7 @@ class LoRAModel(ModelWrapper):
                 continue
             parent, _, name = path.rpartition(".")
             setattr(self.module.get_submodule(parent), name, made[id(child)])
+            self._every_path[path] = made[id(child)]
         if not made:
             every = named_modules_of_all(self.module)
             found = sorted({path.rpartition(".")[2] for path, child, _ in every if adaptable(child)})
@@ -189,7 +192,7 @@ class LoRAModel(ModelWrapper):
     def base_name(self, name: str) -> str:
         """Return the name of a weight without adapters."""
         path, found, leaf = name.rpartition(".base_layer.")
-        return f"{path}.{leaf}" if found and path in self.lora_layers else name
+        return f"{path}.{leaf}" if found and path in self._every_path else name
 
     # --- merging --------------------------------------------------------------------------------------
 
@@ -212,7 +215,7 @@ class LoRAModel(ModelWrapper):
         """
         added = {
             f"{path}.{name}": weight
-            for path, layer in self.lora_layers.items()
+            for path, layer in self._every_path.items()
             for name, weight in layer.merged_weights().items()
         }
         for name, tensor in state.items():
@@ -244,7 +247,10 @@ class LoRAModel(ModelWrapper):
         names = [name for name in found if name.startswith(prefix)]
         if config.merge_lora:
             own = {name.removeprefix(prefix): found.pop(name) for name in names}
-            found.update({prefix + name: tensor for name, tensor, _ in self.merged_weights(own)})
+            weights = {name: value for name, value in own.items() if self.base_name(name) in self.base_layouts}
+            others = own.keys() - weights.keys() - self.adapter_names  # what modules add with get_extra_state
+            found.update({prefix + name: own[name] for name in own if name in others})
+            found.update({prefix + name: tensor for name, tensor, _ in self.merged_weights(weights)})
             return self._with_config(found, prefix)
         for path, layer in self.lora_layers.items():
             found.update({f"{prefix}{path}.base_layer.{name}": w.detach() for name, w in layer.base_weights.items()})
