@@ -34,6 +34,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # XLA compiles in half the time so, what is small and runs a few times. xla/test_serving does without.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
+# Inductor's kernels are compiled as for users; what calls them takes three quarters of its time to compile so.
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Each process would pin its ranks to the same cores and time out there; the kernel places them better.
     os.environ.setdefault("NXD_INFER_PIN", "0")
