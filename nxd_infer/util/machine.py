@@ -24,6 +24,11 @@ def cpu_features() -> frozenset[str]:
     return frozenset()
 
 
+def computes_bfloat16() -> bool:
+    """Whether the processor has instructions for bfloat16, without which products are many times slower in it."""
+    return not cpu_features().isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+
+
 def architecture() -> str:
     """Return ``x86_64``, ``aarch64``, ..."""
     return platform.machine()

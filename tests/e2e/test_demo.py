@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.process_groups import tree
-from nxd_infer.cli.demo.optimizer import MuonAndAdamW, groups_of
+from nxd_infer.cli.demo.optimizer import Float32Muon, MuonAndAdamW, groups_of, orthogonalized
 from nxd_infer.errors import RankFailedError
 from nxd_infer.recipes.rank_processes import run_ranks
 from nxd_infer.trainer import load_checkpoint, save_checkpoint
@@ -77,6 +79,24 @@ def trained_and_resumed(root: str) -> tuple[list[float], list[float]]:
         optimizer.step()
         optimizer.zero_grad()
     return whole, rest
+
+
+def test_without_bfloat16_the_optimizer_does_what_pytorchs_does():
+    torch.manual_seed(0)
+    start, gradients = torch.randn(24, 40), torch.randn(3, 24, 40)
+    moved = []
+    for shape in (start.shape, start.T.shape):
+        for make in (partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw"), Float32Muon):
+            weight = start.reshape(shape).clone().requires_grad_(True)
+            optimizer = make([weight], lr=0.1)
+            for gradient in gradients:
+                weight.grad = gradient.reshape(shape).clone()
+                optimizer.step()
+            moved.append((weight - start.reshape(shape)).detach())
+    for theirs, ours in zip(moved[::2], moved[1::2], strict=True):
+        assert (ours - theirs).norm() < 0.02 * theirs.norm()  # bfloat16 has 8 bits
+    values = torch.linalg.svdvals(orthogonalized(start))
+    assert values.min() > 0.6 and values.max() < 1.3
 
 
 def test_the_optimizer_goes_on_where_it_was(tmp_path: Path):

@@ -30,6 +30,7 @@ from nxd_infer.context import current_context
 from nxd_infer.recipes.tokenizers import BEGIN, END, train_tokenizer
 from nxd_infer.trainer import NxDModel, TrainingProgress, shutdown
 from nxd_infer.util.devices import HOST
+from nxd_infer.util.machine import computes_bfloat16
 from nxd_infer.util.this_process import die_with_parent
 from nxd_models.registry import build
 
@@ -100,8 +101,8 @@ def rate(done: float) -> float:
 
 @contextlib.contextmanager
 def narrow() -> Iterator[None]:
-    """Run matrix products in bfloat16, without fused attention, whose backward is slower there than plain products."""
-    with torch.autocast(HOST.type, torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
+    """Run matrix products in bfloat16 if the processor has it, without fused attention: its backward is slow there."""
+    with torch.autocast(HOST.type, torch.bfloat16, enabled=computes_bfloat16()), sdpa_kernel(SDPBackend.MATH):
         yield
 
 
