@@ -289,7 +289,6 @@ def test_a_file_size_limit_is_a_typed_error(tmp_path):
         import os, resource, sys, torch
         from nxd_infer.errors import ArtifactSpaceError
         from nxd_infer.artifact.writer import ArtifactWriter
-        from nxd_infer.artifact.manifest import WeightSpec
         from nxd_infer.runtime.updates.weights import anonymous_file
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
         for how in ("bytes", "safetensors"):
@@ -303,7 +302,7 @@ def test_a_file_size_limit_is_a_typed_error(tmp_path):
                 print("typed", how)
         weight = torch.ones(1 << 18)
         try:
-            anonymous_file([WeightSpec.of("w", weight)], lambda spec: weight)
+            anonymous_file([("w", weight.dtype, weight.shape)], lambda name: weight)
         except ArtifactSpaceError as error:
             print("typed", str(error)[:15])
     """
