@@ -48,6 +48,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _MANIFEST_LIMIT = 256 << 20
+_GIVE = "give the directory that parallel_model_save or `nxd-infer trace --out` wrote"
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ def _remove(root: Path, owner: int) -> None:
 
 def _read_manifest(root: Path) -> bytes:
     if not root.is_dir():
-        raise ArtifactError(f"{root} is not an artifact: there is no such directory")
+        raise ArtifactError(f"{root} is not an artifact: there is no such directory; {_GIVE}")
     path = root / MANIFEST_NAME
     try:
         info = os.lstat(path)
@@ -229,8 +230,7 @@ def _read_manifest(root: Path) -> bytes:
                 f"`nxd-infer trace {root} --out artifact` makes one of it"
             ) from None
         raise ArtifactError(
-            f"{root} is not an artifact: it has no {MANIFEST_NAME}, which is written last; "
-            "give the directory that parallel_model_save or `nxd-infer trace --out` wrote"
+            f"{root} is not an artifact: it has no {MANIFEST_NAME}, which is written last; {_GIVE}"
         ) from None
     if not stat.S_ISREG(info.st_mode):
         raise ArtifactCorruptError(f"{path} is not a regular file; refusing it")

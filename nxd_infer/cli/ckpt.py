@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nxd_infer.checkpoint.archive import Archive, RunsSource
 from nxd_infer.checkpoint.compare import Difference, compare_checkpoints
-from nxd_infer.checkpoint.export import consolidate_checkpoint, export_hugging_face
+from nxd_infer.checkpoint.export import Exported, consolidate_checkpoint, export_hugging_face
 from nxd_infer.checkpoint.folder import Checkpoint, complete_checkpoints, find_checkpoint
 from nxd_infer.checkpoint.neuronx.archive import ReferenceArchive
 from nxd_infer.checkpoint.open import open_if_reference
@@ -86,21 +86,21 @@ def consolidate(
     config: Path | None = None,
     rules: Path | None = None,
 ) -> None:
-    """Write the whole model of a checkpoint to ``out``."""
+    """Write the whole model of a checkpoint to ``out``; print what was written."""
     with slow_bar() as progress:
         wanted = dtype_of(dtype) if dtype else None
         done = consolidate_checkpoint(path, out, tag=tag, dtype=wanted, config=config, rules=rules, progress=progress)
-    _print_notes(done.notes)
+    _print_written(done)
 
 
 def export_hf(
     path: Path, out: Path, config: Path, tag: str | None, dtype: str | None, rules: Path | None = None
 ) -> None:
-    """Write a Hugging Face directory with the weights of a checkpoint."""
+    """Write a Hugging Face directory with the weights of a checkpoint; print what was written."""
     with slow_bar() as progress:
         wanted = dtype_of(dtype) if dtype else None
         done = export_hugging_face(path, out, config, tag=tag, dtype=wanted, rules=rules, progress=progress)
-    _print_notes(done.notes)
+    _print_written(done)
 
 
 def reshard(
@@ -125,6 +125,11 @@ def reshard(
     console.print(
         f"{done.where}: {done.tensors} tensors for {ranks} rank(s), {now} (was {_degrees(done.before)})", markup=False
     )
+
+
+def _print_written(done: Exported) -> None:
+    console.print(f"wrote {done.weights}, {size(done.weights.stat().st_size)}", markup=False, soft_wrap=True)
+    _print_notes(done.notes)
 
 
 def _print_notes(notes: Sequence[str]) -> None:

@@ -167,7 +167,9 @@ def versions(monkeypatch: pytest.MonkeyPatch, torch_xla: str | None) -> None:
 
 def test_a_missing_or_wrong_package_is_one_sentence_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     versions(monkeypatch, None)
-    assert XLA.probe().reason == "torch_xla is not installed: pip install 'nxd-infer[xla]'"
+    assert XLA.probe().reason == (
+        "torch_xla is not installed: pip install -e '.[xla]' in the checkout, in an environment of its own"
+    )
     versions(monkeypatch, "1.13.1")
     reason = XLA.probe().reason
     assert reason.startswith(f"torch_xla 1.13.1 needs torch 1.13, and this is torch {torch_version()}: pip install")

@@ -270,6 +270,7 @@ def test_one_rank_needs_no_rules(tmp_path: Path, capsys, monkeypatch):
     folder = reference_of(tmp_path, [plain()])
     done = nxd_infer_here(capsys, monkeypatch, "ckpt", "consolidate", folder, "--out", tmp_path / "out")
     assert done.status == 0, done.err
+    assert f"wrote {tmp_path / 'out' / 'model.safetensors'}, " in done.out
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(found[name], value) for name, value in plain().items())
 

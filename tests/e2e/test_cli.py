@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from nxd_infer.artifact.writer import CHECKSUM_KEY, manifest_checksum
 from nxd_infer.cli.console import bar
 from nxd_infer.cli.trace import TraceProgress
 from nxd_infer.verify.cases import generation_cases
@@ -141,6 +143,28 @@ def test_generate_refuses_what_does_not_fit_and_cuts_only_its_default(artifact, 
     done = nxd_infer_here(*asked)
     assert done.status == 0, done.err
     assert 1 <= json.loads(done.out)["tokens"] < 64
+
+
+def test_generate_says_what_to_do_about_an_artifact_without_a_tokenizer(artifact, tmp_path, capsys, monkeypatch):
+    bare = shutil.copytree(artifact, tmp_path / "bare")
+    manifest = json.loads((bare / "manifest.json").read_text())
+    del manifest["files"]["tokenizer.json"]
+    manifest[CHECKSUM_KEY] = manifest_checksum(manifest)
+    (bare / "manifest.json").write_text(json.dumps(manifest))
+    refused(
+        nxd_infer_here(capsys, monkeypatch, "generate", bare, "def f"),
+        f"{bare} has no tokenizer.json: put the tokenizer's files into the model's directory and trace again",
+    )
+
+
+def test_verify_refuses_a_wrong_path_before_it_loads_the_artifact(artifact, model_dir, tmp_path, capsys, monkeypatch):
+    from nxd_infer import trace
+
+    monkeypatch.setattr(trace, "parallel_model_load", None)
+    missing = tmp_path / "nothere"
+    refused(nxd_infer_here(capsys, monkeypatch, "verify", artifact, missing), f"{missing}")
+    asked = ("verify", artifact, model_dir, "--checkpoint", missing)
+    refused(nxd_infer_here(capsys, monkeypatch, *asked), f"{missing}")
 
 
 def test_verify_accepts_the_model_it_was_traced_from(artifact, model_dir):
@@ -280,11 +304,13 @@ def test_trace_says_before_it_begins_what_a_model_lacks(capsys, monkeypatch, tmp
         (["trace", "MODEL", "--out", "a", "--batch-sizes", "0"], ["--batch-sizes", "at least 1, got [0]"]),
         (["trace", "MODEL", "--out", "a", "--max-len", "100000"], ["100000", "256"]),
         (["trace", "MODEL", "--out", "a", "--tp", "0"], ["--tp", "0", "1"]),
+        (["trace", "MODEL", "--out", "a", "--tp", "two"], ["--tp", "it must be a whole number, got 'two'"]),
+        (["ckpt", "reshard", "a", "b", "--tp", "0"], ["--tp", "it must be at least 1, got '0'"]),
         (["trace", "MODEL", "--out", "a", "--dtype", "float16"], ["'float16' is not one of", "bfloat16"]),
         (["serve", "MODEL", "--port", "99999"], ["--port", "99999", "65535"]),
         (["generate", "MODEL", "x", "--temperature", "-1"], ["--temperature", "-1", "0"]),
-        (["generate", "MODEL", "x", "--seed", "late"], ["--seed", "'late'"]),
-        (["serve", "/no/such/artifact"], ["/no/such/artifact"]),
+        (["generate", "MODEL", "x", "--seed", "late"], ["--seed", "it must be a whole number, got 'late'"]),
+        (["serve", "/no/such/artifact"], ["/no/such/artifact", "`nxd-infer trace --out` wrote"]),
         (["generate", "/no/such/artifact", "x"], ["/no/such/artifact"]),
         (["generate", "/no/such/artifact", "x", ""], ["a prompt is empty"]),
         (["generate", "/no/such/artifact", "x", "--temperature", "9"], ["--temperature", "9", "from 0 to 2"]),

@@ -63,8 +63,9 @@ def test_devices_and_the_cores_that_models_may_use(
         (
             {"package": ""},
             None,
-            "torch_neuronx is not installed: install that of the Neuron SDK 2.29 to 2.32 (pip install "
-            "'nxd-infer[neuron]', with AWS' package index as --extra-index-url)",
+            "torch_neuronx is not installed: install that of the Neuron SDK 2.29 to 2.32: pip install "
+            "-e '.[neuron]' in the checkout, in an environment of its own, with AWS' package index as "
+            "--extra-index-url (the Neuron SDK's installation guide gives its address)",
         ),
         (
             {"package": "2.10.0.1"},
@@ -81,7 +82,7 @@ def test_devices_and_the_cores_that_models_may_use(
         (
             {"torch": "2.13.0"},
             None,
-            "torch_neuronx needs torch 2.9, and this is torch 2.13.0: install nxd-infer[neuron]",
+            "torch_neuronx needs torch 2.9, and this is torch 2.13.0: pip install -e '.[neuron]'",
         ),
         ({}, "0-99", "names the core 12 and this inf2.24xlarge has 12: name cores from 0 to 11"),
     ],
@@ -107,18 +108,23 @@ def test_what_is_missing_is_one_sentence(
 
 
 @pytest.mark.parametrize(
-    ("versions", "reason"),
+    ("torch", "versions", "xla", "neuron"),
     [
-        ({}, "torch_xla is not installed: pip install 'nxd-infer[xla]'"),
+        ("2.9.1", {}, "torch_xla is not installed", "torch_xla 2.9 and neuronx-cc"),
         (
+            "2.9.1",
             {"torch_xla": "2.8.0"},
-            "torch_xla 2.8.0 needs torch 2.8, and this is torch 2.9.1: pip install 'nxd-infer[xla]' in an environment "
-            "of its own",
+            "torch_xla 2.8.0 needs torch 2.8, and this is torch 2.9.1",
+            "torch_xla 2.9 (this is 2.8.0) and neuronx-cc",
         ),
+        ("2.13.0", {}, "torch_xla is not installed", "torch 2.9 (this is 2.13.0), torch_xla 2.9 and neuronx-cc"),
     ],
-    ids=["no torch_xla", "another torch_xla"],
+    ids=["no torch_xla", "another torch_xla", "another torch"],
 )
-def test_what_tracing_and_training_lack(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], reason: str) -> None:
+def test_what_tracing_and_training_lack(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, torch: str, versions: dict[str, str], xla: str, neuron: str
+) -> None:
+    """All of it at once, and the extra that brings it."""
     import importlib.metadata
 
     def version(name: str) -> str:
@@ -127,13 +133,17 @@ def test_what_tracing_and_training_lack(monkeypatch: pytest.MonkeyPatch, version
         return versions[name]
 
     monkeypatch.setattr(installed.importlib.metadata, "version", version)
-    monkeypatch.setattr(installed, "torch_version", lambda: "2.9.1")
-    for each in ("xla", "neuron"):
-        found = registry.get(each).probe_compiler()
-        assert not found.ok and found.reason == reason
+    monkeypatch.setattr(installed, "torch_version", lambda: torch)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    xla += ": pip install -e '.[xla]' in the checkout, in an environment of its own"
+    assert registry.get("xla").probe_compiler().reason == xla
+    found = registry.get("neuron").probe_compiler()
+    assert not found.ok and found.reason == f"it lacks {neuron}: {sdk.PIP}"
+    monkeypatch.setenv("PATH", os.pathsep.join([str(FAKE / "bin"), "/usr/bin", "/bin"]))
+    assert "neuronx-cc:" not in registry.get("neuron").probe_compiler().reason
     with pytest.raises(BackendUnavailableError) as caught:
         train_on_replicas(lambda replica: None, tp=2)
-    assert str(caught.value) == reason
+    assert str(caught.value) == xla
 
 
 def test_where_it_can_neither_run_nor_trace_both_say_why(

@@ -9,6 +9,9 @@ from nxd_infer.backends.base import Availability
 from nxd_infer.util.machine import architecture, torch_minor, torch_version
 from nxd_infer.util.processors import available_cores
 
+INSTALL = "pip install -e '.[xla]' in the checkout, in an environment of its own"
+"""Of its own: it brings another torch than the default backend needs."""
+
 
 def probe() -> Availability:
     """Whether graphs can be lowered here, by the packages' versions."""
@@ -16,11 +19,11 @@ def probe() -> Availability:
     try:
         found["torch_xla"] = importlib.metadata.version("torch_xla")
     except importlib.metadata.PackageNotFoundError:
-        return Availability(False, "torch_xla is not installed: pip install 'nxd-infer[xla]'", found)
+        return Availability(False, f"torch_xla is not installed: {INSTALL}", found)
     ours, needed = torch_minor(found["torch"]), torch_minor(found["torch_xla"])
     if ours != needed:
         reason = f"torch_xla {found['torch_xla']} needs torch {needed}, and this is torch {found['torch']}"
-        return Availability(False, f"{reason}: pip install 'nxd-infer[xla]' in an environment of its own", found)
+        return Availability(False, f"{reason}: {INSTALL}", found)
     return Availability(True, "", found, {f"{architecture()} processor": len(available_cores())})
 
 

@@ -6,6 +6,7 @@ was not run on hardware is held to ``contracts/torch_neuronx_2_9.json``.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,7 @@ class NeuronBackend(HloBackend):
             found["torch_neuronx"] = package
         reason = sdk.check_version(package)
         if not reason and torch_minor(found["torch"]) != sdk.TORCH:
-            reason = (
-                f"torch_neuronx needs torch {sdk.TORCH}, and this is torch {found['torch']}: install nxd-infer[neuron] "
-                "in an environment of its own"
-            )
+            reason = f"torch_neuronx needs torch {sdk.TORCH}, and this is torch {found['torch']}: {sdk.PIP}"
         here, usable = cores.machine(), 0
         if not here.devices:
             return Availability(False, reason or cores.NO_DEVICE, found)
@@ -59,7 +57,7 @@ class NeuronBackend(HloBackend):
     def probe_compiler(self) -> Availability:
         lowering = installed.probe()
         if not lowering.ok:
-            return lowering
+            return Availability(False, _lacking(lowering.versions), lowering.versions)
         try:
             return Availability(True, "", {**lowering.versions, compiler.PROGRAM: compiler.version()})
         except BackendUnavailableError as error:
@@ -122,6 +120,18 @@ class NeuronBackend(HloBackend):
 
     def load(self, ranks: Sequence[RankGraph], runtime: RankRuntime) -> Executable:
         return neuron.executable.NeuronExecutable(ranks, runtime)
+
+
+def _lacking(versions: Mapping[str, str]) -> str:
+    """All that tracing needs and is not among these versions of torch and torch_xla, or not on this machine."""
+    found = {name: versions.get(name, "") for name in ("torch", "torch_xla")}
+    lacks = [
+        f"{name} {sdk.TORCH}{f' (this is {version})' if version else ''}"
+        for name, version in found.items()
+        if not version or torch_minor(version) != sdk.TORCH
+    ]
+    lacks += [] if shutil.which(compiler.PROGRAM) else [compiler.PROGRAM]
+    return f"it lacks {', '.join(lacks[:-1])}{' and ' if lacks[1:] else ''}{lacks[-1]}: {sdk.PIP}"
 
 
 def _start(degree: int) -> None:

@@ -8,7 +8,11 @@ import re
 TORCH = "2.9"
 """The one torch for which torch_neuronx is published for Inf2 and Trn1."""
 SDK = "Neuron SDK 2.29 to 2.32"
-INSTALL = f"install that of the {SDK} (pip install 'nxd-infer[neuron]', with AWS' package index as --extra-index-url)"
+PIP = (
+    "pip install -e '.[neuron]' in the checkout, in an environment of its own, with AWS' package index as "
+    "--extra-index-url (the Neuron SDK's installation guide gives its address)"
+)
+INSTALL = f"install that of the {SDK}: {PIP}"
 OLDEST = (2, 9, 0, 2, 13)
 """torch_neuronx of the first of these."""
 FAKE = "+fake"

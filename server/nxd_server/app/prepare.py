@@ -165,7 +165,10 @@ def _artifact_files(source: StoredSource) -> list[str]:
 def _trace(model: Path, out: Path, settings: ServerSettings) -> None:
     """Run ``nxd-infer trace`` in a process of its own: the server's does without torch, and without its memory."""
     words = shlex.split(settings.trace_options)
-    logger.info("tracing %s into %s: nxd-infer trace %s", model, out, shlex.join(words))
+    how = shlex.join(["nxd-infer", "trace", *words])
+    logger.info(
+        "%s is a model, not an artifact: it is traced first, which takes minutes (%s, into %s)", model, how, out
+    )
     command = python_module("nxd_infer.cli.main", "trace", str(model), "--out", str(out), *words)
     child = ChildProcess(command, environment=child_environment())
     try:

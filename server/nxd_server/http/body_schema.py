@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from nxd_infer.util import number_words
 from nxd_server.http.error_responses import bad_request, clip, missing_field, unknown_field, unsupported
 
 BodyT = TypeVar("BodyT", bound="Body")
@@ -62,7 +63,9 @@ class Body(BaseModel):
                 raise missing_field(path) from None
             if first["type"] == "extra_forbidden":
                 raise unknown_field(path) from None
-            raise bad_request(f"`{path}`: {first['msg']}{_got(first)}", param=path) from None
+            problem = number_words.wanted(first)
+            what = f"`{path}` {problem}" if problem else f"`{path}`: {first['msg']}"
+            raise bad_request(f"{what}{_got(first)}", param=path) from None
 
 
 def _got(error: ErrorDetails) -> str:
