@@ -136,15 +136,15 @@ class Training:
             raise RecipeError(f"{where}: {self.keeper.folder} has no checkpoint to resume from")
         if not resumes or alignment.peft is not None:
             load_begin(loaded, self.job, begin, weights_only=resumes)
-        if is_rank_zero():
-            experiment.write_recipe(loaded, self.log_dir)
-            shutil.copytree(prepared.model, self.log_dir / MODEL, dirs_exist_ok=True)
         if alignment.dpo is not None:
             named = {"train": train, "validation": prepared.validation}
             sets = {name: pairs for name, pairs in named.items() if isinstance(pairs, Pairs)}
             add_reference(self.job, sets, self.log_dir, self._autocast, fresh=not resumes)
         if resumes:
             self._resume()
+        if is_rank_zero():  # now: a start that cannot go on leaves the folder as it was
+            experiment.write_recipe(loaded, self.log_dir)
+            shutil.copytree(prepared.model, self.log_dir / MODEL, dirs_exist_ok=True)
         pipelined = self.context.pp.degree > 1
         self.batches = Batches(type(self._plain()).forward, self.context, self.parts, pairs=self.pairs, whole=pipelined)
         self.logs = Logs(recipe.exp_manager, self.log_dir, self.step)

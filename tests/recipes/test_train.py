@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from nxd_infer.context import make_context, use_context
-from nxd_infer.errors import RecipeError
+from nxd_infer.errors import NxdError, RecipeError
 from nxd_infer.parallel_layers.loss_functions import IGNORED
 from nxd_infer.recipes.batches import Batches
 from nxd_infer.recipes.job import Begin, begin_of, config_of, make_job
@@ -193,6 +193,19 @@ def test_a_resumed_job_is_on_the_weights_that_it_began_with(folder, peft):
     undisturbed = trained("whole", 4, file, *begin)
     trained("halves", 2, file, *begin)
     assert trained("halves", 4, file, *begin) == undisturbed
+
+
+def test_a_start_that_does_not_fit_the_checkpoint_changes_nothing(folder):
+    log_dir = folder / "log"
+    log = [f"exp_manager.explicit_log_dir={log_dir}", "exp_manager.create_checkpoint_callback=true"]
+    overrides = [*log, "exp_manager.resume_if_exists=true", "trainer.max_steps=1"]
+    file = write(folder)
+    with use_context(make_context()):
+        last_loss(str(file), overrides)
+    before = {path: path.read_bytes() for path in (log_dir / "recipe.json", log_dir / "model/config.json")}
+    with pytest.raises(NxdError), use_context(make_context()):
+        train(load(file, [*overrides, "model.num_layers=1"]), log_dir)
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def test_megatrons_files_train(folder):
