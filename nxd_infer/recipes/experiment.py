@@ -118,6 +118,12 @@ class Keeper:
     def folder(self) -> Path:
         return Path(self.callback.dirpath) if self.callback.dirpath else self.log_dir / CHECKPOINTS
 
+    @property
+    def newest(self) -> str:
+        """What messages call the checkpoint that a job goes on from; the folder where NxD's own are in it."""
+        there = folders.complete_checkpoints(storage_of(self.folder))
+        return there[-1].where if there else str(self.folder)
+
     def add(self, tag: str, score: float) -> None:
         """Note a checkpoint that is about to be saved. One rank calls it."""
         self.scores.pop(tag, None)

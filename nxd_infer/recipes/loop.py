@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING
 
 import psutil
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from nxd_infer import comm
-from nxd_infer.checkpoint.gather import gather_weights
 from nxd_infer.comm.texts import gather_texts
 from nxd_infer.context import current_context
 from nxd_infer.errors import RecipeError
@@ -29,7 +27,7 @@ from nxd_infer.recipes import experiment
 from nxd_infer.recipes.batches import Batches, sizes_of
 from nxd_infer.recipes.data.rows import Pairs
 from nxd_infer.recipes.experiment import PREPARED, Keeper, Patience, log_dir_of, root_of
-from nxd_infer.recipes.job import Job, begin_of, load_begin, make_job
+from nxd_infer.recipes.job import Job, begin_of, fitting, load_begin, make_job, write_merged
 from nxd_infer.recipes.logs import Logs
 from nxd_infer.recipes.models import CONFIG, obstacles
 from nxd_infer.recipes.prepare import Prepared, is_pretraining, prepare
@@ -166,13 +164,14 @@ class Training:
 
     def _resume(self) -> None:
         job = self.job
-        content = load_checkpoint(
-            self.keeper.folder,
-            model=job.model,
-            optimizer=job.optimizer,
-            scheduler=job.scheduler,
-            dataloader=self.loader,
-        )
+        with fitting(self.loaded, "resume_if_exists", self.keeper.newest):
+            content = load_checkpoint(
+                self.keeper.folder,
+                model=job.model,
+                optimizer=job.optimizer,
+                scheduler=job.scheduler,
+                dataloader=self.loader,
+            )
         self.step, self.recovered = content["step"], True
         self.patience.best, self.patience.waited = content["best"], content["waited"]
         self.metrics = content["metrics"]
@@ -212,7 +211,7 @@ class Training:
             self.save()
         if self._keeps():
             self._finish_saves()
-        self._write_merged()
+        write_merged(self.job.model, self.log_dir / MODEL)
         return Outcome(self.log_dir, self.log_dir / MODEL, self.keeper.folder)
 
     def _progress(self, total: int | None) -> contextlib.AbstractContextManager[TrainingProgress]:
@@ -380,15 +379,6 @@ class Training:
         wait_for_save()
         if is_rank_zero():
             self.keeper.prune()
-
-    def _write_merged(self) -> None:
-        """Write the model with its adapters merged in, for serving."""
-        if not isinstance(self.job.model.local_module(), LoRAModel):
-            return
-        weights = gather_weights(self.job.model)
-        if is_rank_zero():
-            whole = {name: tensor.contiguous() for name, tensor in weights.items()}
-            save_file(whole, self.log_dir / MODEL / "model.safetensors")
 
     def close(self, status: str) -> None:
         """Close the logs, wait for all ranks, and leave the process group."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from nxd_infer.context import make_context, use_context
-from nxd_infer.errors import NxdError, RecipeError
+from nxd_infer.errors import RecipeError
 from nxd_infer.parallel_layers.loss_functions import IGNORED
 from nxd_infer.recipes.batches import Batches
 from nxd_infer.recipes.job import Begin, begin_of, config_of, make_job
@@ -203,9 +203,20 @@ def test_a_start_that_does_not_fit_the_checkpoint_changes_nothing(folder):
     with use_context(make_context()):
         last_loss(str(file), overrides)
     before = {path: path.read_bytes() for path in (log_dir / "recipe.json", log_dir / "model/config.json")}
-    with pytest.raises(NxdError), use_context(make_context()):
+    told = (
+        rf"command line: exp_manager\.resume_if_exists goes on from {log_dir}/checkpoints/step=1-consumed_samples=4, "
+        r"which does not fit this recipe's model \(unexpected: model\.layers\.1.*\): choose another exp_manager\.name, "
+        r"or set exp_manager\.resume_if_exists=false"
+    )
+    with pytest.raises(RecipeError, match=told), use_context(make_context()):
         train(load(file, [*overrides, "model.num_layers=1"]), log_dir)
     assert {path: path.read_bytes() for path in before} == before
+    begin = [f"exp_manager.resume_from_checkpoint={log_dir}/checkpoints", "model.num_layers=1"]
+    with (
+        pytest.raises(RecipeError, match=r"resume_from_checkpoint goes on from .*: name a"),
+        use_context(make_context()),
+    ):
+        train(load(file, begin), folder / "other")
 
 
 def test_megatrons_files_train(folder):
