@@ -91,9 +91,15 @@ def saves(callback: CheckpointCallback, step: int, ended: int | None, late: bool
     return late or bool(steps and step % steps == 0) or bool(epochs and ended and ended % epochs == 0)
 
 
-def validates(trainer: Trainer, step: int, epoch: int, ended: int | None) -> bool:
-    """Return whether a validation is due after a step. ``epoch``: steps of one; ``ended``: as for :func:`saves`."""
+def validates(trainer: Trainer, step: int, epoch: int, ended: int | None, last: bool) -> bool:
+    """Return whether a validation is due after a step.
+
+    ``epoch``: steps of one; ``ended``: as for :func:`saves`. ``last``: no step follows, and the last checkpoint is
+    named and ranked by its own loss.
+    """
     epochs, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
+    if last and (epochs or interval):
+        return True
     if epochs and ended and ended % epochs == 0:
         return True
     every = 0 if not interval else int(interval) if interval > 1 else max(1, round(interval * epoch))

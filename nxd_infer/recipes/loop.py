@@ -193,10 +193,10 @@ class Training:
                     taken = self.train_step(batch)
                     progress.step(taken.loss, tokens=int(taken.tokens))
                     self._log_step(taken)
-                    done = bool(self.steps) and self.step >= self.steps
-                    done = done or (deadline < math.inf and self._agreed(time.monotonic() > deadline))
+                    late = deadline < math.inf and self._agreed(time.monotonic() > deadline)
+                    done = late or (bool(self.steps) and self.step >= self.steps)
                     ended = self._ended_epoch()
-                    validated = self._validates(ended)
+                    validated = self._validates(ended, last=done and not late)
                     if validated:
                         value = self.validate()
                         if manager.create_early_stopping_callback and value is not None:
@@ -264,6 +264,7 @@ class Training:
 
     def _log_step(self, taken: Step) -> None:
         manager = self.recipe.exp_manager
+        self.metrics.pop("val_loss", None)  # it is of the weights before
         self.metrics |= {"step": self.step, "consumed_samples": self.step * self.recipe.data.global_batch_size}
         if self.step % self.recipe.trainer.log_every_n_steps and not self._keeps_by_loss():
             return
@@ -297,10 +298,10 @@ class Training:
 
     # --- validation -------------------------------------------------------------------------------------
 
-    def _validates(self, ended: int | None) -> bool:
+    def _validates(self, ended: int | None, last: bool) -> bool:
         if self.prepared.validation is None or self.recipe.trainer.limit_val_batches == 0:
             return False
-        return experiment.validates(self.recipe.trainer, self.step, len(self.loader), ended)
+        return experiment.validates(self.recipe.trainer, self.step, len(self.loader), ended, last)
 
     def validate(self, most: int | None = None) -> float | None:
         """Return the loss over the validation data, as on every rank; None without any."""

@@ -94,11 +94,12 @@ def test_checkpoints_and_validations_are_due_as_was_asked_for():
     assert saved(every_n_epochs=2, every_n_train_steps=4) == [4, 6, 8, 12]
     assert saved(late=(7,), train_time_interval=60.0) == [7]
 
-    def validated(**options: Any) -> list[int]:
+    def validated(last: int | None = None, **options: Any) -> list[int]:
         trainer = Trainer(**options)
-        return due(lambda step, ended: validates(trainer, step, 3, ended))
+        return due(lambda step, ended: validates(trainer, step, 3, ended, step == last))
 
-    assert validated() == []
+    assert validated() == validated(last=12) == []
+    assert validated(last=12, val_check_interval=5.0) == [5, 10, 12]
     assert validated(val_check_interval=5.0) == [5, 10]
     assert validated(val_check_interval=1.0) == [3, 6, 9, 12]
     assert validated(val_check_interval=0.25) == list(range(1, 13))

@@ -195,6 +195,30 @@ def test_a_resumed_job_is_on_the_weights_that_it_began_with(folder, peft):
     assert trained("halves", 4, file, *begin) == undisturbed
 
 
+def test_a_checkpoint_has_the_validation_loss_of_its_own_weights(folder):
+    """Or none, if it is saved between two validations; the last one is measured."""
+    checkpoints = (
+        "{monitor: val_loss, mode: min, save_top_k: -1, every_n_train_steps: 1, filename: '{step}-{val_loss}'}"
+    )
+    overrides = [
+        f"exp_manager.explicit_log_dir={folder}/log",
+        "exp_manager.create_checkpoint_callback=true",
+        f"exp_manager.checkpoint_callback_params={checkpoints}",
+        f"data.val_dir={folder}/data.jsonl",
+        "trainer.val_check_interval=2",
+        "trainer.max_steps=5",
+        "model.optim.lr=0.05",
+    ]
+    with use_context(make_context()):
+        last_loss(str(write(folder)), overrides)
+    scores = json.loads((folder / "log/scores.json").read_text())
+    assert [name.split("-")[0] for name in scores] == [f"step={step}" for step in range(1, 6)]
+    assert all(float(name.split("val_loss=")[1]) == pytest.approx(score, nan_ok=True) for name, score in scores.items())
+    measured = [score for score in scores.values() if not math.isnan(score)]
+    assert [math.isnan(score) for score in scores.values()] == [True, False, True, False, False]
+    assert len(set(measured)) == 3
+
+
 def test_a_start_that_does_not_fit_the_checkpoint_changes_nothing(folder):
     log_dir = folder / "log"
     log = [f"exp_manager.explicit_log_dir={log_dir}", "exp_manager.create_checkpoint_callback=true"]
