@@ -33,10 +33,7 @@ def run(file: Path, overrides: list[str], check: bool, chip: str | None, trace_o
         recipe_plan.show(loaded, chip)
         return
     outcome = train(loaded, file, overrides)
-    if not first:
-        return
-    console.print(f"trained {loaded.recipe.name}: {outcome.log_dir}", markup=False, soft_wrap=True)
-    if traced is not None:
+    if first and traced is not None:
         if loaded.recipe.model_alignment_strategy.peft is None:  # else its adapters are merged in the directory
             traced["checkpoint"] = str(outcome.checkpoints)
         trace.run(outcome.model, traced.pop("out"), **traced)
@@ -51,9 +48,9 @@ def train(loaded: Loaded, file: Path, overrides: list[str]) -> Outcome:
     """Train as one of a launcher's ranks, in this process alone, or with a process per rank."""
     if launch.is_a_rank(os.environ):
         launch.check_world(loaded, os.environ)
-        return loop.train(loaded)
+        return loop.train(loaded, console=console)
     if world_size(loaded.recipe) == 1:
-        return loop.train(loaded)
+        return loop.train(loaded, console=console)
     for obstacle in obstacles(loaded):
         raise RecipeError(obstacle)
     log_dir = log_dir_of(loaded.recipe.exp_manager)

@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import torch
+from rich.console import Console
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -55,9 +55,6 @@ from nxd_infer.trainer.first_rank import is_rank_zero
 from nxd_infer.trainer.shutdown import shutdown
 from nxd_infer.util.devices import transport_device
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 MODEL = "model"
 """The folder beside a job's checkpoints with its configuration and tokenizer: what a trace takes."""
 
@@ -74,7 +71,7 @@ class Outcome:
 def train(loaded: Loaded, log_dir: Path | None = None, console: Console | None = None) -> Outcome:
     """Train on this rank; every rank of the job calls it. ``log_dir``: None where the first rank chooses it.
 
-    ``console``: where the first rank shows its progress; default: standard error.
+    ``console``: where the first rank shows its progress and says how it went; default: standard error.
 
     Raises RecipeError for what cannot be trained, before anything is written.
     """
@@ -96,7 +93,7 @@ class Training:
     """A job in progress."""
 
     def __init__(self, loaded: Loaded, prepared: Prepared, log_dir: Path | None, console: Console | None = None):
-        self.console = console
+        self.console = console or Console(stderr=True, highlight=False)
         self.loaded, self.recipe, self.prepared = loaded, loaded.recipe, prepared
         recipe = self.recipe
         alignment, self.pairs = recipe.model_alignment_strategy, has_pairs(recipe)
@@ -183,6 +180,9 @@ class Training:
         trainer, manager = self.recipe.trainer, self.recipe.exp_manager
         deadline = time.monotonic() + self.seconds_left
         done = bool(self.steps) and self.step >= self.steps
+        before = self.step
+        if self.recovered and not done:
+            self._say(f"going on at step {self.step} of {self.keeper.newest}")
         if trainer.num_sanity_val_steps and not self.recovered and not done:
             self.validate(trainer.num_sanity_val_steps)
         saved = self.step if self.recovered else -1
@@ -212,6 +212,11 @@ class Training:
         if self._keeps():
             self._finish_saves()
         write_merged(self.job.model, self.log_dir / MODEL)
+        if self.step > before:
+            self._say(f"trained {self.recipe.name}: {self.log_dir}")
+        else:
+            reached = "max_steps" if self.steps == trainer.max_steps else "max_epochs"
+            self._say(f"nothing to do: trainer.{reached} = {getattr(trainer, reached)} is reached in {self.log_dir}")
         return Outcome(self.log_dir, self.log_dir / MODEL, self.keeper.folder)
 
     def _progress(self, total: int | None) -> contextlib.AbstractContextManager[TrainingProgress]:
@@ -219,6 +224,10 @@ class Training:
         if not self.recipe.trainer.enable_progress_bar:
             progress.close()
         return progress
+
+    def _say(self, text: str) -> None:
+        if is_rank_zero():
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def train_step(self, batch: dict[str, Tensor]) -> Step:
         """Train on this rank's rows of a step."""

@@ -219,6 +219,23 @@ def test_a_checkpoint_has_the_validation_loss_of_its_own_weights(folder):
     assert len(set(measured)) == 3
 
 
+def test_a_job_says_where_it_goes_on(folder, capsys):
+    log_dir = folder / "log"
+    log = [f"exp_manager.explicit_log_dir={log_dir}", "exp_manager.create_checkpoint_callback=true"]
+
+    def said(*overrides: str) -> list[str]:
+        """All lines but those of the progress."""
+        with use_context(make_context()):
+            train(load(write(folder), [*log, "exp_manager.resume_if_exists=true", *overrides]))
+        return [line for line in capsys.readouterr().err.splitlines() if not line.startswith("tiny ")]
+
+    done = f"trained tiny: {log_dir}"
+    assert said("trainer.max_steps=1") == [done]
+    going_on = f"going on at step 1 of {log_dir}/checkpoints/step=1-consumed_samples=4"
+    assert said("trainer.max_steps=2") == [going_on, done]
+    assert said("trainer.max_steps=2") == [f"nothing to do: trainer.max_steps = 2 is reached in {log_dir}"]
+
+
 def test_a_start_that_does_not_fit_the_checkpoint_changes_nothing(folder):
     log_dir = folder / "log"
     log = [f"exp_manager.explicit_log_dir={log_dir}", "exp_manager.create_checkpoint_callback=true"]
