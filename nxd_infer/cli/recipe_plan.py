@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 
 from nxd_infer.cli.console import console, table
+from nxd_infer.recipes.checks import missing_files
 from nxd_infer.recipes.dtypes import dtypes
 from nxd_infer.recipes.plan import CHIPS, UTILIZATION, plan_of
 from nxd_infer.recipes.recipe import Loaded
@@ -39,6 +40,8 @@ def show(loaded: Loaded, chip: str | None) -> None:
     console.print(f"Times assume {UTILIZATION:.0%} of {speed} per rank, {plan.device}.", markup=False)
     for obstacle in plan.obstacles:
         console.print(f"cannot be trained here: {obstacle}", markup=False, soft_wrap=True)
+    for missing in missing_files(loaded):  # a plan may be for another machine
+        console.print(f"note: {missing}", markup=False, soft_wrap=True)
 
 
 def _machine(loaded: Loaded, chip: str | None) -> tuple[str | None, float]:

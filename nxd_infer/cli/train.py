@@ -9,12 +9,11 @@ from typing import Any
 from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.cli import recipe_plan, trace
 from nxd_infer.cli.console import console, verbatim
-from nxd_infer.errors import RecipeError
 from nxd_infer.recipes import launch, loop
+from nxd_infer.recipes.checks import require_trainable
 from nxd_infer.recipes.convert import as_yaml, convert
 from nxd_infer.recipes.experiment import Keeper, log_dir_of
 from nxd_infer.recipes.loop import Outcome
-from nxd_infer.recipes.models import obstacles
 from nxd_infer.recipes.recipe import Loaded, load, world_size
 from nxd_infer.recipes.yaml_text import read_yaml
 
@@ -51,8 +50,7 @@ def train(loaded: Loaded, file: Path, overrides: list[str]) -> Outcome:
         return loop.train(loaded, console=console)
     if world_size(loaded.recipe) == 1:
         return loop.train(loaded, console=console)
-    for obstacle in obstacles(loaded):
-        raise RecipeError(obstacle)
+    require_trainable(loaded)
     log_dir = log_dir_of(loaded.recipe.exp_manager)
     try:
         launch.start_ranks(loaded, file, overrides, log_dir)

@@ -56,11 +56,17 @@ def write_recipe(loaded: Loaded, log_dir: Path) -> None:
     """Keep the recipe as it was read, with its references resolved, and the files that it wants kept."""
     log_dir.mkdir(parents=True, exist_ok=True)
     (log_dir / "recipe.json").write_text(json.dumps(loaded.tree.values, indent=1, default=str))
-    for text in loaded.recipe.exp_manager.files_to_copy:
-        file = loaded.path(text)
+    for file in copied_files(loaded):
+        shutil.copy(file, log_dir / file.name)
+
+
+def copied_files(loaded: Loaded) -> list[Path]:
+    """Return the files that a recipe wants kept. Raises RecipeError if one is not there."""
+    files = [loaded.path(text) for text in loaded.recipe.exp_manager.files_to_copy]
+    for file in files:
         if not file.is_file():
             raise loaded.tree.error(("exp_manager", "files_to_copy"), f"names {file}, which is not a file")
-        shutil.copy(file, log_dir / file.name)
+    return files
 
 
 def checkpoint_name(callback: CheckpointCallback, numbers: Mapping[str, float]) -> str:

@@ -25,11 +25,12 @@ from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.parallel_layers.grads import Share, counted_spans, total_norm
 from nxd_infer.recipes import experiment
 from nxd_infer.recipes.batches import Batches, sizes_of
+from nxd_infer.recipes.checks import require_trainable
 from nxd_infer.recipes.data.rows import Pairs
 from nxd_infer.recipes.experiment import PREPARED, Keeper, Patience, log_dir_of, root_of
 from nxd_infer.recipes.job import Job, begin_of, fitting, load_begin, make_job, write_merged
 from nxd_infer.recipes.logs import Logs
-from nxd_infer.recipes.models import CONFIG, obstacles
+from nxd_infer.recipes.models import CONFIG
 from nxd_infer.recipes.prepare import Prepared, is_pretraining, prepare
 from nxd_infer.recipes.recipe import (
     Loaded,
@@ -75,8 +76,7 @@ def train(loaded: Loaded, log_dir: Path | None = None, console: Console | None =
 
     Raises RecipeError for what cannot be trained, before anything is written.
     """
-    for obstacle in obstacles(loaded):
-        raise RecipeError(f"{obstacle}")
+    require_trainable(loaded)
     manager = loaded.recipe.exp_manager
     prepared = prepare(loaded, root_of(manager) / PREPARED)
     training = Training(loaded, prepared, log_dir, console)
