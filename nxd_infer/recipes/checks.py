@@ -1,19 +1,27 @@
-"""What is looked at before a job starts: whether this machine can train it, and has the files that it names."""
+"""What is looked at before a job starts: the files that its recipe names, and what this machine lacks for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import torch
+
 from nxd_infer.errors import RecipeError
 from nxd_infer.recipes.data.megatron import blend_of
 from nxd_infer.recipes.data.sources import files_of
+from nxd_infer.recipes.dtypes import dtypes
 from nxd_infer.recipes.experiment import copied_files
 from nxd_infer.recipes.job import begin_of
 from nxd_infer.recipes.models import obstacles
 from nxd_infer.recipes.prepare import tokenizer_source
 from nxd_infer.recipes.recipe import Loaded
 from nxd_infer.recipes.tokenizers import tokenizer_files
+from nxd_infer.util.devices import has_accelerator
+from nxd_infer.util.machine import cpu_features
+
+BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Features of processors that multiply bfloat16; the last is Arm's."""
 
 
 def require_trainable(loaded: Loaded) -> None:
@@ -61,3 +69,12 @@ def _look_for_indexed(loaded: Loaded) -> None:
         for name in (f"{prefix}.idx", f"{prefix}.bin"):
             if not loaded.path(name).is_file():
                 raise loaded.tree.error(path, f"names {prefix}, but {name} is not there")
+
+
+def slow_products(loaded: Loaded) -> list[str]:
+    """Return a sentence if this machine lacks instructions for the recipe's matrix products."""
+    features = cpu_features()
+    if not features or features & BFLOAT16 or has_accelerator() or dtypes(loaded.recipe).products != torch.bfloat16:
+        return []
+    problem = "this processor has no bfloat16 instructions; fp32 is several times as fast here"
+    return [str(loaded.tree.error(("precision", "type"), f"= {loaded.recipe.precision.type}: {problem}"))]

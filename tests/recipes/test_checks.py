@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from nxd_infer.cli import recipe_plan
+from nxd_infer.recipes import checks
 from tests.e2e.command import nxd_infer_here, refused
 
 RECIPE = """trainer: {devices: 2, max_steps: 1}
@@ -53,3 +56,25 @@ def test_a_plan_without_missing_files_notes_none(tmp_path, capsys, monkeypatch):
     Path("r.yaml").write_text(RECIPE)
     plan = nxd_infer_here(capsys, monkeypatch, "train", "r.yaml", "--check")
     assert plan.status == 0 and "note:" not in plan.out
+
+
+@pytest.mark.check
+def test_a_processor_without_bfloat16_is_slow_at_it(tmp_path, capsys, monkeypatch):
+    """Said of the key, also where the recipe leaves it at its default; not where the plan is for a chip."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(recipe_plan, "matmul_peak", lambda dtype: 3.456e9)
+    monkeypatch.setattr(checks, "has_accelerator", lambda: False)
+    Path("r.yaml").write_text(RECIPE.replace("precision: {type: fp32}\n", "").replace("devices: 2", "devices: 1"))
+    told = "precision.type = mixed_precision: this processor has no bfloat16 instructions; fp32 is several times"
+
+    def notes(*arguments: str) -> str:
+        return nxd_infer_here(capsys, monkeypatch, "train", "r.yaml", *arguments).out
+
+    for features, slow in (({"avx2"}, True), ({"avx2", "avx512_bf16"}, False), ({"amx_bf16"}, False), (set(), False)):
+        monkeypatch.setattr(checks, "cpu_features", partial(frozenset, features))
+        assert (f"note: r.yaml: {told}" in notes("--check")) == slow
+    monkeypatch.setattr(checks, "cpu_features", partial(frozenset, {"avx2"}))
+    assert "40% of 0.00346 TFLOP/s per rank, this machine" in notes("--check")
+    assert "note: command line: precision.type = bf16: this" in notes("--check", "precision.type=bf16")
+    assert told in notes("data.val_dir=nothing")  # a start, which ends here
+    assert told not in notes("--check", "precision.type=fp32") + notes("--check", "--chip", "trn1")
