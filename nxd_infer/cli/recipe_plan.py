@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 
 from nxd_infer.cli.console import console, table
+from nxd_infer.recipes.checks import missing_files, slow_products
 from nxd_infer.recipes.dtypes import dtypes
 from nxd_infer.recipes.plan import CHIPS, UTILIZATION, plan_of
 from nxd_infer.recipes.recipe import Loaded
@@ -15,7 +16,8 @@ from nxd_infer.util.units import size
 
 def show(loaded: Loaded, chip: str | None) -> None:
     """Print parameters, memory per rank, tokens per step and time of a recipe, and what keeps it from running here."""
-    plan = plan_of(loaded, *_machine(loaded, chip))
+    chip, peak = _machine(loaded, chip)
+    plan = plan_of(loaded, chip, peak)
     degrees = " x ".join(f"{name} {degree}" for name, degree in plan.degrees.items() if degree > 1) or "one rank"
     rows = [
         (
@@ -35,10 +37,13 @@ def show(loaded: Loaded, chip: str | None) -> None:
     if plan.steps is not None:
         rows.append(("estimated time", str(datetime.timedelta(seconds=round(plan.seconds * plan.steps)))))
     table("", ("plan", ""), rows)
-    speed = f"{plan.peak / 1e12:,.2f} TFLOP/s"
+    speed = f"{plan.peak / 1e12:,.3g} TFLOP/s"
     console.print(f"Times assume {UTILIZATION:.0%} of {speed} per rank, {plan.device}.", markup=False)
     for obstacle in plan.obstacles:
         console.print(f"cannot be trained here: {obstacle}", markup=False, soft_wrap=True)
+    notes = [str(missing) for missing in missing_files(loaded)]  # a plan may be for another machine
+    for note in [*notes, *(slow_products(loaded) if chip is None else [])]:
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
 
 
 def _machine(loaded: Loaded, chip: str | None) -> tuple[str | None, float]:

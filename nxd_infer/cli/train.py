@@ -9,12 +9,11 @@ from typing import Any
 from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.cli import recipe_plan, trace
 from nxd_infer.cli.console import console, verbatim
-from nxd_infer.errors import RecipeError
 from nxd_infer.recipes import launch, loop
+from nxd_infer.recipes.checks import require_trainable, slow_products
 from nxd_infer.recipes.convert import as_yaml, convert
 from nxd_infer.recipes.experiment import Keeper, log_dir_of
 from nxd_infer.recipes.loop import Outcome
-from nxd_infer.recipes.models import obstacles
 from nxd_infer.recipes.recipe import Loaded, load, world_size
 from nxd_infer.recipes.yaml_text import read_yaml
 
@@ -32,11 +31,10 @@ def run(file: Path, overrides: list[str], check: bool, chip: str | None, trace_o
     if check:
         recipe_plan.show(loaded, chip)
         return
+    for slow in slow_products(loaded) if first else []:
+        console.print(f"note: {slow}", markup=False, soft_wrap=True)
     outcome = train(loaded, file, overrides)
-    if not first:
-        return
-    console.print(f"trained {loaded.recipe.name}: {outcome.log_dir}", markup=False, soft_wrap=True)
-    if traced is not None:
+    if first and traced is not None:
         if loaded.recipe.model_alignment_strategy.peft is None:  # else its adapters are merged in the directory
             traced["checkpoint"] = str(outcome.checkpoints)
         trace.run(outcome.model, traced.pop("out"), **traced)
@@ -51,11 +49,10 @@ def train(loaded: Loaded, file: Path, overrides: list[str]) -> Outcome:
     """Train as one of a launcher's ranks, in this process alone, or with a process per rank."""
     if launch.is_a_rank(os.environ):
         launch.check_world(loaded, os.environ)
-        return loop.train(loaded)
+        return loop.train(loaded, console=console)
     if world_size(loaded.recipe) == 1:
-        return loop.train(loaded)
-    for obstacle in obstacles(loaded):
-        raise RecipeError(obstacle)
+        return loop.train(loaded, console=console)
+    require_trainable(loaded)
     log_dir = log_dir_of(loaded.recipe.exp_manager)
     try:
         launch.start_ranks(loaded, file, overrides, log_dir)

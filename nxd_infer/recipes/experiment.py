@@ -56,11 +56,17 @@ def write_recipe(loaded: Loaded, log_dir: Path) -> None:
     """Keep the recipe as it was read, with its references resolved, and the files that it wants kept."""
     log_dir.mkdir(parents=True, exist_ok=True)
     (log_dir / "recipe.json").write_text(json.dumps(loaded.tree.values, indent=1, default=str))
-    for text in loaded.recipe.exp_manager.files_to_copy:
-        file = loaded.path(text)
+    for file in copied_files(loaded):
+        shutil.copy(file, log_dir / file.name)
+
+
+def copied_files(loaded: Loaded) -> list[Path]:
+    """Return the files that a recipe wants kept. Raises RecipeError if one is not there."""
+    files = [loaded.path(text) for text in loaded.recipe.exp_manager.files_to_copy]
+    for file in files:
         if not file.is_file():
             raise loaded.tree.error(("exp_manager", "files_to_copy"), f"names {file}, which is not a file")
-        shutil.copy(file, log_dir / file.name)
+    return files
 
 
 def checkpoint_name(callback: CheckpointCallback, numbers: Mapping[str, float]) -> str:
@@ -91,9 +97,15 @@ def saves(callback: CheckpointCallback, step: int, ended: int | None, late: bool
     return late or bool(steps and step % steps == 0) or bool(epochs and ended and ended % epochs == 0)
 
 
-def validates(trainer: Trainer, step: int, epoch: int, ended: int | None) -> bool:
-    """Return whether a validation is due after a step. ``epoch``: steps of one; ``ended``: as for :func:`saves`."""
+def validates(trainer: Trainer, step: int, epoch: int, ended: int | None, last: bool) -> bool:
+    """Return whether a validation is due after a step.
+
+    ``epoch``: steps of one; ``ended``: as for :func:`saves`. ``last``: no step follows, and the last checkpoint is
+    named and ranked by its own loss.
+    """
     epochs, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
+    if last and (epochs or interval):
+        return True
     if epochs and ended and ended % epochs == 0:
         return True
     every = 0 if not interval else int(interval) if interval > 1 else max(1, round(interval * epoch))
@@ -117,6 +129,12 @@ class Keeper:
     @property
     def folder(self) -> Path:
         return Path(self.callback.dirpath) if self.callback.dirpath else self.log_dir / CHECKPOINTS
+
+    @property
+    def newest(self) -> str:
+        """What messages call the checkpoint that a job goes on from; the folder where NxD's own are in it."""
+        there = folders.complete_checkpoints(storage_of(self.folder))
+        return there[-1].where if there else str(self.folder)
 
     def add(self, tag: str, score: float) -> None:
         """Note a checkpoint that is about to be saved. One rank calls it."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
+from nxd_infer.checkpoint.gather import gather_weights
+from nxd_infer.errors import WeightMismatchError
+from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.parallel_layers.sequence_parallel import building_sequence_parallel, is_sequence_parallel_model
 from nxd_infer.recipes.build import build, lora_config, naming_targets, pipeline_options
 from nxd_infer.recipes.dtypes import Dtypes, dtypes
@@ -28,7 +34,14 @@ from nxd_infer.trainer import (
     load_checkpoint,
     neuronx_distributed_config,
 )
+from nxd_infer.trainer.first_rank import is_rank_zero
 from nxd_models import hf, registry
+
+OTHERWISE = {
+    "resume_if_exists": "choose another exp_manager.name, or set exp_manager.resume_if_exists=false",
+    "resume_from_checkpoint": "name a checkpoint of this model",
+}
+"""What to do about a checkpoint of another model, by the key that chose it."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +160,28 @@ def load_begin(loaded: Loaded, job: Job, begin: Begin, weights_only: bool) -> No
     """
     if begin.checkpoints is None:
         return
-    if weights_only or loaded.recipe.model.weight_init_only:
-        load_checkpoint(begin.checkpoints, model=job.model)
-    else:
-        load_checkpoint(begin.checkpoints, model=job.model, optimizer=job.optimizer, scheduler=job.scheduler)
+    with fitting(loaded, "resume_from_checkpoint", begin.checkpoints):
+        if weights_only or loaded.recipe.model.weight_init_only:
+            load_checkpoint(begin.checkpoints, model=job.model)
+        else:
+            load_checkpoint(begin.checkpoints, model=job.model, optimizer=job.optimizer, scheduler=job.scheduler)
+
+
+@contextlib.contextmanager
+def fitting(loaded: Loaded, key: str, where: str) -> Iterator[None]:
+    """Raise RecipeError with the line of ``exp_manager``'s key if the checkpoint ``where`` is of another model."""
+    try:
+        yield
+    except WeightMismatchError as error:
+        what = str(error).removeprefix("the weights do not belong to this model; ")
+        problem = f"goes on from {where}, which does not fit this recipe's model ({what}): {OTHERWISE[key]}"
+        raise loaded.tree.error(("exp_manager", key), problem) from None
+
+
+def write_merged(model: NxDModel, folder: Path) -> None:
+    """Write a model with adapters into its directory, with these merged in, for serving. Every rank calls it."""
+    if not isinstance(model.local_module(), LoRAModel):
+        return
+    weights = gather_weights(model)
+    if is_rank_zero():
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")

@@ -10,16 +10,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import torch
-from safetensors.torch import save_file
+from rich.console import Console
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from nxd_infer import comm
-from nxd_infer.checkpoint.gather import gather_weights
 from nxd_infer.comm.texts import gather_texts
 from nxd_infer.context import current_context
 from nxd_infer.errors import RecipeError
@@ -27,11 +25,12 @@ from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.parallel_layers.grads import Share, counted_spans, total_norm
 from nxd_infer.recipes import experiment
 from nxd_infer.recipes.batches import Batches, sizes_of
+from nxd_infer.recipes.checks import require_trainable
 from nxd_infer.recipes.data.rows import Pairs
 from nxd_infer.recipes.experiment import PREPARED, Keeper, Patience, log_dir_of, root_of
-from nxd_infer.recipes.job import Job, begin_of, load_begin, make_job
+from nxd_infer.recipes.job import Job, begin_of, fitting, load_begin, make_job, write_merged
 from nxd_infer.recipes.logs import Logs
-from nxd_infer.recipes.models import CONFIG, obstacles
+from nxd_infer.recipes.models import CONFIG
 from nxd_infer.recipes.prepare import Prepared, is_pretraining, prepare
 from nxd_infer.recipes.recipe import (
     Loaded,
@@ -57,9 +56,6 @@ from nxd_infer.trainer.first_rank import is_rank_zero
 from nxd_infer.trainer.shutdown import shutdown
 from nxd_infer.util.devices import transport_device
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 MODEL = "model"
 """The folder beside a job's checkpoints with its configuration and tokenizer: what a trace takes."""
 
@@ -76,12 +72,11 @@ class Outcome:
 def train(loaded: Loaded, log_dir: Path | None = None, console: Console | None = None) -> Outcome:
     """Train on this rank; every rank of the job calls it. ``log_dir``: None where the first rank chooses it.
 
-    ``console``: where the first rank shows its progress; default: standard error.
+    ``console``: where the first rank shows its progress and says how it went; default: standard error.
 
     Raises RecipeError for what cannot be trained, before anything is written.
     """
-    for obstacle in obstacles(loaded):
-        raise RecipeError(f"{obstacle}")
+    require_trainable(loaded)
     manager = loaded.recipe.exp_manager
     prepared = prepare(loaded, root_of(manager) / PREPARED)
     training = Training(loaded, prepared, log_dir, console)
@@ -98,7 +93,7 @@ class Training:
     """A job in progress."""
 
     def __init__(self, loaded: Loaded, prepared: Prepared, log_dir: Path | None, console: Console | None = None):
-        self.console = console
+        self.console = console or Console(stderr=True, highlight=False)
         self.loaded, self.recipe, self.prepared = loaded, loaded.recipe, prepared
         recipe = self.recipe
         alignment, self.pairs = recipe.model_alignment_strategy, has_pairs(recipe)
@@ -136,15 +131,15 @@ class Training:
             raise RecipeError(f"{where}: {self.keeper.folder} has no checkpoint to resume from")
         if not resumes or alignment.peft is not None:
             load_begin(loaded, self.job, begin, weights_only=resumes)
-        if is_rank_zero():
-            experiment.write_recipe(loaded, self.log_dir)
-            shutil.copytree(prepared.model, self.log_dir / MODEL, dirs_exist_ok=True)
         if alignment.dpo is not None:
             named = {"train": train, "validation": prepared.validation}
             sets = {name: pairs for name, pairs in named.items() if isinstance(pairs, Pairs)}
             add_reference(self.job, sets, self.log_dir, self._autocast, fresh=not resumes)
         if resumes:
             self._resume()
+        if is_rank_zero():  # now: a start that cannot go on leaves the folder as it was
+            experiment.write_recipe(loaded, self.log_dir)
+            shutil.copytree(prepared.model, self.log_dir / MODEL, dirs_exist_ok=True)
         pipelined = self.context.pp.degree > 1
         self.batches = Batches(type(self._plain()).forward, self.context, self.parts, pairs=self.pairs, whole=pipelined)
         self.logs = Logs(recipe.exp_manager, self.log_dir, self.step)
@@ -166,13 +161,14 @@ class Training:
 
     def _resume(self) -> None:
         job = self.job
-        content = load_checkpoint(
-            self.keeper.folder,
-            model=job.model,
-            optimizer=job.optimizer,
-            scheduler=job.scheduler,
-            dataloader=self.loader,
-        )
+        with fitting(self.loaded, "resume_if_exists", self.keeper.newest):
+            content = load_checkpoint(
+                self.keeper.folder,
+                model=job.model,
+                optimizer=job.optimizer,
+                scheduler=job.scheduler,
+                dataloader=self.loader,
+            )
         self.step, self.recovered = content["step"], True
         self.patience.best, self.patience.waited = content["best"], content["waited"]
         self.metrics = content["metrics"]
@@ -184,6 +180,9 @@ class Training:
         trainer, manager = self.recipe.trainer, self.recipe.exp_manager
         deadline = time.monotonic() + self.seconds_left
         done = bool(self.steps) and self.step >= self.steps
+        before = self.step
+        if self.recovered and not done:
+            self._say(f"going on at step {self.step} of {self.keeper.newest}")
         if trainer.num_sanity_val_steps and not self.recovered and not done:
             self.validate(trainer.num_sanity_val_steps)
         saved = self.step if self.recovered else -1
@@ -194,10 +193,10 @@ class Training:
                     taken = self.train_step(batch)
                     progress.step(taken.loss, tokens=int(taken.tokens))
                     self._log_step(taken)
-                    done = bool(self.steps) and self.step >= self.steps
-                    done = done or (deadline < math.inf and self._agreed(time.monotonic() > deadline))
+                    late = deadline < math.inf and self._agreed(time.monotonic() > deadline)
+                    done = late or (bool(self.steps) and self.step >= self.steps)
                     ended = self._ended_epoch()
-                    validated = self._validates(ended)
+                    validated = self._validates(ended, last=done and not late)
                     if validated:
                         value = self.validate()
                         if manager.create_early_stopping_callback and value is not None:
@@ -212,7 +211,12 @@ class Training:
             self.save()
         if self._keeps():
             self._finish_saves()
-        self._write_merged()
+        write_merged(self.job.model, self.log_dir / MODEL)
+        if self.step > before:
+            self._say(f"trained {self.recipe.name}: {self.log_dir}")
+        else:
+            reached = "max_steps" if self.steps == trainer.max_steps else "max_epochs"
+            self._say(f"nothing to do: trainer.{reached} = {getattr(trainer, reached)} is reached in {self.log_dir}")
         return Outcome(self.log_dir, self.log_dir / MODEL, self.keeper.folder)
 
     def _progress(self, total: int | None) -> contextlib.AbstractContextManager[TrainingProgress]:
@@ -220,6 +224,10 @@ class Training:
         if not self.recipe.trainer.enable_progress_bar:
             progress.close()
         return progress
+
+    def _say(self, text: str) -> None:
+        if is_rank_zero():
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def train_step(self, batch: dict[str, Tensor]) -> Step:
         """Train on this rank's rows of a step."""
@@ -265,6 +273,7 @@ class Training:
 
     def _log_step(self, taken: Step) -> None:
         manager = self.recipe.exp_manager
+        self.metrics.pop("val_loss", None)  # it is of the weights before
         self.metrics |= {"step": self.step, "consumed_samples": self.step * self.recipe.data.global_batch_size}
         if self.step % self.recipe.trainer.log_every_n_steps and not self._keeps_by_loss():
             return
@@ -298,10 +307,10 @@ class Training:
 
     # --- validation -------------------------------------------------------------------------------------
 
-    def _validates(self, ended: int | None) -> bool:
+    def _validates(self, ended: int | None, last: bool) -> bool:
         if self.prepared.validation is None or self.recipe.trainer.limit_val_batches == 0:
             return False
-        return experiment.validates(self.recipe.trainer, self.step, len(self.loader), ended)
+        return experiment.validates(self.recipe.trainer, self.step, len(self.loader), ended, last)
 
     def validate(self, most: int | None = None) -> float | None:
         """Return the loss over the validation data, as on every rank; None without any."""
@@ -380,15 +389,6 @@ class Training:
         wait_for_save()
         if is_rank_zero():
             self.keeper.prune()
-
-    def _write_merged(self) -> None:
-        """Write the model with its adapters merged in, for serving."""
-        if not isinstance(self.job.model.local_module(), LoRAModel):
-            return
-        weights = gather_weights(self.job.model)
-        if is_rank_zero():
-            whole = {name: tensor.contiguous() for name, tensor in weights.items()}
-            save_file(whole, self.log_dir / MODEL / "model.safetensors")
 
     def close(self, status: str) -> None:
         """Close the logs, wait for all ranks, and leave the process group."""

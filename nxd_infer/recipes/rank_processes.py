@@ -70,4 +70,10 @@ def _started(command: Sequence[str], world_size: int, log: Path) -> Iterator[lis
 def _raise_first_failure(ranks: Sequence[ChildProcess], log: Path) -> None:
     for number, rank in enumerate(ranks):
         if rank.returncode:
-            raise RankFailedError(f"rank {number} {rank.explain()}; the end of {log}:\n{end_of_log(log)}", number)
+            raise RankFailedError(f"rank {number} {rank.explain()}; the end of {log}:\n{_said_once(log)}", number)
+
+
+def _said_once(log: Path) -> str:
+    """The end of the log, where an error that several ranks have met stands once."""
+    lines = end_of_log(log).splitlines()
+    return "\n".join(line for at, line in enumerate(lines) if not line.startswith("error: ") or line not in lines[:at])

@@ -40,6 +40,7 @@ def add_reference(
     if fresh:
         found = {name: _computed(job, pairs, autocast) for name, pairs in sets.items()}
         if is_rank_zero():
+            log_dir.mkdir(parents=True, exist_ok=True)
             save_file(found, path)
     elif path.is_file():
         found = load_file(path)

@@ -48,12 +48,17 @@ def train_tokenizer(directory: Path, texts: Iterable[str], vocab_size: int, temp
 
 def copy_tokenizer(source: Path, directory: Path, where: str) -> None:
     """Copy the tokenizer's files of a directory, or a tokenizer.json with what lies beside it."""
+    for file in tokenizer_files(source, where):
+        shutil.copyfile(file, directory / file.name)
+
+
+def tokenizer_files(source: Path, where: str) -> list[Path]:
+    """Return what :func:`copy_tokenizer` copies. Raises RecipeError that begins with ``where`` without any."""
     folder = source if source.is_dir() else source.parent
-    found = [name for name in FILES if (folder / name).is_file()]
+    found = [folder / name for name in FILES if (folder / name).is_file()]
     if not source.exists() or not found:
         raise RecipeError(
             f"{where}: data.tokenizer = {str(source)!r} has no tokenizer: give the directory of a model, or "
             f'"{TRAINED}" to make one from the data'
         )
-    for name in found:
-        shutil.copyfile(folder / name, directory / name)
+    return found

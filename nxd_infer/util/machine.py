@@ -25,8 +25,10 @@ def cpu_features() -> frozenset[str]:
 
 
 def computes_bfloat16() -> bool:
-    """Whether the processor has instructions for bfloat16, without which products are many times slower in it."""
-    return not cpu_features().isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+    """Whether the processor has instructions for bfloat16, without which products are many times slower in it; where
+    nothing tells, it is taken to have them."""
+    features = cpu_features()
+    return not features or not features.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})  # the last is Arm's
 
 
 def architecture() -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -16,7 +19,7 @@ from nxd_infer.recipes.recipe import check, load
 from nxd_infer.recipes.schema import Recipe
 from nxd_infer.recipes.yaml_text import parse_yaml
 from nxd_infer.util.options import table
-from tests.e2e.command import ROOT
+from tests.e2e.command import ROOT, nxd_infer_here
 from tests.tiny_models import VOCAB_SIZE, write_tiny
 
 PAGE = (ROOT / "docs/recipes.md").read_text()
@@ -46,16 +49,30 @@ def test_the_examples_are_recipes():
 
 
 @pytest.mark.check
-def test_the_data_of_the_examples(tmp_path):
-    script = ROOT / "examples/recipes/python_text.py"
-    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, capture_output=True, timeout=300)
+def test_the_first_commands_can_be_followed(tmp_path, capsys, monkeypatch):
+    """As they stand, where the examples are: the data is written, the plan misses nothing, the others are recipes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    lines = PAGE.split("```console\n")[1].split("```")[0].splitlines()
+    _, (_, *script), *commands, serve = [shlex.split(line.removeprefix("$ "), comments=True) for line in lines]
+    subprocess.run([sys.executable, *script], check=True, capture_output=True, timeout=300)
+    for program, command, recipe, *arguments in commands:
+        assert (program, command) == ("nxd-infer", "train")
+        load(recipe, [one for one in arguments if "=" in one])
+    plan = nxd_infer_here(capsys, monkeypatch, *commands[0][1:])
+    assert commands[0][-1] == "--check" and plan.status == 0 and "is not there" not in plan.out
+    assert serve == ["nxd-infer", "serve", commands[-1][-1]]
+    check_data(tmp_path / "data")
+
+
+def check_data(folder: Path) -> None:
     for kind, columns in (
         ("pretrain", {"text"}),
         ("sft", {"prompt", "completion"}),
         ("dpo", {"prompt", "chosen", "rejected"}),
     ):
         for part in (f"{kind}.jsonl", f"{kind}.val.jsonl"):
-            rows = [json.loads(line) for line in (tmp_path / part).read_text().splitlines()]
+            rows = [json.loads(line) for line in (folder / part).read_text().splitlines()]
             assert len(rows) >= 4 and all(set(row) == columns for row in rows)
 
 
@@ -68,6 +85,16 @@ def test_the_examples_train(pretrained, monkeypatch, name):
         assert first == pytest.approx(math.log(2), abs=1e-4) and second < first  # the reference is the model itself
     else:
         assert first < math.log(VOCABULARY) - 0.1  # what a new model has
+
+
+def test_the_files_of_an_experiment_are_those_of_the_page(pretrained):
+    folder = pretrained / "experiments/python_pretrain"
+    found = {path.name for path in [*folder.iterdir(), *(folder / "version_0").iterdir()]}
+    section = PAGE.split("## Experiments")[1].split("## ")[0]
+    listed = re.findall(r"^\| `(version_0)?/?([\w.]+)` \|", section, re.MULTILINE)
+    names = {name for _, name in listed}
+    found = {re.sub(r"tfevents\..*", "tfevents...", name) for name in found}
+    assert names - found == {"ranks.log", "reference.safetensors"} and found - names == {"version_0"}
 
 
 @pytest.fixture(scope="module")

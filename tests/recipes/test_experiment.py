@@ -15,11 +15,12 @@ import torch
 from nxd_infer.checkpoint.api import save_checkpoint
 from nxd_infer.checkpoint.folder import complete_checkpoints
 from nxd_infer.checkpoint.storage import storage_of
-from nxd_infer.errors import RecipeError
+from nxd_infer.errors import RankFailedError, RecipeError
 from nxd_infer.recipes.experiment import Keeper, Patience, checkpoint_name, log_dir_of, saves, validates
 from nxd_infer.recipes.launch import check_world, first_host, is_a_rank, variables_of_slurm
 from nxd_infer.recipes.model_schema import RATES, Optim, Sched
 from nxd_infer.recipes.optim import Rate, parameter_groups
+from nxd_infer.recipes.rank_processes import run_ranks
 from nxd_infer.recipes.recipe import check
 from nxd_infer.recipes.schema import CheckpointCallback, EarlyStopping, ExpManager, Trainer
 from nxd_infer.recipes.yaml_text import parse_yaml
@@ -93,11 +94,12 @@ def test_checkpoints_and_validations_are_due_as_was_asked_for():
     assert saved(every_n_epochs=2, every_n_train_steps=4) == [4, 6, 8, 12]
     assert saved(late=(7,), train_time_interval=60.0) == [7]
 
-    def validated(**options: Any) -> list[int]:
+    def validated(last: int | None = None, **options: Any) -> list[int]:
         trainer = Trainer(**options)
-        return due(lambda step, ended: validates(trainer, step, 3, ended))
+        return due(lambda step, ended: validates(trainer, step, 3, ended, step == last))
 
-    assert validated() == []
+    assert validated() == validated(last=12) == []
+    assert validated(last=12, val_check_interval=5.0) == [5, 10, 12]
     assert validated(val_check_interval=5.0) == [5, 10]
     assert validated(val_check_interval=1.0) == [3, 6, 9, 12]
     assert validated(val_check_interval=0.25) == list(range(1, 13))
@@ -184,3 +186,10 @@ def test_scores_survive_a_kill(tmp_path):
     keeper.add("a", 3.0)
     assert json.loads((tmp_path / "scores.json").read_text()) == {"b": 2.0, "a": 3.0}
     assert list(tmp_path.glob(".*")) == []
+
+
+@pytest.mark.check
+def test_what_several_ranks_say_is_told_once(tmp_path):
+    said = "import sys; print('of one\\nerror: of both\\nerror: of both', file=sys.stderr); sys.exit(1)"
+    with pytest.raises(RankFailedError, match=r"ranks\.log:\nof one\nerror: of both\Z"):
+        run_ranks([sys.executable, "-c", said], 1, tmp_path / "ranks.log", timeout=60)

@@ -195,6 +195,71 @@ def test_a_resumed_job_is_on_the_weights_that_it_began_with(folder, peft):
     assert trained("halves", 4, file, *begin) == undisturbed
 
 
+def test_a_checkpoint_has_the_validation_loss_of_its_own_weights(folder):
+    """Or none, if it is saved between two validations; the last one is measured."""
+    checkpoints = (
+        "{monitor: val_loss, mode: min, save_top_k: -1, every_n_train_steps: 1, filename: '{step}-{val_loss}'}"
+    )
+    overrides = [
+        f"exp_manager.explicit_log_dir={folder}/log",
+        "exp_manager.create_checkpoint_callback=true",
+        f"exp_manager.checkpoint_callback_params={checkpoints}",
+        f"data.val_dir={folder}/data.jsonl",
+        "trainer.val_check_interval=2",
+        "trainer.max_steps=5",
+        "model.optim.lr=0.05",
+    ]
+    with use_context(make_context()):
+        last_loss(str(write(folder)), overrides)
+    scores = json.loads((folder / "log/scores.json").read_text())
+    assert [name.split("-")[0] for name in scores] == [f"step={step}" for step in range(1, 6)]
+    assert all(float(name.split("val_loss=")[1]) == pytest.approx(score, nan_ok=True) for name, score in scores.items())
+    measured = [score for score in scores.values() if not math.isnan(score)]
+    assert [math.isnan(score) for score in scores.values()] == [True, False, True, False, False]
+    assert len(set(measured)) == 3
+
+
+def test_a_job_says_where_it_goes_on(folder, capsys):
+    log_dir = folder / "log"
+    log = [f"exp_manager.explicit_log_dir={log_dir}", "exp_manager.create_checkpoint_callback=true"]
+
+    def said(*overrides: str) -> list[str]:
+        """All lines but those of the progress."""
+        with use_context(make_context()):
+            train(load(write(folder), [*log, "exp_manager.resume_if_exists=true", *overrides]))
+        return [line for line in capsys.readouterr().err.splitlines() if not line.startswith("tiny ")]
+
+    done = f"trained tiny: {log_dir}"
+    assert said("trainer.max_steps=1") == [done]
+    going_on = f"going on at step 1 of {log_dir}/checkpoints/step=1-consumed_samples=4"
+    assert said("trainer.max_steps=2") == [going_on, done]
+    assert said("trainer.max_steps=2") == [f"nothing to do: trainer.max_steps = 2 is reached in {log_dir}"]
+
+
+def test_a_start_that_does_not_fit_the_checkpoint_changes_nothing(folder):
+    log_dir = folder / "log"
+    log = [f"exp_manager.explicit_log_dir={log_dir}", "exp_manager.create_checkpoint_callback=true"]
+    overrides = [*log, "exp_manager.resume_if_exists=true", "trainer.max_steps=1"]
+    file = write(folder)
+    with use_context(make_context()):
+        last_loss(str(file), overrides)
+    before = {path: path.read_bytes() for path in (log_dir / "recipe.json", log_dir / "model/config.json")}
+    told = (
+        rf"command line: exp_manager\.resume_if_exists goes on from {log_dir}/checkpoints/step=1-consumed_samples=4, "
+        r"which does not fit this recipe's model \(unexpected: model\.layers\.1.*\): choose another exp_manager\.name, "
+        r"or set exp_manager\.resume_if_exists=false"
+    )
+    with pytest.raises(RecipeError, match=told), use_context(make_context()):
+        train(load(file, [*overrides, "model.num_layers=1"]), log_dir)
+    assert {path: path.read_bytes() for path in before} == before
+    begin = [f"exp_manager.resume_from_checkpoint={log_dir}/checkpoints", "model.num_layers=1"]
+    with (
+        pytest.raises(RecipeError, match=r"resume_from_checkpoint goes on from .*: name a"),
+        use_context(make_context()),
+    ):
+        train(load(file, begin), folder / "other")
+
+
 def test_megatrons_files_train(folder):
     documents = [[5 + (n * k) % 250 for k in range(1, 40)] for n in range(1, 60)]
     write_indexed(folder / "corpus_document", documents)

@@ -1,0 +1,76 @@
+"""What is looked at before a job starts: the files that its recipe names, and what this machine lacks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from nxd_infer.errors import RecipeError
+from nxd_infer.recipes.data.megatron import blend_of
+from nxd_infer.recipes.data.sources import files_of
+from nxd_infer.recipes.dtypes import dtypes
+from nxd_infer.recipes.experiment import copied_files
+from nxd_infer.recipes.job import begin_of
+from nxd_infer.recipes.models import obstacles
+from nxd_infer.recipes.prepare import tokenizer_source
+from nxd_infer.recipes.recipe import Loaded
+from nxd_infer.recipes.tokenizers import tokenizer_files
+from nxd_infer.util.devices import has_accelerator
+from nxd_infer.util.machine import computes_bfloat16
+
+
+def require_trainable(loaded: Loaded) -> None:
+    """Raise RecipeError, with a key's line, if a job of this recipe would fail here whatever its data hold."""
+    for obstacle in obstacles(loaded):
+        raise RecipeError(obstacle)
+    for missing in missing_files(loaded):
+        raise missing
+
+
+def missing_files(loaded: Loaded) -> list[RecipeError]:
+    """Return the errors of what the recipe names and this machine lacks, each with the line of its key."""
+    found = []
+    for look in _looks(loaded):
+        try:
+            look()
+        except RecipeError as error:
+            found.append(error)
+    return found
+
+
+def _looks(loaded: Loaded) -> Iterator[Callable[[], object]]:
+    data = loaded.recipe.data
+    for name, given in (("train_dir", data.train_dir), ("val_dir", data.val_dir)):
+        if given is not None:
+            yield partial(_look_for_data, loaded, name, given)
+    yield partial(_look_for_indexed, loaded)
+    source = tokenizer_source(loaded)
+    if source is not None:
+        yield partial(tokenizer_files, source, loaded.tree.where(("data", "tokenizer")))
+    yield partial(begin_of, loaded)
+    yield partial(copied_files, loaded)
+
+
+def _look_for_data(loaded: Loaded, name: str, given: str) -> None:
+    try:
+        files_of(loaded.path(given))
+    except RecipeError as error:
+        raise loaded.tree.error(("data", name), f"= {str(error).removeprefix('data: ')}") from None
+
+
+def _look_for_indexed(loaded: Loaded) -> None:
+    path = ("data", "data_prefix")
+    for _, prefix in blend_of(loaded.recipe.data.data_prefix, loaded.tree.where(path)):
+        for name in (f"{prefix}.idx", f"{prefix}.bin"):
+            if not loaded.path(name).is_file():
+                raise loaded.tree.error(path, f"names {prefix}, but {name} is not there")
+
+
+def slow_products(loaded: Loaded) -> list[str]:
+    """Return a sentence if this machine lacks instructions for the recipe's matrix products."""
+    if computes_bfloat16() or has_accelerator() or dtypes(loaded.recipe).products != torch.bfloat16:
+        return []
+    problem = "this processor has no bfloat16 instructions; fp32 is several times as fast here"
+    return [str(loaded.tree.error(("precision", "type"), f"= {loaded.recipe.precision.type}: {problem}"))]
