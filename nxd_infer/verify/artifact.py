@@ -105,12 +105,11 @@ def verify_artifact(
     """
     model_dir = Path(model_dir)
     rows: list[Row] = []
-    manifest = trace.load_artifact(str(artifact), verify=False).manifest
+    # A wrong path is refused before anything is loaded.
     weights = hf.weights(model_dir) if checkpoint is None else weight_source(checkpoint, tag)
-    make_reference = reference_of(manifest, model_dir, weights)  # refuses a wrong path before anything is loaded
     with trace.parallel_model_load(str(artifact), allow_kernel=allow_kernel) as model:
         manifest = model.manifest
-        eager = make_reference()
+        eager = reference_of(manifest, model_dir, weights)()
         limit = TOLERANCES[manifest.metadata["dtype"]] if tolerance is None else tolerance
         generates, classifies = (manifest.metadata["task"] == task for task in ("generate", "classify"))
         cases = generation_cases if generates else one_shot_cases
