@@ -81,7 +81,8 @@ def parse_yaml(text: str, origin: str) -> Tree:
         said = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
         raise RecipeError(f"{place}: not YAML: {said}") from None
     except RecursionError:  # PyYAML follows merges (<<) by itself
-        raise RecipeError(f"{origin}: not YAML that is read: too many merges (<<) lead to each other") from None
+        problem = "too many merges (<<) lead to each other; write keys out"
+        raise RecipeError(f"{origin}: not YAML that is read: {problem}") from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -109,7 +110,8 @@ class _Converter:
             raise RecipeError(f"{self.tree.origin}:{line}: {dotted(path)} contains itself through an alias")
         if len(self.open) >= DEEPEST:  # by aliases: their nodes were counted where they stand
             where = f"{self.tree.origin}:{node.start_mark.line + 1}"
-            raise RecipeError(f"{where}: not YAML that is read: it is nested more than {DEEPEST} levels deep")
+            problem = f"it is nested more than {DEEPEST} levels deep; flatten it"
+            raise RecipeError(f"{where}: not YAML that is read: {problem}")
         self.open.append(node)
         try:
             if isinstance(node, self.yaml.MappingNode):
@@ -170,7 +172,7 @@ def _loader(yaml: Any) -> Any:
         def compose_node(self, parent: Any, index: Any) -> Any:
             self.level += 1
             if self.level > DEEPEST:
-                problem = f"it is nested more than {DEEPEST} levels deep"
+                problem = f"it is nested more than {DEEPEST} levels deep; flatten it"
                 raise yaml.composer.ComposerError(None, None, problem, self.peek_event().start_mark)
             node = super().compose_node(parent, index)
             self.level -= 1
