@@ -335,9 +335,10 @@ def test_loading_is_lazy_in_the_context_only(tmp_path: Path):
         there: list[bool] = []
         other = threading.Thread(target=lambda: there.append(load(tmp_path).lm_head.weight.is_meta))
         other.start()
-        model = load(tmp_path, dtype=torch.bfloat16)
+        # One after the other: from_pretrained sets torch's default dtype, which all threads share.
         other.join(120)
         assert there == [False]
+        model = load(tmp_path, dtype=torch.bfloat16)
         assert model.lm_head.weight.is_meta and model.dtype == torch.bfloat16
         with pytest.raises(ParallelConfigError, match="quantization_config"):
             load(tmp_path, quantization_config={"load_in_8bit": True})
