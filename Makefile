@@ -84,7 +84,7 @@ $(RAY_STAMP): pyproject.toml
 	@echo "installing torch and Ray into $(RAY_VENV), the first time only; some minutes"
 	@test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
 	@$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check $(TORCH)
-	@$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[ray]' pytest pytest-timeout hypothesis openai
+	@$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[ray]' pytest pytest-timeout hypothesis httpx openai
 	@touch $@
 
 # In a network where nobody else is, and with every process that is left at the end killed.

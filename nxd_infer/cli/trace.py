@@ -1,4 +1,7 @@
-"""``nxd-infer trace``: turn a Hugging Face directory into an artifact; print the plan before anything compiles."""
+"""``nxd-infer trace``: turn a Hugging Face directory into an artifact; print the plan before anything compiles.
+
+Most of its options are declared in :mod:`nxd_infer.trace.options`.
+"""
 
 from __future__ import annotations
 
