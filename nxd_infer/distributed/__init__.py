@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from nxd_infer.distributed.apply import apply_plan
     from nxd_infer.distributed.lazy import lazy_load_for_parallelism
     from nxd_infer.distributed.manager import ParallelizersManager
+    from nxd_infer.distributed.model_plan import ModelPlan
     from nxd_infer.distributed.optimizers import make_optimizer_constructor_lazy
     from nxd_infer.distributed.parallelizer import Parallelizer, parameter_mapping
-    from nxd_infer.distributed.plan import ModelPlan
-    from nxd_infer.distributed.plans import plan_for, register_plan
+    from nxd_infer.distributed.plan_registry import plan_for, register_plan
 
 _OWNERS = {
-    "ModelPlan": ".plan",
+    "ModelPlan": ".model_plan",
     "Parallelizer": ".parallelizer",
     "ParallelizersManager": ".manager",
     "apply_plan": ".apply",
@@ -29,8 +29,8 @@ _OWNERS = {
     "lazy_load_for_parallelism": ".lazy",
     "make_optimizer_constructor_lazy": ".optimizers",
     "parameter_mapping": ".parallelizer",
-    "plan_for": ".plans",
-    "register_plan": ".plans",
+    "plan_for": ".plan_registry",
+    "register_plan": ".plan_registry",
 }
 
 __all__ = [

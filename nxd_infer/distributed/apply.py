@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nxd_infer.checkpoint.peft_adapters import plain_name
 from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.distributed.config_view import ConfigView
-from nxd_infer.distributed.plan import Heads, ModelPlan
+from nxd_infer.distributed.model_plan import Heads, ModelPlan
 from nxd_infer.distributed.regions import SEQUENCE_DIM, enter_once, split_sequence, sum_gradients
 from nxd_infer.distributed.replace import Made, Style, replace_modules
 from nxd_infer.distributed.weights import fill

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from nxd_infer.distributed.parallelizer import Parallelizer
-from nxd_infer.distributed.plans import plan_of_type, supported_types, unknown_type
+from nxd_infer.distributed.plan_registry import plan_of_type, supported_types, unknown_type
 
 _classes: dict[str, type[Parallelizer]] = {}
 

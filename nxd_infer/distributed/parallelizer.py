@@ -24,9 +24,9 @@ from nxd_infer.distributed.adapters import split_adapters
 from nxd_infer.distributed.apply import place_of, split
 from nxd_infer.distributed.initialise import initialise
 from nxd_infer.distributed.lazy import WEIGHTS, StoredWeights
+from nxd_infer.distributed.model_plan import ModelPlan
 from nxd_infer.distributed.optimizers import ParameterMap, optimizer_for
-from nxd_infer.distributed.plan import ModelPlan
-from nxd_infer.distributed.plans import plan_for
+from nxd_infer.distributed.plan_registry import plan_for
 from nxd_infer.distributed.regions import sum_gradients
 from nxd_infer.distributed.stages import pipelined
 from nxd_infer.distributed.weights import FirstOf, fill, on_meta

@@ -15,7 +15,7 @@ from nxd_infer.distributed.layers import (
     ScaledParallelEmbedding,
     is_conv1d,
 )
-from nxd_infer.distributed.plan import HEAD_AXES, Heads
+from nxd_infer.distributed.model_plan import HEAD_AXES, Heads
 from nxd_infer.distributed.regions import SEQUENCE_DIM
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import AxisPlan

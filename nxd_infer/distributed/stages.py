@@ -9,7 +9,7 @@ from torch import nn
 
 from nxd_infer.context import current_context
 from nxd_infer.distributed.apply import stacks_of
-from nxd_infer.distributed.plan import ModelPlan
+from nxd_infer.distributed.model_plan import ModelPlan
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.pipeline.model import NxDPPModel
 from nxd_infer.pipeline.options import PipelineOptions

@@ -3,6 +3,7 @@
 Loading, saving, resharding, merging, padding and tracing all use this package; no other code shards weights.
 """
 
+from nxd_infer.layout.axis_plan import AxisPlan
 from nxd_infer.layout.gqa import GQAPlan, gqa_plan
 from nxd_infer.layout.merge import (
     Holding,
@@ -14,7 +15,6 @@ from nxd_infer.layout.merge import (
     sum_duplicates,
 )
 from nxd_infer.layout.params import ParamLayout, attach_layout, layout_of, restore_attributes, weight_layout
-from nxd_infer.layout.plans import AxisPlan
 from nxd_infer.layout.runs import AxisLayout, Block, Fill, Run, TensorLayout
 from nxd_infer.layout.shard import (
     check_weights,

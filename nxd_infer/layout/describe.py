@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from nxd_infer.errors import NxdError, ShardingError
+from nxd_infer.layout.axis_plan import AxisPlan, Fused, Padded, Recut, Replicated, Sections, Spelled
 from nxd_infer.layout.gqa import GQAAxis
 from nxd_infer.layout.params import ParamLayout
-from nxd_infer.layout.plans import AxisPlan, Fused, Padded, Recut, Replicated, Sections, Spelled
 from nxd_infer.layout.runs import Fill, Run
 
 KINDS = {kind.__name__: kind for kind in (Replicated, Padded, Sections, Fused, Spelled, Recut, GQAAxis, Run, Fill)}

@@ -12,7 +12,7 @@ import functools
 from dataclasses import dataclass
 
 from nxd_infer.errors import ShardingError
-from nxd_infer.layout.plans import AxisPlan, check_place
+from nxd_infer.layout.axis_plan import AxisPlan, check_place
 from nxd_infer.layout.runs import AxisLayout, Fill, Piece, Run
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from nxd_infer.errors import ShardingError
-from nxd_infer.layout.plans import AxisPlan
+from nxd_infer.layout.axis_plan import AxisPlan
 from nxd_infer.layout.runs import Run, TensorLayout
 
 MODULE_TABLE = "_nxd_layouts"

@@ -13,7 +13,7 @@ from torch import nn
 
 from nxd_infer.errors import ParallelConfigError, ShardingError
 from nxd_infer.layout import AxisPlan, gqa_plan
-from nxd_infer.layout.plans import Fused, Sections
+from nxd_infer.layout.axis_plan import Fused, Sections
 from nxd_infer.parallel_layers.base import ParallelLayer
 from nxd_infer.parallel_layers.embedding import ParallelEmbedding
 from nxd_infer.parallel_layers.linear import ColumnParallelLinear, RowParallelLinear

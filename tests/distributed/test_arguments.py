@@ -312,9 +312,9 @@ def test_a_model_without_a_plan_is_refused_with_those_that_have_one():
 
 
 def test_a_registered_plan_makes_a_type_supported(monkeypatch: pytest.MonkeyPatch):
-    from nxd_infer.distributed import plans
+    from nxd_infer.distributed import plan_registry
 
-    monkeypatch.setattr(plans, "_REGISTERED", {})
+    monkeypatch.setattr(plan_registry, "_REGISTERED", {})
     nxd.distributed.register_plan(
         "mine", nxd.distributed.ModelPlan({"up": "column", "down": "row"}, pipeline_parallel=False)
     )

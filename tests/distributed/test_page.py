@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import nxd_infer as nxd
-from nxd_infer.distributed import plans
+from nxd_infer.distributed import plan_registry
 from tests.distributed.models import LOOSE, Case
 
 transformers = pytest.importorskip("transformers")
@@ -44,12 +44,12 @@ def test_the_table_names_the_types():
 
 
 def test_the_plan_is_that_of_llama(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(plans, "_REGISTERED", {})
+    monkeypatch.setattr(plan_registry, "_REGISTERED", {})
     with torch.device("meta"):
         model = Case("llama", 4, 2).build()
-    own = plans.plan_for(model.config)
+    own = plan_registry.plan_for(model.config)
     exec(PLAN, {"nxd": nxd})
-    written = plans.plan_for(model.config)
+    written = plan_registry.plan_for(model.config)
     assert written is not own
     names = [name for name, _ in model.named_modules()]
     assert [written.style_of(name) for name in names] == [own.style_of(name) for name in names]

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from nxd_infer.cli import verify
-from nxd_infer.distributed import ModelPlan, plans
+from nxd_infer.distributed import ModelPlan, plan_registry
 from nxd_infer.errors import MissingPackageError, ModelConfigError
 from nxd_infer.trace import parallel_model_trace
 from nxd_infer.verify import verify_artifact
@@ -138,11 +138,11 @@ def test_it_is_traced_verified_and_served(directory, tmp_path, name, degree):
 def test_a_plan_with_a_wrong_style_is_told(directory, tmp_path, monkeypatch, capsys, name, pattern):
     """What is joined in one weight is cut as if it were one thing, which fits every shape."""
     path = directory(name)
-    right = plans.plan_of_type(name)
+    right = plan_registry.plan_of_type(name)
     wrong = dataclasses.replace(right, styles={**right.styles, pattern: "column"})
-    monkeypatch.setitem(plans._REGISTERED, name, wrong)
+    monkeypatch.setitem(plan_registry._REGISTERED, name, wrong)
     assert told_by_verify(path, tmp_path, capsys, 2) == "top_logprobs of prefill_s8"
-    monkeypatch.delitem(plans._REGISTERED, name)
+    monkeypatch.delitem(plan_registry._REGISTERED, name)
     assert told_by_verify(path, tmp_path / "right", capsys, 2) is None
 
 
@@ -205,7 +205,7 @@ def test_rotary_positions_that_depend_on_the_length_are_limited_to_the_original_
 
 
 def test_what_the_step_cannot_compute_is_refused_by_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(plans, "_REGISTERED", {kind: ModelPlan({}) for kind in ("bloom", "gpt_oss")})
+    monkeypatch.setattr(plan_registry, "_REGISTERED", {kind: ModelPlan({}) for kind in ("bloom", "gpt_oss")})
     bloom = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
     sinks = transformers.GptOssConfig(
         **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 16, "num_local_experts": 2, "head_dim": 8},

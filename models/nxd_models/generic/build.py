@@ -12,7 +12,7 @@ from torch import nn
 
 from nxd_infer.distributed.apply import apply_plan, split
 from nxd_infer.distributed.lazy import parameters_on_meta
-from nxd_infer.distributed.plans import plan_for
+from nxd_infer.distributed.plan_registry import plan_for
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.parallel_layers.base import real_cpu_tensors
 from nxd_models.generic import attention

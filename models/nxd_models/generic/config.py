@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nxd_infer.distributed.plan import Heads
-from nxd_infer.distributed.plans import plan_for
+from nxd_infer.distributed.model_plan import Heads
+from nxd_infer.distributed.plan_registry import plan_for
 from nxd_infer.errors import MissingPackageError, ModelConfigError
 from nxd_models.hf.classifier_file import ClassifierFile
 from nxd_models.spec import DecoderConfig, EncoderConfig

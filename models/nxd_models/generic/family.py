@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nxd_infer.distributed import plans
+from nxd_infer.distributed import plan_registry
 from nxd_infer.distributed.lazy import RENAMED
 from nxd_models.generic.config import CLASSIFIES, GENERATES, read_config
 from nxd_models.generic.decoder import CausalLM, CausalLMStep
@@ -16,14 +16,14 @@ _NOT_SERVED = ("t5",)
 
 def model_types() -> list[str]:
     """Return the model types that have a tensor-parallel plan and a step."""
-    return [name for name in plans.supported_types() if name not in _NOT_SERVED]
+    return [name for name in plan_registry.supported_types() if name not in _NOT_SERVED]
 
 
 def family_of(model_type: str) -> ModelSpec | None:
     """Return the family of one model type; None if it has no plan."""
-    if model_type not in plans.supported_types():
+    if model_type not in plan_registry.supported_types():
         return None
-    blocks = next(iter(plans.plan_of_type(model_type).stacks), "")
+    blocks = next(iter(plan_registry.plan_of_type(model_type).stacks), "")
     return ModelSpec(
         model_types=(model_type,),
         read_config=read_config,

@@ -12,7 +12,7 @@ import functools
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from nxd_infer.distributed.plan import ModelPlan
+from nxd_infer.distributed.model_plan import ModelPlan
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.util.suggest import did_you_mean
 
