@@ -88,7 +88,7 @@ async def completions(request: Request, body: CompletionBody) -> Any:
         echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
     head["model"] = adapter or service.model_name
-    shape = _Shape(head, tokenizer, body, echoes)
+    shape = _Shape(head, tokenizer, body, echoes, tokens if service.continues_prompts else [])
     if body.stream:
         tails = Tails(body.stream_options, [len(ids) for ids in tokens], body.n)
         return EventStream(generation, _Chunks(shape, tails), settings.keep_alive_interval, request_id(request))
@@ -98,18 +98,30 @@ async def completions(request: Request, body: CompletionBody) -> Any:
 class _Shape:
     """The parts that a full answer and chunks share."""
 
-    def __init__(self, head: dict[str, Any], tokenizer: Tokenizer, body: CompletionBody, echoes: list[str]):
+    def __init__(
+        self,
+        head: dict[str, Any],
+        tokenizer: Tokenizer,
+        body: CompletionBody,
+        echoes: list[str],
+        continued: list[list[int]],
+    ):
+        """``continued``: the prompts, unless answers are new texts."""
         self.head = head
         self.tokenizer = tokenizer
         self.body = body
         self.echoes = echoes
 
-    def logprobs(self) -> LegacyLogprobs | None:
-        return None if self.body.logprobs is None else LegacyLogprobs(self.tokenizer, self.body.logprobs)
+    def logprobs(self, choice: int) -> LegacyLogprobs | None:
+        if self.body.logprobs is None:
+            return None
+        before = self.continued[choice // self.body.n] if self.continued else ()
+        return LegacyLogprobs(self.tokenizer, self.body.logprobs, before)
 
+        self.continued = continued
 
 async def _whole(generation: Generation, shape: _Shape) -> Response:
-    logprobs = [shape.logprobs() for _ in range(generation.choices)]
+    logprobs = [shape.logprobs(choice) for choice in range(generation.choices)]
 
     def token(choice: int, event: TokenEvent) -> None:
         if (table := logprobs[choice]) is not None:
@@ -152,7 +164,9 @@ class _Chunks:
         if isinstance(event, FinishEvent):
             return self._chunk(choice, event.text, None, event.reason)
         self._tails.count(choice)
-        table = self._logprobs.setdefault(choice, self._shape.logprobs())
+        if choice not in self._logprobs:
+            self._logprobs[choice] = self._shape.logprobs(choice)
+        table = self._logprobs[choice]
         if table is not None and not event.is_stop:
             table.add(event)
             return self._chunk(choice, event.text, table.take(), None)
