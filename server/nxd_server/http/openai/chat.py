@@ -126,7 +126,7 @@ async def chat(request: Request, body: ChatBody) -> Any:
         asked, field = body.max_completion_tokens, "max_completion_tokens"
     if asked is not None and asked < 1:
         raise bad_request(f"`{field}` must be at least 1, got {asked}", field)
-    check_choices(1, body.n, settings.max_choices)
+    check_choices(1, body.n, settings.max_choices, service.room)
     defaults = service.sampling_defaults
     body.sampling(asked, top, defaults)  # reports a wrong value before a long conversation is tokenized
     tokens = await unless_left(request, chat_prompt(context, body.messages, body.chat_template_kwargs))

@@ -32,10 +32,13 @@ from nxd_server.text.tokenizer import Tokenizer
 DEFAULT_MAX_TOKENS = 16
 
 
-def check_choices(prompts: int, n: int, limit: int) -> None:
-    if n >= 1 and prompts * n > limit:
+def check_choices(prompts: int, n: int, limit: int, room: int) -> None:
+    """Raise ApiError 400 for more choices than ``limit``, or than an idle server's ``room``: no retry helps."""
+    if n >= 1 and prompts * n > min(limit, room):
+        why = "max_choices" if limit <= room else "its slots and max_queued_requests"
         raise bad_request(
-            f"{prompts} prompts with n = {n} are {prompts * n} choices; one request may ask for {limit} (max_choices)",
+            f"{prompts} prompts with n = {n} are {prompts * n} choices; one request may ask for "
+            f"{min(limit, room)} ({why})",
             param="n" if prompts == 1 else "prompt",
         )
 
@@ -64,7 +67,7 @@ async def completions(request: Request, body: CompletionBody) -> Any:
         )
     tokenizer = service.require_tokenizer()
     prompts = token_lists(body.prompt, "prompt")
-    check_choices(len(prompts), body.n, settings.max_choices)
+    check_choices(len(prompts), body.n, settings.max_choices, service.room)
     defaults = service.sampling_defaults
     body.sampling(body.max_tokens, body.logprobs, defaults)  # reports a wrong value before a long prompt is tokenized
     tokens = await unless_left(request, encode_prompts(context, prompts, "prompt", special=body.add_special_tokens))
