@@ -34,6 +34,7 @@ from nxd_server.http.request_context import (
     encode_text,
     request_id,
     require_task,
+    seconds_left,
     unless_left,
     whole_of,
 )
@@ -137,7 +138,7 @@ async def chat(request: Request, body: ChatBody) -> Any:
         [tokens],
         body.sampling(max_tokens, top, defaults),
         receive=request.receive,
-        timeout=settings.request_timeout,
+        timeout=seconds_left(request),
         request_id=request_id(request),
         whole=whole_of(request),
         adapter=adapter,

@@ -24,6 +24,7 @@ from nxd_server.http.request_context import (
     encode_prompts,
     request_id,
     require_task,
+    seconds_left,
     unless_left,
     whole_of,
 )
@@ -81,7 +82,7 @@ async def completions(request: Request, body: CompletionBody) -> Any:
         tokens,
         body.sampling(max_tokens, body.logprobs, defaults),
         receive=request.receive,
-        timeout=settings.request_timeout,
+        timeout=seconds_left(request),
         request_id=request_id(request),
         whole=whole_of(request),
         adapter=adapter,
@@ -114,6 +115,7 @@ class _Shape:
         self.tokenizer = tokenizer
         self.body = body
         self.echoes = echoes
+        self.continued = continued
 
     def logprobs(self, choice: int) -> LegacyLogprobs | None:
         if self.body.logprobs is None:
@@ -121,7 +123,6 @@ class _Shape:
         before = self.continued[choice // self.body.n] if self.continued else ()
         return LegacyLogprobs(self.tokenizer, self.body.logprobs, before)
 
-        self.continued = continued
 
 async def _whole(generation: Generation, shape: _Shape) -> Response:
     logprobs = [shape.logprobs(choice) for choice in range(generation.choices)]
