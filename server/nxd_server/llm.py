@@ -13,6 +13,7 @@ import math
 import os
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -328,11 +329,15 @@ class LLM:
     ) -> list[Encoded]:
         encoder = self._encoder_for(task)
         listed = [texts] if isinstance(texts, str) else list(texts)
-        with WholeRequest() as whole:
-            futures = [
-                encoder.submit(text, field=f"texts[{i}]", whole=whole, **options) for i, text in enumerate(listed)
-            ]
-        return [future.result() for future in _track(futures, "encoding", progress)]
+        futures: list[Future[Encoded]] = []
+        try:
+            with WholeRequest() as whole:
+                for i, text in enumerate(listed):
+                    futures.append(encoder.submit(text, field=f"texts[{i}]", whole=whole, **options))
+            return [future.result() for future in _track(futures, "encoding", progress)]
+        finally:
+            for future in futures:  # after a failure or an interrupt; no effect on those that are done
+                future.cancel()
 
     def _encoder_for(self, task: str) -> TextEncoder:
         if self.task != task:

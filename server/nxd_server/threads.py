@@ -45,15 +45,22 @@ class Workers:
         self._open = 0
 
     def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Run ``work`` in an idle thread, or as soon as one is free. Call from the event loop's thread only."""
+        """Run ``work`` in an idle thread, or as soon as one is free. Call from the event loop's thread only.
+
+        Raises RuntimeError if there is no thread, and the system has none to spare.
+        """
         job, future = _job(work)
+        with self._lock:
+            if self._threads < min(self._open + 1, self._most):
+                try:
+                    threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+                    self._threads += 1
+                except RuntimeError:
+                    if not self._threads:
+                        raise
+            self._jobs.put(job)
         self._open += 1
         future.add_done_callback(self._ended)
-        with self._lock:
-            self._jobs.put(job)
-            if self._threads < min(self._open, self._most):
-                self._threads += 1
-                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
         return future
 
     def _serve(self) -> None:

@@ -29,6 +29,7 @@ from nxd_server.errors import (
     QueueFullError,
     RequestError,
 )
+from nxd_server.llm import LLM
 from tests.engine.toy_oneshot import ToyOneShot, expected
 from tests.processes import wait_until
 
@@ -362,3 +363,15 @@ def test_a_text_that_cannot_be_encoded_is_refused_by_field(encoder, text, error)
     with pytest.raises(error) as caught:
         encoder.submit(text, field="input[3]")
     assert caught.value.field == "input[3]"
+
+
+def test_a_call_that_is_refused_midway_leaves_nothing_behind(encoder):
+    llm = LLM.__new__(LLM)
+    llm.task, llm.encoder = "embed", encoder
+    gate, first = blocked(encoder.engine)
+    with pytest.raises(PromptTooLongError):
+        llm.embed([*["a b"] * 20, "a " * 15])
+    gate.set()
+    first.result(60)
+    assert encoder.engine.drain(60)
+    assert encoder.engine.stats().finished == {"done": 1, "cancelled": 20}

@@ -120,7 +120,7 @@ def test_a_request_of_too_many_prompts_is_refused_whole(limited, hold):
         answer = pool.submit(limited.post, COMPLETIONS, {**short, "prompt": ["hello"] * 4})
         wait_for(lambda: answer.done() or limited.metric("nxd_num_requests_running") > 0)
         hold.unlink()
-        assert answer.result(120).status_code in (400, 429)
+        is_error(answer.result(120), 400, "prompt")  # an idle server has no room for 4 either: no retry would help
     wait_for(lambda: limited.metric("nxd_num_requests_running") == 0)
     assert limited.metric("nxd_num_requests_waiting") == 0
     assert limited.post(COMPLETIONS, {**short, "prompt": ["hello"] * 3}).status_code == 200

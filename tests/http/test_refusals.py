@@ -110,6 +110,7 @@ BODIES = [
     ("/tokenize", {}, "prompt"),
     ("/tokenize", {"prompt": "a", "messages": HELLO}, "prompt"),
     ("/tokenize", {"prompt": 5}, "prompt"),
+    ("/tokenize", {"messages": HELLO, "add_special_tokens": True}, "add_special_tokens"),
     ("/detokenize", {}, "tokens"),
     ("/detokenize", {"tokens": [97]}, "tokens"),
     ("/detokenize", {"tokens": [-1]}, "tokens"),

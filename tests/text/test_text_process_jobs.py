@@ -7,6 +7,8 @@ import threading
 
 import pytest
 
+from nxd_server.errors import EngineUnavailableError
+from nxd_server.text.concurrency_limit import ConcurrencyLimit
 from nxd_server.threads import Workers
 
 pytestmark = pytest.mark.check
@@ -53,3 +55,36 @@ def test_what_work_raises_is_raised_where_it_is_waited_for():
         return await workers.run(lambda: 7)
 
     assert asyncio.run(main()) == 7
+
+
+def test_a_thread_that_cannot_be_started_takes_no_turn_with_it(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    async def main():
+        limit = ConcurrencyLimit("texts", 2, 4)
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            for _ in range(3):
+                with pytest.raises(EngineUnavailableError, match="no thread"):
+                    await asyncio.wait_for(limit.run(lambda: 1), 20)
+        assert limit.inside == 0
+        return await asyncio.wait_for(limit.run(lambda: 7), 20)
+
+    assert asyncio.run(main()) == 7
+
+
+def test_work_waits_for_another_thread_if_none_can_be_started(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    async def main():
+        workers, gate = Workers(2, "worker"), threading.Event()
+        first = workers.run(lambda: gate.wait(20))
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            second = workers.run(lambda: 7)
+        gate.set()
+        return await asyncio.wait_for(asyncio.gather(first, second), 20)
+
+    assert asyncio.run(main()) == [True, 7]

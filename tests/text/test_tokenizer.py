@@ -8,6 +8,7 @@ import pytest
 
 from nxd_infer.errors import ModelConfigError
 from nxd_server.errors import PromptTooLongError, RequestError, TextTooLongError
+from nxd_server.text.library_panics import LibraryPanic
 from nxd_server.text.tokenizer import LONG_TEXT, SHORT_ENOUGH, Tokenizer, check_text
 from tests import tiny_models
 from tests.text.text_tokenizers import KINDS, byte_level, wordpiece
@@ -84,6 +85,30 @@ def test_a_vocabulary_with_a_gap_of_billions_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
     with pytest.raises(ModelConfigError, match="its 2 tokens have ids up to 4000000000"):
         Tokenizer.from_dir(tmp_path)
+
+
+def damaged(tmp_path, **parts):
+    spec = json.loads(byte_level().raw.to_str()) | parts
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    return tmp_path
+
+
+def test_a_file_on_which_the_library_panics_is_refused_by_name(tmp_path):
+    """Sentencepiece models without normalization were converted to an empty map."""
+    with pytest.raises(ModelConfigError, match=r"tokenizer\.json.*precompiled_charsmap"):
+        Tokenizer.from_dir(damaged(tmp_path, normalizer={"type": "Precompiled", "precompiled_charsmap": ""}))
+
+
+def test_a_text_or_ids_on_which_the_library_panics_are_an_error_of_their_own(tmp_path):
+    decoder = {"type": "Strip", "content": "q", "start": 1, "stop": 1}
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": "AQAAAA=="}
+    tokenizer = Tokenizer.from_dir(damaged(tmp_path, normalizer=normalizer, decoder=decoder))
+    with pytest.raises(RequestError, match=r"prompt\[1\].*index out of bounds"):
+        tokenizer.encode("quick", field="prompt[1]")
+    ids = [tokenizer.token_to_id(token) for token in ("a", "q")]
+    assert tokenizer.decode(ids[:1]) == "a"
+    with pytest.raises(LibraryPanic, match="slice index"):
+        tokenizer.decode(ids)
 
 
 def test_a_sentencepiece_model_says_how_to_convert_it(tmp_path):

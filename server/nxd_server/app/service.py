@@ -337,6 +337,11 @@ class Service(ServedModel):
             raise RequestError("", f"{self.model_name!r} was not traced for generation and takes no adapters")
         return self._engine.adapters
 
+    @property
+    def room(self) -> int:
+        """How many choices run and wait at most."""
+        return (0 if self._worker is None else self._worker.capacity) + self.settings.max_queued_requests
+
     # --- requests -----------------------------------------------------------------------------------------
 
     def submit(

@@ -180,7 +180,11 @@ class ContinuousBatcher:
     def _finish(self, choice: Choice, reason: FinishReason, stop: str | int | None = None) -> None:
         tail = ""
         if choice.text is not None and not choice.ended and not isinstance(stop, str):
-            tail = choice.text.flush()
+            try:
+                tail = choice.text.flush()
+            except Exception as error:  # its text could not be decoded: fail only this request
+                self._refuse(choice, error)
+                return
             if reason == "length" and choice.text.matched is not None:
                 reason, stop = "stop", choice.text.matched
         self._end(choice, reason, lambda usage, times: FinishEvent(choice.index, reason, usage, times, tail, stop))

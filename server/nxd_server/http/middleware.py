@@ -16,7 +16,7 @@ from nxd_server.http.error_responses import ApiError, as_api_error
 from nxd_server.http.ops.logs import log_access
 from nxd_server.http.ops.metrics import Metrics
 from nxd_server.http.request_body import ClientLeft, DrainingReceive
-from nxd_server.http.scope_keys import CROWDED, REFUSAL, REQUEST_ID, WHOLE
+from nxd_server.http.scope_keys import ARRIVED, CROWDED, REFUSAL, REQUEST_ID, WHOLE
 
 logger = logging.getLogger("nxd_server.http")
 ID_HEADER = b"x-request-id"
@@ -60,7 +60,7 @@ class RequestMiddleware:
             return
         begin = time.monotonic()
         request_id = _request_id(scope)
-        scope[REQUEST_ID] = request_id
+        scope[REQUEST_ID], scope[ARRIVED] = request_id, begin
         whole = scope[WHOLE] = WholeRequest()
         status, sent, started = 0, 0, False
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive
 
 from nxd_server.errors import DEADLINE_GRACE, ended_early, not_finished
 from nxd_server.http.request_body import ClientLeft, client_left
-from nxd_server.http.request_context import context_of
-
-if TYPE_CHECKING:
-    from nxd_server.http.ops.metrics import Metrics
+from nxd_server.http.request_context import Context, context_of
 
 T = TypeVar("T")
 
@@ -35,13 +32,13 @@ async def wait_all(request: Request, submit: Sequence[Callable[[], Future[T]]], 
     try:
         for one in submit:
             futures.append(one())
-        return await _wait(request.receive, futures, timeout, context_of(request).metrics)
+        return await _wait(request.receive, futures, timeout, context_of(request))
     finally:
         for future in futures:
             future.cancel()
 
 
-async def _wait(receive: Receive, futures: list[Future[T]], timeout: float, metrics: Metrics) -> list[T]:
+async def _wait(receive: Receive, futures: list[Future[T]], timeout: float, context: Context) -> list[T]:
     results = asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
     watcher = asyncio.create_task(client_left(receive))
     try:
@@ -49,9 +46,9 @@ async def _wait(receive: Receive, futures: list[Future[T]], timeout: float, metr
         if results.done():
             return results.result()
         if watcher.done():
-            metrics.disconnected()
+            context.metrics.disconnected()
             raise ClientLeft
-        raise not_finished(timeout)
+        raise not_finished(context.settings.request_timeout)
     except (asyncio.CancelledError, CancelledError):
         if results.done():  # cancelled by the engine, not by this task's canceller
             raise ended_early() from None

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from nxd_server.http.body_schema import Body, Listed
 from nxd_server.http.error_responses import bad_request, clip, encode, missing_field
 from nxd_server.http.oneshot_results import wait_all
-from nxd_server.http.request_context import check_model, context_of, unless_left, whole_of
+from nxd_server.http.request_context import check_model, context_of, seconds_left, unless_left, whole_of
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ async def predict(request: Request, body: PredictBody) -> Response:
     and may share a step with other requests.
     """
     context = context_of(request)
-    service, settings = context.service, context.settings
+    service = context.service
     check_model(service, body.model)
     if (body.inputs is None) == (body.safetensors is None):
         raise bad_request("send either `inputs` or `safetensors`", "inputs", "missing_parameter")
@@ -58,8 +58,9 @@ async def predict(request: Request, body: PredictBody) -> Response:
         read = functools.partial(read_tensors, body.inputs or {}, specs)
     tensors = await unless_left(request, context.tensors.run(read))
     with whole_of(request) as whole:
-        submit = functools.partial(service.submit_tensors, tensors, timeout=settings.request_timeout, whole=whole)
-        (outputs,) = await wait_all(request, [submit], timeout=settings.request_timeout)
+        left = seconds_left(request)
+        submit = functools.partial(service.submit_tensors, tensors, timeout=left, whole=whole)
+        (outputs,) = await wait_all(request, [submit], timeout=left)
     if body.outputs is not None:
         missing = [name for name in body.outputs if name not in outputs]
         if missing:

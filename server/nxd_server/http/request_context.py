@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +18,7 @@ from nxd_server.http.body_schema import Body
 from nxd_server.http.error_responses import ApiError, bad_request, clip
 from nxd_server.http.release_memory import trim_soon
 from nxd_server.http.request_body import Bodies, ClientLeft, client_left, default_limit
-from nxd_server.http.scope_keys import REQUEST_ID, WHOLE
+from nxd_server.http.scope_keys import ARRIVED, REQUEST_ID, WHOLE
 from nxd_server.text.concurrency_limit import ConcurrencyLimit
 from nxd_server.text.field_bounds import Bounds
 
@@ -115,17 +116,26 @@ def require_task(service: Service, route: str, *tasks: str) -> None:
         )
 
 
+def seconds_left(request: Request) -> float:
+    """Return what is left of the time that the request may take in total. Raises DeadlineExceededError for nothing."""
+    now, limit = time.monotonic(), context_of(request).settings.request_timeout
+    left = request.scope.get(ARRIVED, now) + limit - now
+    if left <= 0:
+        raise not_finished(limit)
+    return left
+
+
 async def unless_left(request: Request, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
     """Return the result of ``work``, which is cancelled if the client disconnects or the request's time is up.
 
-    ``timeout``: the remaining time in seconds; by default the full time of a request.
+    ``timeout``: in seconds; by default what is left of the request's time.
 
     Raises ClientLeft, and whatever ``work`` raises; the request's body must have been read.
     """
     context = context_of(request)
-    timeout = context.settings.request_timeout if timeout is None else timeout
     task, watcher = asyncio.ensure_future(work), asyncio.create_task(client_left(request.receive))
     try:
+        timeout = seconds_left(request) if timeout is None else timeout
         await asyncio.wait({task, watcher}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()

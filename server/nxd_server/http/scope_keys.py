@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 REQUEST_ID = "nxd.request_id"
+ARRIVED = "nxd.arrived"
+"""When the request's head was complete, on the monotonic clock."""
 REFUSAL = "nxd.refusal"
 """The ApiError of the response, for the access log."""
 CROWDED = "nxd.crowded"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from nxd_server.engine.request import check_token_ids
 from nxd_server.http.body_schema import Body, Listed
-from nxd_server.http.error_responses import bad_request, encode
+from nxd_server.http.error_responses import bad_request, encode, unsupported
 from nxd_server.http.openai.chat import chat_text
 from nxd_server.http.request_context import INLINE_TEXT, Context, check_model, context_of, unless_left
 from nxd_server.text.field_bounds import MOST_IDS
@@ -23,7 +24,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Listed[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = Field(None, description="Of a text; by default true. A template adds its own.")
     return_token_strs: bool = False
 
 
@@ -41,6 +42,8 @@ async def tokenize(request: Request, body: TokenizeBody) -> Response:
     check_model(context.service, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("send either `prompt` or `messages`", "prompt", "missing_parameter")
+    if body.messages is not None and body.add_special_tokens:
+        raise unsupported("add_special_tokens", "of a conversation, the chat template decides")
     if body.messages is None and len(body.prompt or "") <= INLINE_TEXT:
         answer = _tokenized(context, body, body.prompt or "")
     else:
@@ -50,7 +53,7 @@ async def tokenize(request: Request, body: TokenizeBody) -> Response:
 
 async def _tokenize_aside(context: Context, body: TokenizeBody) -> bytes:
     service = context.service
-    text, special, field = body.prompt or "", body.add_special_tokens, "prompt"
+    text, special, field = body.prompt or "", _special(body), "prompt"
     if body.messages is not None:
         text, special, field = await chat_text(service, body.messages, {}), False, "messages"
     service.require_tokenizer().check_length(text, service.max_len, field)
@@ -59,10 +62,14 @@ async def _tokenize_aside(context: Context, body: TokenizeBody) -> bytes:
     )
 
 
+def _special(body: TokenizeBody) -> bool:
+    return body.add_special_tokens is not False
+
+
 def _tokenized(context: Context, body: TokenizeBody, text: str) -> bytes:
     service = context.service
     tokenizer = service.require_tokenizer()
-    tokens = tokenizer.encode(text, add_special_tokens=body.add_special_tokens, field="prompt")
+    tokens = tokenizer.encode(text, add_special_tokens=_special(body), field="prompt")
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_len, "tokens": tokens}
     if body.return_token_strs:
         answer["token_strs"] = [tokenizer.token_text(token) for token in tokens]

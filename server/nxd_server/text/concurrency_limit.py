@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from nxd_server.errors import QueueFullError
+from nxd_server.errors import EngineUnavailableError, QueueFullError
 from nxd_server.threads import Workers
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ class ConcurrencyLimit:
     async def run(self, work: Callable[[], T], cancel: Callable[[], None] | None = None) -> T:
         """Run ``work()``. If this call is cancelled, waiting work is dropped, and ``cancel`` ends running work.
 
-        Raises QueueFullError when there is no room to wait.
+        Raises QueueFullError when there is no room to wait, EngineUnavailableError if no thread can be started.
         """
         if self.inside >= self._most:
             raise QueueFullError(f"{self.inside} {self._what} are being worked on or wait (max_queued_requests)")
@@ -35,7 +35,14 @@ class ConcurrencyLimit:
         except BaseException:
             self.inside -= 1
             raise
-        running = self._workers.run(work)
+        try:
+            running = self._workers.run(work)
+        except BaseException as error:
+            self.inside -= 1
+            self._turns.release()
+            if isinstance(error, RuntimeError):
+                raise EngineUnavailableError(f"no thread could be started: {error}", "busy", 1.0) from None
+            raise
         running.add_done_callback(self._ended)
         try:
             return await asyncio.shield(running)

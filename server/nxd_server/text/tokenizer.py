@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nxd_infer.errors import ModelConfigError
 from nxd_server.errors import PromptTooLongError, RequestError, TextTooLongError
 from nxd_server.text.detokenize import Detokenizer, TextStream, byte_level_bytes
+from nxd_server.text.library_panics import LibraryPanic, no_panics
 from nxd_server.text.tokenizer_files import TextFiles
 
 if TYPE_CHECKING:
@@ -197,7 +198,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``; invalid UTF-8 becomes U+FFFD. Unknown ids are skipped."""
-        return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with no_panics():
+            return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def detokenizer(self, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
         """Return an incremental decoder; ``prompt`` holds the preceding tokens."""
@@ -262,27 +264,24 @@ class Tokenizer:
 def _require_special_tokens(raw: Any) -> None:
     """Raise ValueError for a post-processor that adds undefined special tokens, on which the library panics."""
     try:
-        raw.encode("")
-        raw.encode("", "")
-    except BaseException as error:
-        if not _is_panic(error):
-            return  # it has no tokens for this text, which requests report
+        with no_panics():
+            raw.encode("")
+            raw.encode("", "")
+    except LibraryPanic as error:
         raise ValueError(f"its post_processor cannot be applied: {error}") from None
-
-
-def _is_panic(error: BaseException) -> bool:
-    """Whether the library's Rust code panicked. The class cannot be imported and is not an Exception."""
-    return type(error).__name__ == "PanicException"
+    except Exception:
+        return  # it has no tokens for this text, which requests report
 
 
 @contextlib.contextmanager
 def _readable(field: str) -> Iterator[None]:
     """Raise RequestError if the tokenizer has no tokens for a text and its unknown token is not in the vocabulary,
-    where the library raises a bare Exception."""
+    where the library raises a bare Exception, or if the library panics."""
     try:
-        yield
+        with no_panics():
+            yield
     except Exception as error:
-        if type(error) is not Exception:
+        if type(error) not in (Exception, LibraryPanic):
             raise
         raise RequestError(field, f"the model's tokenizer cannot read it: {error}") from None
 
@@ -298,7 +297,8 @@ def _shares(lengths: list[int], room: int) -> list[int]:
 
 def _read(path: Path, read: Callable[[], Tokenizer]) -> Tokenizer:
     try:
-        return read()
+        with no_panics():
+            return read()
     except ModelConfigError:
         raise
     except Exception as error:  # the library raises a bare Exception for a file it cannot read

@@ -34,6 +34,7 @@ from nxd_server.http.request_context import (
     encode_text,
     request_id,
     require_task,
+    seconds_left,
     unless_left,
     whole_of,
 )
@@ -126,7 +127,7 @@ async def chat(request: Request, body: ChatBody) -> Any:
         asked, field = body.max_completion_tokens, "max_completion_tokens"
     if asked is not None and asked < 1:
         raise bad_request(f"`{field}` must be at least 1, got {asked}", field)
-    check_choices(1, body.n, settings.max_choices)
+    check_choices(1, body.n, settings.max_choices, service.room)
     defaults = service.sampling_defaults
     body.sampling(asked, top, defaults)  # reports a wrong value before a long conversation is tokenized
     tokens = await unless_left(request, chat_prompt(context, body.messages, body.chat_template_kwargs))
@@ -137,7 +138,7 @@ async def chat(request: Request, body: ChatBody) -> Any:
         [tokens],
         body.sampling(max_tokens, top, defaults),
         receive=request.receive,
-        timeout=settings.request_timeout,
+        timeout=seconds_left(request),
         request_id=request_id(request),
         whole=whole_of(request),
         adapter=adapter,

@@ -24,6 +24,7 @@ from nxd_server.http.request_context import (
     encode_prompts,
     request_id,
     require_task,
+    seconds_left,
     unless_left,
     whole_of,
 )
@@ -32,10 +33,13 @@ from nxd_server.text.tokenizer import Tokenizer
 DEFAULT_MAX_TOKENS = 16
 
 
-def check_choices(prompts: int, n: int, limit: int) -> None:
-    if n >= 1 and prompts * n > limit:
+def check_choices(prompts: int, n: int, limit: int, room: int) -> None:
+    """Raise ApiError 400 for more choices than ``limit``, or than an idle server's ``room``: no retry helps."""
+    if n >= 1 and prompts * n > min(limit, room):
+        why = "max_choices" if limit <= room else "its slots and max_queued_requests"
         raise bad_request(
-            f"{prompts} prompts with n = {n} are {prompts * n} choices; one request may ask for {limit} (max_choices)",
+            f"{prompts} prompts with n = {n} are {prompts * n} choices; one request may ask for "
+            f"{min(limit, room)} ({why})",
             param="n" if prompts == 1 else "prompt",
         )
 
@@ -64,7 +68,7 @@ async def completions(request: Request, body: CompletionBody) -> Any:
         )
     tokenizer = service.require_tokenizer()
     prompts = token_lists(body.prompt, "prompt")
-    check_choices(len(prompts), body.n, settings.max_choices)
+    check_choices(len(prompts), body.n, settings.max_choices, service.room)
     defaults = service.sampling_defaults
     body.sampling(body.max_tokens, body.logprobs, defaults)  # reports a wrong value before a long prompt is tokenized
     tokens = await unless_left(request, encode_prompts(context, prompts, "prompt", special=body.add_special_tokens))
@@ -78,7 +82,7 @@ async def completions(request: Request, body: CompletionBody) -> Any:
         tokens,
         body.sampling(max_tokens, body.logprobs, defaults),
         receive=request.receive,
-        timeout=settings.request_timeout,
+        timeout=seconds_left(request),
         request_id=request_id(request),
         whole=whole_of(request),
         adapter=adapter,
@@ -88,7 +92,7 @@ async def completions(request: Request, body: CompletionBody) -> Any:
         echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
     head["model"] = adapter or service.model_name
-    shape = _Shape(head, tokenizer, body, echoes)
+    shape = _Shape(head, tokenizer, body, echoes, tokens if service.continues_prompts else [])
     if body.stream:
         tails = Tails(body.stream_options, [len(ids) for ids in tokens], body.n)
         return EventStream(generation, _Chunks(shape, tails), settings.keep_alive_interval, request_id(request))
@@ -98,18 +102,30 @@ async def completions(request: Request, body: CompletionBody) -> Any:
 class _Shape:
     """The parts that a full answer and chunks share."""
 
-    def __init__(self, head: dict[str, Any], tokenizer: Tokenizer, body: CompletionBody, echoes: list[str]):
+    def __init__(
+        self,
+        head: dict[str, Any],
+        tokenizer: Tokenizer,
+        body: CompletionBody,
+        echoes: list[str],
+        continued: list[list[int]],
+    ):
+        """``continued``: the prompts, unless answers are new texts."""
         self.head = head
         self.tokenizer = tokenizer
         self.body = body
         self.echoes = echoes
+        self.continued = continued
 
-    def logprobs(self) -> LegacyLogprobs | None:
-        return None if self.body.logprobs is None else LegacyLogprobs(self.tokenizer, self.body.logprobs)
+    def logprobs(self, choice: int) -> LegacyLogprobs | None:
+        if self.body.logprobs is None:
+            return None
+        before = self.continued[choice // self.body.n] if self.continued else ()
+        return LegacyLogprobs(self.tokenizer, self.body.logprobs, before)
 
 
 async def _whole(generation: Generation, shape: _Shape) -> Response:
-    logprobs = [shape.logprobs() for _ in range(generation.choices)]
+    logprobs = [shape.logprobs(choice) for choice in range(generation.choices)]
 
     def token(choice: int, event: TokenEvent) -> None:
         if (table := logprobs[choice]) is not None:
@@ -152,7 +168,9 @@ class _Chunks:
         if isinstance(event, FinishEvent):
             return self._chunk(choice, event.text, None, event.reason)
         self._tails.count(choice)
-        table = self._logprobs.setdefault(choice, self._shape.logprobs())
+        if choice not in self._logprobs:
+            self._logprobs[choice] = self._shape.logprobs(choice)
+        table = self._logprobs[choice]
         if table is not None and not event.is_stop:
             table.add(event)
             return self._chunk(choice, event.text, table.take(), None)

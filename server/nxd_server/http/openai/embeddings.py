@@ -25,6 +25,7 @@ from nxd_server.http.request_context import (
     context_of,
     in_thread,
     require_task,
+    seconds_left,
     unless_left,
     whole_of,
 )
@@ -100,7 +101,7 @@ async def _encode(request: Request, value: Any, **options: Any) -> list[Encoded]
             raise bad_request(f"`{path}` must not be empty", path)
         for part in _parts(text):
             encoder.tokenizer.check_length(part, encoder.max_len, path)
-    deadline = time.monotonic() + settings.request_timeout
+    deadline = time.monotonic() + seconds_left(request)
     wave = max(1, encoder.engine.capacity, min(LARGEST_WAVE, settings.max_queued_requests // 2))
     results: list[Encoded] = []
     whole = whole_of(request)

@@ -116,7 +116,7 @@ class Generation:
         if item is not None:
             return self._take(item)
         if time.monotonic() - self._deadline >= DEADLINE_GRACE:
-            raise not_finished(self._timeout)
+            raise not_finished(self._service.settings.request_timeout)
         return None
 
     def ready(self) -> tuple[int, TokenEvent | FinishEvent] | None:

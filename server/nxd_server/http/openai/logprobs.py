@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import codecs
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from nxd_server.engine.events import TokenEvent
@@ -41,15 +41,16 @@ def legacy_name(data: bytes) -> str:
 class LegacyLogprobs:
     """The ``logprobs`` object of ``/v1/completions`` for one choice, built token by token.
 
-    ``text_offset`` counts characters of the full text (including an echoed prompt); a token that starts inside a
-    character has the offset of that character.
+    ``text_offset`` counts characters of the answered text, which lacks special tokens and, in some vocabularies, the
+    first space; a token that starts inside a character has the offset of that character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, top: int, offset: int = 0):
+    def __init__(self, tokenizer: Tokenizer, top: int, before: Sequence[int] = ()):
+        """``before``: the tokens that the text continues, as for the engine's detokenizer."""
         self._tokenizer = tokenizer
         self._top = top
-        self._offset = offset
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+        self._text = tokenizer.detokenizer(before)
         self._parts = self._empty()
 
     @staticmethod
@@ -66,7 +67,7 @@ class LegacyLogprobs:
         likeliest.setdefault(legacy_name(data), finite(event.logprob))  # the chosen token is always included
         self._parts["top_logprobs"].append(likeliest)
         self._parts["text_offset"].append(self._offset)
-        self._offset += len(self._decoder.decode(data))
+        self._offset += len(self._text.push(event.token))
 
     def take(self) -> dict[str, list]:
         """Return what was added since the last call."""
