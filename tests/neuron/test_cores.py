@@ -98,6 +98,16 @@ def test_a_number_of_cores_counts_unless_cores_are_named(tmp_path: Path, monkeyp
     assert cores.COUNT not in os.environ
 
 
+def test_a_number_of_cores_is_of_any_that_are_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the runtime has it: each of several processes gets its own."""
+    described(tmp_path, "inf2.24xlarge", 6)
+    told = []
+    for _ in range(3):
+        monkeypatch.setenv(cores.COUNT, "2")
+        told.append(claimed(2))
+    assert told == ["0-1", "2-3", "4-5"]
+
+
 @pytest.mark.parametrize(
     ("variables", "degree", "text"),
     [
@@ -105,6 +115,7 @@ def test_a_number_of_cores_counts_unless_cores_are_named(tmp_path: Path, monkeyp
         ({cores.VISIBLE: "0-8"}, 2, r"VISIBLE_CORES=0-8 names the core 2 and this inf2.8xlarge has 2: name cores from"),
         ({cores.VISIBLE: "a-b"}, 2, r"'a-b' is not a list of cores: write it as 0-3, or 0,1"),
         ({cores.VISIBLE: "3-1"}, 2, r"'3-1' is not a list of cores"),
+        ({cores.COUNT: "4"}, 2, r"NUM_CORES=4 and this inf2.8xlarge has 2 cores: give at most that many"),
         ({cores.COUNT: "two"}, 2, r"NUM_CORES='two' is not a number of cores: give one such as 2, or unset it"),
     ],
 )

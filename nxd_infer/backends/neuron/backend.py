@@ -49,7 +49,7 @@ class NeuronBackend(HloBackend):
         if not here.devices:
             return Availability(False, reason or cores.NO_DEVICE, found)
         try:
-            usable = len(cores.visible(here))
+            _, usable = cores.usable(here)
         except BackendUnavailableError as error:
             reason = reason or str(error)
         return Availability(not reason, reason, found, {here.name: usable})
