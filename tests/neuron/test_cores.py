@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nxd_infer.backends.neuron import cores
+from nxd_infer.backends.neuron import backend, cores, runtime
 from nxd_infer.errors import BackendUnavailableError, TraceConfigError
 from tests.neuron.machines import described
 
@@ -154,6 +154,22 @@ def test_another_process_keeps_its_cores_until_it_ends(tmp_path: Path) -> None:
     finally:
         other.kill()
         other.communicate(timeout=60)
+    assert claimed(2) == "0-1"
+
+
+def test_cores_are_not_kept_where_the_runtime_cannot_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a second model is told the same, instead of being placed without a runtime."""
+
+    def missing() -> None:
+        raise BackendUnavailableError("torch_neuronx lacks something")
+
+    described(tmp_path, "inf2.xlarge", 1)
+    monkeypatch.setattr(runtime, "load", missing)
+    for _ in range(2):
+        with pytest.raises(BackendUnavailableError, match="torch_neuronx lacks something"):
+            backend._start(2)
     assert claimed(2) == "0-1"
 
 

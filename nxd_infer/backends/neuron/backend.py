@@ -137,8 +137,13 @@ def _lacking(versions: Mapping[str, str]) -> str:
 def _start(degree: int) -> None:
     """Take cores for this process, and start the runtime on them; nothing the second time."""
     if not _claims:
-        _claims.append(cores.claim(degree))
-        neuron.runtime.load()
+        claim = cores.claim(degree)
+        try:
+            neuron.runtime.load()
+        except BaseException:
+            claim.close()
+            raise
+        _claims.append(claim)
     taken = _claims[0].cores
     if len(taken) != degree:
         raise BackendUnavailableError(
