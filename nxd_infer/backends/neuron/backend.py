@@ -48,6 +48,8 @@ class NeuronBackend(HloBackend):
         here, usable = cores.machine(), 0
         if not here.devices:
             return Availability(False, reason or cores.NO_DEVICE, found)
+        if here.others:
+            return Availability(False, here.others, found, {here.name: 0})
         try:
             _, usable = cores.usable(here)
         except BackendUnavailableError as error:
@@ -108,6 +110,8 @@ class NeuronBackend(HloBackend):
                 "again with neuronx-cc"
             )
         here = cores.machine()
+        if here.others:
+            raise ArtifactVersionError(f"was compiled for {target.get('platform')}, and {here.others}")
         if here.platform and target.get("platform") != here.platform:
             raise ArtifactVersionError(
                 f"was compiled for {target.get('platform')} and {here} is {here.platform}: trace it again with "

@@ -40,6 +40,13 @@ class Machine:
         return next((name for name in DEGREES if self.instance.startswith(name)), "")
 
     @property
+    def others(self) -> str:
+        """Why its Neuron devices are not those that graphs are compiled for; empty if they are or it does not say."""
+        if self.platform or not re.match(r"(inf|trn)\d", self.instance):
+            return ""
+        return f"the instance {self.instance} has devices of another kind than Inf2 and Trn1: run on one of them"
+
+    @property
     def name(self) -> str:
         """What there is, for people: ``6 Neuron devices of inf2.24xlarge``."""
         count = f"{self.devices} Neuron device{'s' if self.devices != 1 else ''}"
