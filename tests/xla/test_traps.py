@@ -15,6 +15,7 @@ from tests.xla.rig import in_a_process, require
 require()
 
 from nxd_infer import comm  # noqa: E402
+from nxd_infer.backends import neuron  # noqa: E402
 from nxd_infer.backends.compile.pool import compile_graphs  # noqa: E402
 from nxd_infer.backends.hlo.files import BODY_FILE, HLO_FILE, PARTS_FILE, PartsFile, read  # noqa: E402
 from nxd_infer.backends.hlo.lower import lower_body  # noqa: E402
@@ -172,6 +173,15 @@ def test_an_operator_that_ends_the_process_is_named(tmp_path: Path) -> None:
     directory = write_graph(rank.graph.ir(), lowered, tmp_path / "graph")
     with pytest.raises(TraceError, match=r"was ended by SIG(.|\n)*lowering aten\.bucketize\.Tensor"):
         compile_graphs("xla", [directory], {})
+
+
+def test_a_type_that_the_neuron_runtime_has_no_tensors_of_is_refused(tmp_path: Path) -> None:
+    """Cores compute in it, so that the compiler takes it, and loading would be the first to find out."""
+    (rank,) = ranks(lambda: Calls(lambda x: x.float() * 2), 1, (torch.ones(4, dtype=torch.uint32),))
+    (lowered,) = lower_graphs([rank.graph])
+    directory = write_graph(rank.graph.ir(), lowered, tmp_path / "graph")
+    with pytest.raises(TraceError, match=r"is uint32\[4\], and the Neuron runtime has no tensors of that type: take"):
+        neuron.lower.lower_directory(directory)
 
 
 def test_variables_of_training_scripts_do_not_change_the_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
