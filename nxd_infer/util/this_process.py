@@ -16,13 +16,13 @@ def name_process(name: str) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_name, name.encode(), 0, 0, 0)
 
 
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when the *thread* that started it ends; exit now if it has.
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to send ``number`` to this process when the *thread* that started it ends; exit now if it has.
 
     ``parent`` is the process id of that thread's process.
     """
     pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, number, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 

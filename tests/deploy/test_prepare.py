@@ -96,6 +96,20 @@ def test_the_next_start_finds_it_and_a_changed_model_is_another(traced, model: P
     assert len({*made, artifact}) == 4
 
 
+@pytest.mark.parametrize("option", ["--backend neuron", "--backend=neuron"])
+def test_another_compiler_makes_another_artifact(model: Path, tmp_path: Path, monkeypatch, option: str):
+    """An image of another SDK has the same torch: what its compiler makes may not run on the older one's runtime."""
+    compiler, made = tmp_path / "bin/neuronx-cc", []
+    compiler.parent.mkdir()
+    monkeypatch.setenv("PATH", os.pathsep.join([str(compiler.parent), os.environ["PATH"]]))
+    monkeypatch.setattr("nxd_server.app.prepare._trace", lambda source, out, settings: made.append(out))
+    for version in ("2.26.6360.0", "2.27.5334.0", "2.26.6360.0"):
+        compiler.write_text(f"#!/bin/sh\necho NeuronX Compiler version {version}\n")
+        compiler.chmod(0o755)
+        prepare(str(model), ServerSettings(keep=tmp_path / "keep", trace_options=f"{option} --target inf2"))
+    assert made[0] != made[1] and made[0] == made[2]
+
+
 def test_serve_takes_a_model_directory_from_the_environment_as_a_container_does(traced, model: Path):
     keep, _, _ = traced
     variables = {"ARTIFACT": str(model), "KEEP": str(keep), "TRACE_OPTIONS": TRACE, "HOST": "127.0.0.1", "PORT": "0"}

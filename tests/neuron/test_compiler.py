@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ BACKEND = registry.get("neuron")
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without devices that has the stand-in for the compiler."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setenv(cores.ROOT, str(tmp_path))
     monkeypatch.setenv("PATH", os.pathsep.join([str(FAKE / "bin"), os.environ["PATH"]]))
 
@@ -98,6 +101,16 @@ def test_hlo_command_log_and_neff_are_kept(tmp_path: Path) -> None:
         "--output graph.neff\n"
     )
     assert all((tmp_path / name).is_file() for name in BACKEND.kept)
+
+
+def test_what_the_compiler_writes_besides_is_in_no_artifact(tmp_path: Path) -> None:
+    """By its reference it has a log of its own where it runs, besides what it prints; others follow from options."""
+    graph = tmp_path / "graph"
+    graph.mkdir()
+    compiled(graph)
+    assert {file.name for file in graph.iterdir()} == {*compiler.KEPT}
+    (log,) = tmp_path.glob("tmp/neuronx-cc-graph-*/log-neuron-cc.txt")
+    assert log.read_text() == "more than it prints"
 
 
 def test_an_argument_that_the_compiler_refuses_is_told_in_its_words(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nxd_infer.backends.neuron import cores
+from nxd_infer.backends.neuron import backend, cores, runtime
 from nxd_infer.errors import BackendUnavailableError, TraceConfigError
 from tests.neuron.machines import described
 
@@ -98,6 +98,16 @@ def test_a_number_of_cores_counts_unless_cores_are_named(tmp_path: Path, monkeyp
     assert cores.COUNT not in os.environ
 
 
+def test_a_number_of_cores_is_of_any_that_are_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the runtime has it: each of several processes gets its own."""
+    described(tmp_path, "inf2.24xlarge", 6)
+    told = []
+    for _ in range(3):
+        monkeypatch.setenv(cores.COUNT, "2")
+        told.append(claimed(2))
+    assert told == ["0-1", "2-3", "4-5"]
+
+
 @pytest.mark.parametrize(
     ("variables", "degree", "text"),
     [
@@ -105,6 +115,7 @@ def test_a_number_of_cores_counts_unless_cores_are_named(tmp_path: Path, monkeyp
         ({cores.VISIBLE: "0-8"}, 2, r"VISIBLE_CORES=0-8 names the core 2 and this inf2.8xlarge has 2: name cores from"),
         ({cores.VISIBLE: "a-b"}, 2, r"'a-b' is not a list of cores: write it as 0-3, or 0,1"),
         ({cores.VISIBLE: "3-1"}, 2, r"'3-1' is not a list of cores"),
+        ({cores.COUNT: "4"}, 2, r"NUM_CORES=4 and this inf2.8xlarge has 2 cores: give at most that many"),
         ({cores.COUNT: "two"}, 2, r"NUM_CORES='two' is not a number of cores: give one such as 2, or unset it"),
     ],
 )
@@ -143,6 +154,22 @@ def test_another_process_keeps_its_cores_until_it_ends(tmp_path: Path) -> None:
     finally:
         other.kill()
         other.communicate(timeout=60)
+    assert claimed(2) == "0-1"
+
+
+def test_cores_are_not_kept_where_the_runtime_cannot_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a second model is told the same, instead of being placed without a runtime."""
+
+    def missing() -> None:
+        raise BackendUnavailableError("torch_neuronx lacks something")
+
+    described(tmp_path, "inf2.xlarge", 1)
+    monkeypatch.setattr(runtime, "load", missing)
+    for _ in range(2):
+        with pytest.raises(BackendUnavailableError, match="torch_neuronx lacks something"):
+            backend._start(2)
     assert claimed(2) == "0-1"
 
 

@@ -13,7 +13,7 @@ from nxd_infer.backends.base import Availability
 from nxd_infer.backends.hlo import installed
 from nxd_infer.backends.neuron import backend, compiler, cores, sdk
 from nxd_infer.backends.xla.training import train_on_replicas
-from nxd_infer.errors import BackendUnavailableError
+from nxd_infer.errors import ArtifactVersionError, BackendUnavailableError
 from tests.e2e.command import nxd_infer_here
 from tests.neuron.machines import FAKE, described
 
@@ -84,9 +84,17 @@ def test_devices_and_the_cores_that_models_may_use(
             None,
             "torch_neuronx needs torch 2.9, and this is torch 2.13.0: pip install -e '.[neuron]'",
         ),
+        (
+            {"instance": "trn2.48xlarge", "devices": 16},
+            None,
+            "the instance trn2.48xlarge has devices of another kind than Inf2 and Trn1: run on one of them",
+        ),
         ({}, "0-99", "names the core 12 and this inf2.24xlarge has 12: name cores from 0 to 11"),
     ],
-    ids=["no device", "no package", "another SDK", "an older SDK", "another torch", "cores that are not there"],
+    ids=[
+        *("no device", "no package", "another SDK", "an older SDK", "another torch", "another device"),
+        "cores that are not there",
+    ],
 )
 def test_what_is_missing_is_one_sentence(
     machine: Any,
@@ -105,6 +113,13 @@ def test_what_is_missing_is_one_sentence(
     said = nxd_infer_here(capsys, monkeypatch, "doctor").out
     assert f"neuron: cannot run: {found.reason}" in said.splitlines()
     assert ("Neuron device" in said.replace("\n", "").partition("Optional")[0]) or here.get("devices") == 0
+
+
+def test_devices_of_another_kind_run_no_graph(machine: Any) -> None:
+    """What the runtime would say of the NEFF, or the cores, if it were loaded there."""
+    machine("trn2.48xlarge", 16)
+    with pytest.raises(ArtifactVersionError, match=r"for trn1, and the instance trn2.48xlarge has devices of another"):
+        backend.BACKEND.check_target({"revision": backend.REVISION, "platform": "trn1"}, {})
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from tests.xla.rig import in_a_process, require
 require()
 
 from nxd_infer import comm  # noqa: E402
+from nxd_infer.backends import neuron  # noqa: E402
 from nxd_infer.backends.compile.pool import compile_graphs  # noqa: E402
-from nxd_infer.backends.hlo.files import BODY_FILE, PARTS_FILE, PartsFile, read  # noqa: E402
+from nxd_infer.backends.hlo.files import BODY_FILE, HLO_FILE, PARTS_FILE, PartsFile, read  # noqa: E402
 from nxd_infer.backends.hlo.lower import lower_body  # noqa: E402
 from nxd_infer.backends.hlo.parts import lower_graphs  # noqa: E402
 from nxd_infer.context import current_context, make_context, use_context  # noqa: E402
@@ -172,6 +173,29 @@ def test_an_operator_that_ends_the_process_is_named(tmp_path: Path) -> None:
     directory = write_graph(rank.graph.ir(), lowered, tmp_path / "graph")
     with pytest.raises(TraceError, match=r"was ended by SIG(.|\n)*lowering aten\.bucketize\.Tensor"):
         compile_graphs("xla", [directory], {})
+
+
+def test_a_type_that_the_neuron_runtime_has_no_tensors_of_is_refused(tmp_path: Path) -> None:
+    """Cores compute in it, so that the compiler takes it, and loading would be the first to find out."""
+    (rank,) = ranks(lambda: Calls(lambda x: x.float() * 2), 1, (torch.ones(4, dtype=torch.uint32),))
+    (lowered,) = lower_graphs([rank.graph])
+    directory = write_graph(rank.graph.ir(), lowered, tmp_path / "graph")
+    with pytest.raises(TraceError, match=r"is uint32\[4\], and the Neuron runtime has no tensors of that type: take"):
+        neuron.lower.lower_directory(directory)
+
+
+def test_variables_of_training_scripts_do_not_change_the_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AWS' scripts for Trainium set them, and torch_xla writes bfloat16, or 32 bits, where the graph has others."""
+    function = lambda x: (x @ x)[torch.arange(2)] + 0.3  # noqa: E731
+    (rank,) = ranks(lambda: Calls(function), 1, (torch.ones(4, 4),))
+    (lowered,) = lower_graphs([rank.graph])
+    directories = [write_graph(rank.graph.ir(), lowered, tmp_path / name) for name in ("without", "with")]
+    compile_graphs("xla", directories[:1], {})
+    for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_32BIT_LONG"):
+        monkeypatch.setenv(name, "1")
+    compile_graphs("xla", directories[1:], {})
+    without, given = ((directory / HLO_FILE).read_bytes() for directory in directories)
+    assert given == without
 
 
 def test_the_rank_is_in_no_program(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A process that compiles graphs: ``python -m nxd_infer.backends.compile.worker BACKEND FD PARENT``.
 
 Reads one JSON job per line from standard input and answers one JSON line on descriptor FD; compiler output goes to
-standard error. Exits with its input, or with its parent.
+standard error. Exits with its input, or with its parent, and takes the compiler that it runs along.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -18,8 +19,14 @@ from nxd_infer.backends import registry
 from nxd_infer.util.this_process import die_with_parent
 
 
+def _end_all(number: int, frame: object) -> None:
+    """Kill this session: a compiler that is left behind goes on for many minutes, with many GB of memory."""
+    os.killpg(0, signal.SIGKILL)
+
+
 def main(arguments: list[str]) -> int:
-    die_with_parent(int(arguments[2]))
+    signal.signal(signal.SIGTERM, _end_all)
+    die_with_parent(int(arguments[2]), signal.SIGTERM)
     answers = os.fdopen(int(arguments[1]), "w", buffering=1)
     gc.disable()  # imported objects stay, and scanning them takes a fifth of the import
     import torch  # noqa: F401  (every graph's compiler needs it)

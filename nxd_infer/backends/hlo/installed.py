@@ -43,4 +43,8 @@ def environment(degree: int) -> Mapping[str, str]:
         # A replica's program holds a thread of this pool while it waits for the others; by default there are as many as
         # processors.
         "XLA_THREAD_POOL_SIZE": str(2 * degree),
+        # Scripts that train on Trainium set these: they would put other types into the HLO than its table says, without
+        # a word, and into the cache for all who compile the same graph.
+        **dict.fromkeys(("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_32BIT_LONG"), "0"),
+        **dict.fromkeys(("XLA_DISABLE_FUNCTIONALIZATION", "XLA_USE_SPMD"), "0"),
     }

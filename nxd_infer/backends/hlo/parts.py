@@ -24,7 +24,7 @@ from nxd_infer.ops import HOST
 from nxd_infer.util.dtypes import dtype_name
 
 DEVICE = "xla"
-_RIGHT_SHIFTS = (aten.bitwise_right_shift, aten.__rshift__)
+_RIGHT_SHIFTS = (aten.bitwise_right_shift, aten.bitwise_right_shift_, aten.__rshift__, aten.__irshift__)
 TOKEN = "token"
 
 

@@ -48,8 +48,10 @@ class NeuronBackend(HloBackend):
         here, usable = cores.machine(), 0
         if not here.devices:
             return Availability(False, reason or cores.NO_DEVICE, found)
+        if here.others:
+            return Availability(False, here.others, found, {here.name: 0})
         try:
-            usable = len(cores.visible(here))
+            _, usable = cores.usable(here)
         except BackendUnavailableError as error:
             reason = reason or str(error)
         return Availability(not reason, reason, found, {here.name: usable})
@@ -108,6 +110,8 @@ class NeuronBackend(HloBackend):
                 "again with neuronx-cc"
             )
         here = cores.machine()
+        if here.others:
+            raise ArtifactVersionError(f"was compiled for {target.get('platform')}, and {here.others}")
         if here.platform and target.get("platform") != here.platform:
             raise ArtifactVersionError(
                 f"was compiled for {target.get('platform')} and {here} is {here.platform}: trace it again with "
@@ -137,8 +141,13 @@ def _lacking(versions: Mapping[str, str]) -> str:
 def _start(degree: int) -> None:
     """Take cores for this process, and start the runtime on them; nothing the second time."""
     if not _claims:
-        _claims.append(cores.claim(degree))
-        neuron.runtime.load()
+        claim = cores.claim(degree)
+        try:
+            neuron.runtime.load()
+        except BaseException:
+            claim.close()
+            raise
+        _claims.append(claim)
     taken = _claims[0].cores
     if len(taken) != degree:
         raise BackendUnavailableError(

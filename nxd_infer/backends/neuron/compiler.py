@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess  # nosec B404
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,14 +119,19 @@ def _unquoted(word: str) -> str:
 def compile_here(directory: Path, options: Mapping[str, Any]) -> None:
     """Compile the HLO in ``directory`` to a NEFF beside it, with the command and what the compiler printed.
 
+    It runs in a directory of its own among the temporary files. Its log (``log-neuron-cc.txt``) stays there, and what
+    its debugging options ask for: all that is in ``directory`` goes into the artifact, and into the cache.
+
     Raises TraceError: it ended with an error, or by a signal, or left no NEFF.
     """
     line = command(options["target"], options[WORDS])
     (directory / COMMAND).write_text(shlex.join(line) + "\n", encoding="utf-8")
+    place = Path(tempfile.mkdtemp(prefix=f"neuronx-cc-{directory.name[:8]}-"))
+    shutil.copyfile(directory / INPUT, place / INPUT)
     with open(directory / LOG, "wb") as log:
         done = subprocess.run(  # nosec B603
             [_found(), *line[1:]],
-            cwd=directory,
+            cwd=place,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -136,11 +142,12 @@ def compile_here(directory: Path, options: Mapping[str, Any]) -> None:
     if killed := _signal(done.returncode):
         why = _WITHOUT_MEMORY if killed == signal.SIGKILL.name else _OWN_FAULT
         raise TraceError(f"{PROGRAM} {_ended(done.returncode)}, {why}; its command was {shlex.join(line)}\n{said}")
-    if done.returncode or not (directory / NEFF).is_file():
+    if done.returncode or not (place / NEFF).is_file():
         raise TraceError(
             f"{PROGRAM} {_ended(done.returncode)}{'' if done.returncode else ' and wrote no NEFF'}: see what it said, "
             f"and keep its files with compiler_workdir; its command was {shlex.join(line)}\n{said}"
         )
+    shutil.move(place / NEFF, directory / NEFF)
 
 
 def _signal(code: int) -> str:

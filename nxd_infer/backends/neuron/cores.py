@@ -40,6 +40,13 @@ class Machine:
         return next((name for name in DEGREES if self.instance.startswith(name)), "")
 
     @property
+    def others(self) -> str:
+        """Why its Neuron devices are not those that graphs are compiled for; empty if they are or it does not say."""
+        if self.platform or not re.match(r"(inf|trn)\d", self.instance):
+            return ""
+        return f"the instance {self.instance} has devices of another kind than Inf2 and Trn1: run on one of them"
+
+    @property
     def name(self) -> str:
         """What there is, for people: ``6 Neuron devices of inf2.24xlarge``."""
         count = f"{self.devices} Neuron device{'s' if self.devices != 1 else ''}"
@@ -72,28 +79,29 @@ def check_degree(degree: int, platform: str) -> None:
         raise TraceConfigError(f"tp_degree={degree} is none that {platform} can run: choose one of {fitting}")
 
 
-def visible(found: Machine) -> list[int]:
-    """The cores that the environment leaves to this process, in order. Raises BackendUnavailableError for a variable
-    that is not a list of cores, or names one that does not exist."""
+def usable(found: Machine) -> tuple[list[int], int]:
+    """The cores that this process may take, in order, and how many of them, as the environment says.
+
+    Raises BackendUnavailableError for a variable that is not a list or number of cores, or names one that does not
+    exist.
+    """
     chosen, count = os.environ.get(VISIBLE, "").strip(), os.environ.get(COUNT, "").strip()
+    there = list(found.cores)
     if chosen:
         cores = _listed(chosen)
-    elif count and count != "0":  # 0, as the runtime has it: all
-        if not count.isdecimal():
+        if missing := [core for core in cores if core not in found.cores]:
             raise BackendUnavailableError(
-                f"{COUNT}={count!r} is not a number of cores: give one such as 2, or unset it"
+                f"{VISIBLE}={chosen} names the core {missing[0]} and {found} has {len(there)}: name cores from 0 to "
+                f"{len(there) - 1}"
             )
-        cores = list(range(int(count)))
-    else:
-        return list(found.cores)
-    missing = [core for core in cores if core not in found.cores]
-    if missing:
-        name = VISIBLE if chosen else COUNT
-        raise BackendUnavailableError(
-            f"{name}={chosen or count} names the core {missing[0]} and {found} has {len(found.cores)}: name cores "
-            f"from 0 to {len(found.cores) - 1}"
-        )
-    return cores
+        return cores, len(cores)
+    if not count or count == "0":  # 0, as the runtime has it: all
+        return there, len(there)
+    if not count.isdecimal():
+        raise BackendUnavailableError(f"{COUNT}={count!r} is not a number of cores: give one such as 2, or unset it")
+    if int(count) > len(there):
+        raise BackendUnavailableError(f"{COUNT}={count} and {found} has {len(there)} cores: give at most that many")
+    return there, int(count)  # any free ones, as the runtime has it
 
 
 def _listed(text: str) -> list[int]:
@@ -135,15 +143,15 @@ def claim(degree: int) -> Claim:
     found = machine()
     if not found.devices:
         raise BackendUnavailableError(NO_DEVICE)
-    cores = visible(found)
-    if len(cores) < degree:
-        left = f" of which {VISIBLE if os.environ.get(VISIBLE) else COUNT} leaves {len(cores)}"
+    cores, most = usable(found)
+    if most < degree:
+        left = f" of which {VISIBLE if os.environ.get(VISIBLE) else COUNT} leaves {most}"
         raise BackendUnavailableError(
             f"the model needs {degree} cores and {found} has {len(found.cores)}"
-            f"{left if len(cores) < len(found.cores) else ''}: trace it for fewer ranks, or take a larger instance"
+            f"{left if most < len(found.cores) else ''}: trace it for fewer ranks, or take a larger instance"
         )
     if found.platform and degree not in DEGREES[found.platform]:
-        fitting = ", ".join(str(each) for each in DEGREES[found.platform] if each <= len(cores))
+        fitting = ", ".join(str(each) for each in DEGREES[found.platform] if each <= most)
         raise BackendUnavailableError(
             f"{found} cannot run a model of degree {degree}: trace it for {fitting} ranks, or take an instance that can"
         )

@@ -77,7 +77,7 @@ SYMBOLS = (
     Symbol("torch.device", "(privateuseone:<rank>)", *_NXD),
 )
 DEVICE = "privateuseone"
-_TYPES = {
+TYPES = {
     torch.bool: "UINT8",
     torch.uint8: "UINT8",
     torch.int8: "INT8",
@@ -110,11 +110,11 @@ def _namespace() -> Any:
 def meta_tensor(tensor: Any, name: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
     """Fill an entry of a MetaNeff's tensors. Raises BackendUnavailableError for a dtype that it has no name for."""
     message = importlib.import_module(MESSAGE).MetaTensor
-    if dtype not in _TYPES:
-        raise BackendUnavailableError(f"{name} is {dtype}, which a NeuronCore has not: use one of 32 bits or fewer")
+    if dtype not in TYPES:
+        raise BackendUnavailableError(f"{name} is {dtype}, which {MESSAGE} has no name for: trace the model again")
     tensor.name = name.encode()
     tensor.shape[:] = list(shape)
-    tensor.data_type = getattr(message, _TYPES[dtype])
+    tensor.data_type = getattr(message, TYPES[dtype])
 
 
 @dataclass(frozen=True)

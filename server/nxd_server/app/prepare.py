@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
 from nxd_infer.artifact.manifest import MANIFEST_NAME
 from nxd_infer.artifact.reader import read_artifact
 from nxd_infer.artifact.writer import checked_name
-from nxd_infer.errors import ArtifactError
+from nxd_infer.backends import registry
+from nxd_infer.errors import ArtifactError, NxdError
 from nxd_infer.util.cache_dir import cache_dir
 from nxd_infer.util.child_process import ChildProcess, end_all
 from nxd_infer.util.locks import only_one
@@ -90,8 +92,20 @@ def _model_digest(source: Source, settings: ServerSettings) -> str:
     """Of all that a traced artifact depends on: the model's files, the options, the versions of what traces."""
     from importlib.metadata import version  # slow to import; an artifact that is there needs none
 
-    parts = [source.model_files(), shlex.split(settings.trace_options), VERSION, version("torch")]
+    words = shlex.split(settings.trace_options)
+    parts = [source.model_files(), words, VERSION, version("torch"), _compiler(words)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _compiler(words: Sequence[str]) -> str:
+    """The compiler of a trace with these options, with its version; empty if there is none."""
+    named = [word for before, word in itertools.pairwise(words) if before == "--backend"]
+    named += [word.removeprefix("--backend=") for word in words if word.startswith("--backend=")]
+    try:
+        backend = registry.get(named[-1] if named else registry.DEFAULT)
+        return backend.compiler() if backend.compiles else ""
+    except NxdError:
+        return ""  # the trace says what is missing
 
 
 def _keep(source: Source, settings: ServerSettings) -> Path:
