@@ -7,6 +7,9 @@ in the same order on every rank, so different arrival orders cannot mix them up.
 Gradient accumulation needs no extra call. A step records how many backward passes it took and which parameters they
 reached, and the next step reduces in the last of that many passes; unexpected gradients are reduced in ``finish``. The
 ranks agree on this in one small collective, which also tells which parameters have a gradient on any rank.
+
+A bucket that still waits when that last pass ends (this rank did not use a parameter) is reduced then, because other
+ranks have reduced it during the pass: a collective of the caller between backward and step must not come in between.
 """
 
 from __future__ import annotations
@@ -119,6 +122,10 @@ class GradReducer:
         self._silent: list[bool] = []
         """Parameters that no backward pass of the last step reached; buckets do not wait for them."""
         self._expected = 1
+        """Backward passes that reach a parameter before the step."""
+        self._expected_ends = 1
+        """Backward passes before the step, whichever parameters they reach."""
+        self._ends, self._task = 0, -1
         self._next = 0
         self._known: list[weakref.ref[Tensor] | None] = []
         self._hooks = []
@@ -202,6 +209,7 @@ class GradReducer:
         self._passes[index] += 1
         if not self.communicates:
             return
+        self._notice_the_end()
         bucket, _ = self._place_of[index]
         if bucket.pending is not None:
             bucket.dirty = True
@@ -210,6 +218,23 @@ class GradReducer:
             while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
                 self._launch(self.buckets[self._next])
                 self._next += 1
+
+    def _notice_the_end(self) -> None:
+        """Have the end of the running backward pass call :meth:`_ended`, once."""
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._task):  # -1: the hook was called by hand
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._ended)  # pyright: ignore
+
+    def _ended(self) -> None:
+        self._ends += 1
+        if self._ends == self._expected_ends:
+            self._launch_rest()
+
+    def _launch_rest(self) -> None:
+        for bucket in self.buckets[self._next :]:
+            self._launch(bucket)
+        self._next = len(self.buckets)
 
     def _launch(self, bucket: Bucket) -> None:
         if bucket.flat is None:
@@ -251,10 +276,9 @@ class GradReducer:
         fresh = [self.is_fresh(index) for index in range(len(self.params))]
         if not self.communicates:
             return has, fresh
-        for bucket in self.buckets[self._next :]:
-            self._launch(bucket)
+        self._launch_rest()
         changed = [bucket.dirty or self._modified(bucket) for bucket in self.buckets]
-        ours = torch.tensor([*changed, *has, *fresh, max(self._passes, default=1)], dtype=torch.int32)
+        ours = torch.tensor([*changed, *has, *fresh, max(self._passes, default=1), self._ends], dtype=torch.int32)
         agreed = comm.all_reduce(ours.to(self.buckets[0].device), self.context, "dp", "max").tolist()
         for bucket, again in zip(self.buckets, agreed, strict=False):
             assert bucket.pending is not None
@@ -264,8 +288,8 @@ class GradReducer:
                 bucket.result = bucket.pending.wait()
             bucket.result.mul_(1.0 / self.degree)
             bucket.pending = None
-        self._expected = max(1, agreed[-1])
-        flags = [bool(flag) for flag in agreed[len(self.buckets) : -1]]
+        self._expected, self._expected_ends = (max(1, count) for count in agreed[-2:])
+        flags = [bool(flag) for flag in agreed[len(self.buckets) : -2]]
         return flags[: len(self.params)], flags[len(self.params) :]
 
     def averaged(self, index: int, start: int, stop: int) -> Tensor | None:
@@ -290,7 +314,7 @@ class GradReducer:
 
     def _start_over(self) -> None:
         self._passes = [0] * len(self.params)
-        self._next = 0
+        self._next = self._ends = 0
         for bucket in self.buckets:
             self._empty(bucket)
 
