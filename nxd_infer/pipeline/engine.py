@@ -40,8 +40,8 @@ class Step:
     calls: Sequence[Callable[[], Any]]
     """For each microbatch: the forward of the model on it."""
     loss_of: Callable[[Any], Tensor]
-    weights: Tensor
-    """Of each microbatch's loss, [microbatches]."""
+    weights: Sequence[float]
+    """Of each microbatch's loss."""
     seed: int | None
 
 

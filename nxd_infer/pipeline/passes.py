@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from nxd_infer.errors import InputMismatchError, ParallelConfigError
-from nxd_infer.pipeline.plan import Output, Plan
+from nxd_infer.pipeline.plan import Output, Plan, leaves_of
 
 
 class StageEnd(BaseException):
@@ -148,7 +148,7 @@ class Forward:
 
 
 def run_backward(
-    at: Pass, weight: Tensor | None, gradients: Mapping[Output, Tensor], more: Mapping[Tensor, Tensor]
+    at: Pass, weight: float | None, gradients: Mapping[Output, Tensor], more: Mapping[Tensor, Tensor]
 ) -> dict[Output, Tensor]:
     """Run the backward of a pass; return the gradients of what it had received.
 
@@ -158,7 +158,10 @@ def run_backward(
     roots: list[tuple[Tensor, Tensor]] = list(more.items())
     if at.loss is not None and at.loss.requires_grad:
         assert weight is not None
-        roots.append((at.loss, weight.to(at.loss.dtype).expand(at.loss.shape)))
+        if weight:
+            roots.append((at.loss, torch.full_like(at.loss, weight)))
+        else:  # no targets: a mean over none has gradients of NaN, and zero times NaN is NaN
+            roots += [(leaf, torch.zeros_like(leaf)) for leaf in leaves_of(at.loss)]
     roots += [(at.produced[output], g) for output, g in gradients.items() if output in at.produced]
     roots = [(tensor, gradient) for tensor, gradient in roots if tensor.requires_grad]
     if roots:

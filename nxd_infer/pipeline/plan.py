@@ -88,6 +88,23 @@ def make_plan(stage: Stage, call: Callable[[], Any], loss_of: Callable[[Any], Te
         return _Planner(stage).plan(call, loss_of)
 
 
+def leaves_of(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that a backward pass from ``tensor`` gives a gradient to."""
+    if tensor.grad_fn is None:
+        return [tensor] if tensor.requires_grad else []
+    found, seen, waiting = [], set(), [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.append(variable)
+        waiting += [following for following, _ in node.next_functions]
+    return found
+
+
 class _Origin(NamedTuple):
     """The unit that runs, or that has computed a value."""
 
@@ -168,21 +185,7 @@ class _Planner:
     def tags_of(self, tensor: Tensor) -> set[Tag]:
         """Return what a tensor was computed from: as seen here, and as autograd has it (custom functions)."""
         found: set[Tag] = set(self.tags.get(tensor, ()))
-        if not tensor.requires_grad:
-            return found
-        if tensor.grad_fn is None:
-            return found | {self.sources[id(tensor)][1]} if id(tensor) in self.sources else found
-        seen, waiting = set(), [tensor.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            variable = getattr(node, "variable", None)
-            if variable is not None and id(variable) in self.sources:
-                found.add(self.sources[id(variable)][1])
-            waiting += [following for following, _ in node.next_functions]
-        return found
+        return found | {self.sources[id(leaf)][1] for leaf in leaves_of(tensor) if id(leaf) in self.sources}
 
     def need(self, values: Any, stage: int) -> None:
         """Note that ``stage`` needs all that ``values`` were computed from."""
