@@ -23,7 +23,7 @@ from nxd_infer.pipeline.messages import messages_for
 from nxd_infer.pipeline.passes import Forward, Pass, run_backward
 from nxd_infer.pipeline.plan import Output, Plan
 from nxd_infer.pipeline.schedule import Action, Span
-from nxd_infer.pipeline.shapes import Shape
+from nxd_infer.pipeline.shapes import Shape, has_gradient
 from nxd_infer.pipeline.stage import Stage, Weight, calling, own_forward, shadowed
 
 LOOKAHEAD = 2
@@ -104,7 +104,7 @@ class Engine:
     def _run_forward(self, action: Action, received: dict[Output, Tensor]) -> None:
         if self.training:
             for tensor in received.values():
-                tensor.requires_grad_(tensor.dtype.is_floating_point)
+                tensor.requires_grad_(has_gradient(tensor.dtype))
         at = Pass(action.stage, action.microbatch, received)
         self._forward.run(at, self.step.calls[action.microbatch], self.step.loss_of)
         if at.loss is not None:
@@ -144,7 +144,7 @@ class Engine:
         if not action.backward:
             return list(self.plan.handed[action.stage])
         handed = self.plan.handed[action.stage + 1] if action.stage < self._last else ()
-        return [output for output in handed if self.plan.shape(output).dtype.is_floating_point]
+        return [output for output in handed if has_gradient(self.plan.shape(output).dtype)]
 
     def _tag(self, action: Action, place: int) -> int:
         several = max((len(handed) for handed in self.plan.handed), default=0) + 1
@@ -229,7 +229,7 @@ class _Loans:
             tensor = Shape(weight.shape, weight.dtype).zeros() if coming is None else coming.wait()
             tensor = nn.Parameter(tensor, False) if weight.parameter else tensor
             if coming is not None:
-                tensor.requires_grad_(self.engine.training and weight.dtype.is_floating_point and weight.parameter)
+                tensor.requires_grad_(self.engine.training and has_gradient(weight.dtype) and weight.parameter)
                 self.borrowed[weight.name] = tensor
             found += [(self.stage.find(path), name, tensor) for path, name in weight.places]
         return found
@@ -260,8 +260,8 @@ class _Loans:
         found: dict[Tensor, Tensor] = {}
         for (name, rank), stages in list(self.users.items()):
             weight = self.stage.weights[name]
-            floating = weight.parameter and weight.dtype.is_floating_point
-            if not floating or not self.stage.owns(weight) or (name, rank) in self._taken or not wanted(weight, stages):
+            trained = weight.parameter and has_gradient(weight.dtype)
+            if not trained or not self.stage.owns(weight) or (name, rank) in self._taken or not wanted(weight, stages):
                 continue
             self._taken.add((name, rank))
             made = Shape(weight.shape, weight.dtype).empty()

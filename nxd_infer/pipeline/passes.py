@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from nxd_infer.errors import InputMismatchError, ParallelConfigError
 from nxd_infer.pipeline.plan import Output, Plan, leaves_of
+from nxd_infer.pipeline.shapes import has_gradient
 
 
 class StageEnd(BaseException):
@@ -27,7 +28,7 @@ class Pass:
     stage: int
     microbatch: int
     received: dict[Output, Tensor]
-    """What the stage before handed over; for training, floating values require gradients."""
+    """What the stage before handed over; for training, all but integers require gradients."""
     produced: dict[Output, Tensor] = field(default_factory=dict)
     """Outputs of this stage that the next one is handed."""
     loss: Tensor | None = None
@@ -168,7 +169,7 @@ def run_backward(
         torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
     found: dict[Output, Tensor] = {}
     for output, tensor in at.received.items():
-        if not tensor.dtype.is_floating_point:
+        if not has_gradient(tensor.dtype):
             continue
         parts = [part for part in (tensor.grad, gradients.get(output)) if part is not None]
         found[output] = torch.zeros_like(tensor) if not parts else parts[0] if len(parts) == 1 else parts[0] + parts[1]

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.modules.stand_in import hidden_of, named_modules_of_all
-from nxd_infer.pipeline.shapes import Shape, run_without_values, unchanged
+from nxd_infer.pipeline.shapes import Shape, has_gradient, run_without_values, unchanged
 from nxd_infer.pipeline.stage import Stage, calling, own_forward, shadowed
 
 Output = tuple[int, int]
@@ -169,7 +169,7 @@ class _Planner:
         for weight in self.stage.weights.values():
             zeros = Shape(weight.shape, weight.dtype).zeros()
             zeros = nn.Parameter(zeros, False) if weight.parameter else zeros
-            if weight.dtype.is_floating_point:
+            if has_gradient(weight.dtype):
                 zeros.requires_grad_()
                 self.sources[id(zeros)] = (zeros, weight.name)
             self.tags[zeros] = {weight.name}
@@ -177,7 +177,7 @@ class _Planner:
                 yield self.stage.find(path), name, zeros
 
     def _source(self, tensor: Tensor, tag: Tag) -> Tensor:
-        made = tensor.detach().requires_grad_(tensor.dtype.is_floating_point)
+        made = tensor.detach().requires_grad_(has_gradient(tensor.dtype))
         self.sources[id(made)] = (made, tag)
         self.tags[made] = {tag}
         return made

@@ -1,0 +1,82 @@
+"""Values of other types than a model's weights between stages: complex ones, and those that autocast makes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nxd_infer.pipeline import NxDPPModel
+from tests.ranks import run_ranks
+
+MICROBATCHES = 2
+
+
+class Spectrum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.fft(x * self.weight)
+
+
+class Waves(nn.Module):
+    """The first stage hands complex numbers to the second one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 8), Spectrum(), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        found = torch.fft.ifft(self.second(self.first(x)) * (1 + 2j))
+        return F.cross_entropy(self.third(found.real * found.imag).float(), labels)
+
+
+class Layers(nn.Module):
+    """Under autocast, of float32 and of bfloat16 in turns."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.third(self.second(self.first(x))).float(), labels)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(8, 8, generator=torch.Generator().manual_seed(3)), torch.arange(8) % 3
+
+
+def compared(make: Callable[[], nn.Module], cut: str, cast: bool) -> None:
+    """Compare a step of two stages with one of the whole model, on one rank."""
+    torch.manual_seed(0)
+    whole = make()
+    model = NxDPPModel(copy.deepcopy(whole), num_microbatches=MICROBATCHES, pipeline_cuts=[cut])
+    wanted = torch.zeros(())
+    for part in zip(*(tensor.chunk(MICROBATCHES) for tensor in batch()), strict=True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            loss = whole(*part) / MICROBATCHES
+        loss.backward()
+        wanted += loss.detach()
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        torch.testing.assert_close(model.run_train(*batch()), wanted)
+        torch.testing.assert_close(model.run_eval(*batch()), wanted)
+    for name, parameter in model.local_named_parameters():
+        torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, msg=lambda text, n=name: n + text)
+
+
+def every_cut(make: Callable[[], nn.Module], cuts: list[str], cast: bool) -> None:
+    for cut in cuts:
+        compared(make, cut, cast)
+
+
+def test_complex_values_are_handed_on_with_their_gradients():
+    run_ranks(every_cut, 2, Waves, ["second"], False, tp=1, pp=2)
+
+
+def test_values_have_the_types_of_autocast():
+    run_ranks(every_cut, 2, Layers, ["first", "second"], True, tp=1, pp=2)
