@@ -15,7 +15,7 @@ ranks have reduced it during the pass: a collective of the caller between backwa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from nxd_infer import comm
 from nxd_infer.comm.overlapped import Pending, start_all_reduce, start_reduce_scatter
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import ParallelConfigError
+from nxd_infer.parallel_layers.grads import is_sequence_parallel
 
 MEGABYTE = 1 << 20
 _reducer_of: MutableMapping[Tensor, weakref.ref[GradReducer]] = WeakTensorKeyDictionary()
@@ -128,6 +129,7 @@ class GradReducer:
         self._ends, self._task = 0, -1
         self._next = 0
         self._known: list[weakref.ref[Tensor] | None] = []
+        self._summed: set[int] = set()
         self._hooks = []
         self.extend(params)
 
@@ -153,12 +155,22 @@ class GradReducer:
             if former is not None:
                 former.close()  # its optimizer was replaced; otherwise both would reduce
             _reducer_of[param] = weakref.ref(self)
-            self._hooks.append(param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index)))
+            this = weakref.ref(self)
+            self._hooks.append(param.register_post_accumulate_grad_hook(_hook(this, GradReducer.arrived, index)))
+            if self.context.tp.degree > 1 and is_sequence_parallel(param):
+                self._hooks.append(param.register_hook(_hook(this, GradReducer.coming, index)))
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy the state between two steps, whatever the current state: no gradients, and new hooks."""
         buckets = [Bucket(bucket.slots, bucket.size, bucket.dtype, bucket.device) for bucket in self.buckets]
-        return {**vars(self), "buckets": buckets, "_place_of": {}, "_hooks": [], "_known": [None] * len(self.params)}
+        return {
+            **vars(self),
+            "buckets": buckets,
+            "_place_of": {},
+            "_hooks": [],
+            "_known": [None] * len(self.params),
+            "_summed": set(),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -197,6 +209,16 @@ class GradReducer:
                 param.main_grad = None  # pyright: ignore[reportAttributeAccessIssue]
 
     # --- during the backward pass ---------------------------------------------------------------------
+
+    def coming(self, index: int) -> None:
+        """Note that a backward pass will add to a gradient.
+
+        If that is a sum over the tensor-parallel ranks, keep an equal share of it, because the shares are summed again.
+        """
+        known = self._known[index]
+        if index in self._summed and known is not None and known() is (grad := self.gradient(index)) is not None:
+            grad.div_(self.context.tp.degree)
+        self._summed.discard(index)
 
     def arrived(self, index: int) -> None:
         """Note that a backward pass has added to a parameter's gradient."""
@@ -258,22 +280,24 @@ class GradReducer:
         known, grad = self._known[index], self.gradient(index)
         return self._passes[index] > 0 or (grad is not None and (known is None or known() is not grad))
 
-    def settle(self) -> None:
-        """Mark the current gradients as processed."""
+    def settle(self, summed: Collection[int] = ()) -> None:
+        """Mark the current gradients as processed. Those at ``summed`` are sums over the tensor-parallel ranks now."""
+        self._summed |= set(summed)
         grads = [self.gradient(index) for index in range(len(self.params))]
         self._known = [None if grad is None else weakref.ref(grad) for grad in grads]
         if any(self._passes):
             self._silent = [passes == 0 for passes in self._passes]
         self._start_over()
 
-    def finish(self) -> tuple[list[bool], list[bool]]:
+    def finish(self, final: bool = False) -> tuple[list[bool], list[bool]]:
         """Reduce the remaining buckets and wait for all.
 
-        Returns for each parameter whether any rank has a gradient, and whether it is fresh on any rank. Afterwards each
+        Returns for each parameter whether any rank has a gradient, and whether it is fresh on any rank: with ``final``,
+        whether a backward pass added to it, because what replaces a final gradient is made of it. Afterwards each
         bucket's ``result`` is the average over the ranks. Every data-parallel rank must call it.
         """
         has = [self.gradient(index) is not None for index in range(len(self.params))]
-        fresh = [self.is_fresh(index) for index in range(len(self.params))]
+        fresh = [self._passes[i] > 0 if final else self.is_fresh(i) for i in range(len(self.params))]
         if not self.communicates:
             return has, fresh
         self._launch_rest()
@@ -324,10 +348,12 @@ class GradReducer:
         bucket.pending, bucket.dirty, bucket.seen = None, False, []
 
 
-def _hook(reducer: weakref.ref[GradReducer], index: int) -> Callable[[Tensor], None]:
+def _hook(
+    reducer: weakref.ref[GradReducer], method: Callable[[GradReducer, int], None], index: int
+) -> Callable[[Tensor], None]:
     def hook(_: Tensor) -> None:
         alive = reducer()
         if alive is not None:
-            alive.arrived(index)
+            method(alive, index)
 
     return hook

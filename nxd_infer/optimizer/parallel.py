@@ -249,8 +249,9 @@ class NxDOptimizer(OptimizerWrapper):
             )
         if self._final and not any(self._reducer.is_fresh(index) for index in range(len(self._params))):
             return
-        present, fresh = self._reducer.finish()
+        present, fresh = self._reducer.finish(final=self._final)
         partial: list[Tensor] = []
+        own: list[int] = []
         self.refresh_pieces()
         for piece in self.pieces:
             source = self._reducer.gradient(piece.index)
@@ -267,8 +268,11 @@ class NxDOptimizer(OptimizerWrapper):
                 and (fresh[piece.index] or source is None or grad.data_ptr() != source.data_ptr())
             ):
                 partial.append(grad)
+                source = self._reducer.gradient(piece.index)
+                if source is not None and source.data_ptr() == grad.data_ptr():
+                    own.append(piece.index)
         gradients.sum_over_tp(partial, self.context)
-        self._reducer.settle()
+        self._reducer.settle(summed=own)
         self._final = True
 
     def _average(self, piece: Piece) -> Tensor | None:
