@@ -109,6 +109,11 @@ def facade() -> list[str]:
     with torch.no_grad():
         torch.testing.assert_close(model.run_eval(**data()), whole.eval()(**data())["the_loss"])
     assert model.training and model.module.training
+    for block in (model.blocks[1], model.blocks[3]):  # one of them is of the other stage
+        block.dropout.eval()
+    model.run_eval(**data())
+    assert not (model.blocks[1].dropout.training or model.blocks[3].dropout.training)
+    assert model.blocks[1].training and model.blocks[2].dropout.training and model.between.training
     parts = [whole(*(t.chunk(4)[i] for t in data().values()))["the_loss"].detach() for i in range(4)]
     several = residual(return_mb_loss=True).run_train(**data())
     torch.testing.assert_close(torch.stack(several), torch.stack(parts))

@@ -106,6 +106,18 @@ def test_run_train_finds_the_loss(how: str):
     assert model.weight.grad is None
 
 
+def test_evaluation_leaves_each_module_in_its_mode():
+    """Such as a part of a model that is not trained."""
+    inner = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout(), nn.Linear(2, 1)))
+    model = wrapped(lambda: inner)
+    inner[1].eval()
+    model.run_eval(torch.ones(2))
+    assert [module.training for module in (model, inner, inner[0], *inner[1].modules())] == [True] * 3 + [False] * 3
+    model.eval()
+    model.run_eval(torch.ones(2))
+    assert not any(module.training for module in (model, *inner.modules()))
+
+
 @pytest.mark.check
 @pytest.mark.parametrize(
     ("how", "message"), [("none", r"a tensor of shape \(2,\)"), ("text", "str has no loss .found NoneType")]
