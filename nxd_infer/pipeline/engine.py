@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from nxd_infer.comm.overlapped import Pending
 from nxd_infer.context import ParallelContext
+from nxd_infer.parallel_layers.random import get_xla_rng_tracker
 from nxd_infer.pipeline.deferred import DeferredWeights, Late, finish
 from nxd_infer.pipeline.messages import messages_for
 from nxd_infer.pipeline.passes import Forward, Pass, run_backward
@@ -76,7 +77,9 @@ class Engine:
         self.messages.before(0)
         in_parts = any(action.late for action in self.actions)
         linears = self._weights.linears() if in_parts else contextlib.nullcontext()
-        with shadowed(self._loans.places()), calling(self._forward.directed(modules)), linears:
+        streams = get_xla_rng_tracker().reseeded() if self.step.seed is not None else contextlib.nullcontext()
+        with shadowed(self._loans.places()), calling(self._forward.directed(modules)), linears, streams as start:
+            self._forward.start_streams = start or self._forward.start_streams
             for number, action in enumerate(self.actions):
                 self.messages.before(number)
                 for ahead in self.actions[number : number + LOOKAHEAD + 1]:

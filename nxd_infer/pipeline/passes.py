@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from nxd_infer.errors import InputMismatchError, ParallelConfigError
+from nxd_infer.parallel_layers.random import seed_of
 from nxd_infer.pipeline.plan import Output, Plan, leaves_of
 from nxd_infer.pipeline.shapes import has_gradient
 
@@ -61,7 +61,9 @@ class Forward:
     def __init__(self, plan: Plan):
         self.plan = plan
         self.seed: int | None = None
-        """Of the step; None draws from the generator as it is."""
+        """Of the step; None draws from the generators as they are."""
+        self.start_streams: Callable[[str], None] = lambda _: None
+        """Of a tensor-parallel rank's own streams; see :class:`~nxd_infer.parallel_layers.random.RNGStatesTracker`."""
         self._at: Pass | None = None
         self._number = 0
         self._inside = False
@@ -144,8 +146,9 @@ class Forward:
     def _reseed(self, number: int, after: bool) -> None:
         """Make random numbers those of this call of this microbatch, whatever the stages and the schedule are."""
         if self.seed is not None and self._at is not None:
-            text = f"{self.seed} {self._at.microbatch} {number} {after}".encode()
-            torch.default_generator.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big"))
+            text = f"{self.seed} {self._at.microbatch} {number} {after}"
+            torch.default_generator.manual_seed(seed_of(text))
+            self.start_streams(text)
 
 
 def run_backward(
