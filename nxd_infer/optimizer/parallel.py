@@ -99,7 +99,7 @@ class NxDOptimizer(OptimizerWrapper):
         self.names: list[str] = []
         """Names of the trained parameters, in order."""
         self._reducer = GradReducer([], current_context(), cap_mb=bucket_cap_mb)
-        groups = parameter_groups(parameters)
+        groups = parameter_groups(parameters, may_be_empty=current_context().pp.degree > 1)
         require_once(groups)
         super().__init__(groups, dict(self._options))
         if not lazy_init:

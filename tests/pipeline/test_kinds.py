@@ -1,14 +1,16 @@
-"""Values of other types than a model's weights between stages: complex ones, and those that autocast makes."""
+"""Two stages of models with values and weights of several kinds: complex, of autocast, narrow and tied, frozen."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nxd_infer.optimizer import NxDOptimizer
 from nxd_infer.pipeline import NxDPPModel
 from tests.ranks import run_ranks
 
@@ -72,6 +74,34 @@ def compared(make: Callable[[], nn.Module], cut: str, cast: bool) -> None:
 def every_cut(make: Callable[[], nn.Module], cuts: list[str], cast: bool) -> None:
     for cut in cuts:
         compared(make, cut, cast)
+
+
+def partly_frozen(zero1: bool) -> None:
+    """Only what the last stage has is trained, and only that is given to the optimizer."""
+    torch.manual_seed(0)
+    whole = Layers()
+    whole.first.requires_grad_(False)
+    model = NxDPPModel(copy.deepcopy(whole), num_microbatches=MICROBATCHES, pipeline_cuts=["first"])
+    trained = [p for p in whole.parameters() if p.requires_grad]
+    alone = torch.optim.AdamW(trained, lr=0.1)
+    optimizer = NxDOptimizer(
+        (p for p in model.parameters() if p.requires_grad), torch.optim.AdamW, zero1=zero1, defaults={"lr": 0.1}
+    )
+    for _ in range(2):
+        whole(*batch()).backward()
+        model.run_train(*batch())
+        wanted = torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        for one in (alone, optimizer):
+            one.step()
+            one.zero_grad()
+        torch.testing.assert_close(optimizer.grad_norm, wanted)
+    for name, parameter in model.local_named_parameters():
+        torch.testing.assert_close(parameter, whole.get_parameter(name))
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+def test_a_stage_may_train_nothing(zero1: bool):
+    run_ranks(partly_frozen, 2, zero1, tp=1, pp=2)
 
 
 def test_complex_values_are_handed_on_with_their_gradients():
