@@ -8,6 +8,7 @@ backward pass. So a tied weight is one parameter of one rank.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -203,6 +204,8 @@ class _Loans:
         self.users = users
         self.weights = [self.stage.weights[name] for name, _ in users]
         self.borrowed: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
+        """Gradients of what is borrowed, over the microbatches."""
         self.sent: list[Pending] = []
         self._coming: dict[tuple[str, int], Pending] = {}
         self._taken: set[tuple[str, int]] = set()
@@ -233,9 +236,17 @@ class _Loans:
             tensor = nn.Parameter(tensor, False) if weight.parameter else tensor
             if coming is not None:
                 tensor.requires_grad_(self.engine.training and has_gradient(weight.dtype) and weight.parameter)
+                if tensor.requires_grad:
+                    tensor.register_post_accumulate_grad_hook(functools.partial(self._add, weight.name))
                 self.borrowed[weight.name] = tensor
             found += [(self.stage.find(path), name, tensor) for path, name in weight.places]
         return found
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        """Sum in at least float32, as the owner may: each microbatch would round the sum of all before it."""
+        assert tensor.grad is not None
+        gradient, tensor.grad = tensor.grad.to(torch.promote_types(tensor.dtype, torch.float32)), None
+        self._sums[name] = self._sums[name].add_(gradient) if name in self._sums else gradient
 
     def _tag_back(self, name: str, rank: int) -> int:
         return self.engine.first_free_tag + len(self.users) + list(self.users).index((name, rank))
@@ -244,7 +255,7 @@ class _Loans:
         """After pass ``number`` of this rank: begin to send the gradients of what is not needed any more."""
         for name, tensor in self.borrowed.items():
             if tensor.requires_grad and self._last_use[name] == number:
-                gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                gradient = self._sums[name].to(tensor.dtype) if name in self._sums else torch.zeros_like(tensor)
                 owner = self._owner(self.stage.weights[name])
                 tag = self._tag_back(name, self.stage.rank)
                 self.sent.append(self.messages.send(gradient.contiguous(), owner, tag))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nxd_infer.context import current_context
 from nxd_infer.optimizer import NxDOptimizer
 from nxd_infer.pipeline import NxDPPModel
 from tests.ranks import run_ranks
@@ -47,6 +48,21 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.third(self.second(self.first(x))).float(), labels)
+
+
+class Tied(nn.Module):
+    """In bfloat16; the last stage borrows the head from the first one."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = nn.Embedding(11, 8, dtype=torch.bfloat16), nn.Linear(8, 8, dtype=torch.bfloat16)
+        self.norm = nn.LayerNorm(8, dtype=torch.bfloat16)
+        self.head = nn.Linear(8, 11, bias=False, dtype=torch.bfloat16)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.norm(torch.tanh(self.layer(self.table(ids))))
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), labels.flatten())
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -102,6 +118,28 @@ def partly_frozen(zero1: bool) -> None:
 @pytest.mark.parametrize("zero1", [False, True])
 def test_a_stage_may_train_nothing(zero1: bool):
     run_ranks(partly_frozen, 2, zero1, tp=1, pp=2)
+
+
+def summed(count: int) -> float:
+    """The relative error of a tied weight's gradient over many microbatches, which is to be summed in float32."""
+    torch.manual_seed(0)
+    whole = Tied()
+    model = NxDPPModel(copy.deepcopy(whole), num_microbatches=count, pipeline_cuts=["layer"])
+    optimizer = NxDOptimizer(model.parameters(), torch.optim.SGD, fp32_grad_acc=True, defaults={"lr": 1.0})
+    ids = torch.randint(0, 11, (count, 6))
+    wanted = torch.zeros(11, 8)
+    for row in ids:
+        whole.zero_grad()
+        (whole(row[None], row[None].roll(1, 1)) / count).backward()
+        wanted += whole.table.weight.grad
+    model.run_train(ids, ids.roll(1, 1))
+    if current_context().pp.rank:
+        return 0.0
+    return float((optimizer._reducer.gradient(0) - wanted).norm() / wanted.norm())
+
+
+def test_gradients_of_a_borrowed_weight_are_summed_in_float32():
+    assert run_ranks(summed, 2, 128, tp=1, pp=2)[0] < 2**-9  # it is rounded once, when it goes back
 
 
 def test_complex_values_are_handed_on_with_their_gradients():
