@@ -5,13 +5,15 @@ Source: NxD Core training API, "Initialize NxD Core Model Wrapper".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nxd_infer.errors import InputMismatchError
+from nxd_infer.modules.stand_in import StandIn
 from nxd_infer.modules.wrapper import ModelWrapper
 
 __all__ = ["NxDModel", "local_module"]
@@ -88,12 +90,21 @@ class NxDModel(ModelWrapper):
     @torch.no_grad()
     def run_eval(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss of one batch in evaluation mode, without gradients."""
-        training = self.module.training
+        with self._evaluating():
+            return self._loss(self(*args, **kwargs))
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Let all modules be in evaluation mode inside the block; each has its own mode again afterwards."""
+        modules = [self, self.module, *self.module.modules()]
+        modules += [hidden for one in modules if isinstance(one, StandIn) for hidden in one.hidden.modules()]
+        training = [one for one in modules if one.training]
         self.eval()
         try:
-            return self._loss(self(*args, **kwargs))
+            yield
         finally:
-            self.train(training)
+            for one in training:
+                one.training = True
 
     def _loss(self, output: Any) -> Tensor:
         spec = (self.nxd_config.get("pipeline_config") or {}).get("output_loss_value_spec")

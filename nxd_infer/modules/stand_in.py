@@ -67,6 +67,15 @@ def hidden_of(module: nn.Module) -> nn.Module:
     return module.hidden if isinstance(module, StandIn) else module
 
 
+def modules_of_all(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of the whole model, those behind stand-ins too, each once."""
+    for child in module.modules():
+        if isinstance(child, StandIn):
+            yield from child.hidden.modules()
+        else:
+            yield child
+
+
 def named_modules_of_all(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield the modules of the whole model by all their names, and whether another rank holds it."""
     for path, child in module.named_modules(remove_duplicate=False):

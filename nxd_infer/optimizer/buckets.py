@@ -7,12 +7,15 @@ in the same order on every rank, so different arrival orders cannot mix them up.
 Gradient accumulation needs no extra call. A step records how many backward passes it took and which parameters they
 reached, and the next step reduces in the last of that many passes; unexpected gradients are reduced in ``finish``. The
 ranks agree on this in one small collective, which also tells which parameters have a gradient on any rank.
+
+A bucket that still waits when that last pass ends (this rank did not use a parameter) is reduced then, because other
+ranks have reduced it during the pass: a collective of the caller between backward and step must not come in between.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +27,7 @@ from nxd_infer import comm
 from nxd_infer.comm.overlapped import Pending, start_all_reduce, start_reduce_scatter
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import ParallelConfigError
+from nxd_infer.parallel_layers.grads import is_sequence_parallel
 
 MEGABYTE = 1 << 20
 _reducer_of: MutableMapping[Tensor, weakref.ref[GradReducer]] = WeakTensorKeyDictionary()
@@ -119,8 +123,13 @@ class GradReducer:
         self._silent: list[bool] = []
         """Parameters that no backward pass of the last step reached; buckets do not wait for them."""
         self._expected = 1
+        """Backward passes that reach a parameter before the step."""
+        self._expected_ends = 1
+        """Backward passes before the step, whichever parameters they reach."""
+        self._ends, self._task = 0, -1
         self._next = 0
         self._known: list[weakref.ref[Tensor] | None] = []
+        self._summed: set[int] = set()
         self._hooks = []
         self.extend(params)
 
@@ -146,12 +155,22 @@ class GradReducer:
             if former is not None:
                 former.close()  # its optimizer was replaced; otherwise both would reduce
             _reducer_of[param] = weakref.ref(self)
-            self._hooks.append(param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index)))
+            this = weakref.ref(self)
+            self._hooks.append(param.register_post_accumulate_grad_hook(_hook(this, GradReducer.arrived, index)))
+            if self.context.tp.degree > 1 and is_sequence_parallel(param):
+                self._hooks.append(param.register_hook(_hook(this, GradReducer.coming, index)))
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy the state between two steps, whatever the current state: no gradients, and new hooks."""
         buckets = [Bucket(bucket.slots, bucket.size, bucket.dtype, bucket.device) for bucket in self.buckets]
-        return {**vars(self), "buckets": buckets, "_place_of": {}, "_hooks": [], "_known": [None] * len(self.params)}
+        return {
+            **vars(self),
+            "buckets": buckets,
+            "_place_of": {},
+            "_hooks": [],
+            "_known": [None] * len(self.params),
+            "_summed": set(),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -191,6 +210,16 @@ class GradReducer:
 
     # --- during the backward pass ---------------------------------------------------------------------
 
+    def coming(self, index: int) -> None:
+        """Note that a backward pass will add to a gradient.
+
+        If that is a sum over the tensor-parallel ranks, keep an equal share of it, because the shares are summed again.
+        """
+        known = self._known[index]
+        if index in self._summed and known is not None and known() is (grad := self.gradient(index)) is not None:
+            grad.div_(self.context.tp.degree)
+        self._summed.discard(index)
+
     def arrived(self, index: int) -> None:
         """Note that a backward pass has added to a parameter's gradient."""
         param = self.params[index]
@@ -202,6 +231,7 @@ class GradReducer:
         self._passes[index] += 1
         if not self.communicates:
             return
+        self._notice_the_end()
         bucket, _ = self._place_of[index]
         if bucket.pending is not None:
             bucket.dirty = True
@@ -210,6 +240,23 @@ class GradReducer:
             while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
                 self._launch(self.buckets[self._next])
                 self._next += 1
+
+    def _notice_the_end(self) -> None:
+        """Have the end of the running backward pass call :meth:`_ended`, once."""
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._task):  # -1: the hook was called by hand
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._ended)  # pyright: ignore
+
+    def _ended(self) -> None:
+        self._ends += 1
+        if self._ends == self._expected_ends:
+            self._launch_rest()
+
+    def _launch_rest(self) -> None:
+        for bucket in self.buckets[self._next :]:
+            self._launch(bucket)
+        self._next = len(self.buckets)
 
     def _launch(self, bucket: Bucket) -> None:
         if bucket.flat is None:
@@ -233,28 +280,29 @@ class GradReducer:
         known, grad = self._known[index], self.gradient(index)
         return self._passes[index] > 0 or (grad is not None and (known is None or known() is not grad))
 
-    def settle(self) -> None:
-        """Mark the current gradients as processed."""
+    def settle(self, summed: Collection[int] = ()) -> None:
+        """Mark the current gradients as processed. Those at ``summed`` are sums over the tensor-parallel ranks now."""
+        self._summed |= set(summed)
         grads = [self.gradient(index) for index in range(len(self.params))]
         self._known = [None if grad is None else weakref.ref(grad) for grad in grads]
         if any(self._passes):
             self._silent = [passes == 0 for passes in self._passes]
         self._start_over()
 
-    def finish(self) -> tuple[list[bool], list[bool]]:
+    def finish(self, final: bool = False) -> tuple[list[bool], list[bool]]:
         """Reduce the remaining buckets and wait for all.
 
-        Returns for each parameter whether any rank has a gradient, and whether it is fresh on any rank. Afterwards each
+        Returns for each parameter whether any rank has a gradient, and whether it is fresh on any rank: with ``final``,
+        whether a backward pass added to it, because what replaces a final gradient is made of it. Afterwards each
         bucket's ``result`` is the average over the ranks. Every data-parallel rank must call it.
         """
         has = [self.gradient(index) is not None for index in range(len(self.params))]
-        fresh = [self.is_fresh(index) for index in range(len(self.params))]
+        fresh = [self._passes[i] > 0 if final else self.is_fresh(i) for i in range(len(self.params))]
         if not self.communicates:
             return has, fresh
-        for bucket in self.buckets[self._next :]:
-            self._launch(bucket)
+        self._launch_rest()
         changed = [bucket.dirty or self._modified(bucket) for bucket in self.buckets]
-        ours = torch.tensor([*changed, *has, *fresh, max(self._passes, default=1)], dtype=torch.int32)
+        ours = torch.tensor([*changed, *has, *fresh, max(self._passes, default=1), self._ends], dtype=torch.int32)
         agreed = comm.all_reduce(ours.to(self.buckets[0].device), self.context, "dp", "max").tolist()
         for bucket, again in zip(self.buckets, agreed, strict=False):
             assert bucket.pending is not None
@@ -264,8 +312,8 @@ class GradReducer:
                 bucket.result = bucket.pending.wait()
             bucket.result.mul_(1.0 / self.degree)
             bucket.pending = None
-        self._expected = max(1, agreed[-1])
-        flags = [bool(flag) for flag in agreed[len(self.buckets) : -1]]
+        self._expected, self._expected_ends = (max(1, count) for count in agreed[-2:])
+        flags = [bool(flag) for flag in agreed[len(self.buckets) : -2]]
         return flags[: len(self.params)], flags[len(self.params) :]
 
     def averaged(self, index: int, start: int, stop: int) -> Tensor | None:
@@ -290,7 +338,7 @@ class GradReducer:
 
     def _start_over(self) -> None:
         self._passes = [0] * len(self.params)
-        self._next = 0
+        self._next = self._ends = 0
         for bucket in self.buckets:
             self._empty(bucket)
 
@@ -300,10 +348,12 @@ class GradReducer:
         bucket.pending, bucket.dirty, bucket.seen = None, False, []
 
 
-def _hook(reducer: weakref.ref[GradReducer], index: int) -> Callable[[Tensor], None]:
+def _hook(
+    reducer: weakref.ref[GradReducer], method: Callable[[GradReducer, int], None], index: int
+) -> Callable[[Tensor], None]:
     def hook(_: Tensor) -> None:
         alive = reducer()
         if alive is not None:
-            alive.arrived(index)
+            method(alive, index)
 
     return hook

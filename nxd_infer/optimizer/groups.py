@@ -46,18 +46,19 @@ def checked_norm(name: str, norm: Any) -> float:
     return float(Option(1.0, "", NORM).checked(name, norm, ParallelConfigError))
 
 
-def parameter_groups(parameters: Parameters) -> list[dict[str, Any]]:
+def parameter_groups(parameters: Parameters, may_be_empty: bool = False) -> list[dict[str, Any]]:
     """Return parameter groups with lists of tensors, and their names, if given, under ``param_names``.
 
+    ``may_be_empty``: a pipeline stage may train nothing, where others do.
     Raises ParallelConfigError or, as PyTorch does, TypeError and ValueError for anything else.
     """
     if isinstance(parameters, Tensor | dict):
         what = "tensor" if isinstance(parameters, Tensor) else "dict"
         raise TypeError(f"an optimizer takes an iterable of parameters or of groups, not one {what}")
     listed = _in_order(parameters)
-    if not listed:
+    if not listed and not may_be_empty:
         raise ValueError("the optimizer got an empty parameter list")
-    groups: list[Any] = listed if isinstance(listed[0], dict) else [{"params": listed}]
+    groups: list[Any] = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     return [_group(group) for group in groups]
 
 

@@ -99,7 +99,7 @@ class NxDOptimizer(OptimizerWrapper):
         self.names: list[str] = []
         """Names of the trained parameters, in order."""
         self._reducer = GradReducer([], current_context(), cap_mb=bucket_cap_mb)
-        groups = parameter_groups(parameters)
+        groups = parameter_groups(parameters, may_be_empty=current_context().pp.degree > 1)
         require_once(groups)
         super().__init__(groups, dict(self._options))
         if not lazy_init:
@@ -249,8 +249,9 @@ class NxDOptimizer(OptimizerWrapper):
             )
         if self._final and not any(self._reducer.is_fresh(index) for index in range(len(self._params))):
             return
-        present, fresh = self._reducer.finish()
+        present, fresh = self._reducer.finish(final=self._final)
         partial: list[Tensor] = []
+        own: list[int] = []
         self.refresh_pieces()
         for piece in self.pieces:
             source = self._reducer.gradient(piece.index)
@@ -267,8 +268,11 @@ class NxDOptimizer(OptimizerWrapper):
                 and (fresh[piece.index] or source is None or grad.data_ptr() != source.data_ptr())
             ):
                 partial.append(grad)
+                source = self._reducer.gradient(piece.index)
+                if source is not None and source.data_ptr() == grad.data_ptr():
+                    own.append(piece.index)
         gradients.sum_over_tp(partial, self.context)
-        self._reducer.settle()
+        self._reducer.settle(summed=own)
         self._final = True
 
     def _average(self, piece: Piece) -> Tensor | None:

@@ -21,6 +21,7 @@ from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout.merge import owned_blocks
 from nxd_infer.layout.params import ParamLayout
+from nxd_infer.util.devices import transport_device
 
 __all__ = [
     "allreduce_sequence_parallel_gradients",
@@ -124,7 +125,7 @@ def _local_norm(shares: Sequence[Share], p: float, wide: bool) -> Tensor:
     parts = [part for share in shares for part in _counted(share)]
     if not parts:
         kind = torch.float64 if wide else torch.float32
-        return torch.zeros((), dtype=kind, device=shares[0].grad.device if shares else None)
+        return torch.zeros((), dtype=kind, device=shares[0].grad.device if shares else transport_device())
     norms: list[Tensor] = []
     if wide:
         norms = [torch.linalg.vector_norm(part, p, dtype=torch.float64) for part in parts]
@@ -191,7 +192,7 @@ def clip_with_norm(grads: Iterable[Tensor], max_norm: float, norm: Tensor) -> No
 def nonfinite(shares: Sequence[Share | None], context: ParallelContext, *, zero1: bool = False) -> list[int]:
     """Return the indices in ``shares`` whose gradient is NaN or infinite on any rank; the same on every rank."""
     flags = [0 if share is None or bool(torch.isfinite(_values(share.grad)).all()) else 1 for share in shares]
-    device = next((share.grad.device for share in shares if share is not None), None)
+    device = next((share.grad.device for share in shares if share is not None), transport_device())
     found = torch.tensor(flags, dtype=torch.int32, device=device)
     for axis in ("tp", "dp") if zero1 else ("tp",):
         found = comm.all_reduce(found, context, axis, "max")

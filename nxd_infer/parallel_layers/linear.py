@@ -171,7 +171,7 @@ class RowParallelLinear(ParallelLayer):
         input_is_parallel: ``x`` is already this rank's piece, the output of a column-parallel layer.
         sequence_parallel_enabled: return this rank's piece of the sequence (a reduce-scatter instead of an
             all-reduce). Needs ``input_is_parallel=True``.
-        reduce_output: False returns this rank's partial sum; then there must be no bias to add.
+        reduce_output: False returns this rank's partial sum, of the whole sequence; there must be no bias to add then.
         reduce_dtype: the results are summed over ranks in this dtype and cast back (float64 stays float64).
         input_plan: how the inputs are placed on the ranks; the ``output_plan`` of the layer before.
     """
@@ -273,9 +273,10 @@ class RowParallelLinear(ParallelLayer):
             return (y, self.bias) if self.skip_bias_add else y
         y, bias = F.linear(x, weight), self.bias
         if self.sequence_parallel_enabled:
-            y = mappings.reduce_scatter_to_sequence_parallel_region(
-                y, self.sequence_dimension, reduce_dtype=self.reduce_dtype, **here
-            )
+            if self.reduce_output:
+                y = mappings.reduce_scatter_to_sequence_parallel_region(
+                    y, self.sequence_dimension, reduce_dtype=self.reduce_dtype, **here
+                )
             if bias is not None:  # each rank adds it to its own positions only, so its gradients must be summed
                 bias = mappings.copy_to_tensor_model_parallel_region(bias, reduce_dtype=self.reduce_dtype, **here)
         elif self.reduce_output:

@@ -7,7 +7,8 @@ The default generator is the shared stream; inside ``get_xla_rng_tracker().fork(
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
 
 import torch
 
@@ -56,12 +57,34 @@ class RNGStatesTracker:
         """Start a stream. Raises ParallelConfigError if the name is taken."""
         if name in self._states:
             raise ParallelConfigError(f"a random stream {name!r} already exists; reset() removes all streams")
+        self._seeds[name] = seed
+        self._start(name, seed)
+
+    def _start(self, name: str, seed: int) -> None:
         outside = _state()
         torch.default_generator.manual_seed(seed)
         if len(outside) > 1:  # torch.manual_seed() would seed CUDA for good where it has not come up yet
             seed_accelerator(seed)
-        self._states[name], self._seeds[name] = _state(), seed
+        self._states[name] = _state()
         _restore(outside)
+
+    @contextlib.contextmanager
+    def reseeded(self) -> Iterator[Callable[[str], None]]:
+        """Inside the block, calls of the result start all streams from a text; afterwards they go on as before.
+
+        Streams that differ, in this process or between ranks, start differently.
+        """
+        before = self.get_states()
+        keys = {name: blake2b(bytes(states[0].tolist())).digest() for name, states in before.items()}
+
+        def start(text: str) -> None:
+            for name, key in keys.items():
+                self._start(name, seed_of(text, key))
+
+        try:
+            yield start
+        finally:
+            self.set_states(before)
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
@@ -79,6 +102,11 @@ class RNGStatesTracker:
         finally:
             self._states[name] = _state()
             _restore(outside)
+
+
+def seed_of(text: str, key: bytes = b"") -> int:
+    """Return a seed that depends on all of ``text`` and ``key``."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8, key=key).digest(), "big")
 
 
 _tracker = RNGStatesTracker()

@@ -13,6 +13,7 @@ import ctypes
 import mmap
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,13 +69,20 @@ def _expected(make: Make, options: PipelineOptions, pp: Axis) -> Expected | None
 
 def _own_part(make: Make, expected: Expected) -> nn.Module | None:
     freeing, number = _FreeingOthers(), iter(expected)
+    kept: dict[int, weakref.ref[nn.Parameter]] = {}
+    """This rank's parameters, by the address of their memory, which they may share with those of others."""
 
     def registered(parameter: nn.Parameter) -> None:
         shape, other = next(number, (None, False))
+        address = parameter.untyped_storage().data_ptr()
         if other and parameter.shape == shape:
+            if address in kept and kept[address]() is not None:
+                raise _Needed
             freeing.add(parameter)
         elif freeing.has(parameter):
             raise _Needed
+        else:
+            kept[address] = weakref.ref(parameter)
 
     try:
         with _registering(registered), freeing:

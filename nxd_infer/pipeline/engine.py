@@ -8,6 +8,7 @@ backward pass. So a tied weight is one parameter of one rank.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +19,13 @@ from torch import Tensor, nn
 
 from nxd_infer.comm.overlapped import Pending
 from nxd_infer.context import ParallelContext
+from nxd_infer.parallel_layers.random import get_xla_rng_tracker
 from nxd_infer.pipeline.deferred import DeferredWeights, Late, finish
 from nxd_infer.pipeline.messages import messages_for
 from nxd_infer.pipeline.passes import Forward, Pass, run_backward
 from nxd_infer.pipeline.plan import Output, Plan
 from nxd_infer.pipeline.schedule import Action, Span
-from nxd_infer.pipeline.shapes import Shape
+from nxd_infer.pipeline.shapes import Shape, has_gradient
 from nxd_infer.pipeline.stage import Stage, Weight, calling, own_forward, shadowed
 
 LOOKAHEAD = 2
@@ -40,8 +42,8 @@ class Step:
     calls: Sequence[Callable[[], Any]]
     """For each microbatch: the forward of the model on it."""
     loss_of: Callable[[Any], Tensor]
-    weights: Tensor
-    """Of each microbatch's loss, [microbatches]."""
+    weights: Sequence[float]
+    """Of each microbatch's loss."""
     seed: int | None
 
 
@@ -76,7 +78,9 @@ class Engine:
         self.messages.before(0)
         in_parts = any(action.late for action in self.actions)
         linears = self._weights.linears() if in_parts else contextlib.nullcontext()
-        with shadowed(self._loans.places()), calling(self._forward.directed(modules)), linears:
+        streams = get_xla_rng_tracker().reseeded() if self.step.seed is not None else contextlib.nullcontext()
+        with shadowed(self._loans.places()), calling(self._forward.directed(modules)), linears, streams as start:
+            self._forward.start_streams = start or self._forward.start_streams
             for number, action in enumerate(self.actions):
                 self.messages.before(number)
                 for ahead in self.actions[number : number + LOOKAHEAD + 1]:
@@ -104,7 +108,7 @@ class Engine:
     def _run_forward(self, action: Action, received: dict[Output, Tensor]) -> None:
         if self.training:
             for tensor in received.values():
-                tensor.requires_grad_(tensor.dtype.is_floating_point)
+                tensor.requires_grad_(has_gradient(tensor.dtype))
         at = Pass(action.stage, action.microbatch, received)
         self._forward.run(at, self.step.calls[action.microbatch], self.step.loss_of)
         if at.loss is not None:
@@ -144,7 +148,7 @@ class Engine:
         if not action.backward:
             return list(self.plan.handed[action.stage])
         handed = self.plan.handed[action.stage + 1] if action.stage < self._last else ()
-        return [output for output in handed if self.plan.shape(output).dtype.is_floating_point]
+        return [output for output in handed if has_gradient(self.plan.shape(output).dtype)]
 
     def _tag(self, action: Action, place: int) -> int:
         several = max((len(handed) for handed in self.plan.handed), default=0) + 1
@@ -200,6 +204,8 @@ class _Loans:
         self.users = users
         self.weights = [self.stage.weights[name] for name, _ in users]
         self.borrowed: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
+        """Gradients of what is borrowed, over the microbatches."""
         self.sent: list[Pending] = []
         self._coming: dict[tuple[str, int], Pending] = {}
         self._taken: set[tuple[str, int]] = set()
@@ -229,10 +235,18 @@ class _Loans:
             tensor = Shape(weight.shape, weight.dtype).zeros() if coming is None else coming.wait()
             tensor = nn.Parameter(tensor, False) if weight.parameter else tensor
             if coming is not None:
-                tensor.requires_grad_(self.engine.training and weight.dtype.is_floating_point and weight.parameter)
+                tensor.requires_grad_(self.engine.training and has_gradient(weight.dtype) and weight.parameter)
+                if tensor.requires_grad:
+                    tensor.register_post_accumulate_grad_hook(functools.partial(self._add, weight.name))
                 self.borrowed[weight.name] = tensor
             found += [(self.stage.find(path), name, tensor) for path, name in weight.places]
         return found
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        """Sum in at least float32, as the owner may: each microbatch would round the sum of all before it."""
+        assert tensor.grad is not None
+        gradient, tensor.grad = tensor.grad.to(torch.promote_types(tensor.dtype, torch.float32)), None
+        self._sums[name] = self._sums[name].add_(gradient) if name in self._sums else gradient
 
     def _tag_back(self, name: str, rank: int) -> int:
         return self.engine.first_free_tag + len(self.users) + list(self.users).index((name, rank))
@@ -241,7 +255,7 @@ class _Loans:
         """After pass ``number`` of this rank: begin to send the gradients of what is not needed any more."""
         for name, tensor in self.borrowed.items():
             if tensor.requires_grad and self._last_use[name] == number:
-                gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                gradient = self._sums[name].to(tensor.dtype) if name in self._sums else torch.zeros_like(tensor)
                 owner = self._owner(self.stage.weights[name])
                 tag = self._tag_back(name, self.stage.rank)
                 self.sent.append(self.messages.send(gradient.contiguous(), owner, tag))
@@ -260,8 +274,8 @@ class _Loans:
         found: dict[Tensor, Tensor] = {}
         for (name, rank), stages in list(self.users.items()):
             weight = self.stage.weights[name]
-            floating = weight.parameter and weight.dtype.is_floating_point
-            if not floating or not self.stage.owns(weight) or (name, rank) in self._taken or not wanted(weight, stages):
+            trained = weight.parameter and has_gradient(weight.dtype)
+            if not trained or not self.stage.owns(weight) or (name, rank) in self._taken or not wanted(weight, stages):
                 continue
             self._taken.add((name, rank))
             made = Shape(weight.shape, weight.dtype).empty()

@@ -149,12 +149,8 @@ class NxDPPModel(NxDModel):
 
     def run_eval(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of a batch in evaluation mode, without gradients; otherwise as :meth:`run_train`."""
-        training = self.module.training
-        self.eval()
-        try:
+        with self._evaluating():
             return self._run(args, kwargs, train=False)
-        finally:
-            self.train(training)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> Any:
         inputs = named_inputs(self.stage.module, self.options.input_names, args, kwargs)

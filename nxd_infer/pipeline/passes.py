@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from nxd_infer.errors import InputMismatchError, ParallelConfigError
-from nxd_infer.pipeline.plan import Output, Plan
+from nxd_infer.parallel_layers.random import seed_of
+from nxd_infer.pipeline.plan import Output, Plan, leaves_of
+from nxd_infer.pipeline.shapes import has_gradient
 
 
 class StageEnd(BaseException):
@@ -27,7 +28,7 @@ class Pass:
     stage: int
     microbatch: int
     received: dict[Output, Tensor]
-    """What the stage before handed over; for training, floating values require gradients."""
+    """What the stage before handed over; for training, all but integers require gradients."""
     produced: dict[Output, Tensor] = field(default_factory=dict)
     """Outputs of this stage that the next one is handed."""
     loss: Tensor | None = None
@@ -60,7 +61,9 @@ class Forward:
     def __init__(self, plan: Plan):
         self.plan = plan
         self.seed: int | None = None
-        """Of the step; None draws from the generator as it is."""
+        """Of the step; None draws from the generators as they are."""
+        self.start_streams: Callable[[str], None] = lambda _: None
+        """Of a tensor-parallel rank's own streams; see :class:`~nxd_infer.parallel_layers.random.RNGStatesTracker`."""
         self._at: Pass | None = None
         self._number = 0
         self._inside = False
@@ -143,12 +146,13 @@ class Forward:
     def _reseed(self, number: int, after: bool) -> None:
         """Make random numbers those of this call of this microbatch, whatever the stages and the schedule are."""
         if self.seed is not None and self._at is not None:
-            text = f"{self.seed} {self._at.microbatch} {number} {after}".encode()
-            torch.default_generator.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big"))
+            text = f"{self.seed} {self._at.microbatch} {number} {after}"
+            torch.default_generator.manual_seed(seed_of(text))
+            self.start_streams(text)
 
 
 def run_backward(
-    at: Pass, weight: Tensor | None, gradients: Mapping[Output, Tensor], more: Mapping[Tensor, Tensor]
+    at: Pass, weight: float | None, gradients: Mapping[Output, Tensor], more: Mapping[Tensor, Tensor]
 ) -> dict[Output, Tensor]:
     """Run the backward of a pass; return the gradients of what it had received.
 
@@ -158,14 +162,17 @@ def run_backward(
     roots: list[tuple[Tensor, Tensor]] = list(more.items())
     if at.loss is not None and at.loss.requires_grad:
         assert weight is not None
-        roots.append((at.loss, weight.to(at.loss.dtype).expand(at.loss.shape)))
+        if weight:
+            roots.append((at.loss, torch.full_like(at.loss, weight)))
+        else:  # no targets: a mean over none has gradients of NaN, and zero times NaN is NaN
+            roots += [(leaf, torch.zeros_like(leaf)) for leaf in leaves_of(at.loss)]
     roots += [(at.produced[output], g) for output, g in gradients.items() if output in at.produced]
     roots = [(tensor, gradient) for tensor, gradient in roots if tensor.requires_grad]
     if roots:
         torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
     found: dict[Output, Tensor] = {}
     for output, tensor in at.received.items():
-        if not tensor.dtype.is_floating_point:
+        if not has_gradient(tensor.dtype):
             continue
         parts = [part for part in (tensor.grad, gradients.get(output)) if part is not None]
         found[output] = torch.zeros_like(tensor) if not parts else parts[0] if len(parts) == 1 else parts[0] + parts[1]

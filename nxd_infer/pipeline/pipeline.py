@@ -110,12 +110,14 @@ class Pipeline:
             drawn = self._meet(inputs, train)
             parts = split_batch(inputs, self.options.num_microbatches)
             plan, counter = self._plan_for(parts[0], training)
-            weights = loss_weights(parts, counter).to(transport_device())
+            weights = loss_weights(parts, counter)
             actions = self._actions if train else forward_only(self._actions)
             seed = drawn if training else None
             with torch.random.fork_rng(devices=[], enabled=seed is not None):
                 losses = self._steps(plan, actions, parts, weights, seed)
-        return losses @ weights, list(losses)
+        weights = weights.to(losses.device)
+        # A mean over no target is NaN, and has no part in that of the batch.
+        return losses.masked_fill(weights == 0, 0) @ weights, list(losses)
 
     def _steps(
         self,
@@ -126,11 +128,11 @@ class Pipeline:
         seed: int | None,
     ) -> Tensor:
         calls = [lambda part=part: self._call(**part) for part in parts]
-        step = Step(plan, actions, calls, self._loss_of, weights, seed)
+        step = Step(plan, actions, calls, self._loss_of, weights.tolist(), seed)
         engine = Engine(self.stage, self.context, step)
         try:
             found = engine.run()
-            losses = torch.zeros(len(parts), dtype=torch.float64, device=weights.device)
+            losses = torch.zeros(len(parts), dtype=torch.float64, device=transport_device())
             for number, loss in found.items():
                 losses[number] = loss.reshape(())
             last = self.stage.rank_of(self.stage.units.stages - 1)

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.modules.stand_in import hidden_of, named_modules_of_all
-from nxd_infer.pipeline.shapes import Shape, run_without_values, unchanged
+from nxd_infer.pipeline.shapes import Shape, has_gradient, run_without_values, unchanged
 from nxd_infer.pipeline.stage import Stage, calling, own_forward, shadowed
 
 Output = tuple[int, int]
@@ -86,6 +86,23 @@ def make_plan(stage: Stage, call: Callable[[], Any], loss_of: Callable[[Any], Te
     """
     with unchanged(module for _, module, _ in named_modules_of_all(stage.module)):
         return _Planner(stage).plan(call, loss_of)
+
+
+def leaves_of(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that a backward pass from ``tensor`` gives a gradient to."""
+    if tensor.grad_fn is None:
+        return [tensor] if tensor.requires_grad else []
+    found, seen, waiting = [], set(), [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.append(variable)
+        waiting += [following for following, _ in node.next_functions]
+    return found
 
 
 class _Origin(NamedTuple):
@@ -152,7 +169,7 @@ class _Planner:
         for weight in self.stage.weights.values():
             zeros = Shape(weight.shape, weight.dtype).zeros()
             zeros = nn.Parameter(zeros, False) if weight.parameter else zeros
-            if weight.dtype.is_floating_point:
+            if has_gradient(weight.dtype):
                 zeros.requires_grad_()
                 self.sources[id(zeros)] = (zeros, weight.name)
             self.tags[zeros] = {weight.name}
@@ -160,7 +177,7 @@ class _Planner:
                 yield self.stage.find(path), name, zeros
 
     def _source(self, tensor: Tensor, tag: Tag) -> Tensor:
-        made = tensor.detach().requires_grad_(tensor.dtype.is_floating_point)
+        made = tensor.detach().requires_grad_(has_gradient(tensor.dtype))
         self.sources[id(made)] = (made, tag)
         self.tags[made] = {tag}
         return made
@@ -168,21 +185,7 @@ class _Planner:
     def tags_of(self, tensor: Tensor) -> set[Tag]:
         """Return what a tensor was computed from: as seen here, and as autograd has it (custom functions)."""
         found: set[Tag] = set(self.tags.get(tensor, ()))
-        if not tensor.requires_grad:
-            return found
-        if tensor.grad_fn is None:
-            return found | {self.sources[id(tensor)][1]} if id(tensor) in self.sources else found
-        seen, waiting = set(), [tensor.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            variable = getattr(node, "variable", None)
-            if variable is not None and id(variable) in self.sources:
-                found.add(self.sources[id(variable)][1])
-            waiting += [following for following, _ in node.next_functions]
-        return found
+        return found | {self.sources[id(leaf)][1] for leaf in leaves_of(tensor) if id(leaf) in self.sources}
 
     def need(self, values: Any, stage: int) -> None:
         """Note that ``stage`` needs all that ``values`` were computed from."""

@@ -17,6 +17,11 @@ from nxd_infer.util.devices import transport_device
 Like = Callable[[Tensor], Tensor]
 
 
+def has_gradient(dtype: torch.dtype) -> bool:
+    """Return whether values of ``dtype`` have gradients."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 @dataclass(frozen=True)
 class Shape:
     """A tensor without its values."""
@@ -43,14 +48,16 @@ def run_without_values(
     kwargs: dict[str, Any],
     noted: Callable[[Tensor], object],
 ) -> tuple[Any, list[Tensor]]:
-    """Run a unit's ``forward`` on the meta device; where something in it cannot run there, on zeros.
+    """Run a unit's ``forward`` on the meta device; where something in it cannot run there, or under autocast, which the
+    meta device does not have, on zeros.
 
     ``noted`` gets each tensor that takes the place of one that the unit is given or has. What the unit puts into its
     attributes, lists and dicts stays there: see :func:`unchanged`.
 
     Returns what the forward returns, and the tensors that it changes in place, as they were given.
     """
-    for like in (_on_meta, _zeros):
+    cast = torch.is_autocast_enabled(transport_device().type)
+    for like in (_zeros,) if cast else (_on_meta, _zeros):
         before, taken = _Held(module.modules()), _Places(like, noted)
         try:
             with torch.no_grad():

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nxd_infer.errors import ParallelConfigError
+from nxd_infer.modules.stand_in import modules_of_all
 from nxd_infer.modules.transformer_layers import class_names, transformer_layers
 from nxd_infer.parallel_layers.random import get_xla_rng_tracker
 
@@ -55,9 +56,9 @@ def _streams_as_now() -> tuple[contextlib.AbstractContextManager, contextlib.Abs
 
 
 def apply_activation_checkpoint(model: nn.Module, config: Any, pipeline_config: Mapping[str, Any] | None = None) -> int:
-    """Checkpoint modules of ``model`` as ``activation_checkpoint_config`` says; return their number.
+    """Checkpoint modules of ``model`` as ``activation_checkpoint_config`` says; return their number on this rank.
 
-    Raises ParallelConfigError if there is none: the class is not in the model, or "full" finds no layers.
+    Raises ParallelConfigError if no pipeline rank has one: the class is not in the model, or "full" finds no layers.
     """
     if config is None:
         return 0
@@ -65,12 +66,14 @@ def apply_activation_checkpoint(model: nn.Module, config: Any, pipeline_config: 
         chosen = transformer_layers(model, (pipeline_config or {}).get("transformer_layer_cls"))
     else:
         classes = tuple(config) if isinstance(config, list | tuple) else (config,)
-        chosen = [module for module in model.modules() if isinstance(module, classes)]
+        chosen = [module for module in modules_of_all(model) if isinstance(module, classes)]
         if not chosen:
             names = ", ".join(cls.__name__ for cls in classes)
             raise ParallelConfigError(
                 f"activation_checkpoint_config: the model has no {names}; its classes are {class_names(model)}"
             )
+    here = {id(module) for module in model.modules()}
+    chosen = [module for module in chosen if id(module) in here]
     for module in chosen:
         if not isinstance(module.__dict__.get("forward"), _Recomputed):
             module.forward = _Recomputed(module)

@@ -12,6 +12,7 @@ from torch import nn
 
 from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import ParallelConfigError
+from nxd_infer.modules.stand_in import StandIn
 from nxd_infer.parallel_layers.sequence_parallel import build_sequence_parallel, is_sequence_parallel_model
 from nxd_infer.parallel_state import move_model_to_device
 from nxd_infer.pipeline.build import build_stage
@@ -58,7 +59,8 @@ def build_model(
                     fill_modules(model, fill)
             move_to_transport(model)
     assert model is not None
-    if config.sequence_parallel and context.tp.degree > 1 and not is_sequence_parallel_model(model):
+    wholes = [model, *(one.hidden for one in model.modules() if isinstance(one, StandIn))]
+    if config.sequence_parallel and context.tp.degree > 1 and not any(map(is_sequence_parallel_model, wholes)):
         raise ParallelConfigError(
             "sequence_parallel=True, but no layer of the model has sequence_parallel_enabled=True: pass it to its "
             "parallel layers and norms (see nxd_infer.parallel_layers.sequence_parallel), or leave the option out"

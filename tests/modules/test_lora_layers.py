@@ -18,6 +18,7 @@ from nxd_infer.modules.lora.base import LoraLayer
 from nxd_infer.modules.lora.layers import lora_layer
 from nxd_infer.modules.qkv_linear import PARTS, GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, mappings
+from nxd_infer.parallel_layers.layer_norm import mark_sequence_parallel
 from tests.parallel_layers.compare import LIMITS, error, failures, own_part, piece
 from tests.ranks import run_ranks
 
@@ -170,6 +171,14 @@ def embedding_cases(dtype: torch.dtype) -> Found:
         compare_embedding(found, name, base, rows if sequence else whole)
     torch.manual_seed(7)
     compare_embedding(found, "plain embedding", nn.Embedding(12, 8, 2, dtype=dtype), whole)
+    base = nn.Embedding(12, 8, 2, dtype=dtype)  # of positions, say, each rank looking its own up
+    mark_sequence_parallel(base.weight)
+    layer, factors = adapted(base)
+    (a, b), weights = factors[""], random(ROWS, 2, 8, dtype=dtype)
+    ids = torch.arange(ROWS * 2).view(ROWS, 2) % 12
+    (layer(rows(ids)) * rows(weights)).sum().backward()
+    (CONFIG.scaling * F.linear(F.embedding(ids, a, 2), b) * weights).sum().backward()
+    compare_factors(found, "plain embedding sequence", layer, factors)
     return found
 
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import nxd_infer as nxd
 from nxd_infer import parallel_state
-from nxd_infer.context import LOCAL, current_context, use_context
+from nxd_infer.context import LOCAL, current_context, make_context, use_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import shard_state_dict, weight_layout
+from nxd_infer.parallel_layers import grads
 from nxd_infer.parallel_layers.grads import clip_grad_norm, counted_spans, get_grad_norm
 from tests.ranks import run_ranks
 from tests.trainer.models import MLP, decoder
@@ -172,3 +173,20 @@ def test_first_owners_count():
     assert kv == (((0, 256),), (), ((0, 256),), ())
     assert norms_ == (((0, 32),), (), (), ())
     assert heads == (((0, 512),),) * 4  # filling has no gradient, so it may be counted
+
+
+@pytest.mark.check
+def test_a_rank_without_gradients_takes_part_on_its_device(monkeypatch: pytest.MonkeyPatch):
+    """As a stage whose weights are all frozen: NCCL does not take the host's tensors."""
+    seen: list[str] = []
+
+    def all_reduce(x: Tensor, *_: Any) -> Tensor:
+        seen.append(x.device.type)
+        return torch.zeros(x.shape, dtype=x.dtype)
+
+    monkeypatch.setattr(grads, "transport_device", lambda: torch.device("meta"), raising=False)
+    monkeypatch.setattr(grads.comm, "all_reduce", all_reduce)
+    context = make_context(2, 0, tp=2)
+    grads.total_norm([], 2.0, context)
+    grads.nonfinite([None], context)
+    assert seen == ["meta"] * 3

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from nxd_infer.context import current_context
 from nxd_infer.layout import AxisPlan
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
-from nxd_infer.parallel_layers import ColumnParallelLinear, OutputChannelParallelConv2d, RowParallelLinear
+from nxd_infer.parallel_layers import ColumnParallelLinear, OutputChannelParallelConv2d, RowParallelLinear, mappings
 from tests.parallel_layers.compare import LIMITS, error, failures, own_part, piece
 from tests.ranks import run_ranks
 
@@ -116,6 +116,13 @@ def sequence_cases(dtype: torch.dtype) -> dict[str, float]:
             compare_parameters(found, f"{name} up", up, first)
             compare_parameters(found, f"{name} down", down, second)
         gathered = column(dtype, True, gather_output=True, sequence_parallel_enabled=True, sequence_dimension=dim)
+        alone = row(dtype, False, input_is_parallel=True, reduce_output=False, **options)
+        parts, whole_y = alone(piece(random(*shape, OUT, dtype=dtype), -1)), plain(dtype, False, OUT, IN)
+        expected = whole_y(random(*shape, OUT, dtype=dtype))
+        summed = mappings.reduce_from_tensor_model_parallel_region(parts)
+        found[f"sequence dim={dim} partial"] = (
+            error(summed, expected) if parts.shape == expected.shape else float("inf")
+        )
         found[f"sequence dim={dim} gathered"] = error(gathered(piece(whole, at)), plain(dtype, True)(whole))
     return found
 

@@ -115,7 +115,18 @@ class Reading(Restless):
         super().__init__(True)
 
 
-@pytest.mark.parametrize("make", [Copied, assigned])
+class Parts(nn.Module):
+    """All weights are parts of one tensor, so they have one memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
+        for layer, part in zip(self.layers, torch.randn(4, 128, 128), strict=True):
+            layer.weight = nn.Parameter(part)
+        self.last = nn.Linear(128, 3)
+
+
+@pytest.mark.parametrize("make", [Copied, assigned, Parts])
 def test_what_needs_other_ranks_values_is_built_whole(make: Callable[[], nn.Module]):
     torch.manual_seed(5)
     wanted = make().state_dict()

@@ -31,6 +31,10 @@ class Tagger(nn.Module):
         losses = F.cross_entropy(logits, labels, reduction="none")
         if self.kind == "over all":
             return losses.mean()
+        if self.kind == "masked":
+            return (F.cross_entropy(logits, labels.clamp(min=0), reduction="none") * (labels != -100)).sum() / (
+                labels != -100
+            ).sum()
         return losses.sum() / (labels != -100).sum()
 
 
@@ -56,6 +60,23 @@ def test_the_mean_is_the_models_own(kind: str, count: int):
     assert float(pipelined.run_train(**inputs)) == pytest.approx(float(loss.detach()), rel=1e-12)
     torch.testing.assert_close(model.layer.weight.grad, wanted, rtol=1e-10, atol=1e-14)
     assert float(pipelined.run_eval(**inputs)) == pytest.approx(float(loss.detach()), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["this", "next", "masked"])
+def test_a_microbatch_without_targets(kind: str):
+    """Its own mean is NaN; that of the batch is not, nor are the gradients."""
+    model, inputs = Tagger(kind).double(), batch()
+    inputs["x"], inputs["labels"][:2] = inputs["x"].double(), -100
+    loss = model(**inputs)
+    loss.backward()
+    wanted = model.layer.weight.grad
+    model.zero_grad()
+    pipelined = NxDPPModel(model, num_microbatches=3)
+    assert float(pipelined.run_train(**inputs)) == pytest.approx(float(loss.detach()), rel=1e-12)
+    torch.testing.assert_close(model.layer.weight.grad, wanted, rtol=1e-10, atol=1e-14)
+    assert float(pipelined.run_eval(**inputs)) == pytest.approx(float(loss.detach()), rel=1e-12)
+    first, *others = NxDPPModel(model, num_microbatches=3, return_mb_loss=True).run_eval(**inputs)
+    assert first.isnan() and all(one > 0 for one in others)
 
 
 def test_classes_of_whole_rows():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from nxd_infer import parallel_state
 from nxd_infer.context import current_context
 from nxd_infer.errors import CollectiveError, InputMismatchError, ParallelConfigError
+from nxd_infer.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
 from nxd_infer.pipeline import NxDPPModel
 from nxd_infer.pipeline.stage import StandIn
 from nxd_infer.trainer import initialize_parallel_model, neuronx_distributed_config
@@ -109,6 +110,11 @@ def facade() -> list[str]:
     with torch.no_grad():
         torch.testing.assert_close(model.run_eval(**data()), whole.eval()(**data())["the_loss"])
     assert model.training and model.module.training
+    for block in (model.blocks[1], model.blocks[3]):  # one of them is of the other stage
+        block.dropout.eval()
+    model.run_eval(**data())
+    assert not (model.blocks[1].dropout.training or model.blocks[3].dropout.training)
+    assert model.blocks[1].training and model.blocks[2].dropout.training and model.between.training
     parts = [whole(*(t.chunk(4)[i] for t in data().values()))["the_loss"].detach() for i in range(4)]
     several = residual(return_mb_loss=True).run_train(**data())
     torch.testing.assert_close(torch.stack(several), torch.stack(parts))
@@ -247,7 +253,17 @@ def test_two_stages():
 # --- dropout, adapters, data parallelism, a timeline ---------------------------------------------------------
 
 
-def dropped(stages: int, schedule: str | None, chunks: int) -> tuple[list[float], list[float], float]:
+class OwnDropout(nn.Dropout):
+    """Of a value that is split over the tensor-parallel ranks."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        with get_xla_rng_tracker().fork():
+            return super().forward(input)
+
+
+def dropped(
+    stages: int, schedule: str | None, chunks: int, own: bool = False
+) -> tuple[list[float], list[float], float]:
     """Losses of two steps with dropout, twice from one seed, and a random number drawn afterwards."""
     torch.set_default_dtype(F64)
     parallel_state.destroy_model_parallel()
@@ -255,6 +271,10 @@ def dropped(stages: int, schedule: str | None, chunks: int) -> tuple[list[float]
     found = []
     for _ in range(2):
         model = residual(0.4, schedule=schedule, virtual_pipeline_size=chunks)
+        for module in model.modules() if own else ():
+            if isinstance(module, nn.Dropout):
+                module.__class__ = OwnDropout
+        model_parallel_xla_manual_seed(7)
         torch.manual_seed(11 + current_context().rank)
         found.append([float(model.run_train(**data())) for _ in range(2)])
     return found[0], found[1], float(torch.rand(()))
@@ -270,6 +290,12 @@ def test_dropout_is_the_same_at_any_number_of_stages_and_with_any_schedule():
             assert once == again
             assert once == pytest.approx(first, rel=1e-12)
     assert len({number for _, _, number in of_four}) == 4, "ranks keep generators of their own"
+
+
+def test_dropout_of_a_ranks_own_stream_is_the_same_with_any_schedule():
+    (one, again), (other, _) = (run_ranks(dropped, 2, 2, None, chunks, True) for chunks in (1, 2))
+    assert one[0] == one[1] == again[0] and len(set(one[0])) == 2
+    assert other[0] == pytest.approx(one[0], rel=1e-12)
 
 
 def adapted() -> list[str]:

@@ -17,6 +17,7 @@ from nxd_infer.context import current_context
 from nxd_infer.errors import InputMismatchError, ParallelConfigError
 from nxd_infer.parallel_layers import ColumnParallelLinear
 from nxd_infer.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
+from nxd_infer.pipeline.stage import take_stage
 from nxd_infer.trainer import NxDModel
 from nxd_infer.trainer.activation_checkpoint import apply_activation_checkpoint, transformer_layers
 from nxd_models.llama.model import Attention, CausalLM, DecoderLayer, FeedForward
@@ -104,6 +105,18 @@ def test_run_train_finds_the_loss(how: str):
     assert model.run_eval(x) == 14 and model.weight.grad == 14 and model.training
     model.zero_grad()
     assert model.weight.grad is None
+
+
+def test_evaluation_leaves_each_module_in_its_mode():
+    """Such as a part of a model that is not trained."""
+    inner = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout(), nn.Linear(2, 1)))
+    model = wrapped(lambda: inner)
+    inner[1].eval()
+    model.run_eval(torch.ones(2))
+    assert [module.training for module in (model, inner, inner[0], *inner[1].modules())] == [True] * 3 + [False] * 3
+    model.eval()
+    model.run_eval(torch.ones(2))
+    assert not any(module.training for module in (model, *inner.modules()))
 
 
 @pytest.mark.check
@@ -225,6 +238,16 @@ def test_which_modules_are_checkpointed():
         transformer_layers(mlp(), "Layer")
     with pytest.raises(ParallelConfigError, match=r"the model has no Conv2d; its classes are .*DecoderLayer"):
         wrapped(llama, activation_checkpoint_config=nn.Conv2d)
+
+
+@pytest.mark.check
+def test_a_stage_without_layers_checkpoints_nothing():
+    """Such as one with the head alone: it does not fail where the other stages go on."""
+    stages = [take_stage(decoder("llama"), ["model.layers.1"], rank, 2).module for rank in range(2)]
+    for config, options in (("full", {"transformer_layer_cls": "DecoderLayer"}), (FeedForward, None)):
+        assert [apply_activation_checkpoint(stage, config, options) for stage in stages] == [2, 0]
+    with pytest.raises(ParallelConfigError, match=r"found no transformer layers of the class 'Layer', .*DecoderLayer"):
+        apply_activation_checkpoint(stages[1], "full", {"transformer_layer_cls": "Layer"})
 
 
 @pytest.mark.check

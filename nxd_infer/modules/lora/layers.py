@@ -57,11 +57,21 @@ class LoraEmbedding(LoraLayer):
     def __init__(self, base_layer: nn.Embedding, config: LoraConfig):
         super().__init__(base_layer, config)
         base, like = base_layer, base_layer.weight
+        self.summed = bool(getattr(like, "sequence_parallel_enabled", False))
         self.lora_A = _zero_table(base.num_embeddings, self.lora_rank, base.padding_idx, like)
-        self.lora_B = ReplicatedLinear(self.lora_rank, base.embedding_dim, nn.init.normal_, self.place, like)
+        self.lora_B = ReplicatedLinear(
+            self.lora_rank, base.embedding_dim, nn.init.normal_, self.place, like, self.summed
+        )
 
     def drop(self, x: Tensor) -> Tensor:
         return x
+
+    def update(self, x: Tensor) -> Tensor:
+        if not self.summed:
+            return super().update(x)
+        (context, axis), table = self.place, self.lora_A.get_parameter("weight")
+        table = mappings.copy_to_tensor_model_parallel_region(table, axis, context=context, reduce_dtype=torch.float32)
+        return self.lora_B(F.embedding(x, table, self.base_layer.padding_idx))
 
     def deltas(self) -> dict[str, Tensor]:
         return {"weight": self.scaling * self.wide(self.lora_A) @ self.wide(self.lora_B).T}
