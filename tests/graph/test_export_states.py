@@ -244,6 +244,31 @@ def test_decision_1_a_tensor_kept_outside_of_states_is_refused_by_name(where):
         lowered(Keeps(where), torch.ones(3))
 
 
+def test_recurrent_layers_keep_their_state_and_may_list_their_weights_anew(tmp_path):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.LSTM(3, 2, num_layers=2)
+            self.register_buffer("h", torch.zeros(2, 2))
+            self.register_buffer("c", torch.zeros(2, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, (self.h, self.c) = self.layer(x, (self.h, self.c))
+            return y
+
+    torch.manual_seed(0)
+    module, eager = Recurrent(), Recurrent()
+    eager.load_state_dict(module.state_dict())
+    entry, step = lowered(module, torch.ones(4, 3))
+    assert step.states == ["h", "c"] and len(entry.graph.weights) == 8
+    assert all(type(weight) is nn.Parameter for weight in module.layer._flat_weights)  # as it was before
+    run, _, _ = loaded(module, entry, tmp_path)
+    with torch.no_grad():
+        for seed in range(3):
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
+            assert torch.allclose(run([x])[0], eager(x), atol=1e-6)
+
+
 def test_a_number_that_changes_is_warned_of(caplog):
     class Counts(nn.Module):
         def __init__(self):
@@ -304,6 +329,23 @@ def test_an_input_that_the_model_changes_is_not_changed_for_the_caller(tmp_path)
     x = torch.zeros(3)
     assert torch.equal(run([x])[0], torch.ones(3))
     assert torch.equal(x, torch.zeros(3))
+
+
+def test_a_tensor_that_forward_makes_of_numbers_may_be_changed_there(tmp_path):
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            values = torch.tensor([1.0, 2.0, 3.0])
+            values[0] = x[0]
+            values[1:].mul_(2)
+            return values + x, torch.tensor([4.0, 5.0, 6.0]) * x
+
+    entry, step = lowered(Writes(), torch.ones(3))
+    assert not step.states
+    run, _, _ = loaded(Writes(), entry, tmp_path)
+    for value in (7.0, 8.0):  # the second call begins with the same numbers again
+        changed, kept = run([torch.full((3,), value)])
+        assert torch.equal(changed, torch.tensor([2 * value, 4 + value, 6 + value]))
+        assert torch.equal(kept, torch.tensor([4.0, 5.0, 6.0]) * value)
 
 
 class Hides(nn.Module):
