@@ -31,6 +31,7 @@ def functional(module: fx.GraphModule, states: int) -> fx.GraphModule:
             with graph.inserting_before(first):
                 value = call(graph, _COPY, place)
             place.replace_all_uses_with(value, delete_user_cb=lambda user, own=value: user is not own)
+            _exchange_fakes(place, value)
         values.append(value)
     output = output_of(graph)
     output.args = ((*output.args[0], *values),)
@@ -48,6 +49,7 @@ def in_place(module: fx.GraphModule, states: int) -> fx.GraphModule:
     computed: list[tuple[fx.Node, fx.Node]] = []
     for place, value in zip(placeholders(graph)[:states], results[count:], strict=True):
         if value.target is _COPY and value.args == (place,) and len(place.users) == 1:
+            _exchange_fakes(place, value)
             value.replace_all_uses_with(place)
             graph.erase_node(value)
         elif value is not place:
@@ -56,3 +58,8 @@ def in_place(module: fx.GraphModule, states: int) -> fx.GraphModule:
         for place, value in [(place, call(graph, _COPY, value)) for place, value in computed]:
             call(graph, aten.copy_.default, place, value)
     return module
+
+
+def _exchange_fakes(first: fx.Node, second: fx.Node) -> None:
+    """Exchange two equal nodes' fake tensors, so that they share memory with those of the nodes that now use them."""
+    first.meta["val"], second.meta["val"] = second.meta["val"], first.meta["val"]

@@ -77,7 +77,7 @@ def swapped(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[dict[s
             f"the model assigns {filled[0]!r} while it runs, which is None before: a state has one shape from the "
             "start; register it with its first value (zeros, say)"
         )
-    _compare(attributes, _attributes(module))
+    _compare(attributes, _attributes(module), {*slots, *(id(value) for _, _, _, value in expected)})
 
 
 def _join(path: str, name: str) -> str:
@@ -113,10 +113,16 @@ def _tensors_in(value: Any) -> list[Tensor]:
     return []
 
 
-def _compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Reject a tensor that was stored in an attribute, and warn about a changed number."""
+def _compare(before: Mapping[str, Any], after: Mapping[str, Any], own: set[int]) -> None:
+    """Reject a tensor that was stored in an attribute, and warn about a changed number.
+
+    An attribute may list the module's ``own`` tensors anew: a recurrent layer does (``nn.LSTM``) if they were replaced.
+    """
     for qualified, (child, name, value, held) in after.items():
         old = before.get(qualified, (child, name, None, []))
+        if value is not old[2] and len(held) == len(old[3]) > 0 and all(id(tensor) in own for tensor in held):
+            object.__setattr__(child, name, old[2])
+            continue
         known = {id(tensor) for tensor in old[3]}
         if any(id(tensor) not in known for tensor in held):
             if qualified in before:

@@ -46,7 +46,13 @@ def named_inputs(module: nn.Module, example: Any, where: str = "example_inputs")
         pairs = list(zip(names, values, strict=False))
     flat: dict[str, Tensor] = {}
     for name, value in pairs:
-        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+        leaves = pytree.tree_flatten_with_path(value)[0]
+        if not leaves:
+            raise TraceConfigError(
+                f"{where}: {name!r} is an empty {type(value).__name__}; only tensors are inputs of a traced model: "
+                "give the inputs by name and leave it out"
+            )
+        for path, leaf in leaves:
             key = ".".join([name, *(key_text(part) for part in path)])
             if not isinstance(leaf, Tensor):
                 raise TraceConfigError(

@@ -201,8 +201,10 @@ def _positional(node: fx.Node) -> list[Any]:
 
 
 def memory(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
-    """Return, for each node, the nodes that created the memory its value may share, by the operators' schemas:
-    placeholders, and nodes that create a tensor."""
+    """Return, for each node, the nodes that created the memory its value may share: placeholders, and nodes that create
+    a tensor. By the operators' schemas, and by the fake tensors: the schemas of some (``type_as``, ``einsum``,
+    ``meshgrid``, dropout in evaluation mode) do not say that they return a view, or their argument itself. What
+    ``torch.tensor`` copies is traced without the copy, and recorded with it."""
     shared: dict[fx.Node, set[fx.Node]] = {}
     for node in graph.nodes:
         shared[node] = set()
@@ -215,8 +217,19 @@ def memory(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
                     if argument.alias_info is not None:
                         for source in tensors_of(value):
                             shared[node] |= shared[source]
+            own = set() if node.target is aten.lift_fresh_copy.default else storages(node)
+            for source in node.all_input_nodes:
+                if not own.isdisjoint(storages(source)):
+                    shared[node] |= shared[source]
         shared[node] = shared[node] or {node}
     return shared
+
+
+def storages(node: fx.Node) -> set[int]:
+    """Return keys of the memory of a node's fake tensors, which are equal for views of the same memory."""
+    value = node.meta.get("val")
+    found = value if isinstance(value, (list, tuple)) else [value]
+    return {tensor.untyped_storage()._cdata for tensor in found if isinstance(tensor, torch.Tensor)}
 
 
 def aliases(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:

@@ -301,10 +301,10 @@ class RankModel:
         """Do the first part of :meth:`load_adapter`, like :meth:`cut_weights`; the ranks continue meanwhile."""
         return updates.weights.NewWeights(updates.adapters.AdapterUpdate(self.manifest, slot, folder))
 
-    def updated_weights(self, rank: int) -> dict[str, Tensor]:
-        """Return a rank's weights that ``update_weights`` has changed, memory-mapped, by name."""
+    def updated_weights(self) -> list[dict[str, Tensor]]:
+        """Return each rank's weights that ``update_weights`` has changed, memory-mapped, by name: all of one moment."""
         with self._lock.take():
-            return self._swaps.tensors(rank)
+            return [self._swaps.tensors(rank) for rank in range(self.world_size)]
 
     def health(self) -> list[RankHealth]:
         """Return pid, alive, steps, collectives and last step's age per rank. Takes no lock; empty before the start."""

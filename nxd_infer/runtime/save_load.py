@@ -30,7 +30,7 @@ def parallel_model_save(model: TensorParallelModel, save_dir: str | os.PathLike[
             f"got {type(model).__name__}"
         )
     source = model.artifact
-    updated = [model.updated_weights(rank) for rank in range(model.world_size)]
+    updated = model.updated_weights()
     if Path(os.path.abspath(save_dir)) == source.path and not any(updated):
         return  # it is already complete
     manifest = source.manifest.model_copy(deep=True)

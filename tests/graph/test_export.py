@@ -250,6 +250,8 @@ def test_what_is_no_tensor_is_left_out_of_the_outputs():
     [
         ((torch.ones(2), 3), "is int; only tensors"),
         ({"b": torch.ones(2)}, "names 'b'"),
+        (([], torch.ones(2)), "'a' is an empty list"),  # else 'a' would get what is meant for 'c'
+        ({"a": torch.ones(2), "c": {}}, "'c' is an empty dict"),
     ],
 )
 def test_inputs_that_cannot_be_are_refused_by_name(example, message):
