@@ -43,6 +43,15 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return ranks_of(family, degree, tmp_path_factory.getbasetemp() / "canonical", **options)
 
 
+@pytest.fixture(scope="module")
+def plain(ranks: list[Rank]) -> list[torch.fx.GraphModule]:
+    """Each rank's graph in PyTorch's own operators, a pass that takes its time."""
+    before = ir_text(ranks[0].graph.ir())
+    found = [plain_operators(rank.graph.module) for rank in ranks]
+    assert ir_text(ranks[0].graph.ir()) == before, "a pass leaves what it is given alone"
+    return found
+
+
 def equal(found: list[list[list[Tensor]]], wanted: list[list[list[Tensor]]]) -> bool:
     return all(same(a, b) for one, other in zip(found, wanted, strict=True) for a, b in zip(one, other, strict=True))
 
@@ -149,8 +158,9 @@ def rank_values(rank: Rank) -> list[Tensor]:
     return [*rank.states, *rank.inputs, *rank.weights]
 
 
-def test_plain_operators_compute_the_same_and_are_pytorchs(ranks: list[Rank]) -> None:
-    plain = [plain_operators(rank.graph.module) for rank in ranks]
+def test_plain_operators_compute_the_same_and_are_pytorchs(
+    ranks: list[Rank], plain: list[torch.fx.GraphModule]
+) -> None:
     collectives = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "shard", "axis_rank"}
     for name, *_ in graph_to_ir(plain[0], FUNCTIONAL)["nodes"]:
         assert not name.startswith("nxd") or name.split(".")[1] in collectives
@@ -169,13 +179,13 @@ def test_plain_operators_compute_the_same_and_are_pytorchs(ranks: list[Rank]) ->
     assert equal(in_lockstep(len(ranks), run), run_whole(ranks))
 
 
+@pytest.mark.usefixtures("plain")  # which has looked at that pass
 def test_passes_leave_what_they_are_given_alone(ranks: list[Rank]) -> None:
     rank = ranks[0]
     before = ir_text(rank.graph.ir())
     split_of(rank)
     rank_as_input(rank.graph.module)
     constants_on(rank.graph.module, "xla")
-    plain_operators(rank.graph.module)
     in_place(rank.graph.module, len(rank.states))
     lower([rank.graph], {}, None)
     assert ir_text(rank.graph.ir()) == before

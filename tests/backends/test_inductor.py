@@ -189,8 +189,12 @@ def test_decision_13_and_14_the_package_is_unpacked_and_says_what_it_needs(trace
     inductor.check_target(target, versions)
 
 
-class Constants(nn.Module):
-    """Everything a compiler likes to bake in: uniform weights, small constants, scalars; and a state of each kind."""
+class Values(nn.Module):
+    """Everything a compiler likes to bake in: uniform weights, small constants, scalars; and a state of each kind.
+
+    In the same graph, as compiling takes its time, rows that are summed over: one large enough for two threads, and one
+    that is not.
+    """
 
     def __init__(self):
         super().__init__()
@@ -199,45 +203,55 @@ class Constants(nn.Module):
         self.register_buffer("cache", torch.zeros(2, 5, 6))
         self.table = torch.ones(6)
 
-    def forward(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, at: Tensor, large: Tensor, small: Tensor) -> tuple[Tensor, ...]:
         hidden = self.norm(x) * torch.tensor([1.0, 1.0]).sum() + self.offset + self.table
         cache = torch.scatter(self.cache, 1, at[:, None, None].expand(2, 1, 6), hidden[:, None])
-        return cache.sum(1) + self.cache[:, 0], cache
+        return cache.sum(1) + self.cache[:, 0], cache, norm(large), norm(small)
 
 
-class Norms(nn.Module):
-    """Rows that are summed over: one large enough for two threads, and one that is not."""
-
-    def forward(self, large: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
-        return tuple(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) for x in (large, small))
+def norm(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
-def norms() -> tuple[nn.Module, dict]:
-    return Norms(), {}
+def values() -> tuple[nn.Module, dict]:
+    module = Values()
+    return module, {module.cache: 1}
 
 
-def test_numbers_do_not_depend_on_the_number_of_threads(tmp_path, monkeypatch):
-    monkeypatch.setenv("NXD_INFER_CACHE_LIMIT", "0")  # what the compiler writes is looked at
+def dict_of_norm() -> dict[str, Tensor]:
+    return {"norm.weight": torch.ones(6), "norm.bias": torch.zeros(6)}
+
+
+@pytest.fixture(scope="module")
+def rows() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
-    example = torch.randn(1, 1 << 18, generator=generator), torch.randn(4, 1024, generator=generator)
+    return torch.randn(1, 1 << 18, generator=generator), torch.randn(4, 1024, generator=generator)
+
+
+@pytest.fixture(scope="module")
+def traced_values(rows, tmp_path_factory):
+    """And the folder that the compiler wrote to."""
+    workdir = tmp_path_factory.mktemp("values")
+    example = torch.zeros(2, 6), torch.zeros(2, dtype=torch.int64), *rows
+    with trace(values, example, dict_of_norm, tp_degree=1, compiler_workdir=workdir) as model:
+        yield model, example, workdir
+
+
+def test_numbers_do_not_depend_on_the_number_of_threads(traced_values, rows):
+    model, example, workdir = traced_values
     before, found = torch.get_num_threads(), []
-    with trace(norms, example, dict, tp_degree=1, compiler_workdir=tmp_path) as model:
-        try:
-            for threads in (1, 2, 3):
-                torch.set_num_threads(threads)
-                found.append(model(*example))
-        finally:
-            torch.set_num_threads(before)
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            model.reset_states()
+            found.append(model(*example))
+    finally:
+        torch.set_num_threads(before)
     for others in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
-    torch.testing.assert_close(found[0][0], Norms()(*example)[0], rtol=1e-5, atol=1e-5)
-    written = [file.read_text() for file in tmp_path.rglob("*.cpp")]
+    torch.testing.assert_close(found[0][1], norm(rows[0]), rtol=1e-5, atol=1e-5)
+    written = [file.read_text() for file in workdir.rglob("*.cpp")]
     assert any("#pragma omp parallel" in code for code in written), "what is large and sums nothing is shared"
-
-
-def constants() -> tuple[nn.Module, dict]:
-    module = Constants()
-    return module, {module.cache: 1}
 
 
 class Runtime:
@@ -248,34 +262,35 @@ class Runtime:
         raise AssertionError
 
 
-def test_decisions_5_7_and_19_values_come_from_the_tensors_given_at_load():
+def test_decisions_5_7_and_19_values_come_from_the_tensors_given_at_load(traced_values, rows):
     """Compiled on ones and zeros, run on others: uniform weights are not folded, small constants are not baked in."""
-    with trace(constants, (torch.zeros(2, 6), torch.zeros(2, dtype=torch.int64)), dict_of_norm, tp_degree=1) as model:
-        path = model.artifact.graph_dir(model.buckets[0].graphs[0])
-        spec = model.manifest.graphs[model.buckets[0].graphs[0]]
-        generator = torch.Generator().manual_seed(1)
-        weights = {w.name: torch.randn(w.shape, generator=generator) for w in model.manifest.weights}
-        assert {w.kind for w in model.manifest.weights} == {"parameter", "buffer", "constant"}
-        states = {"cache": torch.zeros(2, 5, 6)}
-        run = load("inductor", path, spec, states, weights, Runtime())  # type: ignore[arg-type]
-        reference = load("eager", path, spec, {"cache": torch.zeros(2, 5, 6)}, weights, Runtime())  # type: ignore[arg-type]
-        for step in range(3):
-            x, at = torch.randn(2, 6, generator=generator), torch.tensor([step, 4 - step])
-            assert torch.allclose(run([x, at])[0], reference([x, at])[0], atol=1e-5)
-        assert states["cache"].abs().sum() > 0
-        weights["offset"].add_(5)  # a change inside a tensor is seen at once
-        assert torch.allclose(run([x, at])[0], reference([x, at])[0], atol=1e-5)
-        run.update_weights({"norm.weight": torch.zeros(6)})
-        reference.update_weights({"norm.weight": torch.zeros(6)})
-        assert torch.allclose(run([x, at])[0], reference([x, at])[0], atol=1e-5)
-        with pytest.raises(InputMismatchError, match=r"'x' has shape \[1, 6\]"):
-            run([x[:1], at])
-        with pytest.raises(WeightSchemaError, match="has shape"):
-            load("inductor", path, spec, states, {**weights, "norm.bias": torch.zeros(5)}, Runtime())  # type: ignore[arg-type]
+    model, _, _ = traced_values
+    path = model.artifact.graph_dir(model.buckets[0].graphs[0])
+    spec = model.manifest.graphs[model.buckets[0].graphs[0]]
+    generator = torch.Generator().manual_seed(1)
+    weights = {w.name: torch.randn(w.shape, generator=generator) for w in model.manifest.weights}
+    assert {w.kind for w in model.manifest.weights} == {"parameter", "buffer", "constant"}
+    states = {"cache": torch.zeros(2, 5, 6)}
+    run = load("inductor", path, spec, states, weights, Runtime())  # type: ignore[arg-type]
+    reference = load("eager", path, spec, {"cache": torch.zeros(2, 5, 6)}, weights, Runtime())  # type: ignore[arg-type]
 
+    def equal(x: Tensor, at: Tensor) -> bool:
+        found, wanted = run([x, at, *rows]), reference([x, at, *rows])
+        return all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
 
-def dict_of_norm() -> dict[str, Tensor]:
-    return {"norm.weight": torch.ones(6), "norm.bias": torch.zeros(6)}
+    for step in range(3):
+        x, at = torch.randn(2, 6, generator=generator), torch.tensor([step, 4 - step])
+        assert equal(x, at)
+    assert states["cache"].abs().sum() > 0
+    weights["offset"].add_(5)  # a change inside a tensor is seen at once
+    assert equal(x, at)
+    run.update_weights({"norm.weight": torch.zeros(6)})
+    reference.update_weights({"norm.weight": torch.zeros(6)})
+    assert equal(x, at)
+    with pytest.raises(InputMismatchError, match=r"'x' has shape \[1, 6\]"):
+        run([x[:1], at, *rows])
+    with pytest.raises(WeightSchemaError, match="has shape"):
+        load("inductor", path, spec, states, {**weights, "norm.bias": torch.zeros(5)}, Runtime())  # type: ignore[arg-type]
 
 
 def test_a_graph_without_its_code_is_refused(traced, tmp_path):

@@ -100,7 +100,7 @@ def expected(path: Path) -> list[tuple[list[int], list[int], list[float]]]:
 
 
 def plan_of(path: Path, **options):
-    sizes = {"batch_sizes": [1, len(LENGTHS)], "prompt_buckets": [BUCKET], "max_len": MAX_LEN}
+    sizes = {"batch_sizes": [len(LENGTHS)], "prompt_buckets": [BUCKET], "max_len": MAX_LEN}
     return tasks.plan(path, dtype=torch.float32, **{**sizes, **options})
 
 
@@ -205,7 +205,7 @@ def test_it_is_traced_verified_and_generates(directory, tmp_path, monkeypatch, n
 def test_the_commands_trace_and_serve_it(directory, tmp_path):
     """`nxd-infer trace` and `generate`, and a server: several requests at once, streams, log probabilities, stops."""
     path, artifact = directory("untied, gated"), tmp_path / "artifact"
-    sizes = ("--batch-sizes", "1,5", "--prompt-buckets", "8", "--max-len", MAX_LEN, "--dtype", "float32")
+    sizes = ("--batch-sizes", len(LENGTHS), "--prompt-buckets", "8", "--max-len", MAX_LEN, "--dtype", "float32")
     done = nxd_infer("trace", path, "--out", artifact, "--tp", 2, "--backend", "eager", *sizes)
     assert done.status == 0 and "note: prompts are read whole" in done.out, done.err + done.out
     tokenizer = Tokenizer.from_dir(path)

@@ -45,10 +45,6 @@ def answers(path) -> list[torch.Tensor]:
         return [model(*models.inputs())[0] for _ in range(3)]
 
 
-def equal(first, second) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
 def every_file(path) -> dict[str, str]:
     """The hash of each file but the manifest."""
     return {name: spec.sha256 for name, spec in load_artifact(path, runs_here=False).manifest.files.items()}
@@ -75,7 +71,7 @@ def test_every_way_gives_the_numbers_of_a_trace(eager, tmp_path):
     assert (report["compiled"], report["cached"]) == (0, 1)
     assert every_file(tmp_path / "again") == every_file(there), "the same target: bit for bit"
     assert recompile(there, tmp_path / "back", backend="eager")["compiled"] == 0
-    assert equal(answers(tmp_path / "back"), want)
+    assert every_file(tmp_path / "back") == every_file(eager), "likewise"
     assert load_artifact(tmp_path / "back").manifest.buckets == load_artifact(eager).manifest.buckets
 
     report = recompile(there, there, compiler_args={"cpu_target": "x86-64-v2"})  # in its own place
