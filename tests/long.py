@@ -55,12 +55,20 @@ LONG = {
     "lightning/test_launch::test_a_rank_that_ends_ends_the_others": ("early", "first"),
     "checkpoint/test_bucket_damage::test_killed_at_random_moments_of_saving_into_a_bucket": (),  # test_damage
     "http/test_real_generate::test_a_rank_lost_under_load": ("stopped",),
+    "runtime/test_faults::test_a_rank_killed_during_a_call": ("1",),
+    "runtime/test_faults::test_a_rank_stopped_during_a_call": ("0",),
+    "runtime/test_faults::test_one_rank_that_raises_while_the_other_waits": ("1",),
+    "runtime/test_closing::test_killing_the_parent_ends_the_ranks": ("False",),  # the other one has such a rank, too
+    "runtime/test_closing::test_a_parent_that_ends_takes_its_ranks_along": ("raise",),
+    "e2e/test_train_recipe::test_it_runs_under_a_launcher": ("torchrun",),  # Slurm sets the same variables
     # training at other degrees
     "pipeline/test_equivalence::test_equals_one_process": ("tp1pp2dp2",),
     "pipeline/test_hugging_face::test_models_in_stages": ("2",),
     "trainer/test_two_machines::test_two_machines_train_as_one_does": ("dp2",),
+    "distributed/test_apply::test_models_equal_the_whole_ones": ("2",),  # test_adapters and test_stages, too
     "pipeline/test_messages::test_in_lock_step": ("2",),
     "models/test_tensor_parallel::test_decoders_on_ranks_equal_the_plain_model": ("2",),
+    "parallel_layers/test_qkv_linear::test_equal_to_plain": ("torch.float32-4", "torch.float64-2"),
     "layout/test_pad::test_every_combination_of_heads": ("7", "8"),
     # `make bench` runs them
     "bench/test_train::test_everybody_trains_one_model": (),

@@ -226,9 +226,11 @@ class _Pool:
         if self._owner != os.getpid():  # the first call, or a forked copy that must not share pipes
             self._owner, self._idle = os.getpid(), []
             self._context = multiprocessing.get_context("forkserver")
+            # The last two are what any optimizer's first step imports, two seconds of each rank, and what most jobs do.
             self._context.set_forkserver_preload(
-                ["torch", "torch.distributed", "tests.ranks", "nxd_infer.parallel_state"]
-            )
+                ["torch", "torch.distributed", "tests.ranks", "nxd_infer.parallel_state", "torch._dynamo",
+                 "nxd_infer.trainer"]
+            )  # fmt: skip
             atexit.register(self.close)
         alive = [worker for worker in self._idle if worker.process.is_alive()]
         taken, self._idle = alive[:count], alive[count:]

@@ -20,6 +20,7 @@ from nxd_server.app.prepare import prepare
 from nxd_server.errors import SettingsError
 from nxd_server.settings import ServerSettings
 from tests.checkpoint.s3_server import s3_server
+from tests.http.http_artifacts import ONE_LAYER
 from tests.http.http_servers import ServerProcess, wait_for
 from tests.tiny_models import write_tiny
 
@@ -50,7 +51,7 @@ def starting(model: object, keep: Path, options: str = TRACE) -> subprocess.Pope
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("models") / "tiny llama")
+    return write_tiny("llama", tmp_path_factory.mktemp("models") / "tiny llama", **ONE_LAYER)
 
 
 @pytest.fixture(scope="module")

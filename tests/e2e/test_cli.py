@@ -87,11 +87,11 @@ def test_the_packages_are_programs_that_explain_themselves_without_torch(module,
     assert all(word in done.stdout for word in words), done.stdout
 
 
-def test_generate_answers_each_prompt_the_same_way_twice_and_prints_it_as_it_is(artifact):
+def test_generate_answers_each_prompt_the_same_way_twice_and_prints_it_as_it_is(artifact, capsys, monkeypatch):
     """One prompt is wider than the terminal, has a tab, and has what rich would draw as a picture."""
     prompts = ["def f", "[bold]\tx :warning: def f"]
     asked = ("generate", artifact, prompts[0], prompts[1], "--max-tokens", 24)
-    done = nxd_infer(*asked, "--json")
+    done = nxd_infer_here(capsys, monkeypatch, *asked, "--json")
     assert done.status == 0, done.err
     records = [json.loads(line) for line in done.out.splitlines()]
     assert [record["prompt"] for record in records] == prompts

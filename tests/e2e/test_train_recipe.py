@@ -16,7 +16,6 @@ from nxd_infer.cli.demo.client import stream_completion
 from nxd_infer.cli.demo.run import server, wait_ready
 from nxd_infer.util.ports import free_port
 from tests.e2e.command import ROOT, nxd_infer, nxd_infer_here, refused
-from tests.needs import needs_inductor
 
 RECIPE = """name: killed
 trainer: {devices: 2, max_steps: 24, log_every_n_steps: 1, enable_progress_bar: false}
@@ -44,7 +43,7 @@ model:
   num_kv_heads: 2
   optim: {lr: 1e-3, sched: {name: CosineAnnealing, warmup_steps: 2}}
 precision: {type: fp32}
-trace: {max_len: 64, prompt_buckets: [16], batch_sizes: [1], tp_degree: 1}
+trace: {max_len: 64, prompt_buckets: [16], batch_sizes: [1], tp_degree: 1, backend: eager}
 """
 
 
@@ -67,7 +66,6 @@ def losses(folder: Path, which: str) -> dict[int, float]:
     return {event.step: event.value for event in events.Scalars("loss")}
 
 
-@needs_inductor
 def test_killed_resumed_traced_and_served(tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     whole = started(tmp_path, "whole", "~trace", "trainer.enable_progress_bar=true")

@@ -17,7 +17,7 @@ from tests.pipeline.models import decoder, tokens
 from tests.ranks import run_ranks
 
 F64 = torch.float64
-STEPS, HALF = 10, 5
+STEPS, HALF = 4, 2
 LORA = {"enable_lora": True, "lora_rank": 2, "target_modules": ["q_proj", "embed_tokens", "down_proj", "layers.3.mlp"]}
 LAST: dict[str, Any] = {**LORA, "target_modules": ["layers.3."], "modules_to_save": ["norm"]}
 

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,29 @@ from nxd_infer.runtime.save_load import parallel_model_load
 from nxd_infer.runtime.updates import swap
 from tests import toy_artifacts as toy
 from tests.processes import gone, wait_until
-from tests.runtime.rank_processes import LIMIT, TIMEOUT, X, call_in_thread, pids_of, started, until_busy
+from tests.runtime.rank_processes import LIMIT, TIMEOUT, X, call_in_thread, pids_of, until_busy
+from tests.runtime.rank_processes import started as start
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
     return toy.build(tmp_path_factory.mktemp("faults") / "artifact")
+
+
+@pytest.fixture(scope="module")
+def shared(path) -> Iterator[TensorParallelModel]:
+    with start(path) as model:
+        yield model
+
+
+@pytest.fixture
+def model(shared) -> TensorParallelModel:
+    """``shared``, with states as traced; ranks that the test before has ended are started again."""
+    if all(rank.alive for rank in shared.health()):
+        shared.reset_states()
+    else:
+        shared.restart()
+    return shared
 
 
 def assert_closed(model: TensorParallelModel, pids: list[int], reason: str, *, restart: bool = False) -> None:
@@ -46,12 +64,10 @@ def assert_closed(model: TensorParallelModel, pids: list[int], reason: str, *, r
     if restart:
         model.restart()
         assert model(X)["count"].item() == 1
-    model.close()
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_killed_during_a_call(path, victim):
-    model = started(path)
+def test_a_rank_killed_during_a_call(model, victim):
     pids = pids_of(model)
     os.kill(pids[1 - victim], signal.SIGSTOP)  # so that the call is under way when the victim dies
     thread, result = call_in_thread(model, X)
@@ -67,7 +83,7 @@ def test_a_rank_killed_during_a_call(path, victim):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_stopped_during_a_call(path, victim):
-    model = started(path, TIMEOUT)
+    model = start(path, TIMEOUT)
     pids = pids_of(model)
     os.kill(pids[victim], signal.SIGSTOP)
     begin = time.monotonic()
@@ -77,11 +93,11 @@ def test_a_rank_stopped_during_a_call(path, victim):
     assert caught.value.rank == victim
     assert f"rank {victim} (pid {pids[victim]}) is stopped" in str(caught.value)
     assert_closed(model, pids, f"rank {victim} of 2 did not finish its step within 3 s", restart=victim == 1)
+    model.close()
 
 
-def test_a_rank_killed_under_load(path):
+def test_a_rank_killed_under_load(model):
     """Calls of several threads: each ends in its own right result, or in a typed error."""
-    model = started(path)
     pids = pids_of(model)
     results: list[object] = []
 
@@ -108,16 +124,14 @@ def test_a_rank_killed_under_load(path):
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
-def test_a_rank_that_dies_while_nobody_calls_is_noticed(path):
-    model = started(path)
+def test_a_rank_that_dies_while_nobody_calls_is_noticed(model):
     pids = pids_of(model)
     os.kill(pids[0], signal.SIGKILL)
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))  # nor do the others linger
     assert_closed(model, pids, "rank 0 of 2 was ended by SIGKILL")
 
 
-def test_a_rank_that_raises(path):
-    model = started(path)
+def test_a_rank_that_raises(model):
     pids = pids_of(model)
     with pytest.raises(RankFailedError, match="rank 0 of 2 raised during step: IndexError") as caught:
         model(X, torch.tensor([toy.VOCABULARY]))
@@ -129,7 +143,7 @@ def test_a_rank_that_raises(path):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_rank_that_raises_while_the_other_waits(tmp_path, victim):
     """The victim raises before a collective in which the other waits: that wait does not hide the cause."""
-    model = started(toy.build(tmp_path / "artifact", shifts={victim: toy.VOCABULARY}))
+    model = start(toy.build(tmp_path / "artifact", shifts={victim: toy.VOCABULARY}))
     pids = pids_of(model)
     with pytest.raises(RankFailedError, match=f"rank {victim} of 2 raised during step: IndexError") as caught:
         model(X)
@@ -166,8 +180,7 @@ def test_a_start_that_takes_too_long(path):
         model.start()
 
 
-def test_a_segmentation_fault_shows_its_stack(path):
-    model = started(path)
+def test_a_segmentation_fault_shows_its_stack(model):
     pids = pids_of(model)
     os.kill(pids[1], signal.SIGSTOP)
     thread, result = call_in_thread(model, X)
@@ -204,8 +217,7 @@ def test_ctrl_c_during_a_call_leaves_the_model_usable(path):
     assert done.stdout.split("\n")[:2] == ["interrupted", "2.0 True"], done.stderr
 
 
-def test_weights_that_one_rank_refuses_wait_for_the_others_and_end_nothing(path, tmp_path):
-    model = started(path)
+def test_weights_that_one_rank_refuses_wait_for_the_others_and_end_nothing(model, tmp_path):
     slow = pids_of(model)[1]
     new = model.cut_weights(toy.logical_weights(1))
     new.files[0].close()
@@ -220,12 +232,10 @@ def test_weights_that_one_rank_refuses_wait_for_the_others_and_end_nothing(path,
     assert all(rank.alive for rank in model.health())
     x = torch.randn(2, 4, toy.HIDDEN)
     torch.testing.assert_close(model(x)["y"], toy.expected(toy.logical_weights(), x))
-    model.close()
 
 
-def test_weights_whose_swap_was_interrupted_are_those_of_a_restart_too(path, monkeypatch):
+def test_weights_whose_swap_was_interrupted_are_those_of_a_restart_too(model, monkeypatch):
     """Ranks that were told to use new weights do: the next call and restarted ranks agree."""
-    model = started(path)
     slow = pids_of(model)[1]
     commit = swap.WeightSwaps._commit
 
@@ -245,11 +255,10 @@ def test_weights_whose_swap_was_interrupted_are_those_of_a_restart_too(path, mon
     x = torch.randn(2, 4, toy.HIDDEN)
     torch.testing.assert_close(model(x)["y"], toy.expected(toy.logical_weights(1), x))
     torch.testing.assert_close(model.restart()(x)["y"], toy.expected(toy.logical_weights(1), x))
-    model.close()
+    model.update_weights(toy.logical_weights())
 
 
-def test_weights_that_were_cut_once_are_swapped_in_once(path):
-    model = started(path)
+def test_weights_that_were_cut_once_are_swapped_in_once(model, path):
     x = torch.randn(2, 4, toy.HIDDEN)
     new, other = model.cut_weights(toy.logical_weights(1)), model.cut_weights(toy.logical_weights(2))
     size = sum(os.fstat(file.fileno()).st_size for file in new.files)
@@ -263,7 +272,7 @@ def test_weights_that_were_cut_once_are_swapped_in_once(path):
     with pytest.raises(WeightSchemaError, match="cut_weights"):
         model.update_weights(new)
     torch.testing.assert_close(model.restart()(x)["y"], toy.expected(toy.logical_weights(2), x))
-    model.close()
+    model.update_weights(toy.logical_weights())
 
 
 def test_a_replaced_artifact_is_noticed_in_process(tmp_path):
@@ -306,7 +315,7 @@ def test_ranks_without_a_native_library_use_gloo(path, monkeypatch):
     from nxd_infer.runtime.supervisor import rank_processes
 
     monkeypatch.setattr(rank_processes, "_libraries", lambda artifact: [])
-    model = started(path, TIMEOUT)
+    model = start(path, TIMEOUT)
     pids = pids_of(model)
     x = torch.randn(2, 8, toy.HIDDEN)
     assert torch.allclose(model(x)["y"], toy.expected(toy.logical_weights(), x), rtol=1e-5, atol=1e-5)

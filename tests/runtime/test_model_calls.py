@@ -138,52 +138,46 @@ def test_warmup_runs_every_bucket_and_leaves_no_trace(model):
     assert model(torch.zeros(1, 1, toy.HIDDEN))["count"].item() == 1
 
 
-def test_a_thousand_concurrent_calls_each_get_their_own_result(artifacts):
-    """8 threads of 125 calls; every input is its own, and every result is checked against it."""
-    with parallel_model_load(artifacts[2], call_timeout=60, start_timeout=600) as model:
-        barrier = threading.Barrier(8)
-
-        def caller(number: int) -> int:
-            generator = torch.Generator().manual_seed(number)
-            barrier.wait(60)
-            for _ in range(125):
-                batch = int(torch.randint(1, 5, (), generator=generator))
-                length = int(torch.randint(1, 9, (), generator=generator))
-                x = torch.randn(batch, length, toy.HIDDEN, generator=generator)
-                ids = torch.randint(0, toy.VOCABULARY, (batch,), generator=generator)
-                assert toy.close_to(model(x, ids)["y"], toy.expected(WEIGHTS, x, ids))
-            return 125
-
-        with ThreadPoolExecutor(8) as pool:
-            assert sum(pool.map(caller, range(8), timeout=600)) == 1000
-        assert model(torch.zeros(1, 1, toy.HIDDEN))["count"].item() == 1001  # each ran exactly once
-        assert [rank.steps for rank in model.health()] == [1001, 1001]
-
-
-def test_the_first_callers_start_the_ranks_once(artifacts):
-    model = parallel_model_load(artifacts[2], call_timeout=60, start_timeout=600)
-    assert model.health() == []
-    with ThreadPoolExecutor(4) as pool:
-        counts = [out["count"].item() for out in pool.map(model, [torch.zeros(1, 1, toy.HIDDEN)] * 4)]
-    assert sorted(counts) == [1, 2, 3, 4]
-    model.close()
-
-
-def test_other_threads_run_while_a_call_waits(artifacts):
-    """The interpreter is free during a call: a stopped rank makes the call long, and this thread counts meanwhile."""
+def test_threads_start_the_ranks_once_and_each_gets_its_own_results(artifacts):
+    """8 threads of 125 calls; every input is its own, and every result is checked against it. And other threads run
+    while a call waits: a stopped rank makes the call long, and this thread counts meanwhile."""
     import signal
 
-    with parallel_model_load(artifacts[2], call_timeout=60, start_timeout=600) as model:
-        pid = model.health()[1].pid
-        os.kill(pid, signal.SIGSTOP)
-        with ThreadPoolExecutor(1) as pool:
-            call = pool.submit(model, torch.zeros(1, 1, toy.HIDDEN))
-            wait_until(lambda: model.health()[0].busy_seconds > 0)
-            for _ in range(20):
-                time.sleep(0.001)
-            assert not call.done()
-            os.kill(pid, signal.SIGCONT)
-            assert call.result(60)["count"].item() == 1
+    model = parallel_model_load(artifacts[2], call_timeout=60, start_timeout=600)
+    assert model.health() == []
+    zeros = torch.zeros(1, 1, toy.HIDDEN)
+    with ThreadPoolExecutor(4) as pool:
+        counts = [out["count"].item() for out in pool.map(model, [zeros] * 4)]
+    assert sorted(counts) == [1, 2, 3, 4]
+    barrier = threading.Barrier(8)
+
+    def caller(number: int) -> int:
+        generator = torch.Generator().manual_seed(number)
+        barrier.wait(60)
+        for _ in range(125):
+            batch = int(torch.randint(1, 5, (), generator=generator))
+            length = int(torch.randint(1, 9, (), generator=generator))
+            x = torch.randn(batch, length, toy.HIDDEN, generator=generator)
+            ids = torch.randint(0, toy.VOCABULARY, (batch,), generator=generator)
+            assert toy.close_to(model(x, ids)["y"], toy.expected(WEIGHTS, x, ids))
+        return 125
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(caller, range(8), timeout=600)) == 1000
+    assert model(zeros)["count"].item() == 1005  # each ran exactly once
+    assert [rank.steps for rank in model.health()] == [1005, 1005]
+
+    pid = model.health()[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(model, zeros)
+        wait_until(lambda: model.health()[0].busy_seconds > 0)
+        for _ in range(20):
+            time.sleep(0.001)
+        assert not call.done()
+        os.kill(pid, signal.SIGCONT)
+        assert call.result(60)["count"].item() == 1006
+    model.close()
 
 
 def test_degree_four(artifacts):

@@ -30,6 +30,8 @@ from nxd_infer.errors import (
 )
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.model import TensorParallelModel
+from nxd_infer.trace.cuts import stage_cuts
+from nxd_infer.trace.request import TraceRequest
 from nxd_models.hf import weights as hf
 from nxd_models.serving import tasks
 from nxd_models.serving.decoder_step import step_inputs
@@ -186,11 +188,11 @@ def test_a_step_per_stage_and_one_more_are_in_flight_and_come_back_in_order(mode
     assert len(ranks) == 2 and len({rank.pid for rank in ranks}) == 2 and len({rank.steps for rank in ranks}) == 1
 
 
-def test_new_weights_reach_every_stage_and_an_adapter_its_tables(artifact, root, model_dir):
+def test_new_weights_reach_every_stage_and_an_adapter_its_tables(artifact, plain, root, model_dir):
     other = write_tiny("llama3", root / "other", num_hidden_layers=3, seed=5)
     name = f"decode_b{ROWS}"
-    whole_path = trace(plan_of(other), root / "pp1_other")
-    with TensorParallelModel(load_artifact(whole_path), in_process=False, call_timeout=60) as whole:
+    with TensorParallelModel(load_artifact(plain), in_process=False, call_timeout=60) as whole:
+        whole.update_weights(other)
         wanted = whole.run_bucket(name, decode(whole, 7))
     with TensorParallelModel(load_artifact(artifact), call_timeout=60) as model:
         before = model.run_bucket(name, decode(model, 7))
@@ -265,7 +267,7 @@ def test_stages_of_tensor_parallel_ranks_without_native_operators_use_gloo(tmp_p
 
 
 def test_stages_of_tensor_parallel_ranks_and_a_model_built_in_the_ranks(two_by_two):
-    """tp 2 x pp 2, from a checkpoint; and in processes that build the model, at cuts by name."""
+    """tp 2 x pp 2, from a checkpoint; and three stages in processes that build the model, at cuts by name."""
     path, step, wanted = two_by_two
     with TensorParallelModel(load_artifact(path), call_timeout=60) as model:
         assert tokens_of(generated(model, step, **DRAWN)) == wanted
@@ -273,12 +275,12 @@ def test_stages_of_tensor_parallel_ranks_and_a_model_built_in_the_ranks(two_by_t
         assert collectives[0] == collectives[1] and collectives[2] == collectives[3]
         assert all(collectives) == native.availability().ok  # it is these that are counted
     steps = [(torch.tensor([i, i + 3]), torch.tensor([i, (2 * i) % traced_models.LENGTH])) for i in range(4)]
-    arguments = {"backend": "eager", "tp_degree": 2, "pp_degree": 3, "pipeline_cuts": ["embed", "down"]}
+    arguments = {"backend": "eager", "pp_degree": 3, "pipeline_cuts": ["embed", "down"]}
     with nxd.trace.parallel_model_trace(traced_models.net, traced_models.inputs(), **arguments) as net:
         for (tokens, position), want in zip(steps, traced_models.expected(steps), strict=True):
             torch.testing.assert_close(net(tokens, position)[0], want, rtol=1e-5, atol=1e-5)
         assert [stage.takes for stage in net.buckets[0].stages] == [[], ["handed:0"], ["handed:1"]]
-        with pytest.raises(InputMismatchError, match=r"this artifact has degree 6 \(3 pipeline stages\)"):
+        with pytest.raises(InputMismatchError, match=r"this artifact has degree 3 \(3 pipeline stages\)"):
             TensorParallelModel(net.artifact, in_process=True)
 
 
@@ -287,7 +289,6 @@ def test_stages_of_tensor_parallel_ranks_and_a_model_built_in_the_ranks(two_by_t
     [
         ({"pp_degree": 2, "pipeline_cuts": ["embed", "up"]}, "pp_degree=2 takes 1, got 2"),
         ({"pp_degree": 2, "pipeline_cuts": ["embeds"]}, "pp_degree=2: pipeline_cuts: the model has no module 'embeds'"),
-        ({"pp_degree": 2}, "pp_degree=2: .*Net has no list of layers"),
         ({"pp_degree": 100}, "tp_degree x pp_degree: a degree of 100"),
         ({"pipeline_cuts": ["embed"]}, "pp_degree=1 takes 0, got 1"),
         (
@@ -302,6 +303,12 @@ def test_a_pipeline_that_cannot_be_is_refused_by_name(arguments, words):
         nxd.trace.parallel_model_trace(
             traced_models.net, traced_models.inputs(), backend="eager", max_parallel_compilations=1, **arguments
         )
+
+
+def test_a_model_without_a_list_of_layers_needs_cuts():
+    request = TraceRequest(traced_models.net, [], 1, "eager", {}, pp_degree=2)
+    with pytest.raises(TraceConfigError, match=r"pp_degree=2: .*Net has no list of layers"):
+        stage_cuts(request, traced_models.net()[0])
 
 
 def test_a_backend_of_one_process_says_which_have_stages(artifact, root):

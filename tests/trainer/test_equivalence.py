@@ -39,6 +39,8 @@ def cases(degrees: list[tuple[int, int]]) -> list[Case]:
             (False, True) if tp > 1 else (False,), (False, True) if dp > 1 else (False,)
         ):
             options = {**here, "sequence_parallel": sp, "zero1": zero1}
+            if (sp, zero1) != (tp > 1, dp > 1):  # many steps with all that these degrees have, few without some of it
+                options["steps"] = 3
             found.append(("", "llama", torch.float32, options))
             found.append(("", "mlp", F64, {**options, "accumulate": 2}))
             found.append(("", "odd_heads", F64, {**options, "steps": 3, "activation_checkpoint": "full"}))

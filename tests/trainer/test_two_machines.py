@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nxd_infer.util.ports import free_port
 from tests.tiny_models import write_tiny
 
 EXAMPLE = Path(__file__).parents[2] / "examples/train.py"
@@ -100,7 +101,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 @pytest.mark.parametrize("tp", [2, 1], ids=["tp2", "dp2"])
 def test_two_machines_train_as_one_does(machines, tp: int, tmp_path: Path):
     write_tiny("llama", tmp_path / "llama")
-    one = train(tmp_path, "one", [([*TORCHRUN, "--standalone", "--nproc-per-node=2"], {})], f"--tp={tp}")
+    alone = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # as torchrun sets them
+    ranks = [([sys.executable], {**alone, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    one = train(tmp_path, "one", ranks, f"--tp={tp}")
     before = [received(machine) for machine in machines]
     launches = [
         (
