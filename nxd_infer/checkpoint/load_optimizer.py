@@ -35,7 +35,14 @@ def read_optimizer(
     layouts = optimizer_layouts(optimizer)
     shapes = {name: torch.empty(shape, device="meta") for piece in stored for name, shape in piece.logical.items()}
     others = optimizer.logical_elsewhere
-    check_weights(layouts, DictSource({name: shape for name, shape in shapes.items() if name not in others}))
+    # Sharded ZeRO-1 gives a parameter without elements to no rank.
+    unsaved = {
+        name
+        for name, layout in layouts.items()
+        if not any(map(math.prod, layout.logical_shapes.values())) and shapes.keys().isdisjoint(layout.logical_names)
+    }
+    wanted = {name: layout for name, layout in layouts.items() if name not in unsaved}
+    check_weights(wanted, DictSource({name: shape for name, shape in shapes.items() if name not in others}))
     elementwise, single = classify(stored)
     sources = {key: RunsSource(pieces, key) for key, pieces in elementwise.items()}
     names_of = {key: set(source.keys()) for key, source in sources.items()}
@@ -46,6 +53,9 @@ def read_optimizer(
     values = {}
     for piece in optimizer.pieces:
         name = optimizer.names[piece.index]
+        if name in unsaved:
+            values[name] = {"values": {}}
+            continue
         layout = layouts[name].rank_layout(context.tp.degree, context.tp.rank)
         logical = layouts[name].logical_names
         for key, source in sources.items():

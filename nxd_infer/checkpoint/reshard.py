@@ -213,7 +213,7 @@ class Resharding:
             numel = math.prod(shape)
             share, place = (-(-numel // self.dp), context.dp.rank) if sharded else (numel, 0)
             start, stop = min(place * share, numel), min((place + 1) * share, numel)
-            if start >= stop:
+            if start >= stop and (numel or place):  # a job saves a parameter without elements, too, once
                 continue
             layout = plans.rank_layout(self.tp, context.tp.rank)
             stored = (stop - start,) if sharded else shape

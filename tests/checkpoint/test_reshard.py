@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from nxd_infer.checkpoint import compare, compare_checkpoints, consolidate_checkpoint, reshard_checkpoint
 from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
@@ -104,6 +105,48 @@ def test_a_sharded_optimizer(tmp_path: Path, capsys, monkeypatch):
         assert manifest["resharded_from"] == {"pp": 1, "dp": 2, "cp": 1, "tp": 1} and manifest["sha256"]
     for losses, again in run_ranks(resumed, 2, str(start), str(tmp_path / "dp3"), {}, tp=2):
         assert losses == again
+
+
+class Partly(nn.Module):
+    """Has parameters without dimensions and without elements, as of a layer that was cut away."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.layer, self.none = nn.Linear(6, 3), nn.Linear(6, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.layer(x).sum() + self.none(x).sum()
+
+
+def trained_partly(options: dict[str, Any]) -> tuple[Any, Any]:
+    parts = training(Partly, **options)
+    parts[0].run_train(torch.ones(2, 6))
+    parts[1].step()
+    return parts
+
+
+def saved_partly(root: str, options: dict[str, Any]) -> None:
+    save_checkpoint(root, "trained", *trained_partly(options))
+
+
+def resumed_partly(root: str, options: dict[str, Any]) -> bool:
+    wanted = trained_partly(options)[0].state_dict()
+    model, optimizer = training(Partly, seed=1, **options)
+    load_checkpoint(root, None, model, optimizer)
+    return all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+
+
+def test_parameters_without_elements_are_not_missed(tmp_path: Path):
+    """ZeRO-1 over several ranks gives them to no rank, and without they are one rank's."""
+    for name, options in (("sharded", ZERO1), ("whole", {})):
+        root = tmp_path / name
+        run_ranks(saved_partly, 2, str(root), options, tp=1)
+        reshard_checkpoint(root, tmp_path / f"{name}1", tp=1, dp=1)
+        assert not compare_checkpoints(root, tmp_path / f"{name}1").differences
+        for there in (root, tmp_path / f"{name}1"):
+            for again in (ZERO1, {}):
+                assert run_ranks(resumed_partly, 2, str(there), again, tp=1) == [True, True]
 
 
 def alone(root: Path, tag: str = "a", change: float = 0.0, **options: Any) -> None:
