@@ -85,6 +85,13 @@ def checkpoint_name(callback: CheckpointCallback, numbers: Mapping[str, float]) 
     return found.replace("/", "_")
 
 
+def watches_loss(manager: ExpManager) -> bool:
+    """Return whether a checkpoint's rank or name, or an early end, depends on the loss of every step."""
+    callback = manager.checkpoint_callback_params
+    ends = manager.create_early_stopping_callback and manager.early_stopping_callback_params.monitor
+    return any("train_loss" in str(one) for one in (callback.monitor, callback.filename, ends))
+
+
 def saves(callback: CheckpointCallback, step: int, ended: int | None, late: bool, validated: bool) -> bool:
     """Return whether a checkpoint is due after a step.
 

@@ -219,6 +219,42 @@ def test_a_checkpoint_has_the_validation_loss_of_its_own_weights(folder):
     assert len(set(measured)) == 3
 
 
+def test_a_validation_may_have_fewer_rows_than_a_step(folder):
+    """Its loss is that of the same rows in batches of one."""
+    rows = (folder / "data.jsonl").read_text().splitlines(keepends=True)
+    (folder / "val.jsonl").write_text("".join(rows[:3]))
+    few = [f"data.val_dir={folder}/val.jsonl", "model_alignment_strategy.sft.packing=false"]
+    found = []
+    for size in (4, 1):
+        loaded = load(write(folder), [*few, f"data.global_batch_size={size}"])
+        with use_context(make_context()):
+            training = Training(loaded, prepare(loaded, folder / "prepared"), folder / "log")
+            found.append(training.validate())
+            training.logs.close()
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_an_early_end_watches_the_loss_of_steps_that_are_not_logged(folder):
+    manager = "exp_manager.early_stopping_callback_params"
+    overrides = [
+        f"data.val_dir={folder}/data.jsonl",
+        "trainer.max_steps=6",
+        "trainer.val_check_interval=2",
+        "trainer.log_every_n_steps=100",
+        "exp_manager.create_early_stopping_callback=true",
+        f"{manager}={{monitor: train_loss, patience: 1, min_delta: 1000}}",
+    ]
+    loaded = load(write(folder), overrides)
+    with use_context(make_context()):
+        training = Training(loaded, prepare(loaded, folder / "prepared"), folder / "log")
+        logged: list[dict[str, Any]] = []
+        training.logs.log = lambda step, numbers: logged.append({"step": step, **numbers})  # type: ignore[assignment]
+        training.run()
+        training.logs.close()
+    assert training.step == 4 and training.patience.waited == 1
+    assert [sorted(one) for one in logged] == [["step", "val_loss"]] * 2
+
+
 def test_a_job_says_where_it_goes_on(folder, capsys):
     log_dir = folder / "log"
     log = [f"exp_manager.explicit_log_dir={log_dir}", "exp_manager.create_checkpoint_callback=true"]
