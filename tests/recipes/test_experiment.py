@@ -119,7 +119,9 @@ def test_patience_ends_when_a_metric_stands_still():
 @pytest.mark.check
 def test_rates_rise_hold_and_fall():
     linear = Rate(Sched(warmup_steps=4, min_lr=0.1, constant_steps=2), lr=1.0, steps=16)
-    assert [round(linear(step), 3) for step in (0, 3, 4, 9, 14, 15, 99)] == [0.2, 0.8, 1.0, 0.55, 0.1, 0.1, 0.1]
+    assert [round(linear(step), 3) for step in (0, 3, 4, 9, 14, 15, 99)] == [0.0, 0.75, 1.0, 0.55, 0.1, 0.1, 0.1]
+    nemo = Rate(Sched(name="CosineAnnealing", warmup_steps=4), lr=1.0, steps=16)
+    assert [round(nemo(step), 3) for step in (0, 3, 4)] == [0.2, 0.8, 1.0]
     cosine = Rate(Sched(name="CosineAnnealing", max_steps=10), lr=2.0, steps=99)
     assert cosine(0) == 1.0 and cosine(5) == pytest.approx(0.5) and cosine(10) == pytest.approx(0)
     hold = Rate(Sched(name="WarmupHoldPolicy", warmup_ratio=0.5), lr=1.0, steps=4)
@@ -129,6 +131,15 @@ def test_rates_rise_hold_and_fall():
 
 
 @pytest.mark.check
+def test_the_linear_rate_is_that_of_transformers():
+    """Which NxD Training's schedule of this name is."""
+    transformers = pytest.importorskip("transformers")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs = transformers.get_linear_schedule_with_warmup(optimizer, 3, 12)
+    ours = Rate(Sched(warmup_steps=3), lr=1.0, steps=12)
+    assert [ours(step) for step in range(14)] == pytest.approx([theirs.lr_lambdas[0](step) for step in range(14)])
+
+
 def test_norms_and_biases_do_not_decay():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
     decayed, kept = parameter_groups(model, Optim(weight_decay=0.1), decay_norms=False)

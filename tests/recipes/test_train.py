@@ -76,8 +76,8 @@ OPTIM = (
     "model.optim={lr: 1e-2, weight_decay: 0.1, betas: [0.8, 0.9], eps: 1e-5, "
     "sched: {warmup_steps: 1, max_steps: 4, min_lr: 1e-3}}"
 )
-RATES = (0.5e-2, 1e-2, 0.7e-2, 0.4e-2)
-"""Half of the rate, all of it, and then down to a tenth."""
+RATES = (0.0, 1e-2, 0.7e-2, 0.4e-2)
+"""From 0 to the whole rate, and then down to a tenth."""
 
 
 def plain(model_dir, rows, held_out) -> list[float]:
