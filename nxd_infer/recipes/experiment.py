@@ -115,7 +115,8 @@ def validates(trainer: Trainer, step: int, epoch: int, ended: int | None, last: 
         return True
     if epochs and ended and ended % epochs == 0:
         return True
-    every = 0 if not interval else int(interval) if interval > 1 else max(1, round(interval * epoch))
+    share = isinstance(interval, float) and interval <= 1  # 1.0 is an epoch, and 1 a step
+    every = 0 if not interval else max(1, round(interval * epoch)) if share else int(interval)
     return bool(every) and step % every == 0
 
 

@@ -238,10 +238,12 @@ def _end(recipe: Recipe, tree: Tree) -> None:
         raise tree.error(("trainer", "max_steps"), "is missing: the training would not end; give it, or max_epochs")
     if trainer.max_steps == 0:
         raise tree.error(("trainer", "max_steps"), "= 0 trains nothing; the nearest is 1")
-    limit = trainer.limit_val_batches
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or limit < 0:
-        path = ("trainer", "limit_val_batches")
-        raise tree.error(path, f"must be a number of batches, or a share of them, got {limit!r}; the nearest is 1.0")
+    for name, what in (("limit_val_batches", "batches"), ("val_check_interval", "steps")):
+        limit = getattr(trainer, name)
+        number = isinstance(limit, int | float) and not isinstance(limit, bool)
+        if limit is not None and not (number and 0 <= limit < LARGEST):
+            problem = f"must be a number of {what}, or a share of them, got {limit!r}; the nearest is 1.0"
+            raise tree.error(("trainer", name), problem)
     for where in (("trainer", "max_time"), ("exp_manager", "max_time_per_run")):
         seconds_of(getattr(getattr(recipe, where[0]), where[1]), tree, where)
 

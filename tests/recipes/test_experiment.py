@@ -102,6 +102,7 @@ def test_checkpoints_and_validations_are_due_as_was_asked_for():
     assert validated(last=12, val_check_interval=5.0) == [5, 10, 12]
     assert validated(val_check_interval=5.0) == [5, 10]
     assert validated(val_check_interval=1.0) == [3, 6, 9, 12]
+    assert validated(val_check_interval=1) == list(range(1, 13))  # as in Lightning, where 1.0 is an epoch
     assert validated(val_check_interval=0.25) == list(range(1, 13))
     assert validated(check_val_every_n_epoch=2) == [6, 12]
     assert validated(check_val_every_n_epoch=3, val_check_interval=5.0) == [5, 9, 10]
@@ -130,7 +131,6 @@ def test_rates_rise_hold_and_fall():
         assert 0 <= Rate(Sched(name=name), 1.0, 10)(5) <= 1
 
 
-@pytest.mark.check
 def test_the_linear_rate_is_that_of_transformers():
     """Which NxD Training's schedule of this name is."""
     transformers = pytest.importorskip("transformers")
@@ -140,6 +140,7 @@ def test_the_linear_rate_is_that_of_transformers():
     assert [ours(step) for step in range(14)] == pytest.approx([theirs.lr_lambdas[0](step) for step in range(14)])
 
 
+@pytest.mark.check
 def test_norms_and_biases_do_not_decay():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
     decayed, kept = parameter_groups(model, Optim(weight_decay=0.1), decay_norms=False)
