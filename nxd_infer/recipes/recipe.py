@@ -241,6 +241,9 @@ def _end(recipe: Recipe, tree: Tree) -> None:
     for name, what in (("limit_val_batches", "batches"), ("val_check_interval", "steps")):
         limit = getattr(trainer, name)
         number = isinstance(limit, int | float) and not isinstance(limit, bool)
+    if data.val_dir is not None and data.data_prefix:
+        problem = "cannot be together with data_prefix, whose validation is splits_string's second share; remove it"
+        raise tree.error(("data", "val_dir"), problem)
         if limit is not None and not (number and 0 <= limit < LARGEST):
             problem = f"must be a number of {what}, or a share of them, got {limit!r}; the nearest is 1.0"
             raise tree.error(("trainer", name), problem)

@@ -23,6 +23,12 @@ def loaded(folder: Path, config: dict[str, object], model: str, data: str = "{tr
 
 
 @pytest.mark.check
+def test_indexed_files_have_their_own_validation(tmp_path):
+    with pytest.raises(RecipeError, match=r"r\.yaml:2: data\.val_dir cannot be together with data_prefix"):
+        loaded(tmp_path, LLAMA, "", "{data_prefix: [x], val_dir: y}")
+
+
+@pytest.mark.check
 @pytest.mark.parametrize("value", ["-1", "often", "[1]", "true", ".nan"])
 def test_an_interval_is_a_number(tmp_path, value):
     text = f"trainer: {{max_steps: 1, val_check_interval: {value}}}\ndata: {{train_dir: x}}\n"
