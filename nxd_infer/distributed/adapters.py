@@ -80,7 +80,8 @@ def split_adapters(model: nn.Module) -> list[str]:
             if isinstance(base, RowParallelLinear):
                 layer.lora_A[adapter] = _first_of_row(layer.lora_A[adapter], base)
                 if base.sequence_parallel_enabled:
-                    partial.append(f"{name}.lora_B.{adapter}.weight")
+                    factor = layer.lora_B[adapter]
+                    partial += [f"{name}.lora_B.{adapter}.{own}" for own, _ in factor.named_parameters()]
             else:
                 layer.lora_B[adapter] = _second_of_column(layer.lora_B[adapter], base)
                 if base.input_is_shared or base.sequence_parallel_enabled:

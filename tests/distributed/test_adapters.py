@@ -117,6 +117,48 @@ def test_adapters_before_and_after():
         assert not found, f"rank {rank}:\n" + "\n".join(found[:6])
 
 
+def biased() -> list[str]:
+    """Of models with biases: those of the second factors whose gradient is not that of the whole sequence."""
+    import peft
+
+    found = []
+    for case in FEW[1:]:
+        whole = peft.get_peft_model(case.build(), config(case, lora_bias=True))
+        model = parallelize(case.build(), sequence_parallel_enabled=True)
+        model = nxd.distributed.get_peft_model(model, config(case, lora_bias=True))
+        for one in (whole, model):
+            run(one, case.batch())
+            for weight in one.parameters():
+                weight.grad = weight.grad if weight.requires_grad else torch.zeros_like(weight)
+        names = [one for one in wrong_gradients(model, whole) if "lora_B" in one and "bias" in one]
+        found += [f"{case.kind}: {one}" for one in names]
+    return found
+
+
+def test_biases_of_factors_see_the_whole_sequence():
+    for rank, found in enumerate(run_ranks(biased, 2)):
+        assert not found, f"rank {rank}:\n" + "\n".join(found[:6])
+
+
+def named(folder: Path) -> float:
+    """How far the logits of a lazily loaded model are from the files', with a module to save in a named adapter."""
+    import peft
+    import transformers
+
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    options = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    with nxd.distributed.lazy_load_for_parallelism(tensor_parallel_size=2):
+        lazy = peft.get_peft_model(load(folder), options, adapter_name="mine")
+    model, whole = parallelize(lazy).eval(), load(folder)
+    with torch.no_grad():
+        return float((model(**LLAMA.batch()).logits - whole(**LLAMA.batch()).logits).abs().max())
+
+
+def test_a_module_to_save_of_any_adapter_begins_with_the_files_weights(tmp_path: Path):
+    LLAMA.build().save_pretrained(tmp_path)
+    assert max(run_ranks(named, 2, tmp_path)) < 1e-4
+
+
 def saved(folder: Path, case: Case) -> list[torch.Tensor]:
     """Lazily loaded with adapters before; saved; the logits."""
     import peft
