@@ -163,10 +163,11 @@ class NeuronLTModule(LightningModule):
 
     def _forward_and_backward(self, batch: Any) -> Tensor:
         """Return the loss of a batch; its gradients are weighted for the step that it is a part of."""
-        if self.grad_accum_steps == 1:
+        if self.nxd_config.pipeline_parallel_size > 1:  # its stages go backward microbatch by microbatch
             return _mean(_call(self.model.run_train, batch))
         loss = self.model._loss(_call(self.model, batch))
-        (loss / self.grad_accum_steps).backward()
+        # Lightning's own, which calls the hooks on_before_backward and on_after_backward.
+        self.manual_backward(loss if self.grad_accum_steps == 1 else loss / self.grad_accum_steps)
         return loss.detach()
 
     def _step(self) -> None:
