@@ -157,9 +157,13 @@ class NeuronLTModule(LightningModule):
             self.averaged_loss = torch.zeros_like(self.averaged_loss)
             self.log("loss", self.loss, prog_bar=True)
             self.log("global_step", float(self.global_step))
-        for logger in self.trainer.loggers:
-            logger.print_step = self.global_step if self.should_print else -1  # pyright: ignore
+        self._log_under(self.global_step if self.should_print else -1)
         return loss
+
+    def _log_under(self, step: int) -> None:
+        """Tell the loggers the step of what follows; -1: it is not written."""
+        for logger in self.trainer.loggers:
+            logger.print_step = step  # pyright: ignore
 
     def _forward_and_backward(self, batch: Any) -> Tensor:
         """Return the loss of a batch; its gradients are weighted for the step that it is a part of."""
@@ -193,6 +197,7 @@ class NeuronLTModule(LightningModule):
 
     def _evaluate(self, name: str, batch: Any) -> None:
         loss = _mean(_call(self.model.run_eval, batch))
+        self._log_under(self.global_step)  # also while gradients are accumulated
         self.log(name, loss, prog_bar=True, sync_dist=True, batch_size=_rows(batch))
 
 

@@ -104,6 +104,19 @@ def test_callbacks_see_the_gradients(accumulate: int):
     assert hooks.called == [*backward * accumulate, "before step"] * (4 // accumulate)
 
 
+def test_a_validation_between_two_steps_is_logged(tmp_path: Path):
+    """While gradients are accumulated, training writes nothing; a validation in between does."""
+    parallel_state.destroy_model_parallel()
+    config = nxd.neuronx_distributed_config()
+    options: dict[str, Any] = {"max_epochs": 1, "val_check_interval": 1, "log_every_n_steps": 1}
+    logger = NeuronTensorBoardLogger(tmp_path)
+    trainer = trainer_of(NeuronXLAStrategy(config), logger=logger, num_sanity_val_steps=0, **options)
+    trainer.fit(module_of(config, accumulate=2), DataLoader(Rows(4), 1), DataLoader(Rows(2), 1))
+    found = EventAccumulator(logger.log_dir).Reload()
+    assert [scalar.step for scalar in found.Scalars("val_loss")] == [0, 1, 1, 2]
+    assert [scalar.step for scalar in found.Scalars("loss")] == [1, 2]
+
+
 class Predicting(NeuronLTModule):
     """Says which rows it was given."""
 
