@@ -26,9 +26,8 @@ def optimizer_arguments(optim: Optim) -> dict[str, Any]:
     common: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
     if optim.name.startswith("adam"):
         return {**common, "betas": tuple(optim.betas), "eps": optim.eps, "fused": True}
-    if optim.name in ("sgd", "rmsprop"):
-        return {**common, "momentum": optim.momentum}
-    return common
+    common |= {} if optim.name == "adagrad" else {"momentum": optim.momentum}
+    return common | ({} if optim.name == "sgd" else {"eps": optim.eps})
 
 
 def parameter_groups(model: nn.Module, optim: Optim, decay_norms: bool) -> list[dict[str, Any]]:

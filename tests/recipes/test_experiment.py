@@ -19,7 +19,7 @@ from nxd_infer.errors import RankFailedError, RecipeError
 from nxd_infer.recipes.experiment import Keeper, Patience, checkpoint_name, log_dir_of, saves, validates
 from nxd_infer.recipes.launch import check_world, first_host, is_a_rank, variables_of_slurm
 from nxd_infer.recipes.model_schema import RATES, Optim, Sched
-from nxd_infer.recipes.optim import Rate, parameter_groups
+from nxd_infer.recipes.optim import OPTIMIZERS, Rate, optimizer_arguments, parameter_groups
 from nxd_infer.recipes.rank_processes import run_ranks
 from nxd_infer.recipes.recipe import check
 from nxd_infer.recipes.schema import CheckpointCallback, EarlyStopping, ExpManager, Trainer
@@ -138,6 +138,16 @@ def test_the_linear_rate_is_that_of_transformers():
     theirs = transformers.get_linear_schedule_with_warmup(optimizer, 3, 12)
     ours = Rate(Sched(warmup_steps=3), lr=1.0, steps=12)
     assert [ours(step) for step in range(14)] == pytest.approx([theirs.lr_lambdas[0](step) for step in range(14)])
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_takes_its_keys(name):
+    given = optimizer_arguments(Optim(name=name, lr=0.5, weight_decay=0.25, betas=[0.1, 0.2], eps=0.125, momentum=0.75))
+    (group,) = OPTIMIZERS[name]([torch.zeros(1, requires_grad=True)], **given).param_groups
+    found = {key: group[key] for key in ("lr", "weight_decay", "eps", "momentum", "betas") if key in group}
+    wanted = {"lr": 0.5, "weight_decay": 0.25, "eps": 0.125, "momentum": 0.75, "betas": (0.1, 0.2)}
+    assert found == {key: wanted[key] for key in found}
 
 
 @pytest.mark.check
