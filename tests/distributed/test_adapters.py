@@ -194,6 +194,28 @@ def test_adapters_are_saved_and_loaded_by_peft(tmp_path: Path):
         assert torch.allclose(loaded(**case.batch()).logits, logits, **NEAR)
 
 
+def residual(folder: Path) -> torch.Tensor:
+    """A model whose base PEFT has changed when it made the adapter; saved; the logits."""
+    import peft
+
+    model = parallelize(peft.get_peft_model(LLAMA.build(), config(LLAMA, init_lora_weights="pissa")))
+    nxd.distributed.Parallelizer.save_model_sharded_checkpoint(model, folder / "out")
+    with torch.no_grad():
+        return model.eval()(**LLAMA.batch()).logits
+
+
+def test_a_base_that_the_adapter_has_changed_is_not_changed_again(tmp_path: Path):
+    import peft
+    import transformers
+
+    logits = run_ranks(residual, 2, tmp_path)[0]
+    consolidate_checkpoint(tmp_path / "out", tmp_path / "model")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    loaded = peft.PeftModel.from_pretrained(whole, tmp_path / "model/adapter/default")
+    with torch.no_grad():
+        assert torch.allclose(loaded(**LLAMA.batch()).logits, logits, **NEAR)
+
+
 def refused() -> list[str]:
     import peft
 
@@ -203,6 +225,7 @@ def refused() -> list[str]:
         lambda: parallelize(peft.get_peft_model(case.build(), config(case, use_dora=True))),
         lambda: parallelize(peft.get_peft_model(case.build(), peft.LoraConfig(target_modules=["embed_tokens"]))),
         lambda: nxd.distributed.get_peft_model(parallelize(case.build()), peft.IA3Config(target_modules=["k_proj"])),
+        lambda: nxd.distributed.get_peft_model(parallelize(case.build()), config(case, init_lora_weights="pissa")),
     ):
         with pytest.raises(AdapterError) as error:
             make()
@@ -211,7 +234,8 @@ def refused() -> list[str]:
 
 
 def test_adapters_that_cannot_be_split_are_refused():
-    dora, embedding, other = run_ranks(refused, 2)[0]
+    dora, embedding, other, pissa = run_ranks(refused, 2)[0]
+    assert "init_lora_weights='pissa' needs the whole weights" in pissa
     assert "use_dora=False" in dora
     assert "parallelize_embeddings=False" in embedding
     assert "IA3Config" in other
