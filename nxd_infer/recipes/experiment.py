@@ -115,7 +115,7 @@ def validates(trainer: Trainer, step: int, epoch: int, ended: int | None, last: 
         return True
     if epochs and ended and ended % epochs == 0:
         return True
-    share = isinstance(interval, float) and interval <= 1  # 1.0 is an epoch, and 1 a step
+    share = isinstance(interval, float) and interval <= 1  # 1.0 is an epoch, 1 is every step
     every = 0 if not interval else max(1, round(interval * epoch)) if share else int(interval)
     return bool(every) and step % every == 0
 
