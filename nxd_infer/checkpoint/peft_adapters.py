@@ -8,12 +8,12 @@ from nxd_infer.layout import RemappedSource, WeightSource
 
 _ADAPTER = re.compile(r"\.(?P<kind>lora_[AB]|modules_to_save)\.(?P<adapter>[^.]+)(?=\.)")
 
+_INSERTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
+
 
 def plain_name(name: str) -> str:
     """Return the name that a module or a weight has in a model without PEFT's adapters."""
-    for inserted in (".base_layer", ".original_module", ".modules_to_save.default"):
-        name = name.replace(inserted, "")
-    return name.removeprefix("base_model.model.")
+    return _INSERTED.sub("", name).removeprefix("base_model.model.")
 
 
 def adapter_file(adapter: str) -> str:

@@ -155,7 +155,11 @@ def train(
     ] = False,
 ) -> None:
     """Train a recipe. It starts its ranks on this machine; under torchrun or Slurm it is one of them."""
+    if chip is not None and not check:
+        raise typer.BadParameter("it is the device of --check's plan, which is not given", param_hint="--chip")
     if convert:
+        if overrides or check or trace_out is not None:
+            raise typer.BadParameter("it prints CONFIG as it is: leave other arguments out", param_hint="--convert")
         cli.train.print_converted(config)
         return
     cli.train.run(config, overrides or [], check, None if chip is None else chip.value, trace_out)

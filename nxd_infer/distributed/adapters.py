@@ -18,6 +18,7 @@ from nxd_infer.distributed.layers import ColumnParallelConv1D, RowParallelConv1D
 from nxd_infer.distributed.regions import sum_gradients
 from nxd_infer.distributed.replace import META
 from nxd_infer.errors import AdapterError, MissingPackageError
+from nxd_infer.modules.lora.config import KEEPING_THE_BASE
 from nxd_infer.parallel_layers.base import ParallelLayer
 from nxd_infer.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -35,6 +36,10 @@ def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") 
         raise MissingPackageError(f"this needs PEFT ({error}): pip install peft") from error
     if not isinstance(peft_config, peft.LoraConfig):
         raise AdapterError(f"a parallelized model takes a LoraConfig, got {type(peft_config).__name__}")
+    if (how := peft_config.init_lora_weights) not in KEEPING_THE_BASE:
+        raise AdapterError(
+            f"init_lora_weights={how!r} needs the whole weights: call peft.get_peft_model() before parallelize()"
+        )
     for layer in model.modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):  # what PEFT asks of a linear layer
             layer.__dict__.update(in_features=layer.input_size, out_features=layer.output_size)
@@ -80,7 +85,8 @@ def split_adapters(model: nn.Module) -> list[str]:
             if isinstance(base, RowParallelLinear):
                 layer.lora_A[adapter] = _first_of_row(layer.lora_A[adapter], base)
                 if base.sequence_parallel_enabled:
-                    partial.append(f"{name}.lora_B.{adapter}.weight")
+                    factor = layer.lora_B[adapter]
+                    partial += [f"{name}.lora_B.{adapter}.{own}" for own, _ in factor.named_parameters()]
             else:
                 layer.lora_B[adapter] = _second_of_column(layer.lora_B[adapter], base)
                 if base.input_is_shared or base.sequence_parallel_enabled:

@@ -149,6 +149,11 @@ def _load(cls: Any, path: Any, *args: Any, config: Any = None, **kwargs: Any) ->
         kwargs.pop(name, None)
     if not isinstance(config, hf.PretrainedConfig):
         config, kwargs = cls.config_class.from_pretrained(path, return_unused_kwargs=True, **hub, **kwargs)
+    if (quantized := getattr(config, "quantization_config", None)) is not None:
+        raise ParallelConfigError(
+            f"from_pretrained: {path} has quantized weights ({_kind_of(quantized)}), which lazy_load_for_parallelism() "
+            "cannot read: load a checkpoint with plain weights"
+        )
     folder = _folder_of(path, kwargs.pop("subfolder", ""), hub)
     stored = StoredWeights(folder, cls.base_model_prefix)
     dtype = _dtype_of(dtype, config, folder)
@@ -161,6 +166,11 @@ def _load(cls: Any, path: Any, *args: Any, config: Any = None, **kwargs: Any) ->
             model.generation_config = hf.GenerationConfig.from_pretrained(path, **hub)
     setattr(model, WEIGHTS, stored)
     return model.eval()
+
+
+def _kind_of(quantized: Any) -> str:
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else getattr(quantized, "quant_method", None)
+    return f"quant_method = {getattr(method, 'value', method)!r}"
 
 
 def _folder_of(path: Any, subfolder: str, hub: dict[str, Any]) -> Path:

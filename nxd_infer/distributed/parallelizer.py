@@ -32,6 +32,7 @@ from nxd_infer.distributed.stages import pipelined
 from nxd_infer.distributed.weights import FirstOf, fill, on_meta
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import DictSource, WeightSource
+from nxd_infer.modules.lora.config import KEEPING_THE_BASE
 from nxd_infer.modules.nxd_model import local_module
 
 MAPPING, PARTIAL = "_nxd_parameter_map", "_nxd_partial_gradients"
@@ -275,6 +276,8 @@ def _save_config(model: Any, storage: Storage) -> None:
         files["generation_config.json"] = base.generation_config.to_diff_dict()
     for name, config in adapters.items():
         files[adapter_file(name)] = config.to_dict()
+        if config.init_lora_weights not in KEEPING_THE_BASE:  # PEFT would change the base again, which is saved changed
+            files[adapter_file(name)]["init_lora_weights"] = True
     for name, content in files.items():
         storage.write(name, json.dumps(content, indent=2, default=_as_json).encode())
 

@@ -157,16 +157,21 @@ class NeuronLTModule(LightningModule):
             self.averaged_loss = torch.zeros_like(self.averaged_loss)
             self.log("loss", self.loss, prog_bar=True)
             self.log("global_step", float(self.global_step))
-        for logger in self.trainer.loggers:
-            logger.print_step = self.global_step if self.should_print else -1  # pyright: ignore
+        self._log_under(self.global_step if self.should_print else -1)
         return loss
+
+    def _log_under(self, step: int) -> None:
+        """Tell the loggers the step of what follows; -1: it is not written."""
+        for logger in self.trainer.loggers:
+            logger.print_step = step  # pyright: ignore
 
     def _forward_and_backward(self, batch: Any) -> Tensor:
         """Return the loss of a batch; its gradients are weighted for the step that it is a part of."""
-        if self.grad_accum_steps == 1:
+        if self.nxd_config.pipeline_parallel_size > 1:  # its stages go backward microbatch by microbatch
             return _mean(_call(self.model.run_train, batch))
         loss = self.model._loss(_call(self.model, batch))
-        (loss / self.grad_accum_steps).backward()
+        # Lightning's own, which calls the hooks on_before_backward and on_after_backward.
+        self.manual_backward(loss if self.grad_accum_steps == 1 else loss / self.grad_accum_steps)
         return loss.detach()
 
     def _step(self) -> None:
@@ -192,6 +197,7 @@ class NeuronLTModule(LightningModule):
 
     def _evaluate(self, name: str, batch: Any) -> None:
         loss = _mean(_call(self.model.run_eval, batch))
+        self._log_under(self.global_step)  # also while gradients are accumulated
         self.log(name, loss, prog_bar=True, sync_dist=True, batch_size=_rows(batch))
 
 

@@ -42,16 +42,22 @@ class Batches:
         self.context, self.parts, self.pairs, self.whole = context, parts, pairs, whole
         self.takes = set(inspect.signature(forward).parameters)
 
-    def prepared(self, batch: dict[str, Tensor], device: torch.device) -> list[dict[str, Any]]:
-        """Return the calls of a step: keyword arguments of ``run_train``, whose losses add up to the step's loss."""
+    def prepared(
+        self, batch: dict[str, Tensor], device: torch.device, parts: int | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the calls of a step: keyword arguments of ``run_train``, whose losses add up to the step's loss.
+
+        ``parts``: microbatches of this batch; None: as many as in training.
+        """
+        parts = parts or self.parts
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         shared: dict[str, Any] = {}
         if self.pairs:
             batch = {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
-            shared["share"] = 1.0 if self.whole else 1 / self.parts
+            shared["share"] = 1.0 if self.whole else 1 / parts
         elif "num_items_in_batch" in self.takes:
             shared["num_items_in_batch"] = self.items(batch["labels"])
-        elif (self.parts > 1 and not self.whole) or self.context.dp.degree > 1:
+        elif (parts > 1 and not self.whole) or self.context.dp.degree > 1:
             raise RecipeError(
                 "the model's forward takes no num_items_in_batch, so the losses of microbatches and data-parallel "
                 "ranks cannot be added up: add it (see docs/recipes.md), or train with data.global_batch_size = "
@@ -59,7 +65,7 @@ class Batches:
             )
         if self.whole:
             return [{**self._known(batch), **shared}]
-        return [{**self._known(self._trimmed(part)), **shared} for part in split_batch(batch, self.parts)]
+        return [{**self._known(self._trimmed(part)), **shared} for part in split_batch(batch, parts)]
 
     def items(self, labels: Tensor) -> Tensor:
         """Return the number by which each rank divides its sum of losses: gradients are averaged over ``dp`` ranks."""

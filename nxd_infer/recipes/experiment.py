@@ -85,6 +85,13 @@ def checkpoint_name(callback: CheckpointCallback, numbers: Mapping[str, float]) 
     return found.replace("/", "_")
 
 
+def watches_loss(manager: ExpManager) -> bool:
+    """Return whether a checkpoint's rank or name, or an early end, depends on the loss of every step."""
+    callback = manager.checkpoint_callback_params
+    ends = manager.create_early_stopping_callback and manager.early_stopping_callback_params.monitor
+    return any("train_loss" in str(one) for one in (callback.monitor, callback.filename, ends))
+
+
 def saves(callback: CheckpointCallback, step: int, ended: int | None, late: bool, validated: bool) -> bool:
     """Return whether a checkpoint is due after a step.
 
@@ -108,7 +115,8 @@ def validates(trainer: Trainer, step: int, epoch: int, ended: int | None, last: 
         return True
     if epochs and ended and ended % epochs == 0:
         return True
-    every = 0 if not interval else int(interval) if interval > 1 else max(1, round(interval * epoch))
+    share = isinstance(interval, float) and interval <= 1  # 1.0 is an epoch, 1 is every step
+    every = 0 if not interval else max(1, round(interval * epoch)) if share else int(interval)
     return bool(every) and step % every == 0
 
 

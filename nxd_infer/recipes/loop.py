@@ -275,9 +275,11 @@ class Training:
         manager = self.recipe.exp_manager
         self.metrics.pop("val_loss", None)  # it is of the weights before
         self.metrics |= {"step": self.step, "consumed_samples": self.step * self.recipe.data.global_batch_size}
-        if self.step % self.recipe.trainer.log_every_n_steps and not self._keeps_by_loss():
+        logged = self.step % self.recipe.trainer.log_every_n_steps == 0
+        if logged or experiment.watches_loss(manager):
+            self.metrics["train_loss"] = self.metrics["reduced_train_loss"] = float(taken.loss)
+        if not logged:
             return
-        self.metrics["train_loss"] = self.metrics["reduced_train_loss"] = float(taken.loss)
         optimizer = self.job.optimizer
         numbers: dict[str, float | Tensor | None] = {
             "loss": taken.loss,
@@ -296,9 +298,6 @@ class Training:
             numbers["recovery_seconds"] = time.time() - psutil.Process().create_time()
             self.recovered = False
         self.logs.log(self.step, numbers)
-
-    def _keeps_by_loss(self) -> bool:
-        return self.recipe.exp_manager.checkpoint_callback_params.monitor in ("train_loss", "reduced_train_loss")
 
     def parameter_norm(self) -> Tensor:
         """Return the 2-norm of all parameters. Every rank calls it."""
@@ -323,7 +322,7 @@ class Training:
         count = min(len(loader), count if most is None else most)
         total = weight = 0.0
         for _, batch in zip(range(count), loader, strict=False):
-            parts = self.batches.prepared(batch, self.device)
+            parts = self.batches.prepared(batch, self.device, loader.batch_size // self.recipe.data.micro_batch_size)
             with self._autocast():
                 loss = self._mean(torch.stack([self.job.model.run_eval(**part) for part in parts]).sum())
             share = 1.0 if self.pairs else float(self.batches.items(batch["labels"].to(self.device)))

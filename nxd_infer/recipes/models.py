@@ -33,6 +33,8 @@ FIELDS = {
     "vocab_size": "vocab_size",
 }
 """Keys of a recipe's model, and the fields of Hugging Face's configuration that they set."""
+OWN_NAMES = {"rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base"}
+"""Names of GPT-NeoX for these fields; set where its configuration has them."""
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 GATED = ("swiglu", "fast-swiglu", "silu")
 
@@ -73,12 +75,15 @@ def raw_config(loaded: Loaded, vocab_size: int | None = None) -> dict[str, Any]:
         raw["max_position_embeddings"] = seq_length(recipe)
         raw["intermediate_size"] = 4 * (model.hidden_size or 0)
         raw["hidden_act"] = "silu"
+    if model.has_bias is not None:
+        raw["attention_bias"] = raw["mlp_bias"] = model.has_bias
     for name, field in FIELDS.items():
         value = getattr(model, name)
         if value is not None:
-            raw[field] = value
-    if model.has_bias is not None and path is None:
-        raw["attention_bias"] = raw["mlp_bias"] = model.has_bias
+            own = OWN_NAMES.get(field)
+            raw[own if own in raw else field] = value
+    if model.rope_theta is not None and isinstance(raw.get("rope_parameters"), dict):  # transformers 5 has it there
+        raw["rope_parameters"] = {**raw["rope_parameters"], "rope_theta": model.rope_theta}
     if "vocab_size" not in raw:
         raw["vocab_size"] = padded_vocabulary(recipe, vocab_size or recipe.data.tokenizer.vocab_size)
     return {**raw, **model.extra}

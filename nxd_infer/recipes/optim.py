@@ -26,9 +26,8 @@ def optimizer_arguments(optim: Optim) -> dict[str, Any]:
     common: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
     if optim.name.startswith("adam"):
         return {**common, "betas": tuple(optim.betas), "eps": optim.eps, "fused": True}
-    if optim.name in ("sgd", "rmsprop"):
-        return {**common, "momentum": optim.momentum}
-    return common
+    common |= {} if optim.name == "adagrad" else {"momentum": optim.momentum}
+    return common | ({} if optim.name == "sgd" else {"eps": optim.eps})
 
 
 def parameter_groups(model: nn.Module, optim: Optim, decay_norms: bool) -> list[dict[str, Any]]:
@@ -44,7 +43,11 @@ def parameter_groups(model: nn.Module, optim: Optim, decay_norms: bool) -> list[
 
 @dataclass(frozen=True)
 class Rate:
-    """``rate(step)`` is the factor of ``lr`` at a step, counted from 0: what LambdaLR takes."""
+    """``rate(step)`` is the factor of ``lr`` at a step, counted from 0: what LambdaLR takes.
+
+    As in NxD Training: LinearAnnealingWithWarmUp is transformers' linear schedule, which rises from 0. The others are
+    NeMo's, which rise from above 0; its cosine with ``constant_steps`` is Megatron's, and rises from 0.
+    """
 
     sched: Sched
     lr: float
@@ -54,9 +57,10 @@ class Rate:
     def __call__(self, step: int) -> float:
         sched, low = self.sched, self.sched.min_lr / self.lr if self.lr else 0.0
         total = sched.max_steps if sched.max_steps and sched.max_steps > 0 else self.steps
-        warmup = sched.warmup_steps if sched.warmup_ratio is None else round(sched.warmup_ratio * total)
+        warmup = sched.warmup_steps if sched.warmup_ratio is None else int(sched.warmup_ratio * total)
         if warmup and step < warmup:
-            return (step + 1) / (warmup + 1)
+            from_0 = ("LinearAnnealingWithWarmUp", "CosineAnnealing" if sched.constant_steps else "")
+            return step / warmup if sched.name in from_0 else (step + 1) / (warmup + 1)
         if sched.name in ("WarmupHoldPolicy", "ConstantWithWarmUp"):
             return 1.0
         span = max(1, total - warmup - sched.constant_steps)

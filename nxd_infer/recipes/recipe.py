@@ -16,6 +16,14 @@ from nxd_infer.util.options import declared
 from nxd_infer.util.suggest import nearest
 from nxd_models.serving.task_options import TaskOptions
 
+SAID_BY_CONFIG = (
+    "activation",
+    "normalization",
+    "position_embedding_type",
+    "transformer_block_type",
+    "make_vocab_size_divisible_by",
+)
+"""Keys of the section ``model`` that are for a model without ``model_config``."""
 TRACE_KEYS = ("out", *declared(TaskOptions), *declared(TraceOptions))
 
 
@@ -52,6 +60,9 @@ def check(tree: Tree, overrides: Iterable[str] = ()) -> Loaded:
             raise tree.error(("trace", name), f"is not an argument of a trace{nearest(name, TRACE_KEYS)}")
     for one in AGREEMENTS:
         one(recipe, tree)
+    given = [f"model.{name}" for name in SAID_BY_CONFIG if (tree.values.get("model") or {}).get(name) is not None]
+    if recipe.model.model_config is not None and given:
+        reader.unused["model.model_config says it"] = given
     return Loaded(recipe, tree, reader.unused)
 
 
@@ -230,6 +241,9 @@ def _sources(recipe: Recipe, tree: Tree) -> None:
         raise tree.error(("data", "train_dir"), "is missing: give a file or folder to train on (or data_prefix)")
     if data.train_dir is not None and data.data_prefix:
         raise tree.error(("data", "data_prefix"), "cannot be together with train_dir; the nearest is train_dir alone")
+    if data.val_dir is not None and data.data_prefix:
+        problem = "cannot be together with data_prefix, whose validation is splits_string's second share; remove it"
+        raise tree.error(("data", "val_dir"), problem)
 
 
 def _end(recipe: Recipe, tree: Tree) -> None:
@@ -238,10 +252,12 @@ def _end(recipe: Recipe, tree: Tree) -> None:
         raise tree.error(("trainer", "max_steps"), "is missing: the training would not end; give it, or max_epochs")
     if trainer.max_steps == 0:
         raise tree.error(("trainer", "max_steps"), "= 0 trains nothing; the nearest is 1")
-    limit = trainer.limit_val_batches
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or limit < 0:
-        path = ("trainer", "limit_val_batches")
-        raise tree.error(path, f"must be a number of batches, or a share of them, got {limit!r}; the nearest is 1.0")
+    for name, what in (("limit_val_batches", "batches"), ("val_check_interval", "steps")):
+        limit = getattr(trainer, name)
+        number = isinstance(limit, int | float) and not isinstance(limit, bool)
+        if limit is not None and not (number and 0 <= limit < LARGEST):
+            problem = f"must be a number of {what}, or a share of them, got {limit!r}; the nearest is 1.0"
+            raise tree.error(("trainer", name), problem)
     for where in (("trainer", "max_time"), ("exp_manager", "max_time_per_run")):
         seconds_of(getattr(getattr(recipe, where[0]), where[1]), tree, where)
 

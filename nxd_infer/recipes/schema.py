@@ -39,8 +39,8 @@ class Trainer:
     max_steps: int = key(-1, "steps to train, over all starts of the job; -1 without a limit", int, minimum=-1)
     max_time: Any = key(None, 'seconds to train, or a text "days:hours:minutes:seconds"', object)
     log_every_n_steps: int = key(1, "steps between two records in the log", int, minimum=1)
-    val_check_interval: float | None = key(
-        None, "steps between two validations, or a share of an epoch such as 0.25", float, minimum=0
+    val_check_interval: Any = key(
+        None, "steps between two validations: a whole number, or a share of an epoch such as 0.25 or 1.0", object
     )
     check_val_every_n_epoch: int | None = key(None, "epochs between two validations", int, minimum=1)
     num_sanity_val_steps: int = key(0, "batches to validate before the first step", int, minimum=0)

@@ -117,6 +117,48 @@ def test_adapters_before_and_after():
         assert not found, f"rank {rank}:\n" + "\n".join(found[:6])
 
 
+def biased() -> list[str]:
+    """Of models with biases: those of the second factors whose gradient is not that of the whole sequence."""
+    import peft
+
+    found = []
+    for case in FEW[1:]:
+        whole = peft.get_peft_model(case.build(), config(case, lora_bias=True))
+        model = parallelize(case.build(), sequence_parallel_enabled=True)
+        model = nxd.distributed.get_peft_model(model, config(case, lora_bias=True))
+        for one in (whole, model):
+            run(one, case.batch())
+            for weight in one.parameters():
+                weight.grad = weight.grad if weight.requires_grad else torch.zeros_like(weight)
+        names = [one for one in wrong_gradients(model, whole) if "lora_B" in one and "bias" in one]
+        found += [f"{case.kind}: {one}" for one in names]
+    return found
+
+
+def test_biases_of_factors_see_the_whole_sequence():
+    for rank, found in enumerate(run_ranks(biased, 2)):
+        assert not found, f"rank {rank}:\n" + "\n".join(found[:6])
+
+
+def named(folder: Path) -> float:
+    """How far the logits of a lazily loaded model are from the files', with a module to save in a named adapter."""
+    import peft
+    import transformers
+
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    options = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    with nxd.distributed.lazy_load_for_parallelism(tensor_parallel_size=2):
+        lazy = peft.get_peft_model(load(folder), options, adapter_name="mine")
+    model, whole = parallelize(lazy).eval(), load(folder)
+    with torch.no_grad():
+        return float((model(**LLAMA.batch()).logits - whole(**LLAMA.batch()).logits).abs().max())
+
+
+def test_a_module_to_save_of_any_adapter_begins_with_the_files_weights(tmp_path: Path):
+    LLAMA.build().save_pretrained(tmp_path)
+    assert max(run_ranks(named, 2, tmp_path)) < 1e-4
+
+
 def saved(folder: Path, case: Case) -> list[torch.Tensor]:
     """Lazily loaded with adapters before; saved; the logits."""
     import peft
@@ -152,6 +194,28 @@ def test_adapters_are_saved_and_loaded_by_peft(tmp_path: Path):
         assert torch.allclose(loaded(**case.batch()).logits, logits, **NEAR)
 
 
+def residual(folder: Path) -> torch.Tensor:
+    """A model whose base PEFT has changed when it made the adapter; saved; the logits."""
+    import peft
+
+    model = parallelize(peft.get_peft_model(LLAMA.build(), config(LLAMA, init_lora_weights="pissa")))
+    nxd.distributed.Parallelizer.save_model_sharded_checkpoint(model, folder / "out")
+    with torch.no_grad():
+        return model.eval()(**LLAMA.batch()).logits
+
+
+def test_a_base_that_the_adapter_has_changed_is_not_changed_again(tmp_path: Path):
+    import peft
+    import transformers
+
+    logits = run_ranks(residual, 2, tmp_path)[0]
+    consolidate_checkpoint(tmp_path / "out", tmp_path / "model")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    loaded = peft.PeftModel.from_pretrained(whole, tmp_path / "model/adapter/default")
+    with torch.no_grad():
+        assert torch.allclose(loaded(**LLAMA.batch()).logits, logits, **NEAR)
+
+
 def refused() -> list[str]:
     import peft
 
@@ -161,6 +225,7 @@ def refused() -> list[str]:
         lambda: parallelize(peft.get_peft_model(case.build(), config(case, use_dora=True))),
         lambda: parallelize(peft.get_peft_model(case.build(), peft.LoraConfig(target_modules=["embed_tokens"]))),
         lambda: nxd.distributed.get_peft_model(parallelize(case.build()), peft.IA3Config(target_modules=["k_proj"])),
+        lambda: nxd.distributed.get_peft_model(parallelize(case.build()), config(case, init_lora_weights="pissa")),
     ):
         with pytest.raises(AdapterError) as error:
             make()
@@ -169,7 +234,8 @@ def refused() -> list[str]:
 
 
 def test_adapters_that_cannot_be_split_are_refused():
-    dora, embedding, other = run_ranks(refused, 2)[0]
+    dora, embedding, other, pissa = run_ranks(refused, 2)[0]
+    assert "init_lora_weights='pissa' needs the whole weights" in pissa
     assert "use_dora=False" in dora
     assert "parallelize_embeddings=False" in embedding
     assert "IA3Config" in other

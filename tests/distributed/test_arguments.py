@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -321,6 +322,21 @@ def test_a_registered_plan_makes_a_type_supported(monkeypatch: pytest.MonkeyPatc
     assert ParallelizersManager.is_model_supported("mine") == (True, True, False)
     with pytest.raises(ParallelConfigError, match="colum"):
         nxd.distributed.ModelPlan({"up": "colum"})
+
+
+def test_lazy_loading_refuses_quantized_weights(tmp_path: Path):
+    """Their scales would be left out, and what is read would be other numbers."""
+    import transformers
+
+    LLAMA.build().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": fp8}))
+    with (
+        nxd.distributed.lazy_load_for_parallelism(tensor_parallel_size=2),
+        pytest.raises(ParallelConfigError, match=r"has quantized weights \(quant_method = 'fp8'\)"),
+    ):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_loading_is_lazy_in_the_context_only(tmp_path: Path):

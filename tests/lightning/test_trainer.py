@@ -75,6 +75,48 @@ def everything(root: str) -> dict[str, Any]:
     }
 
 
+class Hooks(Callback):
+    """The hooks around a step's gradients, in the order in which they are called, and whether gradients were there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: torch.Tensor) -> None:
+        self.called.append(f"before backward of {'a loss' if loss.requires_grad else 'nothing'}")
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        there = all(weight.grad is not None for weight in module.model.parameters())
+        self.called.append(f"after backward, {'with' if there else 'without'} gradients")
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.called.append("before step")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_callbacks_see_the_gradients(accumulate: int):
+    """As with any module that trains by manual_backward()."""
+    parallel_state.destroy_model_parallel()
+    config, hooks = nxd.neuronx_distributed_config(), Hooks()
+    trainer = trainer_of(NeuronXLAStrategy(config), hooks, max_epochs=1)
+    trainer.fit(module_of(config, accumulate=accumulate), DataLoader(Rows(4), 1))
+    backward = ["before backward of a loss", "after backward, with gradients"]
+    assert hooks.called == [*backward * accumulate, "before step"] * (4 // accumulate)
+
+
+def test_a_validation_between_two_steps_is_logged(tmp_path: Path):
+    """While gradients are accumulated, training writes nothing; a validation in between does."""
+    parallel_state.destroy_model_parallel()
+    config = nxd.neuronx_distributed_config()
+    options: dict[str, Any] = {"max_epochs": 1, "val_check_interval": 1, "log_every_n_steps": 1}
+    logger = NeuronTensorBoardLogger(tmp_path)
+    trainer = trainer_of(NeuronXLAStrategy(config), logger=logger, num_sanity_val_steps=0, **options)
+    trainer.fit(module_of(config, accumulate=2), DataLoader(Rows(4), 1), DataLoader(Rows(2), 1))
+    found = EventAccumulator(logger.log_dir).Reload()
+    assert [scalar.step for scalar in found.Scalars("val_loss")] == [0, 1, 1, 2]
+    assert [scalar.step for scalar in found.Scalars("loss")] == [1, 2]
+
+
 class Predicting(NeuronLTModule):
     """Says which rows it was given."""
 

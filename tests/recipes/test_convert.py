@@ -171,3 +171,15 @@ def test_the_command_prints_a_recipe(tmp_path, capsys, monkeypatch):
     assert done.status == 0
     assert check(parse_yaml(done.out, "printed")).recipe.name == "megatron_gpt"
     assert f"# left out, {tmp_path / 'old.yaml'}:4: model.mcore_gpt = True" in done.out
+
+
+@pytest.mark.check
+def test_arguments_that_would_change_nothing_are_refused(tmp_path, capsys, monkeypatch):
+    (tmp_path / "old.yaml").write_text(NEMO)
+    for more, told in (
+        (("--convert", "trainer.max_steps=3"), "it prints CONFIG as it is"),
+        (("--convert", "--check"), "it prints CONFIG as it is"),
+        (("--chip", "trn1"), "the device of --check's plan"),
+    ):
+        done = nxd_infer_here(capsys, monkeypatch, "train", tmp_path / "old.yaml", *more)
+        assert done.status == 2 and told in " ".join(done.err.split()), done.err

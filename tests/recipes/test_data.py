@@ -16,7 +16,7 @@ from nxd_infer.recipes.data.store import TokenStore, write_store
 from nxd_server.text.chat_template import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
 from tests.recipes.indexed import write_indexed
-from tests.tiny_models import EOS, write_tiny
+from tests.tiny_models import BOS, EOS, write_tiny
 
 ROWS = [{"text": "one"}, {"text": "two"}]
 
@@ -136,6 +136,30 @@ def test_a_preference_is_two_examples_with_one_prompt(tokenizer):
     whole, _ = Encoder(tokenizer).examples(record, 0)
     start = whole.counts.index(True)
     assert start > 3 and late.ids == whole.ids[start - 3 :] and late.counts.index(True) == 3
+
+
+@pytest.mark.check
+def test_a_long_prompt_leaves_room_for_the_answer(tokenizer):
+    """Else no token of it would count, and ORPO would divide by zero."""
+    record = {"prompt": "What is it? " * 9, "chosen": "a thing", "rejected": "no"}
+    for keep_end in (False, True):
+        for found in Encoder(tokenizer, length=12, keep_end=keep_end).examples(record, 0):
+            assert len(found.ids) == 12 and found.counts == [False] * 11 + [True]
+
+
+@pytest.mark.check
+def test_the_end_counts_whoever_adds_it(tokenizer):
+    """A tokenizer that ends texts itself marks the end as special."""
+    from tokenizers.processors import TemplateProcessing
+
+    begin, end = (tokenizer.id_to_token(one) or "" for one in (BOS, EOS))
+    raw = type(tokenizer.raw).from_str(tokenizer.raw.to_str())
+    ends = TemplateProcessing(single=f"{begin} $A {end}", special_tokens=[(begin, BOS), (end, EOS)])
+    raw.post_processor = ends
+    record = {"prompt": "What? ", "completion": "That."}
+    (expected,) = Encoder(tokenizer).examples(record, 0)
+    (found,) = Encoder(Tokenizer(raw, tokenizer.config)).examples(record, 0)
+    assert (list(found.ids), list(found.counts)) == (list(expected.ids), list(expected.counts))
 
 
 @pytest.mark.check

@@ -19,7 +19,7 @@ from nxd_infer.errors import RankFailedError, RecipeError
 from nxd_infer.recipes.experiment import Keeper, Patience, checkpoint_name, log_dir_of, saves, validates
 from nxd_infer.recipes.launch import check_world, first_host, is_a_rank, variables_of_slurm
 from nxd_infer.recipes.model_schema import RATES, Optim, Sched
-from nxd_infer.recipes.optim import Rate, parameter_groups
+from nxd_infer.recipes.optim import OPTIMIZERS, Rate, optimizer_arguments, parameter_groups
 from nxd_infer.recipes.rank_processes import run_ranks
 from nxd_infer.recipes.recipe import check
 from nxd_infer.recipes.schema import CheckpointCallback, EarlyStopping, ExpManager, Trainer
@@ -102,6 +102,7 @@ def test_checkpoints_and_validations_are_due_as_was_asked_for():
     assert validated(last=12, val_check_interval=5.0) == [5, 10, 12]
     assert validated(val_check_interval=5.0) == [5, 10]
     assert validated(val_check_interval=1.0) == [3, 6, 9, 12]
+    assert validated(val_check_interval=1) == list(range(1, 13))  # as in Lightning, where 1.0 is an epoch
     assert validated(val_check_interval=0.25) == list(range(1, 13))
     assert validated(check_val_every_n_epoch=2) == [6, 12]
     assert validated(check_val_every_n_epoch=3, val_check_interval=5.0) == [5, 9, 10]
@@ -119,13 +120,34 @@ def test_patience_ends_when_a_metric_stands_still():
 @pytest.mark.check
 def test_rates_rise_hold_and_fall():
     linear = Rate(Sched(warmup_steps=4, min_lr=0.1, constant_steps=2), lr=1.0, steps=16)
-    assert [round(linear(step), 3) for step in (0, 3, 4, 9, 14, 15, 99)] == [0.2, 0.8, 1.0, 0.55, 0.1, 0.1, 0.1]
+    assert [round(linear(step), 3) for step in (0, 3, 4, 9, 14, 15, 99)] == [0.0, 0.75, 1.0, 0.55, 0.1, 0.1, 0.1]
+    nemo = Rate(Sched(name="CosineAnnealing", warmup_steps=4), lr=1.0, steps=16)
+    assert [round(nemo(step), 3) for step in (0, 3, 4)] == [0.2, 0.8, 1.0]
     cosine = Rate(Sched(name="CosineAnnealing", max_steps=10), lr=2.0, steps=99)
     assert cosine(0) == 1.0 and cosine(5) == pytest.approx(0.5) and cosine(10) == pytest.approx(0)
     hold = Rate(Sched(name="WarmupHoldPolicy", warmup_ratio=0.5), lr=1.0, steps=4)
     assert [hold(step) for step in range(4)] == pytest.approx([1 / 3, 2 / 3, 1, 1])
     for name in RATES:
         assert 0 <= Rate(Sched(name=name), 1.0, 10)(5) <= 1
+
+
+def test_the_linear_rate_is_that_of_transformers():
+    """Which NxD Training's schedule of this name is."""
+    transformers = pytest.importorskip("transformers")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs = transformers.get_linear_schedule_with_warmup(optimizer, 3, 12)
+    ours = Rate(Sched(warmup_steps=3), lr=1.0, steps=12)
+    assert [ours(step) for step in range(14)] == pytest.approx([theirs.lr_lambdas[0](step) for step in range(14)])
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_takes_its_keys(name):
+    given = optimizer_arguments(Optim(name=name, lr=0.5, weight_decay=0.25, betas=[0.1, 0.2], eps=0.125, momentum=0.75))
+    (group,) = OPTIMIZERS[name]([torch.zeros(1, requires_grad=True)], **given).param_groups
+    found = {key: group[key] for key in ("lr", "weight_decay", "eps", "momentum", "betas") if key in group}
+    wanted = {"lr": 0.5, "weight_decay": 0.25, "eps": 0.125, "momentum": 0.75, "betas": (0.1, 0.2)}
+    assert found == {key: wanted[key] for key in found}
 
 
 @pytest.mark.check

@@ -76,8 +76,8 @@ OPTIM = (
     "model.optim={lr: 1e-2, weight_decay: 0.1, betas: [0.8, 0.9], eps: 1e-5, "
     "sched: {warmup_steps: 1, max_steps: 4, min_lr: 1e-3}}"
 )
-RATES = (0.5e-2, 1e-2, 0.7e-2, 0.4e-2)
-"""Half of the rate, all of it, and then down to a tenth."""
+RATES = (0.0, 1e-2, 0.7e-2, 0.4e-2)
+"""From 0 to the whole rate, and then down to a tenth."""
 
 
 def plain(model_dir, rows, held_out) -> list[float]:
@@ -217,6 +217,42 @@ def test_a_checkpoint_has_the_validation_loss_of_its_own_weights(folder):
     measured = [score for score in scores.values() if not math.isnan(score)]
     assert [math.isnan(score) for score in scores.values()] == [True, False, True, False, False]
     assert len(set(measured)) == 3
+
+
+def test_a_validation_may_have_fewer_rows_than_a_step(folder):
+    """Its loss is that of the same rows in batches of one."""
+    rows = (folder / "data.jsonl").read_text().splitlines(keepends=True)
+    (folder / "val.jsonl").write_text("".join(rows[:3]))
+    few = [f"data.val_dir={folder}/val.jsonl", "model_alignment_strategy.sft.packing=false"]
+    found = []
+    for size in (4, 1):
+        loaded = load(write(folder), [*few, f"data.global_batch_size={size}"])
+        with use_context(make_context()):
+            training = Training(loaded, prepare(loaded, folder / "prepared"), folder / "log")
+            found.append(training.validate())
+            training.logs.close()
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_an_early_end_watches_the_loss_of_steps_that_are_not_logged(folder):
+    manager = "exp_manager.early_stopping_callback_params"
+    overrides = [
+        f"data.val_dir={folder}/data.jsonl",
+        "trainer.max_steps=6",
+        "trainer.val_check_interval=2",
+        "trainer.log_every_n_steps=100",
+        "exp_manager.create_early_stopping_callback=true",
+        f"{manager}={{monitor: train_loss, patience: 1, min_delta: 1000}}",
+    ]
+    loaded = load(write(folder), overrides)
+    with use_context(make_context()):
+        training = Training(loaded, prepare(loaded, folder / "prepared"), folder / "log")
+        logged: list[dict[str, Any]] = []
+        training.logs.log = lambda step, numbers: logged.append({"step": step, **numbers})  # type: ignore[assignment]
+        training.run()
+        training.logs.close()
+    assert training.step == 4 and training.patience.waited == 1
+    assert [sorted(one) for one in logged] == [["step", "val_loss"]] * 2
 
 
 def test_a_job_says_where_it_goes_on(folder, capsys):

@@ -115,6 +115,8 @@ class Encoder:
         end = tokenizer.eos_token_id
         if end is not None and ids[-1:] != [end]:
             ids, counts = [*ids, end], [*counts, True]
+        elif end is not None:
+            counts[-1] = True  # also if the tokenizer adds it, as a special token
         return Example(ids, counts)
 
     def _chat(self, messages: Any, number: int, first: int = 0) -> Example:
@@ -148,8 +150,10 @@ class Encoder:
         found = self._pair(prompt, answer, number)
         start = found.counts.index(True) if True in found.counts else len(found.ids)
         asked, said = list(found.ids[:start]), list(found.ids[start:])
-        if self.prompt_length is not None and len(asked) > self.prompt_length:
-            asked = asked[-self.prompt_length :] if self.keep_end else asked[: self.prompt_length]
+        limits = (self.prompt_length, None if self.length is None else self.length - 1)  # room for an answer
+        most = min((one for one in limits if one is not None), default=len(asked))
+        if len(asked) > most:
+            asked = asked[-most:] if self.keep_end else asked[:most]
         if self.length is not None:
             said = said[: max(1, self.length - len(asked))]
         return Example([*asked, *said], [False] * len(asked) + [True] * len(said))
