@@ -1,6 +1,6 @@
 """Train a model directory on a text with PyTorch Lightning: python examples/train_lightning.py ./llama runs --epochs 2
 
-Run it again, with more epochs, to go on from the last checkpoint. Under torchrun, leave --devices out.
+Run it again, with more epochs, to go on from the last checkpoint. Under torchrun, pass --devices 1.
 """
 
 import argparse

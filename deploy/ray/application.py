@@ -102,7 +102,7 @@ def build(arguments: Arguments) -> serve.Application:  # Ray Serve reads the ann
     resource = arguments.resource or ("neuron_cores" if manifest.backend == "neuron" else "CPU")
     arguments = arguments.model_copy(update={"resource": resource})
     settings = checked(arguments)
-    needed = manifest.tp_degree * arguments.per_rank
+    needed = manifest.world_size * arguments.per_rank
     # The ranks are one actor's children, so all that they need is that actor's: a group is placed whole or not at all.
     # Ray gives it its own NeuronCores (NEURON_RT_VISIBLE_CORES), which ranks of the backend `neuron` keep to.
     actor = {"num_cpus": needed} if resource == "CPU" else {"num_cpus": 0, "resources": {resource: needed}}

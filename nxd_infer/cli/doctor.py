@@ -25,7 +25,7 @@ OPTIONAL = {
     "tokenizers": "text in and out: pip install 'nxd-infer[server]'",
     "tensorboard": "training curves: pip install 'nxd-infer[train]'",
     "lightning": "training with PyTorch Lightning: pip install 'nxd-infer[lightning]'",
-    "transformers": "examples that wrap Hugging Face models: pip install 'nxd-infer[hf]'",
+    "transformers": "training, tracing and verifying Hugging Face's own modules: pip install 'nxd-infer[hf]'",
     "cloudpickle": "tracing functions defined in a notebook: pip install cloudpickle",
 }
 

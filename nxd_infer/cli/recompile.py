@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_infer.cli.console import bar, console, duration
-from nxd_infer.cli.trace import TraceProgress
+from nxd_infer.cli.trace import TraceProgress, note_ignored
 from nxd_infer.trace import load_artifact, parallel_model_recompile
 from nxd_infer.trace.options import RecompileOptions
 from nxd_infer.util.options import from_command
@@ -17,10 +17,7 @@ def run(artifact: Path, out: Path, given: dict[str, Any]) -> None:
     with bar(drawn=console.is_terminal) as display:
         arguments = from_command(RecompileOptions, given)
         report = parallel_model_recompile(artifact, out, **arguments, progress=TraceProgress(display))
-    if report["ignored_compiler_args"]:
-        console.print(
-            f"note: ignored options of the Neuron compiler: {' '.join(report['ignored_compiler_args'])}", markup=False
-        )
+    note_ignored(report)
     manifest = load_artifact(out, verify=False, runs_here=False).manifest
     made_for = ", ".join([manifest.backend, *(value for value in manifest.target.values() if isinstance(value, str))])
     console.print(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,12 @@ from nxd_server.text.tokenizer_files import has_tokenizer
 
 LINE_EVERY = 10.0
 """Seconds between two lines of one stage when the output is not a terminal."""
+
+
+def note_ignored(report: Mapping[str, Any]) -> None:
+    """Name the words of ``compiler_args`` that are for another compiler than the backend's."""
+    if words := report["ignored_compiler_args"]:
+        console.print(f"note: ignored options of the Neuron compiler: {' '.join(words)}", markup=False)
 
 
 class TraceProgress:
@@ -105,7 +112,7 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
             console.print(f"note: the bucket of {length} tokens is reduced to the longest {what}, {longest}")
     if not has_tokenizer(plan.files_to_copy.keys()):
         console.print(
-            f"note: {model_dir} has no tokenizer.json: the artifact will take and return token ids, not text "
+            f"note: {model_dir} has no tokenizer.json: the artifact can only be used through LLM, with token ids "
             "(transformers' AutoTokenizer.from_pretrained(dir).save_pretrained(dir) writes one)",
             markup=False,
         )
@@ -125,6 +132,7 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
     with bar(drawn=console.is_terminal) as display:
         model = trace.parallel_model_trace(**arguments, artifact_dir=out, progress=TraceProgress(display))
     report = model.trace_report
+    note_ignored(report)
     seconds = time.monotonic() - start
     on_disk = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     console.print(

@@ -89,8 +89,8 @@ class TraceOptions:
     )
     spmd_mode: bool = option(
         False,
-        "Every rank must trace to the same graphs. Needs `checkpoint_loader_callable` and "
-        "`inline_weights_to_neff=False`.",
+        "Every rank must trace to the same graphs. Needs `checkpoint_loader_callable` or `checkpoint`, "
+        "and `inline_weights_to_neff=False`.",
     )
     checkpoint_loader_callable: Callable[[], Any] | None = option(
         None,

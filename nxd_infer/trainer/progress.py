@@ -67,7 +67,7 @@ class TrainingProgress:
 
     Args:
         total: the number of the last step; None if unknown.
-        seconds: train for this long instead; progress is then measured in time.
+        seconds: how long the loop will train; progress is then shown in time. The loop ends itself.
         initial: steps already done, for a resumed job.
         description: text before the bar and the lines.
         log_dir: write TensorBoard scalars into this folder: ``loss``, ``tokens_per_second`` and the scalars passed to

@@ -49,7 +49,8 @@ class LLM:
     Args:
         artifact_dir: the directory that ``nxd-infer trace`` or ``parallel_model_save`` wrote, tokenizer files included.
         in_process: run degree 1 in this process (default: at degree 1, yes).
-        call_timeout, threads_per_rank, expect_digest, allow_kernel: as in ``parallel_model_load``.
+        call_timeout, threads_per_rank, expect_digest, allow_kernel: as in ``parallel_model_load``, but
+            ``call_timeout`` has another default.
         speculate: draft tokens per step, if the artifact was traced for as many; same results, often sooner.
         generation_defaults: without explicit parameters, sample as the model's ``generation_config.json`` says.
         on_progress: called with (done, total, bucket) while graphs run for the first time.

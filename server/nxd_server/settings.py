@@ -172,7 +172,11 @@ class ServerSettings:
         unit="seconds",
     )
     max_queued_requests: int = setting(
-        128, "Requests that may wait for a free slot; further ones are answered 429.", int, REQUESTS, minimum=0
+        128,
+        "Choices (prompts times n) that may wait for a free slot; further ones are answered 429.",
+        int,
+        REQUESTS,
+        minimum=0,
     )
     max_choices: int = setting(64, "Largest number of prompts times n per request.", int, REQUESTS, minimum=1)
     max_body_bytes: int | None = setting(

@@ -50,9 +50,26 @@ def test_every_link_leads_somewhere():
 
 
 @pytest.mark.check
-def test_every_path_that_contributors_are_told_is_there():
-    paths = re.findall(r"`((?:nxd_infer|tests|docs|models|server)/[\w./]*)`", (ROOT / "CONTRIBUTING.md").read_text())
-    assert len(paths) > 8 and [path for path in paths if not (ROOT / path).exists()] == []
+def test_every_path_that_a_page_names_is_there():
+    texts = {page.name: page.read_text() for page in PAGES if page.name != "CHANGELOG.md"}
+    paths = [
+        (page, path)
+        for page, text in texts.items()
+        for path in re.findall(r"`((?:nxd_infer|tests|docs|models|server|deploy|examples)/[\w./]*)`", text)
+    ]
+    assert len(paths) > 60 and [(page, path) for page, path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.check
+def test_every_torchrun_over_machines_says_how_they_meet():
+    lines = [
+        line
+        for page in PAGES
+        for line in page.read_text().replace("\\\n", "").splitlines()
+        if "torchrun" in line and re.search(r"--nnodes[= ](?!1\b)", line)
+    ]
+    # Without either, torchrun takes each machine for the first one.
+    assert lines and [line for line in lines if not re.search("--rdzv[-_]backend|--node[-_]rank", line)] == []
 
 
 @pytest.mark.check

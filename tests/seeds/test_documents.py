@@ -8,7 +8,8 @@ without a process group and on two ranks. The documents, and where their calls a
 * the API reference: this module (parallel state), :mod:`test_layers`, :mod:`test_padding`, :mod:`test_training`,
   :mod:`test_tracing`
 * Lightning, in the training API and in the API reference: :mod:`test_lightning`
-* Optimum Neuron Distributed, and the overview of NxD Training: nothing yet, see below. The overview prints no call.
+* Optimum Neuron Distributed: the tests of ``nxd_infer.distributed``. The overview of NxD Training prints no call; its
+  YAML files are the recipes.
 
 Corrected, since it is no valid Python or names what is not there:
 
@@ -31,9 +32,6 @@ Corrected, since it is no valid Python or names what is not there:
 
 Not here yet, in words of the documents:
 
-* Jobs described by a YAML file.
-* Optimum: ``Parallelizer``, ``ParallelizersManager``, ``lazy_load_for_parallelism``,
-  ``make_optimizer_constructor_lazy``.
 * Neuron devices. What is for their compiler is checked and ignored.
 """
 

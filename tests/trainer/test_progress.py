@@ -100,7 +100,7 @@ def test_a_time_instead_of_steps():
 
 def test_the_documented_loop(tmp_path: Path, monkeypatch, capsys):
     blocks = re.findall(
-        r"```python\n(from nxd_infer.trainer import TrainingProgress.*?)```", DOCS.read_text(), re.DOTALL
+        r"```python\n(from nxd_infer.parallel_state [^`]*?TrainingProgress[^`]*?)```", DOCS.read_text(), re.DOTALL
     )
     assert len(blocks) == 1
     monkeypatch.chdir(tmp_path)

@@ -56,8 +56,9 @@ class TaskOptions:
     )
     max_len: int | None = option(
         None,
-        f"Longest prompt plus answer, in tokens. Default: {LONGEST_BY_DEFAULT}, or the model's own if less.",
-        details="Of an encoder by default what sentence-transformers wrote beside it.",
+        f"Longest prompt plus answer, in tokens; of an encoder, longest text. Default: {LONGEST_BY_DEFAULT}, or the "
+        "model's own if less; of an encoder the longest of `prompt_buckets`.",
+        details="An encoder takes at most what sentence-transformers wrote beside it.",
         flag="--max-len",
         kind=int,
         minimum=2,

@@ -151,7 +151,7 @@ class ServedModel:
         try:
             self._tokenizer = Tokenizer.from_dir(artifact)
         except ModelConfigError as error:
-            logger.warning("no text routes, token ids only: %s", error)
+            logger.warning("no tokenizer, so this model can only be used through LLM: %s", error)
         else:
             self._tokenizer.most_characters(self.max_len)  # scans the vocabulary now, not during a request
         if task == "generate" and self._tokenizer is not None:

@@ -1,7 +1,7 @@
 """The health routes: ``/livez``, ``/readyz``, ``/health``, ``/ping``, ``/version``, ``/metrics``.
 
 Live: this process answers. Ready: a request sent now would be served. Healthy: a step of the model completed
-recently. They reveal nothing secret and need no key.
+recently. They reveal nothing secret; all but `/version` need no key.
 """
 
 from __future__ import annotations

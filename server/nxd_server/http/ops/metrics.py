@@ -113,7 +113,7 @@ class _ServiceCollector(Collector):
         yield GaugeMetricFamily("nxd_weight_version", "Weight swaps since the start.", service.weight_version)
         if service.load_seconds is not None:
             yield GaugeMetricFamily(
-                "nxd_graph_load_seconds", "Seconds to load and warm every graph.", service.load_seconds
+                "nxd_graph_load_seconds", "Seconds to load the model until the server was ready.", service.load_seconds
             )
         texts = GaugeMetricFamily(
             "nxd_texts_aside",
