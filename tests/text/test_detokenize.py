@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nxd_server.text.detokenize import TextStream
 from tests.text.text_tokenizers import KINDS, byte_level, sentencepiece_style
 
 texts = st.text(
@@ -102,12 +103,91 @@ def test_text_that_may_begin_a_stop_string_is_held_back_until_it_cannot():
     assert shown == "go STOP it"
 
 
+class Pieces:
+    """A detokenizer whose tokens have given texts."""
+
+    def __init__(self, pieces, tail=""):
+        self._pieces, self._tail = iter(pieces), tail
+
+    def push(self, token):
+        return next(self._pieces)
+
+    def flush(self):
+        return self._tail
+
+
+def plain_stops(pieces, tail, stops, least):
+    """What :class:`TextStream` returns, piece by piece: by looking for every stop string in all that was held back."""
+    shown, held = [], ""
+    for number, piece in enumerate([*pieces, tail]):
+        text, held = held + piece, ""
+        if number >= least:
+            ends = [(at + len(stop), at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+            if ends:
+                _, at, matched = min(ends)
+                return [*shown, text[:at]], matched
+            if number < len(pieces):
+                begun = (stop[:size] for stop in stops for size in range(1, len(stop)))
+                held = max((start for start in begun if text.endswith(start)), key=len, default="")
+        shown.append(text[: len(text) - len(held)])
+    return shown, None
+
+
+@given(
+    pieces=st.lists(st.text("ab", max_size=4), max_size=10),
+    tail=st.text("ab", max_size=2),
+    stops=st.lists(st.text("ab", min_size=1, max_size=6), max_size=4, unique=True),
+    least=st.integers(0, 4),
+)
+@settings(max_examples=500)
+def test_stop_strings_are_found_as_by_looking_through_the_text(pieces, tail, stops, least):
+    decoder, shown = TextStream(Pieces(pieces, tail), stops), []
+    for number in range(len(pieces)):
+        shown.append(decoder.push(0, may_stop=number >= least))
+        if decoder.matched is not None:
+            break
+    else:
+        shown.append(decoder.flush(may_stop=len(pieces) >= least))
+    assert (shown, decoder.matched) == plain_stops(pieces, tail, stops, least)
+
+
+def test_a_token_costs_the_same_however_long_the_stop_strings_are():
+    """16 of a thousand characters took the engine, and all other answers, milliseconds for each token."""
+    looks = 0
+
+    class Counted(str):
+        def __getitem__(self, place):
+            nonlocal looks
+            looks += 1
+            return super().__getitem__(place)
+
+    # The text may always begin the first one, and never one of the others.
+    stops = [Counted("a" * 1000 + "b"), *(Counted("bc"[number % 2] * 1000) for number in range(15))]
+    decoder = TextStream(Pieces(["aaaa"] * 400), stops)
+    looks = 0
+    assert len("".join(decoder.push(0) for _ in range(400))) == 600
+    assert looks <= 4 * 16 * 1600
+
+
 def test_stop_strings_wait_for_the_minimum_length():
     tokenizer = byte_level()
     decoder = tokenizer.stream(["a"])
     (token,) = tokenizer.encode("a", add_special_tokens=False)
     assert decoder.push(token, may_stop=False) == "a"
     assert decoder.push(token) == "" and decoder.matched == "a"
+
+
+def test_tokens_without_a_text_do_not_pile_up():
+    """A model may have more ids than its tokenizer; all of them were decoded again for each token."""
+    tokenizer = sentencepiece_style()
+    decoder = tokenizer.detokenizer()
+    word = tokenizer.encode("fox", add_special_tokens=False)
+    text = "".join(map(decoder.push, word))
+    for token in range(10_000, 11_000):
+        text += decoder.push(token)
+        assert len(decoder._window) < 20
+    text += "".join(map(decoder.push, word)) + decoder.flush()
+    assert text == tokenizer.decode([*word, *word]) == "fox fox"
 
 
 def test_special_tokens_are_skipped_and_added_ones_keep_their_spaces():

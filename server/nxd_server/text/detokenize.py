@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import functools
+from array import array
 from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
@@ -87,6 +88,8 @@ class Detokenizer:
             text = self._utf8.decode(byte_level_bytes(piece)) if piece is not None else ""
             self._unfinished = bool(self._utf8.getstate()[0])
             return text
+        if self._tokenizer.id_to_token(token) is None:
+            return ""  # has no text, and would stay in the window
         self._window.append(token)
         return self._difference(final=False)
 
@@ -117,7 +120,7 @@ class TextStream:
 
     def __init__(self, detokenizer: Detokenizer, stop: Iterable[str] = ()):
         self._detokenizer = detokenizer
-        self._stops = tuple(stop)
+        self._stops = [_Stop(text) for text in stop]
         self._held = ""
         self.matched: str | None = None
         """The stop string that was found; no text is emitted after it."""
@@ -138,22 +141,47 @@ class TextStream:
             return ""
         if not self._stops or not may_stop:
             text, self._held = self._held + new, ""
+            for stop in self._stops:
+                stop.begun = 0
             return text
-        text = self._held + new
-        found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:
-            # The first completed stop string wins, regardless of token boundaries; if two end together, the longer one.
-            place, self.matched = min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
-            self._held = ""
-            return text[:place]
-        keep = 0 if final else max(_overlap(text, stop) for stop in self._stops)
+        text, place = self._held + new, len(self._held)
+        for char in new:
+            place += 1
+            if ended := [stop for stop in self._stops if stop.ends_with(char)]:
+                # The first completed stop string wins, regardless of token boundaries; if two end together, the longer.
+                self.matched = max((stop.text for stop in ended), key=len)
+                self._held = ""
+                return text[: place - len(self.matched)]
+        keep = 0 if final else max(stop.begun for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
+class _Stop:
+    """A stop string that is searched for in a growing text (Knuth, Morris and Pratt): its length costs nothing."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.begun = 0
+        """Number of its characters that the text ends with."""
+        self._fallbacks = _fallbacks(text)
+
+    def ends_with(self, char: str) -> bool:
+        """Add a character to the text; return whether the text ends with the stop string, which ends the search."""
+        while self.begun and self.text[self.begun] != char:
+            self.begun = self._fallbacks[self.begun]
+        self.begun += self.text[self.begun] == char
+        return self.begun == len(self.text)
+
+
+@functools.lru_cache(256)
+def _fallbacks(stop: str) -> array[int]:
+    """Return for each size the length of the longest proper prefix of ``stop`` that ``stop[:size]`` ends with."""
+    table = array("I", [0]) * (len(stop) + 1)
+    size = 0
+    for place in range(1, len(stop)):
+        while size and stop[size] != stop[place]:
+            size = table[size]
+        size += stop[size] == stop[place]
+        table[place + 1] = size
+    return table
