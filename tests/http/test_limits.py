@@ -10,6 +10,8 @@ import httpx
 import openai
 import pytest
 
+from nxd_server.http.error_responses import ApiError
+from nxd_server.http.openai.completions import check_choices
 from tests.http.http_servers import http_request, is_error, raw, read_all, toy_server, wait_for
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -125,6 +127,13 @@ def test_a_request_of_too_many_prompts_is_refused_whole(limited, hold):
     assert limited.metric("nxd_num_requests_waiting") == 0
     assert limited.post(COMPLETIONS, {**short, "prompt": ["hello"] * 3}).status_code == 200
     is_error(limited.post(COMPLETIONS, {**short, "prompt": ["hello"] * 9}), 400, "prompt")
+
+
+def test_more_choices_than_a_number_can_be_written_of_are_400():
+    """Python writes no whole number of more than 4300 digits."""
+    with pytest.raises(ApiError, match="2 prompts with n = 999") as caught:
+        check_choices(2, 10**4300 - 1, 64, 128)
+    assert caught.value.status == 400 and len(caught.value.message) < 400
 
 
 def test_a_deadline_is_504_or_cuts_the_stream(hasty):

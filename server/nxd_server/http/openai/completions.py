@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from nxd_server.engine.events import FinishEvent, TokenEvent, Usage
 from nxd_server.engine.request import max_new_tokens
-from nxd_server.http.error_responses import bad_request, encode
+from nxd_server.http.error_responses import bad_request, clip, encode
 from nxd_server.http.openai.event_stream import EventStream
 from nxd_server.http.openai.generation import Generation
 from nxd_server.http.openai.logprobs import LegacyLogprobs
@@ -38,7 +38,7 @@ def check_choices(prompts: int, n: int, limit: int, room: int) -> None:
     if n >= 1 and prompts * n > min(limit, room):
         why = "max_choices" if limit <= room else "its slots and max_queued_requests"
         raise bad_request(
-            f"{prompts} prompts with n = {n} are {prompts * n} choices; one request may ask for "
+            f"{prompts} prompts with n = {clip(str(n))} are too many choices; one request may ask for "
             f"{min(limit, room)} ({why})",
             param="n" if prompts == 1 else "prompt",
         )
