@@ -27,6 +27,12 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         os._exit(1)
 
 
+def ignore_stop() -> None:
+    """Ignore the signals that ask a whole group of processes to end: the one that started this one ends it in time."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def leave(status: int) -> NoReturn:
     """Flush the output and end this process without its exit handlers, which could wait for peers that are gone."""
     for stream in (sys.stdout, sys.stderr):

@@ -17,7 +17,7 @@ import pytest
 from tests.http.http_artifacts import PROMPTS, greedy_texts, real_server, trace_tiny
 from tests.http.http_servers import ServerProcess, events_of, is_error, wait_for
 from tests.http.load import COMPLETIONS, TOKENS, Load, body_of, rank_pids
-from tests.processes import command_of, gone, parent_of
+from tests.processes import command_of, descendants, gone, parent_of
 
 PATIENT = ("--recovery-timeout", "120")
 """Ranks come back however busy the machine is; what a server does when they do not is tested with a toy."""
@@ -213,6 +213,23 @@ def test_the_end_under_load_finishes_what_runs(llama, texts):
                 assert future.result().json()["usage"]["completion_tokens"] == 40
         assert all(gone(pid) for pid in pids)
         assert "Traceback" not in server.log
+
+
+def test_a_signal_to_all_processes_of_the_server_lets_a_stream_finish(llama):
+    """As systemd sends it, or a machine that is shut down; ranks that it ended took their requests with them."""
+    with real_server(llama[1], "--call-timeout", "120", "--drain-timeout", "80") as server:
+        all_of_them, rank = [server.process.pid, *descendants(server.process.pid)], rank_pids(server)[1]
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            os.kill(rank, signal.SIGSTOP)  # so that the stream is not over when the signal comes
+            asked = pool.submit(server.post, COMPLETIONS, body_of(PROMPTS[0], max_tokens=40, stream=True))
+            wait_for(lambda: server.inside == 1)
+            for pid in all_of_them:
+                os.kill(pid, signal.SIGTERM)
+            wait_for(lambda: "no new requests" in server.log)
+            os.kill(rank, signal.SIGCONT)
+            assert events_of(asked.result().text)[-1] == "[DONE]"
+            assert server.wait() == 0
+        assert all(gone(pid) for pid in all_of_them[1:])
 
 
 def test_a_damaged_artifact_is_refused_by_name(llama, tmp_path, capfd):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 
 import pytest
 
-from nxd_server.errors import PromptTooLongError, TextTooLongError
+from nxd_server.errors import EngineUnavailableError, PromptTooLongError, TextTooLongError
 from nxd_server.text import text_process as process
 from nxd_server.text.chat_template import TemplateSources
 from nxd_server.text.field_bounds import ANY
@@ -148,6 +149,39 @@ def test_a_process_that_died_while_it_had_nothing_to_do_is_started_again(parser)
     os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
     assert parse(parser) == answer
     assert parser.pid not in (None, first.pid)
+
+
+def test_it_is_not_ended_by_a_signal_to_all_processes_of_the_server(parser):
+    """As the end of a service or of a machine sends it: what runs still needs the process."""
+    answer, pid = parse(parser), parser.pid
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(pid, number)
+    assert parse(parser) == answer
+    assert parser.pid == pid
+
+
+JOBS = {
+    "check": lambda: BoundedTemplate(TemplateSources("{{ messages }}"), 60, 1).check(),
+    "render": lambda: asyncio.run(BoundedTemplate(TemplateSources("{{ messages }}"), 60, 1).render([], {}, 9)),
+    "encode": lambda: asyncio.run(
+        BoundedTokenizer(toy_tokenizer(), 60, 1).encode("a", special=False, most=9, field="prompt")
+    ),
+    "parse": lambda: asyncio.run(BoundedJson(60, 1).parse(b"{}", ANY)),
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_where_no_process_starts_neither_the_request_nor_the_template_is_to_blame(monkeypatch, job):
+    monkeypatch.setattr(process, "_COMMAND", "raise SystemExit(1)")
+    with pytest.raises(EngineUnavailableError, match="did not start") as caught:
+        JOBS[job]()
+    assert caught.value.state == "busy" and caught.value.retry_after
+
+
+def test_nor_is_a_request_to_blame_where_the_process_dies_with_what_it_needs(monkeypatch):
+    monkeypatch.setattr(BoundedTokenizer, "_setup", Setup({"kind": "tokenizer", "config": {}}, b"not a tokenizer"))
+    with pytest.raises(EngineUnavailableError, match="did not start"):
+        JOBS["encode"]()
 
 
 def test_a_job_whose_client_has_left_is_not_begun_and_the_process_goes_on(parser):

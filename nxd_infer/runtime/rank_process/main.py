@@ -10,18 +10,17 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
-import signal
 import sys
 
 from nxd_infer.runtime.rank_process.config import RankConfig
-from nxd_infer.util.this_process import die_with_parent, leave, name_process
+from nxd_infer.util.this_process import die_with_parent, ignore_stop, leave, name_process
 
 
 def main(arguments: list[str]) -> int:
     config = RankConfig.from_json(arguments[arguments.index("--config") + 1])
     die_with_parent(config.parent)
     name_process(f"nxd rank {config.rank}")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_stop()
     faulthandler.enable()
     # Without cores use those of the caller's process, because the thread that started this one may be limited to fewer.
     os.sched_setaffinity(0, config.cores or os.sched_getaffinity(config.parent))

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from nxd_server.errors import BodyError, EngineUnavailableError, RequestError, TextTooLongError
 
@@ -43,11 +43,20 @@ _ENVIRONMENT = {
 
 
 class JobFailed(Exception):
-    """A job that was ended from outside: by its deadline if ``late``, else by the system (out of memory)."""
+    """A job that was ended from outside: by its deadline if ``late``, else by the system (out of memory).
 
-    def __init__(self, late: bool):
+    ``starting``: the process ended before the job, while it read its setup.
+    """
+
+    def __init__(self, late: bool, starting: bool = False):
         super().__init__("late" if late else "died")
         self.late = late
+        self.starting = starting
+
+
+def not_started(reason: str) -> EngineUnavailableError:
+    """Return the error of a request whose process did not start."""
+    return EngineUnavailableError(f"a process for texts did not start ({reason})", "busy", 1.0)
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,7 @@ class TextProcess:
         Raises:
             RequestError: the job rejected its input.
             JobFailed: it exceeded ``seconds`` or its memory limit.
-            EngineUnavailableError: :meth:`stop` was called.
+            EngineUnavailableError: the process did not start, or :meth:`stop` was called.
         """
         with self._turn:
             with self._state:
@@ -154,10 +163,15 @@ class TextProcess:
                 )
                 self._socket = ours
         except OSError as error:
-            raise EngineUnavailableError(
-                f"no process for texts could be started: {error.strerror}", "busy", 1.0
-            ) from None
-        answer, _ = self._ask(setup.header, setup.blob, START_SECONDS)
+            raise not_started(str(error.strerror)) from None
+        try:
+            self._answer(START_SECONDS)  # it has imported what it needs
+        except JobFailed as error:
+            raise not_started(str(error)) from None
+        try:
+            answer, _ = self._ask(setup.header, setup.blob, START_SECONDS)
+        except JobFailed as error:
+            raise JobFailed(error.late, starting=True) from None
         if "refused" in answer:
             self._end()
             raise _refusal(answer)
@@ -166,12 +180,22 @@ class TextProcess:
         assert self._socket is not None
         try:
             write_frame(self._socket, header, blob, seconds)
+        except OSError as error:
+            self._fail(error)
+        return self._answer(seconds)
+
+    def _answer(self, seconds: float) -> tuple[dict[str, Any], bytes]:
+        assert self._socket is not None
+        try:
             return read_frame(self._socket, seconds)
         except (OSError, EOFError) as error:
-            self._end()
-            with self._state:
-                self._check_open()
-            raise JobFailed(late=isinstance(error, TimeoutError)) from None
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        self._end()
+        with self._state:
+            self._check_open()
+        raise JobFailed(late=isinstance(error, TimeoutError)) from None
 
     def _check_open(self) -> None:
         if self._stopped:

@@ -14,7 +14,7 @@ from nxd_server.errors import BodyError, RequestError
 from nxd_server.text.chat_template import TemplateSources
 from nxd_server.text.concurrency_limit import ConcurrencyLimit
 from nxd_server.text.field_bounds import Bounds
-from nxd_server.text.text_process import JobFailed, Setup, TextProcess
+from nxd_server.text.text_process import JobFailed, Setup, TextProcess, not_started
 from nxd_server.text.text_process_main import TEMPLATE_MEMORY, TEXT_MEMORY
 from nxd_server.text.tokenizer import Tokenizer
 
@@ -45,7 +45,12 @@ class _Bounded:
     async def _run(self, work: Callable[[object], T]) -> T:
         """Return ``work(job)``, which asks the process for ``job``. Raises JobFailed."""
         job = object()
-        return await self._limit.run(functools.partial(work, job), functools.partial(self._process.cancel, job))
+        try:
+            return await self._limit.run(functools.partial(work, job), functools.partial(self._process.cancel, job))
+        except JobFailed as error:
+            if error.starting:  # no request is to blame for that, nor a template that was checked at the start
+                raise not_started(str(error)) from None
+            raise
 
     def _too_much(self, what: str, error: JobFailed) -> str:
         why = f"{self._seconds:g} s" if error.late else f"{TEXT_MEMORY // MIB} MiB of memory"

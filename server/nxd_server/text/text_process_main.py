@@ -15,6 +15,7 @@ from typing import Any
 
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.util.memory import give_back
+from nxd_infer.util.this_process import ignore_stop
 from nxd_server.errors import BodyError, PromptTooLongError, RequestError, TextTooLongError
 from nxd_server.text.chat_template import ChatTemplate
 from nxd_server.text.field_bounds import Bounds
@@ -35,9 +36,11 @@ Job = Callable[[dict[str, Any], bytes], Answer]
 
 def main() -> None:
     """Serve jobs until the server closes the connection."""
+    ignore_stop()
     connection = socket.socket(fileno=os.dup(0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _end_in(START_SECONDS)
+    write_frame(connection, {})  # it has started: what ends it from here on is what it reads
     try:
         job = _prepare(*read_frame(connection))
     except ModelConfigError as error:
