@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from pydantic import ValidationError
@@ -16,6 +16,7 @@ from nxd_server.app.served_model import ServedModel
 from nxd_server.errors import DeadlineExceededError
 from nxd_server.http.body_schema import Body
 from nxd_server.http.error_responses import ApiError
+from nxd_server.http.middleware import InFlight, RequestMiddleware
 from nxd_server.http.openai.embeddings import tokens_of
 from nxd_server.http.openai.schemas import SamplingBody
 from nxd_server.http.request_body import Bodies, ClientLeft, default_limit
@@ -152,6 +153,30 @@ def test_where_bodies_have_no_more_room_the_slowest_makes_it_and_a_small_one_nee
         assert await steady == {} and bodies.held == 0
 
     asyncio.run(main())
+
+
+def test_what_was_parsed_of_a_large_body_counts_until_the_request_ends():
+    """The texts of any number of them may wait to be tokenized."""
+    bodies, seen = Bodies(), []
+
+    async def parse(data, bounds):
+        return {}
+
+    async def app(scope, receive, send):
+        await bodies.read_json(Request(scope, receive), 2**20, 600, ANY, parse)
+        seen.append(bodies.held)
+        if scope["path"] == "/fails":
+            raise ClientLeft
+
+    async def main():
+        middleware = RequestMiddleware(app, Mock(), Mock(), InFlight(), access_log=False)
+        for path, size in (("/", 2**17), ("/fails", 2**17), ("/", 2)):
+            scope = {"type": "http", "method": "POST", "path": path, "headers": [], "http_version": "1.1"}
+            await middleware(scope, body_of(b" " * (size - 2) + b"{}").receive, AsyncMock())
+            assert bodies.held == 0
+
+    asyncio.run(main())
+    assert seen == [2**17, 2**17, 0]
 
 
 BODY_KINDS = [*SamplingBody.__subclasses__(), *(kind for kind in Body.__subclasses__() if kind is not SamplingBody)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from starlette.types import Message, Receive, Scope
 
 from nxd_server.http.error_responses import ApiError
 from nxd_server.http.release_memory import trim_soon
+from nxd_server.http.scope_keys import LET_GO
 from nxd_server.text.field_bounds import Bounds
 from nxd_server.text.strict_json import parse_json
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 INLINE_PARSE_BYTES = 64 * 1024
 """A larger body is parsed in another process, because the parser blocks every other request."""
 ALL_BODIES_BYTES = 256 * 2**20
-"""Limit of all bodies that are being read together."""
+"""Limit of all bodies that are being read, and of the larger ones that were parsed, together."""
 LARGE_BYTES = 2**18
 PLAIN = {b"", b"identity"}
 """Accepted content encodings."""
@@ -77,11 +79,11 @@ class _Arriving:
 
 
 class Bodies:
-    """The bodies that are being read, and how many bytes they hold.
+    """The bodies that are being read or, if they are large, answered, and how many bytes they hold.
 
     Args:
-        most: bytes that they may hold together. Beyond that the slowest one is dropped: clients that send a little and
-            then stall would otherwise keep everyone else out.
+        most: bytes that they may hold together. Beyond that the slowest to arrive is dropped: clients that send a
+            little and then stall would otherwise keep everyone else out.
         free: bodies up to this size do not count.
     """
 
@@ -123,11 +125,16 @@ class Bodies:
                 ) from None
             data = b"".join(body.chunks)
             body.chunks.clear()
-            return await aside(data, bounds) if len(data) > INLINE_PARSE_BYTES else parse_json(data, bounds)
+            if len(data) <= INLINE_PARSE_BYTES:
+                return parse_json(data, bounds)
+            parsed = await aside(data, bounds)
+            request.scope[LET_GO] = functools.partial(self._let_go, body)  # its texts are kept as long as the request
+            return parsed
         finally:
             if body.size > LARGE_BYTES:
                 trim_soon()
-            self._let_go(body)
+            if LET_GO not in request.scope:
+                self._let_go(body)
 
     async def _read(self, request: Request, limit: int, body: _Arriving) -> None:
         """Read the body. Raises ApiError 413 as soon as it is known to exceed ``limit``."""
