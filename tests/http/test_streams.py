@@ -25,7 +25,8 @@ def idle(server):
 
 @pytest.mark.parametrize("stream", [pytest.param(True, marks=pytest.mark.check), False])
 @pytest.mark.parametrize("reset", [True, False])
-def test_a_client_that_leaves_frees_its_slot(slow_toy, stream, reset):
+@pytest.mark.parametrize("next_request", [b"", b"G"], ids=["", "next"])
+def test_a_client_that_leaves_frees_its_slot(slow_toy, stream, reset, next_request):
     left = slow_toy.metric("nxd_client_disconnects_total")
     cancelled = slow_toy.metric("nxd_request_success_total", finished_reason="cancelled")
     body = json.dumps({**LONG, "stream": stream}).encode()
@@ -33,6 +34,7 @@ def test_a_client_that_leaves_frees_its_slot(slow_toy, stream, reset):
         slow_toy.wait_metric("nxd_num_requests_running", 1)
         while stream and b"data: " not in connection.recv(65536):  # the head may come alone
             continue
+        connection.sendall(next_request)  # no more is read until the answer is complete
         if reset:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     wait_for(lambda: idle(slow_toy), message="the slot of a client that left")

@@ -55,6 +55,11 @@ class Connection(Protocol):
         """Whether the server waits for the client to send something."""
         ...
 
+    @property
+    def left(self) -> bool:
+        """Whether the client has closed a connection of which nothing is read now."""
+        ...
+
     def crowd(self) -> None:
         """Serve only the health routes here, because there are too many connections."""
         ...
@@ -142,6 +147,8 @@ class Connections:
                     connection.closing = left, now
                 elif now - connection.closing[1] > self.silence:  # the client does not read its last answer
                     self.end(connection, "silent")
+            elif connection.left:
+                connection.transport.abort()
             elif connection.head_due is not None and now > connection.head_due:
                 self.end(connection, "late")
             elif connection.conn.their_state is h11.SEND_BODY and now - connection.since > self.silence:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import select
 import struct
 import termios
 from collections.abc import Iterable
@@ -112,6 +113,16 @@ class JsonErrorProtocol(H11Protocol):
     def owes(self) -> bool:
         """Whether the server waits for the client to send something."""
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+
+    @property
+    def left(self) -> bool:
+        """Whether the client has closed a connection of which nothing is read now: its next request has begun to arrive
+        before this one is answered."""
+        if not self.flow.read_paused or self.conn.their_state is not h11.DONE:
+            return False
+        end = select.poll()
+        end.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)  # HUP and ERR always count
+        return bool(end.poll(0))
 
     def crowd(self) -> None:
         """Serve only the health routes here, because there are too many connections."""
