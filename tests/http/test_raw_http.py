@@ -12,7 +12,7 @@ import re
 
 import pytest
 
-from tests.http.http_servers import raw, read_all, toy_server
+from tests.http.http_servers import raw, read_all, toy_server, wait_for
 
 BODY = b'{"prompt": "a"}'
 NEXT = b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -218,3 +218,13 @@ def test_the_server_is_as_before(server):
     assert "Traceback" not in server.log
     assert server.metric("nxd_http_requests_total", status="500") == 0
     assert server.metric("nxd_connections") == 1
+
+
+def test_what_clients_send_neither_fills_the_log_nor_names_another_client():
+    with toy_server() as server:
+        with raw(server, b"nonsense\r\n\r\n") as connection:
+            assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+        head = {"connection": "upgrade", "upgrade": "websocket", "x-forwarded-for": "8.8.8.8"}
+        assert server.get("/version", headers=head).status_code == 200
+        wait_for(lambda: "/version" in server.log)
+        assert "WARNING" not in server.log and "8.8.8.8" not in server.log

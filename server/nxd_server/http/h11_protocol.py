@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import select
 import struct
 import termios
@@ -72,6 +73,17 @@ def _check_size(headers: Iterable[tuple[bytes, bytes]], size: int = 0) -> None:
         raise h11.RemoteProtocolError(f"more than {MOST_HEAD_BYTES} bytes of headers")
 
 
+class _Quiet(logging.LoggerAdapter):
+    """Logs warnings for debugging only: what a client sends would fill the log."""
+
+    @property
+    def level(self) -> int:
+        return self.logger.level
+
+    def warning(self, msg: object, *args: object, **more: Any) -> None:
+        self.debug(msg, *args, **more)
+
+
 class JsonErrorProtocol(H11Protocol):
     """Requests that are not HTTP never reach the application; they get a JSON error too."""
 
@@ -108,6 +120,7 @@ class JsonErrorProtocol(H11Protocol):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.conn = _StrictConnection()
+        self.logger = _Quiet(self.logger, {})
 
     @property
     def owes(self) -> bool:

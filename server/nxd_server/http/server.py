@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 
@@ -42,6 +43,8 @@ def make_server(service: Service, settings: ServerSettings) -> tuple[FastAPI, Se
         log_config=None,
         access_log=False,
         server_header=False,
+        # By default any process of this machine may say who it asks for.
+        proxy_headers="FORWARDED_ALLOW_IPS" in os.environ,
         timeout_keep_alive=settings.connection_timeout,
         timeout_graceful_shutdown=2,
     )
