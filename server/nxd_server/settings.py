@@ -188,7 +188,7 @@ class ServerSettings:
         minimum=1024,
     )
     request_timeout: float = setting(
-        600.0, "Seconds a request may take in total; then 504.", float, REQUESTS, above=0, unit="seconds"
+        600.0, "Seconds a request may take in total; then 504.", float, REQUESTS, above=0, maximum=86400, unit="seconds"
     )
     render_timeout: float = setting(
         5.0,
@@ -205,6 +205,7 @@ class ServerSettings:
         float,
         CONNECTIONS,
         above=0,
+        maximum=86400,
         unit="seconds",
     )
     connection_timeout: int = setting(
@@ -214,6 +215,7 @@ class ServerSettings:
         int,
         CONNECTIONS,
         minimum=1,
+        maximum=86400,
         unit="seconds",
     )
     header_timeout: float = setting(
@@ -245,6 +247,7 @@ class ServerSettings:
         float,
         LIFE,
         minimum=0,
+        maximum=86400,
         unit="seconds",
     )
     call_timeout: float = setting(
@@ -254,6 +257,7 @@ class ServerSettings:
         float,
         LIFE,
         above=0,
+        maximum=86400,
         unit="seconds",
     )
     start_timeout: float | None = setting(
@@ -263,6 +267,7 @@ class ServerSettings:
         float,
         LIFE,
         above=0,
+        maximum=86400,
         unit="seconds",
     )
     recovery_timeout: float | None = setting(
@@ -272,6 +277,7 @@ class ServerSettings:
         float,
         LIFE,
         minimum=0,
+        maximum=86400,
         unit="seconds",
     )
     max_restarts: int = setting(3, "Restarts within ten minutes before the server gives up.", int, LIFE, minimum=0)

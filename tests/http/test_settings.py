@@ -111,7 +111,10 @@ def test_serve_has_an_option_for_each_setting_and_takes_what_it_is_given(monkeyp
     [
         (("--max-choices", 0), ("--max-choices", "0")),
         (("--log-format", "xml"), ("--log-format", "xml", "json")),
-        (("--request-timeout", 0), ("--request-timeout", "it must be a number of seconds above 0, got 0")),
+        (
+            ("--request-timeout", 0),
+            ("--request-timeout", "a number of seconds above 0, at most 86400, got 0"),
+        ),
         (("--weights-root", "/no/such/folder"), ("--weights-root", "/no/such/folder", "not a directory")),
         (("--keys", "a"), ("--keys",)),
     ],
@@ -224,6 +227,12 @@ def test_no_secret_is_ever_shown(tmp_path, monkeypatch):
 def test_a_wrong_setting_is_named(arguments, word):
     with pytest.raises(SettingsError, match=word):
         load_settings(**arguments)
+
+
+@pytest.mark.parametrize("name", [name for name, one in declared(ServerSettings).items() if one.unit == "seconds"])
+def test_a_time_that_no_wait_takes_is_named(name):
+    with pytest.raises(SettingsError, match=rf"{name} must be .* seconds .*(at most|to) \d+, "):
+        load_settings(**{name: 10**10})
 
 
 @pytest.mark.parametrize("text", ["[1]", '{"nope": 1}', "{", '"x"'])
