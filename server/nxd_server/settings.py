@@ -229,7 +229,7 @@ class ServerSettings:
     )
     max_connections: int | None = setting(
         None,
-        "Concurrent connections; by default as many as the limit of open files allows.",
+        "Concurrent connections; by default as many as the limit of open files allows, up to 4096.",
         int,
         CONNECTIONS,
         minimum=16,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import socket
 from unittest.mock import Mock
 
 import pytest
 
-from nxd_server.http.connections import BODY_PIECE, Connections
+from nxd_server.http.connections import BODY_PIECE, Connections, most_connections
 from nxd_server.settings import ServerSettings
 from tests.http.http_servers import http_request, is_error, raw, read_all, toy_server, wait_for
 
@@ -161,6 +162,13 @@ def test_to_find_it_only_those_are_asked_that_owe_for_longer():
     assert connections.admit(Owing())  # pyright: ignore[reportArgumentType]
     assert asked == all[1:3] and len(connections) == 100
     assert all[0] in connections._all and all[1] in connections._all and all[2] not in connections._all
+
+
+def test_a_million_descriptors_are_no_million_connections(monkeypatch):
+    """All of them are looked at four times a second."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**20, 2**20))
+    assert most_connections(None) == 4096
+    assert most_connections(20_000) == 20_000
 
 
 def test_one_address_has_no_more_than_its_share():

@@ -171,6 +171,21 @@ def test_a_client_that_never_reads_loses_its_connection_and_a_slow_one_does_not(
         assert server.metric("nxd_slots_free") == 4
 
 
+@pytest.mark.parametrize(
+    ("piece", "deadline"), [(1000, 600), (8000, 3)], ids=["less than a piece in time", "not over in time"]
+)
+def test_a_client_that_reads_a_little_at_a_time_loses_its_connection_too(piece, deadline):
+    body = json.dumps({**LONG, "max_tokens": 3900, "n": 4, "logprobs": 5, "stream": True}).encode()
+    with (
+        toy_server(toy={"delay": 0.0, "max_len": 4000}, connection_timeout=2, request_timeout=deadline) as server,
+        raw(server, http_request(COMPLETIONS, body, "Connection: close"), receive_buffer=4096) as connection,
+    ):
+        end = time.monotonic() + 30
+        while f"{COMPLETIONS} 499" not in server.log:
+            assert connection.recv(piece) and time.monotonic() < end
+            time.sleep(0.2)
+
+
 @pytest.fixture(scope="module")
 def failing(tmp_path_factory):
     """A server whose steps fail as the file says: once, value, hang."""

@@ -21,11 +21,13 @@ from nxd_server.settings import ServerSettings
 
 KEPT_DESCRIPTORS = 64
 """For the health routes, files, restarted ranks, and connections that are accepted but not counted yet."""
+MOST_BY_DEFAULT = 4096
+"""All connections are looked at several times a second, and a machine may allow a million descriptors."""
 HEALTH_CONNECTIONS = 8
 FEWEST = 16
 SWEEP_SECONDS = 0.25
 BODY_PIECE = 2**14
-"""In bytes; a client must send this much of a body per ``connection_timeout``, or its end."""
+"""In bytes; a client must send this much of a body per ``connection_timeout``, or its end; and read as much."""
 BACKLOG = 8
 """Connections accepted per turn of the event loop; with more, many would be open before the first is counted."""
 
@@ -39,7 +41,7 @@ class Connection(Protocol):
     head_due: float | None
     """When the head of a request must be complete; None if none has begun."""
     closing: tuple[int, float] | None
-    """While closing: the bytes not yet taken by the client, and since when it takes none."""
+    """While closing: the bytes not taken by the client at some time, since when it has taken no piece of them."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
@@ -60,6 +62,10 @@ class Connection(Protocol):
         """Whether the client has closed a connection of which nothing is read now."""
         ...
 
+    def is_late(self, now: float) -> bool:
+        """Return whether the client still has to read an answer whose time is up."""
+        ...
+
     def crowd(self) -> None:
         """Serve only the health routes here, because there are too many connections."""
         ...
@@ -69,13 +75,18 @@ class Connection(Protocol):
         ...
 
 
+def reads(before: int, left: int) -> bool:
+    """Whether a client that had ``before`` bytes to read has read a piece of them, or all."""
+    return left <= max(0, before - BODY_PIECE)
+
+
 def most_connections(setting: int | None, in_use: int | None = None) -> int:
     """Return the connection limit: ``setting``, but at most what the process's descriptors allow."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if in_use is None:
         in_use = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 32
     room = 2**20 if limit == resource.RLIM_INFINITY else limit - in_use - KEPT_DESCRIPTORS
-    return max(FEWEST, room if setting is None else min(setting, room))
+    return max(FEWEST, min(MOST_BY_DEFAULT if setting is None else setting, room))
 
 
 class Connections:
@@ -84,6 +95,8 @@ class Connections:
     def __init__(self, settings: ServerSettings):
         self.header_timeout = settings.header_timeout
         self.silence = settings.connection_timeout
+        self.longest = settings.request_timeout + settings.connection_timeout
+        """Seconds until an answer must have been read."""
         self.most = most_connections(settings.max_connections)
         self._per_address = settings.max_connections_per_address
         self._all: dict[Connection, None] = {}
@@ -143,10 +156,12 @@ class Connections:
         for connection in list(self._all):
             if connection.transport.is_closing():
                 left = connection.unread()
-                if connection.closing is None or left < connection.closing[0]:
+                if connection.closing is None or reads(connection.closing[0], left):
                     connection.closing = left, now
                 elif now - connection.closing[1] > self.silence:  # the client does not read its last answer
                     self.end(connection, "silent")
+            elif connection.is_late(now):
+                self.end(connection, "silent")
             elif connection.left:
                 connection.transport.abort()
             elif connection.head_due is not None and now > connection.head_due:

@@ -17,9 +17,9 @@ import h11
 from h11._receivebuffer import ReceiveBuffer
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from nxd_server.http.connections import BODY_PIECE, Connections
+from nxd_server.http.connections import BODY_PIECE, Connections, reads
 from nxd_server.http.error_responses import ApiError, encode
-from nxd_server.http.scope_keys import CROWDED
+from nxd_server.http.scope_keys import ARRIVED, CROWDED
 
 MOST_HEAD_BYTES = 2**14
 MOST_TINY_CHUNKS = 4096
@@ -115,7 +115,7 @@ class JsonErrorProtocol(H11Protocol):
     head_due: float | None = None
     """When the head of a request must be complete; None if none has begun."""
     closing: tuple[int, float] | None = None
-    """While closing: the bytes not yet taken by the client, and since when it takes none."""
+    """While closing: the bytes not taken by the client at some time, since when it has taken no piece of them."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -181,7 +181,7 @@ class JsonErrorProtocol(H11Protocol):
     _stall: asyncio.TimerHandle | None = None
 
     def pause_writing(self) -> None:
-        """The client's buffers are full: it has ``timeout_keep_alive`` seconds to read some of its answer."""
+        """The client's buffers are full: it has ``timeout_keep_alive`` seconds to read a piece of its answer."""
         super().pause_writing()
         self._watch_reader(self.unread())
 
@@ -201,10 +201,16 @@ class JsonErrorProtocol(H11Protocol):
 
     def _check_reader(self, before: int) -> None:
         left = self.unread()
-        if left < before:  # it reads, although slowly
+        if reads(before, left):
             self._watch_reader(left)
         else:
             self.transport.abort()
+
+    def is_late(self, now: float) -> bool:
+        """Return whether the client still has to read an answer whose time is up."""
+        if not self.flow.write_paused or self.cycle is None:
+            return False
+        return now > self.cycle.scope.get(ARRIVED, now) + self.guard.longest
 
     def unread(self) -> int:
         """Return the bytes that the client has not taken, including the system's buffer: it holds megabytes, and
