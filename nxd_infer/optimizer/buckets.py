@@ -155,7 +155,7 @@ class GradReducer:
             if former is not None:
                 former.close()  # its optimizer was replaced; otherwise both would reduce
             _reducer_of[param] = weakref.ref(self)
-            this = weakref.ref(self)
+            this: weakref.ref[GradReducer] = weakref.ref(self)
             self._hooks.append(param.register_post_accumulate_grad_hook(_hook(this, GradReducer.arrived, index)))
             if self.context.tp.degree > 1 and is_sequence_parallel(param):
                 self._hooks.append(param.register_hook(_hook(this, GradReducer.coming, index)))
@@ -215,8 +215,8 @@ class GradReducer:
 
         If that is a sum over the tensor-parallel ranks, keep an equal share of it, because the shares are summed again.
         """
-        known = self._known[index]
-        if index in self._summed and known is not None and known() is (grad := self.gradient(index)) is not None:
+        known, grad = self._known[index], self.gradient(index)
+        if index in self._summed and known is not None and grad is not None and known() is grad:
             grad.div_(self.context.tp.degree)
         self._summed.discard(index)
 
