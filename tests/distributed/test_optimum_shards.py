@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -159,9 +160,13 @@ LARGE = ROWS * COLUMNS * 4
 
 
 def consolidated(folder: Path) -> int:
-    """Bytes by which memory grew while a large checkpoint was consolidated."""
+    """Bytes by which memory grew while a large checkpoint was consolidated.
+
+    The smaller of two measurements: the memory is the whole process's, which has run other tests before.
+    """
     consolidate_checkpoint(folder / "small", folder / "small/out")  # imports
-    return growth(lambda: consolidate_checkpoint(folder / "large", folder / "large/out"))[1]
+    outs = (folder / "again", folder / "out")
+    return min(growth(functools.partial(consolidate_checkpoint, folder / "large", out))[1] for out in outs)
 
 
 @pytest.mark.parametrize("form", ["plain", "xser"])
@@ -181,7 +186,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, form: str):
         (model.parent / name).write_text("1")
     (grown,) = run_ranks(consolidated, 1, tmp_path)
     assert LARGE * 0.9 < grown < LARGE + 4 * MIB, (LARGE / MIB, grown / MIB)
-    out = load_file(tmp_path / "large/out/model.safetensors")
+    out = load_file(tmp_path / "out/model.safetensors")
     for number, name in enumerate(names):
         assert [float(part.mean()) for part in out[name].chunk(2, number % 2)] == [0.0, 1.0]
 

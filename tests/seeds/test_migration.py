@@ -16,7 +16,7 @@ TEXT = (ROOT / "docs/migration.md").read_text()
 
 SHOWN_BY = {
     "concurrent calls of a traced model": (
-        "runtime/test_model_calls.py::test_a_thousand_concurrent_calls_each_get_their_own_result",
+        "runtime/test_model_calls.py::test_threads_start_the_ranks_once_and_each_gets_its_own_results",
     ),
     "traces whose ranks differ": ("trace/test_func_mode.py::test_ranks_whose_graphs_differ_each_run_their_own",),
     "`pad_model` on attention": ("seeds/test_padding.py::test_pad_model",),
