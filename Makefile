@@ -72,7 +72,7 @@ xla-rig: $(XLA_STAMP) ## make .venv-xla with torch 2.9 and a torch_xla that runs
 
 ON_XLA := tests/xla tests/neuron tests/backends/test_every_backend.py
 # Where releases of torch differ, all tests: in tensors, autograd, optimizers, and gloo, which is all that ranks have below
-# 2.10. Of the rest, such as files and HTTP, the quick selection.
+# 2.13. Of the rest, such as files and HTTP, the quick selection.
 ON_TORCH_2_9 := tests/layout tests/optimizer tests/parallel_layers tests/trainer tests/runtime
 
 test-xla: $(XLA_STAMP) ## tests of torch_xla, and a selection of all others on torch 2.9 (10 to 20 minutes on two cores)

@@ -109,7 +109,7 @@ def availability() -> Availability:
     if sys.byteorder != "little":
         return Availability(False, f"the native operators need a little-endian machine, this is {platform.machine()}")
     if not has_stable_abi():
-        return Availability(False, f"the native operators need torch 2.10 or newer, this is {torch.__version__}")
+        return Availability(False, f"the native operators need torch 2.13 or newer, this is {torch.__version__}")
     if _loaded or (_folder() / "libnxd.so").is_file():
         return Availability(True)
     if find_compiler() is None:
@@ -239,10 +239,12 @@ def _torch_version() -> tuple[int, int]:
 
 @functools.cache
 def has_stable_abi() -> bool:
-    """Return whether torch's library has the C functions of the stable ABI that operators are registered with: torch
-    2.9 has headers of that name, but not these."""
+    """Return whether torch's library has the C functions of the stable ABI that the operators are compiled against.
+
+    The newest of them came with torch 2.13. The headers of 2.10 to 2.12 lack some of what the operators need.
+    """
     library = _torch_root() / "lib/libtorch_cpu.so"
-    return not library.is_file() or hasattr(ctypes.CDLL(str(library)), "torch_library_impl")
+    return not library.is_file() or hasattr(ctypes.CDLL(str(library)), "torch_exception_get_what")
 
 
 def _torch_root() -> Path:

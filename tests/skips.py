@@ -23,7 +23,7 @@ OF_A_MACHINE = (
     r"kubectl is not installed",
 )
 OF_AN_OLDER_TORCH = (
-    r"the native operators need torch 2\.10 or newer",
+    r"the native operators need torch 2\.13 or newer",
     r"(inductor: )?it needs torch 2\.13 or newer",
     r"types are checked against the annotations of the newest torch",
 )

@@ -84,14 +84,14 @@ def test_what_torch_2_9_lacks_is_said_in_the_same_words_everywhere(capsys, monke
     done = nxd_infer_here(capsys, monkeypatch, "doctor")
     compiled, plain = registry.get("inductor").probe(), registry.get("eager").probe()
     assert not compiled and "needs torch 2.13 or newer, this is" in compiled.reason
-    assert plain and "the native operators need torch 2.10 or newer, this is" in plain.limits
+    assert plain and "the native operators need torch 2.13 or newer, this is" in plain.limits
     assert lines(done.out, "inductor: ") == [f"inductor: cannot run: {compiled.reason}"]
     assert lines(done.out, "eager: ") == [f"eager: {plain.limits}"]
     assert done.out.rstrip().splitlines()[-1].startswith("the default backend does not work here: choose with --back")
     with pytest.raises(BackendUnavailableError) as refused:
         tracing_backend("inductor")
     assert compiled.reason in str(refused.value)
-    with pytest.raises(BackendUnavailableError, match=r"native operators need torch 2\.10 or newer"):
+    with pytest.raises(BackendUnavailableError, match=r"native operators need torch 2\.13 or newer"):
         native.load()
 
 
