@@ -239,7 +239,7 @@ class LLM:
                 text,
                 prompt,
                 collector.outputs,
-                Usage(len(prompt), sum(len(output.token_ids) for output in collector.outputs)),
+                Usage(len(prompt), sum(len(output.token_ids) for output in collector.outputs), collector.cached_tokens),
             )
             for text, prompt, collector in zip(texts, prompts, collectors, strict=True)
         ]
@@ -354,6 +354,8 @@ class _Collector:
 
     def __init__(self, params: SamplingParams):
         self.error: Exception | None = None
+        self.cached_tokens: int | None = None
+        """Of the prompt, in the first choice that has ended."""
         self.outputs = [
             CompletionOutput(index, logprobs=None if params.logprobs is None else []) for index in range(params.n)
         ]
@@ -366,6 +368,8 @@ class _Collector:
         output.text += event.text
         if isinstance(event, FinishEvent):
             output.finish_reason, output.stop = event.reason, event.stop
+            if self.cached_tokens is None:
+                self.cached_tokens = event.usage.cached_tokens
             return
         output.token_ids.append(event.token)
         if output.logprobs is not None:

@@ -155,6 +155,13 @@ class ServerSettings:
         GENERATION,
         minimum=1,
     )
+    prefix_caching: bool = setting(
+        True,
+        "Keep what was computed for a prompt and its answer until the slot is needed: a prompt that begins like it "
+        "continues there.",
+        bool,
+        GENERATION,
+    )
     weights_root: Path | None = setting(
         None,
         "Directory from which requests may load weights and adapters; unset: none.",

@@ -251,11 +251,11 @@ def test_a_graph_that_was_slow_on_a_busy_machine_gets_another_chance():
 
 def test_a_slot_cannot_be_released_twice():
     pool = SlotPool(2)
-    slot = pool.allocate()
+    slot, _ = pool.allocate()
     pool.release(slot)
     with pytest.raises(KeyError):
         pool.release(slot)
-    assert [pool.allocate(), pool.allocate()] == [0, 1]
+    assert [pool.allocate(), pool.allocate()] == [(0, 0), (1, 0)]
     with pytest.raises(IndexError):
         pool.allocate()
     with pytest.raises(ValueError, match="at least one slot"):

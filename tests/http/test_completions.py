@@ -251,6 +251,30 @@ def test_a_stream_of_completions_without_usage_and_with(toy, expect):
     assert all(event["usage"] is None for event in events[:-2])
 
 
+def test_usage_says_what_of_the_prompt_was_in_the_cache(toy, expect):
+    prompt = "the same instructions for every question; "
+    body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "cache_salt": "mine"}
+    before = toy.metric("nxd_prefix_cache_hits_total")
+
+    def cached(**more):
+        answer = toy.post(COMPLETIONS, {**body, **more}).json()
+        assert answer["choices"][0]["text"] == expect(prompt, max_tokens=6)[1]
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["usage"]["prompt_tokens"]
+
+    first, length = cached()
+    assert first == 0 and cached() == (length - 1, length)
+    assert cached(cache_salt="yours")[0] == cached(cache_prompt=False)[0] == cached(cache_prompt=False)[0] == 0
+    streamed = toy.post(COMPLETIONS, {**body, "stream": True, "stream_options": {"include_usage": True}})
+    usage = events_of(streamed.text)[-2]["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == length - 1
+    assert toy.metric("nxd_prefix_cache_hits_total") == before + 2 * (length - 1)
+    # A prompt counts once, whatever n is, and by its first choice to end.
+    both = toy.post(COMPLETIONS, {**body, "prompt": [prompt, prompt + "why?"], "n": 2}).json()["usage"]
+    assert both["prompt_tokens_details"]["cached_tokens"] <= 2 * length < both["prompt_tokens"]
+    answer = toy.post(COMPLETIONS, {**body, "cache_salt": "x" * 257})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "cache_salt"
+
+
 def test_half_characters_are_never_sent(toy, tokenizer):
     """Tokens that are single bytes of longer characters: every chunk is whole text, and they add up."""
     high = [token for token in range(VOCAB) if tokenizer.token_bytes(token)[:1] >= b"\x80"]

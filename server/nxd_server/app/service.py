@@ -170,7 +170,7 @@ class Service(ServedModel):
             "idle_probe": IDLE_PROBE_SECONDS,
         }
         if self.task == "generate":
-            options |= {"stall_ratio": settings.stall_ratio, "speculate": settings.speculate}
+            options |= {name: getattr(settings, name) for name in ("stall_ratio", "speculate", "prefix_caching")}
             worker = self._engine = engine.Engine(model, self._tokenizer, **options)
             worker.adapters.taken_name = self.model_name
             for name, _, path in (word.partition("=") for word in settings.lora):

@@ -60,7 +60,7 @@ class ContinuousBatcher:
         self._graph_names = graph_names
         self._vocab_size = int(meta["vocab_size"])
         self._eos_token_ids = tuple(meta.get("eos_token_ids") or ())
-        self._prompt_tokens = self._generated_tokens = 0
+        self._prompt_tokens = self._reused_tokens = self._generated_tokens = 0
 
     # --- any thread -------------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ class ContinuousBatcher:
 
     def add_to(self, stats: EngineStats) -> None:
         """Add the batcher's counters to ``stats``."""
-        stats.prompt_tokens = self._prompt_tokens
+        stats.prompt_tokens, stats.reused_tokens = self._prompt_tokens, self._reused_tokens
         stats.generated_tokens = self._generated_tokens
         stats.draft_tokens, stats.accepted_tokens = self._speculation.drafted, self._speculation.accepted
 
@@ -98,11 +98,16 @@ class ContinuousBatcher:
 
     def _admit(self) -> None:
         now = time.monotonic()
-        for choice in self._scheduler.admit(lambda choice: self._gate.may_begin(choice.ticket.whole)):
+        for choice in self._scheduler.admit(self._may_begin):
             self._gate.begin(choice.ticket.whole)
             choice.admitted = now
             self._inbox.not_waiting(choice)
             self._prompt_tokens += len(choice.prompt)
+            self._reused_tokens += choice.reused
+
+    def _may_begin(self, choice: Choice) -> bool:
+        choice.cache_key = (self._gate.version, choice.adapter, choice.params.cache_salt)
+        return self._gate.may_begin(choice.ticket.whole)
 
     def _take_news(self) -> None:
         if not self._inbox.due:
@@ -193,6 +198,7 @@ class ContinuousBatcher:
         self._end(choice, outcome, lambda usage, times: ErrorEvent(choice.index, error, usage, times))
 
     def _refuse(self, choice: Choice, error: Exception) -> None:
+        self._scheduler.slots.forget()  # a choice that has ended may have been in the refused step
         self._fail(choice, _failure(error))
 
     def _end(self, choice: Choice, outcome: str, event: Callable[[Usage, Timings], Event]) -> None:
@@ -202,14 +208,14 @@ class ContinuousBatcher:
         choice.ended = True
         if choice.admitted is None:
             self._inbox.not_waiting(choice)
-        self._scheduler.remove(choice)
+        self._scheduler.remove(choice, keep=outcome != "error")
         self._adapters.give_back(choice.adapter)
         self.live_tokens = self._scheduler.live_tokens
         now = time.monotonic()
         ticket = choice.ticket
         times = Timings(ticket.arrived, choice.admitted, choice.first_token, now)
         self._queue.ended(outcome, now - ticket.arrived)
-        self._send(choice, event(Usage(len(choice.prompt), len(choice.output)), times))
+        self._send(choice, event(Usage(len(choice.prompt), len(choice.output), choice.reused), times))
         ticket.close_one()
         self._gate.end(ticket.whole)
         self._queue.reported()
@@ -236,7 +242,7 @@ class ContinuousBatcher:
             self._finish_step()
 
     def warmed(self) -> None:
-        return  # a slot is written before it is read
+        self._scheduler.slots.forget()  # the ranks are new
 
     def graph_names(self) -> list[str]:
         return self._graph_names

@@ -21,6 +21,8 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int | None = None
+    """Those of the prompt that an earlier request had left in the cache; None if not known yet."""
 
     @property
     def total_tokens(self) -> int:
@@ -99,6 +101,8 @@ class EngineStats:
     rejected: dict[str, int] = field(default_factory=dict)
     """Requests rejected at submission, by reason: queue_full, unavailable, invalid."""
     prompt_tokens: int = 0
+    reused_tokens: int = 0
+    """Those that an earlier request had left in the cache."""
     generated_tokens: int = 0
     draft_tokens: int = 0
     """Tokens that were guessed and verified ..."""

@@ -44,6 +44,7 @@ class Engine(EngineControls):
         prefill_ratio: float = 4.0,
         stall_ratio: float = 4.0,
         speculate: int = 0,
+        prefix_caching: bool = True,
         restart_limit: int = 3,
         restart_window: float = 600.0,
         idle_probe: float | None = 5.0,
@@ -53,8 +54,9 @@ class Engine(EngineControls):
     ):
         """``model`` is a RankModel or a TensorParallelModel. Without a tokenizer, events carry no text and stop strings
         are rejected. ``prefill_ratio`` and ``stall_ratio`` are the scheduler's bounds on prefill; ``speculate``: most
-        guesses per step. ``costs``: seconds by graph, used instead of measurements so that every run chooses the same
-        steps; ``clock`` times the requests' timeouts.
+        guesses per step; ``prefix_caching``: a prompt is not computed as far as a free slot holds it. ``costs``:
+        seconds by graph, used instead of measurements so that every run chooses the same steps; ``clock`` times the
+        requests' timeouts.
 
         Raises ModelConfigError if the artifact is not one for generation, or was not traced to verify guesses.
         """
@@ -102,6 +104,7 @@ class Engine(EngineControls):
                 mixes=bool(meta.get("rows_share_slots")),
                 whole_prompts=self._encodes_prompts,
                 groups=manifest.pp_degree,
+                prefix_caching=prefix_caching,
             ),
             Speculation(verifying, speculate, parts.costs),
             {bucket.name: StepInputs(bucket, self.slots, model.arrays) for bucket in manifest.buckets},

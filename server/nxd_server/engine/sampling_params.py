@@ -58,6 +58,8 @@ class SamplingParams:
     """No end of sequence, stop token or stop string before this many tokens."""
     ignore_eos: bool = False
     logit_bias: dict[int, float] = field(default_factory=dict)
+    cache_salt: str | None = None
+    """What is in the cache is used only by requests with the same salt."""
 
     _penalised: ClassVar[bool] = False
 
@@ -73,6 +75,8 @@ class SamplingParams:
             put(self, "seed", _whole("seed", self.seed, -(2**63), 2**63 - 1))
         if self.logprobs is not None:
             put(self, "logprobs", _whole("logprobs", self.logprobs, 0, None))
+        if not isinstance(self.cache_salt, str | None):
+            raise RequestError("cache_salt", f"must be a string, got {self.cache_salt!r}")
         if not isinstance(self.ignore_eos, bool):
             raise RequestError("ignore_eos", f"must be true or false, got {self.ignore_eos!r}")
         put(self, "stop", _stop_strings(self.stop))

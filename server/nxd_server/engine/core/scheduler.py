@@ -12,6 +12,7 @@
   of any size that delay decoding by no more than pieces may; or, if that would be less than half as fast for prompts,
   by no more than the shortest piece would. While no piece is short enough and such rows remain, prompts advance only
   in these rows.
+* With ``prefix_caching`` a prompt begins in the slot that holds most of its tokens (``slots.py``), after these tokens.
 * If prompts are read whole (``whole_prompts``, by an encoder), one is one piece, in the smallest graph of prompts that
   fits, however long decoding waits.
 * With a pipeline of ``groups`` stages, a decode step takes an equal share of the decoding choices, so that each stage
@@ -91,6 +92,7 @@ class Scheduler(Generic[S]):
         mixes: bool = False,
         whole_prompts: bool = False,
         groups: int = 1,
+        prefix_caching: bool = False,
     ):
         if prefill_ratio <= 0 or stall_ratio < 1:
             raise ValueError(
@@ -105,6 +107,7 @@ class Scheduler(Generic[S]):
         self.stall_ratio = stall_ratio
         self.groups = groups
         self.whole_prompts = whole_prompts
+        self.prefix_caching = prefix_caching and not whole_prompts
         self.mixes = mixes and stall_ratio < inf  # without a bound, full pieces are cheaper
         shortest = self.graphs[0].length
         self._shared_graphs = [graph for graph in self.graphs if graph.length == shortest]
@@ -150,8 +153,9 @@ class Scheduler(Generic[S]):
     def add(self, sequence: S) -> None:
         self._waiting.append(sequence)
 
-    def remove(self, sequence: S) -> None:
-        """Remove a choice, finished or not, and free its slot. Idempotent."""
+    def remove(self, sequence: S, *, keep: bool = True) -> None:
+        """Remove a choice, finished or not, and free its slot. Idempotent. ``keep``: the steps that it was in have run,
+        or will run before any other."""
         self._owed.discard(sequence.id)
         if sequence.slot is None:
             if sequence in self._waiting:
@@ -159,7 +163,8 @@ class Scheduler(Generic[S]):
             return
         if self._decoding.pop(sequence.id, None) is None:
             self._prefilling.remove(sequence)
-        self.slots.release(sequence.slot)
+        kept = sequence.tokens(0, sequence.computed) if keep and self.prefix_caching else ()
+        self.slots.release(sequence.slot, kept, sequence.cache_key)
         sequence.slot = None
 
     # --- the next step --------------------------------------------------------------------------------
@@ -173,8 +178,11 @@ class Scheduler(Generic[S]):
             if not allowed(sequence):
                 held.append(sequence)
                 continue
-            sequence.slot = self.slots.allocate()
-            sequence.computed = 0
+            # Penalties count the tokens that steps are fed since a sequence began in its slot, at position 0.
+            reuses = self.prefix_caching and not sequence.params.penalised
+            prompt = sequence.prompt if reuses else ()
+            sequence.slot, sequence.reused = self.slots.allocate(prompt, sequence.cache_key)
+            sequence.computed = sequence.reused
             self._prefilling.append(sequence)
             admitted.append(sequence)
         self._waiting.extendleft(reversed(held))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from nxd_server.engine.prompt_lookup import Lookup
@@ -18,6 +19,10 @@ class Sequence:
     max_new_tokens: int
     slot: int | None = None
     computed: int = 0
+    reused: int = 0
+    """Prompt tokens whose keys and values were in ``slot`` already."""
+    cache_key: Hashable = None
+    """What else these depend on."""
     output: list[int] = field(default_factory=list)
     lookup: Lookup = field(default_factory=Lookup)
 
@@ -32,7 +37,8 @@ class Sequence:
         return self.computed + 2 <= len(self.prompt) + self.max_new_tokens
 
     def tokens(self, start: int, length: int) -> list[int]:
-        """Return the tokens at positions ``start`` to ``start + length - 1`` of prompt and output together."""
+        """Return the tokens at positions ``start`` to ``start + length - 1`` of prompt and output together, as far as
+        they are known."""
         prompt = len(self.prompt)
         if start >= prompt:
             return self.output[start - prompt : start - prompt + length]

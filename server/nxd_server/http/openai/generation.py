@@ -60,11 +60,14 @@ class Generation:
         self.choices = len(prompts) * params.n
         self.unfinished = self.choices
         self.completion_tokens = 0
+        self._cached_tokens: dict[int, int] = {}
+        """Of each prompt, in its first choice that has ended."""
 
     @property
     def usage(self) -> Usage:
         """Token counts so far; a prompt counts once, however many choices it has."""
-        return Usage(sum(len(prompt) for prompt in self._prompts), self.completion_tokens)
+        prompt_tokens = sum(len(prompt) for prompt in self._prompts)
+        return Usage(prompt_tokens, self.completion_tokens, sum(self._cached_tokens.values()))
 
     @property
     def weight_version(self) -> int | None:
@@ -167,6 +170,7 @@ class Generation:
         if event.reason == "cancelled":  # not by this class: the server is shutting down
             raise ended_early()
         self.completion_tokens += event.usage.completion_tokens
+        self._cached_tokens.setdefault(base // self._params.n, event.usage.cached_tokens or 0)
         return choice, event
 
     def check_client(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -57,8 +58,6 @@ def _sampler_fields() -> dict[str, Any]:
 class SamplingBody(create_model("SamplerBody", __base__=Body, **_sampler_fields())):
     """Fields of both completions and chat."""
 
-    # Whether, and with whom, a prompt's cache may be shared; this server shares none between requests.
-    HARMLESS: ClassVar[frozenset[str]] = Body.HARMLESS | {"cache_prompt", "cache_salt"}
     NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
         **OTHER_SERVERS,
         "store": is_one_of(False),
@@ -90,6 +89,8 @@ class SamplingBody(create_model("SamplerBody", __base__=Body, **_sampler_fields(
     logit_bias: dict[str, float] = Field(
         default_factory=dict, max_length=MOST_BIASES, description="From token id to -100 .. 100."
     )
+    cache_prompt: bool = Field(True, description="Whether the prompt's cache may be shared with other requests.")
+    cache_salt: str | None = Field(None, max_length=256, description="Share it only where this is the same.")
 
     @property
     def include_usage(self) -> bool:
@@ -113,6 +114,7 @@ class SamplingBody(create_model("SamplerBody", __base__=Body, **_sampler_fields(
             logprobs=logprobs,
             min_tokens=self.min_tokens,
             ignore_eos=self.ignore_eos,
+            cache_salt=self.cache_salt if self.cache_prompt else secrets.token_hex(16),
             logit_bias={_token_id(token): bias for token, bias in self.logit_bias.items()},
         )
 
@@ -138,7 +140,7 @@ class CompletionBody(SamplingBody):
 class ChatBody(SamplingBody):
     """``POST /v1/chat/completions``."""
 
-    HARMLESS: ClassVar[frozenset[str]] = SamplingBody.HARMLESS | {
+    HARMLESS: ClassVar[frozenset[str]] = Body.HARMLESS | {
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",

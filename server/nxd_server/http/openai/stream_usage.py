@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 from nxd_server.engine.events import Usage
 from nxd_server.http.openai.schemas import StreamOptions
@@ -13,12 +14,15 @@ PADDED_TO = 64
 """Padded chunks are a multiple of this many bytes long, so that their sizes reveal little about the tokens."""
 
 
-def usage_object(usage: Usage) -> dict[str, int]:
-    return {
+def usage_object(usage: Usage) -> dict[str, Any]:
+    counts: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
     }
+    if usage.cached_tokens is not None:
+        counts["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    return counts
 
 
 class Tails:

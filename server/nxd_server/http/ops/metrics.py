@@ -171,6 +171,7 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
 
 def _counters(stats: EngineStats) -> Iterator[Metric]:
     yield CounterMetricFamily("nxd_prompt_tokens", "Prompt tokens accepted.", stats.prompt_tokens)
+    yield CounterMetricFamily("nxd_prefix_cache_hits", "Prompt tokens found in the cache.", stats.reused_tokens)
     yield CounterMetricFamily("nxd_generation_tokens", "Tokens generated.", stats.generated_tokens)
     yield CounterMetricFamily("nxd_spec_decode_num_draft_tokens", "Tokens guessed and verified.", stats.draft_tokens)
     yield CounterMetricFamily("nxd_spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.accepted_tokens)
