@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -129,7 +130,7 @@ def test_a_conversation_computes_only_what_is_new(engines):
 def test_random_conversations_with_cancellations_and_lost_ranks_give_everyone_their_own_tokens(
     engines, seed, prompt_rows
 ):
-    """From several threads, over fewer slots, with shared system prompts, and new weights and failing steps meanwhile."""
+    """From several threads over fewer slots, with shared beginnings, and new weights and failing steps meanwhile."""
     model = ToyModel(slots=4, max_len=96, prompt_buckets=(4, 8), delay=0.0002, prompt_rows=prompt_rows)
     engine = engines(model, max_queued_requests=10**6, restart_limit=10**6, restart_window=1e-9)
     failures, steps = [], iter(range(10**9))
@@ -151,7 +152,7 @@ def test_random_conversations_with_cancellations_and_lost_ranks_give_everyone_th
                 ignore_eos=rng.random() < 0.5, n=rng.choice([1, 1, 2]),
             )  # fmt: skip
             listener = Listener(params.n)
-            ticket = once_ready(lambda params=params, listener=listener: engine.submit(talk, params, listener))
+            ticket = once_ready(partial(engine.submit, talk, params, listener))
             cancelled = rng.random() < 0.2
             if cancelled:
                 ticket.cancel()
@@ -178,7 +179,7 @@ def test_random_conversations_with_cancellations_and_lost_ranks_give_everyone_th
             thread.start()
     model.fail = fail
     for version in (1, 2, 3):
-        assert once_ready(lambda version=version: engine.update_weights(version)) == version
+        assert once_ready(partial(engine.update_weights, version)) == version
     for thread in threads:
         thread.join(120)
     assert not failures
