@@ -45,6 +45,8 @@ from nxd_infer.util.options import whole_number
 __all__ = ["has_checkpoint", "load_checkpoint", "save_checkpoint", "wait_for_save"]
 
 WORKERS = range(1, 33)
+ALL = -1
+"""The reference's ``num_kept_ckpts`` that removes nothing."""
 NOTHING, REFERENCE = 0, 1 << 62
 """Returned instead of a checkpoint's number. The maximum over all ranks is used, and only rank 0 looks."""
 
@@ -86,7 +88,7 @@ def save_checkpoint(
             :mod:`~nxd_infer.layout.files.values`.
         num_workers: ranks that write at the same time, 1 to 32.
         use_xser: all ranks write at the same time, whatever ``num_workers`` is.
-        num_kept_ckpts: keep only this many newest checkpoints in ``path`` once this one is complete; None: all.
+        num_kept_ckpts: keep only this many newest checkpoints in ``path`` once this one is complete; None or -1: all.
         async_save: return once this rank's tensors are copied, and write in the background. One save at a time: the
             next one, :func:`load_checkpoint`, :func:`wait_for_save` and the end of the process wait for it, and raise
             its error.
@@ -98,7 +100,10 @@ def save_checkpoint(
     The state of the random generators is saved too. Raises CheckpointError, on all ranks, for a value that only a
     pickle could store, with the path to it (``user_content['a'][3]``), or if a rank cannot write.
     """
-    _check_workers(num_workers)
+    if not use_xser:
+        _check_workers(num_workers)
+    if num_kept_ckpts == ALL:
+        num_kept_ckpts = None
     if num_kept_ckpts is not None:
         whole_number("num_kept_ckpts", num_kept_ckpts, CheckpointError, 1)
     tag = folders.checked_tag(tag)
@@ -194,12 +199,11 @@ def load_checkpoint(
     context, storage = current_context(), storage_of(path)
     tag = None if tag is None else str(tag)
     _together(context, outstanding.wait)
-    counter = _number_of(context, _typed_errors(storage, lambda: _find(storage, tag)))
-    if counter == NOTHING:
+    archive = _find_and_open(storage, tag, context, verify)
+    if archive is None:
         if context.rank == 0:
             logger.warning("%s holds no checkpoint: nothing is loaded, training starts from the beginning", path)
         return None
-    archive = _open(storage, counter, tag, context, verify)
     wanted = {"model": model, "optimizer": optimizer}
     kinds = ["values", *(kind for kind, target in wanted.items() if target is not None)]
     verify_share = _typed_errors(storage, lambda: archive.verify(kinds, context.rank, context.world_size))
@@ -280,6 +284,20 @@ def _number_of(context: ParallelContext, action: Callable[[], int]) -> int:
     return largest(context, number[0] if number else 0)
 
 
+def _find_and_open(storage: Storage, tag: str | None, context: ParallelContext, verify: bool) -> AnyArchive | None:
+    """Open on every rank the checkpoint that rank 0 finds; None if there is none."""
+    for again in (True, False):
+        counter = _number_of(context, _typed_errors(storage, lambda: _find(storage, tag)))
+        if counter == NOTHING:
+            break
+        try:
+            return _open(storage, counter, tag, context, verify)
+        except Exception:  # on all ranks; another job may have renamed or replaced it since it was found
+            if not again:
+                raise
+    return None
+
+
 def _find(storage: Storage, tag: str | None) -> int:
     """Return the number of the checkpoint to load, NOTHING, or REFERENCE for one of the reference."""
     if isinstance(storage, LocalStorage) and storage.root.is_file():
@@ -299,11 +317,11 @@ def _open(storage: Storage, counter: int, tag: str | None, context: ParallelCont
         if counter == REFERENCE and isinstance(storage, LocalStorage):
             found.append(open_reference(storage.root, tag))
             return
-        checkpoint = folders.find_checkpoint(storage, tag)
-        if checkpoint.counter != counter:
+        checkpoint = folders.numbered_checkpoint(storage, tag, counter)
+        if checkpoint is None:
             raise CheckpointError(
                 f"rank {context.rank} does not see the checkpoint number {counter} of {storage.where()} that rank 0 "
-                "sees: the folder must be on a file system that all ranks share"
+                "has found: the folder must be on a file system that all ranks share"
             )
         found.append(Archive(checkpoint, verify))
 

@@ -44,6 +44,8 @@ class Piece:
     """State of the piece that is not a tensor."""
     plans: ParamLayout | None = None
     """The parameter's sharding at any other degree, if the checkpoint records it."""
+    dtype: str | None = None
+    """For a piece of an optimizer's state: the dtype of what the optimizer updates, if the checkpoint records it."""
 
     def read_into(self, out: Tensor, rectangle: Bounds, key: str) -> int:
         """Copy this piece's elements of a rectangle of the rank's tensor into ``out``; return how many."""
@@ -233,12 +235,14 @@ class Archive:
     def pieces(self, kind: str) -> list[Piece]:
         """Return all pieces of the model or the optimizer. Raises CheckpointError if there are none."""
         found: list[Piece] = []
+        saved = False
         for rank, part in self.parts(kind):
+            saved = saved or "pieces" in part
             tp_rank = self.record(rank)["place"]["tp"]
             file, where = self.file(part["file"]), f"{self.where}/{rank_stem(rank)}.json"
             for name, piece in part.get("pieces", {}).items():
                 found.append(Piece(name, tp_rank, file, **read_piece(name, piece, where)))
-        if not found:
+        if not saved:
             raise CheckpointError(f"{self.where} holds no {kind}, or not of a module; it was saved without")
         return found
 
@@ -255,7 +259,8 @@ class Archive:
             raise CheckpointError(f"{where} holds no {kind!r}; {FIX}")
         if "structure" not in part:
             raise CheckpointError(f"{where}: {kind!r}: it has no 'structure'; {FIX}")
-        found = unpack(part["structure"], lambda number: self.file(part["file"]).read(str(number)))
+        # Clone: a tensor of the mapped file would keep a removed checkpoint on the disk.
+        found = unpack(part["structure"], lambda number: self.file(part["file"]).read(str(number)).clone())
         if kind == "values" and not (isinstance(found, dict) and (rank or "user_content" in found)):
             raise CheckpointError(f"{where}: {kind!r}: it has no 'user_content'; {FIX}")
         return found

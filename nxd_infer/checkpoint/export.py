@@ -4,6 +4,7 @@ time, completely or not at all."""
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,16 +71,19 @@ def consolidate_checkpoint(
                     "copy the adapter_config.json of PEFT there under that name"
                 )
         written = _write(own, out, dtype, progress)
-        _copy_files(beside, out)
+        _copy_files(beside, out, [adapter_file(name) for name in adapters])
         for name, weights in adapters.items():
             own_folder = out / "adapter" / name
             _write(weights, own_folder, dtype, progress).rename(own_folder / ADAPTER)
-            (out / adapter_file(name)).rename(own_folder / ADAPTER_CONFIG)
-        return Exported(written)
+            shutil.copyfile(beside / adapter_file(name), own_folder / ADAPTER_CONFIG)
+        return Exported(written, _notes(own))
+    return Exported(_write(source, out, dtype, progress), _notes(source))
+
+
+def _notes(source: WeightSource) -> tuple[str, ...]:
     factors, alone = adapter_of(source)
     what = "only an adapter" if alone else "the weights and an unmerged adapter"
-    notes = (f"these are {what}: {factors[0]}, ...",) if factors else ()
-    return Exported(_write(source, out, dtype, progress), notes)
+    return (f"these are {what}: {factors[0]}, ...",) if factors else ()
 
 
 def export_hugging_face(
@@ -123,10 +127,12 @@ def export_hugging_face(
     return Exported(written, notes)
 
 
-def _copy_files(model_dir: Path, out: Path) -> None:
+def _copy_files(model_dir: Path, out: Path, without: Sequence[str] = ()) -> None:
     """Copy what is beside the weights in a Hugging Face directory: the configuration and the tokenizer."""
+    if out.samefile(model_dir):
+        return
     for file in sorted(model_dir.iterdir()):
-        if file.is_file() and not file.name.endswith(NOT_COPIED):
+        if file.is_file() and not file.name.endswith(NOT_COPIED) and file.name not in without:
             shutil.copyfile(file, out / file.name)
 
 

@@ -179,12 +179,30 @@ def find_checkpoint(storage: Storage, tag: str | None) -> Checkpoint:
     raise CheckpointError(f"{storage.where()} holds {what}; complete are: {listed}")
 
 
-def _survey(storage: Storage) -> tuple[list[Checkpoint], dict[str, CheckpointError], dict[int, list[str]]]:
-    """Return complete checkpoints (oldest first, one per tag), damaged folders, and folders with the same number."""
+def numbered_checkpoint(storage: Storage, tag: str | None, counter: int) -> Checkpoint | None:
+    """Return the checkpoint that :func:`find_checkpoint` has found elsewhere, even if there is a newer one by now."""
+    itself = _read(storage, "") if tag is None else None
+    there = [itself] if itself is not None else _survey(storage)[0]
+    return next((checkpoint for checkpoint in there if checkpoint.counter == counter), None)
+
+
+Survey = tuple[list[Checkpoint], dict[str, CheckpointError], dict[int, list[str]]]
+"""Complete checkpoints (oldest first, one per tag), damaged folders, and folders with the same number."""
+
+
+def _survey(storage: Storage, tries: int = 5) -> Survey:
+    names = storage.folders()
+    found = _survey_of(storage, names)
+    if tries > 1 and storage.folders() != names:  # a save may have renamed a checkpoint before it was read
+        return _survey(storage, tries - 1)
+    return found
+
+
+def _survey_of(storage: Storage, names: Iterable[str]) -> Survey:
     newest: dict[str, Checkpoint] = {}
     damaged: dict[str, CheckpointError] = {}
     folders: dict[int, list[str]] = {}
-    for folder in storage.folders():
+    for folder in names:
         try:
             found = _read(storage, folder)
         except CheckpointError as error:
@@ -201,6 +219,13 @@ def _survey(storage: Storage) -> tuple[list[Checkpoint], dict[str, CheckpointErr
 
 def _read(storage: Storage, folder: str) -> Checkpoint | None:
     """Return a folder's checkpoint; None if it is incomplete or something else. Raises CheckpointError if damaged."""
+    try:
+        return _read_once(storage, folder)
+    except CheckpointError:  # a save may have removed or replaced the folder between its two files
+        return _read_once(storage, folder)
+
+
+def _read_once(storage: Storage, folder: str) -> Checkpoint | None:
     manifest = read_manifest(_reader(storage, folder), lambda name: storage.where(_inside(folder, name)))
     return None if manifest is None else Checkpoint(storage, folder, manifest)
 

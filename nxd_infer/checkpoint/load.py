@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nxd_infer.checkpoint.archive import RunsSource
 from nxd_infer.checkpoint.contents import EXTRA, modules_with_extra_state, stage_of
-from nxd_infer.checkpoint.load_optimizer import optimizer_layouts, read_optimizer
+from nxd_infer.checkpoint.load_optimizer import read_optimizer
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive, ReferenceArchive
 from nxd_infer.context import AXES, ParallelContext
 from nxd_infer.errors import CheckpointError, WeightMismatchError
@@ -215,6 +215,7 @@ def optimizer_change(
             f"the checkpoint holds the state of a parallel optimizer, which a {type(optimizer).__name__} cannot take; "
             "make the optimizer with initialize_parallel_optimizer()"
         )
+    optimizer.require_inited("load_checkpoint()")
     if isinstance(archive, ReferenceArchive):
-        archive.know(optimizer_layouts(optimizer), optimizer.names, optimizer.whole_group_names)
+        archive.know(optimizer.layouts, optimizer.names, optimizer.whole_group_names)
     return partial(take_over, optimizer, *read_optimizer(optimizer, archive, context))

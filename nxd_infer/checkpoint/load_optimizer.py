@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,13 +14,12 @@ from nxd_infer.checkpoint.archive import Piece, RunsSource
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CheckpointError
-from nxd_infer.layout import DictSource, ParamLayout, TensorLayout, check_weights
+from nxd_infer.layout import DictSource, TensorLayout, check_weights
 from nxd_infer.layout.flat import flat_index, flat_rectangles, moved, overlap, relative, slices_of
-from nxd_infer.layout.params import layout_by_name
 from nxd_infer.layout.shard import write_fills
 from nxd_infer.optimizer import pieces as optimizer_pieces
 from nxd_infer.optimizer.parallel import NxDOptimizer
-from nxd_infer.optimizer.sharded_files import GROUP_KEYS, MASTER, NAMES, require_same_groups
+from nxd_infer.optimizer.sharded_files import GROUPS, MASTER, NAMES, require_same_groups
 
 
 def read_optimizer(
@@ -32,7 +33,7 @@ def read_optimizer(
     Raises WeightMismatchError for an optimizer of other parameters.
     """
     stored = archive.pieces("optimizer")
-    layouts = optimizer_layouts(optimizer)
+    layouts = optimizer.layouts
     shapes = {name: torch.empty(shape, device="meta") for piece in stored for name, shape in piece.logical.items()}
     others = optimizer.logical_elsewhere
     # Sharded ZeRO-1 gives a parameter without elements to no rank.
@@ -63,7 +64,7 @@ def read_optimizer(
                 tensors[f"{name}|{key}"] = _read(source, key, piece, layout, source.dtype(logical[0]))
         equal = same.get((name, context.tp.rank, piece.start, piece.stop))
         like = equal or first_of[logical[0]]
-        values[name] = {"values": like.values}
+        values[name] = {"values": like.values, "dtype": like.dtype}
         for key in single.get(id(like), ()):
             found = like.file.read(f"{like.param}|{key}")
             if found.numel() > 1 and equal is None:
@@ -72,30 +73,49 @@ def read_optimizer(
                     "can be loaded at the degrees it was saved at only, which are "
                     f"{dict(archive.degrees)}"
                 )
-            tensors[f"{name}|{key}"] = found
-    description = {"pieces": values, **groups_of(archive)}
-    require_same_groups(optimizer, description, archive.where, optimizer.whole_group_names)
+            tensors[f"{name}|{key}"] = found.clone()  # without the mapping of its file
+    # Compared by logical names: of a fused layer, the same weights are one parameter or several.
+    logical_of = {piece.param: list(piece.logical) for piece in stored}
+    own = [[one for name in names for one in layouts[name].logical_names] for names in optimizer.group_names]
+    description = {"pieces": values, **groups_of(archive, own, logical_of)}
+    whole = [[*names, *others] for names, others in zip(own, optimizer.logical_groups_elsewhere, strict=True)]
+    require_same_groups(optimizer, description, archive.where, whole)
     return tensors, description
 
 
-def groups_of(archive: AnyArchive) -> dict[str, Any]:
-    """The hyperparameters of each group, and the names of its parameters: those of all pipeline stages together."""
+def groups_of(
+    archive: AnyArchive, own: Sequence[Sequence[str]], logical_of: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return the hyperparameters of each group, and the names of its parameters: those of all pipeline stages together.
+
+    Stages may differ in their hyperparameters and in how many groups they have: both are of the stages that saved what
+    a rank trains, ``own`` by group. ``logical_of``: the names to use instead of the stored ones.
+    """
     parts = [part for _, part in archive.parts("optimizer")]
-    found = {key: parts[0][key] for key in GROUP_KEYS if key in parts[0]}
-    if NAMES in found:
-        together = [{name: None for part in parts for name in part[NAMES][n]} for n in range(len(found[NAMES]))]
-        found[NAMES] = [list(names) for names in together]
+    if not all(NAMES in part for part in parts):  # from the reference, or from an early version of ours
+        return {GROUPS: parts[0][GROUPS]}
+    stages = []
+    for part in parts:
+        names = ([one for name in group for one in logical_of.get(name, [name])] for group in part[NAMES])
+        stages.append(list(zip(part[GROUPS], names, strict=False)))
+    mine = [set(names) for names in own]
+    near = [stage for stage in stages if any(ours & set(names) for ours, (_, names) in zip(mine, stage, strict=False))]
+    found: dict[str, Any] = {GROUPS: [], NAMES: []}
+    for n in range(max(map(len, near or stages))):
+        ours = mine[n] if n < len(mine) else set()
+        saved = [stage[n] for stage in near or stages if n < len(stage)]
+        found[GROUPS].append(next((group for group, names in saved if ours & set(names)), saved[0][0]))
+        together = {name: None for stage in stages if n < len(stage) for name in stage[n][1]}
+        found[NAMES].append(list(together))
     return found
 
 
-def optimizer_layouts(optimizer: NxDOptimizer) -> dict[str, ParamLayout]:
-    """Return the layout of each trained parameter, by name."""
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
-    return {name: layout_by_name(param, name) for name, param in zip(optimizer.names, params, strict=True)}
-
-
 def classify(stored: list[Piece]) -> tuple[dict[str, list[Piece]], dict[int, list[str]]]:
-    """Return pieces by the keys for which they hold one value per element; and by piece the keys of other tensors."""
+    """Return pieces by the keys for which they hold one value per element; and by piece the keys of other tensors.
+
+    One value of a piece of one element may be either: it is what the key is in other pieces.
+    """
+    entries: list[tuple[Piece, str, bool]] = []
     keys_of: dict[int, dict[str, list[str]]] = {}
     elementwise: dict[str, list[Piece]] = {}
     single: dict[int, list[str]] = {}
@@ -106,10 +126,15 @@ def classify(stored: list[Piece]) -> tuple[dict[str, list[Piece]], dict[int, lis
                 param, _, key = full.rpartition("|")
                 by_param.setdefault(param, []).append(key)
         for key in keys_of[id(piece.file)].get(piece.param, ()):
-            if piece.file.shape(f"{piece.param}|{key}") in (piece.shape, (piece.stop - piece.start,)):
-                elementwise.setdefault(key, []).append(piece)
-            else:
-                single.setdefault(id(piece), []).append(key)
+            fits = piece.file.shape(f"{piece.param}|{key}") in (piece.shape, (piece.stop - piece.start,))
+            entries.append((piece, key, fits))
+    singles = {key for _, key, fits in entries if not fits}
+    singles -= {key for piece, key, fits in entries if fits and piece.stop - piece.start > 1}
+    for piece, key, fits in entries:
+        if fits and (key not in singles or piece.stop == piece.start):
+            elementwise.setdefault(key, []).append(piece)
+        else:
+            single.setdefault(id(piece), []).append(key)
     return elementwise, single
 
 

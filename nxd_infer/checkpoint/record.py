@@ -57,7 +57,7 @@ def read_record(text: bytes, where: str) -> dict[str, Any]:
 
 
 def read_piece(name: str, piece: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a piece's layout, shape, start, stop, logical, values and plans. Raises CheckpointError if invalid."""
+    """Return the fields of an archive's ``Piece`` that are stored with it. Raises CheckpointError if one is invalid."""
     try:
         start, stop = _numbers(piece["range"])
         values = piece.get("values", {})
@@ -76,6 +76,7 @@ def read_piece(name: str, piece: Mapping[str, Any], where: str) -> dict[str, Any
             "logical": logical,
             "values": values,
             "plans": _plans(piece.get("plans")),
+            "dtype": piece.get("dtype"),
         }
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, ShardingError) as error:
         raise CheckpointError(f"{where}: {name!r} is damaged: {error!r:.200}; {FIX}") from error

@@ -141,6 +141,7 @@ class Resharding:
         self._model = archive.pieces("model") if any(archive.parts("model")) else []
         self._optimizer = self._optimizer_pieces()
         self._weights = RunsSource(self._model)
+        self._group_names = groups_of(archive, []).get(NAMES, []) if self._optimizer else []
         elementwise, self._single = classify(self._optimizer)
         self._moments = {key: RunsSource(pieces, key) for key, pieces in elementwise.items()}
         self._stages = self._stages_of_weights(cuts)
@@ -247,13 +248,14 @@ class Resharding:
             part.pieces[name] = {
                 **describe_piece(plans, self.tp, context.tp.rank, shape, start, stop),
                 "values": dict(first.values),
+                **({} if first.dtype is None else {"dtype": first.dtype}),
             }
         degrees = {"dp": self.dp, "tp": self.tp, "pp": self.pp}
-        groups = groups_of(self.archive)
+        # Sharded, a parameter without elements is in no file; the names of all stages count together.
+        own = [[name for name in names if self._stages.get(name, 0) == context.pp.rank] for names in self._group_names]
+        groups = groups_of(self.archive, own)
         if NAMES in groups:
-            groups[NAMES] = [
-                [name for name in names if self._stages.get(name) == context.pp.rank] for names in groups[NAMES]
-            ]
+            groups[NAMES] = own[: len(groups[NAMES])]
         part.record = {"format": FORMAT, "degrees": degrees, **groups}
         return part
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import stat
 import time
 
 from safetensors.torch import save_file
@@ -32,11 +31,9 @@ def write_rank(storage: Storage, folder: str, rank: int, content: Content) -> No
     """Write this rank's files, its JSON with their checksums last."""
     last, heartbeat = f"{rank_stem(rank)}.json", HeartbeatFile(storage, f"{folder}/{rank_stem(rank)}.alive")
     with storage.writing(folder, last, heartbeat) as place:
-        readers = stat.S_IMODE(place.stat().st_mode) & 0o666  # safetensors creates files that only their owner can read
         for name, tensors in content.files.items():
             with replacing(place / name) as temporary:
                 save_file(tensors, temporary)
-                temporary.chmod(readers)
             heartbeat(0)
         written = {name: place / name for name in content.files}
         if content.adapter is not None and rank == 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import stat
 import tempfile
@@ -90,14 +91,14 @@ class LocalStorage:
 
     def remove(self, folder: str) -> None:
         """Remove a folder: first from the list, in one step, then its files one by one."""
-        aside = self.root / f"{REMOVING}{folder}"
+        aside = self._aside(folder)
         os.rename(self.root / folder, aside)
         sync_directory(self.root)
-        shutil.rmtree(aside)
+        _delete(aside)
 
     def replace(self, old: str, new: str) -> None:
         """Rename a folder, replacing any folder with the new name."""
-        aside = self.root / f"{REMOVING}{new}"
+        aside = self._aside(new)
         replaced = (self.root / new).exists()
         if replaced:
             os.rename(self.root / new, aside)
@@ -105,14 +106,23 @@ class LocalStorage:
         os.rename(self.root / old, self.root / new)
         sync_directory(self.root)
         if replaced:
-            shutil.rmtree(aside)
+            _delete(aside)
+
+    def _aside(self, folder: str) -> Path:
+        """Return the new name of a folder that is removed; an earlier one may still be there."""
+        return self.root / f"{REMOVING}{folder}.{secrets.token_hex(4)}"
 
     def tidy_up(self) -> None:
-        """Finish the removals of killed processes."""
+        """Finish the removals of killed processes, and those that failed."""
         self.root.mkdir(parents=True, exist_ok=True)
         for folder in self.root.iterdir():
             if folder.name.startswith(REMOVING):
-                shutil.rmtree(folder)
+                _delete(folder)
+
+
+def _delete(aside: Path) -> None:
+    """Delete a folder that is aside, as far as possible: on NFS, files that a reader has open stay until it ends."""
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 class OpenedStorage(LocalStorage):

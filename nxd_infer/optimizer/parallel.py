@@ -20,7 +20,7 @@ from nxd_infer.comm.launched import require_no_lonely_rank
 from nxd_infer.comm.texts import gather_texts
 from nxd_infer.context import current_context
 from nxd_infer.errors import NonFiniteGradientError, ParallelConfigError
-from nxd_infer.layout.params import layout_by_name
+from nxd_infer.layout.params import ParamLayout, layout_by_name
 from nxd_infer.optimizer.buckets import GradReducer
 from nxd_infer.optimizer.groups import (
     NOT_HYPERPARAMETERS,
@@ -119,6 +119,8 @@ class NxDOptimizer(OptimizerWrapper):
         self._frozen: list[Tensor] = []
         self.names, self.pieces = [], []
         self._names_elsewhere: list[list[str]] = []
+        self.logical_groups_elsewhere: list[list[str]] = []
+        """The logical names of what other pipeline stages train in each group of this one."""
         self.logical_elsewhere: set[str] = set()
         """Logical names of what other pipeline stages train."""
         self._reducer = GradReducer(
@@ -160,14 +162,15 @@ class NxDOptimizer(OptimizerWrapper):
     def _meet_other_stages(self, groups: list[dict[str, Any]]) -> None:
         """Note the names of the parameters that the other pipeline stages train, by group. A collective."""
         names = dict(zip(map(id, self._params), self.names, strict=True))
-        layouts = {name: layout_by_name(param, name) for param, name in zip(self._params, self.names, strict=True)}
+        layouts = self.layouts
         mine = [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
         logical = [[n for name in group for n in layouts[name].logical_names] for group in mine]
         texts = gather_texts(json.dumps([mine, logical]), self.context)
         others = [json.loads(text) for rank, text in enumerate(texts) if rank != self.context.pp.rank]
         for number in range(len(groups)):
-            found = [several[0][number] for several in others if number < len(several[0])]
-            self._names_elsewhere.append([name for some in found for name in some])
+            found = [several for several in others if number < len(several[0])]
+            self._names_elsewhere.append([name for several in found for name in several[0][number]])
+            self.logical_groups_elsewhere.append([name for several in found for name in several[1][number]])
         self.logical_elsewhere |= {name for several in others for some in several[1] for name in some}
 
     def pieces_changed(self) -> None:
@@ -192,6 +195,11 @@ class NxDOptimizer(OptimizerWrapper):
     def whole_group_names(self) -> list[list[str]]:
         """:attr:`group_names`, with those of the other pipeline stages."""
         return [[*mine, *others] for mine, others in zip(self.group_names, self._names_elsewhere, strict=True)]
+
+    @property
+    def layouts(self) -> dict[str, ParamLayout]:
+        """The layout of each trained parameter, by name."""
+        return {name: layout_by_name(param, name) for name, param in zip(self.names, self._params, strict=True)}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters, as with any optimizer; their gradients use separate buckets.
@@ -240,7 +248,7 @@ class NxDOptimizer(OptimizerWrapper):
         Afterwards the gradients of ``pieces`` are final; without ZeRO-1 and master weights these are the parameters'
         own. A second call without a backward pass in between changes nothing.
         """
-        self._require_inited("synchronize_gradients() or step()")
+        self.require_inited("synchronize_gradients() or step()")
         thawed = [param for param in self._frozen if param.grad is not None]
         if thawed:
             raise ParallelConfigError(

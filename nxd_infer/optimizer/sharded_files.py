@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 FORMAT = "nxd-optimizer-shards 1.0"
 MASTER = "master"
-NAMES = "group_names"
-GROUP_KEYS = ("param_groups", NAMES)
+GROUPS, NAMES = "param_groups", "group_names"
 """Keys of a description: the hyperparameters of each group, and the names of its parameters."""
 OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 """Keys that learning-rate schedulers add to groups."""
@@ -66,6 +65,7 @@ def save_sharded(optimizer: NxDOptimizer, output_dir: str | os.PathLike[str], at
 
 def describe(optimizer: NxDOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of this rank's state by their names in the file (not copied), and the JSON for them."""
+    optimizer.require_inited("its state is saved or loaded")
     context = optimizer.context
     tensors: dict[str, Tensor] = {}
     pieces: dict[str, Any] = {}
@@ -84,7 +84,7 @@ def describe(optimizer: NxDOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]
         described = describe_piece(
             layout, context.tp.degree, context.tp.rank, piece.param.shape, piece.start, piece.stop
         )
-        pieces[name] = {**described, "values": scalars}
+        pieces[name] = {**described, "values": scalars, "dtype": dtype_name(piece.tensor.dtype)}
     groups = [
         {
             key: _stored(value, f"param_groups[{number}][{key!r}]")
@@ -240,6 +240,14 @@ def take_over(optimizer: NxDOptimizer, tensors: dict[str, Tensor], description: 
         if entry["master"] is not None:
             entry["master"] = masters.get(entry["name"])
     optimizer.load_state_dict(state)
+    for piece in optimizer.pieces:  # PyTorch has converted all state to the dtype of the weights
+        name, own = optimizer.names[piece.index], optimizer.optimizer.state.get(piece.tensor, {})
+        if description["pieces"][name].get("dtype") != dtype_name(piece.tensor.dtype):
+            continue
+        for key, value in by_name[name].items():
+            here = own.get(key)
+            if isinstance(value, Tensor) and isinstance(here, Tensor) and here.dtype != value.dtype:
+                own[key] = value.to(here.device)
 
 
 def _in_order(optimizer: NxDOptimizer) -> list[Tensor]:

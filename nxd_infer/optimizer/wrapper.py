@@ -46,7 +46,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self._stepped: dict[int, Tensor] = {}
         super().__init__(groups, defaults)
 
-    def _require_inited(self, what: str) -> None:
+    def require_inited(self, what: str) -> None:
         """Raise NotInitializedError if the wrapped optimizer does not exist; ``what`` needs it."""
         if not self.inited:
             raise NotInitializedError(f"lazy_init=True: call init_zero() before {what}")
@@ -144,7 +144,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         If it updates other tensors than the parameters themselves, there is also a key ``"pieces"``: the parameter
         range of each entry, and its float32 master weight if there is one.
         """
-        self._require_inited("state_dict()")
+        self.require_inited("state_dict()")
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         self.hand_on_hyperparameters()

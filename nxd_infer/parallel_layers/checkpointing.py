@@ -31,6 +31,7 @@ from nxd_infer.layout import DictSource, RemappedSource, SafetensorsSource, Weig
 from nxd_infer.layout.files.one_rank import read_facts, read_many_files, read_one_file, write_many_files, write_one_file
 from nxd_infer.layout.files.pickles import is_pickle, read_pickle, read_reference_xser
 from nxd_infer.layout.files.values import pack
+from nxd_infer.layout.sources import SelectedSource
 
 CHECKPOINT = "checkpoint.safetensors"
 REFERENCE_CHECKPOINT = "checkpoint.pt"
@@ -223,6 +224,9 @@ def _load_unsharded(path: Path, target: Any, model_key: str, strict: bool) -> di
             value = inner
         source = DictSource({name: item for name, item in value.items() if isinstance(item, Tensor)})
     tp = current_context().tp
+    elsewhere = getattr(getattr(target, "stage", None), "elsewhere", None)
+    if callable(elsewhere):  # a pipelined model's, whose class is in a package above this one
+        source = SelectedSource(source, lambda name: not elsewhere(name))
     load_weights(target, _with_fused_split(target, source), rank=tp.rank, degree=tp.degree, strict=strict)
     return rest
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from nxd_infer.checkpoint.gather import gather_weights
 from nxd_infer.errors import WeightMismatchError
+from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.parallel_layers.sequence_parallel import building_sequence_parallel, is_sequence_parallel_model
 from nxd_infer.recipes.build import build, lora_config, naming_targets, pipeline_options
@@ -184,4 +185,5 @@ def write_merged(model: NxDModel, folder: Path) -> None:
         return
     weights = gather_weights(model)
     if is_rank_zero():
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+        with replacing(folder / "model.safetensors") as temporary:
+            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, temporary)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,21 +38,24 @@ class _Recomputed:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=_streams_as_now, **kwargs)
 
 
+class _StreamsAsNow:
+    """Sets the streams as they are when it is made. Can be entered again: each backward of a graph recomputes."""
+
+    def __init__(self) -> None:
+        self._before = get_xla_rng_tracker().get_states()
+
+    def __enter__(self) -> None:
+        tracker = get_xla_rng_tracker()
+        self._outside = tracker.get_states()
+        tracker.set_states(self._before)
+
+    def __exit__(self, *_: object) -> None:
+        get_xla_rng_tracker().set_states(self._outside)
+
+
 def _streams_as_now() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
     """Return the contexts of forward and recomputation; PyTorch itself restores the default generators."""
-    tracker = get_xla_rng_tracker()
-    before = tracker.get_states()
-
-    @contextlib.contextmanager
-    def again() -> Iterator[None]:
-        outside = tracker.get_states()
-        tracker.set_states(before)
-        try:
-            yield
-        finally:
-            tracker.set_states(outside)
-
-    return contextlib.nullcontext(), again()
+    return contextlib.nullcontext(), _StreamsAsNow()
 
 
 def apply_activation_checkpoint(model: nn.Module, config: Any, pipeline_config: Mapping[str, Any] | None = None) -> int:

@@ -127,13 +127,16 @@ def trained_partly(options: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def saved_partly(root: str, options: dict[str, Any]) -> None:
-    save_checkpoint(root, "trained", *trained_partly(options))
+    model, optimizer = trained_partly(options)
+    save_checkpoint(root, "trained", model, optimizer)
+    save_checkpoint(f"{root}/optimizer", "trained", optimizer=optimizer)
 
 
 def resumed_partly(root: str, options: dict[str, Any]) -> bool:
     wanted = trained_partly(options)[0].state_dict()
     model, optimizer = training(Partly, seed=1, **options)
-    load_checkpoint(root, None, model, optimizer)
+    load_checkpoint(f"{root}/optimizer", optimizer=optimizer)
+    load_checkpoint(root, "trained", model, optimizer)
     return all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
 
 
@@ -143,6 +146,7 @@ def test_parameters_without_elements_are_not_missed(tmp_path: Path):
         root = tmp_path / name
         run_ranks(saved_partly, 2, str(root), options, tp=1)
         reshard_checkpoint(root, tmp_path / f"{name}1", tp=1, dp=1)
+        reshard_checkpoint(root / "optimizer", tmp_path / f"{name}1" / "optimizer", tp=1, dp=1)
         assert not compare_checkpoints(root, tmp_path / f"{name}1").differences
         for there in (root, tmp_path / f"{name}1"):
             for again in (ZERO1, {}):

@@ -229,7 +229,7 @@ def test_tags_and_what_is_kept(tmp_path: Path):
     os.utime(tmp_path / "step_3", (1, 1))
     assert load_checkpoint(tmp_path)["step"] == 3  # by its number, whatever the clock says
     save_checkpoint(tmp_path, model=model, user_content="no tag")
-    save_checkpoint(tmp_path, model=model)
+    save_checkpoint(tmp_path, model=model, num_kept_ckpts=-1, use_xser=True, num_workers=64)  # no limit, not looked at
     assert load_checkpoint(tmp_path, model=model) is None and load_checkpoint(tmp_path, "step_2")["step"] == 2
     (tmp_path / "step_3" / "done").unlink()
     assert has_checkpoint(tmp_path, "step_2") and not has_checkpoint(tmp_path, "step_3")

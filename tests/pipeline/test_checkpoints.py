@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import nxd_infer as nxd
 from nxd_infer import parallel_state
+from nxd_infer.checkpoint import reshard_checkpoint
 from nxd_infer.context import current_context
 from nxd_infer.trainer import gather_weights
 from tests.pipeline.jobs import F64, alone, job, train
@@ -55,16 +56,61 @@ def test_to_other_degrees(tmp_path: Path):
     assert len(names) == len(set(names)) and "model.embed_tokens.weight" in names
 
 
-def gathered() -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
+def gathered(path: str) -> list[tuple[int, dict[str, Tensor], dict[str, Tensor]]]:
+    """Of the model as it began, and with the weights that ``path`` has."""
     model, _ = job(2, 2)
-    found = gather_weights(model)
-    torch.manual_seed(3)
+    found = [gather_weights(model)]
+    nxd.parallel_layers.load(path, model, sharded=False)
+    found.append(gather_weights(model))
     rank = current_context().rank
     parallel_state.destroy_model_parallel()
-    return rank, found, decoder("tied", F64).state_dict() if rank == 0 else {}
+    return [(rank, one, whole(seed) if rank == 0 else {}) for one, seed in zip(found, (3, 4), strict=True)]
 
 
-def test_gathered_weights_are_those_of_the_whole_model():
-    for rank, found, wanted in run_ranks(gathered, 4):
-        assert found.keys() == wanted.keys() and (found or rank)
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+def whole(seed: int) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    return decoder("tied", F64).state_dict()
+
+
+def test_gathered_weights_are_those_of_the_whole_model(tmp_path: Path):
+    torch.save(whole(4), tmp_path / "whole.pt")
+    for of_rank in run_ranks(gathered, 4, str(tmp_path / "whole.pt")):
+        for rank, found, wanted in of_rank:
+            assert found.keys() == wanted.keys() and (found or rank)
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def rates(folder: str) -> list[str]:
+    """Each stage has rates of its own, and the last one more groups; they are those of the stage again."""
+    found = []
+    for pp, zero1 in ((2, True), (4, False)):
+        for path, groups in ((f"{folder}/{pp}", False), (f"{folder}/more{pp}", True)):
+            model, _ = job(pp, 1, zero1, "llama")
+            stage = current_context().pp.rank
+            wanted = [0.1 * (1 + stage), 0.2 * (1 + stage)]
+            saved = _grouped(model, zero1, groups and stage == pp - 1)
+            for number, group in enumerate(saved.param_groups):
+                group["lr"] = wanted[number]
+            nxd.save_checkpoint(path, "a", model, saved)
+            fresh = _grouped(model, zero1, groups and stage == pp - 1)
+            nxd.load_checkpoint(path, "a", model, fresh)
+            got = [group["lr"] for group in fresh.param_groups]
+            if got != wanted[: len(got)]:
+                found.append(f"pp {pp}, {path}: {got}, wanted {wanted}")
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def _grouped(model: nn.Module, zero1: bool, several: bool) -> nxd.optimizer.NxDOptimizer:
+    params = list(model.named_parameters())
+    groups = [{"params": params[:1]}, {"params": params[1:]}] if several else [{"params": params}]
+    return nxd.optimizer.NxDOptimizer(groups, torch.optim.AdamW, zero1=zero1)
+
+
+def test_stages_keep_their_hyperparameters(tmp_path: Path):
+    for rank, found in enumerate(run_ranks(rates, 4, str(tmp_path), comm_timeout=120)):
+        assert not found, f"rank {rank}:\n" + "\n".join(found)
+    reshard_checkpoint(tmp_path / "4", tmp_path / "resharded", tp=1, dp=1, pp=4)
+    for rank in range(4):
+        a, b = (json.loads((tmp_path / name / f"a/rank_{rank:05d}.json").read_text()) for name in ("4", "resharded"))
+        assert a["optimizer"]["param_groups"] == b["optimizer"]["param_groups"], rank

@@ -225,6 +225,20 @@ def test_checkpointed_gradients_are_bit_equal():
 
 
 @pytest.mark.check
+def test_a_graph_is_passed_backward_twice():
+    """Its layers are recomputed each time, with the same random numbers."""
+    gradients = []
+    for option in (None, "full"):
+        model_parallel_xla_manual_seed(1)
+        model = wrapped(Dropping, activation_checkpoint_config=option)
+        loss = model(**vectors())
+        loss.backward(retain_graph=True)
+        loss.backward()
+        gradients.append([param.grad for param in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.check
 def test_which_modules_are_checkpointed():
     model = decoder("llama")
     layers = [m for m in model.modules() if isinstance(m, DecoderLayer)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,11 +22,14 @@ REMOVING = ".removing-"
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary name beside ``path`` to write to; synced and renamed to ``path`` at the end, removed on failure.
 
-    Whoever reads ``path`` sees the old file or the new one, whole.
+    Whoever reads ``path`` sees the old file or the new one, whole. It has the mode that the umask gives new files.
     """
     temporary = path.with_name(f"{path.name}{TEMPORARY}{secrets.token_hex(4)}")
     try:
+        temporary.touch()
+        mode = stat.S_IMODE(temporary.stat().st_mode)
         yield temporary
+        temporary.chmod(mode)  # safetensors creates files that only their owner can read
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
