@@ -19,6 +19,7 @@ BENCHMARKS = (
     "decode",
     "prefill",
     "speculate",
+    "prefix",
     "server",
     "trace",
     "sizes",
