@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,24 +17,13 @@ from nxd_infer.modules.lora import peft
 from nxd_infer.modules.lora.base import LoraLayer
 from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.modules.lora.layers import adaptable, lora_layer
+from nxd_infer.modules.lora.targets import contains, words_of
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.modules.stand_in import named_modules_of_all
 from nxd_infer.modules.wrapper import ModelWrapper
 from nxd_infer.util.devices import transport_device
 
 __all__ = ["LoRAModel", "get_lora_model"]
-
-DEFAULT_TARGETS = {
-    "bert": ("query", "value"),
-    "gpt_neox": ("query_key_value",),
-    "llama": ("q_proj", "v_proj"),
-    "mistral": ("q_proj", "v_proj"),
-    "mixtral": ("q_proj", "v_proj"),
-    "qwen2": ("q_proj", "v_proj"),
-    "qwen3": ("q_proj", "v_proj"),
-    "roberta": ("query", "value"),
-}
-"""Default ``target_modules`` by ``model.config.model_type``: the projections that PEFT adapts."""
 
 
 class LoRAModel(ModelWrapper):
@@ -101,7 +89,7 @@ class LoRAModel(ModelWrapper):
 
     def _adapt(self, exact: set[str] | None) -> None:
         """Insert LoRA layers. ``exact``: the logical paths to adapt, instead of the words of the configuration."""
-        words = self._words() if exact is None else ()
+        words = words_of(self.lora_config, self.module) if exact is None else ()
         made: dict[int, LoraLayer] = {}
         for path, child, elsewhere in list(named_modules_of_all(self.module)):
             if not path or not adaptable(child) or self.saved_whole(path):
@@ -110,8 +98,8 @@ class LoRAModel(ModelWrapper):
             if exact is not None:
                 parts = tuple(part for part, logical in paths.items() if logical in exact)
             else:
-                parts = tuple(part for part, logical in paths.items() if part and _contains(logical, words))
-                parts = parts or (tuple(paths) if _contains(path, words) else ())
+                parts = tuple(part for part, logical in paths.items() if part and contains(logical, words))
+                parts = parts or (tuple(paths) if contains(path, words) else ())
             if not parts:
                 continue
             if id(child) not in made:
@@ -133,16 +121,6 @@ class LoRAModel(ModelWrapper):
                 f"LoRA: no layer matches target_modules={sorted(exact or words)}; "
                 f"the layers that can be adapted are {', '.join(found) or 'none'}"
             )
-
-    def _words(self) -> Sequence[str] | str:
-        if self.lora_config.target_modules is not None:
-            return self.lora_config.target_modules
-        kind = getattr(getattr(self.module, "config", None), "model_type", None)
-        if kind not in DEFAULT_TARGETS:
-            raise LoraTargetError(
-                f"LoRA: there are no default target_modules for the model type {kind!r}; pass target_modules=[...]"
-            )
-        return DEFAULT_TARGETS[kind]
 
     def _logical_paths(self, path: str, child: nn.Module) -> dict[str, str]:
         """Return the name of each projection of a layer, by part; for most layers ``{"": path}``."""
@@ -366,9 +344,3 @@ def _with_memory(layer: nn.Module) -> nn.Module:
     made = copy.deepcopy(layer).to_empty(device=transport_device())
     restore_attributes(made)
     return made
-
-
-def _contains(name: str, words: Sequence[str] | str) -> bool:
-    if isinstance(words, str):
-        return words in name or re.fullmatch(words, name) is not None
-    return any(word in name for word in words)
