@@ -75,11 +75,14 @@ def consolidate_checkpoint(
             own_folder = out / "adapter" / name
             _write(weights, own_folder, dtype, progress).rename(own_folder / ADAPTER)
             (out / adapter_file(name)).rename(own_folder / ADAPTER_CONFIG)
-        return Exported(written)
+        return Exported(written, _notes(own))
+    return Exported(_write(source, out, dtype, progress), _notes(source))
+
+
+def _notes(source: WeightSource) -> tuple[str, ...]:
     factors, alone = adapter_of(source)
     what = "only an adapter" if alone else "the weights and an unmerged adapter"
-    notes = (f"these are {what}: {factors[0]}, ...",) if factors else ()
-    return Exported(_write(source, out, dtype, progress), notes)
+    return (f"these are {what}: {factors[0]}, ...",) if factors else ()
 
 
 def export_hugging_face(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,9 @@ def test_an_adapter_is_no_model(tmp_path: Path, run):
     assert done.status == 0 and "only an adapter" in done.out
     done = run("consolidate", beside, "--out", tmp_path / "both")
     assert done.status == 0 and "only an adapter" not in done.out and "unmerged" in done.out
+    shutil.copy(config / "config.json", beside)
+    done = run("consolidate", beside, "--out", tmp_path / "directory")
+    assert done.status == 0 and "unmerged" in done.out
 
     merged = adapted(config, tmp_path / "merged", save_lora_base=True, merge_lora=True)
     done = run("export-hf", merged, "--config", config, "--out", out)
