@@ -74,7 +74,7 @@ def refuse_save_pretrained(model: nn.Module) -> None:
     if context.tp.degree * context.pp.degree > 1:
         for module in model.modules():
             if hasattr(type(module), "save_pretrained"):
-                module.save_pretrained = _refuse  # pyright: ignore[reportAttributeAccessIssue]
+                module.__dict__["save_pretrained"] = _refuse
 
 
 def _refuse(*args: Any, **options: Any) -> None:
