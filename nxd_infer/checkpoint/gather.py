@@ -70,7 +70,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor, ParamLayout]]:
     """Yield name, this rank's tensor and layout of everything in the state dict, tied weights once."""
     module = local_module(model)
     if isinstance(module, LoRAModel):
-        found = module.merged_weights(module.module.state_dict())
+        found = module.merged_weights()
     else:
         here = named_tensors(module)
         found = ((name, here[name].detach(), layout) for name, layout in weight_layout(module).items())

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nxd_infer.checkpoint.archive import RunsSource
+from nxd_infer.checkpoint.archive import Archive, RunsSource, adapter_of
 from nxd_infer.checkpoint.contents import EXTRA, modules_with_extra_state, stage_of
 from nxd_infer.checkpoint.load_optimizer import read_optimizer
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive, ReferenceArchive
@@ -22,6 +22,7 @@ from nxd_infer.layout.files.values import pack
 from nxd_infer.layout.shard import named_tensors
 from nxd_infer.layout.sources import SelectedSource
 from nxd_infer.modules.lora import LoRAModel
+from nxd_infer.modules.lora.peft import SUBFOLDER
 from nxd_infer.modules.nxd_model import local_module
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.optimizer.sharded_files import take_over
@@ -127,17 +128,18 @@ def model_change(model: nn.Module, archive: AnyArchive, strict: bool, context: P
             raise CheckpointError(f"{archive.where} was written by the reference; it loads into models without LoRA")
         archive.know({**({} if stage is None else stage.layouts), **weight_layout(module)})
     source, degree, rank = _own_weights(archive, stage), context.tp.degree, context.tp.rank
+    layouts, here, names = weight_layout(module), named_tensors(module), set(source.keys())
     if isinstance(module, LoRAModel):
         module.weights_of(source, strict)
-        return partial(module.load_weights, source, rank, degree, strict)
-    layouts, names = weight_layout(module), set(source.keys())
-    if strict:
+        layouts, here = module.base_layouts, {module.base_name(name): tensor for name, tensor in here.items()}
+    elif strict:
         check_weights(layouts, source)
     present = {name: layout for name, layout in layouts.items() if set(layout.logical_names) <= names}
     # Check a tied weight under each of its names that exist.
     check_weights({name: replace(one, alias_of=None) for name, one in present.items()}, source, strict=False)
-    here = named_tensors(module)
     _require_equal_ties(present, here, source, context)
+    if isinstance(module, LoRAModel):
+        return partial(module.load_weights, source, rank, degree, strict, _is_merged(archive))
     if strict:
         return partial(load_weights, module, source, rank=rank, degree=degree)
 
@@ -154,20 +156,25 @@ def _own_weights(archive: AnyArchive, stage: Stage | None) -> WeightSource:
     return source if stage is None else SelectedSource(source, lambda name: not stage.elsewhere(name))
 
 
+def _is_merged(archive: AnyArchive) -> bool:
+    """Return whether the weights contain the adapter that was saved beside them."""
+    if not isinstance(archive, Archive):
+        return False
+    beside = any(name.startswith(f"{SUBFOLDER}/") for name in archive.checkpoint.manifest["files"])
+    return beside and not adapter_of(RunsSource(archive.pieces("model")))[0]
+
+
 def require_adapter(model: nn.Module, archive: AnyArchive) -> None:
     """Raise CheckpointError if the optimizer's state in ``archive`` belongs to an adapter merged into the weights.
 
     Loading both would start a new adapter on weights that already contain it, with moments that are not its own.
     """
-    module = local_module(model)
-    if not isinstance(module, LoRAModel) or not any("pieces" in part for _, part in archive.parts("model")):
-        return
-    source = _own_weights(archive, stage_of(model))
-    if not module.adapter_names & module.weights_of(source, strict=False).keys():
+    whole = any("pieces" in part for _, part in archive.parts("model"))
+    if isinstance(local_module(model), LoRAModel) and whole and not adapter_of(RunsSource(archive.pieces("model")))[0]:
         raise CheckpointError(
             f"{archive.where} holds merged weights and no adapter beside them: merged checkpoints are for serving: "
             "resume from one that was saved with LoraConfig(save_lora_base=True, merge_lora=False), or load the model "
-            "without the state of training (optimizer=None)"
+            "without the state of training (optimizer=None): its adapter has no effect then, and begins anew"
         )
 
 

@@ -6,7 +6,9 @@ import re
 
 from nxd_infer.layout import RemappedSource, WeightSource
 
-_ADAPTER = re.compile(r"\.(?P<kind>lora_[AB]|modules_to_save)\.(?P<adapter>[^.]+)(?=\.)")
+_ADAPTER = re.compile(
+    r"\.(?P<kind>(?:lora_[AB]|modules_to_save)(?=\.[^.]+\.)|lora_embedding_[AB])\.(?P<adapter>[^.]+)"  # a parameter
+)
 
 _INSERTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 

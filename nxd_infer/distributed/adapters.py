@@ -13,9 +13,9 @@ from torch import nn
 
 from nxd_infer import comm
 from nxd_infer.context import ParallelContext, current_context
-from nxd_infer.distributed.apply import fill_own
+from nxd_infer.distributed.apply import fill_own, refuse_save_pretrained
 from nxd_infer.distributed.layers import ColumnParallelConv1D, RowParallelConv1D
-from nxd_infer.distributed.regions import sum_gradients
+from nxd_infer.distributed.regions import SUMMED, sum_gradients
 from nxd_infer.distributed.replace import META
 from nxd_infer.errors import AdapterError, MissingPackageError
 from nxd_infer.modules.lora.config import KEEPING_THE_BASE
@@ -47,10 +47,18 @@ def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") 
     peft_config._register_custom_module(dict.fromkeys(kinds, Linear))
     wrapped = peft.get_peft_model(model, peft_config, adapter_name)
     own = dict(wrapped.state_dict(keep_vars=True))
-    partial = split_adapters(wrapped)
+    partial = [*split_adapters(wrapped), *_copies_of_summed(wrapped, adapter_name)]
     fill_own(wrapped, own)
     sum_gradients(wrapped, partial, current_context())
+    refuse_save_pretrained(wrapped)
     return wrapped
+
+
+def _copies_of_summed(model: nn.Module, adapter: str) -> list[str]:
+    """Return the names of the weights of modules to save that are copies of those whose gradients are summed."""
+    inner, copied = ".original_module.", f".modules_to_save.{adapter}."
+    summed = [name for name, weight in model.named_parameters() if getattr(weight, SUMMED, False)]
+    return [name.replace(inner, copied) for name in summed if inner in name]
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -81,6 +89,10 @@ def split_adapters(model: nn.Module) -> list[str]:
             )
         if len(layer.lora_magnitude_vector):
             raise AdapterError(f"{name}: DoRA norms span all ranks and cannot be split; pass use_dora=False")
+        for variant in getattr(layer, "lora_variant", {}).values():  # of releases that have some
+            raise AdapterError(f"{name}: {type(variant).__name__} cannot be split; use plain LoRA")
+        if isinstance(base, ColumnParallelConv1D | RowParallelConv1D):
+            layer.fan_in_fan_out = True  # as PEFT corrects it for Conv1D; merging reads it
         for adapter in list(layer.lora_A):
             if isinstance(base, RowParallelLinear):
                 layer.lora_A[adapter] = _first_of_row(layer.lora_A[adapter], base)

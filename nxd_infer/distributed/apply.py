@@ -64,7 +64,25 @@ def apply_plan(
     else:
         fill(model, weights, device=place_of(own, device))
     sum_gradients(model, partial, current_context())
+    refuse_save_pretrained(model)
     return model
+
+
+def refuse_save_pretrained(model: nn.Module) -> None:
+    """Let ``save_pretrained`` of a model over several ranks raise: it would write this rank's part as the whole."""
+    context = current_context()
+    if context.tp.degree * context.pp.degree > 1:
+        for module in model.modules():
+            if hasattr(type(module), "save_pretrained"):
+                module.__dict__["save_pretrained"] = _refuse
+
+
+def _refuse(*args: Any, **options: Any) -> None:
+    raise ParallelConfigError(
+        "save_pretrained() would write only this rank's part of the weights: call "
+        "Parallelizer.save_model_sharded_checkpoint(model, DIR) on every rank, then run "
+        "`nxd-infer ckpt consolidate DIR --out OUT`, which writes a directory for transformers"
+    )
 
 
 def fill_own(model: nn.Module, own: Mapping[str, Tensor], device: torch.device | str | None = None) -> None:

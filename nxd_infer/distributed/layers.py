@@ -13,6 +13,8 @@ from nxd_infer.parallel_layers.layers import ColumnParallelLinear, ParallelEmbed
 class ColumnParallelConv1D(ColumnParallelLinear):
     """ColumnParallelLinear whose weight is ``[in, out]``, as that of transformers' ``Conv1D``."""
 
+    transposed = True
+
     def axes_of(self, name: str) -> Sequence[AxisPlan | int]:
         axes = super().axes_of(name)
         return axes[::-1] if name == "weight" else axes
@@ -23,6 +25,8 @@ class ColumnParallelConv1D(ColumnParallelLinear):
 
 class RowParallelConv1D(RowParallelLinear):
     """RowParallelLinear whose weight is ``[in, out]``, as that of transformers' ``Conv1D``."""
+
+    transposed = True
 
     def axes_of(self, name: str) -> Sequence[AxisPlan | int]:
         axes = super().axes_of(name)

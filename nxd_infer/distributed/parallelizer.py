@@ -21,7 +21,7 @@ from nxd_infer.checkpoint.storage import Storage, storage_of
 from nxd_infer.comm.turns import in_turns
 from nxd_infer.context import current_context
 from nxd_infer.distributed.adapters import split_adapters
-from nxd_infer.distributed.apply import place_of, split
+from nxd_infer.distributed.apply import place_of, refuse_save_pretrained, split
 from nxd_infer.distributed.initialise import initialise
 from nxd_infer.distributed.lazy import WEIGHTS, StoredWeights
 from nxd_infer.distributed.model_plan import ModelPlan
@@ -166,6 +166,7 @@ class Parallelizer:
             model.to(device)  # norms, buffers and other things that are not split
         sum_gradients(model, model.__dict__.pop(PARTIAL, ()), context)
         model.__dict__.pop(WEIGHTS, None)
+        refuse_save_pretrained(model)
         setattr(model, MAPPING, ParameterMap(before, dict(model.named_parameters(remove_duplicate=False))))
         if checkpoint_dir is not None:
             cls.load_model_sharded_checkpoint(result, checkpoint_dir)

@@ -25,6 +25,8 @@ _INPUTS = ("hidden_states", "query", "key", "value")
 """Names under which modules are given the hidden states; DistilBERT's attention of transformers 4 has three of them."""
 _OTHER_INPUTS = ("key_value_states", "encoder_hidden_states")
 """What attention reads beside the hidden states; always a whole sequence."""
+SUMMED = "nxd_sums_gradient"
+"""Attribute of the weights of :func:`sum_gradients`; a copy of one has neither the attribute nor the hook."""
 
 
 def enter_once(module: nn.Module, context: ParallelContext, sequence_parallel: bool, dim: int) -> None:
@@ -111,3 +113,4 @@ def _sum_gradient(weight: nn.Parameter, context: ParallelContext) -> None:
     weight.requires_grad_(True)  # a frozen weight takes no hook, and may be trained later
     weight.register_hook(lambda grad: comm.all_reduce(grad.to(dtype).contiguous(), context).to(grad.dtype))
     weight.requires_grad_(trained)
+    setattr(weight, SUMMED, True)

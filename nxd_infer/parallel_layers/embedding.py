@@ -41,6 +41,8 @@ class ParallelEmbedding(ParallelLayer):
     """
 
     weight: nn.Parameter
+    is_head: bool = False
+    """Whether the model's head reads the table, too, without a name of its own for it."""
 
     def __init__(
         self,

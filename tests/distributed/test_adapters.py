@@ -13,7 +13,8 @@ from torch import nn
 import nxd_infer as nxd
 from nxd_infer.checkpoint import consolidate_checkpoint
 from nxd_infer.context import current_context
-from nxd_infer.errors import AdapterError
+from nxd_infer.distributed.adapters import adapted_layers
+from nxd_infer.errors import AdapterError, ParallelConfigError
 from nxd_infer.layout import shard_tensor, weight_layout
 from tests.distributed.models import CASES, LOOSE, Case
 from tests.distributed.test_apply import NEAR, run, wrong_gradients
@@ -132,10 +133,19 @@ def biased() -> list[str]:
                 weight.grad = weight.grad if weight.requires_grad else torch.zeros_like(weight)
         names = [one for one in wrong_gradients(model, whole) if "lora_B" in one and "bias" in one]
         found += [f"{case.kind}: {one}" for one in names]
-    return found
+    whole = peft.get_peft_model(LLAMA.build(), config(LLAMA, modules_to_save=["input_layernorm"]))
+    model = parallelize(LLAMA.build(), sequence_parallel_enabled=True)
+    model = nxd.distributed.get_peft_model(model, config(LLAMA, modules_to_save=["input_layernorm"]))
+    for one in (whole, model):
+        run(one, LLAMA.batch())
+        for weight in one.parameters():
+            weight.grad = weight.grad if weight.requires_grad else torch.zeros_like(weight)
+    names = [one for one in wrong_gradients(model, whole) if "modules_to_save" in one]
+    return found + [f"llama: {one}" for one in names]
 
 
-def test_biases_of_factors_see_the_whole_sequence():
+def test_what_stays_whole_sees_the_whole_sequence():
+    """Biases of factors, and modules to save."""
     for rank, found in enumerate(run_ranks(biased, 2)):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:6])
 
@@ -173,6 +183,10 @@ def saved(folder: Path, case: Case) -> list[torch.Tensor]:
     assert first.std() > 0 and not second.any()
     model = parallelize(adapted(case, peft.get_peft_model))
     nxd.distributed.Parallelizer.save_model_sharded_checkpoint(model, folder / "out")
+    later = nxd.distributed.get_peft_model(parallelize(case.build()), config(case))
+    for half in (model, model.get_base_model(), parallelize(case.build()), later):  # pyright: ignore
+        with pytest.raises(ParallelConfigError, match=r"save_model_sharded_checkpoint.* ckpt consolidate DIR --out"):
+            half.save_pretrained(folder / "half")  # pyright: ignore
     with torch.no_grad():
         return [one.eval()(**case.batch()).logits for one in (lazy, model)]
 
@@ -192,6 +206,24 @@ def test_adapters_are_saved_and_loaded_by_peft(tmp_path: Path):
         assert torch.allclose(whole(**case.batch()).logits, lazy, **NEAR)
         loaded = peft.PeftModel.from_pretrained(whole, tmp_path / "model/adapter/default")
         assert torch.allclose(loaded(**case.batch()).logits, logits, **NEAR)
+
+
+def test_adapters_of_whole_embeddings_are_loaded_by_peft(tmp_path: Path):
+    import peft
+    import transformers
+
+    options = peft.LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"])
+    model: Any = parallelize(peft.get_peft_model(LLAMA.build(), options))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.normal_()
+        logits = model.eval()(**LLAMA.batch()).logits
+        nxd.distributed.Parallelizer.save_model_sharded_checkpoint(model, tmp_path / "out")
+        consolidate_checkpoint(tmp_path / "out", tmp_path / "model")
+        whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+        loaded = peft.PeftModel.from_pretrained(whole, tmp_path / "model/adapter/default")
+        assert torch.allclose(loaded(**LLAMA.batch()).logits, logits, **NEAR)
 
 
 def residual(folder: Path) -> torch.Tensor:
@@ -223,6 +255,7 @@ def refused() -> list[str]:
     texts = []
     for make in (
         lambda: parallelize(peft.get_peft_model(case.build(), config(case, use_dora=True))),
+        lambda: parallelize(peft.get_peft_model(case.build(), config(case, kasa_config=peft.KasaConfig()))),
         lambda: parallelize(peft.get_peft_model(case.build(), peft.LoraConfig(target_modules=["embed_tokens"]))),
         lambda: nxd.distributed.get_peft_model(parallelize(case.build()), peft.IA3Config(target_modules=["k_proj"])),
         lambda: nxd.distributed.get_peft_model(parallelize(case.build()), config(case, init_lora_weights="pissa")),
@@ -230,12 +263,15 @@ def refused() -> list[str]:
         with pytest.raises(AdapterError) as error:
             make()
         texts.append(str(error.value))
+    plain = peft.LoraConfig(r=4, target_modules=["c_fc"])
+    model = nxd.distributed.get_peft_model(parallelize(FEW[1].build()), plain)
+    assert FEW[1].kind == "gpt2" and all(layer.fan_in_fan_out for _, layer in adapted_layers(model))
     return texts
 
 
 def test_adapters_that_cannot_be_split_are_refused():
-    dora, embedding, other, pissa = run_ranks(refused, 2)[0]
+    dora, kasa, embedding, other, pissa = run_ranks(refused, 2)[0]
     assert "init_lora_weights='pissa' needs the whole weights" in pissa
-    assert "use_dora=False" in dora
+    assert "use_dora=False" in dora and "KasaLinearVariant cannot be split" in kasa
     assert "parallelize_embeddings=False" in embedding
     assert "IA3Config" in other

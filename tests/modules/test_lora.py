@@ -177,6 +177,8 @@ def train(folder: str, bias: str) -> tuple[list[float], Tensor, dict[str, Tensor
         optimizer.step()
         optimizer.zero_grad()
     model.local_module().save_adapter(f"{folder}/end")
+    with pytest.raises(CheckpointError, match=r"cannot be written|another rank"):  # on every rank
+        model.local_module().save_adapter(f"{folder}/end/adapter_config.json/below")
     with torch.no_grad():
         return losses, model.eval()(batch()["ids"]), load_file(f"{folder}/begin/adapter_model.safetensors")
 

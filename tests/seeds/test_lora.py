@@ -139,6 +139,7 @@ def save_and_load(checkpoint_dir: str, tp: int, config_in_adapter: bool) -> None
             lora_save_dir=checkpoint_dir,  # checkpoint path
             lora_load_tag=tag,  # sub-directory under checkpoint path
         )
+        started = lora_config
         if mode["merge_lora"]:  # nothing of an adapter is left in it
             lora_config = None
         nxd_config = nxd.neuronx_distributed_config(
@@ -155,6 +156,11 @@ def save_and_load(checkpoint_dir: str, tp: int, config_in_adapter: bool) -> None
             assert (restored.lora_rank, restored.lora_alpha) == (2, 4)
             assert {name: getattr(restored, name) for name in mode} == mode
             assert restored.save_lora_config_adapter == config_in_adapter
+        nxd_config = nxd.neuronx_distributed_config(tensor_parallel_size=tp, lora_config=started)
+        torch.manual_seed(0)
+        model = nxd.initialize_parallel_model(nxd_config, get_model)
+        nxd.load_checkpoint(checkpoint_dir, tag, model)  # merged weights are loaded beside their adapter
+        assert float(model.run_eval(tokens())) == pytest.approx(expected, rel=1e-5), mode
 
 
 @pytest.mark.parametrize("tp", [1, 2])

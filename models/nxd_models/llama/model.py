@@ -199,6 +199,7 @@ class CausalLM(ParallelBlock):
         self.model = Decoder(config, dtype, self.sequence_parallel_enabled)
         # A tied head is the embedding itself: it has no parameter, as in the checkpoints.
         self.lm_head = None
+        self.model.embed_tokens.is_head = config.tied
         if not config.tied:
             axis = tensor_parallel_plan(config, self.context.tp.degree)["lm_head"].axis
             self.lm_head = first_linear(config, config.vocab_size, False, axis, dtype, shared=True)

@@ -236,6 +236,7 @@ class ConditionalGeneration(nn.Module):
         self.encoder = Stack(config, dtype, config.encoder_layers, decodes=False)
         self.decoder = Stack(config, dtype, config.num_layers, decodes=True)
         # A head that is the embedding has no parameter, as in the checkpoints.
+        self.shared.is_head = config.scaled
         self.lm_head = None if config.scaled else _column(config, AxisPlan.padded(config.vocab_size), dtype)
 
     def encode(self, ids_BS: Tensor, length_B: Tensor) -> Tensor:

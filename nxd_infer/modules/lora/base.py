@@ -92,6 +92,11 @@ class LoraLayer(nn.Module, ABC):
         """Yield the part, A and B of each projection."""
         yield "", self.lora_A, self.lora_B
 
+    def zero_at_first(self) -> Iterator[Tensor]:
+        """Yield the factors that a new adapter begins with zeros in: the update is zero as long as they are."""
+        for _, a, b in self.factors():
+            yield (a if self.embedding else b).get_parameter("weight")
+
     # --- computation ----------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Any:

@@ -95,7 +95,9 @@ class LoraConfig:
         bool,
     )
     lora_load_tag: str | None = option(
-        None, "Folder under `lora_save_dir`. None: an adapter in the folder itself, else that of its newest checkpoint."
+        None,
+        "Folder under `lora_save_dir`. None: an adapter in the folder itself, else that of its newest checkpoint.",
+        check=lambda _, tag: str(tag),  # of save_checkpoint(), which takes a number too
     )
     lora_save_dir: str = option("lora_adapter", "The folder of the adapter, or of its checkpoints.")
     merge_lora: bool = option(False, "State dicts hold the merged weights; needs `save_lora_base=True`.", bool)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from nxd_infer import comm
 from nxd_infer.context import current_context, use_context
@@ -67,14 +68,21 @@ class LoraEmbedding(LoraLayer):
         return x
 
     def update(self, x: Tensor) -> Tensor:
-        if not self.summed:
-            return super().update(x)
         (context, axis), table = self.place, self.lora_A.get_parameter("weight")
-        table = mappings.copy_to_tensor_model_parallel_region(table, axis, context=context, reduce_dtype=torch.float32)
-        return self.lora_B(F.embedding(x, table, self.base_layer.padding_idx))
+        if self.summed:
+            table = mappings.copy_to_tensor_model_parallel_region(
+                table, axis, context=context, reduce_dtype=torch.float32
+            )
+        return _as_output(self.lora_B(F.embedding(x, table, self.base_layer.padding_idx)), self.base_layer)
 
     def deltas(self) -> dict[str, Tensor]:
         return {"weight": self.scaling * self.wide(self.lora_A) @ self.wide(self.lora_B).T}
+
+
+def _as_output(update: Tensor, base: nn.Module) -> Tensor:
+    """Multiply the update of a table as some models' embeddings (Gemma's) multiply what they find in it."""
+    scale = getattr(base, "embed_scale", None)
+    return update if scale is None else update * torch.as_tensor(scale).to(update.dtype)
 
 
 def _zero_table(rows: int, columns: int, padding_idx: int | None, like: Tensor) -> nn.Embedding:
@@ -152,6 +160,10 @@ class _OnSequence(LoraLayer):
         )
 
 
+def _as_weight(delta: Tensor, base: nn.Module) -> Tensor:
+    return delta.T if getattr(base, "transposed", False) else delta
+
+
 class LoraColumnParallelLinear(_OnSequence):
     """LoRA for ColumnParallelLinear: A replicated, B split by rows."""
 
@@ -169,7 +181,7 @@ class LoraColumnParallelLinear(_OnSequence):
         return super().add(y, F.pad(update, (0, padding)) if padding else update)
 
     def deltas(self) -> dict[str, Tensor]:
-        return {"weight": self.scaling * self.wide(self.lora_B) @ self.wide(self.lora_A)}
+        return {"weight": _as_weight(self.scaling * self.wide(self.lora_B) @ self.wide(self.lora_A), self.base_layer)}
 
 
 class LoraGQAQKVColumnParallelLinear(_OnSequence):
@@ -252,7 +264,7 @@ class LoraRowParallelLinear(LoraLayer):
         return F.pad(whole, (0, 1)).index_select(-1, self.own_inputs.to(whole.device))
 
     def deltas(self) -> dict[str, Tensor]:
-        return {"weight": self.scaling * self.wide(self.lora_B) @ self.wide(self.lora_A)}
+        return {"weight": _as_weight(self.scaling * self.wide(self.lora_B) @ self.wide(self.lora_A), self.base_layer)}
 
 
 class LoraParallelEmbedding(LoraLayer):
@@ -298,7 +310,7 @@ class LoraParallelEmbedding(LoraLayer):
         return x
 
     def update(self, x: Tensor) -> Tensor:
-        base, update = self.base_layer, super().update(x)
+        base, update = self.base_layer, _as_output(super().update(x), self.base_layer)
         if base.shard_across_embedding and base.sequence_parallel_enabled:
             return mappings.scatter_to_sequence_parallel_region(
                 update, base.sequence_dimension, base.axis, context=base.context
@@ -322,7 +334,7 @@ LAYERS: dict[type[nn.Module], Callable[..., LoraLayer]] = {
 
 def adaptable(module: nn.Module) -> bool:
     """Return whether there is a LoRA layer for the module."""
-    return isinstance(module, tuple(LAYERS))
+    return isinstance(module, tuple(LAYERS)) and not isinstance(module, NonDynamicallyQuantizableLinear)
 
 
 def lora_layer(module: nn.Module, config: LoraConfig, *parts: tuple[str, ...]) -> LoraLayer:

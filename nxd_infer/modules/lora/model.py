@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import re
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,10 +14,11 @@ from nxd_infer.context import current_context
 from nxd_infer.errors import LoraTargetError, ParallelConfigError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, WeightSource, check_weights, fill_tensor, weight_layout
 from nxd_infer.layout.params import restore_attributes
-from nxd_infer.modules.lora import peft
+from nxd_infer.modules.lora import merged, peft
 from nxd_infer.modules.lora.base import LoraLayer
 from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.modules.lora.layers import adaptable, lora_layer
+from nxd_infer.modules.lora.targets import contains, words_of
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.modules.stand_in import named_modules_of_all
 from nxd_infer.modules.wrapper import ModelWrapper
@@ -25,17 +26,7 @@ from nxd_infer.util.devices import transport_device
 
 __all__ = ["LoRAModel", "get_lora_model"]
 
-DEFAULT_TARGETS = {
-    "bert": ("query", "value"),
-    "gpt_neox": ("query_key_value",),
-    "llama": ("q_proj", "v_proj"),
-    "mistral": ("q_proj", "v_proj"),
-    "mixtral": ("q_proj", "v_proj"),
-    "qwen2": ("q_proj", "v_proj"),
-    "qwen3": ("q_proj", "v_proj"),
-    "roberta": ("query", "value"),
-}
-"""Default ``target_modules`` by ``model.config.model_type``: the projections that PEFT adapts."""
+logger = logging.getLogger(__name__)
 
 
 class LoRAModel(ModelWrapper):
@@ -74,6 +65,8 @@ class LoRAModel(ModelWrapper):
         """Those of all pipeline stages."""
         self.adapted_elsewhere: set[str] = set()
         """The projections that other pipeline stages adapt."""
+        self._heads: set[str] = set()
+        """The adapted embeddings whose weight is the model's head, without a name of its own."""
         stored = None
         if config.load_lora_from_ckpt:
             stored = peft.find_adapter(config.lora_save_dir, config.lora_load_tag)
@@ -101,7 +94,7 @@ class LoRAModel(ModelWrapper):
 
     def _adapt(self, exact: set[str] | None) -> None:
         """Insert LoRA layers. ``exact``: the logical paths to adapt, instead of the words of the configuration."""
-        words = self._words() if exact is None else ()
+        words = words_of(self.lora_config, self.module) if exact is None else ()
         made: dict[int, LoraLayer] = {}
         for path, child, elsewhere in list(named_modules_of_all(self.module)):
             if not path or not adaptable(child) or self.saved_whole(path):
@@ -110,10 +103,18 @@ class LoRAModel(ModelWrapper):
             if exact is not None:
                 parts = tuple(part for part, logical in paths.items() if logical in exact)
             else:
-                parts = tuple(part for part, logical in paths.items() if part and _contains(logical, words))
-                parts = parts or (tuple(paths) if _contains(path, words) else ())
+                parts = tuple(part for part, logical in paths.items() if part and contains(logical, words))
+                parts = parts or (tuple(paths) if contains(path, words) else ())
             if not parts:
                 continue
+            own = [self.whole_layouts[f"{path}.{name}"] for name in child._parameters if name.startswith("weight")]
+            if current_context().pp.degree > 1 and id(child) not in made and any(layout.alias_of for layout in own):
+                raise ParallelConfigError(
+                    f"LoRA: {path!r} has the weight of another module, which another pipeline stage may hold: leave it "
+                    "out of target_modules"
+                )
+            if getattr(child, "is_head", False):
+                self._heads |= {paths[part] for part in parts}
             if id(child) not in made:
                 extra = (parts,) if isinstance(child, GQAQKVColumnParallelLinear) else ()
                 made[id(child)] = lora_layer(_with_memory(child) if elsewhere else child, self.lora_config, *extra)
@@ -133,16 +134,6 @@ class LoRAModel(ModelWrapper):
                 f"LoRA: no layer matches target_modules={sorted(exact or words)}; "
                 f"the layers that can be adapted are {', '.join(found) or 'none'}"
             )
-
-    def _words(self) -> Sequence[str] | str:
-        if self.lora_config.target_modules is not None:
-            return self.lora_config.target_modules
-        kind = getattr(getattr(self.module, "config", None), "model_type", None)
-        if kind not in DEFAULT_TARGETS:
-            raise LoraTargetError(
-                f"LoRA: there are no default target_modules for the model type {kind!r}; pass target_modules=[...]"
-            )
-        return DEFAULT_TARGETS[kind]
 
     def _logical_paths(self, path: str, child: nn.Module) -> dict[str, str]:
         """Return the name of each projection of a layer, by part; for most layers ``{"": path}``."""
@@ -168,16 +159,18 @@ class LoRAModel(ModelWrapper):
         self.adapter_names = {name for name, param in self._named() if id(param) in factors}
         """Names of the factors' parameters in ``named_parameters``."""
         adapted = {f"{path}.base_layer" for path in self.lora_layers}
+        saved = {name for name in self.whole_layouts if self.saved_whole(name)}
+        whole = saved | {self.whole_layouts[name].alias_of for name in saved}  # a tied one may be on another stage
         for name, param in self._named():
             path, _, leaf = name.rpartition(".")
             is_bias = leaf == "bias" or leaf.startswith("bias_")
-            trained = name in self.adapter_names or self.saved_whole(self.base_name(name))
+            trained = name in self.adapter_names or self.base_name(name) in whole
             trained |= is_bias and self.lora_config.bias == "all"
             trained |= is_bias and self.lora_config.bias == "lora_only" and path in adapted
             if trained and param.is_floating_point():
                 param.requires_grad_(True)
-        whole = self.lora_config.modules_to_save or ()
-        missing = set(whole) - set(self._present(whole))
+        words = self.lora_config.modules_to_save or ()
+        missing = set(words) - set(self._present(words))
         if missing:
             raise ParallelConfigError(f"LoRA: modules_to_save matches no module: {', '.join(sorted(missing))}")
 
@@ -198,6 +191,7 @@ class LoRAModel(ModelWrapper):
 
     def merge(self) -> LoRAModel:
         """Merge the adapters into the weights and keep the base weights; see :meth:`LoraLayer.merge`."""
+        merged.require_mergeable(self.whole_layouts, peft.paths_of_all(self), self._heads)
         for layer in self.lora_layers.values():
             layer.merge()
         return self
@@ -208,25 +202,25 @@ class LoRAModel(ModelWrapper):
             layer.unmerge()
         return self
 
-    def merged_weights(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, ParamLayout]]:
+    def merged_weights(self, state: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor, ParamLayout]]:
         """Yield name, tensor and layout of the weights without adapters, which are added to those they adapt.
 
-        ``state``: the wrapped module's state dict.
+        ``state``: the wrapped module's state dict. Raises ParallelConfigError if another layer needs one without.
         """
+        merged.require_mergeable(self.whole_layouts, peft.paths_of_all(self), self._heads)
         added = {
             f"{path}.{name}": weight
             for path, layer in self._every_path.items()
             for name, weight in layer.merged_weights().items()
         }
-        for name, tensor in state.items():
-            if name in self.adapter_names:
-                continue
+        for name, tensor in (self.module.state_dict() if state is None else state).items():
             base = self.base_name(name)
+            if base not in self.base_layouts:  # a factor, or what modules add with get_extra_state
+                continue
             layout = self.base_layouts[base]
-            if base in added:  # a tied weight differs under the name where it is merged
-                yield base, added[base], replace(layout, alias_of=None)
-            else:
-                yield base, tensor, layout
+            if base in added or layout.alias_of in added:  # a tied weight differs under the name where it is merged
+                layout = replace(layout, alias_of=None)
+            yield base, added.get(base, tensor), layout
 
     def require_unmerged(self) -> None:
         """Raise ParallelConfigError while the adapters are merged."""
@@ -247,12 +241,12 @@ class LoRAModel(ModelWrapper):
         names = [name for name in found if name.startswith(prefix)]
         if config.merge_lora:
             own = {name.removeprefix(prefix): found.pop(name) for name in names}
-            weights = {name: value for name, value in own.items() if self.base_name(name) in self.base_layouts}
-            others = own.keys() - weights.keys() - self.adapter_names  # what modules add with get_extra_state
-            found.update({prefix + name: own[name] for name in own if name in others})
-            found.update({prefix + name: tensor for name, tensor, _ in self.merged_weights(weights)})
+            others = {self.base_name(name): value for name, value in own.items() if name not in self.adapter_names}
+            whole = others | {name: tensor for name, tensor, _ in self.merged_weights(own)}
+            found.update({prefix + name: value for name, value in whole.items()})
+            merged.mark(found, prefix)
             return self._with_config(found, prefix)
-        for path, layer in self.lora_layers.items():
+        for path, layer in self._every_path.items():
             found.update({f"{prefix}{path}.base_layer.{name}": w.detach() for name, w in layer.base_weights.items()})
         if not config.save_lora_base:
             trained = self.trained_names()
@@ -269,7 +263,8 @@ class LoRAModel(ModelWrapper):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load an adapter, base weights (under the module's own names or ``x.base_layer.weight``), or both.
 
-        With ``strict``, raises WeightMismatchError for unknown names, and if a part of either is missing.
+        Of merged weights, the adapter has no effect afterwards: they contain it. With ``strict``, raises
+        WeightMismatchError for unknown names, and if a part of either is missing.
         """
         self.require_unmerged()
         given = {name: value for name, value in state_dict.items() if name != "lora_config"}
@@ -278,13 +273,43 @@ class LoRAModel(ModelWrapper):
         taken = {full[name]: value for name, value in given.items() if name in full}
         unexpected = tuple(name for name in given if name not in full)
         if strict:
-            self._require_complete(taken.keys(), unexpected)
-        return self.module.load_state_dict(taken, strict=False, assign=assign)
+            self._require_complete(known, taken.keys(), unexpected)
+        merged.require_equal_ties(self.base_layouts, {self.base_name(name): value for name, value in taken.items()})
+        contained = self._contained_in(state_dict, taken)
+        result = self.module.load_state_dict(taken, strict=False, assign=assign)
+        if contained:
+            self.clear_adapter()
+        return result
 
-    def _require_complete(self, taken: Collection[str], unexpected: Sequence[str]) -> None:
+    def _contained_in(self, state_dict: Mapping[str, Any], taken: Collection[str]) -> bool:
+        """Return whether base weights contain an adapter. Raises WeightMismatchError if that matters and is unknown."""
+        if self.adapter_names & set(taken) or all(self.base_name(name) == name for name in taken):
+            return False
+        found = merged.contains_adapter(state_dict)
+        if found is None and self.lora_config.merge_lora and self._has_effect():
+            raise WeightMismatchError(
+                "these may be the merged weights that this model's state_dict() holds with merge_lora=True, and the "
+                "adapter would count twice: first set lora_config.merge_lora = False for weights without an adapter, "
+                "or call clear_adapter() for merged ones"
+            )
+        return bool(found)
+
+    def _has_effect(self) -> bool:
+        return any(bool(factor.any()) for layer in self.lora_layers.values() for factor in layer.zero_at_first())
+
+    def clear_adapter(self) -> None:
+        """Let the adapter have no effect, like a new one, because the weights contain it."""
+        context = current_context()
+        if context.tp.rank == context.dp.rank == 0 and self._has_effect():
+            logger.warning("the weights contain an adapter: the model's own has no effect now, and begins anew")
+        for layer in self.lora_layers.values():
+            for factor in layer.zero_at_first():
+                nn.init.zeros_(factor)
+
+    def _require_complete(self, known: Collection[str], taken: Collection[str], unexpected: Sequence[str]) -> None:
         """Raise unless ``taken`` has the whole adapter, all base weights, or both, and nothing is unexpected."""
         there, adapter, trained = set(taken), self.adapter_names, self.trained_names()
-        frozen = set(self.module.state_dict()) - trained
+        frozen = set(known) - trained
         missing: set[str] = set()
         if adapter & there or not frozen & there:
             missing |= trained - there
@@ -301,20 +326,23 @@ class LoRAModel(ModelWrapper):
     def saved_weights(self) -> dict[str, tuple[Tensor, ParamLayout]]:
         """Return the tensors of :meth:`state_dict` with their layouts; base weights have the module's logical names."""
         if self.lora_config.merge_lora:
-            merged = self.merged_weights(self.module.state_dict())
-            return {name: (tensor, layout) for name, tensor, layout in merged}
+            return {name: (tensor, layout) for name, tensor, layout in self.merged_weights()}
         state, layouts = self.state_dict(), self._layouts()
-        state.pop("lora_config", None)
-        return {name: (tensor, layouts[name]) for name, tensor in state.items()}
+        return {name: (tensor, layouts[name]) for name, tensor in state.items() if name in layouts}
 
-    def load_weights(self, source: WeightSource, rank: int, degree: int, strict: bool = True) -> None:
+    def load_weights(
+        self, source: WeightSource, rank: int, degree: int, strict: bool = True, contain_adapter: bool = False
+    ) -> None:
         """Load what :meth:`saved_weights` returned, by logical names, in any of the three forms, at any degree.
 
-        Raises WeightMismatchError like :meth:`load_state_dict`, before anything changes.
+        ``contain_adapter``: these are merged weights; the adapter has no effect afterwards. Raises WeightMismatchError
+        like :meth:`load_state_dict`, before anything changes.
         """
         tensors = self.module.state_dict()
         for name, layout in self.weights_of(source, strict).items():
             fill_tensor(tensors[name], source, layout.rank_layout(degree, rank))
+        if contain_adapter:
+            self.clear_adapter()
 
     def weights_of(self, source: WeightSource, strict: bool = True) -> dict[str, ParamLayout]:
         """Return the layouts that :meth:`load_weights` reads from ``source``, by tensor name; raises the same."""
@@ -325,17 +353,16 @@ class LoRAModel(ModelWrapper):
         taken |= {name: layout for name, layout in layouts.items() if layout.alias_of in there}
         used = {logical for layout in taken.values() for logical in layout.logical_names}
         if strict:
-            self._require_complete(taken, sorted(names - used))
+            self._require_complete(layouts, taken, sorted(names - used))
         taken = {name: layout for name, layout in taken.items() if not layout.alias_of}
         check_weights(taken, source, strict=False)
         return taken
 
     def _layouts(self) -> dict[str, ParamLayout]:
         """Return the layouts of the module's state dict: base weights as without adapters, and the factors."""
-        own = weight_layout(self.module)
         return {
-            name: own[name] if name in self.adapter_names else self.base_layouts[self.base_name(name)]
-            for name in self.module.state_dict()
+            name: layout if name in self.adapter_names else self.base_layouts[self.base_name(name)]
+            for name, layout in weight_layout(self.module).items()
         }
 
     # --- adapters in PEFT's format --------------------------------------------------------------------
@@ -366,9 +393,3 @@ def _with_memory(layer: nn.Module) -> nn.Module:
     made = copy.deepcopy(layer).to_empty(device=transport_device())
     restore_attributes(made)
     return made
-
-
-def _contains(name: str, words: Sequence[str] | str) -> bool:
-    if isinstance(words, str):
-        return words in name or re.fullmatch(words, name) is not None
-    return any(word in name for word in words)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from nxd_infer import comm
 from nxd_infer.comm.launched import require_no_lonely_rank
 from nxd_infer.comm.texts import gather_named
+from nxd_infer.comm.turns import in_turns
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, SafetensorsSource, fill_tensor, layout_of, merge_state_dicts
@@ -48,7 +49,7 @@ SUBFOLDER = "lora_adapter"
 Folder = str | os.PathLike[str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Entry:
     """A tensor of this rank (a view of the parameter) and the logical tensors of the file that make it up."""
 
@@ -57,14 +58,18 @@ class Entry:
     layout: ParamLayout
     place: Place
     adapter: bool
+    tied: bool = False
+    """Whether it is a further name of a tied weight, whose ``name`` is the first."""
 
     @property
     def degree(self) -> int:
         return self.place[0].axis(self.place[1]).degree
 
-    def read(self, source: SafetensorsSource) -> None:
-        rank = self.place[0].axis(self.place[1]).rank
-        fill_tensor(self.tensor, source, self.layout.rank_layout(self.degree, rank))
+    def read(self, source: SafetensorsSource, out: Tensor | None = None) -> Tensor:
+        """Read into ``out``, which is the parameter by default, and return it."""
+        rank, out = self.place[0].axis(self.place[1]).rank, self.tensor if out is None else out
+        fill_tensor(out, source, self.layout.rank_layout(self.degree, rank))
+        return out
 
     def whole(self) -> dict[str, Tensor]:
         """Return the logical tensors; every rank of the axis must call it."""
@@ -106,11 +111,15 @@ def entries(model: AdaptedModel) -> Iterator[Entry]:
                 yield Entry(f"{path}.{part}.{name}", tensor, layout, layer.place, True)
     adapted = {logical for layer in model.lora_layers.values() for logical in layer.paths.values()}
     for name, tensor in model.module.state_dict().items():
-        layout = model.base_layouts.get(model.base_name(name))
-        if layout is None or layout.alias_of or name in model.adapter_names:
+        base = model.base_name(name)
+        first = model.base_layouts.get(base)
+        if first is None or first.alias_of:  # no weight, or another name of one
             continue
-        sources = tuple((part, _base_name(logical, adapted)) for part, logical in layout.sources)
-        yield Entry(name, tensor.detach(), replace(layout, sources=sources), (current_context(), "tp"), False)
+        others = [layout for layout in model.whole_layouts.values() if layout.alias_of == base]
+        for one in (first, *others):
+            sources = tuple((part, _base_name(logical, adapted)) for part, logical in one.sources)
+            layout = replace(first, sources=sources)
+            yield Entry(name, tensor.detach(), layout, (current_context(), "tp"), False, tied=one is not first)
 
 
 def _elsewhere(model: AdaptedModel) -> set[str]:
@@ -130,17 +139,19 @@ def _base_name(logical: str, adapted: set[str]) -> str:
 def save_adapter(model: AdaptedModel, folder: Folder) -> None:
     """Write the adapter and the other trained weights. Every rank must call it; global rank 0 writes.
 
-    Files are replaced one by one, the weights first. Raises CheckpointError if they cannot be written, and
-    NotInitializedError in one of several processes before ``initialize_model_parallel()``, where all would write them.
+    Files are replaced one by one, the weights first. Raises CheckpointError, on all ranks, if they cannot be written,
+    and NotInitializedError in one of several processes before ``initialize_model_parallel()``, where all would write
+    them.
     """
     require_no_lonely_rank("save_adapter")
     tensors, config = collect_adapter(model)
     context = current_context()
-    try:
+
+    def write() -> None:
         if context.rank == 0:
             write_adapter(Path(folder), tensors, config)
-    finally:
-        comm.barrier(context)
+
+    in_turns(context, context.world_size, write, of_world=True)  # all fail together
 
 
 def collect_adapter(model: AdaptedModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -171,9 +182,14 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, An
         raise CheckpointError(f"{folder}: the adapter cannot be written: {error}") from error
 
 
+def paths_of_all(model: AdaptedModel) -> set[str]:
+    """Return the logical paths of the adapted projections of all pipeline stages."""
+    return model.adapted_elsewhere | {path for layer in model.lora_layers.values() for path in layer.paths.values()}
+
+
 def _targets(model: AdaptedModel) -> list[str]:
     """Return the adapted projections by PEFT's rule: last components if they match no other layer, else full paths."""
-    adapted = model.adapted_elsewhere | {path for layer in model.lora_layers.values() for path in layer.paths.values()}
+    adapted = paths_of_all(model)
     weights = {name for layout in model.whole_layouts.values() for name in layout.logical_names}
     others = {name.removesuffix(".weight") for name in weights if name.endswith(".weight")} - adapted
     short = {path.rpartition(".")[2] for path in adapted}
@@ -325,12 +341,16 @@ def load_adapter(model: AdaptedModel, folder: Folder) -> None:
     chosen: list[Entry] = []
     missing: list[str] = []
     mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+    tied: list[Entry] = []
     for entry in entries(model):
         shapes = entry.layout.logical_shapes
+        tied += [entry] if entry.tied else []
         if names >= shapes.keys():
             chosen.append(entry)
             used |= shapes.keys()
             mismatched += [(n, source.shape(n), shape) for n, shape in shapes.items() if source.shape(n) != shape]
+        elif entry.tied:
+            continue
         elif entry.adapter or model.saved_whole(model.base_name(entry.name)) or names & shapes.keys():
             missing += [name for name in shapes if name not in names]
     unexpected = sorted(names - used - _elsewhere(model))
@@ -342,5 +362,20 @@ def load_adapter(model: AdaptedModel, folder: Folder) -> None:
             tuple(unexpected),
             tuple(mismatched),
         )
+    first = {entry.name: entry for entry in chosen if not entry.tied}
+    for entry in tied:
+        pair = [one for one in (first.get(entry.name), entry) if one in chosen]
+        copied = entry in pair or (pair and model.saved_whole(model.base_name(entry.name)))
+        if copied and not _equal(pair, source):  # modules to save of PEFT are copies, which are not tied
+            raise WeightMismatchError(
+                f"{found}: {entry.layout.logical_names[0]!r} is one weight with another one of this model, and the "
+                "adapter was trained with two different ones: build the model without tying them"
+            )
     for entry in chosen:
         entry.read(source)
+
+
+def _equal(pair: list[Entry], source: SafetensorsSource) -> bool:
+    """Return whether a file has the two names of a tied weight, with the same values."""
+    values = [entry.read(source, torch.empty_like(entry.tensor)) for entry in pair]
+    return len(values) == 2 and torch.equal(*values)
