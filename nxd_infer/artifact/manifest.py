@@ -244,7 +244,7 @@ class Manifest(_Model):
     """Hash of the names, dtypes, shapes and strides of ``weights``; checked by ``update_weights``."""
     layout: dict[str, Any] = Field(default_factory=dict)
     """How the weights of each tensor parallel rank are assembled from logical tensors, so that new ones can be
-    sharded."""
+    sharded; ``unread``: the model's other logical tensors."""
     ops: list[str] = Field(default_factory=list)
     """Operator libraries under ``ops/`` that the graphs call, by content hash."""
     metadata: dict[str, Any] = Field(default_factory=dict)
@@ -259,6 +259,9 @@ class Manifest(_Model):
             parts = [ranks, *(logical.values() if isinstance(logical, dict) else [None])]
             if not all(isinstance(part, list) for part in parts) or len(ranks) != self.tp_degree:
                 raise ValueError(f"the layout does not say what {name!r} is made of on {self.tp_degree} ranks")
+        unread = self.layout.get("unread", [])
+        if not isinstance(unread, list) or not all(isinstance(name, str) for name in unread):
+            raise ValueError("the layout's 'unread' is not a list of names")
         return self
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,6 +27,14 @@ class ParameterMap(Mapping[int, nn.Parameter]):
     def __init__(self, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]):
         # The id of a parameter that is gone may become that of another, which then is not the one meant here.
         self._found = {id(p): (weakref.ref(p), after[name]) for name, p in before.items() if name in after}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterMap:
+        made = ParameterMap({}, {})
+        made._found = copy.deepcopy(self._found, memo)
+        return made
+
+    def __reduce__(self) -> Any:
+        return ParameterMap, ({}, {})  # ids mean nothing in another process
 
     def __getitem__(self, number: int) -> nn.Parameter:
         reference, parameter = self._found[number]

@@ -20,6 +20,7 @@ def named_inputs(module: nn.Module, example: Any, where: str = "example_inputs")
     A tensor, a tuple or list of tensors (positional), or a dictionary (by name). Nested lists are flattened, their
     entries named like ``past.0``. Raises TraceConfigError naming a value that is not a tensor or has no parameter.
     """
+    module = _innermost(module)
     parameters = inspect.signature(module.forward).parameters
     kinds = inspect.Parameter
     if isinstance(example, Mapping):
@@ -61,6 +62,15 @@ def named_inputs(module: nn.Module, example: Any, where: str = "example_inputs")
                 )
             flat[key] = leaf.detach().clone(memory_format=torch.contiguous_format)
     return flat, isinstance(example, Mapping)
+
+
+def _innermost(module: nn.Module) -> nn.Module:
+    """Return the module whose inputs ``module`` takes: a wrapper's ``forward`` passes on whatever it gets."""
+    kinds = {p.kind for p in inspect.signature(module.forward).parameters.values()}
+    inner = module._modules.get("module")
+    if inner is None or kinds != {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        return module
+    return _innermost(inner)
 
 
 def key_text(part: Any) -> str:

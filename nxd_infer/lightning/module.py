@@ -9,16 +9,17 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from nxd_infer.context import current_context
-from nxd_infer.errors import ParallelConfigError
+from nxd_infer.errors import CheckpointError, ParallelConfigError
 from nxd_infer.lightning.strategy import NeuronXLAStrategy
 from nxd_infer.modules.nxd_model import NxDModel
+from nxd_infer.optimizer.groups import class_of
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.pipeline.pipeline import mean_over_data
 from nxd_infer.trainer.config import TrainConfig
@@ -40,13 +41,15 @@ class NeuronLTModule(LightningModule):
     and backward of a batch (a mapping, a sequence or a tensor: the model's arguments) and, after ``grad_accum_steps``
     of them or at the end of an epoch, the optimizer and the scheduler. It logs ``loss``, the mean over all of that
     step's rows, ``grad_norm`` and ``global_step``. ``validation_step`` and ``test_step`` log ``val_loss`` and
-    ``test_loss``. Override what should be different; optimization is manual, as Lightning names it.
+    ``test_loss``, and ``predict_step`` returns the model's output. Override what should be different; optimization is
+    manual, as Lightning names it.
 
     Args:
         model_fn: builds the model, or the whole of it on every rank of a pipeline.
         nxd_config: what ``neuronx_distributed_config`` returns. Clipping is ``max_grad_norm`` of its
             ``optimizer_config``.
-        opt_cls: a ``torch.optim`` class, called with the parameters, ``opt_args`` and ``opt_kwargs``.
+        opt_cls: a ``torch.optim`` class or a ``functools.partial`` of one, called with the parameters, ``opt_args`` and
+            ``opt_kwargs``.
         scheduler_cls: called with the optimizer, ``scheduler_args`` and ``scheduler_kwargs``; steps with the optimizer.
             None: a constant rate.
         grad_accum_steps: batches whose gradients a step averages. With a pipeline it must be 1: ``num_microbatches``
@@ -122,13 +125,13 @@ class NeuronLTModule(LightningModule):
         if self.scheduler_cls is None:
             return optimizer
         scheduler = self.scheduler_cls(optimizer, *self.scheduler_args, **self.scheduler_kwargs)
-        return [optimizer], [{"scheduler": scheduler, "name": f"lr-{self.opt_cls.__name__}"}]
+        return [optimizer], [{"scheduler": scheduler, "name": f"lr-{_name_of(self.opt_cls)}"}]
 
     def _named_opt_args(self) -> dict[str, Any]:
         names = list(inspect.signature(self.opt_cls).parameters)[1:]
         if len(self.opt_args) > len(names):
             raise ParallelConfigError(
-                f"opt_args has {len(self.opt_args)} values, but {self.opt_cls.__name__} takes {len(names)} after the "
+                f"opt_args has {len(self.opt_args)} values, but {_name_of(self.opt_cls)} takes {len(names)} after the "
                 "parameters"
             )
         return dict(zip(names, self.opt_args, strict=False))
@@ -139,6 +142,15 @@ class NeuronLTModule(LightningModule):
         decayed = [param for name, param in named if not any(part in name for part in NO_DECAY)]
         rest = [param for name, param in named if any(part in name for part in NO_DECAY)]
         return [{"params": decayed, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
+
+    @classmethod
+    def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises CheckpointError: the model is built when a Trainer sets it up."""
+        raise CheckpointError(
+            f"{cls.__name__}.load_from_checkpoint() cannot build the model, which a Trainer sets up over its ranks: "
+            "build the module and pass ckpt_path=... to fit(), validate(), test() or predict() of a Trainer, or load "
+            "the weights alone into module.model with nxd_infer.load_checkpoint(ckpt_path, model=module.model)"
+        )
 
     # --- steps ----------------------------------------------------------------------------------------
 
@@ -195,10 +207,19 @@ class NeuronLTModule(LightningModule):
         """Log ``test_loss``."""
         self._evaluate("test_loss", batch)
 
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the model's output for a batch. A pipeline has none, so there it must be overridden."""
+        return _call(self.model, batch)
+
     def _evaluate(self, name: str, batch: Any) -> None:
         loss = _mean(_call(self.model.run_eval, batch))
         self._log_under(self.global_step)  # also while gradients are accumulated
         self.log(name, loss, prog_bar=True, sync_dist=True, batch_size=_rows(batch))
+
+
+def _name_of(opt_cls: Any) -> str:
+    kind = class_of(opt_cls)
+    return getattr(kind, "__name__", type(kind).__name__)
 
 
 def _call(function: Callable[..., Any], batch: Any) -> Any:

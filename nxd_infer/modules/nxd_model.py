@@ -6,17 +6,22 @@ Source: NxD Core training API, "Initialize NxD Core Model Wrapper".
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from nxd_infer.errors import InputMismatchError
+from nxd_infer.errors import InputMismatchError, ParallelConfigError
 from nxd_infer.modules.stand_in import StandIn
 from nxd_infer.modules.wrapper import ModelWrapper
+from nxd_infer.parallel_layers.layer_norm import mark_sequence_parallel
 
 __all__ = ["NxDModel", "local_module"]
+
+Self = TypeVar("Self", bound="NxDModel")
+MARKED = "_sequence_parallel_parameters"
+"""Key of a copied or pickled model's state: the names of the parameters that ``mark_sequence_parallel`` has marked."""
 
 
 class NxDModel(ModelWrapper):
@@ -36,9 +41,37 @@ class NxDModel(ModelWrapper):
         for name, param in self.module.named_parameters():
             param.nxd_name = name  # pyright: ignore[reportAttributeAccessIssue]
 
+    # What is attached to parameters is not copied with them, and is attached again where they are replaced.
+
+    def _marked(self) -> list[str]:
+        named = self.module.named_parameters()
+        return [name for name, param in named if getattr(param, "sequence_parallel_enabled", False)]
+
+    @contextlib.contextmanager
+    def _replacing_parameters(self) -> Iterator[None]:
+        marked = self._marked()
+        yield
+        self._mark(marked)
+
+    def _mark(self, names: list[str]) -> None:
+        self._name_parameters()
+        mark_sequence_parallel(*(param for name, param in self.module.named_parameters() if name in names))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), MARKED: self._marked()}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
+        marked = state.pop(MARKED, [])
         super().__setstate__(state)
-        self._name_parameters()  # a copy has new parameters
+        self._mark(marked)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        with self._replacing_parameters():
+            return super().load_state_dict(*args, **kwargs)
+
+    def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        with self._replacing_parameters():
+            return super()._apply(fn, recurse)
 
     # --- the wrapped module ---------------------------------------------------------------------------
 
@@ -83,6 +116,7 @@ class NxDModel(ModelWrapper):
         The loss is the output itself if that is one number, else the value marked by ``output_loss_value_spec``, else
         ``output.loss``, ``output["loss"]`` or the first of a tuple. Raises InputMismatchError if there is none.
         """
+        require_gradients()
         loss = self._loss(self(*args, **kwargs))
         loss.backward()
         return loss.detach()
@@ -131,6 +165,15 @@ class NxDModel(ModelWrapper):
         for param in self.module.parameters():
             if getattr(param, "main_grad", None) is not None:
                 param.main_grad = None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def require_gradients() -> None:
+    """Raise ParallelConfigError if nothing can be trained here."""
+    if not torch.is_grad_enabled():  # inference_mode() disables them too
+        raise ParallelConfigError(
+            "run_train() computes gradients, which torch.no_grad() or torch.inference_mode() has disabled here: call "
+            "it outside of that block, or call run_eval()"
+        )
 
 
 def local_module(model: nn.Module) -> nn.Module:

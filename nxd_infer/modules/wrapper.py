@@ -25,8 +25,8 @@ class ModelWrapper(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":
-                raise
+            if name == "module" or (name.startswith("__") and name.endswith("__")):
+                raise  # how the inner module is copied is not how the wrapper is
             return getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,6 +22,11 @@ NORM = Kind(
 )
 
 
+def class_of(optimizer_class: Any) -> Any:
+    """Return the class that a ``functools.partial`` calls; another argument itself."""
+    return class_of(optimizer_class.func) if isinstance(optimizer_class, functools.partial) else optimizer_class
+
+
 def require_supported(optimizer_class: type, zero1: bool, context: ParallelContext) -> None:
     """Raise ParallelConfigError for axes and optimizers that cannot train over ranks."""
     if context.cp.degree > 1:
@@ -28,7 +34,8 @@ def require_supported(optimizer_class: type, zero1: bool, context: ParallelConte
             f"training over the axis 'cp' is not supported yet, but its degree is {context.cp.degree}; use tensor, "
             "pipeline and data parallelism"
         )
-    kind = optimizer_class if isinstance(optimizer_class, type) else object
+    kind = class_of(optimizer_class)
+    kind = kind if isinstance(kind, type) else object
     if issubclass(kind, torch.optim.LBFGS):
         raise ParallelConfigError(
             "LBFGS evaluates the model several times per step, which no rank can do alone; use AdamW"

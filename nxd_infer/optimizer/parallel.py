@@ -334,8 +334,7 @@ class NxDOptimizer(OptimizerWrapper):
         shares = self._shares()
         # Finite exactly if all gradients are. Used even without clipping: the inf-norm takes 20 times as long.
         norm = gradients.total_norm(shares, 2.0, self.context, zero1=zero1)
-        if self.grad_clipping:
-            self._grad_norm = norm
+        self._grad_norm = norm if self.grad_clipping else None
         if not torch.isfinite(norm) and self._refuse_nonfinite():
             return loss
         if self.grad_clipping:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_infer.context import current_context
-from nxd_infer.modules.nxd_model import NxDModel
+from nxd_infer.modules.nxd_model import NxDModel, require_gradients
 from nxd_infer.modules.stand_in import StandIn
 from nxd_infer.pipeline.inputs import named_inputs
 from nxd_infer.pipeline.materialise import keep_stage
@@ -145,6 +145,7 @@ class NxDPPModel(NxDModel):
         Returns the loss, detached, on every rank; with ``return_mb_loss`` a list of each microbatch's. Gradients are
         added to ``.grad``. Raises InputMismatchError for inputs that are not in ``input_names`` or do not divide.
         """
+        require_gradients()
         return self._run(args, kwargs, train=True)
 
     def run_eval(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,13 +165,26 @@ class NxDPPModel(NxDModel):
 
     # --- this rank's part -----------------------------------------------------------------------------
 
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of this rank's stages, under their names in the whole model."""
+        return ((n, m) for n, m in self.module.named_modules(*args, **kwargs) if not isinstance(m, StandIn))
+
+    def modules(self) -> Iterator[nn.Module]:
+        return (module for _, module in self.named_modules())
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        return ((n, m) for n, m in self.module.named_children() if not isinstance(m, StandIn))
+
+    def children(self) -> Iterator[nn.Module]:
+        return (module for _, module in self.named_children())
+
     def local_named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank's stages, under their names in the whole model."""
         return self.module.named_parameters(*args, **kwargs)
 
     def local_named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The modules of this rank's stages, under their names in the whole model."""
-        return ((n, m) for n, m in self.module.named_modules(*args, **kwargs) if not isinstance(m, StandIn))
+        """:meth:`named_modules`."""
+        return self.named_modules(*args, **kwargs)
 
     def local_parameters(self, *args: Any, **kwargs: Any) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages."""

@@ -5,6 +5,7 @@ Source: API guide, "Neuron Distributed Pipeline Model". Options beyond the docum
 
 from __future__ import annotations
 
+import importlib
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,6 +55,24 @@ def _has(target: Any, names: Any) -> bool:
 
 def _listed(_: str, values: Any) -> list[Any]:
     return list(values)
+
+
+class _ByName:
+    """A Python module in a copy or a pickle, which becomes itself again: modules cannot be copied."""
+
+    def __init__(self, module: types.ModuleType):
+        self.name = module.__name__
+
+    def __reduce__(self) -> Any:
+        return importlib.import_module, (self.name,)
+
+
+def _by_name(value: Any) -> Any:
+    if isinstance(value, types.ModuleType):
+        return _ByName(value)
+    if type(value) in (list, tuple):
+        return type(value)(map(_by_name, value))
+    return {_by_name(key): inner for key, inner in value.items()} if type(value) is dict else value
 
 
 _LIKE_FX = "with `tracer_cls`: as `torch.fx.Tracer` has it"
@@ -113,6 +132,9 @@ class PipelineOptions(OptionDict):
             raise ParallelConfigError(
                 "pipeline_config: broadcast_and_average_loss=True gives one number, so return_mb_loss must be False"
             )
+
+    def __reduce__(self) -> Any:
+        return type(self), ({key: _by_name(value) for key, value in self.items()},)
 
     @property
     def schedule_name(self) -> str:

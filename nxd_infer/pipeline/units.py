@@ -51,7 +51,7 @@ def find_units(model: nn.Module, cuts: Sequence[str]) -> Units:
     """Return the units of ``model`` for ``len(cuts) + 1`` stages.
 
     Raises ParallelConfigError for a cut that is not in the model (naming the nearest), that is there twice, that lies
-    inside another, or that is not in the order of definition.
+    inside another, or that is not in the order of definition, and for a model of one layer.
     """
     names = dict(model.named_modules(remove_duplicate=False))
     for cut in cuts:
@@ -91,6 +91,11 @@ def find_units(model: nn.Module, cuts: Sequence[str]) -> Units:
                     found.append((here, child))
 
     walk("", model)
+    if not found:
+        raise ParallelConfigError(
+            f"{type(model).__name__} has no module with weights inside, and a stage consists of such modules: wrap it "
+            "in a model that calls it"
+        )
     order = [path for path, _ in found]
     positions = [order.index(cut) if cut in order else -1 for cut in cuts]
     if -1 in positions:

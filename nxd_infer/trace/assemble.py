@@ -343,8 +343,10 @@ def _joined(layouts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for layout in layouts:
         for kind, entries in layout.items():
-            found.setdefault(kind, {}).update(entries)
-    return found
+            if kind != "unread":
+                found.setdefault(kind, {}).update(entries)
+    unread = set.intersection(*(set(layout["unread"]) for layout in layouts))  # each stage has the names of the others
+    return {**found, "unread": sorted(unread)} if unread else found
 
 
 def library_path(content_hash: str) -> Path:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import traceback
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from nxd_infer.context import current_context, make_context
-from nxd_infer.distributed import apply_plan, plan_for
+from nxd_infer.distributed import ParallelizersManager, apply_plan, plan_for
 from nxd_infer.distributed.regions import enter_once
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import shard_tensor, weight_layout
@@ -18,6 +21,8 @@ from tests.ranks import run_ranks
 
 pytest.importorskip("transformers")
 NEAR = {"rtol": 1e-5, "atol": 1e-5}
+QWEN3 = next(case for case in CASES if case.kind == "qwen3")
+"""Every rank uses the weights of its head norms for its own heads."""
 
 
 def wrong_gradients(model: nn.Module, whole: nn.Module) -> list[str]:
@@ -56,8 +61,34 @@ def differences(case: Case, **options: object) -> list[str]:
     return found
 
 
+def assigned(model: nn.Module) -> nn.Module:
+    """Other parameters in the place of the model's own."""
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    return model
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def differences_of_copies(case: Case, sequence_parallel: bool) -> list[str]:
+    """New parameters have the whole gradient too, also those that every rank has a part of the gradient of."""
+    whole, found = case.build(), []
+    run(whole, case.batch())
+    parallelizer = ParallelizersManager.parallelizer_for_model(whole)
+    ways: list[Callable[[nn.Module], nn.Module]] = [copy.deepcopy, pickled, assigned]
+    for way in ways:
+        model = parallelizer.parallelize(case.build(), sequence_parallel_enabled=sequence_parallel)
+        model = way(model)
+        run(model, case.batch())
+        found += [f"{way.__name__}: {one}" for one in wrong_gradients(model, whole)]
+    return found
+
+
 def compare() -> list[str]:
     found = []
+    for case, sequence_parallel in ((CASES[0], True), (QWEN3, False)):
+        found += [f"{case.name}, {problem}" for problem in differences_of_copies(case, sequence_parallel)]
     for case in CASES:
         for sequence_parallel in (False, True):
             what = f"{case.name}{' with sequence parallelism' if sequence_parallel else ''}"

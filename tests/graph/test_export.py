@@ -23,6 +23,7 @@ from nxd_infer.graph import ir
 from nxd_infer.graph.export import Step
 from nxd_infer.graph.names import named_inputs
 from nxd_infer.graph.stored import ir_text, read_ir
+from nxd_infer.modules.nxd_model import NxDModel
 from tests import traced_models as models
 from tests.graph.exporting import entries, load, loaded, lowered, operators
 
@@ -232,6 +233,8 @@ def test_inputs_are_named_by_the_signature_and_outputs_by_their_keys():
     assert entry.structure == {"total": "total", "parts": ["parts.0", ["parts.1.0"]]}
     tensors, keyword = named_inputs(Many(), {"a": torch.ones(2), "pair": (torch.ones(2), torch.ones(2))})
     assert keyword and list(tensors) == ["a", "pair.0", "pair.1"]
+    wrapped = NxDModel(NxDModel(Many(), {}), {})
+    assert list(named_inputs(wrapped, [torch.ones(2)] * 3)[0]) == ["a", "rest_0", "rest_1"]
     assert entries([Step(Many(), tensors, keyword)])[0].structure["total"] == "total"
 
 

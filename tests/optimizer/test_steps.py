@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -275,8 +276,9 @@ def test_refused_optimizers_and_parameters():
     param = nn.Parameter(torch.ones(2, 2))
     with pytest.raises(ParallelConfigError, match="LBFGS evaluates the model several times per step"):
         NxDOptimizer([param], torch.optim.LBFGS)
-    with pytest.raises(ParallelConfigError, match="Adafactor needs whole matrices"):
-        NxDOptimizer([param], torch.optim.Adafactor, zero1=True)
+    for given in (torch.optim.Adafactor, functools.partial(torch.optim.Adafactor, lr=0.1)):
+        with pytest.raises(ParallelConfigError, match="Adafactor needs whole matrices"):
+            NxDOptimizer([param], given, zero1=True)
     NxDOptimizer([param], torch.optim.Adafactor)
     twice = "a parameter is more than once in the optimizer's groups"
     with pytest.raises(ParallelConfigError, match=twice):

@@ -102,6 +102,10 @@ def facade() -> list[str]:
         f"blocks.{2 * rank + 1}",
     }
     assert model.blocks[rank * 2] in model.local_modules()
+    assert dict(model.named_modules()) == dict(model.local_named_modules())
+    assert list(model.modules()) == model.local_modules()
+    several = (model.modules(), model.children(), dict(model.named_modules()).values())
+    assert not any(isinstance(module, StandIn) for modules in several for module in modules)
     # By position, with a value that is no tensor; a second step adds to the gradients.
     again = model.run_train(data()["x"], data()["y"], factor=1.0)
     torch.testing.assert_close(again, loss.detach())

@@ -41,6 +41,11 @@ def linear() -> nn.Linear:
     return nn.Linear(SIZE, SIZE)
 
 
+def test_a_model_of_one_layer_is_refused():
+    with pytest.raises(ParallelConfigError, match="Linear has no module with weights inside"):
+        NxDPPModel(linear())
+
+
 class Lazy(nn.Linear):
     """Makes a table at its first call, after something that the meta device cannot do."""
 

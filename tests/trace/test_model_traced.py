@@ -14,7 +14,7 @@ VOCABULARY, HIDDEN = 12, 8
 
 
 class Net(nn.Module):
-    """Tied embeddings, biases, a constant buffer, a state, declared padding."""
+    """Tied embeddings, biases, a constant buffer, a state, declared padding, a layer that is not called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,6 +26,7 @@ class Net(nn.Module):
         self.head.weight = self.embed.weight
         self.register_buffer("frequencies", torch.arange(float(HIDDEN)) / HIDDEN, persistent=False)
         self.register_buffer("calls", torch.zeros(1))
+        self.unread = nn.Linear(2, 2)
         self.nxd_inputs = {"ids": {"pad": {0: 0, 1: 0}}}
         self.nxd_outputs = {"output_0": {"cut": {0: ["ids", 0], 1: ["ids", 1]}}}
 
@@ -60,7 +61,8 @@ def test_trace_save_load_call_and_update(tmp_path):
             for parameter in plain.parameters():
                 parameter.copy_(torch.randn_like(parameter))
         weights = plain.state_dict()
-        assert {"embed.weight", "head.weight", "calls"} <= weights.keys()
+        assert {"embed.weight", "head.weight", "calls", "unread.bias"} <= weights.keys()
+        assert model.manifest.layout["unread"] == ["unread.bias", "unread.weight"]
         assert not same(model)
         model.update_weights(weights)
         assert same(model)

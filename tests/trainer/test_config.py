@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import math
 import pickle
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from nxd_infer import parallel_state
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import NotInitializedError, ParallelConfigError
 from nxd_infer.modules.lora import LoraConfig
+from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.trainer.config import TrainConfig
 from nxd_infer.util.options import defaults, table
 from tests.ranks import run_ranks
@@ -138,6 +140,14 @@ def test_what_is_set_later_is_checked_then():
         options["max_grad_norm"] = 2
         assert one.optimizer_config.max_grad_norm == 2
         options["max_grad_norm"] = 1.0
+
+
+def test_python_modules_in_it_are_copied_and_pickled_by_name():
+    given = {"autowrap_modules": [math], "autowrap_obj_methods": {math: ["sin"]}, "autowrap_functions": (len,)}
+    config = nxd.neuronx_distributed_config(pipeline_config={**given, "pipeline_cuts": ["a"]})
+    for twin in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert twin == config and twin["pipeline_config"] is not config["pipeline_config"]
+        assert type(twin["pipeline_config"]) is PipelineOptions
 
 
 def test_one_table_says_it_all():

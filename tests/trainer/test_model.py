@@ -16,7 +16,9 @@ import nxd_infer as nxd
 from nxd_infer.context import current_context
 from nxd_infer.errors import InputMismatchError, ParallelConfigError
 from nxd_infer.parallel_layers import ColumnParallelLinear
+from nxd_infer.parallel_layers.layer_norm import mark_sequence_parallel
 from nxd_infer.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
+from nxd_infer.pipeline import NxDPPModel
 from nxd_infer.pipeline.stage import take_stage
 from nxd_infer.trainer import NxDModel
 from nxd_infer.trainer.activation_checkpoint import apply_activation_checkpoint, transformer_layers
@@ -73,6 +75,52 @@ def test_it_behaves_like_the_module():
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin(**batch), model(**batch))
     model.load_state_dict(model.state_dict())
+
+
+class Marked(nn.Module):
+    """Its norm knows nothing of sequence parallelism."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+        mark_sequence_parallel(self.norm.weight)
+
+
+@pytest.mark.check
+def test_marks_of_parameters_are_those_of_what_replaces_them():
+    model = wrapped(Marked)
+    mark_sequence_parallel(model.norm.bias)  # also one that is marked after it was wrapped
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model]
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    for twin in (*twins, copy.deepcopy(model).to("meta")):
+        marked = [name for name, p in twin.named_parameters() if getattr(p, "sequence_parallel_enabled", False)]
+        assert marked == ["norm.weight", "norm.bias"]
+        assert all(param.nxd_name == name for name, param in twin.named_parameters())
+
+
+class Traced(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).mean()
+
+
+@pytest.mark.check
+def test_a_module_that_copies_itself_is_copied_in_its_wrapper():
+    model = wrapped(lambda: torch.fx.symbolic_trace(Traced()))
+    twin = copy.deepcopy(model)
+    assert isinstance(twin, NxDModel) and twin.linear is not model.linear
+    assert torch.equal(twin.run_train(torch.ones(3, 2)), model.run_train(torch.ones(3, 2)))
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("disabled", [torch.no_grad, torch.inference_mode])
+def test_training_without_gradients_is_refused(disabled: Any):
+    for model in (wrapped(Traced), NxDPPModel(Traced())):
+        with disabled(), pytest.raises(ParallelConfigError, match=r"run_train\(\) computes gradients"):
+            model.run_train(torch.ones(3, 2))
 
 
 class Wrapping(nn.Module):

@@ -2,7 +2,8 @@
 
 ``manifest.layout`` is ``{"weights": {name: {"logical": {logical name: shape}, "ranks": [tensor layout, ...]}}}``: how
 each rank's tensor is assembled from logical tensors (``nxd_infer.layout``). Unlisted weights (constants, buffers that
-no checkpoint holds) stay as they are. ``manifest.layout["adapters"]`` describes adapter tables likewise.
+no checkpoint holds) stay as they are. ``manifest.layout["adapters"]`` describes adapter tables likewise, and
+``manifest.layout["unread"]`` lists logical tensors of the model that its graphs do not read.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class WeightUpdate:
 
     def __init__(self, manifest: Manifest, weights: Weights, *, strict: bool = True, tag: str | None = None):
         """``strict`` requires every logical tensor of the layout and no others; without it any subset is accepted.
-        States with the same names are ignored.
+        The model's states and the weights that no graph reads are ignored.
 
         Raises WeightSchemaError listing what is missing, unexpected, or has another shape or kind of dtype.
         """
@@ -57,7 +58,8 @@ class WeightUpdate:
         present = set(self.source.keys())
         missing, problems, names = [], [], []
         known = {key for entry in self._layout.values() for key in entry["logical"]}
-        known |= {state.name for state in self.manifest.states}  # a state dict includes them; the ranks keep theirs
+        # A state dict includes them; the ranks keep their states.
+        known |= {*self.manifest.layout.get("unread", ()), *(state.name for state in self.manifest.states)}
         for name in self.entries:
             logical = self._readable(name, present)["logical"]
             absent = [key for key in logical if key not in present]

@@ -15,7 +15,7 @@ from nxd_infer.artifact.manifest import WeightSpec
 from nxd_infer.artifact.rank_weights import STATE_PREFIX, file_entries
 from nxd_infer.errors import TraceError
 from nxd_infer.graph.stored import write_graph
-from nxd_infer.layout import layout_of, weight_layout
+from nxd_infer.layout import ParamLayout, layout_of, weight_layout
 from nxd_infer.layout.files.stream import STORED_DTYPES, write_safetensors
 from nxd_infer.layout.shard import named_tensors
 from nxd_infer.modules.lora.slots import AdapterTables
@@ -147,15 +147,26 @@ def layouts(graphs: RankGraphs) -> dict[str, Any]:
     return {name: found[name] for name in sorted(found)}
 
 
-def described_layout(graphs: RankGraphs, weights: Mapping[str, Any], degree: int) -> dict[str, Any]:
-    """Return ``manifest.layout``: how each weight and each adapter table is assembled from logical tensors."""
+def described_layout(graphs: RankGraphs, weights: Mapping[str, ParamLayout], degree: int) -> dict[str, Any]:
+    """Return ``manifest.layout`` for this stage: how each weight and each adapter table is assembled from logical
+    tensors, and the logical tensors that no graph reads."""
+    modules = {id(b.module): b.module for b in graphs.built}.values()
     tables = {
         name: layout.resolved(path, own)
-        for module in {id(b.module): b.module for b in graphs.built}.values()
+        for module in modules
         for path, child in module.named_modules()
         if isinstance(child, AdapterTables)
         for own in ("A", "B")
         if (name := f"{path}.{own}") in graphs.weights and (layout := layout_of(child, own)) is not None
     }
     found = describe_layout(weights, degree)
-    return {**found, "adapters": describe_layout(tables, degree)["weights"]} if tables else found
+    if tables:
+        found["adapters"] = describe_layout(tables, degree)["weights"]
+    known = {
+        logical
+        for module in modules
+        for name, layout in weight_layout(module).items()
+        if name not in graphs.states
+        for logical in layout.logical_names
+    }
+    return {**found, "unread": sorted(known.difference(*(layout.logical_names for layout in weights.values())))}
