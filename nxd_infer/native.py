@@ -34,7 +34,7 @@ import torch
 
 from nxd_infer import ops as _ops
 from nxd_infer.comm import ops as _comm_ops
-from nxd_infer.errors import ArtifactCorruptError, BackendUnavailableError
+from nxd_infer.errors import ArtifactCorruptError, ArtifactError, ArtifactVersionError, BackendUnavailableError
 from nxd_infer.util.cache_dir import cache_dir, opened
 from nxd_infer.util.locks import only_one
 from nxd_infer.util.processors import processors
@@ -45,6 +45,8 @@ BUILD_TIMEOUT = 600.0
 """Seconds to wait for the compiler, or for another process building the same library."""
 
 _IDENTITY = re.compile(rb"NXD-NATIVE-LIBRARY:([0-9a-f]{16}):END")
+_OTHER_VERSION = re.compile(r"undefined symbol|version `[^']*' not found|cannot open shared object file")
+"""In the loader's messages: what the library was linked with is older here, or missing."""
 _lock = threading.RLock()
 _loaded: dict[str, NativeLibrary] = {}
 _failure: str | None = None
@@ -76,10 +78,16 @@ class NativeLibrary:
         return getattr(getattr(torch.ops, self.namespace), name).default
 
     def cpu_level(self) -> str:
-        """Return the instruction set that the kernels use here: portable, avx2, avx512, avx512_bf16 or amx_bf16."""
+        """Return the instruction set that the kernels use here: portable, avx2, avx512, avx512_bf16 or amx_bf16.
+
+        Raises BackendUnavailableError if NXD_INFER_CPU_LEVEL names another one.
+        """
         level = ctypes.CDLL(str(self.path)).nxd_cpu_level
         level.restype = ctypes.c_char_p
-        return level().decode()
+        found = level().decode()
+        if found.startswith("nxd: "):
+            raise BackendUnavailableError(found.removeprefix("nxd: "))
+        return found
 
     def engage_crew(self, threads: int, cores: Sequence[int] = ()) -> None:
         """Replace torch's threads in the operators by a crew of ``threads`` threads (``csrc/crew.h``): the calling
@@ -164,7 +172,8 @@ def load_file(path: str | os.PathLike[str], *, build_seconds: float | None = Non
     """Register the operators of a built library, such as the copy inside an artifact.
 
     A file whose content hash is already registered is not loaded again. Loading runs native code: only load files you
-    trust. Raises ArtifactCorruptError if it is not a native library of this package, or cannot be loaded.
+    trust. Raises ArtifactCorruptError if it is not a native library of this package, ArtifactVersionError if it needs
+    another torch or C++ runtime than this process has, and ArtifactError with the loader's reason otherwise.
     """
     path = Path(path).absolute()
     with _lock:
@@ -174,7 +183,9 @@ def load_file(path: str | os.PathLike[str], *, build_seconds: float | None = Non
         try:
             torch.ops.load_library(str(path))
         except OSError as error:
-            raise ArtifactCorruptError(f"native library {path} cannot be loaded: {error}") from error
+            reason = str(error.__cause__ or error)  # torch's own message says only that it failed
+            kind = ArtifactVersionError if _OTHER_VERSION.search(reason) else ArtifactError
+            raise kind(f"native library {path} cannot be loaded: {reason}") from error
         namespace = f"nxd_{digest[:8]}"
         prefix = f"{namespace}::"
         names = tuple(

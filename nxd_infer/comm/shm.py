@@ -53,7 +53,7 @@ class RankCounters:
 
     rank: int
     pid: int
-    """0 until the rank has connected."""
+    """0 until the rank has connected, -1 once it has disconnected."""
     collectives: int
 
 

@@ -18,6 +18,8 @@ struct Kernel : Loops<V, Bf16> {
   static constexpr bool kPairs = !std::is_void_v<Bf16>;
 
   static int64_t padded(const Attention& x) { return round_up(x.D, 16); }
+  // Larger groups never use the decode kernel, not even for the last rows of a draft: the same query alone would not.
+  static bool is_few(const Attention& x, const Tile& tile) { return tile.rows <= kFewRows && x.G <= kFewRows; }
 
   // A thread's scratch memory besides the partial results.
   struct Scratch {
@@ -83,7 +85,7 @@ struct Kernel : Loops<V, Bf16> {
   // Whether this tile of many rows multiplies bfloat16 operands without widening.
   static bool narrow_many(const Attention& x, const Tile& tile) {
     if constexpr (kPairs) {
-      return tile.rows > kFewRows && x.q_type == ScalarType::BFloat16 && x.cache_type == ScalarType::BFloat16 &&
+      return !is_few(x, tile) && x.q_type == ScalarType::BFloat16 && x.cache_type == ScalarType::BFloat16 &&
              (Bf16::kTiles || x.D % 2 == 0);
     }
     return false;
@@ -92,7 +94,7 @@ struct Kernel : Loops<V, Bf16> {
   NXD_TARGET static void queries(const Attention& x, const Tile& tile, char* memory) {
     const Scratch scratch(x, memory);
     const int64_t Dp = padded(x), R = round_up(tile.rows, 16);
-    const bool few = tile.rows <= kFewRows;
+    const bool few = is_few(x, tile);
     const auto at = [&](int64_t r) {
       const int64_t row = tile.row + r;
       return x.q.at(tile.b, row / x.G, tile.kh * x.G + row % x.G);
@@ -130,7 +132,7 @@ struct Kernel : Loops<V, Bf16> {
     const char **v = k + n, **later = v + n;
     find_rows(x, x.k_cache, tile, begin, n, k);
     find_rows(x, x.v_cache, tile, begin, n, v);
-    if (tile.rows > kFewRows) return many(x, tile, begin, n, k, v, scratch, out);
+    if (!is_few(x, tile)) return many(x, tile, begin, n, k, v, scratch, out);
     int64_t found = std::min(tile.keys - begin - n, kAhead);
     find_rows(x, x.k_cache, tile, begin + n, found, later);
     if (found == 0 && next != nullptr) find_rows(x, x.k_cache, *next, 0, found = std::min(next->keys, kAhead), later);
@@ -219,7 +221,7 @@ struct Kernel : Loops<V, Bf16> {
       kept.store(keep + r);
       taken.store(take + r);
     }
-    const bool few = tile.rows <= kFewRows;
+    const bool few = is_few(x, tile);
     const int64_t lines = few ? tile.rows : Dp, length = few ? Dp : R;
     for (int64_t i = 0; i < lines; i++) {
       for (int64_t j = 0; j < length; j += W) {
@@ -233,7 +235,7 @@ struct Kernel : Loops<V, Bf16> {
   NXD_TARGET static void finish(const Attention& x, const Tile& tile, const char* partial) {
     const Partial in(tile, partial);
     const int64_t Dp = padded(x), R = round_up(tile.rows, 16);
-    const bool few = tile.rows <= kFewRows;
+    const bool few = is_few(x, tile);
     A* line = in.values + round_up(tile.rows, 16) * Dp;
     for (int64_t r = 0; r < tile.rows; r++) {
       const int64_t row = tile.row + r;

@@ -82,7 +82,7 @@ Tensor copy_of(const Tensor& x) {
 // The shape of one rank's piece; throws if the dimension does not divide.
 std::vector<int64_t> piece_shape(const Tensor& x, int64_t dim, int64_t degree, const char* what) {
   auto shape = shape_of(x);
-  if (shape[dim] % degree != 0) {
+  if (degree < 1 || shape[dim] % degree != 0) {
     throw std::runtime_error(
         std::string("nxd: ") + what + ": dimension " + std::to_string(dim) + " of size " + std::to_string(shape[dim]) +
         " does not divide by " + std::to_string(degree) + " ranks");
@@ -254,15 +254,11 @@ Tensor broadcast(Tensor x_in, Text axis, int64_t src, int64_t degree) {
 Tensor shard(Tensor x_in, Text axis, int64_t dim, int64_t degree) {
   dim = checked_dim(x_in, dim, "shard");
   const auto shape = piece_shape(x_in, dim, degree, "shard");
-  if (degree == 1) {
-    return copy_of(x_in);
-  }
+  if (degree == 1) return copy_of(x_in);
   auto link = connection(axis, degree);
   const Tensor x = contiguous(x_in);
   Tensor y = new_like(x, shape);
-  if (y.numel() == 0) {
-    return y;
-  }
+  if (y.numel() == 0) return y;
   const Split split{row_bytes(x, shape, dim), degree};
   const char* from = static_cast<const char*>(x.data_ptr());
   char* to = static_cast<char*>(y.data_ptr());
@@ -274,12 +270,12 @@ Tensor shard(Tensor x_in, Text axis, int64_t dim, int64_t degree) {
 
 Tensor axis_rank(Text axis) {
   Tensor y = empty_strided_cpu({}, aoti_torch_dtype_int64());
-  *static_cast<int64_t*>(y.data_ptr()) = connection(axis, 0)->rank();
+  *static_cast<int64_t*>(y.data_ptr()) = connection(axis)->rank();
   return y;
 }
 
 void send(Tensor x_in, Text axis, int64_t dst) {
-  auto link = connection(axis, 0);
+  auto link = connection(axis);
   if (dst < 0 || dst >= link->degree() || dst == link->rank()) {
     throw std::runtime_error("nxd: send: rank " + std::to_string(dst) + " is not another rank of axis '" + axis + "'");
   }
@@ -293,7 +289,7 @@ void send(Tensor x_in, Text axis, int64_t dst) {
 }
 
 Tensor recv(Tensor like, Text axis, int64_t src) {
-  auto link = connection(axis, 0);
+  auto link = connection(axis);
   if (src < 0 || src >= link->degree() || src == link->rank()) {
     throw std::runtime_error("nxd: recv: rank " + std::to_string(src) + " is not another rank of axis '" + axis + "'");
   }
@@ -308,7 +304,7 @@ Tensor recv(Tensor like, Text axis, int64_t src) {
 }
 
 void barrier(Text axis) {
-  auto link = connection(axis, 0);
+  auto link = connection(axis);
   const std::lock_guard<std::mutex> guard(link->mutex());
   link->check();
   link->meet(Call{static_cast<uint32_t>(Op::barrier), 0, 0, 0});
@@ -328,22 +324,27 @@ void comm_close(Text axis) {
   registry().erase(axis);
 }
 
-int64_t comm_step(Text axis) { return static_cast<int64_t>(connection(axis, 0)->count_step()); }
+int64_t comm_step(Text axis) { return static_cast<int64_t>(connection(axis)->count_step()); }
 
 } // namespace
 
-std::shared_ptr<Connection> connection(const std::string& axis, int64_t degree) {
+std::shared_ptr<Connection> connection(const std::string& axis) {
   const std::lock_guard<std::mutex> guard(registry_mutex);
   auto found = registry().find(axis);
   if (found == registry().end()) {
     throw std::runtime_error("nxd: axis '" + axis + "' is not connected in this process; call comm_init first");
   }
-  if (degree != 0 && found->second->degree() != degree) {
+  return found->second;
+}
+
+std::shared_ptr<Connection> connection(const std::string& axis, int64_t degree) {
+  auto found = connection(axis);
+  if (found->degree() != degree) {
     throw std::runtime_error(
-        "nxd: axis '" + axis + "' connects " + std::to_string(found->second->degree()) + " ranks, the call is for " +
+        "nxd: axis '" + axis + "' connects " + std::to_string(found->degree()) + " ranks, the call is for " +
         std::to_string(degree));
   }
-  return found->second;
+  return found;
 }
 
 } // namespace nxd

@@ -34,6 +34,8 @@ uint32_t* futex_word(Signal& signal) {
   return reinterpret_cast<uint32_t*>(&signal.value);
 }
 
+constexpr int64_t kLeft = -1;  // instead of the pid of a rank that has disconnected
+
 // State letter and start time of a process from /proc/PID/stat; 'X' if it is gone, '?' if unknown.
 char process_state(int64_t pid, uint64_t* start) {
   char path[64], text[1024];
@@ -123,6 +125,8 @@ Connection::Connection(std::string axis, int fd, int64_t rank, int64_t degree, i
 
 Connection::~Connection() {
   if (base_ != nullptr) {
+    int64_t own = getpid();  // a copy in a forked process does not leave for this one
+    block(rank_).pid.compare_exchange_strong(own, kLeft);
     munmap(base_, bytes_);
   }
 }
@@ -249,21 +253,28 @@ void Connection::wait(Signal& signal, uint64_t target, Op op, const std::functio
     }
     if (now - looked >= 100000000) {  // ten times per second: does the peer still exist?
       looked = now;
-      uint64_t gone = 0;
+      uint64_t gone = 0, left = 0;
       const uint64_t awaited = missing();
       for (int r = 0; r < degree_; r++) {
         const int64_t pid = block(r).pid.load();
         uint64_t start = 0;
-        if ((awaited >> r & 1) && pid != 0) {
+        if ((awaited >> r & 1) && pid == kLeft) {
+          left |= 1ULL << r;
+        } else if ((awaited >> r & 1) && pid != 0) {
           const char state = process_state(pid, &start);
           if (state == 'X' || state == 'Z' || (state != '?' && start != block(r).start_ticks.load())) {
             gone |= 1ULL << r;
           }
         }
       }
-      // Its last piece may have arrived just before it ended.
-      if (gone != 0 && (gone & missing()) != 0) {
+      if (ready()) {  // its last piece arrived just before it ended
+        return;
+      }
+      if ((gone & missing()) != 0) {
         give_up(op, gone & missing(), ": the process has ended");
+      }
+      if ((left & missing()) != 0) {
+        give_up(op, left & missing(), ": it has left the group");
       }
     }
     const int64_t nap = std::min<int64_t>(20000000, begin + limit - now);

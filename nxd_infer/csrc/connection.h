@@ -73,6 +73,7 @@ class Connection {
 };
 
 // The connection of an axis in this process; throws if there is none or its degree differs.
+std::shared_ptr<Connection> connection(const std::string& axis);
 std::shared_ptr<Connection> connection(const std::string& axis, int64_t degree);
 
 } // namespace nxd

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <exception>
 #include <stdexcept>
 #include <string>
 
@@ -114,6 +115,13 @@ bool asks() {
 
 } // namespace nxd
 
+// The level's name, or a message beginning with "nxd: ": its caller, ctypes, cannot take an exception.
 extern "C" __attribute__((visibility("default"))) const char* nxd_cpu_level() {
-  return nxd::kNames[static_cast<int>(nxd::cpu())];
+  try {
+    return nxd::kNames[static_cast<int>(nxd::cpu())];
+  } catch (const std::exception& error) {
+    static thread_local std::string message;
+    message = error.what();
+    return message.c_str();
+  }
 }

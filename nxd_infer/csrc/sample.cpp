@@ -139,12 +139,15 @@ Results sample_adjusted(
   const int64_t rows = raw.size(0), vocabulary = raw.size(1);
   const Settings settings(rows, temperature, top_k, top_p, min_p, seed, position);
   const Lines<int32_t> allowed(allowed_in, "allowed", ScalarType::Int, {rows, (vocabulary + 31) / 32});
+  if (bias_ids_in.has_value() != bias_values_in.has_value()) {
+    throw std::runtime_error("nxd: sample: bias_ids and bias_values come together");
+  }
   const int64_t biases = bias_ids_in.has_value() && bias_ids_in->dim() == 2 ? bias_ids_in->size(1) : 0;
   const Lines<int64_t> bias_ids(bias_ids_in, "bias_ids", ScalarType::Long, {rows, biases});
   const Lines<float> bias_values(bias_values_in, "bias_values", ScalarType::Float, {rows, biases});
   const Maybe& history = counts_in.has_value() ? counts_in : seen_in;
   const Lines<int64_t> slot(history.has_value() ? slot_in : Maybe(), "slot", ScalarType::Long, {rows});
-  const int64_t slots = slot.first != nullptr && history->dim() > 0 ? history->size(0) : rows;
+  const int64_t slots = slot.tensor.has_value() && history->dim() > 0 ? history->size(0) : rows;
   const Lines<int32_t> counts(counts_in, "counts", ScalarType::Int, {slots, vocabulary});
   const Lines<bool> seen(seen_in, "seen", ScalarType::Bool, {slots, vocabulary});
   const Lines<float> presence(presence_in, "presence_penalty", ScalarType::Float, {rows});

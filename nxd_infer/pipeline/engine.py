@@ -70,6 +70,13 @@ class Engine:
         self._sent: dict[Action, list[Pending]] = {}
         self._loans = _Loans(self)
 
+    def drop(self) -> None:
+        """Forget what a failed step has begun. A traceback keeps the engine alive, and an operation in flight keeps
+        gloo's connections open: the peers would wait for this rank until their time limit."""
+        for held in (self._late, self._passes, self._coming, self._here, self._sent):
+            held.clear()
+        self._loans.drop()
+
     def run(self) -> dict[int, Tensor]:
         modules = {path: (module, own_forward(module)) for path, module in self.stage.unit_modules().items()}
         self._loans.send()
@@ -226,6 +233,10 @@ class _Loans:
             elif self.stage.owns(weight):
                 tensor = self.stage.own(name).detach().contiguous()
                 self.sent.append(self.messages.send(tensor, rank, tag))
+
+    def drop(self) -> None:
+        self.sent.clear()
+        self._coming.clear()
 
     def places(self) -> list[tuple[nn.Module, str, Tensor]]:
         """Wait for what is borrowed; return where it is put, and zeros for all other weights of other ranks."""

@@ -138,6 +138,7 @@ class Pipeline:
             last = self.stage.rank_of(self.stage.units.stages - 1)
             losses = comm.broadcast(losses, self.context, "pp", last)
         except Exception as error:
+            engine.drop()
             self._fail(error)
             raise
         self.bubble = bubble([engine.spans])

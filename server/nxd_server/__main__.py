@@ -6,6 +6,7 @@ Every setting is an option, as in ``nxd-infer serve``; a boolean takes ``true`` 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 
 from nxd_infer.util.options import command_options
@@ -34,4 +35,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # Until the server handles it: an exception, so that a trace of a model is ended as well.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main())

@@ -243,7 +243,8 @@ class ServerSettings:
     )
     max_connections_per_address: int | None = setting(
         None,
-        "Concurrent connections from one address; by default the limit on all of them.",
+        "Concurrent connections from one address, not from a client in `X-Forwarded-For`; by default the limit on all "
+        "of them.",
         int,
         CONNECTIONS,
         minimum=1,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nxd_infer import native
-from nxd_infer.errors import ArtifactCorruptError
+from nxd_infer.errors import ArtifactCorruptError, ArtifactVersionError
 from nxd_infer.util.cache_dir import cache_dir
 from tests.needs import needs_native
 from tests.processes import wait_until
@@ -128,6 +128,7 @@ def test_calls_leave_nothing_on_the_heap():
         (lambda op: op("comm_init")("tp", 999, 0, 2, 0, 1.0), "cannot be read"),
         (lambda op: op("comm_init")("tp", 0, 2, 2, 0, 1.0), "rank 2 of 2 is not possible"),
         (lambda op: op("all_gather")(torch.ones(2), "tp", 5, 1), "dimension 5 of a tensor of 1 dimensions"),
+        (lambda op: op("shard")(torch.ones(2), "tp", 0, 0), "does not divide by 0 ranks"),
     ],
 )
 def test_misuse_is_an_error_that_says_so(call, said):
@@ -199,6 +200,10 @@ second = native.load()
 assert second.hash != first.hash and second.namespace != first.namespace
 for library, rank in ((first, 0), (second, 1)):
     library.op("comm_init")("tp", create_segment(2), rank, 2, 0, 1.0)
+    try:
+        library.op("all_reduce")(torch.ones(2), "tp", "sum", 0)
+    except RuntimeError as error:
+        assert "connects 2 ranks, the call is for 0" in str(error)
 print([library.op("axis_rank")("tp").item() for library in (first, second)])
 """
     assert in_fresh_process(code, NXD_INFER_CACHE=str(cache)).strip() == "[0, 1]"
@@ -260,3 +265,21 @@ def test_a_file_that_is_no_library_is_refused_before_it_is_loaded(tmp_path):
     cut.write_bytes(native.load().path.read_bytes()[:-100])
     with pytest.raises(ArtifactCorruptError, match="cut short"):
         native.load_file(cut)
+
+
+def test_a_library_for_another_torch_or_machine_is_not_called_damaged(tmp_path):
+    source = tmp_path / "newer.cpp"
+    source.write_text(
+        'extern "C" int a_function_of_a_newer_torch();\n'
+        'extern "C" __attribute__((used)) const char identity[] = "NXD-NATIVE-LIBRARY:0123456789abcdef:END";\n'
+        "int result = a_function_of_a_newer_torch();\n"
+    )
+    newer = tmp_path / "newer.so"
+    subprocess.run([native.find_compiler(), "-shared", "-fPIC", source, "-o", newer], check=True, timeout=60)
+    with pytest.raises(ArtifactVersionError, match=r"newer\.so: undefined symbol: a_function_of_a_newer_torch"):
+        native.load_file(newer)
+    foreign = bytearray(newer.read_bytes())
+    foreign[18:20] = (243).to_bytes(2, "little")  # RISC-V
+    newer.write_bytes(foreign)
+    with pytest.raises(ArtifactVersionError, match="cannot be loaded"):
+        native.load_file(newer)

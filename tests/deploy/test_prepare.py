@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -39,9 +39,12 @@ def settings(keep: Path, **more: object) -> ServerSettings:
     return ServerSettings.resolve(keep=keep, trace_options=TRACE, **more)
 
 
-def starting(model: object, keep: Path, options: str = TRACE) -> subprocess.Popen[str]:
+def starting(
+    model: object, keep: Path, options: str = TRACE, command: Sequence[str] = ("-c", PREPARE)
+) -> subprocess.Popen[str]:
+    words = ("--keep", str(keep), "--trace-options", options) if "-m" in command else (str(keep), options)
     return subprocess.Popen(
-        [sys.executable, "-c", PREPARE, str(model), str(keep), options],
+        [sys.executable, *command, str(model), *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -126,10 +129,20 @@ def test_serve_takes_a_model_directory_from_the_environment_as_a_container_does(
         server.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
-def test_a_trace_that_is_ended_leaves_nothing_that_a_start_would_find(number, traced, model: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("number", "command"),
+    [
+        (signal.SIGTERM, ("-c", PREPARE)),
+        (signal.SIGTERM, ("-m", "nxd_server")),
+        (signal.SIGKILL, ("-c", PREPARE)),
+    ],
+    ids=["stopped", "server stopped", "killed"],
+)
+def test_a_trace_that_is_ended_leaves_nothing_that_a_start_would_find(
+    number, command, traced, model: Path, tmp_path: Path
+):
     """SIGTERM goes to the server alone, as tini sends it, and a kill to all, as the end of a container does."""
-    process = starting(model, tmp_path)
+    process = starting(model, tmp_path, command=command)
     wait_for(lambda: any(".tmp-" in path.name for path in tmp_path.iterdir()) or process.poll() is not None, 300, "")
     assert process.poll() is None, process.communicate()
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -114,10 +115,14 @@ def test_a_cache_that_cannot_be_made_is_a_row(capsys, monkeypatch, tmp_path):
 
 
 def test_it_imports_no_compiler():
-    """Inductor's and torch_xla's imports take seconds each."""
+    """Inductor's and torch_xla's imports take seconds each. An unknown level of instructions is said, as a reason."""
+    if HAS_NATIVE:
+        native.load()
     code = (
         "import sys\nfrom nxd_infer.cli.doctor import run\nrun()\n"
         "assert not {'torch._inductor', 'torch_xla'} & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    wrong = {**os.environ, "NXD_INFER_CPU_LEVEL": "AVX2", "COLUMNS": "160"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=wrong)
     assert done.returncode == 0, done.stderr
+    assert not HAS_NATIVE or "NXD_INFER_CPU_LEVEL='AVX2' is not one of portable, avx2" in done.stdout, done.stdout

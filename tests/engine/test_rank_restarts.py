@@ -120,10 +120,30 @@ def test_a_graph_that_has_never_worked_is_the_machines_fault(engines):
     assert engine.model.restarts == 1
 
 
-def test_work_before_a_restart_says_nothing_of_the_ranks_after_it(engines):
+def test_bad_requests_in_a_row_use_up_no_restart(engines):
+    """A step that worked before is repeated after each restart: the ranks are well."""
     engine = engines(restart_limit=1)
     assert works(engine)
-    assert [poison(engine)[0] for _ in range(3)] == ["ready", "ready", "failed"], "excused, counted, one too many"
+    engine.model.batches.clear()
+    assert [poison(engine) for _ in range(5)] == [("ready", GenerationError)] * 5
+    assert engine.model.batches == [[POISON], [HARMLESS]] * 5
+    assert works(engine) and die(engine) == "ready" and poison(engine)[0] == "ready" and works(engine)
+    assert die(engine) == "failed"
+
+
+def test_work_before_a_restart_says_nothing_of_ranks_that_cannot_repeat_it(engines):
+    engine = engines(restart_limit=3)
+    assert works(engine)
+
+    def lose(name, inputs):
+        if (inputs["attention_mask"] > 0).any():
+            engine.model.dead = True
+            raise RankFailedError(RAISED, 0, REMOTE)
+
+    engine.model.fail = lose
+    assert poison(engine)[0] == "ready", "excused; then what worked is repeated, in vain, and once more without it"
+    assert engine.model.restarts == 2
+    assert [poison(engine)[0] for _ in range(3)] == ["ready", "ready", "failed"], "counted, and one too many"
 
 
 def test_a_rank_that_died_is_never_excused(engines):
@@ -159,7 +179,8 @@ def test_a_failure_while_draining_is_the_end(engines):
 
 
 def test_whoever_shared_the_failed_step_goes_alone_and_before_all_others(engines):
-    """One of four broke the step: the four are tried one by one in their order; later ones share steps again."""
+    """One of four broke the step: the four are tried one by one in their order; later ones share steps again. After
+    each restart the last step that worked is repeated."""
     engine = engines(restart_limit=1)
     engine.model.gate = gate = threading.Event()
     futures = [engine.submit(request(HARMLESS))]
@@ -171,7 +192,7 @@ def test_whoever_shared_the_failed_step_goes_alone_and_before_all_others(engines
         futures[1 + firsts.index(POISON)].result(60)
     for future in (*futures[:3], *futures[4:]):
         future.result(60)
-    assert engine.model.batches == [[HARMLESS], firsts, [1], [2], [POISON], [4], others]
+    assert engine.model.batches == [[HARMLESS], firsts, [HARMLESS], [1], [2], [POISON], [2], [4], others]
     assert engine.model.restarts == 2 and settled(engine) == "ready"
 
 
@@ -202,8 +223,8 @@ def test_a_call_with_the_users_own_routing_counts_as_work(engines):
             return plain(**inputs)
 
         model.forward = forward
+        engine.submit(request(HARMLESS)).result(60)
         for _ in range(3):
-            engine.submit(request(HARMLESS)).result(60)
             assert poison(engine) == ("ready", GenerationError)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -38,6 +39,8 @@ class ServerProcess:
             env={**clean, "PYTHONUNBUFFERED": "1", **(env or {})},
         )
         self._listening = threading.Event()
+        self._reads = threading.Event()
+        self._reads.set()
         self.port = 0
         # One client for all: making one loads certificates, which costs more than most requests here.
         self._client = httpx.Client(
@@ -60,6 +63,7 @@ class ServerProcess:
     def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
+            self._reads.wait()
             self.lines.append(line.rstrip("\n"))
             if (found := re.search(r"listening on http://[^ \"]*:(\d+)", line)) is not None:
                 self.port = int(found.group(1))
@@ -92,6 +96,15 @@ class ServerProcess:
 
     def wait_metric(self, name: str, value: float, seconds: float = 120.0, **labels: str) -> None:
         wait_for(lambda: self.metric(name, **labels) == value, seconds, f"{name} is not {value}")
+
+    def stop_reading(self) -> None:
+        """Leave what it logs unread in the smallest pipe there is."""
+        assert self.process.stderr is not None
+        self._reads.clear()
+        fcntl.fcntl(self.process.stderr, fcntl.F_SETPIPE_SZ, 4096)
+
+    def read_on(self) -> None:
+        self._reads.set()
 
     @property
     def inside(self) -> float:

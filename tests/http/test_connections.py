@@ -172,14 +172,20 @@ def test_a_million_descriptors_are_no_million_connections(monkeypatch):
 
 
 def test_one_address_has_no_more_than_its_share():
-    with toy_server(max_connections_per_address=3, access_log=False) as server, contextlib.ExitStack() as all:
-        server.get("/livez")
+    """An address is that of the connection, whatever its requests say; those of a trusted proxy name the log's."""
+    env = {"FORWARDED_ALLOW_IPS": "127.0.0.1"}
+    with toy_server(max_connections_per_address=3, env=env) as server, contextlib.ExitStack() as all:
+        server.get("/version", headers={"x-forwarded-for": "1.1.1.1, 8.8.8.8"})
+        wait_for(lambda: "/version 200" in server.log)
+        assert " 8.8.8.8" in server.log
         kept = [all.enter_context(raw(server)) for _ in range(2)]
         with raw(server, LIVEZ) as fourth:
             assert closed(fourth)
         other = all.enter_context(socket.create_connection(("127.0.0.1", server.port), 20, ("127.0.0.2", 0)))
-        other.sendall(LIVEZ)
+        other.sendall(LIVEZ.replace(b"livez", b"version").replace(b"Host: x", b"Host: x\r\nX-Forwarded-For: 9.9.9.9"))
         assert other.recv(4096).startswith(b"HTTP/1.1 200 ")
+        wait_for(lambda: server.log.count("/version 200") == 2)
+        assert "127.0.0.2" in server.log and "9.9.9.9" not in server.log, "it is not a trusted proxy"
         kept.pop().close()
         wait_for(lambda: server.metric("nxd_connections") == 3, 10)
         with raw(server, LIVEZ) as next_one:

@@ -228,8 +228,14 @@ def test_strides_and_empty_batches(library):
     wide, wishes = draw.logits(6, 300, "plain"), draw.settings(6)
     raw = wide[:, ::2]
     check(library.op("sample")(raw, raw, *wishes, 20), SAMPLE(raw, raw, *wishes, 20), raw)
-    token, _, ids, _ = library.op("sample")(wide[:0], wide[:0], *(w[:0] for w in wishes), 20)
-    assert token.shape == (0,) and ids.shape == (0, 20)
+    none, wishes = wide[:0], [w[:0] for w in wishes]
+    history = [torch.zeros(3, 300, dtype=dtype) for dtype in (torch.int32, torch.bool)]
+    slot = torch.zeros(0, dtype=torch.int64)
+    for token, _, ids, _ in (
+        library.op("sample")(none, none, *wishes, 20),
+        library.op("sample_adjusted")(none, *wishes, 20, None, None, None, *history, slot, None, None, None),
+    ):
+        assert token.shape == (0,) and ids.shape == (0, 20)
 
 
 def test_what_does_not_fit_is_refused(library):
@@ -248,6 +254,9 @@ def test_what_does_not_fit_is_refused(library):
     adjustments[5] = torch.tensor([0, 4])
     with pytest.raises(RuntimeError, match="slot 4 is not one of 4"):
         adjusted(raw, *wishes, 20, *adjustments)
+    for absent in (1, 2):
+        with pytest.raises(RuntimeError, match="bias_ids and bias_values come together"):
+            adjusted(raw, *wishes, 20, *(None if place == absent else x for place, x in enumerate(adjustments)))
     counts, seen = adjustments[3], adjustments[4]
     one = torch.ones(1, dtype=torch.int64)
     with pytest.raises(RuntimeError, match="token 40 is not one of 40"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import time
@@ -45,37 +46,53 @@ class Chain(nn.Module):
         return x.square().mean()
 
 
-def pipelined(stages: int, **options: Any) -> Any:
+def pipelined(stages: int, shared: bool = True, **options: Any) -> Any:
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(1, stages, timeout=LIMIT)
+    parallel_state.initialize_model_parallel(1, stages, timeout=LIMIT, shared_memory=shared)
     return nxd.pipeline.NxDPPModel(Chain(), auto_partition=True, num_microbatches=4, **options)
 
 
-def faulty(fault: str, stages: int) -> tuple[float, str]:
-    """Seconds until run_train ends on this rank, and its error."""
-    model = pipelined(stages)
-    batch = torch.ones(8, 4)
-    model.run_train(x=batch)
-    if current_context().pp.rank == stages - 2:
+def faulty(fault: str, stages: int, step: str = "run_train", shared: bool = True, at: int = -2) -> tuple[float, str]:
+    """Seconds until the step ends on this rank, and its error. ``at``: the stage at fault, the last one being -1."""
+    model = pipelined(stages, shared)
+    batch, run = torch.ones(8, 4), getattr(model, step)
+    run(x=batch)
+    if current_context().pp.rank == stages + at:
         for module in model.local_modules():
             if isinstance(module, Layer):
                 module.fault = fault
-    start = time.monotonic()
+    start, text = time.monotonic(), "no error"
     try:
-        model.run_train(x=batch)
+        run(x=batch)
     except Exception as error:
-        return time.monotonic() - start, f"{type(error).__name__}: {error}"
-    return time.monotonic() - start, "no error"
+        text = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - start
+    store = torch.distributed.distributed_c10d._get_default_store()
+    store.set(f"ended {current_context().pp.rank}", "")
+    if text.startswith("ZeroDivisionError"):  # a rank that raised may live on, and nothing collects what its step held
+        store.wait([f"ended {rank}" for rank in range(stages)], datetime.timedelta(seconds=2 * LIMIT))
+    return seconds, text
 
 
-def test_a_stage_that_raises_tells_the_others_its_traceback():
-    found = run_ranks(faulty, 4, "raise", 4, timeout=60)
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("step", ["run_train", "run_eval"])
+def test_a_stage_that_raises_tells_the_others_its_traceback(step: str, shared: bool):
+    found = run_ranks(faulty, 4, "raise", 4, step, shared, timeout=60)
     assert found[2][1] == "ZeroDivisionError: a layer divides by zero"
     for rank in (0, 1, 3):
         seconds, text = found[rank]
         assert text.startswith("CollectiveError: pipeline stage 2 (rank 2) failed:\nTraceback"), text
         assert "in forward" in text and "ZeroDivisionError: a layer divides by zero" in text
         assert seconds < LIMIT
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_last_stage_raises_while_the_first_has_nothing_left_to_do(shared: bool):
+    found = run_ranks(faulty, 2, "raise", 2, "run_eval", shared, -1, timeout=60)
+    assert found[1][1] == "ZeroDivisionError: a layer divides by zero"
+    seconds, text = found[0]
+    assert text.startswith("CollectiveError: pipeline stage 1 (rank 1) failed:\nTraceback"), text
+    assert seconds < LIMIT
 
 
 @pytest.mark.parametrize("fault", ["die", "stop"])

@@ -49,12 +49,19 @@ def serve(given: str | os.PathLike[str], settings: ServerSettings) -> int:
     Logs instead of raising: an invalid setting or artifact, or a port in use, gives status 1 and one line.
     """
     logs.configure(settings.log_format, settings.log_level)
+    try:
+        return _serve(given, settings)
+    finally:
+        logs.flush()
+
+
+def _serve(given: str | os.PathLike[str], settings: ServerSettings) -> int:
     for line in unknown_variables(os.environ, declared(ServerSettings)):
         logger.warning("%s", line)
     try:
         artifact = prepare(os.fspath(given), settings)
         artifact_digest(artifact)
-    except (NxdError, FileNotFoundError) as error:
+    except (NxdError, OSError) as error:  # OSError: a directory that may not be read
         logger.error("%s", error)
         return 1
     if settings.prepare_only:

@@ -8,6 +8,7 @@ caller gets the rows and lengths it sent. Any other model runs one request at a 
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections import deque
@@ -59,6 +60,8 @@ class DynamicBatcher:
         self._arrivals: deque[Job] = deque()
         self._pending: list[Job] = []
         self._current: list[Job] = []
+        self._proven: Callable[[], object] | None = None
+        """Repeats the last step for requests that worked."""
 
     # --- any thread -------------------------------------------------------------------------------------
 
@@ -173,7 +176,8 @@ class DynamicBatcher:
         rows = sum(job.rows for job in jobs)
         total = bucket.inputs[0].shape[0] if self._batches and bucket.inputs else 1
         try:
-            outputs, seconds = self._steps.execute(bucket.name, self._tensors(bucket, jobs), rows, total - rows)
+            tensors = self._tensors(bucket, jobs)
+            outputs, seconds = self._steps.execute(bucket.name, tensors, rows, total - rows)
         except FATAL:
             raise
         except Exception as error:  # only this step is lost
@@ -185,6 +189,7 @@ class DynamicBatcher:
             return
         self._current = []
         self._costs.observe(bucket.name, seconds)
+        self._proven = functools.partial(self._steps.timed, bucket.name, tensors)
         values = [outputs[spec.name] for spec in bucket.outputs]
         start = 0
         for job in jobs:
@@ -215,21 +220,25 @@ class DynamicBatcher:
 
     def _run_kernel(self, job: Job) -> None:
         """Run a model with user-defined routing, called exactly as its user would."""
+        call = functools.partial(self._forward, job.inputs)
         try:
-            with self._steps.visible(""):
-                result = self._model.forward(**job.inputs)
+            result = call()
         except FATAL:
             raise
         except Exception as error:
             self._current = []
             self._fail(job, _failure(error))
             return
-        self._steps.worked = True
+        self._steps.worked, self._proven = True, call
         self._current = []
         if not isinstance(result, dict):
             names = [spec.name for spec in self._model.manifest.buckets[0].outputs]
             result = dict(zip(names, result if isinstance(result, (tuple, list)) else [result], strict=False))
         self._succeed(job, result)
+
+    def _forward(self, inputs: Outputs) -> Any:
+        with self._steps.visible(""):
+            return self._model.forward(**inputs)
 
     # --- endings -------------------------------------------------------------------------------------------
 
@@ -292,6 +301,12 @@ class DynamicBatcher:
 
     def padding_inputs(self, name: str) -> Outputs:
         return lawful_inputs(self._model.manifest.bucket(name))
+
+    def prove(self) -> None:
+        proven, self._proven = self._proven, None  # if it fails now, the next start goes without it
+        if proven is not None:
+            proven()
+            self._steps.worked, self._proven = True, proven
 
     def warmed(self) -> None:
         if self._model.manifest.states:

@@ -3,7 +3,8 @@
 One thread runs every step, so nothing else needs the model's lock; callers only queue requests under the
 engine's lock. When the ranks fail, every request fails with a typed error, and the ranks are restarted as often
 as ``restarts`` allows; beyond that the state is ``failed`` for good, which ``wait_failed`` reports. A graph that
-*raised* (RankFailedError) after others had worked is its input's fault and does not count as a restart.
+*raised* (RankFailedError) after others had worked is its input's fault and does not count as a restart. Ranks that were
+restarted have worked once they have repeated a step that worked before.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ class Batcher(Protocol):
 
     def padding_inputs(self, name: str) -> Tensors | None:
         """Return padding inputs that run a graph without a request; None if that is not possible."""
+        ...
+
+    def prove(self) -> None:
+        """After a restart: repeat a step for requests that worked before, if there is one that can be repeated, so that
+        the next one that fails is its inputs' fault, even if no other comes in between."""
         ...
 
     def warmed(self) -> None:
@@ -299,6 +305,7 @@ class EngineThread:
         self._steps.worked = False
         self.model.restart()
         self.restarts.at("a first step runs")
+        self._batcher.prove()
         self._warm_up(None)
 
     def _ending(self) -> str:

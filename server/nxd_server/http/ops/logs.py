@@ -13,6 +13,8 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any
 
+from nxd_server.http.ops.log_writer import LogWriter
+
 if TYPE_CHECKING:
     from nxd_server.http.error_responses import ApiError
 
@@ -52,14 +54,25 @@ class TextFormatter(logging.Formatter):
 
 def configure(log_format: str, level: str) -> None:
     """Log to standard error, once; uvicorn's own loggers use the same handler."""
-    handler = logging.StreamHandler(sys.stderr)
+    try:
+        handler: logging.Handler = LogWriter(sys.stderr.fileno())
+    except OSError:  # a stream of Python's own, in an interactive environment
+        handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     for name in ("nxd_server", "nxd_infer", "uvicorn"):
         logger = logging.getLogger(name)
+        for former in logger.handlers:
+            former.close()
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(level.upper())
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger("uvicorn").level))
+
+
+def flush() -> None:
+    """Wait until all lines have been written, but no longer than a second."""
+    for handler in logging.getLogger("nxd_server").handlers:
+        handler.flush()
 
 
 _FIELD = re.compile(r"[A-Za-z0-9_.\[\]-]{1,80}")
