@@ -210,7 +210,7 @@ def token_lists(value: Any, field: str) -> list[str | list[int]]:
     """Return a prompt in any of its four forms as a list of texts and token-id lists.
 
     Raises:
-        ApiError: 400 for another form, an empty list, or a number that is no id.
+        ApiError: 400 for another form, an empty list, or a number that cannot be an id.
     """
     if isinstance(value, str):
         return [value]
