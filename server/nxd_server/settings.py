@@ -136,7 +136,7 @@ class ServerSettings:
     generation_defaults: bool = setting(
         True,
         "Sample as the model's `generation_config.json` says if a request does not; the tokens that end a text "
-        "always come from the file.",
+        "always come from the file and the tokenizer.",
         bool,
         GENERATION,
     )

@@ -126,3 +126,14 @@ def test_every_choice_has_a_text_of_its_own(engine):
     result = ask(engine, [1, 2], params)
     for index in range(3):
         assert result.text[index] == engine.tokenizer.decode(result.tokens[index])
+
+
+def test_the_tokenizers_end_token_ends_an_answer_too():
+    """A chat model's turn ends with <|im_end|>, its tokenizer's, where its configuration names <|endoftext|>."""
+    model, tokenizer = ToyModel(), make_tokenizer()
+    model.manifest.metadata["eos_token_ids"] = [EOS[0]]
+    tokenizer.eos_token_id = EOS[1]
+    with Engine(model, tokenizer) as engine:
+        params = SamplingParams(max_tokens=20, temperature=0, logit_bias={EOS[1]: 100})
+        assert ask(engine, [7, 8], params).end.reason == "stop"
+        assert engine.eos_token_ids == (EOS[0], EOS[1])

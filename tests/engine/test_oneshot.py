@@ -284,6 +284,8 @@ def test_deadlines_cancellation_and_queue_limits(engines):
     with pytest.raises(QueueFullError) as caught:
         engine.submit(request(1, 3))
     assert caught.value.retry_after >= 1
+    with pytest.raises(QueueFullError):
+        engine.check_room(1, continuing=True)
     assert gone.cancel()
     time.sleep(0.06)  # never shorter, so its time is over
     gate.set()

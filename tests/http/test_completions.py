@@ -49,6 +49,8 @@ def test_the_default_is_sixteen_tokens_and_what_is_left_near_the_end(client, exp
     assert answer.usage.completion_tokens == 4 and answer.choices[0].finish_reason == "length"
     answer = client.completions.create(model="toy", prompt=[2] * 64, temperature=0, max_tokens=1)
     assert answer.usage.completion_tokens == 1
+    beside = {"prompt": [[7, 8], [2] * 62], "temperature": 0, "extra_body": {"ignore_eos": True}}
+    assert client.completions.create(model="toy", **beside).usage.completion_tokens == 16 + 2
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 17, 33, 63])
@@ -91,8 +93,9 @@ def test_a_seed_gives_the_same_answer_whatever_runs_beside_it(client):
     texts = [future.result().choices[0].text for future in beside]
     assert all(text == alone for text in texts[1::2])
     assert len(set(texts[0::2])) > 1
-    unseeded = {client.completions.create(**{**ask, "seed": None}).choices[0].text for _ in range(4)}
-    assert len(unseeded) > 1
+    for seed in (None, -1):
+        unseeded = {client.completions.create(**{**ask, "seed": seed}).choices[0].text for _ in range(4)}
+        assert len(unseeded) > 1
 
 
 def test_stop_strings_cut_the_text_also_across_tokens_and_in_streams(client, expect):
@@ -174,7 +177,7 @@ def test_chat_through_the_official_client(client, expect):
         {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]},
     ]
     answer = client.chat.completions.create(model="toy", messages=messages, max_completion_tokens=6, temperature=0)
-    prompt = "system:brief;user:hello;assistant:"
+    prompt = "system:brief;user:hel\nlo;assistant:"
     _, text, reason = expect(prompt, max_tokens=6)
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
     (choice,) = answer.choices

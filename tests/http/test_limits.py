@@ -129,6 +129,22 @@ def test_a_request_of_too_many_prompts_is_refused_whole(limited, hold):
     is_error(limited.post(COMPLETIONS, {**short, "prompt": ["hello"] * 9}), 400, "prompt")
 
 
+def test_a_request_that_does_not_fit_takes_no_room_from_others(limited, hold):
+    """Those of its prompts that fitted filled the queue until the step ended, and everyone else got a 429."""
+    short = {"prompt": "hello", "max_tokens": 2}
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        hold.write_text("hold")
+        try:
+            running = [pool.submit(limited.post, COMPLETIONS, short) for _ in range(2)]
+            wait_for(lambda: limited.inside == 2)
+            is_error(limited.post(COMPLETIONS, {**short, "prompt": ["hello"] * 3}), 429, code="queue_full")
+            running.append(pool.submit(limited.post, COMPLETIONS, short))
+            wait_for(lambda: running[-1].done() or limited.inside == 3)
+        finally:
+            hold.unlink()
+        assert [future.result().status_code for future in running] == [200] * 3
+
+
 def test_more_choices_than_a_number_can_be_written_of_are_400():
     """Python writes no whole number of more than 4300 digits."""
     with pytest.raises(ApiError, match="2 prompts with n = 999") as caught:

@@ -23,6 +23,8 @@ BODIES = [
     (COMPLETIONS, {"prompt": ["a", ""]}, "prompt[1]"),
     (COMPLETIONS, {"prompt": [[1], []]}, "prompt[1]"),
     (COMPLETIONS, {"prompt": [-1]}, "prompt[0]"),
+    (COMPLETIONS, {"prompt": [3, 1.0]}, "prompt[1]"),
+    (COMPLETIONS, {"prompt": [[3], [3, -1]]}, "prompt[1][1]"),
     (COMPLETIONS, {"prompt": [97]}, "prompt"),
     (COMPLETIONS, {"prompt": [True]}, "prompt[0]"),
     (COMPLETIONS, {"prompt": {"text": "a"}}, "prompt"),
@@ -45,7 +47,8 @@ BODIES = [
     (COMPLETIONS, {"prompt": "a", "n": 65}, "n"),
     (COMPLETIONS, {"prompt": ["a"] * 40, "n": 2}, "prompt"),
     (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop"),
-    (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 3 + [3]}, None),
+    (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 3 + [3]}, "stop[3]"),
+    (COMPLETIONS, {"prompt": "a", "stop": 5}, "stop"),
     (COMPLETIONS, {"prompt": "a", "stop": [str(i) for i in range(17)]}, "stop"),
     (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs"),
     (COMPLETIONS, {"prompt": "a", "logprobs": -1}, "logprobs"),
@@ -87,6 +90,7 @@ BODIES = [
     (CHAT, {"messages": HELLO, "max_completion_tokens": 64}, "max_completion_tokens"),
     (CHAT, {"messages": HELLO, "max_completion_tokens": 4, "max_tokens": 5}, "max_tokens"),
     (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
+    (CHAT, {"messages": HELLO, "top_logprobs": -1}, "top_logprobs"),
     (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     (CHAT, {"messages": HELLO, "logprobs": 3}, "logprobs"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format"),
@@ -145,6 +149,10 @@ def test_a_wrong_body_is_a_400_that_names_the_field(toy, route, body, param):
         (COMPLETIONS, {"prompt": "a", "max_tokens": "5" * 99}, "`max_tokens` must be a whole number"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": [5]}, "`max_tokens` must be a whole number"),
         (CHAT, {"messages": "a secret"}, "`messages`: Input should be a valid list"),
+        (COMPLETIONS, {"prompt": "a", "stop": 5}, "`stop`: must be a string or a list of strings"),
+        (COMPLETIONS, {"prompt": [3, 1.0]}, "must be a token id: a whole number from 0 to 2147483647, got 1.0"),
+        (COMPLETIONS, {"prompt": "a" * 60, "min_tokens": 5}, "5 is more than the 4 tokens that are generated here"),
+        (CHAT, {"messages": HELLO, "min_tokens": 60}, "60 is more than the 43 tokens that are generated here"),
     ],
 )
 def test_a_refusal_names_the_value_and_the_likely_name(toy, route, body, message):
@@ -297,7 +305,10 @@ NOTHING = {
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
 def test_fields_that_ask_for_nothing_pass_and_those_that_ask_do_not(toy, route):
     asked = {"prompt": "hello"} if route == COMPLETIONS else {"messages": [{**HELLO[0], "annotations": []}]}
-    assert toy.post(route, {**asked, **NOTHING, "max_tokens": 2}).status_code == 200
+    if route == CHAT:
+        asked["top_logprobs"] = 0
+    whole = {"max_tokens": 2.0, "n": 1.0, "top_k": 0.0, "seed": 3.0, "min_tokens": 1.0}
+    assert toy.post(route, {**asked, **NOTHING, **whole}).status_code == 200
     options = {"include_usage": False, "continuous_usage_stats": False, "include_obfuscation": False}
     answer = toy.post(route, {**asked, "max_tokens": 2, "stream": True, "stream_options": options})
     assert answer.status_code == 200 and "usage" not in answer.text and "obfuscation" not in answer.text

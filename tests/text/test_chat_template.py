@@ -101,7 +101,7 @@ def test_a_template_that_is_no_jinja_is_refused_when_it_is_read():
 def test_text_parts_are_joined_and_message_text_is_never_a_template():
     template = ChatTemplate("{{ messages[0].content }}{{ strftime_now('%Y') | length }}")
     parts = [{"type": "text", "text": "{{ 7 * 7 }}"}, {"type": "text", "text": "<b>"}]
-    assert template.render([{"role": "user", "content": parts}]) == "{{ 7 * 7 }}<b>4"
+    assert template.render([{"role": "user", "content": parts}]) == "{{ 7 * 7 }}\n<b>4"
 
 
 @pytest.mark.check

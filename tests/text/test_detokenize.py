@@ -117,19 +117,19 @@ class Pieces:
 
 
 def plain_stops(pieces, tail, stops, least):
-    """What :class:`TextStream` returns, piece by piece: by looking for every stop string in all that was held back."""
-    shown, held = [], ""
+    """What :class:`TextStream` returns, piece by piece: by looking for every stop string in the whole text."""
+    text, shown = "", []
     for number, piece in enumerate([*pieces, tail]):
-        text, held = held + piece, ""
+        before, text = len(text), text + piece
         if number >= least:
-            ends = [(at + len(stop), at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+            places = ((stop, at) for stop in stops for at in range(len(text)) if text.startswith(stop, at))
+            ends = [(at + len(stop), at, stop) for stop, at in places if at + len(stop) > before]
             if ends:
                 _, at, matched = min(ends)
-                return [*shown, text[:at]], matched
-            if number < len(pieces):
-                begun = (stop[:size] for stop in stops for size in range(1, len(stop)))
-                held = max((start for start in begun if text.endswith(start)), key=len, default="")
-        shown.append(text[: len(text) - len(held)])
+                return [*shown, text[len("".join(shown)) : at]], matched
+        begun = (stop[:size] for stop in stops for size in range(1, len(stop)))
+        held = 0 if number == len(pieces) else max((len(one) for one in begun if text.endswith(one)), default=0)
+        shown.append(text[len("".join(shown)) : len(text) - held])
     return shown, None
 
 
@@ -175,6 +175,9 @@ def test_stop_strings_wait_for_the_minimum_length():
     (token,) = tokenizer.encode("a", add_special_tokens=False)
     assert decoder.push(token, may_stop=False) == "a"
     assert decoder.push(token) == "" and decoder.matched == "a"
+    decoder = TextStream(Pieces(["go S", "TOP"]), ["STOP"])  # begun before it, and complete after it
+    assert decoder.push(0, may_stop=False) == "go "
+    assert decoder.push(0) == "" and decoder.matched == "STOP"
 
 
 def test_tokens_without_a_text_do_not_pile_up():
@@ -206,3 +209,22 @@ def test_the_space_before_a_continuation_is_kept_and_before_a_new_text_is_not():
     assert "".join(continued.push(token) for token in word) == " fox"
     fresh = tokenizer.detokenizer([*prompt, tokenizer.token_to_id("</s>")])
     assert "".join(fresh.push(token) for token in word) == "fox"
+
+
+@pytest.mark.parametrize(("prompt", "more"), [("你好", "世界"), ("好世", "界"), ("👩\u200d", "👩x")])
+def test_an_answer_goes_on_with_bytes_where_its_prompt_ended_with_them(prompt, more):
+    """The tokens kept of the prompt begin in the middle of a character."""
+    tokenizer = sentencepiece_style()
+    before = tokenizer.encode(prompt, add_special_tokens=False)
+    whole = tokenizer.encode(prompt + more, add_special_tokens=False)
+    assert whole[: len(before)] == before
+    decoder = tokenizer.detokenizer(before)
+    assert "".join(map(decoder.push, whole[len(before) :])) + decoder.flush() == more
+
+
+def test_a_prompt_may_end_within_a_character():
+    tokenizer = sentencepiece_style()
+    ids = tokenizer.encode("x你fox", add_special_tokens=False)
+    at = next(place for place in range(len(ids)) if tokenizer.decode(ids[:place]).endswith("\ufffd\ufffd"))
+    decoder = tokenizer.detokenizer(ids[:at])
+    assert "".join(map(decoder.push, ids[at:])) + decoder.flush() == "你fox"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import ModelConfigError
+from nxd_server.engine.request import eos_token_ids
 from nxd_server.engine.speculation import check_speculate
 from nxd_server.errors import GenerateOnlyError, RequestError, SettingsError
 from nxd_server.settings import ServerSettings
@@ -69,6 +70,11 @@ class ServedModel:
     def vocab_size(self) -> int:
         """Number of token ids of the model; if unknown, as many as a tokenizer can have."""
         return int(self.metadata.get("vocab_size") or 2**31)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer of a model that generates."""
+        return eos_token_ids(self.metadata, self._tokenizer)
 
     @property
     def top_logprobs(self) -> int:

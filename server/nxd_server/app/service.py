@@ -344,6 +344,12 @@ class Service(ServedModel):
 
     # --- requests -----------------------------------------------------------------------------------------
 
+    def check_room(self, choices: int) -> None:
+        """Raise the errors of :meth:`EngineControls.check_room`."""
+        self.require_ready()
+        if self._worker is not None:
+            self._worker.check_room(choices)
+
     def submit(
         self,
         prompt: Sequence[int],

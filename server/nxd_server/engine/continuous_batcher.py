@@ -44,9 +44,10 @@ class ContinuousBatcher:
         speculation: Speculation,
         inputs: Mapping[str, StepInputs],
         graph_names: list[str],
+        eos_token_ids: tuple[int, ...],
     ):
-        """``inputs``: the buffers of every graph; ``graph_names``: the graphs that may run."""
-        meta = parts.model.manifest.metadata
+        """``inputs``: the buffers of every graph; ``graph_names``: the graphs that may run; ``eos_token_ids``: the
+        tokens that end an answer."""
         self.live_tokens = 0
         """Cache positions that hold tokens of running choices."""
         self._inbox = inbox
@@ -58,8 +59,8 @@ class ContinuousBatcher:
             parts.steps, inputs, steps_in_flight(parts.model, speculation.active), self._refuse
         )
         self._graph_names = graph_names
-        self._vocab_size = int(meta["vocab_size"])
-        self._eos_token_ids = tuple(meta.get("eos_token_ids") or ())
+        self._vocab_size = int(parts.model.manifest.metadata["vocab_size"])
+        self._eos_token_ids = eos_token_ids
         self._prompt_tokens = self._reused_tokens = self._generated_tokens = 0
 
     # --- any thread -------------------------------------------------------------------------------------

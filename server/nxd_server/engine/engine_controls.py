@@ -71,6 +71,17 @@ class EngineControls:
         """
         return self.updates.update(weights, tag, timeout)
 
+    def check_room(self, requests: int, continuing: bool = False) -> None:
+        """Raise QueueFullError unless ``requests`` more fit now, or EngineUnavailableError.
+
+        For who submits several: those that fit would take the room of other requests until their cancellation.
+        ``continuing``: as for :meth:`OneShotEngine.submit`.
+        """
+        with self.parts.lock:
+            self.thread.check_open(continuing)
+            if not (continuing and self.parts.gate.wanted):  # the queued requests wait for this one to end
+                self.parts.queue.check(requests)
+
     @property
     def capacity(self) -> int:
         """Requests that fit without queueing."""

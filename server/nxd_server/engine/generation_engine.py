@@ -23,7 +23,7 @@ from nxd_server.engine.engine_parts import EngineParts
 from nxd_server.engine.events import EngineStats, OnEvent
 from nxd_server.engine.inbox import Inbox
 from nxd_server.engine.queue_limit import check_timeout
-from nxd_server.engine.request import Choice, Ticket, check_prompt, max_new_tokens
+from nxd_server.engine.request import Choice, Ticket, check_prompt, eos_token_ids, max_new_tokens
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.engine.speculation import Speculation, split_graphs
 from nxd_server.engine.weight_gate import WholeRequest
@@ -73,7 +73,7 @@ class Engine(EngineControls):
         self.tokenizer = tokenizer
         self.max_queued_tokens = max_queued_tokens
         self.adapters = Adapters(model, self._load_adapter)
-        self.eos_token_ids = tuple(meta.get("eos_token_ids") or ())
+        self.eos_token_ids = eos_token_ids(meta, tokenizer)
         self.max_logprobs = int(meta.get("top_logprobs", 0))
         self._bias_slots = int(meta.get("bias_slots", 0))
         self._encodes_prompts = bool(meta.get("encodes_prompts"))
@@ -109,6 +109,7 @@ class Engine(EngineControls):
             Speculation(verifying, speculate, parts.costs),
             {bucket.name: StepInputs(bucket, self.slots, model.arrays) for bucket in manifest.buckets},
             [graph.name for graph in (*graphs, *verifying)],  # verifying graphs only if speculating
+            self.eos_token_ids,
         )
         super().__init__("Engine", parts, self._batcher, idle_probe, on_state)
 

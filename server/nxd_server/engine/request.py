@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
+from typing import Any
 
 from nxd_server.engine.adapter_slots import Adapter
 from nxd_server.engine.core.sequence import Sequence
@@ -15,6 +16,7 @@ from nxd_server.engine.events import OnEvent
 from nxd_server.engine.weight_gate import WholeRequest
 from nxd_server.errors import MaxTokensError, PromptTooLongError, RequestError
 from nxd_server.text.detokenize import TextStream
+from nxd_server.text.tokenizer import Tokenizer
 
 
 class Ticket:
@@ -73,6 +75,15 @@ class Choice(Sequence):
     admitted: float | None = None
     first_token: float | None = None
     ended: bool = False
+
+
+def eos_token_ids(metadata: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Return the tokens that end an answer: those that the model's configuration names, and its tokenizer's."""
+    ids = list(metadata.get("eos_token_ids") or ())
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    if own is not None and own < int(metadata["vocab_size"]) and own not in ids:
+        ids.append(own)  # a chat model's turns may end with it while its configuration names another
+    return tuple(ids)
 
 
 def max_new_tokens(asked: int | None, prompt_tokens: int, max_len: int, field: str = "max_tokens") -> int:

@@ -44,7 +44,7 @@ class SamplingParams:
     """0 (or -1) means off."""
     min_p: float = _sampler("min_p")
     seed: int | None = None
-    """None: a random seed. The same seed gives the same tokens, whatever else is in the batch."""
+    """None or -1: a random seed. The same seed gives the same tokens, whatever else is in the batch."""
     stop: list[str] = field(default_factory=list)
     """Strings that end the text; they are not included in it."""
     stop_token_ids: list[int] = field(default_factory=list)
@@ -72,7 +72,8 @@ class SamplingParams:
         put(self, "n", _whole("n", self.n, 1, MAX_N))
         put(self, "min_tokens", _whole("min_tokens", self.min_tokens, 0, None))
         if self.seed is not None:
-            put(self, "seed", _whole("seed", self.seed, -(2**63), 2**63 - 1))
+            seed = _whole("seed", self.seed, -(2**63), 2**63 - 1)
+            put(self, "seed", None if seed == -1 else seed)
         if self.logprobs is not None:
             put(self, "logprobs", _whole("logprobs", self.logprobs, 0, None))
         if not isinstance(self.cache_salt, str | None):

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from nxd_infer.util import number_words
 from nxd_server.http.error_responses import bad_request, clip, missing_field, unknown_field, unsupported
@@ -23,6 +23,26 @@ BodyT = TypeVar("BodyT", bound="Body")
 ItemT = TypeVar("ItemT")
 Listed = Annotated[list[ItemT], Field(fail_fast=True)]
 """A list whose validation stops at its first error: reporting each takes seconds and hundreds of megabytes."""
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+"""A whole number, which JSON may write as 2.0."""
+
+
+def _texts(value: Any) -> Any:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list):
+        return value
+    raise PydanticCustomError("texts", "must be a string or a list of strings")
+
+
+Texts = Annotated[Listed[str], BeforeValidator(_texts, json_schema_input_type=str | list[str])]
+"""One text or a list of them. A union would put the name of its branch into the path of an error."""
 
 
 class Body(BaseModel):

@@ -128,7 +128,8 @@ def _joined(parts: Iterable[str], most: int) -> str:
 
 
 def normalise_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return the messages with plain text as content. Joins parts of type ``text``, rejects other parts by name."""
+    """Return the messages with plain text as content. Joins parts of type ``text`` by line breaks, as vLLM does;
+    rejects other parts by name."""
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise RequestError("messages", "must be a list with at least one message")
     result = []
@@ -158,7 +159,7 @@ def _content(content: Any, where: str, optional: bool) -> str:
             if kind != "text":
                 raise RequestError(f"{where}[{place}]", f"only parts of type 'text' are supported, got {kind!r}")
             texts.append(check_text(part.get("text"), f"{where}[{place}].text"))
-        return "".join(texts)
+        return "\n".join(texts)
     raise RequestError(where, "must be a string or a non-empty list of text parts")
 
 

@@ -74,6 +74,8 @@ class Detokenizer:
         self._window: list[int] = []
         for token in prompt[-CONTEXT:]:
             self._window = [] if token in tokenizer.special_ids else [*self._window, token]
+        while self._window and _continues(tokenizer.id_to_token(self._window[0])):
+            del self._window[0]  # the rest of a cut character: a run of bytes with it decodes to U+FFFD as a whole
         self._settled = len(self._window)
         """Number of tokens in the window whose text was already returned."""
 
@@ -105,6 +107,8 @@ class Detokenizer:
         pending = len(self._window) - self._settled
         if text.endswith(REPLACEMENT) and not final and pending < MAX_PENDING:
             return ""
+        if not text.startswith(before):
+            before = before.rstrip(REPLACEMENT)  # the prompt ended within a character, which is whole now
         new = text[len(before) :]
         if new or final:
             self._window = self._window[self._settled :] if pending else self._window
@@ -113,6 +117,11 @@ class Detokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if ids else ""
+
+
+def _continues(piece: str | None) -> bool:
+    """Whether this is a byte-fallback token of a character's second or later byte."""
+    return piece is not None and len(piece) == 6 and "<0x80>" <= piece <= "<0xBF>"
 
 
 class TextStream:
@@ -128,7 +137,7 @@ class TextStream:
     def push(self, token: int, *, may_stop: bool = True) -> str:
         """Return the text to emit after ``token``; check :attr:`matched` afterwards.
 
-        ``may_stop=False`` (the minimum length is not reached yet) emits stop strings as text.
+        ``may_stop=False`` (the minimum length is not reached yet): a stop string that ends in this text is emitted.
         """
         return self._take(self._detokenizer.push(token), may_stop, final=False)
 
@@ -139,15 +148,13 @@ class TextStream:
     def _take(self, new: str, may_stop: bool, final: bool) -> str:
         if self.matched is not None:
             return ""
-        if not self._stops or not may_stop:
-            text, self._held = self._held + new, ""
-            for stop in self._stops:
-                stop.begun = 0
-            return text
+        if not self._stops:
+            return new
         text, place = self._held + new, len(self._held)
         for char in new:
             place += 1
-            if ended := [stop for stop in self._stops if stop.ends_with(char)]:
+            ended = [stop for stop in self._stops if stop.ends_with(char)]
+            if ended and may_stop:
                 # The first completed stop string wins, regardless of token boundaries; if two end together, the longer.
                 self.matched = max((stop.text for stop in ended), key=len)
                 self._held = ""
@@ -163,15 +170,18 @@ class _Stop:
     def __init__(self, text: str):
         self.text = text
         self.begun = 0
-        """Number of its characters that the text ends with."""
+        """Number of its characters that the text ends with, not all of them."""
         self._fallbacks = _fallbacks(text)
 
     def ends_with(self, char: str) -> bool:
-        """Add a character to the text; return whether the text ends with the stop string, which ends the search."""
+        """Add a character to the text; return whether the text ends with the stop string now."""
         while self.begun and self.text[self.begun] != char:
             self.begun = self._fallbacks[self.begun]
         self.begun += self.text[self.begun] == char
-        return self.begun == len(self.text)
+        if self.begun < len(self.text):
+            return False
+        self.begun = self._fallbacks[self.begun]
+        return True
 
 
 @functools.lru_cache(256)

@@ -21,7 +21,7 @@ from nxd_server.http.error_responses import (
     unknown_field,
     unsupported,
 )
-from nxd_server.http.openai.completions import check_choices
+from nxd_server.http.openai.completions import check_choices, with_limit
 from nxd_server.http.openai.event_stream import EventStream
 from nxd_server.http.openai.generation import Generation
 from nxd_server.http.openai.logprobs import chat_logprob
@@ -129,14 +129,14 @@ async def chat(request: Request, body: ChatBody) -> Any:
         raise bad_request(f"`{field}` must be at least 1, got {asked}", field)
     check_choices(1, body.n, settings.max_choices, service.room)
     defaults = service.sampling_defaults
-    body.sampling(asked, top, defaults)  # reports a wrong value before a long conversation is tokenized
+    params = body.sampling(asked, top, defaults)  # a wrong value: before a long conversation is tokenized
     tokens = await unless_left(request, chat_prompt(context, body.messages, body.chat_template_kwargs))
-    max_tokens = max_new_tokens(asked, len(tokens), service.max_len, field)
+    room = max_new_tokens(asked, len(tokens), service.max_len, field)
     generation = Generation(
         service,
         context.metrics,
         [tokens],
-        body.sampling(max_tokens, top, defaults),
+        [with_limit(params, room) if asked is None else params],
         receive=request.receive,
         timeout=seconds_left(request),
         request_id=request_id(request),
@@ -156,10 +156,10 @@ async def chat(request: Request, body: ChatBody) -> Any:
 def _top_logprobs(body: ChatBody, most: int) -> int | None:
     """Return how many alternatives to request from the engine; ``None`` without log-probabilities."""
     if body.top_logprobs is not None:
-        if not body.logprobs:
-            raise bad_request("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
         if not 0 <= body.top_logprobs <= most:
             raise bad_request(f"`top_logprobs` must be from 0 to {most}, got {body.top_logprobs}", "top_logprobs")
+        if body.top_logprobs and not body.logprobs:
+            raise bad_request("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
 
 

@@ -12,6 +12,8 @@ from starlette.responses import Response
 
 from nxd_server.engine.events import FinishEvent, TokenEvent, Usage
 from nxd_server.engine.request import max_new_tokens
+from nxd_server.engine.sampling_params import SamplingParams
+from nxd_server.errors import RequestError
 from nxd_server.http.error_responses import bad_request, clip, encode
 from nxd_server.http.openai.event_stream import EventStream
 from nxd_server.http.openai.generation import Generation
@@ -44,6 +46,14 @@ def check_choices(prompts: int, n: int, limit: int, room: int) -> None:
         )
 
 
+def with_limit(params: SamplingParams, limit: int) -> SamplingParams:
+    """Return ``params``, whose request named no ``max_tokens``, with this one. Raises RequestError for more
+    ``min_tokens``."""
+    if params.min_tokens > limit:
+        raise RequestError("min_tokens", f"{params.min_tokens} is more than the {limit} tokens that are generated here")
+    return params.replace(max_tokens=limit)
+
+
 async def completions(request: Request, body: CompletionBody) -> Any:
     """Answer a completion request, at once or as a stream."""
     context = context_of(request)
@@ -70,17 +80,19 @@ async def completions(request: Request, body: CompletionBody) -> Any:
     prompts = token_lists(body.prompt, "prompt")
     check_choices(len(prompts), body.n, settings.max_choices, service.room)
     defaults = service.sampling_defaults
-    body.sampling(body.max_tokens, body.logprobs, defaults)  # reports a wrong value before a long prompt is tokenized
+    params = body.sampling(body.max_tokens, body.logprobs, defaults)  # a wrong value: before long prompts are tokenized
     tokens = await unless_left(request, encode_prompts(context, prompts, "prompt", special=body.add_special_tokens))
-    longest = max(len(ids) for ids in tokens)
-    max_tokens = max_new_tokens(body.max_tokens, longest, service.max_len)
     if body.max_tokens is None:
-        max_tokens = min(max_tokens, DEFAULT_MAX_TOKENS)
+        rooms = [max_new_tokens(None, len(ids), service.max_len) for ids in tokens]
+        each = [with_limit(params, min(room, DEFAULT_MAX_TOKENS)) for room in rooms]
+    else:
+        max_new_tokens(body.max_tokens, max(map(len, tokens)), service.max_len)  # checks that it fits all
+        each = [params] * len(tokens)
     generation = Generation(
         service,
         context.metrics,
         tokens,
-        body.sampling(max_tokens, body.logprobs, defaults),
+        each,
         receive=request.receive,
         timeout=seconds_left(request),
         request_id=request_id(request),

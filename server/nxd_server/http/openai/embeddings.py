@@ -123,12 +123,14 @@ async def _encode(request: Request, value: Any, **options: Any) -> list[Encoded]
                 functools.partial(encoder.submit_tokens, one, field=path_of(place), **more)
                 for place, one in enumerate(tokens)
             ]
+            encoder.engine.check_room(len(submits), continuing=bool(results))
             results += await wait_all(request, submits, timeout=left)
             tokens = []
         except QueueFullError:
             if not results or time.monotonic() >= deadline:
                 raise
-            await asyncio.sleep(RETRY_SECONDS)  # partly done: wait for room instead of losing the work
+            # Partly done: wait for room instead of losing the work.
+            await unless_left(request, asyncio.sleep(RETRY_SECONDS))
     whole.close()  # so that a slow reader of the answer delays no weight swap
     return results
 

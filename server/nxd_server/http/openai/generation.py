@@ -35,7 +35,7 @@ class Generation:
         service: Service,
         metrics: Metrics,
         prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
+        params: Sequence[SamplingParams],
         *,
         receive: Receive,
         timeout: float,
@@ -43,10 +43,12 @@ class Generation:
         whole: WholeRequest,
         adapter: str | None = None,
     ):
+        """``params``: of each prompt, with the same ``n``."""
         self._service = service
         self._metrics = metrics
         self._prompts = prompts
         self._params = params
+        self._n = params[0].n
         self._receive = receive
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
@@ -57,7 +59,7 @@ class Generation:
         self._tickets: list[Any] = []
         self._watcher: asyncio.Task[None] | None = None
         self._last_token: dict[int, float] = {}
-        self.choices = len(prompts) * params.n
+        self.choices = len(prompts) * self._n
         self.unfinished = self.choices
         self.completion_tokens = 0
         self._cached_tokens: dict[int, int] = {}
@@ -77,19 +79,20 @@ class Generation:
     async def __aenter__(self) -> Generation:
         self._mailbox = mailbox = Mailbox()
         try:
-            for place, prompt in enumerate(self._prompts):
+            self._service.check_room(self.choices)  # or the first ones would take it from other requests
+            for place, (prompt, params) in enumerate(zip(self._prompts, self._params, strict=True)):
                 self._tickets.append(
                     self._service.submit(
                         list(prompt),
-                        self._params,
-                        _handover(mailbox, place * self._params.n),
+                        params,
+                        _handover(mailbox, place * self._n),
                         timeout=self._timeout,
                         request_id=self._request_id,
                         adapter=self._adapter,
                         whole=self._whole,
                     )
                 )
-        except BaseException:  # all or nothing: if the queue has room for only half of the prompts, cancel them
+        except BaseException:  # all or nothing
             self._cancel()
             raise
         finally:
@@ -170,7 +173,7 @@ class Generation:
         if event.reason == "cancelled":  # not by this class: the server is shutting down
             raise ended_early()
         self.completion_tokens += event.usage.completion_tokens
-        self._cached_tokens.setdefault(base // self._params.n, event.usage.cached_tokens or 0)
+        self._cached_tokens.setdefault(base // self._n, event.usage.cached_tokens or 0)
         return choice, event
 
     def check_client(self) -> None:

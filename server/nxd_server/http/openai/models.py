@@ -25,8 +25,7 @@ def _card(request: Request) -> dict[str, Any]:
         "weight_version": service.weight_version,
     }
     if service.task == "generate":
-        ends = list(service.metadata.get("eos_token_ids") or ())
-        card["generation_defaults"] = {**service.sampling_defaults, "stop_token_ids": ends}
+        card["generation_defaults"] = {**service.sampling_defaults, "stop_token_ids": list(service.eos_token_ids)}
     return card
 
 

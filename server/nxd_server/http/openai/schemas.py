@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_server.engine.sampling_params import SamplingParams
-from nxd_server.http.body_schema import Body, Listed, equals, is_empty, is_one_of
-from nxd_server.http.error_responses import bad_request, clip
+from nxd_server.http.body_schema import Body, Listed, Texts, Whole, equals, is_empty, is_one_of
+from nxd_server.http.error_responses import ApiError, bad_request, clip
 from nxd_server.text.field_bounds import MOST_BIASES
 
 MOST_STOP_TOKENS = 1024
@@ -47,11 +47,12 @@ def _sampler_fields() -> dict[str, Any]:
     """Return the sampler's numbers as fields of a body; the engine checks their limits."""
     made: dict[str, Any] = {}
     for name, field in SAMPLER_FIELDS.items():
+        kind = Whole if field.kind is int else field.kind
         if field.model_may_set:
             text = f"{field.help} Default: the model's own, else {field.default:g}."
-            made[name] = (field.kind | None, Field(None, description=text))
+            made[name] = (kind | None, Field(None, description=text))
         else:
-            made[name] = (field.kind, Field(field.default, description=field.help))
+            made[name] = (kind, Field(field.default, description=field.help))
     return made
 
 
@@ -79,11 +80,11 @@ class SamplingBody(create_model("SamplerBody", __base__=Body, **_sampler_fields(
     stream: bool = Field(False, description="Answer as server-sent events, one chunk per piece of text.")
     stream_options: StreamOptions | None = None
 
-    n: int = Field(1, description="Choices per prompt.")
-    max_tokens: int | None = Field(None, description="Most tokens to generate.")
-    min_tokens: int = Field(0, description="No end before this many tokens.")
-    seed: int | None = Field(None, description="The same seed gives the same answer.")
-    stop: str | Listed[str] | None = Field(None, description="Up to 16 strings that end the text.")
+    n: Whole = Field(1, description="Choices per prompt.")
+    max_tokens: Whole | None = Field(None, description="Most tokens to generate.")
+    min_tokens: Whole = Field(0, description="No end before this many tokens.")
+    seed: Whole | None = Field(None, description="The same seed gives the same answer; -1: a random one.")
+    stop: Texts | None = Field(None, description="Up to 16 strings that end the text.")
     stop_token_ids: Listed[int] = Field(default_factory=list, max_length=MOST_STOP_TOKENS)
     ignore_eos: bool = False
     logit_bias: dict[str, float] = Field(
@@ -108,7 +109,7 @@ class SamplingBody(create_model("SamplerBody", __base__=Body, **_sampler_fields(
             **{**defaults, **given},
             max_tokens=max_tokens,
             seed=self.seed,
-            stop=[self.stop] if isinstance(self.stop, str) else list(self.stop or []),
+            stop=self.stop or [],
             stop_token_ids=self.stop_token_ids,
             n=self.n,
             logprobs=logprobs,
@@ -131,9 +132,9 @@ class CompletionBody(SamplingBody):
     NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {**SamplingBody.NEUTRAL, "suffix": is_one_of("")}
 
     prompt: Any = Field(..., description="Text, a list of texts, token ids, or a list of lists of token ids.")
-    best_of: int | None = Field(None, description="Must equal n: choosing the best of more is not supported.")
+    best_of: Whole | None = Field(None, description="Must equal n: choosing the best of more is not supported.")
     echo: bool = Field(False, description="Put the prompt before the text.")
-    logprobs: int | None = Field(None, description="Log-probabilities of the tokens and of this many most likely ones.")
+    logprobs: Whole | None = Field(None, description="Log-probabilities of the tokens and this many likeliest ones.")
     add_special_tokens: bool = Field(True, description="Put the model's special tokens around a text prompt.")
 
 
@@ -169,9 +170,9 @@ class ChatBody(SamplingBody):
     }
 
     messages: Listed[dict[str, Any]] = Field(..., description="The conversation, oldest first.")
-    max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens.")
+    max_completion_tokens: Whole | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, description="Most likely tokens per position; needs logprobs.")
+    top_logprobs: Whole | None = Field(None, description="Most likely tokens per position; needs logprobs.")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, max_length=MOST_VARIABLES, description="Variables for the template."
     )
@@ -188,11 +189,11 @@ class EmbeddingBody(Body):
     input: Any = Field(..., description="Text, a list of texts, token ids, or a list of lists of token ids.")
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
-    truncate_prompt_tokens: int | None = Field(None, description=_TRUNCATE)
+    truncate_prompt_tokens: Whole | None = Field(None, description=_TRUNCATE)
     prompt_name: str | None = Field(
         None, description="The model's prompt to prepend to a text; by default the model's default one."
     )
-    dimensions: int | None = Field(None, description="Only the model's own size.")
+    dimensions: Whole | None = Field(None, description="Only the model's own size.")
 
 
 class ClassifyBody(Body):
@@ -202,14 +203,14 @@ class ClassifyBody(Body):
 
     input: Any = Field(..., description="As for embeddings, or a list of pairs of texts, each pair one input.")
     model: str | None = None
-    truncate_prompt_tokens: int | None = Field(None, description=_TRUNCATE)
+    truncate_prompt_tokens: Whole | None = Field(None, description=_TRUNCATE)
 
 
 def token_lists(value: Any, field: str) -> list[str | list[int]]:
     """Return a prompt in any of its four forms as a list of texts and token-id lists.
 
     Raises:
-        ApiError: 400 for another form, an empty list, or a negative id.
+        ApiError: 400 for another form, an empty list, or a number that cannot be an id.
     """
     if isinstance(value, str):
         return [value]
@@ -220,13 +221,17 @@ def token_lists(value: Any, field: str) -> list[str | list[int]]:
         return list(value)
     if _ids(value):
         return [list(value)]
+    if isinstance(value[0], int | float):
+        raise _no_id(value, field)
     for i, item in enumerate(value):
         path = f"{field}[{i}]"
-        if not isinstance(item, list) or not _ids(item):
+        if not isinstance(item, list):
             raise bad_request(
                 f"`{path}` must be a list of token ids, as `{field}` is not a list of strings", param=path
             )
         _not_empty(item, path)
+        if not _ids(item):
+            raise _no_id(item, path)
     return [list(item) for item in value]
 
 
@@ -248,3 +253,11 @@ def _not_empty(value: list[Any], path: str) -> None:
 
 def _ids(value: list[Any]) -> bool:
     return not value or (set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**31)
+
+
+def _no_id(value: list[Any], path: str) -> ApiError:
+    """Return the error of a list that is meant as token ids; it names the first that is none."""
+    place = next(place for place, item in enumerate(value) if not _ids([item]))
+    got = f", got {value[place]!r}" if isinstance(value[place], int | float) else ""
+    at = f"{path}[{place}]"
+    return bad_request(f"`{at}` must be a token id: a whole number from 0 to {2**31 - 1}{clip(got)}", param=at)
