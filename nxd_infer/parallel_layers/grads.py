@@ -60,13 +60,9 @@ def counted_spans(param: Tensor, context: ParallelContext | None = None) -> Span
     if getattr(param, "nxd_spans", None) is not None:  # a range of a flat bucket; see nxd_infer.optimizer
         return param.nxd_spans  # pyright: ignore[reportAttributeAccessIssue]
     whole: Spans = ((0, param.numel()),) if param.numel() else ()
-    if tp.degree == 1:
-        return whole
-    if not split_over_ranks(param):
-        return whole if tp.rank == 0 else ()
     layout: ParamLayout | None = getattr(param, "nxd_layout", None)
     if layout is None or not any(plan.duplicated(tp.degree) for plan in layout.axes):
-        return whole
+        return whole if tp.rank == 0 or split_over_ranks(param) else ()
     owned = torch.zeros(param.shape, dtype=torch.bool)
     for block in owned_blocks(layout, tp.degree, tp.rank):
         owned[block.local_slices] = True
