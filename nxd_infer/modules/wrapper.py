@@ -29,6 +29,14 @@ class ModelWrapper(nn.Module):
                 raise  # how the inner module is copied is not how the wrapper is
             return getattr(super().__getattr__("module"), name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = vars(self).get("_modules", {}).get("module")
+        own = inner is None or name == "module" or name in vars(self) or hasattr(type(self), name)
+        if own or not (isinstance(value, nn.Module | nn.Parameter) or hasattr(inner, name)):
+            super().__setattr__(name, value)
+        else:
+            setattr(inner, name, value)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
@@ -57,6 +65,15 @@ class ModelWrapper(nn.Module):
 
     def children(self) -> Any:
         return self.module.children()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self.module.register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        self.module.register_buffer(name, tensor, persistent)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        self.module.add_module(name, module)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)

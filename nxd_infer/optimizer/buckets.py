@@ -10,6 +10,8 @@ ranks agree on this in one small collective, which also tells which parameters h
 
 A bucket that still waits when that last pass ends (this rank did not use a parameter) is reduced then, because other
 ranks have reduced it during the pass: a collective of the caller between backward and step must not come in between.
+
+With several optimizers over the same ranks, nothing is reduced before the steps, whose order is the same on every rank.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nxd_infer import comm
@@ -30,7 +33,9 @@ from nxd_infer.errors import ParallelConfigError
 from nxd_infer.parallel_layers.grads import is_sequence_parallel
 
 MEGABYTE = 1 << 20
-_reducer_of: MutableMapping[Tensor, weakref.ref[GradReducer]] = WeakTensorKeyDictionary()
+_reducer_of: MutableMapping[Tensor, tuple[weakref.ref[GradReducer], int]] = WeakTensorKeyDictionary()
+"""Who reduces a parameter, and its index there."""
+_reducers: weakref.WeakSet[GradReducer] = weakref.WeakSet()
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
@@ -130,7 +135,7 @@ class GradReducer:
         self._next = 0
         self._known: list[weakref.ref[Tensor] | None] = []
         self._summed: set[int] = set()
-        self._hooks = []
+        self._hooks: dict[int, list[RemovableHandle]] = {}
         self.extend(params)
 
     def extend(self, params: Sequence[Tensor]) -> None:
@@ -149,16 +154,17 @@ class GradReducer:
 
     def _watch(self, first: int) -> None:
         """Register hooks on the parameters from index ``first`` on."""
+        _reducers.add(self)
+        this: weakref.ref[GradReducer] = weakref.ref(self)
         for index, param in enumerate(self.params[first:], first):
-            former = _reducer_of.get(param)
-            former = former and former()
+            former, place = _reducer_of.get(param, (this, index))
+            former = former()
             if former is not None:
-                former.close()  # its optimizer was replaced; otherwise both would reduce
-            _reducer_of[param] = weakref.ref(self)
-            this: weakref.ref[GradReducer] = weakref.ref(self)
-            self._hooks.append(param.register_post_accumulate_grad_hook(_hook(this, GradReducer.arrived, index)))
+                former.release(place)  # otherwise both would reduce
+            _reducer_of[param] = this, index
+            self._hooks[index] = [param.register_post_accumulate_grad_hook(_hook(this, GradReducer.arrived, index))]
             if self.context.tp.degree > 1 and is_sequence_parallel(param):
-                self._hooks.append(param.register_hook(_hook(this, GradReducer.coming, index)))
+                self._hooks[index].append(param.register_hook(_hook(this, GradReducer.coming, index)))
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy the state between two steps, whatever the current state: no gradients, and new hooks."""
@@ -167,7 +173,7 @@ class GradReducer:
             **vars(self),
             "buckets": buckets,
             "_place_of": {},
-            "_hooks": [],
+            "_hooks": {},
             "_known": [None] * len(self.params),
             "_summed": set(),
         }
@@ -178,15 +184,26 @@ class GradReducer:
         self._start_over()
         self._watch(0)
 
-    def close(self) -> None:
-        """Remove the hooks from the parameters."""
-        for hook in self._hooks:
+    def release(self, index: int) -> None:
+        """Remove the hooks from a parameter."""
+        for hook in self._hooks.pop(index, ()):
             hook.remove()
-        self._hooks.clear()
 
     @property
     def communicates(self) -> bool:
         return self.degree > 1 and bool(self.params)
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether buckets are reduced during the backward pass: not if another optimizer's might be, too.
+
+        If a pass reaches only some of their parameters on a rank, the order of their buckets differs from that of other
+        ranks; the order of the steps does not.
+        """
+        return not any(
+            other is not self and other._hooks and other.communicates and other.context == self.context
+            for other in list(_reducers)
+        )
 
     def _sum_type(self, param: Tensor) -> torch.dtype:
         """Return the dtype in which a parameter's gradients are summed over backward passes."""
@@ -235,7 +252,7 @@ class GradReducer:
         bucket, _ = self._place_of[index]
         if bucket.pending is not None:
             bucket.dirty = True
-        elif self._passes[index] == self._expected:
+        elif self._passes[index] == self._expected and self._overlaps:
             bucket.waiting -= not self._silent[index]
             while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
                 self._launch(self.buckets[self._next])
@@ -250,7 +267,7 @@ class GradReducer:
 
     def _ended(self) -> None:
         self._ends += 1
-        if self._ends == self._expected_ends:
+        if self._ends == self._expected_ends and self._overlaps:
             self._launch_rest()
 
     def _launch_rest(self) -> None:

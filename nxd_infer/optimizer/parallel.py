@@ -177,8 +177,8 @@ class NxDOptimizer(OptimizerWrapper):
         super().pieces_changed()
         self._publisher = Publisher(self._reducer, self.pieces)
 
-    def publish_changes(self, changed: bool) -> None:
-        self._publisher.publish_changes(changed)
+    def publish(self) -> None:
+        self._publisher.publish()
 
     @property
     def _params(self) -> list[Tensor]:
@@ -343,7 +343,7 @@ class NxDOptimizer(OptimizerWrapper):
         self.hand_on_hyperparameters()
         self.optimizer.step(**kwargs)
         self.take_back_hyperparameters()
-        self._publisher.publish()
+        self.publish()
         return loss
 
     def _refuse_nonfinite(self) -> bool:

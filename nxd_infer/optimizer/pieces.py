@@ -14,14 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nxd_infer import comm
 from nxd_infer.comm.overlapped import Pending, start_all_gather
 from nxd_infer.context import ParallelContext
 from nxd_infer.optimizer.buckets import Bucket, GradReducer, Slot, wide_type
 from nxd_infer.parallel_layers.grads import Spans, counted_spans, cut_spans
 
-NOWHERE = -1
-"""No memory address."""
+NOWHERE = (-1, -1)
+"""No version and no memory address."""
 
 
 @dataclass
@@ -38,8 +37,8 @@ class Piece:
     """The elements of the piece that this rank counts in a norm, before adding data-parallel ranks."""
     own_memory: bool
     """Whether ``tensor`` is a copy (a master weight) that must be written back."""
-    seen: int = 0
-    """The parameter's address, or for a master weight its version, when ``tensor`` last matched it."""
+    seen: tuple[int, int] = NOWHERE
+    """The parameter's version (if ``tensor`` is a master weight) and address when ``tensor`` last matched it."""
 
     @property
     def whole(self) -> bool:
@@ -53,9 +52,9 @@ class Piece:
     def refresh(self) -> None:
         """Update ``tensor`` after the parameter's memory, or for a master weight its values, changed from outside.
 
-        ``module.to()`` and ``load_state_dict(assign=True)`` change the memory, ``load_state_dict()`` the values. A
-        master weight keeps elements that still round to the parameter's value, so a state loaded before its model stays
-        exact.
+        ``module.to()``, ``load_state_dict(assign=True)`` and ``param.data = ...`` change the memory,
+        ``load_state_dict()`` the values. A master weight keeps elements that still round to the parameter's value, so a
+        state loaded before its model stays exact. It does not see ``param.data.fill_()``, which leaves no trace.
         """
         if self.tensor is self.param or self.seen == self._now():
             return
@@ -75,8 +74,8 @@ class Piece:
         """Record that parameter and tensor are copies of a matching pair, but do not share memory yet."""
         self.seen = self._now() if self.own_memory else NOWHERE
 
-    def _now(self) -> int:
-        return self.param._version if self.own_memory else self.param.data_ptr()
+    def _now(self) -> tuple[int, int]:
+        return self.param._version if self.own_memory else 0, self.param.data_ptr()
 
 
 Masters = bool | torch.dtype
@@ -151,14 +150,6 @@ class Publisher:
                 self._write_back(slot, flat, shard_of(bucket, self._reducer.context))
         for piece in self._pieces:
             piece.settled()
-
-    def publish_changes(self, changed: bool) -> None:
-        """:meth:`publish` if ``changed`` on this rank or on a rank that shares its buckets."""
-        if self._reducer.scatter and self._reducer.communicates:
-            flag = torch.tensor([int(changed)], dtype=torch.int32, device=self._reducer.buckets[0].device)
-            changed = bool(comm.all_reduce(flag, self._reducer.context, "dp", "max"))
-        if changed:
-            self.publish()
 
     def _write_back(self, slot: Slot, flat: Tensor, own: tuple[int, int]) -> None:
         """Copy a parameter from its bucket, except the range ``own`` that was updated in the parameter's memory."""

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxd_infer.errors import CheckpointError, NotInitializedError
+from nxd_infer.context import ParallelContext
+from nxd_infer.errors import CheckpointError, NotInitializedError, ParallelConfigError
 from nxd_infer.optimizer.groups import NOT_HYPERPARAMETERS
 from nxd_infer.optimizer.pieces import Piece
 
@@ -31,13 +32,12 @@ class OptimizerWrapper(torch.optim.Optimizer):
     A copy is in the state between two steps: parameters, state and settings are copied, gradients and hooks are not.
     """
 
+    context: ParallelContext
     optimizer: torch.optim.Optimizer
     """The wrapped optimizer; its parameters are the tensors of ``pieces``."""
     pieces: list[Piece]
     names: list[str]
     """Names of the trained parameters, in order."""
-
-    _step_supports_amp_scaling = False  # a fused optimizer's would unscale gradients after clipping
 
     def __init__(self, groups: Iterable[dict[str, Any]], defaults: dict[str, Any]):
         self.inited = False
@@ -59,8 +59,22 @@ class OptimizerWrapper(torch.optim.Optimizer):
         """Update what is derived from ``pieces`` after it was replaced or extended."""
         self._stepped = {id(piece.param): piece.tensor for piece in self.pieces}
 
-    def publish_changes(self, changed: bool) -> None:
-        """Write the tensors of ``pieces`` to the parameters if they ``changed`` here or on another rank."""
+    def publish(self) -> None:
+        """Write the tensors of ``pieces`` to the parameters, those of other ranks too."""
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What ``torch.amp.GradScaler.step`` asks first. False: it unscales ``param.grad`` itself, before the step.
+
+        Raises ParallelConfigError where that would not reach the gradients of the step, or not alike on every rank.
+        """
+        apart = any(piece.tensor is not piece.param for piece in self.pieces)
+        if self.inited and (apart or self.context.world_size > 1):
+            raise ParallelConfigError(
+                "torch.amp.GradScaler does not work with parallel degrees, ZeRO-1, master weights or fp32_grad_acc: "
+                "use bfloat16 autocast, which needs no scaling"
+            )
+        return False
 
     # --- attributes and methods -----------------------------------------------------------------------
 
@@ -94,10 +108,9 @@ class OptimizerWrapper(torch.optim.Optimizer):
         def call(*args: Any, **kwargs: Any) -> Any:
             self.hand_on_hyperparameters()
             self.refresh_pieces()
-            before = [piece.tensor._version for piece in self.pieces]
             result = method(*args, **kwargs)
             self.take_back_hyperparameters()
-            self.publish_changes(before != [piece.tensor._version for piece in self.pieces])
+            self.publish()  # always: no version tells of changes through `.data`
             return result
 
         return call

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from nxd_infer.context import current_context
-from nxd_infer.errors import ParallelConfigError
+from nxd_infer.errors import ParallelConfigError, ShardingError
 from nxd_infer.layout import AxisPlan, ParamLayout, attach_layout, layout_of, restore_attributes
 from nxd_infer.layout.runs import Fill as Filling
 from nxd_infer.layout.runs import Run, coalesce
@@ -161,6 +161,8 @@ class ParallelLayer(nn.Module):
 
     def scatter_input_features(self, x: Tensor, plan: AxisPlan, index_name: str, dim: int = -1) -> Tensor:
         """Reduce all logical inputs to this rank's: lay them out by ``plan``, then split evenly."""
+        if x.shape[dim] != plan.size:  # an index would take any larger size, and padding a smaller one
+            raise ShardingError(f"{type(self).__name__}: expected {plan.size} input features, got {x.shape[dim]}")
         index = getattr(self, index_name)
         if index is not None:
             x = torch.cat([x, torch.zeros_like(x.narrow(dim, 0, 1))], dim).index_select(dim, index)

@@ -5,6 +5,7 @@ Source: API guide, "Parallel Embedding"; the options after ``device`` are those 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -155,7 +156,9 @@ class ParallelEmbedding(ParallelLayer):
     def _shortening(self, rows: Tensor, max_norm: float) -> Tensor:
         """Return the factors ``[..., 1]`` that limit each row to ``max_norm``; the norm covers all ranks of a row."""
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        if self.shard_across_embedding and self.degree > 1:
+        if self.shard_across_embedding and self.degree > 1 and math.isinf(self.norm_type):
+            norm = comm.all_reduce(rows.abs().amax(-1, keepdim=True), self.context, self.axis, "max")
+        elif self.shard_across_embedding and self.degree > 1:
             power = rows.abs().pow(self.norm_type).sum(-1, keepdim=True)
             norm = comm.all_reduce(power, self.context, self.axis).pow(1 / self.norm_type)
         else:

@@ -60,13 +60,9 @@ def counted_spans(param: Tensor, context: ParallelContext | None = None) -> Span
     if getattr(param, "nxd_spans", None) is not None:  # a range of a flat bucket; see nxd_infer.optimizer
         return param.nxd_spans  # pyright: ignore[reportAttributeAccessIssue]
     whole: Spans = ((0, param.numel()),) if param.numel() else ()
-    if tp.degree == 1:
-        return whole
-    if not split_over_ranks(param):
-        return whole if tp.rank == 0 else ()
     layout: ParamLayout | None = getattr(param, "nxd_layout", None)
     if layout is None or not any(plan.duplicated(tp.degree) for plan in layout.axes):
-        return whole
+        return whole if tp.rank == 0 or split_over_ranks(param) else ()
     owned = torch.zeros(param.shape, dtype=torch.bool)
     for block in owned_blocks(layout, tp.degree, tp.rank):
         owned[block.local_slices] = True
@@ -233,7 +229,9 @@ def clip_grad_norm(
     """Scale the whole model's gradients to a norm of at most ``max_norm``; return the norm before scaling.
 
     The arguments are those of :func:`get_grad_norm`. ``norm_type`` is any positive number, ``inf`` or ``"inf"``.
-    Without parallelism this equals ``torch.nn.utils.clip_grad_norm_``.
+    Without parallelism this equals ``torch.nn.utils.clip_grad_norm_``. It does not reach a step with ZeRO-1 or master
+    weights, which uses gradients of its own: set ``max_grad_norm`` there. Raises ParallelConfigError for gradients that
+    the optimizer sums in ``param.main_grad``.
     """
     context = current_context() if context is None else context
     shares = _shares(parameters, context, zero1_optimizer)
@@ -244,7 +242,12 @@ def clip_grad_norm(
 
 def _shares(parameters: Iterable[Tensor] | Tensor, context: ParallelContext, over_dp: bool) -> list[Share]:
     several = [parameters] if isinstance(parameters, Tensor) else parameters
-    once = {id(param): param for param in several}.values()
+    once = list({id(param): param for param in several}.values())
+    if any(p.grad is None and getattr(p, "main_grad", None) is not None for p in once):
+        raise ParallelConfigError(
+            "gradients are summed in param.main_grad (use_fp32_grad_acc), so they cannot be clipped by hand: "
+            "set max_grad_norm, and read optimizer.grad_norm"
+        )
     return [Share(p.grad, counted_spans(p, context), over_dp) for p in once if p.grad is not None]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nxd_infer import comm
 from nxd_infer.context import ParallelContext, current_context
@@ -52,6 +53,7 @@ class _LogProbs(torch.autograd.Function):
         return picked - log_sum, total / vocabulary - log_sum
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):
         # d chosen / d logit = [is target] - p;  d mean / d logit = 1 / vocabulary - p
         exps, exp_sum, local, own = ctx.saved_tensors

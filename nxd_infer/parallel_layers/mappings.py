@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nxd_infer import comm
 from nxd_infer.context import ParallelContext, current_context
@@ -77,13 +78,18 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, forward_kind, backward_kind, context, axis, dim, dtype):
-        ctx.arguments = (backward_kind, context, axis, dim, dtype)
+        ctx.arguments = (forward_kind, backward_kind, context, axis, dim, dtype)
         result = _apply(forward_kind, x, context, axis, dim, dtype)
         return result.view_as(result) if result is x else result
 
     @staticmethod
     def backward(ctx, *grads):
-        return _apply(ctx.arguments[0], grads[0], *ctx.arguments[1:]), None, None, None, None, None, None
+        forward_kind, backward_kind, *where = ctx.arguments
+        if torch.is_grad_enabled() and grads[0].requires_grad:
+            back = _Move.apply(grads[0], backward_kind, forward_kind, *where)
+        else:
+            back = _apply(backward_kind, grads[0], *where)
+        return back, None, None, None, None, None, None
 
 
 def _move(
@@ -122,6 +128,7 @@ class _LogicalGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):
         elements, dim, context, axis, dtype = ctx.arguments
         grad = grads[0].movedim(dim, 0)

@@ -35,7 +35,8 @@ class _Recomputed:
         forward = self.own or functools.partial(type(self.module).forward, self.module)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=_streams_as_now, **kwargs)
+        bound = functools.partial(forward, **kwargs)  # checkpoint() would take arguments that are named like its own
+        return checkpoint(bound, *args, use_reentrant=False, context_fn=_streams_as_now)
 
 
 class _StreamsAsNow:

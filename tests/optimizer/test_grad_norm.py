@@ -14,6 +14,7 @@ from nxd_infer import parallel_state
 from nxd_infer.context import LOCAL, current_context, make_context, use_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import shard_state_dict, weight_layout
+from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers import grads
 from nxd_infer.parallel_layers.grads import clip_grad_norm, counted_spans, get_grad_norm
 from tests.ranks import run_ranks
@@ -190,3 +191,13 @@ def test_a_rank_without_gradients_takes_part_on_its_device(monkeypatch: pytest.M
     grads.total_norm([], 2.0, context)
     grads.nonfinite([None], context)
     assert seen == ["meta"] * 3
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("head_dim", [None, 3])
+def test_copies_on_one_rank_count_once(head_dim: int | None):
+    layer = GQAQKVColumnParallelLinear(6, [12, 6], bias=False, kv_size_multiplier=2, head_dim=head_dim, dtype=F64)
+    logical = logical_gradients(layer)
+    give(layer, logical)
+    wanted = torch.nn.utils.get_total_norm(list(logical.values()))
+    assert torch.allclose(get_grad_norm(layer.parameters()), wanted, rtol=1e-12)

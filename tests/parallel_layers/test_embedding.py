@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ def all_cases(dtype: torch.dtype) -> list[str]:
         {"padding_idx": -2},
         {"max_norm": 1.5},
         {"max_norm": 2.0, "norm_type": 1.0},
+        {"max_norm": 0.5, "norm_type": math.inf},
         {"max_norm": 1.5, "padding_idx": 3, "scale_grad_by_freq": True},
         {"scale_grad_by_freq": True},
         {"sparse": True},

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_infer.context import current_context
+from nxd_infer.errors import ShardingError
 from nxd_infer.layout import AxisPlan
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers import ColumnParallelLinear, OutputChannelParallelConv2d, RowParallelLinear, mappings
@@ -162,6 +163,12 @@ def plan_cases(dtype: torch.dtype) -> dict[str, float]:
     found["pad shape"] = 0.0 if y.shape[-1] == 8 * degree * -(-10 // (8 * degree)) else float("inf")
     found["pad"] = error(y[..., :10], plain(dtype, False, IN, 10)(x))
     found["pad never wins"] = 0.0 if (y[..., 10:] == torch.finfo(dtype).min).all() else float("inf")
+    for features in (7, 12):
+        try:
+            row(dtype, True, 8, 3, stride=2)(random(2, features, dtype=dtype))
+            found[f"stride {features} features"] = float("inf")
+        except ShardingError:
+            found[f"stride {features} features"] = 0.0
     kept = column(torch.bfloat16, True, keep_master_weight=True)
     found["master"] = (
         0.0 if torch.equal(own_part(kept, "weight", kept.master_weight).bfloat16(), kept.weight) else float("inf")

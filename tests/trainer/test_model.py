@@ -123,6 +123,22 @@ def test_training_without_gradients_is_refused(disabled: Any):
             model.run_train(torch.ones(3, 2))
 
 
+@pytest.mark.check
+def test_what_is_set_on_it_is_set_on_the_module():
+    model = wrapped(Wrapping, "tensor")
+    inner = model.local_module()
+    model.head = nn.Linear(1, 2)
+    model.how = "dict"
+    model.scale = nn.Parameter(torch.ones(1))
+    model.register_parameter("shift", nn.Parameter(torch.zeros(1)))
+    model.register_buffer("count", torch.zeros(2))
+    assert inner.head is model.head and inner.how == "dict"
+    names = {"weight", "head.weight", "head.bias", "scale", "shift", "count"}
+    assert set(model.state_dict()) == names and set(inner.state_dict()) == names
+    model.note = "own"
+    assert not hasattr(inner, "note")
+
+
 class Wrapping(nn.Module):
     def __init__(self, how: str):
         super().__init__()
@@ -284,6 +300,19 @@ def test_a_graph_is_passed_backward_twice():
         loss.backward()
         gradients.append([param.grad for param in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+class Named(nn.Module):
+    def forward(self, x: Tensor, early_stop: bool = False, preserve_rng_state: float = 1.0, debug: int = 0) -> Tensor:
+        return x * (preserve_rng_state + debug) if early_stop else x
+
+
+@pytest.mark.check
+def test_arguments_named_like_those_of_the_checkpoint():
+    layer = Named()
+    apply_activation_checkpoint(nn.Sequential(layer), Named)
+    x = torch.ones(1, requires_grad=True)
+    assert float(layer(x, early_stop=True, preserve_rng_state=2.0, debug=3)) == 5.0
 
 
 @pytest.mark.check
