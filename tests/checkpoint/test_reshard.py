@@ -288,6 +288,9 @@ def test_a_bar_after_a_while_only(capsys):
         ([0.0, 3.0], [0.0, float("nan")], float("inf"), float("inf")),
         ([0.0, float("inf")], [0.0, -float("inf")], float("inf"), float("inf")),
         ([], [], 0.0, 0.0),
+        ([3, 2**53], [3, 2**53 + 1], 1.0, 2.0**-53),
+        ([3, 9], [3, 5], 4.0, 4 / 9),
+        ([True, False], [True, True], 1.0, 1.0),
     ],
 )
 def test_how_much_two_tensors_differ(monkeypatch, a: list[float], b: list[float], largest: float, relative: float):
