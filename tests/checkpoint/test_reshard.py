@@ -217,7 +217,7 @@ def test_as_calls(tmp_path: Path):
 def test_what_cannot_be_resharded(tmp_path: Path, capsys, monkeypatch):
     alone(tmp_path / "a")
     before = sorted(path.name for path in (tmp_path / "a").rglob("*"))
-    for out in (tmp_path / "a", tmp_path / "a" / "a"):
+    for out in (tmp_path / "a", tmp_path / "a" / "a", tmp_path / "a" / "a" / "x"):
         done = command(capsys, monkeypatch, "reshard", tmp_path / "a", out, "--tp", 2)
         assert done.status == 1 and "the folder of the checkpoint itself; write to another one" in done.err
     assert command(capsys, monkeypatch, "reshard", tmp_path / "a", tmp_path / "b", "--tp", 2).status == 0
