@@ -42,7 +42,7 @@ class Difference:
 
     def exceeds(self, tolerance: float) -> bool:
         """Whether it counts at this tolerance of ``relative``; another dtype counts at 0 only."""
-        return self.fatal or self.relative > tolerance or bool(self.problem and not tolerance)
+        return self.fatal or not self.relative <= tolerance or bool(self.problem and not tolerance)
 
 
 @dataclass(frozen=True)
@@ -163,15 +163,21 @@ def _compare(kind: str, name: str, first: WeightSource, second: WeightSource) ->
 
 
 def difference_of(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """Return ``(max |a - b|, max |a - b| / max(|a|, |b|))`` in float64; equal infinities and two NaN are equal."""
+    """Return ``(max |a - b|, max |a - b| / max(|a|, |b|))`` in float64; equal infinities and two NaN are equal.
+
+    Integers that differ do so by 1 or more, also where float64 has one number for both.
+    """
     if not a.numel() or (a.dtype == b.dtype and a.equal(b)):
         return 0.0, 0.0
     largest, scale = 0.0, 0.0
+    whole = a.dtype == b.dtype and not (a.is_floating_point() or a.is_complex())
     for left, right in zip(a.reshape(-1).split(CHUNK), b.reshape(-1).split(CHUNK), strict=True):
+        same = (left == right) if whole else None  # before float64 rounds the large ones
         left, right = left.double(), right.double()
-        same = (left == right) | (left.isnan() & right.isnan())
+        if same is None:
+            same = (left == right) | (left.isnan() & right.isnan())
         scale = max(scale, *(float(side.abs().nan_to_num(0.0, 0.0, 0.0).max()) for side in (left, right)))
         if not bool(same.all()):
-            gap = (left - right).abs().masked_fill(same, 0.0)
+            gap = (left - right).abs().clamp_min(1.0 if whole else 0.0).masked_fill(same, 0.0)
             largest = max(largest, float(torch.where(gap.isfinite(), gap, torch.inf).max()))
     return largest, (largest / scale if scale else torch.inf) if largest else 0.0

@@ -85,9 +85,10 @@ def reshard_checkpoint(
         whole_number(axis, degree, ParallelConfigError, 1)
     archive = open_archive(path, tag, config=config, rules=rules)
     storage = storage_of(out)
-    taken = (Path(path).resolve(), Path(archive.where).resolve())
-    if isinstance(storage, LocalStorage) and storage.root.resolve() in taken:
-        raise CheckpointError(f"{out} is the folder of the checkpoint itself; write to another one")
+    if isinstance(storage, LocalStorage):
+        root, taken = storage.root.resolve(), Path(archive.where).resolve()
+        if root == Path(path).resolve() or root.is_relative_to(taken):
+            raise CheckpointError(f"{out} is the folder of the checkpoint itself; write to another one")
     work = Resharding(archive, tp, dp, pp, cuts)
     name = archive.checkpoint.tag if isinstance(archive, Archive) else Path(archive.where).name
     stage, done = f"writing {storage.where()}", 0

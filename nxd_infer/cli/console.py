@@ -73,7 +73,7 @@ def spinner(description: str, on: Console = console) -> Iterator[None]:
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print rows under headings; the first column is left-aligned, the others right."""
-    view = Table(title=title or None, title_justify="left", header_style="bold")
+    view = Table(title=escape(title) or None, title_justify="left", header_style="bold")
     for number, column in enumerate(columns):
         view.add_column(column, justify="left" if number == 0 else "right")
     for row in rows:

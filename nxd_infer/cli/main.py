@@ -244,9 +244,11 @@ def verify(
     model_dir: ModelDir,
     tolerance: Annotated[
         float | None,
-        typer.Option(help="Largest max|a-b| / max|b| to accept. Default: 1e-4 for float32, 3e-2 for bfloat16."),
+        typer.Option(
+            min=0.0, help="Largest max|a-b| / max|b| to accept. Default: 1e-4 for float32, 3e-2 for bfloat16."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Seed of the inputs.")] = 0,
     **given: Any,
 ) -> None:
     """Compare an artifact with the unsharded eager model, one row per bucket; exits 1 above the tolerance."""

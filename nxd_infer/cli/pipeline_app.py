@@ -26,9 +26,11 @@ def plan(
             show_default=False,
         ),
     ],
-    pp: Annotated[int | None, typer.Option(help="Pipeline ranks. Default: the recipe's, or 2.", min=2)] = None,
+    pp: Annotated[
+        int | None, typer.Option(help="Pipeline ranks. Default: the recipe's, or 2.", min=2, max=1024)
+    ] = None,
     microbatches: Annotated[
-        int | None, typer.Option(help="Microbatches of a step. Default: the recipe's, or 8.", min=1)
+        int | None, typer.Option(help="Microbatches of a step. Default: the recipe's, or 8.", min=1, max=4096)
     ] = None,
     chunks: Annotated[
         int | None, typer.Option(help="Stages per rank; above 1 the schedule is interleaved. Default: 1.", min=1)

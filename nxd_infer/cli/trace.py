@@ -137,7 +137,8 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
     on_disk = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     console.print(
         f"wrote {out}: {report['graphs']} graphs ({report['compiled']} compiled now), "
-        f"{size(on_disk)}, in {duration(seconds)}"
+        f"{size(on_disk)}, in {duration(seconds)}",
+        markup=False,
     )
     if form := quantization_of(model.manifest, backend):
         weights = model.manifest.weights

@@ -50,8 +50,20 @@ def _scaled(x: Tensor, dim: int, numerator: int, denominator: int) -> Tensor:
     return x.new_empty(shape)
 
 
+def _axis(name: str, degree: int) -> Axis:
+    """Return the current context's axis. Raises CollectiveError if the graph was made for another degree."""
+    here = current_context().axis(name)
+    if here.degree != degree:
+        raise CollectiveError(
+            f"what was compiled at degree {degree} of axis {name!r} is called at degree {here.degree}: call it in the "
+            "context that it was compiled in"
+        )
+    return here
+
+
 def _run(name: str):
     def implementation(x: Tensor, axis: str, argument, degree: int) -> Tensor:
+        _axis(axis, degree)
         return getattr(collectives_of(current_context()), name)(x, axis, argument)
 
     return implementation
@@ -63,7 +75,7 @@ def own_piece(x: Tensor, dim: int, here: Axis) -> Tensor:
 
 
 def _shard(x: Tensor, axis: str, dim: int, degree: int) -> Tensor:
-    return own_piece(x, dim, current_context().axis(axis))
+    return own_piece(x, dim, _axis(axis, degree))
 
 
 def _axis_rank(axis: str) -> Tensor:

@@ -112,6 +112,7 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         whole_number("kv_size_multiplier", m, ParallelConfigError, 1)
         if d is None:
             return AxisPlan.even(self.q_size), AxisPlan.even(self.kv_size) if m == 1 else self._plan_without_heads()
+        whole_number("head_dim", d, ParallelConfigError, 1)
         if self.q_size % d or self.kv_size % d:
             raise ParallelConfigError(
                 f"output sizes {self.q_size} and {self.kv_size} are not whole heads of {d}; check head_dim"

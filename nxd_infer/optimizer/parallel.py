@@ -55,7 +55,7 @@ class NxDOptimizer(OptimizerWrapper):
         master_weights: True updates float32 copies of narrower parameters; a dtype updates copies in that dtype of all
             parameters with another one.
         fp32_grad_acc: sum gradients over backward passes (in ``param.main_grad``) in at least float32 and the dtype of
-            the copies.
+            the copies. ``zero_grad()`` of the optimizer or of an NxDModel drops them; another module's does not.
         reduce_dtype: sum gradients over the ranks in at least this dtype.
         bucket_cap_mb: reduce gradients in flat buckets of about this size.
         lazy_init: shard nothing and create no ``optimizer_class`` before :meth:`init_zero`.

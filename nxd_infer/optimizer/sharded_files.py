@@ -4,12 +4,16 @@
 ``NAME|KEY`` (``exp_avg``, ``step``, ...) and its float32 master weight as ``NAME|master``. The JSON describes each
 piece logically: the flat range ``[start, stop)`` of the rank's parameter, that parameter's shape, and its layout, which
 maps its elements to logical tensors. So a state can be read at any other degree.
+
+All files of a save have its number, so that a load sees that a later save was killed before it had replaced all of
+them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nxd_infer.comm.texts import gather_texts
 from nxd_infer.comm.turns import in_turns
-from nxd_infer.context import ParallelContext
+from nxd_infer.context import AXES, ParallelContext
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.describe import describe_piece
 from nxd_infer.layout.files.atomic import replacing
@@ -34,26 +39,38 @@ FORMAT = "nxd-optimizer-shards 1.0"
 MASTER = "master"
 GROUPS, NAMES = "param_groups", "group_names"
 """Keys of a description: the hyperparameters of each group, and the names of its parameters."""
+SAVE = "save"
+"""Key of the number of a save."""
+INTERRUPTED = "one that was interrupted: load another folder, or save again"
 OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 """Keys that learning-rate schedulers add to groups."""
 
 
 def stem(context: ParallelContext) -> str:
     """Return the name of a rank's files without suffix."""
-    return f"optim.dp_rank_{context.dp.rank:02d}.tp_rank_{context.tp.rank:02d}.pp_rank_{context.pp.rank:02d}"
+    return _stem(dp=context.dp.rank, tp=context.tp.rank, pp=context.pp.rank)
+
+
+def _stem(**ranks: int) -> str:
+    return ".".join(["optim", *(f"{axis}_rank_{rank:02d}" for axis, rank in ranks.items())])
 
 
 def save_sharded(optimizer: NxDOptimizer, output_dir: str | os.PathLike[str], at_a_time: int = 8) -> None:
     """Write this rank's two files. Raises CheckpointError on every rank if one of them cannot."""
     folder = Path(output_dir)
     tensors, description = describe(optimizer)
+    number = secrets.token_hex(8)
+    for axis in AXES:
+        number = gather_texts(number, optimizer.context, axis)[0]
+    description[SAVE] = number
 
     def write() -> None:
         path = folder / stem(optimizer.context)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with replacing(path.with_name(f"{path.name}.safetensors")) as temporary:
-                save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, str(temporary))
+                copies = {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
+                save_file(copies, str(temporary), {SAVE: number})
             # Write the description last and atomically: without it a shard counts as missing.
             with replacing(path.with_name(f"{path.name}.json")) as temporary:
                 temporary.write_text(json.dumps(description, indent=1))
@@ -174,13 +191,32 @@ def _load(optimizer: NxDOptimizer, folder: Path) -> None:
         )
     try:
         with safe_open(str(tensors_file), framework="pt") as file:
+            of_save = (file.metadata() or {}).get(SAVE)
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{tensors_file} cannot be read: {error}") from error
+    if of_save != description.get(SAVE):
+        raise CheckpointError(f"{json_file} is of another save than {tensors_file.name}, {INTERRUPTED}")
+    _require_same_save(optimizer.context, folder, description.get(SAVE))
     strangers = [key for key in tensors if key.rpartition("|")[0] not in stored]
     if strangers:
         raise CheckpointError(f"{tensors_file} has {strangers[0]!r}, which {json_file.name} does not describe")
     take_over(optimizer, tensors, description)
+
+
+def _require_same_save(context: ParallelContext, folder: Path, number: str | None) -> None:
+    """Raise CheckpointError if the next rank of an axis has files of another save; so all ranks have looked at all."""
+    ranks = {axis: context.axis(axis).rank for axis in ("dp", "tp", "pp")}
+    for axis in ranks:
+        file = folder / f"{_stem(**ranks | {axis: (ranks[axis] + 1) % context.axis(axis).degree})}.json"
+        if not file.is_file():  # of a machine without a folder in common
+            continue
+        try:
+            found = json.loads(file.read_text()).get(SAVE)
+        except (ValueError, AttributeError) as error:
+            raise CheckpointError(f"{file} does not describe an optimizer shard: {error!r}") from error
+        if found != number:
+            raise CheckpointError(f"{file} is of another save than {stem(context)}.json, {INTERRUPTED}")
 
 
 def require_same_groups(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -34,8 +35,17 @@ def device_of(device: DeviceLike) -> torch.device | None:
     return torch.device(device)
 
 
+def whole_size(size: Any) -> int:
+    """Return a layer's size, also one of numpy's, as an int. Raises ParallelConfigError for anything else."""
+    try:
+        return operator.index(size)
+    except TypeError:
+        raise ParallelConfigError(f"the sizes of a layer must be whole numbers, got {size!r}") from None
+
+
 def size_plan(size: int, stride: int = 1, pad: bool = False, multiple: int = 1) -> AxisPlan:
     """Return the plan of an axis of ``size``: equal pieces of each of ``stride`` sections, padded on request."""
+    size = whole_size(size)
     if not pad:
         return AxisPlan.strided(size, stride)
     if stride == 1:
@@ -88,7 +98,8 @@ class ParallelLayer(nn.Module):
 
         A parameter without a sharded axis is replicated and gets no layout.
         """
-        shape = ParamLayout.of(self.axes_of(name)).rank_shape(self.degree)
+        axes = [axis if isinstance(axis, AxisPlan) else whole_size(axis) for axis in self.axes_of(name)]
+        shape = ParamLayout.of(axes).rank_shape(self.degree)
         self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
         self._attach(name, sources, stride)
 

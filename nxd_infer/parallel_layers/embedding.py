@@ -17,7 +17,7 @@ from nxd_infer import comm
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import AxisPlan
 from nxd_infer.parallel_layers import mappings
-from nxd_infer.parallel_layers.base import DeviceLike, ParallelLayer, device_of, size_plan
+from nxd_infer.parallel_layers.base import DeviceLike, ParallelLayer, device_of, size_plan, whole_size
 from nxd_infer.util.devices import CHECKED, on_host
 
 
@@ -72,6 +72,8 @@ class ParallelEmbedding(ParallelLayer):
                 f"ParallelEmbedding: init_method must be callable, got {init_method!r}; "
                 "the third argument is init_method, and padding_idx is a keyword"
             )
+        if whole_size(num_embeddings) < 1:
+            raise ParallelConfigError(f"ParallelEmbedding: num_embeddings must be at least 1, got {num_embeddings}")
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ParallelConfigError(
                 f"ParallelEmbedding: padding_idx {padding_idx} is outside the vocabulary of {num_embeddings}"
@@ -186,6 +188,8 @@ class ParallelEmbedding(ParallelLayer):
         return y.new_zeros((*ids.shape, self.embedding_dim)).index_put((own,), y)
 
     def _check_range(self, ids: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            return
         if type(ids) is not Tensor or ids.is_meta or not ids.numel() or ids.device.type not in CHECKED:
             return
         if not on_host(ids):

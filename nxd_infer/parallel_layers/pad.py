@@ -25,14 +25,15 @@ from nxd_infer.layout.params import attachment_of
 from nxd_infer.parallel_layers.base import ParallelLayer
 from nxd_infer.parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
 from nxd_infer.parallel_layers.pad_plan import Member, Padder, groups_of, members_of
+from nxd_infer.util.options import whole_number
 
 __all__ = ["generate_padding_mask", "get_number_of_extra_heads", "pad_model"]
 
 
 def get_number_of_extra_heads(n_head: int, tp_degree: int) -> int:
     """Return how many heads to add to ``n_head`` so that it divides over ``tp_degree`` ranks."""
-    if n_head < 1 or tp_degree < 1:
-        raise ParallelConfigError(f"heads and degree must be at least 1, got {n_head} heads on {tp_degree} ranks")
+    whole_number("the number of heads", n_head, ParallelConfigError, 1)
+    whole_number("the degree", tp_degree, ParallelConfigError, 1)
     return -n_head % tp_degree
 
 

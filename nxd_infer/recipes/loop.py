@@ -53,7 +53,7 @@ from nxd_infer.trainer import (
     wait_for_save,
 )
 from nxd_infer.trainer.first_rank import is_rank_zero
-from nxd_infer.trainer.shutdown import shutdown
+from nxd_infer.trainer.shutdown import give_up, shutdown
 from nxd_infer.util.devices import transport_device
 
 MODEL = "model"
@@ -390,6 +390,9 @@ class Training:
             self.keeper.prune()
 
     def close(self, status: str) -> None:
-        """Close the logs, wait for all ranks, and leave the process group."""
+        """Close the logs, wait for all ranks, and leave the process group; after a failure without a wait."""
         self.logs.close(status)
-        shutdown()
+        if status == "success":
+            shutdown()
+        else:
+            give_up(self.context)

@@ -102,6 +102,15 @@ def tokenizer_source(loaded: Loaded) -> Path | None:
 def _write(loaded: Loaded, folder: Path) -> None:
     building = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(building, ignore_errors=True)
+    try:
+        _fill(loaded, building)
+        building.rename(folder)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+
+
+def _fill(loaded: Loaded, building: Path) -> None:
     model = building / MODEL
     model.mkdir(parents=True)
     recipe = loaded.recipe
@@ -126,7 +135,6 @@ def _write(loaded: Loaded, folder: Path) -> None:
         if given is not None:
             found = itertools.islice(records(loaded.path(given)), most)
             write_store(building / name, checked_examples(encoder, found, raw["vocab_size"]))
-    building.rename(folder)
 
 
 def _texts(loaded: Loaded) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Read YAML text as plain values, with the line of every key.
 
-Numbers such as ``3e-4`` are floats, which PyYAML takes for text; a key that is given twice is an error.
+Numbers such as ``3e-4`` are floats, which PyYAML takes for text, and ``1:30:00`` is text, which it takes for a number
+of base 60; a key that is given twice is an error.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ KeyPath = tuple[str | int, ...]
 """The keys that lead to a value, from the top."""
 
 MERGE = "tag:yaml.org,2002:merge"
+FLOAT, INT = "tag:yaml.org,2002:float", "tag:yaml.org,2002:int"
 MOST_VALUES = 100_000
 DEEPEST = 64
 """Levels of a recipe; PyYAML's own bound is the interpreter's stack, which differs by caller."""
@@ -164,9 +166,17 @@ def _yaml() -> Any:
     return yaml
 
 
+def _decimal(pattern: re.Pattern[str]) -> re.Pattern[str]:
+    """Return what a number looks like, without YAML 1.1's of base 60."""
+    return re.compile(f"(?!.*:){pattern.pattern}", pattern.flags)
+
+
 def _loader(yaml: Any) -> Any:
     class Loader(yaml.SafeLoader):
-        yaml_implicit_resolvers = {key: list(found) for key, found in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+        yaml_implicit_resolvers = {
+            key: [(tag, _decimal(pattern) if tag in (FLOAT, INT) else pattern) for tag, pattern in found]
+            for key, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
         level = 0
 
         def compose_node(self, parent: Any, index: Any) -> Any:
@@ -178,5 +188,5 @@ def _loader(yaml: Any) -> Any:
             self.level -= 1
             return node
 
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+    Loader.add_implicit_resolver(FLOAT, _FLOAT, list("-+.0123456789"))
     return Loader

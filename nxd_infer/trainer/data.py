@@ -45,6 +45,8 @@ class ResumableLoader:
         """Number of finished epochs."""
         self._samples = 0
         """Samples of all ranks that were yielded in this epoch."""
+        self._newest: object = None
+        """Of the iterator that moves the position; one from before another began, or from before a load, ends."""
         if len(self) < 1:
             raise ParallelConfigError(
                 f"a dataset of {self._length} samples does not fill a step of {self._step}: batch_size {batch_size} on "
@@ -72,9 +74,14 @@ class ResumableLoader:
             **self._options,
         )
         step = self._step
+        mine = self._newest = object()
         for batch in loader:
+            if self._newest is not mine:
+                return
             self._samples += step
             yield batch
+        if self._newest is not mine:
+            return
         self.epoch, self._samples = self.epoch + 1, 0
 
     def _batches(self) -> list[list[int]]:
@@ -110,6 +117,7 @@ class ResumableLoader:
                     f"{mine[key]!r}: the order would differ"
                 )
         self.epoch, self._samples = state["epoch"], state["samples"]
+        self._newest = None
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import traceback
+
 import torch.distributed as dist
 
+from nxd_infer import comm
 from nxd_infer.checkpoint.api import wait_for_save
+from nxd_infer.comm.distributed import DistributedCollectives
+from nxd_infer.context import ParallelContext
 from nxd_infer.parallel_state import destroy_model_parallel
 from nxd_infer.util.devices import group_exists
 
-__all__ = ["shutdown"]
+__all__ = ["give_up", "shutdown"]
 
 
 def shutdown() -> None:
@@ -25,3 +30,10 @@ def shutdown() -> None:
         destroy_model_parallel()
         if up:
             dist.destroy_process_group()
+
+
+def give_up(context: ParallelContext) -> None:
+    """Leave the other ranks because of the exception that is being handled, so that none of them waits for this one."""
+    transport = comm.collectives_of(context) if context.world_size > 1 else None
+    if isinstance(transport, DistributedCollectives):
+        transport.give_up(traceback.format_exc())

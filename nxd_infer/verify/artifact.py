@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from nxd_infer import trace
 from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.backends.base import Quantization
 from nxd_infer.checkpoint.source import weight_source
-from nxd_infer.errors import ArtifactError
+from nxd_infer.errors import ArtifactError, InputRangeError
 from nxd_infer.util.dtypes import dtype_of
+from nxd_infer.util.options import Option
 from nxd_infer.util.progress import Progress, silent
 from nxd_infer.verify import accuracy
 from nxd_infer.verify.cases import Tensors, full_inputs, generation_cases, one_shot_cases
@@ -100,9 +101,11 @@ def verify_artifact(
         text: over which logits are compared if a generating model's weights are rounded. Default: random tokens.
         progress: called as ``progress(stage, done, total)``, a step for each bucket.
 
-    Raises ArtifactError for an artifact without a model directory to rebuild it from, WeightMismatchError for another
-    model's directory.
+    Raises InputRangeError for a negative or infinite tolerance, ArtifactError for an artifact without a model directory
+    to rebuild it from, WeightMismatchError for another model's directory.
     """
+    if tolerance is not None:
+        Option(MISSING, "", float, minimum=0).checked("tolerance", tolerance, InputRangeError)
     model_dir = Path(model_dir)
     rows: list[Row] = []
     # A wrong path is refused before anything is loaded.
@@ -146,7 +149,7 @@ def compare(bucket: str, ours: Tensors, reference: Tensors, tolerance: float) ->
     """Compare outputs: floating-point within the tolerance; a sampled token may differ only between near ties."""
     if "top_logprobs" not in reference:
         differences = {name: relative(ours[name], reference[name]) for name in reference}
-        wrong = next((name for name, difference in differences.items() if difference > tolerance), "")
+        wrong = next((name for name, difference in differences.items() if not difference <= tolerance), "")
         return Row(bucket, max(differences.values()), "", wrong)
     top, token = reference["top_logprobs"].flatten(0, 1), reference["token"].flatten()
     difference = relative(ours["top_logprobs"].flatten(0, 1), top)

@@ -217,7 +217,7 @@ def test_as_calls(tmp_path: Path):
 def test_what_cannot_be_resharded(tmp_path: Path, capsys, monkeypatch):
     alone(tmp_path / "a")
     before = sorted(path.name for path in (tmp_path / "a").rglob("*"))
-    for out in (tmp_path / "a", tmp_path / "a" / "a"):
+    for out in (tmp_path / "a", tmp_path / "a" / "a", tmp_path / "a" / "a" / "x"):
         done = command(capsys, monkeypatch, "reshard", tmp_path / "a", out, "--tp", 2)
         assert done.status == 1 and "the folder of the checkpoint itself; write to another one" in done.err
     assert command(capsys, monkeypatch, "reshard", tmp_path / "a", tmp_path / "b", "--tp", 2).status == 0
@@ -288,6 +288,9 @@ def test_a_bar_after_a_while_only(capsys):
         ([0.0, 3.0], [0.0, float("nan")], float("inf"), float("inf")),
         ([0.0, float("inf")], [0.0, -float("inf")], float("inf"), float("inf")),
         ([], [], 0.0, 0.0),
+        ([3, 2**53], [3, 2**53 + 1], 1.0, 2.0**-53),
+        ([3, 9], [3, 5], 4.0, 4 / 9),
+        ([True, False], [True, True], 1.0, 1.0),
     ],
 )
 def test_how_much_two_tensors_differ(monkeypatch, a: list[float], b: list[float], largest: float, relative: float):

@@ -301,7 +301,7 @@ def test_trace_says_before_it_begins_what_a_model_lacks(capsys, monkeypatch, tmp
     [
         (["trace", "/no/such/model", "--out", "a"], ["/no/such/model", "config.json"]),
         (["trace", "MODEL", "--out", "a", "--batch-sizes", "1,x"], ["1,x"]),
-        (["trace", "MODEL", "--out", "a", "--batch-sizes", "0"], ["--batch-sizes", "at least 1, got [0]"]),
+        (["trace", "MODEL", "--out", "a", "--batch-sizes", "0"], ["--batch-sizes", "from 1 to 1048576, got [0]"]),
         (["trace", "MODEL", "--out", "a", "--max-len", "100000"], ["100000", "256"]),
         (["trace", "MODEL", "--out", "a", "--tp", "0"], ["--tp", "0", "1"]),
         (["trace", "MODEL", "--out", "a", "--tp", "two"], ["--tp", "it must be a whole number, got 'two'"]),
@@ -317,6 +317,14 @@ def test_trace_says_before_it_begins_what_a_model_lacks(capsys, monkeypatch, tmp
         (["generate", "MODEL", "x"], ["a model to trace", "nxd-infer trace"]),
         (["generate", "MODEL"], ["PROMPT", "give the text to continue"]),
         (["verify", "/no/such/artifact", "MODEL"], ["/no/such/artifact"]),
+        (["verify", "/etc", "MODEL", "--tolerance", "nan"], ["--tolerance", "nan", "at least 0"]),
+        (["verify", "/etc", "MODEL", "--tolerance", "-1"], ["--tolerance", "at least 0", "-1"]),
+        (["verify", "/etc", "MODEL", "--seed", "9" * 20], ["--seed", "9" * 20]),
+        (["trace", "MODEL", "--out", "a", "--batch-sizes", "1," + "9" * 20], ["--batch-sizes", "from 1 to 1048576"]),
+        (["trace", "MODEL", "--out", "a", "--prompt-buckets", "9" * 20], ["--prompt-buckets", "from 1 to 1048576"]),
+        (["ckpt", "reshard", "a", "b", "--tp", "100000"], ["--tp", "100000"]),
+        (["ckpt", "reshard", "a", "b", "--pp", "100000"], ["--pp", "100000"]),
+        (["pipeline", "plan", "MODEL", "--microbatches", "200000"], ["--microbatches", "200000"]),
         (
             ["trace", "MODEL", "--out", "/etc/hostname/a"],
             ["/etc/hostname is not a directory", "choose another"],

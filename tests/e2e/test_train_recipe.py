@@ -14,6 +14,7 @@ import pytest
 
 from nxd_infer.cli.demo.client import stream_completion
 from nxd_infer.cli.demo.run import server, wait_ready
+from nxd_infer.recipes import launch
 from nxd_infer.util.ports import free_port
 from tests.e2e.command import ROOT, nxd_infer, nxd_infer_here, refused
 
@@ -133,6 +134,31 @@ def test_a_rank_that_fails_says_why(tmp_path):
         "train", "recipe.yaml", "~trace", "exp_manager.name=x", "data.global_batch_size=90000", cwd=tmp_path
     )
     refused(done, "ranks.log", "error: ", "the nearest is")
+
+
+FAILING = """import sys
+from nxd_infer.recipes import loop, rank_main
+
+whole = loop.Training.train_step
+def step(self, batch):
+    if self.context.rank == 1 and self.step == 2:
+        raise OSError("the data's disk is gone")
+    return whole(self, batch)
+loop.Training.train_step = step
+rank_main.main(sys.argv[1])
+"""
+
+
+def test_one_rank_that_fails_in_a_step_ends_the_job_at_once(tmp_path, capsys, monkeypatch):
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "rank.py").write_text(FAILING)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WHICH", "x")
+    monkeypatch.setattr(launch, "python_module", lambda _, job: [sys.executable, "rank.py", job])
+    begin = time.monotonic()
+    done = nxd_infer_here(capsys, monkeypatch, "train", "recipe.yaml", "~trace")
+    refused(done, "ranks.log", "the data's disk is gone")
+    assert time.monotonic() - begin < 150  # its peer would wait for 300 s
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm"])

@@ -287,6 +287,10 @@ def test_files_that_cannot_be_written_or_understood(tmp_path: Path):
     described.write_text(text)
     optimizer.load_sharded_state_dict(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".json") == [described.name]
+    optimizer.save_sharded_state_dict(tmp_path)
+    described.write_text(text)  # as if it had been killed between the two files
+    with pytest.raises(CheckpointError, match="is of another save than"):
+        optimizer.load_sharded_state_dict(tmp_path)
 
 
 def wrong_states(folder: str) -> list[str]:
@@ -302,11 +306,19 @@ def wrong_states(folder: str) -> list[str]:
 
     _, optimizer = training(**ZERO1)
     optimizer.save_sharded_state_dict(folder, save_serially=False)
+    files = [Path(folder, f"optim.dp_rank_01.tp_rank_00.pp_rank_00.{kind}") for kind in ("json", "safetensors")]
+    before = [file.read_bytes() for file in files]
     _, other = training(partial(decoder, "odd_heads"), **ZERO1)
     attempt(lambda: other.load_sharded_state_dict(folder))
     attempt(lambda: other.load_state_dict(optimizer.state_dict()))
     if current_context().dp.rank == 1:
         Path(folder, "optim.dp_rank_01.tp_rank_00.pp_rank_00.safetensors").write_bytes(b"short")
+    attempt(lambda: optimizer.load_sharded_state_dict(folder))
+    optimizer.save_sharded_state_dict(folder)
+    if current_context().dp.rank == 1:  # as if it had been killed before this rank wrote its files
+        for file, content in zip(files, before, strict=True):
+            file.write_bytes(content)
+    comm.barrier(current_context(), "dp")
     attempt(lambda: optimizer.load_sharded_state_dict(folder))
     if current_context().dp.rank == 1:
         Path(folder, "optim.dp_rank_01.tp_rank_00.pp_rank_00.safetensors").unlink()
@@ -320,10 +332,11 @@ def wrong_states(folder: str) -> list[str]:
 
 def test_states_that_do_not_fit(tmp_path: Path):
     first, second = run_ranks(wrong_states, 2, str(tmp_path), tp=1)
-    for model, memory, _, _, degrees in (first, second):
+    for model, memory, _, half, _, degrees in (first, second):
+        assert "is of another save than" in half and "was interrupted" in half
         assert "belongs to another model" in model and "self_attn" in model
         assert "optimizer state: found" in memory or "it describes" in memory
         assert degrees == "loaded" or "dp 2, tp 1" in degrees or "is missing" in degrees
     assert "cannot be read" in second[2] and "gave up" in first[2]
-    assert "is missing" in second[3] and "gave up" in first[3]
-    assert "was saved at dp 2, tp 1, pp 1, but this job runs at dp 1, tp 2, pp 1" in first[4]
+    assert "is missing" in second[4] and "is of another save than" in first[4]
+    assert "was saved at dp 2, tp 1, pp 1, but this job runs at dp 1, tp 2, pp 1" in first[5]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from typing import Any
 
 import pytest
@@ -399,3 +400,4 @@ def test_data_that_does_not_fit_is_refused(folder):
     ):
         with pytest.raises(RecipeError, match=message), use_context(make_context()):
             train(load(write(folder), overrides))
+    assert not list(folder.rglob(f".*.{os.getpid()}"))

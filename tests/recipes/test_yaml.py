@@ -7,7 +7,7 @@ import os
 import pytest
 
 from nxd_infer.errors import RecipeError
-from nxd_infer.recipes.recipe import check
+from nxd_infer.recipes.recipe import check, seconds_of
 from nxd_infer.recipes.resolve import override, resolve
 from nxd_infer.recipes.yaml_text import Tree, parse_yaml
 
@@ -29,6 +29,11 @@ def parsed(text: str, *overrides: str) -> Tree:
         (".5e1", 5.0),
         ("1e", "1e"),
         ("980,10,10", "980,10,10"),
+        ("1:00:00:00", "1:00:00:00"),
+        ("1:30.5", "1:30.5"),
+        ("0x1F", 31),
+        ("-1_000", -1000),
+        ("1.5", 1.5),
         ("~", None),
     ],
 )
@@ -121,3 +126,21 @@ def test_a_wrong_override_is_shown(text):
 def test_a_number_that_is_too_large_is_told_the_limit(number):
     with pytest.raises(RecipeError, match=r"x.yaml:1: data.dev_choose_samples .*(below 1099511627776|at least)"):
         check(parse_yaml(f"data: {{dev_choose_samples: {number}}}\n", "x.yaml"))
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("key", ["trainer.max_time", "exp_manager.max_time_per_run"])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("1:00:00:00", 86400), ("2:30", 150), ('"00:01:00:00"', 3600), ("90", 90), ("1.5", 1.5)]
+)
+def test_a_time_is_of_days_hours_minutes_and_seconds(key, text, seconds):
+    section, name = key.split(".")
+    values = parsed(f"{section}: {{{name}: {text}}}")
+    assert seconds_of(values.values[section][name], values, (section, name)) == seconds
+
+
+@pytest.mark.check
+def test_a_time_has_no_weeks():
+    values = parsed("a: 1:2:3:4:5")
+    with pytest.raises(RecipeError, match=r"r.yaml:1: a = '1:2:3:4:5' is not a time"):
+        seconds_of(values.values["a"], values, ("a",))

@@ -157,17 +157,17 @@ def test_a_wrong_call_names_the_function_and_the_argument():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_sizes": []}, r"batch_sizes must be a list of one or more whole numbers of at least 1, got \[\]"),
+        ({"batch_sizes": []}, r"batch_sizes must be a list of one or more whole numbers from 1 to 1048576, got \[\]"),
         (
             {"prompt_buckets": [8, 0]},
-            r"prompt_buckets must be a list of one or more whole numbers of at least 1, got \[8, 0\]",
+            r"prompt_buckets must be a list of one or more whole numbers from 1 to 1048576, got \[8, 0\]",
         ),
         ({"prompt_buckets": [True]}, r"prompt_buckets must be .*, got \[True\]"),
         ({"lora_slots": -1}, "lora_slots must be a whole number of at least 0, got -1"),
         ({"lora_rank": 0}, "lora_rank must be a whole number of at least 1, got 0"),
         ({"slots": 0}, "slots must be a whole number of at least 1, or None, got 0"),
         ({"max_len": True}, "max_len must be a whole number of at least 2, or None, got True"),
-        ({"batch_sizes": 4}, "batch_sizes must be a list of one or more whole numbers of at least 1, got 4"),
+        ({"batch_sizes": 4}, "batch_sizes must be a list of one or more whole numbers from 1 to 1048576, got 4"),
         ({"task": "translate"}, 'task must be "generate", "embed", "classify" or None, got .translate.'),
         ({"dtype": "float99"}, 'dtype must be "float32", "bfloat16" or None, got .float99.'),
         ({"speculate": 16}, "speculate must be a whole number from 0 to 15, got 16"),

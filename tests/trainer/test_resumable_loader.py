@@ -166,3 +166,18 @@ def test_what_a_loader_refuses():
             other.load_state_dict(state)
     with pytest.raises(CheckpointError, match="from a loader with shuffle False, but this one has True"):
         ResumableLoader(Numbers(), 2, seed=1, shuffle=True).load_state_dict(state)
+
+
+@pytest.mark.check
+def test_an_iterator_that_another_has_replaced_moves_nothing():
+    loader = ResumableLoader(Numbers(), 3)
+    old = iter(loader)
+    next(old)
+    assert len(list(loader)) == 6
+    assert next(old, None) is None
+    assert (loader.epoch, loader.state_dict()["samples"]) == (1, 0)
+    old = iter(loader)
+    next(old)
+    loader.load_state_dict({**loader.state_dict(), "samples": 6})
+    assert next(old, None) is None
+    assert (loader.epoch, loader.state_dict()["samples"]) == (1, 6)

@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
-from nxd_infer.verify.artifact import compare, relative
+from nxd_infer.cli.console import table
+from nxd_infer.errors import InputRangeError
+from nxd_infer.verify.artifact import compare, relative, verify_artifact
 
 
 @pytest.mark.parametrize(
@@ -25,3 +27,20 @@ def test_values_that_are_not_finite_must_be_the_same(ours, reference, difference
     a, b = torch.tensor(ours), torch.tensor(reference)
     assert relative(a, b) == difference
     assert bool(compare("bucket", {"y": a}, {"y": b}, 0.1).wrong) == (difference > 0.1)
+
+
+def test_nothing_is_within_a_tolerance_that_is_no_number():
+    a, b = torch.tensor([1.0]), torch.tensor([2.0])
+    assert compare("bucket", {"y": a}, {"y": b}, math.nan).wrong == "y"
+
+
+@pytest.mark.parametrize("tolerance", [math.nan, -1.0, math.inf])
+def test_a_tolerance_that_is_no_number_is_refused(tmp_path, tolerance):
+    with pytest.raises(InputRangeError, match="tolerance must be a number of at least 0, got"):
+        verify_artifact(tmp_path, tmp_path, tolerance=tolerance)
+
+
+def test_a_title_is_printed_as_it_is(capsys):
+    table("a[/v]", ("bucket",), [("b[/c]",)])
+    told = capsys.readouterr().out
+    assert "a[/v]" in told and "b[/c]" in told

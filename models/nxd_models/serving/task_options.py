@@ -25,6 +25,8 @@ BIAS_SLOTS = 300
 MAX_DRAFT_TOKENS = 15
 """Of a step that verifies drafts: attention gives up to 16 queries the bits of decode (``nxd_infer.ops.attention``)."""
 LONGEST_BY_DEFAULT = 4096
+LARGEST = 2**20
+"""Rows or tokens of a bucket."""
 
 
 @dataclass(eq=False)
@@ -45,6 +47,7 @@ class TaskOptions:
         flag="--batch-sizes",
         kind=list[int],
         minimum=1,
+        maximum=LARGEST,
     )
     prompt_buckets: Sequence[int] = option(
         (32, 128, 512),
@@ -53,6 +56,7 @@ class TaskOptions:
         flag="--prompt-buckets",
         kind=list[int],
         minimum=1,
+        maximum=LARGEST,
     )
     max_len: int | None = option(
         None,
