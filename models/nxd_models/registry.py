@@ -23,7 +23,7 @@ from nxd_infer.errors import ModelConfigError
 from nxd_infer.util.dtypes import dtype_of
 from nxd_models import hf
 from nxd_models.hf.config_file import ModelFile, read_json
-from nxd_models.hf.sentence_transformers import pooling_options
+from nxd_models.hf.sentence_transformers import activation_fields, pooling_options
 from nxd_models.spec import TASKS, TRANSFORMERS, DecoderConfig, EncoderConfig, ModelDirectory, ModelSpec
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def load_config(model_dir: str | os.PathLike[str] | ModelDirectory, model_impl: 
         return model_dir
     path = Path(model_dir)
     file = path / "config.json"
-    raw = read_json(file)
+    raw = {**read_json(file), **activation_fields(path)}
     spec, config = _read(raw, str(file), model_impl)
     return ModelDirectory(path, spec, config, ModelFile.read(raw, str(file)).architectures, raw)
 

@@ -141,3 +141,14 @@ def test_damaged_files_beside_the_configuration_are_named(tmp_path):
         (tmp_path / "modules.json").write_text(damaged)
         with pytest.raises(ModelConfigError, match=r"modules\.json"):
             pooling_options(tmp_path)
+
+
+def test_the_activation_that_sentence_transformers_6_stores_beside_the_configuration_wins(tmp_path):
+    old = {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}
+    (tmp_path / "config.json").write_text(json.dumps({**FAMILIES["bert_classifier"], **old}))
+    beside = tmp_path / "config_sentence_transformers.json"
+    beside.write_text(json.dumps({"activation_fn": "torch.nn.modules.linear.Identity"}))
+    assert registry.load_config(tmp_path).config.scores == "none"
+    beside.write_text(json.dumps({"activation_fn": "torch.nn.Tanh"}))
+    with pytest.raises(ModelConfigError, match=r"activation_fn = 'torch\.nn\.Tanh' is not supported"):
+        registry.load_config(tmp_path)

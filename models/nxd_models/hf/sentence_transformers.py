@@ -104,6 +104,13 @@ def prompts(model_dir: Path) -> dict[str, Any]:
     return {"prompts": found, "default_prompt": default}
 
 
+def activation_fields(model_dir: Path) -> dict[str, Any]:
+    """Return the activation of a classifier as version 5 wrote it into ``config.json``; version 6 has it here."""
+    file = model_dir / _PROMPTS_FILE
+    named = read_json(file).get("activation_fn") if file.is_file() else None
+    return {"sentence_transformers": {"activation_fn": named}} if named else {}
+
+
 def files(model_dir: Path) -> list[str]:
     """Return the names of the library's files that this module reads from the directory."""
     names = [*_SETTINGS_FILES, _PROMPTS_FILE]
