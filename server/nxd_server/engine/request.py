@@ -79,7 +79,7 @@ class Choice(Sequence):
 
 def eos_token_ids(metadata: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Return the tokens that end an answer: those that the model's configuration names, and its tokenizer's."""
-    ids = list(metadata.get("eos_token_ids") or ())
+    ids: list[int] = list(metadata.get("eos_token_ids") or ())
     own = None if tokenizer is None else tokenizer.eos_token_id
     if own is not None and own < int(metadata["vocab_size"]) and own not in ids:
         ids.append(own)  # a chat model's turns may end with it while its configuration names another

@@ -47,7 +47,7 @@ def _sampler_fields() -> dict[str, Any]:
     """Return the sampler's numbers as fields of a body; the engine checks their limits."""
     made: dict[str, Any] = {}
     for name, field in SAMPLER_FIELDS.items():
-        kind = Whole if field.kind is int else field.kind
+        kind: Any = Whole if field.kind is int else field.kind
         if field.model_may_set:
             text = f"{field.help} Default: the model's own, else {field.default:g}."
             made[name] = (kind | None, Field(None, description=text))
