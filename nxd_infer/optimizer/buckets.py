@@ -16,6 +16,7 @@ With several optimizers over the same ranks, nothing is reduced before the steps
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -136,6 +137,8 @@ class GradReducer:
         self._known: list[weakref.ref[Tensor] | None] = []
         self._summed: set[int] = set()
         self._hooks: dict[int, list[RemovableHandle]] = {}
+        self._overlaps = True
+        """Whether buckets are reduced during the backward pass."""
         self.extend(params)
 
     def extend(self, params: Sequence[Tensor]) -> None:
@@ -165,6 +168,7 @@ class GradReducer:
             self._hooks[index] = [param.register_post_accumulate_grad_hook(_hook(this, GradReducer.arrived, index))]
             if self.context.tp.degree > 1 and is_sequence_parallel(param):
                 self._hooks[index].append(param.register_hook(_hook(this, GradReducer.coming, index)))
+        self._look_for_others()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy the state between two steps, whatever the current state: no gradients, and new hooks."""
@@ -174,6 +178,7 @@ class GradReducer:
             "buckets": buckets,
             "_place_of": {},
             "_hooks": {},
+            "_overlaps": True,
             "_known": [None] * len(self.params),
             "_summed": set(),
         }
@@ -193,17 +198,22 @@ class GradReducer:
     def communicates(self) -> bool:
         return self.degree > 1 and bool(self.params)
 
-    @property
-    def _overlaps(self) -> bool:
-        """Whether buckets are reduced during the backward pass: not if another optimizer's might be, too.
+    def _look_for_others(self) -> None:
+        """From the second optimizer over these ranks on, reduce no bucket of either before its step.
 
-        If a pass reaches only some of their parameters on a rank, the order of their buckets differs from that of other
-        ranks; the order of the steps does not.
+        If a backward pass reaches only some of their parameters on a rank, the order of their buckets differs from that
+        of other ranks; the order of the steps does not. Decided here, after a collection, and not whenever a bucket is
+        full: when an optimizer that nobody uses any more is freed may differ, too.
         """
-        return not any(
-            other is not self and other._hooks and other.communicates and other.context == self.context
-            for other in list(_reducers)
-        )
+
+        def others() -> list[GradReducer]:
+            several = [other for other in list(_reducers) if other is not self and other.context == self.context]
+            return [other for other in several if other._hooks and other.communicates]
+
+        if self.communicates and others():
+            gc.collect()
+            for other in others():
+                self._overlaps = other._overlaps = False
 
     def _sum_type(self, param: Tensor) -> torch.dtype:
         """Return the dtype in which a parameter's gradients are summed over backward passes."""
