@@ -51,9 +51,12 @@ class RopeFile(ConfigFile):
     rope_scaling: Any = None
     rope_parameters: Any = None
     partial_rotary_factor: Any = None
+    original_max_position_embeddings: Count | None = None
 
     def rope(self, max_position: int) -> RopeConfig:
         """Raises ModelConfigError for an unknown scaling. ``max_position`` is the model's context length."""
+        if self.rope_scaling and self.rope_parameters and self.rope_scaling != self.rope_parameters:
+            raise self.error("rope_scaling", "rope_parameters says something else: keep the one that is meant")
         name = "rope_parameters" if self.rope_parameters else "rope_scaling"
         raw = self.rope_parameters or self.rope_scaling or {}
         if not isinstance(raw, Mapping):
@@ -74,7 +77,8 @@ class RopeFile(ConfigFile):
             return RopeConfig("linear", theta, scaling.factor)
         if kind == "dynamic":
             return RopeConfig("dynamic", theta, scaling.factor, original_max_position=max_position)
-        original = scaling.original_max_position_embeddings or max_position
+        before = self.original_max_position_embeddings or scaling.original_max_position_embeddings
+        original = before or max_position
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         return RopeConfig("llama3", theta, scaling.factor, low, high, original)
 

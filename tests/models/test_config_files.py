@@ -44,6 +44,13 @@ def parsed(family: str, **changes):
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"num_local_experts": 8}, "num_local_experts.*mixture"),
         ("qwen3", {"num_experts": 8}, "num_experts"),
+        ("qwen2", {"is_causal": False}, "is_causal = False.*model-impl transformers"),
+        ("qwen3", {"architectures": ["Qwen3ForSequenceClassification"]}, "architectures.*does not generate"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e4}},
+            "rope_scaling.*rope_parameters says something else",
+        ),
         ("qwen2", {"use_sliding_window": True, "sliding_window": "x"}, "sliding_window"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
         ("bert", {"is_decoder": True}, "is_decoder"),
@@ -67,6 +74,33 @@ def test_both_spellings_of_rope_mean_the_same():
     assert old.rope == RopeConfig("llama3", 500000.0, 8.0, 1.0, 4.0, 64)
 
 
+def test_llama_3_takes_the_original_length_from_the_outer_object_first():
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    for inner, outer, expected in ((None, 32, 32), (128, 32, 32), (128, None, 128)):
+        found = parsed(
+            "llama",
+            rope_scaling={**scaling, "original_max_position_embeddings": inner},
+            original_max_position_embeddings=outer,
+        )
+        assert isinstance(found, LlamaConfig) and found.rope.original_max_position == expected
+
+
+@pytest.mark.check
+def test_a_mistral_with_kinds_of_layers_is_a_ministral_and_a_decoder_that_classifies_needs_a_padding_id(tmp_path):
+    pytest.importorskip("transformers")
+    raw = {**FAMILIES["mistral"], "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6}
+    for family, fields, message in (
+        ("mistral", raw, "ministral"),
+        ("llama", {**FAMILIES["llama"], "architectures": ["LlamaForSequenceClassification"]}, "pad_token_id = None"),
+    ):
+        folder = tmp_path / family
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**fields, "pad_token_id": None}))
+        with pytest.raises(ModelConfigError, match=message):
+            registry.load_config(folder, "transformers")
+
+
+@pytest.mark.check
 def test_what_a_window_means():
     assert parsed("mistral").max_length == 256
     assert parsed("mistral", sliding_window=100).max_length == 100

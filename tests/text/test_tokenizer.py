@@ -59,6 +59,9 @@ def test_a_vocabulary_file_alone_makes_a_bert_tokenizer(tmp_path):
     first, second = (reference.encode(text, add_special_tokens=False) for text in ("the quick fox", "the dog"))
     assert ids == [cls, *first, sep, *second, sep]
     assert types == [0] * (len(first) + 2) + [1] * (len(second) + 1)
+    for names, expected in ((["input_ids", "token_type_ids"], types), (["input_ids"], [0] * len(types))):
+        one = Tokenizer(tokenizer.raw, {"model_input_names": names})
+        assert one.encode_with_types("the quick fox", "the dog") == (ids, expected)
 
 
 @pytest.mark.parametrize("cls", [False, True])

@@ -51,6 +51,8 @@ def transformers_config(raw: Mapping[str, Any], origin: str = "config.json") -> 
     kind = raw.get("model_type")
     fields = {name: value for name, value in raw.items() if name != "model_type"}
     hf = library()
+    if kind == "mistral" and "layer_types" in raw:
+        kind = "ministral"  # as transformers does when it reads a directory
     try:
         return hf.AutoConfig.for_model(kind, **fields)
     except Exception as error:  # of many types, one of them huggingface_hub's
@@ -107,6 +109,10 @@ def _unscaled_lengths(config: Any, origin: str) -> Iterator[int]:
 
 def _encoder(config: Any, file: ClassifierFile, raw: Mapping[str, Any]) -> GenericEncoderConfig:
     labels = file.labels()
+    if config.pad_token_id is None and any(name.endswith("ForSequenceClassification") for name in file.architectures):
+        raise file.error(
+            "pad_token_id", "a classifier looks for the last token that is not padding: set it to the tokenizer's"
+        )
     return GenericEncoderConfig(
         model_type=file.model_type,
         vocab_size=config.vocab_size,

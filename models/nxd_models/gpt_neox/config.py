@@ -48,6 +48,7 @@ class NeoXFile(ModelFile, RopeFile, SpecialTokens):
 
     def config(self) -> NeoXConfig:
         self.refuse("tie_word_embeddings", "a head that is the embedding is not supported in this family")
+        self.require_causal()
         hidden, heads = self.hidden_size, self.num_attention_heads
         if hidden % heads:
             raise self.error("hidden_size", f"does not divide over {heads} heads")

@@ -34,6 +34,7 @@ Positive = Annotated[float, Field(gt=0), Problem("expected a number above 0")]
 Flag = Annotated[bool, Problem("expected true or false")]
 Texts = Annotated[tuple[str, ...], Field(strict=False), Problem("expected a list of texts")]
 TokenIds = Annotated[int | list[int], Problem("expected a token id or a list of them")]
+OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
 class ConfigFile(BaseModel):
@@ -96,6 +97,14 @@ class ModelFile(ConfigFile):
     quantization_config: Any = None
     dtype: Any = None
     torch_dtype: Any = None
+
+    def require_causal(self) -> None:
+        """Raise ModelConfigError unless it is a causal model that generates, for families that have no other."""
+        instead = "not supported in this family: pass model_impl='transformers' (--model-impl transformers)"
+        if self._raw.get("is_causal") is False:
+            raise self.error("is_causal", f"attention to later tokens is {instead}")
+        if any(name.endswith(OTHER_HEADS) for name in self.architectures):
+            raise self.error("architectures", f"a head that does not generate is {instead}")
 
     @property
     def weight_dtype(self) -> str:

@@ -87,6 +87,7 @@ class LlamaFile(ModelFile, RopeFile, SpecialTokens):
     def config(self) -> LlamaConfig:
         for name in ("num_local_experts", "num_experts", "n_routed_experts"):
             self.refuse(name, "mixture-of-experts models are not supported")
+        self.require_causal()
         kind, hidden, heads = self.model_type, self.hidden_size, self.num_attention_heads
         kv_heads = self.num_key_value_heads or heads
         if heads % kv_heads:

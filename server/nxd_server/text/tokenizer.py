@@ -72,6 +72,8 @@ class Tokenizer:
         self.bos_token_id = self._config_id("bos_token")
         self.eos_token_id = self._config_id("eos_token")
         self.pad_token_id = self._config_id("pad_token")
+        inputs = self.config.get("model_input_names")
+        self._types = not isinstance(inputs, list) or "token_type_ids" in inputs
 
     @classmethod
     def from_dir(cls, source: Source) -> Tokenizer:
@@ -149,7 +151,7 @@ class Tokenizer:
             encoding, types = self._encode_parts(texts, field, most)
         if limit is not None and len(encoding) > limit:  # before a list is built
             raise PromptTooLongError(len(encoding), limit, field, completes=False)
-        return encoding.ids, types or encoding.type_ids
+        return encoding.ids, (types or encoding.type_ids) if self._types else [0] * len(encoding)
 
     def _encode_parts(self, texts: list[str], field: str, most: int | None) -> tuple[Any, list[int] | None]:
         """Encode a text or a pair, each part separately and truncated; return the types if the encoding lacks them."""
