@@ -20,6 +20,12 @@ RANDOM = [[5 + (7 * place + 3 * length) % 280 for place in range(length)] for le
 GREEDY = SamplingParams(max_tokens=28, temperature=0, ignore_eos=True)
 
 
+def paying_costs(artifact):
+    """A step that verifies costs what one without does: every guess pays."""
+    costs = costs_of(artifact)
+    return costs | {f"verify_b{count}": costs[f"decode_b{count}"] for count in (1, 4) if f"decode_b{count}" in costs}
+
+
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=needs_inductor), 2])
 def llms(request, tmp_path_factory):
     """The same artifact without and with guesses; with them whenever there are any, right or wrong."""
@@ -37,10 +43,11 @@ def llms(request, tmp_path_factory):
         )[1]
     else:
         artifact = trace_llama(directory, 2, speculate=GUESSES)[1]
-    costs = costs_of(artifact)
-    # A step that verifies costs what one without does: every guess pays.
-    paying = costs | {f"verify_b{count}": costs[f"decode_b{count}"] for count in (1, 4) if f"decode_b{count}" in costs}
-    with LLM(artifact, costs=costs) as plain, LLM(artifact, speculate=GUESSES, costs=paying) as guessing:
+    options = {"prefix_caching": False}  # which slot holds a prompt hangs on when the answers end
+    with (
+        LLM(artifact, costs=costs_of(artifact), **options) as plain,
+        LLM(artifact, speculate=GUESSES, costs=paying_costs(artifact), **options) as guessing,
+    ):
         yield plain, guessing
 
 
@@ -77,6 +84,21 @@ def test_greedy_answers_are_the_same_and_take_fewer_steps(llms):
     assert 40 < stats.accepted_tokens < stats.draft_tokens
     assert plain.engine.stats().draft_tokens == 0
     assert stats.generated_tokens == plain.engine.stats().generated_tokens
+
+
+def test_a_conversation_goes_on_behind_accepted_and_rejected_guesses(llms):
+    """What they wrote into the slot is what the next turn finds there."""
+    plain, guessing = llms
+    artifact = guessing.model.artifact.path
+    with LLM(artifact, speculate=GUESSES, costs=paying_costs(artifact)) as caching:
+        talk = list(REPETITIVE[2])
+        for turn in range(4):
+            params = GREEDY.replace(max_tokens=9, logit_bias=dict.fromkeys((20, 21, 22, 23), 3.0))
+            (expected,), (found,) = plain.generate(talk, params), caching.generate(talk, params)
+            assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+            assert found.usage.cached_tokens == (len(talk) - 3 if turn else 0)
+            talk += [*found.outputs[0].token_ids, 30 + turn, 31]
+        assert caching.engine.stats().draft_tokens > caching.engine.stats().accepted_tokens > 0
 
 
 def test_a_draft_is_verified_with_the_bits_of_decode(llms):
