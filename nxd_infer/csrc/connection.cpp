@@ -34,7 +34,7 @@ uint32_t* futex_word(Signal& signal) {
   return reinterpret_cast<uint32_t*>(&signal.value);
 }
 
-constexpr int64_t kLeft = -1;  // instead of the pid of a rank that has disconnected
+constexpr uint64_t kLeft = ~0ULL;  // instead of the start time of a rank that has disconnected
 
 // State letter and start time of a process from /proc/PID/stat; 'X' if it is gone, '?' if unknown.
 char process_state(int64_t pid, uint64_t* start) {
@@ -125,8 +125,9 @@ Connection::Connection(std::string axis, int fd, int64_t rank, int64_t degree, i
 
 Connection::~Connection() {
   if (base_ != nullptr) {
-    int64_t own = getpid();  // a copy in a forked process does not leave for this one
-    block(rank_).pid.compare_exchange_strong(own, kLeft);
+    if (block(rank_).pid.load() == getpid()) {  // a copy in a forked process does not leave for this one
+      block(rank_).start_ticks.store(kLeft);
+    }
     munmap(base_, bytes_);
   }
 }
@@ -258,7 +259,7 @@ void Connection::wait(Signal& signal, uint64_t target, Op op, const std::functio
       for (int r = 0; r < degree_; r++) {
         const int64_t pid = block(r).pid.load();
         uint64_t start = 0;
-        if ((awaited >> r & 1) && pid == kLeft) {
+        if ((awaited >> r & 1) && block(r).start_ticks.load() == kLeft) {
           left |= 1ULL << r;
         } else if ((awaited >> r & 1) && pid != 0) {
           const char state = process_state(pid, &start);

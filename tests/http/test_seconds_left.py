@@ -29,7 +29,7 @@ def submitted_with(age: float) -> float:
 
     service = SimpleNamespace(
         task="generate", model_name="toy", top_logprobs=20, max_len=64, vocab_size=97, room=9, sampling_defaults={},
-        continues_prompts=True, require_ready=Mock(), require_tokenizer=toy_tokenizer, submit=submit,
+        continues_prompts=True, require_ready=Mock(), check_room=Mock(), require_tokenizer=toy_tokenizer, submit=submit,
     )  # fmt: skip
     context = SimpleNamespace(service=service, settings=ServerSettings(request_timeout=60), metrics=Mock())
 

@@ -65,7 +65,7 @@ def test_prompts_and_cut_texts_equal_those_of_sentence_transformers(served):
     [
         ({"prompt_name": "nope"}, "prompt_name"),
         ({"prompt_name": "query", "input": [5, 6]}, "prompt_name"),
-        ({"input": [["a", "b"]]}, "input[0]"),
+        ({"input": [["a", "b"]]}, "input[0][0]"),
         *(({"truncate_prompt_tokens": wrong}, "truncate_prompt_tokens") for wrong in (0, 2, 21, True)),
     ],
 )

@@ -145,7 +145,7 @@ def test_the_padding_mask_marks_real_heads():
 
 @pytest.mark.check
 def test_what_cannot_be_padded_is_refused():
-    with pytest.raises(ParallelConfigError, match="0 heads"):
+    with pytest.raises(ParallelConfigError, match="at least 1, got 0"):
         pad_model(nn.Linear(2, 2), 2, 0)
     with pytest.raises(ParallelConfigError, match="wrapped_classes must contain classes"):
         pad_model(nn.Linear(2, 2), 2, 2, wrapped_classes=["Attention"])
