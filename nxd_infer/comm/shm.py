@@ -53,7 +53,7 @@ class RankCounters:
 
     rank: int
     pid: int
-    """0 until the rank has connected, -1 once it has disconnected."""
+    """0 until the rank has connected; it stays when the rank disconnects."""
     collectives: int
 
 
