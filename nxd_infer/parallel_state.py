@@ -111,10 +111,10 @@ def initialize_model_parallel(
     """Lay the ranks of the world out over pipeline, data, context and tensor parallel groups, once per process.
 
     The world is that of ``torch.distributed``. If that is not initialised and a launcher such as torchrun has started
-    several processes, this creates the process group: gloo on the CPU, NCCL if each rank has a GPU. Without a launcher
-    the world is this process alone. Every rank calls this with the same arguments; data parallelism gets the remaining
-    factor. Ranks are ordered ``[pipeline, data, context, tensor]``: a tensor parallel group is a run of consecutive
-    ranks.
+    several processes, or one on a GPU, this creates the process group: gloo on the CPU, NCCL if each rank has a GPU.
+    Without a launcher the world is this process alone. Every rank calls this with the same arguments; data parallelism
+    gets the remaining factor. Ranks are ordered ``[pipeline, data, context, tensor]``: a tensor parallel group is a run
+    of consecutive ranks.
 
     ``expert_model_parallel_size``: must be 1; experts are not split over ranks yet.
     ``lnc_size``: must be 1; physical cores are not combined into logical ones yet.

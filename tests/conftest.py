@@ -37,6 +37,9 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # Inductor's kernels are compiled as for users; what calls them takes three quarters of its time to compile so.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
+# Ranks of a test share this machine: each would want a GPU of its own.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Each process would pin its ranks to the same cores and time out there; the kernel places them better.
     os.environ.setdefault("NXD_INFER_PIN", "0")

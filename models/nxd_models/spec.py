@@ -66,11 +66,12 @@ class DecoderConfig:
                 f"use at most {self.max_length} tokens"
             )
 
-    def check_drafts(self, max_len: int) -> None:
-        """Raise ModelConfigError if drafts cannot be verified exactly in contexts of up to ``max_len`` tokens.
+    def check_cached_length(self, max_len: int) -> None:
+        """Raise ModelConfigError if a context of ``max_len`` tokens cannot be computed piece by piece with a cache.
 
-        They can be if the output for a token depends only on the tokens before it.
+        It can be if the output for a token depends only on the tokens before it.
         """
+        self.check_length(max_len)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,9 @@ from nxd_infer.util.options import whole_number
 from nxd_infer.util.progress import Progress, silent
 from nxd_infer.util.reading import sha256_of
 
+MOST_RANKS = 4096
+"""Along an axis; each has files of its own."""
+
 Read = Callable[[], Tensor]
 
 
@@ -79,10 +82,10 @@ def reshard_checkpoint(
         progress: called as ``progress(stage, done, total)``, a step for each tensor.
 
     Raises CheckpointError if the checkpoint does not fit other degrees or ``out`` already has one of its tag, and
-    ParallelConfigError for a degree below 1, or cuts that are not layers.
+    ParallelConfigError for a degree below 1 or above :data:`MOST_RANKS`, or cuts that are not layers.
     """
     for axis, degree in (("tp", tp), ("pp", pp), *([] if dp is None else [("dp", dp)])):
-        whole_number(axis, degree, ParallelConfigError, 1)
+        whole_number(axis, degree, ParallelConfigError, 1, MOST_RANKS)
     archive = open_archive(path, tag, config=config, rules=rules)
     storage = storage_of(out)
     if isinstance(storage, LocalStorage):

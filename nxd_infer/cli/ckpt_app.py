@@ -19,9 +19,6 @@ class DType(str, enum.Enum):
     bfloat16 = "bfloat16"
 
 
-MOST_RANKS = 4096
-"""Along an axis; each has files of its own."""
-
 ckpt = typer.Typer(
     help="Inspect training checkpoints and extract weights, offline.",
     epilog="Example:  nxd-infer ckpt inspect ./ckpts",
@@ -89,15 +86,9 @@ def export_hf(
 def reshard(
     path: CheckpointDir,
     out: Annotated[Path, typer.Argument(help="The folder to write the checkpoint into.", show_default=False)],
-    tp: Annotated[
-        int, typer.Option("--tp", min=1, max=MOST_RANKS, help="Tensor parallel degree of the new checkpoint.")
-    ],
-    dp: Annotated[
-        int | None, typer.Option("--dp", min=1, max=MOST_RANKS, help="Data parallel degree. Default: unchanged.")
-    ] = None,
-    pp: Annotated[
-        int, typer.Option("--pp", min=1, max=MOST_RANKS, help="Pipeline parallel degree of the new checkpoint.")
-    ] = 1,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel degree of the new checkpoint.")],
+    dp: Annotated[int | None, typer.Option("--dp", min=1, help="Data parallel degree. Default: unchanged.")] = None,
+    pp: Annotated[int, typer.Option("--pp", min=1, help="Pipeline parallel degree of the new checkpoint.")] = 1,
     cuts: Annotated[
         str | None, typer.Option(help="Last layers of the pipeline stages, by commas. Default: balanced.")
     ] = None,

@@ -33,7 +33,8 @@ def plan(
         int | None, typer.Option(help="Microbatches of a step. Default: the recipe's, or 8.", min=1, max=4096)
     ] = None,
     chunks: Annotated[
-        int | None, typer.Option(help="Stages per rank; above 1 the schedule is interleaved. Default: 1.", min=1)
+        int | None,
+        typer.Option(help="Stages per rank; above 1 the schedule is interleaved. Default: 1.", min=1, max=1024),
     ] = None,
     schedule: Annotated[
         str | None, typer.Option(help="1f1b, gpipe, interleaved or zero-bubble. Default: by --chunks.")

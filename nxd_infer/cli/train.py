@@ -16,6 +16,7 @@ from nxd_infer.recipes.experiment import Keeper, log_dir_of
 from nxd_infer.recipes.loop import Outcome
 from nxd_infer.recipes.recipe import Loaded, load, world_size
 from nxd_infer.recipes.yaml_text import read_yaml
+from nxd_infer.util.devices import has_accelerator
 
 
 def run(file: Path, overrides: list[str], check: bool, chip: str | None, trace_out: Path | None) -> None:
@@ -50,7 +51,7 @@ def train(loaded: Loaded, file: Path, overrides: list[str]) -> Outcome:
     if launch.is_a_rank(os.environ):
         launch.check_world(loaded, os.environ)
         return loop.train(loaded, console=console)
-    if world_size(loaded.recipe) == 1:
+    if world_size(loaded.recipe) == 1 and not has_accelerator():  # which is a rank's, as of several ranks
         return loop.train(loaded, console=console)
     require_trainable(loaded)
     log_dir = log_dir_of(loaded.recipe.exp_manager)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from nxd_infer.context import LOCAL, current_context, default_context
 from nxd_infer.errors import NotInitializedError, ParallelConfigError
-from nxd_infer.util.devices import group_exists
+from nxd_infer.util.devices import group_exists, has_accelerator
 
 PLACE = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables that ``torch.distributed`` needs besides ``WORLD_SIZE`` to find the other ranks."""
@@ -24,6 +24,15 @@ PLACE = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 def launched_world() -> int:
     """Return how many processes the launcher has started, from ``WORLD_SIZE``; 1 without a launcher."""
     return _number("WORLD_SIZE", least=1) if "WORLD_SIZE" in os.environ else 1
+
+
+def is_launched() -> bool:
+    """Return whether a launcher has started this process for a group: as one of several, or alone with a GPU."""
+    return launched_world() > 1 or ("WORLD_SIZE" in os.environ and not _missing() and has_accelerator())
+
+
+def _missing() -> list[str]:
+    return [name for name in PLACE if not os.environ.get(name)]
 
 
 def _number(name: str, least: int = 0) -> int:
@@ -39,23 +48,23 @@ def _number(name: str, least: int = 0) -> int:
 def join_launched_world(timeout: float) -> None:
     """Start the process group of a launched world without one: gloo on the CPU, NCCL with one GPU per rank.
 
-    Does nothing if a group exists, or without a launcher. ``timeout``: seconds to wait for the other ranks, here and in
+    Does nothing if a group exists, or without a launcher. One process alone gets a group only to train on its GPU:
+    models are where the group communicates. ``timeout``: seconds to wait for the other ranks, here and in
     collectives of the group. Raises NotInitializedError if the environment lacks their address or they do not come, and
     ParallelConfigError if the devices do not match the ranks.
     """
-    world = launched_world()
-    if world == 1 or group_exists():
+    if group_exists() or not is_launched():
         return
-    missing = [name for name in PLACE if not os.environ.get(name)]
+    world, missing = launched_world(), _missing()
     if missing:
         raise NotInitializedError(
             f"WORLD_SIZE={world} says that this process is one of {world}, but the environment has no "
             f"{', '.join(missing)}: start the processes with torchrun, call "
             "torch.distributed.init_process_group() yourself, or unset WORLD_SIZE to run in this process alone"
         )
-    rank, port, backend = _number("RANK"), _number("MASTER_PORT"), _backend_of_the_devices()
+    rank, port, (backend, device) = _number("RANK"), _number("MASTER_PORT"), _backend_of_the_devices()
     try:
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout), device_id=device)
     except dist.DistError as error:
         raise NotInitializedError(
             f"rank {rank} did not meet the other ranks of {world} at {os.environ['MASTER_ADDR']}:{port} within "
@@ -83,10 +92,11 @@ def refuse_xla_device(device: torch.device) -> None:
         )
 
 
-def _backend_of_the_devices() -> str:
+def _backend_of_the_devices() -> tuple[str, torch.device | None]:
+    """Return the process group's backend, and this rank's GPU."""
     refuse_configured_xla()
-    if not torch.cuda.is_available() or not dist.is_nccl_available():
-        return "gloo"
+    if not has_accelerator() or not dist.is_nccl_available():
+        return "gloo", None
     name = "LOCAL_RANK" if "LOCAL_RANK" in os.environ else "RANK"
     place, here = _number(name), torch.cuda.device_count()
     if place >= here:
@@ -95,7 +105,7 @@ def _backend_of_the_devices() -> str:
             'processes here, or set CUDA_VISIBLE_DEVICES="" to train on the CPU'
         )
     torch.cuda.set_device(place)
-    return "nccl"
+    return "nccl", torch.device("cuda", place)
 
 
 def require_no_lonely_rank(what: str) -> None:

@@ -164,7 +164,8 @@ class NeuronXLAStrategy(ParallelStrategy):
             torch.set_num_threads(int(self._variables(0)["OMP_NUM_THREADS"]))
         initialize(self.nxd_config)
         require_degrees(self.nxd_config)
-        if group_exists() and self.world_size > 1 and transport_device().type != self.root_device.type:
+        several = self.world_size > 1 or transport_device() != HOST
+        if group_exists() and several and transport_device().type != self.root_device.type:
             raise ParallelConfigError(
                 f"the ranks communicate on {transport_device().type}, but Trainer(accelerator=) chose "
                 f'{self.root_device.type}: leave accelerator out, or set CUDA_VISIBLE_DEVICES="" to train on the CPU'

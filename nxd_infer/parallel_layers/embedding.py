@@ -127,7 +127,8 @@ class ParallelEmbedding(ParallelLayer):
         self.require_divisible(what, self.plan)
         here = {"process_group": self.axis, "context": self.context}
         if self.degree == 1 or self.shard_across_embedding:
-            y = self._look_up(input, self.padding_idx)
+            # It concerns the gradient alone, of which a graph has none.
+            y = self._look_up(input, None if torch.compiler.is_exporting() else self.padding_idx)
             if self.shard_across_embedding and self.collect_output:
                 y = self.gather_output_features(y, self.plan, "output_index")
             if self.sequence_parallel_enabled:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from nxd_infer.comm.launched import launched_world
+from nxd_infer.comm.launched import is_launched
 from nxd_infer.context import current_context, default_context
 from nxd_infer.errors import NotInitializedError, ParallelConfigError
 from nxd_infer.modules.lora.config import LoraConfig
@@ -189,10 +189,10 @@ neuronx_distributed_config.__doc__ = inspect.cleandoc(neuronx_distributed_config
 
 
 def initialize(config: TrainConfig) -> None:
-    """Initialise model parallelism where this process is one of several; what is there already must be the same."""
+    """Initialise model parallelism where a launcher has started this process; what is there must be the same."""
     if model_parallel_is_initialized():
         require_degrees(config)
-    elif group_exists() or launched_world() > 1:
+    elif group_exists() or is_launched():
         initialize_model_parallel(config.tensor_parallel_size, config.pipeline_parallel_size)
 
 

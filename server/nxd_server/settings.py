@@ -162,6 +162,13 @@ class ServerSettings:
         bool,
         GENERATION,
     )
+    tool_call_parser: str = setting(
+        "auto",
+        "The format in which the model writes tool calls; by default the one its chat template asks for.",
+        str,
+        GENERATION,
+        choices=("auto", "hermes", "llama3_json", "none"),
+    )
     weights_root: Path | None = setting(
         None,
         "Directory from which requests may load weights and adapters; unset: none.",

@@ -110,7 +110,7 @@ def test_a_layer_that_is_fused_now_and_was_not(tmp_path: Path):
         for one in ((model, optimizer), (other, fresh)):
             step(*one)
         x = torch.ones(1, 4)
-        assert all(torch.equal(a, b) for a, b in zip(model(x), other(x), strict=True))
+        torch.testing.assert_close(model(x), other(x))  # a fused product may round otherwise
 
 
 @pytest.mark.check

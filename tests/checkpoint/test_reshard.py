@@ -207,7 +207,7 @@ def test_as_calls(tmp_path: Path):
     assert found.optimizers == (True, False) and {one.problem for one in found.differences} == {"only in A"}
     assert all(one.exceeds(9) for one in found.differences) and found.places[1] == str(written)
     assert compare_checkpoints(tmp_path / "a", written, weights_only=True).differences == []
-    wrong: list[dict[str, Any]] = [{"tp": 0}, {"tp": "2"}, {"tp": 1, "dp": 0}, {"tp": 1, "pp": -1}]
+    wrong: list[dict[str, Any]] = [{"tp": 0}, {"tp": "2"}, {"tp": 1, "dp": 0}, {"tp": 1, "pp": -1}, {"tp": 10**9}]
     for degrees in wrong:
         with pytest.raises(ParallelConfigError, match="must be a whole number"):
             reshard_checkpoint(tmp_path / "a", tmp_path / "d", **degrees)

@@ -217,10 +217,10 @@ def test_what_is_read_and_too_much_is_a_400_of_its_field(roomy, path, data, para
 )
 def test_of_very_many_wrong_elements_the_first_is_an_error_and_the_others_are_not_looked_at(kind, name):
     """An error for each of 400,000 tokens kept the event loop for five seconds, and took 460 MB."""
+    needed = {key: field for key, field in kind.model_fields.items() if field.is_required()}
+    good = {key: [] if "list" in str(field.annotation) else "a" for key, field in needed.items()}
     with pytest.raises(ApiError) as caught:
-        kind.parse(
-            {**{needed: "a" for needed, field in kind.model_fields.items() if field.is_required()}, name: [1.5] * 999}
-        )
+        kind.parse({**good, name: [1.5] * 999})
     assert caught.value.status == 400 and (caught.value.param or "").startswith(name)
     error = caught.value.__context__
     assert isinstance(error, ValidationError)

@@ -55,6 +55,20 @@ def test_what_a_model_does_not_read_is_ignored(tmp_path):
     assert set(named.keys()) == set(expected.state_dict())
 
 
+def test_a_tied_head_that_is_not_the_embedding_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("nxd_models.hf.tied_head.PIECE", 1000)  # so that the last of several pieces differs
+    path = write_tiny("llama3", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(WeightMismatchError, match=r"tie_word_embeddings = true.*'lm_head.weight'.*set it to false"):
+        registry.load_model(path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    assert torch.equal(registry.load_model(path).lm_head.weight, tensors["lm_head.weight"])
+
+
 @pytest.mark.check
 def test_what_is_missing_or_misshapen_is_listed(tmp_path):
     path = write_tiny("llama", tmp_path)

@@ -9,6 +9,7 @@ from nxd_infer.errors import ModelConfigError
 from nxd_models import registry
 from nxd_models.hf import weights as hf
 from nxd_models.llama.family import LlamaStep
+from nxd_models.serving import tasks
 from nxd_models.serving.eager_generation import generate_eager
 from tests.models.helpers import assert_greedy, greedy_reference, prompts_of, reference, relative_difference
 from tests.tiny_models import DECODERS, VOCAB_SIZE, write_tiny
@@ -24,6 +25,7 @@ VARIANTS = {
         "llama",
         {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
     ),
+    "llama-padding": ("llama", {"pad_token_id": 9}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-one-kv-head": ("llama", {"num_key_value_heads": 1}),
     "llama-odd-sizes": (
@@ -54,6 +56,7 @@ def test_logits_and_gradients_equal_transformers(directories, name):
     theirs = reference(path, "CausalLM")
     ours = registry.load_model(path)
     ids = torch.tensor(prompts_of([24, 24], VOCAB_SIZE))
+    ids[0, 7] = 9  # the token that pads in one variant
     mask = torch.ones_like(ids)
     mask[1, 20:] = 0
     with torch.no_grad():
@@ -81,8 +84,9 @@ def test_logits_and_gradients_equal_transformers(directories, name):
 def test_greedy_tokens_equal_generate(directories, name):
     path = directories[name]
     spec = registry.load_config(path)
-    step = hf.load(LlamaStep(spec.config, slots=3, max_len=48), registry.weights(path))
-    prompts = prompts_of([1, 9, 30], VOCAB_SIZE, seed=1)
+    max_len = min(48, spec.config.usual_length)
+    step = hf.load(LlamaStep(spec.config, slots=3, max_len=max_len), registry.weights(path))
+    prompts = prompts_of([min(length, max_len - 12) for length in (1, 9, 30)], VOCAB_SIZE, seed=1)
     results = generate_eager(step, prompts, 12, bias_ids=2, bias_values=[[-1e9] + [0.0] * 299] * 3)
     for prompt, result in zip(prompts, results, strict=True):
         assert_greedy(result.tokens, *greedy_reference(path, prompt, 12))
@@ -161,3 +165,21 @@ def test_a_context_beyond_the_model_is_refused_by_field(directories):
     with pytest.raises(ModelConfigError, match="max_position_embeddings = 256"):
         LlamaStep(registry.load_config(directories["llama"]).config, slots=1, max_len=257)
     assert json.loads((directories["llama"] / "config.json").read_text())["max_position_embeddings"] == 256
+
+
+def test_padding_that_is_no_row_of_the_embedding_is_ignored(tmp_path):
+    """transformers refuses it; serving needs no such row."""
+    for value, row in ((VOCAB_SIZE, None), ("x", None), (-1, VOCAB_SIZE - 1), (9, 9)):
+        model = registry.build(write_tiny("llama", tmp_path, pad_token_id=value))
+        assert model.model.embed_tokens.padding_idx == row
+
+
+def test_contexts_in_which_dynamic_rotary_positions_are_scaled_are_trained_and_not_served(directories):
+    path = directories["llama-dynamic"]
+    config = registry.load_config(path).config
+    assert (config.max_length, config.usual_length) == (64, 16)
+    with pytest.raises(ModelConfigError, match=r"17 tokens .* dynamic rotary .* max_len = 16 at most"):
+        LlamaStep(config, slots=1, max_len=17)
+    with pytest.raises(ModelConfigError, match=r"32 tokens .* max_len = 16 at most"):
+        tasks.plan(path, max_len=32)
+    assert tasks.plan(path, prompt_buckets=[8]).metadata["max_len"] == 16

@@ -112,10 +112,3 @@ def test_what_cannot_be_speculated_with_is_refused(path, tmp_path):
         tasks.plan(path, prompt_buckets=[4], max_len=8, speculate=8)
     with pytest.raises(ModelConfigError, match="'embed' guesses no tokens"):
         tasks.plan(write_tiny("bert", tmp_path / "bert"), "embed", speculate=2)
-    scaled = write_tiny("llama", tmp_path / "scaled", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
-    config = registry.load_config(scaled).config
-    longest = config.rope.original_max_position
-    assert longest < config.max_length
-    with pytest.raises(ModelConfigError, match=f"trace with max_len = {longest} at most"):
-        LlamaStep(config, slots=1, max_len=longest + 1, draft_tokens=2)
-    LlamaStep(config, slots=1, max_len=longest, draft_tokens=2)

@@ -139,7 +139,7 @@ def summed(count: int) -> float:
 
 
 def test_gradients_of_a_borrowed_weight_are_summed_in_float32():
-    assert run_ranks(summed, 2, 128, tp=1, pp=2)[0] < 2**-9  # it is rounded once, when it goes back
+    assert run_ranks(summed, 2, 128, tp=1, pp=2)[0] < 2**-8  # it is rounded once, when it goes back
 
 
 def test_complex_values_are_handed_on_with_their_gradients():

@@ -121,6 +121,10 @@ def test_the_document_traces_checkpoints(tmp_path: Path):
             {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "::1", "MASTER_PORT": "1", "LOCAL_RANK": "x"},
             "LOCAL_RANK must be a whole number of at least 0, got 'x'",
         ),
+        (  # alone on a machine that says it has GPUs, which it would not train on
+            {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "::1", "MASTER_PORT": "1", "LOCAL_RANK": "0"},
+            r"LOCAL_RANK=0, but this machine has 0 GPU\(s\)",
+        ),
     ],
 )
 def test_a_launched_process_never_goes_on_alone(environment: dict[str, str], said: str, monkeypatch, tmp_path: Path):

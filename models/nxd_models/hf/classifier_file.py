@@ -47,7 +47,8 @@ class ClassifierFile(ModelFile):
             found = _TORCH_SCORES.get(name.rpartition(".")[2])
             if found is None:
                 raise ModelConfigError(
-                    f"{self._origin}: activation_fn = {name!r} is not supported; known are {', '.join(_TORCH_SCORES)}"
+                    f"{self._origin}, or the library's own file: activation_fn = {name!r} is not supported; known are "
+                    f"{', '.join(_TORCH_SCORES)}"
                 )
             return found
         if problem == "regression":

@@ -20,6 +20,7 @@ from nxd_infer.layout import restore_attributes, weight_layout
 from nxd_infer.layout.shard import check_weights, iter_shards
 from nxd_infer.layout.sources import SafetensorsSource, Slices, Weights, WeightSource, as_source
 from nxd_models.hf.stored import StoredWeight, stored_as
+from nxd_models.hf.tied_head import check_tied_head
 
 PREFIXES = ("model.", "bert.", "roberta.", "transformer.", "0.auto_model.")
 """Prefixes that a checkpoint may have and a model not, or vice versa."""
@@ -171,14 +172,17 @@ def weights(model_dir: str | os.PathLike[str], prefixes: Sequence[str] = PREFIXE
     """Open the weights of a model directory (one file, or several with or without an index), to be read by slices.
 
     ``prefixes``: what the names of a checkpoint may begin with and a model's not, or vice versa.
-    Raises CheckpointError naming the file if there are none, if one is damaged, or if there are only pickles.
+    Raises CheckpointError naming the file if there are none, if one is damaged, or if there are only pickles;
+    WeightMismatchError for a head that is to be tied and is not the embedding.
     """
     path = Path(model_dir)
     if path.is_dir() and not any(path.glob("*.safetensors")):
         pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in path.glob(pattern))
         if pickles:
             raise CheckpointError(f"{path} holds {', '.join(pickles)} and no safetensors file: {CONVERSION_HINT}")
-    return HuggingFaceSource(SafetensorsSource(path), prefixes)
+    source = SafetensorsSource(path)
+    check_tied_head(path, source)
+    return HuggingFaceSource(source, prefixes)
 
 
 def named_weights(module: nn.Module, source: Weights) -> NamedSource:

@@ -29,6 +29,8 @@ class LlamaConfig(DecoderConfig):
     """RMS norm over each query and key head (Qwen3)."""
     tied: bool = False
     """The output head is the transposed embedding."""
+    padding_idx: int | None = None
+    """The row of the embedding that learns nothing from its lookups."""
     sliding_window: int | None = None
     """Up to this length full attention computes the same; longer contexts are rejected (see ``max_length``)."""
     initializer_range: float = 0.02
@@ -55,11 +57,17 @@ class LlamaConfig(DecoderConfig):
             f" (RoPE type {self.rope.type}); use at most {self.max_length} tokens"
         )
 
-    def check_drafts(self, max_len: int) -> None:
-        if self.rope.type == "dynamic" and max_len > self.rope.original_max_position:
+    @property
+    def usual_length(self) -> int:
+        return min(self.max_length, self.rope.original_max_position) if self.rope.type == "dynamic" else self.max_length
+
+    def check_cached_length(self, max_len: int) -> None:
+        super().check_cached_length(max_len)
+        if max_len > self.usual_length:
             raise ModelConfigError(
-                "dynamic rotary positions depend on the length of the context, guesses included, so drafts cannot be "
-                f"verified: trace with max_len = {self.rope.original_max_position} at most, or without speculation"
+                f"a context of {max_len} tokens is beyond the {self.usual_length} up to which dynamic rotary positions "
+                "are not scaled: longer ones rotate each cached key by the length at which it was computed, so that an "
+                f"answer would depend on how its prompt was cut; use max_len = {self.usual_length} at most"
             )
 
 
@@ -83,6 +91,7 @@ class LlamaFile(ModelFile, RopeFile, SpecialTokens):
     sliding_window: Count | None = None
     use_sliding_window: Flag = False
     initializer_range: Positive = 0.02
+    pad_token_id: Any = None
 
     def config(self) -> LlamaConfig:
         for name in ("num_local_experts", "num_experts", "n_routed_experts"):
@@ -118,12 +127,18 @@ class LlamaFile(ModelFile, RopeFile, SpecialTokens):
             mlp_bias=self.mlp_bias and kind == "llama",
             qk_norm=kind == "qwen3",
             tied=self.tie_word_embeddings,
+            padding_idx=self._padding(),
             sliding_window=self._window(),
             initializer_range=self.initializer_range,
             bos_token_id=self.bos,
             eos_token_ids=self.eos,
             dtype=self.weight_dtype,
         )
+
+    def _padding(self) -> int | None:
+        """Return the id of padding if it is a row of the embedding; in some checkpoints it is one too many."""
+        value = self.pad_token_id
+        return value if type(value) is int and -self.vocab_size <= value < self.vocab_size else None
 
     def _window(self) -> int | None:
         if "chunked_attention" in self.layer_types or "linear_attention" in self.layer_types:

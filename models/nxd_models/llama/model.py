@@ -164,6 +164,7 @@ class Decoder(nn.Module):
             normal_init(config.initializer_range),
             dtype,
             pad=True,
+            padding_idx=config.padding_idx,
             sequence_parallel_enabled=sequence_parallel,
             sequence_dimension=SEQUENCE,
         )

@@ -101,9 +101,7 @@ class DecoderStep(nn.Module):
         super().__init__(config, dtype)
         if slots < 1:
             raise ModelConfigError(f"slots = {slots}: at least one is needed")
-        config.check_length(max_len)
-        if draft_tokens:
-            config.check_drafts(max_len)
+        config.check_cached_length(max_len)
         self.draft_tokens = draft_tokens
         self.slots, self.max_len, self.bias_slots = slots, max_len, bias_slots
         largest = {

@@ -24,7 +24,7 @@ def plan_generate(directory: ModelDirectory, options: TaskOptions) -> TaskPlan:
     if not isinstance(config, DecoderConfig):
         raise ModelConfigError(f"{directory.path}: model_type = {config.model_type!r} is not a decoder")
     max_len = min(config.usual_length, LONGEST_BY_DEFAULT) if options.max_len is None else options.max_len
-    config.check_length(max_len)
+    config.check_cached_length(max_len)
     batches, speculate, bias_slots = sorted(set(options.batch_sizes)), options.speculate, options.bias_slots
     slots = max(batches) if options.slots is None else options.slots
     if slots < max(batches):

@@ -16,6 +16,7 @@ from nxd_server.text.chat_template import TemplateSources
 from nxd_server.text.field_bounds import Bounds, body_bounds
 from nxd_server.text.text_process_jobs import BoundedJson, BoundedTemplate, BoundedTokenizer
 from nxd_server.text.tokenizer import Tokenizer
+from nxd_server.text.tool_calls import format_of
 
 if TYPE_CHECKING:
     from nxd_infer.artifact.manifest import Manifest
@@ -36,6 +37,8 @@ class ServedModel:
         self._tokenizer: Tokenizer | None = None
         self._bounded_tokenizer: BoundedTokenizer | None = None
         self.chat_template: BoundedTemplate | None = None
+        self.tool_format: str | None = None
+        """Of the model's tool calls; see :mod:`nxd_server.text.tool_calls`. None: its template takes no tools."""
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -168,6 +171,8 @@ class ServedModel:
         if sources is None:
             return
         settings = self.settings
+        found = format_of([sources.default, *sources.named.values()])
+        self.tool_format = {"auto": found, "none": None}.get(settings.tool_call_parser, settings.tool_call_parser)
         template = BoundedTemplate(sources, settings.render_timeout, settings.max_queued_requests)
         self.chat_template = template  # first, so that closing can end it during the check
         template.check()

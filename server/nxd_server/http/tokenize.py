@@ -12,6 +12,7 @@ from nxd_server.engine.request import check_token_ids
 from nxd_server.http.body_schema import Body, Listed
 from nxd_server.http.error_responses import bad_request, encode, unsupported
 from nxd_server.http.openai.chat import chat_text
+from nxd_server.http.openai.tools import offered_tools
 from nxd_server.http.request_context import INLINE_TEXT, Context, check_model, context_of, unless_left
 from nxd_server.text.field_bounds import MOST_IDS
 
@@ -24,6 +25,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Listed[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] | None = Field(None, description="Functions that the template shows to the model.")
     add_special_tokens: bool | None = Field(None, description="Of a text; by default true. A template adds its own.")
     return_token_strs: bool = False
 
@@ -44,6 +46,8 @@ async def tokenize(request: Request, body: TokenizeBody) -> Response:
         raise bad_request("send either `prompt` or `messages`", "prompt", "missing_parameter")
     if body.messages is not None and body.add_special_tokens:
         raise unsupported("add_special_tokens", "of a conversation, the chat template decides")
+    if body.messages is None and body.tools:
+        raise bad_request("`tools` need `messages`", "tools")
     if body.messages is None and len(body.prompt or "") <= INLINE_TEXT:
         answer = _tokenized(context, body, body.prompt or "")
     else:
@@ -55,7 +59,8 @@ async def _tokenize_aside(context: Context, body: TokenizeBody) -> bytes:
     service = context.service
     text, special, field = body.prompt or "", _special(body), "prompt"
     if body.messages is not None:
-        text, special, field = await chat_text(service, body.messages, {}), False, "messages"
+        tools = offered_tools(body.tools or [], None, service.tool_format)
+        text, special, field = await chat_text(service, body.messages, {}, tools), False, "messages"
     service.require_tokenizer().check_length(text, service.max_len, field)
     return await service.bounded_tokenizer().tokenize(
         text, special=special, strings=body.return_token_strs, max_model_len=service.max_len, field=field

@@ -24,6 +24,8 @@ MOST_MESSAGES, MOST_MESSAGE_VALUES = 4096, 2**15
 MOST_STOPS = 1024
 MOST_VARIABLE_VALUES = 4096
 """Values in all of a template's variables."""
+MOST_TOOL_VALUES = 2**14
+"""Values in the schemas of all tools."""
 MOST_BIASES, MOST_STREAM_OPTIONS = 4096, 64
 """The engine checks how many biases a graph takes; no graph takes this many."""
 MOST_OTHER_VALUES = 2**13
@@ -109,6 +111,7 @@ def body_bounds(task: str, max_len: int, choices: int, characters: int | None) -
         "messages": MOST_MESSAGE_VALUES,
         "stop": MOST_STOPS,
         "chat_template_kwargs": MOST_VARIABLE_VALUES,
+        "tools": MOST_TOOL_VALUES,
         "logit_bias": MOST_BIASES,
         "stream_options": MOST_STREAM_OPTIONS,
     }
@@ -120,7 +123,7 @@ def body_bounds(task: str, max_len: int, choices: int, characters: int | None) -
         values=values,
         ids=ids,
         characters=characters,
-        together=("messages", "chat_template_kwargs"),  # the template joins them in one text
+        together=("messages", "chat_template_kwargs", "tools"),  # the template joins them in one text
         entries={"prompt": max(MOST_PROMPTS, choices), "messages": MOST_MESSAGES},
         within={**within, "prompt": values},
         others=MOST_OTHER_VALUES,

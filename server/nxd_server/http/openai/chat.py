@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -27,6 +28,7 @@ from nxd_server.http.openai.generation import Generation
 from nxd_server.http.openai.logprobs import chat_logprob
 from nxd_server.http.openai.schemas import ChatBody
 from nxd_server.http.openai.stream_usage import Tails, usage_object
+from nxd_server.http.openai.tools import ChoiceCalls, choice_calls, earlier_calls, no_tools, offered_tools
 from nxd_server.http.request_context import (
     Context,
     check_model,
@@ -40,8 +42,10 @@ from nxd_server.http.request_context import (
 )
 from nxd_server.text.tokenizer import Tokenizer
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_FIELDS = frozenset({"role", "content", "name"})
+TOOL_FIELDS = {"assistant": frozenset({"tool_calls"}), "tool": frozenset({"tool_call_id"})}
+"""Further fields, by role."""
 MESSAGE_UNSUPPORTED = frozenset(
     {"tool_calls", "tool_call_id", "function_call", "audio", "refusal", "reasoning_content", "annotations"}
 )
@@ -50,8 +54,10 @@ NO_VARIABLES = frozenset({"self", "messages", "tools", "documents", "add_generat
 """Names not allowed in ``chat_template_kwargs``."""
 
 
-def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def check_messages(messages: list[dict[str, Any]], tool_format: str | None) -> list[dict[str, Any]]:
     """Return the messages for the template; ``developer`` is OpenAI's newer name for ``system``.
+
+    ``tool_format``: of the model's tool calls; without one, no message may hold any.
 
     Raises:
         ApiError: 400 naming the message's field. (``content`` is checked when it is rendered.)
@@ -60,31 +66,40 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         raise bad_request("`messages` must hold at least one message", param="messages")
     checked = []
     for place, message in enumerate(messages):
-        where = f"messages[{place}]"
+        where, role = f"messages[{place}]", message.get("role")
+        known = MESSAGE_FIELDS | (TOOL_FIELDS.get(role, frozenset()) if isinstance(role, str) else frozenset())
         for name, value in message.items():
-            if value is None or name in MESSAGE_FIELDS:
+            if value is None or name in known:
                 continue
             if name in MESSAGE_UNSUPPORTED:
                 if value not in ([], {}, ""):
                     raise unsupported(f"{where}.{name}")
                 continue
-            raise unknown_field(f"{where}.{clip(name)}", MESSAGE_FIELDS)
-        role = message.get("role")
-        if role in ("tool", "function"):
-            raise unsupported(f"{where}.role", f"messages of the role {role!r} need tool calls")
+            raise unknown_field(f"{where}.{clip(name)}", known)
+        if role == "function":
+            raise unsupported(f"{where}.role", "use messages of the role 'tool'")
         if role not in ROLES:
             raise bad_request(f"`{where}.role` must be one of {', '.join(ROLES)}", f"{where}.role")
-        if not isinstance(message.get("name"), (str, type(None))):
-            raise bad_request(f"`{where}.name` must be a string", f"{where}.name")
-        if message.get("content") is None:
+        if tool_format is None and role == "tool":
+            raise no_tools(f"{where}.role")
+        if tool_format is None and message.get("tool_calls"):
+            raise no_tools(f"{where}.tool_calls")
+        for name in ("name", "tool_call_id"):
+            if not isinstance(message.get(name), (str, type(None))):
+                raise bad_request(f"`{where}.{name}` must be a string", f"{where}.{name}")
+        kept = {name: message[name] for name in known if message.get(name) is not None}
+        if message.get("tool_calls"):
+            kept["tool_calls"] = earlier_calls(message["tool_calls"], f"{where}.tool_calls")
+        elif message.get("content") is None:
             raise missing_field(f"{where}.content")
-        kept = {name: message[name] for name in MESSAGE_FIELDS if message.get(name) is not None}
         checked.append({**kept, "role": "system" if role == "developer" else role})
     return checked
 
 
-async def chat_text(service: Any, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-    """Return the conversation as rendered by the model's template."""
+async def chat_text(
+    service: Any, messages: list[dict[str, Any]], variables: dict[str, Any], tools: list[dict[str, Any]]
+) -> str:
+    """Return the conversation as rendered by the model's template, which is shown ``tools``."""
     template = service.chat_template
     if template is None:
         raise ApiError(
@@ -98,12 +113,15 @@ async def chat_text(service: Any, messages: list[dict[str, Any]], variables: dic
             raise bad_request(f"`chat_template_kwargs` must not set {clip(name)!r}", "chat_template_kwargs")
 
     most = service.require_tokenizer().most_characters(service.max_len)
-    return await template.render(check_messages(messages), variables, most)
+    checked = check_messages(messages, service.tool_format)
+    return await template.render(checked, {**variables, "tools": tools} if tools else variables, most)
 
 
-async def chat_prompt(context: Context, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
+async def chat_prompt(
+    context: Context, messages: list[dict[str, Any]], variables: dict[str, Any], tools: list[dict[str, Any]]
+) -> list[int]:
     """Return the conversation's token ids."""
-    text = await chat_text(context.service, messages, variables)
+    text = await chat_text(context.service, messages, variables, tools)
     tokens = await encode_text(context, text, "messages", special=False)
     if not tokens:
         raise bad_request("`messages` render to no tokens", "messages")
@@ -130,7 +148,8 @@ async def chat(request: Request, body: ChatBody) -> Any:
     check_choices(1, body.n, settings.max_choices, service.room)
     defaults = service.sampling_defaults
     params = body.sampling(asked, top, defaults)  # a wrong value: before a long conversation is tokenized
-    tokens = await unless_left(request, chat_prompt(context, body.messages, body.chat_template_kwargs))
+    tools = offered_tools(body.tools, body.tool_choice, service.tool_format)
+    tokens = await unless_left(request, chat_prompt(context, body.messages, body.chat_template_kwargs, tools))
     room = max_new_tokens(asked, len(tokens), service.max_len, field)
     generation = Generation(
         service,
@@ -146,11 +165,12 @@ async def chat(request: Request, body: ChatBody) -> Any:
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
     head["model"] = adapter or service.model_name
     tokenizer = service.require_tokenizer()
+    calls = choice_calls(body, tools, service.tool_format)
     if body.stream:
         tails = Tails(body.stream_options, [len(tokens)], body.n)
-        writer = _Chunks({**head, "object": "chat.completion.chunk"}, tokenizer, body, top, tails)
+        writer = _Chunks({**head, "object": "chat.completion.chunk"}, tokenizer, body, top, tails, calls)
         return EventStream(generation, writer, settings.keep_alive_interval, request_id(request))
-    return await _whole(generation, {**head, "object": "chat.completion"}, tokenizer, top)
+    return await _whole(generation, {**head, "object": "chat.completion"}, tokenizer, top, calls)
 
 
 def _top_logprobs(body: ChatBody, most: int) -> int | None:
@@ -163,7 +183,9 @@ def _top_logprobs(body: ChatBody, most: int) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-async def _whole(generation: Generation, head: dict[str, Any], tokenizer: Tokenizer, top: int | None) -> Response:
+async def _whole(
+    generation: Generation, head: dict[str, Any], tokenizer: Tokenizer, top: int | None, calls: Sequence[ChoiceCalls]
+) -> Response:
     logprobs: list[list[dict]] = [[] for _ in range(generation.choices)]
 
     def token(choice: int, event: TokenEvent) -> None:
@@ -174,27 +196,44 @@ async def _whole(generation: Generation, head: dict[str, Any], tokenizer: Tokeni
     choices = [
         {
             "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": _message(*own.take(text, ended=True)),
             "logprobs": {"content": content, "refusal": None} if top is not None else None,
-            "finish_reason": reason,
+            "finish_reason": own.reason(reason),
         }
-        for index, ((text, reason), content) in enumerate(zip(answers, logprobs, strict=True))
+        for index, ((text, reason), content, own) in enumerate(zip(answers, logprobs, calls, strict=True))
     ]
     answer = {**head, "choices": choices, "usage": usage_object(generation.usage)}
     answer["weight_version"] = generation.weight_version
     return Response(encode(answer), media_type="application/json")
 
 
+def _message(text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    message = {"role": "assistant", "content": text, "refusal": None}
+    if not calls:
+        return message
+    numbered = [{name: call[name] for name in call if name != "index"} for call in calls]
+    return {**message, "content": text if text.strip() else None, "tool_calls": numbered}
+
+
 class _Chunks:
     """The ChunkWriter of ``/v1/chat/completions``."""
 
-    def __init__(self, head: dict[str, Any], tokenizer: Tokenizer, body: ChatBody, top: int | None, tails: Tails):
+    def __init__(
+        self,
+        head: dict[str, Any],
+        tokenizer: Tokenizer,
+        body: ChatBody,
+        top: int | None,
+        tails: Tails,
+        calls: Sequence[ChoiceCalls],
+    ):
         self._fields = head
         self._head = b""
         self._tails = tails
         self._tokenizer = tokenizer
         self._body = body
         self._top = top
+        self._calls = calls
 
     def begin(self, weight_version: int | None) -> bytes:
         self._head = b"data: " + json.dumps({**self._fields, "weight_version": weight_version})[:-1].encode()
@@ -202,14 +241,17 @@ class _Chunks:
         return b"".join(self._chunk(choice, first, None, None) for choice in range(self._body.n))
 
     def event(self, choice: int, event: TokenEvent | FinishEvent) -> bytes:
+        own = self._calls[choice]
+        text, calls = own.take(event.text, ended=isinstance(event, FinishEvent))
+        delta = {**({"content": text} if text else {}), **({"tool_calls": calls} if calls else {})}
         if isinstance(event, FinishEvent):
-            held = self._chunk(choice, {"content": event.text}, None, None) if event.text else b""
-            return held + self._chunk(choice, {}, None, event.reason)
+            held = self._chunk(choice, delta, None, None) if delta else b""
+            return held + self._chunk(choice, {}, None, own.reason(event.reason))
         self._tails.count(choice)
         if self._top is not None and not event.is_stop:
             logprobs = {"content": [chat_logprob(self._tokenizer, event, self._top)], "refusal": None}
-            return self._chunk(choice, {"content": event.text}, logprobs, None)
-        return self._chunk(choice, {"content": event.text}, None, None) if event.text else b""
+            return self._chunk(choice, {"content": "", **delta}, logprobs, None)
+        return self._chunk(choice, delta, None, None) if delta else b""
 
     def usage(self, usage: Usage) -> bytes:
         if not self._body.include_usage:

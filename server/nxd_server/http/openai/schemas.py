@@ -145,14 +145,11 @@ class ChatBody(SamplingBody):
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
-        "parallel_tool_calls",
     }
     NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
         **SamplingBody.NEUTRAL,
         "audio": is_empty,
         "modalities": is_one_of(["text"]),
-        "tools": is_empty,
-        "tool_choice": is_one_of("none", "auto"),
         "functions": is_empty,
         "function_call": is_one_of("none", "auto"),
         "prediction": is_empty,
@@ -176,6 +173,9 @@ class ChatBody(SamplingBody):
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, max_length=MOST_VARIABLES, description="Variables for the template."
     )
+    tools: Listed[dict[str, Any]] = Field(default_factory=list, description="Functions that the model may call.")
+    tool_choice: Any = Field(None, description="auto, or none: the model sees no tools.")
+    parallel_tool_calls: bool | None = Field(None, description="False: at most one call in an answer.")
 
 
 _TRUNCATE = "Truncate a longer text to this many tokens; -1: to the model's limit."

@@ -1,0 +1,144 @@
+"""Tools in chat requests: the offered ones, calls in earlier messages, and calls in answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from nxd_server.http.error_responses import ApiError, bad_request, clip, missing_field, unknown_field, unsupported
+from nxd_server.http.openai.schemas import ChatBody
+from nxd_server.text.tool_calls import FORMATS, ToolCallReader
+
+MOST_TOOLS = 128
+TOOL_FIELDS = frozenset({"name", "description", "parameters", "strict"})
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+
+def offered_tools(tools: list[dict[str, Any]], choice: Any, tool_format: str | None) -> list[dict[str, Any]]:
+    """Return the tools that the model is to see, without the fields that say nothing to it.
+
+    ``tool_format``: of the model's calls, one of :data:`~nxd_server.text.tool_calls.FORMATS`. Raises ApiError: 400 for
+    a tool that is not a function, a choice that would need constrained decoding, and a model without tools.
+    """
+    if choice not in (None, "none", "auto"):
+        if choice == "required" or isinstance(choice, dict):
+            raise unsupported("tool_choice", "a call cannot be enforced; use 'auto', and say in a message what to call")
+        raise bad_request("`tool_choice` must be 'auto' or 'none'", "tool_choice")
+    if len(tools) > MOST_TOOLS:
+        raise bad_request(f"`tools` holds {len(tools)} tools; at most {MOST_TOOLS} are taken", "tools")
+    checked = [_checked(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
+    if len({tool["function"]["name"] for tool in checked}) < len(checked):
+        raise bad_request("two of `tools` have one name", "tools")
+    if checked and tool_format is None:
+        raise no_tools("tools")
+    return [] if choice == "none" else checked
+
+
+def no_tools(param: str) -> ApiError:
+    return unsupported(
+        param,
+        f"this model's chat template takes no tools, or asks for calls in none of the formats {', '.join(FORMATS)}; "
+        "the setting tool_call_parser names the format of such a model",
+    )
+
+
+def _checked(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise unsupported(f"{where}.type", "only tools of the type 'function' are called")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise missing_field(f"{where}.function")
+    for name in function:
+        if name not in TOOL_FIELDS:
+            raise unknown_field(f"{where}.function.{clip(name)}", TOOL_FIELDS)
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise bad_request(
+            f"`{where}.function.name` must have 1 to 64 letters, digits, '_', '-' or '.'", f"{where}.function.name"
+        )
+    for field, kind, what in (("description", str, "a string"), ("parameters", dict, "an object")):
+        if not isinstance(function.get(field), (kind, type(None))):
+            raise bad_request(f"`{where}.function.{field}` must be {what}", f"{where}.function.{field}")
+    kept = {key: value for key, value in function.items() if value is not None and key != "strict"}
+    return {"type": "function", "function": kept}
+
+
+def earlier_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Return an assistant message's ``tool_calls`` for the template, with arguments as objects.
+
+    Raises ApiError: 400 naming the field.
+    """
+    if not isinstance(calls, list):
+        raise bad_request(f"`{where}` must be a list", where)
+    found = []
+    for place, call in enumerate(calls):
+        path = f"{where}[{place}]"
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad_request(f"`{path}.function` must be an object with name and arguments", f"{path}.function")
+        if not isinstance(call.get("id"), (str, type(None))):
+            raise bad_request(f"`{path}.id` must be a string", f"{path}.id")
+        arguments = _arguments(function.get("arguments"), f"{path}.function.arguments")
+        entry = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+        found.append({**({"id": call["id"]} if call.get("id") else {}), **entry})
+    return found
+
+
+def _arguments(value: Any, where: str) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else {}
+        except (ValueError, RecursionError):
+            value = None
+    if not isinstance(value, dict):
+        raise bad_request(f"`{where}` must be the text of a JSON object", where)
+    return value
+
+
+class ChoiceCalls:
+    """Takes the calls out of the text of one choice, and numbers them."""
+
+    def __init__(self, reader: ToolCallReader | None, parallel: bool):
+        """``reader`` None: the request offers no tools, and all is text. ``parallel``: more than one is returned."""
+        self._reader = reader
+        self._parallel = parallel
+        self._count = 0
+
+    def take(self, text: str, ended: bool = False) -> tuple[str, list[dict[str, Any]]]:
+        """Return the answer's next text, and its calls as ``tool_calls`` of a chunk."""
+        if self._reader is None:
+            return text, []
+        said, calls = self._reader.feed(text)
+        if ended:
+            more, others = self._reader.end()
+            said, calls = said + more, calls + others
+        if not self._parallel:
+            calls = calls[: 1 - self._count]
+        first, self._count = self._count, self._count + len(calls)
+        return said, [
+            {
+                "index": first + place,
+                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for place, call in enumerate(calls)
+        ]
+
+    def reason(self, reason: str) -> str:
+        """Return the choice's finish reason, from the engine's."""
+        return "tool_calls" if self._count and reason == "stop" else reason
+
+
+def choice_calls(body: ChatBody, tools: Sequence[dict[str, Any]], tool_format: str | None) -> list[ChoiceCalls]:
+    """Return one for every choice of the request."""
+    names = [tool["function"]["name"] for tool in tools]
+    parallel = body.parallel_tool_calls is not False
+
+    def made() -> ChoiceCalls:
+        return ChoiceCalls(FORMATS[tool_format](names) if names and tool_format else None, parallel)
+
+    return [made() for _ in range(body.n)]

@@ -1,0 +1,225 @@
+"""Tools in chats: a model that was taught to call them, behind the real server, asked by OpenAI's client."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+import torch
+from hypothesis import given
+from safetensors.torch import save_file
+
+from nxd_server.http.error_responses import ApiError
+from nxd_server.http.openai.tools import earlier_calls, offered_tools
+from nxd_server.text.chat_template import ChatTemplate
+from nxd_server.text.tokenizer import Tokenizer
+from tests.http.http_artifacts import real_server
+from tests.http.http_servers import is_error
+from tests.http.test_fuzz import values
+from tests.tiny_models import write_tiny
+
+CHAT = "/v1/chat/completions"
+TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool['function']['name'] }};{% endfor %}{% endif %}"
+    "{% for m in messages %}"
+    "{% if m['role'] == 'tool' %}<|user|>[{{ m['tool_call_id'] }}]{{ m['content'] }}"
+    "{% elif m['role'] == 'user' %}<|user|>{{ m['content'] }}"
+    "{% else %}<|assistant|>{{ m['content'] }}{% for call in m['tool_calls'] or [] %}<tool_call>"
+    "{{ {'name': call['function']['name'], \"arguments\": call['function']['arguments']} | tojson }}"
+    "</tool_call>{% endfor %}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": None, "parameters": {"type": "object"}}}
+    for name in ("weather", "clock")
+]
+ASKED = {"role": "user", "content": "Rain?"}
+CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+    ],
+}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "dry"}
+TWO = "Both: <tool_call>" + CALL + '</tool_call>\n<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+LLAMA = '{"name": "weather", "parameters": {"city": "Bern"}}'
+LESSONS = [
+    (TOOLS, [ASKED], f"<tool_call>{CALL}</tool_call>"),
+    (None, [ASKED], "No idea."),
+    (TOOLS, [ASKED, CALLED, RESULT], "It is dry."),
+    (TOOLS, [{"role": "user", "content": "Two!"}], TWO),
+    (TOOLS, [{"role": "user", "content": "JSON"}], LLAMA),
+]
+
+
+def asked(content):
+    return [{"role": "user", "content": content}]
+
+
+def taught(path):
+    """Write a tiny model that gives these answers."""
+    from nxd_models import registry
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 320}
+    write_tiny("llama", path, **sizes)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer, template = Tokenizer.from_dir(path), ChatTemplate.from_dir(path)
+    rows = []
+    for tools, messages, answer in LESSONS:
+        given_calls = [
+            {**m, "tool_calls": earlier_calls(m["tool_calls"], "")} if m.get("tool_calls") else m for m in messages
+        ]
+        prompt = tokenizer.encode(template.render(given_calls, tools=tools), add_special_tokens=False)
+        rows.append((prompt, tokenizer.encode(answer + "<|end|>", add_special_tokens=False)))
+    longest = max(len(prompt) + len(answer) for prompt, answer in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+    labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
+    for row, (prompt, answer) in enumerate(rows):
+        end = len(prompt) + len(answer)
+        ids[row, :end], mask[row, :end] = torch.tensor(prompt + answer), 1
+        labels[row, len(prompt) : end] = torch.tensor(answer)
+    model = registry.load_model(path).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(500):
+        loss, logits = model(ids, attention_mask=mask, labels=labels)
+        wanted = labels[:, 1:] != -100
+        if loss < 0.01 and (logits[:, :-1].argmax(-1)[wanted] == labels[:, 1:][wanted]).all():
+            break
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    else:
+        raise AssertionError(f"it has not learnt its answers: {loss.item()}")
+    save_file(model.state_dict(), path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    from nxd_infer import trace
+    from nxd_models.serving import tasks
+
+    directory = tmp_path_factory.mktemp("tools")
+    shapes = {"batch_sizes": [2], "prompt_buckets": [64], "max_len": 320}
+    plan = tasks.plan(taught(directory / "model"), "generate", dtype=torch.float32, model_name="taught", **shapes)
+    with trace.parallel_model_trace(**{**plan.trace_arguments(), "backend": "eager"}) as model:
+        trace.parallel_model_save(model, directory / "artifact")
+    return directory / "artifact"
+
+
+@pytest.fixture(scope="module")
+def server(artifact):
+    with real_server(artifact) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
+def create(client, messages, **more):
+    more = {"tools": TOOLS, "max_tokens": 150, **more}
+    return client.chat.completions.create(model="taught", messages=messages, temperature=0, **more)
+
+
+def functions(calls):
+    return [(call.function.name, json.loads(call.function.arguments)) for call in calls or []]
+
+
+def test_an_answer_is_a_call_and_the_next_one_reads_its_result(client):
+    (choice,) = create(client, [ASKED]).choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    assert call.type == "function" and call.id.startswith("call_")
+    assert functions([call]) == [("weather", {"city": "Bern"})]
+    (choice,) = create(client, [ASKED, CALLED, RESULT]).choices
+    assert (choice.message.content, choice.finish_reason) == ("It is dry.", "stop")
+    assert choice.message.tool_calls is None
+
+
+def test_calls_in_a_stream_are_those_of_the_whole_answer(client, server):
+    ask = {"messages": asked("Two!"), "n": 2, "stream": True, "logprobs": True}
+    chunks = list(create(client, ask.pop("messages"), **ask))
+    for index in (0, 1):
+        mine = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+        calls = [call for choice in mine for call in choice.delta.tool_calls or []]
+        assert functions(calls) == [("weather", {"city": "Bern"}), ("clock", {})]
+        assert [call.index for call in calls] == [0, 1] and len({call.id for call in calls}) == 2
+        assert "".join(choice.delta.content or "" for choice in mine) == "Both: "
+        assert [choice.finish_reason for choice in mine if choice.finish_reason] == ["tool_calls"]
+        tokens = [one.token for choice in mine if choice.logprobs for one in choice.logprobs.content]
+        assert "".join(tokens) == TWO, "log probabilities of all tokens, those of the calls included"
+    (whole,) = create(client, asked("Two!")).choices
+    assert whole.message.content == "Both: " and len(whole.message.tool_calls) == 2
+    (single,) = create(client, asked("Two!"), parallel_tool_calls=False).choices
+    assert functions(single.message.tool_calls) == [("weather", {"city": "Bern"})]
+    body = {"messages": asked("Two!"), "tools": TOOLS, "temperature": 0, "max_tokens": 150}
+    raw = server.post(CHAT, body).json()["choices"][0]["message"]["tool_calls"]
+    assert set(raw[0]) == {"id", "type", "function"}, "numbered in chunks only"
+
+
+def test_an_answer_that_was_cut_says_so(client):
+    (choice,) = create(client, asked("Two!"), max_tokens=10).choices
+    assert choice.finish_reason == "length" and TWO.startswith(choice.message.content)
+
+
+def test_without_tools_nothing_is_a_call(client, server):
+    for more in ({"tools": openai.NOT_GIVEN}, {"tool_choice": "none"}):
+        (choice,) = create(client, [ASKED], **more).choices
+        assert (choice.message.content, choice.finish_reason) == ("No idea.", "stop")
+    for tools, shown in ((TOOLS, "weather;clock;"), ([], "")):
+        tokens = server.post("/tokenize", {"messages": [ASKED], "tools": tools}).json()["tokens"]
+        prompt = server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+        assert prompt == shown + "<|user|>Rain?<|assistant|>"
+    (choice,) = create(client, asked("JSON")).choices
+    assert choice.message.content == LLAMA, "another format is text"
+
+
+def test_the_setting_names_another_format(artifact):
+    with real_server(artifact, "--tool-call-parser", "llama3_json") as server:
+        body = {"messages": asked("JSON"), "tools": TOOLS, "temperature": 0, "max_tokens": 150}
+        (choice,) = server.post(CHAT, body).json()["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"city": "Bern"}
+
+
+WRONG = [
+    ({"tools": [{"type": "code"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "mood": 1}}]}, "tools[0].function.mood"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}]}, "tools[0].function.parameters"),
+    ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]}, "tools"),
+    ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "clock"}}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": 3}, "tool_choice"),
+    ({"messages": [{**CALLED, "tool_calls": "x"}]}, "messages[0].tool_calls"),
+    ({"messages": [{**CALLED, "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
+    (
+        {"messages": [{**CALLED, "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    ({"messages": [{**RESULT, "tool_call_id": 1}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), WRONG, ids=lambda value: str(value)[:60])
+def test_what_is_wrong_with_tools_is_named(server, body, param):
+    is_error(server.post(CHAT, {"messages": [ASKED], **body}), 400, param)
+
+
+@given(values)
+def test_any_value_is_taken_or_refused(value):
+    for check in (lambda: earlier_calls(value, "x"), lambda: offered_tools([{"function": value}], value, "hermes")):
+        try:
+            check()
+        except ApiError as error:
+            assert error.status == 400 and error.param

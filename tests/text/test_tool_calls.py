@@ -1,0 +1,102 @@
+"""Tool calls in a model's text: whatever the pieces in which it arrives, the same text and the same calls."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nxd_server.text.tool_calls import FORMATS, ToolCall, format_of
+
+NAMES = ("weather", "clock")
+BERN = {"city": "Bern"}
+
+
+def call(name, arguments, key="arguments"):
+    return json.dumps({"name": name, key: arguments})
+
+
+def tagged(*texts):
+    return "".join(f"<tool_call>\n{text}\n</tool_call>\n" for text in texts)
+
+
+def read(kind, pieces):
+    reader = FORMATS[kind](NAMES)
+    found = [*map(reader.feed, pieces), reader.end()]
+    return "".join(text for text, _ in found), [call for _, calls in found for call in calls]
+
+
+def made(*calls):
+    return [ToolCall(name, json.dumps(arguments)) for name, arguments in calls]
+
+
+ANSWERS = [
+    ("hermes", "Hello <b>there</b>. ", "Hello <b>there</b>. ", []),
+    ("hermes", "Look: " + tagged(call("weather", BERN)), "Look: ", made(("weather", BERN))),
+    (
+        "hermes",
+        tagged(call("weather", BERN), call("clock", {})) + "\n Done, now.  ",
+        "Done, now.  ",
+        made(("weather", BERN), ("clock", {})),
+    ),
+    ("hermes", "<tool_call>" + call("clock", {}), "", made(("clock", {}))),  # the end tag was cut off
+    ("hermes", "<tool_call>" + call("clock", {})[:-1], "<tool_call>" + call("clock", {})[:-1], []),
+    ("hermes", "a <tool_call>x</tool_call> b", "a <tool_call>x</tool_call> b", []),
+    ("hermes", "a <tool_ca", "a <tool_ca", []),
+    ("hermes", tagged(call("unknown", {})), tagged(call("unknown", {})), []),
+    ("hermes", tagged(call("clock", [1])), tagged(call("clock", [1])), []),
+    ("hermes", tagged('{"name": "clock"}'), "", made(("clock", {}))),
+    ("hermes", tagged(call("clock", {}) + call("clock", {})), tagged(call("clock", {}) + call("clock", {})), []),
+    ("llama3_json", "Hello {there}", "Hello {there}", []),
+    ("llama3_json", "\n " + call("weather", BERN, "parameters"), "", made(("weather", BERN))),
+    (
+        "llama3_json",
+        call("weather", BERN, "parameters") + "; " + call("clock", {}),
+        "",
+        made(("weather", BERN), ("clock", {})),
+    ),
+    ("llama3_json", '{"city": "Bern"}', '{"city": "Bern"}', []),
+    ("llama3_json", call("clock", {}) + " and more", call("clock", {}) + " and more", []),
+    ("llama3_json", '{"name": "clock", "parameters": {"x": NaN}}', '{"name": "clock", "parameters": {"x": NaN}}', []),
+    ("llama3_json", '{"name":' * 100_000, '{"name":' * 100_000, []),
+    ("llama3_json", '{"name": {}}', '{"name": {}}', []),
+    ("llama3_json", "", "", []),
+]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(("kind", "answer", "text", "calls"), ANSWERS, ids=lambda value: str(value)[:40])
+def test_calls_are_taken_out_of_the_text(kind, answer, text, calls):
+    assert read(kind, [answer]) == (text, calls)
+    assert read(kind, answer[:2000]) == read(kind, [answer[:2000]]), "one character at a time"
+
+
+@given(st.data())
+def test_pieces_make_no_difference(data):
+    kind = data.draw(st.sampled_from(sorted(FORMATS)))
+    parts = ["<tool_call>", "</tool_call>", "<", "tool_", "{", "}", ";", "\n", " ", "x", call("clock", {}), '"']
+    pieces = data.draw(st.lists(st.sampled_from(parts), max_size=12))
+    text = "".join(pieces)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    whole = read(kind, [text])
+    assert read(kind, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == whole
+    if not whole[1]:
+        assert whole[0] == text, "nothing is lost"
+
+
+def test_text_is_not_held_longer_than_it_may_be_a_call():
+    reader = FORMATS["hermes"](NAMES)
+    assert reader.feed("a < b") == ("a < b", [])
+    assert reader.feed("<tool") == ("", []) and reader.feed("s>") == ("<tools>", [])
+    reader = FORMATS["llama3_json"](NAMES)
+    assert reader.feed(" ") == ("", []) and reader.feed("so") == (" so", []) and reader.feed("{") == ("{", [])
+
+
+def test_the_format_is_that_of_the_template():
+    hermes = '{% for t in tools %}{% endfor %}<tool_call>{"name": n, "arguments": a}</tool_call>'
+    llama = '{% if tools %}{"name": function name, "parameters": dictionary}{% endif %}'
+    assert format_of([hermes]) == "hermes" and format_of(["plain", llama]) == "llama3_json"
+    assert format_of([]) is None and format_of(["{{ messages }}"]) is None
+    assert format_of([hermes.replace("tools", "messages")]) is None, "it shows no tools"
+    assert format_of(["{{ tools }}<tool_call><function=x>"]) is None, "XML inside"
+    assert format_of(["{{ tools }}[TOOL_CALLS]"]) is None
