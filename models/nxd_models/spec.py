@@ -73,6 +73,12 @@ class DecoderConfig:
         """
         self.check_length(max_len)
 
+    def check_drafts(self, max_len: int) -> None:
+        """Raise ModelConfigError if drafts cannot be verified exactly in contexts of up to ``max_len`` tokens.
+
+        They can be if the output for a token depends only on the tokens before it.
+        """
+
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig:

@@ -323,7 +323,7 @@ def test_trace_says_before_it_begins_what_a_model_lacks(capsys, monkeypatch, tmp
         (["trace", "MODEL", "--out", "a", "--batch-sizes", "1," + "9" * 20], ["--batch-sizes", "from 1 to 1048576"]),
         (["trace", "MODEL", "--out", "a", "--prompt-buckets", "9" * 20], ["--prompt-buckets", "from 1 to 1048576"]),
         (["ckpt", "reshard", "a", "b", "--tp", "100000"], ["tp must be", "from 1 to 4096, got 100000"]),
-        (["ckpt", "reshard", "a", "b", "--pp", "100000"], ["pp must be", "from 1 to 4096, got 100000"]),
+        (["ckpt", "reshard", "a", "b", "--tp", "1", "--pp", "100000"], ["pp must be", "from 1 to 4096, got 100000"]),
         (["pipeline", "plan", "MODEL", "--microbatches", "200000"], ["--microbatches", "200000"]),
         (
             ["trace", "MODEL", "--out", "/etc/hostname/a"],

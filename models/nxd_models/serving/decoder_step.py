@@ -102,6 +102,8 @@ class DecoderStep(nn.Module):
         if slots < 1:
             raise ModelConfigError(f"slots = {slots}: at least one is needed")
         config.check_cached_length(max_len)
+        if draft_tokens:
+            config.check_drafts(max_len)
         self.draft_tokens = draft_tokens
         self.slots, self.max_len, self.bias_slots = slots, max_len, bias_slots
         largest = {
