@@ -25,7 +25,7 @@ from nxd_infer.graph.functional import functional
 from nxd_infer.graph.ir import FUNCTIONAL, IN_PLACE, graph_to_ir, ir_to_graph
 from nxd_infer.graph.stored import GraphFile, Lowered, ir_text, read_graph, read_ir
 
-CODE = 4
+CODE = 5
 """Incremented when graphs are compiled differently, which invalidates cached code of earlier values."""
 
 
