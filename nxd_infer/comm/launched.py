@@ -64,7 +64,9 @@ def join_launched_world(timeout: float) -> None:
         )
     rank, port, (backend, device) = _number("RANK"), _number("MASTER_PORT"), _backend_of_the_devices()
     try:
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout), device_id=device)
+        # One rank needs no port, which another process alone with the same variables may have.
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world == 1 else {}
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout), device_id=device, **alone)
     except dist.DistError as error:
         raise NotInitializedError(
             f"rank {rank} did not meet the other ranks of {world} at {os.environ['MASTER_ADDR']}:{port} within "

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import openai
 import pytest
+import tokenizers
 import torch
 from hypothesis import given
 from safetensors.torch import save_file
 
 from nxd_server.http.error_responses import ApiError
+from nxd_server.http.openai.chat import check_messages
+from nxd_server.http.openai.event_stream import KEEP_ALIVE, EventStream
 from nxd_server.http.openai.tools import earlier_calls, offered_tools
 from nxd_server.text.chat_template import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
@@ -20,10 +24,13 @@ from tests.http.test_fuzz import values
 from tests.tiny_models import write_tiny
 
 CHAT = "/v1/chat/completions"
-TEMPLATE = (
-    "{% if tools %}{% for tool in tools %}{{ tool['function']['name'] }};{% endfor %}{% endif %}"
+TEMPLATE = (  # as strict as those of Hermes 2 Pro, Hermes 3 and Llama 3.1 are
+    "{% for tool in tools or [] %}{% set function = tool['function'] %}"
+    "{{ function.name }}{{ function.description | tojson }}{{ function.parameters.properties | tojson }}{% endfor %}"
     "{% for m in messages %}"
-    "{% if m['role'] == 'tool' %}<|user|>[{{ m['tool_call_id'] }}]{{ m['content'] }}"
+    "{% if 'tool_calls' in m and not m['tool_calls'] %}{{ raise_exception('no call') }}{% endif %}"
+    "{% if m['role'] == 'tool' %}<|user|>[{{ m['tool_call_id'] }}]{% if m['name'] != 'weather' %}"
+    "{{ raise_exception('no name') }}{% endif %}{{ m['content'] }}"
     "{% elif m['role'] == 'user' %}<|user|>{{ m['content'] }}"
     "{% else %}<|assistant|>{{ m['content'] }}{% for call in m['tool_calls'] or [] %}<tool_call>"
     "{{ {'name': call['function']['name'], \"arguments\": call['function']['arguments']} | tojson }}"
@@ -31,10 +38,11 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 TOOLS = [
-    {"type": "function", "function": {"name": name, "description": None, "parameters": {"type": "object"}}}
-    for name in ("weather", "clock")
+    {"type": "function", "function": {"name": "weather", "description": None, "strict": True}},
+    {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}},
 ]
 ASKED = {"role": "user", "content": "Rain?"}
+SHOWN = 'weather""{}clock""{}'
 CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
 CALLED = {
     "role": "assistant",
@@ -48,7 +56,7 @@ TWO = "Both: <tool_call>" + CALL + '</tool_call>\n<tool_call>{"name": "clock", "
 LLAMA = '{"name": "weather", "parameters": {"city": "Bern"}}'
 LESSONS = [
     (TOOLS, [ASKED], f"<tool_call>{CALL}</tool_call>"),
-    (None, [ASKED], "No idea."),
+    ([], [ASKED], "No idea."),
     (TOOLS, [ASKED, CALLED, RESULT], "It is dry."),
     (TOOLS, [{"role": "user", "content": "Two!"}], TWO),
     (TOOLS, [{"role": "user", "content": "JSON"}], LLAMA),
@@ -63,16 +71,18 @@ def taught(path):
     """Write a tiny model that gives these answers."""
     from nxd_models import registry
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 320}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 320, "vocab_size": 320}
     write_tiny("llama", path, **sizes)
     (path / "chat_template.jinja").write_text(TEMPLATE)
+    raw = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    raw.add_special_tokens(["<tool_call>", "</tool_call>"])  # some models' are, and special tokens are not shown
+    raw.save(str(path / "tokenizer.json"))
     tokenizer, template = Tokenizer.from_dir(path), ChatTemplate.from_dir(path)
     rows = []
     for tools, messages, answer in LESSONS:
-        given_calls = [
-            {**m, "tool_calls": earlier_calls(m["tool_calls"], "")} if m.get("tool_calls") else m for m in messages
-        ]
-        prompt = tokenizer.encode(template.render(given_calls, tools=tools), add_special_tokens=False)
+        shown = offered_tools(tools, None, "hermes")
+        prompt = template.render(check_messages(messages, "hermes"), tools=shown)
+        prompt = tokenizer.encode(prompt, add_special_tokens=False)
         rows.append((prompt, tokenizer.encode(answer + "<|end|>", add_special_tokens=False)))
     longest = max(len(prompt) + len(answer) for prompt, answer in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.int64)
@@ -163,6 +173,68 @@ def test_calls_in_a_stream_are_those_of_the_whole_answer(client, server):
     assert set(raw[0]) == {"id", "type", "function"}, "numbered in chunks only"
 
 
+class Held:
+    """A generation whose tokens, one in 20 ms, all belong to a call that is held back."""
+
+    weight_version, usage, unfinished = 0, None, True
+
+    async def __aenter__(self):
+        self.left = 12
+        return self
+
+    async def __aexit__(self, *error):
+        pass
+
+    async def next(self, wait):
+        await asyncio.sleep(min(0.02, wait))
+        self.left -= wait > 0.02
+        self.unfinished = self.left > 0
+        return (0, None) if wait > 0.02 else None
+
+    def ready(self):
+        return None
+
+    def check_client(self):
+        pass
+
+
+class Silent:
+    """A writer of chunks that has nothing to say yet."""
+
+    def begin(self, version):
+        return b"data: begun"
+
+    def event(self, choice, event):
+        return b""
+
+    def usage(self, usage):
+        return b""
+
+
+def test_a_held_call_is_no_silence():
+    sent = []
+
+    async def send(message):
+        sent.append(message.get("body", b""))
+
+    stream = EventStream(Held(), Silent(), keep_alive=0.1, request_id="x")
+    asyncio.run(stream({"type": "http"}, None, send))
+    assert sent[1] == b"data: begun" and sent[-1].endswith(b"[DONE]\n\n")
+    assert sent[2:-1] and set(sent[2:-1]) == {KEEP_ALIVE}
+
+
+def test_an_empty_list_of_calls_is_none(client):
+    said = [ASKED, {"role": "assistant", "content": "No idea.", "tool_calls": []}, asked("Two!")[0]]
+    assert create(client, said, max_tokens=5).choices
+
+
+def test_arguments_of_earlier_calls_are_parsed_within_limits(server):
+    for arguments in ('{"a": [' + "[]," * 20_000 + "[]]}", '{"a": "\\ud83d"}', '{"a": 1, "a": 2}', "{}x"):
+        calls = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
+        is_error(server.post(CHAT, {"messages": [ASKED, {"role": "assistant", "tool_calls": calls}]}), 400)
+    assert server.post(CHAT, {"messages": [ASKED], "max_tokens": 2}).status_code == 200
+
+
 def test_an_answer_that_was_cut_says_so(client):
     (choice,) = create(client, asked("Two!"), max_tokens=10).choices
     assert choice.finish_reason == "length" and TWO.startswith(choice.message.content)
@@ -172,7 +244,7 @@ def test_without_tools_nothing_is_a_call(client, server):
     for more in ({"tools": openai.NOT_GIVEN}, {"tool_choice": "none"}):
         (choice,) = create(client, [ASKED], **more).choices
         assert (choice.message.content, choice.finish_reason) == ("No idea.", "stop")
-    for tools, shown in ((TOOLS, "weather;clock;"), ([], "")):
+    for tools, shown in ((TOOLS, SHOWN), ([], "")):
         tokens = server.post("/tokenize", {"messages": [ASKED], "tools": tools}).json()["tokens"]
         prompt = server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
         assert prompt == shown + "<|user|>Rain?<|assistant|>"

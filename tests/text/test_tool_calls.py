@@ -1,12 +1,13 @@
 """Tool calls in a model's text: whatever the pieces in which it arrives, the same text and the same calls."""
 
 import json
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nxd_server.text.tool_calls import FORMATS, ToolCall, format_of
+from nxd_server.text.tool_calls import FORMATS, OPEN, ToolCall, format_of
 
 NAMES = ("weather", "clock")
 BERN = {"city": "Bern"}
@@ -47,7 +48,37 @@ ANSWERS = [
     ("hermes", tagged(call("clock", [1])), tagged(call("clock", [1])), []),
     ("hermes", tagged('{"name": "clock"}'), "", made(("clock", {}))),
     ("hermes", tagged(call("clock", {}) + call("clock", {})), tagged(call("clock", {}) + call("clock", {})), []),
+    (
+        "hermes",
+        "<think>Use <tool_call> tags.</think>\n" + tagged(call("clock", {})),
+        "<think>Use <tool_call> tags.</think>\n",
+        made(("clock", {})),
+    ),
+    (
+        "hermes",
+        f"<tool_call>{call('clock', {})}\n" + tagged(call("weather", BERN)),
+        "",
+        made(("clock", {}), ("weather", BERN)),
+    ),
+    ("hermes", tagged(call("weather", {"city": OPEN})), "", made(("weather", {"city": OPEN}))),
+    ("hermes", tagged('{"x": 1} <tool_call> ' + call("clock", {})), '<tool_call>\n{"x": 1} ', made(("clock", {}))),
+    ("hermes", OPEN + " " * 100, OPEN + " " * 100, []),
+    ("hermes", OPEN + " " * 60 + call("clock", {}), "", made(("clock", {}))),
+    ("hermes", tagged('{"name": "clock", "arguments": null}'), "", made(("clock", {}))),
+    (
+        "hermes",
+        tagged('{"name": "clock", "arguments": {"x": 1e999}}'),
+        tagged('{"name": "clock", "arguments": {"x": 1e999}}'),
+        [],
+    ),
+    (
+        "hermes",
+        tagged('{"name": "clock", "arguments": {"x": "\\ud83d"}}'),
+        tagged('{"name": "clock", "arguments": {"x": "\\ud83d"}}'),
+        [],
+    ),
     ("llama3_json", "Hello {there}", "Hello {there}", []),
+    ("llama3_json", " " * 100 + call("clock", {}), " " * 100 + call("clock", {}), []),
     ("llama3_json", "\n " + call("weather", BERN, "parameters"), "", made(("weather", BERN))),
     (
         "llama3_json",
@@ -90,6 +121,35 @@ def test_text_is_not_held_longer_than_it_may_be_a_call():
     assert reader.feed("<tool") == ("", []) and reader.feed("s>") == ("<tools>", [])
     reader = FORMATS["llama3_json"](NAMES)
     assert reader.feed(" ") == ("", []) and reader.feed("so") == (" so", []) and reader.feed("{") == ("{", [])
+
+
+def test_what_can_be_decoded_and_not_encoded_again_is_text():
+    """The limits of both recursions differ, so that a call may be within one and not within the other."""
+    for depth in range(300, sys.getrecursionlimit() + 50):
+        text = '{"name": "clock", "arguments": {"x": ' + "[" * depth + "]" * depth + "}}"
+        said, calls = read("llama3_json", [text])
+        assert bool(said) != bool(calls)
+
+
+@pytest.mark.parametrize(
+    ("kind", "begin", "piece", "pieces"),
+    [
+        ("hermes", '<tool_call>{"', "x" * 128, 200),
+        ("hermes", "<tool_call>", " " * 128, 0),
+        ("hermes", "", "<tool_call>" * 8, 1),
+        ("hermes", "", "<tool_call></tool_call>" * 4, 0),
+        ("llama3_json", '{"', "x" * 128, 200),
+        ("llama3_json", "", " " * 128, 0),
+    ],
+)
+def test_what_is_held_is_not_joined_again_with_each_piece(kind, begin, piece, pieces):
+    """Or the time would grow with the square of an answer: 12 seconds of the server's one thread for 7000 tokens."""
+    reader = FORMATS[kind](NAMES)
+    reader.feed(begin)
+    for _ in range(200):
+        reader.feed(piece)
+    assert pieces <= len(reader._held) <= pieces + 1
+    assert pieces > 1 or sum(map(len, reader._held)) <= len("<tool_call>")
 
 
 def test_the_format_is_that_of_the_template():

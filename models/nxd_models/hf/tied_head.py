@@ -25,7 +25,13 @@ def check_tied_head(folder: Path, source: WeightSource) -> None:
     """
     names = sorted(source.keys())
     head, table = (next((n for n in names if n.endswith(ends)), None) for ends in (HEADS, EMBEDDINGS))
-    if head is None or table is None or not _tied(folder / "config.json") or _equal(source, head, table):
+    if (
+        head is None
+        or table is None
+        or any(name.endswith("shared.weight") for name in names)
+        or not _tied(folder / "config.json")
+        or _equal(source, head, table)
+    ):
         return
     raise WeightMismatchError(
         f"{folder}: config.json says tie_word_embeddings = true, but the files hold {head!r} and {table!r} with "
@@ -44,8 +50,11 @@ def _tied(config: Path) -> bool:
 
 def _equal(source: WeightSource, first: str, second: str) -> bool:
     shape = source.shape(first)
-    if len(shape) != 2 or shape != source.shape(second) or source.dtype(first) != source.dtype(second):
+    if len(shape) != 2 or shape != source.shape(second):
         return False
+    dtype = torch.promote_types(source.dtype(first), source.dtype(second))
     rows = max(1, PIECE // max(1, shape[1]))
     pieces = [(slice(start, min(start + rows, shape[0])), slice(0, shape[1])) for start in range(0, shape[0], rows)]
-    return all(torch.equal(source.read(first, piece), source.read(second, piece)) for piece in pieces)
+    return all(
+        torch.equal(source.read(first, piece).to(dtype), source.read(second, piece).to(dtype)) for piece in pieces
+    )

@@ -16,7 +16,7 @@ from nxd_server.text.chat_template import TemplateSources
 from nxd_server.text.field_bounds import Bounds, body_bounds
 from nxd_server.text.text_process_jobs import BoundedJson, BoundedTemplate, BoundedTokenizer
 from nxd_server.text.tokenizer import Tokenizer
-from nxd_server.text.tool_calls import format_of
+from nxd_server.text.tool_calls import TAGS, format_of
 
 if TYPE_CHECKING:
     from nxd_infer.artifact.manifest import Manifest
@@ -162,9 +162,9 @@ class ServedModel:
         except ModelConfigError as error:
             logger.warning("no tokenizer, so this model can only be used through LLM: %s", error)
         else:
+            if task == "generate":
+                self._use_template(TemplateSources.from_dir(artifact))
             self._tokenizer.most_characters(self.max_len)  # scans the vocabulary now, not during a request
-        if task == "generate" and self._tokenizer is not None:
-            self._use_template(TemplateSources.from_dir(artifact))
 
     def _use_template(self, sources: TemplateSources | None) -> None:
         """Serve conversations with this template, once it has been checked."""
@@ -173,6 +173,8 @@ class ServedModel:
         settings = self.settings
         found = format_of([sources.default, *sources.named.values()])
         self.tool_format = {"auto": found, "none": None}.get(settings.tool_call_parser, settings.tool_call_parser)
+        if self._tokenizer is not None and self.tool_format in TAGS:
+            self._tokenizer = self._tokenizer.showing(TAGS[self.tool_format])
         template = BoundedTemplate(sources, settings.render_timeout, settings.max_queued_requests)
         self.chat_template = template  # first, so that closing can end it during the check
         template.check()

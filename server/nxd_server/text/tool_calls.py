@@ -1,6 +1,6 @@
 """Find tool calls in a model's answer while it streams, in the formats that models are trained to write.
 
-``hermes`` (Hermes 2 Pro, Qwen2.5, Qwen3)::
+``hermes`` (Hermes 2 Pro and 3, Qwen2.5, Qwen3)::
 
     Let me look. <tool_call>
     {"name": "weather", "arguments": {"city": "Bern"}}
@@ -10,17 +10,26 @@
 
     {"name": "weather", "parameters": {"city": "Bern"}}
 
-What only looks like a call stays text: JSON that is not valid, or a tool that the request does not offer.
+What only looks like a call stays text: JSON that is not valid, or a tool that the request does not offer. The time is
+linear in the text, whatever the model writes and in whatever pieces: one thread reads the answers of all requests.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+TAGS = {"hermes": (OPEN, CLOSE)}
+"""Texts that a format needs, and that a tokenizer may take for special tokens, which are not shown."""
+MOST_BLANKS = 64
+"""Whitespace before a call's brace; what goes on is text."""
+_VISIBLE = re.compile(r"\S")
+_BETWEEN = re.compile(r"[;\s]*")
+_DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True)
@@ -52,113 +61,149 @@ class HermesReader:
     """See :class:`ToolCallReader`. Whitespace after a call is dropped."""
 
     def __init__(self, names: Collection[str]):
-        self._names = names
-        self._held = ""
+        self._names = frozenset(names)
+        self._held: list[str] = []
+        """Pieces since what may be a tag, or is one."""
+        self._window: str | None = None
+        """Within a call: the end of what is held, in which its closing tag may begin."""
         self._after_call = False
 
     def feed(self, text: str) -> Read:
-        self._held += text
-        return self._read(ended=False)
+        if self._window is not None and CLOSE not in self._window + text:
+            self._held.append(text)
+            self._window = (self._window + text)[-len(CLOSE) :]
+            return "", []
+        return self._read("".join((*self._held, text)), ended=False)
 
     def end(self) -> Read:
-        return self._read(ended=True)
+        return self._read("".join(self._held), ended=True)
 
-    def _read(self, ended: bool) -> Read:
-        said, calls = "", []
-        while True:
-            before, opened, rest = self._held.partition(OPEN)
-            if not opened:
-                keep = 0 if ended else _overlap(before, OPEN)
-                self._held = before[len(before) - keep :]
-                return said + self._text(before[: len(before) - keep]), calls
-            inside, closed, after = rest.partition(CLOSE)
-            if not closed and not ended:
-                self._held = opened + rest
-                return said + self._text(before), calls
-            call = _one_call(inside, self._names)
-            said += self._text(before if call else before + opened + inside + closed)
-            if call:
-                calls.append(call)
-                self._after_call = True
-            self._held = after
+    def _read(self, data: str, ended: bool) -> Read:
+        said: list[str] = []
+        calls: list[ToolCall] = []
+        self._held, self._window, place = [], None, 0
+        while (start := data.find(OPEN, place)) >= 0:
+            self._say(data[place:start], said)
+            inside = start + len(OPEN)
+            first = _VISIBLE.search(data, inside, inside + MOST_BLANKS + 1)
+            blank = first is None and len(data) - inside <= MOST_BLANKS
+            if not blank and (first is None or first[0] != "{"):
+                self._say(OPEN, said)  # only a mention
+                place = inside
+                continue
+            end = data.find(CLOSE, inside)
+            if end < 0 and not ended:
+                self._held, self._window = [data[start:]], None if blank else data[-len(CLOSE) :]
+                return "".join(said), calls
+            self._candidate(data[inside:] if end < 0 else data[inside:end], CLOSE if end >= 0 else "", said, calls)
+            place = len(data) if end < 0 else end + len(CLOSE)
+        keep = 0 if ended else _overlap(data, OPEN, len(data) - place)
+        self._say(data[place : len(data) - keep], said)
+        self._held = [data[len(data) - keep :]] if keep else []
+        return "".join(said), calls
 
-    def _text(self, text: str) -> str:
+    def _candidate(self, inside: str, close: str, said: list[str], calls: list[ToolCall]) -> None:
+        """Take the text between two tags, or up to the end; a model may forget to close a call before the next."""
+        if OPEN in inside and len(_calls(inside, self._names)) != 1:
+            *before, last = inside.split(OPEN)
+            for piece in before:
+                self._candidate(piece, "", said, calls)
+            return self._candidate(last, close, said, calls)
+        found = _calls(inside, self._names)
+        if len(found) != 1:
+            return self._say(OPEN + inside + close, said)
+        calls += found
+        self._after_call = True
+
+    def _say(self, text: str, said: list[str]) -> None:
         if self._after_call:
             text = text.lstrip()
             self._after_call = not text
-        return text
+        said.append(text)
 
 
 class Llama3JsonReader:
     """See :class:`ToolCallReader`. An answer that begins with a brace is held back to its end."""
 
     def __init__(self, names: Collection[str]):
-        self._names = names
-        self._held = ""
-        self._is_text = False
+        self._names = frozenset(names)
+        self._held: list[str] = []
+        self._blanks = 0
+        self._is_text: bool | None = None
 
     def feed(self, text: str) -> Read:
-        self._held += text
-        begin = self._held.lstrip()[:1]
-        self._is_text = self._is_text or begin not in ("", "{")
+        if self._is_text is None:
+            self._begin(text)
+        self._held.append(text)
         return self._release() if self._is_text else ("", [])
 
+    def _begin(self, text: str) -> None:
+        first = _VISIBLE.search(text)
+        self._blanks += len(text) if first is None else first.start()
+        if self._blanks > MOST_BLANKS:
+            self._is_text = True
+        elif first is not None:
+            self._is_text = first[0] != "{"
+
     def end(self) -> Read:
-        calls = [] if self._is_text else _calls(self._held, self._names)
+        calls = _calls("".join(self._held), self._names) if self._is_text is False else []
         return ("", calls) if calls else self._release()
 
     def _release(self) -> Read:
-        text, self._held = self._held, ""
+        text, self._held = "".join(self._held), []
         return text, []
 
 
 FORMATS: dict[str, type[ToolCallReader]] = {"hermes": HermesReader, "llama3_json": Llama3JsonReader}
+SINGLE = frozenset({"llama3_json"})
+"""Formats whose models' own templates refuse messages of several calls."""
 
 
 def format_of(templates: Iterable[str]) -> str | None:
     """Return the format that a model's chat templates ask it to write; None if it is none of :data:`FORMATS`."""
     text = "\n".join(templates)
-    if "tools" not in text:
+    if "tools" not in text or "<function=" in text:  # XML inside of tags
         return None
-    if OPEN in text:  # others write XML inside
-        return "hermes" if '"arguments"' in text and "<function=" not in text else None
+    if OPEN in text:
+        return "hermes" if '"arguments"' in text else None
     return "llama3_json" if '"parameters":' in text else None
 
 
-def _overlap(text: str, tag: str) -> int:
-    """Return how many characters at the end of ``text`` may begin ``tag``."""
-    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-size:])), 0)
-
-
-def _one_call(text: str, names: Collection[str]) -> ToolCall | None:
-    calls = _calls(text, names)
-    return calls[0] if len(calls) == 1 else None
+def _overlap(text: str, tag: str, most: int) -> int:
+    """Return how many of the last ``most`` characters of ``text`` may begin ``tag``."""
+    return next((size for size in range(min(len(tag) - 1, most), 0, -1) if text.endswith(tag[:size])), 0)
 
 
 def _calls(text: str, names: Collection[str]) -> list[ToolCall]:
     """Return the calls that ``text`` consists of; none if a part of it is anything else."""
-    decoder = json.JSONDecoder(parse_constant=_no_constant)
     calls: list[ToolCall] = []
-    rest = text.strip()
-    while rest:
+    place = _after(_BETWEEN, text, 0)
+    while place < len(text):
         try:
-            value, end = decoder.raw_decode(rest)
-        except (ValueError, RecursionError):
+            value, end = _DECODER.raw_decode(text, place)
+            call = _call(value, names)
+        except (ValueError, RecursionError):  # also of numbers and characters that no other reader would take
             return []
-        call = _call(value, names)
         if call is None:
             return []
         calls.append(call)
-        rest = rest[end:].lstrip("; \n\t\r")
+        place = _after(_BETWEEN, text, end)
     return calls
 
 
+def _after(pattern: re.Pattern[str], text: str, place: int) -> int:
+    found = pattern.match(text, place)
+    return found.end() if found else place
+
+
 def _call(value: Any, names: Collection[str]) -> ToolCall | None:
-    if not isinstance(value, dict) or value.get("name") not in list(names):
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or name not in names:
         return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
-
-
-def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is not JSON")
+    arguments = value.get("arguments", value.get("parameters"))
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        return None
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    text.encode()
+    return ToolCall(name, text)

@@ -28,7 +28,14 @@ from nxd_server.http.openai.generation import Generation
 from nxd_server.http.openai.logprobs import chat_logprob
 from nxd_server.http.openai.schemas import ChatBody
 from nxd_server.http.openai.stream_usage import Tails, usage_object
-from nxd_server.http.openai.tools import ChoiceCalls, choice_calls, earlier_calls, no_tools, offered_tools
+from nxd_server.http.openai.tools import (
+    ChoiceCalls,
+    check_size,
+    choice_calls,
+    earlier_calls,
+    no_tools,
+    offered_tools,
+)
 from nxd_server.http.request_context import (
     Context,
     check_model,
@@ -64,7 +71,10 @@ def check_messages(messages: list[dict[str, Any]], tool_format: str | None) -> l
     """
     if not messages:
         raise bad_request("`messages` must hold at least one message", param="messages")
-    checked = []
+    check_size(messages)
+    checked: list[dict[str, Any]] = []
+    called: dict[Any, str] = {}
+    """The function of each call, by its id."""
     for place, message in enumerate(messages):
         where, role = f"messages[{place}]", message.get("role")
         known = MESSAGE_FIELDS | (TOOL_FIELDS.get(role, frozenset()) if isinstance(role, str) else frozenset())
@@ -88,10 +98,13 @@ def check_messages(messages: list[dict[str, Any]], tool_format: str | None) -> l
             if not isinstance(message.get(name), (str, type(None))):
                 raise bad_request(f"`{where}.{name}` must be a string", f"{where}.{name}")
         kept = {name: message[name] for name in known if message.get(name) is not None}
-        if message.get("tool_calls"):
+        if kept.pop("tool_calls", None):  # an empty list is none to templates, too
             kept["tool_calls"] = earlier_calls(message["tool_calls"], f"{where}.tool_calls")
+            called |= {call["id"]: call["function"]["name"] for call in kept["tool_calls"] if "id" in call}
         elif message.get("content") is None:
             raise missing_field(f"{where}.content")
+        if role == "tool" and "name" not in kept and kept.get("tool_call_id") in called:
+            kept["name"] = called[kept["tool_call_id"]]  # some models' templates need it
         checked.append({**kept, "role": "system" if role == "developer" else role})
     return checked
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Protocol
 
 from starlette.responses import Response
@@ -81,10 +82,11 @@ class EventStream(Response):
     async def _write(
         self, generation: Generation, item: tuple[int, TokenEvent | FinishEvent] | None, send: Send
     ) -> None:
-        begun = False
+        begun, sent = False, time.monotonic()
         while True:
             if item is None:
                 await _send(generation, send, KEEP_ALIVE)
+                sent = time.monotonic()
             else:
                 # Send all available events in one write, so that a slow connection does not slow the event loop.
                 chunks = [] if begun else [self._writer.begin(generation.weight_version)]
@@ -98,12 +100,17 @@ class EventStream(Response):
                     raise
                 except Exception as error:
                     failure = error
-                await _send(generation, send, b"".join(chunks))
+                body = b"".join(chunks)
+                if not body and time.monotonic() - sent >= self._keep_alive:  # what is held back may take long
+                    body = KEEP_ALIVE
+                if body:
+                    await _send(generation, send, body)
+                    sent = time.monotonic()
                 if failure is not None:
                     raise failure
             if not generation.unfinished:
                 break
-            item = await generation.next(self._keep_alive)
+            item = await generation.next(max(0.0, sent + self._keep_alive - time.monotonic()))
         tail = self._writer.usage(generation.usage) + DONE
         await _send(generation, send, tail, more=False)
 

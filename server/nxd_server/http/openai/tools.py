@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from nxd_server.errors import BodyError, RequestError
 from nxd_server.http.error_responses import ApiError, bad_request, clip, missing_field, unknown_field, unsupported
 from nxd_server.http.openai.schemas import ChatBody
-from nxd_server.text.tool_calls import FORMATS, ToolCallReader
+from nxd_server.text.field_bounds import MOST_TOOL_VALUES
+from nxd_server.text.strict_json import Outline, parse_json
+from nxd_server.text.tool_calls import FORMATS, SINGLE, ToolCallReader
 
 MOST_TOOLS = 128
 TOOL_FIELDS = frozenset({"name", "description", "parameters", "strict"})
+NO_PARAMETERS = {"type": "object", "properties": {}}
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
@@ -32,9 +35,11 @@ def offered_tools(tools: list[dict[str, Any]], choice: Any, tool_format: str | N
     checked = [_checked(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
     if len({tool["function"]["name"] for tool in checked}) < len(checked):
         raise bad_request("two of `tools` have one name", "tools")
-    if checked and tool_format is None:
+    if choice == "none" or not checked:
+        return []
+    if tool_format is None:
         raise no_tools("tools")
-    return [] if choice == "none" else checked
+    return checked
 
 
 def no_tools(param: str) -> ApiError:
@@ -63,7 +68,16 @@ def _checked(tool: dict[str, Any], where: str) -> dict[str, Any]:
         if not isinstance(function.get(field), (kind, type(None))):
             raise bad_request(f"`{where}.function.{field}` must be {what}", f"{where}.function.{field}")
     kept = {key: value for key, value in function.items() if value is not None and key != "strict"}
-    return {"type": "function", "function": kept}
+    # Both may be left out, and some models' templates need them.
+    return {"type": "function", "function": {"description": "", "parameters": NO_PARAMETERS, **kept}}
+
+
+def check_size(messages: Sequence[dict[str, Any]]) -> None:
+    """Raise BodyError if the arguments of all calls, JSON within strings, hold more than may be parsed here."""
+    calls = [call for message in messages if isinstance(found := message.get("tool_calls"), list) for call in found]
+    functions = [call.get("function") for call in calls if isinstance(call, dict)]
+    texts = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    Outline("".join(text for text in texts if isinstance(text, str)).encode("utf-8", "replace"), MOST_TOOL_VALUES)
 
 
 def earlier_calls(calls: Any, where: str) -> list[dict[str, Any]]:
@@ -88,10 +102,12 @@ def earlier_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _arguments(value: Any, where: str) -> dict[str, Any]:
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return {}
     if isinstance(value, str):
         try:
-            value = json.loads(value) if value.strip() else {}
-        except (ValueError, RecursionError):
+            value = parse_json(value.encode())
+        except (ValueError, BodyError, RequestError):
             value = None
     if not isinstance(value, dict):
         raise bad_request(f"`{where}` must be the text of a JSON object", where)
@@ -136,7 +152,7 @@ class ChoiceCalls:
 def choice_calls(body: ChatBody, tools: Sequence[dict[str, Any]], tool_format: str | None) -> list[ChoiceCalls]:
     """Return one for every choice of the request."""
     names = [tool["function"]["name"] for tool in tools]
-    parallel = body.parallel_tool_calls is not False
+    parallel = tool_format not in SINGLE if body.parallel_tool_calls is None else body.parallel_tool_calls
 
     def made() -> ChoiceCalls:
         return ChoiceCalls(FORMATS[tool_format](names) if names and tool_format else None, parallel)
