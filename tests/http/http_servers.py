@@ -155,11 +155,13 @@ def toy_server(*, wait: bool = True, toy: dict | None = None, arguments: tuple =
 def raw(
     server: ServerProcess, data: bytes = b"", timeout: float = 90.0, receive_buffer: int | None = None
 ) -> Iterator[socket.socket]:
-    """A plain connection with ``data`` written to it; ``receive_buffer`` bytes wait unread at most on its side."""
+    """A plain connection with ``data`` written to it; ``receive_buffer`` bytes wait unread at most on its side, and
+    little on the server's, whose buffer grows with the size of segments: a third of a megabyte and not three."""
     with socket.socket() as connection:
         connection.settimeout(timeout)
         if receive_buffer is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)  # before it connects
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
         connection.connect(("127.0.0.1", server.port))
         connection.sendall(data)
         yield connection

@@ -172,7 +172,7 @@ def test_a_client_that_never_reads_loses_its_connection_and_a_slow_one_does_not(
 
 
 @pytest.mark.parametrize(
-    ("piece", "deadline"), [(1000, 600), (8000, 6)], ids=["less than a piece in time", "not over in time"]
+    ("piece", "deadline"), [(1000, 600), (8000, 10)], ids=["less than a piece in time", "not over in time"]
 )
 def test_a_client_that_reads_a_little_at_a_time_loses_its_connection_too(piece, deadline):
     """The answer is long enough to fill all buffers before its deadline on a busy machine, too: one that is complete
@@ -182,7 +182,7 @@ def test_a_client_that_reads_a_little_at_a_time_loses_its_connection_too(piece, 
         toy_server(toy={"delay": 0.0, "max_len": 4000}, connection_timeout=2, request_timeout=deadline) as server,
         raw(server, http_request(COMPLETIONS, body, "Connection: close"), receive_buffer=4096) as connection,
     ):
-        end = time.monotonic() + 30
+        end = time.monotonic() + 90
         while f"{COMPLETIONS} 499" not in server.log:
             assert connection.recv(piece) and time.monotonic() < end
             time.sleep(0.2)
