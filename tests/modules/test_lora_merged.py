@@ -227,6 +227,20 @@ def test_the_projection_that_attention_of_torch_reads_by_itself_is_no_target():
         LoRAModel(layer, LoraConfig(lora_rank=2, target_modules=["out_proj"]))
 
 
+def test_encoder_layers_of_torch_call_their_adapted_layers_in_evaluation():
+    """Not by the fast path, which reads the base's weights; padding makes nested tensors there."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = adapted(nn.TransformerEncoder(layer, 2), target_modules=["linear1", "linear2"])
+    x, padding = torch.randn(2, 3, 8), torch.tensor([[False, False, False], [False, False, True]])
+    for options in ({}, {"src_key_padding_mask": padding}):
+        expected = model.train()(x, **options)[~padding].detach()
+        found = model.eval()(x, **options)[~padding]
+        with torch.no_grad():
+            assert error(model(x, **options)[~padding], expected) < 1e-5
+        assert found.requires_grad
+        assert error(found.detach(), expected) < 1e-5
+
+
 def test_merging_in_place_leaves_state_dicts_as_they_were():
     """Also under the second name of a layer."""
     model = adapted(Shared(), target_modules=["a", "b"], save_lora_base=True)

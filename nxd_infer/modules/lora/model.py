@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,16 +12,15 @@ from torch import Tensor, nn
 from nxd_infer.context import current_context
 from nxd_infer.errors import LoraTargetError, ParallelConfigError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, WeightSource, check_weights, fill_tensor, weight_layout
-from nxd_infer.layout.params import restore_attributes
 from nxd_infer.modules.lora import merged, peft
 from nxd_infer.modules.lora.base import LoraLayer
 from nxd_infer.modules.lora.config import LoraConfig
+from nxd_infer.modules.lora.insert import call_layers, with_memory
 from nxd_infer.modules.lora.layers import adaptable, lora_layer
 from nxd_infer.modules.lora.targets import contains, words_of
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.modules.stand_in import named_modules_of_all
 from nxd_infer.modules.wrapper import ModelWrapper
-from nxd_infer.util.devices import transport_device
 
 __all__ = ["LoRAModel", "get_lora_model"]
 
@@ -80,6 +78,7 @@ class LoRAModel(ModelWrapper):
         self._freeze()
         if stored is not None:
             peft.load_adapter(self, stored)
+        call_layers(module)
         if config.lora_verbose and current_context().rank == 0:
             print(self.describe())
 
@@ -117,7 +116,7 @@ class LoRAModel(ModelWrapper):
                 self._heads |= {paths[part] for part in parts}
             if id(child) not in made:
                 extra = (parts,) if isinstance(child, GQAQKVColumnParallelLinear) else ()
-                made[id(child)] = lora_layer(_with_memory(child) if elsewhere else child, self.lora_config, *extra)
+                made[id(child)] = lora_layer(with_memory(child) if elsewhere else child, self.lora_config, *extra)
                 made[id(child)].paths = {part: paths[part] for part in parts}
                 if not elsewhere:
                     self.lora_layers[path] = made[id(child)]
@@ -386,10 +385,3 @@ class LoRAModel(ModelWrapper):
 def get_lora_model(model: nn.Module, config: LoraConfig | Mapping[str, Any]) -> LoRAModel:
     """``LoRAModel(model, config)``, under the reference's name."""
     return LoRAModel(model, config)
-
-
-def _with_memory(layer: nn.Module) -> nn.Module:
-    """Return a copy of a layer on the meta device with memory that nobody writes, so it takes none."""
-    made = copy.deepcopy(layer).to_empty(device=transport_device())
-    restore_attributes(made)
-    return made

@@ -1,0 +1,33 @@
+"""What inserting LoRA layers takes care of in the modules around them."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import nn
+
+from nxd_infer.layout.params import restore_attributes
+from nxd_infer.modules.lora.base import LoraLayer
+from nxd_infer.util.devices import transport_device
+
+
+def with_memory(layer: nn.Module) -> nn.Module:
+    """Return a copy of a layer on the meta device with memory that nobody writes, so it takes none."""
+    made = copy.deepcopy(layer).to_empty(device=transport_device())
+    restore_attributes(made)
+    return made
+
+
+def call_layers(module: nn.Module) -> None:
+    """Let PyTorch's encoder layers call their adapted layers in evaluation, too: its fast path only reads the weights.
+
+    Nested tensors are for that path alone.
+    """
+    for parent in module.modules():
+        if isinstance(parent, nn.TransformerEncoder | nn.TransformerEncoderLayer) and any(
+            isinstance(child, LoraLayer) for child in parent.modules()
+        ):
+            if isinstance(parent, nn.TransformerEncoder):
+                parent.use_nested_tensor = False
+            else:
+                parent.activation_relu_or_gelu = 0
