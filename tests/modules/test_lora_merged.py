@@ -249,6 +249,32 @@ def test_merging_in_place_leaves_state_dicts_as_they_were():
     assert all(torch.equal(after[name], value) for name, value in before.items() if isinstance(value, Tensor))
 
 
+class Halves(nn.Module):
+    """One table under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.enc, self.dec = nn.ModuleDict({"emb": nn.Embedding(10, 8)}), nn.ModuleDict()
+        self.dec["emb"] = self.enc["emb"]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.cat([self.enc["emb"](ids), self.dec["emb"](ids)])
+
+
+@pytest.mark.parametrize("target", ["enc.emb", "dec.emb"])
+def test_merging_in_place_leaves_a_layer_under_its_name_without_an_adapter(target: str):
+    model = adapted(Halves(), target_modules=[target], save_lora_base=True).eval()
+    expected, before = model(IDS).detach(), {name: value.clone() for name, value in model.state_dict().items()}
+    model.merge()
+    assert error(model(IDS).detach(), expected) < 1e-5
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert torch.equal(model.unmerge()(IDS), expected)
+    weights = [param for name, param in model.named_parameters(remove_duplicate=False) if name.endswith("weight")]
+    assert len({id(weight) for weight in weights}) == 3, "still one table and two factors"
+
+
 # --- what is no weight --------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -16,6 +17,20 @@ def with_memory(layer: nn.Module) -> nn.Module:
     made = copy.deepcopy(layer).to_empty(device=transport_device())
     restore_attributes(made)
     return made
+
+
+def part_from_others(module: nn.Module, layers: Iterable[LoraLayer]) -> None:
+    """Let adapted layers that are in ``module`` under another name without an adapter, too, stay there as they are.
+
+    The adapted one is a copy then, with the same parameters: merging replaces its own.
+    """
+    parents = [parent for parent in module.modules() if not isinstance(parent, LoraLayer)]
+    elsewhere = {id(child) for parent in parents for child in parent.children()}
+    for layer in layers:
+        if id(layer.base_layer) in elsewhere:
+            base = copy.copy(layer.base_layer)
+            base._parameters, base._buffers = dict(base._parameters), dict(base._buffers)
+            layer.base_layer = base
 
 
 def call_layers(module: nn.Module) -> None:

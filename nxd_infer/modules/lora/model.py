@@ -15,7 +15,7 @@ from nxd_infer.layout import ParamLayout, WeightSource, check_weights, fill_tens
 from nxd_infer.modules.lora import merged, peft
 from nxd_infer.modules.lora.base import LoraLayer
 from nxd_infer.modules.lora.config import LoraConfig
-from nxd_infer.modules.lora.insert import call_layers, with_memory
+from nxd_infer.modules.lora.insert import call_layers, part_from_others, with_memory
 from nxd_infer.modules.lora.layers import adaptable, lora_layer
 from nxd_infer.modules.lora.targets import contains, words_of
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
@@ -75,6 +75,7 @@ class LoRAModel(ModelWrapper):
         self._every_path: dict[str, LoraLayer] = {}
         """Also under the further names of a layer that has several."""
         self._adapt(None if stored is None else peft.adapted_paths(stored))
+        part_from_others(module, self.lora_layers.values())
         self._freeze()
         if stored is not None:
             peft.load_adapter(self, stored)
