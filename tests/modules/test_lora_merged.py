@@ -15,6 +15,7 @@ import nxd_infer as nxd
 from nxd_infer.distributed.layers import ColumnParallelConv1D, RowParallelConv1D, ScaledParallelEmbedding
 from nxd_infer.errors import CheckpointError, LoraTargetError, ParallelConfigError, WeightMismatchError
 from nxd_infer.layout import load_weights
+from nxd_infer.layout.sources import as_source
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.trainer import gather_weights
 from tests.modules.test_lora import ALL, Net, Shared, batch, net
@@ -105,9 +106,13 @@ def test_plain_weights_keep_the_adapter(tmp_path: Path):
 class Pair(nn.Module):
     """An embedding and a head, tied or not."""
 
-    def __init__(self, tied: bool = True):
+    def __init__(self, tied: bool = True, head_first: bool = False):
         super().__init__()
-        self.embed, self.mid, self.head = nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 10, bias=False)
+        if head_first:
+            self.head = nn.Linear(8, 10, bias=False)
+        self.embed, self.mid = nn.Embedding(10, 8), nn.Linear(8, 8)
+        if not head_first:
+            self.head = nn.Linear(8, 10, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
@@ -145,6 +150,20 @@ def test_both_tied_weights_are_in_merged_ones(target: str, tmp_path: Path):
             with pytest.raises(WeightMismatchError, match="one weight in this model, and two different ones"):
                 tied.load_state_dict(model.state_dict())
         assert torch.equal(tied(IDS), before)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("target", ["mid", "embed"])
+def test_a_tied_weight_is_read_under_the_name_that_is_stored(target: str, strict: bool, tmp_path: Path):
+    plain = Pair(head_first=True)
+    nxd.save_checkpoint(tmp_path, "a", plain)  # which has no embed.weight
+    model = LoRAModel(Pair(), LoraConfig(lora_rank=2, target_modules=[target]))
+    nxd.load_checkpoint(tmp_path, "a", model, strict=strict)
+    assert torch.equal(model(IDS), plain(IDS))
+    short = {"head.weight": torch.zeros(9, 8), "mid.weight": torch.zeros(8, 8), "mid.bias": torch.zeros(8)}
+    with pytest.raises(WeightMismatchError, match=r"head\.weight"):
+        model.load_weights(as_source(short), 0, 1, strict)
+    assert torch.equal(model(IDS), plain(IDS))
 
 
 def test_a_head_that_is_the_embedding_cannot_be_merged(tmp_path: Path):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from nxd_infer.context import current_context
 from nxd_infer.errors import LoraTargetError, ParallelConfigError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, WeightSource, check_weights, fill_tensor, weight_layout
+from nxd_infer.layout.shard import stored_layout
 from nxd_infer.modules.lora import merged, peft
 from nxd_infer.modules.lora.base import LoraLayer
 from nxd_infer.modules.lora.config import LoraConfig
@@ -348,13 +349,15 @@ class LoRAModel(ModelWrapper):
         """Return the layouts that :meth:`load_weights` reads from ``source``, by tensor name; raises the same."""
         self.require_unmerged()
         names, layouts = set(source.keys()), self._layouts()
-        taken = {name: layout for name, layout in layouts.items() if set(layout.logical_names) <= names}
+        by_base = {self.base_name(name): layout for name, layout in layouts.items()}
+        firsts = [name for name, layout in layouts.items() if not layout.alias_of]
+        found = {name: stored_layout(self.base_name(name), by_base, names) for name in firsts}
+        taken = {name: replace(layout, alias_of=None) for name, layout in found.items() if layout}
         there = {self.base_name(name) for name in taken}
-        taken |= {name: layout for name, layout in layouts.items() if layout.alias_of in there}
-        used = {logical for layout in taken.values() for logical in layout.logical_names}
+        given = taken.keys() | {name for name, layout in layouts.items() if layout.alias_of in there}
         if strict:
-            self._require_complete(layouts, taken, sorted(names - used))
-        taken = {name: layout for name, layout in taken.items() if not layout.alias_of}
+            used = {logical for name in given for logical in layouts[name].logical_names}
+            self._require_complete(layouts, given, sorted(names - used))
         check_weights(taken, source, strict=False)
         return taken
 
