@@ -30,6 +30,8 @@ class NxDModel(ModelWrapper):
     ``nxd_config`` is the configuration that it was built with.
     """
 
+    nxd_config: dict[str, Any]
+
     def __init__(self, module: nn.Module, nxd_config: Mapping[str, Any]):
         super().__init__(module)
         self.nxd_config = dict(nxd_config)

@@ -45,6 +45,21 @@ class LoRAModel(ModelWrapper):
     ``merge_lora`` in addition, the merged weights under the names of the module instead.
     """
 
+    lora_config: LoraConfig
+    lora_layers: dict[str, LoraLayer]
+    base_layouts: dict[str, ParamLayout]
+    """Layouts of the weights, under their names without adapters."""
+    whole_layouts: dict[str, ParamLayout]
+    """Those of all pipeline stages."""
+    adapter_names: set[str]
+    """Names of the factors' parameters in ``named_parameters``."""
+    adapted_elsewhere: set[str]
+    """The projections that other pipeline stages adapt."""
+    _heads: set[str]
+    """The adapted embeddings whose weight is the model's head, without a name of its own."""
+    _every_path: dict[str, LoraLayer]
+    """Also under the further names of a layer that has several."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -59,22 +74,14 @@ class LoRAModel(ModelWrapper):
             raise ParallelConfigError("the model already has LoRA layers: adapt the original module")
         super().__init__(module)
         self.base_layouts = weight_layout(module)
-        """Layouts of the weights, under their names without adapters."""
         self.whole_layouts = {**(layouts or {}), **self.base_layouts}
-        """Those of all pipeline stages."""
-        self.adapted_elsewhere: set[str] = set()
-        """The projections that other pipeline stages adapt."""
-        self._heads: set[str] = set()
-        """The adapted embeddings whose weight is the model's head, without a name of its own."""
         stored = None
         if config.load_lora_from_ckpt:
             stored = peft.find_adapter(config.lora_save_dir, config.lora_load_tag)
             config = peft.read_config(stored, config)
             config.modules_to_save = self._present(config.modules_to_save) or None  # PEFT may name missing modules
         self.lora_config = config
-        self.lora_layers: dict[str, LoraLayer] = {}
-        self._every_path: dict[str, LoraLayer] = {}
-        """Also under the further names of a layer that has several."""
+        self.lora_layers, self._every_path, self._heads, self.adapted_elsewhere = {}, {}, set(), set()
         self._adapt(None if stored is None else peft.adapted_paths(stored))
         part_from_others(module, self.lora_layers.values())
         self._freeze()
@@ -158,7 +165,6 @@ class LoRAModel(ModelWrapper):
         pairs = [pair for layer in self.lora_layers.values() for _, *pair in layer.factors()]
         factors = {id(factor.weight) for pair in pairs for factor in pair}
         self.adapter_names = {name for name, param in self._named() if id(param) in factors}
-        """Names of the factors' parameters in ``named_parameters``."""
         adapted = {f"{path}.base_layer" for path in self.lora_layers}
         saved = {name for name in self.whole_layouts if self.saved_whole(name)}
         whole = saved | {self.whole_layouts[name].alias_of for name in saved}  # a tied one may be on another stage

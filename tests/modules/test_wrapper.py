@@ -1,0 +1,56 @@
+"""Model wrappers around modules of any names, and after calls that fail."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.modules.lora import LoraConfig, LoRAModel
+from nxd_infer.modules.nxd_model import NxDModel
+from nxd_infer.pipeline import NxDPPModel
+
+OWN = {
+    NxDModel: {"nxd_config"},
+    NxDPPModel: {"nxd_config", "stage", "pipeline"},
+    LoRAModel: {
+        "lora_config",
+        "lora_layers",
+        "base_layouts",
+        "whole_layouts",
+        "adapted_elsewhere",
+        "adapter_names",
+        "_heads",
+        "_every_path",
+    },
+}
+
+
+class Named(nn.Module):
+    """Its children, or its other attributes, have the names that a wrapper uses for its own."""
+
+    def __init__(self, names: set[str], children: bool):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        for name in names:
+            setattr(self, name, nn.Linear(4, 4) if children else f"the module's {name}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).sum()
+
+
+@pytest.mark.parametrize("children", [True, False])
+@pytest.mark.parametrize("kind", OWN)
+def test_a_module_keeps_what_it_names_as_its_wrapper_does(kind: Any, children: bool):
+    module = Named(OWN[kind], children)
+    before = {name: getattr(module, name) for name in OWN[kind]}
+    given = {NxDModel: [{}], NxDPPModel: [], LoRAModel: [LoraConfig(lora_rank=2, target_modules=["inner"])]}[kind]
+    model = kind(module, *given)
+    for one in (model, copy.deepcopy(model)):
+        assert one(torch.ones(2, 4)).ndim == 0
+        assert OWN[kind] <= vars(one).keys()
+        assert all(type(getattr(one, name)) is not type(before[name]) for name in OWN[kind])
+    assert all(getattr(module, name) is value for name, value in before.items())
