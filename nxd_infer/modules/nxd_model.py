@@ -52,8 +52,10 @@ class NxDModel(ModelWrapper):
     @contextlib.contextmanager
     def _replacing_parameters(self) -> Iterator[None]:
         marked = self._marked()
-        yield
-        self._mark(marked)
+        try:
+            yield
+        finally:  # some may be replaced already
+            self._mark(marked)
 
     def _mark(self, names: list[str]) -> None:
         self._name_parameters()
