@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from nxd_infer.errors import ParallelConfigError, WeightMismatchError
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.modules.nxd_model import NxDModel
 from nxd_infer.parallel_layers.layer_norm import mark_sequence_parallel
@@ -78,3 +80,36 @@ def test_marks_stay_where_loading_fails():
         assert [param.nxd_name for param in model.parameters()] == list(state)  # pyright: ignore
         with pytest.raises(MemoryError):
             model._apply(fails)
+
+
+class Grouped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.conv = nn.Conv2d(4, 4, 1, groups=2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"target_modules": ["inner", "conv"]}, "groups=1, got 2"),
+        ({"target_modules": ["inner"], "modules_to_save": ["heads"]}, "matches no module: heads"),
+    ],
+)
+def test_a_module_is_as_before_where_adapting_it_fails(wrong: dict[str, Any], message: str):
+    module = Grouped()
+    before = [*module.modules(), *((name, id(p), p.requires_grad) for name, p in module.named_parameters())]
+    with pytest.raises(ParallelConfigError, match=message):
+        LoRAModel(module, LoraConfig(lora_rank=2, **wrong))
+    assert [*module.modules(), *((name, id(p), p.requires_grad) for name, p in module.named_parameters())] == before
+    model = LoRAModel(module, LoraConfig(lora_rank=2, target_modules=["inner"], modules_to_save=["head"]))
+    assert set(model.lora_layers) == {"inner"}
+
+
+def test_a_module_is_as_before_where_its_adapter_does_not_fit(tmp_path: Path):
+    stored = LoRAModel(nn.Sequential(nn.Linear(4, 4)), LoraConfig(lora_rank=2, target_modules=["0"]))
+    stored.save_adapter(tmp_path)
+    module = nn.Sequential(nn.Linear(5, 4))
+    with pytest.raises(WeightMismatchError, match="of another shape"):
+        LoRAModel(module, LoraConfig(load_lora_from_ckpt=True, lora_save_dir=str(tmp_path)))
+    assert type(module[0]) is nn.Linear and module[0].weight.requires_grad

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -17,6 +18,21 @@ def with_memory(layer: nn.Module) -> nn.Module:
     made = copy.deepcopy(layer).to_empty(device=transport_device())
     restore_attributes(made)
     return made
+
+
+@contextlib.contextmanager
+def undone_if_it_fails(module: nn.Module) -> Iterator[None]:
+    """Let ``module`` have the layers, and the parameters with gradients, that it had if the block raises."""
+    children = [(parent, dict(parent._modules)) for parent in module.modules()]
+    trained = [(param, param.requires_grad) for param in module.parameters()]
+    try:
+        yield
+    except BaseException:
+        for parent, before in children:
+            parent._modules.update(before)
+        for param, wanted in trained:
+            param.requires_grad_(wanted)
+        raise
 
 
 def part_from_others(module: nn.Module, layers: Iterable[LoraLayer]) -> None:

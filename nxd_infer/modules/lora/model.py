@@ -16,7 +16,7 @@ from nxd_infer.layout.shard import stored_layout
 from nxd_infer.modules.lora import merged, peft
 from nxd_infer.modules.lora.base import LoraLayer
 from nxd_infer.modules.lora.config import LoraConfig
-from nxd_infer.modules.lora.insert import call_layers, part_from_others, with_memory
+from nxd_infer.modules.lora.insert import call_layers, part_from_others, undone_if_it_fails, with_memory
 from nxd_infer.modules.lora.layers import adaptable, lora_layer
 from nxd_infer.modules.lora.targets import contains, words_of
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
@@ -82,11 +82,12 @@ class LoRAModel(ModelWrapper):
             config.modules_to_save = self._present(config.modules_to_save) or None  # PEFT may name missing modules
         self.lora_config = config
         self.lora_layers, self._every_path, self._heads, self.adapted_elsewhere = {}, {}, set(), set()
-        self._adapt(None if stored is None else peft.adapted_paths(stored))
-        part_from_others(module, self.lora_layers.values())
-        self._freeze()
-        if stored is not None:
-            peft.load_adapter(self, stored)
+        with undone_if_it_fails(module):
+            self._adapt(None if stored is None else peft.adapted_paths(stored))
+            part_from_others(module, self.lora_layers.values())
+            self._freeze()
+            if stored is not None:
+                peft.load_adapter(self, stored)
         call_layers(module)
         if config.lora_verbose and current_context().rank == 0:
             print(self.describe())
