@@ -100,6 +100,20 @@ def test_plain_weights_keep_the_adapter(tmp_path: Path):
             assert loss(model) == loss(expected)
 
 
+def test_weights_that_do_not_say_whether_they_are_merged_give_a_warning(caplog: pytest.LogCaptureFixture):
+    model = adapted(Pair(), target_modules=["mid"], save_lora_base=True)
+    plain = Pair().state_dict()
+    with_base = {name: value for name, value in model.state_dict().items() if "lora_" not in name}
+    for silent in (plain, with_base, {"embed.weight": plain["embed.weight"], "head.weight": plain["head.weight"]}):
+        model.load_state_dict(silent, strict=False)
+    model.clear_adapter()
+    model.load_state_dict(dict(plain))
+    assert "does not say" not in caplog.text
+    model = adapted(Pair(), target_modules=["mid"])
+    model.load_state_dict(dict(plain))
+    assert "does not say whether its weights contain an adapter" in caplog.text
+
+
 # --- tied weights -----------------------------------------------------------------------------------------
 
 

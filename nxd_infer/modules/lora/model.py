@@ -291,15 +291,12 @@ class LoRAModel(ModelWrapper):
 
     def _contained_in(self, state_dict: Mapping[str, Any], taken: Collection[str]) -> bool:
         """Return whether base weights contain an adapter. Raises WeightMismatchError if that matters and is unknown."""
-        if self.adapter_names & set(taken) or all(self.base_name(name) == name for name in taken):
+        names = set(taken)
+        if self.adapter_names & names or names <= state_dict.keys():  # merged ones have the module's own names
             return False
         found = merged.contains_adapter(state_dict)
-        if found is None and self.lora_config.merge_lora and self._has_effect():
-            raise WeightMismatchError(
-                "these may be the merged weights that this model's state_dict() holds with merge_lora=True, and the "
-                "adapter would count twice: first set lora_config.merge_lora = False for weights without an adapter, "
-                "or call clear_adapter() for merged ones"
-            )
+        if found is None and self._has_effect():
+            merged.may_count_twice(self.lora_config.merge_lora)
         return bool(found)
 
     def _has_effect(self) -> bool:
