@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from nxd_infer.distributed.regions import SEQUENCE_DIM, enter_once, split_sequen
 from nxd_infer.distributed.replace import Made, Style, replace_modules
 from nxd_infer.distributed.weights import fill
 from nxd_infer.errors import ParallelConfigError
-from nxd_infer.layout import layout_of
+from nxd_infer.layout import check_weights, layout_of, weight_layout
 from nxd_infer.layout.sources import Weights
 from nxd_infer.parallel_layers.base import ParallelLayer
 
@@ -69,20 +70,26 @@ def apply_plan(
 
 
 def refuse_save_pretrained(model: nn.Module) -> None:
-    """Let ``save_pretrained`` of a model over several ranks raise: it would write this rank's part as the whole."""
+    """Let ``save_pretrained`` of a model over several ranks raise: it would write this rank's part as the whole.
+
+    With the whole weights as ``state_dict`` it writes those.
+    """
     context = current_context()
     if context.tp.degree * context.pp.degree > 1:
         for module in model.modules():
             if hasattr(type(module), "save_pretrained"):
-                module.__dict__["save_pretrained"] = _refuse
+                module.__dict__["save_pretrained"] = functools.partial(_save_whole, module)
 
 
-def _refuse(*args: Any, **options: Any) -> None:
-    raise ParallelConfigError(
-        "save_pretrained() would write only this rank's part of the weights: call "
-        "Parallelizer.save_model_sharded_checkpoint(model, DIR) on every rank, then run "
-        "`nxd-infer ckpt consolidate DIR --out OUT`, which writes a directory for transformers"
-    )
+def _save_whole(module: Any, *args: Any, state_dict: Mapping[str, Tensor] | None = None, **options: Any) -> Any:
+    if state_dict is None:
+        raise ParallelConfigError(
+            "save_pretrained() would write only this rank's part of the weights: call "
+            "Parallelizer.save_model_sharded_checkpoint(model, DIR) on every rank, then run "
+            "`nxd-infer ckpt consolidate DIR --out OUT`, which writes a directory for transformers"
+        )
+    check_weights(weight_layout(module), state_dict, strict=False)
+    return type(module).save_pretrained(module, *args, state_dict=state_dict, **options)
 
 
 def fill_own(model: nn.Module, own: Mapping[str, Tensor], device: torch.device | str | None = None) -> None:

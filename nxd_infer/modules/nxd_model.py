@@ -30,6 +30,8 @@ class NxDModel(ModelWrapper):
     ``nxd_config`` is the configuration that it was built with.
     """
 
+    nxd_config: dict[str, Any]
+
     def __init__(self, module: nn.Module, nxd_config: Mapping[str, Any]):
         super().__init__(module)
         self.nxd_config = dict(nxd_config)
@@ -50,8 +52,10 @@ class NxDModel(ModelWrapper):
     @contextlib.contextmanager
     def _replacing_parameters(self) -> Iterator[None]:
         marked = self._marked()
-        yield
-        self._mark(marked)
+        try:
+            yield
+        finally:  # some may be replaced already
+            self._mark(marked)
 
     def _mark(self, names: list[str]) -> None:
         self._name_parameters()

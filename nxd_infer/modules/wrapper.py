@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,7 +14,10 @@ Self = TypeVar("Self", bound="ModelWrapper")
 
 
 class ModelWrapper(nn.Module):
-    """Used like ``module``, with the same names."""
+    """Used like ``module``, with the same names.
+
+    A derived class annotates its own attributes: they are the wrapper's, also if ``module`` has others of these names.
+    """
 
     module: nn.Module
 
@@ -32,7 +36,9 @@ class ModelWrapper(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         inner = vars(self).get("_modules", {}).get("module")
         own = inner is None or name == "module" or name in vars(self) or hasattr(type(self), name)
-        if own or not (isinstance(value, nn.Module | nn.Parameter) or hasattr(inner, name)):
+        if not own and not isinstance(value, nn.Module | nn.Parameter):
+            own = _annotates(type(self), name) or not hasattr(inner, name)
+        if own:
             super().__setattr__(name, value)
         else:
             setattr(inner, name, value)
@@ -93,3 +99,7 @@ class ModelWrapper(nn.Module):
         self.training = mode
         self.module.train(mode)
         return self
+
+
+def _annotates(kind: type, name: str) -> bool:
+    return any(name in inspect.get_annotations(base) for base in kind.__mro__)

@@ -59,6 +59,9 @@ class NxDPPModel(NxDModel):
     Raises ParallelConfigError for options that do not fit the module, with those that would.
     """
 
+    stage: Stage
+    pipeline: Pipeline
+
     def __init__(
         self,
         module: nn.Module,

@@ -6,15 +6,16 @@ import copy
 import pickle
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from nxd_infer.context import current_context, make_context
+from nxd_infer.context import current_context, make_context, use_context
 from nxd_infer.distributed import ParallelizersManager, apply_plan, plan_for
 from nxd_infer.distributed.regions import enter_once
-from nxd_infer.errors import ParallelConfigError
+from nxd_infer.errors import ParallelConfigError, WeightMismatchError
 from nxd_infer.layout import shard_tensor, weight_layout
 from tests.distributed.models import CASES, Case
 from tests.ranks import run_ranks
@@ -104,6 +105,26 @@ def compare() -> list[str]:
 def test_models_equal_the_whole_ones(degree: int):
     for rank, found in enumerate(run_ranks(compare, degree, comm_timeout=120)):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:12])
+
+
+def test_whole_weights_of_a_split_model_are_written(tmp_path: Path):
+    import transformers
+
+    whole = QWEN3.build()
+    weights = whole.state_dict()
+    with use_context(make_context(2, tp=2)):
+        model = apply_plan(copy.deepcopy(whole), plan_for(whole.config), weights=weights)
+        other = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        assert other.save_pretrained.args == (other,)
+        with pytest.raises(ParallelConfigError, match="only this rank's part"):
+            other.save_pretrained(tmp_path)
+        for partial in (model.state_dict(), {}):
+            with pytest.raises(WeightMismatchError, match="do not belong to this model"):
+                other.save_pretrained(tmp_path, state_dict=partial)
+        assert not list(tmp_path.iterdir())
+        other.save_pretrained(tmp_path, state_dict=weights)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in weights.items())
 
 
 def test_hidden_states_enter_a_region_once_under_any_of_their_names():

@@ -15,6 +15,7 @@ import nxd_infer as nxd
 from nxd_infer.distributed.layers import ColumnParallelConv1D, RowParallelConv1D, ScaledParallelEmbedding
 from nxd_infer.errors import CheckpointError, LoraTargetError, ParallelConfigError, WeightMismatchError
 from nxd_infer.layout import load_weights
+from nxd_infer.layout.sources import as_source
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.trainer import gather_weights
 from tests.modules.test_lora import ALL, Net, Shared, batch, net
@@ -99,15 +100,33 @@ def test_plain_weights_keep_the_adapter(tmp_path: Path):
             assert loss(model) == loss(expected)
 
 
+def test_weights_that_do_not_say_whether_they_are_merged_give_a_warning(caplog: pytest.LogCaptureFixture):
+    model = adapted(Pair(), target_modules=["mid"], save_lora_base=True)
+    plain = Pair().state_dict()
+    with_base = {name: value for name, value in model.state_dict().items() if "lora_" not in name}
+    for silent in (plain, with_base, {"embed.weight": plain["embed.weight"], "head.weight": plain["head.weight"]}):
+        model.load_state_dict(silent, strict=False)
+    model.clear_adapter()
+    model.load_state_dict(dict(plain))
+    assert "does not say" not in caplog.text
+    model = adapted(Pair(), target_modules=["mid"])
+    model.load_state_dict(dict(plain))
+    assert "does not say whether its weights contain an adapter" in caplog.text
+
+
 # --- tied weights -----------------------------------------------------------------------------------------
 
 
 class Pair(nn.Module):
     """An embedding and a head, tied or not."""
 
-    def __init__(self, tied: bool = True):
+    def __init__(self, tied: bool = True, head_first: bool = False):
         super().__init__()
-        self.embed, self.mid, self.head = nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 10, bias=False)
+        if head_first:
+            self.head = nn.Linear(8, 10, bias=False)
+        self.embed, self.mid = nn.Embedding(10, 8), nn.Linear(8, 8)
+        if not head_first:
+            self.head = nn.Linear(8, 10, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
@@ -145,6 +164,20 @@ def test_both_tied_weights_are_in_merged_ones(target: str, tmp_path: Path):
             with pytest.raises(WeightMismatchError, match="one weight in this model, and two different ones"):
                 tied.load_state_dict(model.state_dict())
         assert torch.equal(tied(IDS), before)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("target", ["mid", "embed"])
+def test_a_tied_weight_is_read_under_the_name_that_is_stored(target: str, strict: bool, tmp_path: Path):
+    plain = Pair(head_first=True)
+    nxd.save_checkpoint(tmp_path, "a", plain)  # which has no embed.weight
+    model = LoRAModel(Pair(), LoraConfig(lora_rank=2, target_modules=[target]))
+    nxd.load_checkpoint(tmp_path, "a", model, strict=strict)
+    assert torch.equal(model(IDS), plain(IDS))
+    short = {"head.weight": torch.zeros(9, 8), "mid.weight": torch.zeros(8, 8), "mid.bias": torch.zeros(8)}
+    with pytest.raises(WeightMismatchError, match=r"head\.weight"):
+        model.load_weights(as_source(short), 0, 1, strict)
+    assert torch.equal(model(IDS), plain(IDS))
 
 
 def test_a_head_that_is_the_embedding_cannot_be_merged(tmp_path: Path):
@@ -227,12 +260,52 @@ def test_the_projection_that_attention_of_torch_reads_by_itself_is_no_target():
         LoRAModel(layer, LoraConfig(lora_rank=2, target_modules=["out_proj"]))
 
 
+def test_encoder_layers_of_torch_call_their_adapted_layers_in_evaluation():
+    """Not by the fast path, which reads the base's weights; padding makes nested tensors there."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = adapted(nn.TransformerEncoder(layer, 2), target_modules=["linear1", "linear2"])
+    x, padding = torch.randn(2, 3, 8), torch.tensor([[False, False, False], [False, False, True]])
+    for options in ({}, {"src_key_padding_mask": padding}):
+        expected = model.train()(x, **options)[~padding].detach()
+        found = model.eval()(x, **options)[~padding]
+        with torch.no_grad():
+            assert error(model(x, **options)[~padding], expected) < 1e-5
+        assert found.requires_grad
+        assert error(found.detach(), expected) < 1e-5
+
+
 def test_merging_in_place_leaves_state_dicts_as_they_were():
     """Also under the second name of a layer."""
     model = adapted(Shared(), target_modules=["a", "b"], save_lora_base=True)
     before = {name: copy.deepcopy(value) for name, value in model.state_dict().items()}
     after = model.merge().state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items() if isinstance(value, Tensor))
+
+
+class Halves(nn.Module):
+    """One table under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.enc, self.dec = nn.ModuleDict({"emb": nn.Embedding(10, 8)}), nn.ModuleDict()
+        self.dec["emb"] = self.enc["emb"]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.cat([self.enc["emb"](ids), self.dec["emb"](ids)])
+
+
+@pytest.mark.parametrize("target", ["enc.emb", "dec.emb"])
+def test_merging_in_place_leaves_a_layer_under_its_name_without_an_adapter(target: str):
+    model = adapted(Halves(), target_modules=[target], save_lora_base=True).eval()
+    expected, before = model(IDS).detach(), {name: value.clone() for name, value in model.state_dict().items()}
+    model.merge()
+    assert error(model(IDS).detach(), expected) < 1e-5
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert torch.equal(model.unmerge()(IDS), expected)
+    weights = [param for name, param in model.named_parameters(remove_duplicate=False) if name.endswith("weight")]
+    assert len({id(weight) for weight in weights}) == 3, "still one table and two factors"
 
 
 # --- what is no weight --------------------------------------------------------------------------------------

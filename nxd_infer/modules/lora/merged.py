@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from nxd_infer.context import current_context
 from nxd_infer.errors import ParallelConfigError, WeightMismatchError
 from nxd_infer.layout import ParamLayout
 
+logger = logging.getLogger(__name__)
 MARK = "nxd_merged_lora"
 """In the ``_metadata`` of a state dict with merged weights, which ``torch.save`` keeps."""
 
@@ -27,6 +29,22 @@ def contains_adapter(state_dict: Mapping[str, Any]) -> bool | None:
     if isinstance(stored, Mapping):
         return bool(stored.get("merge_lora"))
     return None if metadata is None else MARK in metadata.get("", {})
+
+
+def may_count_twice(merges: bool) -> None:
+    """Raise WeightMismatchError if the model ``merges`` its adapter, so that such weights are likely; else warn."""
+    if merges:
+        raise WeightMismatchError(
+            "these may be the merged weights that this model's state_dict() holds with merge_lora=True, and the "
+            "adapter would count twice: first set lora_config.merge_lora = False for weights without an adapter, "
+            "or call clear_adapter() for merged ones"
+        )
+    context = current_context()
+    if context.tp.rank == context.dp.rank == 0:
+        logger.warning(
+            "the state dict does not say whether its weights contain an adapter (merge_lora=True), and the model's own "
+            "is added to them: call clear_adapter() if they do"
+        )
 
 
 def require_mergeable(layouts: Mapping[str, ParamLayout], adapted: Collection[str], heads: Collection[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,16 +12,16 @@ from torch import Tensor, nn
 from nxd_infer.context import current_context
 from nxd_infer.errors import LoraTargetError, ParallelConfigError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, WeightSource, check_weights, fill_tensor, weight_layout
-from nxd_infer.layout.params import restore_attributes
+from nxd_infer.layout.shard import stored_layout
 from nxd_infer.modules.lora import merged, peft
 from nxd_infer.modules.lora.base import LoraLayer
 from nxd_infer.modules.lora.config import LoraConfig
+from nxd_infer.modules.lora.insert import call_layers, part_from_others, undone_if_it_fails, with_memory
 from nxd_infer.modules.lora.layers import adaptable, lora_layer
 from nxd_infer.modules.lora.targets import contains, words_of
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.modules.stand_in import named_modules_of_all
 from nxd_infer.modules.wrapper import ModelWrapper
-from nxd_infer.util.devices import transport_device
 
 __all__ = ["LoRAModel", "get_lora_model"]
 
@@ -46,6 +45,21 @@ class LoRAModel(ModelWrapper):
     ``merge_lora`` in addition, the merged weights under the names of the module instead.
     """
 
+    lora_config: LoraConfig
+    lora_layers: dict[str, LoraLayer]
+    base_layouts: dict[str, ParamLayout]
+    """Layouts of the weights, under their names without adapters."""
+    whole_layouts: dict[str, ParamLayout]
+    """Those of all pipeline stages."""
+    adapter_names: set[str]
+    """Names of the factors' parameters in ``named_parameters``."""
+    adapted_elsewhere: set[str]
+    """The projections that other pipeline stages adapt."""
+    _heads: set[str]
+    """The adapted embeddings whose weight is the model's head, without a name of its own."""
+    _every_path: dict[str, LoraLayer]
+    """Also under the further names of a layer that has several."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -60,26 +74,21 @@ class LoRAModel(ModelWrapper):
             raise ParallelConfigError("the model already has LoRA layers: adapt the original module")
         super().__init__(module)
         self.base_layouts = weight_layout(module)
-        """Layouts of the weights, under their names without adapters."""
         self.whole_layouts = {**(layouts or {}), **self.base_layouts}
-        """Those of all pipeline stages."""
-        self.adapted_elsewhere: set[str] = set()
-        """The projections that other pipeline stages adapt."""
-        self._heads: set[str] = set()
-        """The adapted embeddings whose weight is the model's head, without a name of its own."""
         stored = None
         if config.load_lora_from_ckpt:
             stored = peft.find_adapter(config.lora_save_dir, config.lora_load_tag)
             config = peft.read_config(stored, config)
             config.modules_to_save = self._present(config.modules_to_save) or None  # PEFT may name missing modules
         self.lora_config = config
-        self.lora_layers: dict[str, LoraLayer] = {}
-        self._every_path: dict[str, LoraLayer] = {}
-        """Also under the further names of a layer that has several."""
-        self._adapt(None if stored is None else peft.adapted_paths(stored))
-        self._freeze()
-        if stored is not None:
-            peft.load_adapter(self, stored)
+        self.lora_layers, self._every_path, self._heads, self.adapted_elsewhere = {}, {}, set(), set()
+        with undone_if_it_fails(module):
+            self._adapt(None if stored is None else peft.adapted_paths(stored))
+            part_from_others(module, self.lora_layers.values())
+            self._freeze()
+            if stored is not None:
+                peft.load_adapter(self, stored)
+        call_layers(module)
         if config.lora_verbose and current_context().rank == 0:
             print(self.describe())
 
@@ -117,7 +126,7 @@ class LoRAModel(ModelWrapper):
                 self._heads |= {paths[part] for part in parts}
             if id(child) not in made:
                 extra = (parts,) if isinstance(child, GQAQKVColumnParallelLinear) else ()
-                made[id(child)] = lora_layer(_with_memory(child) if elsewhere else child, self.lora_config, *extra)
+                made[id(child)] = lora_layer(with_memory(child) if elsewhere else child, self.lora_config, *extra)
                 made[id(child)].paths = {part: paths[part] for part in parts}
                 if not elsewhere:
                     self.lora_layers[path] = made[id(child)]
@@ -157,7 +166,6 @@ class LoRAModel(ModelWrapper):
         pairs = [pair for layer in self.lora_layers.values() for _, *pair in layer.factors()]
         factors = {id(factor.weight) for pair in pairs for factor in pair}
         self.adapter_names = {name for name, param in self._named() if id(param) in factors}
-        """Names of the factors' parameters in ``named_parameters``."""
         adapted = {f"{path}.base_layer" for path in self.lora_layers}
         saved = {name for name in self.whole_layouts if self.saved_whole(name)}
         whole = saved | {self.whole_layouts[name].alias_of for name in saved}  # a tied one may be on another stage
@@ -283,15 +291,12 @@ class LoRAModel(ModelWrapper):
 
     def _contained_in(self, state_dict: Mapping[str, Any], taken: Collection[str]) -> bool:
         """Return whether base weights contain an adapter. Raises WeightMismatchError if that matters and is unknown."""
-        if self.adapter_names & set(taken) or all(self.base_name(name) == name for name in taken):
+        names = set(taken)
+        if self.adapter_names & names or names <= state_dict.keys():  # merged ones have the module's own names
             return False
         found = merged.contains_adapter(state_dict)
-        if found is None and self.lora_config.merge_lora and self._has_effect():
-            raise WeightMismatchError(
-                "these may be the merged weights that this model's state_dict() holds with merge_lora=True, and the "
-                "adapter would count twice: first set lora_config.merge_lora = False for weights without an adapter, "
-                "or call clear_adapter() for merged ones"
-            )
+        if found is None and self._has_effect():
+            merged.may_count_twice(self.lora_config.merge_lora)
         return bool(found)
 
     def _has_effect(self) -> bool:
@@ -348,13 +353,15 @@ class LoRAModel(ModelWrapper):
         """Return the layouts that :meth:`load_weights` reads from ``source``, by tensor name; raises the same."""
         self.require_unmerged()
         names, layouts = set(source.keys()), self._layouts()
-        taken = {name: layout for name, layout in layouts.items() if set(layout.logical_names) <= names}
+        by_base = {self.base_name(name): layout for name, layout in layouts.items()}
+        firsts = [name for name, layout in layouts.items() if not layout.alias_of]
+        found = {name: stored_layout(self.base_name(name), by_base, names) for name in firsts}
+        taken = {name: replace(layout, alias_of=None) for name, layout in found.items() if layout}
         there = {self.base_name(name) for name in taken}
-        taken |= {name: layout for name, layout in layouts.items() if layout.alias_of in there}
-        used = {logical for layout in taken.values() for logical in layout.logical_names}
+        given = taken.keys() | {name for name, layout in layouts.items() if layout.alias_of in there}
         if strict:
-            self._require_complete(layouts, taken, sorted(names - used))
-        taken = {name: layout for name, layout in taken.items() if not layout.alias_of}
+            used = {logical for name in given for logical in layouts[name].logical_names}
+            self._require_complete(layouts, given, sorted(names - used))
         check_weights(taken, source, strict=False)
         return taken
 
@@ -386,10 +393,3 @@ class LoRAModel(ModelWrapper):
 def get_lora_model(model: nn.Module, config: LoraConfig | Mapping[str, Any]) -> LoRAModel:
     """``LoRAModel(model, config)``, under the reference's name."""
     return LoRAModel(model, config)
-
-
-def _with_memory(layer: nn.Module) -> nn.Module:
-    """Return a copy of a layer on the meta device with memory that nobody writes, so it takes none."""
-    made = copy.deepcopy(layer).to_empty(device=transport_device())
-    restore_attributes(made)
-    return made
