@@ -25,7 +25,7 @@ from nxd_infer.layout.merge import Holding, shared_holdings
 from nxd_infer.layout.params import ParamLayout
 from nxd_infer.layout.runs import TensorLayout
 from nxd_infer.layout.sources import SafetensorsSource, Slices, WeightSource, WrappedSource, unknown_name
-from nxd_infer.modules.lora.peft import SUBFOLDER
+from nxd_infer.modules.lora.find import SUBFOLDER
 
 
 @dataclass(frozen=True)

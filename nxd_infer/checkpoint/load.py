@@ -22,7 +22,7 @@ from nxd_infer.layout.files.values import pack
 from nxd_infer.layout.shard import named_tensors
 from nxd_infer.layout.sources import SelectedSource
 from nxd_infer.modules.lora import LoRAModel
-from nxd_infer.modules.lora.peft import SUBFOLDER
+from nxd_infer.modules.lora.find import SUBFOLDER
 from nxd_infer.modules.nxd_model import local_module
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.optimizer.sharded_files import take_over

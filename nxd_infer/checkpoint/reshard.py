@@ -32,7 +32,7 @@ from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.layout.files.stream import write_safetensors
 from nxd_infer.layout.files.values import pack
 from nxd_infer.layout.merge import is_saved_by
-from nxd_infer.modules.lora.peft import SUBFOLDER
+from nxd_infer.modules.lora.find import SUBFOLDER
 from nxd_infer.optimizer.sharded_files import FORMAT, NAMES, stem
 from nxd_infer.util.options import whole_number
 from nxd_infer.util.progress import Progress, silent

@@ -17,6 +17,7 @@ from nxd_infer.layout.params import restore_attributes
 from nxd_infer.modules.lora import merged, peft
 from nxd_infer.modules.lora.base import LoraLayer
 from nxd_infer.modules.lora.config import LoraConfig
+from nxd_infer.modules.lora.find import find_together
 from nxd_infer.modules.lora.layers import adaptable, lora_layer
 from nxd_infer.modules.lora.targets import contains, words_of
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
@@ -69,17 +70,17 @@ class LoRAModel(ModelWrapper):
         """The adapted embeddings whose weight is the model's head, without a name of its own."""
         stored = None
         if config.load_lora_from_ckpt:
-            stored = peft.find_adapter(config.lora_save_dir, config.lora_load_tag)
-            config = peft.read_config(stored, config)
+            stored = find_together(config.lora_save_dir, config.lora_load_tag)
+            config = peft.read_config(stored.folder, config)
             config.modules_to_save = self._present(config.modules_to_save) or None  # PEFT may name missing modules
         self.lora_config = config
         self.lora_layers: dict[str, LoraLayer] = {}
         self._every_path: dict[str, LoraLayer] = {}
         """Also under the further names of a layer that has several."""
-        self._adapt(None if stored is None else peft.adapted_paths(stored))
+        self._adapt(None if stored is None else peft.adapted_paths(stored.folder))
         self._freeze()
         if stored is not None:
-            peft.load_adapter(self, stored)
+            peft.load_found(self, stored)
         if config.lora_verbose and current_context().rank == 0:
             print(self.describe())
 
