@@ -14,10 +14,9 @@ from nxd_infer.context import current_context
 from nxd_infer.errors import LoraTargetError, ParallelConfigError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, WeightSource, check_weights, fill_tensor, weight_layout
 from nxd_infer.layout.params import restore_attributes
-from nxd_infer.modules.lora import merged, peft
+from nxd_infer.modules.lora import find, merged, peft
 from nxd_infer.modules.lora.base import LoraLayer
 from nxd_infer.modules.lora.config import LoraConfig
-from nxd_infer.modules.lora.find import find_together
 from nxd_infer.modules.lora.layers import adaptable, lora_layer
 from nxd_infer.modules.lora.targets import contains, words_of
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
@@ -70,7 +69,7 @@ class LoRAModel(ModelWrapper):
         """The adapted embeddings whose weight is the model's head, without a name of its own."""
         stored = None
         if config.load_lora_from_ckpt:
-            stored = find_together(config.lora_save_dir, config.lora_load_tag)
+            stored = find.find_together(config.lora_save_dir, config.lora_load_tag)
             config = peft.read_config(stored.folder, config)
             config.modules_to_save = self._present(config.modules_to_save) or None  # PEFT may name missing modules
         self.lora_config = config
@@ -190,9 +189,13 @@ class LoRAModel(ModelWrapper):
 
     # --- merging --------------------------------------------------------------------------------------
 
+    def require_mergeable(self) -> None:
+        """Raise LoraTargetError if merging would change another layer, which the adapter does not."""
+        merged.require_mergeable(self.whole_layouts, peft.paths_of_all(self), self._heads, self.lora_config.merge_lora)
+
     def merge(self) -> LoRAModel:
         """Merge the adapters into the weights and keep the base weights; see :meth:`LoraLayer.merge`."""
-        merged.require_mergeable(self.whole_layouts, peft.paths_of_all(self), self._heads)
+        self.require_mergeable()
         for layer in self.lora_layers.values():
             layer.merge()
         return self
@@ -206,9 +209,9 @@ class LoRAModel(ModelWrapper):
     def merged_weights(self, state: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor, ParamLayout]]:
         """Yield name, tensor and layout of the weights without adapters, which are added to those they adapt.
 
-        ``state``: the wrapped module's state dict. Raises ParallelConfigError if another layer needs one without.
+        ``state``: the wrapped module's state dict. Raises as :meth:`require_mergeable`.
         """
-        merged.require_mergeable(self.whole_layouts, peft.paths_of_all(self), self._heads)
+        self.require_mergeable()
         added = {
             f"{path}.{name}": weight
             for path, layer in self._every_path.items()
