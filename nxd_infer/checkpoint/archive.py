@@ -293,6 +293,10 @@ class Archive:
             raise CheckpointError(f"{self.where} holds no {kind}, or not of a module; it was saved without")
         return found
 
+    def adapter_files(self) -> list[str]:
+        """Return the files of the LoRA adapter beside the weights, in PEFT's format."""
+        return [name for name in self.checkpoint.manifest["files"] if name.startswith(f"{SUBFOLDER}/")]
+
     def file(self, name: str) -> _File:
         if name not in self._files:
             fetched = self._verify and not self.checkpoint.storage.local

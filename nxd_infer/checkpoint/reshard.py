@@ -336,11 +336,10 @@ class Resharding:
         """Copy the checkpoint's LoRA adapter, which is the same at any degrees."""
         if not isinstance(self.archive, Archive):
             return
-        for name in self.archive.checkpoint.manifest["files"]:
-            if name.startswith(f"{SUBFOLDER}/"):
-                (place / SUBFOLDER).mkdir(exist_ok=True)
-                (place / name).write_bytes(self.archive.checkpoint.read(name))
-                yield name
+        for name in self.archive.adapter_files():
+            (place / SUBFOLDER).mkdir(exist_ok=True)
+            (place / name).write_bytes(self.archive.checkpoint.read(name))
+            yield name
 
 
 def _write_part(path: Path, part: Part, advance: Callable[[], None]) -> None:
