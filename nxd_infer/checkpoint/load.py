@@ -152,7 +152,10 @@ def model_change(model: nn.Module, archive: AnyArchive, strict: bool, context: P
 def _own_weights(archive: AnyArchive, stage: Stage | None) -> WeightSource:
     """The weights of a checkpoint but those of other pipeline stages."""
     source = RunsSource(archive.pieces("model"))
-    return source if stage is None else SelectedSource(source, lambda name: not stage.elsewhere(name))
+    if stage is None:
+        return source
+    others = stage.elsewhere(source.keys())
+    return SelectedSource(source, lambda name: name not in others)
 
 
 def _is_merged(archive: AnyArchive) -> bool:

@@ -103,13 +103,16 @@ def entries(model: AdaptedModel) -> Iterator[Entry]:
                 layout = replace(layout, sources=(("", logical),))
                 yield Entry(f"{path}.{part}.{name}", tensor, layout, layer.place, True)
     adapted = {logical for layer in model.lora_layers.values() for logical in layer.paths.values()}
+    aliases: dict[str, list[ParamLayout]] = {}
+    for layout in model.whole_layouts.values():
+        if layout.alias_of:
+            aliases.setdefault(layout.alias_of, []).append(layout)
     for name, tensor in model.module.state_dict().items():
         base = model.base_name(name)
         first = model.base_layouts.get(base)
         if first is None or first.alias_of:  # no weight, or another name of one
             continue
-        others = [layout for layout in model.whole_layouts.values() if layout.alias_of == base]
-        for one in (first, *others):
+        for one in (first, *aliases.get(base, ())):
             sources = tuple((part, _base_name(logical, adapted)) for part, logical in one.sources)
             layout = replace(first, sources=sources)
             yield Entry(name, tensor.detach(), layout, (current_context(), "tp"), False, tied=one is not first)
