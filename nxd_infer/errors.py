@@ -20,7 +20,8 @@ class ParallelConfigError(NxdError, ValueError):
 
 
 class LoraTargetError(ParallelConfigError):
-    """LoRA has nothing to adapt: ``target_modules`` match no layer, or the model's type has no default."""
+    """What LoRA is to adapt does not fit the model: ``target_modules`` match no layer, or one that cannot be merged, or
+    the model's type has no default."""
 
 
 class NotInitializedError(NxdError, RuntimeError):

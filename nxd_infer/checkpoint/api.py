@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from nxd_infer.checkpoint import folder as folders
-from nxd_infer.checkpoint.archive import Archive
+from nxd_infer.checkpoint.archive import TRIES, Archive
 from nxd_infer.checkpoint.async_save import outstanding
 from nxd_infer.checkpoint.contents import Content, collect
 from nxd_infer.checkpoint.load import (
@@ -199,19 +199,17 @@ def load_checkpoint(
     context, storage = current_context(), storage_of(path)
     tag = None if tag is None else str(tag)
     _together(context, outstanding.wait)
-    archive = _find_and_open(storage, tag, context, verify)
-    if archive is None:
-        if context.rank == 0:
-            logger.warning("%s holds no checkpoint: nothing is loaded, training starts from the beginning", path)
-        return None
     wanted = {"model": model, "optimizer": optimizer}
     kinds = ["values", *(kind for kind, target in wanted.items() if target is not None)]
-    verify_share = _typed_errors(storage, lambda: archive.verify(kinds, context.rank, context.world_size))
-    in_turns(context, num_workers, verify_share, of_world=True)
     user_content: list[Any] = []
     changes: list[Callable[[], object]] = []
 
-    def compare() -> None:
+    def verify_share(archive: AnyArchive) -> None:
+        archive.verify(kinds, context.rank, context.world_size)
+
+    def compare(archive: AnyArchive) -> None:
+        user_content.clear()
+        changes.clear()
         values = archive.value(0, "values")
         if scheduler is not None and "scheduler" not in values:
             raise CheckpointError(f"{archive.where} holds no scheduler; it was saved without")
@@ -232,13 +230,22 @@ def load_checkpoint(
             if random_state is not None:
                 changes.append(partial(restore_random_state, random_state, archive.where))
         user_content.append(values["user_content"])
+        archive.open(["model"] if model is not None else [])  # what is read only when it is changed
+
+    def read(archive: AnyArchive) -> None:
+        for step in (verify_share, compare):
+            in_turns(context, num_workers, _typed_errors(storage, partial(step, archive)), of_world=True)
 
     def change() -> None:
         for one in changes:
             one()
 
-    for step in (compare, change):  # no rank changes anything unless all have checked what they read
-        in_turns(context, num_workers, _typed_errors(storage, step), of_world=True)
+    if not _read_whole(storage, tag, context, verify, read):
+        if context.rank == 0:
+            logger.warning("%s holds no checkpoint: nothing is loaded, training starts from the beginning", path)
+        return None
+    # No rank changes anything unless all have checked what they read.
+    in_turns(context, num_workers, _typed_errors(storage, change), of_world=True)
     return user_content[0]
 
 
@@ -282,6 +289,26 @@ def _number_of(context: ParallelContext, action: Callable[[], int]) -> int:
     number: list[int] = []
     _together(context, lambda: number.append(action()) if context.rank == 0 else None)
     return largest(context, number[0] if number else 0)
+
+
+def _read_whole(
+    storage: Storage, tag: str | None, context: ParallelContext, verify: bool, read: Callable[[AnyArchive], None]
+) -> bool:
+    """Have every rank ``read`` one checkpoint, again if a save replaces it meanwhile; return whether there is one."""
+    for _ in range(TRIES):
+        archive = _find_and_open(storage, tag, context, verify)
+        if archive is None:
+            return False
+        failure: Exception | None = None
+        try:
+            read(archive)
+        except Exception as error:  # on all ranks
+            failure = error
+        if not largest(context, int(archive.replaced())):
+            if failure is not None:
+                raise failure
+            return True
+    raise CheckpointError(f"the checkpoint {archive.where} {folders.WHILE_READ}")
 
 
 def _find_and_open(storage: Storage, tag: str | None, context: ParallelContext, verify: bool) -> AnyArchive | None:

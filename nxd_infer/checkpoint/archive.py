@@ -7,7 +7,7 @@ read full tensors one at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxd_infer.checkpoint.folder import Checkpoint, rank_stem
+from nxd_infer.checkpoint.folder import WHILE_READ, Checkpoint, find_checkpoint, rank_stem
 from nxd_infer.checkpoint.record import FIX, read_piece, read_record
+from nxd_infer.checkpoint.storage import Storage
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.files.unpack import unpack
 from nxd_infer.layout.flat import Bounds, bounds_of, flat_index, flat_rectangles, moved, overlap, relative, slices_of
@@ -24,7 +25,7 @@ from nxd_infer.layout.merge import Holding, shared_holdings
 from nxd_infer.layout.params import ParamLayout
 from nxd_infer.layout.runs import TensorLayout
 from nxd_infer.layout.sources import SafetensorsSource, Slices, WeightSource, WrappedSource, unknown_name
-from nxd_infer.modules.lora.peft import SUBFOLDER
+from nxd_infer.modules.lora.find import SUBFOLDER
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,36 @@ class _File(WrappedSource):
             self._verify(self._name)
         return SafetensorsSource(self._checkpoint.path(self._name))
 
+    def open(self) -> None:
+        """Open the file now, which its first tensor does."""
+        for name in self.keys():
+            self.shape(name)
+            break
+
+
+TRIES = 3
+"""How often a checkpoint is read from its beginning because a save has replaced it meanwhile."""
+
+
+def opened_whole(storage: Storage, tag: str | None, kinds: Collection[str]) -> Archive:
+    """Find, open and verify a checkpoint; all that is read from it is of one save, even if another one replaces it.
+
+    For one process; a job's ranks have to agree on what they read.
+    """
+    for _ in range(TRIES):
+        found = find_checkpoint(storage, tag)
+        try:
+            archive = Archive(found)
+            archive.verify(kinds)
+            archive.open(kinds)
+        except (CheckpointError, OSError):
+            if not found.replaced():
+                raise
+            continue
+        if not found.replaced():
+            return archive
+    raise CheckpointError(f"the checkpoint {found.where} {WHILE_READ}")
+
 
 class Archive:
     """A checkpoint that is open for reading.
@@ -191,7 +222,7 @@ class Archive:
         self._verify = verify
         self._verified: set[str] = set()
         self._records: dict[int, dict[str, Any]] = {}
-        self._files: dict[str, WeightSource] = {}
+        self._files: dict[str, _File] = {}
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -210,13 +241,29 @@ class Archive:
         Raises CheckpointError naming the file.
         """
         if self._verify:
-            for name in sorted({part["file"] for kind in kinds for _, part in self.parts(kind)})[share::of]:
+            for name in self._names(kinds)[share::of]:
                 self._verify_one(name)
+
+    def _names(self, kinds: Iterable[str]) -> list[str]:
+        return sorted({part["file"] for kind in kinds for _, part in self.parts(kind)})
 
     def _verify_one(self, name: str) -> None:
         if name not in self._verified:
             self.checkpoint.verify([name])
             self._verified.add(name)
+
+    def open(self, kinds: Iterable[str]) -> None:
+        """Open the files of ``kinds``, which are read then even if a save replaces them or removes their names.
+
+        In a bucket they are fetched when they are read: it takes long, and each checkpoint has names of its own.
+        """
+        if self.checkpoint.storage.local:
+            for name in self._names(kinds):
+                self.file(name).open()
+
+    def replaced(self) -> bool:
+        """Whether a save has removed it, or put another one in its place, so that what was read may be of both."""
+        return self.checkpoint.replaced()
 
     def record(self, rank: int) -> dict[str, Any]:
         """Return a rank's record of its files."""
@@ -246,7 +293,11 @@ class Archive:
             raise CheckpointError(f"{self.where} holds no {kind}, or not of a module; it was saved without")
         return found
 
-    def file(self, name: str) -> WeightSource:
+    def adapter_files(self) -> list[str]:
+        """Return the files of the LoRA adapter beside the weights, in PEFT's format."""
+        return [name for name in self.checkpoint.manifest["files"] if name.startswith(f"{SUBFOLDER}/")]
+
+    def file(self, name: str) -> _File:
         if name not in self._files:
             fetched = self._verify and not self.checkpoint.storage.local
             self._files[name] = _File(self.checkpoint, name, self._verify_one if fetched else None)

@@ -64,7 +64,7 @@ def collect(
         record["model"] = {"file": name, **described}
     sharded = optimizer.zero1 if isinstance(optimizer, NxDOptimizer) else zero1_optimizer
     if isinstance(optimizer, Mapping):
-        sharded = sharded or "pieces" in optimizer  # this rank's, of a NxDOptimizer
+        sharded = sharded or bool(optimizer.get("zero1"))  # of a NxDOptimizer
     if optimizer is not None and (first or (sharded and context.cp.rank == 0)):
         name = f"{stem(context)}.safetensors"
         if isinstance(optimizer, NxDOptimizer):

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nxd_infer.checkpoint.archive import RunsSource, adapter_of, require_no_adapter
+from nxd_infer.checkpoint.archive import Archive, RunsSource, adapter_of, require_no_adapter
 from nxd_infer.checkpoint.folder import SHARDS
 from nxd_infer.checkpoint.open import PathLike, open_archive
 from nxd_infer.checkpoint.peft_adapters import adapter_file, adapters_in
@@ -59,11 +59,13 @@ def consolidate_checkpoint(
         dtype: of floating-point weights. Default: as saved.
         progress: called as ``progress(stage, done, total)``, a step for each tensor.
     """
-    source = RunsSource(open_archive(path, tag, ["model"], config, rules).pieces("model"))
+    archive = open_archive(path, tag, ["model"], config, rules)
+    source = RunsSource(archive.pieces("model"))
     folder, out = Path(path), Path(out)
     beside = folder.parent if folder.name == SHARDS else folder
     if (beside / CONFIG).is_file():
-        own, adapters = adapters_in(source)
+        ours = isinstance(archive, Archive) and archive.adapter_files()  # of a LoRAModel, whose names are not PEFT's
+        own, adapters = (source, {}) if ours else adapters_in(source)
         for name in adapters:
             if not (beside / adapter_file(name)).is_file():
                 raise CheckpointError(

@@ -35,6 +35,7 @@ from nxd_infer.layout.files.manifest import DONE, FORMAT, MANIFEST, mark_of, mar
 from nxd_infer.util.beneath import AnyPath
 from nxd_infer.util.reading import sha256_of
 
+WHILE_READ = "was removed or saved again while it was read: load again, or keep more of them (num_kept_ckpts)"
 UNTAGGED = "_untagged"
 """The folder of the tag ""."""
 SHARDS = "shards"
@@ -78,14 +79,22 @@ class Checkpoint:
         """The name for messages."""
         return self.storage.where(self.folder)
 
+    def replaced(self) -> bool:
+        """Whether its folder is gone, or holds another one by now: a save renames and removes whole folders."""
+        try:
+            return _read(self.storage, self.folder) != self
+        except CheckpointError:
+            return True
+
     def path(self, name: str) -> AnyPath:
         """Return the path of one of its files. Raises CheckpointError if it is missing or not one of its files."""
         if name.startswith("/") or ".." in name.split("/"):
             raise CheckpointError(f"{self.where} names the file {name!r}, which would lie outside of it")
         try:
             return self.storage.path(_inside(self.folder, name))
-        except FileNotFoundError as error:
-            raise CheckpointError(f"the checkpoint {self.where} is damaged: {name} is missing") from error
+        except FileNotFoundError as error:  # in a bucket, where a file is fetched when it is needed
+            problem = WHILE_READ if self.replaced() else f"is damaged: {name} is missing"
+            raise CheckpointError(f"the checkpoint {self.where} {problem}") from error
 
     def read(self, name: str) -> bytes:
         """Return the contents of a small file, checked. Raises CheckpointError if it is missing or differs."""
@@ -113,10 +122,7 @@ class Checkpoint:
             )
 
     def verify(self, names: Iterable[str]) -> None:
-        """Raise CheckpointError if one of these files differs from its record, byte for byte.
-
-        The files are read once from start to end, so that the next reader finds them in memory.
-        """
+        """Raise CheckpointError if one of these files differs from its record, byte for byte."""
         known = self.manifest.get("sha256", {})  # the earliest checkpoints had none
         for name in names:
             if name in known:

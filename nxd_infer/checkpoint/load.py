@@ -22,7 +22,6 @@ from nxd_infer.layout.files.values import pack
 from nxd_infer.layout.shard import named_tensors
 from nxd_infer.layout.sources import SelectedSource
 from nxd_infer.modules.lora import LoRAModel
-from nxd_infer.modules.lora.peft import SUBFOLDER
 from nxd_infer.modules.nxd_model import local_module
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.optimizer.sharded_files import take_over
@@ -153,15 +152,17 @@ def model_change(model: nn.Module, archive: AnyArchive, strict: bool, context: P
 def _own_weights(archive: AnyArchive, stage: Stage | None) -> WeightSource:
     """The weights of a checkpoint but those of other pipeline stages."""
     source = RunsSource(archive.pieces("model"))
-    return source if stage is None else SelectedSource(source, lambda name: not stage.elsewhere(name))
+    if stage is None:
+        return source
+    others = stage.elsewhere(source.keys())
+    return SelectedSource(source, lambda name: name not in others)
 
 
 def _is_merged(archive: AnyArchive) -> bool:
     """Return whether the weights contain the adapter that was saved beside them."""
     if not isinstance(archive, Archive):
         return False
-    beside = any(name.startswith(f"{SUBFOLDER}/") for name in archive.checkpoint.manifest["files"])
-    return beside and not adapter_of(RunsSource(archive.pieces("model")))[0]
+    return bool(archive.adapter_files()) and not adapter_of(RunsSource(archive.pieces("model")))[0]
 
 
 def require_adapter(model: nn.Module, archive: AnyArchive) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from nxd_infer.checkpoint.archive import Archive
-from nxd_infer.checkpoint.folder import find_checkpoint, holds_checkpoint
+from nxd_infer.checkpoint.archive import opened_whole
+from nxd_infer.checkpoint.folder import holds_checkpoint
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive, ReferenceArchive, one_by_one, open_reference
 from nxd_infer.checkpoint.neuronx.folder import reference_in
 from nxd_infer.checkpoint.neuronx.layouts import infer_layouts, read_rules
@@ -44,9 +44,7 @@ def open_archive(
     """
     theirs = open_if_reference(path, tag)
     if theirs is None:
-        archive = Archive(find_checkpoint(storage_of(path), tag))
-        archive.verify(kinds)
-        return archive
+        return opened_whole(storage_of(path), tag, list(kinds))
     if tables := metadata_files(Path(theirs.where)):
         theirs.know(layouts_of(theirs, tables))
         return theirs

@@ -32,7 +32,7 @@ from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.layout.files.stream import write_safetensors
 from nxd_infer.layout.files.values import pack
 from nxd_infer.layout.merge import is_saved_by
-from nxd_infer.modules.lora.peft import SUBFOLDER
+from nxd_infer.modules.lora.find import SUBFOLDER
 from nxd_infer.optimizer.sharded_files import FORMAT, NAMES, stem
 from nxd_infer.util.options import whole_number
 from nxd_infer.util.progress import Progress, silent
@@ -149,6 +149,7 @@ class Resharding:
         elementwise, self._single = classify(self._optimizer)
         self._moments = {key: RunsSource(pieces, key) for key, pieces in elementwise.items()}
         self._stages = self._stages_of_weights(cuts)
+        self._groups = [self._groups_of(stage) for stage in range(pp)] if self._optimizer else []
         self._parts = [self._parts_of(context) for context in self.contexts]
         self.steps = sum(len(part.tensors) for parts in self._parts for part in parts.values())
         """Tensors to write."""
@@ -255,13 +256,17 @@ class Resharding:
                 **({} if first.dtype is None else {"dtype": first.dtype}),
             }
         degrees = {"dp": self.dp, "tp": self.tp, "pp": self.pp}
+        part.record = {"format": FORMAT, "degrees": degrees, **self._groups[context.pp.rank]}
+        return part
+
+    def _groups_of(self, stage: int) -> dict[str, Any]:
+        """Return the parameter groups that the ranks of a stage record."""
         # Sharded, a parameter without elements is in no file; the names of all stages count together.
-        own = [[name for name in names if self._stages.get(name, 0) == context.pp.rank] for names in self._group_names]
+        own = [[name for name in names if self._stages.get(name, 0) == stage] for names in self._group_names]
         groups = groups_of(self.archive, own)
         if NAMES in groups:
             groups[NAMES] = own[: len(groups[NAMES])]
-        part.record = {"format": FORMAT, "degrees": degrees, **groups}
-        return part
+        return groups
 
     def _values(self, context: ParallelContext) -> dict[str, Any]:
         """Return the random state if the degrees stay, the position in the data if possible, and on rank 0 the rest."""
@@ -336,11 +341,10 @@ class Resharding:
         """Copy the checkpoint's LoRA adapter, which is the same at any degrees."""
         if not isinstance(self.archive, Archive):
             return
-        for name in self.archive.checkpoint.manifest["files"]:
-            if name.startswith(f"{SUBFOLDER}/"):
-                (place / SUBFOLDER).mkdir(exist_ok=True)
-                (place / name).write_bytes(self.archive.checkpoint.read(name))
-                yield name
+        for name in self.archive.adapter_files():
+            (place / SUBFOLDER).mkdir(exist_ok=True)
+            (place / name).write_bytes(self.archive.checkpoint.read(name))
+            yield name
 
 
 def _write_part(path: Path, part: Part, advance: Callable[[], None]) -> None:

@@ -18,7 +18,8 @@ from nxd_infer.checkpoint.folder import rank_stem
 from nxd_infer.checkpoint.storage import Storage
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.files.atomic import replacing
-from nxd_infer.modules.lora.peft import SUBFOLDER, write_adapter
+from nxd_infer.modules.lora.find import SUBFOLDER
+from nxd_infer.modules.lora.peft import write_adapter
 from nxd_infer.util.reading import sha256_of
 
 SILENCE_SECONDS = 600.0

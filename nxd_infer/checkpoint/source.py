@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from nxd_infer.checkpoint.archive import Archive, RunsSource, require_no_adapter
-from nxd_infer.checkpoint.folder import find_checkpoint, holds_checkpoint
+from nxd_infer.checkpoint.archive import RunsSource, opened_whole, require_no_adapter
+from nxd_infer.checkpoint.folder import holds_checkpoint
 from nxd_infer.checkpoint.gather import whole_weights
 from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.errors import CheckpointError
@@ -41,8 +41,7 @@ def _stored(path: str | os.PathLike[str], tag: str | None) -> WeightSource:
     storage = storage_of(path)
     if tag is None and not holds_checkpoint(storage):
         return as_source(path)
-    archive = Archive(find_checkpoint(storage, tag))
-    archive.verify(["model"])
+    archive = opened_whole(storage, tag, ["model"])
     source = RunsSource(archive.pieces("model"))
     require_no_adapter(source, archive.where)
     return source

@@ -38,6 +38,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
     pieces: list[Piece]
     names: list[str]
     """Names of the trained parameters, in order."""
+    zero1: bool
+    """Whether data-parallel ranks have different pieces."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], defaults: dict[str, Any]):
         self.inited = False
@@ -154,8 +156,9 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, as the wrapped optimizer has it.
 
-        If it updates other tensors than the parameters themselves, there is also a key ``"pieces"``: the parameter
-        range of each entry, and its float32 master weight if there is one.
+        If it updates other tensors than the parameters themselves, or with ZeRO-1 may update none, there is also a key
+        ``"pieces"``: the parameter range of each entry, and its float32 master weight if there is one. ``"zero1"`` says
+        that other data-parallel ranks have other pieces.
         """
         self.require_inited("state_dict()")
         for hook in self._optimizer_state_dict_pre_hooks.values():
@@ -163,8 +166,9 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self.hand_on_hyperparameters()
         self.refresh_pieces()
         state = self.optimizer.state_dict()
-        if any(piece.tensor is not piece.param for piece in self.pieces):
+        if self.zero1 or any(piece.tensor is not piece.param for piece in self.pieces):
             state["pieces"] = [self._describe(piece) for piece in self.pieces]
+            state["zero1"] = self.zero1
         for hook in self._optimizer_state_dict_post_hooks.values():
             replaced = hook(self, state)
             state = state if replaced is None else replaced
@@ -188,7 +192,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state)
             state = state if replaced is None else replaced
-        stored = state.pop("pieces", None)
+        stored, _ = state.pop("pieces", None), state.pop("zero1", None)
         described = [self._describe(piece) for piece in self.pieces]
         if stored is not None or any(piece.tensor is not piece.param for piece in self.pieces):
             for mine, theirs in zip(described, stored or [], strict=False):

@@ -82,13 +82,13 @@ class Stage:
         """Return the weights that other ranks own."""
         return [weight for weight in self.weights.values() if not self.owns(weight)]
 
-    def elsewhere(self, name: str) -> bool:
-        """Return whether a tensor of the whole model, under its name in a checkpoint, is another rank's."""
-        if name in self._foreign_names():
-            return True
-        paths = [(unit.path, unit.stage) for unit in self.units.units]
-        paths += [(path, dict(paths)[first]) for path, first in self.units.aliases]
-        return any(name.startswith(f"{path}.") and self.rank_of(stage) != self.rank for path, stage in paths)
+    def elsewhere(self, names: Iterable[str]) -> set[str]:
+        """Return which tensors of the whole model, under their names in a checkpoint, are other ranks'."""
+        foreign = self._foreign_names()
+        stages = {unit.path: unit.stage for unit in self.units.units}
+        stages |= {path: stages[first] for path, first in self.units.aliases}
+        others = tuple(f"{path}." for path, stage in stages.items() if self.rank_of(stage) != self.rank)
+        return {name for name in names if name in foreign or name.startswith(others)}
 
     def saves(self, name: str) -> bool:
         """Return whether this rank saves a tensor that it has; buffers of what contains units are on all ranks."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nxd_infer.errors import LoraTargetError
-from nxd_infer.modules.lora import LoraConfig
+from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.recipes.recipe import Loaded, microbatches
 from nxd_infer.recipes.schema import Peft, Recipe
 from nxd_models import registry
@@ -39,9 +39,15 @@ def lora_config(peft: Peft) -> LoraConfig:
     return LoraConfig(**{**given, "bias": peft.lora_bias})
 
 
+def require_mergeable(model: nn.Module) -> None:
+    """Raise LoraTargetError if the adapters of a model cannot be merged, as a job's last step does."""
+    if isinstance(model, LoRAModel):
+        model.require_mergeable()
+
+
 @contextlib.contextmanager
 def naming_targets(loaded: Loaded) -> Iterator[None]:
-    """Raise RecipeError with the key's line if the recipe's adapters find no layer inside the block."""
+    """Raise RecipeError with the key's line if the recipe's adapters do not fit the model inside the block."""
     try:
         yield
     except LoraTargetError as error:

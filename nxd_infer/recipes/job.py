@@ -18,7 +18,7 @@ from nxd_infer.errors import WeightMismatchError
 from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.parallel_layers.sequence_parallel import building_sequence_parallel, is_sequence_parallel_model
-from nxd_infer.recipes.build import build, lora_config, naming_targets, pipeline_options
+from nxd_infer.recipes.build import build, lora_config, naming_targets, pipeline_options, require_mergeable
 from nxd_infer.recipes.dtypes import Dtypes, dtypes
 from nxd_infer.recipes.models import CONFIG, config_path
 from nxd_infer.recipes.optim import OPTIMIZERS, optimizer_arguments, parameter_groups, scheduler_of
@@ -148,6 +148,7 @@ def make_job(loaded: Loaded, model_dir: Path, begin: Begin, steps: int) -> Job:
 
     with naming_targets(loaded):
         model = initialize_parallel_model(config, make)
+        require_mergeable(model.local_module())
     optim = recipe.model.optim
     groups = parameter_groups(model, optim, recipe.model.do_layer_norm_weight_decay)
     optimizer = initialize_parallel_optimizer(config, OPTIMIZERS[optim.name], groups, **optimizer_arguments(optim))

@@ -13,7 +13,7 @@ from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.partition import describe_partition
 from nxd_infer.pipeline.pipeline import cuts_of
-from nxd_infer.recipes.build import build, lora_config, naming_targets, pipeline_options
+from nxd_infer.recipes.build import build, lora_config, naming_targets, pipeline_options, require_mergeable
 from nxd_infer.recipes.dtypes import Dtypes, dtypes
 from nxd_infer.recipes.models import obstacles, raw_config
 from nxd_infer.recipes.recipe import Loaded, data_parallel_size, has_pairs, microbatches, seq_length, world_size
@@ -139,6 +139,7 @@ def _counted(
         options = PipelineOptions(pipeline_options(recipe))
         cuts = cuts_of(model, options, pp) if pp > 1 else []
         whole = model if peft is None else LoRAModel(model, lora_config(peft))
+        require_mergeable(whole)
     chunks = recipe.distributed_strategy.virtual_pipeline_model_parallel_size
     found = [[0, 0] for _ in range(pp)]
     width = next(model.parameters()).element_size()

@@ -1,4 +1,7 @@
-"""A job that loads while another one saves into the folder: it gets a whole checkpoint, before or after the save."""
+"""A job that loads while another one saves into the folder: it gets a whole checkpoint, before or after the save.
+
+So does what reads a stored checkpoint outside of a job.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
-from nxd_infer.checkpoint import api
+from nxd_infer.checkpoint import api, archive
 from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
+from nxd_infer.checkpoint.archive import Archive
+from nxd_infer.checkpoint.open import open_archive
+from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.checkpoint.storage import LocalStorage
+from nxd_infer.errors import CheckpointError
 
 
 def save(root: Path, *tags: str, **options: Any) -> None:
@@ -120,3 +128,90 @@ def test_a_reader_keeps_files_open(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     held.clear()
     save(tmp_path, "last")
     assert [path.name for path in tmp_path.iterdir()] == ["last"]
+
+
+def save_number(root: Path, tag: str, number: float, **options: Any) -> None:
+    model = nn.Linear(2, 2)
+    for weight in model.parameters():
+        nn.init.constant_(weight, number)
+    save_checkpoint(root, tag, model, user_content=number, **options)
+
+
+def after(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[], object], times: int = 1) -> None:
+    """Act after a method of Archive, the first ``times`` that it is called."""
+    real, left = getattr(Archive, name), [times]
+
+    def method(self: Archive, *arguments: Any) -> Any:
+        result = real(self, *arguments)
+        left[0] -= 1
+        if left[0] >= 0:
+            act()
+        return result
+
+    monkeypatch.setattr(Archive, name, method)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("method", ["verify", "value", "pieces"])
+def test_weights_and_contents_are_of_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str):
+    """The names that the first files were read by are those of another checkpoint's when the others are read."""
+    save_number(tmp_path, "", 1.0)
+    after(monkeypatch, method, lambda: save_number(tmp_path, "", 2.0))
+    model = nn.Linear(2, 2)
+    assert load_checkpoint(tmp_path, model=model) == model.weight[0, 0] == model.bias[1] == 2.0
+
+
+@pytest.mark.check
+def test_what_is_changed_is_read_from_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_number(tmp_path, "", 1.0)
+    after(monkeypatch, "replaced", lambda: save_number(tmp_path, "", 2.0))
+    model = nn.Linear(2, 2)
+    assert load_checkpoint(tmp_path, model=model) == model.weight[0, 0] == 1.0
+
+
+@pytest.mark.check
+def test_a_tag_that_is_saved_again_at_each_try_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_number(tmp_path, "last", 1.0)
+    after(monkeypatch, "verify", lambda: save_number(tmp_path, "last", 2.0), times=99)
+    model = nn.Linear(2, 2)
+    before = model.weight.clone()
+    with pytest.raises(CheckpointError, match=r"last was removed or saved again while it was read: .*num_kept_ckpts"):
+        load_checkpoint(tmp_path, "last", model)
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("method", ["parts", "verify", "value"])
+def test_the_one_that_is_loaded_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str):
+    save_number(tmp_path, "1", 1.0)
+    after(monkeypatch, method, lambda: save_number(tmp_path, "2", 2.0, num_kept_ckpts=1))
+    model = nn.Linear(2, 2)
+    assert load_checkpoint(tmp_path, model=model) == model.weight[0, 0] == 2.0
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("method", ["parts", "verify"])
+def test_weights_for_a_trace_are_of_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str):
+    save_number(tmp_path, "last", 1.0)
+    after(monkeypatch, method, lambda: save_number(tmp_path, "last", 2.0))
+    source = weight_source(tmp_path)
+    save_number(tmp_path, "last", 3.0)  # its files are open
+    assert source.read("weight").unique().tolist() == source.read("bias").unique().tolist() == [2.0]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("read", [weight_source, open_archive])
+def test_one_gets_its_name_outside_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[..., Any]):
+    save_number(tmp_path, "last", 1.0)
+    saving, last = tmp_path / ".saving-00000001", tmp_path / "last"
+    last.rename(saving)
+    real = archive.find_checkpoint
+
+    def find(*arguments: Any) -> Any:
+        found = real(*arguments)
+        if saving.exists():
+            saving.rename(last)
+        return found
+
+    monkeypatch.setattr(archive, "find_checkpoint", find)
+    read(tmp_path, "last")

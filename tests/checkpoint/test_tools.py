@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import nxd_infer as nxd
+from nxd_infer.checkpoint import consolidate_checkpoint
 from nxd_infer.checkpoint.api import save_checkpoint
 from nxd_infer.checkpoint.archive import adapter_of
 from nxd_infer.layout import DictSource
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
+from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_models import registry
 from tests.e2e.command import nxd_infer_here, refused
 from tests.ranks import run_ranks
@@ -106,6 +108,17 @@ def test_an_adapter_is_no_model(tmp_path: Path, run):
     done = run("export-hf", merged, "--config", config, "--out", out)
     assert done.status == 0 and "note" not in done.out, done.err
     assert load_file(out / "model.safetensors").keys() == load_file(config / "model.safetensors").keys()
+
+
+def test_an_adapter_of_a_joint_layer_is_none_of_pefts(tmp_path: Path):
+    """Its factors have the names of q, k and v, as those of PEFT have their adapter's."""
+    qkv = GQAQKVColumnParallelLinear(4, [4, 2], bias=False, gather_output=False)
+    model = LoRAModel(nn.ModuleDict({"qkv": qkv}), {"lora_rank": 2, "target_modules": ["qkv"], "save_lora_base": True})
+    save_checkpoint(tmp_path, "a", model)
+    (tmp_path / "config.json").write_text("{}")
+    done = consolidate_checkpoint(tmp_path, tmp_path / "out")
+    assert "unmerged adapter: qkv.lora_A.k.weight" in done.notes[0]
+    assert {"qkv.lora_A.q.weight", "qkv.lora_B.v.weight"} <= load_file(done.weights).keys()
 
 
 @pytest.mark.parametrize(

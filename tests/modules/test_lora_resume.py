@@ -17,8 +17,8 @@ from torch import nn
 import nxd_infer as nxd
 from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
 from nxd_infer.errors import CheckpointError
-from nxd_infer.modules.lora import LoraConfig, LoRAModel, load_adapter
-from nxd_infer.modules.lora.peft import find_adapter
+from nxd_infer.modules.lora import LoraConfig, LoRAModel, find, load_adapter, peft
+from nxd_infer.modules.lora.find import find_adapter
 
 
 def adapted(value: float, **options: Any) -> LoRAModel:
@@ -47,6 +47,39 @@ def test_the_newest_by_its_number(tmp_path: Path):
         os.utime(path, (1 << 33, 1 << 33))  # copied, or touched, after the others
     assert resumed(tmp_path) == 3
     assert find_adapter(tmp_path, "step_1") == tmp_path / "step_1" / "lora_adapter"
+
+
+@pytest.mark.check
+def test_one_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It was listed under its old name, and is read under none."""
+    saved(tmp_path, 1)
+    saving, last = tmp_path / ".saving-00000001", tmp_path / "step_1"
+    last.rename(saving)
+    real = find._of_checkpoint
+
+    def of_checkpoint(folder: Path) -> bool:
+        if saving.exists():
+            saving.rename(last)
+        return real(folder)
+
+    monkeypatch.setattr(find, "_of_checkpoint", of_checkpoint)
+    assert resumed(tmp_path) == 1
+
+
+@pytest.mark.check
+def test_the_same_tag_is_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The layers are the old one's, the weights the new one's."""
+    saved(tmp_path, 1)
+    real = peft.adapted_paths
+
+    def adapted_paths(folder: Path) -> set[str]:
+        found = real(folder)
+        saved(tmp_path, 1)
+        return found
+
+    monkeypatch.setattr(peft, "adapted_paths", adapted_paths)
+    with pytest.raises(CheckpointError, match=r"step_1/lora_adapter was removed or saved again while it was read"):
+        resumed(tmp_path)
 
 
 @pytest.mark.check

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ import torch
 import nxd_infer as nxd
 from nxd_infer import trainer
 from nxd_infer.context import current_context
-from nxd_infer.modules.lora import LoraConfig
+from nxd_infer.modules.lora import LoraConfig, find
+from nxd_infer.modules.lora.find import find_adapter
 from tests.ranks import run_ranks
 from tests.trainer.models import llama, tokens
 
@@ -96,6 +98,11 @@ def load_llama(folder: str) -> dict[str, float]:
         found[way] = model.run_eval(**tokens()).item()
         flags = {"load_lora_from_ckpt": True, "lora_save_dir": folder, "lora_load_tag": way}
         found[f"{way} by flags"] = llama_with_lora(0, **flags).run_eval(**tokens()).item()
+    searched = []
+    with mock.patch.object(find, "find_adapter", lambda *given: searched.append(given) or find_adapter(*given)):
+        newest = llama_with_lora(0, load_lora_from_ckpt=True, lora_save_dir=folder)
+    found["the newest"] = newest.run_eval(**tokens()).item()
+    assert len(searched) == (0 if current_context().rank else 1)  # a second search may find another one
     degree = current_context().tp.degree
     torch.manual_seed(1)
     plain = nxd.initialize_parallel_model(nxd.neuronx_distributed_config(tensor_parallel_size=degree), llama)

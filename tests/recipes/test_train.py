@@ -378,6 +378,18 @@ def test_adapters_that_find_no_layer_are_refused_by_their_key(folder):
 
 
 @pytest.mark.check
+def test_adapters_that_cannot_be_merged_are_refused_before_the_first_step(tmp_path):
+    """The model that a job leaves has them merged."""
+    write_tiny("llama", tmp_path / "model", tie_word_embeddings=True)
+    more = "model_alignment_strategy:\n  peft:\n    lora_rank: 4\n    target_modules: [q_proj, embed_tokens]\n"
+    loaded = load(write(tmp_path, 1, more))
+    told = r"\.yaml:13: .*\.target_modules does not fit the model: .*be merged into it: leave it out of target_modules$"
+    for refused in (lambda: plan_of(loaded), lambda: make_job(loaded, tmp_path / "model", Begin(), 1)):
+        with pytest.raises(RecipeError, match=told), use_context(make_context()):
+            refused()
+
+
+@pytest.mark.check
 @pytest.mark.parametrize(("parts", "ranks"), [(2, 1), (1, 2)])
 def test_a_model_whose_losses_do_not_add_up_is_refused(parts, ranks):
     def forward(input_ids, labels): ...

@@ -127,6 +127,13 @@ class ReferenceArchive:
     def verify(self, kinds: Iterable[str], share: int = 0, of: int = 1) -> None:
         """Do nothing: these files have no checksums (except those that are zip files, which check each tensor)."""
 
+    def open(self, kinds: Iterable[str]) -> None:
+        """Do nothing: the reference writes its files in place."""
+
+    def replaced(self) -> bool:
+        """Like :meth:`Archive.replaced`; its files have no mark that would tell."""
+        return False
+
     def parts(self, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
         """Like :meth:`Archive.parts`; there is one."""
         if kind == "model" and self._model:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nxd_infer.context import current_context
-from nxd_infer.errors import ParallelConfigError, WeightMismatchError
+from nxd_infer.errors import LoraTargetError, WeightMismatchError
 from nxd_infer.layout import ParamLayout
 
 logger = logging.getLogger(__name__)
@@ -47,18 +47,22 @@ def may_count_twice(merges: bool) -> None:
         )
 
 
-def require_mergeable(layouts: Mapping[str, ParamLayout], adapted: Collection[str], heads: Collection[str]) -> None:
-    """Raise ParallelConfigError if a merged weight would change another layer, which the adapter does not.
+def require_mergeable(
+    layouts: Mapping[str, ParamLayout], adapted: Collection[str], heads: Collection[str], merge_lora: bool
+) -> None:
+    """Raise LoraTargetError if a merged weight would change another layer, which the adapter does not.
 
     Args:
         layouts: of the whole model.
         adapted: the logical paths of all stages' adapted projections.
         heads: those of them that are embeddings whose weight the model's head reads.
+        merge_lora: whether the configuration asks for it; else it is what its user does with the model.
     """
+    fix = "pass merge_lora=False, or leave it out of target_modules" if merge_lora else "leave it out of target_modules"
     if heads:
-        raise ParallelConfigError(
+        raise LoraTargetError(
             f"the model's head is the weight of {min(heads)!r}, so an adapter of the embedding alone cannot be merged "
-            "into it: pass merge_lora=False, or leave it out of target_modules"
+            f"into it: {fix}"
         )
     if current_context().pp.degree == 1:
         return
@@ -66,9 +70,9 @@ def require_mergeable(layouts: Mapping[str, ParamLayout], adapted: Collection[st
         names = (*layout.logical_names, *layouts[layout.alias_of].logical_names) if layout.alias_of else ()
         changed = sorted({one.removesuffix(".weight") for one in names} & set(adapted))
         if changed:
-            raise ParallelConfigError(
+            raise LoraTargetError(
                 f"{name!r} and {layout.alias_of!r} are one weight, which pipeline stages share, so an adapter of "
-                f"{changed[0]!r} cannot be merged into it: pass merge_lora=False, or leave it out of target_modules"
+                f"{changed[0]!r} cannot be merged into it: {fix}"
             )
 
 

@@ -13,7 +13,7 @@ from nxd_infer.context import current_context
 from nxd_infer.errors import LoraTargetError, ParallelConfigError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, WeightSource, check_weights, fill_tensor, weight_layout
 from nxd_infer.layout.shard import stored_layout
-from nxd_infer.modules.lora import merged, peft
+from nxd_infer.modules.lora import find, merged, peft
 from nxd_infer.modules.lora.base import LoraLayer
 from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.modules.lora.insert import call_layers, part_from_others, undone_if_it_fails, with_memory
@@ -77,17 +77,17 @@ class LoRAModel(ModelWrapper):
         self.whole_layouts = {**(layouts or {}), **self.base_layouts}
         stored = None
         if config.load_lora_from_ckpt:
-            stored = peft.find_adapter(config.lora_save_dir, config.lora_load_tag)
-            config = peft.read_config(stored, config)
+            stored = find.find_together(config.lora_save_dir, config.lora_load_tag)
+            config = peft.read_config(stored.folder, config)
             config.modules_to_save = self._present(config.modules_to_save) or None  # PEFT may name missing modules
         self.lora_config = config
         self.lora_layers, self._every_path, self._heads, self.adapted_elsewhere = {}, {}, set(), set()
         with undone_if_it_fails(module):
-            self._adapt(None if stored is None else peft.adapted_paths(stored))
+            self._adapt(None if stored is None else peft.adapted_paths(stored.folder))
             part_from_others(module, self.lora_layers.values())
             self._freeze()
             if stored is not None:
-                peft.load_adapter(self, stored)
+                peft.load_found(self, stored)
         call_layers(module)
         if config.lora_verbose and current_context().rank == 0:
             print(self.describe())
@@ -197,9 +197,13 @@ class LoRAModel(ModelWrapper):
 
     # --- merging --------------------------------------------------------------------------------------
 
+    def require_mergeable(self) -> None:
+        """Raise LoraTargetError if merging would change another layer, which the adapter does not."""
+        merged.require_mergeable(self.whole_layouts, peft.paths_of_all(self), self._heads, self.lora_config.merge_lora)
+
     def merge(self) -> LoRAModel:
         """Merge the adapters into the weights and keep the base weights; see :meth:`LoraLayer.merge`."""
-        merged.require_mergeable(self.whole_layouts, peft.paths_of_all(self), self._heads)
+        self.require_mergeable()
         for layer in self.lora_layers.values():
             layer.merge()
         return self
@@ -213,9 +217,9 @@ class LoRAModel(ModelWrapper):
     def merged_weights(self, state: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor, ParamLayout]]:
         """Yield name, tensor and layout of the weights without adapters, which are added to those they adapt.
 
-        ``state``: the wrapped module's state dict. Raises ParallelConfigError if another layer needs one without.
+        ``state``: the wrapped module's state dict. Raises as :meth:`require_mergeable`.
         """
-        merged.require_mergeable(self.whole_layouts, peft.paths_of_all(self), self._heads)
+        self.require_mergeable()
         added = {
             f"{path}.{name}": weight
             for path, layer in self._every_path.items()

@@ -12,8 +12,7 @@ Source: PEFT documentation, "PEFT checkpoint format".
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,24 +28,18 @@ from nxd_infer.comm.turns import in_turns
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, SafetensorsSource, fill_tensor, layout_of, merge_state_dicts
-from nxd_infer.layout.files.atomic import REMOVING, replacing
-from nxd_infer.layout.files.manifest import marked_number, read_manifest
+from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.layout.sources import open_safetensors
 from nxd_infer.modules.lora.base import LoraLayer, Place
 from nxd_infer.modules.lora.config import LoraConfig
+from nxd_infer.modules.lora.find import CONFIG, WEIGHTS, Folder, Found, find_together
 from nxd_infer.util.beneath import AnyPath
-from nxd_infer.util.reading import sha256_of
 
 __all__ = ["load_adapter", "save_adapter"]
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 CONFIG_KEY = "adapter_config"
 """Key of the configuration in the header of the weights."""
 PREFIX = "base_model.model."
-SUBFOLDER = "lora_adapter"
-"""The folder of the adapter in a checkpoint."""
-
-Folder = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,13 +103,16 @@ def entries(model: AdaptedModel) -> Iterator[Entry]:
                 layout = replace(layout, sources=(("", logical),))
                 yield Entry(f"{path}.{part}.{name}", tensor, layout, layer.place, True)
     adapted = {logical for layer in model.lora_layers.values() for logical in layer.paths.values()}
+    aliases: dict[str, list[ParamLayout]] = {}
+    for layout in model.whole_layouts.values():
+        if layout.alias_of:
+            aliases.setdefault(layout.alias_of, []).append(layout)
     for name, tensor in model.module.state_dict().items():
         base = model.base_name(name)
         first = model.base_layouts.get(base)
         if first is None or first.alias_of:  # no weight, or another name of one
             continue
-        others = [layout for layout in model.whole_layouts.values() if layout.alias_of == base]
-        for one in (first, *others):
+        for one in (first, *aliases.get(base, ())):
             sources = tuple((part, _base_name(logical, adapted)) for part, logical in one.sources)
             layout = replace(first, sources=sources)
             yield Entry(name, tensor.detach(), layout, (current_context(), "tp"), False, tied=one is not first)
@@ -199,100 +195,6 @@ def _targets(model: AdaptedModel) -> list[str]:
 # --- reading ----------------------------------------------------------------------------------------------
 
 
-def find_adapter(folder: Folder, tag: str | None = None) -> Path:
-    """Find an adapter's folder: ``folder`` or ``folder/lora_adapter``, of ``tag`` or of the newest checkpoint below.
-
-    The newest is the complete checkpoint with the highest number; without checkpoints, the only adapter below
-    ``folder``. Raises CheckpointError if there is none, if there are several without an order, or if it is damaged.
-    """
-    root = Path(folder) / tag if tag else Path(folder)
-    for found in (root, root / SUBFOLDER):
-        if is_adapter(found):
-            return _verified(found)
-    below = sorted(path for path in root.glob("*") if path.is_dir() and not path.name.startswith(REMOVING))
-    saved = [path for path in below if _of_checkpoint(path)]
-    newest = _newest_checkpoint(saved)
-    if newest is not None:
-        return _verified(newest / SUBFOLDER)
-    places = (place for path in below if path not in saved for place in (path, path / SUBFOLDER))
-    plain = [place for place in places if is_adapter(place)]
-    if tag or not plain:
-        raise CheckpointError(f"{root} has no adapter: there is no {CONFIG} in it")
-    if len(plain) > 1:
-        names = ", ".join(str(path.relative_to(root)) for path in plain[:8])
-        raise CheckpointError(
-            f"{root} has {len(plain)} adapters, and it is unknown which is the newest: {names}; choose one with "
-            "lora_load_tag"
-        )
-    return plain[0]
-
-
-def is_adapter(folder: AnyPath) -> bool:
-    """Return whether there is an adapter, intact or not."""
-    return any((folder / name).is_file() for name in (CONFIG, WEIGHTS))
-
-
-def _newest_checkpoint(folders: list[Path]) -> Path | None:
-    """Return the newest complete checkpoint with an adapter. Raises CheckpointError if a damaged one may be newer."""
-    numbers: dict[Path, int] = {}
-    damaged: list[tuple[int | None, CheckpointError]] = []
-    for folder in folders:
-        try:
-            manifest = _manifest(folder)
-        except CheckpointError as error:
-            if (folder / SUBFOLDER).is_dir():
-                damaged.append((marked_number(_reader(folder)), error))
-            continue
-        if manifest is not None and f"{SUBFOLDER}/{WEIGHTS}" in manifest["files"]:
-            numbers[folder] = manifest["counter"]
-    last = max(numbers.values(), default=0)
-    for number, error in damaged:
-        if number is None or number > last:
-            raise error
-    newest = [folder for folder, number in numbers.items() if number == last]
-    if len(newest) > 1:
-        raise CheckpointError(
-            f"{' and '.join(map(str, newest))} are both checkpoint number {last}: one is a copy of the other; choose "
-            "one with lora_load_tag"
-        )
-    return newest[0] if newest else None
-
-
-def _of_checkpoint(folder: Path) -> bool:
-    """Return whether a trainer has saved there, or started to: a rank writes its adapter after its other files."""
-    return any(folder.glob(f"rank_{'[0-9]' * 5}.*"))
-
-
-def _reader(folder: Path) -> Callable[[str], bytes]:
-    return lambda name: (folder / name).read_bytes()
-
-
-def _manifest(folder: Path) -> dict[str, Any] | None:
-    return read_manifest(_reader(folder), lambda name: str(folder / name))
-
-
-def _verified(adapter: Path) -> Path:
-    """Return ``adapter`` after verifying it against the checksums of its checkpoint, if it is in one."""
-    folder = adapter.parent
-    if adapter.name != SUBFOLDER or not _of_checkpoint(folder):
-        return adapter
-    manifest = _manifest(folder)
-    if manifest is None:
-        raise CheckpointError(f"{folder} has an adapter, but the checkpoint is incomplete: load another tag")
-    for name in (CONFIG, WEIGHTS):
-        if f"{SUBFOLDER}/{name}" not in manifest["files"]:  # the configuration is in the weights' header
-            continue
-        if not (adapter / name).is_file():
-            raise CheckpointError(f"{adapter / name} is missing; restore the file, or load another tag")
-        recorded = manifest.get("sha256", {}).get(f"{SUBFOLDER}/{name}")  # the first checkpoints had none
-        if recorded is not None and sha256_of(adapter / name) != recorded:
-            raise CheckpointError(
-                f"{adapter / name} differs from its checksum: it was damaged or changed after it was saved; restore "
-                "the file, or load another tag"
-            )
-    return adapter
-
-
 def read_config(folder: AnyPath, config: LoraConfig) -> LoraConfig:
     """Return ``config`` updated from the adapter in ``folder``. Raises CheckpointError if it cannot be read."""
     path = folder / CONFIG
@@ -319,16 +221,21 @@ def adapted_paths(folder: Path) -> set[str]:
     return {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names if ".lora_" in name}
 
 
-@torch.no_grad()
 def load_adapter(model: AdaptedModel, folder: Folder) -> None:
-    """Load an adapter of this package or of PEFT into a model with the same layers adapted.
+    """Load an adapter of this package or of PEFT into a model with the same layers adapted. Every rank must call it.
 
     Base weights in the file are loaded too. Everything is checked before anything changes. Raises WeightMismatchError
     naming what is missing, unexpected or of another shape, and CheckpointError for files that cannot be read or whose
     configuration has another scaling.
     """
     model.require_unmerged()
-    found = find_adapter(folder)
+    load_found(model, find_together(folder))
+
+
+@torch.no_grad()
+def load_found(model: AdaptedModel, place: Found) -> None:
+    """Like :func:`load_adapter`, for an adapter that has been found."""
+    found = place.folder
     stored = read_config(found, model.lora_config)
     if stored.scaling != model.lora_config.scaling:
         raise CheckpointError(
@@ -371,6 +278,7 @@ def load_adapter(model: AdaptedModel, folder: Folder) -> None:
                 f"{found}: {entry.layout.logical_names[0]!r} is one weight with another one of this model, and the "
                 "adapter was trained with two different ones: build the model without tying them"
             )
+    place.require_same()  # whose file is open
     for entry in chosen:
         entry.read(source)
 

@@ -21,7 +21,8 @@ from nxd_infer.artifact.rank_weights import entry_name
 from nxd_infer.errors import AdapterError, CheckpointError, OpenFilesError, ParallelConfigError
 from nxd_infer.layout import Fill, Run, SafetensorsSource, TensorLayout, shard_tensor
 from nxd_infer.modules.lora.config import LoraConfig
-from nxd_infer.modules.lora.peft import CONFIG, PREFIX, WEIGHTS, is_adapter, read_config
+from nxd_infer.modules.lora.find import CONFIG, WEIGHTS, is_adapter
+from nxd_infer.modules.lora.peft import PREFIX, read_config
 from nxd_infer.runtime.updates.weights import anonymous_file
 from nxd_infer.util.beneath import AnyPath, as_path, require_unchanged
 
