@@ -122,16 +122,15 @@ def test_a_model_without_tensors(tmp_path: Path):
 @pytest.mark.check
 def test_a_dictionary_of_each_ranks_share_is_saved_by_each():
     """``zero1_optimizer`` may be forgotten: the state itself says that it is sharded."""
-    options = {"lr": 1e-3}
     for rank in range(3):
         with use_context(make_context(3, rank)) as context:
             for model in (linears(), nn.Linear(1, 1, bias=False)):  # of the second, two ranks hold nothing
-                optimizer = NeuronZero1Optimizer(model.parameters(), AdamW, **options)
+                optimizer = NeuronZero1Optimizer(model.parameters(), AdamW, lr=1e-3)
                 state = optimizer.state_dict()
                 assert "optimizer" in collect(context, None, state, False, {}, {}, False).record
                 optimizer.load_state_dict(state)
             narrow = linears().bfloat16().parameters()
-            whole = NxDOptimizer(narrow, AdamW, master_weights=True, defaults=options).state_dict()
+            whole = NxDOptimizer(narrow, AdamW, master_weights=True, defaults={"lr": 1e-3}).state_dict()
             assert "pieces" in whole  # and all ranks have the same
             assert ("optimizer" in collect(context, None, whole, False, {}, {}, False).record) is (rank == 0)
 
