@@ -180,6 +180,9 @@ class NxDOptimizer(OptimizerWrapper):
     def publish(self) -> None:
         self._publisher.publish()
 
+    def _publish_changes(self) -> None:
+        self._publisher.publish(only_changes=True)
+
     @property
     def _params(self) -> list[Tensor]:
         """The trained parameters."""

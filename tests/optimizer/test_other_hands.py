@@ -93,6 +93,9 @@ def test_master_weights_follow_replaced_memory():
 
 
 class Filling(torch.optim.SGD):
+    def look(self) -> float:
+        return self.param_groups[0]["lr"]
+
     def fill(self, value: float) -> None:
         for group in self.param_groups:
             for param in group["params"]:
@@ -111,8 +114,37 @@ def test_a_method_that_changes_weights_through_data():
     assert filled_through_data(master_weights=True) == [0.5] * 16
 
 
+def looked_at_in_a_step(looks: bool, **options: Any) -> Tensor:
+    """The weight after two steps, with or without a method that changes nothing in between."""
+    layer = linear(BF16 if options.get("master_weights") else torch.float32)
+    optimizer: Any = NxDOptimizer(layer.parameters(), Filling, defaults={"lr": 0.5}, **options)
+    for _ in range(2):
+        loss = layer(torch.ones(1, 4, dtype=layer.weight.dtype, requires_grad=True)).sum()
+        if looks:
+            optimizer.look()
+        loss.backward()
+        sent = [(bucket, bucket.flat.clone()) for bucket in optimizer._reducer.buckets if bucket.pending is not None]
+        assert bool(sent) == (current_context().dp.degree > 1)
+        if looks:
+            optimizer.look()
+        assert all(torch.equal(bucket.flat, flat) for bucket, flat in sent)  # it may still be on its way
+        optimizer.step()
+        optimizer.zero_grad()
+    return layer.weight.detach()
+
+
+def looks_change_nothing(**options: Any) -> bool:
+    return torch.equal(*(looked_at_in_a_step(looks, **options) for looks in (False, True)))
+
+
+@pytest.mark.check
+def test_a_method_within_a_step():
+    assert looks_change_nothing() and looks_change_nothing(master_weights=True)
+
+
 def one_reaches_less() -> tuple[Tensor, Tensor, list[float]]:
     """Two optimizers, one backward; the second rank's does not reach the second optimizer's weights."""
+    assert looks_change_nothing(zero1=True) and looks_change_nothing(zero1=True, master_weights=True)
     first, second = linear(torch.float64), linear(torch.float32)
     optimizers = sgd(first.parameters()), sgd(second.parameters())
     for _ in range(2):
