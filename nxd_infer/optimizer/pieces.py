@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from nxd_infer.comm.overlapped import Pending, start_all_gather
 from nxd_infer.context import ParallelContext
 from nxd_infer.optimizer.buckets import Bucket, GradReducer, Slot, wide_type
 from nxd_infer.parallel_layers.grads import Spans, counted_spans, cut_spans
 
-NOWHERE = (-1, -1)
-"""No version and no memory address."""
+Sight = tuple[int, int, StorageWeakRef | None]
+"""A parameter's version, address and storage. Memory that was freed may have its address again, but not its storage."""
+NOWHERE: Sight = (-1, -1, None)
 
 
 @dataclass
@@ -37,8 +40,8 @@ class Piece:
     """The elements of the piece that this rank counts in a norm, before adding data-parallel ranks."""
     own_memory: bool
     """Whether ``tensor`` is a copy (a master weight) that must be written back."""
-    seen: tuple[int, int] = NOWHERE
-    """The parameter's version (if ``tensor`` is a master weight) and address when ``tensor`` last matched it."""
+    seen: Sight = NOWHERE
+    """What the parameter was when ``tensor`` last matched it; its version only if ``tensor`` is a master weight."""
 
     @property
     def whole(self) -> bool:
@@ -74,8 +77,12 @@ class Piece:
         """Record that parameter and tensor are copies of a matching pair, but do not share memory yet."""
         self.seen = self._now() if self.own_memory else NOWHERE
 
-    def _now(self) -> tuple[int, int]:
-        return self.param._version if self.own_memory else 0, self.param.data_ptr()
+    def _now(self) -> Sight:
+        version = self.param._version if self.own_memory else 0
+        return version, self.param.data_ptr(), StorageWeakRef(self.param.untyped_storage())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "seen": NOWHERE}  # a copied weak reference would be freed twice
 
 
 Masters = bool | torch.dtype

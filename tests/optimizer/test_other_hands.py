@@ -90,6 +90,12 @@ def test_master_weights_follow_replaced_memory():
     backward(layer)
     optimizer.step()
     assert torch.equal(layer.weight, torch.full((4, 4), 0.125, dtype=BF16))
+    memory = bytearray(32)
+    for value in (0.5, 0.25):  # the second is other memory at the same address, as an allocator may give it
+        torch.frombuffer(memory, dtype=BF16).fill_(value)
+        layer.weight.data = torch.frombuffer(memory, dtype=BF16).view(4, 4)
+        optimizer.step()
+    assert torch.equal(layer.weight, torch.full((4, 4), 0.25, dtype=BF16))
 
 
 class Filling(torch.optim.SGD):
