@@ -72,6 +72,23 @@ def test_two_optimizers_share_a_backbone():
 
 
 @pytest.mark.check
+def test_shared_parameters_outlive_the_second_optimizer():
+    first, shared = linear(), linear()
+    options: dict[str, Any] = {"master_weights": True, "fp32_grad_acc": True}
+    optimizer = sgd([*first.parameters(), *shared.parameters()], **options)
+    second: Any = sgd(shared.parameters(), **options)
+    for _ in range(3):
+        backward(first, shared)
+        assert moved(shared.weight, optimizer)
+        second = None
+    second = sgd(shared.parameters(), lr=0.25)
+    backward(first, shared)
+    with pytest.raises(ParallelConfigError, match=r"shape \(4, 4\) in another place or dtype"):
+        optimizer.step()
+    assert moved(shared.weight, second)
+
+
+@pytest.mark.check
 def test_clipping_by_hand_is_refused_where_it_would_do_nothing():
     layer = linear()
     optimizer = sgd(layer.parameters(), fp32_grad_acc=True)
