@@ -160,21 +160,21 @@ class GradReducer:
     def communicates(self) -> bool:
         return self.degree > 1 and bool(self.params)
 
+    def _others(self) -> list[GradReducer]:
+        """Return the other reducers over these ranks, also those whose parameters later ones have taken."""
+        several = [other for other in list(_reducers) if other is not self and other.context == self.context]
+        return [other for other in several if other.communicates]
+
     def _look_for_others(self) -> None:
         """From the second optimizer over these ranks on, reduce no bucket of either before its step.
 
         If a backward pass reaches only some of their parameters on a rank, the order of their buckets differs from that
-        of other ranks; the order of the steps does not. Decided here, after a collection, and not whenever a bucket is
-        full: when an optimizer that nobody uses any more is freed may differ, too.
+        of other ranks; the order of the steps does not. Decided here, after a collection, and in :meth:`finish`, where
+        the ranks agree: when an optimizer that nobody uses any more is freed may differ, too.
         """
-
-        def others() -> list[GradReducer]:
-            several = [other for other in list(_reducers) if other is not self and other.context == self.context]
-            return [other for other in several if other._hooks and other.communicates]
-
-        if self.communicates and others():
+        if self.communicates and self._others():
             gc.collect()
-            for other in others():
+            for other in self._others():
                 self._overlaps = other._overlaps = False
 
     def _sum_type(self, param: Tensor) -> torch.dtype:
@@ -299,7 +299,8 @@ class GradReducer:
             return has, fresh
         self._launch_rest()
         changed = [bucket.dirty or self._modified(bucket) for bucket in self.buckets]
-        ours = torch.tensor([*changed, *has, *fresh, max(self._passes, default=1), self._ends], dtype=torch.int32)
+        counts = [bool(self._others()), max(self._passes, default=1), self._ends]
+        ours = torch.tensor([*changed, *has, *fresh, *counts], dtype=torch.int32)
         agreed = comm.all_reduce(ours.to(self.buckets[0].device), self.context, "dp", "max").tolist()
         for bucket, again in zip(self.buckets, agreed, strict=False):
             assert bucket.pending is not None
@@ -310,7 +311,8 @@ class GradReducer:
             bucket.result.mul_(1.0 / self.degree)
             bucket.pending = None
         self._expected, self._expected_ends = (max(1, count) for count in agreed[-2:])
-        flags = [bool(flag) for flag in agreed[len(self.buckets) : -2]]
+        self._overlaps = not agreed[-3]
+        flags = [bool(flag) for flag in agreed[len(self.buckets) : -3]]
         return flags[: len(self.params)], flags[len(self.params) :]
 
     def averaged(self, index: int, start: int, stop: int) -> Tensor | None:

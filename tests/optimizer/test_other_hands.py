@@ -165,6 +165,24 @@ def test_a_method_within_a_step():
     assert looks_change_nothing() and looks_change_nothing(master_weights=True)
 
 
+def the_newer_took_all() -> list[float]:
+    """Only the older of two optimizers steps; the newer has its parameters too, and the second rank no backward."""
+    first, shared = linear(torch.float32), linear(torch.float32)
+    older = sgd(shared.parameters())
+    newer: Any = sgd([*first.parameters(), *shared.parameters()])
+    before = shared.weight.detach().clone()
+    if current_context().dp.rank == 0:
+        backward(first, shared)
+    older.step()
+    older.zero_grad()
+    assert not torch.equal(shared.weight, before)
+    newer = newer.zero_grad()
+    backward(shared)
+    older.step()
+    assert older._reducer._overlaps  # alone again
+    return shared.weight.flatten().tolist()
+
+
 def one_reaches_less() -> tuple[Tensor, Tensor, list[float]]:
     """Two optimizers, one backward; the second rank's does not reach the second optimizer's weights."""
     assert looks_change_nothing(zero1=True) and looks_change_nothing(zero1=True, master_weights=True)
@@ -177,6 +195,11 @@ def one_reaches_less() -> tuple[Tensor, Tensor, list[float]]:
             optimizer.step()
             optimizer.zero_grad()
     return first.weight.detach(), second.weight.detach(), filled_through_data(zero1=True)
+
+
+def test_the_newer_of_two_optimizers_has_all_parameters():
+    first, second = run_ranks(the_newer_took_all, 2, tp=1, comm_timeout=8)
+    assert first == second
 
 
 def test_over_ranks():
