@@ -35,6 +35,8 @@ from nxd_infer.parallel_layers.grads import is_sequence_parallel
 
 _reducer_of: MutableMapping[Tensor, tuple[weakref.ref[GradReducer], int]] = WeakTensorKeyDictionary()
 """Who reduces a parameter, and its index there."""
+_sums: MutableMapping[Tensor, weakref.ref[Tensor]] = WeakTensorKeyDictionary()
+"""The gradient of a parameter that is a sum over the tensor-parallel ranks, whichever optimizer has summed it."""
 _reducers: weakref.WeakSet[GradReducer] = weakref.WeakSet()
 
 
@@ -207,9 +209,9 @@ class GradReducer:
 
         If that is a sum over the tensor-parallel ranks, keep an equal share of it, because the shares are summed again.
         """
-        known, grad = self._known[index], self.gradient(index)
-        if index in self._summed and known is not None and grad is not None and known() is grad:
-            grad.div_(self.context.tp.degree)
+        if self.is_sum(index):
+            self.gradient(index).div_(self.context.tp.degree)  # pyright: ignore[reportOptionalMemberAccess]
+        _sums.pop(self.params[index], None)
         self._summed.discard(index)
 
     def arrived(self, index: int) -> None:
@@ -276,11 +278,21 @@ class GradReducer:
         known, grad = self._known[index], self.gradient(index)
         return self._passes[index] > 0 or (grad is not None and (known is None or known() is not grad))
 
+    def is_sum(self, index: int) -> bool:
+        """Return whether a parameter's gradient is a sum over the tensor-parallel ranks, to which nothing was added."""
+        sum_, grad = _sums.get(self.params[index]), self.gradient(index)
+        return sum_ is not None and grad is not None and sum_() is grad
+
     def settle(self, summed: Collection[int] = ()) -> None:
         """Mark the current gradients as processed. Those at ``summed`` are sums over the tensor-parallel ranks now."""
-        self._summed |= set(summed)
         grads = [self.gradient(index) for index in range(len(self.params))]
-        self._known = [None if grad is None else weakref.ref(grad) for grad in grads]
+        known = [None if grad is None else weakref.ref(grad) for grad in grads]
+        # What replaces a sum is made of it. A backward may have added to one, though, and another optimizer noted it.
+        self._summed = {i for i in self._summed if self.is_sum(i) or known[i] is not self._known[i]} | set(summed)
+        for index in self._summed:
+            if (grad := known[index]) is not None:
+                _sums[self.params[index]] = grad
+        self._known = known
         if any(self._passes):
             self._silent = [passes == 0 for passes in self._passes]
         self._start_over()
