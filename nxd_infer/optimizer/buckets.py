@@ -1,8 +1,8 @@
 """Average gradients over the data-parallel ranks in flat buckets, while the backward pass is still running.
 
-Parameters are placed in reverse order into buckets of about ``cap_mb``. A hook on each parameter notices its gradient;
-when all gradients of a bucket have arrived, the bucket is reduced during the rest of the backward. Buckets are reduced
-in the same order on every rank, so different arrival orders cannot mix them up.
+A hook on each parameter notices its gradient; when all gradients of a bucket have arrived, the bucket is reduced during
+the rest of the backward. Buckets are reduced in the same order on every rank, so different arrival orders cannot mix
+them up.
 
 Gradient accumulation needs no extra call. A step records how many backward passes it took and which parameters they
 reached, and the next step reduces in the last of that many passes; unexpected gradients are reduced in ``finish``. The
@@ -19,7 +19,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Collection, MutableMapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,72 +27,17 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nxd_infer import comm
-from nxd_infer.comm.overlapped import Pending, start_all_reduce, start_reduce_scatter
+from nxd_infer.comm.overlapped import start_all_reduce, start_reduce_scatter
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import ParallelConfigError
+from nxd_infer.optimizer.bucket_layout import Bucket, Slot, make_buckets
 from nxd_infer.parallel_layers.grads import is_sequence_parallel
 
-MEGABYTE = 1 << 20
 _reducer_of: MutableMapping[Tensor, tuple[weakref.ref[GradReducer], int]] = WeakTensorKeyDictionary()
 """Who reduces a parameter, and its index there."""
+_sums: MutableMapping[Tensor, weakref.ref[Tensor]] = WeakTensorKeyDictionary()
+"""The gradient of a parameter that is a sum over the tensor-parallel ranks, whichever optimizer has summed it."""
 _reducers: weakref.WeakSet[GradReducer] = weakref.WeakSet()
-
-
-def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums and master weights: float32, or float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-@dataclass
-class Slot:
-    """A parameter's range in its bucket: ``start`` and ``stop`` in flat elements."""
-
-    index: int
-    """The parameter's index in the reducer's list."""
-    start: int
-    stop: int
-
-
-@dataclass
-class Bucket:
-    """Parameters reduced together. ``size`` is a multiple of ``degree``, with fewer than ``degree`` padded elements."""
-
-    slots: list[Slot]
-    size: int
-    dtype: torch.dtype
-    device: torch.device
-    flat: Tensor | None = None
-    waiting: int = 0
-    pending: Pending | None = None
-    seen: list[tuple[Tensor | None, int]] = field(default_factory=list)
-    """The gradients that were copied, and their versions at that time."""
-    dirty: bool = False
-    result: Tensor | None = None
-    """The average of the whole bucket, or with ``scatter`` of this rank's equal share of it."""
-
-
-def make_buckets(
-    params: Sequence[Tensor], degree: int, cap_mb: float, first: int = 0, reduce_dtype: torch.dtype = torch.float32
-) -> list[Bucket]:
-    """Return buckets over ``params[first:]`` in reverse, each of one device and dtype; no parameter spans two buckets.
-
-    Gradients are reduced in ``reduce_dtype``, or in their own dtype if that is wider.
-    """
-    buckets: list[Bucket] = []
-    open_for: dict[tuple, Bucket] = {}
-    for index in reversed(range(first, len(params))):
-        param = params[index]
-        dtype = torch.promote_types(param.dtype, reduce_dtype)
-        key = (param.device, param.dtype)
-        bucket = open_for.get(key)
-        if bucket is None or (bucket.size + param.numel()) * dtype.itemsize > cap_mb * MEGABYTE:
-            bucket = open_for[key] = Bucket([], 0, dtype, param.device)
-            buckets.append(bucket)
-        bucket.slots.append(Slot(index, bucket.size, bucket.size + param.numel()))
-        bucket.size += param.numel()
-    for bucket in buckets:
-        bucket.size = max(bucket.size + -bucket.size % degree, degree)  # parameters may be empty, messages may not
-    return buckets
 
 
 class GradReducer:
@@ -158,17 +102,37 @@ class GradReducer:
     def _watch(self, first: int) -> None:
         """Register hooks on the parameters from index ``first`` on."""
         _reducers.add(self)
-        this: weakref.ref[GradReducer] = weakref.ref(self)
-        for index, param in enumerate(self.params[first:], first):
-            former, place = _reducer_of.get(param, (this, index))
-            former = former()
-            if former is not None:
-                former.release(place)  # otherwise both would reduce
-            _reducer_of[param] = this, index
-            self._hooks[index] = [param.register_post_accumulate_grad_hook(_hook(this, GradReducer.arrived, index))]
-            if self.context.tp.degree > 1 and is_sequence_parallel(param):
-                self._hooks[index].append(param.register_hook(_hook(this, GradReducer.coming, index)))
+        for index in range(first, len(self.params)):
+            self._hook_on(index)
         self._look_for_others()
+
+    def _hook_on(self, index: int) -> None:
+        param, this = self.params[index], weakref.ref(self)
+        former, place = _reducer_of.get(param, (this, index))
+        former = former()
+        if former is not None:
+            former.release(place)  # otherwise both would reduce
+        _reducer_of[param] = this, index
+        self._hooks[index] = [param.register_post_accumulate_grad_hook(_hook(this, GradReducer.arrived, index))]
+        if self.context.tp.degree > 1 and is_sequence_parallel(param):
+            self._hooks[index].append(param.register_hook(_hook(this, GradReducer.coming, index)))
+
+    def _look_for_owners(self) -> None:
+        """Hook again on parameters whose later optimizer is gone. Refuse those whose gradients it sums elsewhere."""
+        for index, param in enumerate(self.params):
+            if index in self._hooks:
+                continue
+            owner, _ = _reducer_of[param]
+            if self._sums_elsewhere(owner(), param):
+                gc.collect()  # it may be one that nobody uses any more
+                if self._sums_elsewhere(owner(), param):
+                    raise ParallelConfigError(
+                        f"a later optimizer sums the gradients of a parameter of shape {tuple(param.shape)} in another "
+                        "place or dtype: give both the same fp32_grad_acc (use_grad_acc_hook) and master weights"
+                    )
+            if owner() is None:
+                self._hook_on(index)
+                self._fold(index)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy the state between two steps, whatever the current state: no gradients, and new hooks."""
@@ -198,27 +162,30 @@ class GradReducer:
     def communicates(self) -> bool:
         return self.degree > 1 and bool(self.params)
 
+    def _others(self) -> list[GradReducer]:
+        """Return the other reducers over these ranks, also those whose parameters later ones have taken."""
+        several = [other for other in list(_reducers) if other is not self and other.context == self.context]
+        return [other for other in several if other.communicates]
+
     def _look_for_others(self) -> None:
         """From the second optimizer over these ranks on, reduce no bucket of either before its step.
 
         If a backward pass reaches only some of their parameters on a rank, the order of their buckets differs from that
-        of other ranks; the order of the steps does not. Decided here, after a collection, and not whenever a bucket is
-        full: when an optimizer that nobody uses any more is freed may differ, too.
+        of other ranks; the order of the steps does not. Decided here, after a collection, and in :meth:`finish`, where
+        the ranks agree: when an optimizer that nobody uses any more is freed may differ, too.
         """
-
-        def others() -> list[GradReducer]:
-            several = [other for other in list(_reducers) if other is not self and other.context == self.context]
-            return [other for other in several if other._hooks and other.communicates]
-
-        if self.communicates and others():
+        if self.communicates and self._others():
             gc.collect()
-            for other in others():
+            for other in self._others():
                 self._overlaps = other._overlaps = False
 
     def _sum_type(self, param: Tensor) -> torch.dtype:
         """Return the dtype in which a parameter's gradients are summed over backward passes."""
         wanted = self._accumulate_dtype
         return param.dtype if wanted is None else torch.promote_types(param.dtype, wanted)
+
+    def _sums_elsewhere(self, later: GradReducer | None, param: Tensor) -> bool:
+        return later is not None and later._sum_type(param) != self._sum_type(param)
 
     def sums_apart(self, index: int) -> bool:
         """Return whether a parameter's gradients are summed in ``main_grad``."""
@@ -242,19 +209,14 @@ class GradReducer:
 
         If that is a sum over the tensor-parallel ranks, keep an equal share of it, because the shares are summed again.
         """
-        known, grad = self._known[index], self.gradient(index)
-        if index in self._summed and known is not None and grad is not None and known() is grad:
-            grad.div_(self.context.tp.degree)
+        if self.is_sum(index):
+            self.gradient(index).div_(self.context.tp.degree)  # pyright: ignore[reportOptionalMemberAccess]
+        _sums.pop(self.params[index], None)
         self._summed.discard(index)
 
     def arrived(self, index: int) -> None:
         """Note that a backward pass has added to a parameter's gradient."""
-        param = self.params[index]
-        if self._wide[index] and param.grad is not None:
-            sum_ = getattr(param, "main_grad", None)
-            grad = param.grad.to(self._sum_type(param))
-            param.main_grad = grad if sum_ is None else sum_.add_(grad)  # pyright: ignore
-            param.grad = None
+        self._fold(index)
         self._passes[index] += 1
         if not self.communicates:
             return
@@ -267,6 +229,15 @@ class GradReducer:
             while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
                 self._launch(self.buckets[self._next])
                 self._next += 1
+
+    def _fold(self, index: int) -> None:
+        """Add a parameter's gradient to the sum in ``main_grad``, if that is where its gradients are summed."""
+        param = self.params[index]
+        if self._wide[index] and param.grad is not None:
+            sum_ = getattr(param, "main_grad", None)
+            grad = param.grad.to(self._sum_type(param))
+            param.main_grad = grad if sum_ is None else sum_.add_(grad)  # pyright: ignore
+            param.grad = None
 
     def _notice_the_end(self) -> None:
         """Have the end of the running backward pass call :meth:`_ended`, once."""
@@ -307,11 +278,21 @@ class GradReducer:
         known, grad = self._known[index], self.gradient(index)
         return self._passes[index] > 0 or (grad is not None and (known is None or known() is not grad))
 
+    def is_sum(self, index: int) -> bool:
+        """Return whether a parameter's gradient is a sum over the tensor-parallel ranks, to which nothing was added."""
+        sum_, grad = _sums.get(self.params[index]), self.gradient(index)
+        return sum_ is not None and grad is not None and sum_() is grad
+
     def settle(self, summed: Collection[int] = ()) -> None:
         """Mark the current gradients as processed. Those at ``summed`` are sums over the tensor-parallel ranks now."""
-        self._summed |= set(summed)
         grads = [self.gradient(index) for index in range(len(self.params))]
-        self._known = [None if grad is None else weakref.ref(grad) for grad in grads]
+        known = [None if grad is None else weakref.ref(grad) for grad in grads]
+        # What replaces a sum is made of it. A backward may have added to one, though, and another optimizer noted it.
+        self._summed = {i for i in self._summed if self.is_sum(i) or known[i] is not self._known[i]} | set(summed)
+        for index in self._summed:
+            if (grad := known[index]) is not None:
+                _sums[self.params[index]] = grad
+        self._known = known
         if any(self._passes):
             self._silent = [passes == 0 for passes in self._passes]
         self._start_over()
@@ -323,13 +304,15 @@ class GradReducer:
         whether a backward pass added to it, because what replaces a final gradient is made of it. Afterwards each
         bucket's ``result`` is the average over the ranks. Every data-parallel rank must call it.
         """
+        self._look_for_owners()
         has = [self.gradient(index) is not None for index in range(len(self.params))]
         fresh = [self._passes[i] > 0 if final else self.is_fresh(i) for i in range(len(self.params))]
         if not self.communicates:
             return has, fresh
         self._launch_rest()
         changed = [bucket.dirty or self._modified(bucket) for bucket in self.buckets]
-        ours = torch.tensor([*changed, *has, *fresh, max(self._passes, default=1), self._ends], dtype=torch.int32)
+        counts = [bool(self._others()), max(self._passes, default=1), self._ends]
+        ours = torch.tensor([*changed, *has, *fresh, *counts], dtype=torch.int32)
         agreed = comm.all_reduce(ours.to(self.buckets[0].device), self.context, "dp", "max").tolist()
         for bucket, again in zip(self.buckets, agreed, strict=False):
             assert bucket.pending is not None
@@ -340,7 +323,8 @@ class GradReducer:
             bucket.result.mul_(1.0 / self.degree)
             bucket.pending = None
         self._expected, self._expected_ends = (max(1, count) for count in agreed[-2:])
-        flags = [bool(flag) for flag in agreed[len(self.buckets) : -2]]
+        self._overlaps = not agreed[-3]
+        flags = [bool(flag) for flag in agreed[len(self.buckets) : -3]]
         return flags[: len(self.params)], flags[len(self.params) :]
 
     def averaged(self, index: int, start: int, stop: int) -> Tensor | None:

@@ -180,6 +180,9 @@ class NxDOptimizer(OptimizerWrapper):
     def publish(self) -> None:
         self._publisher.publish()
 
+    def _publish_changes(self) -> None:
+        self._publisher.publish(only_changes=True)
+
     @property
     def _params(self) -> list[Tensor]:
         """The trained parameters."""
@@ -269,11 +272,13 @@ class NxDOptimizer(OptimizerWrapper):
             elif grad is not source:
                 _give(piece.param, grad)
             grad = piece.tensor.grad
-            # The parameter's own gradient was already summed, unless a backward added to it.
+            # The parameter's own gradient may be a sum already, of this optimizer or another; and what replaces a final
+            # gradient is made of it.
             if (
                 grad is not None
                 and gradients.is_sequence_parallel(piece.param)
-                and (fresh[piece.index] or source is None or grad.data_ptr() != source.data_ptr())
+                and not self._reducer.is_sum(piece.index)
+                and (not self._final or fresh[piece.index] or source is None or grad.data_ptr() != source.data_ptr())
             ):
                 partial.append(grad)
                 source = self._reducer.gradient(piece.index)

@@ -8,19 +8,23 @@ under logical names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from nxd_infer.comm.overlapped import Pending, start_all_gather
 from nxd_infer.context import ParallelContext
-from nxd_infer.optimizer.buckets import Bucket, GradReducer, Slot, wide_type
+from nxd_infer.optimizer.bucket_layout import Bucket, Slot, wide_type
+from nxd_infer.optimizer.buckets import GradReducer
 from nxd_infer.parallel_layers.grads import Spans, counted_spans, cut_spans
 
-NOWHERE = (-1, -1)
-"""No version and no memory address."""
+Sight = tuple[int, int, StorageWeakRef | None]
+"""A parameter's version, address and storage. Memory that was freed may have its address again, but not its storage."""
+NOWHERE: Sight = (-1, -1, None)
 
 
 @dataclass
@@ -37,8 +41,8 @@ class Piece:
     """The elements of the piece that this rank counts in a norm, before adding data-parallel ranks."""
     own_memory: bool
     """Whether ``tensor`` is a copy (a master weight) that must be written back."""
-    seen: tuple[int, int] = NOWHERE
-    """The parameter's version (if ``tensor`` is a master weight) and address when ``tensor`` last matched it."""
+    seen: Sight = NOWHERE
+    """What the parameter was when ``tensor`` last matched it; its version only if ``tensor`` is a master weight."""
 
     @property
     def whole(self) -> bool:
@@ -74,8 +78,12 @@ class Piece:
         """Record that parameter and tensor are copies of a matching pair, but do not share memory yet."""
         self.seen = self._now() if self.own_memory else NOWHERE
 
-    def _now(self) -> tuple[int, int]:
-        return self.param._version if self.own_memory else 0, self.param.data_ptr()
+    def _now(self) -> Sight:
+        version = self.param._version if self.own_memory else 0
+        return version, self.param.data_ptr(), StorageWeakRef(self.param.untyped_storage())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "seen": NOWHERE}  # a copied weak reference would be freed twice
 
 
 Masters = bool | torch.dtype
@@ -135,42 +143,47 @@ class Publisher:
         self._flat: list[Tensor | None] = [None] * len(reducer.buckets)
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Write the results of all ranks' optimizers to every parameter."""
+    def publish(self, only_changes: bool = False) -> None:
+        """Write the results of all ranks' optimizers to every parameter.
+
+        ``only_changes``: leave a parameter with equal values untouched, because a backward may need it unmodified.
+        """
+        write = _write_changes if only_changes else Tensor.copy_
         if not self._reducer.scatter or not self._reducer.communicates:
             for piece in self._pieces:
                 if piece.own_memory:
-                    piece.param.copy_(piece.tensor.view(piece.param.shape))
+                    write(piece.param, piece.tensor.view(piece.param.shape))
                     piece.settled()
             return
         started = [self._start(i, bucket) for i, bucket in enumerate(self._reducer.buckets)]
         for bucket, pending in zip(self._reducer.buckets, started, strict=True):
             flat = pending.wait()
             for slot in bucket.slots:
-                self._write_back(slot, flat, shard_of(bucket, self._reducer.context))
+                self._write_back(slot, flat, shard_of(bucket, self._reducer.context), write)
         for piece in self._pieces:
             piece.settled()
 
-    def _write_back(self, slot: Slot, flat: Tensor, own: tuple[int, int]) -> None:
+    def _write_back(
+        self, slot: Slot, flat: Tensor, own: tuple[int, int], write: Callable[[Tensor, Tensor], object]
+    ) -> None:
         """Copy a parameter from its bucket, except the range ``own`` that was updated in the parameter's memory."""
         param, piece = self._reducer.params[slot.index], self._by_index.get(slot.index)
         if piece is None or piece.own_memory:
-            param.copy_(flat[slot.start : slot.stop].view(param.shape))
+            write(param, flat[slot.start : slot.stop].view(param.shape))
             return
         values = param.detach().view(-1)
         for start, stop in ((slot.start, min(slot.stop, own[0])), (max(slot.start, own[1]), slot.stop)):
             if start < stop:
-                values[start - slot.start : stop - slot.start].copy_(flat[start:stop])
+                write(values[start - slot.start : stop - slot.start], flat[start:stop])
 
     def _start(self, number: int, bucket: Bucket) -> Pending:
         dtype = self._reducer.params[bucket.slots[0].index].dtype
-        flat = self._flat[number]
+        flat = bucket.flat
+        # The gradients' buffer is free after a step, but not between a backward and its step.
+        if flat is None or flat.dtype != dtype or bucket.pending is not None:
+            flat = self._flat[number]
         if flat is None:
-            # The gradients' buffer is free after the step.
-            shared = bucket.flat is not None and bucket.flat.dtype == dtype
-            flat = bucket.flat if shared else torch.zeros(bucket.size, dtype=dtype, device=bucket.device)
-            self._flat[number] = flat
-        assert flat is not None
+            flat = self._flat[number] = torch.zeros(bucket.size, dtype=dtype, device=bucket.device)
         for slot in bucket.slots:
             piece = self._by_index.get(slot.index)
             if piece is not None:
@@ -198,3 +211,8 @@ class Publisher:
             for slot in bucket.slots:
                 found[slot.index] = flat[slot.start : slot.stop].view(self._reducer.params[slot.index].shape)
         return [found[i] for i in range(len(self._reducer.params))]
+
+
+def _write_changes(target: Tensor, source: Tensor) -> None:
+    if not torch.equal(target, source.to(target.dtype)):
+        target.copy_(source)

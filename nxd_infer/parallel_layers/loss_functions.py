@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nxd_infer import comm
 from nxd_infer.context import ParallelContext, current_context
@@ -18,6 +17,7 @@ __all__ = ["from_parallel_logits_to_logprobs", "parallel_cross_entropy"]
 
 IGNORED = -100
 """The label that losses leave out, in PyTorch, Hugging Face and here."""
+NO_SECOND = b"losses on split logits have no second derivative: gather the logits, and use torch.nn.functional"
 
 
 class _LogProbs(torch.autograd.Function):
@@ -53,8 +53,17 @@ class _LogProbs(torch.autograd.Function):
         return picked - log_sum, total / vocabulary - log_sum
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):
+        with torch.no_grad():
+            grad = _LogProbs.gradient(ctx, *grads)
+        if torch.is_grad_enabled():
+            # It depends on the logits even if no incoming gradient requires one, so once_differentiable is not enough.
+            refused = torch._C._functions.DelayedError(NO_SECOND, 1)  # pyright: ignore[reportAttributeAccessIssue]
+            grad = refused(grad.requires_grad_())
+        return grad, None, None, None
+
+    @staticmethod
+    def gradient(ctx, *grads):
         # d chosen / d logit = [is target] - p;  d mean / d logit = 1 / vocabulary - p
         exps, exp_sum, local, own = ctx.saved_tensors
         for_chosen, for_mean = (torch.zeros_like(exp_sum) if grad is None else grad for grad in grads)
@@ -64,7 +73,7 @@ class _LogProbs(torch.autograd.Function):
         grad.scatter_add_(-1, local.unsqueeze(-1), (for_chosen * own).unsqueeze(-1))
         if ctx.padding is not None:
             grad.masked_fill_(ctx.padding, 0)
-        return grad.to(ctx.dtype), None, None, None
+        return grad.to(ctx.dtype)
 
 
 def parallel_cross_entropy(

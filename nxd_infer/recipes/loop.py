@@ -53,7 +53,7 @@ from nxd_infer.trainer import (
     wait_for_save,
 )
 from nxd_infer.trainer.first_rank import is_rank_zero
-from nxd_infer.trainer.shutdown import give_up, shutdown
+from nxd_infer.trainer.shutdown import give_up, outlast_save, shutdown
 from nxd_infer.util.devices import transport_device
 
 MODEL = "model"
@@ -390,9 +390,10 @@ class Training:
             self.keeper.prune()
 
     def close(self, status: str) -> None:
-        """Close the logs, wait for all ranks, and leave the process group; after a failure without a wait."""
+        """Close the logs, wait for all ranks, and leave the process group; after a failure only for a save."""
         self.logs.close(status)
         if status == "success":
             shutdown()
         else:
             give_up(self.context)
+            outlast_save(self.keeper.folder, self.context.rank)

@@ -70,7 +70,7 @@ def time_limit(loaded: Loaded) -> float:
     """Return how many seconds this start of the job may train; infinity without a limit."""
     whole = seconds_of(loaded.recipe.trainer.max_time, loaded.tree, ("trainer", "max_time"))
     start = seconds_of(loaded.recipe.exp_manager.max_time_per_run, loaded.tree, ("exp_manager", "max_time_per_run"))
-    return min(whole or math.inf, start or math.inf)
+    return min([limit for limit in (whole, start) if limit is not None], default=math.inf)
 
 
 def seq_length(recipe: Recipe) -> int:

@@ -136,15 +136,22 @@ def test_a_rank_that_fails_says_why(tmp_path):
     refused(done, "ranks.log", "error: ", "the nearest is")
 
 
-FAILING = """import sys
+FAILING = """import os, sys, time
+from nxd_infer.checkpoint import async_save
+from nxd_infer.errors import RecipeError
 from nxd_infer.recipes import loop, rank_main
 
-whole = loop.Training.train_step
+whole, start = loop.Training.train_step, async_save.Outstanding.start
 def step(self, batch):
-    if self.context.rank == 1 and self.step == 2:
-        raise OSError("the data's disk is gone")
+    if self.context.rank == 1 and self.step == 4:
+        raise RecipeError("the data's disk is gone")
     return whole(self, batch)
-loop.Training.train_step = step
+def slow(self, storage, folder, rank, action):
+    def later():
+        time.sleep(6)  # longer than a launcher is patient
+        action()
+    start(self, storage, folder, rank, later if rank == 0 else action)
+loop.Training.train_step, async_save.Outstanding.start = step, slow
 rank_main.main(sys.argv[1])
 """
 
@@ -159,6 +166,8 @@ def test_one_rank_that_fails_in_a_step_ends_the_job_at_once(tmp_path, capsys, mo
     done = nxd_infer_here(capsys, monkeypatch, "train", "recipe.yaml", "~trace")
     refused(done, "ranks.log", "the data's disk is gone")
     assert time.monotonic() - begin < 150  # its peer would wait for 300 s
+    (saved,) = (tmp_path / "experiments/x").glob("version_0/checkpoints/*")
+    assert saved.name.startswith("step=4-") and (saved / "done").is_file()  # what was being written then is kept
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm"])

@@ -72,6 +72,23 @@ def test_two_optimizers_share_a_backbone():
 
 
 @pytest.mark.check
+def test_shared_parameters_outlive_the_second_optimizer():
+    first, shared = linear(), linear()
+    options: dict[str, Any] = {"master_weights": True, "fp32_grad_acc": True}
+    optimizer = sgd([*first.parameters(), *shared.parameters()], **options)
+    second: Any = sgd(shared.parameters(), **options)
+    for _ in range(3):
+        backward(first, shared)
+        assert moved(shared.weight, optimizer)
+        second = None
+    second = sgd(shared.parameters(), lr=0.25)
+    backward(first, shared)
+    with pytest.raises(ParallelConfigError, match=r"shape \(4, 4\) in another place or dtype"):
+        optimizer.step()
+    assert moved(shared.weight, second)
+
+
+@pytest.mark.check
 def test_clipping_by_hand_is_refused_where_it_would_do_nothing():
     layer = linear()
     optimizer = sgd(layer.parameters(), fp32_grad_acc=True)
@@ -90,9 +107,18 @@ def test_master_weights_follow_replaced_memory():
     backward(layer)
     optimizer.step()
     assert torch.equal(layer.weight, torch.full((4, 4), 0.125, dtype=BF16))
+    memory = bytearray(32)
+    for value in (0.5, 0.25):  # the second is other memory at the same address, as an allocator may give it
+        torch.frombuffer(memory, dtype=BF16).fill_(value)
+        layer.weight.data = torch.frombuffer(memory, dtype=BF16).view(4, 4)
+        optimizer.step()
+    assert torch.equal(layer.weight, torch.full((4, 4), 0.25, dtype=BF16))
 
 
 class Filling(torch.optim.SGD):
+    def look(self) -> float:
+        return self.param_groups[0]["lr"]
+
     def fill(self, value: float) -> None:
         for group in self.param_groups:
             for param in group["params"]:
@@ -111,8 +137,55 @@ def test_a_method_that_changes_weights_through_data():
     assert filled_through_data(master_weights=True) == [0.5] * 16
 
 
+def looked_at_in_a_step(looks: bool, **options: Any) -> Tensor:
+    """The weight after two steps, with or without a method that changes nothing in between."""
+    layer = linear(BF16 if options.get("master_weights") else torch.float32)
+    optimizer: Any = NxDOptimizer(layer.parameters(), Filling, defaults={"lr": 0.5}, **options)
+    for _ in range(2):
+        loss = layer(torch.ones(1, 4, dtype=layer.weight.dtype, requires_grad=True)).sum()
+        if looks:
+            optimizer.look()
+        loss.backward()
+        sent = [(bucket, bucket.flat.clone()) for bucket in optimizer._reducer.buckets if bucket.pending is not None]
+        assert bool(sent) == (current_context().dp.degree > 1)
+        if looks:
+            optimizer.look()
+        assert all(torch.equal(bucket.flat, flat) for bucket, flat in sent)  # it may still be on its way
+        optimizer.step()
+        optimizer.zero_grad()
+    return layer.weight.detach()
+
+
+def looks_change_nothing(**options: Any) -> bool:
+    return torch.equal(*(looked_at_in_a_step(looks, **options) for looks in (False, True)))
+
+
+@pytest.mark.check
+def test_a_method_within_a_step():
+    assert looks_change_nothing() and looks_change_nothing(master_weights=True)
+
+
+def the_newer_took_all() -> list[float]:
+    """Only the older of two optimizers steps; the newer has its parameters too, and the second rank no backward."""
+    first, shared = linear(torch.float32), linear(torch.float32)
+    older = sgd(shared.parameters())
+    newer: Any = sgd([*first.parameters(), *shared.parameters()])
+    before = shared.weight.detach().clone()
+    if current_context().dp.rank == 0:
+        backward(first, shared)
+    older.step()
+    older.zero_grad()
+    assert not torch.equal(shared.weight, before)
+    newer = newer.zero_grad()
+    backward(shared)
+    older.step()
+    assert older._reducer._overlaps  # alone again
+    return shared.weight.flatten().tolist()
+
+
 def one_reaches_less() -> tuple[Tensor, Tensor, list[float]]:
     """Two optimizers, one backward; the second rank's does not reach the second optimizer's weights."""
+    assert looks_change_nothing(zero1=True) and looks_change_nothing(zero1=True, master_weights=True)
     first, second = linear(torch.float64), linear(torch.float32)
     optimizers = sgd(first.parameters()), sgd(second.parameters())
     for _ in range(2):
@@ -122,6 +195,11 @@ def one_reaches_less() -> tuple[Tensor, Tensor, list[float]]:
             optimizer.step()
             optimizer.zero_grad()
     return first.weight.detach(), second.weight.detach(), filled_through_data(zero1=True)
+
+
+def test_the_newer_of_two_optimizers_has_all_parameters():
+    first, second = run_ranks(the_newer_took_all, 2, tp=1, comm_timeout=8)
+    assert first == second
 
 
 def test_over_ranks():

@@ -56,3 +56,30 @@ def loops(options: dict[str, Any]) -> list[list[Tensor]]:
 def test_sums_are_taken_once(options: dict[str, Any]):
     for ours, whole in run_ranks(loops, 2, options):
         torch.testing.assert_close(ours, whole)
+
+
+def shared_norm(order: tuple[int, int]) -> list[list[Tensor]]:
+    """The gradients that two optimizers of the same norm make of two backward passes, and of those after zeroing."""
+    here, found = current_context().tp.rank, []
+    for rows in (slice(here, here + 1), slice(0, 2)):
+        norm, other = LayerNorm(4, sequence_parallel_enabled=rows != slice(0, 2)), torch.nn.Parameter(torch.ones(2))
+        options: dict[str, Any] = {"grad_clipping": False, "defaults": {"lr": 0.0}}
+        optimizers = [
+            NxDOptimizer(params, torch.optim.SGD, **options)
+            for params in ([*norm.parameters(), other], norm.parameters())
+        ]
+        found.append([])
+        for seed, zeroing in ((1, True), (2, False), (3, False), (4, True)):
+            loss(norm, rows, seed).backward()
+            for number in order:
+                optimizers[number].step()
+            found[-1] += [param.grad.clone() for param in norm.parameters()]
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=zeroing)
+    return found
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_optimizers_take_a_sum_once(order: tuple[int, int]):
+    for ours, whole in run_ranks(shared_norm, 2, order, comm_timeout=8):
+        torch.testing.assert_close(ours, whole)

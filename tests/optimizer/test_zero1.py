@@ -313,7 +313,10 @@ def wrong_states(folder: str) -> list[str]:
     attempt(lambda: other.load_state_dict(optimizer.state_dict()))
     if current_context().dp.rank == 1:
         Path(folder, "optim.dp_rank_01.tp_rank_00.pp_rank_00.safetensors").write_bytes(b"short")
+    rate, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], 0.5
     attempt(lambda: optimizer.load_sharded_state_dict(folder))
+    assert optimizer.param_groups[0]["lr"] == 0.5  # a rank whose own files are whole has not taken them
+    optimizer.param_groups[0]["lr"] = rate
     optimizer.save_sharded_state_dict(folder)
     if current_context().dp.rank == 1:  # as if it had been killed before this rank wrote its files
         for file, content in zip(files, before, strict=True):

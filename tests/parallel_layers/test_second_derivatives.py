@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nxd_infer.parallel_layers import ColumnParallelLinear, RowParallelLinear, parallel_cross_entropy
+from nxd_infer.parallel_layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    parallel_cross_entropy,
+)
+from nxd_infer.parallel_layers.loss_functions import from_parallel_logits_to_logprobs
 from tests.ranks import run_ranks
 
 F64 = torch.float64
@@ -44,9 +49,18 @@ def test_gradient_penalty_over_ranks():
 
 
 @pytest.mark.check
-def test_the_loss_has_no_second_derivative():
-    logits = torch.randn(4, 7, dtype=F64, requires_grad=True)
-    loss = parallel_cross_entropy(logits, torch.tensor([1, 2, 3, 0])).pow(2).sum()
-    (grad,) = torch.autograd.grad(loss, logits, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+def test_losses_on_split_logits_have_no_second_derivative():
+    labels = torch.tensor([[1, 2, 3, 0]])
+    losses = [
+        lambda logits: parallel_cross_entropy(logits, labels).mean(),  # whose own gradient is a constant
+        lambda logits: parallel_cross_entropy(logits, labels).pow(2).sum(),
+        lambda logits: from_parallel_logits_to_logprobs(logits, labels, inference=False).mean(),
+    ]
+    for loss in losses:
+        x = torch.randn(1, 4, 5, dtype=F64, requires_grad=True)
+        weight = torch.randn(5, 7, dtype=F64, requires_grad=True)
+        (grad,) = torch.autograd.grad(loss(torch.tanh(x) @ weight), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="have no second derivative"):
+            grad.pow(2).sum().backward()
+        first = torch.autograd.grad(loss(torch.tanh(x) @ weight), x)
+        torch.testing.assert_close(first[0], grad.detach())

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
 
 from nxd_infer.errors import RecipeError
-from nxd_infer.recipes.recipe import check, seconds_of
+from nxd_infer.recipes.recipe import check, load, seconds_of, time_limit
 from nxd_infer.recipes.resolve import override, resolve
 from nxd_infer.recipes.yaml_text import Tree, parse_yaml
+from tests.recipes.jobs import write
 
 
 def parsed(text: str, *overrides: str) -> Tree:
@@ -137,6 +139,20 @@ def test_a_time_is_of_days_hours_minutes_and_seconds(key, text, seconds):
     section, name = key.split(".")
     values = parsed(f"{section}: {{{name}: {text}}}")
     assert seconds_of(values.values[section][name], values, (section, name)) == seconds
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("overrides", "seconds"),
+    [
+        ([], math.inf),
+        (["trainer.max_time=0"], 0),
+        (["exp_manager.max_time_per_run='00:00:00:00'", "trainer.max_time=9"], 0),
+        (["exp_manager.max_time_per_run=10", "trainer.max_time=9"], 9),
+    ],
+)
+def test_the_shorter_time_is_the_limit(tmp_path, overrides, seconds):
+    assert time_limit(load(write(tmp_path), overrides)) == seconds
 
 
 @pytest.mark.check
