@@ -107,7 +107,8 @@ class GradReducer:
         self._look_for_others()
 
     def _hook_on(self, index: int) -> None:
-        param, this = self.params[index], weakref.ref(self)
+        param = self.params[index]
+        this: weakref.ref[GradReducer] = weakref.ref(self)
         former, place = _reducer_of.get(param, (this, index))
         former = former()
         if former is not None:
