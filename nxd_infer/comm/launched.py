@@ -65,7 +65,8 @@ def join_launched_world(timeout: float) -> None:
     rank, port, (backend, device) = _number("RANK"), _number("MASTER_PORT"), _backend_of_the_devices()
     try:
         # One rank needs no port, which another process alone with the same variables may have.
-        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world == 1 else {}
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        alone = {"store": store, "rank": 0, "world_size": 1} if world == 1 else {}
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout), device_id=device, **alone)
     except dist.DistError as error:
         raise NotInitializedError(
