@@ -42,10 +42,10 @@ class ServerProcess:
         self._reads = threading.Event()
         self._reads.set()
         self.port = 0
-        # One client for all: making one loads certificates, which costs more than most requests here.
-        self._client = httpx.Client(
-            timeout=600.0, verify=False, trust_env=False, limits=httpx.Limits(max_connections=None)
-        )
+        # One client for all: making one loads certificates, which costs more than most requests here. No connection
+        # expires: of many threads, one would close what the pool has just given to another.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=None)
+        self._client = httpx.Client(timeout=600.0, verify=False, trust_env=False, limits=limits)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         if not self._listening.wait(300.0):
