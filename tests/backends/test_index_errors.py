@@ -8,7 +8,7 @@ import nxd_infer as nxd
 from nxd_infer.errors import RankFailedError
 from tests.needs import needs_inductor
 
-pytestmark = needs_inductor
+pytestmark = [needs_inductor, pytest.mark.usefixtures("own_cache")]
 
 
 class LookUp(nn.Module):
