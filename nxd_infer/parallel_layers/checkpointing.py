@@ -226,7 +226,7 @@ def _load_unsharded(path: Path, target: Any, model_key: str, strict: bool) -> di
     tp = current_context().tp
     elsewhere = getattr(getattr(target, "stage", None), "elsewhere", None)
     if callable(elsewhere):  # a pipelined model's, whose class is in a package above this one
-        others = elsewhere(source.keys())
+        others: set[str] = elsewhere(source.keys())  # pyright: ignore[reportAssignmentType]
         source = SelectedSource(source, lambda name: name not in others)
     load_weights(target, _with_fused_split(target, source), rank=tp.rank, degree=tp.degree, strict=strict)
     return rest
