@@ -163,11 +163,7 @@ class ServerSettings:
         GENERATION,
     )
     tool_call_parser: str = setting(
-        "auto",
-        "The format in which the model writes tool calls; by default the one its chat template asks for.",
-        str,
-        GENERATION,
-        choices=("auto", "hermes", "llama3_json", "none"),
+        "auto", "How the model writes tool calls.", str, GENERATION, choices=("auto", "hermes", "llama3_json", "none")
     )
     weights_root: Path | None = setting(
         None,

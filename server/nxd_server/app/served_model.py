@@ -16,7 +16,7 @@ from nxd_server.text.chat_template import TemplateSources
 from nxd_server.text.field_bounds import Bounds, body_bounds
 from nxd_server.text.text_process_jobs import BoundedJson, BoundedTemplate, BoundedTokenizer
 from nxd_server.text.tokenizer import Tokenizer
-from nxd_server.text.tool_calls import TAGS, format_of
+from nxd_server.text.tool_calls import format_of, with_tags_shown
 
 if TYPE_CHECKING:
     from nxd_infer.artifact.manifest import Manifest
@@ -173,8 +173,8 @@ class ServedModel:
         settings = self.settings
         found = format_of([sources.default, *sources.named.values()])
         self.tool_format = {"auto": found, "none": None}.get(settings.tool_call_parser, settings.tool_call_parser)
-        if self._tokenizer is not None and self.tool_format in TAGS:
-            self._tokenizer = self._tokenizer.showing(TAGS[self.tool_format])
+        if self._tokenizer is not None and self.tool_format == "hermes":
+            self._tokenizer = with_tags_shown(self._tokenizer)
         template = BoundedTemplate(sources, settings.render_timeout, settings.max_queued_requests)
         self.chat_template = template  # first, so that closing can end it during the check
         template.check()

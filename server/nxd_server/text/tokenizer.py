@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,15 +98,6 @@ class Tokenizer:
         raise ModelConfigError(
             f"{files.directory} has no tokenizer.json (nor vocab.txt, nor vocab.json with merges.txt).{hint}"
         )
-
-    def showing(self, texts: Collection[str]) -> Tokenizer:
-        """Return a tokenizer that decodes these special tokens to text; this one if none of them is special."""
-        if not {self.raw.id_to_token(token) for token in self.special_ids} & set(texts):
-            return self
-        changed = json.loads(self.raw.to_str())
-        for token in changed["added_tokens"]:
-            token["special"] = token["special"] and token["content"] not in texts
-        return Tokenizer(type(self.raw).from_str(json.dumps(changed)), self.config)
 
     # --- encode ---------------------------------------------------------------------------------------------
 

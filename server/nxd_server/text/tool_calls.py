@@ -22,9 +22,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from nxd_server.text.tokenizer import Tokenizer
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-TAGS = {"hermes": (OPEN, CLOSE)}
-"""Texts that a format needs, and that a tokenizer may take for special tokens, which are not shown."""
 MOST_BLANKS = 64
 """Whitespace before a call's brace; what goes on is text."""
 _VISIBLE = re.compile(r"\S")
@@ -167,6 +167,16 @@ def format_of(templates: Iterable[str]) -> str | None:
     if OPEN in text:
         return "hermes" if '"arguments"' in text else None
     return "llama3_json" if '"parameters":' in text else None
+
+
+def with_tags_shown(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a tokenizer that decodes the tags to text, which may be special tokens; this one if they are not."""
+    if not {tokenizer.id_to_token(token) for token in tokenizer.special_ids} & {OPEN, CLOSE}:
+        return tokenizer
+    changed = json.loads(tokenizer.raw.to_str())
+    for token in changed["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in (OPEN, CLOSE)
+    return Tokenizer(type(tokenizer.raw).from_str(json.dumps(changed)), tokenizer.config)
 
 
 def _overlap(text: str, tag: str, most: int) -> int:
