@@ -7,7 +7,6 @@ ratio of speeds, work per second here over there, so more is better.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import signal
 import statistics
@@ -92,7 +91,11 @@ def _in_process(options: Options, sides: Sides, paths: Mapping[str, Path], model
 
 
 def _servers(options: Options, sides: Sides, paths: Mapping[str, Path], model: Path, tp: int) -> Rows:
-    """Measure each checkout's server: start and recovery, alone on the machine, then clients of both, alternating."""
+    """Measure each checkout's server, alone on the machine: start, recovery, clients.
+
+    Each round has servers of its own: which steps one chooses follows from the times that it measured first, and two
+    starts of one checkout can differ by 15 % with 4 clients.
+    """
     rows: Rows = {}
     field = Field({}, {})
     field.placement.look()
@@ -115,21 +118,18 @@ def _servers(options: Options, sides: Sides, paths: Mapping[str, Path], model: P
     if tp > 1:  # at degree 1 a restart of the only rank equals a start
         rows["server, rank killed to ready again"] = _turns(field, sides, min(3, options.rounds), again)
     new_tokens = 40 if options.quick else NEW_TOKENS
-    with contextlib.ExitStack() as stack:
-        servers = {name: stack.enter_context(begin(name)) for name in sides}
-        for server in servers.values():
-            server.pause()
 
-        def serve(name: str, number: int, clients: int) -> float:
-            with servers[name].awake():
-                return load(servers[name].port, prompts(model, clients, PROMPT, number), new_tokens).rate
+    def serve(name: str, number: int) -> dict[int, float]:
+        with begin(name) as server:
+            load(server.port, prompts(model, max(CLIENTS), PROMPT, -1), new_tokens)
+            rates = {
+                clients: load(server.port, prompts(model, clients, PROMPT, number), new_tokens).rate
+                for clients in CLIENTS
+            }
+            server.stop()
+        return rates
 
-        for clients in CLIENTS:
-            for name in sides:
-                serve(name, -1, clients)
-            rows[f"server, {clients} clients"] = _turns(
-                field, sides, options.rounds, lambda name, number, clients=clients: serve(name, number, clients)
-            )
+    rows |= _turns_of_several(field, sides, options.rounds, serve, {n: f"server, {n} clients" for n in CLIENTS})
     return rows
 
 
@@ -138,25 +138,36 @@ def _training(options: Options, sides: Sides) -> Rows:
     field = Field({}, {})
     field.placement.look()
     once = options if options.quick else dataclasses.replace(options, repetitions=TRAINING_ROUNDS)
-    rows: Rows = {f"train, {row}": {name: [] for name in sides} for row in TRAINING}
 
-    def steps(name: str) -> float:
+    def steps(name: str, number: int) -> dict[str, float]:
         seconds = figures_of("bench.train_ranks", once, sides[name])["seconds"]
-        found.update({row: 1 / statistics.median(seconds[row]) for row in TRAINING})
-        return found[TRAINING[0]]
+        return {row: 1 / statistics.median(seconds[row]) for row in TRAINING}
 
-    for number in range(options.rounds):
-        for name in sorted(sides, reverse=bool(number % 2)):
-            found: dict[str, float] = {}
-            turn = field.turn(lambda name=name: steps(name))
-            for row in TRAINING:
-                rows[f"train, {row}"][name].append(dataclasses.replace(turn, value=found[row]))
-    return rows
+    return _turns_of_several(field, sides, options.rounds, steps, {row: f"train, {row}" for row in TRAINING})
 
 
 def _turns(field: Field, names: Sides, rounds: int, work: Callable[[str, int], float]) -> dict[str, list[Turn]]:
     each = {name: lambda number, name=name: field.turn(lambda: work(name, number)) for name in names}
     return interleaved(each, rounds)
+
+
+def _turns_of_several(
+    field: Field, names: Sides, rounds: int, work: Callable[[str, int], Mapping[Any, float]], rows: Mapping[Any, str]
+) -> Rows:
+    """Like :func:`_turns`, of work that measures several rows at once: ``rows`` names the values of each."""
+    found: Rows = {row: {name: [] for name in names} for row in rows.values()}
+    for number in range(rounds):
+        for name in sorted(names, reverse=bool(number % 2)):
+            values: dict[Any, float] = {}
+
+            def measure(name: str = name, number: int = number, values: dict[Any, float] = values) -> float:
+                values.update(work(name, number))
+                return next(iter(values.values()))
+
+            turn = field.turn(measure)
+            for key, row in rows.items():
+                found[row][name].append(dataclasses.replace(turn, value=values[key]))
+    return found
 
 
 def _report(options: Options, rows: Rows) -> None:

@@ -41,6 +41,25 @@ TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": None, "strict": True}},
     {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}},
 ]
+STRANGE = {"type": "function", "function": {"name": "strange", "parameters": {"type": "object", "not": {}}}}
+FORECAST = {
+    "type": "function",
+    "function": {
+        "name": "forecast",
+        "parameters": {
+            "properties": {"place": {"$ref": "#/$defs/place"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "required": ["place", "days"],
+            "additionalProperties": False,
+            "$defs": {"place": {"enum": ["Bern", "Basel"]}},
+        },
+    },
+}
+VERDICT = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
 ASKED = {"role": "user", "content": "Rain?"}
 SHOWN = 'weather""{}clock""{}'
 CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
@@ -252,12 +271,67 @@ def test_without_tools_nothing_is_a_call(client, server):
     assert choice.message.content == LLAMA, "another format is text"
 
 
+def named(name):
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "names"), [("required", {"weather", "forecast"}), (named("forecast"), {"forecast"})]
+)
+def test_a_call_that_must_be_made_is_made(client, stream, choice, names):
+    """Even of a tool that the model was never taught; its arguments are those of the tool's schema."""
+    for seed in range(3):
+        more = {"tools": [TOOLS[0], FORECAST], "tool_choice": choice, "stream": stream, "seed": seed, "max_tokens": 200}
+        answer = client.chat.completions.create(model="taught", messages=asked("Two!"), temperature=1.5, **more)
+        if stream:
+            parts = [one for chunk in answer for one in chunk.choices]
+            calls = [call for one in parts for call in one.delta.tool_calls or []]
+            (reason,) = [one.finish_reason for one in parts if one.finish_reason]
+            said = "".join(one.delta.content or "" for one in parts)
+        else:
+            (one,) = answer.choices
+            calls, reason, said = one.message.tool_calls, one.finish_reason, one.message.content
+        if reason == "length":  # a weather tool takes any arguments
+            assert "weather" in names
+            continue
+        assert reason == ("tool_calls" if choice == "required" else "stop") and not (said or "").strip()
+        found = functions(calls)
+        assert found and {name for name, _ in found} <= names and (choice == "required" or len(found) == 1)
+        for name, arguments in found:
+            if name == "forecast":
+                assert arguments["place"] in ("Bern", "Basel") and 1 <= arguments["days"] <= 9 and len(arguments) == 2
+
+
+def test_a_forced_call_is_the_one_that_the_model_finds_likeliest(client):
+    (choice,) = create(client, [ASKED], tool_choice="required", parallel_tool_calls=False).choices
+    assert functions(choice.message.tool_calls) == [("weather", {"city": "Bern"})]
+    (choice,) = create(client, asked("Two!"), tool_choice="required", tools=[*TOOLS, FORECAST]).choices
+    assert len(choice.message.tool_calls) >= 1, "and no text before it, as it was taught"
+    assert not choice.message.content
+
+
+def test_an_answer_of_a_form_may_be_a_call_instead(client):
+    form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": VERDICT}}
+    (choice,) = create(client, [ASKED], response_format=form).choices
+    assert functions(choice.message.tool_calls) == [("weather", {"city": "Bern"})]
+    (choice,) = create(client, [ASKED, CALLED, RESULT], response_format=form).choices
+    if not choice.message.tool_calls:
+        assert set(json.loads(choice.message.content)) == {"ok"}
+    (choice,) = create(client, [ASKED], response_format=form, tool_choice="none").choices
+    assert set(json.loads(choice.message.content)) == {"ok"} and choice.finish_reason == "stop"
+
+
 def test_the_setting_names_another_format(artifact):
     with real_server(artifact, "--tool-call-parser", "llama3_json") as server:
         body = {"messages": asked("JSON"), "tools": TOOLS, "temperature": 0, "max_tokens": 150}
         (choice,) = server.post(CHAT, body).json()["choices"]
         assert choice["finish_reason"] == "tool_calls"
         assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"city": "Bern"}
+        body |= {"messages": [ASKED], "tools": [FORECAST], "tool_choice": "required"}
+        for several in (False, True):
+            (choice,) = server.post(CHAT, {**body, "parallel_tool_calls": several}).json()["choices"]
+            assert {call["function"]["name"] for call in choice["message"]["tool_calls"]} == {"forecast"}
 
 
 WRONG = [
@@ -268,9 +342,12 @@ WRONG = [
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}]}, "tools[0].function.parameters"),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]}, "tools"),
-    ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "clock"}}}, "tool_choice"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "tide"}}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": 3}, "tool_choice"),
+    ({"tools": [TOOLS[0], STRANGE], "tool_choice": "required"}, "tools[1].function.parameters"),
+    ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ({"messages": [{**CALLED, "tool_calls": "x"}]}, "messages[0].tool_calls"),
     ({"messages": [{**CALLED, "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
     (

@@ -350,6 +350,13 @@ class Service(ServedModel):
         if self._worker is not None:
             self._worker.check_room(choices)
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile the grammar that ``params`` asks for, which may take a second; raises the errors of
+        :meth:`Engine.prepare`."""
+        self.require_ready()
+        if self._engine is not None:
+            self._engine.prepare(params)
+
     def submit(
         self,
         prompt: Sequence[int],

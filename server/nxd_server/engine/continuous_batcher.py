@@ -164,20 +164,24 @@ class ContinuousBatcher:
                     self._fail(choice, _failure(error))
 
     def _take_token(self, choice: Choice, token: int, logprob: float, top: tuple) -> None:
-        params = choice.params
+        params, guide = choice.params, choice.guide
         choice.output.append(token)
         self._generated_tokens += 1
         may_stop = len(choice.output) > params.min_tokens
-        named = token in params.stop_token_ids
-        if may_stop and (named or (token in self._eos_token_ids and not params.ignore_eos)):
+        named, ends = token in params.stop_token_ids, token in self._eos_token_ids
+        if (may_stop and (named or (ends and not params.ignore_eos))) or (ends and guide is not None):
             self._send(choice, TokenEvent(choice.index, token, "", logprob, top, is_stop=True))
             self._finish(choice, "stop", stop=token if named else None)
             return
+        if guide is not None:
+            guide.take(token)
         may_stop = len(choice.output) >= params.min_tokens
         text = choice.text.push(token, may_stop=may_stop) if choice.text is not None else ""
         self._send(choice, TokenEvent(choice.index, token, text, logprob, top))
         if choice.text is not None and choice.text.matched is not None:
             self._finish(choice, "stop", stop=choice.text.matched)
+        elif guide is not None and guide.complete:
+            self._finish(choice, "stop")
         elif len(choice.output) >= choice.max_new_tokens:
             self._finish(choice, "length")
 

@@ -28,6 +28,8 @@ from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.engine.speculation import Speculation, split_graphs
 from nxd_server.engine.weight_gate import WholeRequest
 from nxd_server.errors import RequestError
+from nxd_server.text.grammars import Grammars, Guide
+from nxd_server.text.structured_outputs import StructuredOutputs
 from nxd_server.text.tokenizer import Tokenizer
 
 
@@ -74,6 +76,7 @@ class Engine(EngineControls):
         self.max_queued_tokens = max_queued_tokens
         self.adapters = Adapters(model, self._load_adapter)
         self.eos_token_ids = eos_token_ids(meta, tokenizer)
+        self._grammars = None if tokenizer is None else Grammars(tokenizer, self.vocab_size, self.eos_token_ids)
         self.max_logprobs = int(meta.get("top_logprobs", 0))
         self._bias_slots = int(meta.get("bias_slots", 0))
         self._encodes_prompts = bool(meta.get("encodes_prompts"))
@@ -141,6 +144,7 @@ class Engine(EngineControls):
             prompt = check_prompt(prompt_tokens, self.vocab_size, self.max_len)
             new_tokens = max_new_tokens(params.max_tokens, len(prompt), self.max_len)
             samplers = self._checked_params(params)
+            guides = [self._guide(params) for _ in range(params.n)]
             check_timeout(timeout)
         except RequestError:
             queue.rejected["invalid"] += 1
@@ -152,11 +156,19 @@ class Engine(EngineControls):
             self._check_tokens(len(prompt) * params.n)
             lora = self.adapters.take(adapter, params.n)
             before = () if self._encodes_prompts else prompt
-            for index, sampler in enumerate(samplers):
+            for index, (sampler, guide) in enumerate(zip(samplers, guides, strict=True)):
                 text = self.tokenizer.stream(params.stop, before) if self.tokenizer is not None else None
                 identity = next(self._ids)
                 choice = Choice(
-                    identity, prompt, params, new_tokens, ticket=ticket, index=index, sampler=sampler, text=text
+                    identity,
+                    prompt,
+                    params,
+                    new_tokens,
+                    guide=guide,
+                    ticket=ticket,
+                    index=index,
+                    sampler=sampler,
+                    text=text,
                 )
                 choice.adapter, sampler.values["adapter"] = lora, 0 if lora is None else lora.slot
                 ticket.choices.append(choice)
@@ -167,6 +179,10 @@ class Engine(EngineControls):
         if whole is None:
             ticket.whole.close()
         return ticket
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile what ``params`` asks for, so that :meth:`submit` takes no time for it. Raises RequestError."""
+        self._guide(params)
 
     def stats(self) -> EngineStats:
         stats = super().stats()
@@ -199,6 +215,14 @@ class Engine(EngineControls):
             )
             for index in range(params.n)
         ]
+
+    def _guide(self, params: SamplingParams) -> Guide | None:
+        asked = params.structured_outputs
+        if asked is None:
+            return None
+        if self._grammars is None:
+            raise RequestError("structured_outputs", "needs a tokenizer, and this artifact has none")
+        return self._grammars.guide(StructuredOutputs.of(asked))
 
     def _check_tokens(self, tokens: int) -> None:
         limit, waiting = self.max_queued_tokens, self._inbox.waiting_tokens

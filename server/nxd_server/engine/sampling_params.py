@@ -7,12 +7,14 @@ that table.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_infer.util.options import Option
 from nxd_server.errors import RequestError
+from nxd_server.text.structured_outputs import StructuredOutputs
 
 GREEDY_BELOW = 1e-4
 """Lower temperatures mean greedy, the limit of sampling; so no subnormal number ever reaches a graph. Well above the
@@ -60,6 +62,8 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     cache_salt: str | None = None
     """What is in the cache is used only by requests with the same salt."""
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
+    """What the answer must be. It then ends where the constraint does, before ``min_tokens`` if need be."""
 
     _penalised: ClassVar[bool] = False
 
@@ -83,6 +87,8 @@ class SamplingParams:
         put(self, "stop", _stop_strings(self.stop))
         put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         put(self, "logit_bias", _logit_bias(self.logit_bias))
+        if self.structured_outputs is not None:
+            put(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError("min_tokens", f"{self.min_tokens} is more than max_tokens = {self.max_tokens}")
         # Graphs compute in float32, where dividing by a subnormal number gives infinities: use the limit (greedy).

@@ -103,8 +103,8 @@ class Speculation:
 def room(sequence: Generated, tokens: int) -> int:
     """Return how many tokens may be guessed for ``sequence``, at most ``tokens``."""
     params, made = sequence.params, len(sequence.output)
-    if params.penalised:
-        return 0  # token counts of wrong guesses could not be undone
+    if params.penalised or sequence.guide is not None:
+        return 0  # token counts of wrong guesses could not be undone; and each guess would need a mask of its own
     room = min(tokens, sequence.max_new_tokens - made - 1)
     if made < params.min_tokens:  # one mask against ending holds for all tokens of a row
         room = min(room, params.min_tokens - made - 1)

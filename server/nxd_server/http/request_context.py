@@ -24,6 +24,7 @@ from nxd_server.text.field_bounds import Bounds
 
 if TYPE_CHECKING:
     from nxd_server.app.service import Service
+    from nxd_server.engine.sampling_params import SamplingParams
     from nxd_server.http.api_keys import Keys
     from nxd_server.http.ops.metrics import Metrics
     from nxd_server.settings import ServerSettings
@@ -170,6 +171,14 @@ async def in_thread(
     finally:
         if characters > TRIM_TEXT:
             trim_soon()
+
+
+async def prepare(request: Request, params: SamplingParams) -> None:
+    """Compile the grammar that ``params`` asks for, if any. Raises RequestError if it is not valid."""
+    if params.structured_outputs is not None:
+        context = context_of(request)
+        work = functools.partial(context.service.prepare, params)
+        await unless_left(request, in_thread(context, work, 0))
 
 
 async def encode_prompts(

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from nxd_server.text.structured_outputs import json_rule
 from nxd_server.text.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -157,6 +158,31 @@ class Llama3JsonReader:
 FORMATS: dict[str, type[ToolCallReader]] = {"hermes": HermesReader, "llama3_json": Llama3JsonReader}
 SINGLE = frozenset({"llama3_json"})
 """Formats whose models' own templates refuse messages of several calls."""
+
+
+def call_rules(
+    tool_format: str, tools: Sequence[tuple[str, Mapping[str, Any]]], several: bool, tokenizer: Tokenizer
+) -> list[str]:
+    """Return the rules of a grammar, in Lark's notation, whose rule ``calls`` is a call of one of ``tools`` in
+    ``tool_format``, or ``several``.
+
+    ``tools``: the names, and the JSON schemas of the arguments. A tag that is a token of ``tokenizer`` is that token.
+    """
+    before, after, between, key = "", "", '"; "', "parameters"
+    if tool_format == "hermes":
+        first, last = (tag if tokenizer.raw.token_to_id(tag) is not None else _quoted(tag) for tag in (OPEN, CLOSE))
+        before, after, between, key = f"{first} LINE", f"LINE {last}", "LINE", "arguments"
+    rules = ["LINE: /\\n?/", f"calls: call ({between} call)*" if several else "calls: call"]
+    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
+    for number, (name, schema) in enumerate(tools):
+        head = f'{{"name": {json.dumps(name)}, "{key}": '
+        rules.append(f'call_{number}: {before} {_quoted(head)} arguments_{number} "}}" {after}')
+        rules.append(f"arguments_{number}: {json_rule({'type': 'object', **schema})}")
+    return rules
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)
 
 
 def format_of(templates: Iterable[str]) -> str | None:

@@ -15,6 +15,7 @@
 * With ``prefix_caching`` a prompt begins in the slot that holds most of its tokens (``slots.py``), after these tokens.
 * If prompts are read whole (``whole_prompts``, by an encoder), one is one piece, in the smallest graph of prompts that
   fits, however long decoding waits.
+* Where a choice follows a grammar, a step begins only after the previous one: its token decides what may come next.
 * With a pipeline of ``groups`` stages, a decode step takes an equal share of the decoding choices, so that each stage
   works on another share. A choice waits for the token of its last step: the first stage must know it; and for
   others to fill its share, while every stage has work. Once all have advanced and wait, a prompt's step may begin
@@ -195,6 +196,8 @@ class Scheduler(Generic[S]):
         if not streams:
             return self._prefill_step(0) if self._prefilling else None
         known = self._known(streams)
+        if self.groups == 1 and len(known) < len(streams):
+            return None  # a step of the others alone would take as long as the next one of all
         ready = self._share(known, len(streams))
         count = max(1, len(ready))
         graph, prompts = self._plan(count)
@@ -229,10 +232,11 @@ class Scheduler(Generic[S]):
         return [sequence for sequence in self._decoding.values() if sequence.goes_on]
 
     def _known(self, streams: list[S]) -> list[S]:
-        """Return those of ``streams`` whose last token the first stage can be told."""
-        if self.groups == 1:
+        """Return those of ``streams`` that the next step can have: with a pipeline, the first stage must be told their
+        last token; and a grammar says what may follow only if it is known."""
+        if self.groups == 1 and all(stream.guide is None for stream in streams):
             return streams
-        return [stream for stream in streams if stream.computed < len(stream.prompt) + len(stream.output)]
+        return [stream for stream in streams if not (stream.waits and (self.groups > 1 or stream.guide is not None))]
 
     def _share(self, known: list[S], streams: int) -> list[S]:
         """Return the choices for the next decode step, of ``streams`` in all.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from nxd_server.engine.prompt_lookup import Lookup
 from nxd_server.engine.sampling_params import SamplingParams
+from nxd_server.text.grammars import Guide
 
 
 @dataclass(eq=False)
@@ -25,6 +26,8 @@ class Sequence:
     """What else these depend on."""
     output: list[int] = field(default_factory=list)
     lookup: Lookup = field(default_factory=Lookup)
+    guide: Guide | None = None
+    """Its place in the grammar that it follows."""
 
     @property
     def remaining(self) -> int:
@@ -35,6 +38,11 @@ class Sequence:
     def goes_on(self) -> bool:
         """Whether another token may be wanted after those that the steps in flight will give."""
         return self.computed + 2 <= len(self.prompt) + self.max_new_tokens
+
+    @property
+    def waits(self) -> bool:
+        """Whether its next token is known only after the steps in flight."""
+        return self.computed >= len(self.prompt) + len(self.output)
 
     def tokens(self, start: int, length: int) -> list[int]:
         """Return the tokens at positions ``start`` to ``start + length - 1`` of prompt and output together, as far as

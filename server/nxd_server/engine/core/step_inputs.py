@@ -16,6 +16,7 @@ from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.runtime.ipc.arena import InputBlock
 from nxd_server.engine.core.scheduler import Row
+from nxd_server.engine.core.sequence import Sequence
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.errors import RequestError
 
@@ -92,6 +93,8 @@ def sampler_of(
         banned = tuple(sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos)}))
         if banned and "allowed" not in inputs:
             raise RequestError("min_tokens", _absent("allowed", "min_tokens"))
+    if params.structured_outputs is not None and "allowed" not in inputs:
+        raise RequestError("structured_outputs", _absent("allowed", "structured_outputs"))
     for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         if outside := [token for token in tokens if token >= vocab_size]:
             raise RequestError(name, f"token {outside[0]} is outside the vocabulary of {vocab_size}")
@@ -153,9 +156,15 @@ class StepInputs:
         self._place(index, row.tokens(), row.start, sequence.slot)
         output = row.start + row.length - len(sequence.prompt)  # the index of the output token that the row gives
         banned = bool(sampler.banned) and output < sequence.params.min_tokens
-        if self._owners[index] == (sequence.id, banned):
-            return
-        self._owners[index] = (sequence.id, banned)
+        if self._owners[index] != (sequence.id, banned):
+            self._owners[index] = (sequence.id, banned)
+            self._write(index, sequence, sampler, banned)
+        if sequence.guide is not None and row.samples:
+            sequence.guide.allow(arrays["allowed"][index], sampler.banned if banned else ())
+
+    def _write(self, index: int, sequence: Sequence, sampler: Sampler, banned: bool) -> None:
+        """Write the inputs of a row that stay while a choice is in it."""
+        arrays = self._arrays
         for name, default in self._defaults.items():
             arrays[name][index] = sampler.values.get(name, default)
         if "prompt_length" in arrays:  # tells the penalties what is prompt and what is output

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from nxd_server.engine.events import FinishEvent, TokenEvent, Usage
 from nxd_server.engine.request import max_new_tokens
+from nxd_server.errors import RequestError
 from nxd_server.http.error_responses import (
     ApiError,
     bad_request,
@@ -26,6 +27,7 @@ from nxd_server.http.openai.completions import check_choices, with_limit
 from nxd_server.http.openai.event_stream import EventStream
 from nxd_server.http.openai.generation import Generation
 from nxd_server.http.openai.logprobs import chat_logprob
+from nxd_server.http.openai.response_format import schemas_of, wanted_form, with_calls
 from nxd_server.http.openai.schemas import ChatBody
 from nxd_server.http.openai.stream_usage import Tails, usage_object
 from nxd_server.http.openai.tools import (
@@ -41,6 +43,7 @@ from nxd_server.http.request_context import (
     check_model,
     context_of,
     encode_text,
+    prepare,
     request_id,
     require_task,
     seconds_left,
@@ -162,6 +165,14 @@ async def chat(request: Request, body: ChatBody) -> Any:
     defaults = service.sampling_defaults
     params = body.sampling(asked, top, defaults)  # a wrong value: before a long conversation is tokenized
     tools = offered_tools(body.tools, body.tool_choice, service.tool_format)
+    tokenizer, wanted = service.require_tokenizer(), wanted_form(body)
+    params = params.replace(structured_outputs=with_calls(body, wanted, tools, service.tool_format, tokenizer))
+    try:
+        await prepare(request, params)
+    except RequestError:
+        for part in (*([wanted] if wanted else []), *schemas_of(tools)):
+            await prepare(request, params.replace(structured_outputs=part))  # its error says where
+        raise
     tokens = await unless_left(request, chat_prompt(context, body.messages, body.chat_template_kwargs, tools))
     room = max_new_tokens(asked, len(tokens), service.max_len, field)
     generation = Generation(
@@ -177,7 +188,6 @@ async def chat(request: Request, body: ChatBody) -> Any:
     )
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
     head["model"] = adapter or service.model_name
-    tokenizer = service.require_tokenizer()
     calls = choice_calls(body, tools, service.tool_format)
     if body.stream:
         tails = Tails(body.stream_options, [len(tokens)], body.n)

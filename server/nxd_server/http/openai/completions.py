@@ -18,12 +18,14 @@ from nxd_server.http.error_responses import bad_request, clip, encode
 from nxd_server.http.openai.event_stream import EventStream
 from nxd_server.http.openai.generation import Generation
 from nxd_server.http.openai.logprobs import LegacyLogprobs
+from nxd_server.http.openai.response_format import wanted_form
 from nxd_server.http.openai.schemas import CompletionBody, token_lists
 from nxd_server.http.openai.stream_usage import Tails, usage_object
 from nxd_server.http.request_context import (
     check_model,
     context_of,
     encode_prompts,
+    prepare,
     request_id,
     require_task,
     seconds_left,
@@ -81,6 +83,8 @@ async def completions(request: Request, body: CompletionBody) -> Any:
     check_choices(len(prompts), body.n, settings.max_choices, service.room)
     defaults = service.sampling_defaults
     params = body.sampling(body.max_tokens, body.logprobs, defaults)  # a wrong value: before long prompts are tokenized
+    params = params.replace(structured_outputs=wanted_form(body))
+    await prepare(request, params)
     tokens = await unless_left(request, encode_prompts(context, prompts, "prompt", special=body.add_special_tokens))
     if body.max_tokens is None:
         rooms = [max_new_tokens(None, len(ids), service.max_len) for ids in tokens]

@@ -20,7 +20,7 @@ MOST_VARIABLES = 64
 
 OTHER_SERVERS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("annotations", "allowed_token_ids", "bad_words", "logits_processors"), is_empty),
-    **dict.fromkeys(("structured_outputs", "mm_processor_kwargs", "kv_transfer_params", "vllm_xargs"), is_empty),
+    **dict.fromkeys(("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs"), is_empty),
     **dict.fromkeys(("detokenize", "spaces_between_special_tokens"), is_one_of(True)),
     **dict.fromkeys(("include_reasoning", "separate_reasoning"), is_one_of(True)),
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs"), is_one_of(False)),
@@ -62,7 +62,6 @@ class SamplingBody(create_model("SamplerBody", __base__=Body, **_sampler_fields(
     NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
         **OTHER_SERVERS,
         "store": is_one_of(False),
-        "response_format": is_one_of({"type": "text"}),
         "service_tier": is_one_of("auto", "default"),
         "skip_special_tokens": is_one_of(True),
         "include_stop_str_in_output": is_one_of(False),
@@ -74,7 +73,10 @@ class SamplingBody(create_model("SamplerBody", __base__=Body, **_sampler_fields(
         "guided_choice": is_empty,
         "guided_grammar": is_empty,
     }
-    INSTEAD: ClassVar[dict[str, str]] = {"repeat_penalty": "repetition_penalty"}
+    INSTEAD: ClassVar[dict[str, str]] = {
+        "repeat_penalty": "repetition_penalty",
+        **{f"guided_{name}": "structured_outputs" for name in ("json", "regex", "choice", "grammar")},
+    }
 
     model: str | None = Field(None, description="The served model's name, which is the default, or an adapter's.")
     stream: bool = Field(False, description="Answer as server-sent events, one chunk per piece of text.")
@@ -89,6 +91,12 @@ class SamplingBody(create_model("SamplerBody", __base__=Body, **_sampler_fields(
     ignore_eos: bool = False
     logit_bias: dict[str, float] = Field(
         default_factory=dict, max_length=MOST_BIASES, description="From token id to -100 .. 100."
+    )
+    response_format: dict[str, Any] | None = Field(
+        None, description="text, json_object, or json_schema with its schema: what the answer must be."
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="One of json (a schema), json_object, regex, choice and grammar, which the answer follows."
     )
     cache_prompt: bool = Field(True, description="Whether the prompt's cache may be shared with other requests.")
     cache_salt: str | None = Field(None, max_length=256, description="Share it only where this is the same.")
@@ -174,7 +182,9 @@ class ChatBody(SamplingBody):
         default_factory=dict, max_length=MOST_VARIABLES, description="Variables for the template."
     )
     tools: Listed[dict[str, Any]] = Field(default_factory=list, description="Functions that the model may call.")
-    tool_choice: Any = Field(None, description="auto, or none: the model sees no tools.")
+    tool_choice: Any = Field(
+        None, description="auto; required or one tool's name: the answer is a call; none: the model sees no tools."
+    )
     parallel_tool_calls: bool | None = Field(None, description="False: at most one call in an answer.")
 
 

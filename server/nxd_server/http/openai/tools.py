@@ -23,23 +23,41 @@ _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 def offered_tools(tools: list[dict[str, Any]], choice: Any, tool_format: str | None) -> list[dict[str, Any]]:
     """Return the tools that the model is to see, without the fields that say nothing to it.
 
-    ``tool_format``: of the model's calls, one of :data:`~nxd_server.text.tool_calls.FORMATS`. Raises ApiError: 400 for
-    a tool that is not a function, a choice that would need constrained decoding, and a model without tools.
+    ``choice``: ``tool_choice``; ``tool_format``: of the model's calls, one of
+    :data:`~nxd_server.text.tool_calls.FORMATS`. Raises ApiError: 400 for a tool that is not a function, a choice of
+    none of them, and a model without tools.
     """
-    if choice not in (None, "none", "auto"):
-        if choice == "required" or isinstance(choice, dict):
-            raise unsupported("tool_choice", "a call cannot be enforced; use 'auto', and say in a message what to call")
-        raise bad_request("`tool_choice` must be 'auto' or 'none'", "tool_choice")
+    if choice not in (None, "none", "auto", "required") and not _named(choice):
+        raise bad_request(
+            '`tool_choice` must be \'auto\', \'none\', \'required\' or {"type": "function", "function": {"name": ...}}',
+            "tool_choice",
+        )
     if len(tools) > MOST_TOOLS:
         raise bad_request(f"`tools` holds {len(tools)} tools; at most {MOST_TOOLS} are taken", "tools")
     checked = [_checked(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
     if len({tool["function"]["name"] for tool in checked}) < len(checked):
         raise bad_request("two of `tools` have one name", "tools")
+    if isinstance(choice, dict) and _named(choice) not in {tool["function"]["name"] for tool in checked}:
+        raise bad_request(f"`tool_choice` names {clip(_named(choice))!r}, which `tools` lacks", "tool_choice")
+    if choice == "required" and not checked:
+        raise bad_request("`tool_choice` is 'required', and `tools` offers none", "tool_choice")
     if choice == "none" or not checked:
         return []
     if tool_format is None:
         raise no_tools("tools")
     return checked
+
+
+def _named(choice: Any) -> str:
+    """Return the name of the tool that ``tool_choice`` wants called; "" if it is of another form."""
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else ""
+
+
+def makes_several(body: ChatBody, tool_format: str | None) -> bool:
+    """Whether an answer may hold several calls."""
+    return tool_format not in SINGLE if body.parallel_tool_calls is None else body.parallel_tool_calls
 
 
 def no_tools(param: str) -> ApiError:
@@ -117,10 +135,12 @@ def _arguments(value: Any, where: str) -> dict[str, Any]:
 class ChoiceCalls:
     """Takes the calls out of the text of one choice, and numbers them."""
 
-    def __init__(self, reader: ToolCallReader | None, parallel: bool):
-        """``reader`` None: the request offers no tools, and all is text. ``parallel``: more than one is returned."""
+    def __init__(self, reader: ToolCallReader | None, parallel: bool, named: bool = False):
+        """``reader`` None: the request offers no tools, and all is text. ``parallel``: more than one is returned.
+        ``named``: the request names the tool; its call is the answer's regular end, as in OpenAI's API."""
         self._reader = reader
         self._parallel = parallel
+        self._named = named
         self._count = 0
 
     def take(self, text: str, ended: bool = False) -> tuple[str, list[dict[str, Any]]]:
@@ -146,15 +166,15 @@ class ChoiceCalls:
 
     def reason(self, reason: str) -> str:
         """Return the choice's finish reason, from the engine's."""
-        return "tool_calls" if self._count and reason == "stop" else reason
+        return "tool_calls" if self._count and reason == "stop" and not self._named else reason
 
 
 def choice_calls(body: ChatBody, tools: Sequence[dict[str, Any]], tool_format: str | None) -> list[ChoiceCalls]:
     """Return one for every choice of the request."""
     names = [tool["function"]["name"] for tool in tools]
-    parallel = tool_format not in SINGLE if body.parallel_tool_calls is None else body.parallel_tool_calls
+    parallel, named = makes_several(body, tool_format), bool(_named(body.tool_choice))
 
     def made() -> ChoiceCalls:
-        return ChoiceCalls(FORMATS[tool_format](names) if names and tool_format else None, parallel)
+        return ChoiceCalls(FORMATS[tool_format](names) if names and tool_format else None, parallel, named)
 
     return [made() for _ in range(body.n)]

@@ -1,0 +1,90 @@
+"""What the answer to a request must be: its ``response_format``, its ``structured_outputs``, and calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nxd_server.http.error_responses import bad_request, clip, missing_field, unsupported
+from nxd_server.http.openai.schemas import ChatBody, SamplingBody
+from nxd_server.http.openai.tools import makes_several
+from nxd_server.text.structured_outputs import StructuredOutputs, json_rule
+from nxd_server.text.tokenizer import Tokenizer
+from nxd_server.text.tool_calls import call_rules
+
+SCHEMA_FIELDS = ("name", "description", "schema", "strict")
+
+
+def wanted_form(body: SamplingBody) -> StructuredOutputs | None:
+    """Return what the text of the answer must be; None for any text. Raises ApiError: 400 naming the field."""
+    wanted = _of_response_format(body.response_format)
+    if body.structured_outputs is None or body.structured_outputs == {}:
+        return wanted
+    if wanted is not None:
+        raise bad_request("`response_format` and `structured_outputs` are two forms of one answer", "response_format")
+    return StructuredOutputs.of({name: value for name, value in body.structured_outputs.items() if value is not None})
+
+
+def _of_response_format(value: dict[str, Any] | None) -> StructuredOutputs | None:
+    if value is None:
+        return None
+    kind = value.get("type")
+    known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
+    if kind not in ("text", "json_object", "json_schema"):
+        raise bad_request(
+            f"`response_format.type` must be 'text', 'json_object' or 'json_schema', got {clip(repr(kind))}",
+            "response_format.type",
+        )
+    for name in value:
+        if name not in known:
+            raise unsupported(f"response_format.{clip(name)}", f"a format of the type {kind!r} has no such field")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputs(json_object=True, where="response_format")
+    where, described = "response_format.json_schema", value.get("json_schema")
+    if not isinstance(described, dict):
+        raise missing_field(where)
+    for name in described:
+        if name not in SCHEMA_FIELDS:
+            raise unsupported(f"{where}.{clip(name)}", f"its fields are {', '.join(SCHEMA_FIELDS)}")
+    if not isinstance(described.get("schema"), dict):
+        raise missing_field(f"{where}.schema")
+    return StructuredOutputs(json=described["schema"], where=f"{where}.schema")
+
+
+def with_calls(
+    body: ChatBody,
+    wanted: StructuredOutputs | None,
+    tools: Sequence[dict[str, Any]],
+    tool_format: str | None,
+    tokenizer: Tokenizer,
+) -> StructuredOutputs | None:
+    """Return what the answer must be if it may, or must, call one of ``tools``; ``wanted``: what its text must be.
+
+    Raises ApiError: 400 for a constraint on texts that cannot be combined with calls.
+    """
+    choice = body.tool_choice
+    forced = choice == "required" or isinstance(choice, dict)
+    if not tools or tool_format is None or (wanted is None and not forced):
+        return wanted
+    if wanted is not None and wanted.form not in ("json", "json_object"):
+        raise bad_request(
+            "`structured_outputs` takes no tools beside it but with json; send tool_choice 'none'", "structured_outputs"
+        )
+    named = choice["function"]["name"] if isinstance(choice, dict) else None
+    callable_ = [tool["function"] for tool in tools if named in (None, tool["function"]["name"])]
+    several = named is None and makes_several(body, tool_format)
+    rules = call_rules(tool_format, [(one["name"], one["parameters"]) for one in callable_], several, tokenizer)
+    start = "start: calls"
+    if not forced and wanted is not None:
+        start, rules = "start: calls | answer", [*rules, f"answer: {json_rule(wanted.schema)}"]
+    return StructuredOutputs(grammar="\n".join([start, *rules]), where="tools" if wanted is None else wanted.where)
+
+
+def schemas_of(tools: Sequence[dict[str, Any]]) -> list[StructuredOutputs]:
+    """Return the constraint on each tool's arguments alone, whose error names the tool."""
+    return [
+        StructuredOutputs(json=tool["function"]["parameters"], where=f"tools[{place}].function.parameters")
+        for place, tool in enumerate(tools)
+    ]
