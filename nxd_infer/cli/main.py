@@ -213,6 +213,13 @@ def generate(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; repeat for several.")] = None,
+    json_schema: Annotated[
+        str | None, typer.Option(metavar="FILE|JSON", help="The answer is JSON of this schema.", show_default=False)
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="The answer matches this regular expression.")] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(help="The answer is this text, or another --choice; repeat for each.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
     **given: Any,
 ) -> None:
@@ -231,8 +238,25 @@ def generate(
         max_tokens=max_tokens,
         seed=seed,
         stop=stop or [],
+        structured_outputs=_structured_outputs(json_schema, regex, choice),
         **given,
     )
+
+
+def _structured_outputs(json_schema: str | None, regex: str | None, choice: list[str] | None) -> dict[str, Any] | None:
+    """Return the options about the answer's form in the form of ``SamplingParams.structured_outputs``."""
+    if json_schema is not None and not json_schema.lstrip().startswith("{"):
+        try:
+            json_schema = Path(json_schema).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise typer.BadParameter(
+                f"no JSON, and no file that could be read: {error}", param_hint="--json-schema"
+            ) from None
+    given = {"json": json_schema, "regex": regex, "choice": choice or None}
+    named = {name: value for name, value in given.items() if value is not None}
+    if len(named) > 1:
+        raise typer.BadParameter("--json-schema, --regex and --choice are alternatives; give one")
+    return named or None
 
 
 @app.command(epilog="Example:  nxd-infer verify ./artifact ./llama")

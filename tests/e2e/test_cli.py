@@ -105,6 +105,30 @@ def test_generate_answers_each_prompt_the_same_way_twice_and_prints_it_as_it_is(
     assert "loading" not in plain.err  # a spinner is for who looks
 
 
+def test_generate_binds_an_answer_to_a_form(artifact, tmp_path, capsys, monkeypatch):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2}')
+    forms = [
+        (("--choice", "left", "--choice", "right"), ("left", "right")),
+        (("--regex", "[0-9]{4}"), [f"{number:04}" for number in range(10_000)]),
+        (("--json-schema", schema, "--temperature", 1, "--seed", 1), None),
+        (("--json-schema", '{"const": [true]}'), None),
+    ]
+    for words, right in forms:
+        done = nxd_infer_here(capsys, monkeypatch, "generate", artifact, "def", *words, "--max-tokens", 50, "--json")
+        assert done.status == 0, done.err
+        record = json.loads(done.out)
+        assert record["finish_reason"] == "stop"
+        assert record["text"] in right if right else isinstance(json.loads(record["text"]), list)
+    for words, why in (
+        (("--regex", "a", "--choice", "b"), "alternatives"),
+        (("--json-schema", tmp_path / "none.json"), "--json-schema"),
+        (("--regex", "(a"), "unclosed group"),
+    ):
+        done = nxd_infer_here(capsys, monkeypatch, "generate", artifact, "def", *words)
+        assert done.status != 0 and why in done.err and "Traceback" not in done.err
+
+
 @pytest.mark.check
 def test_a_prompt_may_have_its_former_name(capsys, monkeypatch):
     done = nxd_infer_here(capsys, monkeypatch, "generate", "/no/such/artifact", "--prompt", "x")

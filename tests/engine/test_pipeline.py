@@ -16,7 +16,13 @@ from tests.tiny_models import write_tiny
 
 LENGTHS = (1, 7, 8, 9, 16, 17, 30, 40, 55, 60)
 PARAMS = [
-    SamplingParams(max_tokens=12, temperature=number % 2 * 0.9, seed=number, frequency_penalty=0.3 * (number % 3 == 0))
+    SamplingParams(
+        max_tokens=12,
+        temperature=number % 2 * 0.9,
+        seed=number,
+        frequency_penalty=0.3 * (number % 3 == 0),
+        structured_outputs={"regex": "[a-z ]{20,}"} if number % 4 == 1 else None,
+    )
     for number in range(len(LENGTHS))
 ]
 

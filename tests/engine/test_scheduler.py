@@ -34,13 +34,15 @@ arrivals = st.lists(
     ratio=st.sampled_from([0.5, 4.0, 1e6]),
     mixes=st.booleans(),
     pipeline=st.sampled_from([(1, 1), (1, 2), (2, 3), (3, 4), (2, 1)]),
+    bound=st.sampled_from([(), (0,), (0, 1)]),
 )
 @settings(max_examples=300)
 def test_any_traffic_is_served_exactly_once_within_the_bounds(
-    arrivals, slots, batches, lengths, ratio, mixes, pipeline
+    arrivals, slots, batches, lengths, ratio, mixes, pipeline, bound
 ):
     """Arrivals are (time, prompt length, new tokens at most, time of cancellation, tokens until it stops by itself).
-    ``pipeline``: stages, and how many steps are planned before the tokens of the first are known."""
+    ``pipeline``: stages, and how many steps are planned before the tokens of the first are known. ``bound``: which of
+    even and odd choices follow a grammar."""
     groups, depth = pipeline
     subject = scheduler(slots, batches, lengths, ratio=ratio, mixes=mixes, groups=groups)
     waiting = dict(enumerate(arrivals))
@@ -68,6 +70,7 @@ def test_any_traffic_is_served_exactly_once_within_the_bounds(
         for identity in [key for key, arrival in waiting.items() if arrival[0] <= clock]:
             _, prompt, new, _, _ = waiting.pop(identity)
             live[identity] = sequence(identity, prompt, new)
+            live[identity].guide = object() if identity % 2 in bound else None
             subject.add(live[identity])
         for identity, item in list(live.items()):
             if arrivals[identity][3] is not None and arrivals[identity][3] <= clock:
@@ -114,7 +117,7 @@ def test_any_traffic_is_served_exactly_once_within_the_bounds(
                 prefills_since_decode[row.sequence.id] = 0
             place = row.start + row.length - len(row.sequence.prompt)
             assert place < row.sequence.max_new_tokens, "a step for a token that nobody wants"
-            if groups > 1:
+            if groups > 1 or row.sequence.guide is not None:
                 assert UNKNOWN not in row.tokens()
             elif row.tokens() == [UNKNOWN]:  # the token behind all that are known, which the step under way gives
                 assert row.start == len(row.sequence.prompt) + len(row.sequence.output)

@@ -317,7 +317,7 @@ def test_what_cannot_follow_a_grammar_says_so(llm):
 def test_masks_of_models_with_more_or_fewer_tokens_than_the_tokenizer(llm):
     """Ids that are no tokens are never allowed; a tokenizer's tokens beyond the model are not written."""
     size = llm.tokenizer.raw.get_vocab_size(with_added_tokens=True)
-    for vocab, ends in ((size + 70, [1]), (size, [1]), (size - 40, [1])):
+    for vocab, ends in ((size + 70, [1, 3]), (size, [2, size + 9]), (size - 40, [1])):
         words = np.full(-(-vocab // 32), -1, np.int32)
         guide = Grammars(llm.tokenizer, vocab, ends).guide(StructuredOutputs(choice=["ab"]))
         guide.allow(words)
@@ -326,6 +326,10 @@ def test_masks_of_models_with_more_or_fewer_tokens_than_the_tokenizer(llm):
         assert "a" in allowed and allowed <= {"a", "ab"}
         guide.take(llm.tokenizer.encode("a", add_special_tokens=False)[0])
         assert not guide.complete
+        finished = Grammars(llm.tokenizer, vocab, ends).guide(StructuredOutputs(regex="a*"))
+        finished.allow(words)
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab]
+        assert set(np.nonzero(bits)[0]) & {0, 1, 2, 3, 4, 5} == {token for token in ends if token < vocab}
         with pytest.raises(GenerationError, match="cannot follow its grammar"):
             guide.take(llm.tokenizer.encode("a", add_special_tokens=False)[0])
 

@@ -35,7 +35,7 @@ class Grammars:
         """``vocab_size``: of the model; ``eos_token_ids``: the tokens that end an answer, allowed where it may end."""
         self._source = tokenizer
         self._vocab_size = vocab_size
-        self._eos_token_ids = list(eos_token_ids)
+        self._ends = [token for token in eos_token_ids if token < vocab_size]
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
@@ -50,13 +50,16 @@ class Grammars:
             matcher = self._compiled.get(key)
             if matcher is not None:
                 self._compiled.move_to_end(key)
-                return Guide(matcher.deep_copy(), self._vocab_size)
+                return self._guide(matcher)
         matcher = self._matcher(asked)
         with self._lock:
             self._compiled[key] = matcher
             while len(self._compiled) > MOST_COMPILED:
                 self._compiled.popitem(last=False)
-            return Guide(matcher.deep_copy(), self._vocab_size)
+            return self._guide(matcher)
+
+    def _guide(self, matcher: LLMatcher) -> Guide:
+        return Guide(matcher.deep_copy(), self._vocab_size, self._ends)
 
     def _matcher(self, asked: StructuredOutputs) -> LLMatcher:
         try:
@@ -83,12 +86,11 @@ class Grammars:
             if self._tokenizer is None:
                 raw = self._source.raw
                 size = max(self._vocab_size, raw.get_vocab_size(with_added_tokens=True))
-                ends = [token for token in self._eos_token_ids if token < size]
-                if not ends:  # the library would take token 0 for it
+                if not self._ends:  # the library would take token 0 for it
                     raise RequestError(asked.where, "this model names no token that ends an answer")
                 try:
                     with no_panics():
-                        self._tokenizer = LLTokenizer(raw.to_str(), n_vocab=size, eos_token=ends)
+                        self._tokenizer = LLTokenizer(raw.to_str(), n_vocab=size, eos_token=self._ends[0])
                 except (ValueError, LibraryPanic) as error:
                     raise RequestError(
                         asked.where,
@@ -100,9 +102,11 @@ class Grammars:
 class Guide:
     """The place of one answer in its grammar. Used by one thread at a time."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int):
+    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: Sequence[int]):
+        """``ends``: the tokens that end an answer; the matcher knows the first of them."""
         self._matcher = matcher
         self._words = -(-vocab_size // 32)
+        self._ends = ends
 
     @property
     def complete(self) -> bool:
@@ -115,15 +119,18 @@ class Guide:
         ``banned`` tokens are not among them, unless there is no other. Raises GenerationError if the grammar has become
         too complex to go on.
         """
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self._words]
+        words[:] = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self._words]
         self._check()
-        words[:] = mask
+        bits = words.view(np.uint32)
+        if bits[self._ends[0] // 32] >> np.uint32(self._ends[0] % 32) & np.uint32(1):
+            for token in self._ends:
+                bits[token // 32] |= np.uint32(1 << token % 32)
         if banned:
-            bits = words.view(np.uint32)
+            before = bits.copy()
             for token in banned:
                 bits[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
             if not bits.any():
-                words[:] = mask
+                bits[:] = before
 
     def take(self, token: int) -> None:
         """Go on behind ``token``. Raises GenerationError like :meth:`allow`, and for a token that was not allowed."""
