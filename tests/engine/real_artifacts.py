@@ -29,6 +29,12 @@ def costs_of(artifact):
     return {name: 1e-3 + 1e-5 * b * s for name, (b, s) in shapes.items() if not name.startswith("verify")}
 
 
+def paying_costs(artifact):
+    """A step that verifies costs what one without does: every guess pays."""
+    costs = costs_of(artifact)
+    return costs | {f"verify_b{count}": costs[f"decode_b{count}"] for count in (1, 4) if f"decode_b{count}" in costs}
+
+
 def trace_encoder(directory, family, task, tp=1, **changes):
     """Write a tiny encoder, ``changes`` in its config.json, and its artifact; (model directory, artifact directory)."""
     import nxd_infer as nxd

@@ -10,7 +10,7 @@ from nxd_infer.errors import ModelConfigError
 from nxd_models.serving.decoder_step import step_inputs
 from nxd_server import LLM, SamplingParams
 from nxd_server.engine import Engine
-from tests.engine.real_artifacts import MAX_LEN, costs_of, trace_llama
+from tests.engine.real_artifacts import MAX_LEN, costs_of, paying_costs, trace_llama
 from tests.engine.toy_model import ToyModel
 from tests.needs import needs_inductor
 
@@ -18,12 +18,6 @@ GUESSES = 4
 REPETITIVE = [[11, 12, 13, 14] * 6, [7] * 9, [20, 21, 22, 23, 24, 20, 21, 22]]
 RANDOM = [[5 + (7 * place + 3 * length) % 280 for place in range(length)] for length in (3, 11, 20, 33)]
 GREEDY = SamplingParams(max_tokens=28, temperature=0, ignore_eos=True)
-
-
-def paying_costs(artifact):
-    """A step that verifies costs what one without does: every guess pays."""
-    costs = costs_of(artifact)
-    return costs | {f"verify_b{count}": costs[f"decode_b{count}"] for count in (1, 4) if f"decode_b{count}" in costs}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=needs_inductor), 2])

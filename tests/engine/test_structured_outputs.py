@@ -21,7 +21,7 @@ from nxd_server.text.detokenize import byte_level_bytes
 from nxd_server.text.grammars import Grammars
 from nxd_server.text.structured_outputs import MOST_CHARACTERS, StructuredOutputs
 from nxd_server.text.tokenizer import Tokenizer
-from tests.engine.real_artifacts import costs_of
+from tests.engine.real_artifacts import costs_of, paying_costs
 from tests.http.http_artifacts import trace_tiny
 
 TOKENS = 200
@@ -50,8 +50,9 @@ def llm(artifact):
 @pytest.fixture(scope="module", params=["steps begun ahead", "guesses"])
 def other(request, artifact):
     """The same model, whose steps hold tokens that are not known yet, or guesses."""
-    options = {"speculate": 3} if request.param == "guesses" else {"in_process": False}
-    with LLM(artifact, costs=costs_of(artifact), **options) as llm:
+    guesses = {"speculate": 3, "costs": paying_costs(artifact)}
+    options = guesses if request.param == "guesses" else {"in_process": False, "costs": costs_of(artifact)}
+    with LLM(artifact, **options) as llm:
         assert llm.engine._batcher._steps.depth == (1 if request.param == "guesses" else 2)
         yield llm
 
@@ -195,13 +196,13 @@ def test_answers_are_the_same_in_any_company_and_however_steps_are_run(llm, othe
     greedy = SamplingParams(max_tokens=60, temperature=0)
     bound = [
         greedy.replace(structured_outputs={"json": FEW}),
-        greedy.replace(temperature=1, seed=3, structured_outputs={"regex": "(ab|[c-e]){4,20}"}),
+        greedy.replace(temperature=1, seed=3, structured_outputs={"regex": "(abc|abd|abe){9,20}"}),
         greedy.replace(structured_outputs={"choice": CHOICES}),
     ]
     asked = [
-        ("the the the", FREE),
+        ("the the the", FREE.replace(logit_bias={40: 99})),
         ("for", bound[0]),
-        ("while", bound[1]),
+        ("abc abd abc abd", bound[1]),
         ("the the", FREE),
         ("if", bound[2]),
         ("x", FREE),
@@ -210,6 +211,7 @@ def test_answers_are_the_same_in_any_company_and_however_steps_are_run(llm, othe
     for _ in range(2):
         together = other.generate([prompt for prompt, _ in asked], [params for _, params in asked])
         assert [output.outputs[0].token_ids for output in together] == alone
+    assert (other.engine.stats().accepted_tokens > 0) == other.engine._batcher._speculation.active
 
 
 def test_a_slot_that_a_bound_answer_leaves_binds_nobody(llm):
