@@ -150,5 +150,5 @@ def _grammar(asked: StructuredOutputs) -> str:
         return f"{NO_FORCING}\nstart: {json_rule(asked.schema)}"
     if asked.form == "regex":
         return f"{NO_FORCING}\nstart: /{regex_to_lark(asked.text, '')}/"
-    found = grammar_from(asked.form, asked.text)
+    found = grammar_from("choice" if asked.form == "choice" else "grammar", asked.text)
     return found if "%llguidance" in found else f"{NO_FORCING}\n{found}"

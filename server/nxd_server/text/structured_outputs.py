@@ -46,8 +46,8 @@ class StructuredOutputs:
         value = getattr(self, given[0])
         if given[0] == "json_object" and value is not True:
             raise self.error("json_object", f"must be true, got {value!r}")
-        if given[0] == "json" and not isinstance(value, (Mapping, str)):
-            raise self.error("json", "must be a JSON schema: an object, or its text")
+        if given[0] == "json":
+            _ = self.schema
         if given[0] in ("regex", "grammar") and not isinstance(value, str):
             raise self.error(given[0], "must be a string")
         if given[0] == "choice" and not (_texts(value) and value):
@@ -86,7 +86,7 @@ class StructuredOutputs:
         """The schema of an answer in JSON. Raises RequestError if its text is not an object."""
         try:
             found = json.loads(self.text)
-        except (ValueError, RecursionError):
+        except (ValueError, TypeError, RecursionError):
             found = None
         if not isinstance(found, dict):
             raise self.error(self.form, "must be a JSON schema: an object, or its text")
