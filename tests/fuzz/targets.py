@@ -18,6 +18,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "body": requests.body,
     "predict": requests.predict,
     "template": texts.template,
+    "grammar": texts.grammar,
     "tokenizer": texts.tokenizer,
     "tokenizer_files": texts.tokenizer_files,
     "recipe": recipes.recipe,

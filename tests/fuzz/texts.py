@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nxd_infer.errors import ModelConfigError
 from nxd_server.engine.request import check_token_ids
-from nxd_server.errors import RequestError
+from nxd_server.errors import GenerationError, RequestError
 from nxd_server.text.chat_template import ChatTemplate, TemplateSources
+from nxd_server.text.grammars import Grammars
+from nxd_server.text.structured_outputs import StructuredOutputs
 from nxd_server.text.text_process import JobFailed
 from nxd_server.text.text_process_jobs import BoundedTemplate
 from nxd_server.text.tokenizer import Tokenizer
@@ -38,6 +42,26 @@ def template(place: Path) -> Target:
 
     refusals = (ModelConfigError, RequestError, JobFailed)
     return Target("template", object_with(read, "template", "messages", "variables"), refusals, examples=12)
+
+
+def grammar(place: Path) -> Target:
+    """A form that an answer is bound to, and its first tokens."""
+    grammars = Grammars(byte_level(), byte_level().vocab_size, [1])
+    words = np.empty(-(-byte_level().vocab_size // 32), np.int32)
+
+    def read(data: bytes) -> None:
+        guide = grammars.guide(StructuredOutputs.of(json.loads(data)))
+        for turn in range(12):
+            if guide.complete:
+                break
+            guide.allow(words, [2] * (turn % 2))
+            allowed = np.nonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))[0]
+            assert len(allowed), "neither a token nor the end may follow"
+            if (token := int(allowed[(7 * turn) % len(allowed)])) == 1:
+                break
+            guide.take(token)
+
+    return Target("grammar", object_with(read), (RequestError, GenerationError))
 
 
 def tokenizer(place: Path) -> Target:

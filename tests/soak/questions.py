@@ -15,6 +15,13 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_LEN = 256
 WORDS = ("the", "with", "statement", "for 7", "while", "é", "if x:", "try", "日本", "else", "import", "\n", "🙂", "def")
 STOPS = ("e", "th", " a", "\n", "q;", "ing")
+FORMS = (
+    ("json", {"type": "array", "items": {"enum": ["the", 7, None]}, "maxItems": 9}),
+    ("regex", "(if|for)( x| y){1,20}:"),
+    ("choice", ["yes", "yes, but", "日本"]),
+    ("grammar", 'start: "(" [start] ")"'),
+)
+"""What some answers are bound to."""
 CLOSE = 2e-3
 """Log-probabilities of one token in batches of different shapes differ by roundings."""
 
@@ -96,6 +103,8 @@ def question(rng: random.Random, *, exact: bool = True, model: str | None = None
         body |= {"logprobs": True, "top_logprobs": most} if path == CHAT else {"logprobs": most}
     elif path == COMPLETIONS and rng.random() < 0.1:
         body["echo"] = True
+    if rng.random() < 0.15:
+        body["structured_outputs"] = dict([rng.choice(FORMS)])
     return Question(path, body, prompts * body.get("n", 1), exact)
 
 
