@@ -218,7 +218,7 @@ def generate(
     ] = None,
     regex: Annotated[str | None, typer.Option(help="The answer matches this regular expression.")] = None,
     choice: Annotated[
-        list[str] | None, typer.Option(help="The answer is this text, or another --choice; repeat for each.")
+        list[str] | None, typer.Option(help="The answer is one of the --choice texts; repeat for each.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
     **given: Any,
@@ -250,7 +250,7 @@ def _structured_outputs(json_schema: str | None, regex: str | None, choice: list
             json_schema = Path(json_schema).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise typer.BadParameter(
-                f"no JSON, and no file that could be read: {error}", param_hint="--json-schema"
+                f"it is neither a JSON object nor a readable file: {error}", param_hint="--json-schema"
             ) from None
     given = {"json": json_schema, "regex": regex, "choice": choice or None}
     named = {name: value for name, value in given.items() if value is not None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import jsonschema
 import numpy as np
@@ -16,7 +17,7 @@ from tokenizers import decoders, models
 
 from nxd_server import LLM, SamplingParams
 from nxd_server.engine.core.step_inputs import sampler_of
-from nxd_server.errors import GenerationError, RequestError
+from nxd_server.errors import RequestError
 from nxd_server.text.detokenize import byte_level_bytes
 from nxd_server.text.grammars import Grammars
 from nxd_server.text.structured_outputs import MOST_CHARACTERS, StructuredOutputs
@@ -253,6 +254,7 @@ WRONG = [
     ({"json": {"enum": []}}, "structured_outputs.json", "Unsatisfiable"),
     ({"json_object": False}, "structured_outputs.json_object", "must be true"),
     ({"regex": "(a"}, "structured_outputs.regex", "unclosed group"),
+    ({"regex": "a\\"}, "structured_outputs.regex", "ends with a backslash"),
     ({"regex": "(?=a)b"}, "structured_outputs.regex", "look-ahead"),
     ({"regex": "x" * (MOST_CHARACTERS + 1)}, "structured_outputs.regex", "at most"),
     ({"regex": 3}, "structured_outputs.regex", "a string"),
@@ -271,20 +273,50 @@ def test_a_wrong_constraint_is_refused_before_anything_runs(llm, asked, field, w
     assert sum(llm.engine.stats().bucket_steps.values()) == steps
 
 
-def test_a_grammar_that_becomes_too_complex_fails_its_own_answer_alone(llm):
-    """Every text of a's is ambiguous in exponentially many ways."""
-    words = " | ".join(f"w{number}" for number in range(60))
-    rules = "\n".join(
-        f"w{number}: A~1..{number + 1} w{(number * 7 + 1) % 60}? w{(number * 3 + 2) % 60}?" for number in range(60)
-    )
-    asked = {"grammar": f'start: ({words})+\n{rules}\nA: "a"'}
-    params = SamplingParams(max_tokens=TOKENS, temperature=0, structured_outputs=asked)
+def rules(count, of):
+    return "\n".join(of.format(number=number, next=number + 1) for number in range(count))
+
+
+HOSTILE = {
+    "ambiguous": "start: s\ns: " + " | ".join(f"s s t{number}" for number in range(60)) + " | A\nA: /[a-z]{1,3}/\n"
+    + rules(60, "t{number}: A?"),
+    "a chain of rules": rules(4000, "a{number}: a{next}").replace("a0:", "start:") + '\na4000: "x"',
+    "a chain of tokens": "start: A0\n" + rules(4000, "A{number}: A{next}") + '\nA4000: "x"',
+    "its notation": 'root ::= "a" b0\n' + rules(3000, 'b{number} ::= "a" b{next}') + '\nb3000 ::= "x"',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("grammar", HOSTILE)
+def test_a_hostile_grammar_costs_little_and_fails_its_own_answer_alone(llm, grammar):
+    """Of 1 to 60 kB: without limits they ended the process, or took seconds for each token."""
+    assert len(HOSTILE[grammar]) < MOST_CHARACTERS
+    params = SamplingParams(max_tokens=TOKENS, temperature=0, structured_outputs={"grammar": HOSTILE[grammar]})
+    used = time.process_time()
     try:
-        text = llm.generate("if", params)[0].outputs[0].text
-        assert set(text) <= {"a"}
-    except (GenerationError, RequestError) as error:
-        assert "complex" in str(error) or "too" in str(error)
+        llm.generate("if", params)
+    except RequestError as error:
+        assert "too complex" in str(error) and len(str(error)) < 700
+    assert time.process_time() - used < 20
     assert answers(llm, "if", structured_outputs={"choice": ["yes"]}) == [("yes", "stop")]
+
+
+def test_a_hostile_schema_costs_little(llm):
+    chain = {f"a{number}": {"$ref": f"#/$defs/a{number + 1}"} for number in range(1500)} | {"a1500": {"type": "null"}}
+    assert answers(llm, "if", structured_outputs={"json": {"$ref": "#/$defs/a0", "$defs": chain}}) == [("null", "stop")]
+    optional = {"type": "object", "properties": {f"p{number}": {"type": "null"} for number in range(1500)}}
+    with pytest.raises(RequestError, match=r"^structured_outputs: the grammar is too complex"):
+        answers(llm, "if", structured_outputs={"json": optional})
+
+
+def test_many_choices_and_special_names_in_them(llm):
+    many = [f"choice {number}" for number in range(3000)]
+    assert answers(llm, "if", structured_outputs={"choice": many})[0][0] in many
+    # The text of a special token's name, which no special token stands for; and what is special in other notations.
+    for text in ("<|user|>", "<|end|>x", "%llguidance", 'a"b\\c/d\n', "[a-z]+", "$^.*", "日本🤗"):
+        assert answers(llm, "if", structured_outputs={"choice": [text]}) == [(text, "stop")]
+        assert json.loads(answers(llm, "if", structured_outputs={"json": {"const": text}})[0][0]) == text
+    for grammar in ('root ::= "<|user|>"', 'start: "<|user|>"', '%llguidance {"no_forcing": true}\nstart: "<|user|>"'):
+        assert answers(llm, "if", structured_outputs={"grammar": grammar}) == [("<|user|>", "stop")]
 
 
 def test_what_cannot_follow_a_grammar_says_so(llm):
@@ -292,9 +324,9 @@ def test_what_cannot_follow_a_grammar_says_so(llm):
     wordpiece = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     wordpiece.decoder = decoders.WordPiece()
     with pytest.raises(RequestError, match="names no token that ends an answer"):
-        Grammars(llm.tokenizer, llm.engine.vocab_size, []).guide(asked)
-    with pytest.raises(RequestError, match=r"^structured_outputs: this model's tokenizer follows no grammar"):
-        Grammars(Tokenizer(wordpiece), 2, [0]).guide(asked)
+        Grammars(llm.tokenizer, llm.engine.vocab_size, []).compiled(asked)
+    with pytest.raises(RequestError, match=r"^structured_outputs: structured outputs need a tokenizer of bytes"):
+        Grammars(Tokenizer(wordpiece), 2, [0]).compiled(asked)
     inputs = {
         "temperature",
         "top_p",
@@ -321,28 +353,36 @@ def test_masks_of_models_with_more_or_fewer_tokens_than_the_tokenizer(llm):
     size = llm.tokenizer.raw.get_vocab_size(with_added_tokens=True)
     for vocab, ends in ((size + 70, [1, 3]), (size, [2, size + 9]), (size - 40, [1])):
         words = np.full(-(-vocab // 32), -1, np.int32)
-        guide = Grammars(llm.tokenizer, vocab, ends).guide(StructuredOutputs(choice=["ab"]))
+        guide = Grammars(llm.tokenizer, vocab, ends).compiled(StructuredOutputs(choice=["ab"])).guide()
         guide.allow(words)
         bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab]
         allowed = {llm.tokenizer.id_to_token(int(token)) for token in np.nonzero(bits)[0]}
         assert "a" in allowed and allowed <= {"a", "ab"}
         guide.take(llm.tokenizer.encode("a", add_special_tokens=False)[0])
         assert not guide.complete
-        finished = Grammars(llm.tokenizer, vocab, ends).guide(StructuredOutputs(regex="a*"))
+        finished = Grammars(llm.tokenizer, vocab, ends).compiled(StructuredOutputs(regex="a*")).guide()
         finished.allow(words)
         bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab]
         assert set(np.nonzero(bits)[0]) & {0, 1, 2, 3, 4, 5} == {token for token in ends if token < vocab}
-        with pytest.raises(GenerationError, match="cannot follow its grammar"):
+        with pytest.raises(RequestError, match="too complex"):
             guide.take(llm.tokenizer.encode("a", add_special_tokens=False)[0])
 
 
 def test_compiled_grammars_are_kept_and_not_shared(llm):
     grammars = Grammars(llm.tokenizer, llm.engine.vocab_size, llm.engine.eos_token_ids)
-    asked = StructuredOutputs(regex="ab*")
-    first, second = grammars.guide(asked), grammars.guide(StructuredOutputs(regex="ab*"))
-    assert list(grammars._compiled) == [("regex", "ab*")]
-    first.take(llm.tokenizer.encode("a", add_special_tokens=False)[0])
-    second.take(llm.tokenizer.encode("a", add_special_tokens=False)[0])
+    found = grammars.compiled(StructuredOutputs(regex="ab*"))
+    assert grammars.compiled(StructuredOutputs(regex="ab*")) is found
+    (letter,) = llm.tokenizer.encode("a", add_special_tokens=False)
+    for guide in (found.guide(), found.guide()):
+        guide.take(letter)
     for number in range(100):
-        grammars.guide(StructuredOutputs(regex=f"c{number}"))
+        grammars.compiled(StructuredOutputs(regex=f"c{number}"))
     assert len(grammars._compiled) == 64
+    assert grammars.compiled(StructuredOutputs(regex="ab*")) is not found
+
+
+def test_an_answer_whose_masks_take_too_long_is_ended(llm, monkeypatch):
+    monkeypatch.setattr("nxd_server.text.grammars.SECONDS", 0.0)
+    monkeypatch.setattr("nxd_server.text.grammars.SECONDS_PER_TOKEN", 0.0)
+    with pytest.raises(RequestError, match=r"^structured_outputs: the grammar is too complex: it takes too long"):
+        answers(llm, "if", structured_outputs={"regex": "new{3}"})

@@ -10,7 +10,7 @@ import numpy as np
 
 from nxd_infer.errors import ModelConfigError
 from nxd_server.engine.request import check_token_ids
-from nxd_server.errors import GenerationError, RequestError
+from nxd_server.errors import RequestError
 from nxd_server.text.chat_template import ChatTemplate, TemplateSources
 from nxd_server.text.grammars import Grammars
 from nxd_server.text.structured_outputs import StructuredOutputs
@@ -50,7 +50,7 @@ def grammar(place: Path) -> Target:
     words = np.empty(-(-byte_level().vocab_size // 32), np.int32)
 
     def read(data: bytes) -> None:
-        guide = grammars.guide(StructuredOutputs.of(json.loads(data)))
+        guide = grammars.compiled(StructuredOutputs.of(json.loads(data))).guide()
         for turn in range(12):
             if guide.complete:
                 break
@@ -61,7 +61,7 @@ def grammar(place: Path) -> Target:
                 break
             guide.take(token)
 
-    return Target("grammar", object_with(read), (RequestError, GenerationError))
+    return Target("grammar", object_with(read), (RequestError,))
 
 
 def tokenizer(place: Path) -> Target:

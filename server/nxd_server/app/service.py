@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from nxd_server.engine.adapter_slots import Adapter, Adapters
     from nxd_server.engine.events import OnEvent
     from nxd_server.engine.weight_gate import WholeRequest
+    from nxd_server.text.grammars import Compiled
 
 logger = logging.getLogger("nxd_server.service")
 
@@ -350,12 +351,10 @@ class Service(ServedModel):
         if self._worker is not None:
             self._worker.check_room(choices)
 
-    def prepare(self, params: SamplingParams) -> None:
-        """Compile the grammar that ``params`` asks for, which may take a second; raises the errors of
-        :meth:`Engine.prepare`."""
+    def grammar_of(self, params: SamplingParams) -> Compiled | None:
+        """Return the compiled grammar; raises the errors of :meth:`Engine.grammar_of`."""
         self.require_ready()
-        if self._engine is not None:
-            self._engine.prepare(params)
+        return None if self._engine is None else self._engine.grammar_of(params)
 
     def submit(
         self,
@@ -367,13 +366,21 @@ class Service(ServedModel):
         request_id: str,
         adapter: str | None = None,
         whole: WholeRequest | None = None,
+        grammar: Compiled | None = None,
     ) -> Ticket:
         """Queue a prompt; raises the errors of :meth:`Engine.submit`."""
         self.require_ready()
         if self._engine is None:
             raise RequestError("", f"{self.model_name!r} was not traced for generation")
         return self._engine.submit(
-            list(prompt), params, on_event, timeout=timeout, request_id=request_id, adapter=adapter, whole=whole
+            list(prompt),
+            params,
+            on_event,
+            timeout=timeout,
+            request_id=request_id,
+            adapter=adapter,
+            whole=whole,
+            grammar=grammar,
         )
 
     def submit_tensors(

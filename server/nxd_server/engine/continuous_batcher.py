@@ -27,7 +27,7 @@ from nxd_server.engine.generation_steps import GenerationSteps, steps_in_flight
 from nxd_server.engine.inbox import Inbox
 from nxd_server.engine.request import Choice
 from nxd_server.engine.speculation import Speculation
-from nxd_server.errors import DeadlineExceededError, GenerationError, ranks_failed
+from nxd_server.errors import DeadlineExceededError, GenerationError, RequestError, ranks_failed
 
 log = logging.getLogger("nxd_server.engine")
 
@@ -56,7 +56,7 @@ class ContinuousBatcher:
         self._scheduler = scheduler
         self._speculation = speculation
         self._steps = GenerationSteps(
-            parts.steps, inputs, steps_in_flight(parts.model, speculation.active), self._refuse
+            parts.steps, inputs, steps_in_flight(parts.model, speculation.active), self._fail_alone, self._refuse
         )
         self._graph_names = graph_names
         self._vocab_size = int(parts.model.manifest.metadata["vocab_size"])
@@ -160,8 +160,7 @@ class ContinuousBatcher:
                     top = gave.top(index, place, choice.params.logprobs) if choice.params.logprobs else ()
                     self._take_token(choice, token, logprob, top)
                 except Exception as error:  # its text could not be decoded: fail only this request
-                    log.exception("a token could not be handed over")
-                    self._fail(choice, _failure(error))
+                    self._fail_alone(choice, error)
 
     def _take_token(self, choice: Choice, token: int, logprob: float, top: tuple) -> None:
         params, guide = choice.params, choice.guide
@@ -201,6 +200,14 @@ class ContinuousBatcher:
 
     def _fail(self, choice: Choice, error: Exception, outcome: str = "error") -> None:
         self._end(choice, outcome, lambda usage, times: ErrorEvent(choice.index, error, usage, times))
+
+    def _fail_alone(self, choice: Choice, error: Exception) -> None:
+        """Fail a choice for what concerns no other: its inputs could not be built, or its token not be handed over."""
+        if isinstance(error, RequestError):
+            self._fail(choice, error)
+            return
+        log.error("an answer cannot go on", exc_info=error)
+        self._fail(choice, _failure(error))
 
     def _refuse(self, choice: Choice, error: Exception) -> None:
         self._scheduler.slots.forget()  # a choice that has ended may have been in the refused step

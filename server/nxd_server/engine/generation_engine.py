@@ -28,7 +28,7 @@ from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.engine.speculation import Speculation, split_graphs
 from nxd_server.engine.weight_gate import WholeRequest
 from nxd_server.errors import RequestError
-from nxd_server.text.grammars import Grammars, Guide
+from nxd_server.text.grammars import Compiled, Grammars
 from nxd_server.text.structured_outputs import StructuredOutputs
 from nxd_server.text.tokenizer import Tokenizer
 
@@ -126,6 +126,7 @@ class Engine(EngineControls):
         request_id: str | None = None,
         adapter: str | None = None,
         whole: WholeRequest | None = None,
+        grammar: Compiled | None = None,
     ) -> Ticket:
         """Queue a request; its events are sent from the engine's thread.
 
@@ -135,6 +136,7 @@ class Engine(EngineControls):
             timeout: seconds until the request fails with DeadlineExceededError, including queueing.
             adapter: the name of a loaded adapter; None is the model itself.
             whole: the request that this is a part of; the same weights answer all its parts.
+            grammar: what :meth:`grammar_of` returned for ``params``; else it is compiled here.
 
         Raises RequestError (PromptTooLongError and MaxTokensError if it does not fit into ``max_len``,
         UnknownModelError for the adapter), QueueFullError or EngineUnavailableError; then nothing is queued.
@@ -144,7 +146,7 @@ class Engine(EngineControls):
             prompt = check_prompt(prompt_tokens, self.vocab_size, self.max_len)
             new_tokens = max_new_tokens(params.max_tokens, len(prompt), self.max_len)
             samplers = self._checked_params(params)
-            guides = [self._guide(params) for _ in range(params.n)]
+            grammar = grammar or self.grammar_of(params)
             check_timeout(timeout)
         except RequestError:
             queue.rejected["invalid"] += 1
@@ -156,7 +158,7 @@ class Engine(EngineControls):
             self._check_tokens(len(prompt) * params.n)
             lora = self.adapters.take(adapter, params.n)
             before = () if self._encodes_prompts else prompt
-            for index, (sampler, guide) in enumerate(zip(samplers, guides, strict=True)):
+            for index, sampler in enumerate(samplers):
                 text = self.tokenizer.stream(params.stop, before) if self.tokenizer is not None else None
                 identity = next(self._ids)
                 choice = Choice(
@@ -164,7 +166,7 @@ class Engine(EngineControls):
                     prompt,
                     params,
                     new_tokens,
-                    guide=guide,
+                    guide=None if grammar is None else grammar.guide(),
                     ticket=ticket,
                     index=index,
                     sampler=sampler,
@@ -180,9 +182,15 @@ class Engine(EngineControls):
             ticket.whole.close()
         return ticket
 
-    def prepare(self, params: SamplingParams) -> None:
-        """Compile what ``params`` asks for, so that :meth:`submit` takes no time for it. Raises RequestError."""
-        self._guide(params)
+    def grammar_of(self, params: SamplingParams) -> Compiled | None:
+        """Return the compiled grammar that ``params`` asks for, if any; takes up to seconds. Raises RequestError."""
+        asked = params.structured_outputs
+        if asked is None:
+            return None
+        asked = StructuredOutputs.of(asked)
+        if self._grammars is None:
+            raise RequestError(asked.where, "needs a tokenizer, and this artifact has none")
+        return self._grammars.compiled(asked)
 
     def stats(self) -> EngineStats:
         stats = super().stats()
@@ -215,14 +223,6 @@ class Engine(EngineControls):
             )
             for index in range(params.n)
         ]
-
-    def _guide(self, params: SamplingParams) -> Guide | None:
-        asked = params.structured_outputs
-        if asked is None:
-            return None
-        if self._grammars is None:
-            raise RequestError("structured_outputs", "needs a tokenizer, and this artifact has none")
-        return self._grammars.guide(StructuredOutputs.of(asked))
 
     def _check_tokens(self, tokens: int) -> None:
         limit, waiting = self.max_queued_tokens, self._inbox.waiting_tokens

@@ -51,10 +51,11 @@ class GenerationSteps:
         steps: StepRunner,
         inputs: Mapping[str, StepInputs],
         depth: int,
+        fail: Callable[[Choice, Exception], None],
         refuse: Callable[[Choice, Exception], None],
     ):
-        """``depth``: most steps in flight."""
-        self._steps, self.inputs, self._refuse = steps, inputs, refuse
+        """``depth``: most steps in flight. ``fail(choice, error)`` ends a choice before its step begins."""
+        self._steps, self.inputs, self._fail, self._refuse = steps, inputs, fail, refuse
         self._in_flight = steps.in_flight
         self.depth = depth
 
@@ -73,8 +74,7 @@ class GenerationSteps:
             try:
                 inputs.put(len(rows), row, row.sequence.sampler)
             except Exception as error:  # one request's values must not stop the others' step
-                log.exception("a request's inputs could not be built")
-                self._refuse(row.sequence, error)
+                self._fail(row.sequence, error)
                 continue
             rows.append(row)
         for index in range(len(rows), inputs.batch):

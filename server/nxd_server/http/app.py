@@ -48,10 +48,11 @@ def create_app(service: Service, settings: ServerSettings) -> FastAPI:
     )
     metrics = Metrics(service)
     keys = Keys(settings.keys(), settings.admin())
-    prompts, tensors = (
-        ConcurrencyLimit(what, ENCODERS, settings.max_queued_requests) for what in ("prompts", "tensors")
+    prompts, tensors, grammars = (
+        ConcurrencyLimit(what, width, settings.max_queued_requests)
+        for what, width in (("prompts", ENCODERS), ("tensors", ENCODERS), ("grammars", 1))
     )
-    app.state.context = Context(service, settings, metrics, keys, prompts, tensors, Bodies())
+    app.state.context = Context(service, settings, metrics, keys, prompts, tensors, grammars, Bodies())
     app.state.in_flight = InFlight()
     app.state.connections = Connections(settings)
     metrics.watch(app.state.connections)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from nxd_server.http.api_keys import Keys
     from nxd_server.http.ops.metrics import Metrics
     from nxd_server.settings import ServerSettings
+    from nxd_server.text.grammars import Compiled
 
 BodyT = TypeVar("BodyT", bound=Body)
 T = TypeVar("T")
@@ -52,6 +53,7 @@ class Context:
     keys: Keys
     encoders: ConcurrencyLimit
     tensors: ConcurrencyLimit
+    grammars: ConcurrencyLimit
     bodies: Bodies
 
 
@@ -173,12 +175,13 @@ async def in_thread(
             trim_soon()
 
 
-async def prepare(request: Request, params: SamplingParams) -> None:
-    """Compile the grammar that ``params`` asks for, if any. Raises RequestError if it is not valid."""
-    if params.structured_outputs is not None:
-        context = context_of(request)
-        work = functools.partial(context.service.prepare, params)
-        await unless_left(request, in_thread(context, work, 0))
+async def compiled_grammar(request: Request, params: SamplingParams) -> Compiled | None:
+    """Return the grammar that ``params`` asks for, if any. Raises RequestError if it is not valid."""
+    if params.structured_outputs is None:
+        return None
+    context = context_of(request)
+    work = functools.partial(context.service.grammar_of, params)
+    return await unless_left(request, context.grammars.run(work))
 
 
 async def encode_prompts(

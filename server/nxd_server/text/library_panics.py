@@ -1,6 +1,6 @@
-"""Panics of the ``tokenizers`` library as ordinary exceptions.
+"""Panics of ``tokenizers`` and ``llguidance`` as ordinary exceptions.
 
-Its Rust code panics on some damaged files, texts and ids. The class of a panic cannot be imported and is not an
+Their Rust code panics on some damaged files, texts and ids. The class of a panic cannot be imported and is not an
 Exception, so it would end the thread that it reaches, with everyone whom that serves.
 """
 

@@ -3,6 +3,7 @@ a grammar."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -10,8 +11,10 @@ from typing import Any
 
 from nxd_server.errors import RequestError
 
-MOST_CHARACTERS = 2**18
+MOST_CHARACTERS = 2**16
 """Of a schema, an expression or a grammar."""
+MOST_MADE = 2**18
+"""Of a grammar that was made of several."""
 
 BLANKS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
 """Between the tokens of JSON. Enough to indent; without a limit, a model may write blanks up to ``max_tokens``."""
@@ -37,6 +40,8 @@ class StructuredOutputs:
     """A context-free grammar in Lark's notation or in llama.cpp's (GBNF)."""
     where: str = field(default="structured_outputs", compare=False)
     """The request's field that this was made of, for errors."""
+    made: bool = field(default=False, compare=False)
+    """Whether it was made of several, each within the limit."""
 
     def __post_init__(self) -> None:
         given = [name for name in FORMS if getattr(self, name) is not None]
@@ -52,8 +57,9 @@ class StructuredOutputs:
             raise self.error(given[0], "must be a string")
         if given[0] == "choice" and not (_texts(value) and value):
             raise self.error("choice", "must be a list of one or more strings")
-        if len(self.text) > MOST_CHARACTERS:
-            raise self.error(given[0], f"has {len(self.text)} characters; at most {MOST_CHARACTERS} are taken")
+        most = MOST_MADE if self.made else MOST_CHARACTERS
+        if len(self.text) > most:
+            raise self.error(given[0], f"has {len(self.text)} characters; at most {most} are taken")
 
     @classmethod
     def of(cls, value: StructuredOutputs | Mapping[str, Any]) -> StructuredOutputs:
@@ -73,13 +79,13 @@ class StructuredOutputs:
         """The name of the field that is given."""
         return next(name for name in FORMS if getattr(self, name) is not None)
 
-    @property
+    @functools.cached_property
     def text(self) -> str:
         """The constraint as one text; with :attr:`form` it says all."""
         value = getattr(self, self.form)
         if self.form == "json_object":
             return '{"type":"object"}'
-        return value if isinstance(value, str) else json.dumps(value)
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
     @property
     def schema(self) -> Mapping[str, Any]:
@@ -103,7 +109,7 @@ def json_rule(schema: Mapping[str, Any]) -> str:
     return "%json " + json.dumps({**schema, "x-guidance": BLANKS})
 
 
-FORMS = tuple(one.name for one in fields(StructuredOutputs) if one.name != "where")
+FORMS = tuple(one.name for one in fields(StructuredOutputs) if one.name not in ("where", "made"))
 
 
 def _texts(value: Any) -> bool:

@@ -170,19 +170,15 @@ def call_rules(
     """
     before, after, between, key = "", "", '"; "', "parameters"
     if tool_format == "hermes":
-        first, last = (tag if tokenizer.raw.token_to_id(tag) is not None else _quoted(tag) for tag in (OPEN, CLOSE))
+        first, last = (tag if tokenizer.raw.token_to_id(tag) is not None else json.dumps(tag) for tag in (OPEN, CLOSE))
         before, after, between, key = f"{first} LINE", f"LINE {last}", "LINE", "arguments"
     rules = ["LINE: /\\n?/", f"calls: call ({between} call)*" if several else "calls: call"]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
     for number, (name, schema) in enumerate(tools):
         head = f'{{"name": {json.dumps(name)}, "{key}": '
-        rules.append(f'call_{number}: {before} {_quoted(head)} arguments_{number} "}}" {after}')
+        rules.append(f'call_{number}: {before} {json.dumps(head)} arguments_{number} "}}" {after}')
         rules.append(f"arguments_{number}: {json_rule({'type': 'object', **schema})}")
     return rules
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text)
 
 
 def format_of(templates: Iterable[str]) -> str | None:

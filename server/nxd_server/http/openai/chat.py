@@ -41,9 +41,9 @@ from nxd_server.http.openai.tools import (
 from nxd_server.http.request_context import (
     Context,
     check_model,
+    compiled_grammar,
     context_of,
     encode_text,
-    prepare,
     request_id,
     require_task,
     seconds_left,
@@ -168,10 +168,10 @@ async def chat(request: Request, body: ChatBody) -> Any:
     tokenizer, wanted = service.require_tokenizer(), wanted_form(body)
     params = params.replace(structured_outputs=with_calls(body, wanted, tools, service.tool_format, tokenizer))
     try:
-        await prepare(request, params)
+        grammar = await compiled_grammar(request, params)
     except RequestError:
         for part in (*([wanted] if wanted else []), *schemas_of(tools)):
-            await prepare(request, params.replace(structured_outputs=part))  # its error says where
+            await compiled_grammar(request, params.replace(structured_outputs=part))  # its error says where
         raise
     tokens = await unless_left(request, chat_prompt(context, body.messages, body.chat_template_kwargs, tools))
     room = max_new_tokens(asked, len(tokens), service.max_len, field)
@@ -185,6 +185,7 @@ async def chat(request: Request, body: ChatBody) -> Any:
         request_id=request_id(request),
         whole=whole_of(request),
         adapter=adapter,
+        grammar=grammar,
     )
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
     head["model"] = adapter or service.model_name

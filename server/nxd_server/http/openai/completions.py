@@ -23,9 +23,9 @@ from nxd_server.http.openai.schemas import CompletionBody, token_lists
 from nxd_server.http.openai.stream_usage import Tails, usage_object
 from nxd_server.http.request_context import (
     check_model,
+    compiled_grammar,
     context_of,
     encode_prompts,
-    prepare,
     request_id,
     require_task,
     seconds_left,
@@ -84,7 +84,7 @@ async def completions(request: Request, body: CompletionBody) -> Any:
     defaults = service.sampling_defaults
     params = body.sampling(body.max_tokens, body.logprobs, defaults)  # a wrong value: before long prompts are tokenized
     params = params.replace(structured_outputs=wanted_form(body))
-    await prepare(request, params)
+    grammar = await compiled_grammar(request, params)
     tokens = await unless_left(request, encode_prompts(context, prompts, "prompt", special=body.add_special_tokens))
     if body.max_tokens is None:
         rooms = [max_new_tokens(None, len(ids), service.max_len) for ids in tokens]
@@ -102,6 +102,7 @@ async def completions(request: Request, body: CompletionBody) -> Any:
         request_id=request_id(request),
         whole=whole_of(request),
         adapter=adapter,
+        grammar=grammar,
     )
     echoes = [""] * len(tokens)
     if body.echo:

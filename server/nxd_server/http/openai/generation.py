@@ -20,6 +20,7 @@ from nxd_server.http.request_body import ClientLeft
 if TYPE_CHECKING:
     from nxd_server.app.service import Service
     from nxd_server.http.ops.metrics import Metrics
+    from nxd_server.text.grammars import Compiled
 
 _LEFT: Any = object()
 
@@ -42,8 +43,9 @@ class Generation:
         request_id: str,
         whole: WholeRequest,
         adapter: str | None = None,
+        grammar: Compiled | None = None,
     ):
-        """``params``: of each prompt, with the same ``n``."""
+        """``params``: of each prompt, with the same ``n`` and ``grammar``."""
         self._service = service
         self._metrics = metrics
         self._prompts = prompts
@@ -55,6 +57,7 @@ class Generation:
         self._request_id = request_id
         self._whole = whole
         self._adapter = adapter
+        self._grammar = grammar
         self._mailbox: Mailbox | None = None
         self._tickets: list[Any] = []
         self._watcher: asyncio.Task[None] | None = None
@@ -90,6 +93,7 @@ class Generation:
                         request_id=self._request_id,
                         adapter=self._adapter,
                         whole=self._whole,
+                        grammar=self._grammar,
                     )
                 )
         except BaseException:  # all or nothing

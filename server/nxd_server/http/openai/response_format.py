@@ -12,6 +12,8 @@ from nxd_server.text.structured_outputs import StructuredOutputs, json_rule
 from nxd_server.text.tokenizer import Tokenizer
 from nxd_server.text.tool_calls import call_rules
 
+NEUTRAL = ("json_object", "disable_any_whitespace", "disable_additional_properties", "disable_fallback")
+"""Fields of vLLM's that say nothing if they are false."""
 SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 
 
@@ -21,8 +23,12 @@ def wanted_form(body: SamplingBody) -> StructuredOutputs | None:
     if body.structured_outputs is None or body.structured_outputs == {}:
         return wanted
     if wanted is not None:
-        raise bad_request("`response_format` and `structured_outputs` are two forms of one answer", "response_format")
-    return StructuredOutputs.of({name: value for name, value in body.structured_outputs.items() if value is not None})
+        raise bad_request("send `response_format` or `structured_outputs`, not both", "response_format")
+    given = {
+        name: value for name, value in body.structured_outputs.items() if name not in NEUTRAL or value is not False
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    return StructuredOutputs.of(given) if given else wanted
 
 
 def _of_response_format(value: dict[str, Any] | None) -> StructuredOutputs | None:
@@ -35,8 +41,8 @@ def _of_response_format(value: dict[str, Any] | None) -> StructuredOutputs | Non
             f"`response_format.type` must be 'text', 'json_object' or 'json_schema', got {clip(repr(kind))}",
             "response_format.type",
         )
-    for name in value:
-        if name not in known:
+    for name, given in value.items():
+        if name not in known and given is not None:
             raise unsupported(f"response_format.{clip(name)}", f"a format of the type {kind!r} has no such field")
     if kind == "text":
         return None
@@ -70,16 +76,20 @@ def with_calls(
         return wanted
     if wanted is not None and wanted.form not in ("json", "json_object"):
         raise bad_request(
-            "`structured_outputs` takes no tools beside it but with json; send tool_choice 'none'", "structured_outputs"
+            "with `tools`, `structured_outputs` must be json or json_object; or send tool_choice 'none'",
+            "structured_outputs",
         )
     named = choice["function"]["name"] if isinstance(choice, dict) else None
     callable_ = [tool["function"] for tool in tools if named in (None, tool["function"]["name"])]
     several = named is None and makes_several(body, tool_format)
+    _ = schemas_of(tools)  # within the limits, each
     rules = call_rules(tool_format, [(one["name"], one["parameters"]) for one in callable_], several, tokenizer)
     start = "start: calls"
     if not forced and wanted is not None:
         start, rules = "start: calls | answer", [*rules, f"answer: {json_rule(wanted.schema)}"]
-    return StructuredOutputs(grammar="\n".join([start, *rules]), where="tools" if wanted is None else wanted.where)
+    return StructuredOutputs(
+        grammar="\n".join([start, *rules]), where="tools" if wanted is None else wanted.where, made=True
+    )
 
 
 def schemas_of(tools: Sequence[dict[str, Any]]) -> list[StructuredOutputs]:

@@ -85,6 +85,8 @@ def _checked(tool: dict[str, Any], where: str) -> dict[str, Any]:
     for field, kind, what in (("description", str, "a string"), ("parameters", dict, "an object")):
         if not isinstance(function.get(field), (kind, type(None))):
             raise bad_request(f"`{where}.function.{field}` must be {what}", f"{where}.function.{field}")
+    if (function.get("parameters") or {}).get("type", "object") != "object":
+        raise bad_request(f"`{where}.function.parameters.type` must be 'object'", f"{where}.function.parameters.type")
     kept = {key: value for key, value in function.items() if value is not None and key != "strict"}
     # Both may be left out, and some models' templates need them.
     return {"type": "function", "function": {"description": "", "parameters": NO_PARAMETERS, **kept}}
