@@ -71,7 +71,13 @@ def test_both_routes_take_every_form(server, route):
     assert re.fullmatch("[0-9]{5}", text_of(server, route, {"structured_outputs": {"regex": "[0-9]{5}"}}))
     assert text_of(server, route, {"structured_outputs": {"grammar": 'start: "a" "b"', "json": None}}) == "ab"
     free = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    for nothing in ({"response_format": {"type": "text"}}, {"structured_outputs": {}}, {}):
+    nothings = (
+        {"response_format": {"type": "text", "json_schema": None}},
+        {"structured_outputs": {}},
+        {"structured_outputs": {"json_object": False, "regex": None, "disable_any_whitespace": False}},
+        {},
+    )
+    for nothing in nothings:
         body = {"messages": HELLO} if route == CHAT else {"prompt": "Hello"}
         (choice,) = server.post(route, {**body, **free, **nothing}).json()["choices"]
         assert choice["finish_reason"] == "length"

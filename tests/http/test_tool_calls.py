@@ -348,6 +348,10 @@ WRONG = [
     ({"tools": TOOLS, "tool_choice": 3}, "tool_choice"),
     ({"tools": [TOOLS[0], STRANGE], "tool_choice": "required"}, "tools[1].function.parameters"),
     ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]},
+        "tools[0].function.parameters.type",
+    ),
     ({"messages": [{**CALLED, "tool_calls": "x"}]}, "messages[0].tool_calls"),
     ({"messages": [{**CALLED, "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
     (

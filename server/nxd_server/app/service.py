@@ -353,7 +353,6 @@ class Service(ServedModel):
 
     def grammar_of(self, params: SamplingParams) -> Compiled | None:
         """Return the compiled grammar; raises the errors of :meth:`Engine.grammar_of`."""
-        self.require_ready()
         return None if self._engine is None else self._engine.grammar_of(params)
 
     def submit(

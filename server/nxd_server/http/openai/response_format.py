@@ -20,15 +20,16 @@ SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 def wanted_form(body: SamplingBody) -> StructuredOutputs | None:
     """Return what the text of the answer must be; None for any text. Raises ApiError: 400 naming the field."""
     wanted = _of_response_format(body.response_format)
-    if body.structured_outputs is None or body.structured_outputs == {}:
+    given = {
+        name: value
+        for name, value in (body.structured_outputs or {}).items()
+        if value is not None and not (value is False and name in NEUTRAL)
+    }
+    if not given:
         return wanted
     if wanted is not None:
         raise bad_request("send `response_format` or `structured_outputs`, not both", "response_format")
-    given = {
-        name: value for name, value in body.structured_outputs.items() if name not in NEUTRAL or value is not False
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    return StructuredOutputs.of(given) if given else wanted
+    return StructuredOutputs.of(given)
 
 
 def _of_response_format(value: dict[str, Any] | None) -> StructuredOutputs | None:
