@@ -152,10 +152,12 @@ MALFORMED = [
         ("max_tokens", 10**6), ("max_tokens", True), ("prompt", []), ("prompt", [-1]), ("prompt", [10**9]),
         ("prompt", [288]), ("prompt", [5] * 257), ("prompt", [[5], "a"]), ("prompt", 7), ("prompt", "\ud800"),
         ("stop", ""), ("stop", ["a"] * 2000), ("stop", [str(i) for i in range(17)]), ("logit_bias", {"a": 1}),
-        ("logit_bias", {"9999": 1}), ("logit_bias", {"5": 101}), ("min_tokens", 3),
+        ("logit_bias", {"5": 101}), ("min_tokens", 3), ("structured_outputs", {"regex": "(a"}),
+        ("structured_outputs", {"grammar": "start: nothing"}), ("response_format", {"type": "xml"}),
         ("logprobs", 999), ("top_p", 1.5), ("seed", 2**70), ("stream_options", {}), ("secret", 1), ("best_of", 2),
         ("suffix", "x"), ("stop_token_ids", [1] * 2000), ("presence_penalty", 9),
     )),
+    (*_wrong(logit_bias={"9999": 1}), 429),  # the engine says it, if it has room
     ("POST", COMPLETIONS, json.dumps({"prompt": "a", "model": "nobody"}).encode(), 404),
     ("POST", COMPLETIONS, b"", 400),
     ("POST", COMPLETIONS, b"{", 400),
@@ -177,9 +179,9 @@ async def malformed(soak: Soak, rng: random.Random) -> None:
     await refuse(soak, *rng.choice(MALFORMED))
 
 
-async def refuse(soak: Soak, method: str, path: str, body: bytes, status: int) -> None:
+async def refuse(soak: Soak, method: str, path: str, body: bytes, *statuses: int) -> None:
     answer = await soak.ask(method, path, body)
-    soak.allow(answer, (method, path, body[:200]), status)
+    soak.allow(answer, (method, path, body[:200]), *statuses)
 
 
 async def forbidden(soak: Soak, rng: random.Random) -> None:
