@@ -247,7 +247,7 @@ def _structured_outputs(json_schema: str | None, regex: str | None, choice: list
     """Return the options about the answer's form in the form of ``SamplingParams.structured_outputs``."""
     if json_schema is not None and not json_schema.lstrip().startswith("{"):
         try:
-            json_schema = Path(json_schema).read_text()
+            json_schema = Path(json_schema).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise typer.BadParameter(
                 f"it is neither a JSON object nor a readable file: {error}", param_hint="--json-schema"

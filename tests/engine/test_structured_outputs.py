@@ -379,8 +379,13 @@ def test_compiled_grammars_are_kept_and_not_shared(llm):
     assert grammars.compiled(StructuredOutputs(regex="ab*")) is not found
 
 
-def test_an_answer_whose_masks_take_too_long_is_ended(llm, monkeypatch):
+def test_an_answer_whose_masks_take_too_long_is_ended_alone(llm, monkeypatch):
+    """Before its step begins: what other slots hold for later prompts stays."""
+    asked, prompt = {"regex": "new{3}"}, "the statement that begins a long text of many words"
+    answers(llm, "if", structured_outputs=asked)
+    short = FREE.replace(max_tokens=4)
+    llm.generate(prompt, short)
     monkeypatch.setattr("nxd_server.text.grammars.SECONDS", 0.0)
-    monkeypatch.setattr("nxd_server.text.grammars.SECONDS_PER_TOKEN", 0.0)
     with pytest.raises(RequestError, match=r"^structured_outputs: the grammar is too complex: it takes too long"):
-        answers(llm, "if", structured_outputs={"regex": "new{3}"})
+        answers(llm, "if", structured_outputs=asked)
+    assert llm.generate(prompt, short)[0].usage.cached_tokens > 0

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from nxd_server.engine.adapter_slots import Adapter, Adapters
     from nxd_server.engine.events import OnEvent
     from nxd_server.engine.weight_gate import WholeRequest
-    from nxd_server.text.grammars import Compiled
+    from nxd_server.text.grammars import CompiledGrammar
 
 logger = logging.getLogger("nxd_server.service")
 
@@ -351,7 +351,7 @@ class Service(ServedModel):
         if self._worker is not None:
             self._worker.check_room(choices)
 
-    def grammar_of(self, params: SamplingParams) -> Compiled | None:
+    def grammar_of(self, params: SamplingParams) -> CompiledGrammar | None:
         """Return the compiled grammar; raises the errors of :meth:`Engine.grammar_of`."""
         return None if self._engine is None else self._engine.grammar_of(params)
 
@@ -365,7 +365,7 @@ class Service(ServedModel):
         request_id: str,
         adapter: str | None = None,
         whole: WholeRequest | None = None,
-        grammar: Compiled | None = None,
+        grammar: CompiledGrammar | None = None,
     ) -> Ticket:
         """Queue a prompt; raises the errors of :meth:`Engine.submit`."""
         self.require_ready()

@@ -28,7 +28,7 @@ from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.engine.speculation import Speculation, split_graphs
 from nxd_server.engine.weight_gate import WholeRequest
 from nxd_server.errors import RequestError
-from nxd_server.text.grammars import Compiled, Grammars
+from nxd_server.text.grammars import CompiledGrammar, Grammars
 from nxd_server.text.structured_outputs import StructuredOutputs
 from nxd_server.text.tokenizer import Tokenizer
 
@@ -126,7 +126,7 @@ class Engine(EngineControls):
         request_id: str | None = None,
         adapter: str | None = None,
         whole: WholeRequest | None = None,
-        grammar: Compiled | None = None,
+        grammar: CompiledGrammar | None = None,
     ) -> Ticket:
         """Queue a request; its events are sent from the engine's thread.
 
@@ -182,7 +182,7 @@ class Engine(EngineControls):
             ticket.whole.close()
         return ticket
 
-    def grammar_of(self, params: SamplingParams) -> Compiled | None:
+    def grammar_of(self, params: SamplingParams) -> CompiledGrammar | None:
         """Return the compiled grammar that ``params`` asks for, if any; takes up to seconds. Raises RequestError."""
         asked = params.structured_outputs
         if asked is None:

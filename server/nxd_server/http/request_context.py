@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from nxd_server.http.api_keys import Keys
     from nxd_server.http.ops.metrics import Metrics
     from nxd_server.settings import ServerSettings
-    from nxd_server.text.grammars import Compiled
+    from nxd_server.text.grammars import CompiledGrammar
 
 BodyT = TypeVar("BodyT", bound=Body)
 T = TypeVar("T")
@@ -175,7 +175,7 @@ async def in_thread(
             trim_soon()
 
 
-async def compiled_grammar(request: Request, params: SamplingParams) -> Compiled | None:
+async def compiled_grammar(request: Request, params: SamplingParams) -> CompiledGrammar | None:
     """Return the grammar that ``params`` asks for, if any. Raises RequestError if it is not valid."""
     if params.structured_outputs is None:
         return None

@@ -52,9 +52,9 @@ class Grammars:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | str | None = None
         """Or why there is none."""
-        self._compiled: OrderedDict[tuple[str, str], Compiled] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()
 
-    def compiled(self, asked: StructuredOutputs) -> Compiled:
+    def compiled(self, asked: StructuredOutputs) -> CompiledGrammar:
         """Return the compiled grammar. Takes up to seconds the first time.
 
         Raises RequestError if it is not valid, too complex, or uses what the library does not have.
@@ -71,7 +71,7 @@ class Grammars:
                 self._compiled.popitem(last=False)
         return found
 
-    def _compile(self, asked: StructuredOutputs) -> Compiled:
+    def _compile(self, asked: StructuredOutputs) -> CompiledGrammar:
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError:
@@ -86,7 +86,7 @@ class Grammars:
             raise asked.error(asked.form, _reason(str(error))) from None
         if matcher.is_error():
             raise asked.error(asked.form, _reason(matcher.get_error()))
-        found = Compiled(matcher, self._vocab_size, self._ends, asked.where)
+        found = CompiledGrammar(matcher, self._vocab_size, self._ends, asked.where)
         found.guide().allow(np.empty(-(-self._vocab_size // 32), np.int32))  # whether a mask can be computed
         return found
 
@@ -113,7 +113,7 @@ class Grammars:
             return f"structured outputs need a tokenizer of bytes, which this model's is not ({error})"
 
 
-class Compiled:
+class CompiledGrammar:
     """A grammar at its beginning."""
 
     def __init__(self, matcher: LLMatcher, *options: Any):
@@ -214,9 +214,9 @@ def _reason(message: str) -> str:
     return text if len(text) <= MOST_WORDS else f"{text[:MOST_WORDS]}..."
 
 
-def _on_deep_stack(work: Callable[[], Compiled]) -> Compiled:
+def _on_deep_stack(work: Callable[[], CompiledGrammar]) -> CompiledGrammar:
     """Return ``work()`` of a thread with a stack of ``STACK`` bytes, of which it touches what it needs."""
-    outcome: list[Compiled | BaseException] = []
+    outcome: list[CompiledGrammar | BaseException] = []
 
     def run() -> None:
         try:

@@ -20,7 +20,7 @@ from nxd_server.http.request_body import ClientLeft
 if TYPE_CHECKING:
     from nxd_server.app.service import Service
     from nxd_server.http.ops.metrics import Metrics
-    from nxd_server.text.grammars import Compiled
+    from nxd_server.text.grammars import CompiledGrammar
 
 _LEFT: Any = object()
 
@@ -43,7 +43,7 @@ class Generation:
         request_id: str,
         whole: WholeRequest,
         adapter: str | None = None,
-        grammar: Compiled | None = None,
+        grammar: CompiledGrammar | None = None,
     ):
         """``params``: of each prompt, with the same ``n`` and ``grammar``."""
         self._service = service

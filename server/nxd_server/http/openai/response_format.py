@@ -81,16 +81,16 @@ def with_calls(
             "structured_outputs",
         )
     named = choice["function"]["name"] if isinstance(choice, dict) else None
-    callable_ = [tool["function"] for tool in tools if named in (None, tool["function"]["name"])]
+    names = [tool["function"]["name"] for tool in tools]
+    arguments = [
+        (name, one.schema) for name, one in zip(names, schemas_of(tools), strict=True) if named in (None, name)
+    ]
     several = named is None and makes_several(body, tool_format)
-    _ = schemas_of(tools)  # within the limits, each
-    rules = call_rules(tool_format, [(one["name"], one["parameters"]) for one in callable_], several, tokenizer)
+    rules = call_rules(tool_format, arguments, several, tokenizer)
     start = "start: calls"
     if not forced and wanted is not None:
         start, rules = "start: calls | answer", [*rules, f"answer: {json_rule(wanted.schema)}"]
-    return StructuredOutputs(
-        grammar="\n".join([start, *rules]), where="tools" if wanted is None else wanted.where, made=True
-    )
+    return StructuredOutputs(grammar="\n".join([start, *rules]), where="tools", made=True)
 
 
 def schemas_of(tools: Sequence[dict[str, Any]]) -> list[StructuredOutputs]:
