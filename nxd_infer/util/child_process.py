@@ -75,6 +75,11 @@ class ChildProcess:
         """Wait for its end; False if it still runs after ``seconds``."""
         return bool(wait_for_an_end([self], seconds))
 
+    def end_descriptor(self) -> int:
+        """Return a new descriptor that is readable once it has ended. Raises OSError on an old kernel, and if it was
+        reaped already."""
+        return os.pidfd_open(self.pid)
+
     def explain(self) -> str:
         """Return how it ended: ``ended with status 1``, ``was ended by SIGKILL``."""
         code = self.returncode
@@ -92,7 +97,8 @@ class ChildProcess:
     def terminate(self) -> None:
         """Send SIGTERM only to the process itself, so that it can end what it has started."""
         if self.running:
-            self._process.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
 
     def end(self, patience: float = 0.0) -> None:
         """Wait ``patience`` seconds for its end, then kill it; in any case kill what it left behind."""
@@ -132,7 +138,7 @@ def wait_for_an_end(children: Sequence[ChildProcess], seconds: float) -> list[Ch
         descriptors: list[int] = []
         try:
             for child in children:
-                descriptors.append(os.pidfd_open(child.pid))
+                descriptors.append(child.end_descriptor())
                 held.callback(os.close, descriptors[-1])
             step = seconds
         except OSError:  # an old kernel, or a process that was already reaped

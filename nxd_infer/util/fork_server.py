@@ -1,0 +1,336 @@
+"""Start a Python program as a fork of a process that has imported it: that takes milliseconds, an interpreter seconds.
+
+:func:`fork_server` starts that process (``fork_server_main.py``), and :meth:`ForkServer.fork` a program. It is to be
+what a new interpreter would be, so a server has one program, one environment, and one set of limits, rights and
+signals; this process keeps one server, and replaces it when any of these differ. It is for programs that do not
+calculate with NumPy, which has one thread in a server's children.
+
+A server ends with this process, and some time after its last child. A child ends with its server, and when its
+:class:`ForkedProcess` is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess  # nosec B404
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from nxd_infer.util.child_process import END_SECONDS, ChildProcess
+from nxd_infer.util.python_command import python_module
+
+MOST_DESCRIPTORS = 200
+"""A child that inherits more is not forked: the kernel sends at most 253 at once."""
+IDLE_SECONDS = 60.0
+"""How long a server without children stays."""
+_IMPORT_SECONDS = 200.0
+"""How long the import may take, on a busy machine with cold files. Then new interpreters may try ..."""
+_STOPPED_SECONDS = 20.0
+"""... and so they may if it has taken this long when somebody gave up waiting."""
+_LOOK_SECONDS = 0.02
+"""How often to look whether an answer is still wanted."""
+_LATE = {"_", "OLDPWD", "PWD", "PYTEST_CURRENT_TEST", "SHLVL"}
+"""With names that begin with ``NXD_``, the variables in which children of one server may differ: none is read while
+torch and this package are imported."""
+_BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
+"""With these, OpenMP chooses cores while torch is imported, of those that the importing process may use."""
+_RIGHTS = ("Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "SigBlk", "SigIgn", "Umask", "Mems_allowed")
+"""Lines of ``/proc/self/status`` that a new process takes from the one that starts it."""
+
+
+class CannotForkError(Exception):
+    """The fork server cannot do this. A new interpreter can, or says why it cannot either."""
+
+
+class ForkedProcess(ChildProcess):
+    """A child of a fork server, which reaps it, and kills what it leaves behind."""
+
+    def __init__(self, pid: int, status: socket.socket, stdout: IO[bytes] | None):
+        """``status``: where the server says how it ended."""
+        self.pid = pid
+        self.stdin = None
+        self.stdout = stdout
+        self._status = status
+        self._lost = False
+        try:
+            self._pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:  # it was reaped already
+            self._pidfd = -1
+
+    def __del__(self) -> None:
+        self._status.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit status, or minus the number of the signal that ended it, or None while it runs."""
+        try:  # without taking it: other threads, and `end_descriptor`, are to see it too
+            written = self._status.recv(1 << 10, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        return json.loads(written)["status"] if written else self._end_of_a_lost_one()
+
+    def _end_of_a_lost_one(self) -> int | None:
+        """The server was killed, and the kernel kills its children; nobody kills what these have started."""
+        if not self._lost:
+            self._lost = True  # once, because its pid may then be another's
+            self._kill_group()
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        if self._pidfd >= 0 and not poll.poll(0):
+            return None
+        with contextlib.suppress(ChildProcessError):  # of process 1 it is a child now
+            os.waitpid(self.pid, os.WNOHANG)
+        return -signal.SIGKILL
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def end_descriptor(self) -> int:
+        """Return a new descriptor that is readable once it has ended."""
+        return os.dup(self._status.fileno())
+
+    def explain(self) -> str:
+        """Return how it ended."""
+        ended = super().explain()
+        return f"{ended}, with the process that it was forked from" if self._lost else ended
+
+    def kill(self) -> None:
+        """Send SIGKILL to it and to the processes that it has started."""
+        if self.returncode is None:
+            self._kill_group()
+
+    def end(self, patience: float = 0.0) -> None:
+        """Wait ``patience`` seconds for its end, then kill it; in any case kill what it left behind."""
+        self.wait(patience)
+        self.kill()
+        self.wait(END_SECONDS)
+        if self.stdout is not None:
+            self.stdout.close()
+
+
+@dataclass
+class _Running:
+    """What the thread that starts a server, and waits for its end, shares with others."""
+
+    process: subprocess.Popen[bytes] | None = None
+    started: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: str = ""
+
+    def live(self, command: Sequence[str], environment: Mapping[str, str], descriptor: int) -> None:
+        """The kernel ends the server when this thread ends, which is with this process."""
+        try:
+            self.process = subprocess.Popen(  # nosec B603  # this interpreter and our own code
+                command,
+                env=environment,
+                pass_fds=[descriptor],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self.error = f"it does not start: {error}"
+            return
+        finally:
+            self.started.set()
+        self.process.wait()
+        self.ended.set()
+
+
+class ForkServer:
+    """This process's end of a fork server, which may still be importing. Once this object is gone, the server ends
+    after its last child."""
+
+    def __init__(self, module: str, environment: Mapping[str, str]):
+        """Raises CannotForkError if the system does not let it start."""
+        self.failure = ""
+        """Why it cannot fork, once that is known."""
+        self._forked = False
+        self._begun = time.monotonic()
+        self._running = _Running()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        words = (str(theirs.fileno()), str(os.getpid()), str(IDLE_SECONDS), module)
+        command = python_module("nxd_infer.util.fork_server_main", *words)
+        # NumPy starts its threads when it is imported, and a process with threads must not fork.
+        own = {**environment, "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        live, arguments = self._running.live, (command, own, theirs.fileno())
+        try:
+            threading.Thread(target=live, args=arguments, name="nxd-fork-server", daemon=True).start()
+            self._running.started.wait()
+            self.failure = self._running.error
+        except RuntimeError as error:
+            self.failure = f"the system does not let a thread start: {error}"
+        finally:
+            theirs.close()
+        self.check()
+
+    def __del__(self) -> None:
+        self._control.close()
+
+    @property
+    def usable(self) -> bool:
+        """False once it has ended as it should: then another one may work."""
+        return bool(self.failure) or not self._running.ended.is_set()
+
+    def check(self) -> None:
+        """Raise CannotForkError if it has shown that it cannot fork."""
+        if self.failure:
+            raise CannotForkError(self.failure)
+
+    def fork(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        inherit: Iterable[int],
+        stdout: int | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> ForkedProcess:
+        """Run ``command``, one of ``python_command.py``, once the server has imported its module.
+
+        Args:
+            environment, inherit: as for ChildProcess; the child reads nothing.
+            stdout: PIPE, for its output and its errors, or None, for those of this process.
+            stopped: whether the child is wanted no more; asked all the time, from this thread.
+
+        Raises CannotForkError, and OSError if there are no descriptors left.
+        """
+        self.check()
+        numbers = list(inherit)
+        if len(numbers) > MOST_DESCRIPTORS or max(numbers, default=0) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+            raise CannotForkError("the descriptors are too many to send, or above the limit")
+        job = {"code": command[2], "arguments": command[3:], "environment": dict(environment)}
+        with contextlib.ExitStack() as sent, contextlib.ExitStack() as kept:
+            status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            kept.enter_context(status)
+            sent.enter_context(theirs)
+            text = os.memfd_create("nxd-job")  # a packet would be too small for a large environment
+            sent.callback(os.close, text)
+            os.write(text, json.dumps({**job, "numbers": [1, 2, *numbers]}).encode())
+            try:
+                directory = os.open(".", os.O_PATH | os.O_CLOEXEC)
+            except PermissionError as error:  # one that had rights when it went there
+                raise CannotForkError(f"its directory cannot be opened: {error}") from None
+            sent.callback(os.close, directory)
+            output, errors, reader = 1, 2, None
+            if stdout == subprocess.PIPE:
+                read, output = os.pipe()
+                reader = kept.enter_context(os.fdopen(read, "rb"))
+                sent.callback(os.close, output)
+                errors = output
+            try:
+                descriptors = [text, theirs.fileno(), directory, output, errors, *numbers]
+                socket.send_fds(self._control, [b"job"], descriptors)
+            except OSError as error:
+                raise CannotForkError(f"it takes no job: {error}") from None
+            sent.close()  # so that the end of the server is the end of file
+            pid = self._answer(status, stopped)
+            kept.pop_all()
+        return ForkedProcess(pid, status, reader)
+
+    def _answer(self, status: socket.socket, stopped: Callable[[], bool]) -> int:
+        poll = select.poll()
+        poll.register(status, select.POLLIN)
+        while not poll.poll(_LOOK_SECONDS * 1000):
+            seconds = time.monotonic() - self._begun
+            if not self._forked and seconds > (_STOPPED_SECONDS if stopped() else _IMPORT_SECONDS):
+                self._fail(f"it has not forked for {seconds:.0f} s")
+            if stopped():
+                raise CannotForkError("nobody wants the process any more")
+        written = status.recv(1 << 16)
+        answer = json.loads(written) if written else {}
+        if not written and not self._forked and self._running.ended.wait(1.0):
+            self._fail("it ended while it imported")
+        if "unfit" in answer:
+            self._fail(answer["unfit"])
+        if "pid" not in answer:
+            raise CannotForkError(answer.get("failed") or "it has ended")
+        self._forked = True
+        return answer["pid"]
+
+    def _fail(self, reason: str) -> None:
+        """Remember that it does not fork."""
+        self.failure = reason
+        self.end()
+        self.check()
+
+    def end(self) -> None:
+        """End it, and its children."""
+        process = self._running.process
+        if process is not None:
+            with contextlib.suppress(PermissionError):
+                process.kill()
+            self._running.ended.wait(END_SECONDS)
+
+    def forget(self) -> None:
+        """In a forked process: it is the parent's."""
+        self._control.close()
+
+
+_kept: tuple[Any, ForkServer] | None = None
+_lock = threading.Lock()
+
+
+def fork_server(module: str, environment: Mapping[str, str]) -> ForkServer:
+    """Return the server that has imported ``module``, or is about to, in ``environment``. ``NXD_INFER_FORK=0`` there
+    turns it off.
+
+    Raises CannotForkError also where a server of the same kind has shown that it cannot.
+    """
+    global _kept
+    if environment.get("NXD_INFER_FORK", "1") == "0" or any(name in environment for name in _BINDING):
+        raise CannotForkError("turned off, or OpenMP is told its cores")
+    try:
+        kind = _kind(module, environment)
+    except OSError as error:
+        raise CannotForkError(f"/proc cannot be read: {error}") from None
+    with _lock:
+        if _kept is None or _kept[0] != kind or not _kept[1].usable:
+            _kept = None
+            _kept = kind, ForkServer(module, environment)
+        server = _kept[1]
+    server.check()
+    return server
+
+
+def _kind(module: str, environment: Mapping[str, str]) -> tuple[Any, ...]:
+    """What the children of one server have in common."""
+    own = {name: value for name, value in environment.items() if name not in _LATE and not name.startswith("NXD_")}
+    rights = [line for line in Path("/proc/thread-self/status").read_text().splitlines() if line.startswith(_RIGHTS)]
+    files = [Path("/proc/self", name).read_text() for name in ("limits", "cgroup", "oom_score_adj")]
+    links = [os.readlink(path) for path in ("/proc/self/root", *map(str, sorted(Path("/proc/self/ns").iterdir())))]
+    order = os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
+    return module, sorted(own.items()), rights, files, links, order
+
+
+def _forget() -> None:
+    """In a forked process: the server is its parent's."""
+    global _lock, _kept
+    _lock = threading.Lock()
+    if _kept is not None:
+        _kept[1].forget()
+    _kept = None
+
+
+@atexit.register
+def _end() -> None:
+    if _kept is not None:
+        _kept[1].end()
+
+
+os.register_at_fork(after_in_child=_forget)
