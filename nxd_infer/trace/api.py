@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from nxd_infer.trace.options import TraceOptions
 from nxd_infer.trace.run import make_plan, run
 from nxd_infer.util.options import accepts_options
 from nxd_infer.util.progress import silent
+from nxd_infer.util.temporary import temporary_name
 
 if TYPE_CHECKING:
     from nxd_infer.trace.plan import TracePlan
@@ -52,8 +52,9 @@ def parallel_model_trace(options: TraceOptions) -> TensorParallelModel:
     """
     checked = check_options(options)
     make_workdir(checked.workdir)
-    build = Path(tempfile.mkdtemp(prefix=".nxd-trace-", dir=_temporary_root(checked.artifact_dir)))
+    build = temporary_name(".nxd-trace-", _temporary_root(checked.artifact_dir))
     try:
+        build.mkdir(mode=0o700)
         kernel = None
         if checked.bucket_config is not None and checked.bucket_config.bucket_kernel is not None:
             kernel = build / "bucket_kernel.pt"
@@ -63,12 +64,12 @@ def parallel_model_trace(options: TraceOptions) -> TensorParallelModel:
         shutil.rmtree(build, ignore_errors=True)
 
 
-def _temporary_root(artifact_dir: Path | None) -> str | None:
+def _temporary_root(artifact_dir: Path | None) -> Path | None:
     """Beside the artifact where that is given, so that files can be linked; else the system's choice."""
     if artifact_dir is None:
         return None
     artifact_dir.parent.mkdir(parents=True, exist_ok=True)
-    return str(artifact_dir.parent)
+    return artifact_dir.parent
 
 
 def bucket_model_trace(

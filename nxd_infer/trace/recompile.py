@@ -8,7 +8,6 @@ so these are compiled unchanged.
 from __future__ import annotations
 
 import shutil
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from nxd_infer.trace.ranks.files import CANONICAL_FILE
 from nxd_infer.util.machine import architecture
 from nxd_infer.util.options import accepts_options
 from nxd_infer.util.progress import silent
+from nxd_infer.util.temporary import temporary_name
 
 __all__ = ["parallel_model_recompile"]
 
@@ -66,8 +66,9 @@ def parallel_model_recompile(given: RecompileOptions) -> dict[str, Any]:
     options = found.options(own, quantize)
     workdir = Path(given.compiler_workdir) if given.compiler_workdir is not None else None
     make_workdir(workdir)
-    build = Path(tempfile.mkdtemp(prefix="nxd-recompile-"))
+    build = temporary_name("nxd-recompile-")
     try:
+        build.mkdir(mode=0o700)
         canonical = all(read_ir(source.graph_dir(digest))["ir"] == FUNCTIONAL for digest in source.manifest.graphs)
         made = _lower(source, found, options, form, build) if canonical else _take_over(source, found, options, build)
         compiled = compile_directories(

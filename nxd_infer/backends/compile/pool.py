@@ -10,7 +10,6 @@ import select
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from nxd_infer.util.child_process import END_SECONDS, ChildProcess
 from nxd_infer.util.memory import available_memory
 from nxd_infer.util.processors import processors
 from nxd_infer.util.python_command import child_environment, python_module
+from nxd_infer.util.temporary import temporary_name
 
 
 @dataclass
@@ -112,9 +112,10 @@ def workplace(workdir: Path | None) -> Iterator[Path]:
 
     Raises TraceError if it cannot be moved, unless the block raises a more important error.
     """
-    place = Path(tempfile.mkdtemp(prefix="nxd-compile-"))
+    place = temporary_name("nxd-compile-")
     done = False
     try:
+        place.mkdir(mode=0o700)
         yield place
         done = True
     finally:
