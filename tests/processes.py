@@ -49,7 +49,8 @@ def command_of(pid: int) -> str:
 
 
 def descendants(of: int) -> set[int]:
-    """Processes below ``of`` that have not ended, except multiprocessing's own helper.
+    """Processes below ``of`` that have not ended, except multiprocessing's own helper, and that which forks ranks: it
+    stays for the next ones.
 
     They are found by their parents, not by /proc/PID/task/*/children: these lists go away with the thread that
     started the children, also while they are being read.
@@ -60,4 +61,5 @@ def descendants(of: int) -> set[int]:
     level = {of}
     while level := {pid for pid, parent in parents.items() if parent in level} - found:
         found |= level
-    return {pid for pid in found if "resource_tracker" not in command_of(pid)}
+    helpers = ("resource_tracker", "fork_server_main")
+    return {pid for pid in found if not any(name in command_of(pid) for name in helpers)}

@@ -11,6 +11,7 @@ import pytest
 from nxd_infer.errors import RankDiedError, RankTimeoutError
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank_model import RankModel
+from nxd_infer.runtime.supervisor.rank_processes import RankProcesses
 from nxd_server import SamplingParams
 from nxd_server.engine import Engine
 from nxd_server.errors import EngineFailedError, EngineUnavailableError
@@ -44,22 +45,21 @@ class Plagued(RankModel):
         assert pid is not None
         os.kill(pid, number)
 
-    def _strike_while_loading(self, number):
-        wait_until(lambda: [rank for rank in self.health() if rank.pid and rank.pid not in self.pids][1:])
-        self.strike(number)  # importing torch alone takes the rank longer
-
     def restart(self):
         self.pids += [rank.pid for rank in self.health()]
         when, number = self.plagues.pop(0) if self.plagues else ("", 0)
         self.bounds.loaded(SHORT if (when, number) == ("loading", STOP) else HEALTHY)
-        thread = threading.Thread(target=self._strike_while_loading, args=(number,))
-        if when == "loading":
-            thread.start()
-        try:
-            super().restart()
-        finally:
+        with pytest.MonkeyPatch.context() as patch:
             if when == "loading":
-                thread.join()
+                started = RankProcesses.wait_started
+
+                def wait_started(processes, seconds):
+                    started(processes, seconds)
+                    os.kill(processes.pid(1), STOP)  # so that it is still loading when the signal comes
+                    threading.Timer(0.3, os.kill, [processes.pid(1), number]).start()
+
+                patch.setattr(RankProcesses, "wait_started", wait_started)
+            super().restart()
         if when == "ready":
             self.bounds.loaded(SHORT)
             self.strike(number)

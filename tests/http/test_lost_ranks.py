@@ -44,6 +44,12 @@ def server(root, artifact):
         yield server
 
 
+@pytest.fixture
+def slow_starts(monkeypatch):
+    """Of ranks that are not forked: there is time for something to happen meanwhile."""
+    monkeypatch.setenv("NXD_INFER_FORK", "0")
+
+
 def swap(server, name):
     return server.post("/v1/weights", {"path": name, "timeout": 60}, **ADMIN)
 
@@ -72,7 +78,7 @@ def written(pid):
     return int(lines["write_bytes"])
 
 
-def test_a_rank_lost_during_a_recovery_begins_it_again(server, texts):
+def test_a_rank_lost_during_a_recovery_begins_it_again(slow_starts, server, texts):
     """Under load, twice: every answer is right or a 503, and /health reports the progress."""
     pids = rank_pids(server)
     stages = set()
@@ -99,7 +105,7 @@ def test_a_rank_lost_during_a_recovery_begins_it_again(server, texts):
     assert server.stop() == 0
 
 
-def test_ranks_that_are_lost_in_every_start_end_the_server_within_max_restarts(artifact):
+def test_ranks_that_are_lost_in_every_start_end_the_server_within_max_restarts(slow_starts, artifact):
     with real_server(artifact, "--max-restarts", "2", "--recovery-timeout", "300") as server:
         pids = rank_pids(server)
         os.kill(pids[1], signal.SIGKILL)

@@ -57,12 +57,12 @@ def test_greedy_answers_are_those_of_the_plain_model(server, texts):
     assert answer.choices[0].logprobs.content[0].top_logprobs[0].logprob <= 0
 
 
-def test_the_ranks_are_children_that_say_who_they_are(server):
+def test_the_ranks_are_descendants_that_say_who_they_are(server):
     pids = rank_pids(server)
     assert len(pids) == 2
     for rank, pid in enumerate(pids):
         assert f"rank {rank}" in command_of(pid)
-        assert parent_of(pid) == server.process.pid
+        assert pid in descendants(server.process.pid)
 
 
 def test_torch_is_in_the_ranks_alone(server, texts):
@@ -218,7 +218,8 @@ def test_the_end_under_load_finishes_what_runs(llama, texts):
 def test_a_signal_to_all_processes_of_the_server_lets_a_stream_finish(llama):
     """As systemd sends it, or a machine that is shut down; ranks that it ended took their requests with them."""
     with real_server(llama[1], "--call-timeout", "120", "--drain-timeout", "80") as server:
-        all_of_them, rank = [server.process.pid, *descendants(server.process.pid)], rank_pids(server)[1]
+        rank = rank_pids(server)[1]
+        all_of_them = [server.process.pid, parent_of(rank) or 0, *descendants(server.process.pid)]
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             os.kill(rank, signal.SIGSTOP)  # so that the stream is not over when the signal comes
             asked = pool.submit(server.post, COMPLETIONS, body_of(PROMPTS[0], max_tokens=40, stream=True))
@@ -229,7 +230,7 @@ def test_a_signal_to_all_processes_of_the_server_lets_a_stream_finish(llama):
             os.kill(rank, signal.SIGCONT)
             assert events_of(asked.result().text)[-1] == "[DONE]"
             assert server.wait() == 0
-        assert all(gone(pid) for pid in all_of_them[1:])
+        assert all(gone(pid, 60) for pid in all_of_them[1:])
 
 
 def test_a_damaged_artifact_is_refused_by_name(llama, tmp_path, capfd):

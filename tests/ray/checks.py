@@ -27,7 +27,7 @@ import yaml
 from ray import serve
 
 from nxd_server.errors import SettingsError
-from tests.processes import gone, parent_of, wait_until
+from tests.processes import command_of, gone, parent_of, wait_until
 from tests.ray.cluster import ROOT, URL, Cluster
 from tests.tiny_models import write_tiny
 
@@ -225,7 +225,8 @@ def test_requests_wait_for_a_replica_while_there_is_none(cluster: Cluster):
     """And ranks end with their replica, whichever way that ends."""
     wait_until(lambda: len(cluster.ranks()) == 4)  # those of the deployment before have ended
     ranks = cluster.ranks()
-    replicas = {parent_of(rank) for rank in ranks}
+    replicas = {parent_of(rank) or 0 for rank in ranks}
+    replicas = {parent_of(pid) if "fork_server" in command_of(pid) else pid for pid in replicas}
     expected = streamed("ab")
     for replica in replicas:
         os.kill(replica, signal.SIGKILL)

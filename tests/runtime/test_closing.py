@@ -136,7 +136,7 @@ def test_closing_while_the_ranks_start_leaves_none(path, delay):
     time.sleep(delay)
     model.close()
     thread.join(60)
-    assert isinstance(errors[0], ModelClosedError)
+    assert not thread.is_alive() and all(isinstance(error, ModelClosedError) for error in errors)  # or it was in time
     assert descendants(os.getpid()) <= before
     with pytest.raises(ModelClosedError):
         model(X)

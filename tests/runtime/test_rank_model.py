@@ -110,6 +110,7 @@ def test_no_rank_reads_the_artifact_before_it_is_verified(path, tmp_path):
     seen: list[list[str]] = []
 
     def verify() -> None:
+        wait_until(lambda: all(rank.pid for rank in model.health()))
         pids = [rank.pid for rank in model.health()]
         wait_until(lambda: all("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in pids))
         time.sleep(1.0)  # by then a rank that did not wait would have failed on the damaged graph
@@ -126,6 +127,7 @@ def test_no_rank_reads_the_artifact_before_it_is_verified(path, tmp_path):
 
 def test_a_rank_that_dies_before_it_may_load_is_what_is_raised(path):
     def kill() -> None:
+        wait_until(lambda: model.health()[1].pid)
         pid = model.health()[1].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)

@@ -1,8 +1,9 @@
 """A rank process: ``python -m nxd_infer.runtime.rank_process.main rank N --config JSON``.
 
-Started only by the supervisor. It dies with its parent (PDEATHSIG), sets its cores and threads, imports what it needs,
-and then handles records: read one, run, write the outputs (rank 0), answer (``loop.py``). The first record makes it
-load its rank of the artifact, whose files have been verified by then. It never unpickles anything.
+Started only by the supervisor. It dies with its parent (PDEATHSIG), sets its cores and threads, imports what it needs
+unless it was forked from a process that has it, and then handles records: read one, run, write the outputs (rank 0),
+answer (``loop.py``). The first record makes it load its rank of the artifact, whose files have been verified by then.
+It never unpickles anything.
 """
 
 from __future__ import annotations

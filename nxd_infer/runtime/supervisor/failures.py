@@ -74,6 +74,15 @@ def late(waiting: Mapping[int, LateRank], degree: int, what: str, seconds: float
     return RankTimeoutError(text + _last_output(rank, waiting[rank].output), rank)
 
 
+def not_started(started: int, processes: int, seconds: float) -> RankTimeoutError:
+    """The error for ranks of which some have no process after ``seconds``."""
+    return RankTimeoutError(
+        f"rank {started} did not finish its start within {seconds:g} s: {started} of {processes} processes run; "
+        "importing torch takes longer: raise start_timeout, or call restart()",
+        started,
+    )
+
+
 def _last_output(rank: int, output: str) -> str:
     return f"\n--- last output of rank {rank} ---\n{output}" if output else ""
 

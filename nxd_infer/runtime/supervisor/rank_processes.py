@@ -13,7 +13,6 @@ import mmap
 import os
 import select
 import shutil
-import subprocess
 import tempfile
 import threading
 import time
@@ -28,11 +27,11 @@ from nxd_infer.runtime.ipc.arena import Arena, arena_layout, create_arena
 from nxd_infer.runtime.ipc.channel import Channel
 from nxd_infer.runtime.rank_process.config import RankConfig
 from nxd_infer.runtime.rank_process.handover import FLAGS
+from nxd_infer.runtime.supervisor import failures
 from nxd_infer.runtime.supervisor.cores import choose_cores, release_cores
-from nxd_infer.runtime.supervisor.failures import ending
+from nxd_infer.runtime.supervisor.starter import Starter
 from nxd_infer.util.child_process import ChildProcess
 from nxd_infer.util.process_state import process_state
-from nxd_infer.util.python_command import child_environment, python_module
 
 _TAIL = 16 << 10
 _COUNTER_BYTES = 64 << 10
@@ -90,6 +89,10 @@ class RankProcesses:
         self._mutex = threading.RLock()  # reentrant: a signal handler may end the ranks while its thread does
         self._stopped = False
         self._following: threading.Thread | None = None
+        self._underway = threading.Event()
+        """Set once the first process has been started."""
+        self._spawned = threading.Event()
+        self._errors: list[BaseException] = []
         self._begun = False  # not an event, whose lock is not reentrant for a signal handler
 
     @property
@@ -101,19 +104,19 @@ class RankProcesses:
         return 1 < len(cores) <= MOST_THREADS and self._crews
 
     def start(self) -> None:
-        """Start every rank. Raises what kept a process from starting, RankStartError if that is the system; processes
-        that did start are left to ``kill``."""
-        spawned = threading.Event()
-        errors: list[BaseException] = []
+        """Begin to start the ranks; return when a process that imports torch has been started. Raises what kept it
+        from starting, RankStartError if that is the system; processes that did start are left to ``kill``."""
+        starter = Starter(self.artifact.manifest.backend, self.threads)
 
         def live() -> None:
             self._begun = True
             try:
-                self._spawn()
+                self._spawn(starter)
             except BaseException as error:
-                errors.append(error)
+                self._errors.append(error)
             finally:
-                spawned.set()
+                self._spawned.set()
+                self._underway.set()
             self._follow()
             self.ended.set()
             self._on_exit = _nothing  # breaks a cycle that would keep the channels and the shared memory open
@@ -124,8 +127,18 @@ class RankProcesses:
         except RuntimeError:  # the system cannot start a thread
             self._following = None
             raise
-        spawned.wait()
-        for error in errors:
+        self._underway.wait()
+        self._raise_error()
+
+    def wait_started(self, seconds: float) -> None:
+        """Wait until the processes of all ranks have been started. Raises as :meth:`start` does, and RankTimeoutError
+        after ``seconds``."""
+        if not self._spawned.wait(seconds):
+            raise failures.not_started(len(self._processes), self.count, seconds)
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        for error in list(self._errors):
             if isinstance(error, OSError):
                 text = f"the system does not let the ranks start ({error}): see its limits, of memory and of open files"
                 raise RankStartError(text) from error
@@ -190,7 +203,7 @@ class RankProcesses:
 
     # --- the thread that starts and watches ---
 
-    def _spawn(self) -> None:
+    def _spawn(self, starter: Starter) -> None:
         manifest = self.artifact.manifest
         fds: list[int] = []
         try:
@@ -215,11 +228,14 @@ class RankProcesses:
                     self._directory = tempfile.mkdtemp(prefix="nxd-ranks-")
                 directory = self._directory or ""
                 cores = self._cores = choose_cores(self.count, self.threads * self.degree // self.count)
+            if not any(self._has_crew(own) for own in cores) and starter.begin():
+                self._underway.set()
             for rank in range(self.count):  # use local variables: kill() may clear the fields at any moment
                 after = handovers[rank - tp] if rank >= tp else None
                 before = handovers[rank] if rank < len(handovers) else None
                 links = Links(libraries[rank // tp], after, before, directory)
-                self.channels.append(self._spawn_rank(rank, fds, links, cores[rank]))
+                self.channels.append(self._spawn_rank(rank, fds, links, cores[rank], starter))
+                self._underway.set()
         finally:
             for fd in fds:
                 os.close(fd)
@@ -232,7 +248,7 @@ class RankProcesses:
                 raise ModelClosedError("the model was closed while its ranks were starting")
             yield
 
-    def _spawn_rank(self, rank: int, fds: list[int], links: Links, cores: list[int]) -> Channel:
+    def _spawn_rank(self, rank: int, fds: list[int], links: Links, cores: list[int], starter: Starter) -> Channel:
         ours, theirs = Channel.pair()
         config = RankConfig(
             artifact=str(self.artifact.path),
@@ -252,20 +268,17 @@ class RankProcesses:
             before=links.before,
             rendezvous=f"{links.directory}/rendezvous",
         )
-        environment = child_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(self.threads))
-        command = python_module("nxd_infer.runtime.rank_process.main", "rank", str(rank), "--config", config.to_json())
+        process = None
         try:
+            with self._going():  # do not start one after `kill`
+                pass
+            process = starter.start(rank, config.to_json(), (theirs.fileno(), *fds), lambda: self._stopped)
             with self._going():
-                process = ChildProcess(
-                    command,
-                    environment=registry.with_import_path(environment, self.artifact.manifest.backend),
-                    inherit=(theirs.fileno(), *fds),
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                )
                 self._processes.append(process)
         except BaseException:
             ours.close()
+            if process is not None:  # `kill` has not seen it
+                process.end()
             raise
         finally:
             theirs.close()
@@ -282,7 +295,7 @@ class RankProcesses:
             outputs[rank] = process.stdout.fileno()
             poll.register(outputs[rank], select.POLLIN)
             try:
-                ends[rank] = os.pidfd_open(process.pid)
+                ends[rank] = process.end_descriptor()
             except OSError:
                 continue  # an old kernel: poll the processes four times per second
             poll.register(ends[rank], select.POLLIN)
@@ -302,7 +315,7 @@ class RankProcesses:
                     poll.unregister(ends[rank])
                     os.close(ends[rank])
                 self._drain(outputs[rank], rank)
-                self._on_exit(rank, ending(process.explain(), process.returncode), self.output(rank))
+                self._on_exit(rank, failures.ending(process.explain(), process.returncode), self.output(rank))
         for process in self._processes:
             process.end()
 

@@ -62,7 +62,7 @@ class Supervisor:
         bounds: Bounds,
         before_load: Callable[[], None] | None = None,
     ):
-        """``before_load`` is called once the processes run and import torch; no rank reads the artifact before it
+        """``before_load`` is called while processes import torch; no rank reads the artifact before it
         returns, or at all if it raises."""
         self.degree = artifact.manifest.world_size
         self._before_load = before_load
@@ -106,9 +106,10 @@ class Supervisor:
         _live.add(self)
         try:
             self._processes.start()
-            self._answers = Answers(self._processes.channels)
             if self._before_load is not None:
                 self._before_load()
+            self._processes.wait_started(self.bounds.load)
+            self._answers = Answers(self._processes.channels)
             with stamps_file(self._processes.artifact.stamps) as fd:
                 load = self.begin(Kind.START, fds=[fd] * self.degree)
                 self.finish(load, self.bounds.load)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def make_model(artifact: LoadedArtifact, spawned: threading.Event, **options: Any) -> RankModel:
-    """Return the model of ``artifact``, whose files are not hashed yet; sets ``spawned`` once the rank processes run.
+    """Return the model of ``artifact``, whose files are not hashed yet; sets ``spawned`` when a process imports torch.
 
     The engine for generation makes no tensors, so its server does not import torch, and hashes while the ranks do.
     """
