@@ -62,4 +62,6 @@ def descendants(of: int) -> set[int]:
     while level := {pid for pid, parent in parents.items() if parent in level} - found:
         found |= level
     helpers = ("resource_tracker", "fork_server_main")
-    return {pid for pid in found if not any(name in command_of(pid) for name in helpers)}
+    # A process that is ending has no command any more.
+    commands = {pid: command_of(pid) for pid in found}
+    return {pid for pid, command in commands.items() if command and not any(name in command for name in helpers)}
