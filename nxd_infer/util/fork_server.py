@@ -63,10 +63,9 @@ class ForkedProcess(ChildProcess):
         self.stdout = stdout
         self._status = status
         self._lost = False
-        try:
+        self._pidfd = -1
+        with contextlib.suppress(OSError):  # it was reaped already, or there are no descriptors left
             self._pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:  # it was reaped already
-            self._pidfd = -1
 
     def __del__(self) -> None:
         self._status.close()
@@ -87,10 +86,11 @@ class ForkedProcess(ChildProcess):
         if not self._lost:
             self._lost = True  # once, because its pid may then be another's
             self._kill_group()
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        if self._pidfd >= 0 and not poll.poll(0):
-            return None
+        if self._pidfd >= 0:
+            poll = select.poll()
+            poll.register(self._pidfd, select.POLLIN)
+            if not poll.poll(0):
+                return None
         with contextlib.suppress(ChildProcessError):  # of process 1 it is a child now
             os.waitpid(self.pid, os.WNOHANG)
         return -signal.SIGKILL
@@ -246,12 +246,15 @@ class ForkServer:
     def _answer(self, status: socket.socket, stopped: Callable[[], bool]) -> int:
         poll = select.poll()
         poll.register(status, select.POLLIN)
+        end = time.monotonic() + _IMPORT_SECONDS
         while not poll.poll(_LOOK_SECONDS * 1000):
             seconds = time.monotonic() - self._begun
             if not self._forked and seconds > (_STOPPED_SECONDS if stopped() else _IMPORT_SECONDS):
                 self._fail(f"it has not forked for {seconds:.0f} s")
             if stopped():
                 raise CannotForkError("nobody wants the process any more")
+            if time.monotonic() > end:  # it has children, which would end with it
+                raise CannotForkError(f"it has not answered for {_IMPORT_SECONDS:g} s")
         written = status.recv(1 << 16)
         answer = json.loads(written) if written else {}
         if not written and not self._forked and self._running.ended.wait(1.0):

@@ -440,6 +440,20 @@ def test_a_late_server_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert server is not None and server._running.ended.is_set()
 
 
+def test_a_server_that_stops_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch):
+    child = start()
+    server = parent_of(child.pid)
+    assert server is not None
+    monkeypatch.setattr(module, "_IMPORT_SECONDS", 0.3)
+    os.kill(server, signal.SIGSTOP)
+    with pytest.raises(CannotForkError, match=r"not answered for 0\.3 s"):
+        start()
+    assert child.running
+    os.kill(server, signal.SIGCONT)
+    child.end()
+    assert child.returncode == -signal.SIGKILL
+
+
 def test_nobody_waits_again_for_what_somebody_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "_STOPPED_SECONDS", 0.0)
     (tmp_path / "slow.py").write_text(SLEEP)
