@@ -163,7 +163,11 @@ class ServerSettings:
         GENERATION,
     )
     tool_call_parser: str = setting(
-        "auto", "How the model writes tool calls.", str, GENERATION, choices=("auto", "hermes", "llama3_json", "none")
+        "auto",
+        "How the model writes tool calls.",
+        str,
+        GENERATION,
+        choices=("auto", "hermes", "llama3_json", "mistral", "none"),
     )
     weights_root: Path | None = setting(
         None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import openai
 import pytest
@@ -72,6 +73,7 @@ CALLED = {
 }
 RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "dry"}
 TWO = "Both: <tool_call>" + CALL + '</tool_call>\n<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+MISTRAL = '[TOOL_CALLS]weather[ARGS]{"city": "Bern"}'
 LLAMA = '{"name": "weather", "parameters": {"city": "Bern"}}'
 LESSONS = [
     (TOOLS, [ASKED], f"<tool_call>{CALL}</tool_call>"),
@@ -79,6 +81,7 @@ LESSONS = [
     (TOOLS, [ASKED, CALLED, RESULT], "It is dry."),
     (TOOLS, [{"role": "user", "content": "Two!"}], TWO),
     (TOOLS, [{"role": "user", "content": "JSON"}], LLAMA),
+    (TOOLS, [{"role": "user", "content": "Wind?"}], MISTRAL),
 ]
 
 
@@ -94,7 +97,9 @@ def taught(path):
     write_tiny("llama", path, **sizes)
     (path / "chat_template.jinja").write_text(TEMPLATE)
     raw = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    raw.add_special_tokens(["<tool_call>", "</tool_call>"])  # some models' are, and special tokens are not shown
+    raw.add_special_tokens(
+        ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"]
+    )  # some models' are, and special tokens are not shown
     raw.save(str(path / "tokenizer.json"))
     tokenizer, template = Tokenizer.from_dir(path), ChatTemplate.from_dir(path)
     rows = []
@@ -334,6 +339,26 @@ def test_the_setting_names_another_format(artifact):
             assert {call["function"]["name"] for call in choice["message"]["tool_calls"]} == {"forecast"}
 
 
+def test_calls_in_mistrals_format_and_its_ids(artifact):
+    with (
+        real_server(artifact, "--tool-call-parser", "mistral") as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client,
+    ):
+        (choice,) = create(client, asked("Wind?")).choices
+        (call,) = choice.message.tool_calls
+        assert functions([call]) == [("weather", {"city": "Bern"})] and choice.finish_reason == "tool_calls"
+        assert len(call.id) == 9 and call.id.isalnum() and not choice.message.content
+        (choice,) = create(client, [ASKED], tools=[FORECAST], tool_choice="required").choices
+        assert {name for name, _ in functions(choice.message.tool_calls)} == {"forecast"}
+        own = {**CALLED, "tool_calls": [{**CALLED["tool_calls"][0], "id": call.id}]}
+        shown = []
+        for said in ([own, {**RESULT, "tool_call_id": call.id}], [CALLED, RESULT]):
+            tokens = server.post("/tokenize", {"messages": [ASKED, *said], "tools": TOOLS}).json()["tokens"]
+            prompt = server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+            shown.append(re.search(r"<\|user\|>\[(\w+)\]dry", prompt)[1])
+        assert shown[0] == call.id and len(shown[1]) == 9, "its templates refuse other ids, such as another model's"
+
+
 WRONG = [
     ({"tools": [{"type": "code"}]}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
@@ -371,7 +396,10 @@ def test_what_is_wrong_with_tools_is_named(server, body, param):
 
 @given(values)
 def test_any_value_is_taken_or_refused(value):
-    for check in (lambda: earlier_calls(value, "x"), lambda: offered_tools([{"function": value}], value, "hermes")):
+    for check in (
+        lambda: earlier_calls(value, "x", "mistral"),
+        lambda: offered_tools([{"function": value}], value, "hermes"),
+    ):
         try:
             check()
         except ApiError as error:

@@ -3,11 +3,17 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nxd_server.text.grammars import Grammars
+from nxd_server.text.structured_outputs import StructuredOutputs
+from nxd_server.text.tokenizer import Tokenizer
+from nxd_server.text.tool_call_rules import call_rules
 from nxd_server.text.tool_calls import FORMATS, OPEN, ToolCall, format_of
+from tests.text.text_tokenizers import byte_level
 
 NAMES = ("weather", "clock")
 BERN = {"city": "Bern"}
@@ -92,6 +98,41 @@ ANSWERS = [
     ("llama3_json", '{"name":' * 100_000, '{"name":' * 100_000, []),
     ("llama3_json", '{"name": {}}', '{"name": {}}', []),
     ("llama3_json", "", "", []),
+    ("mistral", "Sure. [TOOL_CALLS] [" + call("weather", BERN) + "]", "Sure. ", made(("weather", BERN))),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Bern"}, "id": "123456789"}, '
+        + call("clock", {})
+        + "]\n",
+        "",
+        made(("weather", BERN), ("clock", {})),
+    ),
+    ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Bern"}', "", made(("weather", BERN))),
+    (
+        "mistral",
+        '[TOOL_CALLS]weather[CALL_ID]a1B2c3D4e[ARGS]{"city": "[TOOL_CALLS]"}[TOOL_CALLS]clock{} Done.',
+        "Done.",
+        made(("weather", {"city": "[TOOL_CALLS]"}), ("clock", {})),
+    ),
+    ("mistral", "[TOOL_CALLS]clock[ARGS]{}[TOOL_CALLS]clock[ARGS]{", "[TOOL_CALLS]clock[ARGS]{", made(("clock", {}))),
+    ("mistral", "[TOOL_CALLS]tide[ARGS]{}", "[TOOL_CALLS]tide[ARGS]{}", []),
+    ("mistral", "[TOOL_CALLS]clock[ARGS][1]", "[TOOL_CALLS]clock[ARGS][1]", []),
+    (
+        "mistral",
+        f"[TOOL_CALLS][{call('clock', {})}, {call('tide', {})}]",
+        f"[TOOL_CALLS][{call('clock', {})}, {call('tide', {})}]",
+        [],
+    ),
+    ("mistral", "[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
+    ("mistral", "[TOOL_CALLS][1]", "[TOOL_CALLS][1]", []),
+    ("mistral", f"[TOOL_CALLS][ {call('clock', {})}, 1]", f"[TOOL_CALLS][ {call('clock', {})}, 1]", []),
+    ("mistral", "[TOOL_CALLS]" + call("clock", {}), "[TOOL_CALLS]" + call("clock", {}), []),
+    ("mistral", "a [TOOL_ b [TOOL_CALLS] c", "a [TOOL_ b [TOOL_CALLS] c", []),
+    ("mistral", "The tag [TOOL_CALLS], then: [TOOL_CALLS]clock{}", "The tag [TOOL_CALLS], then: ", made(("clock", {}))),
+    ("mistral", "[TOOL_CALLS]" + " " * 65 + "clock{}", "[TOOL_CALLS]" + " " * 65 + "clock{}", []),
+    ("mistral", "[TOOL_CALLS]" + " " * 64 + "clock{}", "", made(("clock", {}))),
+    ("mistral", "[TOOL_CALLS]clo", "[TOOL_CALLS]clo", []),
+    ("mistral", "[TOOL_CALLS]" + "[" * 100_000, "[TOOL_CALLS]" + "[" * 100_000, []),
 ]
 
 
@@ -105,7 +146,8 @@ def test_calls_are_taken_out_of_the_text(kind, answer, text, calls):
 @given(st.data())
 def test_pieces_make_no_difference(data):
     kind = data.draw(st.sampled_from(sorted(FORMATS)))
-    parts = ["<tool_call>", "</tool_call>", "<", "tool_", "{", "}", ";", "\n", " ", "x", call("clock", {}), '"']
+    tags = ["<tool_call>", "</tool_call>", "<", "tool_", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[", "]", "TOOL_"]
+    parts = [*tags, "{", "}", ";", "\n", " ", "x", call("clock", {}), '"', "clock", "clo"]
     pieces = data.draw(st.lists(st.sampled_from(parts), max_size=12))
     text = "".join(pieces)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
@@ -119,6 +161,9 @@ def test_text_is_not_held_longer_than_it_may_be_a_call():
     reader = FORMATS["hermes"](NAMES)
     assert reader.feed("a < b") == ("a < b", [])
     assert reader.feed("<tool") == ("", []) and reader.feed("s>") == ("<tools>", [])
+    reader = FORMATS["mistral"](NAMES)
+    assert reader.feed("a [") == ("a ", []) and reader.feed("0]") == ("[0]", [])
+    assert reader.feed("[TOOL_CALLS] clo") == ("", []) and reader.feed("ud") == ("[TOOL_CALLS] cloud", [])
     reader = FORMATS["llama3_json"](NAMES)
     assert reader.feed(" ") == ("", []) and reader.feed("so") == (" so", []) and reader.feed("{") == ("{", [])
 
@@ -140,6 +185,11 @@ def test_what_can_be_decoded_and_not_encoded_again_is_text():
         ("hermes", "", "<tool_call></tool_call>" * 4, 0),
         ("llama3_json", '{"', "x" * 128, 200),
         ("llama3_json", "", " " * 128, 0),
+        ("mistral", '[TOOL_CALLS][{"', "x" * 128, 200),
+        ("mistral", "[TOOL_CALLS]", " " * 128, 0),
+        ("mistral", "[TOOL_CALLS][", " " * 128, 0),
+        ("mistral", "", "[TOOL_CALLS]" * 8, 1),
+        ("mistral", "", "[TOOL_CALLS]," * 8, 0),
     ],
 )
 def test_what_is_held_is_not_joined_again_with_each_piece(kind, begin, piece, pieces):
@@ -149,7 +199,7 @@ def test_what_is_held_is_not_joined_again_with_each_piece(kind, begin, piece, pi
     for _ in range(200):
         reader.feed(piece)
     assert pieces <= len(reader._held) <= pieces + 1
-    assert pieces > 1 or sum(map(len, reader._held)) <= len("<tool_call>")
+    assert pieces > 1 or sum(map(len, reader._held)) <= len("[TOOL_CALLS]")
 
 
 def test_the_format_is_that_of_the_template():
@@ -159,4 +209,52 @@ def test_the_format_is_that_of_the_template():
     assert format_of([]) is None and format_of(["{{ messages }}"]) is None
     assert format_of([hermes.replace("tools", "messages")]) is None, "it shows no tools"
     assert format_of(["{{ tools }}<tool_call><function=x>"]) is None, "XML inside"
-    assert format_of(["{{ tools }}[TOOL_CALLS]"]) is None
+    assert format_of(["{{ tools }}[TOOL_CALLS]"]) == "mistral"
+    assert format_of(["{{ messages }}[TOOL_CALLS]"]) is None
+
+
+def with_tokens(*names):
+    raw = type(byte_level().raw).from_str(byte_level().raw.to_str())
+    raw.add_special_tokens(list(names))
+    return Tokenizer(raw, byte_level().config)
+
+
+CITY = {"properties": {"city": {"enum": ["Bern", "Basel"]}}, "required": ["city"], "additionalProperties": False}
+CLOCK = {"properties": {}, "additionalProperties": False}
+MISTRAL, NAMED = ("[TOOL_CALLS]",), ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+FORCED = [
+    ("hermes", (), tagged(call("weather", BERN), call("clock", {}))[:-1]),
+    ("hermes", ("<tool_call>", "</tool_call>"), tagged(call("weather", BERN))[:-1]),
+    ("llama3_json", (), call("weather", BERN, "parameters") + "; " + call("clock", {}, "parameters")),
+    ("mistral", (), f"[TOOL_CALLS][{call('weather', BERN)}]"),
+    ("mistral", MISTRAL, f"[TOOL_CALLS] [{call('weather', BERN)}, {call('clock', {})}]"),
+    ("mistral", MISTRAL, '[TOOL_CALLS][{"name": "clock", "arguments": {}, "id": "a1B2c3D4e"}]'),
+    ("mistral", NAMED, '[TOOL_CALLS]weather[ARGS]{"city": "Bern"}'),
+    ("mistral", NAMED, '[TOOL_CALLS]weather[CALL_ID]a1B2c3D4e[ARGS]{"city": "Bern"}[TOOL_CALLS]clock[ARGS]{}'),
+]
+
+
+@pytest.mark.parametrize(("kind", "tokens", "answer"), FORCED, ids=lambda value: str(value)[:60])
+def test_a_call_that_must_be_made_is_written_as_the_model_was_trained_to(kind, tokens, answer):
+    """The grammar takes this answer, token by token, then its end; and nothing before a call, nor other arguments."""
+    tokenizer = with_tokens(*tokens)
+    rules = call_rules(kind, [("weather", CITY), ("clock", CLOCK)], True, tokenizer)
+    asked = StructuredOutputs(grammar="\n".join(["start: calls", *rules]), made=True)
+    grammar = Grammars(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id]).compiled(asked)
+
+    def taken(text):
+        guide, words = grammar.guide(), np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
+        ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        for place, token in enumerate(ids):
+            guide.allow(words)
+            if not words.view(np.uint32)[token // 32] >> np.uint32(token % 32) & 1:
+                return place
+            guide.take(token)
+        return len(ids)
+
+    length = len(tokenizer.encode(answer, add_special_tokens=False))
+    assert taken(answer) == length + 1
+    assert taken("x" + answer) == 0 and taken(answer + "x") == length
+    assert taken(answer.replace("clock", "tide").replace("Bern", "Rome")) < length
+    said, calls = read(kind, [answer])
+    assert not said and calls and {one.name for one in calls} <= set(NAMES)

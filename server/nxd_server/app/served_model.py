@@ -173,8 +173,8 @@ class ServedModel:
         settings = self.settings
         found = format_of([sources.default, *sources.named.values()])
         self.tool_format = {"auto": found, "none": None}.get(settings.tool_call_parser, settings.tool_call_parser)
-        if self._tokenizer is not None and self.tool_format == "hermes":
-            self._tokenizer = with_tags_shown(self._tokenizer)
+        if self._tokenizer is not None:
+            self._tokenizer = with_tags_shown(self._tokenizer, self.tool_format)
         template = BoundedTemplate(sources, settings.render_timeout, settings.max_queued_requests)
         self.chat_template = template  # first, so that closing can end it during the check
         template.check()

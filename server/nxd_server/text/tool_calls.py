@@ -10,6 +10,11 @@
 
     {"name": "weather", "parameters": {"city": "Bern"}}
 
+``mistral``, a list (Mistral 7B v0.3, Nemo, Small up to 3.1) or one after the other (Small 3.2, Devstral, Ministral 3)::
+
+    [TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Bern"}}]
+    [TOOL_CALLS]weather[ARGS]{"city": "Bern"}
+
 What only looks like a call stays text: JSON that is not valid, or a tool that the request does not offer. The time is
 linear in the text, whatever the model writes and in whatever pieces: one thread reads the answers of all requests.
 """
@@ -18,18 +23,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nxd_server.text.structured_outputs import json_rule
 from nxd_server.text.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+TAGS = {"hermes": (OPEN, CLOSE), "mistral": (TOOL_CALLS, CALL_ID, ARGS)}
+"""By format. In many tokenizers each is a token of its own."""
 MOST_BLANKS = 64
-"""Whitespace before a call's brace; what goes on is text."""
+"""Whitespace before a call begins; what goes on is text."""
+LONGEST_NAME = 64
+"""Characters of a tool's name."""
 _VISIBLE = re.compile(r"\S")
 _BETWEEN = re.compile(r"[;\s]*")
+_BLANKS = re.compile(r"\s*")
+_LIST = re.compile(rf"\[\s{{0,{MOST_BLANKS}}}({{|\Z)")
+_NAMED = re.compile(r"([a-zA-Z0-9_.-]+)(?:\[CALL_ID\][a-zA-Z0-9]+)?(?:\[ARGS\])?\s*(?={)")
 _DECODER = json.JSONDecoder()
 
 
@@ -155,30 +167,79 @@ class Llama3JsonReader:
         return text, []
 
 
-FORMATS: dict[str, type[ToolCallReader]] = {"hermes": HermesReader, "llama3_json": Llama3JsonReader}
+class MistralReader:
+    """See :class:`ToolCallReader`. What begins like a call is held back to the answer's end. Whitespace after a call is
+    dropped."""
+
+    def __init__(self, names: Collection[str]):
+        self._names = frozenset(names)
+        self._held: list[str] = []
+        self._begun = False
+        """Whether what is held begins like a call."""
+
+    def feed(self, text: str) -> Read:
+        if self._begun:
+            self._held.append(text)
+            return "", []
+        data, place = "".join((*self._held, text)), 0
+        while (start := data.find(TOOL_CALLS, place)) >= 0:
+            place = start + len(TOOL_CALLS)
+            begun = self._begins(data[place : place + 2 * MOST_BLANKS + LONGEST_NAME])
+            if begun is not False:
+                self._held, self._begun = [data[start:]], begun is True
+                return data[:start], []
+        keep = _overlap(data, TOOL_CALLS, len(data) - place)
+        self._held = [data[len(data) - keep :]] if keep else []
+        return data[: len(data) - keep], []
+
+    def _begins(self, text: str) -> bool | None:
+        """Whether ``text``, after the tag, is the beginning of a call; None if that is still open."""
+        begun = text.lstrip()
+        if len(text) - len(begun) > MOST_BLANKS:
+            return False
+        if (found := _LIST.match(begun)) is not None:
+            return bool(found[1]) or None
+        if begun.startswith(tuple(self._names)):
+            return True
+        return None if any(name.startswith(begun) for name in self._names) else False
+
+    def end(self) -> Read:
+        data = "".join(self._held)
+        self._held, self._begun = [], False
+        said: list[str] = []
+        calls: list[ToolCall] = []
+        place = 0
+        while (start := data.find(TOOL_CALLS, place)) >= 0:
+            said.append(data[place:start])
+            found, place = self._calls(data, start + len(TOOL_CALLS))
+            calls += found
+            if found:
+                place = _after(_BLANKS, data, place)
+            else:
+                said.append(TOOL_CALLS)
+        return "".join((*said, data[place:])), calls
+
+    def _calls(self, data: str, place: int) -> tuple[list[ToolCall], int]:
+        """Return the calls after a tag, at ``place``, and where they end; none, and ``place``, if that is text."""
+        begin = _after(_BLANKS, data, place)
+        named = _NAMED.match(data, begin)
+        try:
+            value, end = _DECODER.raw_decode(data, named.end() if named else begin)
+            values = [{"name": named[1], "arguments": value}] if named else value
+            found = [_call(value, self._names) for value in values] if isinstance(values, list) else []
+        except (ValueError, RecursionError):
+            return [], place
+        calls = [call for call in found if call is not None]
+        return (calls, end) if calls and len(calls) == len(found) else ([], place)
+
+
+FORMATS: dict[str, type[ToolCallReader]] = {
+    "hermes": HermesReader,
+    "llama3_json": Llama3JsonReader,
+    "mistral": MistralReader,
+}
 SINGLE = frozenset({"llama3_json"})
 """Formats whose models' own templates refuse messages of several calls."""
-
-
-def call_rules(
-    tool_format: str, tools: Sequence[tuple[str, Mapping[str, Any]]], several: bool, tokenizer: Tokenizer
-) -> list[str]:
-    """Return the rules of a grammar, in Lark's notation, whose rule ``calls`` is a call of one of ``tools`` in
-    ``tool_format``, or ``several``.
-
-    ``tools``: the names, and the JSON schemas of the arguments. A tag that is a token of ``tokenizer`` is that token.
-    """
-    before, after, between, key = "", "", '"; "', "parameters"
-    if tool_format == "hermes":
-        first, last = (tag if tokenizer.raw.token_to_id(tag) is not None else json.dumps(tag) for tag in (OPEN, CLOSE))
-        before, after, between, key = f"{first} LINE", f"LINE {last}", "LINE", "arguments"
-    rules = ["LINE: /\\n?/", f"calls: call ({between} call)*" if several else "calls: call"]
-    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
-    for number, (name, schema) in enumerate(tools):
-        head = f'{{"name": {json.dumps(name)}, "{key}": '
-        rules.append(f'call_{number}: {before} {json.dumps(head)} arguments_{number} "}}" {after}')
-        rules.append(f"arguments_{number}: {json_rule({'type': 'object', **schema})}")
-    return rules
 
 
 def format_of(templates: Iterable[str]) -> str | None:
@@ -188,16 +249,19 @@ def format_of(templates: Iterable[str]) -> str | None:
         return None
     if OPEN in text:
         return "hermes" if '"arguments"' in text else None
+    if TOOL_CALLS in text:
+        return "mistral"
     return "llama3_json" if '"parameters":' in text else None
 
 
-def with_tags_shown(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a tokenizer that decodes the tags to text, which may be special tokens; this one if they are not."""
-    if not {tokenizer.id_to_token(token) for token in tokenizer.special_ids} & {OPEN, CLOSE}:
+def with_tags_shown(tokenizer: Tokenizer, tool_format: str | None) -> Tokenizer:
+    """Return a tokenizer that decodes the format's tags to text, which may be special tokens; this one if none is."""
+    tags = TAGS.get(tool_format or "", ())
+    if not {tokenizer.id_to_token(token) for token in tokenizer.special_ids}.intersection(tags):
         return tokenizer
     changed = json.loads(tokenizer.raw.to_str())
     for token in changed["added_tokens"]:
-        token["special"] = token["special"] and token["content"] not in (OPEN, CLOSE)
+        token["special"] = token["special"] and token["content"] not in tags
     return Tokenizer(type(tokenizer.raw).from_str(json.dumps(changed)), tokenizer.config)
 
 

@@ -37,6 +37,7 @@ from nxd_server.http.openai.tools import (
     earlier_calls,
     no_tools,
     offered_tools,
+    shown_id,
 )
 from nxd_server.http.request_context import (
     Context,
@@ -102,10 +103,12 @@ def check_messages(messages: list[dict[str, Any]], tool_format: str | None) -> l
                 raise bad_request(f"`{where}.{name}` must be a string", f"{where}.{name}")
         kept = {name: message[name] for name in known if message.get(name) is not None}
         if kept.pop("tool_calls", None):  # an empty list is none to templates, too
-            kept["tool_calls"] = earlier_calls(message["tool_calls"], f"{where}.tool_calls")
+            kept["tool_calls"] = earlier_calls(message["tool_calls"], f"{where}.tool_calls", tool_format)
             called |= {call["id"]: call["function"]["name"] for call in kept["tool_calls"] if "id" in call}
         elif message.get("content") is None:
             raise missing_field(f"{where}.content")
+        if isinstance(kept.get("tool_call_id"), str):
+            kept["tool_call_id"] = shown_id(kept["tool_call_id"], tool_format)
         if role == "tool" and "name" not in kept and kept.get("tool_call_id") in called:
             kept["name"] = called[kept["tool_call_id"]]  # some models' templates need it
         checked.append({**kept, "role": "system" if role == "developer" else role})

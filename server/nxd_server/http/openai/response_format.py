@@ -10,7 +10,7 @@ from nxd_server.http.openai.schemas import ChatBody, SamplingBody
 from nxd_server.http.openai.tools import makes_several
 from nxd_server.text.structured_outputs import StructuredOutputs, json_rule
 from nxd_server.text.tokenizer import Tokenizer
-from nxd_server.text.tool_calls import call_rules
+from nxd_server.text.tool_call_rules import call_rules
 
 NEUTRAL = ("json_object", "disable_any_whitespace", "disable_additional_properties", "disable_fallback")
 """Fields of vLLM's that say nothing if they are false."""

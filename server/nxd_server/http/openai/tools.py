@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import uuid
 from collections.abc import Sequence
@@ -12,12 +13,12 @@ from nxd_server.http.error_responses import ApiError, bad_request, clip, missing
 from nxd_server.http.openai.schemas import ChatBody
 from nxd_server.text.field_bounds import MOST_TOOL_VALUES
 from nxd_server.text.strict_json import Outline, parse_json
-from nxd_server.text.tool_calls import FORMATS, SINGLE, ToolCallReader
+from nxd_server.text.tool_calls import FORMATS, LONGEST_NAME, SINGLE
 
 MOST_TOOLS = 128
 TOOL_FIELDS = frozenset({"name", "description", "parameters", "strict"})
 NO_PARAMETERS = {"type": "object", "properties": {}}
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NAME = re.compile(rf"[a-zA-Z0-9_.-]{{1,{LONGEST_NAME}}}")
 
 
 def offered_tools(tools: list[dict[str, Any]], choice: Any, tool_format: str | None) -> list[dict[str, Any]]:
@@ -80,7 +81,8 @@ def _checked(tool: dict[str, Any], where: str) -> dict[str, Any]:
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise bad_request(
-            f"`{where}.function.name` must have 1 to 64 letters, digits, '_', '-' or '.'", f"{where}.function.name"
+            f"`{where}.function.name` must have 1 to {LONGEST_NAME} letters, digits, '_', '-' or '.'",
+            f"{where}.function.name",
         )
     for field, kind, what in (("description", str, "a string"), ("parameters", dict, "an object")):
         if not isinstance(function.get(field), (kind, type(None))):
@@ -100,10 +102,10 @@ def check_size(messages: Sequence[dict[str, Any]]) -> None:
     Outline("".join(text for text in texts if isinstance(text, str)).encode("utf-8", "replace"), MOST_TOOL_VALUES)
 
 
-def earlier_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+def earlier_calls(calls: Any, where: str, tool_format: str | None) -> list[dict[str, Any]]:
     """Return an assistant message's ``tool_calls`` for the template, with arguments as objects.
 
-    Raises ApiError: 400 naming the field.
+    ``tool_format``: of the model's calls. Raises ApiError: 400 naming the field.
     """
     if not isinstance(calls, list):
         raise bad_request(f"`{where}` must be a list", where)
@@ -117,8 +119,16 @@ def earlier_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             raise bad_request(f"`{path}.id` must be a string", f"{path}.id")
         arguments = _arguments(function.get("arguments"), f"{path}.function.arguments")
         entry = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-        found.append({**({"id": call["id"]} if call.get("id") else {}), **entry})
+        found.append({**({"id": shown_id(call["id"], tool_format)} if call.get("id") else {}), **entry})
     return found
+
+
+def shown_id(call_id: str, tool_format: str | None) -> str:
+    """Return a call's id as the template is to see it: Mistral's refuse all that are not of nine letters and digits, as
+    those of a conversation that another model began are not."""
+    if tool_format != "mistral" or re.fullmatch("[a-zA-Z0-9]{9}", call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
 
 
 def _arguments(value: Any, where: str) -> dict[str, Any]:
@@ -137,10 +147,12 @@ def _arguments(value: Any, where: str) -> dict[str, Any]:
 class ChoiceCalls:
     """Takes the calls out of the text of one choice, and numbers them."""
 
-    def __init__(self, reader: ToolCallReader | None, parallel: bool, named: bool = False):
-        """``reader`` None: the request offers no tools, and all is text. ``parallel``: more than one is returned.
-        ``named``: the request names the tool; its call is the answer's regular end, as in OpenAI's API."""
-        self._reader = reader
+    def __init__(self, tool_format: str | None, names: Sequence[str], parallel: bool, named: bool = False):
+        """``names``: of the tools that the request offers; without any, or without ``tool_format``, all is text.
+        ``parallel``: more than one call is returned. ``named``: the request names the tool; its call is the answer's
+        regular end, as in OpenAI's API."""
+        self._format = tool_format
+        self._reader = FORMATS[tool_format](names) if names and tool_format else None
         self._parallel = parallel
         self._named = named
         self._count = 0
@@ -159,7 +171,7 @@ class ChoiceCalls:
         return said, [
             {
                 "index": first + place,
-                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "id": shown_id(f"call_{uuid.uuid4().hex[:24]}", self._format),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
@@ -175,8 +187,4 @@ def choice_calls(body: ChatBody, tools: Sequence[dict[str, Any]], tool_format: s
     """Return one for every choice of the request."""
     names = [tool["function"]["name"] for tool in tools]
     parallel, named = makes_several(body, tool_format), bool(_named(body.tool_choice))
-
-    def made() -> ChoiceCalls:
-        return ChoiceCalls(FORMATS[tool_format](names) if names and tool_format else None, parallel, named)
-
-    return [made() for _ in range(body.n)]
+    return [ChoiceCalls(tool_format, names, parallel, named) for _ in range(body.n)]
