@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -193,6 +194,20 @@ def test_a_segmentation_fault_shows_its_stack(model):
     assert "nxd_infer/runtime/rank_process/main.py" in str(result[0])
 
 
+def test_the_step_that_ranks_were_at_gets_the_error_that_ended_them(model):
+    """However late its outputs are asked for; whatever was begun after it is told that the model is closed."""
+    pids = pids_of(model)
+    os.kill(pids[1], signal.SIGSTOP)
+    begun = [model.begin_bucket("b2_s4", {"x": np.zeros((2, 4, toy.HIDDEN), "f4")}) for _ in range(2)]
+    os.kill(pids[0], signal.SIGKILL)
+    wait_until(lambda: not any(rank.alive for rank in model.health()))
+    with pytest.raises(RankDiedError, match="rank 0 of 2 was ended by SIGKILL"):
+        begun[0].result()
+    for call in (begun[1].result, lambda: model(X)):
+        with pytest.raises(ModelClosedError, match=r"ended by SIGKILL.*restart\(\)"):
+            call()
+
+
 def test_ctrl_c_during_a_call_leaves_the_model_usable(path):
     code = """
         import os, signal, sys, threading, time, torch
@@ -201,8 +216,10 @@ def test_ctrl_c_during_a_call_leaves_the_model_usable(path):
         x = torch.zeros(1, 1, 8)
         pid = model.health()[1].pid
         os.kill(pid, signal.SIGSTOP)
-        def interrupt():
-            while not model.health()[0].busy_seconds: time.sleep(0.01)  # it waits for the other one in its step
+        def stack(frame):
+            return [] if frame is None else [frame.f_code.co_name, *stack(frame.f_back)]
+        def interrupt():  # once every rank has been given its step, and their answers are waited for
+            while "_collect" not in stack(sys._current_frames()[threading.main_thread().ident]): time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGINT)
         threading.Thread(target=interrupt).start()
         try:

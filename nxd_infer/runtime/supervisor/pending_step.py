@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def free_side(ranks: Ranks) -> tuple[int, Any]:
-    """Return number and side for the next step's inputs and outputs. Raises StepsPendingError if none is free."""
+    """Return number and side for the next step's inputs and outputs. Raises StepsPendingError if none is free, and
+    ModelClosedError if the ranks have ended."""
+    ranks.check()
     for number, side in enumerate(ranks.sides):
         if not side.taken:
             if side.last is not None:

@@ -175,6 +175,8 @@ class Supervisor:
 
         Raises RankFailedError, RankDiedError, RankTimeoutError (then the ranks have been ended), ModelClosedError.
         """
+        if self.failure is not None and exchange is next(iter(self._open.values()), None):
+            raise self.failure  # it ended the ranks while they were at this exchange
         self.check()
         while exchange.sequence in self._open:
             first = next(iter(self._open.values()))
@@ -210,10 +212,12 @@ class Supervisor:
                 break
             if not ready and left <= 0:
                 raise self.fail(self._late(exchange, seconds))
+        error = failures.raised(exchange.tracebacks, self.degree, exchange.kind.words) if exchange.tracebacks else None
+        if error is not None and fatal:
+            raise self.fail(error)
         self._open.pop(exchange.sequence, None)
-        if exchange.tracebacks:
-            error = failures.raised(exchange.tracebacks, self.degree, exchange.kind.words)
-            raise self.fail(error) if fatal else error
+        if error is not None:
+            raise error
 
     def _take_answer(self, rank: int) -> None:
         try:
