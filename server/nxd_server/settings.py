@@ -7,17 +7,16 @@ and a test compares the table in ``docs/deployment.md`` with them. No ``repr``, 
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nxd_infer.util.options import Kind, check_each, declared, from_text, option
+from nxd_infer.util.options import check_each, declared, from_text, option
 from nxd_infer.util.suggest import did_you_mean
 from nxd_server.environment import PREFIX, SINGLE_KEY, refuse_old_names
 from nxd_server.errors import SettingsError
+from nxd_server.settings_checks import KEY_LIST, adapter_paths, directory, key_list, not_blank, not_empty, words
 from nxd_server.settings_file import read_settings, read_text
 
 
@@ -37,61 +36,6 @@ ARTIFACT = "What is served"
 LOG = "Log"
 
 
-_KEYS = Kind("a list of keys, or comma-separated text", lambda value: isinstance(value, str | list | tuple))
-
-
-def _keys(name: str, value: Any) -> list[str]:
-    keys = value
-    if isinstance(value, str) and value.strip().startswith("["):
-        try:
-            keys = json.loads(value)
-        except ValueError:
-            raise SettingsError(f"{name} looks like a JSON list but is not one") from None
-    elif isinstance(value, str):
-        keys = [key.strip() for key in value.split(",") if key.strip()]
-        if value.strip() and not keys:
-            raise SettingsError(f"{name} holds no key; unset it to leave the server open to everyone")
-    if not all(isinstance(key, str) for key in keys):
-        raise SettingsError(f"{name} holds something that is not a text")
-    if not all(key.strip() for key in keys):
-        raise SettingsError(f"{name}: an empty key would open the server to everyone; leave it out where that is meant")
-    return list(keys)
-
-
-def _not_blank(name: str, key: str) -> str:
-    if not key.strip():
-        raise SettingsError(f"{name} is empty; leave it out to close the routes that it opens")
-    return key
-
-
-def _not_empty(name: str, text: str) -> str:
-    if not text:
-        raise SettingsError(f"{name} is empty; leave it out for the default")
-    return text
-
-
-def _adapters(name: str, words: list[str]) -> list[str]:
-    for word in words:
-        adapter, _, path = word.partition("=")
-        if not adapter or not path:
-            raise SettingsError(f"{name}: {word!r} is not NAME=PATH")
-    return words
-
-
-def _directory(name: str, root: Path) -> Path:
-    if not root.is_dir():
-        raise SettingsError(f"{name} {str(root)!r} is not a directory")
-    return root
-
-
-def _words(name: str, text: str) -> str:
-    try:
-        shlex.split(text)
-    except ValueError as error:
-        raise SettingsError(f"{name}: cannot be split into options: {error}") from None
-    return text
-
-
 @dataclass(frozen=True)
 class ServerSettings:
     """The settings of ``nxd-infer serve``; :meth:`resolve` gathers them. Texts are read as what they stand for.
@@ -99,22 +43,22 @@ class ServerSettings:
     Raises SettingsError with the name of each faulty setting and what is wrong with it.
     """
 
-    host: str = setting("127.0.0.1", "Address to listen on.", str, ADDRESS, check=_not_empty)
+    host: str = setting("127.0.0.1", "Address to listen on.", str, ADDRESS, check=not_empty)
     port: int = setting(
         8000, "Port to listen on; 0 takes a free one and logs it.", int, ADDRESS, minimum=0, maximum=65535
     )
     served_model_name: str | None = setting(
-        None, "Name under /v1/models; by default the one in the artifact.", str, ADDRESS, check=_not_empty
+        None, "Name under /v1/models; by default the one in the artifact.", str, ADDRESS, check=not_empty
     )
     api_keys: list[str] = setting(
         [],
         "Keys that open the server; a list, or comma-separated text.",
-        _KEYS,
+        KEY_LIST,
         KEYS,
         repeats=True,
         secret=True,
         flag="--api-key",
-        check=_keys,
+        check=key_list,
     )
     api_keys_file: Path | None = setting(None, "File with one key per line, for secrets mounted by a host.", Path, KEYS)
     admin_key: str | None = setting(
@@ -123,7 +67,7 @@ class ServerSettings:
         str,
         KEYS,
         secret=True,
-        check=_not_blank,
+        check=not_blank,
     )
     lora: list[str] = setting(
         [],
@@ -131,7 +75,7 @@ class ServerSettings:
         list[str],
         WEIGHTS,
         repeats=True,
-        check=_adapters,
+        check=adapter_paths,
     )
     generation_defaults: bool = setting(
         True,
@@ -169,12 +113,15 @@ class ServerSettings:
         GENERATION,
         choices=("auto", "hermes", "llama3_json", "mistral", "none"),
     )
+    reasoning_parser: str = setting(
+        "auto", "How the model writes its reasoning.", str, GENERATION, choices=("auto", "think", "none")
+    )
     weights_root: Path | None = setting(
         None,
         "Directory from which requests may load weights and adapters; unset: none.",
         Path,
         WEIGHTS,
-        check=_directory,
+        check=directory,
     )
     weights_drain_timeout: float = setting(
         60.0,
@@ -323,7 +270,7 @@ class ServerSettings:
         "Options of `nxd-infer trace` for a model directory, as one text: `--tp 2 --max-len 1024`.",
         str,
         ARTIFACT,
-        check=_words,
+        check=words,
     )
     prepare_only: bool = setting(
         False, "Fetch or trace the artifact, and stop: a job that runs before servers do.", bool, ARTIFACT

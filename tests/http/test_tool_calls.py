@@ -82,6 +82,8 @@ LESSONS = [
     (TOOLS, [{"role": "user", "content": "Two!"}], TWO),
     (TOOLS, [{"role": "user", "content": "JSON"}], LLAMA),
     (TOOLS, [{"role": "user", "content": "Wind?"}], MISTRAL),
+    ([], [{"role": "user", "content": "Why?"}], "<think>\nHm.\n</think>\n\nSo."),
+    (TOOLS, [{"role": "user", "content": "Why?"}], f"<think>\nHm.\n</think>\n\n{MISTRAL}"),
 ]
 
 
@@ -97,9 +99,8 @@ def taught(path):
     write_tiny("llama", path, **sizes)
     (path / "chat_template.jinja").write_text(TEMPLATE)
     raw = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    raw.add_special_tokens(
-        ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"]
-    )  # some models' are, and special tokens are not shown
+    # Some models' are special tokens, which are not shown.
+    raw.add_special_tokens(["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>"])
     raw.save(str(path / "tokenizer.json"))
     tokenizer, template = Tokenizer.from_dir(path), ChatTemplate.from_dir(path)
     rows = []
@@ -339,24 +340,57 @@ def test_the_setting_names_another_format(artifact):
             assert {call["function"]["name"] for call in choice["message"]["tool_calls"]} == {"forecast"}
 
 
-def test_calls_in_mistrals_format_and_its_ids(artifact):
+@pytest.fixture(scope="module")
+def thinking(artifact):
     with (
-        real_server(artifact, "--tool-call-parser", "mistral") as server,
+        real_server(artifact, "--tool-call-parser", "mistral", "--reasoning-parser", "think") as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client,
     ):
-        (choice,) = create(client, asked("Wind?")).choices
-        (call,) = choice.message.tool_calls
-        assert functions([call]) == [("weather", {"city": "Bern"})] and choice.finish_reason == "tool_calls"
-        assert len(call.id) == 9 and call.id.isalnum() and not choice.message.content
-        (choice,) = create(client, [ASKED], tools=[FORECAST], tool_choice="required").choices
-        assert {name for name, _ in functions(choice.message.tool_calls)} == {"forecast"}
-        own = {**CALLED, "tool_calls": [{**CALLED["tool_calls"][0], "id": call.id}]}
-        shown = []
-        for said in ([own, {**RESULT, "tool_call_id": call.id}], [CALLED, RESULT]):
-            tokens = server.post("/tokenize", {"messages": [ASKED, *said], "tools": TOOLS}).json()["tokens"]
-            prompt = server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
-            shown.append(re.search(r"<\|user\|>\[(\w+)\]dry", prompt)[1])
-        assert shown[0] == call.id and len(shown[1]) == 9, "its templates refuse other ids, such as another model's"
+        yield server, client
+
+
+def test_calls_in_mistrals_format_and_its_ids(thinking):
+    server, client = thinking
+    (choice,) = create(client, asked("Wind?")).choices
+    (call,) = choice.message.tool_calls
+    assert functions([call]) == [("weather", {"city": "Bern"})] and choice.finish_reason == "tool_calls"
+    assert len(call.id) == 9 and call.id.isalnum() and not choice.message.content
+    (choice,) = create(client, asked("Wind?"), tool_choice=named("weather")).choices
+    assert functions(choice.message.tool_calls) == [("weather", {"city": "Bern"})]
+    own = {**CALLED, "tool_calls": [{**CALLED["tool_calls"][0], "id": call.id}]}
+    shown = []
+    for said in ([own, {**RESULT, "tool_call_id": call.id}], [CALLED, RESULT]):
+        tokens = server.post("/tokenize", {"messages": [ASKED, *said], "tools": TOOLS}).json()["tokens"]
+        prompt = server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+        shown.append(re.search(r"<\|user\|>\[(\w+)\]dry", prompt)[1])
+    assert shown[0] == call.id and len(shown[1]) == 9, "its templates refuse other ids, such as another model's"
+
+
+def test_the_reasoning_is_a_part_of_its_own(thinking):
+    _, client = thinking
+    none = {"tools": openai.NOT_GIVEN}
+    message = create(client, asked("Why?"), **none).choices[0].message
+    assert (message.reasoning_content, message.content) == ("Hm.", "So.")
+    deltas = [chunk.choices[0].delta for chunk in create(client, asked("Why?"), stream=True, **none)]
+    pieces = [delta.reasoning_content for delta in deltas if hasattr(delta, "reasoning_content")]
+    assert "".join(pieces) == "Hm." and len(pieces) > 1
+    assert "".join(delta.content or "" for delta in deltas) == "So."
+    message = create(client, asked("Why?"), extra_body={"include_reasoning": False}, **none).choices[0].message
+    assert not hasattr(message, "reasoning_content") and message.content == "So."
+    message = create(client, asked("Why?")).choices[0].message
+    assert message.reasoning_content == "Hm." and functions(message.tool_calls) == [("weather", {"city": "Bern"})]
+    form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": VERDICT}}
+    message = create(client, asked("Why?"), response_format=form, **none).choices[0].message
+    assert message.reasoning_content == "Hm." and set(json.loads(message.content)) == {"ok"}
+    message = create(client, asked("Why?"), tool_choice=named("clock")).choices[0].message
+    assert message.reasoning_content == "Hm." and functions(message.tool_calls)[0][0] == "clock"
+    back = [*asked("Why?"), {"role": "assistant", "content": "So.", "reasoning_content": "Hm."}, *asked("Why?")]
+    assert create(client, back, max_tokens=2, **none).choices
+
+
+def test_a_model_that_does_not_reason_takes_no_reasoning(server):
+    said = {"role": "assistant", "content": "x", "reasoning_content": "y"}
+    is_error(server.post(CHAT, {"messages": [ASKED, said]}), 400, "messages[1].reasoning_content")
 
 
 WRONG = [

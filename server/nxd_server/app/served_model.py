@@ -12,11 +12,13 @@ from nxd_server.engine.request import eos_token_ids
 from nxd_server.engine.speculation import check_speculate
 from nxd_server.errors import GenerateOnlyError, RequestError, SettingsError
 from nxd_server.settings import ServerSettings
+from nxd_server.text import reasoning
 from nxd_server.text.chat_template import TemplateSources
 from nxd_server.text.field_bounds import Bounds, body_bounds
+from nxd_server.text.tags import with_tags_shown
 from nxd_server.text.text_process_jobs import BoundedJson, BoundedTemplate, BoundedTokenizer
 from nxd_server.text.tokenizer import Tokenizer
-from nxd_server.text.tool_calls import format_of, with_tags_shown
+from nxd_server.text.tool_calls import TAGS, format_of
 
 if TYPE_CHECKING:
     from nxd_infer.artifact.manifest import Manifest
@@ -39,6 +41,8 @@ class ServedModel:
         self.chat_template: BoundedTemplate | None = None
         self.tool_format: str | None = None
         """Of the model's tool calls; see :mod:`nxd_server.text.tool_calls`. None: its template takes no tools."""
+        self.reasons = False
+        """Whether the model thinks aloud; see :mod:`nxd_server.text.reasoning`."""
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -171,10 +175,13 @@ class ServedModel:
         if sources is None:
             return
         settings = self.settings
-        found = format_of([sources.default, *sources.named.values()])
-        self.tool_format = {"auto": found, "none": None}.get(settings.tool_call_parser, settings.tool_call_parser)
+        templates = [sources.default, *sources.named.values()]
+        asked = settings.tool_call_parser
+        self.tool_format = {"auto": format_of(templates), "none": None}.get(asked, asked)
+        self.reasons = {"auto": reasoning.reasons(templates), "none": False}.get(settings.reasoning_parser, True)
         if self._tokenizer is not None:
-            self._tokenizer = with_tags_shown(self._tokenizer, self.tool_format)
+            tags = [*TAGS.get(self.tool_format or "", ()), *(reasoning.TAGS if self.reasons else ())]
+            self._tokenizer = with_tags_shown(self._tokenizer, tags)
         template = BoundedTemplate(sources, settings.render_timeout, settings.max_queued_requests)
         self.chat_template = template  # first, so that closing can end it during the check
         template.check()

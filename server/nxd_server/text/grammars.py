@@ -9,11 +9,13 @@ a step, and the time for an answer are limited; whoever asks for more is refused
 
 from __future__ import annotations
 
+import copy
 import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,18 +115,35 @@ class Grammars:
             return f"structured outputs need a tokenizer of bytes, which this model's is not ({error})"
 
 
+@dataclass(frozen=True)
+class FreeText:
+    """A part at an answer's beginning that no grammar constrains, from the token ``first`` to the token ``last``."""
+
+    first: int
+    last: int
+    begun: bool
+    """Whether the answer begins within it; else it may, with ``first``."""
+
+
 class CompiledGrammar:
     """A grammar at its beginning."""
 
     def __init__(self, matcher: LLMatcher, *options: Any):
         """``options``: further arguments of :class:`Guide`."""
         self._matcher, self._options = matcher, options
+        self._free: FreeText | None = None
         self._lock = threading.Lock()
+
+    def behind(self, free: FreeText) -> CompiledGrammar:
+        """Return the same grammar for answers that may begin with free text."""
+        found = copy.copy(self)
+        found._free = free
+        return found
 
     def guide(self) -> Guide:
         """Return a guide for one answer."""
         with self._lock, no_panics():
-            return Guide(self._matcher.deep_copy(), *self._options)
+            return Guide(self._matcher.deep_copy(), *self._options, free=self._free)
 
 
 class Guide:
@@ -133,39 +152,55 @@ class Guide:
     Its methods raise RequestError if the grammar has become too complex.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: Sequence[int], where: str):
+    def __init__(
+        self, matcher: LLMatcher, vocab_size: int, ends: Sequence[int], where: str, free: FreeText | None = None
+    ):
         """``ends``: the tokens that end an answer; the matcher knows the first of them. ``where``: the request's field,
-        for errors."""
+        for errors. ``free``: what may come before the grammar."""
         self._matcher = matcher
         self._words = -(-vocab_size // 32)
         self._ends = ends
         self._where = where
         self._left = SECONDS
+        self._free = free
+        """None once the grammar has begun."""
+        self._inside = free is not None and free.begun
+        """Whether the answer is within the free text."""
 
     @property
     def complete(self) -> bool:
         """Whether nothing may follow but the end."""
-        return self._matcher.is_stopped()
+        return not self._inside and self._matcher.is_stopped()
 
     def allow(self, words: Any, banned: Sequence[int] = ()) -> None:
         """Write the tokens that may come next to ``words``, a row of the sampler's mask, int32 [ceil(vocabulary / 32)].
 
         ``banned`` tokens are not among them, unless there is no other.
         """
-        words[:] = np.frombuffer(self._timed(self._matcher.compute_bitmask), np.int32)[: self._words]
         bits = words.view(np.uint32)
-        if bits[self._ends[0] // 32] >> np.uint32(self._ends[0] % 32) & np.uint32(1):
-            for token in self._ends:
-                bits[token // 32] |= np.uint32(1 << token % 32)
+        if self._inside:
+            words[:] = -1
+            _clear(bits, self._ends)
+        else:
+            words[:] = np.frombuffer(self._timed(self._matcher.compute_bitmask), np.int32)[: self._words]
+            if bits[self._ends[0] // 32] >> np.uint32(self._ends[0] % 32) & np.uint32(1):
+                _set(bits, self._ends)
+            if self._free is not None:
+                _set(bits, [self._free.first])
         if banned:
             before = bits.copy()
-            for token in banned:
-                bits[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
+            _clear(bits, banned)
             if not bits.any():
                 bits[:] = before
 
     def take(self, token: int) -> None:
         """Go on behind ``token``, which must have been allowed."""
+        free = self._free
+        if free is not None and (self._inside or token == free.first):
+            self._inside = token != free.last
+            self._free = free if self._inside else None
+            return
+        self._free = None
         self._timed(lambda: self._matcher.consume_token(token))
         self._left += SECONDS_PER_TOKEN
 
@@ -179,6 +214,16 @@ class Guide:
         if self._left < 0:
             raise RequestError(self._where, "the grammar is too complex: it takes too long to find what may come next")
         return found
+
+
+def _set(bits: Any, tokens: Sequence[int]) -> None:
+    for token in tokens:
+        bits[token // 32] |= np.uint32(1 << token % 32)
+
+
+def _clear(bits: Any, tokens: Sequence[int]) -> None:
+    for token in tokens:
+        bits[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
 
 
 def _grammar(asked: StructuredOutputs) -> str:

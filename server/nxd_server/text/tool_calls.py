@@ -27,7 +27,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nxd_server.text.tokenizer import Tokenizer
+from nxd_server.text.tags import overlap
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -110,7 +110,7 @@ class HermesReader:
                 return "".join(said), calls
             self._candidate(data[inside:] if end < 0 else data[inside:end], CLOSE if end >= 0 else "", said, calls)
             place = len(data) if end < 0 else end + len(CLOSE)
-        keep = 0 if ended else _overlap(data, OPEN, len(data) - place)
+        keep = 0 if ended else overlap(data, OPEN, len(data) - place)
         self._say(data[place : len(data) - keep], said)
         self._held = [data[len(data) - keep :]] if keep else []
         return "".join(said), calls
@@ -188,7 +188,7 @@ class MistralReader:
             if begun is not False:
                 self._held, self._begun = [data[start:]], begun is True
                 return data[:start], []
-        keep = _overlap(data, TOOL_CALLS, len(data) - place)
+        keep = overlap(data, TOOL_CALLS, len(data) - place)
         self._held = [data[len(data) - keep :]] if keep else []
         return data[: len(data) - keep], []
 
@@ -252,22 +252,6 @@ def format_of(templates: Iterable[str]) -> str | None:
     if TOOL_CALLS in text:
         return "mistral"
     return "llama3_json" if '"parameters":' in text else None
-
-
-def with_tags_shown(tokenizer: Tokenizer, tool_format: str | None) -> Tokenizer:
-    """Return a tokenizer that decodes the format's tags to text, which may be special tokens; this one if none is."""
-    tags = TAGS.get(tool_format or "", ())
-    if not {tokenizer.id_to_token(token) for token in tokenizer.special_ids}.intersection(tags):
-        return tokenizer
-    changed = json.loads(tokenizer.raw.to_str())
-    for token in changed["added_tokens"]:
-        token["special"] = token["special"] and token["content"] not in tags
-    return Tokenizer(type(tokenizer.raw).from_str(json.dumps(changed)), tokenizer.config)
-
-
-def _overlap(text: str, tag: str, most: int) -> int:
-    """Return how many of the last ``most`` characters of ``text`` may begin ``tag``."""
-    return next((size for size in range(min(len(tag) - 1, most), 0, -1) if text.endswith(tag[:size])), 0)
 
 
 def _calls(text: str, names: Collection[str]) -> list[ToolCall]:

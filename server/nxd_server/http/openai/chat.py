@@ -27,11 +27,11 @@ from nxd_server.http.openai.completions import check_choices, with_limit
 from nxd_server.http.openai.event_stream import EventStream
 from nxd_server.http.openai.generation import Generation
 from nxd_server.http.openai.logprobs import chat_logprob
+from nxd_server.http.openai.message_parts import MessageParts
 from nxd_server.http.openai.response_format import schemas_of, wanted_form, with_calls
 from nxd_server.http.openai.schemas import ChatBody
 from nxd_server.http.openai.stream_usage import Tails, usage_object
 from nxd_server.http.openai.tools import (
-    ChoiceCalls,
     check_size,
     choice_calls,
     earlier_calls,
@@ -51,6 +51,7 @@ from nxd_server.http.request_context import (
     unless_left,
     whole_of,
 )
+from nxd_server.text.reasoning import ReasoningReader, begins_in_reasoning, free_reasoning
 from nxd_server.text.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -65,10 +66,13 @@ NO_VARIABLES = frozenset({"self", "messages", "tools", "documents", "add_generat
 """Names not allowed in ``chat_template_kwargs``."""
 
 
-def check_messages(messages: list[dict[str, Any]], tool_format: str | None) -> list[dict[str, Any]]:
+def check_messages(
+    messages: list[dict[str, Any]], tool_format: str | None, reasons: bool = False
+) -> list[dict[str, Any]]:
     """Return the messages for the template; ``developer`` is OpenAI's newer name for ``system``.
 
-    ``tool_format``: of the model's tool calls; without one, no message may hold any.
+    ``tool_format``: of the model's tool calls; without one, no message may hold any. ``reasons``: whether the model
+    thinks aloud, so that its earlier messages may have a ``reasoning_content``.
 
     Raises:
         ApiError: 400 naming the message's field. (``content`` is checked when it is rendered.)
@@ -82,6 +86,8 @@ def check_messages(messages: list[dict[str, Any]], tool_format: str | None) -> l
     for place, message in enumerate(messages):
         where, role = f"messages[{place}]", message.get("role")
         known = MESSAGE_FIELDS | (TOOL_FIELDS.get(role, frozenset()) if isinstance(role, str) else frozenset())
+        if reasons and role == "assistant":
+            known |= {"reasoning_content"}
         for name, value in message.items():
             if value is None or name in known:
                 continue
@@ -98,7 +104,7 @@ def check_messages(messages: list[dict[str, Any]], tool_format: str | None) -> l
             raise no_tools(f"{where}.role")
         if tool_format is None and message.get("tool_calls"):
             raise no_tools(f"{where}.tool_calls")
-        for name in ("name", "tool_call_id"):
+        for name in ("name", "tool_call_id", "reasoning_content"):
             if not isinstance(message.get(name), (str, type(None))):
                 raise bad_request(f"`{where}.{name}` must be a string", f"{where}.{name}")
         kept = {name: message[name] for name in known if message.get(name) is not None}
@@ -132,19 +138,18 @@ async def chat_text(
             raise bad_request(f"`chat_template_kwargs` must not set {clip(name)!r}", "chat_template_kwargs")
 
     most = service.require_tokenizer().most_characters(service.max_len)
-    checked = check_messages(messages, service.tool_format)
+    checked = check_messages(messages, service.tool_format, service.reasons)
     return await template.render(checked, {**variables, "tools": tools} if tools else variables, most)
 
 
-async def chat_prompt(
-    context: Context, messages: list[dict[str, Any]], variables: dict[str, Any], tools: list[dict[str, Any]]
-) -> list[int]:
-    """Return the conversation's token ids."""
-    text = await chat_text(context.service, messages, variables, tools)
+async def chat_prompt(context: Context, body: ChatBody, tools: list[dict[str, Any]]) -> tuple[list[int], bool | None]:
+    """Return the conversation's token ids, and :func:`begins_in_reasoning` of it."""
+    service = context.service
+    text = await chat_text(service, body.messages, body.chat_template_kwargs, tools)
     tokens = await encode_text(context, text, "messages", special=False)
     if not tokens:
         raise bad_request("`messages` render to no tokens", "messages")
-    return tokens
+    return tokens, begins_in_reasoning(text) if service.reasons else False
 
 
 async def chat(request: Request, body: ChatBody) -> Any:
@@ -176,7 +181,10 @@ async def chat(request: Request, body: ChatBody) -> Any:
         for part in (*([wanted] if wanted else []), *schemas_of(tools)):
             await compiled_grammar(request, params.replace(structured_outputs=part))  # its error says where
         raise
-    tokens = await unless_left(request, chat_prompt(context, body.messages, body.chat_template_kwargs, tools))
+    tokens, reasoning = await unless_left(request, chat_prompt(context, body, tools))
+    if grammar is not None and reasoning is not False:
+        free = free_reasoning(tokenizer, reasoning is True)
+        grammar, reasoning = (grammar, False) if free is None else (grammar.behind(free), reasoning)
     room = max_new_tokens(asked, len(tokens), service.max_len, field)
     generation = Generation(
         service,
@@ -192,12 +200,15 @@ async def chat(request: Request, body: ChatBody) -> Any:
     )
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
     head["model"] = adapter or service.model_name
-    calls = choice_calls(body, tools, service.tool_format)
+    parts = [
+        MessageParts(None if reasoning is False else ReasoningReader(reasoning is True), body.include_reasoning, calls)
+        for calls in choice_calls(body, tools, service.tool_format)
+    ]
     if body.stream:
         tails = Tails(body.stream_options, [len(tokens)], body.n)
-        writer = _Chunks({**head, "object": "chat.completion.chunk"}, tokenizer, body, top, tails, calls)
+        writer = _Chunks({**head, "object": "chat.completion.chunk"}, tokenizer, body, top, tails, parts)
         return EventStream(generation, writer, settings.keep_alive_interval, request_id(request))
-    return await _whole(generation, {**head, "object": "chat.completion"}, tokenizer, top, calls)
+    return await _whole(generation, {**head, "object": "chat.completion"}, tokenizer, top, parts)
 
 
 def _top_logprobs(body: ChatBody, most: int) -> int | None:
@@ -211,7 +222,7 @@ def _top_logprobs(body: ChatBody, most: int) -> int | None:
 
 
 async def _whole(
-    generation: Generation, head: dict[str, Any], tokenizer: Tokenizer, top: int | None, calls: Sequence[ChoiceCalls]
+    generation: Generation, head: dict[str, Any], tokenizer: Tokenizer, top: int | None, parts: Sequence[MessageParts]
 ) -> Response:
     logprobs: list[list[dict]] = [[] for _ in range(generation.choices)]
 
@@ -223,23 +234,15 @@ async def _whole(
     choices = [
         {
             "index": index,
-            "message": _message(*own.take(text, ended=True)),
+            "message": own.whole(text),
             "logprobs": {"content": content, "refusal": None} if top is not None else None,
             "finish_reason": own.reason(reason),
         }
-        for index, ((text, reason), content, own) in enumerate(zip(answers, logprobs, calls, strict=True))
+        for index, ((text, reason), content, own) in enumerate(zip(answers, logprobs, parts, strict=True))
     ]
     answer = {**head, "choices": choices, "usage": usage_object(generation.usage)}
     answer["weight_version"] = generation.weight_version
     return Response(encode(answer), media_type="application/json")
-
-
-def _message(text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
-    message = {"role": "assistant", "content": text, "refusal": None}
-    if not calls:
-        return message
-    numbered = [{name: call[name] for name in call if name != "index"} for call in calls]
-    return {**message, "content": text if text.strip() else None, "tool_calls": numbered}
 
 
 class _Chunks:
@@ -252,7 +255,7 @@ class _Chunks:
         body: ChatBody,
         top: int | None,
         tails: Tails,
-        calls: Sequence[ChoiceCalls],
+        parts: Sequence[MessageParts],
     ):
         self._fields = head
         self._head = b""
@@ -260,7 +263,7 @@ class _Chunks:
         self._tokenizer = tokenizer
         self._body = body
         self._top = top
-        self._calls = calls
+        self._parts = parts
 
     def begin(self, weight_version: int | None) -> bytes:
         self._head = b"data: " + json.dumps({**self._fields, "weight_version": weight_version})[:-1].encode()
@@ -268,9 +271,8 @@ class _Chunks:
         return b"".join(self._chunk(choice, first, None, None) for choice in range(self._body.n))
 
     def event(self, choice: int, event: TokenEvent | FinishEvent) -> bytes:
-        own = self._calls[choice]
-        text, calls = own.take(event.text, ended=isinstance(event, FinishEvent))
-        delta = {**({"content": text} if text else {}), **({"tool_calls": calls} if calls else {})}
+        own = self._parts[choice]
+        delta = own.take(event.text, ended=isinstance(event, FinishEvent))
         if isinstance(event, FinishEvent):
             held = self._chunk(choice, delta, None, None) if delta else b""
             return held + self._chunk(choice, {}, None, own.reason(event.reason))

@@ -21,8 +21,7 @@ MOST_VARIABLES = 64
 OTHER_SERVERS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("annotations", "allowed_token_ids", "bad_words", "logits_processors"), is_empty),
     **dict.fromkeys(("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs"), is_empty),
-    **dict.fromkeys(("detokenize", "spaces_between_special_tokens"), is_one_of(True)),
-    **dict.fromkeys(("include_reasoning", "separate_reasoning"), is_one_of(True)),
+    **dict.fromkeys(("detokenize", "spaces_between_special_tokens", "separate_reasoning"), is_one_of(True)),
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs"), is_one_of(False)),
     **dict.fromkeys(("watermark", "no_stop_trim"), is_one_of(False)),
     **dict.fromkeys(("repeat_penalty", "encoder_repetition_penalty", "typical_p", "typical", "tfs_z"), equals(1)),
@@ -137,7 +136,11 @@ def _token_id(text: str) -> int:
 class CompletionBody(SamplingBody):
     """``POST /v1/completions``."""
 
-    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {**SamplingBody.NEUTRAL, "suffix": is_one_of("")}
+    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
+        **SamplingBody.NEUTRAL,
+        "suffix": is_one_of(""),
+        "include_reasoning": is_one_of(True),
+    }
 
     prompt: Any = Field(..., description="Text, a list of texts, token ids, or a list of lists of token ids.")
     best_of: Whole | None = Field(None, description="Must equal n: choosing the best of more is not supported.")
@@ -185,6 +188,7 @@ class ChatBody(SamplingBody):
     tool_choice: Any = Field(
         None, description="auto; required or one tool's name: the answer is a call; none: the model sees no tools."
     )
+    include_reasoning: bool = Field(True, description="False: the answer has no reasoning_content.")
     parallel_tool_calls: bool | None = Field(None, description="False: at most one call in an answer.")
 
 

@@ -1,0 +1,41 @@
+"""Divide the text of a choice into the parts of its message: reasoning, content and calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nxd_server.http.openai.tools import ChoiceCalls
+from nxd_server.text.reasoning import ReasoningReader
+
+
+class MessageParts:
+    """Reads the text of one choice."""
+
+    def __init__(self, reasoning: ReasoningReader | None, shown: bool, calls: ChoiceCalls):
+        """``reasoning`` None: the model does not reason. ``shown``: whether the message is to have the reasoning."""
+        self._reasoning, self._shown, self._calls = reasoning, shown, calls
+
+    def take(self, text: str, ended: bool = False) -> dict[str, Any]:
+        """Return what the next piece of text adds to the message, as the delta of a chunk; only parts that it has."""
+        thought = ""
+        if self._reasoning is not None:
+            thought, text = self._reasoning.feed(text)
+            if ended:
+                more, rest = self._reasoning.end()
+                thought, text = thought + more, text + rest
+        text, calls = self._calls.take(text, ended)
+        parts = {"reasoning_content": thought if self._shown else "", "content": text, "tool_calls": calls}
+        return {name: part for name, part in parts.items() if part}
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """Return the message of a choice with this text."""
+        parts = self.take(text, ended=True)
+        message = {"role": "assistant", "content": "", "refusal": None, **parts}
+        if calls := parts.get("tool_calls"):
+            message["content"] = message["content"] if message["content"].strip() else None
+            message["tool_calls"] = [{name: call[name] for name in call if name != "index"} for call in calls]
+        return message
+
+    def reason(self, reason: str) -> str:
+        """Return the choice's finish reason, from the engine's."""
+        return self._calls.reason(reason)
