@@ -35,7 +35,8 @@ from nxd_infer.util.process_state import process_start, process_state
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 HALF = (torch.bfloat16, torch.float16)
-EXIT_GRACE = 1.0
+EXIT_GRACE = 3.0
+"""Seconds between a peer's closed connection and the end of its process."""
 LEAVE_SECONDS = 5.0
 """Seconds that a process waits for gloo's threads when it ends."""
 UNKNOWN_HOST = -1

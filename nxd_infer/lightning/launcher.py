@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
-from nxd_infer.errors import ParallelConfigError, RankDiedError
+from nxd_infer.errors import CollectiveTimeoutError, ParallelConfigError, RankDiedError
 from nxd_infer.util.child_process import ChildProcess, end_all, wait_for_an_end
 from nxd_infer.util.python_command import python_of_caller
 from nxd_infer.util.this_process import leave
@@ -67,7 +67,8 @@ class RankLauncher(_Launcher):
             self.kill(signal.SIGINT)  # a terminal sends it to this process only; each rank leaves in its own way
             raise
         except Exception as error:
-            wait_for_an_end(self.ranks, POLL)  # a peer's end is seen in a collective before the process is gone
+            # A peer's end is seen in a collective before the process is gone.
+            wait_for_an_end(self.ranks, GRACE if isinstance(error, CollectiveTimeoutError) else POLL)
             failure = self._failure or self._look()
             self._told.set()
             end_all(self.ranks, POLL)

@@ -54,6 +54,11 @@ class Logs:
         if self.tensorboard is not None:
             self.tensorboard.text(step, name, text)
 
+    def flush(self) -> None:
+        """Write TensorBoard's numbers to its file."""
+        if self.tensorboard is not None:
+            self.tensorboard.flush()
+
     def close(self, status: str = "success") -> None:
         """Write what is left; ``status``: or "failed"."""
         if self.tensorboard is not None:

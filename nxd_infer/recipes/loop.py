@@ -368,6 +368,7 @@ class Training:
             monitor = "step" if callback.monitor == "global_step" else callback.monitor
             self.keeper.add(tag, numbers.get(monitor, math.nan))
         waiting = {"best": self.patience.best, "waited": self.patience.waited}
+        self.logs.flush()  # a job that goes on behind this step writes none of them again
         save_checkpoint(
             self.keeper.folder,
             tag,

@@ -68,9 +68,10 @@ def _started(command: Sequence[str], world_size: int, log: Path) -> Iterator[lis
 
 
 def _raise_first_failure(ranks: Sequence[ChildProcess], log: Path) -> None:
-    for number, rank in enumerate(ranks):
-        if rank.returncode:
-            raise RankFailedError(f"rank {number} {rank.explain()}; the end of {log}:\n{_said_once(log)}", number)
+    failed = [number for number, rank in enumerate(ranks) if rank.returncode]
+    if failed:  # of several, one that was killed did not fail because of another
+        number = min(failed, key=lambda number: (ranks[number].returncode or 0) > 0)
+        raise RankFailedError(f"rank {number} {ranks[number].explain()}; the end of {log}:\n{_said_once(log)}", number)
 
 
 def _said_once(log: Path) -> str:

@@ -164,11 +164,12 @@ class RankModel:
             return self._ranks
         if self._closed:
             raise ModelClosedError("the model was closed; call restart() to start its ranks again")
-        ranks = self._ranks = self._new_ranks()
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, ranks.close)
+        ranks = self._new_ranks()
         try:
+            self._ranks = ranks
+            if self._finalizer is not None:
+                self._finalizer.detach()
+            self._finalizer = weakref.finalize(self, ranks.close)
             if self._closed:  # close() was called before there was anything to close
                 raise ModelClosedError("the model was closed; call restart() to start its ranks again")
             begin = time.monotonic()

@@ -59,6 +59,11 @@ class TensorBoardLogger:
         if self._writer is not None:
             self._writer.add_text(name, text, step)
 
+    def flush(self) -> None:
+        """Write what is still in memory to the file."""
+        if self._writer is not None:
+            self._writer.flush()
+
     def close(self) -> None:
         """Flush what is still in memory. Can be called more than once."""
         if self._writer is not None:

@@ -34,6 +34,8 @@ MOST_DESCRIPTORS = 200
 """A child that inherits more is not forked: the kernel sends at most 253 at once."""
 IDLE_SECONDS = 60.0
 """How long a server without children stays."""
+NO_WORK = 64
+"""Its exit status then."""
 _IMPORT_SECONDS = 200.0
 """How long the import may take, on a busy machine with cold files. Then new interpreters may try ..."""
 _STOPPED_SECONDS = 20.0
@@ -237,6 +239,7 @@ class ForkServer:
                 descriptors = [text, theirs.fileno(), directory, output, errors, *numbers]
                 socket.send_fds(self._control, [b"job"], descriptors)
             except OSError as error:
+                self._check_imported()
                 raise CannotForkError(f"it takes no job: {error}") from None
             sent.close()  # so that the end of the server is the end of file
             pid = self._answer(status, stopped)
@@ -257,14 +260,22 @@ class ForkServer:
                 raise CannotForkError(f"it has not answered for {_IMPORT_SECONDS:g} s")
         written = status.recv(1 << 16)
         answer = json.loads(written) if written else {}
-        if not written and not self._forked and self._running.ended.wait(1.0):
-            self._fail("it ended while it imported")
+        if not written:
+            self._check_imported()
         if "unfit" in answer:
             self._fail(answer["unfit"])
         if "pid" not in answer:
             raise CannotForkError(answer.get("failed") or "it has ended")
         self._forked = True
         return answer["pid"]
+
+    def _check_imported(self) -> None:
+        """Raise CannotForkError, now and from then on, if the server has ended before it forked once."""
+        running = self._running
+        if self._forked or not running.ended.wait(END_SECONDS) or running.process is None:
+            return
+        if running.process.returncode != NO_WORK:
+            self._fail("it ended while it imported")
 
     def _fail(self, reason: str) -> None:
         """Remember that it does not fork."""

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_infer.util import this_process
-from nxd_infer.util.fork_server import MOST_DESCRIPTORS
+from nxd_infer.util.fork_server import MOST_DESCRIPTORS, NO_WORK
 from nxd_infer.util.this_process import die_with_parent, ignore_stop, leave, name_process
 
 
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, nobody can say how a child ended
     job = _Server(control, handlers, _import(arguments[3])).serve(idle)
     if job is None:
-        leave(0)
+        leave(NO_WORK)
     this_process.forked_from = os.getpid(), pid
     die_with_parent(pid)
     _settle(job)

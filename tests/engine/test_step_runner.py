@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from nxd_infer.errors import RankDiedError
 from nxd_server.engine.core.step_costs import Graph, StepCosts
 from nxd_server.engine.core.step_runner import OVERDUE_FACTOR, OVERDUE_SECONDS, WARM_SECONDS, StepRunner
+from tests.engine.toy_model import ToyModel
 
 
 class Model:
@@ -60,3 +62,20 @@ def test_a_step_is_overdue_when_it_takes_many_times_what_it_costs():
     runner.timed("g", {})
     assert found == ["", "", "a step of g has been running for 21.0 s (limit 20.0 s)"]
     assert runner.overdue(costs) == "" and runner.running_for is None
+
+
+class Ended(ToyModel):
+    """Its rank has ended, and why is known a moment later."""
+
+    def __init__(self):
+        super().__init__()
+        self.dead, self.reasons = True, [None, None, RankDiedError("rank 0 was ended by SIGKILL", 0)]
+
+    @property
+    def failure(self):
+        return self.reasons.pop(0)
+
+
+def test_why_a_rank_has_ended_is_waited_for():
+    with pytest.raises(RankDiedError, match="SIGKILL"):
+        StepRunner(Ended()).check_alive()

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
-from nxd_infer.errors import ModelClosedError, WeightSchemaError
+from nxd_infer.errors import ModelClosedError, RankDiedError, WeightSchemaError
 from nxd_infer.runtime.supervisor.protocol import RankHealth
 from nxd_infer.util.beneath import require_unchanged
 
@@ -103,7 +103,7 @@ class ToyModel:
     second step before the first one's result is taken."""
 
     ahead = False
-    spare_cores, lead_cores, failure = 1, (), None
+    spare_cores, lead_cores = 1, ()
 
     def __init__(
         self, slots=4, max_len=64, prompt_buckets=(8, 16), batch_sizes=(1, 2, 4), delay=0.0, omit=(), lora_slots=0,
@@ -254,6 +254,10 @@ class ToyModel:
 
     def health(self):
         return [toy_rank(not self.dead, len(self.steps))]
+
+    @property
+    def failure(self):
+        return RankDiedError("the toy is dead", 0) if self.dead else None
 
     def close(self):
         self.dead = True

@@ -9,7 +9,7 @@ import time
 import torch
 
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
-from nxd_infer.errors import ModelClosedError
+from nxd_infer.errors import ModelClosedError, RankDiedError
 from tests.engine.toy_model import ToyWeights, toy_rank
 
 
@@ -22,7 +22,7 @@ def expected(row: torch.Tensor) -> torch.Tensor:
 class ToyOneShot:
     """Inputs ``input_ids`` and ``attention_mask`` [B, S]; outputs ``embedding`` [B, 3] and ``echo`` [B, S]."""
 
-    arrays, spare_cores, lead_cores, failure = False, 1, (), None
+    arrays, spare_cores, lead_cores = False, 1, ()
 
     def __init__(self, batches=(1, 4), lengths=(8, 16), delay=0.0, pad_batch=True, requires=(), metadata=None):
         shapes = [(b, s) for b in batches for s in lengths]
@@ -73,6 +73,10 @@ class ToyOneShot:
 
     def health(self):
         return [toy_rank(not self.dead)]
+
+    @property
+    def failure(self):
+        return RankDiedError("the toy is dead", 0) if self.dead else None
 
 
 def _bucket(batch, length, pad_batch):

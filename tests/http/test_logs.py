@@ -8,6 +8,8 @@ import logging
 import os
 import time
 
+import pytest
+
 from nxd_server.http.ops.log_writer import LogWriter
 from nxd_server.http.ops.logs import TextFormatter
 from tests.http.http_servers import toy_server, wait_for
@@ -51,7 +53,8 @@ def test_a_log_that_nobody_reads_stops_no_answer():
         assert server.stop() == 0
 
 
-def test_lines_that_find_no_room_are_counted():
+@pytest.mark.parametrize("pause", [0.0, 0.001], ids=["at once", "until the pipe is full"])
+def test_lines_that_find_no_room_are_counted(pause):
     """With a real pipe: what waits is written in order once somebody reads, and how many lines are missing."""
     reader, writer = os.pipe()
     handler = LogWriter(writer, limit=10)
@@ -59,6 +62,7 @@ def test_lines_that_find_no_room_are_counted():
     os.close(writer)
     for number in range(400):
         handler.handle(logging.LogRecord("nxd_server", logging.INFO, "", 0, f"line {number:0100}", (), None))
+        time.sleep(pause)
     begin = time.monotonic()
     handler.close()
     assert time.monotonic() - begin < 30, "the end of a server does not wait for a reader"

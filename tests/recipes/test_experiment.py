@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from nxd_infer.recipes.experiment import Keeper, Patience, checkpoint_name, log_
 from nxd_infer.recipes.launch import check_world, first_host, is_a_rank, variables_of_slurm
 from nxd_infer.recipes.model_schema import RATES, Optim, Sched
 from nxd_infer.recipes.optim import OPTIMIZERS, Rate, optimizer_arguments, parameter_groups
-from nxd_infer.recipes.rank_processes import run_ranks
+from nxd_infer.recipes.rank_processes import _raise_first_failure, run_ranks
 from nxd_infer.recipes.recipe import check
 from nxd_infer.recipes.schema import CheckpointCallback, EarlyStopping, ExpManager, Trainer
 from nxd_infer.recipes.yaml_text import parse_yaml
@@ -215,3 +216,15 @@ def test_what_several_ranks_say_is_told_once(tmp_path):
     said = "import sys; print('of one\\nerror: of both\\nerror: of both', file=sys.stderr); sys.exit(1)"
     with pytest.raises(RankFailedError, match=r"ranks\.log:\nof one\nerror: of both\Z"):
         run_ranks([sys.executable, "-c", said], 1, tmp_path / "ranks.log", timeout=60)
+
+
+@pytest.mark.check
+def test_of_ranks_that_have_failed_at_once_the_one_that_was_killed_is_named(tmp_path):
+    """The others may have failed because of it."""
+    ranks = [SimpleNamespace(returncode=code, explain=lambda code=code: f"has {code}") for code in (0, 1, -9)]
+    (tmp_path / "log").write_text("what they said\n")
+    with pytest.raises(RankFailedError, match="rank 2 has -9") as caught:
+        _raise_first_failure(ranks, tmp_path / "log")
+    assert caught.value.rank == 2
+    with pytest.raises(RankFailedError, match="rank 1 has 1"):
+        _raise_first_failure(ranks[:2], tmp_path / "log")

@@ -135,6 +135,14 @@ def test_a_resumed_job_hides_what_was_written_after_its_checkpoint(tmp_path: Pat
     assert scalars(tmp_path)["loss"] == [(1, 10.0), (2, 5.0)]
 
 
+def test_what_was_flushed_is_in_the_file_of_a_job_that_is_killed(tmp_path: Path):
+    logger = TensorBoardLogger(tmp_path)
+    logger.log(1, loss=10.0)
+    logger.flush()
+    assert scalars(tmp_path)["loss"] == [(1, 10.0)]
+    logger.close()
+
+
 def test_without_the_package_there_is_a_hint(tmp_path: Path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # as Python marks what cannot be imported
     with pytest.raises(MissingPackageError, match=r"pip install 'nxd-infer\[train\]'") as caught:

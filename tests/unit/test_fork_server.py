@@ -131,17 +131,29 @@ def test_how_children_end_is_known_also_if_the_caller_ignores_its_own():
 
 
 def test_a_server_without_work_ends_and_its_next_job_is_done_by_another(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(module, "IDLE_SECONDS", 3.0)
     child = start()
     server = parent_of(child.pid)
     assert server is not None
-    time.sleep(1.5)
+    time.sleep(4.5)
     assert not gone(server)  # it has a child
     child.end()
     assert gone(server, LIMIT)
     wait_until(lambda: module._kept is None or not module._kept[1].usable)
     child = start()
     assert parent_of(child.pid) not in (server, os.getpid())
+
+
+def test_a_server_that_ended_before_its_first_job_is_replaced(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "IDLE_SECONDS", 0.1)
+    environment = child_environment()
+    server = fork_server("json", environment)
+    assert server._running.ended.wait(LIMIT)
+    with pytest.raises(CannotForkError, match="it takes no job"):
+        server.fork(python_code(SLEEP), environment=environment, inherit=[])
+    monkeypatch.undo()
+    assert fork_server("json", environment) is not server
+    assert start(environment=environment).running
 
 
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit()", "1 / 0"])
@@ -275,15 +287,18 @@ def test_nobody_waits_again_for_what_somebody_waited_for_long(tmp_path: Path, mo
 
 
 def test_a_job_that_nobody_waits_for_any_more_leaves_no_child(tmp_path: Path):
-    (tmp_path / "some.py").write_text("import time; time.sleep(0.5)")
+    go = tmp_path / "go"
+    (tmp_path / "some.py").write_text(f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)")
     environment = child_environment()
     environment["PYTHONPATH"] = f"{environment.get('PYTHONPATH', '')}:{tmp_path}"
     file = tmp_path / "pid"
     code = f"import os; open({str(file)!r}, 'a').write(f'{{os.getpid()}} ')\n" + SLEEP
     for _ in range(5):
+        go.unlink(missing_ok=True)
         server = fork_server("some", environment)
         with pytest.raises(CannotForkError, match="wants"):
             server.fork(python_code(code), environment=environment, inherit=[], stopped=lambda: True)
+        go.touch()
         last = server.fork(python_code("sys.exit(5)"), environment=environment, inherit=[])  # after that one
         assert last.wait(LIMIT) and last.returncode == 5
         started = file.read_text().split() if file.exists() else []

@@ -130,9 +130,9 @@ def train(folder: Path, seconds: float) -> Trained:
     losses: list[float] = []
     start = time.monotonic()
     with TrainingProgress(seconds=seconds, console=console) as progress:
-        while (elapsed := agreed(time.monotonic() - start)) < seconds:
+        while (elapsed := agreed(time.monotonic() - start)) < seconds or not losses:
             for group in optimizer.param_groups:
-                group["lr"] = rate(elapsed / seconds)
+                group["lr"] = rate(min(1.0, elapsed / seconds))
             windows = next(data)
             with narrow():
                 loss = model.run_train(input_ids=windows, labels=windows)

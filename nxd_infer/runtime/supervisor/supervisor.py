@@ -24,6 +24,7 @@ from nxd_infer.runtime.supervisor import failures
 from nxd_infer.runtime.supervisor.protocol import RankHealth
 from nxd_infer.runtime.supervisor.rank_processes import RankProcesses
 from nxd_infer.runtime.time_bounds import Bounds
+from nxd_infer.util.child_process import END_SECONDS
 
 _GRACE = 0.5
 """Seconds to wait, after one rank's error, for the end of another rank that may have caused it."""
@@ -164,7 +165,10 @@ class Supervisor:
         except ChannelClosed:
             self._lost(rank)
         except BaseException as error:  # some ranks have the record and some do not
-            raise self.fail(failures.interrupted(error)) from error
+            failure = self.fail(failures.interrupted(error))
+            if isinstance(error, Exception):
+                raise failure from error
+            raise
         return exchange
 
     def finish(self, exchange: Exchange, timeout: float | None = None, fatal: bool = True) -> None:
@@ -176,7 +180,7 @@ class Supervisor:
         Raises RankFailedError, RankDiedError, RankTimeoutError (then the ranks have been ended), ModelClosedError.
         """
         if self.failure is not None and exchange is next(iter(self._open.values()), None):
-            raise self.failure  # it ended the ranks while they were at this exchange
+            raise self.fail(self.failure)  # it ended the ranks while they were at this exchange
         self.check()
         while exchange.sequence in self._open:
             first = next(iter(self._open.values()))
@@ -237,7 +241,7 @@ class Supervisor:
         """Handle a rank that has closed its channel: wait for its exit status, then end all ranks and raise."""
         if self._closing:
             raise failures.closed_during_call()
-        self._processes.ended.wait(5.0)  # the watching thread reports the first end, which ends the others
+        self._processes.ended.wait(END_SECONDS)  # the watching thread reports the first end, which ends the others
         raise self.fail(failures.silent(rank, self.degree))
 
     def _late(self, exchange: Exchange, seconds: float) -> NxdError:

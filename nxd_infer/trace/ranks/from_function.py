@@ -36,6 +36,8 @@ from nxd_infer.util.python_command import preparation, python_of_caller
 Message = list[Any]
 GRACE = 1.0
 """Seconds for other ranks to report after the first failure, so that the cause is shown and not a consequence."""
+_DIED = "died"
+"""In place of an error's class: the rank reported none."""
 
 
 # --- the request as bytes -----------------------------------------------------------------------------
@@ -197,11 +199,11 @@ def _messages(running: list[_Rank], deadline: float) -> Iterator[tuple[Message, 
         try:
             yield member.connection.recv(), member
         except (EOFError, OSError):
-            member.process.wait(END_SECONDS)
-            raise TraceError(_died(member), rank=member.rank) from None
+            raise TraceError(_how_it_died(member), rank=member.rank) from None
 
 
-def _died(member: _Rank) -> str:
+def _how_it_died(member: _Rank) -> str:
+    member.process.wait(END_SECONDS)
     how = member.process.explain()
     if member.place == "starting":
         return f"the process of rank {member.rank} {how} before func ran; what it printed is above"
@@ -222,6 +224,7 @@ def _other_failures(running: list[_Rank], first: _Rank) -> list[tuple[int, Messa
                 message = member.connection.recv()
             except (EOFError, OSError):
                 others.pop(member.connection)
+                found.append((member.rank, ["error", _DIED, _how_it_died(member), ""]))
                 continue
             if message[0] == "error":
                 found.append((member.rank, message))
@@ -232,6 +235,8 @@ def _other_failures(running: list[_Rank], first: _Rank) -> list[tuple[int, Messa
 def _raise_failure(failures: list[tuple[int, Message]]) -> None:
     """Raise the failure that is a cause: the lowest rank's that is not about a collective."""
     rank, (_, kind, text, remote) = min(failures, key=lambda f: (issubclass(_class(f[1][1]), CollectiveError), f[0]))
+    if kind == _DIED:
+        raise TraceError(text, rank=rank)
     cls = _class(kind)
     if issubclass(cls, TraceConfigError):  # its message already says what to change
         raise TraceConfigError(f"rank {rank}: {text}", rank=rank, remote_traceback=remote)

@@ -129,9 +129,12 @@ def _trace_here(connection: Connection, settings: RankSettings) -> None:
 def _connect(settings: RankSettings) -> None:
     """Turn this process into its rank: a default context, and a transport, or one that raises."""
     own = make_context(settings.degree, settings.rank, tp=settings.degree)  # the first stage's ranks trace all stages
-    transport = (
-        join_on_this_host(own, settings.rendezvous, settings.timeout) if settings.together else RefusingCollectives()
-    )
+    transport = RefusingCollectives()
+    if settings.together:
+        try:
+            transport = join_on_this_host(own, settings.rendezvous, settings.timeout)
+        except Exception as error:  # perhaps because another rank has failed meanwhile
+            raise CollectiveError(f"the ranks could not meet: {error}") from error
     register_collectives(TRACE_COLLECTIVES, transport)
     set_default_context(tracing_context(settings.degree, settings.pp_degree, settings.rank, TRACE_COLLECTIVES))
 

@@ -312,7 +312,9 @@ class Service(ServedModel):
         return model.health() if model is not None else []
 
     def _unavailable(self) -> EngineUnavailableError:
-        _, state, reason = self.readiness()
+        ready, state, reason = self.readiness()
+        if ready:  # since the caller looked
+            state, reason = "recovering", "its ranks are ready again"
         retry = None if state in ("failed", "draining") else 5.0
         return EngineUnavailableError(f"the server takes no requests now: {reason or state}", state, retry)
 

@@ -12,6 +12,7 @@ from typing import Any
 from nxd_infer.errors import CollectiveError, ModelClosedError, NxdError, RankError
 from nxd_infer.runtime.ipc.arena import InputBlock
 from nxd_infer.runtime.supervisor.pending_step import PendingStep
+from nxd_infer.util.child_process import END_SECONDS
 from nxd_server.engine.core.model import Model, Tensors
 from nxd_server.engine.core.step_costs import StepCosts
 
@@ -137,7 +138,9 @@ class StepRunner:
         for rank in self.model.health():
             if not rank.alive:
                 # Read after the ranks' health: the first failure is recorded before the other ranks are ended for it.
-                first = self.model.failure
+                end = time.monotonic() + END_SECONDS  # the thread that watches the ranks may be late
+                while (first := self.model.failure) is None and time.monotonic() < end:
+                    time.sleep(0.01)
                 if isinstance(first, NxdError):
                     raise first
                 raise RankError(f"rank {rank.rank} is not running any more", rank.rank) from first

@@ -63,6 +63,8 @@ class LogWriter(logging.Handler):
                 self._report()
             if isinstance(line, threading.Event):
                 line.set()
+        if self._dropped:
+            self._report()
         os.close(self._descriptor)
 
     def _report(self) -> None:
