@@ -197,12 +197,12 @@ class _Worker:
         """What the process is doing now, from its own fault handler."""
         with contextlib.suppress(OSError):
             os.kill(self.process.pid, signal.SIGUSR1)
-        time.sleep(0.3)
-        try:
-            with open(file) as handle:
-                return handle.read()
-        except OSError:
-            return "(no stack)"
+        found, before, deadline = "", "", time.monotonic() + 20
+        while (not found or found != before) and time.monotonic() < deadline:
+            time.sleep(0.3)
+            with contextlib.suppress(OSError), open(file) as handle:
+                before, found = found, handle.read()
+        return found or "(no stack)"
 
     def kill(self) -> None:
         """End the process and whatever it started."""

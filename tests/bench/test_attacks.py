@@ -20,9 +20,12 @@ def server():
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attacker_says_what_it_sent_and_the_server_serves_on(server, name):
-    tally = Tally()
-    ATTACKS[name](Target(server.port, time.monotonic() + 0.2, 2**20, "", ("model",), tally))
     silent = name in ("nothing", "busy", "idle", "slow heads")
+    tally = Tally()
+    for seconds in (0.2, 5):  # a fifth of a second may be over before the first attack
+        ATTACKS[name](Target(server.port, time.monotonic() + seconds, 2**20, "", ("model",), tally))
+        if silent or tally.sent:
+            break
     assert bool(tally.sent) != silent
     assert not {"500", "cut"} & set(tally.answers)
     server.wait_metric("nxd_texts_aside", 0.0)
@@ -31,7 +34,7 @@ def test_an_attacker_says_what_it_sent_and_the_server_serves_on(server, name):
 
 def test_those_who_watch_an_attack_see_looks_gaps_and_what_is_held(server):
     siege = Siege(server.port, server.process.pid, tokens=50, body_bytes=2**20)
-    reading = siege.attack("text", seconds=0.5, calm=0.5)
+    reading = siege.attack("text", seconds=2, calm=4)
     assert reading.livez and reading.gaps and reading.step > 0
     assert reading.before.memory > 2**20 and reading.before.descriptors > 5 and reading.before.threads > 1
     assert reading.tally["sent"]["/v1/completions"] == sum(reading.tally["answers"].values()) > 0

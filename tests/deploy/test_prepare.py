@@ -143,7 +143,11 @@ def test_a_trace_that_is_ended_leaves_nothing_that_a_start_would_find(
 ):
     """SIGTERM goes to the server alone, as tini sends it, and a kill to all, as the end of a container does."""
     process = starting(model, tmp_path, command=command)
-    wait_for(lambda: any(".tmp-" in path.name for path in tmp_path.iterdir()) or process.poll() is not None, 300, "")
+    wait_for(
+        lambda: any(path.name.startswith(".nxd-trace-") for path in tmp_path.iterdir()) or process.poll() is not None,
+        300,
+        "",
+    )
     assert process.poll() is None, process.communicate()
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) == 1

@@ -24,6 +24,7 @@ from nxd_infer.errors import CheckpointError, InputMismatchError, ModelConfigErr
 from nxd_infer.parallel_layers.layers import ParallelEmbedding
 from tests.distributed.models import LOOSE, TIED, Case
 from tests.distributed.test_apply import NEAR
+from tests.processes import wait_until
 from tests.ranks import run_ranks
 
 pytest.importorskip("transformers")
@@ -97,8 +98,8 @@ def tensor_parallel(folder: Path) -> dict[str, Any]:
         found[name] = same_logits(model, whole)
     found["async"] = saved_in_background(trained, folder / "c", whole)
     found["written"] = [
-        times_of_writing(trained, folder / "d", use_xser=xser, num_local_ranks_per_step=at_once)
-        for xser, at_once in ((False, 1), (False, 0), (False, 2), (True, 1))
+        times_of_writing(trained, folder / f"d{number}", at_once, xser)
+        for number, (xser, at_once) in enumerate(((False, 1), (False, 0), (False, 2), (True, 1)))
     ]
     found["not parallel"] = refusal(
         ParallelConfigError, lambda: Parallelizer.load_model_sharded_checkpoint(LLAMA.build(), folder / "a")
@@ -113,14 +114,20 @@ def tensor_parallel(folder: Path) -> dict[str, Any]:
     return found
 
 
-def times(action: Callable[[], object], owner: Any, name: str) -> tuple[float, float]:
-    """When this rank began and ended ``owner.name``, which takes 0.3 s longer, in ``action``."""
+def times(action: Callable[[], object], owner: Any, name: str, meeting: Path | None) -> tuple[float, float]:
+    """When this rank began and ended ``owner.name`` in ``action``. In it the ranks wait for each other, in the folder
+    ``meeting``; without one, each takes 0.3 s longer."""
     own, seen = getattr(owner, name), []
 
     def slowly(*args: Any, **options: Any) -> None:
         seen.append(time.monotonic())
         own(*args, **options)
-        time.sleep(0.3)
+        if meeting is None:
+            time.sleep(0.3)
+        else:
+            meeting.mkdir(exist_ok=True)
+            (meeting / str(torch.distributed.get_rank())).touch()
+            wait_until(lambda: len(list(meeting.iterdir())) == 2)
         seen.append(time.monotonic())
 
     setattr(owner, name, slowly)
@@ -133,11 +140,18 @@ def times(action: Callable[[], object], owner: Any, name: str) -> tuple[float, f
 
 def times_of_loading(folder: Path, at_once: int) -> tuple[float, float]:
     model = lazily(folder / "llama")
-    return times(lambda: Parallelizer.parallelize(model, num_local_ranks_per_step=at_once), module, "fill")
+    meeting = None if at_once == 1 else folder / "loading"
+    return times(lambda: Parallelizer.parallelize(model, num_local_ranks_per_step=at_once), module, "fill", meeting)
 
 
-def times_of_writing(model: nn.Module, folder: Path, **options: Any) -> tuple[float, float]:
-    return times(lambda: Parallelizer.save_model_sharded_checkpoint(model, folder, **options), api, "write_rank")
+def times_of_writing(model: nn.Module, folder: Path, at_once: int, xser: bool) -> tuple[float, float]:
+    """``folder``: one of this call."""
+    meeting = None if at_once == 1 and not xser else folder.with_name(f"{folder.name}-meeting")
+
+    def save() -> None:
+        Parallelizer.save_model_sharded_checkpoint(model, folder, use_xser=xser, num_local_ranks_per_step=at_once)
+
+    return times(save, api, "write_rank", meeting)
 
 
 def saved_in_background(model: Any, folder: Path, whole: nn.Module) -> tuple[bool, bool]:

@@ -171,8 +171,11 @@ def test_a_restart_that_fails_leaves_the_engine_failed(engines, caplog, foreseen
         raise RankDiedError("it will not start", 0) if foreseen else TypeError("it will not start")
 
     model.restart = no_restart
-    model.dead = True
-    assert isinstance(ask(engine, [1]).end.error, EngineFailedError)
+    listener = Listener()
+    with held(model):
+        ticket = engine.submit([1], GREEDY, listener)
+        model.dead = True
+    assert ticket.wait(60) and isinstance(listener.end.error, EngineFailedError)
     assert engine.wait_failed(60)
     assert "will not start" in engine.health().error and "will not start" in engine.verdict
     told = [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]

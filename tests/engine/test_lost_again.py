@@ -35,7 +35,7 @@ class Plagued(RankModel):
     their first step."""
 
     def __init__(self, artifact):
-        super().__init__(artifact, call_timeout=5.0, start_timeout=None)
+        super().__init__(artifact, call_timeout=15.0, start_timeout=None)
         self.plagues: list[tuple[str, int]] = []
         self.pids: list[int | None] = []
         """Of every rank there was."""
@@ -54,7 +54,7 @@ class Plagued(RankModel):
                 started = RankProcesses.wait_started
 
                 def wait_started(processes, seconds):
-                    started(processes, seconds)
+                    started(processes, 600)
                     os.kill(processes.pid(1), STOP)  # so that it is still loading when the signal comes
                     threading.Timer(0.3, os.kill, [processes.pid(1), number]).start()
 
@@ -120,6 +120,7 @@ def test_who_waits_for_a_swap_goes_on_waiting_until_the_ranks_are_ready_or_given
     new = as_source(tiny_state_dict(FAMILIES["llama"], seed=3))
     with engine_of(model, restart_limit=allowed) as engine:
         answer = ask(engine).tokens
+        model.bounds.loaded(HEALTHY)
         model.strike(STOP)
         told: list[Exception] = []
 

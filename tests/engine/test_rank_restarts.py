@@ -241,7 +241,7 @@ def test_a_rank_that_raises_what_is_foreseen_is_one_line_of_the_log(engines, cap
 
     engine.model.fail = lose
     with pytest.raises(EngineFailedError):
-        engine.submit(request(HARMLESS)).result(10)
+        engine.submit(request(HARMLESS)).result(60)
     assert settled(engine) == "failed"
     assert ("secret.py" in caplog.text) == ("nxd_infer.errors" not in error)
     assert error in caplog.text

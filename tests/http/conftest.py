@@ -9,8 +9,8 @@ from tests.http.http_servers import toy_server
 
 @pytest.fixture(scope="session")
 def toy():
-    """A ready toy server: 4 slots, 64 positions, no keys."""
-    with toy_server(access_log=False) as server:
+    """A ready toy server: 4 slots, 64 positions, no keys. A template may take a minute."""
+    with toy_server(access_log=False, render_timeout=60) as server:
         yield server
 
 

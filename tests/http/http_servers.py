@@ -131,6 +131,18 @@ class ServerProcess:
         self.process.wait(10.0)
 
 
+def logged(capfd: Any, words: str) -> str:
+    """What this process has written to standard error, once it has these words: a thread writes the log."""
+    found: list[str] = []
+
+    def has() -> bool:
+        found.append(capfd.readouterr().err)
+        return words in "".join(found)
+
+    wait_for(has, message=f"{words!r} was not logged")
+    return "".join(found)
+
+
 def wait_for(condition: Any, seconds: float = 120.0, message: str = "") -> None:
     """``seconds`` guard against hanging: however busy the machine is, they are more than enough."""
     end = time.monotonic() + seconds

@@ -7,6 +7,7 @@ decoder's server imports no torch, as a real one does not.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import resource
 import sys
@@ -55,6 +56,15 @@ def toy_tokenizer() -> Tokenizer:
     return Tokenizer(raw, {"bos_token": "<begin>", "eos_token": "<end>"})
 
 
+def said(file: Path) -> str:
+    """What a file says, empty if there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        while not (text := file.read_text().strip()):  # it is just being written
+            time.sleep(0.001)
+        return text
+    return ""
+
+
 class ToyService(Service):
     """A service whose ranks are a :class:`ToyModel`, or a :class:`ToyOneShot`, in this process."""
 
@@ -74,18 +84,22 @@ class ToyService(Service):
         self._toy = kind(**toy)
         self._start_file = start_file
         self._toy.bounds = SimpleNamespace(load_seconds=60.0, least_load=ranks_seconds)
+        self._failing = False
         if fail_file:
-            self._toy.fail = lambda name, inputs: self._maybe_fail(Path(fail_file))
+            self._toy.fail = lambda name, inputs: self._maybe_fail(Path(fail_file), inputs)
 
-    def _maybe_fail(self, file: Path) -> None:
-        """Do what the file says: fail this step ("once", "value"), hang in it ("hang") or only wait ("hold")."""
-        held = False
-        while file.exists() and file.read_text().strip() == "hold":
+    def _maybe_fail(self, file: Path, inputs: dict) -> None:
+        """Do what the file says: fail this step ("once", "value"), and all after it ("always"), hang in it ("hang") or
+        only wait ("hold"). A step of padding, which finds out whether the ranks still answer, is not the first."""
+        asked = "block_table" not in inputs or bool((inputs["block_table"] != self._toy.slots).any())
+        held, what = False, said(file)
+        while asked and what == "hold":
             held = True
             time.sleep(0.02)
-        if held or not file.exists():
+            what = said(file)
+        if held or not what or not (asked or what == "hang" or self._failing):
             return
-        what = file.read_text().strip()
+        self._failing = what == "always"
         if what == "once":
             file.unlink()
         if what == "once, then hang":

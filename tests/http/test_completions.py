@@ -380,7 +380,7 @@ def test_a_large_body_and_an_async_client(toy, expect):
     body = {"prompt": ["hello"] * 8, "max_tokens": 3, "temperature": 0, "user": "u" * 300_000}
     texts = [choice["text"] for choice in toy.post(COMPLETIONS, body).json()["choices"]]
     assert texts == [expect("hello", max_tokens=3)[1]] * 8
-    with httpx.Client(base_url=toy.url) as pool:
+    with httpx.Client(base_url=toy.url, timeout=60) as pool:
         for _ in range(20):
             assert pool.post(COMPLETIONS, json={**body, "user": "u"}).status_code == 200
 

@@ -42,9 +42,10 @@ def closed(connection):
 
 @pytest.fixture(scope="module")
 def small():
-    """16 connections, 4 of which are answered at a time, slowly; deadlines of a second."""
+    """16 connections, 15 of which are answered at a time, slowly; deadlines of seconds."""
     with toy_server(
-        toy={"delay": 0.05, "max_len": 400}, max_connections=16, header_timeout=1.0, connection_timeout=1,
+        toy={"slots": 15, "batch_sizes": [1, 15], "delay": 0.05, "max_len": 400},
+        max_connections=16, header_timeout=3.0, connection_timeout=4,
         keep_alive_interval=0.3, access_log=False,
     ) as server:  # fmt: skip
         yield server
@@ -97,7 +98,7 @@ def test_a_stream_may_last_longer_than_any_deadline_of_its_connection(small):
 
 def test_where_all_are_being_answered_the_health_routes_still_are_and_no_answer_is_cut(small):
     with contextlib.ExitStack() as all:
-        busy = [all.enter_context(raw(small, stream(100))) for _ in range(16)]
+        busy = [all.enter_context(raw(small, stream(tokens))) for tokens in [390] * 15 + [5]]
         for connection in busy:  # a keep-alive line at least: every request has been read
             assert connection.recv(1, socket.MSG_PEEK)
         assert small.metric("nxd_num_requests_waiting") > 0

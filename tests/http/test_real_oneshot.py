@@ -226,7 +226,10 @@ def test_classify_gives_labels_and_probabilities(tmp_path_factory):
 def test_a_long_list_that_runs_is_finished_after_a_signal(encoder):
     """It goes through the engine in waves; the engine is idle between two of them, and the server not yet done."""
     _, model_dir = encoder
-    with real_server(model_dir.parent / "artifact") as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
+    with (
+        real_server(model_dir.parent / "artifact", "--drain-timeout", "300") as server,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
         texts = [f"{TEXTS[0]} {number}" for number in range(1200)]
         answer = pool.submit(server.post, EMBEDDINGS, {"input": texts})
         wait_for(lambda: server.metric("nxd_bucket_executions_total") > 4)

@@ -225,7 +225,7 @@ def test_a_body_that_is_not_strict_json_is_a_400(toy, data, code):
 def test_unknown_routes_and_methods(toy, method, path, status):
     import httpx
 
-    response = httpx.request(method, toy.url + path)
+    response = httpx.request(method, toy.url + path, timeout=60)
     is_error(response, status)
     if status == 405:
         assert response.headers["allow"]

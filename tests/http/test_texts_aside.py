@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import signal
+from pathlib import Path
 
 import httpx
 import pytest
@@ -21,11 +23,29 @@ def chat(**variables):
     return {"messages": HELLO, "max_tokens": 3, "temperature": 0, "chat_template_kwargs": variables}
 
 
-@pytest.fixture(scope="module")
-def impatient():
-    """A template has a second; one text may wait for another."""
-    with toy_server(render_timeout=1.0, max_queued_requests=1, access_log=False) as server:
+@pytest.fixture
+def crowded():
+    """One text may wait for another; no process for texts runs yet."""
+    with toy_server(render_timeout=60, max_queued_requests=1, access_log=False) as server:
         yield server
+
+
+@contextlib.contextmanager
+def stopped(pid: int):
+    """Within the block, and until its process is killed, it does not go on."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def new_child(server, before: set[int]) -> int:
+    """The process that works on a text, once there is one."""
+    wait_for(lambda: descendants(server.process.pid) - before)
+    (child,) = descendants(server.process.pid) - before
+    return child
 
 
 @pytest.mark.parametrize(
@@ -53,10 +73,11 @@ def test_a_long_text_holds_up_nobody(toy, kind, body):
         assert answer.result().json()["count"] > 40_000
 
 
-def test_a_template_without_an_end_is_400(impatient):
-    error = is_error(impatient.post(CHAT, chat(spin=1)), 400, "messages")
-    assert "did not come to an end within 1 s (render_timeout)" in error["message"]
-    assert impatient.post(CHAT, chat()).status_code == 200
+def test_a_template_without_an_end_is_400():
+    with toy_server(render_timeout=1.0, access_log=False) as server:
+        error = is_error(server.post(CHAT, chat(spin=1)), 400, "messages")
+        assert "did not come to an end within 1 s (render_timeout)" in error["message"]
+        wait_for(lambda: server.post(CHAT, chat()).status_code == 200)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +113,17 @@ def test_a_client_that_leaves_ends_its_template(toy):
         with raw(server, http_request(CHAT, json.dumps(chat(spin=1)).encode())):
             wait_for(lambda: server.metric("nxd_texts_aside", kind="conversations") == 1, 20)
             (child,) = descendants(server.process.pid)
+            idle = processor_time(child)
+            wait_for(lambda: processor_time(child) > idle + 0.1)  # the template spins
         server.wait_metric("nxd_texts_aside", 0.0, kind="conversations")
         assert gone(child, 10)
         assert server.post(CHAT, chat()).status_code == 200  # another has been started
+
+
+def processor_time(pid: int) -> float:
+    """Seconds of processor time that a process has used."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 TEXT = {"prompt": "hello, you there. " * 50_000}
@@ -106,33 +135,37 @@ def large_body(server):
     is_error(server.post("/tokenize", {"prompt": "a", "secret": "b" * 2**17}), 400, code="unknown_parameter")
 
 
-def test_abandoned_tokenisations_end_and_the_queue_of_them_is_bounded(impatient):
+def test_abandoned_tokenisations_end_and_the_queue_of_them_is_bounded(crowded):
     """One is worked on and one waits; a third is 429. Their clients gone, nothing of them is left."""
     data = http_request("/tokenize", json.dumps(TEXT).encode())
-    large_body(impatient)
-    before = descendants(impatient.process.pid)
+    large_body(crowded)
+    before = descendants(crowded.process.pid)
     for _ in range(3):
-        with raw(impatient, data), raw(impatient, data):
-            wait_for(lambda: impatient.metric("nxd_texts_aside", kind="texts") == 2, 20)
-            is_error(impatient.post("/tokenize", TEXT), 429, code="queue_full")
-        impatient.wait_metric("nxd_texts_aside", 0.0, kind="texts")
-    wait_for(lambda: descendants(impatient.process.pid) <= before, 10, "a process for texts is left")
+        with raw(crowded, data), stopped(new_child(crowded, before)), raw(crowded, data):
+            crowded.wait_metric("nxd_texts_aside", 2.0, kind="texts")
+            is_error(crowded.post("/tokenize", TEXT), 429, code="queue_full")
+        crowded.wait_metric("nxd_texts_aside", 0.0, kind="texts")
+        wait_for(lambda: descendants(crowded.process.pid) <= before, message="a process for texts is left")
 
 
 @pytest.mark.parametrize(("path", "body"), [
     (COMPLETIONS, {"prompt": "a" * 2**20}),
     (CHAT, {"messages": [{"role": "user", "content": "a" * (2**20 - 100)}]}),
 ])  # fmt: skip
-def test_a_long_text_that_is_generated_from_ends_with_its_client(impatient, path, body):
+def test_a_long_text_that_is_generated_from_ends_with_its_client(crowded, path, body):
     """It was tokenised in a thread of the server, for as long and as much memory as that takes."""
-    large_body(impatient)
-    impatient.post(CHAT, chat())
-    before = descendants(impatient.process.pid)
-    with raw(impatient, http_request(path, json.dumps(body).encode())):
-        wait_for(lambda: impatient.metric("nxd_texts_aside", kind="texts") == 1, 20)
-    impatient.wait_metric("nxd_texts_aside", 0.0)
-    wait_for(lambda: descendants(impatient.process.pid) <= before, 10, "a process for texts is left")
-    error = is_error(impatient.post(path, body), 400, next(iter(body)), "context_length_exceeded")
+    large_body(crowded)
+    crowded.post(CHAT, chat())
+    before = descendants(crowded.process.pid)
+    with (
+        raw(crowded, http_request(path, json.dumps(body).encode())) as connection,
+        stopped(new_child(crowded, before)),
+    ):
+        crowded.wait_metric("nxd_texts_aside", 1.0, kind="texts")
+        connection.close()
+        crowded.wait_metric("nxd_texts_aside", 0.0)
+        wait_for(lambda: descendants(crowded.process.pid) <= before, message="a process for texts is left")
+    error = is_error(crowded.post(path, body), 400, next(iter(body)), "context_length_exceeded")
     assert "this model's maximum context length is 64 tokens" in error["message"]
 
 
@@ -193,9 +226,9 @@ def test_a_template_that_cannot_be_used_is_an_error_at_the_start():
             template.stop()
 
 
-def test_the_server_knows_no_client_that_waits_for_ever(impatient):
+def test_the_server_knows_no_client_that_waits_for_ever():
     """A conversation's place in the lane is free again whatever became of it."""
-    with httpx.Client(timeout=30) as client:
-        codes = [client.post(impatient.url + CHAT, json=chat(spin=1)).status_code for _ in range(2)]
-    assert codes == [400, 400]
-    assert impatient.metric("nxd_texts_aside") == 0
+    with toy_server(render_timeout=1.0, access_log=False) as server, httpx.Client(timeout=60) as client:
+        codes = [client.post(server.url + CHAT, json=chat(spin=1)).status_code for _ in range(2)]
+        assert codes == [400, 400]
+        assert server.metric("nxd_texts_aside") == 0

@@ -195,7 +195,7 @@ def test_a_bound_on_waiting(server, root):
     hold.write_text("hold")  # nothing is over before it has been looked at
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         long = pool.submit(ask, server, ["a"] * 12)
-        wait_for(lambda: server.inside == 12)
+        wait_for(lambda: server.inside == 12 and server.metric("nxd_num_requests_running"))
         error = is_error(swap(server, "one", timeout=0.05), 409, code="weights_busy")
         assert "0.05 s" in error["message"]
         hold.unlink()

@@ -6,11 +6,9 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 
-import psutil
 import pytest
 
 pytest.importorskip("lightning")
@@ -19,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.lightning.launcher import RankLauncher
+from tests.processes import gone
 from tests.tiny_models import write_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -107,19 +106,11 @@ def test_a_rank_that_ends_ends_the_others(how: str, tmp_path: Path):
     )
     pids = [int(pid) for pid in re.findall(r"^pid (\d+)$", done.stdout, re.MULTILINE)]
     assert len(pids) == 2
-    for pid in pids:
-        wait_gone(pid)
+    assert all(gone(pid, 60) for pid in pids)
     assert done.returncode == (-9 if how == "first" else 1), done.stderr[-3000:]
     if how != "first":
         ending = {"killed": "was ended by SIGKILL", "early": "ended with status 3"}[how]
         assert re.search(rf"rank 1 \(process {pids[1]}\) {ending}", done.stderr), done.stderr[-3000:]
-
-
-def wait_gone(pid: int, seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < end, f"process {pid} is left"
-        time.sleep(0.05)
 
 
 def test_an_interactive_session_has_no_program_to_start(monkeypatch):

@@ -198,7 +198,7 @@ def one_reaches_less() -> tuple[Tensor, Tensor, list[float]]:
 
 
 def test_the_newer_of_two_optimizers_has_all_parameters():
-    first, second = run_ranks(the_newer_took_all, 2, tp=1, comm_timeout=8)
+    first, second = run_ranks(the_newer_took_all, 2, tp=1)
     assert first == second
 
 
@@ -211,6 +211,6 @@ def test_over_ranks():
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for found in run_ranks(one_reaches_less, 2, tp=1, comm_timeout=8):
+    for found in run_ranks(one_reaches_less, 2, tp=1):
         torch.testing.assert_close(found[:2], (first.weight.detach(), second.weight.detach()))
         assert found[2] == [0.5] * 8 + [0.25] * 8  # each rank's share of the filled weights

@@ -81,5 +81,5 @@ def shared_norm(order: tuple[int, int]) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_optimizers_take_a_sum_once(order: tuple[int, int]):
-    for ours, whole in run_ranks(shared_norm, 2, order, comm_timeout=8):
+    for ours, whole in run_ranks(shared_norm, 2, order):
         torch.testing.assert_close(ours, whole)

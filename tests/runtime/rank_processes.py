@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -27,6 +30,28 @@ def started(path: Path, call_timeout: float = LIMIT, **options) -> TensorParalle
 def until_busy(model: TensorParallelModel, rank: int) -> None:
     """Until ``rank`` is in the middle of a step."""
     wait_until(lambda: model.health()[rank].busy_seconds > 0)
+
+
+def interrupt_the_wait(number: int = signal.SIGINT) -> None:
+    """Send this process a signal once its main thread waits for the answers of ranks, which all have their record."""
+
+    def names() -> list[str]:
+        frame, found = sys._current_frames().get(threading.main_thread().ident or 0), []
+        while frame is not None:
+            found.append(frame.f_code.co_name)
+            frame = frame.f_back
+        return found
+
+    def interrupt() -> None:
+        wait_until(lambda: "_collect" in names())
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+
+
+def until_stopped(model: TensorParallelModel, rank: int) -> None:
+    """Until a rank that was sent SIGSTOP has stopped."""
+    wait_until(lambda: model.health()[rank].state == "stopped")
 
 
 def pids_of(model: TensorParallelModel) -> list[int]:

@@ -26,6 +26,7 @@ from nxd_infer.runtime.model import TensorParallelModel
 from nxd_infer.runtime.rank_model import RankModel
 from tests import toy_artifacts as toy
 from tests.needs import needs_native
+from tests.runtime.rank_processes import interrupt_the_wait, until_stopped
 
 WEIGHTS = toy.logical_weights()
 
@@ -191,6 +192,7 @@ def test_a_rank_that_dies_or_stops_with_two_steps_ends_both_in_time(model, rank)
         steps[1].result()
     model.restart()
     os.kill(model.health()[rank].pid, signal.SIGSTOP)
+    until_stopped(model, rank)
     steps = [model.begin_bucket("b2_s4", inputs(number), timeout=1.0) for number in range(2)]
     with pytest.raises(RankTimeoutError, match=f"rank {rank} of 2 did not finish its step within 1 s"):
         steps[0].result()
@@ -202,14 +204,10 @@ def test_a_wait_that_was_interrupted_gives_nobody_elses_outputs(model):
     """A signal handler raises while the step runs; its place is used again only when the ranks have left it."""
     os.kill(model.health()[0].pid, signal.SIGSTOP)
     step = model.begin_bucket("b2_s4", inputs(0))
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 1.0)  # by then it waits
         with pytest.raises(KeyboardInterrupt):
+            interrupt_the_wait(signal.SIGALRM)
             step.result()
     finally:
         signal.signal(signal.SIGALRM, before)

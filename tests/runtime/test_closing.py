@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nxd_infer.errors import ModelClosedError
 from nxd_infer.runtime.ipc.channel import Channel
 from nxd_infer.runtime.save_load import parallel_model_load
+from nxd_infer.runtime.supervisor import rank_processes
 from nxd_infer.runtime.supervisor.rank_processes import RankProcesses
 from tests import toy_artifacts as toy
 from tests.processes import descendants, gone, wait_until
@@ -137,7 +138,7 @@ def test_closing_while_the_ranks_start_leaves_none(path, delay):
     model.close()
     thread.join(60)
     assert not thread.is_alive() and all(isinstance(error, ModelClosedError) for error in errors)  # or it was in time
-    assert descendants(os.getpid()) <= before
+    wait_until(lambda: descendants(os.getpid()) <= before)
     with pytest.raises(ModelClosedError):
         model(X)
 
@@ -155,7 +156,7 @@ def test_closing_between_the_cores_and_the_first_rank_is_a_closed_model(path, mo
     monkeypatch.setattr(Channel, "pair", close_then_pair)
     with pytest.raises(ModelClosedError):
         model.start()
-    assert descendants(os.getpid()) <= before
+    wait_until(lambda: descendants(os.getpid()) <= before)
 
 
 @pytest.mark.parametrize("delay", [0.001, 0.01, 0.02])
@@ -308,10 +309,11 @@ def test_closing_before_the_following_thread_has_begun_is_a_closed_model(path, m
     monkeypatch.setattr(RankProcesses, "_following", following, raising=False)
     with pytest.raises(ModelClosedError):
         model.start()
-    assert descendants(os.getpid()) <= before
+    wait_until(lambda: descendants(os.getpid()) <= before)
 
 
 def test_ctrl_c_before_the_following_thread_has_begun_waits_for_its_end(path, monkeypatch):
+    monkeypatch.setattr(rank_processes, "_BEGIN_SECONDS", 60.0)
     before, start, late = descendants(os.getpid()), threading.Thread.start, []
 
     def interrupted(self):
@@ -325,4 +327,4 @@ def test_ctrl_c_before_the_following_thread_has_begun_waits_for_its_end(path, mo
     with pytest.raises(KeyboardInterrupt):
         parallel_model_load(path, call_timeout=LIMIT, start_timeout=600).start()
     assert [(thread.ident is not None, thread.is_alive()) for thread in late] == [(True, False)]
-    assert descendants(os.getpid()) <= before
+    wait_until(lambda: descendants(os.getpid()) <= before)

@@ -24,12 +24,22 @@ from nxd_infer.errors import (
     RankTimeoutError,
     WeightSchemaError,
 )
+from nxd_infer.runtime.ipc.channel import Channel
 from nxd_infer.runtime.model import TensorParallelModel
 from nxd_infer.runtime.save_load import parallel_model_load
 from nxd_infer.runtime.updates import swap
 from tests import toy_artifacts as toy
 from tests.processes import gone, wait_until
-from tests.runtime.rank_processes import LIMIT, TIMEOUT, X, call_in_thread, pids_of, until_busy
+from tests.runtime.rank_processes import (
+    LIMIT,
+    TIMEOUT,
+    X,
+    call_in_thread,
+    interrupt_the_wait,
+    pids_of,
+    until_busy,
+    until_stopped,
+)
 from tests.runtime.rank_processes import started as start
 
 
@@ -84,12 +94,13 @@ def test_a_rank_killed_during_a_call(model, victim):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_stopped_during_a_call(path, victim):
-    model = start(path, TIMEOUT)
+    model = start(path)
     pids = pids_of(model)
     os.kill(pids[victim], signal.SIGSTOP)
+    until_stopped(model, victim)
     begin = time.monotonic()
     with pytest.raises(RankTimeoutError) as caught:
-        model(X)
+        model.run_bucket("b2_s4", {"x": np.zeros((2, 4, toy.HIDDEN), "f4")}, timeout=TIMEOUT)
     assert time.monotonic() - begin >= TIMEOUT - 0.1
     assert caught.value.rank == victim
     assert f"rank {victim} (pid {pids[victim]}) is stopped" in str(caught.value)
@@ -234,6 +245,24 @@ def test_ctrl_c_during_a_call_leaves_the_model_usable(path):
     assert done.stdout.split("\n")[:2] == ["interrupted", "2.0 True"], done.stderr
 
 
+def test_ctrl_c_between_the_records_of_two_ranks_ends_them(model, monkeypatch):
+    """One has its step and the other does not: nothing else can be done."""
+    send, sent = Channel.send, []
+
+    def interrupted(channel, record, fds=()):
+        if sent:
+            raise KeyboardInterrupt
+        sent.append(channel)
+        send(channel, record, fds)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Channel, "send", interrupted)
+        model(X)
+    with pytest.raises(ModelClosedError, match=r"a call was interrupted: KeyboardInterrupt.*restart\(\)"):
+        model(X)
+    assert not any(rank.alive for rank in model.health())
+
+
 def test_weights_that_one_rank_refuses_wait_for_the_others_and_end_nothing(model, tmp_path):
     slow = pids_of(model)[1]
     new = model.cut_weights(toy.logical_weights(1))
@@ -258,7 +287,7 @@ def test_weights_whose_swap_was_interrupted_are_those_of_a_restart_too(model, mo
 
     def interrupted(self, ranks):
         os.kill(slow, signal.SIGSTOP)
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        interrupt_the_wait()
         commit(self, ranks)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -302,12 +331,13 @@ def test_a_replaced_artifact_is_noticed_in_process(tmp_path):
 def test_a_rank_that_stops_amid_a_swap_is_noticed_in_some_times_what_loading_took(path, monkeypatch):
     """While it hangs, no request is answered: that must not last as long as a first start may."""
     monkeypatch.setattr("nxd_infer.runtime.time_bounds.LEAST_SECONDS", 0.5)
-    model = parallel_model_load(path, call_timeout=TIMEOUT).start()
+    model = parallel_model_load(path, call_timeout=LIMIT).start()
     pids = pids_of(model)
     new = model.cut_weights(toy.logical_weights(seed=1))
     model.bounds.loaded(1.0)  # whatever the start has taken here
     assert model.bounds.start > 300 > 30 > model.bounds.load
     os.kill(pids[1], signal.SIGSTOP)
+    until_stopped(model, 1)
     with pytest.raises(
         RankTimeoutError, match=r"rank 1 of 2 did not finish its prepare weights .* raise start_timeout"
     ):
@@ -332,11 +362,12 @@ def test_ranks_without_a_native_library_use_gloo(path, monkeypatch):
     from nxd_infer.runtime.supervisor import rank_processes
 
     monkeypatch.setattr(rank_processes, "_libraries", lambda artifact: [])
-    model = start(path, TIMEOUT)
+    model = start(path)
     pids = pids_of(model)
     x = torch.randn(2, 8, toy.HIDDEN)
     assert torch.allclose(model(x)["y"], toy.expected(toy.logical_weights(), x), rtol=1e-5, atol=1e-5)
     os.kill(pids[1], signal.SIGSTOP)
+    until_stopped(model, 1)
     with pytest.raises(RankTimeoutError, match="rank 1 of 2 did not finish"):
-        model(x)
+        model.run_bucket("b2_s8", {"x": x}, timeout=TIMEOUT)
     assert all(gone(pid, 60) for pid in pids)

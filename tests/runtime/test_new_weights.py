@@ -72,26 +72,28 @@ def test_swapping_between_the_calls_of_other_threads(artifacts):
     wanted = [toy.expected(weights, x) for weights in choices]
     with parallel_model_load(artifacts[2], call_timeout=60, start_timeout=600) as model:
         stop = threading.Event()
-        seen: set[int] = set()
+        swaps = 0
+        seen: set[tuple[int, int]] = set()
+        """Swaps that were over before a call, and the weights of its result."""
 
         def caller() -> None:
             while not stop.is_set():
-                y = model(x)["y"]
+                over, y = swaps, model(x)["y"]
                 matches = [i for i, want in enumerate(wanted) if toy.close_to(y, want)]
                 assert matches, "a mixture of weights"
-                seen.update(matches)
+                seen.update((over, match) for match in matches)
 
         with ThreadPoolExecutor(3) as pool:
             callers = [pool.submit(caller) for _ in range(3)]
             for number in (1, 2, 0, 1, 2):
                 model.update_weights(choices[number])
                 assert toy.close_to(model(x)["y"], wanted[number])
-                seen.clear()
-                wait_until(lambda number=number: number in seen)
+                swaps += 1
+                wait_until(lambda of=(swaps, number): of in seen)
             stop.set()
             for each in callers:
                 each.result(60)
-    assert seen == {2}
+    assert {match for over, match in seen if over == swaps} == {2}
 
 
 def test_swapping_a_part_of_the_weights_again_and_again_keeps_one_file(artifacts, tmp_path):

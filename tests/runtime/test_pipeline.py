@@ -40,6 +40,7 @@ from tests import traced_models
 from tests.adapter_files import write_adapter
 from tests.backends import plugins
 from tests.models.helpers import prompts_of, traced_run
+from tests.runtime.rank_processes import until_stopped
 from tests.tiny_models import write_tiny
 
 BUCKET, MAX_LEN, NEW, ROWS = 8, 32, 5, 2
@@ -216,12 +217,16 @@ def test_new_weights_reach_every_stage_and_an_adapter_its_tables(artifact, plain
 def test_a_stage_that_dies_or_stops_ends_the_others_with_its_name(model, rank):
     name = f"decode_b{ROWS}"
     wanted = model.run_bucket(name, decode(model, 7))["token"].copy()
-    os.kill(model.health()[rank].pid, signal.SIGKILL)
+    pid = model.health()[rank].pid
+    os.kill(pid, signal.SIGSTOP)
+    step = model.begin_bucket(name, decode(model, 7))
+    os.kill(pid, signal.SIGKILL)
     with pytest.raises(RankDiedError, match=f"rank {rank} of 2"):
-        model.run_bucket(name, decode(model, 7))
+        step.result()
     model.restart()
     np.testing.assert_array_equal(model.run_bucket(name, decode(model, 7))["token"], wanted)
     os.kill(model.health()[rank].pid, signal.SIGSTOP)
+    until_stopped(model, rank)
     with pytest.raises(RankTimeoutError, match=rf"rank {rank} of 2 did not finish its step within 2 s"):
         model.run_bucket(name, decode(model, 7), timeout=2.0)
     model.restart()

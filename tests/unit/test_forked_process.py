@@ -29,7 +29,8 @@ for number in map(int, os.listdir("/proc/self/fd")):
     except OSError:
         pass
 limits = {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith('RLIMIT_')}
-rights = ("Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Sig", "Mems_allowed", "Threads")
+rights = ("Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Mems_allowed", "Threads")
+rights += ("SigBlk", "SigIgn", "SigCgt", "SigPnd")
 def annotated(x: int): pass
 print(json.dumps({
     "annotations": str(annotated.__annotations__), "oom": open("/proc/self/oom_score_adj").read(),
