@@ -114,7 +114,7 @@ class ServerSettings:
         choices=("auto", "hermes", "llama3_json", "mistral", "none"),
     )
     reasoning_parser: str = setting(
-        "auto", "How the model writes its reasoning.", str, GENERATION, choices=("auto", "think", "none")
+        "auto", "How the model writes its reasoning.", str, GENERATION, choices=("auto", "think", "mistral", "none")
     )
     weights_root: Path | None = setting(
         None,

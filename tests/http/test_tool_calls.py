@@ -8,128 +8,35 @@ import re
 
 import openai
 import pytest
-import tokenizers
 import torch
 from hypothesis import given
-from safetensors.torch import save_file
 
 from nxd_server.http.error_responses import ApiError
-from nxd_server.http.openai.chat import check_messages
 from nxd_server.http.openai.event_stream import KEEP_ALIVE, EventStream
-from nxd_server.http.openai.tools import earlier_calls, offered_tools
-from nxd_server.text.chat_template import ChatTemplate
+from nxd_server.http.openai.message_parts import MessageParts
+from nxd_server.http.openai.tools import ChoiceCalls, earlier_calls, offered_tools
+from nxd_server.text.reasoning import FORMATS, ReasoningReader
 from nxd_server.text.tokenizer import Tokenizer
 from tests.http.http_artifacts import real_server
 from tests.http.http_servers import is_error
+from tests.http.taught_model import (
+    ASKED,
+    CALL,
+    CALLED,
+    FORECAST,
+    LLAMA,
+    RESULT,
+    SHOWN,
+    STRANGE,
+    TOOLS,
+    TWO,
+    VERDICT,
+    asked,
+    taught,
+)
 from tests.http.test_fuzz import values
-from tests.tiny_models import write_tiny
 
 CHAT = "/v1/chat/completions"
-TEMPLATE = (  # as strict as those of Hermes 2 Pro, Hermes 3 and Llama 3.1 are
-    "{% for tool in tools or [] %}{% set function = tool['function'] %}"
-    "{{ function.name }}{{ function.description | tojson }}{{ function.parameters.properties | tojson }}{% endfor %}"
-    "{% for m in messages %}"
-    "{% if 'tool_calls' in m and not m['tool_calls'] %}{{ raise_exception('no call') }}{% endif %}"
-    "{% if m['role'] == 'tool' %}<|user|>[{{ m['tool_call_id'] }}]{% if m['name'] != 'weather' %}"
-    "{{ raise_exception('no name') }}{% endif %}{{ m['content'] }}"
-    "{% elif m['role'] == 'user' %}<|user|>{{ m['content'] }}"
-    "{% else %}<|assistant|>{{ m['content'] }}{% for call in m['tool_calls'] or [] %}<tool_call>"
-    "{{ {'name': call['function']['name'], \"arguments\": call['function']['arguments']} | tojson }}"
-    "</tool_call>{% endfor %}<|end|>{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-TOOLS = [
-    {"type": "function", "function": {"name": "weather", "description": None, "strict": True}},
-    {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}},
-]
-STRANGE = {"type": "function", "function": {"name": "strange", "parameters": {"type": "object", "not": {}}}}
-FORECAST = {
-    "type": "function",
-    "function": {
-        "name": "forecast",
-        "parameters": {
-            "properties": {"place": {"$ref": "#/$defs/place"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-            "required": ["place", "days"],
-            "additionalProperties": False,
-            "$defs": {"place": {"enum": ["Bern", "Basel"]}},
-        },
-    },
-}
-VERDICT = {
-    "type": "object",
-    "properties": {"ok": {"type": "boolean"}},
-    "required": ["ok"],
-    "additionalProperties": False,
-}
-ASKED = {"role": "user", "content": "Rain?"}
-SHOWN = 'weather""{}clock""{}'
-CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
-CALLED = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [
-        {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
-    ],
-}
-RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "dry"}
-TWO = "Both: <tool_call>" + CALL + '</tool_call>\n<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
-MISTRAL = '[TOOL_CALLS]weather[ARGS]{"city": "Bern"}'
-LLAMA = '{"name": "weather", "parameters": {"city": "Bern"}}'
-LESSONS = [
-    (TOOLS, [ASKED], f"<tool_call>{CALL}</tool_call>"),
-    ([], [ASKED], "No idea."),
-    (TOOLS, [ASKED, CALLED, RESULT], "It is dry."),
-    (TOOLS, [{"role": "user", "content": "Two!"}], TWO),
-    (TOOLS, [{"role": "user", "content": "JSON"}], LLAMA),
-    (TOOLS, [{"role": "user", "content": "Wind?"}], MISTRAL),
-    ([], [{"role": "user", "content": "Why?"}], "<think>\nHm.\n</think>\n\nSo."),
-    (TOOLS, [{"role": "user", "content": "Why?"}], f"<think>\nHm.\n</think>\n\n{MISTRAL}"),
-]
-
-
-def asked(content):
-    return [{"role": "user", "content": content}]
-
-
-def taught(path):
-    """Write a tiny model that gives these answers."""
-    from nxd_models import registry
-
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 320, "vocab_size": 320}
-    write_tiny("llama", path, **sizes)
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    raw = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    # Some models' are special tokens, which are not shown.
-    raw.add_special_tokens(["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>"])
-    raw.save(str(path / "tokenizer.json"))
-    tokenizer, template = Tokenizer.from_dir(path), ChatTemplate.from_dir(path)
-    rows = []
-    for tools, messages, answer in LESSONS:
-        shown = offered_tools(tools, None, "hermes")
-        prompt = template.render(check_messages(messages, "hermes"), tools=shown)
-        prompt = tokenizer.encode(prompt, add_special_tokens=False)
-        rows.append((prompt, tokenizer.encode(answer + "<|end|>", add_special_tokens=False)))
-    longest = max(len(prompt) + len(answer) for prompt, answer in rows)
-    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
-    labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
-    for row, (prompt, answer) in enumerate(rows):
-        end = len(prompt) + len(answer)
-        ids[row, :end], mask[row, :end] = torch.tensor(prompt + answer), 1
-        labels[row, len(prompt) : end] = torch.tensor(answer)
-    model = registry.load_model(path).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(500):
-        loss, logits = model(ids, attention_mask=mask, labels=labels)
-        wanted = labels[:, 1:] != -100
-        if loss < 0.01 and (logits[:, :-1].argmax(-1)[wanted] == labels[:, 1:][wanted]).all():
-            break
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    else:
-        raise AssertionError(f"it has not learnt its answers: {loss.item()}")
-    save_file(model.state_dict(), path / "model.safetensors", {"format": "pt"})
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +54,7 @@ def artifact(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(artifact):
-    with real_server(artifact) as server:
+    with real_server(artifact, "--reasoning-parser", "none") as server:
         yield server
 
 
@@ -343,7 +250,7 @@ def test_the_setting_names_another_format(artifact):
 @pytest.fixture(scope="module")
 def thinking(artifact):
     with (
-        real_server(artifact, "--tool-call-parser", "mistral", "--reasoning-parser", "think") as server,
+        real_server(artifact, "--tool-call-parser", "mistral") as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client,
     ):
         yield server, client
@@ -388,9 +295,58 @@ def test_the_reasoning_is_a_part_of_its_own(thinking):
     assert create(client, back, max_tokens=2, **none).choices
 
 
-def test_a_model_that_does_not_reason_takes_no_reasoning(server):
-    said = {"role": "assistant", "content": "x", "reasoning_content": "y"}
-    is_error(server.post(CHAT, {"messages": [ASKED, said]}), 400, "messages[1].reasoning_content")
+def test_reasoning_that_the_prompt_opens(artifact, thinking):
+    """The model, which was never taught to, goes on from there."""
+    server, _ = thinking
+    form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": VERDICT}}
+    close = str(Tokenizer.from_dir(artifact).token_to_id("</think>"))
+
+    def ask(**more):
+        body = {"messages": [ASKED], "max_tokens": 60, "temperature": 0, "chat_template_kwargs": {"think": 1}, **more}
+        return server.post(CHAT, body).json()["choices"]
+
+    for choice in ask(n=2, temperature=0.3, seed=1):
+        assert choice["message"]["reasoning_content"] and "</think>" not in choice["message"]["content"]
+    (choice,) = ask(response_format=form, logit_bias={close: 100})
+    assert set(json.loads(choice["message"]["content"])) == {"ok"} and choice["finish_reason"] == "stop"
+    assert "reasoning_content" not in choice["message"]
+    is_error(server.post(CHAT, {"messages": [ASKED], "reasoning_effort": "none"}), 400, "reasoning_effort")
+
+
+def test_where_no_reasoning_is_looked_for_it_is_content(client):
+    """Without the tags, which are special tokens here."""
+    message = create(client, asked("Why?"), tools=openai.NOT_GIVEN).choices[0].message
+    assert message.content == "\nHm.\n\n\nSo." and not hasattr(message, "reasoning_content")
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_call_in_reasoning_that_is_left_open_is_made(size):
+    """As some models do; in reasoning that is closed it is a thought."""
+    call = f"Look.\n<tool_call>\n{CALL}\n</tool_call>"
+    for text, names, reason in ((call, ["weather"], "tool_calls"), (f"{call}</think>No.", [], "stop")):
+        parts = MessageParts(
+            ReasoningReader(FORMATS["think"], "inside"), True, ChoiceCalls("hermes", ["weather"], True)
+        )
+        found = [parts.take(text[place : place + size]) for place in range(0, len(text), size)]
+        found.append(parts.take("", ended=True))
+        calls = [call["function"]["name"] for part in found for call in part.get("tool_calls", [])]
+        assert calls == names and parts.reason("stop") == reason
+        thoughts = "".join(part.get("reasoning_content", "") for part in found)
+        assert thoughts == call and "".join(part.get("content", "") for part in found) == text[len(call) :][8:]
+
+
+def test_earlier_reasoning_is_for_the_template(server):
+    for name in ("reasoning_content", "reasoning"):
+        cut = {"role": "assistant", "content": None, name: "y"}
+        assert server.post("/tokenize", {"messages": [ASKED, cut, ASKED]}).status_code == 200
+        for empty in (None, "", [], {}):
+            said = {"role": "assistant", "content": "x", name: empty}
+            assert server.post("/tokenize", {"messages": [ASKED, said, ASKED]}).status_code == 200
+        for wrong in (1, ["y"], {"y": 1}):
+            said = {"role": "assistant", "content": "x", name: wrong}
+            is_error(server.post(CHAT, {"messages": [ASKED, said]}), 400, "messages[1].reasoning_content")
+        is_error(server.post(CHAT, {"messages": [{**ASKED, name: "y"}]}), 400, f"messages[0].{name}")
 
 
 WRONG = [

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nxd_server.text.grammars import Grammars
-from nxd_server.text.reasoning import ReasoningReader, begins_in_reasoning, free_reasoning, reasons
+from nxd_server.text.reasoning import FORMATS, ReasoningReader, free_reasoning, place_behind, tags_of
 from nxd_server.text.structured_outputs import StructuredOutputs
 from nxd_server.text.tags import with_tags_shown
 from nxd_server.text.tokenizer import Tokenizer
@@ -15,50 +15,59 @@ from tests.text.text_tokenizers import byte_level
 
 pytestmark = pytest.mark.check
 
+THINK = FORMATS["think"]
+BEFORE, INSIDE = "before", "inside"
 ANSWERS = [
-    (False, "<think>\nTwo and two.\n</think>\n\nFour.", "Two and two.", "Four."),
-    (False, "\n <think>a\n\nb</think>c", "a\n\nb", "c"),
-    (True, "\nTwo and two.\n</think>\n\nFour.\n", "Two and two.", "Four.\n"),
-    (False, "Four. <think>x</think>", "", "Four. <think>x</think>"),
-    (False, "  Four.", "", "  Four."),
-    (False, "<thin", "", "<thin"),
-    (False, "\n", "", "\n"),
-    (False, " " * 65 + "<think>a</think>", "", " " * 65 + "<think>a</think>"),
-    (False, "<think>cut o", "cut o", ""),
-    (True, "a </thi", "a </thi", ""),
-    (True, "a < b </think>", "a < b", ""),
-    (True, "</think>x</think>", "", "x</think>"),
-    (False, "<think>\n\n</think>\n\nFour.", "", "Four."),
-    (True, "<think>a</think>b", "<think>a", "b"),
-    (True, "", "", ""),
+    (BEFORE, "<think>\nTwo and two.\n</think>\n\nFour.", "Two and two.", "Four."),
+    (BEFORE, "\n <think>a\n\nb</think>c", "a\n\nb", "c"),
+    (INSIDE, "\nTwo and two.\n</think>\n\nFour.\n", "Two and two.", "Four.\n"),
+    (BEFORE, "Four. <think>x</think>", "", "Four. <think>x</think>"),
+    (BEFORE, "  Four.", "", "  Four."),
+    (BEFORE, "<thin", "", "<thin"),
+    (BEFORE, "\n", "", "\n"),
+    (BEFORE, " " * 65 + "<think>a</think>", "", " " * 65 + "<think>a</think>"),
+    (BEFORE, "<think>cut o", "cut o", ""),
+    (INSIDE, "a </thi", "a </thi", ""),
+    (INSIDE, "a < b </think>", "a < b", ""),
+    (INSIDE, "</think>x</think>", "", "x</think>"),
+    (BEFORE, "<think>\n\n</think>\n\nFour.", "", "Four."),
+    (INSIDE, "\n<think>\na</think>b", "a", "b"),
+    (INSIDE, "a<think>b</think>c", "a<think>b", "c"),
+    (INSIDE, " <thi", "<thi", ""),
+    (BEFORE, "<think>a</think>\r\n\n    b\n", "a", "    b\n"),
+    (INSIDE, "", "", ""),
 ]
 
 
-def read(begun, pieces):
-    reader = ReasoningReader(begun)
+def read(place, pieces, exact=False):
+    reader = ReasoningReader(THINK, place, exact)
     found = [*map(reader.feed, pieces), reader.end()]
     return tuple("".join(parts) for parts in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize(("begun", "answer", "thought", "said"), ANSWERS)
-def test_reasoning_is_told_from_the_answer(begun, answer, thought, said):
-    assert read(begun, [answer]) == read(begun, answer) == (thought, said)
+@pytest.mark.parametrize(("place", "answer", "thought", "said"), ANSWERS)
+def test_reasoning_is_told_from_the_answer(place, answer, thought, said):
+    assert read(place, [answer]) == read(place, answer) == (thought, said)
 
 
-@given(st.booleans(), st.data())
-def test_pieces_make_no_difference(begun, data):
+def test_what_a_format_asks_for_behind_the_reasoning_is_left_as_it_is():
+    assert read(BEFORE, "<think>a</think>\n b", exact=True) == ("a", "\n b")
+
+
+@given(st.sampled_from([BEFORE, INSIDE]), st.data())
+def test_pieces_make_no_difference(place, data):
     parts = ["<think>", "</think>", "<", "</", "think", ">", "\n", " ", "x"]
     text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=12)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    thought, said = read(begun, pieces)
-    assert (thought, said) == read(begun, [text])
+    thought, said = read(place, pieces)
+    assert (thought, said) == read(place, [text])
     for kept in (thought, said):
         assert kept in text
 
 
 def test_reasoning_is_shown_as_it_comes():
-    reader = ReasoningReader(False)
+    reader = ReasoningReader(THINK, BEFORE)
     assert [reader.feed(piece) for piece in ("<think>", "\n", "a", " ", "b<", "c")] == [
         ("", ""),
         ("", ""),
@@ -70,19 +79,20 @@ def test_reasoning_is_shown_as_it_comes():
 
 
 def test_what_is_held_is_not_joined_again_with_each_piece():
-    for begun in (False, True):
-        reader = ReasoningReader(begun)
-        reader.feed("x" if begun else "")
+    for place in (BEFORE, INSIDE):
+        reader = ReasoningReader(THINK, place)
+        reader.feed("x" if place == INSIDE else "")
         for _ in range(1000):
             reader.feed(" " * 100)
         assert len(reader._held) <= 100
 
 
 def test_the_prompt_and_the_template_say_how_the_answer_begins():
-    assert begins_in_reasoning("<|im_start|>assistant\n") is None
-    assert begins_in_reasoning("<think>user text<|im_start|>assistant\n<think>\n") is True
-    assert begins_in_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n") is False
-    assert reasons(["plain", "{% if '</think>' in content %}"]) and not reasons(["{{ messages }}"])
+    assert place_behind("<|im_start|>assistant\n", THINK) == BEFORE
+    assert place_behind("<think>user text<|im_start|>assistant\n<think>\n", THINK) == INSIDE
+    assert place_behind("<|im_start|>assistant\n<think>\n\n</think>\n\n", THINK) == "over"
+    assert tags_of(["plain", "{% if '</think>' in content %}"]) == THINK and tags_of(["{{ messages }}"]) is None
+    assert tags_of(["[SYSTEM_PROMPT][THINK]x[/THINK]"]) == FORMATS["mistral"]
 
 
 def with_tokens(*names):
@@ -100,36 +110,60 @@ def test_tags_that_are_special_tokens_are_shown():
     assert with_tags_shown(hidden, ["<other>"]) is hidden
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_no_grammar_constrains_the_reasoning(begun):
-    """It may be any text without the answer's end; behind it, or without it, the answer is the grammar's."""
-    tokenizer = with_tokens("<think>", "</think>")
+def taken(tokenizer, grammar, text, banned=()):
+    """What the grammar takes of ``text`` and its end: all, or the text before what it does not."""
+    guide, words = grammar.guide(), np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
     end = tokenizer.eos_token_id
-    compiled = Grammars(tokenizer, tokenizer.vocab_size, [end]).compiled(StructuredOutputs(choice=["yes", "no"]))
-    free = free_reasoning(tokenizer, begun)
-
-    def taken(grammar, text, banned=()):
-        guide, words = grammar.guide(), np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        for place, token in enumerate([*ids, end]):
-            guide.allow(words, banned)
-            assert not guide.complete or token == end
-            if not words.view(np.uint32)[token // 32] >> np.uint32(token % 32) & 1:
-                return tokenizer.decode(ids[:place])
-            guide.take(token)
-        return "all"
-
-    opening, grammar = "" if begun else "<think>", compiled.behind(free)
-    assert taken(grammar, f"{opening}Hm, maybe. no?</think>yes") == "all"
-    assert taken(grammar, f"{opening}Hm, maybe.</think>maybe").startswith("Hm, maybe.")
-    assert taken(grammar, f"{opening}Hm") == "Hm", "an answer does not end within its reasoning"
-    assert taken(grammar, f"{opening}Hm</think>yes", banned=[tokenizer.raw.token_to_id("H")]) == ""
-    assert taken(grammar, f"{opening}Hm</think><think>a</think>yes") == "Hm", "it reasons only once"
-    assert taken(grammar, "yes") == ("yes" if begun else "all")
-    assert taken(compiled, "yes") == "all" and taken(compiled, "<think>") == "", (
-        "and the grammar itself has not changed"
-    )
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for place, token in enumerate([*ids, end]):
+        guide.allow(words, banned)
+        assert words.any() and (not guide.complete or token == end)
+        if not words.view(np.uint32)[token // 32] >> np.uint32(token % 32) & 1:
+            return tokenizer.decode(ids[:place])
+        guide.take(token)
+    return "all"
 
 
-def test_tags_of_several_tokens_leave_no_room_for_reasoning():
-    assert free_reasoning(byte_level(), True) is None
+def compiled(tokenizer, **asked):
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id])
+    return grammars.compiled(StructuredOutputs(**asked))
+
+
+@pytest.mark.parametrize("place", [BEFORE, INSIDE])
+def test_no_grammar_constrains_the_reasoning(place):
+    """It may be any text without the answer's end; behind it, or without it, the answer is the grammar's."""
+    tokenizer = with_tags_shown(with_tokens(*THINK), THINK)
+    plain = compiled(tokenizer, choice=["yes", "no"])
+    grammar = plain.behind(free_reasoning(tokenizer, tokenizer.vocab_size, THINK, place))
+    opening = "<think>" if place == BEFORE else ""
+
+    def takes(text, **more):
+        return taken(tokenizer, grammar, text, **more)
+
+    assert takes(f"{opening}Hm, maybe. no?</think>yes") == "all"
+    assert takes(f"{opening}Hm, maybe.</think>maybe") == f"{opening}Hm, maybe.</think>"
+    assert takes(f"{opening}Hm") == f"{opening}Hm", "an answer does not end within its reasoning"
+    assert takes(f"{opening}Hm</think>yes", banned=[tokenizer.token_to_id("H")]) == opening
+    assert takes(f"{opening}Hm</think><think>a</think>yes") == f"{opening}Hm</think>", "it reasons only once"
+    assert takes("yes") == ("yes" if place == INSIDE else "all")
+    assert taken(tokenizer, plain, "yes") == "all" and taken(tokenizer, plain, "<think>") == "", "it has not changed"
+
+
+@pytest.mark.parametrize("shown", [(), ("<think>",)], ids=["no tokens", "the first is one"])
+def test_the_reader_and_the_grammar_agree_where_the_reasoning_ends(shown):
+    """Also if the closing tag is written in pieces, as a model may that quotes it."""
+    tokenizer = with_tags_shown(with_tokens(*shown), shown)
+    free = free_reasoning(tokenizer, tokenizer.vocab_size, THINK, INSIDE)
+    grammar = compiled(tokenizer, choice=[" yes"]).behind(free)
+    answer = "a </think> yes"
+    assert taken(tokenizer, grammar, answer) == "all"
+    assert read(INSIDE, [answer], exact=True) == ("a", " yes")
+
+
+def test_a_tag_that_the_model_cannot_write_leaves_no_room_for_reasoning():
+    tokenizer = with_tokens(*THINK)
+    first = tokenizer.token_to_id("<think>")
+    for vocab_size, place, room in ((first + 2, BEFORE, True), (first, BEFORE, False), (first, INSIDE, True)):
+        assert (free_reasoning(tokenizer, vocab_size, THINK, place) is not None) == room
+    assert free_reasoning(byte_level(), 2**31, THINK, BEFORE) is None
+    assert free_reasoning(tokenizer, first + 2, THINK, "over") is None

@@ -164,6 +164,7 @@ def test_text_is_not_held_longer_than_it_may_be_a_call():
     reader = FORMATS["mistral"](NAMES)
     assert reader.feed("a [") == ("a ", []) and reader.feed("0]") == ("[0]", [])
     assert reader.feed("[TOOL_CALLS] clo") == ("", []) and reader.feed("ud") == ("[TOOL_CALLS] cloud", [])
+    assert reader.feed("[TOOL_CALLS]clock") == ("", []) and reader.feed("work") == ("[TOOL_CALLS]clockwork", [])
     reader = FORMATS["llama3_json"](NAMES)
     assert reader.feed(" ") == ("", []) and reader.feed("so") == (" so", []) and reader.feed("{") == ("{", [])
 
@@ -174,6 +175,15 @@ def test_what_can_be_decoded_and_not_encoded_again_is_text():
         text = '{"name": "clock", "arguments": {"x": ' + "[" * depth + "]" * depth + "}}"
         said, calls = read("llama3_json", [text])
         assert bool(said) != bool(calls)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[TOOL_CALLS]clock" + "[TOOL_CALLS]" * 50_000, "[TOOL_CALLS]clock{" * 50_000, '[TOOL_CALLS][{"a":[' * 50_000],
+)
+def test_the_end_of_an_answer_of_tags_takes_no_time_that_grows_with_its_square(text):
+    """It took 6 seconds of the one thread that serves everyone for 32,000 tags. (This test would take minutes.)"""
+    assert read("mistral", [text]) == (text, [])
 
 
 @pytest.mark.parametrize(
@@ -238,7 +248,7 @@ FORCED = [
 def test_a_call_that_must_be_made_is_written_as_the_model_was_trained_to(kind, tokens, answer):
     """The grammar takes this answer, token by token, then its end; and nothing before a call, nor other arguments."""
     tokenizer = with_tokens(*tokens)
-    rules = call_rules(kind, [("weather", CITY), ("clock", CLOCK)], True, tokenizer)
+    rules = call_rules(kind, [("weather", CITY), ("clock", CLOCK)], True, tokenizer, tokenizer.vocab_size)
     asked = StructuredOutputs(grammar="\n".join(["start: calls", *rules]), made=True)
     grammar = Grammars(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id]).compiled(asked)
 
@@ -258,3 +268,11 @@ def test_a_call_that_must_be_made_is_written_as_the_model_was_trained_to(kind, t
     assert taken(answer.replace("clock", "tide").replace("Bern", "Rome")) < length
     said, calls = read(kind, [answer])
     assert not said and calls and {one.name for one in calls} <= set(NAMES)
+
+
+def test_a_tag_that_the_model_has_no_token_for_is_text():
+    """As a token it could not be sampled, and nothing else would be allowed."""
+    tokenizer = with_tokens(*MISTRAL)
+    for vocab_size, is_token in ((tokenizer.vocab_size, True), (tokenizer.token_to_id(MISTRAL[0]), False)):
+        rules = call_rules("mistral", [("clock", CLOCK)], False, tokenizer, vocab_size)
+        assert ("<[" in rules[0]) == is_token and ('"[TOOL_CALLS]"' in rules[0]) != is_token

@@ -15,6 +15,7 @@ from nxd_server.settings import ServerSettings
 from nxd_server.text import reasoning
 from nxd_server.text.chat_template import TemplateSources
 from nxd_server.text.field_bounds import Bounds, body_bounds
+from nxd_server.text.reasoning import Tags, tags_of
 from nxd_server.text.tags import with_tags_shown
 from nxd_server.text.text_process_jobs import BoundedJson, BoundedTemplate, BoundedTokenizer
 from nxd_server.text.tokenizer import Tokenizer
@@ -41,8 +42,8 @@ class ServedModel:
         self.chat_template: BoundedTemplate | None = None
         self.tool_format: str | None = None
         """Of the model's tool calls; see :mod:`nxd_server.text.tool_calls`. None: its template takes no tools."""
-        self.reasons = False
-        """Whether the model thinks aloud; see :mod:`nxd_server.text.reasoning`."""
+        self.reasoning_tags: Tags | None = None
+        """Between which the model reasons; see :mod:`nxd_server.text.reasoning`. None: it does not."""
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -178,9 +179,10 @@ class ServedModel:
         templates = [sources.default, *sources.named.values()]
         asked = settings.tool_call_parser
         self.tool_format = {"auto": format_of(templates), "none": None}.get(asked, asked)
-        self.reasons = {"auto": reasoning.reasons(templates), "none": False}.get(settings.reasoning_parser, True)
+        asked = settings.reasoning_parser
+        self.reasoning_tags = tags_of(templates) if asked == "auto" else reasoning.FORMATS.get(asked)
         if self._tokenizer is not None:
-            tags = [*TAGS.get(self.tool_format or "", ()), *(reasoning.TAGS if self.reasons else ())]
+            tags = [*TAGS.get(self.tool_format or "", ()), *(self.reasoning_tags or ())]
             self._tokenizer = with_tags_shown(self._tokenizer, tags)
         template = BoundedTemplate(sources, settings.render_timeout, settings.max_queued_requests)
         self.chat_template = template  # first, so that closing can end it during the check

@@ -117,12 +117,14 @@ class Grammars:
 
 @dataclass(frozen=True)
 class FreeText:
-    """A part at an answer's beginning that no grammar constrains, from the token ``first`` to the token ``last``."""
+    """A part at an answer's beginning that no grammar constrains."""
 
-    first: int
-    last: int
-    begun: bool
-    """Whether the answer begins within it; else it may, with ``first``."""
+    first: int | None
+    """The token with which it may begin; None: the answer begins within it."""
+    close: str
+    """Its last characters."""
+    text_of: Callable[[int], str]
+    """The text of a token."""
 
 
 class CompiledGrammar:
@@ -164,8 +166,10 @@ class Guide:
         self._left = SECONDS
         self._free = free
         """None once the grammar has begun."""
-        self._inside = free is not None and free.begun
+        self._inside = free is not None and free.first is None
         """Whether the answer is within the free text."""
+        self._tail = ""
+        """Its end, in which the closing characters may begin."""
 
     @property
     def complete(self) -> bool:
@@ -185,7 +189,7 @@ class Guide:
             words[:] = np.frombuffer(self._timed(self._matcher.compute_bitmask), np.int32)[: self._words]
             if bits[self._ends[0] // 32] >> np.uint32(self._ends[0] % 32) & np.uint32(1):
                 _set(bits, self._ends)
-            if self._free is not None:
+            if self._free is not None and self._free.first is not None:
                 _set(bits, [self._free.first])
         if banned:
             before = bits.copy()
@@ -195,14 +199,21 @@ class Guide:
 
     def take(self, token: int) -> None:
         """Go on behind ``token``, which must have been allowed."""
-        free = self._free
-        if free is not None and (self._inside or token == free.first):
-            self._inside = token != free.last
-            self._free = free if self._inside else None
+        if self._free is not None and (self._inside or token == self._free.first):
+            self._go_on_freely(self._free, token)
             return
         self._free = None
         self._timed(lambda: self._matcher.consume_token(token))
         self._left += SECONDS_PER_TOKEN
+
+    def _go_on_freely(self, free: FreeText, token: int) -> None:
+        if not self._inside:
+            self._inside = True
+            return
+        text = self._tail + free.text_of(token)
+        if free.close in text:
+            self._inside, self._free = False, None
+        self._tail = text[-len(free.close) :]
 
     def _timed(self, work: Callable[[], Any]) -> Any:
         begun = time.thread_time()

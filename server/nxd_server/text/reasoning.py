@@ -1,12 +1,14 @@
 """Divide an answer into the model's reasoning and what it says, for models that think aloud between two tags.
 
-``<think>`` (Qwen3, QwQ, DeepSeek R1 and its distilled models)::
+``think`` (Qwen3, QwQ, DeepSeek R1 and its distilled models)::
 
     <think>
     Two and two, so add them.
     </think>
 
     Four.
+
+``mistral`` (Magistral, Ministral 3 Reasoning): the same with ``[THINK]`` and ``[/THINK]``.
 
 Some templates end the prompt with the opening tag, so that the answer begins within the reasoning; or with both tags,
 so that there is none.
@@ -15,84 +17,110 @@ so that there is none.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal, NamedTuple
 
 from nxd_server.text.grammars import FreeText
 from nxd_server.text.tags import overlap
 from nxd_server.text.tokenizer import Tokenizer
 
-OPEN, CLOSE = TAGS = ("<think>", "</think>")
 MOST_BLANKS = 64
 """Whitespace before the opening tag; an answer with more does not reason."""
 
 
-def reasons(templates: Iterable[str]) -> bool:
-    """Whether a model with these chat templates thinks aloud."""
-    return any(CLOSE in template for template in templates)
+class Tags(NamedTuple):
+    open: str
+    close: str
 
 
-def begins_in_reasoning(prompt: str) -> bool | None:
-    """Whether the answer to a rendered prompt begins within the reasoning. False: there is none; None: the model begins
-    it or does not."""
+FORMATS = {"think": Tags("<think>", "</think>"), "mistral": Tags("[THINK]", "[/THINK]")}
+
+Place = Literal["before", "inside", "over"]
+"""Of what comes next: the model may begin to reason, it reasons, or it reasons no more."""
+
+
+def tags_of(templates: Iterable[str]) -> Tags | None:
+    """Return the tags between which a model with these chat templates reasons; None if it does not."""
+    text = "\n".join(templates)
+    return next((tags for tags in FORMATS.values() if tags.close in text), None)
+
+
+def place_behind(prompt: str, tags: Tags) -> Place:
+    """Return where the answer to a rendered prompt begins."""
     end = prompt.rstrip()
-    if end.endswith(CLOSE):
-        return False
-    return True if end.endswith(OPEN) else None
+    return "over" if end.endswith(tags.close) else "inside" if end.endswith(tags.open) else "before"
 
 
-def free_reasoning(tokenizer: Tokenizer, begun: bool) -> FreeText | None:
-    """Return the part of an answer that no grammar constrains; None if the tags are no tokens of ``tokenizer``."""
-    first, last = (tokenizer.raw.token_to_id(tag) for tag in (OPEN, CLOSE))
-    return None if first is None or last is None else FreeText(first, last, begun)
+def free_reasoning(tokenizer: Tokenizer, vocab_size: int, tags: Tags, place: Place) -> FreeText | None:
+    """Return the part of an answer from ``place`` on that no grammar constrains; None if there can be none.
+
+    A model begins to reason with one token; a tag beyond its ``vocab_size`` tokens it cannot write.
+    """
+    first = tokenizer.token_to_id(tags.open)
+    first = None if first is None or first >= vocab_size else first
+    if place == "over" or (place == "before" and first is None):
+        return None
+    return FreeText(None if place == "inside" else first, tags.close, tokenizer.token_text)
 
 
 class ReasoningReader:
-    """Reads one answer piece by piece, and returns (reasoning, rest). Whitespace around the reasoning is dropped."""
+    """Reads one answer piece by piece, and returns (reasoning, rest). Whitespace around the reasoning is dropped, and
+    the empty lines behind it."""
 
-    def __init__(self, begun: bool):
-        """``begun``: the prompt has opened the reasoning."""
-        self._place = "inside" if begun else "before"
+    def __init__(self, tags: Tags, place: Place, exact: bool = False):
+        """``place``: where the answer begins. ``exact``: what comes behind the reasoning is left as it is."""
+        self._tags = tags
+        self.place = place
+        self._opened = place == "inside"  # by the prompt; some models write the tag again
+        if self._opened:
+            self.place = "before"
+        self._exact = exact
         self._held = ""
         """What may be a tag's beginning."""
         self._blanks: list[str] = []
         """Whitespace within the reasoning, if something follows."""
         self._begun = False
         """Whether the reasoning has a visible character."""
+        self._behind = False
+        """Whether nothing has come yet behind the reasoning."""
 
     def feed(self, text: str) -> tuple[str, str]:
         """Take the next piece."""
         thought = ""
-        if self._place == "before":
+        if self.place == "before":
             text = self._before(self._held + text)
-        if self._place == "inside":
+        if self.place == "inside":
             thought, text = self._inside(self._held + text)
-        if self._place == "behind":
-            text = text.lstrip()
-            self._place = "over" if text else "behind"
+        if self._behind and not self._exact:
+            text = text.lstrip("\r\n")
+        self._behind = self._behind and not text
         return thought, text
 
     def end(self) -> tuple[str, str]:
         """Return what was held back."""
         held, self._held = self._held, ""
-        return ("".join((*self._blanks, held)), "") if held and self._place == "inside" else ("", held)
+        if self.place == "inside":
+            return ("".join((*self._blanks, held)) if held else ""), ""
+        return (held.strip(), "") if self._opened and self.place == "before" else ("", held)
 
     def _before(self, text: str) -> str:
         begun = text.lstrip()
-        blanks = len(text) - len(begun)
-        if blanks <= MOST_BLANKS and len(begun) < len(OPEN) and OPEN.startswith(begun):
+        blanks, tag = len(text) - len(begun), self._tags.open
+        if blanks <= MOST_BLANKS and len(begun) < len(tag) and tag.startswith(begun):
             self._held = text
             return ""
         self._held = ""
-        if blanks > MOST_BLANKS or not begun.startswith(OPEN):
-            self._place = "over"
-            return text
-        self._place = "inside"
-        return begun[len(OPEN) :]
+        if blanks <= MOST_BLANKS and begun.startswith(tag):
+            self.place = "inside"
+            return begun[len(tag) :]
+        self.place = "inside" if self._opened else "over"
+        return text
 
     def _inside(self, text: str) -> tuple[str, str]:
-        inside, tag, rest = text.partition(CLOSE)
-        keep = 0 if tag else overlap(text, CLOSE)
+        inside, tag, rest = text.partition(self._tags.close)
+        keep = 0 if tag else overlap(text, self._tags.close)
         inside, self._held = inside[: len(inside) - keep], inside[len(inside) - keep :]
-        self._place = "behind" if tag else "inside"
+        if tag:
+            self.place, self._behind = "over", True
         visible = inside.rstrip()
         blanks = inside[len(visible) :]
         if not self._begun:

@@ -12,24 +12,29 @@ from nxd_server.text.tool_calls import ARGS, CALL_ID, CLOSE, OPEN, TOOL_CALLS
 
 
 def call_rules(
-    tool_format: str, tools: Sequence[tuple[str, Mapping[str, Any]]], several: bool, tokenizer: Tokenizer
+    tool_format: str,
+    tools: Sequence[tuple[str, Mapping[str, Any]]],
+    several: bool,
+    tokenizer: Tokenizer,
+    vocab_size: int,
 ) -> list[str]:
     """Return the rules of a grammar, in Lark's notation, whose rule ``calls`` is a call of one of ``tools`` in
     ``tool_format``, or ``several``.
 
-    ``tools``: the names, and the JSON schemas of the arguments. A tag that is a token of ``tokenizer`` is that token.
+    ``tools``: the names, and the JSON schemas of the arguments. A tag that is one of the model's ``vocab_size`` tokens
+    is that token.
     """
 
     def tag(text: str) -> str:
-        token = tokenizer.raw.token_to_id(text)
-        return json.dumps(text) if token is None else f"<[{token}]>"
+        token = tokenizer.token_to_id(text)
+        return json.dumps(text) if token is None or token >= vocab_size else f"<[{token}]>"
 
     first, between, last = "", "", ""
     if tool_format == "hermes":
         between = "LINE"
     elif tool_format == "llama3_json":
         between = '"; "'
-    elif tokenizer.raw.token_to_id(ARGS) is None:  # Mistral's older models, whose calls are a list
+    elif tokenizer.token_to_id(ARGS) is None:  # Mistral's older models, whose calls are a list
         tool_format = "mistral_list"
         first, between, last = f'{tag(TOOL_CALLS)} BLANK "["', '", "', '"]"'
     more = f"({between} call)*" if several else ""

@@ -37,10 +37,14 @@ MOST_BLANKS = 64
 """Whitespace before a call begins; what goes on is text."""
 LONGEST_NAME = 64
 """Characters of a tool's name."""
+MOST_FAILURES = 32
+"""Texts of one answer that begin like a call of Mistral's and are none. JSON's errors count the lines before them, so
+each costs as much as the whole answer; after so many the rest is text."""
 _VISIBLE = re.compile(r"\S")
 _BETWEEN = re.compile(r"[;\s]*")
 _BLANKS = re.compile(r"\s*")
 _LIST = re.compile(rf"\[\s{{0,{MOST_BLANKS}}}({{|\Z)")
+_NAME = re.compile(r"[a-zA-Z0-9_.-]+")
 _NAMED = re.compile(r"([a-zA-Z0-9_.-]+)(?:\[CALL_ID\][a-zA-Z0-9]+)?(?:\[ARGS\])?\s*(?={)")
 _DECODER = json.JSONDecoder()
 
@@ -199,23 +203,25 @@ class MistralReader:
             return False
         if (found := _LIST.match(begun)) is not None:
             return bool(found[1]) or None
-        if begun.startswith(tuple(self._names)):
-            return True
-        return None if any(name.startswith(begun) for name in self._names) else False
+        name = _NAME.match(begun)
+        if name is not None and name.end() < len(begun):
+            return name[0] in self._names
+        return None if any(one.startswith(begun) for one in self._names) else False
 
     def end(self) -> Read:
         data = "".join(self._held)
         self._held, self._begun = [], False
         said: list[str] = []
         calls: list[ToolCall] = []
-        place = 0
-        while (start := data.find(TOOL_CALLS, place)) >= 0:
+        place = failures = 0
+        while failures < MOST_FAILURES and (start := data.find(TOOL_CALLS, place)) >= 0:
             said.append(data[place:start])
             found, place = self._calls(data, start + len(TOOL_CALLS))
             calls += found
             if found:
                 place = _after(_BLANKS, data, place)
             else:
+                failures += 1
                 said.append(TOOL_CALLS)
         return "".join((*said, data[place:])), calls
 

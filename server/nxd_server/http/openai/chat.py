@@ -51,28 +51,29 @@ from nxd_server.http.request_context import (
     unless_left,
     whole_of,
 )
-from nxd_server.text.reasoning import ReasoningReader, begins_in_reasoning, free_reasoning
+from nxd_server.text.reasoning import Place, ReasoningReader, free_reasoning, place_behind
 from nxd_server.text.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_FIELDS = frozenset({"role", "content", "name"})
-TOOL_FIELDS = {"assistant": frozenset({"tool_calls"}), "tool": frozenset({"tool_call_id"})}
+ROLE_FIELDS = {
+    "assistant": frozenset({"tool_calls", "reasoning_content", "reasoning"}),
+    "tool": frozenset({"tool_call_id"}),
+}
 """Further fields, by role."""
 MESSAGE_UNSUPPORTED = frozenset(
-    {"tool_calls", "tool_call_id", "function_call", "audio", "refusal", "reasoning_content", "annotations"}
+    {"tool_calls", "tool_call_id", "function_call", "audio", "refusal", "reasoning_content", "reasoning", "annotations"}
 )
 
 NO_VARIABLES = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "max_characters"})
 """Names not allowed in ``chat_template_kwargs``."""
 
 
-def check_messages(
-    messages: list[dict[str, Any]], tool_format: str | None, reasons: bool = False
-) -> list[dict[str, Any]]:
+def check_messages(messages: list[dict[str, Any]], tool_format: str | None) -> list[dict[str, Any]]:
     """Return the messages for the template; ``developer`` is OpenAI's newer name for ``system``.
 
-    ``tool_format``: of the model's tool calls; without one, no message may hold any. ``reasons``: whether the model
-    thinks aloud, so that its earlier messages may have a ``reasoning_content``.
+    ``tool_format``: of the model's tool calls; without one, no message may hold any. The reasoning of earlier answers,
+    ``reasoning_content`` or vLLM's ``reasoning``, is for the template to show or not.
 
     Raises:
         ApiError: 400 naming the message's field. (``content`` is checked when it is rendered.)
@@ -85,9 +86,7 @@ def check_messages(
     """The function of each call, by its id."""
     for place, message in enumerate(messages):
         where, role = f"messages[{place}]", message.get("role")
-        known = MESSAGE_FIELDS | (TOOL_FIELDS.get(role, frozenset()) if isinstance(role, str) else frozenset())
-        if reasons and role == "assistant":
-            known |= {"reasoning_content"}
+        known = MESSAGE_FIELDS | (ROLE_FIELDS.get(role, frozenset()) if isinstance(role, str) else frozenset())
         for name, value in message.items():
             if value is None or name in known:
                 continue
@@ -104,13 +103,18 @@ def check_messages(
             raise no_tools(f"{where}.role")
         if tool_format is None and message.get("tool_calls"):
             raise no_tools(f"{where}.tool_calls")
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if not isinstance(message.get(name), (str, type(None))):
-                raise bad_request(f"`{where}.{name}` must be a string", f"{where}.{name}")
         kept = {name: message[name] for name in known if message.get(name) is not None}
+        thought = kept.pop("reasoning", None) or kept.pop("reasoning_content", None)
+        if thought:
+            kept["reasoning_content"] = thought
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if not isinstance(kept.get(name), (str, type(None))):
+                raise bad_request(f"`{where}.{name}` must be a string", f"{where}.{name}")
         if kept.pop("tool_calls", None):  # an empty list is none to templates, too
             kept["tool_calls"] = earlier_calls(message["tool_calls"], f"{where}.tool_calls", tool_format)
             called |= {call["id"]: call["function"]["name"] for call in kept["tool_calls"] if "id" in call}
+        elif thought:
+            kept.setdefault("content", "")  # an answer that was cut while it reasoned has no other
         elif message.get("content") is None:
             raise missing_field(f"{where}.content")
         if isinstance(kept.get("tool_call_id"), str):
@@ -138,18 +142,19 @@ async def chat_text(
             raise bad_request(f"`chat_template_kwargs` must not set {clip(name)!r}", "chat_template_kwargs")
 
     most = service.require_tokenizer().most_characters(service.max_len)
-    checked = check_messages(messages, service.tool_format, service.reasons)
+    checked = check_messages(messages, service.tool_format)
     return await template.render(checked, {**variables, "tools": tools} if tools else variables, most)
 
 
-async def chat_prompt(context: Context, body: ChatBody, tools: list[dict[str, Any]]) -> tuple[list[int], bool | None]:
-    """Return the conversation's token ids, and :func:`begins_in_reasoning` of it."""
+async def chat_prompt(context: Context, body: ChatBody, tools: list[dict[str, Any]]) -> tuple[list[int], Place]:
+    """Return the conversation's token ids, and where in its reasoning the answer begins."""
     service = context.service
     text = await chat_text(service, body.messages, body.chat_template_kwargs, tools)
     tokens = await encode_text(context, text, "messages", special=False)
     if not tokens:
         raise bad_request("`messages` render to no tokens", "messages")
-    return tokens, begins_in_reasoning(text) if service.reasons else False
+    tags = service.reasoning_tags
+    return tokens, place_behind(text, tags) if tags is not None else "over"
 
 
 async def chat(request: Request, body: ChatBody) -> Any:
@@ -173,18 +178,26 @@ async def chat(request: Request, body: ChatBody) -> Any:
     defaults = service.sampling_defaults
     params = body.sampling(asked, top, defaults)  # a wrong value: before a long conversation is tokenized
     tools = offered_tools(body.tools, body.tool_choice, service.tool_format)
+    if body.reasoning_effort is not None and service.reasoning_tags is not None:
+        raise unsupported(
+            "reasoning_effort",
+            "say it in the template's words, such as chat_template_kwargs={'enable_thinking': false}",
+        )
     tokenizer, wanted = service.require_tokenizer(), wanted_form(body)
-    params = params.replace(structured_outputs=with_calls(body, wanted, tools, service.tool_format, tokenizer))
+    params = params.replace(
+        structured_outputs=with_calls(body, wanted, tools, service.tool_format, tokenizer, service.vocab_size)
+    )
     try:
         grammar = await compiled_grammar(request, params)
     except RequestError:
         for part in (*([wanted] if wanted else []), *schemas_of(tools)):
             await compiled_grammar(request, params.replace(structured_outputs=part))  # its error says where
         raise
-    tokens, reasoning = await unless_left(request, chat_prompt(context, body, tools))
-    if grammar is not None and reasoning is not False:
-        free = free_reasoning(tokenizer, reasoning is True)
-        grammar, reasoning = (grammar, False) if free is None else (grammar.behind(free), reasoning)
+    tokens, place = await unless_left(request, chat_prompt(context, body, tools))
+    tags = service.reasoning_tags
+    if grammar is not None and tags is not None:
+        free = free_reasoning(tokenizer, service.vocab_size, tags, place)
+        grammar, place = (grammar, "over") if free is None else (grammar.behind(free), place)
     room = max_new_tokens(asked, len(tokens), service.max_len, field)
     generation = Generation(
         service,
@@ -200,10 +213,12 @@ async def chat(request: Request, body: ChatBody) -> Any:
     )
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
     head["model"] = adapter or service.model_name
-    parts = [
-        MessageParts(None if reasoning is False else ReasoningReader(reasoning is True), body.include_reasoning, calls)
-        for calls in choice_calls(body, tools, service.tool_format)
+    readers = [
+        None if tags is None or place == "over" else ReasoningReader(tags, place, exact=grammar is not None)
+        for _ in range(body.n)
     ]
+    calls = choice_calls(body, tools, service.tool_format)
+    parts = [MessageParts(reader, body.include_reasoning, one) for reader, one in zip(readers, calls, strict=True)]
     if body.stream:
         tails = Tails(body.stream_options, [len(tokens)], body.n)
         writer = _Chunks({**head, "object": "chat.completion.chunk"}, tokenizer, body, top, tails, parts)

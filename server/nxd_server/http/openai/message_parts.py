@@ -14,6 +14,7 @@ class MessageParts:
     def __init__(self, reasoning: ReasoningReader | None, shown: bool, calls: ChoiceCalls):
         """``reasoning`` None: the model does not reason. ``shown``: whether the message is to have the reasoning."""
         self._reasoning, self._shown, self._calls = reasoning, shown, calls
+        self._thoughts: list[str] = []
 
     def take(self, text: str, ended: bool = False) -> dict[str, Any]:
         """Return what the next piece of text adds to the message, as the delta of a chunk; only parts that it has."""
@@ -24,6 +25,10 @@ class MessageParts:
                 more, rest = self._reasoning.end()
                 thought, text = thought + more, text + rest
         text, calls = self._calls.take(text, ended)
+        if self._calls.offered and self._reasoning is not None and self._reasoning.place != "over":
+            self._thoughts.append(thought)
+            if ended:  # some models call a tool and leave the reasoning open
+                _, calls = self._calls.take("".join(self._thoughts), ended)
         parts = {"reasoning_content": thought if self._shown else "", "content": text, "tool_calls": calls}
         return {name: part for name, part in parts.items() if part}
 

@@ -66,6 +66,7 @@ def with_calls(
     tools: Sequence[dict[str, Any]],
     tool_format: str | None,
     tokenizer: Tokenizer,
+    vocab_size: int,
 ) -> StructuredOutputs | None:
     """Return what the answer must be if it may, or must, call one of ``tools``; ``wanted``: what its text must be.
 
@@ -86,7 +87,7 @@ def with_calls(
         (name, one.schema) for name, one in zip(names, schemas_of(tools), strict=True) if named in (None, name)
     ]
     several = named is None and makes_several(body, tool_format)
-    rules = call_rules(tool_format, arguments, several, tokenizer)
+    rules = call_rules(tool_format, arguments, several, tokenizer, vocab_size)
     start = "start: calls"
     if not forced and wanted is not None:
         start, rules = "start: calls | answer", [*rules, f"answer: {json_rule(wanted.schema)}"]

@@ -165,7 +165,6 @@ class ChatBody(SamplingBody):
         "function_call": is_one_of("none", "auto"),
         "prediction": is_empty,
         "moderation": is_empty,
-        "reasoning_effort": is_one_of("none"),
         "verbosity": is_one_of("medium"),
         "web_search_options": lambda value: False,
         "continue_final_message": is_one_of(False),
@@ -188,6 +187,7 @@ class ChatBody(SamplingBody):
     tool_choice: Any = Field(
         None, description="auto; required or one tool's name: the answer is a call; none: the model sees no tools."
     )
+    reasoning_effort: Literal["none"] | None = Field(None, description="Of a model that does not reason: none.")
     include_reasoning: bool = Field(True, description="False: the answer has no reasoning_content.")
     parallel_tool_calls: bool | None = Field(None, description="False: at most one call in an answer.")
 

@@ -157,6 +157,11 @@ class ChoiceCalls:
         self._named = named
         self._count = 0
 
+    @property
+    def offered(self) -> bool:
+        """Whether the text may hold calls."""
+        return self._reader is not None
+
     def take(self, text: str, ended: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """Return the answer's next text, and its calls as ``tool_calls`` of a chunk."""
         if self._reader is None:
