@@ -221,18 +221,14 @@ def test_the_step_that_ranks_were_at_gets_the_error_that_ended_them(model):
 
 def test_ctrl_c_during_a_call_leaves_the_model_usable(path):
     code = """
-        import os, signal, sys, threading, time, torch
+        import os, signal, sys, torch
         from nxd_infer.runtime.save_load import parallel_model_load
+        from tests.runtime.rank_processes import interrupt_the_wait
         model = parallel_model_load(sys.argv[1], call_timeout=60, start_timeout=600).start()
         x = torch.zeros(1, 1, 8)
         pid = model.health()[1].pid
         os.kill(pid, signal.SIGSTOP)
-        def stack(frame):
-            return [] if frame is None else [frame.f_code.co_name, *stack(frame.f_back)]
-        def interrupt():  # once every rank has been given its step, and their answers are waited for
-            while "_collect" not in stack(sys._current_frames()[threading.main_thread().ident]): time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGINT)
-        threading.Thread(target=interrupt).start()
+        interrupt_the_wait()
         try:
             model(x)
         except KeyboardInterrupt:

@@ -178,7 +178,9 @@ class Run:
 
     async def _alone(self, asked: Question) -> Told:
         answer = await self._soak.ask("POST", asked.path, asked.bytes())
-        while answer.status == 504:  # on a busy machine
+        for _ in range(10):
+            if answer.status != 504:  # on a busy machine
+                break
             self._soak.books.incomplete(asked)
             answer = await self._soak.ask("POST", asked.path, asked.bytes())
         self._soak.allow(answer, asked.body, 200)

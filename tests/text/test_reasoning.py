@@ -1,17 +1,12 @@
 """The model's reasoning in its answer: whatever the pieces, it is told from the rest, and no grammar constrains it."""
 
-import numpy as np
 import pytest
-import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nxd_server.text.grammars import Grammars
 from nxd_server.text.reasoning import FORMATS, ReasoningReader, free_reasoning, place_behind, tags_of
-from nxd_server.text.structured_outputs import StructuredOutputs
 from nxd_server.text.tags import with_tags_shown
-from nxd_server.text.tokenizer import Tokenizer
-from tests.text.text_tokenizers import byte_level
+from tests.text.text_tokenizers import byte_level, compiled, taken, with_tokens
 
 pytestmark = pytest.mark.check
 
@@ -95,12 +90,6 @@ def test_the_prompt_and_the_template_say_how_the_answer_begins():
     assert tags_of(["[SYSTEM_PROMPT][THINK]x[/THINK]"]) == FORMATS["mistral"]
 
 
-def with_tokens(*names):
-    raw = tokenizers.Tokenizer.from_str(byte_level().raw.to_str())
-    raw.add_special_tokens(list(names))
-    return Tokenizer(raw, byte_level().config)
-
-
 def test_tags_that_are_special_tokens_are_shown():
     hidden = with_tokens("<think>", "</think>")
     ids = hidden.encode("<think>a</think>b", add_special_tokens=False)
@@ -108,25 +97,6 @@ def test_tags_that_are_special_tokens_are_shown():
     assert shown.encode("<think>a</think>b", add_special_tokens=False) == ids
     assert (hidden.decode(ids), shown.decode(ids)) == ("ab", "<think>a</think>b")
     assert with_tags_shown(hidden, ["<other>"]) is hidden
-
-
-def taken(tokenizer, grammar, text, banned=()):
-    """What the grammar takes of ``text`` and its end: all, or the text before what it does not."""
-    guide, words = grammar.guide(), np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
-    end = tokenizer.eos_token_id
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    for place, token in enumerate([*ids, end]):
-        guide.allow(words, banned)
-        assert words.any() and (not guide.complete or token == end)
-        if not words.view(np.uint32)[token // 32] >> np.uint32(token % 32) & 1:
-            return tokenizer.decode(ids[:place])
-        guide.take(token)
-    return "all"
-
-
-def compiled(tokenizer, **asked):
-    grammars = Grammars(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id])
-    return grammars.compiled(StructuredOutputs(**asked))
 
 
 @pytest.mark.parametrize("place", [BEFORE, INSIDE])

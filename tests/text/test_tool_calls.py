@@ -3,17 +3,13 @@
 import json
 import sys
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nxd_server.text.grammars import Grammars
-from nxd_server.text.structured_outputs import StructuredOutputs
-from nxd_server.text.tokenizer import Tokenizer
 from nxd_server.text.tool_call_rules import call_rules
-from nxd_server.text.tool_calls import FORMATS, OPEN, ToolCall, format_of
-from tests.text.text_tokenizers import byte_level
+from nxd_server.text.tool_calls import FORMATS, MOST_FAILURES, OPEN, MistralReader, ToolCall, format_of
+from tests.text.text_tokenizers import compiled, taken, with_tokens
 
 NAMES = ("weather", "clock")
 BERN = {"city": "Bern"}
@@ -181,9 +177,19 @@ def test_what_can_be_decoded_and_not_encoded_again_is_text():
     "text",
     ["[TOOL_CALLS]clock" + "[TOOL_CALLS]" * 50_000, "[TOOL_CALLS]clock{" * 50_000, '[TOOL_CALLS][{"a":[' * 50_000],
 )
-def test_the_end_of_an_answer_of_tags_takes_no_time_that_grows_with_its_square(text):
-    """It took 6 seconds of the one thread that serves everyone for 32,000 tags. (This test would take minutes.)"""
-    assert read("mistral", [text]) == (text, [])
+def test_an_answer_of_tags_is_not_read_again_from_each_of_them(text):
+    """That took 6 seconds of the one thread that serves everyone for 32,000 tags, and four times as long for twice."""
+
+    class Counted(MistralReader):
+        count = 0
+
+        def _calls(self, data, place):
+            self.count += 1
+            return super()._calls(data, place)
+
+    reader = Counted(NAMES)
+    said, calls = reader.feed(text), reader.end()
+    assert said[0] + calls[0] == text and not calls[1] and reader.count <= MOST_FAILURES
 
 
 @pytest.mark.parametrize(
@@ -223,12 +229,6 @@ def test_the_format_is_that_of_the_template():
     assert format_of(["{{ messages }}[TOOL_CALLS]"]) is None
 
 
-def with_tokens(*names):
-    raw = type(byte_level().raw).from_str(byte_level().raw.to_str())
-    raw.add_special_tokens(list(names))
-    return Tokenizer(raw, byte_level().config)
-
-
 CITY = {"properties": {"city": {"enum": ["Bern", "Basel"]}}, "required": ["city"], "additionalProperties": False}
 CLOCK = {"properties": {}, "additionalProperties": False}
 MISTRAL, NAMED = ("[TOOL_CALLS]",), ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
@@ -249,23 +249,11 @@ def test_a_call_that_must_be_made_is_written_as_the_model_was_trained_to(kind, t
     """The grammar takes this answer, token by token, then its end; and nothing before a call, nor other arguments."""
     tokenizer = with_tokens(*tokens)
     rules = call_rules(kind, [("weather", CITY), ("clock", CLOCK)], True, tokenizer, tokenizer.vocab_size)
-    asked = StructuredOutputs(grammar="\n".join(["start: calls", *rules]), made=True)
-    grammar = Grammars(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id]).compiled(asked)
-
-    def taken(text):
-        guide, words = grammar.guide(), np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
-        ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-        for place, token in enumerate(ids):
-            guide.allow(words)
-            if not words.view(np.uint32)[token // 32] >> np.uint32(token % 32) & 1:
-                return place
-            guide.take(token)
-        return len(ids)
-
-    length = len(tokenizer.encode(answer, add_special_tokens=False))
-    assert taken(answer) == length + 1
-    assert taken("x" + answer) == 0 and taken(answer + "x") == length
-    assert taken(answer.replace("clock", "tide").replace("Bern", "Rome")) < length
+    grammar = compiled(tokenizer, grammar="\n".join(["start: calls", *rules]), made=True)
+    assert taken(tokenizer, grammar, answer) == "all"
+    assert taken(tokenizer, grammar, "x" + answer) == "" and taken(tokenizer, grammar, answer + "x") == answer
+    other = answer.replace("clock", "tide").replace("Bern", "Rome")
+    assert other.startswith(taken(tokenizer, grammar, other)) and taken(tokenizer, grammar, other) != other
     said, calls = read(kind, [answer])
     assert not said and calls and {one.name for one in calls} <= set(NAMES)
 

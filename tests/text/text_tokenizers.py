@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+
+from nxd_server.text.grammars import CompiledGrammar, Grammars
+from nxd_server.text.structured_outputs import StructuredOutputs
 from nxd_server.text.tokenizer import Tokenizer
 
 CORPUS = [
@@ -75,6 +81,35 @@ def wordpiece() -> Tokenizer:
     )
     raw.train_from_iterator(CORPUS * 3, trainer)
     return Tokenizer(raw, {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"})
+
+
+def with_tokens(*names: str) -> Tokenizer:
+    """:func:`byte_level` with more special tokens."""
+    raw = type(byte_level().raw).from_str(byte_level().raw.to_str())
+    raw.add_special_tokens(list(names))
+    return Tokenizer(raw, byte_level().config)
+
+
+def taken(tokenizer: Tokenizer, grammar: CompiledGrammar, text: str, banned: Sequence[int] = ()) -> str:
+    """What the grammar takes of ``text`` and its end: all, or the text before what it does not."""
+    guide, words = grammar.guide(), np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
+    end = tokenizer.eos_token_id
+    assert end is not None
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for place, token in enumerate([*ids, end]):
+        guide.allow(words, banned)
+        assert words.any() or guide.complete
+        if (guide.complete and token != end) or not words.view(np.uint32)[token // 32] >> np.uint32(token % 32) & 1:
+            return tokenizer.decode(ids[:place], skip_special_tokens=False)
+        guide.take(token)
+    return "all"
+
+
+def compiled(tokenizer: Tokenizer, **asked: Any) -> CompiledGrammar:
+    """The grammar that structured outputs ask for."""
+    assert tokenizer.eos_token_id is not None
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id])
+    return grammars.compiled(StructuredOutputs(**asked))
 
 
 KINDS = {"byte_level": byte_level, "sentencepiece_style": sentencepiece_style, "wordpiece": wordpiece}

@@ -297,8 +297,7 @@ class Service(ServedModel):
 
     def stats(self) -> EngineStats | None:
         """Return the engine's counters, or None if there is no engine yet."""
-        worker = self._worker
-        return worker.stats() if worker is not None else None
+        return worker.stats() if (worker := self._worker) is not None else None
 
     def health(self) -> EngineHealth | None:
         worker = self._worker
@@ -396,7 +395,6 @@ class Service(ServedModel):
     def update_weights(self, path: str | os.PathLike[str], tag: str | None, timeout: float) -> int:
         """Swap the weights between requests; return the version. Raises as :meth:`EngineControls.update_weights`."""
         self.require_ready()
-        worker = self._worker
-        if worker is None:
+        if (worker := self._worker) is None:
             raise self._unavailable()
         return worker.update_weights(path, tag=tag, timeout=timeout)
