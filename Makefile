@@ -15,7 +15,7 @@ OLDEST_HF ?= .transformers-4.56
 OLDEST_HF_STAMP := $(OLDEST_HF)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long test-hf test-xla xla-rig test-ray test-image check lint security bench fuzz soak
+.PHONY: help install demo test test-long test-hf test-xla xla-rig test-ray test-cuda test-image check lint security bench fuzz soak
 .PHONY: clean
 
 help: ## list the commands
@@ -86,6 +86,9 @@ $(RAY_STAMP): pyproject.toml
 	@$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check $(TORCH)
 	@$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[ray]' pytest pytest-timeout hypothesis httpx openai
 	@touch $@
+
+test-cuda: $(STAMP) ## training over NCCL, on a GPU that all ranks share (4 minutes; .venv needs a torch with CUDA)
+	@$(BIN)/python -m pytest -q -n 4 --dist load tests/cuda/checks.py
 
 # In a network where nobody else is, and with every process that is left at the end killed.
 ALONE := unshare --map-root-user --net --pid --fork --kill-child --mount-proc

@@ -14,24 +14,19 @@ import torch
 
 from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import ParallelConfigError
-from nxd_infer.util.devices import accelerator_state, seed_accelerator, set_accelerator_state
+from nxd_infer.util.devices import (
+    generator_states,
+    keeping_generators,
+    seed_accelerator,
+    seed_generators,
+    set_generator_states,
+)
 
 __all__ = ["RNGStatesTracker", "get_xla_rng_tracker", "model_parallel_xla_manual_seed"]
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 _OWN_SEED_OFFSET = 2718
 """As in Megatron: large enough that no rank's own seed equals the shared seed."""
-
-
-def _state() -> list[torch.Tensor]:
-    accelerator = accelerator_state()
-    return [torch.get_rng_state(), *([] if accelerator is None else [accelerator])]
-
-
-def _restore(states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        set_accelerator_state(states[1])
 
 
 class RNGStatesTracker:
@@ -61,12 +56,9 @@ class RNGStatesTracker:
         self._start(name, seed)
 
     def _start(self, name: str, seed: int) -> None:
-        outside = _state()
-        torch.default_generator.manual_seed(seed)
-        if len(outside) > 1:  # torch.manual_seed() would seed CUDA for good where it has not come up yet
-            seed_accelerator(seed)
-        self._states[name] = _state()
-        _restore(outside)
+        with keeping_generators():
+            seed_generators(seed)
+            self._states[name] = generator_states()
 
     @contextlib.contextmanager
     def reseeded(self) -> Iterator[Callable[[str], None]]:
@@ -93,15 +85,15 @@ class RNGStatesTracker:
             raise ParallelConfigError(
                 f"there is no random stream {name!r}; call model_parallel_xla_manual_seed() or add() first"
             )
-        outside = _state()
-        _restore(self._states[name])
-        if len(self._states[name]) < len(outside) and name in self._seeds:  # CUDA has come up since the stream began
-            seed_accelerator(self._seeds[name])
-        try:
-            yield
-        finally:
-            self._states[name] = _state()
-            _restore(outside)
+        with keeping_generators():
+            state = self._states[name]
+            set_generator_states(state)
+            if len(state) < len(generator_states()) and name in self._seeds:  # CUDA has come up since the stream began
+                seed_accelerator(self._seeds[name])
+            try:
+                yield
+            finally:
+                self._states[name] = generator_states()
 
 
 def seed_of(text: str, key: bytes = b"") -> int:

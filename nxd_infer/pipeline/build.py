@@ -28,7 +28,7 @@ from nxd_infer.pipeline.materialise import foreign_tensors, reduce_to_stage
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.pipeline import cuts_of
 from nxd_infer.pipeline.stage import Stage
-from nxd_infer.util.devices import HOST
+from nxd_infer.util.devices import HOST, generator_states, keeping_generators, set_generator_states
 
 Make = Callable[[], nn.Module]
 Expected = list[tuple[torch.Size, bool]]
@@ -41,11 +41,11 @@ def build_stage(make: Make, options: PipelineOptions, pp: Axis) -> tuple[nn.Modu
     If ``make`` does not work on the meta device, or computes this rank's weights from those of others, it builds the
     whole model. Raises ParallelConfigError like :func:`~nxd_infer.pipeline.pipeline.cuts_of`.
     """
-    random = torch.get_rng_state()
+    random = generator_states()
     expected = _expected(make, options, pp)
     model = None if expected is None else _own_part(make, expected)
     if model is None:
-        torch.set_rng_state(random)
+        set_generator_states(random)
         model = make()
     return model, reduce_to_stage(model, cuts_of(model, options, pp.degree), options, pp)
 
@@ -54,7 +54,7 @@ def _expected(make: Make, options: PipelineOptions, pp: Axis) -> Expected | None
     order: list[nn.Parameter] = []
     try:
         with (
-            torch.random.fork_rng(devices=[]),
+            keeping_generators(),
             torch.device("meta"),
             _registering(order.append),
             warnings.catch_warnings(),

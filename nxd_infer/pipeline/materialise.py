@@ -16,7 +16,7 @@ from nxd_infer.pipeline.pipeline import cuts_of
 from nxd_infer.pipeline.stage import Stage, find_weights, take_stage
 from nxd_infer.pipeline.tracing import say_what_has_no_effect, trace_around_units
 from nxd_infer.pipeline.units import find_units
-from nxd_infer.util.devices import transport_device
+from nxd_infer.util.devices import HOST, transport_device
 
 Fill = Callable[[nn.Module], object]
 
@@ -55,6 +55,8 @@ def reduce_to_stage(model: nn.Module, cuts: Sequence[str], options: PipelineOpti
 def fill_modules(model: nn.Module, fill: Fill | None, foreign: Collection[int] = ()) -> None:
     """Allocate and fill the modules of ``model`` one after another; what is ``foreign`` goes back to the meta device.
 
+    All are filled on the host, whose random numbers are those of a model that is built there, and then moved to the
+    device of the process group.
     ``fill`` gets every module that directly holds weights; None calls its ``reset_parameters``. Ties and the attributes
     of parameters are kept. Raises ParallelConfigError for a module that has none.
     """
@@ -88,11 +90,14 @@ def fill_modules(model: nn.Module, fill: Fill | None, foreign: Collection[int] =
             else:
                 made[id(tensor)] = table[key]
                 alive.append(tensor)
+    if (device := transport_device()) != HOST:
+        for tensor in made.values():
+            tensor.data = tensor.data.to(device)
     restore_attributes(model)
 
 
 def _allocated(tensor: Tensor) -> Tensor:
-    made = torch.empty_like(tensor, device=transport_device())
+    made = torch.empty_like(tensor, device=HOST)
     if not isinstance(tensor, nn.Parameter):
         return made
     parameter = nn.Parameter(made, tensor.requires_grad)

@@ -15,6 +15,7 @@ from nxd_infer.errors import InputMismatchError, ParallelConfigError
 from nxd_infer.parallel_layers.random import seed_of
 from nxd_infer.pipeline.plan import Output, Plan, leaves_of
 from nxd_infer.pipeline.shapes import has_gradient
+from nxd_infer.util.devices import seed_generators
 
 
 class StageEnd(BaseException):
@@ -147,7 +148,7 @@ class Forward:
         """Make random numbers those of this call of this microbatch, whatever the stages and the schedule are."""
         if self.seed is not None and self._at is not None:
             text = f"{self.seed} {self._at.microbatch} {number} {after}"
-            torch.default_generator.manual_seed(seed_of(text))
+            seed_generators(seed_of(text))
             self.start_streams(text)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from nxd_infer.pipeline.plan import Plan, make_plan
 from nxd_infer.pipeline.schedule import Action, bubble, forward_only, schedule
 from nxd_infer.pipeline.stage import Stage
 from nxd_infer.pipeline.timeline import write_timeline
-from nxd_infer.util.devices import transport_device
+from nxd_infer.util.devices import keeping_generators, transport_device
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class Pipeline:
             weights = loss_weights(parts, counter)
             actions = self._actions if train else forward_only(self._actions)
             seed = drawn if training else None
-            with torch.random.fork_rng(devices=[], enabled=seed is not None):
+            with contextlib.nullcontext() if seed is None else keeping_generators():
                 losses = self._steps(plan, actions, parts, weights, seed)
         weights = weights.to(losses.device)
         # A mean over no target is NaN, and has no part in that of the batch.

@@ -24,6 +24,7 @@ from nxd_infer.errors import ParallelConfigError
 from nxd_infer.modules.stand_in import hidden_of, named_modules_of_all
 from nxd_infer.pipeline.shapes import Shape, has_gradient, run_without_values, unchanged
 from nxd_infer.pipeline.stage import Stage, calling, own_forward, shadowed
+from nxd_infer.util.devices import keeping_generators
 
 Output = tuple[int, int]
 """Number of a call, and number of the tensor among its results."""
@@ -134,7 +135,7 @@ class _Planner:
             for path, module in self.stage.unit_modules().items()
         }
         with (
-            torch.random.fork_rng(devices=[]),
+            keeping_generators(),
             torch.enable_grad(),
             shadowed(self._weights()),
             calling(forwards),

@@ -19,6 +19,7 @@ from nxd_infer.trainer import (
     initialize_parallel_optimizer,
     neuronx_distributed_config,
 )
+from nxd_infer.util.devices import transport_device
 
 Batch = Mapping[str, Any] | Sequence[Any]
 SMALL = 1e-2
@@ -168,9 +169,9 @@ def compare_with(
 
     for step in range(training.steps):
         optimizer.zero_grad()
-        loss = torch.zeros((), dtype=torch.float64)
+        loss = torch.zeros((), dtype=torch.float64, device=transport_device())
         for part in mine:
-            loss += _forward_and_backward(model, part, training).cpu()
+            loss += _forward_and_backward(model, part, training).to(loss.device)
         if not step:
             gradients = optimizer.named_gradients()
             whole = float(torch.stack([g.double().norm() for g in reference.gradients.values()]).norm())

@@ -19,7 +19,14 @@ from nxd_infer.pipeline.build import build_stage
 from nxd_infer.pipeline.materialise import fill_modules, keep_stage
 from nxd_infer.pipeline.stage import Stage
 from nxd_infer.trainer.config import TrainConfig
-from nxd_infer.util.devices import HOST, group_exists, transport_device
+from nxd_infer.util.devices import (
+    HOST,
+    generator_states,
+    group_exists,
+    keeping_generators,
+    set_generator_states,
+    transport_device,
+)
 
 Args = tuple[Any, ...]
 
@@ -91,16 +98,18 @@ def same_random_numbers(context: ParallelContext) -> Iterator[None]:
         yield
         return
     device = transport_device()
-    mine = torch.get_rng_state()
-    first = mine.to(device, copy=True)
+    mine = generator_states()
+    if device == HOST:  # and an accelerator may be in use on some of the ranks alone
+        del mine[1:]
+    first = torch.cat(mine).to(device, copy=True)
     dist.broadcast(first, 0)
-    differs = torch.tensor([int(not torch.equal(first.cpu(), mine))], device=device)
+    differs = torch.tensor([int(not torch.equal(first.cpu(), torch.cat(mine)))], device=device)
     dist.all_reduce(differs, dist.ReduceOp.MAX)
     if not differs.item():
         yield
         return
-    with torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(first.cpu())
+    with keeping_generators():
+        set_generator_states(first.cpu().split([len(state) for state in mine]))
         yield
 
 

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -45,3 +48,32 @@ def has_accelerator() -> bool:
 
 def seed_accelerator(seed: int) -> None:
     torch.cuda.manual_seed(seed)
+
+
+def generator_states() -> list[Tensor]:
+    """Return the states of the default random generators: the host's, and the accelerator's if that is in use."""
+    accelerator = accelerator_state()
+    return [torch.get_rng_state(), *([] if accelerator is None else [accelerator])]
+
+
+def set_generator_states(states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        set_accelerator_state(states[1])
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the default generators in use; torch.manual_seed() would seed CUDA for good where it has not come up yet."""
+    torch.default_generator.manual_seed(seed)
+    if accelerator_state() is not None:
+        seed_accelerator(seed)
+
+
+@contextlib.contextmanager
+def keeping_generators() -> Iterator[None]:
+    """Let the default generators be after the block what they were before it."""
+    before = generator_states()
+    try:
+        yield
+    finally:
+        set_generator_states(before)

@@ -17,6 +17,8 @@ from nxd_infer.distributed import ParallelizersManager, apply_plan, plan_for
 from nxd_infer.distributed.regions import enter_once
 from nxd_infer.errors import ParallelConfigError, WeightMismatchError
 from nxd_infer.layout import shard_tensor, weight_layout
+from nxd_infer.parallel_state import move_model_to_device
+from nxd_infer.util.devices import transport_device
 from tests.distributed.models import CASES, Case
 from tests.ranks import run_ranks
 
@@ -33,7 +35,8 @@ def wrong_gradients(model: nn.Module, whole: nn.Module) -> list[str]:
     layouts, found = weight_layout(model), []
     for name, weight in model.named_parameters():
         layout = layouts[name].rank_layout(tp.degree, tp.rank)
-        expected = shard_tensor({n: wanted[n] for n in layouts[name].logical_names}, layout)
+        whole_ones = {n: wanted[n] for n in layouts[name].logical_names}
+        expected = shard_tensor(whole_ones, layout, device=weight.device)
         if weight.grad is None or not torch.allclose(weight.grad, expected, **NEAR):
             worst = "none" if weight.grad is None else f"{float((weight.grad - expected).abs().max()):.1e}"
             found.append(f"gradient of {name}: {worst}")
@@ -47,13 +50,14 @@ def run(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def differences(case: Case, **options: object) -> list[str]:
-    whole = case.build()
-    model = apply_plan(case.build(), plan_for(whole.config), **options)
+    device = transport_device()
+    whole, batch = case.build().to(device), {name: value.to(device) for name, value in case.batch().items()}
+    model = move_model_to_device(apply_plan(case.build(), plan_for(whole.config), **options), device)
     held = sum(p.numel() for p in model.parameters())
     if held >= sum(p.numel() for p in whole.parameters()):
         return ["nothing is split"]
-    logits, loss = run(whole, case.batch())
-    own_logits, own_loss = run(model, case.batch())
+    logits, loss = run(whole, batch)
+    own_logits, own_loss = run(model, batch)
     found = wrong_gradients(model, whole)
     if not torch.allclose(own_logits, logits, **NEAR):
         found.append(f"logits: {float((own_logits - logits).abs().max()):.1e}")

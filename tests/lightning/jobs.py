@@ -72,9 +72,8 @@ def trainer_of(strategy: NeuronXLAStrategy, *callbacks: Callback, **options: Any
     return Trainer(
         strategy=strategy,
         plugins=[NeuronXLAPrecisionPlugin()],
-        accelerator="cpu",
         callbacks=list(callbacks),
-        **{**quiet, "max_epochs": 2, **options},
+        **{**quiet, "accelerator": "cpu", "max_epochs": 2, **options},
     )
 
 

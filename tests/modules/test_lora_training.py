@@ -32,7 +32,8 @@ def train_llama(dp: int, options: dict[str, Any]) -> list[float]:
     torch.manual_seed(0)
     model = nxd.initialize_parallel_model(config, llama)
     optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=1e-2)
-    rows = {name: value.chunk(place.dp.degree)[place.dp.rank] for name, value in tokens().items()}
+    device = next(model.parameters()).device
+    rows = {name: value.chunk(place.dp.degree)[place.dp.rank].to(device) for name, value in tokens().items()}
     torch.manual_seed(1)
     losses = []
     for _ in range(5):

@@ -1,0 +1,83 @@
+"""Run a function on several ranks that share one GPU over NCCL: ``call(jobs.function, world_size, *arguments)``.
+
+NCCL refuses two ranks on one GPU, unless it takes them for ranks on two machines: each is told another host's name, and
+they communicate over sockets of this one. Everything but the path of the bytes is as between GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nxd_infer.util.ports import free_port
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 300
+"""Seconds for all ranks of a call."""
+ONE_GPU = {
+    "CUDA_VISIBLE_DEVICES": (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0],
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+}
+
+
+def place(rank: int, world_size: int, port: int, gpu: bool = True) -> dict[str, str]:
+    """The environment of a rank that torchrun has started, alone on its machine."""
+    launched = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    launched |= dict.fromkeys(("RANK", "GROUP_RANK"), str(rank)) | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    launched |= {"TORCHELASTIC_RUN_ID": "none", "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    device = {**ONE_GPU, "NCCL_HOSTID": f"machine{rank}"} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, **launched, **device}
+
+
+def run_ranks(command: list[str], world_size: int, gpu: bool = True, cwd: Path = ROOT, fails: int = 0) -> list[str]:
+    """What each rank of a command wrote; as many as ``fails`` of them may end with a status other than 0."""
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="nxd-cuda-") as folder, contextlib.ExitStack() as stack:
+        logs = [Path(folder, str(rank)) for rank in range(world_size)]
+        ranks = []
+        for rank, log in enumerate(logs):
+            file, place_ = stack.enter_context(log.open("wb")), place(rank, world_size, port, gpu)
+            arguments = [part.replace("RANK", str(rank)) for part in command]
+            ranks.append(subprocess.Popen(arguments, cwd=cwd, env=place_, stdout=file, stderr=subprocess.STDOUT))
+            stack.callback(ranks[-1].wait)
+            stack.callback(ranks[-1].kill)
+        deadline = time.monotonic() + LIMIT
+        for process in ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        said = "\n".join(
+            f"rank {rank} ended with {process.poll()}:\n{log.read_text()[-4000:]}"
+            for rank, (process, log) in enumerate(zip(ranks, logs, strict=True))
+        )
+        ended = [process.poll() for process in ranks]
+        assert None not in ended, f"ranks had not ended after {LIMIT} s\n{said}"
+        assert sum(code != 0 for code in ended) <= fails, said
+        return [log.read_text() for log in logs]
+
+
+def call(function: Callable[..., Any], world_size: int, *arguments: Any, gpu: bool = True) -> list[Any]:
+    """``function(*arguments)`` on every rank; its results, which JSON must hold, in the order of the ranks."""
+    with tempfile.TemporaryDirectory(prefix="nxd-cuda-") as folder:
+        job = Path(folder, "job")
+        job.write_bytes(pickle.dumps((function, arguments)))
+        run_ranks([sys.executable, "-m", "tests.cuda.ranks", str(job), f"{folder}/RANK.json"], world_size, gpu)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def main(job: str, result: str) -> None:
+    function, arguments = pickle.loads(Path(job).read_bytes())
+    Path(result).write_text(json.dumps(function(*arguments)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
