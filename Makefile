@@ -15,8 +15,8 @@ OLDEST_HF ?= .transformers-4.56
 OLDEST_HF_STAMP := $(OLDEST_HF)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long test-hf test-xla xla-rig test-ray test-cuda test-image check lint security bench fuzz soak
-.PHONY: clean
+.PHONY: help install demo test test-long test-hf test-xla xla-rig test-ray test-cuda test-image check lint security
+.PHONY: bench fuzz soak clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s'|'
@@ -87,14 +87,14 @@ $(RAY_STAMP): pyproject.toml
 	@$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[ray]' pytest pytest-timeout hypothesis httpx openai
 	@touch $@
 
-test-cuda: $(STAMP) ## training over NCCL, on a GPU that all ranks share (4 minutes; .venv needs a torch with CUDA)
-	@$(BIN)/python -m pytest -q -n 4 --dist load tests/cuda/checks.py
-
 # In a network where nobody else is, and with every process that is left at the end killed.
 ALONE := unshare --map-root-user --net --pid --fork --kill-child --mount-proc
 
 test-ray: $(RAY_STAMP) ## an artifact over the nodes of a Ray cluster on this machine, one of which is lost (5 minutes)
 	@PYTHONPATH=$(CURDIR)/deploy/ray $(ALONE) $(RAY_VENV)/bin/python -m pytest -q -W ignore::DeprecationWarning tests/ray/checks.py
+
+test-cuda: $(STAMP) ## training over NCCL, on a GPU that all ranks share (4 minutes; .venv needs a torch with CUDA)
+	@$(BIN)/python -m pytest -q -n 7 --dist load tests/cuda/checks.py
 
 check: $(STAMP) security ## the quick selection and bandit (under 3 minutes)
 	@$(BIN)/python -m pytest -q -m check $(DEALT)

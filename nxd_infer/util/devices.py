@@ -1,5 +1,7 @@
-"""The host's memory, the training device, and whether a process group is there. Outside backends, only this module and
-``comm/launched.py``, which gives each rank its device, name a device."""
+"""The host's memory, the training device, the random generators of both, and whether a process group is there.
+
+Outside backends, only this module and ``comm/launched.py``, which gives each rank its device, name a device.
+"""
 
 from __future__ import annotations
 

@@ -6,10 +6,10 @@ they communicate over sockets of this one. Everything but the path of the bytes 
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -39,16 +39,15 @@ def place(rank: int, world_size: int, port: int, gpu: bool = True) -> dict[str, 
     return {**os.environ, **launched, **device}
 
 
-def run_ranks(command: list[str], world_size: int, gpu: bool = True, cwd: Path = ROOT, fails: int = 0) -> list[str]:
-    """What each rank of a command wrote; as many as ``fails`` of them may end with a status other than 0."""
+def launch(command: list[str], world_size: int, gpu: bool = True, cwd: Path = ROOT, fails: bool = False) -> list[str]:
+    """What each rank of a command wrote. ``fails``: they may end with another status than 0."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="nxd-cuda-") as folder, contextlib.ExitStack() as stack:
         logs = [Path(folder, str(rank)) for rank in range(world_size)]
         ranks = []
         for rank, log in enumerate(logs):
             file, place_ = stack.enter_context(log.open("wb")), place(rank, world_size, port, gpu)
-            arguments = [part.replace("RANK", str(rank)) for part in command]
-            ranks.append(subprocess.Popen(arguments, cwd=cwd, env=place_, stdout=file, stderr=subprocess.STDOUT))
+            ranks.append(subprocess.Popen(command, cwd=cwd, env=place_, stdout=file, stderr=subprocess.STDOUT))
             stack.callback(ranks[-1].wait)
             stack.callback(ranks[-1].kill)
         deadline = time.monotonic() + LIMIT
@@ -61,22 +60,23 @@ def run_ranks(command: list[str], world_size: int, gpu: bool = True, cwd: Path =
         )
         ended = [process.poll() for process in ranks]
         assert None not in ended, f"ranks had not ended after {LIMIT} s\n{said}"
-        assert sum(code != 0 for code in ended) <= fails, said
+        assert fails or not any(ended), said
         return [log.read_text() for log in logs]
 
 
 def call(function: Callable[..., Any], world_size: int, *arguments: Any, gpu: bool = True) -> list[Any]:
-    """``function(*arguments)`` on every rank; its results, which JSON must hold, in the order of the ranks."""
+    """What a function of jobs.py returns on each rank, if JSON holds it. ``arguments`` are literals."""
     with tempfile.TemporaryDirectory(prefix="nxd-cuda-") as folder:
-        job = Path(folder, "job")
-        job.write_bytes(pickle.dumps((function, arguments)))
-        run_ranks([sys.executable, "-m", "tests.cuda.ranks", str(job), f"{folder}/RANK.json"], world_size, gpu)
+        command = [sys.executable, "-m", "tests.cuda.ranks", function.__name__, repr(arguments), folder]
+        launch(command, world_size, gpu)
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
-def main(job: str, result: str) -> None:
-    function, arguments = pickle.loads(Path(job).read_bytes())
-    Path(result).write_text(json.dumps(function(*arguments)))
+def main(function: str, arguments: str, folder: str) -> None:
+    from tests.cuda import jobs
+
+    result = getattr(jobs, function)(*ast.literal_eval(arguments))
+    Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
