@@ -210,8 +210,9 @@ class EngineThread:
                 try:
                     if not self._change_weights():
                         return
+                    openings = self._gate.openings
                     if not self._batcher.work():
-                        self._idle()
+                        self._idle(openings)
                 except FATAL as error:
                     if not self._recover(error):
                         return
@@ -253,12 +254,15 @@ class EngineThread:
         self._gate.finish()
         return True
 
-    def _idle(self) -> None:
-        """Sleep until there is work; periodically check that the ranks are alive and answer."""
+    def _idle(self, openings: int) -> None:
+        """Sleep until there is work; periodically check that the ranks are alive and answer.
+
+        ``openings``: the gate's before the look for work; requests that it held back may have been let through since.
+        """
         with self._lock:
             if self._closing:
                 return
-            if not (self._batcher.has_news() or self._gate.due):
+            if not (self._batcher.has_news() or self._gate.due or self._gate.openings != openings):
                 self._lock.wait(min(IDLE_SECONDS, self._batcher.wait_seconds()))
             if self._batcher.has_news() or self._gate.due or self._closing:
                 return

@@ -66,6 +66,8 @@ class WeightGate:
         self._begun: set[WholeRequest] = set()
         """Requests with a version that have unfinished parts or may get more."""
         self._change: Change | None = None
+        self.openings = 0
+        """How many changes are over, made or not: with each, waiting requests may begin."""
         self._over = ""
         """The engine's final state, once it makes no more changes."""
 
@@ -137,8 +139,7 @@ class WeightGate:
         finally:
             with self._lock:
                 if self._change is change and not change.begun:
-                    self._change = None
-                    self._lock.notify_all()
+                    self._open()
             if not change.begun:
                 withdrawn()  # without the lock, because closing a large file takes a while
         if change.error is not None:
@@ -157,6 +158,11 @@ class WeightGate:
         what = f"{len(self._begun)} requests that had begun were" if quiet else "the step that runs was"
         return f"{what} not finished after {timeout:g} s; the weights are unchanged: try again, or allow more time"
 
+    def _open(self) -> None:
+        self._change = None
+        self.openings += 1
+        self._lock.notify_all()
+
     def take_change(self) -> Change | None:
         """Return the change to make now, if any; :meth:`finish` must follow. Called by the engine's thread."""
         with self._lock:
@@ -169,13 +175,13 @@ class WeightGate:
     def finish(self, error: BaseException | None = None) -> None:
         """Record that the change was made, or that it failed with ``error`` and the old weights stay."""
         with self._lock:
-            change, self._change = self._change, None
+            change = self._change
             if change is None:
                 return
             if error is None and change.quiet:
                 self.version += 1
             change.error, change.version, change.done = error, self.version, True
-            self._lock.notify_all()
+            self._open()
 
     def abandon(self, state: str) -> None:
         """Reject further changes, because the engine is ``state``; one that has begun still finishes."""
