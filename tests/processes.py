@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -25,6 +27,17 @@ def gone(pid: int, seconds: float = 0.0) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Within the block, and until its process is killed, it does not go on."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 120.0) -> None:

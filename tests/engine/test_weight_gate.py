@@ -260,7 +260,7 @@ def test_a_change_that_has_begun_is_the_engines_when_its_caller_is_interrupted(e
 
 
 def test_a_change_withdrawn_while_the_thread_looks_for_work_lets_it_look_again(engines, monkeypatch):
-    """It has seen that nothing may begin, and does not sleep yet: what was held back must not wait for its next look."""
+    """It has seen that nothing may begin, and does not sleep yet: what was held back must not wait a second for it."""
     monkeypatch.setattr(engine_thread, "IDLE_SECONDS", 1000.0)
     engine = engines()
     batcher, gate, looked, held = engine.thread._batcher, engine.parts.gate, threading.Event(), []

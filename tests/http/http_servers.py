@@ -19,6 +19,8 @@ from typing import Any
 
 import httpx
 
+from tests.processes import descendants
+
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 600.0
 
@@ -226,3 +228,10 @@ def is_error(response: httpx.Response, status: int, param: str | None = None, co
     if code is not None:
         assert error["code"] == code, error
     return error
+
+
+def new_child(server: ServerProcess, before: set[int]) -> int:
+    """The process that works on a text, once there is one."""
+    wait_for(lambda: descendants(server.process.pid) - before)
+    (child,) = descendants(server.process.pid) - before
+    return child

@@ -8,8 +8,8 @@ import pytest
 
 from nxd_server.settings import ServerSettings
 from tests.engine.toy_oneshot import expected
-from tests.http.http_servers import http_request, is_error, raw, toy_server, wait_for
-from tests.processes import descendants
+from tests.http.http_servers import http_request, is_error, new_child, raw, toy_server, wait_for
+from tests.processes import descendants, stopped
 
 EMBEDDINGS = "/v1/embeddings"
 STEP, WAVES = 0.1, 40
@@ -67,8 +67,9 @@ def test_a_long_text_is_tokenised_in_a_process_that_ends_with_its_client(patient
 
     is_error(patient.post(EMBEDDINGS, {"input": "a", "secret": "b" * 2**17}), 400, code="unknown_parameter")
     before = descendants(patient.process.pid)  # what parses large bodies is there
-    with raw(patient, http_request(EMBEDDINGS, json.dumps({"input": HELLO * 55_000}).encode())):
-        wait_for(lambda: patient.metric("nxd_texts_aside", kind="texts") == 1, 20)
+    long = http_request(EMBEDDINGS, json.dumps({"input": HELLO * 55_000}).encode())
+    with raw(patient, long), stopped(new_child(patient, before)):
+        patient.wait_metric("nxd_texts_aside", 1.0, kind="texts")
     patient.wait_metric("nxd_texts_aside", 0.0)
     wait_for(lambda: descendants(patient.process.pid) <= before, 10, "a process for texts is left")
     several = [HELLO * 5000, HELLO, HELLO * 400]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import json
 import os
 import signal
@@ -12,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.http.http_servers import http_request, is_error, raw, toy_server, wait_for
-from tests.processes import descendants, gone
+from tests.http.http_servers import http_request, is_error, new_child, raw, toy_server, wait_for
+from tests.processes import descendants, gone, stopped
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -28,24 +27,6 @@ def crowded():
     """One text may wait for another; no process for texts runs yet."""
     with toy_server(render_timeout=60, max_queued_requests=1, access_log=False) as server:
         yield server
-
-
-@contextlib.contextmanager
-def stopped(pid: int):
-    """Within the block, and until its process is killed, it does not go on."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-
-
-def new_child(server, before: set[int]) -> int:
-    """The process that works on a text, once there is one."""
-    wait_for(lambda: descendants(server.process.pid) - before)
-    (child,) = descendants(server.process.pid) - before
-    return child
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from nxd_infer.errors import NotInitializedError, NxdError
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.optimizer import NxDOptimizer
 from nxd_infer.trainer import save_checkpoint
+from nxd_infer.util.ports import free_port
 from nxd_models import registry
 from tests.tiny_models import VOCAB_SIZE, write_tiny
 
@@ -162,9 +162,7 @@ def test_a_launched_process_never_goes_on_alone(environment: dict[str, str], sai
 
 
 def test_a_rank_that_never_comes_is_waited_for_no_longer_than_asked(monkeypatch):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(NotInitializedError, match=f"rank 0 did not meet .* of 2 at 127.0.0.1:{port} within 0.5 s"):
