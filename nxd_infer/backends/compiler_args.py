@@ -18,11 +18,8 @@ _WORD = re.compile(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""")
 """Blanks inside quotes belong to the word: ``--tensorizer-options='--one --two'``."""
 _NEURON = re.compile(r"--[a-z][a-z0-9]*(-[a-z0-9]+)*(=.+)?|-[A-Za-z][0-9]*", re.DOTALL)
 """``--model-type=transformer``, ``--auto-cast``, ``-O1``. Its names never contain a dot or an underscore."""
-_VALUED = {
-    *("-O", "-o", "--auto-cast", "--auto-cast-type", "--distribution-strategy", "--framework", "--lnc"),
-    *("--logical-nc-config", "--model-type", "--optlevel", "--output", "--target", "--tensorizer-options", "--verbose"),
-}
-"""Its words that may be followed by a value as the next word."""
+_VALUED = re.compile(r"--(?!enable-(saturate-infinity|mixed-precision-accumulation|fast-loading))[^=]+|-[A-Za-z]")
+"""Its words that may be followed by a value as the next word: it has more than are documented."""
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -63,7 +60,7 @@ def split_arguments(compiler_args: Any, has_option: Callable[[str], bool]) -> tu
             options[key.replace("-", "_")] = _value(value)
         elif _NEURON.fullmatch(word):
             neuron.append(word)
-            takes_value = word in _VALUED
+            takes_value = _VALUED.fullmatch(word) is not None
             continue
         elif takes_value and not equals and not word.startswith("-"):
             neuron.append(word)

@@ -51,9 +51,9 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
 
     Without ``head_dim`` the module does not know which rows form a head. With ``gather_output`` the copies are then
     whole (K0, K1, K0, K1) at every degree. Otherwise, if the degree is a multiple of ``kv_size_multiplier``, a rank's
-    rows count as one head, which is right if each rank has one key/value head; at other degrees ranks hold pieces of
-    whole copies, and the module warns. Attention over a rank's own heads gives the same result at every degree only
-    with ``head_dim``.
+    rows count as one head, which is right if each rank has one key/value head. At that degree itself ranks hold a whole
+    copy, at others pieces of whole copies, and the module warns. Attention over a rank's own heads gives the same
+    result at every degree only with ``head_dim``.
     """
 
     def __init__(
@@ -128,14 +128,12 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
                 f"{m} copies of kv_size={self.kv_size} do not divide over {self.degree} ranks; pass head_dim=, which "
                 "makes every combination work"
             )
-        pieces = 1
-        if self.degree % m == 0:
-            pieces = self.degree // m
-        elif not self.gather_output:
+        pieces = self.degree // m if self.degree % m == 0 else 1
+        if pieces == 1 and not self.gather_output:
             warnings.warn(
                 f"kv_size_multiplier={m} at the degree {self.degree} without head_dim: a rank's keys and values are "
-                "pieces of whole copies, which may not belong to its queries; pass head_dim= for an attention that "
-                "computes the same at every degree",
+                "pieces of whole copies, or all heads, which may not belong to its queries; pass head_dim= for an "
+                "attention that computes the same at every degree",
                 stacklevel=4,
             )
         size = self.kv_size // pieces

@@ -22,6 +22,7 @@ from nxd_infer.context import current_context
 from nxd_infer.errors import NonFiniteGradientError, ParallelConfigError
 from nxd_infer.layout.params import ParamLayout, layout_by_name
 from nxd_infer.optimizer.buckets import GradReducer
+from nxd_infer.optimizer.closures import inner_closure
 from nxd_infer.optimizer.groups import (
     NOT_HYPERPARAMETERS,
     ON_NONFINITE,
@@ -238,6 +239,8 @@ class NxDOptimizer(OptimizerWrapper):
         self._max_grad_norm = checked_norm("max_grad_norm", norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.inited:
+            self.optimizer.zero_grad(set_to_none)
         super().zero_grad(set_to_none)
         self._reducer.zero()
         for piece in self.pieces:
@@ -322,17 +325,31 @@ class NxDOptimizer(OptimizerWrapper):
 
     # --- the step -------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Run one step over all ranks; see the class. ``closure`` is called once before; returns its result.
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Run one step over all ranks; see the class. ``args`` and ``kwargs`` are the wrapped optimizer's.
 
-        ``kwargs`` are the wrapped optimizer's.
+        ``closure`` is called once before. The wrapped optimizer is given one that returns this result, and calls
+        ``closure`` if weights have changed or it is called again. Returns what the wrapped optimizer does, else the
+        closure's result.
 
         Raises NonFiniteGradientError with the names of the parameters, unless such steps are skipped.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        if not self._ready():
+            return loss
+        self.hand_on_hyperparameters()
+        inner = None if closure is None else inner_closure(self, closure, loss, self._ready)
+        if args:
+            args = (inner, *args)
+        elif inner is not None:
+            kwargs["closure"] = inner
+        result = self.optimizer.step(*args, **kwargs)
+        self.take_back_hyperparameters()
+        self.publish()
+        return loss if result is None else result
+
+    def _ready(self) -> bool:
+        """Make the gradients final, and clip them. Return False if the step is to be skipped. A collective."""
         self.synchronize_gradients()
         self._final = False
         zero1 = self.zero1 and self._reducer.communicates
@@ -341,15 +358,11 @@ class NxDOptimizer(OptimizerWrapper):
         norm = gradients.total_norm(shares, 2.0, self.context, zero1=zero1)
         self._grad_norm = norm if self.grad_clipping else None
         if not torch.isfinite(norm) and self._refuse_nonfinite():
-            return loss
+            return False
         if self.grad_clipping:
             with torch.no_grad():
                 gradients.clip_with_norm([share.grad for share in shares], self.max_grad_norm, norm)
-        self.hand_on_hyperparameters()
-        self.optimizer.step(**kwargs)
-        self.take_back_hyperparameters()
-        self.publish()
-        return loss
+        return True
 
     def _refuse_nonfinite(self) -> bool:
         names = self._nonfinite_names()

@@ -75,7 +75,8 @@ def test_embeddings_of_token_ids_and_through_invocations(encoder):
     for value in (ids, [ids]):
         by_ids = server.post(EMBEDDINGS, {"input": value}).json()["data"][0]["embedding"]
         assert by_ids == pytest.approx(by_text, abs=1e-6)
-    answer = server.post("/invocations", {"input": TEXTS[0]}).json()
+    nothing = {"annotations": [], "store": False, "embed_dtype": "float32", "endianness": "native"}
+    answer = server.post("/invocations", {"input": TEXTS[0], **nothing}).json()
     assert answer["data"][0]["embedding"] == pytest.approx(by_text, abs=1e-6)
 
 
@@ -213,7 +214,7 @@ def test_classify_gives_labels_and_probabilities(tmp_path_factory):
     directory = tmp_path_factory.mktemp("classifier")
     artifact = trace_tiny("bert_classifier", "classify", directory, tp=1, batch_sizes=[4], prompt_buckets=[32])
     with real_server(artifact) as server:
-        answer = server.post("/v1/classify", {"input": TEXTS}).json()
+        answer = server.post("/v1/classify", {"input": TEXTS, "annotations": [], "store": False}).json()
         assert len(answer["data"]) == len(TEXTS)
         for item in answer["data"]:
             assert item["num_classes"] == 3 and sum(item["probs"]) == pytest.approx(1)

@@ -300,7 +300,8 @@ NOTHING = {
     "mirostat": 0, "mirostat_mode": 0, "dry_multiplier": 0.0, "xtc_probability": 0, "no_repeat_ngram_size": 0,
     "length_penalty": 1.0, "spaces_between_special_tokens": True, "return_token_ids": False, "prompt_logprobs": None,
     "structured_outputs": {}, "best_of": 1, "cache_prompt": True, "cache_salt": "", "n_probs": 0, "min_keep": 0,
-    "separate_reasoning": True, "no_stop_trim": False, "vllm_xargs": {},
+    "separate_reasoning": True, "no_stop_trim": False, "vllm_xargs": {}, "return_full_text": False,
+    "decoder_input_details": False, "return_hidden_states": False, "min_new_tokens": 0,
 }  # fmt: skip
 
 
@@ -310,7 +311,8 @@ def test_fields_that_ask_for_nothing_pass_and_those_that_ask_do_not(toy, route):
     if route == CHAT:
         asked["top_logprobs"] = 0
     whole = {"max_tokens": 2.0, "n": 1.0, "top_k": 0.0, "seed": 3.0, "min_tokens": 1.0}
-    assert toy.post(route, {**asked, **NOTHING, **whole}).status_code == 200
+    unused = {"mirostat_tau": 5.0, "dry_base": 1.75, "xtc_threshold": 0.1, "dry_sequence_breakers": ["\n"]}
+    assert toy.post(route, {**asked, **NOTHING, **whole, **unused}).status_code == 200
     options = {"include_usage": False, "continuous_usage_stats": False, "include_obfuscation": False}
     answer = toy.post(route, {**asked, "max_tokens": 2, "stream": True, "stream_options": options})
     assert answer.status_code == 200 and "usage" not in answer.text and "obfuscation" not in answer.text

@@ -87,11 +87,104 @@ def test_attributes_and_methods_are_the_wrapped_optimizers(options: dict):
 @pytest.mark.check
 def test_a_step_takes_what_the_wrapped_optimizers_does():
     once, twice = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    for param, times in ((once, 1), (twice, 2)):
-        optimizer = NxDOptimizer([param], Momentum, defaults={"lr": 0.125}, grad_clipping=False)
-        param.sum().backward()
-        optimizer.step(times=times)
+    optimizers = [
+        NxDOptimizer([param], Momentum, defaults={"lr": 0.125}, grad_clipping=False) for param in (once, twice)
+    ]
+    (once.sum() + twice.sum()).backward()
+    optimizers[0].step(times=1)
+    optimizers[1].step(None, 2)
     assert torch.equal(1 - twice, 2 * (1 - once)) and once[0] == 0.875
+
+
+class Uphill(torch.optim.SGD):
+    """It steps by the gradients a little uphill, so it calls the closure in the middle; and it counts."""
+
+    zeroed = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.zeroed += 1
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, *, closure: Any) -> Any:
+        members = [param for group in self.param_groups for param in group["params"]]
+        before = [param.clone() for param in members]
+        for param in members:
+            param.add_(param.grad, alpha=0.5)
+        self.zero_grad()
+        loss = torch.enable_grad()(closure)()
+        for param, value in zip(members, before, strict=True):
+            param.copy_(value)
+        super().step()
+        return "uphill", float(loss)
+
+
+def walked(make: Any, rows: torch.Tensor) -> tuple[torch.Tensor, list[Any], int]:
+    """The weights after three steps over ``rows``, what the steps returned, and how often gradients were zeroed."""
+    model = nn.Linear(rows.shape[1], 1, bias=False)
+    nn.init.constant_(model.weight, 0.5)
+    optimizer = make(list(model.parameters()))
+
+    def closure() -> torch.Tensor:
+        loss = model(rows).pow(2).mean()
+        loss.backward()
+        return loss
+
+    returned = []
+    for _ in range(3):
+        if isinstance(optimizer, Uphill):
+            closure()  # the wrapper does
+        returned.append(optimizer.step(closure=closure))
+        optimizer.zero_grad()
+    return model.weight.detach(), returned, optimizer.zeroed
+
+
+def uphill(params: Any, **options: Any) -> NxDOptimizer:
+    return NxDOptimizer(params, Uphill, defaults={"lr": 0.1}, grad_clipping=False, **options)
+
+
+ROWS = torch.arange(12, dtype=torch.float32).view(4, 3) / 10
+PLAIN = partial(Uphill, lr=0.1)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("options", [{}, {"master_weights": torch.float64}, {"zero1": True}], ids=str)
+def test_an_optimizer_that_calls_the_closure_itself(options: dict):
+    wanted, told, zeroed = walked(PLAIN, ROWS)
+    weight, returned, count = walked(partial(uphill, **options), ROWS)
+    torch.testing.assert_close(weight, wanted, rtol=1e-6, atol=0)
+    for mine_, plain in zip(returned, told, strict=True):
+        assert mine_ == (plain[0], pytest.approx(plain[1], rel=1e-6))
+    assert count >= zeroed == 6
+
+
+def walked_apart(zero1: bool, width: int) -> torch.Tensor:
+    half = ROWS[2 * current_context().dp.rank :, :width][:2]
+    return walked(partial(uphill, zero1=zero1), half)[0]
+
+
+@pytest.mark.parametrize(("zero1", "width"), [(False, 3), (True, 3), (True, 1)])
+def test_ranks_call_the_closure_together(zero1: bool, width: int):
+    """Also where one of them has no element to update."""
+    wanted = walked(PLAIN, ROWS[:, :width])[0]
+    for weight in run_ranks(walked_apart, 2, zero1, width, tp=1):
+        torch.testing.assert_close(weight, wanted, rtol=1e-5, atol=0)
+
+
+@pytest.mark.check
+def test_a_closure_is_called_once_for_an_optimizer_that_asks_first():
+    model, calls = nn.Linear(3, 2), []
+    optimizer = NxDOptimizer(model.parameters(), torch.optim.AdamW, defaults={"lr": 0.1})
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(ROWS).pow(2).mean()
+        loss.backward()
+        calls.append(loss)
+        return loss
+
+    for number in range(1, 4):
+        assert optimizer.step(closure) is calls[-1] and len(calls) == number
 
 
 @pytest.mark.check

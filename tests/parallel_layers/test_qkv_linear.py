@@ -125,7 +125,7 @@ def test_copies_are_the_same_at_every_degree():
 
 
 def test_local_heads_that_may_not_fit_are_told():
-    """On one rank nothing says where a head ends; with its size there is nothing to tell."""
+    """Where a rank has a whole copy, nothing says where a head ends; with its size there is nothing to tell."""
     with pytest.warns(UserWarning, match="pass head_dim="):
         layer = module(16, 4, torch.float32, gather_output=False, kv_size_multiplier=2)
     x = random(2, HIDDEN, dtype=torch.float32)
@@ -134,6 +134,8 @@ def test_local_heads_that_may_not_fit_are_told():
         warnings.filterwarnings("error", message=".*head_dim")  # torch 2.9 warns at each seed, of devices it lacks
         module(16, 4, torch.float32, gather_output=False, kv_size_multiplier=2, head_dim=2)
         module(16, 4, torch.float32, kv_size_multiplier=2)
+    with use_context(make_context(2, 0, tp=2, collectives="none")), pytest.warns(UserWarning, match="or all heads"):
+        module(16, 4, torch.float32, gather_output=False, kv_size_multiplier=2)
 
 
 def attention_of_one_head_a_rank() -> float:

@@ -95,6 +95,7 @@ def test_contradictions_are_refused(arguments, message):
         (["--tensorizer-options=--one --two=3"], {}, ["--tensorizer-options=--one --two=3"]),
         ('cpp.cxx=["g++"]', {"cpp.cxx": ["g++"]}, []),
         ("--dce=True --max-autotune=true", {"dce": True, "max_autotune": True}, []),
+        ("--internal-levels two --jobs 8 -O1", {}, ["--internal-levels", "two", "--jobs", "8", "-O1"]),
         ("--debug --lnc 2 --other-typo=3", {}, ["--debug", "--lnc", "2", "--other-typo=3"]),
     ],
 )

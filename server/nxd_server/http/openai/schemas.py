@@ -23,11 +23,17 @@ OTHER_SERVERS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs"), is_empty),
     **dict.fromkeys(("detokenize", "spaces_between_special_tokens", "separate_reasoning"), is_one_of(True)),
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs"), is_one_of(False)),
-    **dict.fromkeys(("watermark", "no_stop_trim"), is_one_of(False)),
+    **dict.fromkeys(("watermark", "no_stop_trim", "return_hidden_states"), is_one_of(False)),
+    **dict.fromkeys(("return_full_text", "decoder_input_details"), is_one_of(False)),
     **dict.fromkeys(("repeat_penalty", "encoder_repetition_penalty", "typical_p", "typical", "tfs_z"), equals(1)),
     **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "no_repeat_ngram_size"), equals(0)),
     **dict.fromkeys(("mirostat", "mirostat_mode", "dry_multiplier", "xtc_probability"), equals(0)),
     **dict.fromkeys(("dynatemp_range", "smoothing_factor", "priority", "n_probs", "min_keep"), equals(0)),
+    "min_new_tokens": equals(0),
+    # They tune samplers that are off, since those above ask for nothing.
+    **dict.fromkeys(("mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent"), lambda value: True),
+    **dict.fromkeys(("dry_base", "dry_allowed_length", "dry_penalty_last_n"), lambda value: True),
+    "dry_sequence_breakers": lambda value: True,
 }
 """Fields that clients of vLLM, SGLang, TGI and llama.cpp send by default, with the values that have no effect."""
 
@@ -198,7 +204,14 @@ _TRUNCATE = "Truncate a longer text to this many tokens; -1: to the model's limi
 class EmbeddingBody(Body):
     """``POST /v1/embeddings``."""
 
-    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {"priority": equals(0), "add_special_tokens": is_one_of(True)}
+    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
+        "annotations": is_empty,
+        "store": is_one_of(False),
+        "priority": equals(0),
+        "add_special_tokens": is_one_of(True),
+        "embed_dtype": is_one_of("float32"),
+        "endianness": is_one_of("native"),
+    }
 
     input: Any = Field(..., description="Text, a list of texts, token ids, or a list of lists of token ids.")
     model: str | None = None
