@@ -18,6 +18,7 @@ from nxd_infer.checkpoint.api import WORKERS, has_checkpoint, load_checkpoint, s
 from nxd_infer.checkpoint.folder import SHARDS
 from nxd_infer.checkpoint.peft_adapters import adapter_file
 from nxd_infer.checkpoint.storage import Storage, storage_of
+from nxd_infer.comm.launched import require_no_lonely_rank
 from nxd_infer.comm.turns import in_turns
 from nxd_infer.context import current_context
 from nxd_infer.distributed.adapters import split_adapters
@@ -133,6 +134,7 @@ class Parallelizer:
         Returns the model; with pipeline ranks an :class:`~nxd_infer.pipeline.NxDPPModel` of it. Weights that were not
         stored are initialised, the same on all ranks. Raises ModelConfigError for a model without a plan.
         """
+        require_no_lonely_rank("parallelize")
         context = current_context()
         before = dict(model.named_parameters(remove_duplicate=False))
         stored: StoredWeights | None = getattr(model, WEIGHTS, None)

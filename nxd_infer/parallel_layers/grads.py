@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nxd_infer import comm
+from nxd_infer.comm.launched import require_no_lonely_rank
 from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout.merge import owned_blocks
@@ -233,7 +234,9 @@ def clip_grad_norm(
     weights, which uses gradients of its own: set ``max_grad_norm`` there. Raises ParallelConfigError for gradients that
     the optimizer sums in ``param.main_grad``.
     """
-    context = current_context() if context is None else context
+    if context is None:
+        require_no_lonely_rank("clip_grad_norm")
+        context = current_context()
     shares = _shares(parameters, context, zero1_optimizer)
     norm = total_norm(shares, norm_order(norm_type), context, zero1=zero1_optimizer)
     clip_with_norm((share.grad for share in shares), float(max_norm), norm)

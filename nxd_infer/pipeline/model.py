@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nxd_infer.comm.launched import require_no_lonely_rank
 from nxd_infer.context import current_context
 from nxd_infer.modules.nxd_model import NxDModel, require_gradients
 from nxd_infer.modules.stand_in import StandIn
@@ -87,6 +88,7 @@ class NxDPPModel(NxDModel):
         fuse_microbatches: bool = False,
         schedule: str | None = None,
     ):
+        require_no_lonely_rank("NxDPPModel")
         options = PipelineOptions(
             {
                 "transformer_layer_cls": transformer_layer_cls,

@@ -22,6 +22,7 @@ from nxd_infer.pipeline.model import NxDPPModel
 from nxd_infer.trainer.activation_checkpoint import apply_activation_checkpoint
 from nxd_infer.trainer.build import build_model, same_random_numbers
 from nxd_infer.trainer.config import TrainConfig, initialize, neuronx_distributed_config, require_degrees
+from nxd_infer.trainer.one_model import require_one_model
 
 __all__ = ["initialize_parallel_model", "initialize_parallel_optimizer", "neuronx_distributed_config"]
 
@@ -36,7 +37,8 @@ def initialize_parallel_model(
     ``run_train``. With more ranks than ``sequential_move_factor``, ``model_fn`` runs on that many at a time and must
     not communicate.
 
-    Raises ParallelConfigError for a configuration that does not fit the model or the current degrees.
+    Raises ParallelConfigError for a configuration that does not fit the model or the current degrees, and for a model
+    that was built before, for other degrees or with other values on each data parallel rank.
     """
     config = TrainConfig.of(nxd_config)
     initialize(config)
@@ -50,6 +52,7 @@ def initialize_parallel_model(
     if config.lora_config is not None and config.lora_config.enable_lora:
         with same_random_numbers(current_context()):
             model = LoRAModel(model, config.lora_config, layouts=None if stage is None else stage.layouts)
+    require_one_model(model)
     apply_activation_checkpoint(model, config.activation_checkpoint_config, config.pipeline_config)
     return NxDModel(model, config) if stage is None else NxDPPModel.of_stage(model, stage, config)
 

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import nxd_infer as nxd
-from nxd_infer.context import current_context
+from nxd_infer.context import LOCAL, current_context, use_context
 from nxd_infer.errors import ParallelConfigError
+from nxd_infer.parallel_layers import ColumnParallelLinear
 from nxd_infer.parallel_layers.sequence_parallel import build_sequence_parallel
 from nxd_infer.trainer import NxDModel
 from tests.ranks import run_ranks
@@ -27,6 +28,34 @@ def test_what_a_model_function_returns():
         wrapped(lambda: 3)
     with pytest.raises(ParallelConfigError, match="nxd_config is what neuronx_distributed_config"):
         nxd.initialize_parallel_model(llama, llama)  # pyright: ignore[reportArgumentType]
+
+
+def given_what_was_built_before() -> list[str]:
+    """The errors for a model that was built before there were degrees, and for another on each rank."""
+    context = current_context()
+    with use_context(LOCAL):
+        before = ColumnParallelLinear(4, 4)
+    own = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    nn.init.constant_(own[1].weight, float(context.rank))  # pyright: ignore[reportArgumentType]
+    told = []
+    for model in (before, own):
+        try:
+            wrapped(lambda model=model: model)
+            told.append("")
+        except ParallelConfigError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_model_that_was_built_elsewhere_is_not_trained_as_several(tp: int):
+    """Each rank trained its own, and said nothing."""
+    for rank, (before, own) in enumerate(run_ranks(given_what_was_built_before, 2, tp=tp)):
+        if tp == 2:
+            said = f"'ColumnParallelLinear' was built for rank 0 of 1 of the axis 'tp', and this is rank {rank} of 2: "
+            assert said in before and own == ""
+        else:
+            assert "hold different values of 1 parameter(s), such as '1.weight': build the model in" in own
 
 
 @pytest.mark.check

@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 import nxd_infer as nxd
+from nxd_infer.distributed import ParallelizersManager
 from nxd_infer.errors import NotInitializedError, NxdError
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.optimizer import NxDOptimizer
+from nxd_infer.pipeline import NxDPPModel
 from nxd_infer.trainer import save_checkpoint
 from nxd_infer.util.ports import free_port
 from nxd_models import registry
@@ -152,6 +154,9 @@ def test_a_launched_process_never_goes_on_alone(environment: dict[str, str], sai
     if environment["WORLD_SIZE"] == "2":
         for what, action in (
             ("NxDOptimizer", lambda: NxDOptimizer([param], torch.optim.SGD)),
+            ("NxDPPModel", lambda: NxDPPModel(nn.Linear(2, 2))),
+            ("parallelize", lambda: ParallelizersManager.parallelizer_for_model("llama").parallelize(nn.Linear(2, 2))),
+            ("clip_grad_norm", lambda: nxd.parallel_layers.clip_grad_norm([param], 1.0)),
             ("save_checkpoint", lambda: nxd.save_checkpoint(tmp_path, "first", nn.Linear(2, 2))),
             ("save", lambda: nxd.parallel_layers.save({"step": 1}, tmp_path / "one")),
             ("save_adapter", lambda: adapted.save_adapter(tmp_path / "adapter")),
