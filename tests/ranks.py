@@ -73,6 +73,7 @@ def run_ranks(
     comm_timeout: float = 30,
     lost: tuple[int, ...] = (),
     capacity: int | None = None,
+    fresh: bool = False,
 ) -> list[Any]:
     """Call ``fn(*args)`` on ``world_size`` rank processes at once and return their results in rank order.
 
@@ -80,7 +81,7 @@ def run_ranks(
     what ``pp`` and ``cp`` leave). ``fn`` is a module-level function; arguments and results are pickled.
     ``comm_timeout``: seconds a collective waits for its peers. ``lost``: ranks that are expected to die or to stop;
     the call ends when all others have answered, and a lost rank's result is None. ``capacity``: bytes of a slot of
-    shared memory.
+    shared memory. ``fresh``: in processes that have run nothing yet, for what depends on what was freed before.
 
     Raises RankTestError with the traceback of the rank that failed first, or, after ``timeout`` seconds (a guard
     against hanging), with the stack of every rank that has not answered.
@@ -88,7 +89,7 @@ def run_ranks(
     degrees = {"tp": tp or world_size // (pp * cp), "pp": pp, "cp": cp}
     if collectives == "shm":
         require_native()
-    workers = _pool.take(world_size)
+    workers = _pool.take(world_size, fresh)
     keep = False
     try:
         with tempfile.TemporaryDirectory(prefix="nxd-ranks-") as folder:
@@ -117,7 +118,7 @@ def run_ranks(
                 for fd in {fd for groups in descriptors.values() for fd in groups}:
                     os.close(fd)
             results = _collect(workers, deadline, timeout, set(lost), folder)
-        keep = not lost
+        keep = not lost and not fresh
         return results
     finally:
         if keep:
@@ -222,7 +223,7 @@ class _Pool:
         self._owner = 0
         self._context: Any = None
 
-    def take(self, count: int) -> list[_Worker]:
+    def take(self, count: int, fresh: bool) -> list[_Worker]:
         if self._owner != os.getpid():  # the first call, or a forked copy that must not share pipes
             self._owner, self._idle = os.getpid(), []
             self._context = multiprocessing.get_context("forkserver")
@@ -233,7 +234,8 @@ class _Pool:
             )  # fmt: skip
             atexit.register(self.close)
         alive = [worker for worker in self._idle if worker.process.is_alive()]
-        taken, self._idle = alive[:count], alive[count:]
+        reused = 0 if fresh else count
+        taken, self._idle = alive[:reused], alive[reused:]
         while len(taken) < count:
             taken.append(_Worker(self._context))
         return taken

@@ -8,6 +8,7 @@ hyperparameters are copied before each step. Other attributes and methods are th
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
 from collections.abc import Callable, Mapping
@@ -338,7 +339,8 @@ class NxDOptimizer(OptimizerWrapper):
         if not self._ready():
             return loss
         self.hand_on_hyperparameters()
-        inner = None if closure is None else inner_closure(self, closure, loss, self._ready)
+        again = functools.partial(self._ready, underway=True)
+        inner = None if closure is None else inner_closure(self, closure, loss, again)
         if args:
             args = (inner, *args)
         elif inner is not None:
@@ -348,8 +350,11 @@ class NxDOptimizer(OptimizerWrapper):
         self.publish()
         return loss if result is None else result
 
-    def _ready(self) -> bool:
-        """Make the gradients final, and clip them. Return False if the step is to be skipped. A collective."""
+    def _ready(self, underway: bool = False) -> bool:
+        """Make the gradients final, and clip them. Return False if the step is to be skipped. A collective.
+
+        ``underway``: the wrapped optimizer has changed weights already, so it cannot be skipped.
+        """
         self.synchronize_gradients()
         self._final = False
         zero1 = self.zero1 and self._reducer.communicates
@@ -357,26 +362,32 @@ class NxDOptimizer(OptimizerWrapper):
         # Finite exactly if all gradients are. Used even without clipping: the inf-norm takes 20 times as long.
         norm = gradients.total_norm(shares, 2.0, self.context, zero1=zero1)
         self._grad_norm = norm if self.grad_clipping else None
-        if not torch.isfinite(norm) and self._refuse_nonfinite():
+        if not torch.isfinite(norm) and self._refuse_nonfinite(underway):
             return False
         if self.grad_clipping:
             with torch.no_grad():
                 gradients.clip_with_norm([share.grad for share in shares], self.max_grad_norm, norm)
         return True
 
-    def _refuse_nonfinite(self) -> bool:
+    def _refuse_nonfinite(self, underway: bool) -> bool:
         names = self._nonfinite_names()
         if not names:
             return False  # finite gradients whose norm overflows float64: they are clipped to zero
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         message = f"gradients are NaN or infinite: {shown}"
+        if underway:
+            raise NonFiniteGradientError(
+                f"{message}, where the optimizer called the closure in the middle of its step: weights may have "
+                "changed. Load the last checkpoint, and choose smaller steps",
+                names,
+            )
         if self.on_nonfinite == "raise":
             raise NonFiniteGradientError(
                 f'{message}. No parameter was updated; optimizer_config["on_nonfinite"] = "skip" skips such steps',
                 names,
             )
         self.skipped_steps += 1
-        warnings.warn(f"step skipped: {message}", stacklevel=3)
+        warnings.warn(f"step skipped: {message}", stacklevel=4)
         return True
 
 

@@ -69,10 +69,10 @@ class ForkedProcess(ChildProcess):
         with contextlib.suppress(OSError):  # it was reaped already, or there are no descriptors left
             self._pidfd = os.pidfd_open(pid)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at the interpreter's end ``os`` may be gone
         self._status.close()
         if self._pidfd >= 0:
-            os.close(self._pidfd)
+            close(self._pidfd)
 
     @property
     def returncode(self) -> int | None:

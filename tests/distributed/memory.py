@@ -27,7 +27,8 @@ def growth(action: Callable[[], T]) -> tuple[T, int]:
     """Return what ``action`` returns, and the bytes by which anonymous memory grew at most, meanwhile.
 
     glibc raises its own limit for memory that is given back at once (to 32 MiB), with each block that is freed:
-    here it stays, so that a test's tensors count no longer than those of a real model would.
+    here it stays, so that a test's tensors count no longer than those of a real model would. Gaps that
+    earlier work left in the heap are taken first, and kept: measure in a process that has done nothing else.
     """
     libc = ctypes.CDLL(None)
     gc.collect()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from nxd_infer.context import current_context
+from nxd_infer.errors import NonFiniteGradientError
 from nxd_infer.optimizer import NxDOptimizer
 from tests.ranks import run_ranks
 from tests.trainer.jobs import ZERO1, AdamW, mine, training
@@ -156,6 +157,23 @@ def test_an_optimizer_that_calls_the_closure_itself(options: dict):
     for mine_, plain in zip(returned, told, strict=True):
         assert mine_ == (plain[0], pytest.approx(plain[1], rel=1e-6))
     assert count >= zeroed == 6
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_gradients_that_are_not_finite_in_the_middle_of_a_step(on_nonfinite: str):
+    """The step is underway: it cannot be skipped, and would be made by them."""
+    weight = nn.Parameter(torch.full((2,), 0.5))
+    optimizer = uphill([weight], on_nonfinite=on_nonfinite)
+
+    def closure() -> torch.Tensor:
+        loss = (weight * float("inf" if weight.max() > 0.6 else 1)).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(NonFiniteGradientError, match="in the middle of its step"):
+        optimizer.step(closure=closure)
+    assert optimizer.skipped_steps == 0
 
 
 def walked_apart(zero1: bool, width: int) -> torch.Tensor:

@@ -46,6 +46,23 @@ class Wrong(nn.Module):
         return ((self.down(self.up(x)) * self.scale - y) ** 2).mean()
 
 
+def large() -> nn.Module:
+    """With two million numbers, whose norm in float32 is wrong by ten times what is allowed."""
+    return nn.Sequential(nn.Embedding(8192, 256), nn.Linear(256, 1), Mean())
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x**2).mean()
+
+
+def test_the_norm_of_a_large_parameter_is_that_of_the_step():
+    """The reference took it in float32, and right training was told to be wrong."""
+    plain = train_single(large, (torch.arange(8192),), Training(steps=1))
+    grads = [grad.double() for grad in plain.gradients.values()]
+    assert plain.norms == [pytest.approx(float(torch.stack([grad.norm() for grad in grads]).norm()), rel=1e-12)]
+
+
 def test_it_names_what_differs():
     with pytest.raises(AssertionError) as raised:
         assert_parallel_equivalent(partial(Wrong, "scaled"), vectors(), tp=2, steps=1)

@@ -156,6 +156,23 @@ def test_a_server_that_ended_before_its_first_job_is_replaced(monkeypatch: pytes
     assert start(environment=environment).running
 
 
+def test_children_that_are_kept_to_the_end_of_the_program_are_let_go_quietly():
+    """By then the modules' names are gone."""
+    code = (
+        "import torch\n"
+        "from nxd_infer.util import fork_server\n"
+        "import os\n"
+        "from nxd_infer.util.python_command import python_code\n"
+        "server = fork_server.fork_server('json', os.environ)\n"
+        "model = torch.nn.Linear(1, 1)\n"  # PyTorch keeps it longer
+        "model.child = server.fork(python_code('import time; time.sleep(600)'), environment=os.environ, inherit=[])\n"
+    )
+    done = subprocess.run(
+        python_code(code), env=child_environment(), capture_output=True, text=True, timeout=LIMIT, check=True
+    )
+    assert done.stderr == ""
+
+
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit()", "1 / 0"])
 def test_nothing_outlives_the_caller(end: str):
     code = (

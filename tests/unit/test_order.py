@@ -23,7 +23,8 @@ def test_what_is_left_to_the_long_run_exists():
     """A test that was renamed would come back unseen."""
     for name in long.LONG:
         file, _, test = name.partition("::")
-        assert f"def {test}(" in (TESTS / f"{file}.py").read_text(), name
+        text = (TESTS / f"{file}.py").read_text()
+        assert not test or f"def {test}(" in text, name
     assert long.is_long("tests/bench/test_train.py::test_everybody_trains_one_model")
     assert long.is_long("tests/models/test_t5.py::test_it_is_traced_verified_and_generates[tied, relu-2]")
     assert long.is_long("tests/pipeline/test_hugging_face.py::test_models_in_stages[2]")

@@ -18,6 +18,12 @@ MOST_STOP_TOKENS = 1024
 """They are checked at every token, in the one thread that serves everyone."""
 MOST_VARIABLES = 64
 
+OF_SAMPLERS_THAT_ARE_OFF = (
+    *("mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent", "dry_base", "dry_allowed_length"),
+    *("dry_penalty_last_n", "dry_sequence_breakers"),
+)
+"""They tune what another field turns on, and no value of that one which does passes."""
+
 OTHER_SERVERS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("annotations", "allowed_token_ids", "bad_words", "logits_processors"), is_empty),
     **dict.fromkeys(("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs"), is_empty),
@@ -30,10 +36,7 @@ OTHER_SERVERS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("mirostat", "mirostat_mode", "dry_multiplier", "xtc_probability"), equals(0)),
     **dict.fromkeys(("dynatemp_range", "smoothing_factor", "priority", "n_probs", "min_keep"), equals(0)),
     "min_new_tokens": equals(0),
-    # They tune samplers that are off, since those above ask for nothing.
-    **dict.fromkeys(("mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent"), lambda value: True),
-    **dict.fromkeys(("dry_base", "dry_allowed_length", "dry_penalty_last_n"), lambda value: True),
-    "dry_sequence_breakers": lambda value: True,
+    **dict.fromkeys(OF_SAMPLERS_THAT_ARE_OFF, lambda value: True),
 }
 """Fields that clients of vLLM, SGLang, TGI and llama.cpp send by default, with the values that have no effect."""
 
