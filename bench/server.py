@@ -37,13 +37,14 @@ STALL = defaults(ServerSettings)["stall_ratio"]
 class Server(Group):
     """``nxd-infer serve`` in a process group; ``seconds`` is the time from start to ready.
 
-    It finds no compiler, because its PATH is empty. ``root``: the checkout of the server.
+    It finds no compiler, because its PATH is empty. ``root``: the checkout of the server. ``within``: a command that
+    takes the server's as further arguments.
     """
 
-    def __init__(self, directory: Path, root: Path = ROOT, arguments: Sequence[str] = ()):
+    def __init__(self, directory: Path, root: Path = ROOT, arguments: Sequence[str] = (), within: Sequence[str] = ()):
         self.port = free_port()
-        command = [sys.executable, "-m", "nxd_infer.cli.main", "serve", str(directory), "--port", str(self.port)]
-        command += arguments
+        command = [*within, sys.executable, "-m", "nxd_infer.cli.main", "serve", str(directory)]
+        command += ["--port", str(self.port), *arguments]
         begin = time.perf_counter()
         env = {**environment(root), "PATH": "/nonexistent"}
         super().__init__(command, home() / "logs" / f"server-{self.port}.log", env=env, cwd=root)

@@ -1,15 +1,19 @@
 """Trials that a server of any size must survive under load: a swap of all weights, a full disk, a stopped rank, a
-truncated shard. Only answers of a lost rank may be lost, and every wait has a timeout.
+truncated shard, a rank stopped while the disk is full. Only answers of a lost rank may be lost, and every wait has a
+timeout.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
 import shutil
 import signal
+import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -24,6 +28,11 @@ from bench.server import Server
 ADMIN_KEY = "admin"
 SWAP_SECONDS = 300.0
 END_SECONDS = 120.0
+ON_A_SMALL_DISK = (
+    *("/usr/bin/unshare", "-rm", "/bin/sh", "-c"),
+    '/bin/mount -t tmpfs -o size=64k tmpfs "$0" && TMPDIR="$0" && export TMPDIR && exec "$@"',
+)
+"""Runs a command that follows a directory, where it has a file system of its own for temporary files."""
 
 
 def trials(artifact: Path, model: Path) -> dict[str, float]:
@@ -38,6 +47,7 @@ def trials(artifact: Path, model: Path) -> dict[str, float]:
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, limits)
         found["rank stopped to ready"] = asyncio.run(again_after(signal.SIGSTOP, server, model, 1))
         server.stop()
+    found["rank stopped to ready, full disk"] = _on_a_full_disk(artifact, model, arguments)
     found["shard cut short, to the end"] = _cut_short(artifact, model)
     return found
 
@@ -68,6 +78,23 @@ def _post_swap(server: Server, model: Path) -> tuple[int, str, float]:
             return answer.status, answer.read().decode(), time.perf_counter()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode(), time.perf_counter()
+
+
+def _on_a_full_disk(artifact: Path, model: Path, arguments: Sequence[str]) -> float:
+    """Stop a rank while TMPDIR is full, and try a swap. Returns not-a-number where mounting is not allowed."""
+    with tempfile.TemporaryDirectory() as folder:
+        within = (*ON_A_SMALL_DISK, folder)
+        if subprocess.run([*within, "/bin/true"], capture_output=True, timeout=60).returncode:
+            return float("nan")
+        with Server(artifact, arguments=arguments, within=within) as server:
+            with contextlib.suppress(OSError), Path(f"/proc/{server.pid}/root{folder}/filler").open("wb") as filler:
+                while True:
+                    filler.write(bytes(1024))
+                    filler.flush()
+            seconds = asyncio.run(again_after(signal.SIGSTOP, server, model, 2))
+            asyncio.run(_swap(server, model, 503))
+            server.stop()
+            return seconds
 
 
 def _cut_short(artifact: Path, model: Path) -> float:
