@@ -60,7 +60,9 @@ CASES = {
     "our gpt_neox": Case("gpt_neox", 3, 3, {"rotary_pct": 0.5}),
     "our gpt_neox, serial": Case("gpt_neox", fields={"rotary_pct": 1.0, "use_parallel_residual": False}),
 }
-SERVED = {name: 1 for name in CASES if "serial" not in name} | dict.fromkeys(
+REFUSED = {"opt"} if transformers.__version__ < "5" else set()
+"""Models whose code in this release of transformers makes its masks itself."""
+SERVED = {name: 1 for name in CASES if name not in REFUSED and "serial" not in name} | dict.fromkeys(
     ("llama, padded and tied", "gemma2", "gpt2", "gpt_neox", "our gpt_neox"), 2
 )
 """Tensor-parallel degrees."""
@@ -103,7 +105,7 @@ def test_the_step_gives_the_tokens_of_generate(directory, name):
     plan = plan_of(path)
     step = hf.load(plan.func(**plan.func_kwargs), plan.checkpoint_loader_callable())
     prompts = [prompt for prompt, *_ in expected(path)]
-    if name == "opt" and transformers.__version__ < "5":
+    if name in REFUSED:
         with pytest.raises(ModelConfigError, match=r"layer 0: the model makes a mask of its own, .* transformers 4"):
             generate_eager(step, prompts, 1)
         return

@@ -86,8 +86,9 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """[B, H, S, D] each -> [B, S, H, D]. Raises ModelConfigError naming an argument that has no equivalent here."""
     step = _step.get()
+    scale = _scale(module, query.shape[-1]) if scaling is None else scaling
     if step is None:
-        others |= {"scaling": scaling, "dropout": dropout, "softcap": softcap}
+        others |= {"scaling": scale, "dropout": dropout, "softcap": softcap}
         if softcap is not None:
             raise ModelConfigError(f"{type(module).__name__}: soft-capped attention needs a cache here")
         return library().AttentionInterface()[_OUTSIDE](module, query, key, value, attention_mask, **others)
@@ -95,7 +96,6 @@ def _attend(
     unknown = sorted(given.difference(_WITHOUT_EFFECT))
     if unknown:
         raise ModelConfigError(f"{type(module).__name__}: attention with {', '.join(unknown)} cannot be served")
-    scale = _scale(module, query.shape[-1]) if scaling is None else scaling
     return attend(step, module.layer_idx, query, key, value, attention_mask, scale, softcap), None
 
 
