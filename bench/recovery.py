@@ -16,7 +16,7 @@ from bench.server import Server
 from nxd_infer.cli.demo.run import ready
 
 STREAMS, PROMPT = 4, 64
-DOWN_SECONDS, AGAIN_SECONDS = 60.0, 120.0
+DOWN_SECONDS, AGAIN_SECONDS = 300.0, 300.0
 """Most seconds until a lost rank is noticed, and until a server is ready again."""
 
 
