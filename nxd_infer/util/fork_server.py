@@ -22,12 +22,14 @@ import socket
 import subprocess  # nosec B404
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from nxd_infer.util.child_process import END_SECONDS, ChildProcess
+from nxd_infer.util.process_state import exit_code
 from nxd_infer.util.python_command import python_module
 
 MOST_DESCRIPTORS = 200
@@ -40,6 +42,13 @@ _IMPORT_SECONDS = 200.0
 """How long the import may take, on a busy machine with cold files. Then new interpreters may try ..."""
 _STOPPED_SECONDS = 20.0
 """... and so they may if it has taken this long when somebody gave up waiting."""
+_ANSWER_SECONDS = 10.0
+"""How long a server that has forked before may take to fork again, which it does in milliseconds; then it is one that
+does not go on ..."""
+_UNWANTED_SECONDS = 1.0
+"""... and so it is after this long if somebody gave up waiting."""
+_SAY_SECONDS = 1.0
+"""How long a server may take to say how a child ended that it has reaped."""
 _LOOK_SECONDS = 0.02
 """How often to look whether an answer is still wanted."""
 _LATE = {"_", "OLDPWD", "PWD", "PYTEST_CURRENT_TEST", "SHLVL"}
@@ -56,7 +65,8 @@ class CannotForkError(Exception):
 
 
 class ForkedProcess(ChildProcess):
-    """A child of a fork server, which reaps it, and kills what it leaves behind."""
+    """A child of a fork server, which reaps it, and kills what it leaves behind. A server that does not go on does
+    neither: then the kernel says that the child has ended, and this process kills what it left behind."""
 
     def __init__(self, pid: int, status: socket.socket, stdout: IO[bytes] | None):
         """``status``: where the server says how it ended."""
@@ -64,6 +74,7 @@ class ForkedProcess(ChildProcess):
         self.stdin = None
         self.stdout = stdout
         self._status = status
+        self._code: int | None = None
         self._lost = False
         self._pidfd = -1
         with contextlib.suppress(OSError):  # it was reaped already, or there are no descriptors left
@@ -77,22 +88,43 @@ class ForkedProcess(ChildProcess):
     @property
     def returncode(self) -> int | None:
         """Its exit status, or minus the number of the signal that ended it, or None while it runs."""
-        try:  # without taking it: other threads, and `end_descriptor`, are to see it too
-            written = self._status.recv(1 << 10, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        if self._code is None:
+            self._code = self._find_end()
+        return self._code
+
+    def _find_end(self) -> int | None:
+        said = self._said()
+        if said is not None:
+            return json.loads(said)["status"] if said else self._end_of_a_lost_one()
+        if not self._seen_to_end():
+            return None
+        try:
+            code = exit_code(self.pid)
+            signal.pidfd_send_signal(self._pidfd, 0)  # it is still there to be reaped, so that was not another's
+        except OSError:  # the server has just reaped it, and is about to say how it ended
+            _readable(self._status.fileno(), _SAY_SECONDS)
+            said = self._said()
+            return json.loads(said)["status"] if said else None
+        self._kill_group()
+        return code
+
+    def _said(self) -> bytes | None:
+        """What the server says of its end: None before it does, empty once the server itself has ended."""
+        try:  # without taking it: other threads are to see it too
+            return self._status.recv(1 << 10, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
-        return json.loads(written)["status"] if written else self._end_of_a_lost_one()
+
+    def _seen_to_end(self) -> bool:
+        return self._pidfd >= 0 and _readable(self._pidfd, 0.0)
 
     def _end_of_a_lost_one(self) -> int | None:
         """The server was killed, and the kernel kills its children; nobody kills what these have started."""
         if not self._lost:
             self._lost = True  # once, because its pid may then be another's
             self._kill_group()
-        if self._pidfd >= 0:
-            poll = select.poll()
-            poll.register(self._pidfd, select.POLLIN)
-            if not poll.poll(0):
-                return None
+        if self._pidfd >= 0 and not self._seen_to_end():
+            return None
         with contextlib.suppress(ChildProcessError):  # of process 1 it is a child now
             os.waitpid(self.pid, os.WNOHANG)
         return -signal.SIGKILL
@@ -103,7 +135,7 @@ class ForkedProcess(ChildProcess):
 
     def end_descriptor(self) -> int:
         """Return a new descriptor that is readable once it has ended."""
-        return os.dup(self._status.fileno())
+        return os.dup(self._status.fileno() if self._pidfd < 0 else self._pidfd)
 
     def explain(self) -> str:
         """Return how it ended."""
@@ -122,6 +154,12 @@ class ForkedProcess(ChildProcess):
         self.wait(END_SECONDS)
         if self.stdout is not None:
             self.stdout.close()
+
+
+def _readable(descriptor: int, seconds: float) -> bool:
+    poll = select.poll()  # select() supports no descriptor above 1023
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 @dataclass
@@ -163,9 +201,12 @@ class ForkServer:
         self.failure = ""
         """Why it cannot fork, once that is known."""
         self._forked = False
+        self._children: weakref.WeakSet[ForkedProcess] = weakref.WeakSet()
+        self._mutex = threading.Lock()
         self._begun = time.monotonic()
         self._running = _Running()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(_ANSWER_SECONDS)  # to send: one that does not go on takes only a few jobs
         words = (str(theirs.fileno()), str(os.getpid()), str(IDLE_SECONDS), module)
         command = python_module("nxd_infer.util.fork_server_main", *words)
         # NumPy starts its threads when it is imported, and a process with threads must not fork.
@@ -186,8 +227,8 @@ class ForkServer:
 
     @property
     def usable(self) -> bool:
-        """False once it has ended as it should: then another one may work."""
-        return bool(self.failure) or not self._running.ended.is_set()
+        """False once it has ended as it should, or has forked and does not go on: then another one may work."""
+        return not self._forked if self.failure else not self._running.ended.is_set()
 
     def check(self) -> None:
         """Raise CannotForkError if it has shown that it cannot fork."""
@@ -244,20 +285,23 @@ class ForkServer:
             sent.close()  # so that the end of the server is the end of file
             pid = self._answer(status, stopped)
             kept.pop_all()
-        return ForkedProcess(pid, status, reader)
+        child = ForkedProcess(pid, status, reader)
+        with self._mutex:
+            self._children.add(child)
+        return child
 
     def _answer(self, status: socket.socket, stopped: Callable[[], bool]) -> int:
-        poll = select.poll()
-        poll.register(status, select.POLLIN)
-        end = time.monotonic() + _IMPORT_SECONDS
-        while not poll.poll(_LOOK_SECONDS * 1000):
-            seconds = time.monotonic() - self._begun
-            if not self._forked and seconds > (_STOPPED_SECONDS if stopped() else _IMPORT_SECONDS):
+        asked = time.monotonic()
+        while not _readable(status.fileno(), _LOOK_SECONDS):
+            unwanted = stopped()
+            if self._forked:
+                begun, most = asked, _UNWANTED_SECONDS if unwanted else _ANSWER_SECONDS
+            else:
+                begun, most = self._begun, _STOPPED_SECONDS if unwanted else _IMPORT_SECONDS
+            if (seconds := time.monotonic() - begun) > most:
                 self._fail(f"it has not forked for {seconds:.0f} s")
-            if stopped():
+            if unwanted:
                 raise CannotForkError("nobody wants the process any more")
-            if time.monotonic() > end:  # it has children, which would end with it
-                raise CannotForkError(f"it has not answered for {_IMPORT_SECONDS:g} s")
         written = status.recv(1 << 16)
         answer = json.loads(written) if written else {}
         if not written:
@@ -278,9 +322,12 @@ class ForkServer:
             self._fail("it ended while it imported")
 
     def _fail(self, reason: str) -> None:
-        """Remember that it does not fork."""
+        """Remember that it does not fork, and end it, unless children run, which do not need it and would end too."""
         self.failure = reason
-        self.end()
+        with self._mutex:
+            needed = any(child.running for child in self._children)
+        if not needed:
+            self.end()
         self.check()
 
     def end(self) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.http.http_artifacts import ONE_LAYER, PROMPTS, greedy_texts, real_server, trace_tiny
 from tests.http.http_servers import is_error, wait_for
 from tests.http.load import COMPLETIONS, TOKENS, Load, body_of, rank_pids
-from tests.processes import gone
+from tests.processes import gone, parent_of, stopped
 from tests.tiny_models import write_tiny
 
 PATIENT = ("--recovery-timeout", "300", "--max-restarts", "9")
@@ -103,6 +103,21 @@ def test_a_rank_lost_during_a_recovery_begins_it_again(slow_starts, server, text
     assert [f"the ranks failed while they were started again: rank {rank} of 2 was ended" in line for rank, line in
             zip((0, 1), more, strict=True)] == [True, True]  # fmt: skip
     assert server.stop() == 0
+
+
+def test_a_rank_lost_while_the_fork_server_is_stopped_is_started_by_another(server, texts):
+    """How the rank ended is known, though the process that would say so does not go on."""
+    pids = rank_pids(server)
+    (forks,) = {parent_of(pid) for pid in pids}
+    assert forks != server.process.pid
+    with stopped(forks):
+        os.kill(pids[1], signal.SIGKILL)
+        wait_for(lambda: "ready again" in server.log or server.process.poll() is not None)
+        assert gone(forks, 60)
+    assert server.post(COMPLETIONS, body_of(PROMPTS[0])).json()["choices"][0]["text"] == texts[0][PROMPTS[0]]
+    (first,) = errors_of(server)
+    assert "the ranks failed: rank 1 of 2 was ended by SIGKILL" in first
+    assert server.metric("nxd_engine_restarts_total") == 1 and server.stop() == 0
 
 
 def test_ranks_that_are_lost_in_every_start_end_the_server_within_max_restarts(slow_starts, artifact):

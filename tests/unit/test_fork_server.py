@@ -19,7 +19,7 @@ from nxd_infer.util.fork_server import CannotForkError, ForkedProcess, fork_serv
 from nxd_infer.util.python_command import child_environment, python_code
 from tests.forks import LIMIT, SLEEP, children_of, forget, output_of, start
 from tests.forks import without_a_server as without_a_server
-from tests.processes import gone, parent_of, wait_until
+from tests.processes import gone, parent_of, stopped, wait_until
 
 
 def test_what_differs_in_an_import_has_another_server(monkeypatch: pytest.MonkeyPatch):
@@ -66,7 +66,8 @@ def test_what_it_started_ends_with_it(tmp_path: Path):
         child = start(code + rest)
         wait_until(lambda: file.exists() and file.read_text())
         child.end(patience=0 if rest else LIMIT)
-        assert gone(int(file.read_text()), LIMIT) and not Path(f"/proc/{child.pid}").exists()
+        assert gone(int(file.read_text()), LIMIT)
+        wait_until(lambda child=child: not Path(f"/proc/{child.pid}").exists())
 
 
 def test_it_can_be_killed_from_the_first_moment():
@@ -277,18 +278,80 @@ def test_a_late_server_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert server is not None and server._running.ended.is_set()
 
 
-def test_a_server_that_stops_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch):
+def test_a_server_that_stops_is_left_to_its_children_and_the_next_gets_a_new_one(monkeypatch: pytest.MonkeyPatch):
     child = start()
     server = parent_of(child.pid)
     assert server is not None
-    monkeypatch.setattr(module, "_IMPORT_SECONDS", 0.3)
-    os.kill(server, signal.SIGSTOP)
-    with pytest.raises(CannotForkError, match=r"not answered for 0\.3 s"):
-        start()
-    assert child.running
-    os.kill(server, signal.SIGCONT)
-    child.end()
+    monkeypatch.setattr(module, "_ANSWER_SECONDS", 0.3)
+    with stopped(server):
+        kept = module._kept
+        assert kept is not None
+        for _ in range(2):  # the second one at once
+            with pytest.raises(CannotForkError, match="has not forked for 0 s"):
+                kept[1].fork(python_code(SLEEP), environment=child_environment(), inherit=[])
+        monkeypatch.undo()
+        assert child.running, "it does not need its server"
+        assert parent_of(start().pid) not in (server, os.getpid())
+        child.end()
     assert child.returncode == -signal.SIGKILL
+
+
+def test_a_server_that_stops_is_ended_when_no_child_runs(monkeypatch: pytest.MonkeyPatch):
+    child = start()
+    server = parent_of(child.pid)
+    assert server is not None
+    with stopped(server):
+        child.end()
+        monkeypatch.setattr(module, "_ANSWER_SECONDS", 0.3)
+        with pytest.raises(CannotForkError, match="has not forked"):
+            start()
+        assert gone(server, LIMIT)
+    monkeypatch.undo()
+    assert start().running
+
+
+def test_a_start_that_is_given_up_leaves_no_server_that_stops_to_the_next():
+    child = start()
+    server = parent_of(child.pid)
+    assert server is not None
+    begun, environment = time.monotonic(), child_environment(PYTHONUNBUFFERED="1")
+    with stopped(server):
+        child.end()
+        with pytest.raises(CannotForkError, match="has not forked"):
+            fork_server("json", environment).fork(
+                python_code(SLEEP),
+                environment=environment,
+                inherit=[],
+                stopped=lambda: time.monotonic() - begun > 1.5,
+            )
+        assert gone(server, LIMIT) and parent_of(start().pid) not in (server, os.getpid())
+
+
+ENDS = {"sys.exit(3)": "ended with status 3", "os.kill(os.getpid(), 11)": "was ended by SIGSEGV", SLEEP: "SIGKILL"}
+
+
+@pytest.mark.parametrize("code", ENDS)
+def test_how_a_child_ended_is_known_while_its_server_is_stopped_and_later(code: str, tmp_path: Path):
+    """And what it left behind is ended."""
+    file, go = tmp_path / "pid", tmp_path / "go"
+    left = (
+        "import os, subprocess, sys, time\n"
+        f"open({str(file)!r}, 'w').write(str(subprocess.Popen(['sleep', '600']).pid))\n"
+        f"while not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+    )
+    child = start(left + code)
+    server = parent_of(child.pid)
+    assert server is not None
+    wait_until(lambda: file.exists() and file.read_text())
+    with stopped(server):
+        go.touch()
+        if code == SLEEP:
+            child.kill()
+        assert child.wait(LIMIT) and wait_for_an_end([child], LIMIT) == [child]
+        assert ENDS[code] in child.explain() and gone(int(file.read_text()), LIMIT)
+        os.kill(server, signal.SIGKILL)
+    assert gone(server, LIMIT) and ENDS[code] in child.explain()
+    child.end()
 
 
 def test_nobody_waits_again_for_what_somebody_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
