@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CheckpointError, NotInitializedError, ParallelConfigError
-from nxd_infer.optimizer.groups import NOT_HYPERPARAMETERS
+from nxd_infer.optimizer.groups import NOT_HYPERPARAMETERS, require_unchanged
 from nxd_infer.optimizer.pieces import Piece
 
 OF_PYTORCH = ("_optimizer_", "_zero_grad_")
@@ -46,6 +46,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
         """Whether the wrapped optimizer exists."""
         self.pieces = []
         self._stepped: dict[int, Tensor] = {}
+        self._given: list[list[Tensor]] = []
+        """The parameters of each group when the wrapped optimizer was made."""
         super().__init__(groups, defaults)
 
     def require_inited(self, what: str) -> None:
@@ -123,6 +125,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     def hand_on_hyperparameters(self) -> None:
         """Copy the hyperparameters that users and schedulers have set here to the wrapped optimizer."""
+        require_unchanged(self.param_groups, self._given)
         _hand_on(self.param_groups, self.optimizer.param_groups)
 
     def take_back_hyperparameters(self) -> None:
