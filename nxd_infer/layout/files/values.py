@@ -43,7 +43,7 @@ __all__ = ["Record", "pack"]
 INLINE = 4096
 """Largest raw memory in bytes to store as base64 text in the structure; longer memory is stored as a tensor."""
 DEEPEST = 100
-"""Most values within each other: Python's limit of recursion is reached earlier by reading a file than by writing it."""
+"""Most values within each other: Python's limit of recursion is reached earlier in reading than in writing."""
 HOW = "it takes tensors, arrays, numbers, text, bytes, dates, paths, and collections and dataclasses of them"
 FACTORIES: dict[str, Any] = {
     kind.__name__: kind for kind in (bool, bytes, dict, float, frozenset, int, list, set, str, tuple)
