@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import TraceConfigError
+from nxd_infer.util.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from nxd_infer.backends.base import Backend
@@ -16,16 +18,32 @@ WORDS = "arguments"
 """The option that holds the words for neuronx-cc, of a backend that takes them."""
 _WORD = re.compile(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""")
 """Blanks inside quotes belong to the word: ``--tensorizer-options='--one --two'``."""
-_NEURON = re.compile(r"--[a-z][a-z0-9]*(-[a-z0-9]+)*(=.+)?|-[A-Za-z][0-9]*", re.DOTALL)
+_NEURON = re.compile(r"--[a-z][a-z0-9]*(-[a-z0-9]+)*(=.+)?|-[A-Za-z][0-9]*|-lnc(=.+)?", re.DOTALL)
 """``--model-type=transformer``, ``--auto-cast``, ``-O1``. Its names never contain a dot or an underscore."""
-_VALUED = re.compile(r"--(?!enable-(saturate-infinity|mixed-precision-accumulation|fast-loading))[^=]+|-[A-Za-z]")
+_VALUED = re.compile(r"--(?!enable-(saturate-infinity|mixed-precision-accumulation|fast-loading))[^=]+|-[A-Za-z]|-lnc")
 """Its words that may be followed by a value as the next word: it has more than are documented."""
+_LEVELS, _CORES = ("1", "2", "3"), ("1", "2")
+VALUES = {
+    "--model-type": ("generic", "transformer", "unet-inference", "cnn-training"),
+    "--auto-cast": ("none", "matmult", "all"),
+    "--auto-cast-type": ("bf16", "fp16", "tf32", "fp8_e4m3"),
+    "--native-int64": ("default", "enabled", "disabled"),
+    "--target": ("inf2", "trn1", "trn1n", "trn2", "trn3"),
+    **dict.fromkeys(("--optlevel", "-O"), _LEVELS),
+    **dict.fromkeys(("--logical-nc-config", "--lnc", "-lnc"), _CORES),
+}
+"""The values of its options that have a closed set of them. Not ``--verbose``, which also takes numbers, nor
+``--distribution-strategy``, whose values differ from release to release.
+
+Source: Neuron Compiler CLI Reference Guide; ``cnn-training``, ``trn3`` and ``--lnc`` are in use and not in it.
+"""
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
 def arguments_of(compiler_args: Any, backend: Backend, target: str | None = None) -> tuple[dict[str, Any], list[str]]:
     """What ``backend.options`` is given, and the words that mean nothing to it. Raises TraceConfigError."""
     options, words = split_arguments(compiler_args, backend.has_option)
+    require_known_values(words)
     if target is not None:
         if not backend.target_option:
             raise TraceConfigError(
@@ -74,6 +92,20 @@ def split_arguments(compiler_args: Any, has_option: Callable[[str], bool]) -> tu
             )
         takes_value = False
     return options, neuron
+
+
+def require_known_values(words: list[str]) -> None:
+    """Raise TraceConfigError for a value that neuronx-cc does not have. Options that VALUES lacks may have any."""
+    for word, following in pairwise([*words, ""]):
+        joined = re.fullmatch(r"-O=?(.+)", word)
+        name, equals, value = ("-O", "", joined[1]) if joined else word.partition("=")
+        value = value or ("" if equals or following.startswith("-") else following)
+        known = VALUES.get(name, ())
+        if value and known and value not in known:
+            raise TraceConfigError(
+                f"compiler_args: {name} of neuronx-cc takes {', '.join(known)}; got {value!r}"
+                + did_you_mean(value, known)
+            )
 
 
 def _words(compiler_args: Any) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -96,6 +97,46 @@ def require_once(groups: list[dict[str, Any]]) -> None:
     members = [id(param) for group in groups for param in group["params"]]
     if len(set(members)) < len(members):
         raise ParallelConfigError("a parameter is more than once in the optimizer's groups; pass each only once")
+
+
+def require_unchanged(groups: list[dict[str, Any]], given: list[list[Tensor]]) -> None:
+    """Raise ParallelConfigError if ``groups`` have other parameters than were ``given``; their order does not matter.
+
+    The wrapped optimizer has groups of its own, which do not follow a change.
+    """
+    now = [group["params"] for group in groups]
+    changes = []
+    for number, (mine, theirs) in enumerate(zip_longest(now, given, fillvalue=())):
+        changes += [f"group {number} has {label} in addition" for label in _only_in(mine, theirs)]
+        changes += [f"group {number} lacks {label}" for label in _only_in(theirs, mine)]
+    if changes or len(now) != len(given):
+        what = changes or [f"it has {len(now)} groups instead of {len(given)}"]
+        raise ParallelConfigError(
+            f"param_groups was changed, which this optimizer cannot follow: {'; '.join(what[:8])}"
+            + (f" and {len(what) - 8} more changes" if len(what) > 8 else "")
+            + '. To train more parameters, call optimizer.add_param_group({"params": [...]}); for other changes, '
+            "make a new optimizer"
+        )
+
+
+def require_frozen(given: list[list[Tensor]], trained: list[Tensor]) -> None:
+    """Raise ParallelConfigError if a parameter was ``given``, but not to be trained, and has a gradient now."""
+    known = set(map(id, trained))
+    thawed = [param for some in given for param in some if param.grad is not None and id(param) not in known]
+    if thawed:
+        raise ParallelConfigError(
+            f"{len(thawed)} parameter(s) got a gradient but were frozen when the optimizer was created; "
+            "create the optimizer after setting requires_grad"
+        )
+
+
+def _only_in(some: Sequence[Tensor], others: Sequence[Tensor]) -> list[str]:
+    known = set(map(id, others))
+    return [
+        repr(getattr(param, "nxd_name", None) or f"parameter {place} of shape {tuple(param.shape)}")
+        for place, param in enumerate(some)
+        if id(param) not in known
+    ]
 
 
 def with_defaults(group: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:

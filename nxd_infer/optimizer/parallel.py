@@ -31,8 +31,10 @@ from nxd_infer.optimizer.groups import (
     checked_norm,
     parameter_groups,
     parameter_names,
+    require_frozen,
     require_once,
     require_supported,
+    require_unchanged,
     with_defaults,
 )
 from nxd_infer.optimizer.pieces import Masters, Piece, Publisher, make_pieces
@@ -118,7 +120,7 @@ class NxDOptimizer(OptimizerWrapper):
         self.inited, self.context = False, current_context()
         require_supported(self.optimizer_class, self.zero1, self.context)
         self._final = False
-        self._frozen: list[Tensor] = []
+        self._given = []
         self.names, self.pieces = [], []
         self._names_elsewhere: list[list[str]] = []
         self.logical_groups_elsewhere: list[list[str]] = []
@@ -142,9 +144,8 @@ class NxDOptimizer(OptimizerWrapper):
     def _take(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Add the parameters of ``groups``; return the wrapped optimizer's groups, over this rank's pieces."""
         first = len(self._params)
-        members = [param for group in groups for param in group["params"]]
-        self._frozen += [param for param in members if not param.requires_grad]
-        self._reducer.extend([param for param in members if param.requires_grad])
+        self._given += [list(group["params"]) for group in groups]
+        self._reducer.extend([param for group in groups for param in group["params"] if param.requires_grad])
         self.names += parameter_names(
             groups, self._params[first:], self.names, len(self.param_groups) if self.inited else 0
         )
@@ -256,12 +257,8 @@ class NxDOptimizer(OptimizerWrapper):
         own. A second call without a backward pass in between changes nothing.
         """
         self.require_inited("synchronize_gradients() or step()")
-        thawed = [param for param in self._frozen if param.grad is not None]
-        if thawed:
-            raise ParallelConfigError(
-                f"{len(thawed)} parameter(s) got a gradient but were frozen when the optimizer was created; "
-                "create the optimizer after setting requires_grad"
-            )
+        require_unchanged(self.param_groups, self._given)
+        require_frozen(self._given, self._params)
         if self._final and not any(self._reducer.is_fresh(index) for index in range(len(self._params))):
             return
         present, fresh = self._reducer.finish(final=self._final)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CheckpointError, NotInitializedError, ParallelConfigError
-from nxd_infer.optimizer.groups import NOT_HYPERPARAMETERS
+from nxd_infer.optimizer.groups import NOT_HYPERPARAMETERS, require_unchanged
 from nxd_infer.optimizer.pieces import Piece
 
 OF_PYTORCH = ("_optimizer_", "_zero_grad_")
@@ -46,6 +46,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
         """Whether the wrapped optimizer exists."""
         self.pieces = []
         self._stepped: dict[int, Tensor] = {}
+        self._given: list[list[Tensor]] = []
+        """The parameters of each group when the wrapped optimizer was made."""
         super().__init__(groups, defaults)
 
     def require_inited(self, what: str) -> None:
@@ -87,7 +89,10 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         inner = vars(self).get("optimizer")
         if inner is None or name.startswith("_"):  # private names are not forwarded
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            early = " before init_zero(), which comes first with lazy_init=True" if inner is None else ""
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}{early}", name=name, obj=self
+            )
         try:
             value = getattr(inner, name)
         except AttributeError:
@@ -97,12 +102,24 @@ class OptimizerWrapper(torch.optim.Optimizer):
         return self._forwarded(value) if inspect.ismethod(value) and value.__self__ is inner else value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        inner = vars(self).get("optimizer")
-        own = inner is None or name.startswith("_") or name in vars(self) or hasattr(type(self), name)
-        if own or not hasattr(inner, name):
+        inner = self._owner(name)
+        if inner is None or not hasattr(inner, name):
             super().__setattr__(name, value)
         else:
             setattr(inner, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        inner = self._owner(name)
+        if inner is None:
+            super().__delattr__(name)
+        else:
+            getattr(self, name)  # says that neither has it
+            delattr(inner, name)
+
+    def _owner(self, name: str) -> torch.optim.Optimizer | None:
+        """Return the wrapped optimizer if an attribute of this name may be its own, else None."""
+        ours = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        return None if ours else vars(self).get("optimizer")
 
     def _forwarded(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a method of the wrapped optimizer so that it sees the current hyperparameters and weights.
@@ -123,6 +140,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     def hand_on_hyperparameters(self) -> None:
         """Copy the hyperparameters that users and schedulers have set here to the wrapped optimizer."""
+        self.require_inited("hyperparameters are handed on")
+        require_unchanged(self.param_groups, self._given)
         _hand_on(self.param_groups, self.optimizer.param_groups)
 
     def take_back_hyperparameters(self) -> None:

@@ -119,7 +119,7 @@ class NeuronZero1Optimizer(NxDOptimizer):
 
     @property
     def base_optimizer(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer, over this rank's shards."""
+        """The wrapped optimizer, over this rank's shards. Raises AttributeError before :meth:`init_zero`."""
         return self.optimizer
 
     @property
@@ -146,7 +146,8 @@ class NeuronZero1Optimizer(NxDOptimizer):
         """Write ``base_optimizer``'s current tensors to the parameters of all ranks. A collective."""
         if sharding_scheme is not None:
             raise ParallelConfigError("sharding_scheme is always the data-parallel groups, in one step: leave it out")
-        self._publisher.publish()
+        self.require_inited("allgather_weights_and_update_full_parameter()")
+        self.publish()
 
     def get_shape_info(self) -> dict[int, torch.Size]:
         """Return the shape of each parameter, by its index in ``param_groups``."""
@@ -167,6 +168,7 @@ class NeuronZero1Optimizer(NxDOptimizer):
 
         Raises CheckpointError if a file is missing or belongs to another model or to other degrees.
         """
+        self.require_inited("load_sharded_state_dict()")
         load_sharded(self, output_dir, at_a_time=num_workers_per_step)
 
 

@@ -86,7 +86,7 @@ def same(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, torch.Tensor):
         flat = [t.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*flat)
+        return (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad) and torch.equal(*flat)
     if isinstance(a, np.ndarray) and a.dtype == object:
         return a.shape == b.shape and all(map(same, a.ravel(), b.ravel()))
     if isinstance(a, np.ndarray | np.generic):
@@ -214,7 +214,9 @@ SAMPLE: dict[Any, Any] = {
     "counts": collections.Counter("hello"),
     "state": nn.Linear(2, 2).state_dict(),
     "parameter": nn.Parameter(torch.ones(2), requires_grad=False),
-    "complex": torch.tensor([1 + 2j]),
+    "trained": torch.ones(2, requires_grad=True),
+    "computed": torch.ones(2, dtype=torch.float8_e4m3fn, requires_grad=True),
+    "complex": torch.tensor([1 + 2j], requires_grad=True),
     "conjugate": torch.tensor([1 + 2j]).conj(),
     "wide": torch.tensor([2**31], dtype=torch.uint32),
     "huge": 7**5000,
@@ -319,6 +321,8 @@ print("antigravity" in sys.modules)
         {"datetime": [0, None, 1, 1]},
         {"set": [{"list": []}]},
         {"viewed": [0, "complex64", [7]]},
+        {"requires_grad": {"tensor": 0}},
+        {"requires_grad": 3},
         {"visit": 1},
         {"__init__": []},
         {"tensor": 1, "list": []},
@@ -364,6 +368,7 @@ class Thing:
         ({"a": [0, 1, 2, Thing()]}, "user_content['a'][3] is a {here}.Thing, which"),
         ({"f": len}, "user_content['f'] is a builtin_function_or_method"),
         ((Thing,), "user_content[0] is a type"),
+        ({"kind": int}, "user_content['kind'] is a type"),
         (Settings(0.5, {"x": Thing()}), "user_content.inner['x'] is a {here}.Thing"),
         (np.array([None, Thing()]), "user_content[1] is a {here}.Thing"),
         (collections.defaultdict(Thing), "user_content is a defaultdict with the factory a type"),
@@ -380,11 +385,64 @@ def test_what_only_a_pickle_could_hold_is_named(tmp_path: Path, value: Any, mess
         save({"value": value}, tmp_path / "b")
 
 
-def test_values_in_themselves_are_named(tmp_path: Path):
-    value: list[Any] = []
-    value.append(value)
-    with pytest.raises(CheckpointError, match="user_content has lists or dictionaries that are nested too deeply"):
-        save_checkpoint(tmp_path, "a", user_content={"a": value})
+@pytest.mark.parametrize("kind", [list, dict, collections.deque, argparse.Namespace, Settings])
+def test_values_in_themselves_are_named(tmp_path: Path, kind: type):
+    value: Any = Settings(0.5) if kind is Settings else kind()
+    inside, path = {"b": [value]}, {"list": "[0]", "deque": "[0]", "dict": "['x']"}.get(kind.__name__, ".inner")
+    if isinstance(value, list | collections.deque):
+        value.append(inside)
+    elif isinstance(value, dict):
+        value["x"] = inside
+    else:
+        value.inner = inside
+    said = f"user_content['a'][1]{path}['b'][0] is user_content['a'][1] itself, which contains it"
+    with pytest.raises(CheckpointError, match="^" + re.escape(said)):
+        save_checkpoint(tmp_path, "a", user_content={"a": [[], value]})
+
+
+def nested(depth: int, wrap: Any) -> Any:
+    return wrap(nested(depth - 1, wrap)) if depth else 1
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda value: [value],
+        lambda value: {"a": value},
+        lambda value: types.SimpleNamespace(a=value),
+        lambda value: Point(1, value),
+        lambda value: Settings(0.5, value),
+        lambda value: np.array([None, value], dtype=object)[:2],
+        lambda value: collections.deque([value]),
+    ],
+)
+def test_what_is_nested_too_deeply_to_be_read_is_not_written(wrap: Any):
+    """Its path is named, shortened; what is not refused can be read."""
+    for depth in (1, 50, 100, 101, 300, 400):
+        value = nested(depth, wrap)
+        try:
+            structure, tensors = pack(value, what="user_content")
+        except CheckpointError as error:
+            said = r"^user_content[\[.].{20,150} is nested too deeply, in more than 100 other values: flatten them$"
+            assert re.match(said, str(error)) and depth > 45
+        else:
+            with torch.serialization.safe_globals(CLASSES):
+                found = unpack(json.loads(json.dumps(structure)), tensors.__getitem__)
+            assert same(found, value) and depth <= 100
+
+
+def test_values_that_occur_several_times_are_not_within_themselves():
+    shared: list[Any] = [1]
+    value = {"a": shared, "b": [shared, shared, {"c": shared}], "t": ((), ((),))}
+    assert same(through(value), value)
+
+
+def test_deep_calls_leave_room_or_are_told():
+    def deeper(calls: int) -> Any:
+        return deeper(calls - 1) if calls else pack(nested(90, lambda value: [value]), what="user_content")
+
+    with pytest.raises(CheckpointError, match=r"user_content\[0\].* is nested too deeply"):
+        deeper(sys.getrecursionlimit() - 200)
 
 
 # --- files of earlier releases ------------------------------------------------------------------------------

@@ -86,6 +86,23 @@ def test_attributes_and_methods_are_the_wrapped_optimizers(options: dict):
 
 
 @pytest.mark.check
+def test_attributes_are_deleted_where_they_are():
+    _, optimizer = momentum()
+    optimizer.mine = 3
+    del optimizer.mine, optimizer.kind
+    assert not hasattr(optimizer, "mine") and not hasattr(optimizer, "kind")
+    assert not hasattr(optimizer.optimizer, "kind")
+    for name, said in (
+        ("kind", "neither .*Optimizer nor the Momentum in it"),
+        ("stop", "stop"),
+        ("grad_norm", "deleter"),
+    ):
+        with pytest.raises(AttributeError, match=said):
+            delattr(optimizer, name)
+    assert optimizer.stop() == "stopped" and optimizer.grad_norm is not None
+
+
+@pytest.mark.check
 def test_a_step_takes_what_the_wrapped_optimizers_does():
     once, twice = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizers = [

@@ -202,6 +202,28 @@ def test_sharding_can_wait():
         assert gathered == [7.0] * 3 + [8.0] * 3
 
 
+@pytest.mark.check
+def test_what_waits_for_sharding_says_so(tmp_path: Path):
+    optimizer = NeuronZero1Optimizer([torch.nn.Parameter(torch.ones(2))], AdamW, lazy_init=True)
+    for action in (
+        lambda: optimizer.load_sharded_state_dict(tmp_path),
+        lambda: optimizer.save_sharded_state_dict(tmp_path),
+        optimizer.allgather_weights_and_update_full_parameter,
+        optimizer.hand_on_hyperparameters,
+        optimizer.named_gradients,
+    ):
+        with pytest.raises(NotInitializedError, match=r"^lazy_init=True: call init_zero\(\) before"):
+            action()
+    assert not hasattr(optimizer, "base_optimizer")
+    for name in ("base_optimizer", "optimizer", "rate"):
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}' before init_zero\(\), which comes first"):
+            getattr(optimizer, name)
+    with pytest.raises(AttributeError, match="rate"):
+        del optimizer.rate
+    optimizer.init_zero()
+    assert isinstance(optimizer.base_optimizer, AdamW)
+
+
 def transported(dtype: torch.dtype) -> dict[str, Any]:
     """Buckets no larger than either cap; gradients summed over the ranks in the optimizer's type where asked for."""
     found: dict[str, Any] = {}

@@ -11,7 +11,7 @@ from torch import nn
 
 import nxd_infer as nxd
 from nxd_infer.artifact.manifest import InputSpec
-from nxd_infer.backends.compiler_args import split_arguments
+from nxd_infer.backends.compiler_args import arguments_of
 from nxd_infer.errors import ArtifactError, ParallelConfigError, TraceConfigError, WeightMismatchError
 from nxd_infer.runtime.router import fill
 from nxd_infer.trace import BucketModelConfig, trace_plan
@@ -52,6 +52,24 @@ X = torch.zeros(4)
         ({"compiler_args": ["--auto-cast none"]}, "'--auto-cast none' is neither"),
         ({"compiler_args": "--model-type="}, "'--model-type=' is neither"),
         ({"compiler_args": "-model-type=unet"}, "'-model-type=unet' is neither"),
+        (
+            {"compiler_args": "-O1 --model-type=transformr"},
+            "takes generic, .*; got 'transformr'; did you mean transformer?",
+        ),
+        ({"compiler_args": ["--model-type", "unet_inference"]}, "did you mean unet-inference?"),
+        (
+            {"compiler_args": "--auto-cast matmul --lnc=2"},
+            "takes none, matmult, all; got 'matmul'; did you mean matmult?",
+        ),
+        ({"compiler_args": "-O9"}, "compiler_args: -O of neuronx-cc takes 1, 2, 3; got '9'"),
+        ({"compiler_args": "--verbose debug -O 0"}, "-O of neuronx-cc takes 1, 2, 3; got '0'"),
+        ({"compiler_args": "--optlevel=high"}, "takes 1, 2, 3; got 'high'"),
+        ({"compiler_args": "--auto-cast-type=fp8_e5m2"}, "takes bf16, .*; got 'fp8_e5m2'; did you mean fp8_e4m3?"),
+        ({"compiler_args": "-lnc 4"}, "-lnc of neuronx-cc takes 1, 2; got '4'"),
+        (
+            {"compiler_args": "--target=inf1", "backend": "eager"},
+            "--target of neuronx-cc takes inf2, trn1, .* got 'inf1'",
+        ),
         ({"compiler_args": "--tensorizer-options='--one"}, "the quotation mark ' is not closed"),
         ({"compiler_args": 1}, "must be a dictionary, a list of words or a text"),
         ({"compiler_args": "--cpu-target=z80"}, "there is no cpu_target 'z80'"),
@@ -97,11 +115,20 @@ def test_contradictions_are_refused(arguments, message):
         ("--dce=True --max-autotune=true", {"dce": True, "max_autotune": True}, []),
         ("--internal-levels two --jobs 8 -O1", {}, ["--internal-levels", "two", "--jobs", "8", "-O1"]),
         ("--debug --lnc 2 --other-typo=3", {}, ["--debug", "--lnc", "2", "--other-typo=3"]),
+        ("-lnc 1 -lnc=2", {}, ["-lnc", "1", "-lnc=2"]),
+        *(
+            (words, {}, words.split())
+            for words in (
+                "--model-type=unet-inference --auto-cast-type fp8_e4m3 --optlevel=3",
+                "--verbose=35 --distribution-strategy=llm-training --modle-type=x",
+                "--auto-cast --model-type generic --target",
+            )
+        ),
     ],
 )
 @needs_inductor
 def test_words_of_the_neuron_compiler_are_told_from_options_of_the_backend(given, options, neuron):
-    assert split_arguments(given, tracing_backend("inductor").has_option) == (options, neuron)
+    assert arguments_of(given, tracing_backend("inductor")) == (options, neuron)
 
 
 @pytest.mark.check

@@ -104,6 +104,9 @@ class _Unpacker:
     def _parameter(self, content: Any) -> Tensor:
         return nn.Parameter(self.visit(content[0]), requires_grad=bool(content[1]))
 
+    def _requires_grad(self, content: Any) -> Tensor:
+        return self.visit(content).detach().requires_grad_()
+
     def _dtype(self, content: Any) -> Any:
         found = getattr(torch, content, None)
         if not isinstance(found, TORCH_NAMES):

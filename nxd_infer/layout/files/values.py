@@ -42,6 +42,8 @@ __all__ = ["Record", "pack"]
 
 INLINE = 4096
 """Largest raw memory in bytes to store as base64 text in the structure; longer memory is stored as a tensor."""
+DEEPEST = 100
+"""Most values within each other: Python's limit of recursion is reached earlier in reading than in writing."""
 HOW = "it takes tensors, arrays, numbers, text, bytes, dates, paths, and collections and dataclasses of them"
 FACTORIES: dict[str, Any] = {
     kind.__name__: kind for kind in (bool, bytes, dict, float, frozenset, int, list, set, str, tuple)
@@ -133,6 +135,8 @@ class _Packer:
         self._numbers: dict[tuple, int] = {}
         self._sources: list[Tensor] = []
         """The numbered tensors, kept alive so that no other tensor gets the same address."""
+        self._around: dict[int, str] = {}
+        """The paths of the values that the present one is in, outermost first, by their ids."""
         self._down_cast = down_cast_bf16
 
     def number_of(self, tensor: Tensor) -> int:
@@ -161,7 +165,9 @@ class _Packer:
         else:  # as bytes: safetensors lacks this dtype, or cannot read it in slices
             raw = item.contiguous().reshape(-1).view(torch.uint8)
             stored = {"viewed": [self.number_of(raw), dtype_name(item.dtype), list(item.shape)]}
-        return {"parameter": [stored, requires_grad]} if is_parameter else stored
+        if is_parameter:
+            return {"parameter": [stored, requires_grad]}
+        return {"requires_grad": stored} if requires_grad else stored
 
     def fields(self, found: Mapping[str, Any], path: str) -> list[Any]:
         return [[name, self.visit(value, f"{path}.{name}")] for name, value in found.items()]
@@ -170,10 +176,8 @@ class _Packer:
         """:meth:`visit` a top-level value."""
         try:
             return self.visit(value, what)
-        except RecursionError:
-            raise CheckpointError(
-                f"{what} has lists or dictionaries that are nested too deeply, or contain themselves; flatten them"
-            ) from None
+        except RecursionError:  # the caller is deep in calls itself
+            raise _too_deep([*self._around.values()][-1]) from None
 
     def visit(self, item: Any, path: str) -> Any:
         kind = type(item)
@@ -185,6 +189,16 @@ class _Packer:
             return item if math.isfinite(item) else {"float": str(item)}
         if isinstance(item, Tensor):
             return self.tensor(item, path)
+        if id(item) in self._around:
+            raise CheckpointError(f"{_short(path)} is {self._around[id(item)]} itself, which contains it: leave it out")
+        if len(self._around) == DEEPEST:
+            raise _too_deep(path)
+        self._around[id(item)] = path
+        packed = self._visit_inside(item, kind, path)
+        del self._around[id(item)]
+        return packed
+
+    def _visit_inside(self, item: Any, kind: type, path: str) -> Any:
         if isinstance(item, enum.Enum):
             return {"enum": [name_of(kind), self.visit(item.value, f"{path}.value")]}
         if kind in (bytes, bytearray):
@@ -243,6 +257,14 @@ class _Packer:
 
 def _described(item: Any) -> str:
     return f"a {type(item).__name__}" if type(item).__module__ == "builtins" else f"a {name_of(type(item))}"
+
+
+def _short(path: str) -> str:
+    return path if len(path) <= 200 else f"{path[:100]} ... {path[-50:]}"
+
+
+def _too_deep(path: str) -> CheckpointError:
+    return CheckpointError(f"{_short(path)} is nested too deeply, in more than {DEEPEST} other values: flatten them")
 
 
 def pack(value: Any, down_cast_bf16: bool = False, what: str = "state_dict") -> tuple[Any, list[Tensor]]:
