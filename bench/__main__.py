@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from bench import report
 from bench.options import PEERS, SIZES, THREADS, Options
 
 BENCHMARKS = (
@@ -84,10 +85,15 @@ def main() -> None:
     # server; and all participants get the same cores.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
+    missed: list[str] = []
     for name in given.names or BENCHMARKS:
         begin = time.monotonic()
         importlib.import_module(f"bench.{name}").run(options)
         print(f"{name} took {time.monotonic() - begin:.0f} s\n", flush=True)
+        if not options.quick and (record := report.read(name)) is not None:
+            missed += [f"{name}: {verdict.row}" for verdict in record.verdicts if verdict.result == "short"]
+    if missed:
+        sys.exit("short of what the project's table requires:\n  " + "\n  ".join(missed))
 
 
 if __name__ == "__main__":

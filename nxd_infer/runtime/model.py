@@ -35,7 +35,7 @@ class TensorParallelModel(nn.Module, RankModel):
     Args:
         artifact: the result of ``load_artifact``, or the path of a saved artifact.
         call_timeout: seconds a call may take before its ranks count as stuck and are ended; if longer, ten times as
-            long as its bucket has taken before.
+            long as its bucket has taken before. Default: 30, and the first call may take as long as a first start.
         start_timeout: seconds the ranks may take to load everything, or to take new weights. Default: 300 to load, plus
             one per 100 MB; to take new weights, a multiple of the time that loading took.
         in_process: run degree 1 in this process. Default: at degree 1, yes. A server passes False, because a graph
@@ -61,7 +61,7 @@ class TensorParallelModel(nn.Module, RankModel):
         self,
         artifact: LoadedArtifact | str,
         *,
-        call_timeout: float = 30.0,
+        call_timeout: float | None = None,
         start_timeout: float | None = None,
         in_process: bool | None = None,
         threads_per_rank: int | None = None,

@@ -56,7 +56,7 @@ class RankModel:
         self,
         artifact: LoadedArtifact,
         *,
-        call_timeout: float = 30.0,
+        call_timeout: float | None = None,
         start_timeout: float | None = None,
         threads_per_rank: int | None = None,
         before_load: Callable[[], None] | None = None,

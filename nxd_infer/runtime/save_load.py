@@ -47,7 +47,7 @@ def parallel_model_save(model: TensorParallelModel, save_dir: str | os.PathLike[
 def parallel_model_load(
     load_dir: str | os.PathLike[str],
     *,
-    call_timeout: float = 30.0,
+    call_timeout: float | None = None,
     start_timeout: float | None = None,
     backend: str | None = None,
     verify: bool = True,

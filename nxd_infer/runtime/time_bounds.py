@@ -19,6 +19,8 @@ START_SECONDS = 300.0
 """Limit of a first start before anything is measured, plus the time to read the weights ..."""
 SLOW_READ = 100e6
 """... at this many bytes per second: a hard disk, or a network volume."""
+CALL_SECONDS = 30.0
+"""Minimum limit of a call where ``call_timeout`` is left out."""
 MARGIN = 6.0
 """On a busy machine, work of some seconds may take this many times as long."""
 STEP_MARGIN = 10.0
@@ -37,7 +39,8 @@ def again(seconds: float, nbytes: int) -> float:
 class Bounds:
     """The limits of ranks that hold ``nbytes`` of weights; :meth:`loaded` and :meth:`called` record measurements.
 
-    ``call_timeout`` is the minimum limit of a call, however fast its bucket is; ``start_timeout`` limits loading and
+    ``call_timeout`` is the minimum limit of a call, however fast its bucket is, and the limit of the first call, of
+    which nothing is known (None: CALL_SECONDS, and as long as a first start). ``start_timeout`` limits loading and
     taking new weights (None: derived).
     """
 
@@ -45,19 +48,20 @@ class Bounds:
         self,
         buckets: Sequence[BucketSpec],
         nbytes: int,
-        call_timeout: float,
+        call_timeout: float | None = None,
         start_timeout: float | None = None,
         stages: int = 1,
     ):
         """``stages``: of a pipeline; a step takes as long as its slowest stage, once in each."""
-        check_seconds("call_timeout", call_timeout)
+        if call_timeout is not None:
+            check_seconds("call_timeout", call_timeout)
         if start_timeout is not None:
             check_seconds("start_timeout", start_timeout)
         self.nbytes = nbytes
-        self.call_timeout = call_timeout
+        self.call_timeout = CALL_SECONDS if call_timeout is None else call_timeout
         first_start = START_SECONDS + nbytes / SLOW_READ
         self.start = first_start if start_timeout is None else start_timeout
-        self.longest_call = max(self.start, first_start, STEP_MARGIN * call_timeout)
+        self.longest_call = max(self.start, first_start, STEP_MARGIN * self.call_timeout)
         """:meth:`call` never exceeds this: after a slow step, a hanging one must not be waited for ten times as
         long."""
         self.load_seconds: float | None = None
@@ -65,8 +69,9 @@ class Bounds:
         self.least_load = math.inf
         """The fastest load of the ranks; their files were verified just before, so they were in memory."""
         self._derives = start_timeout is None
-        self.patient = False
-        """Whether a call may take as long as a start until one is measured."""
+        self.patient = call_timeout is None
+        """Whether a call may take as long as a start until one is measured: it may compile, or read all weights from
+        disk."""
         self._buckets = buckets
         self._margin = STEP_MARGIN * stages
         self._slowest: dict[int, float] = {}

@@ -49,8 +49,7 @@ class LLM:
     Args:
         artifact_dir: the directory that ``nxd-infer trace`` or ``parallel_model_save`` wrote, tokenizer files included.
         in_process: run degree 1 in this process (default: at degree 1, yes).
-        call_timeout, threads_per_rank, expect_digest, allow_kernel: as in ``parallel_model_load``, but
-            ``call_timeout`` has another default.
+        call_timeout, threads_per_rank, expect_digest, allow_kernel: as in ``parallel_model_load``.
         speculate: draft tokens per step, if the artifact was traced for as many; same results, often sooner.
         generation_defaults: without explicit parameters, sample as the model's ``generation_config.json`` says.
         on_progress: called with (done, total, bucket) while graphs run for the first time.
@@ -65,7 +64,7 @@ class LLM:
         artifact_dir: str | os.PathLike[str],
         *,
         in_process: bool | None = None,
-        call_timeout: float = 120.0,
+        call_timeout: float | None = None,
         threads_per_rank: int | None = None,
         expect_digest: str | None = None,
         allow_kernel: bool = True,

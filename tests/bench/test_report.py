@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -11,6 +15,8 @@ from pydantic import ValidationError
 from bench import plot, report, sizes
 from bench.options import Options
 from bench.stats import Verdict, summary
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -68,6 +74,36 @@ def test_plots_hold_every_line_and_are_equal_for_equal_figures(results, tmp_path
         assert word in words[1]
     plot.run(Options())
     assert first == [(tmp_path / "images" / name).read_bytes() for name in ("decode.svg", "context.svg")]
+
+
+MEASURED = """
+import sys
+from pathlib import Path
+from bench import __main__, report, sizes
+
+seconds = float(sys.argv.pop())
+
+def measure(options, folder, name, size):
+    trace = {"planned": 1.0, "held": 1.0, "with_files": 1.0}
+    seconds_of = {"start_seconds": [seconds], "recovery_seconds": [1.0]}
+    return {"bytes": 1, "memory": [1], "trace": trace, "trials": {}, **seconds_of}
+
+sizes.measure, report.RESULTS = measure, Path("results")
+__main__.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "more", "status"), [("7", [], 0), ("9", [], 1), ("9", ["--quick"], 0)], ids=["kept", "missed", "quick"]
+)
+def test_a_requirement_that_is_missed_is_the_status_and_named(tmp_path, seconds, more, status):
+    command = [sys.executable, "-c", MEASURED, "sizes", "--sizes", "3.0B", "--folder", tmp_path, *more, seconds]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status, done.stderr
+    assert ("  sizes: 3.0B, start to ready\n" in done.stderr) == (status == 1)
+    assert "killed to ready again" not in done.stderr
 
 
 def test_what_grows_with_a_model_is_plotted_against_its_bytes(results, tmp_path, monkeypatch):

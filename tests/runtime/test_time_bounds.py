@@ -7,13 +7,15 @@ import torch
 
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec
 from nxd_infer.errors import InputMismatchError
+from nxd_infer.runtime.save_load import parallel_model_load
 from nxd_infer.runtime.time_bounds import START_SECONDS, Bounds
+from tests import toy_artifacts as toy
 
 ONE, FOUR, PROMPT = range(3)
 GIB = 2**30
 
 
-def bounds(nbytes=6 * GIB, call=10.0, patient=False, **options):
+def bounds(nbytes=6 * GIB, call: float | None = 10.0, **options):
     """Of graphs that take 1, 4 and 512 tokens, and a mask that is as large for all of them."""
     mask = InputSpec.of("mask", torch.empty(1000))
     buckets = [
@@ -25,9 +27,7 @@ def bounds(nbytes=6 * GIB, call=10.0, patient=False, **options):
         )
         for tokens in (1, 4, 512)
     ]
-    found = Bounds(buckets, nbytes, call, **options)
-    found.patient = patient
-    return found
+    return Bounds(buckets, nbytes, call, **options)
 
 
 @pytest.mark.check
@@ -79,11 +79,11 @@ def test_a_slow_step_is_forgotten():
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("options", [{}, {"call": 250.0}, {"start_timeout": 20.0}, {"start_timeout": 9000.0}])
-@pytest.mark.parametrize("patient", [False, True])
-def test_no_call_outlasts_the_bound_that_all_have(options, patient):
+@pytest.mark.parametrize("call", [None, 10.0, 250.0])
+@pytest.mark.parametrize("options", [{}, {"start_timeout": 20.0}, {"start_timeout": 9000.0}])
+def test_no_call_outlasts_the_bound_that_all_have(call, options):
     """Whose multiple is the patience of ranks for each other, which is set when they start."""
-    subject = bounds(patient=patient, **options)
+    subject = bounds(call=call, **options)
     found = [subject.call(PROMPT)]
     for seconds in (8.0, 800.0):
         subject.loaded(seconds)
@@ -103,13 +103,32 @@ def test_a_graph_that_never_ran_may_take_as_much_more_as_it_has_more_input():
     subject.called(FOUR, 0.2)
     assert subject.call(PROMPT) == pytest.approx(10 * 128 * 0.2 + 6 * 8.0)
     subject.called(PROMPT, 4.0)
-    assert bounds().call(PROMPT) == 10.0  # nothing is known: the setting alone
-    assert bounds(patient=True).call(PROMPT) == bounds().start
+
+
+@pytest.mark.check
+def test_a_first_call_may_take_as_long_as_a_first_start_and_the_setting_raises_and_lowers_that():
+    """It may compile, or read every weight from disk."""
+    subject = bounds(call=None)
+    subject.loaded(8.0)
+    assert subject.call(PROMPT) == subject.start == bounds().start
+    assert subject.start < bounds(nbytes=60 * GIB, call=None).call(PROMPT)
+    subject.called(PROMPT, 0.1)
+    assert subject.call(PROMPT) == 30.0, "what follows is known"
+    assert bounds(call=None, start_timeout=900.0).call(PROMPT) == 900.0
+    for seconds in (10.0, 900.0):
+        assert bounds(call=seconds).call(PROMPT) == seconds
+
+
+def test_so_may_that_of_a_model_that_is_loaded_without_the_setting(tmp_path):
+    path = toy.build(tmp_path / "artifact", degree=1)
+    found = parallel_model_load(path).bounds
+    assert found.call(0) == found.start
+    assert parallel_model_load(path, call_timeout=7.0).bounds.call(0) == 7.0
 
 
 @pytest.mark.check
 def test_after_a_restart_every_graph_may_read_its_weights_again():
-    subject = bounds(patient=True)
+    subject = bounds()
     subject.loaded(8.0)
     subject.called(PROMPT, 4.0)
     subject.loaded(10.0)
