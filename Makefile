@@ -41,7 +41,7 @@ demo: $(STAMP) ## the main job: train, trace, save, load, serve, ask, on this ma
 # Three processes keep two cores busy: each waits now and then for a server or a time limit. Each takes whole files, in
 # the order of tests/order.py.
 PROCESSES ?= 3
-DEALT := -n $(PROCESSES) --dist loadfile
+DEALT = -n $(PROCESSES) --dist loadfile
 
 test: $(STAMP) ## the tests (half an hour on two fast cores, up to an hour on slow ones)
 	@test -e $(XLA_STAMP) || echo "tests/xla is skipped here, and torch 2.9 not tested: make test-xla does both"
@@ -96,6 +96,8 @@ test-ray: $(RAY_STAMP) ## an artifact over the nodes of a Ray cluster on this ma
 test-cuda: $(STAMP) ## training over NCCL, on a GPU that all ranks share (4 minutes; .venv needs a torch with CUDA)
 	@$(BIN)/python -m pytest -q -n 7 --dist load tests/cuda/checks.py
 
+# Little of it waits: a third process would collect the tests once more for nothing.
+check: PROCESSES = 2
 check: $(STAMP) security ## the quick selection and bandit (under 3 minutes)
 	@$(BIN)/python -m pytest -q -m check $(DEALT)
 

@@ -158,7 +158,7 @@ def _collect(workers: list[_Worker], deadline: float, timeout: float, lost: set[
             try:
                 ok, value = workers[rank].receive()
             except (EOFError, OSError):
-                workers[rank].process.join(5)
+                workers[rank].process.join(120)
                 ok, value = False, f"its process ended with status {workers[rank].process.exitcode}\n"
             if ok:
                 results[rank] = value
@@ -211,7 +211,7 @@ class _Worker:
             with contextlib.suppress(OSError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.kill()
-            self.process.join(10)
+            self.process.join(120)
         self.connection.close()
 
 

@@ -125,7 +125,6 @@ OTHERS: dict[str, Forward] = {
 }
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("form", OTHERS)
 def test_any_other_use_keeps_a_weight_plain(form: str) -> None:
     module = Form(OTHERS[form])

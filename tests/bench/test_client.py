@@ -52,7 +52,7 @@ def test_streams_are_read_and_faults_are_named(case: str):
     async def main() -> Stream:
         server = await asyncio.start_server(handle, "127.0.0.1", 0)
         async with server:
-            return await asyncio.wait_for(stream(server.sockets[0].getsockname()[1], [7, 8, 9], 2), 20)
+            return await asyncio.wait_for(stream(server.sockets[0].getsockname()[1], [7, 8, 9], 2), 120)
 
     result = asyncio.run(main())
     assert asked[0]["prompt"] == [7, 8, 9] and asked[0]["max_tokens"] == 2 and asked[0]["ignore_eos"]

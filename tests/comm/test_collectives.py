@@ -193,8 +193,7 @@ def assert_same_bits(results: list[list[Tensor]]) -> None:
             assert torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.check), 4])
 def test_shared_memory_collectives_equal_a_plain_computation(world):
     assert_same_bits(run_ranks(everything, world, (*SHAPES, BIG), True, collectives="shm", capacity=16384))
 

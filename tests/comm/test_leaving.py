@@ -20,7 +20,7 @@ rank, store, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 import nxd_infer as nxd
 
-nxd.parallel_state.initialize_model_parallel(2, timeout=30)
+nxd.parallel_state.initialize_model_parallel(2, timeout=300)
 if ending == "stuck":
     import torch
     from nxd_infer.comm import distributed

@@ -41,7 +41,7 @@ def lose(how: str, victim: int) -> tuple:
 @pytest.mark.parametrize("how", ["die", "stop"])
 def test_shared_memory_names_a_lost_peer_and_stays_failed(how):
     """The end of a process is noticed, not waited out: the call would have ended before the limit."""
-    limit = 600.0 if how == "die" else 12.0
+    limit = 600.0 if how == "die" else 30.0
     results = run_ranks(lose, 4, how, 2, collectives="shm", comm_timeout=limit, lost=(2,))
     assert results[2] is None
     for rank in (0, 1, 3):
@@ -55,7 +55,7 @@ def test_shared_memory_names_a_lost_peer_and_stays_failed(how):
 
 @pytest.mark.parametrize("how", ["die", "stop"])
 def test_distributed_names_a_lost_peer_and_stays_failed(how):
-    results = run_ranks(lose, 2, how, 1, comm_timeout=12.0, lost=(1,))
+    results = run_ranks(lose, 2, how, 1, comm_timeout=600.0 if how == "die" else 30.0, lost=(1,))
     message, ranks, again, ranks_again = results[0]
     assert message.startswith("nxd: rank(s) [1] (pid ")
     assert ("has ended" if how == "die" else "is stopped") in message
@@ -149,8 +149,8 @@ def test_the_helper_reports_failures_and_leaves_no_process():
     before = run_ranks(pid, 2)
     with pytest.raises(RankTestError, match=r"(?s)rank 1 of 2.*this rank has a reason"):
         run_ranks(raise_in_rank_1, 2)
-    with pytest.raises(RankTestError, match=r"(?s)no answer within 15 s from ranks \[1\].*in hang"):
-        run_ranks(hang, 2, 600.0, timeout=15)
+    with pytest.raises(RankTestError, match=r"(?s)no answer within 60 s from ranks \[1\].*in hang"):
+        run_ranks(hang, 2, 600.0, timeout=60)
     after = run_ranks(pid, 2)
     assert not set(before) & set(after)
     for gone in before:

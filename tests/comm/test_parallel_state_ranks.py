@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -37,7 +36,6 @@ def sums_over_groups() -> list[float]:
     return found
 
 
-@pytest.mark.check
 def test_every_axis_has_its_torch_group():
     found = run_ranks(sums_over_groups, 4, tp=2)
     assert found == [[3, 5, 1, 1], [3, 10, 2, 2], [12, 5, 4, 4], [12, 10, 8, 8]]

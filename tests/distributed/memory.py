@@ -48,5 +48,5 @@ def growth(action: Callable[[], T]) -> tuple[T, int]:
         most[0] = max(most[0], anonymous())
     finally:
         done.set()
-        watcher.join(10)
+        watcher.join(120)
     return result, most[0] - start

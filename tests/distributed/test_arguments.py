@@ -159,7 +159,7 @@ def saved_in_background(model: Any, folder: Path, whole: nn.Module) -> tuple[boo
     own, may_write = api.write_rank, threading.Event()
 
     def later(*args: Any) -> None:
-        assert may_write.wait(20)
+        assert may_write.wait(120)
         own(*args)
 
     api.write_rank = later

@@ -19,13 +19,12 @@ from nxd_infer.cli.console import bar
 from nxd_infer.cli.trace import TraceProgress
 from nxd_infer.verify.cases import generation_cases
 from tests import toy_artifacts as toy
-from tests.e2e.command import ROOT, nxd_infer, nxd_infer_here, refused
+from tests.e2e.command import nxd_infer, nxd_infer_here, refused
 from tests.engine.toy_model import ToyModel
 from tests.needs import needs_inductor
 from tests.processes import wait_until
 from tests.tiny_models import write_tiny
 
-COMMANDS = ("trace", "recompile", "serve", "generate", "verify", "doctor", "demo")
 BUCKETS = ("decode_b1", "decode_b2", "mixed_b18", "prefill_s8", "prefill_s16")
 
 
@@ -46,45 +45,6 @@ def artifact(model_dir) -> Path:
     for word in (*BUCKETS, "weights", "states", "peak memory"):
         assert word in done.out, (word, done.out)
     return out
-
-
-@pytest.mark.check
-@pytest.mark.parametrize("command", [*COMMANDS, "ckpt", ""])
-def test_help_shows_an_example(command, capsys, monkeypatch):
-    done = nxd_infer_here(capsys, monkeypatch, *command.split(), "--help")
-    assert done.status == 0
-    assert f"nxd-infer {command}" in done.out.replace("\n", " ").split("Example:")[1]
-
-
-@pytest.mark.check
-def test_help_loads_neither_torch_nor_a_server(tmp_path):
-    import subprocess
-    import sys
-
-    code = (
-        "import sys; sys.argv = ['nxd-infer', '--help']\n"
-        "from nxd_infer.cli.main import main\n"
-        "try: main()\n"
-        "except SystemExit: print('LOADED', 'torch' in sys.modules, 'fastapi' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
-    assert "LOADED False False" in done.stdout, done.stderr
-
-
-@pytest.mark.check
-@pytest.mark.parametrize(("module", "words"), [("nxd_infer", COMMANDS), ("bench", ("start", "--help"))])
-def test_the_packages_are_programs_that_explain_themselves_without_torch(module, words):
-    import subprocess
-    import sys
-
-    code = (
-        f"import runpy, sys; sys.argv = [{module!r}, '--help']\n"
-        f"try: runpy.run_module({module!r}, run_name='__main__', alter_sys=True)\n"
-        "except SystemExit as end: print('ENDED', end.code, 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert "ENDED 0 False" in done.stdout, done.stdout + done.stderr
-    assert all(word in done.stdout for word in words), done.stdout
 
 
 def test_generate_answers_each_prompt_the_same_way_twice_and_prints_it_as_it_is(artifact, capsys, monkeypatch):
@@ -127,27 +87,6 @@ def test_generate_binds_an_answer_to_a_form(artifact, tmp_path, capsys, monkeypa
     ):
         done = nxd_infer_here(capsys, monkeypatch, "generate", artifact, "def", *words)
         assert done.status != 0 and why in done.err and "Traceback" not in done.err
-
-
-@pytest.mark.check
-def test_a_prompt_may_have_its_former_name(capsys, monkeypatch):
-    done = nxd_infer_here(capsys, monkeypatch, "generate", "/no/such/artifact", "--prompt", "x")
-    assert (
-        done.status == 1 and 'note: --prompt needs no name any more: nxd-infer generate ARTIFACT "PROMPT"' in done.err
-    )
-    assert "/no/such/artifact" in done.err
-
-
-@pytest.mark.check
-def test_shells_complete_commands_and_options():
-    code = "import sys; sys.argv = ['nxd-infer']; from nxd_infer.cli.main import main; main()"
-    for typed, found in (("nxd-infer ge", ["generate"]), ("nxd-infer trace --prompt", ["--prompt-buckets"])):
-        words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
-        environment = {**os.environ, "_NXD_INFER_COMPLETE": "complete_bash", **words}
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=environment
-        )
-        assert done.stdout.split() == found, done.stderr
 
 
 def test_the_demo_leaves_a_directory_alone_that_is_not_of_a_demo(tmp_path, capsys, monkeypatch):
@@ -378,8 +317,6 @@ def test_user_errors_name_the_value_and_exit_without_a_traceback(
 
 
 def test_a_missing_extra_is_named_with_the_way_to_install_it(artifact):
-    import subprocess
-    import sys
 
     code = (
         f"import sys; sys.argv = ['nxd-infer', 'generate', {str(artifact)!r}, 'x']\n"
@@ -404,10 +341,8 @@ def test_a_directory_of_somebody_else_is_refused_before_anything_is_traced(model
 
 
 def test_a_trace_that_is_told_to_end_leaves_nothing_behind(model_dir, tmp_path):
-    import os
     import signal
     import subprocess
-    import sys
 
     temporary = tmp_path / "tmp"
     temporary.mkdir()

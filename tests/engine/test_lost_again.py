@@ -35,7 +35,7 @@ class Plagued(RankModel):
     their first step."""
 
     def __init__(self, artifact):
-        super().__init__(artifact, call_timeout=15.0, start_timeout=None)
+        super().__init__(artifact, call_timeout=60.0, start_timeout=None)
         self.plagues: list[tuple[str, int]] = []
         self.pids: list[int | None] = []
         """Of every rank there was."""

@@ -130,7 +130,7 @@ class ServerProcess:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10.0)
+        self.process.wait(120)
 
 
 def logged(capfd: Any, words: str) -> str:

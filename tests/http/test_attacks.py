@@ -19,8 +19,10 @@ from nxd_server.http.error_responses import ApiError
 from nxd_server.http.middleware import InFlight, RequestMiddleware
 from nxd_server.http.openai.embeddings import tokens_of
 from nxd_server.http.openai.schemas import SamplingBody
+from nxd_server.http.predict import PredictBody
 from nxd_server.http.request_body import Bodies, ClientLeft, default_limit
 from nxd_server.http.request_context import encode_prompts, json_body
+from nxd_server.http.tokenize import DetokenizeBody, TokenizeBody
 from nxd_server.settings import ServerSettings
 from nxd_server.text.field_bounds import ANY
 from nxd_server.text.text_process_jobs import BoundedJson, ConcurrencyLimit
@@ -180,6 +182,7 @@ def test_what_was_parsed_of_a_large_body_counts_until_the_request_ends():
 
 
 BODY_KINDS = [*SamplingBody.__subclasses__(), *(kind for kind in Body.__subclasses__() if kind is not SamplingBody)]
+assert {PredictBody, TokenizeBody, DetokenizeBody} < set(BODY_KINDS)  # and of modules that nothing imports here, none
 MESSAGE = '{"role": "user", "content": "a"}'
 
 
@@ -273,7 +276,7 @@ def test_a_large_body_whose_request_is_over_is_not_parsed(left):
             messages.put_nowait({"type": "http.disconnect"})
         scope = {"type": "http", "headers": [], "app": SimpleNamespace(state=SimpleNamespace(context=context))}
         with pytest.raises(ClientLeft if left else DeadlineExceededError):
-            await asyncio.wait_for(json_body(Request(scope, messages.get)), 20)
+            await asyncio.wait_for(json_body(Request(scope, messages.get)), 120)
         assert context.bodies.held == 0
 
     asyncio.run(main())
@@ -315,13 +318,13 @@ def test_of_texts_to_encode_none_is_begun_after_their_client_has_left():
         def tokens(self, text, **_):
             began.append(text)
             first.set()
-            assert left.wait(20)
+            assert left.wait(120)
 
     async def main():
         context = SimpleNamespace(encoders=ConcurrencyLimit("prompts", 1, 1))
         texts = ["a" * 3000] * 64
         work = asyncio.create_task(tokens_of(context, Encoder(), texts, lambda place: "input"))  # pyright: ignore
-        assert await asyncio.to_thread(first.wait, 20)
+        assert await asyncio.to_thread(first.wait, 120)
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
             await work

@@ -36,7 +36,7 @@ def ended(server, reason):
 
 def closed(connection):
     """Whether the server has ended it; nothing of it may be left to read."""
-    connection.settimeout(20)
+    connection.settimeout(90)
     return read_all(connection) == b""
 
 
@@ -61,7 +61,7 @@ def test_more_silent_connections_than_descriptors_shut_nobody_out():
             for _ in range(200):
                 all.enter_context(raw(server, opening))
             for request in (LIVEZ_ONCE, stream(2)) * 3:  # each on a connection of its own: an idle one may be evicted
-                with raw(server, request, timeout=30) as connection:
+                with raw(server, request) as connection:
                     assert read_all(connection).startswith(b"HTTP/1.1 200 ")
         assert server.metric("nxd_connections") <= most
         assert ended(server, "evicted") >= 600 - most
@@ -86,9 +86,9 @@ def test_a_body_of_which_hardly_anything_more_comes_is_waited_for_no_longer_than
     before = ended(small, "silent")
     with raw(small, LARGE_BODY) as connection:
         if more:  # a byte now and then moves no deadline
-            wait_for(lambda: connection.sendall(more) or ended(small, "silent") > before, 20)
+            wait_for(lambda: connection.sendall(more) or ended(small, "silent") > before)
         assert closed(connection)
-    wait_for(lambda: ended(small, "silent") == before + 1, 10)
+    wait_for(lambda: ended(small, "silent") == before + 1)
 
 
 def test_a_stream_may_last_longer_than_any_deadline_of_its_connection(small):
@@ -121,7 +121,7 @@ def test_the_one_that_owes_for_longest_makes_room_whatever_it_trickles():
         body = all.enter_context(raw(server, LARGE_BODY))
         server.get("/livez")
         first, second, third, *_ = [all.enter_context(raw(server, HALF_HEAD)) for _ in range(14)]
-        wait_for(lambda: server.metric("nxd_connections") == 16, 10)
+        wait_for(lambda: server.metric("nxd_connections") == 16)
         body.sendall(b" " * BODY_PIECE)  # pays what it owes
         first.sendall(b"x")
         second.sendall(b"x")
@@ -182,13 +182,13 @@ def test_one_address_has_no_more_than_its_share():
         kept = [all.enter_context(raw(server)) for _ in range(2)]
         with raw(server, LIVEZ) as fourth:
             assert closed(fourth)
-        other = all.enter_context(socket.create_connection(("127.0.0.1", server.port), 20, ("127.0.0.2", 0)))
+        other = all.enter_context(socket.create_connection(("127.0.0.1", server.port), 90, ("127.0.0.2", 0)))
         other.sendall(LIVEZ.replace(b"livez", b"version").replace(b"Host: x", b"Host: x\r\nX-Forwarded-For: 9.9.9.9"))
         assert other.recv(4096).startswith(b"HTTP/1.1 200 ")
         wait_for(lambda: server.log.count("/version 200") == 2)
         assert "127.0.0.2" in server.log and "9.9.9.9" not in server.log, "it is not a trusted proxy"
         kept.pop().close()
-        wait_for(lambda: server.metric("nxd_connections") == 3, 10)
+        wait_for(lambda: server.metric("nxd_connections") == 3)
         with raw(server, LIVEZ) as next_one:
             assert next_one.recv(4096).startswith(b"HTTP/1.1 200 ")
         assert ended(server, "refused") == 1

@@ -327,7 +327,7 @@ def test_a_recovery_that_cannot_be_in_time_is_not_begun(tmp_path):
 
 def test_a_recovery_that_takes_too_long_ends_the_server_with_status_1(tmp_path):
     file = tmp_path / "fail"
-    with toy_server(arguments=("--fail-file", str(file)), recovery_timeout=15.0) as server:
+    with toy_server(arguments=("--fail-file", str(file)), recovery_timeout=60.0) as server:
         file.write_text("once")
         is_error(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}), 503)
         server.wait_ready()
@@ -336,8 +336,8 @@ def test_a_recovery_that_takes_too_long_ends_the_server_with_status_1(tmp_path):
         wait_for(lambda: server.get("/health").json().get("recovery", {}).get("stage") == "a first step runs")
         error = is_error(server.get("/readyz"), 503, code="recovering")
         assert "starting the ranks again: a first step runs, " in error["message"]
-        assert "at most 15 s" in error["message"]
+        assert "at most 60 s" in error["message"]
         found = server.get("/health").json()["recovery"]
-        assert found["stage"] == "a first step runs" and found["limit"] == 15.0 and found["expected"] > 0
-        assert server.wait() == 1
-        assert "not ready again within 15 s" in server.log and "Traceback" not in server.log
+        assert found["stage"] == "a first step runs" and found["limit"] == 60.0 and found["expected"] > 0
+        assert server.wait(300) == 1
+        assert "not ready again within 60 s" in server.log and "Traceback" not in server.log

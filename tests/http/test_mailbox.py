@@ -12,7 +12,7 @@ import pytest
 
 from nxd_server.http.openai.event_mailbox import Doorbell, Mailbox
 
-SOON, LATE = 0.05, 30.0
+SOON, LATE = 0.05, 600.0
 
 
 def run(scene):
@@ -37,7 +37,7 @@ def test_items_of_many_threads_come_once_and_in_order():
         assert await asyncio.gather(*map(drain, boxes)) == [list(range(500))] * len(boxes)
         assert all(box.get_nowait() is None for box in boxes)
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
 
     run(scene)
 
@@ -75,7 +75,7 @@ def test_a_wait_ends_when_its_time_is_over_and_not_before():
             found = await box.get(wait)
             passed = time.monotonic() - begin
             assert found == ("item" if wait == LATE else None)
-            assert passed < 10 and (wait == LATE or passed >= 0.9 * wait)
+            assert wait == LATE or passed >= 0.9 * wait  # `run` bounds the other one
         box.put("next")
         assert await box.get(LATE) == "next"
         box.close()

@@ -101,7 +101,7 @@ def test_what_waits_to_be_made_tensors_has_a_limit(body):
 
     async def main():
         gate, lane = threading.Event(), ConcurrencyLimit("tensors", 1, 0)
-        busy = asyncio.create_task(lane.run(lambda: gate.wait(20)))
+        busy = asyncio.create_task(lane.run(lambda: gate.wait(120)))
         await asyncio.sleep(0)
         service = SimpleNamespace(model_name="m", task="", require_ready=lambda: None, input_specs=dict)
         context = SimpleNamespace(service=service, settings=ServerSettings(), tensors=lane)

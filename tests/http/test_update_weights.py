@@ -122,7 +122,7 @@ def test_a_folder_is_read_while_a_trainer_saves_into_it(tmp_path):
             read += 1
     finally:
         stop.set()
-        thread.join(20)
+        thread.join(120)
     assert saved >= 30
 
 

@@ -151,7 +151,7 @@ class Container:
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()  # and with it whatever runs inside
-        self.process.wait(30)
+        self.process.wait(120)
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -225,5 +225,5 @@ class Container:
 
     def wait(self, seconds: float = 600) -> int:
         status = self.process.wait(seconds)
-        self._reader.join(10)
+        self._reader.join(120)
         return status

@@ -111,11 +111,10 @@ def chi_square_limit(freedom):
         {"top_k": 4},
         {"top_p": 0.8},
         {"min_p": 0.15},
-        {"top_k": 6, "top_p": 0.9, "min_p": 0.05},
+        pytest.param({"top_k": 6, "top_p": 0.9, "min_p": 0.05}, marks=pytest.mark.check),
     ],
     ids=str,
 )
-@pytest.mark.check
 def test_draws_follow_the_truncated_distribution(options):
     logits = torch.randn(12, generator=torch.Generator().manual_seed(5)) * 1.5
     draws = 4000

@@ -92,7 +92,6 @@ def test_decoders_on_ranks_equal_the_plain_model(tmp_path, degree):
                 assert max(abs(a - b) for a, b in zip(logprobs, expected_logprobs, strict=True)) < 1e-4, name
 
 
-@pytest.mark.check
 def test_a_tied_model_with_odd_sizes_on_two_ranks(tmp_path):
     paths = directories(tmp_path, {"qwen2": ("qwen2", ODD)})
     prompts = prompts_of([17, 9], 280, seed=4)

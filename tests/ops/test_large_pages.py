@@ -84,7 +84,6 @@ class Filling:
         )
 
 
-@pytest.mark.check
 def test_blocks_get_large_pages_behind_their_middle_and_in_turn():
     filling = Filling(4)
     before = large_pages(filling.memory)
@@ -105,7 +104,6 @@ def test_blocks_get_large_pages_behind_their_middle_and_in_turn():
     assert filling.holds_what_was_given()
 
 
-@pytest.mark.check
 def test_short_blocks_take_turns_too():
     """128 positions in a page: fewer than there are turns to take over the quarter behind its middle."""
     filling = Filling(9, length=128, heads=1, width=8192)
@@ -131,7 +129,6 @@ def test_small_blocks_share_their_pages_with_others_and_get_none():
     assert filling.holds_what_was_given()
 
 
-@pytest.mark.check
 def test_a_block_of_several_pages_gets_them_one_after_the_other():
     filling = Filling(2, length=8 * LENGTH)  # two pages a head
     before = large_pages(filling.memory)

@@ -119,7 +119,6 @@ HELPER = textwrap.dedent(
 )
 
 
-@pytest.mark.check
 def test_torch_neuronx_is_stood_in_for_where_it_is_absent_and_never_hidden(tmp_path: Path):
     done = run("-c", HELPER, folder=tmp_path)
     assert done.stdout.split("\n")[:3] == ["True ours", "torch_neuronx.xla_impl", "False"], done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -18,9 +17,9 @@ from nxd_infer.context import current_context
 from nxd_infer.errors import NonFiniteGradientError
 from tests.ranks import run_ranks
 
-LIMIT = 30.0
-"""Seconds that a collective may wait here; stages that are told end far earlier."""
-STOP_LIMIT = 12.0
+LIMIT = 300.0
+"""Seconds that a collective may wait here; a stage that was not told of a failure would end with this as its reason."""
+STOP_LIMIT = 30.0
 """Where it is waited out."""
 
 
@@ -54,8 +53,8 @@ def pipelined(stages: int, shared: bool = True, limit: float = LIMIT, **options:
     return nxd.pipeline.NxDPPModel(Chain(), auto_partition=True, num_microbatches=4, **options)
 
 
-def faulty(fault: str, stages: int, step: str = "run_train", shared: bool = True, at: int = -2) -> tuple[float, str]:
-    """Seconds until the step ends on this rank, and its error. ``at``: the stage at fault, the last one being -1."""
+def faulty(fault: str, stages: int, step: str = "run_train", shared: bool = True, at: int = -2) -> str:
+    """With what error the step ends on this rank. ``at``: the stage at fault, the last one being -1."""
     model = pipelined(stages, shared, STOP_LIMIT if fault == "stop" else LIMIT)
     batch, run = torch.ones(8, 4), getattr(model, step)
     run(x=batch)
@@ -63,46 +62,40 @@ def faulty(fault: str, stages: int, step: str = "run_train", shared: bool = True
         for module in model.local_modules():
             if isinstance(module, Layer):
                 module.fault = fault
-    start, text = time.monotonic(), "no error"
+    text = "no error"
     try:
         run(x=batch)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-    seconds = time.monotonic() - start
     store = torch.distributed.distributed_c10d._get_default_store()
     store.set(f"ended {current_context().pp.rank}", "")
     if text.startswith("ZeroDivisionError"):  # a rank that raised may live on, and nothing collects what its step held
-        store.wait([f"ended {rank}" for rank in range(stages)], datetime.timedelta(seconds=2 * LIMIT))
-    return seconds, text
+        store.wait([f"ended {rank}" for rank in range(stages)], datetime.timedelta(seconds=LIMIT))
+    return text
 
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("step", ["run_train", "run_eval"])
 def test_a_stage_that_raises_tells_the_others_its_traceback(step: str, shared: bool):
     found = run_ranks(faulty, 4, "raise", 4, step, shared)
-    assert found[2][1] == "ZeroDivisionError: a layer divides by zero"
+    assert found[2] == "ZeroDivisionError: a layer divides by zero"
     for rank in (0, 1, 3):
-        seconds, text = found[rank]
-        assert text.startswith("CollectiveError: pipeline stage 2 (rank 2) failed:\nTraceback"), text
-        assert "in forward" in text and "ZeroDivisionError: a layer divides by zero" in text
-        assert seconds < LIMIT
+        assert found[rank].startswith("CollectiveError: pipeline stage 2 (rank 2) failed:\nTraceback"), found[rank]
+        assert "in forward" in found[rank] and "ZeroDivisionError: a layer divides by zero" in found[rank]
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_the_last_stage_raises_while_the_first_has_nothing_left_to_do(shared: bool):
     found = run_ranks(faulty, 2, "raise", 2, "run_eval", shared, -1)
-    assert found[1][1] == "ZeroDivisionError: a layer divides by zero"
-    seconds, text = found[0]
-    assert text.startswith("CollectiveError: pipeline stage 1 (rank 1) failed:\nTraceback"), text
-    assert seconds < LIMIT
+    assert found[1] == "ZeroDivisionError: a layer divides by zero"
+    assert found[0].startswith("CollectiveError: pipeline stage 1 (rank 1) failed:\nTraceback"), found[0]
 
 
 @pytest.mark.parametrize("fault", ["die", "stop"])
 def test_a_stage_that_is_lost(fault: str):
     found = run_ranks(faulty, 2, fault, 2, lost=(0,))
-    seconds, text = found[1]
-    assert text.startswith("CollectiveTimeoutError: nxd: rank(s) [0] (pid "), text
-    assert seconds < LIMIT
+    assert found[1].startswith("CollectiveTimeoutError: nxd: rank(s) [0] (pid "), found[1]
+    assert ("timed out" in found[1].lower()) == (fault == "stop"), found[1]
 
 
 def nonfinite() -> list[str]:

@@ -164,7 +164,7 @@ def built_at_once(folder: str, factor: int) -> int:
         nonlocal most
         mine = Path(folder, f"{factor} building {current_context().rank}")
         mine.touch()
-        end = time.monotonic() + (10 if factor > 1 else 0.3)
+        end = time.monotonic() + (120 if factor > 1 else 0.3)
         while most < factor + 1 and time.monotonic() < end:
             most = max(most, len(list(Path(folder).glob(f"{factor} building *"))))
             if factor > 1 and most == factor:

@@ -230,7 +230,7 @@ def test_requests_wait_for_a_replica_while_there_is_none(cluster: Cluster):
     expected = streamed("ab")
     for replica in replicas:
         os.kill(replica, signal.SIGKILL)
-    assert all(gone(rank, 30) for rank in ranks)
+    assert all(gone(rank, 120) for rank in ranks)
     while (text := streamed("ab")) is None:  # until Ray Serve knows
         time.sleep(0.2)
     assert text == expected

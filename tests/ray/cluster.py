@@ -80,9 +80,9 @@ class Node:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(120)
         self._log.close()
-        assert all(gone(pid, 10) for pid in pids)
+        assert all(gone(pid, 120) for pid in pids)
 
 
 class Cluster:

@@ -184,7 +184,6 @@ def test_ranks_come_from_slurm_or_torchrun():
         check_world(loaded, {"WORLD_SIZE": "4"})
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])
 def test_a_logger_whose_package_is_missing_is_one_sentence(package, tmp_path, capsys, monkeypatch):
     """Before anything is written, with its line; and a plan says it, too."""

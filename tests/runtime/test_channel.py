@@ -30,7 +30,7 @@ def test_a_request_is_received_whenever_it_comes(ends, seconds):
     sender = threading.Timer(seconds, caller.send, [STEP.record()])
     sender.start()
     assert rank.receive_request() == (STEP, [])
-    sender.join(10)
+    sender.join(120)
 
 
 @pytest.mark.check
@@ -40,7 +40,7 @@ def test_the_callers_end_is_noticed_whenever_it_comes(ends, seconds):
     closer = threading.Timer(seconds, caller.close)
     closer.start()
     assert rank.receive_request() is None
-    closer.join(10)
+    closer.join(120)
 
 
 @pytest.fixture

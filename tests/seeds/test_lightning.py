@@ -61,7 +61,6 @@ DOCUMENTED: dict[type, dict[str, object]] = {
 }
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("documented", DOCUMENTED)
 def test_signatures(documented: type):
     parameters = inspect.signature(documented).parameters.values()
@@ -69,7 +68,6 @@ def test_signatures(documented: type):
     assert list(found.items()) == list(DOCUMENTED[documented].items())
 
 
-@pytest.mark.check
 def test_names_and_base_classes():
     assert nxd.lightning is nxd_infer.lightning
     assert issubclass(NeuronLTModule, LightningModule) and issubclass(NeuronTQDMProgressBar, TQDMProgressBar)

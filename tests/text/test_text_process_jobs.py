@@ -31,7 +31,7 @@ def test_there_are_no_more_threads_than_allowed_and_what_waits_is_done():
         with lock:
             inside += 1
             most = max(most, inside)
-        gate.wait(20)
+        gate.wait(120)
         with lock:
             inside -= 1
         return threading.get_ident()
@@ -67,9 +67,9 @@ def test_a_thread_that_cannot_be_started_takes_no_turn_with_it(monkeypatch):
             patched.setattr(threading.Thread, "start", refuse)
             for _ in range(3):
                 with pytest.raises(EngineUnavailableError, match="no thread"):
-                    await asyncio.wait_for(limit.run(lambda: 1), 20)
+                    await asyncio.wait_for(limit.run(lambda: 1), 120)
         assert limit.inside == 0
-        return await asyncio.wait_for(limit.run(lambda: 7), 20)
+        return await asyncio.wait_for(limit.run(lambda: 7), 120)
 
     assert asyncio.run(main()) == 7
 
@@ -80,11 +80,11 @@ def test_work_waits_for_another_thread_if_none_can_be_started(monkeypatch):
 
     async def main():
         workers, gate = Workers(2, "worker"), threading.Event()
-        first = workers.run(lambda: gate.wait(20))
+        first = workers.run(lambda: gate.wait(120))
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", refuse)
             second = workers.run(lambda: 7)
         gate.set()
-        return await asyncio.wait_for(asyncio.gather(first, second), 20)
+        return await asyncio.wait_for(asyncio.gather(first, second), 120)
 
     assert asyncio.run(main()) == [True, 7]

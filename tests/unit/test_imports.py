@@ -61,9 +61,15 @@ def floor_of(module: str) -> int | None:
     return None
 
 
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imported(name: str, path: Path) -> set[str]:
     """Every module of ours that the file imports: inside functions and ``if TYPE_CHECKING``, too."""
-    nodes = ast.walk(ast.parse(path.read_text()))
+    nodes = ast.walk(tree(path))
     return {target for node in nodes for target in imported_by(node, name, path)} - {name}
 
 
@@ -83,10 +89,9 @@ def imported_by(node: ast.AST, name: str, path: Path) -> set[str]:
 
 def inside_functions(name: str, path: Path) -> dict[int, str]:
     """The imports of our own packages inside functions: the source of each, by line."""
-    text = path.read_text()
-    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [n for n in ast.walk(tree(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     nodes = [node for function in functions for node in ast.walk(function) if imported_by(node, name, path)]
-    lines = text.splitlines()
+    lines = path.read_text().splitlines()
     return {node.lineno: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in nodes}  # type: ignore[attr-defined]
 
 

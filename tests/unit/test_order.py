@@ -18,6 +18,12 @@ def test_the_longest_files_are_there_and_come_first(request):
     assert places == sorted(places) and len(set(order.LONGEST)) == len(order.LONGEST)
 
 
+def test_the_quick_selection_is_found_by_its_words(request):
+    """Files without them are not read for it."""
+    files = {item.path for item in request.session.items if item.get_closest_marker("check")}
+    assert files and [path for path in files if "mark.check" not in path.read_text()] == []
+
+
 @pytest.mark.check
 def test_what_is_left_to_the_long_run_exists():
     """A test that was renamed would come back unseen."""
