@@ -83,6 +83,22 @@ def test_both_routes_take_every_form(server, route):
         assert choice["finish_reason"] == "length"
 
 
+def test_a_model_that_prefers_blanks_comes_to_the_end(server):
+    blanks = [
+        server.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json()["tokens"] for text in " \n"
+    ]
+    body = {"logit_bias": {str(ids[-1]): 100 for ids in blanks}, "max_tokens": 100}
+    described = {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}}
+    for asked in (described, {"structured_outputs": {"json": SCHEMA}}):
+        text = text_of(server, CHAT, {**body, **asked})
+        assert set(json.loads(text)) == {"ok"} and "\n" in text
+        asked = {**asked, "structured_outputs": {**asked.get("structured_outputs", {}), "disable_any_whitespace": True}}
+        assert text_of(server, CHAT, {**body, **asked}) in ('{"ok":true}', '{"ok":false}')
+    for wrong in ("yes", 1):
+        answer = server.post(CHAT, {"messages": HELLO, "structured_outputs": {"disable_any_whitespace": wrong}})
+        is_error(answer, 400, "structured_outputs.disable_any_whitespace")
+
+
 def test_a_stream_and_n_choices_are_of_that_form(client):
     chunks = client.chat.completions.create(
         model="tiny-llama",

@@ -224,6 +224,44 @@ def test_a_forced_call_is_the_one_that_the_model_finds_likeliest(client):
     assert not choice.message.content
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", named("weather")])
+def test_a_call_that_must_be_made_and_is_cut_has_the_arguments_so_far(server, stream, choice):
+    """As in OpenAI's API; its text is no content. At first its name is not known, unless the request says it."""
+    body = {"messages": [ASKED], "tools": TOOLS, "tool_choice": choice, "temperature": 0, "stream": stream}
+    found = []
+    for most in range(1, 60):
+        answer = server.post(CHAT, {**body, "max_tokens": most})
+        if stream:
+            lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n")[:-2]]
+            parts = [one for line in lines for one in json.loads(line)["choices"]]
+            assert not any(one["delta"].get("content") for one in parts)
+            calls = [call for one in parts for call in one["delta"].get("tool_calls", [])]
+            reason = parts[-1]["finish_reason"]
+        else:
+            (one,) = answer.json()["choices"]
+            calls, reason = one["message"].get("tool_calls", []), one["finish_reason"]
+            assert one["message"]["content"] is None
+        if reason != "length":
+            break
+        assert len(calls) <= 1
+        found += [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+        assert calls or (not found and choice == "required")
+    assert reason == ("tool_calls" if choice == "required" else "stop")
+    assert len(calls) == 1 and calls[0]["function"]["arguments"] == '{"city": "Bern"}'
+    assert {name for name, _ in found} == {"weather"}
+    texts = [text for _, text in found]
+    assert all('{"city": "Bern"}'.startswith(text) for text in texts) and texts == sorted(texts, key=len)
+    assert len(set(texts)) > 3
+
+
+def test_a_forced_call_that_a_stop_string_cuts_is_no_regular_end(server):
+    body = {"messages": [ASKED], "tools": TOOLS, "tool_choice": "required", "temperature": 0, "stop": "Be"}
+    (choice,) = server.post(CHAT, {**body, "max_tokens": 60}).json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == ['{"city": "']
+
+
 def test_an_answer_of_a_form_may_be_a_call_instead(client):
     form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": VERDICT}}
     (choice,) = create(client, [ASKED], response_format=form).choices

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nxd_server.text.tool_call_rules import call_rules
-from nxd_server.text.tool_calls import FORMATS, MOST_FAILURES, OPEN, MistralReader, ToolCall, format_of
+from nxd_server.text.tool_calls import FORMATS, MOST_FAILURES, OPEN, MistralReader, ToolCall, cut_calls, format_of
 from tests.text.text_tokenizers import compiled, taken, with_tokens
 
 NAMES = ("weather", "clock")
@@ -256,6 +256,27 @@ def test_a_call_that_must_be_made_is_written_as_the_model_was_trained_to(kind, t
     assert other.startswith(taken(tokenizer, grammar, other)) and taken(tokenizer, grammar, other) != other
     said, calls = read(kind, [answer])
     assert not said and calls and {one.name for one in calls} <= set(NAMES)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(("kind", "tokens", "answer"), FORCED, ids=lambda value: str(value)[:60])
+def test_a_call_that_was_cut_has_its_name_and_the_arguments_so_far(kind, tokens, answer):
+    whole = [(one.name, json.loads(one.arguments)) for one in read(kind, [answer])[1]]
+    for end in range(len(answer) + 1):
+        found = cut_calls(answer[:end])
+        assert [one.name for one in found] == [name for name, _ in whole[: len(found)]]
+        for one, (_, arguments) in zip(found, whole, strict=False):
+            assert json.dumps(arguments).startswith(one.arguments)
+            assert one is found[-1] or json.loads(one.arguments) == arguments
+    assert [(one.name, json.loads(one.arguments)) for one in found] == whole
+    first = answer.index(json.dumps(whole[0][1]))
+    assert cut_calls(answer[:first]) == [ToolCall(whole[0][0], "")] and not cut_calls(answer[: first - 1])
+
+
+def test_a_call_within_the_arguments_of_a_call_that_was_cut_is_none():
+    inner = call("clock", {"x": call("clock", {})})
+    whole = '{"name": "weather", "arguments": {"a": ' + inner + ', "b": ' + json.dumps(inner)
+    assert [one.name for one in cut_calls(whole)] == ["weather"]
 
 
 def test_a_tag_that_the_model_has_no_token_for_is_text():

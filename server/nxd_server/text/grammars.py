@@ -22,7 +22,7 @@ import numpy as np
 
 from nxd_server.errors import RequestError
 from nxd_server.text.library_panics import LibraryPanic, no_panics
-from nxd_server.text.structured_outputs import StructuredOutputs, json_rule
+from nxd_server.text.structured_outputs import StructuredOutputs
 from nxd_server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -54,14 +54,14 @@ class Grammars:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | str | None = None
         """Or why there is none."""
-        self._compiled: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str, bool], CompiledGrammar] = OrderedDict()
 
     def compiled(self, asked: StructuredOutputs) -> CompiledGrammar:
         """Return the compiled grammar. Takes up to seconds the first time.
 
         Raises RequestError if it is not valid, too complex, or uses what the library does not have.
         """
-        key = (asked.form, asked.text)
+        key = (asked.form, asked.text, asked.disable_any_whitespace)
         with self._lock:
             if (found := self._compiled.get(key)) is not None:
                 self._compiled.move_to_end(key)
@@ -243,7 +243,7 @@ def _grammar(asked: StructuredOutputs) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
     if asked.form in ("json", "json_object"):
-        return f"{HEADER}\nstart: {json_rule(asked.schema)}"
+        return f"{HEADER}\nstart: {asked.rule}"
     if asked.form == "regex":
         if (len(asked.text) - len(asked.text.rstrip("\\"))) % 2:
             raise ValueError("it ends with a backslash")

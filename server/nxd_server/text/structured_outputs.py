@@ -16,13 +16,15 @@ MOST_CHARACTERS = 2**16
 MOST_MADE = 2**18
 """Of a grammar that was made of several."""
 
-BLANKS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
-"""Between the tokens of JSON. Enough to indent; without a limit, a model may write blanks up to ``max_tokens``."""
+BLANKS = {"whitespace_pattern": r"\x20|\r?\n(\x20{0,16}|\t{0,4})"}
+"""Between the tokens of JSON: one space, or a new line and its indentation. A small model would spend its tokens on
+more."""
+NO_BLANKS = {"whitespace_flexible": False}
 
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """A constraint on an answer. Exactly one field is given; names and meaning as in vLLM.
+    """A constraint on an answer. Exactly one of the first five fields is given; names and meaning as in vLLM.
 
     Raises RequestError naming :attr:`where` for none, several, or a value of another type. Whether a schema, an
     expression or a grammar is valid is checked when it is compiled (:class:`~nxd_server.text.grammars.Grammars`).
@@ -38,6 +40,8 @@ class StructuredOutputs:
     """The answer is one of these texts."""
     grammar: str | None = None
     """A context-free grammar in Lark's notation or in llama.cpp's (GBNF)."""
+    disable_any_whitespace: bool = False
+    """True: JSON without whitespace between its tokens. Else one space, or a new line and its indentation."""
     where: str = field(default="structured_outputs", compare=False)
     """The request's field that this was made of, for errors."""
     made: bool = field(default=False, compare=False)
@@ -48,6 +52,8 @@ class StructuredOutputs:
         if len(given) != 1:
             found = f"got {' and '.join(given)}" if given else "got none"
             raise RequestError(self.where, f"needs exactly one of {', '.join(FORMS)}; {found}")
+        if not isinstance(self.disable_any_whitespace, bool):
+            raise self.error("disable_any_whitespace", f"must be true or false, got {self.disable_any_whitespace!r}")
         value = getattr(self, given[0])
         if given[0] == "json_object" and value is not True:
             raise self.error("json_object", f"must be true, got {value!r}")
@@ -70,7 +76,7 @@ class StructuredOutputs:
         if not isinstance(value, Mapping):
             raise RequestError(where, f"must be an object with one of {', '.join(FORMS)}, got {value!r}")
         for name in value:
-            if name not in FORMS:
+            if name not in (*FORMS, COMPACT):
                 raise RequestError(where, f"takes one of {', '.join(FORMS)}; got {str(name)[:100]!r}")
         return cls(**value)
 
@@ -98,18 +104,24 @@ class StructuredOutputs:
             raise self.error(self.form, "must be a JSON schema: an object, or its text")
         return found
 
+    @property
+    def rule(self) -> str:
+        """The right side of a rule in a grammar that stands for JSON of :attr:`schema`."""
+        return json_rule(self.schema, self.disable_any_whitespace)
+
     def error(self, name: str, problem: str) -> RequestError:
         """Return the error of the field ``name``."""
         whole = self.where != "structured_outputs"
         return RequestError(self.where if whole else f"{self.where}.{name}", problem)
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """Return the right side of a rule in a grammar that stands for JSON of ``schema``."""
-    return "%json " + json.dumps({**schema, "x-guidance": BLANKS})
+def json_rule(schema: Mapping[str, Any], compact: bool = False) -> str:
+    """Return the right side of a rule in a grammar that stands for JSON of ``schema``; ``compact``: without blanks."""
+    return "%json " + json.dumps({**schema, "x-guidance": NO_BLANKS if compact else BLANKS})
 
 
-FORMS = tuple(one.name for one in fields(StructuredOutputs) if one.name not in ("where", "made"))
+COMPACT = "disable_any_whitespace"
+FORMS = tuple(one.name for one in fields(StructuredOutputs) if one.name not in (COMPACT, "where", "made"))
 
 
 def _texts(value: Any) -> bool:

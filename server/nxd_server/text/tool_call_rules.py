@@ -17,12 +17,13 @@ def call_rules(
     several: bool,
     tokenizer: Tokenizer,
     vocab_size: int,
+    compact: bool = False,
 ) -> list[str]:
     """Return the rules of a grammar, in Lark's notation, whose rule ``calls`` is a call of one of ``tools`` in
     ``tool_format``, or ``several``.
 
     ``tools``: the names, and the JSON schemas of the arguments. A tag that is one of the model's ``vocab_size`` tokens
-    is that token.
+    is that token. ``compact``: arguments have no blanks.
     """
 
     def tag(text: str) -> str:
@@ -50,7 +51,7 @@ def call_rules(
             call = _object(name, "arguments", arguments, '(", \\"id\\": \\"" ID "\\"")?')
         else:
             call = f"{tag(TOOL_CALLS)} {json.dumps(name)} ({tag(CALL_ID)} ID)? {tag(ARGS)} {arguments}"
-        rules += [f"call_{number}: {call}", f"{arguments}: {json_rule({'type': 'object', **schema})}"]
+        rules += [f"call_{number}: {call}", f"{arguments}: {json_rule({'type': 'object', **schema}, compact)}"]
     return rules
 
 

@@ -46,6 +46,11 @@ _BLANKS = re.compile(r"\s*")
 _LIST = re.compile(rf"\[\s{{0,{MOST_BLANKS}}}({{|\Z)")
 _NAME = re.compile(r"[a-zA-Z0-9_.-]+")
 _NAMED = re.compile(r"([a-zA-Z0-9_.-]+)(?:\[CALL_ID\][a-zA-Z0-9]+)?(?:\[ARGS\])?\s*(?={)")
+_HEAD = re.compile(
+    r'\{"name": "([a-zA-Z0-9_.-]+)", "(?:arguments|parameters)": '
+    r"|\[TOOL_CALLS\]([a-zA-Z0-9_.-]+)(?:\[CALL_ID\][a-zA-Z0-9]+)?\[ARGS\]"
+)
+"""What a call that must be made has before its arguments, as the grammars of ``tool_call_rules`` write it."""
 _DECODER = json.JSONDecoder()
 
 
@@ -53,7 +58,7 @@ _DECODER = json.JSONDecoder()
 class ToolCall:
     name: str
     arguments: str
-    """The text of a JSON object."""
+    """The text of a JSON object; of a call that was cut, its beginning."""
 
 
 Read = tuple[str, list[ToolCall]]
@@ -246,6 +251,20 @@ FORMATS: dict[str, type[ToolCallReader]] = {
 }
 SINGLE = frozenset({"llama3_json"})
 """Formats whose models' own templates refuse messages of several calls."""
+
+
+def cut_calls(text: str) -> list[ToolCall]:
+    """Return the calls in the text of an answer that must be calls; the last one may be cut behind its name."""
+    calls: list[ToolCall] = []
+    place = 0
+    while (head := _HEAD.search(text, place)) is not None:
+        begin = head.end()
+        try:
+            _, place = _DECODER.raw_decode(text, begin)
+        except (ValueError, RecursionError):
+            place = len(text)
+        calls.append(ToolCall(head[1] or head[2], text[begin:place]))
+    return calls
 
 
 def format_of(templates: Iterable[str]) -> str | None:

@@ -25,6 +25,8 @@ class MessageParts:
                 more, rest = self._reasoning.end()
                 thought, text = thought + more, text + rest
         text, calls = self._calls.take(text, ended)
+        if ended:
+            calls += self._calls.cut()
         if self._calls.offered and self._reasoning is not None and self._reasoning.place != "over":
             self._thoughts.append(thought)
             if ended:  # some models call a tool and leave the reasoning open
@@ -36,8 +38,10 @@ class MessageParts:
         """Return the message of a choice with this text."""
         parts = self.take(text, ended=True)
         message = {"role": "assistant", "content": "", "refusal": None, **parts}
-        if calls := parts.get("tool_calls"):
-            message["content"] = message["content"] if message["content"].strip() else None
+        calls = parts.get("tool_calls")
+        if (calls or self._calls.forced) and not message["content"].strip():
+            message["content"] = None
+        if calls:
             message["tool_calls"] = [{name: call[name] for name in call if name != "index"} for call in calls]
         return message
 

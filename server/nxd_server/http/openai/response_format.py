@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from nxd_server.http.error_responses import bad_request, clip, missing_field, unsupported
 from nxd_server.http.openai.schemas import ChatBody, SamplingBody
-from nxd_server.http.openai.tools import makes_several
-from nxd_server.text.structured_outputs import StructuredOutputs, json_rule
+from nxd_server.http.openai.tools import makes_several, must_call
+from nxd_server.text.structured_outputs import COMPACT, StructuredOutputs
 from nxd_server.text.tokenizer import Tokenizer
 from nxd_server.text.tool_call_rules import call_rules
 
-NEUTRAL = ("json_object", "disable_any_whitespace", "disable_additional_properties", "disable_fallback")
+NEUTRAL = ("json_object", "disable_additional_properties", "disable_fallback")
 """Fields of vLLM's that say nothing if they are false."""
 SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 
@@ -20,16 +21,25 @@ SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 def wanted_form(body: SamplingBody) -> StructuredOutputs | None:
     """Return what the text of the answer must be; None for any text. Raises ApiError: 400 naming the field."""
     wanted = _of_response_format(body.response_format)
+    compact = is_compact(body)
     given = {
         name: value
         for name, value in (body.structured_outputs or {}).items()
-        if value is not None and not (value is False and name in NEUTRAL)
+        if value is not None and name != COMPACT and not (value is False and name in NEUTRAL)
     }
     if not given:
-        return wanted
+        return wanted and replace(wanted, disable_any_whitespace=compact)
     if wanted is not None:
         raise bad_request("send `response_format` or `structured_outputs`, not both", "response_format")
-    return StructuredOutputs.of(given)
+    return StructuredOutputs.of({**given, COMPACT: compact})
+
+
+def is_compact(body: SamplingBody) -> bool:
+    """Return whether JSON is to have no whitespace, that of ``response_format`` and of calls included."""
+    asked = (body.structured_outputs or {}).get(COMPACT)
+    if not isinstance(asked, bool | None):
+        raise bad_request(f"`structured_outputs.{COMPACT}` must be true or false", f"structured_outputs.{COMPACT}")
+    return bool(asked)
 
 
 def _of_response_format(value: dict[str, Any] | None) -> StructuredOutputs | None:
@@ -73,7 +83,7 @@ def with_calls(
     Raises ApiError: 400 for a constraint on texts that cannot be combined with calls.
     """
     choice = body.tool_choice
-    forced = choice == "required" or isinstance(choice, dict)
+    forced = must_call(body)
     if not tools or tool_format is None or (wanted is None and not forced):
         return wanted
     if wanted is not None and wanted.form not in ("json", "json_object"):
@@ -87,10 +97,10 @@ def with_calls(
         (name, one.schema) for name, one in zip(names, schemas_of(tools), strict=True) if named in (None, name)
     ]
     several = named is None and makes_several(body, tool_format)
-    rules = call_rules(tool_format, arguments, several, tokenizer, vocab_size)
+    rules = call_rules(tool_format, arguments, several, tokenizer, vocab_size, is_compact(body))
     start = "start: calls"
     if not forced and wanted is not None:
-        start, rules = "start: calls | answer", [*rules, f"answer: {json_rule(wanted.schema)}"]
+        start, rules = "start: calls | answer", [*rules, f"answer: {wanted.rule}"]
     return StructuredOutputs(grammar="\n".join([start, *rules]), where="tools", made=True)
 
 

@@ -13,7 +13,7 @@ from nxd_server.http.error_responses import ApiError, bad_request, clip, missing
 from nxd_server.http.openai.schemas import ChatBody
 from nxd_server.text.field_bounds import MOST_TOOL_VALUES
 from nxd_server.text.strict_json import Outline, parse_json
-from nxd_server.text.tool_calls import FORMATS, LONGEST_NAME, SINGLE
+from nxd_server.text.tool_calls import FORMATS, LONGEST_NAME, SINGLE, ToolCall, cut_calls
 
 MOST_TOOLS = 128
 TOOL_FIELDS = frozenset({"name", "description", "parameters", "strict"})
@@ -54,6 +54,11 @@ def _named(choice: Any) -> str:
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else ""
+
+
+def must_call(body: ChatBody) -> bool:
+    """Whether the answer is to be nothing but calls."""
+    return body.tool_choice == "required" or isinstance(body.tool_choice, dict)
 
 
 def makes_several(body: ChatBody, tool_format: str | None) -> bool:
@@ -147,20 +152,30 @@ def _arguments(value: Any, where: str) -> dict[str, Any]:
 class ChoiceCalls:
     """Takes the calls out of the text of one choice, and numbers them."""
 
-    def __init__(self, tool_format: str | None, names: Sequence[str], parallel: bool, named: bool = False):
+    def __init__(
+        self, tool_format: str | None, names: Sequence[str], parallel: bool, named: str = "", forced: bool = False
+    ):
         """``names``: of the tools that the request offers; without any, or without ``tool_format``, all is text.
-        ``parallel``: more than one call is returned. ``named``: the request names the tool; its call is the answer's
-        regular end, as in OpenAI's API."""
+        ``parallel``: more than one call is returned. ``named``: the tool that the request names; its call is the
+        answer's regular end, as in OpenAI's API. ``forced``: the answer is nothing but calls, and one that is cut is
+        returned as far as it goes."""
         self._format = tool_format
         self._reader = FORMATS[tool_format](names) if names and tool_format else None
         self._parallel = parallel
         self._named = named
+        self._unread: list[str] | None = [] if forced else None
+        """Text of an answer of calls that is part of no whole one."""
         self._count = 0
+        self._cut = False
 
     @property
     def offered(self) -> bool:
         """Whether the text may hold calls."""
         return self._reader is not None
+
+    @property
+    def forced(self) -> bool:
+        return self._unread is not None
 
     def take(self, text: str, ended: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """Return the answer's next text, and its calls as ``tool_calls`` of a chunk."""
@@ -170,10 +185,25 @@ class ChoiceCalls:
         if ended:
             more, others = self._reader.end()
             said, calls = said + more, calls + others
+        if self._unread is not None:
+            self._unread.append(said)
+            said = ""
+        return said, self._numbered(calls)
+
+    def cut(self) -> list[dict[str, Any]]:
+        """Return the call in which an answer ended that must be a call, with the arguments so far."""
+        text = "".join(self._unread or ())
+        calls = cut_calls(text)
+        if not calls and text.strip() and self._named and not self._count:
+            calls = [ToolCall(self._named, "")]
+        self._cut = bool(calls)
+        return self._numbered(calls)
+
+    def _numbered(self, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
         if not self._parallel:
             calls = calls[: 1 - self._count]
         first, self._count = self._count, self._count + len(calls)
-        return said, [
+        return [
             {
                 "index": first + place,
                 "id": shown_id(f"call_{uuid.uuid4().hex[:24]}", self._format),
@@ -185,11 +215,12 @@ class ChoiceCalls:
 
     def reason(self, reason: str) -> str:
         """Return the choice's finish reason, from the engine's."""
-        return "tool_calls" if self._count and reason == "stop" and not self._named else reason
+        called = self._count and not self._cut
+        return "tool_calls" if called and reason == "stop" and not self._named else reason
 
 
 def choice_calls(body: ChatBody, tools: Sequence[dict[str, Any]], tool_format: str | None) -> list[ChoiceCalls]:
     """Return one for every choice of the request."""
     names = [tool["function"]["name"] for tool in tools]
-    parallel, named = makes_several(body, tool_format), bool(_named(body.tool_choice))
-    return [ChoiceCalls(tool_format, names, parallel, named) for _ in range(body.n)]
+    parallel, named = makes_several(body, tool_format), _named(body.tool_choice)
+    return [ChoiceCalls(tool_format, names, parallel, named, must_call(body)) for _ in range(body.n)]
