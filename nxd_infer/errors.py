@@ -7,6 +7,8 @@ well, because ported code catches those.
 
 from __future__ import annotations
 
+import errno
+
 
 class NxdError(Exception):
     """Base class of every error that the user can fix or handle."""
@@ -107,7 +109,12 @@ class RankError(NxdError, RuntimeError):
 
 
 class RankStartError(RankError):
-    """The system lacks what ranks need to start: a process, descriptors, shared memory."""
+    """The system lacks what ranks need to start: a process, descriptors, shared memory. The cause is its error."""
+
+    @property
+    def passing(self) -> bool:
+        """Whether the system lacks processes, memory or descriptors, of which it may have enough in a moment."""
+        return getattr(self.__cause__, "errno", None) in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 class RankDiedError(RankError):

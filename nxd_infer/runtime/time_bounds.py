@@ -29,11 +29,20 @@ KEPT = 0.9
 """Decay per step of a bucket's slowest time: by a factor of ten after 22 steps."""
 LEAST_SECONDS = 30.0
 """Minimum limit for starting processes and reading files."""
+LEAST_END_SECONDS = 5.0
+"""Minimum limit for killed ranks to end ..."""
+SLOW_FREE = 5e8
+"""... and the bytes that they free per second at least; small pages were freed at 3 GiB/s."""
 
 
 def again(seconds: float, nbytes: int) -> float:
     """Return the limit for repeating something that took ``seconds`` and reads ``nbytes``, perhaps from disk."""
     return max(LEAST_SECONDS, MARGIN * seconds + nbytes / SLOW_READ)
+
+
+def until_ended(nbytes: int) -> float:
+    """Return the limit for killed ranks that hold ``nbytes`` to end: the system has to free their memory."""
+    return LEAST_END_SECONDS + nbytes / SLOW_FREE
 
 
 class Bounds:
@@ -67,7 +76,10 @@ class Bounds:
         self.load_seconds: float | None = None
         """Time of the last start and load of the ranks; None before the first."""
         self.least_load = math.inf
-        """The fastest load of the ranks; their files were verified just before, so they were in memory."""
+        """The fastest start and load of the ranks: the processor time of a start, whose imports may have come from a
+        disk, and the time of a load, whose files were verified just before, so they were in memory."""
+        self.least_swaps = 0.0
+        """How fast the ranks took the weights that were swapped in since, which a restart repeats."""
         self._derives = start_timeout is None
         self.patient = call_timeout is None
         """Whether a call may take as long as a start until one is measured: it may compile, or read all weights from

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from nxd_infer.util.child_process import END_SECONDS, ChildProcess
-from nxd_infer.util.process_state import exit_code
+from nxd_infer.util.process_state import exit_code, process_state
 from nxd_infer.util.python_command import python_module
 
 MOST_DESCRIPTORS = 200
@@ -48,7 +48,7 @@ does not go on ..."""
 _UNWANTED_SECONDS = 1.0
 """... and so it is after this long if somebody gave up waiting."""
 _SAY_SECONDS = 1.0
-"""How long a server may take to say how a child ended that it has reaped."""
+"""How long a server that is not stopped may take to reap a child and say how it ended."""
 _LOOK_SECONDS = 0.02
 """How often to look whether an answer is still wanted."""
 _LATE = {"_", "OLDPWD", "PWD", "PYTEST_CURRENT_TEST", "SHLVL"}
@@ -68,9 +68,10 @@ class ForkedProcess(ChildProcess):
     """A child of a fork server, which reaps it, and kills what it leaves behind. A server that does not go on does
     neither: then the kernel says that the child has ended, and this process kills what it left behind."""
 
-    def __init__(self, pid: int, status: socket.socket, stdout: IO[bytes] | None):
-        """``status``: where the server says how it ended."""
+    def __init__(self, pid: int, server: int, status: socket.socket, stdout: IO[bytes] | None):
+        """``server``: the process that says at ``status`` how it ended."""
         self.pid = pid
+        self._server = server
         self.stdin = None
         self.stdout = stdout
         self._status = status
@@ -93,18 +94,19 @@ class ForkedProcess(ChildProcess):
         return self._code
 
     def _find_end(self) -> int | None:
+        ended = self._seen_to_end()
+        if ended and process_state(self._server) != "stopped":
+            _readable(self._status.fileno(), _SAY_SECONDS)
         said = self._said()
         if said is not None:
             return json.loads(said)["status"] if said else self._end_of_a_lost_one()
-        if not self._seen_to_end():
+        if not ended:
             return None
         try:
             code = exit_code(self.pid)
             signal.pidfd_send_signal(self._pidfd, 0)  # it is still there to be reaped, so that was not another's
         except OSError:  # the server has just reaped it, and is about to say how it ended
-            _readable(self._status.fileno(), _SAY_SECONDS)
-            said = self._said()
-            return json.loads(said)["status"] if said else None
+            return None
         self._kill_group()
         return code
 
@@ -285,7 +287,7 @@ class ForkServer:
             sent.close()  # so that the end of the server is the end of file
             pid = self._answer(status, stopped)
             kept.pop_all()
-        child = ForkedProcess(pid, status, reader)
+        child = ForkedProcess(pid, self._running.process.pid if self._running.process else 0, status, reader)
         with self._mutex:
             self._children.add(child)
         return child

@@ -235,7 +235,8 @@ class ServerSettings:
     recovery_timeout: float | None = setting(
         None,
         "Seconds lost ranks may take to be ready again; then the server exits. By default twice the limit of a "
-        "reload, so that ranks that hang meanwhile are started once more.",
+        "reload, so that ranks that hang meanwhile are started once more, and twelve times what the ranks took from "
+        "there to ready.",
         float,
         LIFE,
         minimum=0,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import threading
 import time
 import weakref
@@ -321,9 +323,63 @@ def test_a_recovery_is_bounded_as_a_whole_and_its_last_start_is_what_starts_take
     assert restarts.seconds is None and restarts.stage == "" and restarts.count == 3
 
 
+def short_of(number: int) -> RankStartError:
+    error = RankStartError("the system does not let the ranks start")
+    error.__cause__ = OSError(number, os.strerror(number))
+    return error
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
+def test_ranks_for_which_the_system_has_no_room_now_are_tried_again_as_long_as_they_can_be_in_time(number, monkeypatch):
+    monkeypatch.setattr("nxd_server.engine.rank_restarts.LONGEST_PAUSE", 0.001)
+    restarts, spent = RankRestarts(limit=1, window=600.0), []
+    late_after = 9
+
+    def hopeless(seconds):
+        spent.append(seconds)
+        return "too late" if len(spent) > late_after else ""
+
+    def start():
+        if len(spent) < 6:
+            raise short_of(number)
+
+    restarts.hopeless = hopeless
+    assert restarts.run(start, False, str) is None and restarts.count == 7
+    assert spent == sorted(spent) and spent[0] > 0
+    restarts.end()
+    assert "as often as max_restarts allows" in restarts.refusal(False), "the first one counted"
+    assert not restarts.refusal(True)
+    spent.clear()
+    late_after = 3
+    found = restarts.run(start, False, str)
+    assert found is not None and found[1] == "the system does not let the ranks start; too late"
+
+
+def test_without_another_bound_ranks_for_which_there_is_no_room_count(monkeypatch):
+    monkeypatch.setattr("nxd_server.engine.rank_restarts.LONGEST_PAUSE", 0.001)
+    restarts = RankRestarts(limit=3, window=600.0)
+
+    def start():
+        raise short_of(errno.EMFILE)
+
+    found = restarts.run(start, False, str)
+    assert found is not None and "as often as max_restarts allows" in found[1] and restarts.count == 3
+
+
+def test_the_end_of_the_engine_is_not_kept_waiting_for_room():
+    restarts = RankRestarts(limit=3, window=600.0)
+
+    def start():
+        raise short_of(errno.EMFILE)
+
+    found = restarts.run(start, False, lambda: "the engine ends")
+    assert found is not None and found[1].endswith("; the engine ends") and restarts.count == 1
+
+
 @pytest.mark.parametrize(
     ("error", "why"),
     [
+        (short_of(errno.EFBIG), ""),
         (RankFailedError("rank 0 raised: ArtifactCorruptError", 0, "nxd_infer.errors.ArtifactCorruptError: x"), ""),
         (RankStartError("the system does not let the ranks start"), ""),
         (ModelClosedError("the model was closed"), ""),

@@ -83,7 +83,7 @@ class ToyService(Service):
         super().__init__("toy", settings, on_failure)
         self._toy = kind(**toy)
         self._start_file = start_file
-        self._toy.bounds = SimpleNamespace(load_seconds=60.0, least_load=ranks_seconds)
+        self._toy.bounds = SimpleNamespace(load=30.0, load_seconds=60.0, least_load=ranks_seconds, least_swaps=0.0)
         self._failing = False
         if fail_file:
             self._toy.fail = lambda name, inputs: self._maybe_fail(Path(fail_file), inputs)

@@ -120,6 +120,42 @@ def test_a_rank_lost_while_the_fork_server_is_stopped_is_started_by_another(serv
     assert server.metric("nxd_engine_restarts_total") == 1 and server.stop() == 0
 
 
+def test_ranks_for_which_there_are_no_descriptors_start_as_soon_as_there_are(server, texts):
+    pid, pids = server.process.pid, rank_pids(server)
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+    os.kill(pids[1], signal.SIGKILL)
+    wait_for(
+        lambda: server.log.count("the system does not let the ranks start") >= 2 or server.process.poll() is not None
+    )
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    wait_for(lambda: "ready again" in server.log or server.process.poll() is not None)
+    assert server.post(COMPLETIONS, body_of(PROMPTS[0])).json()["choices"][0]["text"] == texts[0][PROMPTS[0]]
+    assert errors_of(server) and server.stop() == 0
+
+
+def test_a_recovery_without_the_time_to_start_new_interpreters_is_not_begun(slow_starts, artifact):
+    """To import torch takes longer than to load the ranks of a small model."""
+    with real_server(artifact, "--recovery-timeout", "0.8") as server:
+        assert "ranks that are lost will not be started again: recovery_timeout is 0.8 s" in server.log
+        os.kill(rank_pids(server)[1], signal.SIGKILL)
+        assert server.wait() == 1
+        assert "starting the ranks again" not in server.log
+        first, last = errors_of(server)
+        assert "the ranks failed: rank 1 of 2" in first and "giving up: " in last and "leave it out" in last
+
+
+def test_a_server_that_gives_up_on_a_recovery_says_no_more(slow_starts, artifact):
+    with real_server(artifact, "--recovery-timeout", "20") as server:
+        pids = rank_pids(server)
+        os.kill(pids[1], signal.SIGKILL)
+        for pid in other_pids(server, pids):
+            os.kill(pid, signal.SIGSTOP)
+        assert server.wait() == 1
+        first, last = errors_of(server)
+        assert "the ranks failed: rank 1 of 2" in first and "giving up: the ranks were not ready again" in last
+
+
 def test_ranks_that_are_lost_in_every_start_end_the_server_within_max_restarts(slow_starts, artifact):
     with real_server(artifact, "--max-restarts", "2", "--recovery-timeout", "300") as server:
         pids = rank_pids(server)

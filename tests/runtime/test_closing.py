@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxd_infer.errors import ModelClosedError
+from nxd_infer.errors import ModelClosedError, RankTimeoutError
 from nxd_infer.runtime.ipc.channel import Channel
 from nxd_infer.runtime.save_load import parallel_model_load
 from nxd_infer.runtime.supervisor import rank_processes
@@ -294,6 +294,19 @@ def test_a_closed_model_leaves_no_thread_to_an_interpreter_that_ends(path, monke
     model = started(path)
     model.close()
     assert [thread.is_alive() for thread in late] == [False]
+
+
+def test_a_start_of_which_the_system_makes_nothing_is_not_waited_for_without_end(path, monkeypatch):
+    """As if the interpreter were on a disk that does not answer."""
+    go = threading.Event()
+    monkeypatch.setattr(rank_processes.Starter, "begin", lambda starter: go.wait(LIMIT) and False)
+    model = parallel_model_load(path, start_timeout=0.5)
+    try:
+        with pytest.raises(RankTimeoutError, match=r"within 0\.5 s: 0 of 2 processes run.*raise start_timeout"):
+            model.start()
+    finally:
+        go.set()
+        model.close()
 
 
 def test_closing_before_the_following_thread_has_begun_is_a_closed_model(path, monkeypatch):

@@ -55,6 +55,21 @@ def test_saving_while_others_swap_saves_the_weights_of_one_moment(artifacts, tmp
     assert any(toy.close_to(y, toy.expected(weights, x)) for weights in (old, new)), "a mixture of weights"
 
 
+def test_how_fast_the_ranks_take_what_a_restart_repeats_is_known(artifacts):
+    new = toy.logical_weights(3)
+    with parallel_model_load(artifacts[2]) as model:
+        found = [model.bounds.least_swaps]
+        for weights in ({"up": new["up"]}, {"down": new["down"]}):
+            model.update_weights(weights, strict=False)
+            found.append(model.bounds.least_swaps)
+        assert 0 == found[0] < found[1] < found[2], "each is repeated"
+        model.restart()
+        assert 0 < model.bounds.least_swaps <= found[2]
+        before = set(model._swaps._fastest)
+        model.update_weights(new)
+        assert len(model._swaps._fastest) == 1 and not before & set(model._swaps._fastest), "in place of the others"
+
+
 @pytest.mark.check
 def test_inlined_weights_are_not_swapped(tmp_path):
     def inline(manifest):

@@ -8,7 +8,7 @@ import torch
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec
 from nxd_infer.errors import InputMismatchError
 from nxd_infer.runtime.save_load import parallel_model_load
-from nxd_infer.runtime.time_bounds import START_SECONDS, Bounds
+from nxd_infer.runtime.time_bounds import START_SECONDS, Bounds, until_ended
 from tests import toy_artifacts as toy
 
 ONE, FOUR, PROMPT = range(3)
@@ -62,6 +62,13 @@ def test_a_call_may_take_ten_times_what_its_own_bucket_took():
     assert subject.call(PROMPT) == 40.0
     subject.called(PROMPT, 2.0)
     assert 20.0 < subject.call(PROMPT) < 40.0, "one that was slow is forgotten by and by"
+
+
+@pytest.mark.check
+def test_killed_ranks_have_the_time_to_free_their_memory():
+    """At 3 GiB/s if it is in small pages, and slower on a busy machine."""
+    assert until_ended(0) == 5.0
+    assert all(until_ended(size * GIB) > 5.0 + 5 * size / 3 for size in (6, 60, 600))
 
 
 @pytest.mark.check

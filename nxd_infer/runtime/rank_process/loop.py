@@ -37,7 +37,9 @@ def run(config: RankConfig) -> int:
     if message is None:
         return 0
     request, fds = message
-    started = time.monotonic_ns()
+    # With what it took to start, as far as that is work: imports that waited for the disk find their files in memory
+    # the next time.
+    started = time.monotonic_ns() - time.process_time_ns()
     try:
         for fd in fds[1:]:
             os.close(fd)

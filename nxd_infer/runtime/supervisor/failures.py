@@ -6,7 +6,14 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nxd_infer.errors import ModelClosedError, NxdError, RankDiedError, RankFailedError, RankTimeoutError
+from nxd_infer.errors import (
+    ModelClosedError,
+    NxdError,
+    RankDiedError,
+    RankFailedError,
+    RankStartError,
+    RankTimeoutError,
+)
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,13 @@ def not_started(started: int, processes: int, seconds: float) -> RankTimeoutErro
         f"rank {started} did not finish its start within {seconds:g} s: {started} of {processes} processes run; "
         "importing torch takes longer: raise start_timeout, or call restart()",
         started,
+    )
+
+
+def not_let_start(error: OSError) -> RankStartError:
+    """The error for ranks that the system, which raised ``error``, does not let start."""
+    return RankStartError(
+        f"the system does not let the ranks start ({error}): see its limits, of memory and of open files"
     )
 
 

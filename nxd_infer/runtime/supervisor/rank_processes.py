@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
+import logging
 import mmap
 import os
 import select
@@ -22,7 +24,7 @@ from typing import NamedTuple
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.backends import registry
 from nxd_infer.comm.shm import create_segment, read_counters
-from nxd_infer.errors import BackendUnavailableError, ModelClosedError, RankStartError
+from nxd_infer.errors import BackendUnavailableError, ModelClosedError
 from nxd_infer.runtime.ipc.arena import Arena, arena_layout, create_arena
 from nxd_infer.runtime.ipc.channel import Channel
 from nxd_infer.runtime.rank_process.config import RankConfig
@@ -30,8 +32,11 @@ from nxd_infer.runtime.rank_process.handover import FLAGS
 from nxd_infer.runtime.supervisor import failures
 from nxd_infer.runtime.supervisor.cores import choose_cores, release_cores
 from nxd_infer.runtime.supervisor.starter import Starter
+from nxd_infer.runtime.time_bounds import until_ended
 from nxd_infer.util.child_process import ChildProcess
 from nxd_infer.util.process_state import process_state
+
+log = logging.getLogger(__name__)
 
 _TAIL = 16 << 10
 _COUNTER_BYTES = 64 << 10
@@ -103,9 +108,10 @@ class RankProcesses:
     def _has_crew(self, cores: list[int]) -> bool:
         return 1 < len(cores) <= MOST_THREADS and self._crews
 
-    def start(self) -> None:
+    def start(self, seconds: float) -> None:
         """Begin to start the ranks; return when a process that imports torch has been started. Raises what kept it
-        from starting, RankStartError if that is the system; processes that did start are left to ``kill``."""
+        from starting, RankStartError if that is the system, and RankTimeoutError after ``seconds``; processes that did
+        start are left to ``kill``."""
         starter = Starter(self.artifact.manifest.backend, self.threads)
 
         def live() -> None:
@@ -124,29 +130,31 @@ class RankProcesses:
         thread = self._following = threading.Thread(target=live, name="nxd-ranks", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the system cannot start a thread
+        except RuntimeError as error:  # the system cannot start a thread
             self._following = None
-            raise
-        self._underway.wait()
-        self._raise_error()
+            refused = OSError(errno.EAGAIN, str(error))
+            raise failures.not_let_start(refused) from refused
+        self._wait(self._underway, seconds)
 
     def wait_started(self, seconds: float) -> None:
         """Wait until the processes of all ranks have been started. Raises as :meth:`start` does, and RankTimeoutError
         after ``seconds``."""
-        if not self._spawned.wait(seconds):
+        self._wait(self._spawned, seconds)
+
+    def _wait(self, event: threading.Event, seconds: float) -> None:
+        if not event.wait(seconds):
             raise failures.not_started(len(self._processes), self.count, seconds)
         self._raise_error()
 
     def _raise_error(self) -> None:
         for error in list(self._errors):
             if isinstance(error, OSError):
-                text = f"the system does not let the ranks start ({error}): see its limits, of memory and of open files"
-                raise RankStartError(text) from error
+                raise failures.not_let_start(error) from error
             raise error
 
     def kill(self) -> None:
-        """End every rank, and wait for it and, at most five seconds, for the watching thread; no rank starts
-        afterwards.
+        """End every rank, and wait until it has, as long as its memory may take to be freed, and, at most five seconds,
+        for the watching thread; no rank starts afterwards.
 
         Uses SIGKILL, because a rank in native code runs no Python handlers. The thread may be the last holder of the
         arena: if it frees the arena's tensors while the interpreter exits, the process aborts (SIGABRT).
@@ -156,8 +164,10 @@ class RankProcesses:
             processes = list(self._processes)
         for process in processes:
             process.kill()
+        end = time.monotonic() + until_ended(self.artifact.weight_bytes)
         for process in processes:
-            process.wait(5.0)  # a process inside the kernel ends only when its system call returns
+            if not process.wait(end - time.monotonic()):  # it is inside the kernel, in a system call
+                log.warning("process %d, of a rank, was killed and has not ended", process.pid)
         with self._mutex:
             cores, self._cores = self._cores, []
             directory, self._directory = self._directory, None

@@ -7,6 +7,7 @@ every later exchange raises ModelClosedError with that cause.
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import threading
 import time
@@ -106,7 +107,7 @@ class Supervisor:
         """
         _live.add(self)
         try:
-            self._processes.start()
+            self._processes.start(self.bounds.load)
             if self._before_load is not None:
                 self._before_load()
             self._processes.wait_started(self.bounds.load)
@@ -115,6 +116,11 @@ class Supervisor:
                 load = self.begin(Kind.START, fds=[fd] * self.degree)
                 self.finish(load, self.bounds.load)
             self.bounds.least_load = min(self.bounds.least_load, load.seconds)
+        except OSError as error:
+            self.close()
+            if not isinstance(error, NxdError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise failures.not_let_start(error) from error
+            raise
         except ModelClosedError as error:  # perhaps caused by a rank's end before the exchange
             self.close()
             raise self.failure or error from None

@@ -114,12 +114,12 @@ class Service(ServedModel):
         worker = self._start_engine(model)
         gc.freeze()  # with torch loaded, a full collection stopped every thread for 0.2 s
         self.load_seconds = time.monotonic() - begin
-        self.recovery.took(self.load_seconds)
-        worker.restarts.hopeless = self.recovery.hopeless(model.bounds.least_load)
+        self.recovery.started(self.load_seconds, model.bounds, worker.parts.costs)
+        worker.restarts.hopeless = self.recovery.hopeless
         if not self._closing:
             logger.info("ready after %.1f s: %s", self.load_seconds, self.model_name)
-            if worker.restarts.hopeless:
-                logger.warning("ranks that are lost will not be started again: %s", worker.restarts.hopeless)
+            if why := self.recovery.hopeless():
+                logger.warning("ranks that are lost will not be started again: %s", why)
 
     def _open(self) -> RankModel:
         """Read the artifact and start its ranks; return the model for the engine."""
@@ -132,7 +132,6 @@ class Service(ServedModel):
         degree = artifact.manifest.world_size
         self._stage = f"starting {degree} rank{'s' if degree > 1 else ''}"
         logger.info(self._stage)
-        self.recovery.nbytes = artifact.weight_bytes
         model = make_model(
             artifact,
             self._spawned,
@@ -225,12 +224,13 @@ class Service(ServedModel):
             if bounded is not None:
                 bounded.stop()
         worker, model = self._worker, self._model
-        if model is not None and (worker is None or worker.state in ("starting", "recovering", "failed")):
-            model.close()  # first: only this ends a start that the engine's thread may be waiting for
+        starting = worker is None or worker.state in ("starting", "recovering", "failed")
+        if worker is not None:
+            worker.close(0.0 if starting else 5.0)
+        if model is not None:
+            model.close()  # only this ends a start that the engine's thread may be waiting for
         if worker is not None:
             worker.close(5.0)
-        if model is not None:
-            model.close()
 
     # --- description -----------------------------------------------------------------------------------
 

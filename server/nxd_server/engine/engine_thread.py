@@ -217,7 +217,8 @@ class EngineThread:
                     if not self._recover(error):
                         return
         except BaseException as error:
-            log_failure(log, "the engine failed", error)
+            if not self._closing:  # else that is why
+                log_failure(log, "the engine failed", error)
             self._give_up(error, f"the engine failed: {summary(error) or type(error).__name__}")
         else:
             self._steps.forget()
@@ -296,7 +297,8 @@ class EngineThread:
         failed = self.restarts.run(self._start_again, excused, self._ending)
         if failed is not None:
             second, reason = failed
-            log_failure(log, "the ranks could not be started again", second)
+            if not self._closing:
+                log_failure(log, "the ranks could not be started again", second)
             self._give_up(second, f"the ranks failed ({summary(error)}) and could not be started again: {reason}")
             return False
         seconds = self.restarts.end()

@@ -6,25 +6,36 @@ import logging
 import time
 from collections.abc import Callable
 
-from nxd_infer.errors import CollectiveError, ModelClosedError, RankDiedError, RankFailedError, RankTimeoutError
+from nxd_infer.errors import (
+    CollectiveError,
+    ModelClosedError,
+    RankDiedError,
+    RankFailedError,
+    RankStartError,
+    RankTimeoutError,
+)
 from nxd_server.errors import forget_frames, log_failure, summary
 
 log = logging.getLogger("nxd_server.engine")
+
+LONGEST_PAUSE = 8.0
+"""Most seconds between two attempts to start ranks for which the system has no room."""
 
 
 class RankRestarts:
     """At most ``limit`` restarts within ``window`` seconds; excused ones do not count.
 
     A recovery begins with a restart and ends when the ranks are ready or the engine ends. Ranks that are lost again
-    before that are restarted within the same recovery.
+    before that are restarted within the same recovery, and so are ranks for which the system has no room now: that does
+    not count if something else bounds the recovery.
     """
 
     def __init__(self, limit: int, window: float):
         self.count = 0
         """All restarts since the engine was created."""
-        self.hopeless = ""
-        """Why ranks are never restarted, whatever the limit: the code that bounds a recovery found that none could be
-        in time."""
+        self.hopeless: Callable[[float], str] | None = None
+        """Why no restart is made after so many seconds of a recovery, else "": for the code that bounds one, which
+        knows that it could not be in time."""
         self.stage = ""
         """What the recovery is waiting for now."""
         self.took: float | None = None
@@ -37,8 +48,8 @@ class RankRestarts:
 
     def refusal(self, excused: bool) -> str:
         """Return why the ranks may not be restarted now, with the fix; "" if they may."""
-        if self.hopeless:
-            return self.hopeless
+        if self.hopeless is not None and (why := self.hopeless(self.seconds or 0.0)):
+            return why
         if self._limit == 0:
             return "max_restarts is 0: with more, ranks that are lost are started again"
         now = time.monotonic()
@@ -61,9 +72,13 @@ class RankRestarts:
             try:
                 start()
             except Exception as error:
-                lost, excused = lost_again(error), False
+                lost = lost_again(error)
                 if lost is None:
                     return error, summary(error) or type(error).__name__
+                no_room = isinstance(lost, RankStartError)
+                excused = no_room and self.hopeless is not None
+                if no_room:
+                    self._pause(ending)
                 if why := ending() or self.refusal(excused):
                     return lost, f"{summary(lost)}; {why}"
                 log_failure(log, "the ranks failed while they were started again", lost)
@@ -71,6 +86,12 @@ class RankRestarts:
             else:
                 self.took = time.monotonic() - self._latest
                 return None
+
+    def _pause(self, ending: Callable[[], str]) -> None:
+        """Wait for what the system lacks, longer each time."""
+        end = time.monotonic() + min(self._attempt, LONGEST_PAUSE)
+        while time.monotonic() < end and not ending():
+            time.sleep(0.1)
 
     def _begin(self, excused: bool) -> str:
         """Count a restart of the current or a new recovery; return its number for the log."""
@@ -102,10 +123,12 @@ class RankRestarts:
 
 def lost_again(error: Exception) -> Exception | None:
     """Return what ended the ranks during their start, if another start may help; else None: the model was closed, or
-    its files do not match."""
+    its files do not match, or the system does not let them start for good."""
     if isinstance(error, ModelClosedError):  # raised by a later call; the cause is the real error
         error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     if isinstance(error, RankFailedError):
         return None if error.foreseen else error
+    if isinstance(error, RankStartError):
+        return error if error.passing else None
     lost = (RankDiedError, RankTimeoutError, CollectiveError, ConnectionError)
     return error if isinstance(error, lost) else None
