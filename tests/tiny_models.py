@@ -276,6 +276,8 @@ def _write_tokenizer(path: Path, config: dict[str, Any], template: str) -> None:
         "eos_token": SPECIAL_TOKENS[EOS],
         "model_max_length": config["max_position_embeddings"],
     }
+    if config["model_type"] == "bert":  # its second text has another type
+        settings["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     if decoder:
         settings["chat_template"] = CHAT_TEMPLATE + template
     (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))

@@ -27,7 +27,7 @@ MARKED = "_sequence_parallel_parameters"
 class NxDModel(ModelWrapper):
     """One rank's model. Parameters, modules, state dicts and unknown attributes are those of the local module.
 
-    ``nxd_config`` is the configuration that it was built with.
+    ``nxd_config`` is the configuration that it was built with; ``lora_config`` in it is that of its adapter.
     """
 
     nxd_config: dict[str, Any]

@@ -49,12 +49,14 @@ def initialize_parallel_model(
         pad_model(model, degree, heads)
         if stage is not None:
             stage.change_others(lambda module: pad_model(module, degree, heads))
+    built_with = dict(config)
     if config.lora_config is not None and config.lora_config.enable_lora:
         with same_random_numbers(current_context()):
             model = LoRAModel(model, config.lora_config, layouts=None if stage is None else stage.layouts)
+        built_with["lora_config"] = model.lora_config  # an adapter that it starts from has its own
     require_one_model(model)
     apply_activation_checkpoint(model, config.activation_checkpoint_config, config.pipeline_config)
-    return NxDModel(model, config) if stage is None else NxDPPModel.of_stage(model, stage, config)
+    return NxDModel(model, built_with) if stage is None else NxDPPModel.of_stage(model, stage, built_with)
 
 
 def initialize_parallel_optimizer(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, cast
 
 import pytest
@@ -22,7 +21,6 @@ from tests.tiny_models import FAMILIES, write_tiny
 TEXTS = ["A raise statement", "x", "for loops iterate over items"]
 PAIRS = [("raise", "A raise statement"), ("for loops", "while True: pass"), ("x", "y")]
 ONE = {"id2label": {"0": "relevant"}, "label2id": {"relevant": 0}}
-INPUTS = ["input_ids", "token_type_ids", "attention_mask"]
 IDENTITY = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}
 
 # fields of config.json, what they mean, and how each library is asked where its own default is another
@@ -46,8 +44,6 @@ def test_scores_equal_those_of_both_libraries(tmp_path, case):
 
     changes, scores, asked = CASES[case]
     model_dir, artifact = trace_encoder(tmp_path, "bert_classifier", "classify", **changes)
-    file = model_dir / "tokenizer_config.json"  # as a BERT's: its second text has another type
-    file.write_text(json.dumps({**json.loads(file.read_text()), "model_input_names": INPUTS}))
     with LLM(artifact) as llm:
         assert llm.metadata["scores"] == scores
         alone, pairs = llm.classify(TEXTS), llm.classify(PAIRS)

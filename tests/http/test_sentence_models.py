@@ -48,6 +48,9 @@ def test_prompts_and_cut_texts_equal_those_of_sentence_transformers(served):
     for name in (None, "query", "document"):
         expected = theirs.encode(TEXTS, prompt_name=name, convert_to_tensor=True)
         torch.testing.assert_close(vectors(server, TEXTS, prompt_name=name), expected, atol=2e-5, rtol=1e-4)
+    ids = [theirs.tokenizer(text)["input_ids"] for text in TEXTS]  # they are taken as they are
+    expected = theirs.encode(TEXTS, prompt="", convert_to_tensor=True)
+    torch.testing.assert_close(vectors(server, ids), expected, atol=2e-5, rtol=1e-4)
     error = is_error(server.post(EMBEDDINGS, {"input": ["x", LONG]}), 400, "input[1]", "context_length_exceeded")
     assert "this model's maximum context length is 20 tokens" in error["message"]
     expected = theirs.encode([LONG], convert_to_tensor=True)

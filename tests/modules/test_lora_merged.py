@@ -40,6 +40,20 @@ def trained(model: Any, optimizer: Any, count: int = 3) -> float:
     return float(model.run_eval(**batch()))
 
 
+def test_a_model_says_which_adapter_it_has(tmp_path: Path):
+    """Its configuration is that of the adapter it started from; the one that was given is left as it is."""
+    model, _ = job(lora_alpha=5)
+    nxd.save_checkpoint(tmp_path, "a", model)
+    config = nxd.neuronx_distributed_config(lora_config={"load_lora_from_ckpt": True, "lora_save_dir": str(tmp_path)})
+    for _ in range(2):
+        started = nxd.initialize_parallel_model(config, Net)
+        restored = started.nxd_config["lora_config"]
+        assert (restored.lora_rank, restored.lora_alpha) == (3, 5) and restored.target_modules
+        assert restored is started.lora_config
+        assert config["lora_config"].lora_rank == LoraConfig().lora_rank != 3
+    assert model.nxd_config["lora_config"].lora_rank == 3
+
+
 def loss(model: Any) -> float:
     return float(model.run_eval(**batch()))
 

@@ -8,8 +8,8 @@ without a process group and on two ranks. The documents, and where their calls a
 * the API reference: this module (parallel state), :mod:`test_layers`, :mod:`test_padding`, :mod:`test_training`,
   :mod:`test_tracing`
 * Lightning, in the training API and in the API reference: :mod:`test_lightning`
-* Optimum Neuron Distributed: the tests of ``nxd_infer.distributed``. The overview of NxD Training prints no call; its
-  YAML files are the recipes.
+* Optimum Neuron Distributed: this module (signatures), and the tests of ``nxd_infer.distributed``. The overview of NxD
+  Training prints no call; its YAML files are the recipes.
 
 Corrected, since it is no valid Python or names what is not there:
 
@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import operator
 from types import ModuleType
 from typing import Any
 
@@ -46,7 +47,7 @@ import pytest
 import torch
 from torch.nn import init
 
-from nxd_infer import compat
+from nxd_infer import compat, distributed
 
 compat.install()
 
@@ -215,6 +216,44 @@ DOCUMENTED: dict[str, dict[str, object]] = {
     "neuronx_distributed.trace.parallel_model_save": {"model": EMPTY, "save_dir": EMPTY},
     "neuronx_distributed.trace.parallel_model_load": {"load_dir": EMPTY},
 }
+OPTIMUM: dict[str, dict[str, object]] = {
+    "Parallelizer._parallelize": {
+        "model": EMPTY,
+        "device": None,
+        "parallelize_embeddings": True,
+        "sequence_parallel_enabled": False,
+        "should_parallelize_layer_predicate_func": None,
+    },
+    "Parallelizer.parallelize": {
+        "model": EMPTY,
+        "device": None,
+        "parallelize_embeddings": True,
+        "sequence_parallel_enabled": False,
+        "kv_size_multiplier": None,
+        "pipeline_parallel_input_names": None,
+        "pipeline_parallel_num_microbatches": 1,
+        "pipeline_parallel_use_zero1_optimizer": False,
+        "pipeline_parallel_gradient_checkpointing_enabled": False,
+        "checkpoint_dir": None,
+        "num_local_ranks_per_step": 8,
+    },
+    "Parallelizer.optimizer_for_mp": {"optimizer": EMPTY, "orig_param_to_parallel_param_on_xla": EMPTY},
+    "Parallelizer.save_model_sharded_checkpoint": {
+        "model": EMPTY,
+        "output_dir": EMPTY,
+        "optimizer": None,
+        "use_xser": True,
+        "async_save": False,
+        "num_local_ranks_per_step": 8,
+    },
+    "Parallelizer.load_model_sharded_checkpoint": {"model": EMPTY, "load_dir": EMPTY},
+    "ParallelizersManager.get_supported_model_types": {},
+    "ParallelizersManager.is_model_supported": {"model_type_or_model": EMPTY},
+    "ParallelizersManager.parallelizer_for_model": {"model_type_or_model": EMPTY},
+    "lazy_load_for_parallelism": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
+    "make_optimizer_constructor_lazy": {"optimizer_cls": EMPTY},
+}
+"""Of ``optimum.neuron.distributed``, which is ``nxd_infer.distributed`` here."""
 CALLED_DIRECTLY = (
     "neuronx_distributed_config",
     "initialize_parallel_model",
@@ -239,9 +278,26 @@ def documented(path: str) -> Any:
 @pytest.mark.parametrize("path", DOCUMENTED)
 def test_signatures(path: str):
     """The documented parameters come first, in the documented order, with the documented defaults."""
-    parameters = inspect.signature(documented(path)).parameters.values()
-    found = {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
-    assert list(found.items()) == list(DOCUMENTED[path].items())
+    assert by_place(documented(path)) == list(DOCUMENTED[path].items())
+
+
+def by_place(call: Any) -> list[tuple[str, object]]:
+    parameters = inspect.signature(call).parameters.values()
+    return [(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("path", OPTIMUM)
+def test_signatures_of_optimum_neuron(path: str):
+    """Its methods are called on the class, as ``ParallelizersManager.parallelizer_for_model`` gives it."""
+    found = operator.attrgetter(path)(distributed)
+    assert by_place(found) == list(OPTIMUM[path].items())
+    others = [p.kind for p in inspect.signature(found).parameters.values() if p.kind is not p.POSITIONAL_OR_KEYWORD]
+    assert others == ([inspect.Parameter.VAR_KEYWORD] if path.endswith("._parallelize") else [])
+    if path.startswith("Parallelizer."):
+        manager = distributed.ParallelizersManager
+        for kind in manager.get_supported_model_types():
+            assert by_place(getattr(manager.parallelizer_for_model(kind), found.__name__)) == by_place(found)
 
 
 @pytest.mark.check

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.long import is_long
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/migration.md").read_text()
@@ -82,10 +83,37 @@ def test_every_row_and_every_difference_has_its_tests():
     points = re.findall(r"^- (.*)", TEXT.partition("## What differs on purpose")[2], re.MULTILINE)
     assert len(points) == len(DIFFERS)
     assert all(point.startswith(start) for point, start in zip(points, DIFFERS, strict=True)), points
-    for test in (*itertools.chain(*SHOWN_BY.values(), *DIFFERS.values()), *NAMES):
-        path, _, name = test.partition("::")
-        tree = ast.parse((ROOT / "tests" / path).read_text())
-        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
+    shown = [*zip(rows, SHOWN_BY.values(), strict=True), *zip(points, DIFFERS.values(), strict=True), ("", NAMES)]
+    for said, tests in shown:
+        for test in tests:
+            require_shown(said, test)
+
+
+def require_shown(said: str, test: str) -> None:
+    """The test is one of ``make test``, in a file that has one of the names in the line of the page, if it has any."""
+    path, _, name = test.partition("::")
+    source = (ROOT / "tests" / path).read_text()
+    found = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name]
+    assert found and name.startswith("test_") and Path(path).name.startswith("test_"), f"{test} is no test"
+    marks = " ".join(ast.unparse(mark) for mark in found[0].decorator_list)
+    assert not re.search("skip|xfail", marks) and not is_long(f"tests/{test}"), f"{test} does not run in make test"
+    named = re.findall(r"[A-Za-z]\w{4,}", " ".join(re.findall(r"`[^`]+`", said)))
+    assert not named or any(re.search(rf"\b{one}\b", source) for one in named), f"{test} says nothing of {named}"
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("said", "test", "why"),
+    [
+        ("", "seeds/test_padding.py::test_pad_models", "is no test"),
+        ("", "ranks.py::run_ranks", "is no test"),
+        ("", "models/test_foreign_family.py::test_the_command_line_traces_verifies_and_serves_it", "does not run"),
+        ("`trace_file_path` of a pipeline", "seeds/test_padding.py::test_pad_model", "says nothing of"),
+    ],
+)
+def test_what_shows_nothing_is_told(said: str, test: str, why: str):
+    with pytest.raises(AssertionError, match=why):
+        require_shown(said, test)
 
 
 SCRIPT = """

@@ -9,7 +9,7 @@ import pytest
 from nxd_infer.errors import ModelConfigError
 from nxd_server.errors import PromptTooLongError, RequestError, TextTooLongError
 from nxd_server.text.library_panics import LibraryPanic
-from nxd_server.text.tokenizer import LONG_TEXT, SHORT_ENOUGH, Tokenizer, check_text
+from nxd_server.text.tokenizer import GENERIC, LONG_TEXT, SHORT_ENOUGH, Tokenizer, check_text
 from tests import tiny_models
 from tests.text.text_tokenizers import KINDS, byte_level, wordpiece
 
@@ -62,6 +62,25 @@ def test_a_vocabulary_file_alone_makes_a_bert_tokenizer(tmp_path):
     for names, expected in ((["input_ids", "token_type_ids"], types), (["input_ids"], [0] * len(types))):
         one = Tokenizer(tokenizer.raw, {"model_input_names": names})
         assert one.encode_with_types("the quick fox", "the dog") == (ids, expected)
+
+
+@pytest.mark.parametrize("names", [None, ["input_ids"], ["input_ids", "token_type_ids"]], ids=["", "no types", "types"])
+@pytest.mark.parametrize("kind", [None, "BertTokenizer", "BertTokenizerFast", *GENERIC])
+def test_the_type_of_a_second_text_is_that_of_transformers(tmp_path, kind, names):
+    transformers = pytest.importorskip("transformers", "5")
+    wordpiece().raw.save(str(tmp_path / "tokenizer.json"))
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    second = {"Sequence": {"id": "B", "type_id": 1}}
+    pair = [{"Sequence": {"id": "A", "type_id": 0}}, second]
+    raw["post_processor"] = {"type": "TemplateProcessing", "single": pair[:1], "pair": pair, "special_tokens": {}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    config = {"tokenizer_class": kind, "model_input_names": names}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    wanted = transformers.AutoTokenizer.from_pretrained(tmp_path)("the quick fox", "the dog")
+    ids, types = Tokenizer.from_dir(tmp_path).encode_with_types("the quick fox", "the dog")
+    assert types[0] == 0 and types[-1] == max(wanted.get("token_type_ids", [0]))
+    assert len(ids) == len(types)
 
 
 @pytest.mark.parametrize("cls", [False, True])

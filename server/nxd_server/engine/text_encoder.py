@@ -94,6 +94,7 @@ class TextEncoder:
         """Return the token ids, and their types, of a text, of a pair of texts as one input, or of token ids.
 
         ``prompt_name``: the prompt in :attr:`prompts` to prepend to a text; None: the model's default, if it has one.
+        Nothing is prepended to pairs and token ids.
         ``truncate_prompt_tokens``: truncate to this many tokens, including special ones; -1: to as many as fit.
 
         Raises RequestError naming ``field``, and PromptTooLongError.

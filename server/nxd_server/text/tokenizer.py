@@ -29,6 +29,10 @@ MOST_IDS = 2**20
 SHORT_ENOUGH = 2**20
 """Texts up to this many characters are always encoded: an unknown word of any length may be a single token."""
 
+GENERIC = ("PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend", "PythonBackend")
+"""Values of ``tokenizer_class`` that are no model's own class. A second text has no type of its own then, as in
+transformers 5 and unlike in 4, unless ``model_input_names`` says so."""
+
 
 def check_text(text: Any, field: str = "prompt") -> str:
     """Return ``text``. Raises RequestError if it is not a string or not valid Unicode (a lone surrogate)."""
@@ -73,7 +77,8 @@ class Tokenizer:
         self.eos_token_id = self._config_id("eos_token")
         self.pad_token_id = self._config_id("pad_token")
         inputs = self.config.get("model_input_names")
-        self._types = not isinstance(inputs, list) or "token_type_ids" in inputs
+        generic = self.config.get("tokenizer_class") in GENERIC
+        self._types = "token_type_ids" in inputs if isinstance(inputs, list) else not generic
 
     @classmethod
     def from_dir(cls, source: Source) -> Tokenizer:
