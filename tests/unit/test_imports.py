@@ -62,14 +62,9 @@ def floor_of(module: str) -> int | None:
 
 
 @functools.cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-@functools.cache
 def imported(name: str, path: Path) -> set[str]:
     """Every module of ours that the file imports: inside functions and ``if TYPE_CHECKING``, too."""
-    nodes = ast.walk(tree(path))
+    nodes = ast.walk(ast.parse(path.read_text()))
     return {target for node in nodes for target in imported_by(node, name, path)} - {name}
 
 
@@ -89,9 +84,10 @@ def imported_by(node: ast.AST, name: str, path: Path) -> set[str]:
 
 def inside_functions(name: str, path: Path) -> dict[int, str]:
     """The imports of our own packages inside functions: the source of each, by line."""
-    functions = [n for n in ast.walk(tree(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    text = path.read_text()
+    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     nodes = [node for function in functions for node in ast.walk(function) if imported_by(node, name, path)]
-    lines = path.read_text().splitlines()
+    lines = text.splitlines()
     return {node.lineno: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in nodes}  # type: ignore[attr-defined]
 
 
