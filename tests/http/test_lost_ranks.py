@@ -137,7 +137,7 @@ def test_ranks_for_which_there_are_no_descriptors_start_as_soon_as_there_are(ser
 def test_a_recovery_without_the_time_to_start_new_interpreters_is_not_begun(slow_starts, artifact):
     """To import torch takes longer than to load the ranks of a small model."""
     with real_server(artifact, "--recovery-timeout", "0.8") as server:
-        assert "ranks that are lost will not be started again: recovery_timeout is 0.8 s" in server.log
+        wait_for(lambda: "ranks that are lost will not be started again: recovery_timeout is 0.8 s" in server.log)
         os.kill(rank_pids(server)[1], signal.SIGKILL)
         assert server.wait() == 1
         assert "starting the ranks again" not in server.log
