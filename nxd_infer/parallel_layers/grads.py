@@ -36,6 +36,10 @@ Spans = tuple[tuple[int, int], ...]
 
 HALF = (torch.bfloat16, torch.float16)
 
+AT_ONCE = 1 << 16
+"""Most elements that a CPU adds up one after the other: in float32 PyTorch's norm of 2 million is wrong by 3e-5, and of 16
+million by 7e-4."""
+
 
 @dataclass(frozen=True)
 class Share:
@@ -119,7 +123,7 @@ def _combined_norm(shares: Sequence[Share], p: float, context: ParallelContext, 
 
 def _local_norm(shares: Sequence[Share], p: float, wide: bool) -> Tensor:
     """Return this rank's norm, in float64 if ``wide`` or for float64 gradients, else in float32."""
-    parts = [part for share in shares for part in _counted(share)]
+    parts = [piece for share in shares for part in _counted(share) for piece in pieces_of(part)]
     if not parts:
         kind = torch.float64 if wide else torch.float32
         return torch.zeros((), dtype=kind, device=shares[0].grad.device if shares else transport_device())
@@ -132,6 +136,13 @@ def _local_norm(shares: Sequence[Share], p: float, wide: bool) -> Tensor:
             norms += torch._foreach_norm(group, p)  # pyright: ignore[reportPrivateImportUsage]
     widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, widest) for norm in norms]), p)
+
+
+def pieces_of(values: Tensor) -> Sequence[Tensor]:
+    """Return parts of a tensor whose norms, and the norm of these, are exact enough; on other devices it is alone."""
+    if values.numel() <= AT_ONCE or values.device.type != "cpu":
+        return (values,)
+    return values.reshape(-1).split(AT_ONCE)
 
 
 def _counted(share: Share) -> Iterator[Tensor]:

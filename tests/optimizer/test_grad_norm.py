@@ -201,3 +201,13 @@ def test_copies_on_one_rank_count_once(head_dim: int | None):
     give(layer, logical)
     wanted = torch.nn.utils.get_total_norm(list(logical.values()))
     assert torch.allclose(get_grad_norm(layer.parameters()), wanted, rtol=1e-12)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
+def test_the_norm_of_a_large_parameter(order: float):
+    """PyTorch's own, of all elements at once, is wrong by 3e-5."""
+    param = nn.Parameter(torch.empty(2**21 + 7))
+    param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(1))
+    wanted = torch.linalg.vector_norm(param.grad.double(), order)
+    assert float(get_grad_norm([param], order)) == pytest.approx(float(wanted), rel=5e-6)

@@ -46,21 +46,22 @@ class Wrong(nn.Module):
         return ((self.down(self.up(x)) * self.scale - y) ** 2).mean()
 
 
-def large() -> nn.Module:
-    """With two million numbers, whose norm in float32 is wrong by ten times what is allowed."""
-    return nn.Sequential(nn.Embedding(8192, 256), nn.Linear(256, 1), Mean())
+class Large(nn.Module):
+    """Its gradient is its input."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2**21))
 
-class Mean(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return (x**2).mean()
+        return (self.weight * x).sum()
 
 
-def test_the_norm_of_a_large_parameter_is_that_of_the_step():
-    """The reference took it in float32, and right training was told to be wrong."""
-    plain = train_single(large, (torch.arange(8192),), Training(steps=1))
-    grads = [grad.double() for grad in plain.gradients.values()]
-    assert plain.norms == [pytest.approx(float(torch.stack([grad.norm() for grad in grads]).norm()), rel=1e-12)]
+def test_the_norm_of_a_large_parameter():
+    """Right training was told to be wrong: PyTorch's norm is wrong by 3e-5 here, and by less for each rank's part."""
+    x = torch.randn(2**21)
+    plain = train_single(Large, (x,), Training(steps=1))
+    assert plain.norms == [pytest.approx(float(x.double().norm()), rel=5e-6)]
 
 
 def test_it_names_what_differs():
