@@ -37,8 +37,8 @@ Spans = tuple[tuple[int, int], ...]
 HALF = (torch.bfloat16, torch.float16)
 
 AT_ONCE = 1 << 16
-"""Most elements that a CPU adds up one after the other: in float32 PyTorch's norm of 2 million is wrong by 3e-5, and of 16
-million by 7e-4."""
+"""Most elements that a CPU adds up one after the other: in float32 PyTorch's norm of 2 million is wrong by 3e-5, and of
+16 million by 7e-4."""
 
 
 @dataclass(frozen=True)

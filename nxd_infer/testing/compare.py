@@ -174,12 +174,8 @@ def compare_with(
     def differ(what: str, gap: float, size: float, allowed: float) -> None:
         how_much = gap / size if size else gap  # no relative difference to zeros
         if not how_much <= allowed:
-            found.append(
-                (
-                    how_much / allowed if allowed else how_much,
-                    f"{what} differs by {how_much:.3g}, allowed {allowed:.3g}",
-                )
-            )
+            worse = how_much / allowed if allowed else how_much
+            found.append((worse, f"{what} differs by {how_much:.3g}, allowed {allowed:.3g}"))
 
     for step in range(training.steps):
         optimizer.zero_grad()
