@@ -38,6 +38,10 @@ class CheckpointError(NxdError, RuntimeError):
     """A checkpoint is missing, damaged, or belongs to another model or degree."""
 
 
+class CheckpointTagError(CheckpointError):
+    """The folder is there, and has no complete checkpoint of the tag that was asked for."""
+
+
 class OpenFilesError(CheckpointError):
     """The process cannot open any more files now; the checkpoint itself is fine."""
 

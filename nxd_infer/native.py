@@ -13,6 +13,7 @@ import ctypes
 import functools
 import hashlib
 import json
+import logging
 import mmap
 import os
 import platform
@@ -39,6 +40,7 @@ from nxd_infer.util.cache_dir import cache_dir, opened
 from nxd_infer.util.locks import only_one
 from nxd_infer.util.processors import processors
 
+log = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall")
 BUILD_TIMEOUT = 600.0
@@ -298,6 +300,9 @@ def _build(digest: str, target: Path) -> float:
     compiler = find_compiler()
     if compiler is None:
         raise BackendUnavailableError(f"no native operators: {_no_compiler()}")
+    log.warning(
+        "building the native operators, only this once: one to three minutes on two cores (into %s)", target.parent
+    )
     begin = time.monotonic()
     root = _torch_root()
     definitions = (f"-DNXD_NAMESPACE=nxd_{digest[:8]}", f"-DNXD_HASH={digest}", f"-isystem{root / 'include'}")

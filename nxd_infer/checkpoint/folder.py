@@ -30,7 +30,7 @@ from typing import Any
 
 from nxd_infer.checkpoint.storage import Storage
 from nxd_infer.context import ParallelContext
-from nxd_infer.errors import CheckpointError
+from nxd_infer.errors import CheckpointError, CheckpointTagError
 from nxd_infer.layout.files.manifest import DONE, FORMAT, MANIFEST, mark_of, marked_number, read_manifest
 from nxd_infer.util.beneath import AnyPath
 from nxd_infer.util.reading import sha256_of
@@ -181,8 +181,11 @@ def find_checkpoint(storage: Storage, tag: str | None) -> Checkpoint:
     if storage.local and not Path(storage.where()).exists():
         raise CheckpointError(f"{storage.where()} does not exist; give the folder that save_checkpoint() was given")
     listed = ", ".join(repr(checkpoint.tag) for checkpoint in there[-8:]) or "none"
-    what = "no complete checkpoint" if tag is None else f"no complete checkpoint with the tag {tag!r}"
-    raise CheckpointError(f"{storage.where()} holds {what}; complete are: {listed}")
+    if tag is not None:
+        raise CheckpointTagError(
+            f"{storage.where()} holds no complete checkpoint with the tag {tag!r}; complete are: {listed}"
+        )
+    raise CheckpointError(f"{storage.where()} holds no complete checkpoint; complete are: {listed}")
 
 
 def numbered_checkpoint(storage: Storage, tag: str | None, counter: int) -> Checkpoint | None:

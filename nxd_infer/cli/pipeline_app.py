@@ -12,12 +12,12 @@ from nxd_infer.cli.parameters import words
 
 pipeline = typer.Typer(
     help="Look at pipelines before they train.",
-    epilog="Example:  nxd-infer pipeline plan ./llama --pp 4",
+    epilog="Example:  nxd-infer pipeline plan ./llama --pp 2",
     no_args_is_help=True,
 )
 
 
-@pipeline.command(epilog="Example:  nxd-infer pipeline plan ./llama --pp 4 --microbatches 16")
+@pipeline.command(epilog="Example:  nxd-infer pipeline plan ./llama --pp 2 --microbatches 16")
 def plan(
     model: Annotated[
         Path,

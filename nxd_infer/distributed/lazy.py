@@ -179,8 +179,9 @@ def _folder_of(path: Any, subfolder: str, hub: dict[str, Any]) -> Path:
         from huggingface_hub import snapshot_download  # optional: transformers brings it
 
         patterns = ["*.json", "*.safetensors"]
+        name = str(path)
         # The caller's `revision` is in `hub`; without one the hub's newest is asked for, as transformers does.
-        path = snapshot_download(str(path), allow_patterns=patterns, **hub)  # nosec B615
+        path = snapshot_download(name, allow_patterns=patterns, **hub)  # nosec B615
     folder = Path(path) / subfolder if subfolder else Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a directory of a model")

@@ -22,7 +22,7 @@ from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout.merge import owned_blocks
 from nxd_infer.layout.params import ParamLayout
-from nxd_infer.util.devices import transport_device
+from nxd_infer.util.devices import HOST, transport_device
 
 __all__ = [
     "allreduce_sequence_parallel_gradients",
@@ -140,7 +140,7 @@ def _local_norm(shares: Sequence[Share], p: float, wide: bool) -> Tensor:
 
 def pieces_of(values: Tensor) -> Sequence[Tensor]:
     """Return parts of a tensor whose norms, and the norm of these, are exact enough; on other devices it is alone."""
-    if values.numel() <= AT_ONCE or values.device.type != "cpu":
+    if values.numel() <= AT_ONCE or values.device.type != HOST.type:
         return (values,)
     return values.reshape(-1).split(AT_ONCE)
 

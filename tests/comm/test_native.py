@@ -164,19 +164,25 @@ def other_release(tmp_path_factory, quick_compiler):
 
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**env, "CXX": quick_compiler}
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**env, "CXX": quick_compiler},
         )
         for _ in range(3)
     ]
-    printed = [process.communicate(timeout=600)[0].strip() for process in processes]
-    return changed, root / "cache", [process.returncode for process in processes], printed
+    told = [process.communicate(timeout=600) for process in processes]
+    return changed, root / "cache", [process.returncode for process in processes], told
 
 
 def test_after_a_killed_builder_several_make_one_library(other_release):
     """The lock goes with its holder, a half-made library is never found, and of several builders one builds."""
-    _, cache, statuses, printed = other_release
+    _, cache, statuses, told = other_release
     assert statuses == [0, 0, 0]
-    assert sorted(text == "None" for text in printed) == [False, True, True], printed
+    assert sorted(out.strip() == "None" for out, _ in told) == [False, True, True], told
+    lines = [line for _, err in told for line in err.splitlines() if "building the native operators" in line]
+    assert len(lines) == 1 and "minutes" in lines[0], "whoever waits for it can read why, in a log as well"
     assert not list((cache / "native").glob(".build-*")), "no scratch folder is left, the killed builder's neither"
     (made,) = (cache / "native").glob("*/libnxd.so")
     record = json.loads((made.parent / "build.json").read_text())

@@ -154,7 +154,8 @@ def test_a_trace_that_is_ended_leaves_nothing_that_a_start_would_find(
     if number == signal.SIGKILL:
         os.killpg(int(children[0]), signal.SIGKILL)
     process.send_signal(number)
-    process.communicate(timeout=120)
+    _, log = process.communicate(timeout=120)
+    assert "-m" not in command or f"stopped before {model} could be served" in log
     assert process.returncode == (128 + number if number == signal.SIGTERM else -number)
     wait_for(lambda: not Path(f"/proc/{children[0]}").exists(), 30, "the trace goes on")
     assert not [path for path in tmp_path.iterdir() if (path / "manifest.json").exists() and ".tmp-" not in path.name]

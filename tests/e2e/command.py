@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -49,9 +50,13 @@ def nxd_infer_here(capsys, monkeypatch, *arguments: object) -> Done:
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(console, "width", 160)  # it took its width when it was made, perhaps by an earlier test
     status = 0
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         main()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        for number, handler in handlers.items():  # the command's would outlive it, and end a later test
+            signal.signal(number, handler)
     told = capsys.readouterr()
     return Done(status, told.out, told.err)

@@ -15,6 +15,8 @@ import torch
 
 from bench.process_groups import tree
 from nxd_infer.cli.demo.optimizer import Float32Muon, MuonAndAdamW, groups_of, orthogonalized
+from nxd_infer.cli.demo.run import too_little
+from nxd_infer.cli.demo.training import Trained
 from nxd_infer.errors import RankFailedError
 from nxd_infer.recipes.rank_processes import run_ranks
 from nxd_infer.trainer import load_checkpoint, save_checkpoint
@@ -102,6 +104,14 @@ def test_without_bfloat16_the_optimizer_does_what_pytorchs_does():
 def test_the_optimizer_goes_on_where_it_was(tmp_path: Path):
     for whole, rest in run_test_ranks(trained_and_resumed, 2, str(tmp_path), collectives="shared"):
         assert rest == whole[2:] and whole[3] < whole[2] < whole[1] < whole[0]
+
+
+def test_a_model_that_had_no_time_to_learn_is_told_of():
+    def note(loss):
+        return too_little(Trained(17, 8.4, loss, 7.0, 800.0), 60)
+
+    assert note(2.3) == ""
+    assert "17 steps in 60 s leave a loss of 6.49" in note(6.49) and "--seconds 300" in note(6.49)
 
 
 def test_ctrl_c_ends_the_demo_with_all_it_started(tmp_path: Path):

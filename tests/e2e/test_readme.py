@@ -100,7 +100,7 @@ def test_the_console_session_runs_as_written(tmp_path):
                 arguments[:1] = [sys.executable, "-m", "nxd_infer.cli.main"]
             if " serve " in command:
                 server = subprocess.Popen(arguments, cwd=tmp_path, env=env, stderr=subprocess.DEVNULL)
-                _wait_ready(port, server)
+                wait_ready(port, server)
                 continue
             done = subprocess.run(arguments, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
             assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
@@ -122,7 +122,7 @@ def test_the_example_programs_run():
         assert done.returncode == 0, f"{program.name}\n{done.stdout}{done.stderr}"
 
 
-def _wait_ready(port: int, server: subprocess.Popen) -> None:
+def wait_ready(port: int, server: subprocess.Popen) -> None:
     end = time.monotonic() + 600
     while time.monotonic() < end:
         assert server.poll() is None, "the server ended"

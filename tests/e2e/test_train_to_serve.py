@@ -116,7 +116,7 @@ def test_trained_traced_served_and_swapped(workplace, texts, capsys, monkeypatch
         # What does not fit, or is not there, changes nothing.
         error = is_error(swap(server, "wider"), 400, "path", "weights_refused")
         assert "model.layers.0.mlp.down_proj.weight has shape [32, 64], traced with [32, 48]" in error["message"]
-        error = is_error(swap(server, "ckpts", tag="third"), 400, "path", "weights_refused")
+        error = is_error(swap(server, "ckpts", tag="third"), 400, "tag", "weights_refused")
         assert "'first', 'second'" in error["message"]
 
         # 200 requests over sockets, some in streams and some of several choices, while the weights are swapped.

@@ -35,6 +35,13 @@ def test_a_value_out_of_range_is_refused_by_its_field(field, value):
     assert caught.value.field == field and field in str(caught.value)
 
 
+def test_a_name_that_is_none_is_told_with_the_one_that_was_meant():
+    with pytest.raises(TypeError, match=r"no parameter .tempature.; did you mean temperature\?"):
+        SamplingParams(tempature=0)
+    with pytest.raises(TypeError, match=r"no parameter .zzz.$"):
+        SamplingParams().replace(zzz=0)
+
+
 def test_accepted_forms_become_one_form():
     params = SamplingParams(
         stop="END", top_k=-1, max_tokens=None, logit_bias={"5": 1}, temperature=1, seed=3.0, stop_token_ids=(1, 2)

@@ -312,16 +312,23 @@ def test_calls_in_mistrals_format_and_its_ids(thinking):
 
 
 def test_the_reasoning_is_a_part_of_its_own(thinking):
-    _, client = thinking
+    server, client = thinking
     none = {"tools": openai.NOT_GIVEN}
     message = create(client, asked("Why?"), **none).choices[0].message
     assert (message.reasoning_content, message.content) == ("Hm.", "So.")
+    thought = server.post("/tokenize", {"prompt": "\nHm.\n", "add_special_tokens": False}).json()["count"]
+    usage = create(client, asked("Why?"), n=2, **none).usage
+    assert usage.completion_tokens_details.reasoning_tokens == 2 * thought
+    assert create(client, asked("JSON")).usage.completion_tokens_details.reasoning_tokens == 0
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last = create(client, asked("Why?"), **options, **none)
+    assert last.usage.completion_tokens_details.reasoning_tokens == thought
     deltas = [chunk.choices[0].delta for chunk in create(client, asked("Why?"), stream=True, **none)]
     pieces = [delta.reasoning_content for delta in deltas if hasattr(delta, "reasoning_content")]
     assert "".join(pieces) == "Hm." and len(pieces) > 1
     assert "".join(delta.content or "" for delta in deltas) == "So."
     message = create(client, asked("Why?"), extra_body={"include_reasoning": False}, **none).choices[0].message
-    assert not hasattr(message, "reasoning_content") and message.content == "So."
+    assert message.reasoning_content is None and message.content == "So."
     message = create(client, asked("Why?")).choices[0].message
     assert message.reasoning_content == "Hm." and functions(message.tool_calls) == [("weather", {"city": "Bern"})]
     form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": VERDICT}}
@@ -347,14 +354,16 @@ def test_reasoning_that_the_prompt_opens(artifact, thinking):
         assert choice["message"]["reasoning_content"] and "</think>" not in choice["message"]["content"]
     (choice,) = ask(response_format=form, logit_bias={close: 100})
     assert set(json.loads(choice["message"]["content"])) == {"ok"} and choice["finish_reason"] == "stop"
-    assert "reasoning_content" not in choice["message"]
+    assert choice["message"]["reasoning_content"] is None
     is_error(server.post(CHAT, {"messages": [ASKED], "reasoning_effort": "none"}), 400, "reasoning_effort")
 
 
 def test_where_no_reasoning_is_looked_for_it_is_content(client):
     """Without the tags, which are special tokens here."""
-    message = create(client, asked("Why?"), tools=openai.NOT_GIVEN).choices[0].message
-    assert message.content == "\nHm.\n\n\nSo." and not hasattr(message, "reasoning_content")
+    answer = create(client, asked("Why?"), tools=openai.NOT_GIVEN)
+    message = answer.choices[0].message
+    assert message.content == "\nHm.\n\n\nSo." and message.reasoning_content is None
+    assert answer.usage.completion_tokens_details is None
 
 
 @pytest.mark.check

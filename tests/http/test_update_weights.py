@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import os
 import shutil
@@ -9,8 +10,12 @@ import threading
 
 import pytest
 
+from nxd_infer.checkpoint.folder import find_checkpoint
+from nxd_infer.checkpoint.storage import storage_of
 from nxd_server.errors import ForbiddenPathError
 from nxd_server.http.admin.allowed_paths import path_under
+from nxd_server.http.admin.update_weights import unchanged
+from nxd_server.http.error_responses import ApiError
 from tests.engine.toy_model import naive_generate
 from tests.http.http_servers import events_of, is_error, toy_server, wait_for
 
@@ -66,8 +71,8 @@ def swap(server, path, **more):
 @pytest.mark.check
 def test_it_is_closed_without_an_admin_key_or_a_root(toy, root):
     error = is_error(toy.post(WEIGHTS, {"path": "one"}), 403, code="admin_disabled")
-    assert "--admin-key" in error["message"]
-    with pytest.raises(ForbiddenPathError, match="--weights-root"):
+    assert "--admin-key" in error["message"] and "NXD_INFER_ADMIN_KEY" in error["message"]
+    with pytest.raises(ForbiddenPathError, match=r"--weights-root .NXD_INFER_WEIGHTS_ROOT"):
         path_under(None, str(root / "one"))
     assert path_under(root, "link") == path_under(root, str(root / "one")) == root / "one"
 
@@ -84,6 +89,17 @@ def test_it_wants_the_admin_key_and_no_other(server):
     for timeout in (0, 1e10):
         is_error(server.post(WEIGHTS, {"path": "one", "timeout": timeout}, headers=ADMIN), 400, "timeout")
     is_error(server.post(WEIGHTS, {"path": "one", "extra": 1}, headers=ADMIN), 400, "extra")
+
+
+@pytest.mark.check
+def test_a_tag_that_the_folder_lacks_is_the_tags_fault(tmp_path):
+    async def refused(tag):
+        with pytest.raises(ApiError) as caught, unchanged("the weights are unchanged", "weights"):
+            find_checkpoint(storage_of(tmp_path), tag)
+        return caught.value.status, caught.value.param
+
+    assert asyncio.run(refused("step_9")) == (400, "tag")
+    assert asyncio.run(refused(None)) == (400, "path")
 
 
 @pytest.mark.check

@@ -204,7 +204,7 @@ def test_copies_on_one_rank_count_once(head_dim: int | None):
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
 def test_the_norm_of_a_large_parameter(order: float):
     """PyTorch's own, of all elements at once, is wrong by 3e-5."""
     param = nn.Parameter(torch.empty(2**21 + 7))

@@ -7,7 +7,9 @@ import json
 import pytest
 
 from nxd_infer.errors import ModelConfigError
+from nxd_server.app.served_model import ServedModel
 from nxd_server.errors import RequestError
+from nxd_server.settings import ServerSettings
 from nxd_server.text.chat_template import ChatTemplate
 from tests import tiny_models
 
@@ -126,3 +128,19 @@ def test_malformed_messages_are_refused_by_field(messages, field):
     with pytest.raises(RequestError) as caught:
         ChatTemplate("{{ messages }}").render(messages)
     assert caught.value.field == field
+
+
+def test_a_model_without_a_template_is_told_of_when_it_is_read(tmp_path, caplog):
+    """Not by the first conversation alone; and nothing is said of one that has a template."""
+    caplog.set_level("INFO")
+    directory = tiny_models.write_tiny("llama", tmp_path / "m")
+    for template in (True, False):
+        if not template:
+            config = json.loads((directory / "tokenizer_config.json").read_text())
+            del config["chat_template"]
+            (directory / "tokenizer_config.json").write_text(json.dumps(config))
+        caplog.clear()
+        model = ServedModel(directory, ServerSettings())
+        model._read_text("generate", directory)
+        assert (model.chat_template is not None) == template
+        assert [record.message[:16] for record in caplog.records] == [] if template else ["no chat template"]

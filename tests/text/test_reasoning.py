@@ -1,10 +1,12 @@
 """The model's reasoning in its answer: whatever the pieces, it is told from the rest, and no grammar constrains it."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nxd_server.text.reasoning import FORMATS, ReasoningReader, free_reasoning, place_behind, tags_of
+from nxd_server.text.reasoning import FORMATS, ReasoningCounter, ReasoningReader, free_reasoning, place_behind, tags_of
 from nxd_server.text.tags import with_tags_shown
 from tests.text.text_tokenizers import byte_level, compiled, taken, with_tokens
 
@@ -43,6 +45,34 @@ def read(place, pieces, exact=False):
 @pytest.mark.parametrize(("place", "answer", "thought", "said"), ANSWERS)
 def test_reasoning_is_told_from_the_answer(place, answer, thought, said):
     assert read(place, [answer]) == read(place, answer) == (thought, said)
+
+
+@pytest.mark.parametrize(
+    ("place", "answer", "count"),
+    [
+        (BEFORE, "<think>\nTwo.\n</think>\n\nFour.", 6),
+        (BEFORE, "\n <think>a\n\nb</think>c", 4),
+        (BEFORE, "Four. <think>x</think>", 0),
+        (BEFORE, "<thin", 0),
+        (BEFORE, "<think>cut o", 5),
+        (BEFORE, " " * 80 + "<think>a", 0),
+        (INSIDE, "\nTwo.\n</think>\n\nFour.", 6),
+        (INSIDE, "a <<b </think> <think>c", 6),
+        (INSIDE, "a </thi", 7),
+        ("over", "a</think>", 0),
+    ],
+)
+def test_tokens_between_the_tags_are_counted(place, answer, count):
+    """Whether the closing tag is one token or several."""
+    counter = ReasoningCounter(THINK, place, chr)
+    for char in answer:
+        counter.take(ord(char))
+    assert counter.count == count
+    pieces = [piece for part in re.split("(</?think>)", answer) for piece in ([part] if "think>" in part else part)]
+    counter = ReasoningCounter(THINK, place, pieces.__getitem__)
+    for token in range(len(pieces)):
+        counter.take(token)
+    assert counter.count == count
 
 
 def test_what_a_format_asks_for_behind_the_reasoning_is_left_as_it_is():

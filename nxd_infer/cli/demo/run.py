@@ -39,6 +39,8 @@ QUESTIONS = (
     ("A function definition is an executable statement. Its execution", SAMPLED),
     ("If the expression list", GREEDY),
 )
+WRITES_WORDS = 4.0
+"""A loss, in nats per token, below which answers have words."""
 READY_TIMEOUT, STOP_TIMEOUT, LOAD_TIMEOUT, TRAIN_TIMEOUT = 120.0, 30.0, 180.0, 180.0
 
 
@@ -120,6 +122,16 @@ def train(directory: Path, seconds: float, tp: int) -> Trained:
     return training.Trained(**json.loads((directory / training.FIGURES).read_text()))
 
 
+def too_little(trained: Trained, seconds: float) -> str:
+    """Return a note if the model has learnt too little to write words; else ""."""
+    if trained.last_loss < WRITES_WORDS:
+        return ""
+    return (
+        f"note: {trained.steps} steps in {seconds:g} s leave a loss of {trained.last_loss:.2f}; above {WRITES_WORDS:g} "
+        f"the answers are little more than blanks and newlines: --seconds {5 * seconds:g} trains a better model"
+    )
+
+
 def parameters(model_dir: Path) -> int:
     """Return the number of parameters in a model directory."""
     source = weights(model_dir)
@@ -152,6 +164,8 @@ def run_in(directory: Path, seconds: float, tp: int, backend: str, start: float)
     model_dir, artifact = directory / MODEL, directory / "artifact"
     console.rule(f"1. train a small Llama on the Python language reference, on {tp} rank{'s' * (tp > 1)}")
     trained = train(directory, seconds, tp)
+    if note := too_little(trained, seconds):
+        console.print(note, markup=False)
 
     console.rule(f"2. trace the checkpoint for tensor parallel degree {tp}, and save it")
     traced = trace.run(

@@ -64,6 +64,11 @@ def _serve(given: str | os.PathLike[str], settings: ServerSettings) -> int:
     except (NxdError, OSError) as error:  # OSError: a directory that may not be read
         logger.error("%s", error)
         return 1
+    except (KeyboardInterrupt, SystemExit):
+        logger.warning(
+            "stopped before %s could be served: what was not finished is removed, the next start makes it", given
+        )
+        raise
     if settings.prepare_only:
         logger.info("%s can be served", artifact)
         return 0

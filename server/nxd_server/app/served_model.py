@@ -169,6 +169,11 @@ class ServedModel:
         else:
             if task == "generate":
                 self._use_template(TemplateSources.from_dir(artifact))
+                if self.chat_template is None:
+                    logger.info(
+                        "no chat template, so /v1/chat/completions is refused: use /v1/completions, or trace a "
+                        "model that has a chat_template.jinja"
+                    )
             self._tokenizer.most_characters(self.max_len)  # scans the vocabulary now, not during a request
 
     def _use_template(self, sources: TemplateSources | None) -> None:

@@ -183,8 +183,9 @@ class Service(ServedModel):
         return worker
 
     def _progress(self, done: int, total: int, bucket: str) -> None:
-        self._stage = f"warming up: graph {min(done + 1, total)} of {total} ({bucket})"
-        logger.info("warmed up %d of %d graphs%s", done, total, "" if done == total else f", next {bucket}")
+        rest = f", next {bucket}" if bucket else "; the others run when they are needed" if done < total else ""
+        self._stage = f"warmed up {done} of {total} graphs{rest}"
+        logger.info(self._stage)
 
     def _watch(self) -> None:
         """Wait for the engine to recover, but no longer than the limit."""
@@ -292,8 +293,7 @@ class Service(ServedModel):
 
     @property
     def restarts(self) -> int:
-        stats = self.stats()
-        return stats.restarts if stats is not None else 0
+        return stats.restarts if (stats := self.stats()) is not None else 0
 
     def stats(self) -> EngineStats | None:
         """Return the engine's counters, or None if there is no engine yet."""

@@ -7,12 +7,14 @@ that table.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, TypeVar
 
 from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_infer.util.options import Option
+from nxd_infer.util.suggest import did_you_mean
 from nxd_server.errors import RequestError
 from nxd_server.text.structured_outputs import StructuredOutputs
 
@@ -30,11 +32,30 @@ def _sampler(name: str) -> Any:
     return SAMPLER_FIELDS[name].default
 
 
+T = TypeVar("T")
+
+
+def _suggesting(kind: type[T]) -> type[T]:
+    """Let the TypeError of a name that is no parameter say which one was meant."""
+    init, known = kind.__init__, [one.name for one in fields(kind)]  # pyright: ignore[reportArgumentType]
+
+    @functools.wraps(init)
+    def checked(self: T, *values: Any, **given: Any) -> None:
+        for name in given:
+            if name not in known:
+                raise TypeError(f"{kind.__name__} has no parameter {name!r}{did_you_mean(name, known)}")
+        init(self, *values, **given)
+
+    kind.__init__ = checked  # type: ignore[method-assign]
+    return kind
+
+
+@_suggesting
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling and stopping parameters of one request; names and meaning as in OpenAI's API and vLLM.
 
-    Raises :class:`RequestError` naming the field if a value is out of range.
+    Raises :class:`RequestError` naming the field if a value is out of range, and TypeError for a name that is none.
     """
 
     max_tokens: int | None = 16

@@ -32,8 +32,8 @@ def warm_up(
     on_progress: Progress | None,
     going: Callable[[], bool],
 ) -> None:
-    """Run graphs before requests arrive, while ``going``; ``on_progress(done, total, bucket)`` counts only those that
-    run now, and ends with ``done`` equal to ``total``."""
+    """Run graphs before requests arrive, while ``going``; ``on_progress(done, total, bucket)`` is told the next graph
+    each time, and "" at the end: then ``done`` may be less than ``total``, all graphs."""
     told = on_progress or (lambda done, total, bucket: None)
     ran: list[str] = []
     end = math.inf
@@ -53,7 +53,7 @@ def warm_up(
         ran.append(name)
         end = min(end, time.monotonic() + WARM_UP_SECONDS)
     if ran:
-        told(len(ran), len(ran), ran[-1])
+        told(len(ran), len(names), "")
 
 
 def when_idle(steps: StepRunner, costs: StepCosts, names: Sequence[str], inputs: Inputs, probe: float) -> None:

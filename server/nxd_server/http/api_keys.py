@@ -51,7 +51,8 @@ class Keys:
         if not self._admin:
             raise ApiError(
                 403,
-                f"{scope['path']} changes what is served, and this server has no admin key: start it with --admin-key",
+                f"{scope['path']} changes what is served, and this server has no admin key: start it with "
+                "NXD_INFER_ADMIN_KEY in its environment, the setting admin_key in its --config, or --admin-key",
                 code="admin_disabled",
             )
         offered = list(_offered(scope["headers"]))

@@ -16,7 +16,7 @@ so that there is none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 from nxd_server.text.grammars import FreeText
@@ -60,6 +60,41 @@ def free_reasoning(tokenizer: Tokenizer, vocab_size: int, tags: Tags, place: Pla
     if place == "over" or (place == "before" and first is None):
         return None
     return FreeText(None if place == "inside" else first, tags.close, tokenizer.token_text)
+
+
+class ReasoningCounter:
+    """Counts the tokens of one answer that lie between the tags."""
+
+    def __init__(self, tags: Tags, place: Place, text_of: Callable[[int], str]):
+        """``place``: where the answer begins; ``text_of``: the text of a token."""
+        self._tags, self._place, self._text_of = tags, place, text_of
+        self._tail = ""
+        self._count = self._pending = 0
+        """Tokens of the reasoning, and those that may be part of the closing tag."""
+
+    @property
+    def count(self) -> int:
+        """So far; what only looks like a closing tag's beginning included."""
+        return self._count + (self._pending if self._place == "inside" else 0)
+
+    def take(self, token: int) -> None:
+        """Count the next token."""
+        if self._place == "over":
+            return
+        self._tail += self._text_of(token)
+        if self._place == "before":
+            begun, tag = self._tail.lstrip(), self._tags.open
+            if begun.startswith(tag):
+                self._place, self._tail = "inside", ""
+            elif not tag.startswith(begun) or len(self._tail) > MOST_BLANKS + len(tag):
+                self._place = "over"
+        elif self._tags.close in self._tail:
+            self._place = "over"
+        else:
+            size = overlap(self._tail, self._tags.close)
+            self._tail, self._pending = self._tail[len(self._tail) - size :], self._pending + 1
+            if not size:
+                self._count, self._pending = self._count + self._pending, 0
 
 
 class ReasoningReader:

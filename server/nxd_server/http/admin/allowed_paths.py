@@ -35,7 +35,7 @@ def path_under(root: Path | None, name: str, field: str = "path") -> Path:
     folder.
     """
     if root is None:
-        raise ForbiddenPathError("this server reads no paths: start it with --weights-root")
+        raise ForbiddenPathError("this server reads no paths: start it with --weights-root (NXD_INFER_WEIGHTS_ROOT)")
     if not name or "\0" in name:
         raise RequestError(field, "is not a path")
     base = root.resolve()

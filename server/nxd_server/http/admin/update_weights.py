@@ -14,6 +14,7 @@ from nxd_infer.errors import (
     ArtifactError,
     ArtifactSpaceError,
     CheckpointError,
+    CheckpointTagError,
     NxdError,
     OpenFilesError,
     ShardingError,
@@ -62,7 +63,8 @@ def unchanged(what: str, code: str) -> Iterator[None]:
     except OpenFilesError as error:
         raise ApiError(503, f"{what}: {error}", code="no_descriptors") from error
     except (CheckpointError, ShardingError, WeightSchemaError) as error:
-        raise ApiError(400, f"{what}: {error}", code=f"{code}_refused", param="path") from error
+        param = "tag" if isinstance(error, CheckpointTagError) else "path"
+        raise ApiError(400, f"{what}: {error}", code=f"{code}_refused", param=param) from error
     except ArtifactSpaceError as error:
         raise ApiError(503, f"{what}: {error}", code="no_space") from error
     except (ArtifactError, OSError) as error:

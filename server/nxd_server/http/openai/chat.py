@@ -27,7 +27,7 @@ from nxd_server.http.openai.completions import check_choices, with_limit
 from nxd_server.http.openai.event_stream import EventStream
 from nxd_server.http.openai.generation import Generation
 from nxd_server.http.openai.logprobs import chat_logprob
-from nxd_server.http.openai.message_parts import MessageParts
+from nxd_server.http.openai.message_parts import MessageParts, reasoning_tokens
 from nxd_server.http.openai.response_format import schemas_of, wanted_form, with_calls
 from nxd_server.http.openai.schemas import ChatBody
 from nxd_server.http.openai.stream_usage import Tails, usage_object
@@ -51,7 +51,7 @@ from nxd_server.http.request_context import (
     unless_left,
     whole_of,
 )
-from nxd_server.text.reasoning import Place, ReasoningReader, free_reasoning, place_behind
+from nxd_server.text.reasoning import Place, ReasoningCounter, ReasoningReader, free_reasoning, place_behind
 from nxd_server.text.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -178,11 +178,7 @@ async def chat(request: Request, body: ChatBody) -> Any:
     defaults = service.sampling_defaults
     params = body.sampling(asked, top, defaults)  # a wrong value: before a long conversation is tokenized
     tools = offered_tools(body.tools, body.tool_choice, service.tool_format)
-    if body.reasoning_effort is not None and service.reasoning_tags is not None:
-        raise unsupported(
-            "reasoning_effort",
-            "say it in the template's words, such as chat_template_kwargs={'enable_thinking': false}",
-        )
+    _check_effort(body.reasoning_effort, service.reasoning_tags is not None)
     tokenizer, wanted = service.require_tokenizer(), wanted_form(body)
     params = params.replace(
         structured_outputs=with_calls(body, wanted, tools, service.tool_format, tokenizer, service.vocab_size)
@@ -218,12 +214,27 @@ async def chat(request: Request, body: ChatBody) -> Any:
         for _ in range(body.n)
     ]
     calls = choice_calls(body, tools, service.tool_format)
-    parts = [MessageParts(reader, body.include_reasoning, one) for reader, one in zip(readers, calls, strict=True)]
+    parts = [
+        MessageParts(reader, body.include_reasoning, one, tags and ReasoningCounter(tags, place, tokenizer.token_text))
+        for reader, one in zip(readers, calls, strict=True)
+    ]
     if body.stream:
         tails = Tails(body.stream_options, [len(tokens)], body.n)
         writer = _Chunks({**head, "object": "chat.completion.chunk"}, tokenizer, body, top, tails, parts)
         return EventStream(generation, writer, settings.keep_alive_interval, request_id(request))
     return await _whole(generation, {**head, "object": "chat.completion"}, tokenizer, top, parts)
+
+
+def _check_effort(effort: str | None, reasons: bool) -> None:
+    """Raise ApiError 400 for an effort: no chat template takes one. A model that does not reason makes none."""
+    if effort is None or (effort == "none" and not reasons):
+        return
+    if reasons:
+        instead = "how much this model reasons is up to its chat template; use the template's own words, such as "
+        raise unsupported("reasoning_effort", f"{instead}chat_template_kwargs={{'enable_thinking': false}}")
+    raise unsupported(
+        "reasoning_effort", "this model does not reason (see reasoning_parser): leave it out, or send 'none'"
+    )
 
 
 def _top_logprobs(body: ChatBody, most: int) -> int | None:
@@ -242,6 +253,7 @@ async def _whole(
     logprobs: list[list[dict]] = [[] for _ in range(generation.choices)]
 
     def token(choice: int, event: TokenEvent) -> None:
+        parts[choice].count(event.token)
         if top is not None:
             logprobs[choice].append(chat_logprob(tokenizer, event, top))
 
@@ -255,7 +267,7 @@ async def _whole(
         }
         for index, ((text, reason), content, own) in enumerate(zip(answers, logprobs, parts, strict=True))
     ]
-    answer = {**head, "choices": choices, "usage": usage_object(generation.usage)}
+    answer = {**head, "choices": choices, "usage": usage_object(generation.usage, reasoning_tokens(parts))}
     answer["weight_version"] = generation.weight_version
     return Response(encode(answer), media_type="application/json")
 
@@ -292,6 +304,8 @@ class _Chunks:
             held = self._chunk(choice, delta, None, None) if delta else b""
             return held + self._chunk(choice, {}, None, own.reason(event.reason))
         self._tails.count(choice)
+        if not event.is_stop:
+            own.count(event.token)
         if self._top is not None and not event.is_stop:
             logprobs = {"content": [chat_logprob(self._tokenizer, event, self._top)], "refusal": None}
             return self._chunk(choice, {"content": "", **delta}, logprobs, None)
@@ -300,7 +314,8 @@ class _Chunks:
     def usage(self, usage: Usage) -> bytes:
         if not self._body.include_usage:
             return b""
-        return self._head + b',"choices":[],"usage":' + json.dumps(usage_object(usage)).encode() + b"}\n\n"
+        counts = usage_object(usage, reasoning_tokens(self._parts))
+        return self._head + b',"choices":[],"usage":' + json.dumps(counts).encode() + b"}\n\n"
 
     def _chunk(self, choice: int, delta: dict[str, Any], logprobs: dict | None, reason: str | None) -> bytes:
         part = f'{{"index":{choice},"delta":{json.dumps(delta)},"logprobs":{json.dumps(logprobs)},"finish_reason":'

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from nxd_server.http.openai.tools import ChoiceCalls
-from nxd_server.text.reasoning import ReasoningReader
+from nxd_server.text.reasoning import ReasoningCounter, ReasoningReader
 
 
 class MessageParts:
     """Reads the text of one choice."""
 
-    def __init__(self, reasoning: ReasoningReader | None, shown: bool, calls: ChoiceCalls):
-        """``reasoning`` None: the model does not reason. ``shown``: whether the message is to have the reasoning."""
+    def __init__(
+        self,
+        reasoning: ReasoningReader | None,
+        shown: bool,
+        calls: ChoiceCalls,
+        counter: ReasoningCounter | None = None,
+    ):
+        """``reasoning`` None: the answer has none. ``shown``: whether the message is to have the reasoning. ``counter``
+        None: the model does not reason."""
         self._reasoning, self._shown, self._calls = reasoning, shown, calls
+        self.counter = counter
         self._thoughts: list[str] = []
 
     def take(self, text: str, ended: bool = False) -> dict[str, Any]:
@@ -34,10 +43,15 @@ class MessageParts:
         parts = {"reasoning_content": thought if self._shown else "", "content": text, "tool_calls": calls}
         return {name: part for name, part in parts.items() if part}
 
+    def count(self, token: int) -> None:
+        """Count a token of the answer; one that ends it is none."""
+        if self.counter is not None:
+            self.counter.take(token)
+
     def whole(self, text: str) -> dict[str, Any]:
         """Return the message of a choice with this text."""
         parts = self.take(text, ended=True)
-        message = {"role": "assistant", "content": "", "refusal": None, **parts}
+        message = {"role": "assistant", "content": "", "refusal": None, "reasoning_content": None, **parts}
         calls = parts.get("tool_calls")
         if (calls or self._calls.forced) and not message["content"].strip():
             message["content"] = None
@@ -48,3 +62,9 @@ class MessageParts:
     def reason(self, reason: str) -> str:
         """Return the choice's finish reason, from the engine's."""
         return self._calls.reason(reason)
+
+
+def reasoning_tokens(parts: Sequence[MessageParts]) -> int | None:
+    """Return how many tokens of all choices so far are reasoning; None if the model does not reason."""
+    counters = [one.counter for one in parts if one.counter is not None]
+    return sum(counter.count for counter in counters) if counters else None

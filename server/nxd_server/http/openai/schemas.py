@@ -196,7 +196,7 @@ class ChatBody(SamplingBody):
     tool_choice: Any = Field(
         None, description="auto; required or one tool's name: the answer is a call; none: the model sees no tools."
     )
-    reasoning_effort: Literal["none"] | None = Field(None, description="Of a model that does not reason: none.")
+    reasoning_effort: str | None = Field(None, description="Of a model that does not reason: none.")
     include_reasoning: bool = Field(True, description="False: the answer has no reasoning_content.")
     parallel_tool_calls: bool | None = Field(None, description="False: at most one call in an answer.")
 

@@ -14,7 +14,8 @@ PADDED_TO = 64
 """Padded chunks are a multiple of this many bytes long, so that their sizes reveal little about the tokens."""
 
 
-def usage_object(usage: Usage) -> dict[str, Any]:
+def usage_object(usage: Usage, reasoning: int | None = None) -> dict[str, Any]:
+    """Return the field ``usage``; ``reasoning``: the tokens of the answer that are, None for a model without."""
     counts: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -22,6 +23,8 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
     if usage.cached_tokens is not None:
         counts["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    if reasoning is not None:
+        counts["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     return counts
 
 
