@@ -181,11 +181,8 @@ def find_checkpoint(storage: Storage, tag: str | None) -> Checkpoint:
     if storage.local and not Path(storage.where()).exists():
         raise CheckpointError(f"{storage.where()} does not exist; give the folder that save_checkpoint() was given")
     listed = ", ".join(repr(checkpoint.tag) for checkpoint in there[-8:]) or "none"
-    if tag is not None:
-        raise CheckpointTagError(
-            f"{storage.where()} holds no complete checkpoint with the tag {tag!r}; complete are: {listed}"
-        )
-    raise CheckpointError(f"{storage.where()} holds no complete checkpoint; complete are: {listed}")
+    which, kind = ("", CheckpointError) if tag is None else (f" with the tag {tag!r}", CheckpointTagError)
+    raise kind(f"{storage.where()} holds no complete checkpoint{which}; complete are: {listed}")
 
 
 def numbered_checkpoint(storage: Storage, tag: str | None, counter: int) -> Checkpoint | None:

@@ -154,6 +154,7 @@ def test_a_wrong_body_is_a_400_that_names_the_field(toy, route, body, param):
         (COMPLETIONS, {"prompt": "a", "stop": 5}, "`stop`: must be a string or a list of strings"),
         (COMPLETIONS, {"prompt": [3, 1.0]}, "must be a token id: a whole number from 0 to 2147483647, got 1.0"),
         (COMPLETIONS, {"prompt": "a" * 60, "min_tokens": 5}, "5 is more than the 4 tokens that are generated here"),
+        (CHAT, {"messages": HELLO, "reasoning_effort": "low"}, "leave it out, or send 'none'"),
         (CHAT, {"messages": HELLO, "min_tokens": 60}, "60 is more than the 43 tokens that are generated here"),
     ],
 )

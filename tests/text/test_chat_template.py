@@ -143,4 +143,4 @@ def test_a_model_without_a_template_is_told_of_when_it_is_read(tmp_path, caplog)
         model = ServedModel(directory, ServerSettings())
         model._read_text("generate", directory)
         assert (model.chat_template is not None) == template
-        assert [record.message[:16] for record in caplog.records] == [] if template else ["no chat template"]
+        assert [record.message[:16] for record in caplog.records] == ([] if template else ["no chat template"])

@@ -51,7 +51,7 @@ def test_without_any_whitespace_there_is_none():
 
 def test_the_option_is_a_switch_and_no_form():
     for wrong in ("yes", 1, None):
-        with pytest.raises(RequestError, match=r"disable_any_whitespace.*must be true, .*or false"):
+        with pytest.raises(RequestError, match=r"disable_any_whitespace.*is a switch, true or false"):
             StructuredOutputs.of({"json": SCHEMA, "disable_any_whitespace": wrong})
     with pytest.raises(RequestError, match="exactly one of json, json_object, regex, choice, grammar; got none"):
         StructuredOutputs.of({"disable_any_whitespace": True})

@@ -39,8 +39,8 @@ QUESTIONS = (
     ("A function definition is an executable statement. Its execution", SAMPLED),
     ("If the expression list", GREEDY),
 )
-WRITES_WORDS = 4.0
-"""A loss, in nats per token, below which answers have words."""
+WRITES_PHRASES = 4.0
+"""A loss, in nats per token, above which answers are loose words and newlines."""
 READY_TIMEOUT, STOP_TIMEOUT, LOAD_TIMEOUT, TRAIN_TIMEOUT = 120.0, 30.0, 180.0, 180.0
 
 
@@ -123,12 +123,12 @@ def train(directory: Path, seconds: float, tp: int) -> Trained:
 
 
 def too_little(trained: Trained, seconds: float) -> str:
-    """Return a note if the model has learnt too little to write words; else ""."""
-    if trained.last_loss < WRITES_WORDS:
+    """Return a note if the model has learnt too little to write phrases; else ""."""
+    if trained.last_loss < WRITES_PHRASES:
         return ""
     return (
-        f"note: {trained.steps} steps in {seconds:g} s leave a loss of {trained.last_loss:.2f}; above {WRITES_WORDS:g} "
-        f"the answers are little more than blanks and newlines: --seconds {5 * seconds:g} trains a better model"
+        f"note: {trained.steps} steps in {seconds:g} s leave a loss of {trained.last_loss:.2f}. Answers are "
+        f"loose words and newlines above {WRITES_PHRASES:g}: --seconds {5 * seconds:g} trains a better model"
     )
 
 

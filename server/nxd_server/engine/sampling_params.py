@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def _suggesting(kind: type[T]) -> type[T]:
-    """Let the TypeError of a name that is not a parameter say which one was meant."""
+    """Let the TypeError of an unknown name say which parameter was meant."""
     init, known = kind.__init__, [one.name for one in fields(kind)]  # pyright: ignore[reportArgumentType]
 
     @functools.wraps(init)

@@ -53,8 +53,9 @@ class StructuredOutputs:
             found = f"got {' and '.join(given)}" if given else "got none"
             raise RequestError(self.where, f"needs exactly one of {', '.join(FORMS)}; {found}")
         if not isinstance(self.disable_any_whitespace, bool):
-            found = repr(self.disable_any_whitespace)
-            raise self.error(COMPACT, f"must be true, for JSON without whitespace, or false; got {found}")
+            raise self.error(
+                "disable_any_whitespace", f"is a switch, true or false, not {self.disable_any_whitespace!r}"
+            )
         value = getattr(self, given[0])
         if given[0] == "json_object" and value is not True:
             raise self.error("json_object", f"must be true, got {value!r}")
