@@ -55,7 +55,7 @@ def _suggesting(kind: type[T]) -> type[T]:
 class SamplingParams:
     """Sampling and stopping parameters of one request; names and meaning as in OpenAI's API and vLLM.
 
-    Raises :class:`RequestError` naming the field if a value is out of range, and TypeError for a name that is none.
+    Raises :class:`RequestError` naming the field if a value is out of range, and TypeError for an unknown name.
     """
 
     max_tokens: int | None = 16

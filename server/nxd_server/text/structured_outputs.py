@@ -53,9 +53,7 @@ class StructuredOutputs:
             found = f"got {' and '.join(given)}" if given else "got none"
             raise RequestError(self.where, f"needs exactly one of {', '.join(FORMS)}; {found}")
         if not isinstance(self.disable_any_whitespace, bool):
-            raise self.error(
-                "disable_any_whitespace", f"is a switch, true or false, not {self.disable_any_whitespace!r}"
-            )
+            raise self.error(COMPACT, f"is a switch, true or false, not {self.disable_any_whitespace!r}")
         value = getattr(self, given[0])
         if given[0] == "json_object" and value is not True:
             raise self.error("json_object", f"must be true, got {value!r}")
