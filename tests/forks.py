@@ -10,7 +10,8 @@ import pytest
 
 from nxd_infer.util import fork_server as module
 from nxd_infer.util.child_process import ChildProcess
-from nxd_infer.util.fork_server import ForkedProcess, fork_server
+from nxd_infer.util.fork_server import fork_server
+from nxd_infer.util.forked_process import ForkedProcess
 from nxd_infer.util.python_command import child_environment, python_code
 from tests.processes import parent_of
 

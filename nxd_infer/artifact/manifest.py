@@ -16,12 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nxd_infer.errors import InputRangeError
 from nxd_infer.util.dtypes import ITEM_BYTES, LARGEST_FLOAT, dtype_name, dtype_of
+from nxd_infer.util.reading import BLAKE3, SHA256
 
 if TYPE_CHECKING:
     import torch
 
 FORMAT = "1.1"
 """1.1 stores each graph in functional form with its backend's version; 1.0 stored only the latter."""
+BLAKE3_REQUIREMENT = "blake3"
 BUCKET_KERNEL_REQUIREMENT = "bucket-kernel"
 INLINE_WEIGHTS_REQUIREMENT = "inline-weights"
 PACKED_REQUIREMENT = "packed-weights"
@@ -29,6 +31,7 @@ PIPELINE_REQUIREMENT = "pipeline"
 WHOLE_PROMPTS_REQUIREMENT = "whole-prompts"
 KNOWN_REQUIREMENTS: frozenset[str] = frozenset(
     {
+        BLAKE3_REQUIREMENT,
         BUCKET_KERNEL_REQUIREMENT,
         INLINE_WEIGHTS_REQUIREMENT,
         PACKED_REQUIREMENT,
@@ -217,8 +220,27 @@ class BucketSpec(_Model):
 
 
 class FileSpec(_Model):
+    """Size and checksum of a file, in hexadecimal."""
+
     size: int
-    sha256: str
+    blake3: str = ""
+    sha256: str = ""
+    """Of artifacts without :data:`BLAKE3_REQUIREMENT`; empty in others, for readers that expect it."""
+
+    @model_validator(mode="after")
+    def _check(self):
+        if not self.blake3 and not self.sha256:
+            raise ValueError("a file without a checksum")
+        return self
+
+    @property
+    def algorithm(self) -> str:
+        """The name of the checksum, as :func:`~nxd_infer.util.reading.checksum_and_size` takes it."""
+        return BLAKE3 if self.blake3 else SHA256
+
+    @property
+    def checksum(self) -> str:
+        return self.blake3 or self.sha256
 
 
 class Manifest(_Model):

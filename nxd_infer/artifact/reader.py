@@ -58,7 +58,7 @@ class LoadedArtifact:
     manifest: Manifest
     path: Path
     digest: str
-    """sha256 of ``manifest.json``, which holds the sha256 of every other file, so it identifies the whole artifact."""
+    """sha256 of ``manifest.json``, which holds a checksum of every other file, so it identifies the whole artifact."""
     temporary: bool = False
     """Whether this process owns the directory and removes it at the end (a traced model that was not saved)."""
     stamps: dict[str, Stamp] = field(default_factory=dict, repr=False, compare=False)

@@ -75,6 +75,7 @@ NXD_INLINE void pack_units(const char* rows, int64_t row_bytes, int64_t width, c
   for (int64_t unit = 0; unit < row_bytes / kUnit; unit += kLine) {
     const int64_t count = std::min(kLine, row_bytes / kUnit - unit);
     for (int64_t c = 0; c < width; c++) {
+      __builtin_prefetch(rows + c * row_bytes + (unit + kLine) * kUnit);  // processors follow fewer streams than rows
       if (count == kLine) {
         std::memcpy(lines[c], rows + c * row_bytes + unit * kUnit, kLine * kUnit);
       } else {

@@ -9,18 +9,26 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from blake3 import blake3
+
 MOST_LEVELS = 100
 """Maximum nesting of lists and objects: code that visits them recurses at each level, and a self-referential one
 would never end."""
-_CHUNK = 1 << 20
+BLAKE3, SHA256 = "blake3", "sha256"
+"""Checksums of files, each as hard to forge. BLAKE3 is for large ones: it reads 2.5 GiB/s on a core where sha256 reads
+0.2, or 1.1 if the processor has instructions for it."""
+_CHUNK = 4 << 20
+"""A thread that hashes waits for the interpreter after each: beside a busy thread 1 MiB took three times as long."""
 
 
-def sha256_and_size(file: io.FileIO, progress: Callable[[int], object] | None = None) -> tuple[str, int]:
-    """Return the checksum of the rest of a file, and its size; releases the GIL.
+def checksum_and_size(
+    file: io.FileIO, algorithm: str = BLAKE3, progress: Callable[[int], object] | None = None
+) -> tuple[str, int]:
+    """Return the checksum of the rest of a file in hexadecimal, and its size; releases the GIL.
 
     ``progress`` is called with the number of bytes of each part; ``hashlib.file_digest`` (Python 3.11) reports neither.
     """
-    digest, size = hashlib.sha256(), 0
+    digest, size = blake3() if algorithm == BLAKE3 else hashlib.new(algorithm), 0
     buffer = memoryview(bytearray(_CHUNK))
     while count := file.readinto(buffer):
         digest.update(buffer[:count])
@@ -36,7 +44,7 @@ def sha256_of(path: str | os.PathLike[str], progress: Callable[[int], object] | 
     ``progress`` is called with the number of bytes of each part.
     """
     with open(path, "rb", buffering=0) as file:
-        return sha256_and_size(file, progress)[0]
+        return checksum_and_size(file, SHA256, progress)[0]
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from nxd_infer.artifact.manifest import MANIFEST_NAME, FileSpec, WeightSpec
 from nxd_infer.artifact.names import weight_name
 from nxd_infer.artifact.rank_weights import file_entries, load_weights
 from nxd_infer.artifact.reader import artifact_digest
-from nxd_infer.artifact.writer import CHECKSUM_KEY, manifest_checksum
+from nxd_infer.artifact.writer import CHECKSUM_KEY, ArtifactWriter, manifest_checksum
 from nxd_infer.errors import (
     ArtifactBackendError,
     ArtifactCorruptError,
@@ -105,6 +106,40 @@ def test_every_flipped_byte_of_the_manifest_is_refused(artifact):
         path.write_bytes(damaged)
         with pytest.raises(ArtifactCorruptError, match=r"manifest\.json is damaged"):
             load_artifact(artifact)
+
+
+def test_artifacts_of_before_blake3_are_verified_by_their_sha256(artifact, tmp_path):
+    manifest = json.loads((artifact / MANIFEST_NAME).read_text())
+    assert manifest["requires"] == ["blake3"]  # an older reader says this name, and not that the manifest is damaged
+    assert {(spec["sha256"], len(spec["blake3"])) for spec in manifest["files"].values()} == {("", 64)}
+    older = {
+        name: {"size": spec["size"], "sha256": hashlib.sha256((artifact / name).read_bytes()).hexdigest()}
+        for name, spec in manifest["files"].items()
+    }
+    edit(artifact, requires=[], files=older)
+    for link in (True, False):  # linked files keep their checksum, copies are compared with it
+        with ArtifactWriter(tmp_path / "again") as writer:
+            for name, spec in load_artifact(artifact).manifest.files.items():
+                writer.add(name, artifact / name, known=spec, link=link)
+            writer.commit(load_artifact(artifact).manifest)
+        again = json.loads((tmp_path / "again" / MANIFEST_NAME).read_text())
+        assert again["requires"] == ([] if link else ["blake3"])
+        load_artifact(tmp_path / "again")
+    for name in older:
+        path = artifact / name
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 4]))
+        with pytest.raises(ArtifactCorruptError, match=f"{name} .*is altered: sha256"):
+            load_artifact(artifact)
+        with (
+            pytest.raises(ArtifactCorruptError, match=r"differs from its checksum .*sha256"),
+            ArtifactWriter(tmp_path / "other") as writer,
+        ):
+            writer.add(name, path, known=FileSpec(**older[name]))
+        path.write_bytes(data)
+    edit(artifact, files={name: {"size": spec["size"]} for name, spec in older.items()})
+    with pytest.raises(ArtifactCorruptError, match="a file without a checksum"):
+        load_artifact(artifact)
 
 
 def test_stray_files_are_ignored(artifact):
@@ -235,7 +270,7 @@ def test_paths_that_lead_out_are_refused(artifact, tmp_path):
     manifest = json.loads((artifact / MANIFEST_NAME).read_text())
     secret = tmp_path / "secret"
     secret.write_text("key")
-    spec = FileSpec(size=3, sha256="0" * 64).model_dump()
+    spec = FileSpec(size=3, blake3="0" * 64).model_dump()
     for name in ("../secret", str(secret), "weights/../../secret", "a\\b", "weights//x", ""):
         edit(artifact, files={**manifest["files"], name: spec})
         with pytest.raises(ArtifactCorruptError, match="not a path inside an artifact"):

@@ -66,7 +66,7 @@ def test_a_rank_that_starts_again_refuses_a_file_that_was_altered(artifact, kind
     os.kill(pids_of(model)[1], signal.SIGKILL)
     wait_until(lambda: model.failure is not None)
     assert isinstance(model.failure, RankDiedError)
-    with pytest.raises(RankFailedError, match=rf"ArtifactCorruptError: {kind}/\S+ of \S+ is altered: sha256"):
+    with pytest.raises(RankFailedError, match=rf"ArtifactCorruptError: {kind}/\S+ of \S+ is altered: blake3"):
         model.restart()
     model.close()
 
@@ -155,8 +155,8 @@ def test_a_file_that_is_written_to_while_it_is_verified_is_refused(artifact, mon
     """By its own contents again, so that the hash alone would not tell."""
     from nxd_infer.artifact import verified
 
-    def hash_open_file(file):
-        found = hash_(file)
+    def hash_open_file(file, algorithm):
+        found = hash_(file, algorithm)
         Path(file.name).write_bytes(Path(file.name).read_bytes())
         return found
 

@@ -120,7 +120,7 @@ def test_tokens_equal_those_of_one_stage_drawn_and_greedy(model, plain, model_di
 
 def test_each_stage_holds_its_own_weights_and_states(artifact, plain):
     manifest, whole = load_artifact(artifact).manifest, load_artifact(plain).manifest
-    assert (manifest.pp_degree, manifest.tp_degree, manifest.requires) == (2, 1, ["pipeline"])
+    assert (manifest.pp_degree, manifest.tp_degree, manifest.requires) == (2, 1, ["pipeline", "blake3"])
     first, last = (manifest.of_rank(rank) for rank in range(2))
     tied = "model.embed_tokens.weight"
     names = [{spec.name for spec in stage.weights} for stage in (first, last)]
@@ -143,7 +143,7 @@ def test_a_saved_copy_gives_the_same_and_other_versions_refuse_it(model, artifac
     with nxd.trace.parallel_model_load(root / "copy", call_timeout=60) as copy:
         for name, value in copy.run_bucket(f"decode_b{ROWS}", decode(copy, 5)).items():
             np.testing.assert_array_equal(value, model.run_bucket(f"decode_b{ROWS}", decode(model, 5))[name])
-    monkeypatch.setattr("nxd_infer.artifact.reader.KNOWN_REQUIREMENTS", frozenset({"inline-weights"}))
+    monkeypatch.setattr("nxd_infer.artifact.reader.KNOWN_REQUIREMENTS", frozenset({"blake3", "inline-weights"}))
     with pytest.raises(ArtifactVersionError, match="requires pipeline, which this version of nxd_infer does not know"):
         load_artifact(artifact)
     assert manifest_module.PIPELINE_REQUIREMENT == "pipeline"

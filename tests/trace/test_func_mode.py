@@ -65,7 +65,7 @@ def test_one_graph_for_both_ranks_and_every_fact_in_the_manifest(traced):
     assert len(set(bucket.graphs)) == 1 and report["graphs"] == 1
     assert [state.name for state in manifest.states] == ["cache"]
     assert [spec.name for spec in bucket.inputs] == ["tokens", "position"]
-    assert manifest.requires == ["inline-weights"]
+    assert manifest.requires == ["inline-weights", "blake3"]
     assert len(manifest.graphs[bucket.graphs[0]].collectives) == 3
     assert {"embed.weight", "up.weight", "down.bias", "head.weight", "scale"} <= {w.name for w in manifest.weights}
     layout = manifest.layout["weights"]["up.weight"]

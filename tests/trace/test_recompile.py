@@ -47,7 +47,7 @@ def answers(path) -> list[torch.Tensor]:
 
 def every_file(path) -> dict[str, str]:
     """The hash of each file but the manifest."""
-    return {name: spec.sha256 for name, spec in load_artifact(path, runs_here=False).manifest.files.items()}
+    return {name: spec.checksum for name, spec in load_artifact(path, runs_here=False).manifest.files.items()}
 
 
 def outside_graphs(path) -> dict[str, str]:

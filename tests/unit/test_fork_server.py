@@ -15,7 +15,8 @@ import pytest
 
 from nxd_infer.util import fork_server as module
 from nxd_infer.util.child_process import ChildProcess, wait_for_an_end
-from nxd_infer.util.fork_server import CannotForkError, ForkedProcess, fork_server
+from nxd_infer.util.fork_server import CannotForkError, fork_server
+from nxd_infer.util.forked_process import ForkedProcess
 from nxd_infer.util.python_command import child_environment, python_code
 from tests.forks import LIMIT, SLEEP, children_of, forget, output_of, start
 from tests.forks import without_a_server as without_a_server

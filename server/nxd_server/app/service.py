@@ -23,7 +23,7 @@ from nxd_infer.runtime.load import load_artifact
 from nxd_server import engine  # its names are imported on first use, once the ranks' processes run
 from nxd_server.app.recovery_timeout import RecoveryTimeout
 from nxd_server.app.served_model import ServedModel
-from nxd_server.app.start_model import make_model
+from nxd_server.app.start_model import Aside, make_model
 from nxd_server.errors import EngineUnavailableError, RequestError, log_failure, summary
 from nxd_server.settings import ServerSettings
 
@@ -144,21 +144,15 @@ class Service(ServedModel):
             self._model = model
             if self._closing:
                 return model
-        text: Future[None] = Future()
 
         def read() -> None:
-            try:
-                self._read_text(self.task, artifact)
-                if settings.admin():  # its holder may change weights, and sharding them needs torch: import it now
-                    import nxd_infer.runtime.updates.adapters  # noqa: F401  # slow: torch
-                text.set_result(None)
-            except Exception as error:
-                text.set_exception(error)
+            self._read_text(self.task, artifact)
+            if settings.admin():  # its holder may change weights, and sharding them needs torch: import it now
+                import nxd_infer.runtime.updates.adapters  # noqa: F401  # slow: torch
 
-        # While the ranks start, which takes seconds; in a daemon thread, so that the process can exit.
-        threading.Thread(target=read, name="nxd-text", daemon=True).start()
+        text = Aside("reading the tokenizer", read)  # the ranks take seconds to start
         model.start()
-        text.result()
+        text.wait(model.bounds.start)
         artifact.require_unchanged()  # the tokenizer and the template were read during the verification
         return model
 
