@@ -2,7 +2,7 @@
 
 ::
 
-    ckpts/step_100/manifest.json                  contents, number of ranks, each file's size and sha256
+    ckpts/step_100/manifest.json                  contents, number of ranks, each file's size and checksum
                    done                           written last, marks it complete; the manifest's sha256, the number
                    rank_00000.json ...            the runs: the layout of each tensor in this rank's files
                    rank_00000.safetensors ...     its random state; on rank 0 also tensors of user contents
@@ -18,7 +18,6 @@ folder. In a bucket, which cannot rename, the folder is ``step_100.00000007`` fr
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -31,9 +30,9 @@ from typing import Any
 from nxd_infer.checkpoint.storage import Storage
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CheckpointError, CheckpointTagError
-from nxd_infer.layout.files.manifest import DONE, FORMAT, MANIFEST, mark_of, marked_number, read_manifest
+from nxd_infer.layout.files.manifest import DONE, FORMAT, MANIFEST, checksums, mark_of, marked_number, read_manifest
 from nxd_infer.util.beneath import AnyPath
-from nxd_infer.util.reading import sha256_of
+from nxd_infer.util.reading import BLAKE3, checksum_of
 
 WHILE_READ = "was removed or saved again while it was read: load again, or keep more of them (num_kept_ckpts)"
 UNTAGGED = "_untagged"
@@ -102,7 +101,7 @@ class Checkpoint:
             data = self.storage.read(_inside(self.folder, name))
         except OSError as error:
             raise CheckpointError(f"{self.where}/{name} cannot be read: {error}") from error
-        self._compare(name, hashlib.sha256(data).hexdigest())
+        self._compare(name, data)
         return data
 
     def require_files(self) -> None:
@@ -123,17 +122,18 @@ class Checkpoint:
 
     def verify(self, names: Iterable[str]) -> None:
         """Raise CheckpointError if one of these files differs from its record, byte for byte."""
-        known = self.manifest.get("sha256", {})  # the earliest checkpoints had none
+        known = checksums(self.manifest)[1]
         for name in names:
             if name in known:
-                self._compare(name, sha256_of(self.path(name)))
+                self._compare(name, self.path(name))
 
-    def _compare(self, name: str, found: str) -> None:
-        recorded = self.manifest.get("sha256", {}).get(name, found)
-        if found != recorded:
+    def _compare(self, name: str, content: bytes | AnyPath) -> None:
+        algorithm, known = checksums(self.manifest)
+        if name in known and (found := checksum_of(content, algorithm)) != known[name]:
             raise CheckpointError(
-                f"{self.where}/{name} differs from its checksum (sha256 {found[:12]}..., recorded {recorded[:12]}...): "
-                "it was damaged or changed after it was saved; restore the file, or load another tag"
+                f"{self.where}/{name} differs from its checksum ({algorithm} {found[:12]}..., recorded "
+                f"{known[name][:12]}...): it was damaged or changed after it was saved; restore the file, or load "
+                "another tag"
             )
 
 
@@ -318,11 +318,11 @@ def folder_of(storage: Storage, tag: str, counter: int) -> str:
 
 
 def finish(
-    storage: Storage, tag: str, counter: int, facts: Mapping[str, Any], sha256: Mapping[str, str], keep: int | None
+    storage: Storage, tag: str, counter: int, facts: Mapping[str, Any], found: Mapping[str, str], keep: int | None
 ) -> None:
     """Complete the checkpoint after every rank has written, name it, and remove all but the newest ``keep``.
 
-    ``sha256`` holds the checksums by file.
+    ``found`` holds the checksums by file.
     """
     folder = folder_of(storage, tag, counter)
     manifest = {
@@ -332,7 +332,7 @@ def finish(
         "saved_at": time.time(),
         **facts,
         "files": storage.files(folder),
-        "sha256": dict(sha256),
+        BLAKE3: dict(found),
     }
     text = json.dumps(manifest, indent=1).encode()
     storage.write(f"{folder}/{MANIFEST}", text)

@@ -36,7 +36,7 @@ from nxd_infer.modules.lora.find import SUBFOLDER
 from nxd_infer.optimizer.sharded_files import FORMAT, NAMES, stem
 from nxd_infer.util.options import whole_number
 from nxd_infer.util.progress import Progress, silent
-from nxd_infer.util.reading import sha256_of
+from nxd_infer.util.reading import BLAKE3, checksum_of
 
 MOST_RANKS = 4096
 """Along an axis; each has files of its own."""
@@ -333,7 +333,7 @@ class Resharding:
             written.append(values)
             if context.rank == 0:
                 written += self._copy_adapter(place)
-            record["sha256"] = {file: sha256_of(place / file) for file in written}
+            record[BLAKE3] = {file: checksum_of(place / file) for file in written}
             with replacing(place / f"{name}.json") as temporary:
                 temporary.write_text(json.dumps(record), encoding="utf-8")
 

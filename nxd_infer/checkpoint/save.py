@@ -7,7 +7,6 @@ written, so finishing an asynchronous save needs no communication that could int
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import time
 
@@ -20,7 +19,7 @@ from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.modules.lora.find import SUBFOLDER
 from nxd_infer.modules.lora.peft import write_adapter
-from nxd_infer.util.reading import sha256_of
+from nxd_infer.util.reading import BLAKE3, checksum_of
 
 SILENCE_SECONDS = 600.0
 """Seconds without a new or longer file after which rank 0 abandons an asynchronous save: another rank is gone."""
@@ -43,10 +42,10 @@ def write_rank(storage: Storage, folder: str, rank: int, content: Content) -> No
             adapter = [path for path in (place / SUBFOLDER).iterdir() if path.is_file()]
             written |= {path.relative_to(place).as_posix(): path for path in adapter}
         # Files just written are still in memory, and every rank reads its own.
-        sha256 = {name: sha256_of(path, heartbeat) for name, path in written.items()}
+        found = {name: checksum_of(path, progress=heartbeat) for name, path in written.items()}
         heartbeat.end()
         with replacing(place / last) as temporary:
-            temporary.write_text(json.dumps({**content.record, "sha256": sha256}), encoding="utf-8")
+            temporary.write_text(json.dumps({**content.record, BLAKE3: found}), encoding="utf-8")
 
 
 class HeartbeatFile:
@@ -77,7 +76,7 @@ def wait_for_ranks(storage: Storage, folder: str, world_size: int) -> dict[str, 
     Raises CheckpointError if one has failed or nothing happens any more.
     """
     missing = {f"{rank_stem(rank)}.json" for rank in range(world_size)}
-    sha256: dict[str, str] = {}
+    found: dict[str, str] = {}
     there: dict[str, int] = {}
     last = time.monotonic()
     while True:
@@ -85,10 +84,10 @@ def wait_for_ranks(storage: Storage, folder: str, world_size: int) -> dict[str, 
         for name in sorted(missing & names.keys()):
             text = storage.read(f"{folder}/{name}")
             with contextlib.suppress(json.JSONDecodeError):  # sftp, for example, shows files that are being written
-                sha256 |= json.loads(text)["sha256"] | {name: hashlib.sha256(text).hexdigest()}
+                found |= json.loads(text)[BLAKE3] | {name: checksum_of(text)}
                 missing.remove(name)
         if not missing:
-            return sha256
+            return found
         failed = sorted(name for name in names if name.endswith(".failed"))
         if failed:
             reason = storage.read(f"{folder}/{failed[0]}").decode(errors="replace")

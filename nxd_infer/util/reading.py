@@ -28,7 +28,7 @@ def checksum_and_size(
 
     ``progress`` is called with the number of bytes of each part; ``hashlib.file_digest`` (Python 3.11) reports neither.
     """
-    digest, size = blake3() if algorithm == BLAKE3 else hashlib.new(algorithm), 0
+    digest, size = _digest(algorithm), 0
     buffer = memoryview(bytearray(_CHUNK))
     while count := file.readinto(buffer):
         digest.update(buffer[:count])
@@ -38,13 +38,25 @@ def checksum_and_size(
     return digest.hexdigest(), size
 
 
-def sha256_of(path: str | os.PathLike[str], progress: Callable[[int], object] | None = None) -> str:
-    """Return the checksum of a file, read once from start to end; releases the GIL.
+def checksum_of(
+    source: bytes | str | os.PathLike[str],
+    algorithm: str = BLAKE3,
+    progress: Callable[[int], object] | None = None,
+) -> str:
+    """Return the checksum in hexadecimal of bytes, or of a file, read once from start to end; releases the GIL.
 
-    ``progress`` is called with the number of bytes of each part.
+    ``progress`` is called with the number of bytes of each part of a file.
     """
-    with open(path, "rb", buffering=0) as file:
-        return checksum_and_size(file, SHA256, progress)[0]
+    if isinstance(source, bytes):
+        digest = _digest(algorithm)
+        digest.update(source)
+        return digest.hexdigest()
+    with open(source, "rb", buffering=0) as file:
+        return checksum_and_size(file, algorithm, progress)[0]
+
+
+def _digest(algorithm: str) -> Any:
+    return blake3() if algorithm == BLAKE3 else hashlib.new(algorithm)
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

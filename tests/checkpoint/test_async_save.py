@@ -74,7 +74,7 @@ def test_a_save_that_makes_progress_is_waited_for(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(checkpoint_write, "SILENCE_SECONDS", 0.0)
     whole = {f"{rank_stem(0)}.json": 1}
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / f"{rank_stem(0)}.json").write_text('{"sha256": {"file": "its"}}')
+    (tmp_path / "a" / f"{rank_stem(0)}.json").write_text('{"blake3": {"file": "its"}}')
     looks = [*({"rank_00000.alive": n} for n in range(20)), whole]
     assert wait_for_ranks(Folder(tmp_path, looks), "a", 1)["file"] == "its"
     silent = Folder(tmp_path, [{"rank_00000.alive": 1}] * 1000)
@@ -86,7 +86,7 @@ def test_a_save_that_makes_progress_is_waited_for(tmp_path: Path, monkeypatch: p
 def test_a_rank_says_that_it_goes_on(tmp_path: Path, where: str, request, monkeypatch: pytest.MonkeyPatch):
     """While it uploads, or reads a large file for its checksum, a small file grows; it goes before the rank's JSON."""
     monkeypatch.setattr(checkpoint_write, "HEARTBEAT_SECONDS", 0.0)
-    files = {"model.tp_rank_00.pp_rank_00.safetensors": {"a": torch.zeros(1 << 20)}}
+    files = {"model.tp_rank_00.pp_rank_00.safetensors": {"a": torch.zeros(1 << 22)}}
     content = Content(files, {"place": {}})
     if where == "bucket":
         _, objects, calls = request.getfixturevalue("bucket")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -157,12 +158,32 @@ def test_elements_that_two_ranks_claim_are_refused(tmp_path: Path):
     folder = tmp_path / "a"
     shutil.copyfile(folder / "rank_00000.json", folder / "rank_00001.json")
     manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["sha256"]
+    del manifest["blake3"]
     manifest["world_size"] = 2
     (folder / "manifest.json").write_text(json.dumps(manifest))
     (folder / "done").write_text("")
     with pytest.raises(CheckpointError, match=r"'unused': the checkpoint holds 6 of the 3 elements asked for"):
         load_checkpoint(tmp_path, "a", nn.ParameterDict({"unused": torch.zeros(3)}), strict=False)
+
+
+def test_checkpoints_of_before_blake3_are_verified_by_their_sha256(tmp_path: Path):
+    model, _ = trained_mlp()
+    save_checkpoint(tmp_path, "a", model, user_content=7)
+    folder = tmp_path / "a"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert sorted(manifest["files"]) == sorted(manifest["blake3"])
+    del manifest["blake3"]
+    manifest["sha256"] = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in manifest["files"]}
+    text = json.dumps(manifest).encode()
+    (folder / "manifest.json").write_bytes(text)
+    (folder / "done").write_text(f"{hashlib.sha256(text).hexdigest()} 1")
+    assert load_checkpoint(tmp_path, "a", training(mlp, seed=3, optimizer_class=AdamW)[0]) == 7
+    for name in manifest["files"]:
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[:-1] + bytes([data[-1] ^ 4]))
+        with pytest.raises(CheckpointError, match=rf"{name} differs from its checksum \(sha256 "):
+            load_checkpoint(tmp_path, "a", training(mlp, seed=3, optimizer_class=AdamW)[0])
+        (folder / name).write_bytes(data)
 
 
 def test_a_checkpoint_of_the_first_version(tmp_path: Path):
@@ -171,10 +192,10 @@ def test_a_checkpoint_of_the_first_version(tmp_path: Path):
     save_checkpoint(tmp_path, "a", model, optimizer, user_content=7)
     path = tmp_path / "a" / "rank_00000.json"
     record = json.loads(path.read_text())
-    del record["optimizer"]["group_names"], record["sha256"]
+    del record["optimizer"]["group_names"], record["blake3"]
     path.write_text(json.dumps(record))
     manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
-    del manifest["sha256"]
+    del manifest["blake3"]
     manifest["files"][path.name] = path.stat().st_size
     (tmp_path / "a" / "manifest.json").write_text(json.dumps(manifest))
     (tmp_path / "a" / "done").write_text("")

@@ -100,6 +100,7 @@ def test_an_empty_mark_is_damage(tmp_path: Path):
         ({"saved_at": "now"}, r"'saved_at' must be a time in seconds, got 'now'"),
         ({"saved_at": 1e20}, r"'saved_at' must be a time in seconds, got 1e\+20"),
         ({"sha256": ["x"]}, r"'sha256' must be an object of strings, got \['x'\]"),
+        ({"blake3": {"x": 1}}, r"'blake3' must be an object of strings, got \{'x': 1\}"),
         ({"world_size": "two"}, r"'world_size' must be a whole number of at least 1, got 'two'"),
     ],
 )

@@ -33,7 +33,7 @@ def bare(root: Path, change: Callable[[str], str]) -> None:
     folder = root / "a"
     (folder / RECORD).write_text(change((folder / RECORD).read_text()))
     manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["sha256"]
+    del manifest["blake3"]
     manifest["files"][RECORD] = (folder / RECORD).stat().st_size
     (folder / "manifest.json").write_text(json.dumps(manifest))
     (folder / "done").write_text("")

@@ -102,7 +102,7 @@ def test_a_sharded_optimizer(tmp_path: Path, capsys, monkeypatch):
         assert len(list((out / "trained").glob("optim.*"))) == tp * dp
         assert " 0 differ" in command(capsys, monkeypatch, "diff", out, start).out
         manifest = json.loads((out / "trained" / "manifest.json").read_text())
-        assert manifest["resharded_from"] == {"pp": 1, "dp": 2, "cp": 1, "tp": 1} and manifest["sha256"]
+        assert manifest["resharded_from"] == {"pp": 1, "dp": 2, "cp": 1, "tp": 1} and manifest["blake3"]
     for losses, again in run_ranks(resumed, 2, str(start), str(tmp_path / "dp3"), {}, tp=2):
         assert losses == again
 
@@ -239,7 +239,7 @@ def test_what_cannot_be_resharded(tmp_path: Path, capsys, monkeypatch):
         record_file.write_text(json.dumps(record))
         manifest = json.loads((tmp_path / "a" / "a" / "manifest.json").read_text())
         manifest["files"][record_file.name] = record_file.stat().st_size
-        del manifest["sha256"]
+        del manifest["blake3"]
         (tmp_path / "a" / "a" / "manifest.json").write_text(json.dumps(manifest))
         (tmp_path / "a" / "a" / "done").write_text("")
     done = command(capsys, monkeypatch, "reshard", tmp_path / "a", tmp_path / "c", "--tp", 2)

@@ -21,7 +21,7 @@ from pathlib import Path
 from nxd_infer.errors import TraceConfigError
 from nxd_infer.util.cache_dir import cache_dir, opened
 from nxd_infer.util.locks import only_one
-from nxd_infer.util.reading import sha256_of
+from nxd_infer.util.reading import SHA256, checksum_of
 
 ENTRY = "entry.json"
 LIMIT = 4 << 30
@@ -81,7 +81,7 @@ def fetch(digest: str, graph_dir: Path, compiler: str = "") -> bool:
                 target = copy / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(entry / name, target)
-                if sha256_of(target) != checksum:
+                if checksum_of(target, SHA256) != checksum:
                     raise ValueError(f"{name} is damaged")
             os.utime(entry / ENTRY)
     except (OSError, ValueError, AttributeError) as error:
@@ -115,7 +115,7 @@ def store(digest: str, graph_dir: Path, compiler: str = "") -> None:
             target = temporary / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
-            files[name] = sha256_of(target)
+            files[name] = checksum_of(target, SHA256)
         (temporary / ENTRY).write_text(json.dumps(files, indent=1), encoding="utf-8")
         (temporary / ENTRY).chmod(0o600)  # whatever the umask, because entries writable by others are rejected
         os.rename(temporary, entry)

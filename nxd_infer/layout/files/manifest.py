@@ -2,7 +2,7 @@
 
 ::
 
-    manifest.json   format, tag, counter, degrees, world_size, every file with its size and sha256
+    manifest.json   format, tag, counter, degrees, world_size, every file with its size and checksum
     done            the manifest's sha256 and its counter: "3f1c... 7"
 
 Both have the counter, so that the number of a damaged manifest is still known.
@@ -17,7 +17,7 @@ from typing import Any
 
 from nxd_infer.context import AXES
 from nxd_infer.errors import CheckpointError
-from nxd_infer.util.reading import parse_json
+from nxd_infer.util.reading import BLAKE3, SHA256, parse_json
 
 FORMAT = "nxd-checkpoint 1.0"
 MANIFEST, DONE = "manifest.json", "done"
@@ -73,9 +73,16 @@ def read_manifest(read: Read, where: Callable[[str], str]) -> dict[str, Any] | N
     if not recorded and not (isinstance(manifest, dict) and str(manifest.get("format")).startswith("nxd-checkpoint")):
         return None  # not one of ours
     _require_known(manifest, where(MANIFEST))
-    if not recorded and "sha256" in manifest:  # the earliest checkpoints had neither
+    if not recorded and checksums(manifest)[1]:  # the earliest checkpoints had neither
         raise CheckpointError(f"{where(DONE)} is empty, so it was damaged; restore it, or remove the folder")
     return manifest
+
+
+def checksums(manifest: Mapping[str, Any]) -> tuple[str, Mapping[str, str]]:
+    """Return the algorithm of a checkpoint's checksums, and these by file: sha256 in older ones, and none in the
+    earliest."""
+    algorithm = BLAKE3 if BLAKE3 in manifest else SHA256
+    return algorithm, manifest.get(algorithm, {})
 
 
 def _require_known(manifest: Any, where: str) -> None:
@@ -102,7 +109,8 @@ def _require_known(manifest: Any, where: str) -> None:
     saved = manifest.get("saved_at")
     check("saved_at", isinstance(saved, int | float) and 0 <= saved < YEAR_10000, "a time in seconds")
     check("files", is_object(manifest.get("files"), int), "an object of numbers")
-    check("sha256", is_object(manifest.get("sha256", {}), str), "an object of strings")
+    for algorithm in (BLAKE3, SHA256):
+        check(algorithm, is_object(manifest.get(algorithm, {}), str), "an object of strings")
 
 
 def whole(value: Any) -> bool:

@@ -14,10 +14,10 @@ from nxd_infer.comm.turns import in_turns
 from nxd_infer.context import AXES, current_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.files.atomic import REMOVING
-from nxd_infer.layout.files.manifest import marked_number, read_manifest
+from nxd_infer.layout.files.manifest import checksums, marked_number, read_manifest
 from nxd_infer.util.beneath import AnyPath
 from nxd_infer.util.devices import group_exists
-from nxd_infer.util.reading import sha256_of
+from nxd_infer.util.reading import checksum_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SUBFOLDER = "lora_adapter"
@@ -168,8 +168,9 @@ def _verified(adapter: Path) -> Path:
             continue
         if not (adapter / name).is_file():
             raise CheckpointError(f"{adapter / name} is missing; restore the file, or load another tag")
-        recorded = manifest.get("sha256", {}).get(f"{SUBFOLDER}/{name}")  # the first checkpoints had none
-        if recorded is not None and sha256_of(adapter / name) != recorded:
+        algorithm, known = checksums(manifest)
+        recorded = known.get(f"{SUBFOLDER}/{name}")
+        if recorded is not None and checksum_of(adapter / name, algorithm) != recorded:
             raise CheckpointError(
                 f"{adapter / name} differs from its checksum: it was damaged or changed after it was saved; restore "
                 "the file, or load another tag"
