@@ -83,6 +83,7 @@ def save_sharded(optimizer: NxDOptimizer, output_dir: str | os.PathLike[str], at
 def describe(optimizer: NxDOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of this rank's state by their names in the file (not copied), and the JSON for them."""
     optimizer.require_inited("its state is saved or loaded")
+    optimizer.hand_on_hyperparameters()  # raises if the groups that are described below have other parameters
     context = optimizer.context
     tensors: dict[str, Tensor] = {}
     pieces: dict[str, Any] = {}

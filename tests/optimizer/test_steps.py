@@ -290,62 +290,6 @@ def test_refused_optimizers_and_parameters():
     assert named.names == ["weight", "group 0 parameter 1"]
 
 
-def appended(groups: list[dict[str, Any]], more: nn.Parameter) -> str:
-    groups[0]["params"].append(more)
-    return "group 0 has 'more' in addition"
-
-
-def replaced(groups: list[dict[str, Any]], more: nn.Parameter) -> str:
-    groups[1]["params"] = [more]
-    return r"group 1 has 'more' in addition; group 1 lacks 'parameter 0 of shape \(3,\)'"
-
-
-def one_more_group(groups: list[dict[str, Any]], more: nn.Parameter) -> str:
-    groups.append({"params": [more], "lr": 1.0})
-    return "group 2 has 'more' in addition"
-
-
-def one_group_less(groups: list[dict[str, Any]], more: nn.Parameter) -> str:
-    del groups[1]
-    return "group 1 lacks 'parameter 0"
-
-
-def an_empty_group(groups: list[dict[str, Any]], more: nn.Parameter) -> str:
-    groups.append({"params": [], "lr": 1.0})
-    return "it has 3 groups instead of 2"
-
-
-@pytest.mark.check
-@pytest.mark.parametrize("change", [appended, replaced, one_more_group, one_group_less, an_empty_group])
-@pytest.mark.parametrize("zero1", [False, True], ids=["plain", "zero1"])
-def test_groups_that_were_changed_are_refused(change: Any, zero1: bool):
-    """The wrapped optimizer has its own: what was appended was never stepped, and nothing said so."""
-    more = nn.Parameter(torch.ones(2))
-    more.nxd_name = "more"  # pyright: ignore[reportAttributeAccessIssue]
-    params = [nn.Parameter(torch.ones(size)) for size in (2, 3)]
-    optimizer: Any = NxDOptimizer([{"params": [p]} for p in params], torch.optim.SGD, zero1=zero1, defaults={"lr": 0.5})
-    optimizer.param_groups[0]["params"] = list(reversed(optimizer.param_groups[0]["params"]))  # the order is free
-    said = change(optimizer.param_groups, more)
-    sum(p.sum() for p in (*params, more)).backward()  # pyright: ignore[reportAttributeAccessIssue]
-    for ask in (optimizer.step, copy.deepcopy(optimizer).step, optimizer.state_dict, optimizer.synchronize_gradients):
-        with pytest.raises(
-            ParallelConfigError, match=f"param_groups was changed, .*{said}.* call optimizer.add_param_group"
-        ):
-            ask()
-    assert all(torch.equal(p, torch.ones_like(p)) for p in params)
-
-
-@pytest.mark.check
-def test_groups_may_be_changed_until_they_are_sharded():
-    first, more = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    optimizer = NxDOptimizer([first], torch.optim.SGD, defaults={"lr": 0.5}, lazy_init=True, grad_clipping=False)
-    optimizer.param_groups[0]["params"].append(more)
-    optimizer.init_zero()
-    (first.sum() + more.sum()).backward()
-    optimizer.step()
-    assert torch.equal(first, more) and first[0] == 0.5
-
-
 @pytest.mark.check
 def test_refused_forms_of_parameters():
     param = nn.Parameter(torch.ones(2))
