@@ -225,7 +225,7 @@ class FileSpec(_Model):
     size: int
     blake3: str = ""
     sha256: str = ""
-    """Of artifacts without :data:`BLAKE3_REQUIREMENT`; empty in others, for readers that expect it."""
+    """The checksum of older files; empty in new ones, because older readers expect the field."""
 
     @model_validator(mode="after")
     def _check(self):

@@ -226,7 +226,10 @@ class ArtifactWriter:
                     self._known[name] = known
                 return path
         shutil.copyfile(source, path)
-        if known is not None and (found := hash_file(path, known.algorithm)) != known:
+        if known is None:
+            return path
+        found = hash_file(path, known.algorithm)
+        if (found.size, found.checksum) != (known.size, known.checksum):
             raise ArtifactCorruptError(
                 f"{os.fspath(source)} differs from its checksum ({found.size} bytes, {found.algorithm} "
                 f"{found.checksum[:12]}..., recorded {known.size} bytes, {known.checksum[:12]}...): it was changed "

@@ -136,8 +136,8 @@ def save_checkpoint(
 
     def finish() -> None:
         if context.rank == 0:
-            found = wait_for_ranks(storage, folder, context.world_size)
-            folders.finish(storage, tag, counter, facts, found, num_kept_ckpts)
+            checksums = wait_for_ranks(storage, folder, context.world_size)
+            folders.finish(storage, tag, counter, facts, checksums, num_kept_ckpts)
 
     def write_and_finish() -> None:
         try:

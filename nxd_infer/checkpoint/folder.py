@@ -30,9 +30,9 @@ from typing import Any
 from nxd_infer.checkpoint.storage import Storage
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CheckpointError, CheckpointTagError
-from nxd_infer.layout.files.manifest import DONE, FORMAT, MANIFEST, checksums, mark_of, marked_number, read_manifest
+from nxd_infer.layout.files.manifest import DONE, FORMAT, MANIFEST, checksums_of, mark_of, marked_number, read_manifest
 from nxd_infer.util.beneath import AnyPath
-from nxd_infer.util.reading import BLAKE3, checksum_of
+from nxd_infer.util.reading import BLAKE3, checksum_of, checksum_of_bytes
 
 WHILE_READ = "was removed or saved again while it was read: load again, or keep more of them (num_kept_ckpts)"
 UNTAGGED = "_untagged"
@@ -101,7 +101,9 @@ class Checkpoint:
             data = self.storage.read(_inside(self.folder, name))
         except OSError as error:
             raise CheckpointError(f"{self.where}/{name} cannot be read: {error}") from error
-        self._compare(name, data)
+        algorithm, known = checksums_of(self.manifest)
+        if name in known:
+            self._compare(name, algorithm, checksum_of_bytes(data, algorithm), known[name])
         return data
 
     def require_files(self) -> None:
@@ -122,18 +124,17 @@ class Checkpoint:
 
     def verify(self, names: Iterable[str]) -> None:
         """Raise CheckpointError if one of these files differs from its record, byte for byte."""
-        known = checksums(self.manifest)[1]
+        algorithm, known = checksums_of(self.manifest)
         for name in names:
             if name in known:
-                self._compare(name, self.path(name))
+                self._compare(name, algorithm, checksum_of(self.path(name), algorithm), known[name])
 
-    def _compare(self, name: str, content: bytes | AnyPath) -> None:
-        algorithm, known = checksums(self.manifest)
-        if name in known and (found := checksum_of(content, algorithm)) != known[name]:
+    def _compare(self, name: str, algorithm: str, found: str, recorded: str) -> None:
+        if found != recorded:
             raise CheckpointError(
                 f"{self.where}/{name} differs from its checksum ({algorithm} {found[:12]}..., recorded "
-                f"{known[name][:12]}...): it was damaged or changed after it was saved; restore the file, or load "
-                "another tag"
+                f"{recorded[:12]}...): it was damaged or changed after it was saved; restore the file, or "
+                "load another tag"
             )
 
 
@@ -318,11 +319,11 @@ def folder_of(storage: Storage, tag: str, counter: int) -> str:
 
 
 def finish(
-    storage: Storage, tag: str, counter: int, facts: Mapping[str, Any], found: Mapping[str, str], keep: int | None
+    storage: Storage, tag: str, counter: int, facts: Mapping[str, Any], checksums: Mapping[str, str], keep: int | None
 ) -> None:
     """Complete the checkpoint after every rank has written, name it, and remove all but the newest ``keep``.
 
-    ``found`` holds the checksums by file.
+    ``checksums`` are those of all ranks' files, by file.
     """
     folder = folder_of(storage, tag, counter)
     manifest = {
@@ -332,7 +333,7 @@ def finish(
         "saved_at": time.time(),
         **facts,
         "files": storage.files(folder),
-        BLAKE3: dict(found),
+        BLAKE3: dict(checksums),
     }
     text = json.dumps(manifest, indent=1).encode()
     storage.write(f"{folder}/{MANIFEST}", text)

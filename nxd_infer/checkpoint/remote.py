@@ -21,7 +21,7 @@ _S3_OPTIONS = {
     "config_kwargs": {
         "connect_timeout": 10,
         "read_timeout": 60,
-        "request_checksum_calculation": "when_required",  # ours covers every file; old servers know no other
+        "request_checksum_calculation": "when_required",  # we have our own, and old servers do not know it
         "response_checksum_validation": "when_required",
     }
 }

@@ -19,7 +19,7 @@ from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.modules.lora.find import SUBFOLDER
 from nxd_infer.modules.lora.peft import write_adapter
-from nxd_infer.util.reading import BLAKE3, checksum_of
+from nxd_infer.util.reading import BLAKE3, checksum_of, checksum_of_bytes
 
 SILENCE_SECONDS = 600.0
 """Seconds without a new or longer file after which rank 0 abandons an asynchronous save: another rank is gone."""
@@ -42,10 +42,10 @@ def write_rank(storage: Storage, folder: str, rank: int, content: Content) -> No
             adapter = [path for path in (place / SUBFOLDER).iterdir() if path.is_file()]
             written |= {path.relative_to(place).as_posix(): path for path in adapter}
         # Files just written are still in memory, and every rank reads its own.
-        found = {name: checksum_of(path, progress=heartbeat) for name, path in written.items()}
+        checksums = {name: checksum_of(path, progress=heartbeat) for name, path in written.items()}
         heartbeat.end()
         with replacing(place / last) as temporary:
-            temporary.write_text(json.dumps({**content.record, BLAKE3: found}), encoding="utf-8")
+            temporary.write_text(json.dumps({**content.record, BLAKE3: checksums}), encoding="utf-8")
 
 
 class HeartbeatFile:
@@ -76,7 +76,7 @@ def wait_for_ranks(storage: Storage, folder: str, world_size: int) -> dict[str, 
     Raises CheckpointError if one has failed or nothing happens any more.
     """
     missing = {f"{rank_stem(rank)}.json" for rank in range(world_size)}
-    found: dict[str, str] = {}
+    checksums: dict[str, str] = {}
     there: dict[str, int] = {}
     last = time.monotonic()
     while True:
@@ -84,10 +84,16 @@ def wait_for_ranks(storage: Storage, folder: str, world_size: int) -> dict[str, 
         for name in sorted(missing & names.keys()):
             text = storage.read(f"{folder}/{name}")
             with contextlib.suppress(json.JSONDecodeError):  # sftp, for example, shows files that are being written
-                found |= json.loads(text)[BLAKE3] | {name: checksum_of(text)}
+                record = json.loads(text)
+                if BLAKE3 not in record:
+                    raise CheckpointError(
+                        f"{storage.where(folder)}/{name} has no {BLAKE3} checksums: it was written by another release "
+                        "of nxd_infer; install the same one for all ranks"
+                    )
+                checksums |= record[BLAKE3] | {name: checksum_of_bytes(text)}
                 missing.remove(name)
         if not missing:
-            return found
+            return checksums
         failed = sorted(name for name in names if name.endswith(".failed"))
         if failed:
             reason = storage.read(f"{folder}/{failed[0]}").decode(errors="replace")

@@ -1,4 +1,5 @@
 // Linear layers over packed weights (packed.h): the product, the gather of rows for tied embeddings, and packing.
+#include "cpu.h"
 #include "packed.h"
 #include "packed_product.h"
 #include "parallel.h"
@@ -68,14 +69,15 @@ void each_block(int64_t N, int64_t row_bytes, const Visit& visit) {
 
 // One cache line of every row at a time: rows a power of two apart would evict each other.
 template <int64_t kWidth>
-NXD_INLINE void pack_units(const char* rows, int64_t row_bytes, int64_t width, char* block) {
+NXD_INLINE void pack_units(const char* rows, int64_t row_bytes, int64_t width, char* block, bool asking) {
   constexpr int64_t kLine = 16;  // units
   width = kWidth > 0 ? kWidth : width;
   uint32_t lines[kColumns][kLine];
   for (int64_t unit = 0; unit < row_bytes / kUnit; unit += kLine) {
     const int64_t count = std::min(kLine, row_bytes / kUnit - unit);
     for (int64_t c = 0; c < width; c++) {
-      __builtin_prefetch(rows + c * row_bytes + (unit + kLine) * kUnit);  // processors follow fewer streams than rows
+      // Most hardware prefetchers follow fewer streams than there are rows.
+      if (asking) __builtin_prefetch(rows + c * row_bytes + (unit + kLine) * kUnit);
       if (count == kLine) {
         std::memcpy(lines[c], rows + c * row_bytes + unit * kUnit, kLine * kUnit);
       } else {
@@ -100,13 +102,14 @@ void pack(Tensor out, Tensor weight_in) {
   const char* from = static_cast<const char*>(weight.data_ptr());
   char* to = static_cast<char*>(out.data_ptr());
   if (row_bytes == 0) return;
+  const bool asking = asks();
   each_block(N, row_bytes, [&](int64_t column, int64_t width) {
     const char* rows = from + column * row_bytes;
     char* block = to + column * row_bytes;
     if (width == kColumns) {
-      pack_units<kColumns>(rows, row_bytes, width, block);
+      pack_units<kColumns>(rows, row_bytes, width, block, asking);
     } else {
-      pack_units<0>(rows, row_bytes, width, block);
+      pack_units<0>(rows, row_bytes, width, block, asking);
     }
     const int64_t rest = row_bytes % kUnit, whole = row_bytes - rest;
     for (int64_t c = 0; c < width && rest > 0; c++) {

@@ -56,15 +56,15 @@ def _stem(**ranks: int) -> str:
 
 
 def save_sharded(optimizer: NxDOptimizer, output_dir: str | os.PathLike[str], at_a_time: int = 8) -> None:
-    """Write this rank's two files. Raises CheckpointError on every rank if one of them cannot."""
+    """Write this rank's two files. Raises an error on every rank if one of them cannot."""
     folder = Path(output_dir)
-    tensors, description = describe(optimizer)
     number = secrets.token_hex(8)
     for axis in AXES:
         number = gather_texts(number, optimizer.context, axis)[0]
-    description[SAVE] = number
 
     def write() -> None:
+        tensors, description = describe(optimizer)
+        description[SAVE] = number
         path = folder / stem(optimizer.context)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,10 @@ def save_sharded(optimizer: NxDOptimizer, output_dir: str | os.PathLike[str], at
 
 
 def describe(optimizer: NxDOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of this rank's state by their names in the file (not copied), and the JSON for them."""
+    """Return the tensors of this rank's state by their names in the file (not copied), and the JSON for them.
+
+    Raises ParallelConfigError for parameter groups that were changed, CheckpointError for what JSON cannot hold.
+    """
     optimizer.require_inited("its state is saved or loaded")
     optimizer.hand_on_hyperparameters()  # raises if the groups that are described below have other parameters
     context = optimizer.context

@@ -36,6 +36,8 @@ IDLE_SECONDS = 60.0
 """How long a server without children stays."""
 NO_WORK = 64
 """Its exit status then."""
+_START_SECONDS = 20.0
+"""How long the system may take to start the server's process, before it imports anything."""
 _IMPORT_SECONDS = 200.0
 """How long the import may take, on a busy machine with cold files. Then new interpreters may try ..."""
 _STOPPED_SECONDS = 20.0
@@ -69,13 +71,13 @@ class _Running:
     ended: threading.Event = field(default_factory=threading.Event)
     error: str = ""
 
-    def live(self, command: Sequence[str], environment: Mapping[str, str], descriptor: int) -> None:
-        """The kernel ends the server when this thread ends, which is with this process."""
+    def live(self, command: Sequence[str], environment: Mapping[str, str], theirs: socket.socket) -> None:
+        """The kernel ends the server when this thread ends, which is with this process. Closes ``theirs``."""
         try:
             self.process = subprocess.Popen(  # nosec B603  # this interpreter and our own code
                 command,
                 env=environment,
-                pass_fds=[descriptor],
+                pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -85,6 +87,7 @@ class _Running:
             self.error = f"it does not start: {error}"
             return
         finally:
+            theirs.close()
             self.started.set()
         self.process.wait()
         self.ended.set()
@@ -109,16 +112,16 @@ class ForkServer:
         command = python_module("nxd_infer.util.fork_server_main", *words)
         # NumPy starts its threads when it is imported, and a process with threads must not fork.
         own = {**environment, "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        live, arguments = self._running.live, (command, own, theirs.fileno())
+        live, arguments = self._running.live, (command, own, theirs)
         try:
             threading.Thread(target=live, args=arguments, name="nxd-fork-server", daemon=True).start()
-            begun = self._running.started.wait(_STOPPED_SECONDS)
-            self.failure = self._running.error if begun else f"it has not started for {_STOPPED_SECONDS:.0f} s"
         except RuntimeError as error:
-            self.failure = f"the system does not let a thread start: {error}"
-        finally:
             theirs.close()
-        self.check()
+            raise CannotForkError(f"the system does not let a thread start: {error}") from None
+        if not self._running.started.wait(_START_SECONDS):
+            self.failure = f"it has not started for {_START_SECONDS:.0f} s"
+        elif self._running.error:
+            raise CannotForkError(self._running.error)
 
     def __del__(self) -> None:
         self._control.close()

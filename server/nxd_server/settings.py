@@ -224,8 +224,9 @@ class ServerSettings:
     )
     start_timeout: float | None = setting(
         None,
-        "Seconds the ranks may take to load the artifact; by default 300, plus one per 100 MB. Also to reload it "
-        "or to take new weights; by default six times the time of the start, plus one per 100 MB, at least 30.",
+        "Seconds the ranks may take to load the artifact, and the server then to read its tokenizer; by default "
+        "300, plus one per 100 MB. Also to reload it or to take new weights; by default six times the time of the "
+        "start, plus one per 100 MB, at least 30.",
         float,
         LIFE,
         above=0,

@@ -1,8 +1,8 @@
 """Artifacts written by earlier versions of this package still load and compute what they did.
 
-``golden/format_1_0`` and ``format_1_1`` were written once, by ``toy.build(..., degree=2, buckets=BUCKETS[:1])`` of
-their time, and never again. A change that breaks these tests breaks every artifact there is: raise the format's major
-version instead.
+``golden/format_1_0``, ``format_1_1`` and ``format_1_1_blake3`` were written once, by ``toy.build(..., degree=2,
+buckets=BUCKETS[:1])`` of their time, and never again. A change that breaks these tests breaks every artifact there is:
+raise the format's major version instead.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from tests.backends.plugins import installed
 from tests.needs import needs_inductor
 
 GOLDEN = Path(__file__).parent / "golden"
-FORMATS = ["1.0", "1.1"]
+FORMATS = ["1_0", "1_1", "1_1_blake3"]
 
 
 @pytest.fixture(params=FORMATS)
 def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """The stored artifact, told that it was written by the torch and on the machine of today."""
-    path = Path(shutil.copytree(GOLDEN / f"format_{request.param.replace('.', '_')}", tmp_path / "golden"))
+    path = Path(shutil.copytree(GOLDEN / f"format_{request.param}", tmp_path / "golden"))
     manifest = json.loads((path / MANIFEST_NAME).read_text())
     assert manifest[CHECKSUM_KEY] == manifest_checksum(manifest)  # the stored one is whole
-    assert manifest["format"] == request.param
+    assert manifest["format"] == request.param[:3].replace("_", ".")
     with changed(path) as manifest:
         manifest["versions"]["torch"] = torch.__version__
         manifest["target"]["arch"] = architecture()

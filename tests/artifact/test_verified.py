@@ -15,11 +15,12 @@ from nxd_infer import native
 from nxd_infer.artifact.names import weight_name
 from nxd_infer.backends.cpu import placement
 from nxd_infer.context import LOCAL
-from nxd_infer.errors import ArtifactCorruptError, RankDiedError, RankFailedError
+from nxd_infer.errors import ArtifactCorruptError, ArtifactError, RankDiedError, RankFailedError
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank_model import RankModel
 from nxd_infer.runtime.rank_process import rank
 from nxd_infer.runtime.save_load import parallel_model_load
+from nxd_server.app.background_work import BackgroundWork
 from nxd_server.app.service import Service
 from nxd_server.settings import ServerSettings
 from tests import toy_artifacts as toy
@@ -165,3 +166,23 @@ def test_a_file_that_is_written_to_while_it_is_verified_is_refused(artifact, mon
     monkeypatch.setattr(verified, "hash_open_file", hash_open_file)
     with pytest.raises(ArtifactCorruptError, match="was written to while it was verified"):
         loaded.verify()
+
+
+def test_a_tokenizer_that_is_not_read_in_time_ends_the_start(tmp_path, monkeypatch):
+    path, hold, limits = toy.build(tmp_path / "artifact", degree=1), threading.Event(), []
+    service = Service(path, ServerSettings(), print)
+    monkeypatch.setattr(service, "_read_text", lambda *_: hold.wait(600))
+
+    def wait(work: BackgroundWork, seconds: float) -> None:
+        limits.append(seconds)
+        waited(work, 0.01)
+
+    waited = BackgroundWork.wait
+    monkeypatch.setattr(BackgroundWork, "wait", wait)
+    try:
+        with pytest.raises(ArtifactError, match="reading the tokenizer has taken more than 0 s: raise start_timeout"):
+            service._open()
+        assert limits == [pytest.approx(300, abs=1)]  # that of a first start
+    finally:
+        hold.set()
+        service.close()

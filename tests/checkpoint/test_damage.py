@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -23,6 +22,7 @@ from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_check
 from nxd_infer.comm.turns import in_turns
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError
+from tests.checkpoint.older import with_sha256
 from tests.ranks import run_ranks
 from tests.trainer.jobs import ZERO1, AdamW, trained_mlp, training
 from tests.trainer.models import mlp, vectors
@@ -166,19 +166,15 @@ def test_elements_that_two_ranks_claim_are_refused(tmp_path: Path):
         load_checkpoint(tmp_path, "a", nn.ParameterDict({"unused": torch.zeros(3)}), strict=False)
 
 
-def test_checkpoints_of_before_blake3_are_verified_by_their_sha256(tmp_path: Path):
+@pytest.mark.check
+def test_older_checkpoints_are_verified_by_their_sha256(tmp_path: Path):
     model, _ = trained_mlp()
     save_checkpoint(tmp_path, "a", model, user_content=7)
     folder = tmp_path / "a"
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert sorted(manifest["files"]) == sorted(manifest["blake3"])
-    del manifest["blake3"]
-    manifest["sha256"] = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in manifest["files"]}
-    text = json.dumps(manifest).encode()
-    (folder / "manifest.json").write_bytes(text)
-    (folder / "done").write_text(f"{hashlib.sha256(text).hexdigest()} 1")
+    names = with_sha256(folder)
+    assert names == sorted(json.loads((folder / "manifest.json").read_text())["files"])
     assert load_checkpoint(tmp_path, "a", training(mlp, seed=3, optimizer_class=AdamW)[0]) == 7
-    for name in manifest["files"]:
+    for name in names:
         data = (folder / name).read_bytes()
         (folder / name).write_bytes(data[:-1] + bytes([data[-1] ^ 4]))
         with pytest.raises(CheckpointError, match=rf"{name} differs from its checksum \(sha256 "):

@@ -93,7 +93,10 @@ def test_an_empty_mark_is_damage(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "nxd-checkpoint 2.0"}, r"format 'nxd-checkpoint 2.0'; this release reads 'nxd-checkpoint 1.0'"),
+        (
+            {"format": "nxd-checkpoint 2.0"},
+            r"format 'nxd-checkpoint 2.0'; this release reads nxd-checkpoint 1.0 and",
+        ),
         ({"files": []}, r"'files' must be an object of numbers, got \[\]"),
         ({"counter": 1 << 70}, r"'counter' must be a whole number from 1 to 2\^62, got 118059162"),
         ({"degrees": {"tp": 1}}, r"'degrees' must"),

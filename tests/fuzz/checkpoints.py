@@ -18,10 +18,10 @@ from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import ParamLayout
-from nxd_infer.layout.files.manifest import DONE, MANIFEST, checksums, mark_of
+from nxd_infer.layout.files.manifest import DONE, MANIFEST, checksums_of, mark_of
 from nxd_infer.layout.files.unpack import unpack
 from nxd_infer.layout.files.values import pack
-from nxd_infer.util.reading import checksum_of, parse_json
+from nxd_infer.util.reading import checksum_of_bytes, parse_json
 from tests.fuzz.forms import TORCH_FILE
 from tests.fuzz.target import Target, object_with
 
@@ -42,8 +42,8 @@ def ours(place: Path) -> Target:
         record, manifest = json.dumps(both["record"]).encode(), both["manifest"]
         (folder / RECORD).write_bytes(record)
         if isinstance(manifest, dict):
-            algorithm, _ = checksums(manifest)
-            for table, value in (("files", len(record)), (algorithm, checksum_of(record, algorithm))):
+            algorithm, _ = checksums_of(manifest)
+            for table, value in (("files", len(record)), (algorithm, checksum_of_bytes(record, algorithm))):
                 if isinstance(manifest.get(table), dict) and RECORD in manifest[table]:
                     manifest[table][RECORD] = value
         text = json.dumps(manifest).encode()

@@ -19,6 +19,7 @@ from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
 from nxd_infer.errors import CheckpointError
 from nxd_infer.modules.lora import LoraConfig, LoRAModel, find, load_adapter, peft
 from nxd_infer.modules.lora.find import find_adapter
+from tests.checkpoint.older import with_sha256
 
 
 def adapted(value: float, **options: Any) -> LoRAModel:
@@ -110,8 +111,12 @@ def test_what_a_killed_save_left_is_no_adapter(tmp_path: Path):
 
 @pytest.mark.check
 @pytest.mark.parametrize("file", ["lora_adapter/adapter_model.safetensors", "lora_adapter/adapter_config.json"])
-def test_a_damaged_adapter_is_named(tmp_path: Path, file: str):
+@pytest.mark.parametrize("older", [False, True])
+def test_a_damaged_adapter_is_named(tmp_path: Path, file: str, older: bool):
     saved(tmp_path, 1, 2)
+    if older:
+        with_sha256(tmp_path / "step_2")
+        assert resumed(tmp_path) == 2
     path = tmp_path / "step_2" / file
     data = path.read_bytes()
     path.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])

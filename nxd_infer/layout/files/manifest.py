@@ -19,7 +19,9 @@ from nxd_infer.context import AXES
 from nxd_infer.errors import CheckpointError
 from nxd_infer.util.reading import BLAKE3, SHA256, parse_json
 
-FORMAT = "nxd-checkpoint 1.0"
+FORMAT = "nxd-checkpoint 1.1"
+"""1.1 has BLAKE3 checksums. 1.0 had sha256, and the earliest had none."""
+KNOWN = ("nxd-checkpoint 1.0", FORMAT)
 MANIFEST, DONE = "manifest.json", "done"
 COUNTERS = range(1, 1 << 62)
 YEAR_10000 = 253402300800
@@ -73,14 +75,13 @@ def read_manifest(read: Read, where: Callable[[str], str]) -> dict[str, Any] | N
     if not recorded and not (isinstance(manifest, dict) and str(manifest.get("format")).startswith("nxd-checkpoint")):
         return None  # not one of ours
     _require_known(manifest, where(MANIFEST))
-    if not recorded and checksums(manifest)[1]:  # the earliest checkpoints had neither
+    if not recorded and checksums_of(manifest)[1]:  # the earliest checkpoints had neither
         raise CheckpointError(f"{where(DONE)} is empty, so it was damaged; restore it, or remove the folder")
     return manifest
 
 
-def checksums(manifest: Mapping[str, Any]) -> tuple[str, Mapping[str, str]]:
-    """Return the algorithm of a checkpoint's checksums, and these by file: sha256 in older ones, and none in the
-    earliest."""
+def checksums_of(manifest: Mapping[str, Any]) -> tuple[str, Mapping[str, str]]:
+    """Return the algorithm of a checkpoint's checksums, and the checksums by file."""
     algorithm = BLAKE3 if BLAKE3 in manifest else SHA256
     return algorithm, manifest.get(algorithm, {})
 
@@ -95,10 +96,10 @@ def _require_known(manifest: Any, where: str) -> None:
 
     if not isinstance(manifest, dict):
         raise CheckpointError(f"{where} must be a JSON object, got {manifest!r:.80}; restore it, or load another tag")
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") not in KNOWN:
         raise CheckpointError(
-            f"{where} has the format {manifest.get('format')!r}; this release reads {FORMAT!r}: load it with the "
-            "release that wrote it, or load another tag"
+            f"{where} has the format {manifest.get('format')!r}; this release reads {' and '.join(KNOWN)}: load it "
+            "with the release that wrote it, or load another tag"
         )
     counter, degrees, world = (manifest.get(key) for key in ("counter", "degrees", "world_size"))
     check("counter", whole(counter) and counter in COUNTERS, "a whole number from 1 to 2^62")

@@ -14,7 +14,7 @@ from nxd_infer.comm.turns import in_turns
 from nxd_infer.context import AXES, current_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.files.atomic import REMOVING
-from nxd_infer.layout.files.manifest import checksums, marked_number, read_manifest
+from nxd_infer.layout.files.manifest import checksums_of, marked_number, read_manifest
 from nxd_infer.util.beneath import AnyPath
 from nxd_infer.util.devices import group_exists
 from nxd_infer.util.reading import checksum_of
@@ -168,7 +168,7 @@ def _verified(adapter: Path) -> Path:
             continue
         if not (adapter / name).is_file():
             raise CheckpointError(f"{adapter / name} is missing; restore the file, or load another tag")
-        algorithm, known = checksums(manifest)
+        algorithm, known = checksums_of(manifest)
         recorded = known.get(f"{SUBFOLDER}/{name}")
         if recorded is not None and checksum_of(adapter / name, algorithm) != recorded:
             raise CheckpointError(

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, cast
 from nxd_infer.errors import NxdError, RankFailedError
 from nxd_infer.runtime.load import load_artifact
 from nxd_server import engine  # its names are imported on first use, once the ranks' processes run
+from nxd_server.app.background_work import BackgroundWork
 from nxd_server.app.recovery_timeout import RecoveryTimeout
 from nxd_server.app.served_model import ServedModel
-from nxd_server.app.start_model import Aside, make_model
+from nxd_server.app.start_model import make_model
 from nxd_server.errors import EngineUnavailableError, RequestError, log_failure, summary
 from nxd_server.settings import ServerSettings
 
@@ -150,7 +151,7 @@ class Service(ServedModel):
             if settings.admin():  # its holder may change weights, and sharding them needs torch: import it now
                 import nxd_infer.runtime.updates.adapters  # noqa: F401  # slow: torch
 
-        text = Aside("reading the tokenizer", read)  # the ranks take seconds to start
+        text = BackgroundWork("reading the tokenizer", read)  # the ranks take seconds to start
         model.start()
         text.wait(model.bounds.start)
         artifact.require_unchanged()  # the tokenizer and the template were read during the verification
