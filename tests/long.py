@@ -37,7 +37,9 @@ LONG = {
     ),
     "backends/test_packed_weights::test_new_weights_are_packed_in_place": ("2",),  # trace/test_quantize
     "backends/test_joined_linears::test_compiled_linears_of_one_input_are_called_directly": ("False",),
-    "artifact/test_golden::test_it_is_compiled_again": ("1.1-inductor", "1.1-lockstep"),
+    "artifact/test_golden::test_it_is_compiled_again": (
+        *("1_1-inductor", "1_1-lockstep", "1_1_blake3-inductor", "1_1_blake3-lockstep"),
+    ),
     "trace/test_quantize::test_a_traced_model_computes_with_the_rounded_weights": ("inductor-2-eager",),
     "comm/test_compiled_collectives::test_one_compiled_graph_serves_every_rank_for_a_thousand_rounds": ("dispatched",),
     "comm/test_compiled_collectives::test_a_lost_peer_ends_a_compiled_step_with_an_error_that_names_it": (
@@ -54,6 +56,7 @@ LONG = {
     "ops/test_native_attention::test_a_traced_graph_updates_its_caches_in_place": ("inductor",),
     "ops/test_native_sampling::test_a_traced_graph_draws_as_the_module_does": ("inductor",),
     "trace/test_traced_layers::test_every_layer_traced_equals_plain_pytorch": ("1", "2"),
+    "e2e/test_soak::test_a_short_soak_holds": (),  # `make soak`, and what it consists of is tested one by one
     # another way to be lost
     "engine/test_lost_again::test_ranks_lost_while_they_start_again_are_started_once_more": ("stopped",),
     "lightning/test_launch::test_a_rank_that_ends_ends_the_others": ("early", "first"),
