@@ -57,6 +57,7 @@ def _stem(**ranks: int) -> str:
 
 def save_sharded(optimizer: NxDOptimizer, output_dir: str | os.PathLike[str], at_a_time: int = 8) -> None:
     """Write this rank's two files. Raises an error on every rank if one of them cannot."""
+    optimizer.require_inited("its state is saved or loaded")
     folder = Path(output_dir)
     number = secrets.token_hex(8)
     for axis in AXES:
