@@ -227,6 +227,9 @@ def test_a_step_that_hangs_makes_the_engine_not_ready(engines, monkeypatch):
     ticket = engine.submit([1], GREEDY, listener)
     wait_until(lambda: not engine.health().ready)
     assert "has been running" in engine.health().reason
+    model.dead = True  # and its ranks are being ended, which takes time
+    assert engine.health().state == "ready" and engine.health().reason == "the ranks failed: the toy is dead"
+    model.dead = False
     gate.set()
     assert ticket.wait(60)
     assert engine.health().ready and listener.end.reason == "length"

@@ -169,10 +169,10 @@ class _Run:
         end = self._loop.time() + timeout
         draining = in_thread(lambda: self._service.drain(timeout), "nxd-end")
         await _first(draining, self._hurry, self._failed, timeout=timeout + 1.0)
-        if draining.done() and not draining.result():
-            logger.warning("requests were still running after %g s and are cut", timeout)
-        elif draining.done():
+        if draining.done() and draining.result():
             await self._flush(app, max(FLUSH_SECONDS, end - self._loop.time()))
+        elif draining.done() and self._loop.time() >= end:  # before, the engine has failed
+            logger.warning("requests were still running after %g s and are cut", timeout)
 
     async def _flush(self, app: FastAPI, seconds: float = FLUSH_SECONDS) -> None:
         """Wait until completed answers have been written."""

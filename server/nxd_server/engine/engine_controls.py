@@ -106,7 +106,9 @@ class EngineControls:
         state, steps, restarts = self.state, self.parts.steps, self.parts.restarts
         reason = "" if state == "ready" else f"the engine is {state}"
         if state in ("ready", "draining"):
-            reason = steps.overdue(self.parts.costs) or reason
+            # Set before the ranks are ended, which takes as long as freeing their memory; they may seem well meanwhile.
+            lost = self.model.failure
+            reason = f"the ranks failed: {summary(lost)}" if lost else steps.overdue(self.parts.costs) or reason
         error = self.thread.error
         return EngineHealth(
             state=state,
