@@ -10,7 +10,7 @@ import pytest
 
 from nxd_infer.util import fork_server as module
 from nxd_infer.util.child_process import ChildProcess
-from nxd_infer.util.fork_server import fork_server
+from nxd_infer.util.fork_server import ForkServer, fork_server
 from nxd_infer.util.forked_process import ForkedProcess
 from nxd_infer.util.python_command import child_environment, python_code
 from tests.processes import parent_of
@@ -29,9 +29,14 @@ def without_a_server() -> Iterator[None]:
 
 
 def forget() -> None:
-    if module._kept is not None:
-        module._kept[1].end()
-        module._kept = None
+    for _, server in module._kept.values():
+        server.end()
+    module._kept.clear()
+
+
+def kept(imports: str = "json") -> ForkServer | None:
+    """The server that this process keeps, if there is one."""
+    return module._kept.get(imports, (None, None))[1]
 
 
 def children_of(pid: int) -> set[int]:

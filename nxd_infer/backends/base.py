@@ -159,6 +159,8 @@ class Backend(Protocol):
     """Whether all ranks run one graph: a model whose ranks need different ones is refused when it is traced."""
     compiles: bool
     """Whether graphs are compiled, in separate processes and with a cache; False if stored graphs are run directly."""
+    compile_imports: str
+    """Module with all that compiling imports, if a process that has imported it can be forked; else ""."""
     cross_compiles: bool
     """Whether it compiles for other machines; then its results need not be able to run here."""
     neuron_arguments: bool

@@ -2,7 +2,7 @@
 
 :func:`fork_server` starts that process (``fork_server_main.py``), and :meth:`ForkServer.fork` a program. It is to be
 what a new interpreter would be, so a server has one program, one environment, and one set of limits, rights and
-signals; this process keeps one server, and replaces it when any of these differ. It is for programs that do not
+signals; this process keeps one server a program, and replaces it when any of these differ. It is for programs that do not
 calculate with NumPy, which has one thread in a server's children.
 
 A server ends with this process, and some time after its last child. A child ends with its server, and when its
@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from nxd_infer.util.child_process import END_SECONDS
 from nxd_infer.util.forked_process import ForkedProcess, readable
@@ -142,14 +142,14 @@ class ForkServer:
         *,
         environment: Mapping[str, str],
         inherit: Iterable[int],
-        stdout: int | None = None,
+        stdout: int | IO[Any] | None = None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> ForkedProcess:
         """Run ``command``, one of ``python_command.py``, once the server has imported its module.
 
         Args:
             environment, inherit: as for ChildProcess; the child reads nothing.
-            stdout: PIPE, for its output and its errors, or None, for those of this process.
+            stdout: PIPE or a file, for its output and its errors, or None, for those of this process.
             stopped: whether the child is wanted no more; asked all the time, from this thread.
 
         Raises CannotForkError, and OSError if there are no descriptors left.
@@ -177,6 +177,8 @@ class ForkServer:
                 reader = kept.enter_context(os.fdopen(read, "rb"))
                 sent.callback(os.close, output)
                 errors = output
+            elif stdout is not None:
+                output = errors = stdout if isinstance(stdout, int) else stdout.fileno()
             try:
                 descriptors = [text, theirs.fileno(), directory, output, errors, *numbers]
                 socket.send_fds(self._control, [b"job"], descriptors)
@@ -244,7 +246,8 @@ class ForkServer:
         self._control.close()
 
 
-_kept: tuple[Any, ForkServer] | None = None
+_kept: dict[str, tuple[Any, ForkServer]] = {}
+"""By the module that it imports: what its children have in common, and the server."""
 _lock = threading.Lock()
 
 
@@ -254,45 +257,45 @@ def fork_server(module: str, environment: Mapping[str, str]) -> ForkServer:
 
     Raises CannotForkError also where a server of the same kind has shown that it cannot.
     """
-    global _kept
     if environment.get("NXD_INFER_FORK", "1") == "0" or any(name in environment for name in _BINDING):
         raise CannotForkError("turned off, or OpenMP is told its cores")
     try:
-        kind = _kind(module, environment)
+        kind = _kind(environment)
     except OSError as error:
         raise CannotForkError(f"/proc cannot be read: {error}") from None
     with _lock:
-        if _kept is None or _kept[0] != kind or not _kept[1].usable:
-            _kept = None
-            _kept = kind, ForkServer(module, environment)
-        server = _kept[1]
+        of_what, server = _kept.get(module, (None, None))
+        if server is None or of_what != kind or not server.usable:
+            _kept.pop(module, None)  # it ends after its last child, also if there can be no other
+            server = ForkServer(module, environment)
+            _kept[module] = kind, server
     server.check()
     return server
 
 
-def _kind(module: str, environment: Mapping[str, str]) -> tuple[Any, ...]:
+def _kind(environment: Mapping[str, str]) -> tuple[Any, ...]:
     """What the children of one server have in common."""
     own = {name: value for name, value in environment.items() if name not in _LATE and not name.startswith("NXD_")}
     rights = [line for line in Path("/proc/thread-self/status").read_text().splitlines() if line.startswith(_RIGHTS)]
     files = [Path("/proc/self", name).read_text() for name in ("limits", "cgroup", "oom_score_adj")]
     links = [os.readlink(path) for path in ("/proc/self/root", *map(str, sorted(Path("/proc/self/ns").iterdir())))]
     order = os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
-    return module, sorted(own.items()), rights, files, links, order
+    return sorted(own.items()), rights, files, links, order
 
 
 def _forget() -> None:
-    """In a forked process: the server is its parent's."""
-    global _lock, _kept
+    """In a forked process: the servers are its parent's."""
+    global _lock
     _lock = threading.Lock()
-    if _kept is not None:
-        _kept[1].forget()
-    _kept = None
+    for _, server in _kept.values():
+        server.forget()
+    _kept.clear()
 
 
 @atexit.register
 def _end() -> None:
-    if _kept is not None:
-        _kept[1].end()
+    for _, server in _kept.values():
+        server.end()
 
 
 os.register_at_fork(after_in_child=_forget)

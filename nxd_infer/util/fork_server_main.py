@@ -20,6 +20,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -203,6 +204,7 @@ def _settle(job: _Job) -> None:
     _place(job.descriptors, job.wanted["numbers"])
     os.environ.clear()
     os.environ.update(job.wanted["environment"])
+    tempfile.tempdir = None  # it remembers what the server's environment says
     for seeded in ("numpy.random", "torch.random"):  # Python's own does this by itself
         if seeded in sys.modules:
             sys.modules[seeded].seed()

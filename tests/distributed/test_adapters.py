@@ -21,7 +21,6 @@ from tests.distributed.test_apply import NEAR, run, wrong_gradients
 from tests.ranks import run_ranks
 
 pytest.importorskip("transformers")
-pytest.importorskip("peft")
 SEPARATE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS = {
     "llama": [*SEPARATE, "lm_head"],

@@ -16,9 +16,6 @@ from tests.ranks import run_ranks
 from tests.recipes.pairs import LENGTH, PAIRS, batch, rank_loss
 from tests.tiny_models import PAD, write_tiny
 
-trl = pytest.importorskip("trl")
-transformers = pytest.importorskip("transformers")
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
@@ -42,6 +39,8 @@ def ours(strategy, policy, reference) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 def theirs(folder):
+    import transformers
+
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
@@ -51,6 +50,8 @@ def in_trl_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def a_trainer(kind, config, folder, tmp_path, reference=None, **more):
+    import transformers
+
     datasets = pytest.importorskip("datasets")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token_id = PAD
@@ -74,6 +75,7 @@ def compare(found, expected, model) -> None:
 
 @pytest.mark.parametrize("kind", ["sigmoid", "hinge", "ipo"])
 def test_dpo_is_trls(folders, kind, tmp_path):
+    trl = pytest.importorskip("trl")  # to import it takes as long as the import of most other tests together
     policy, reference = folders
     found = ours(Dpo(kl_beta=0.3, loss_type=kind), policy, reference)
     trainer = a_trainer(trl.DPOTrainer, trl.DPOConfig, policy, tmp_path, reference, beta=0.3, loss_type=[kind])

@@ -334,7 +334,7 @@ def test_killing_the_caller_ends_the_ranks(tmp_path):
         ranks: set[int] = set()
 
         def started() -> set[int]:
-            return {pid for pid in descendants(process.pid) if "process_main" in command_of(pid)}
+            return {pid for pid in descendants(process.pid) if "nxd_infer.trace.ranks" in command_of(pid)}
 
         wait_until(lambda: ranks.update(started()) or ranks)
         time.sleep(3)

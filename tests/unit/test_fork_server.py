@@ -16,7 +16,7 @@ from nxd_infer.util.child_process import ChildProcess, wait_for_an_end
 from nxd_infer.util.fork_server import CannotForkError, fork_server
 from nxd_infer.util.forked_process import ForkedProcess
 from nxd_infer.util.python_command import child_environment, python_code
-from tests.forks import LIMIT, SLEEP, forget, output_of, start
+from tests.forks import LIMIT, SLEEP, forget, kept, output_of, start
 from tests.forks import without_a_server as without_a_server
 from tests.processes import gone, parent_of, wait_until
 
@@ -103,7 +103,7 @@ def test_children_end_with_their_server_and_the_next_gets_a_new_one(tmp_path: Pa
     assert child.explain() == "was ended by SIGKILL, with the process that it was forked from"
     child.end()
     assert gone(int(file.read_text()), LIMIT)
-    wait_until(lambda: module._kept is None or not module._kept[1].usable)
+    wait_until(lambda: (last := kept()) is None or not last.usable)
     other = start()
     assert parent_of(other.pid) not in (server, os.getpid())
 
@@ -138,7 +138,7 @@ def test_a_server_without_work_ends_and_its_next_job_is_done_by_another(monkeypa
     assert not gone(server)  # it has a child
     child.end()
     assert gone(server, LIMIT)
-    wait_until(lambda: module._kept is None or not module._kept[1].usable)
+    wait_until(lambda: (last := kept()) is None or not last.usable)
     child = start()
     assert parent_of(child.pid) not in (server, os.getpid())
 
@@ -217,7 +217,7 @@ def test_where_it_cannot_fork_that_is_said_at_once_from_then_on(why: str, tmp_pa
     for _ in range(2):
         with pytest.raises(CannotForkError, match=says.get(why, "threads")):
             start(imports="strange", environment=environment)
-        servers.add(module._kept and module._kept[1])
+        servers.add(kept("strange"))
     assert len(servers) == 1
 
 

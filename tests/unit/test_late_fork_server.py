@@ -16,7 +16,7 @@ from nxd_infer.util import fork_server as module
 from nxd_infer.util.child_process import wait_for_an_end
 from nxd_infer.util.fork_server import CannotForkError, fork_server
 from nxd_infer.util.python_command import child_environment, python_code
-from tests.forks import LIMIT, SLEEP, children_of, forget, output_of, start
+from tests.forks import LIMIT, SLEEP, children_of, forget, kept, output_of, start
 from tests.forks import without_a_server as without_a_server
 from tests.processes import gone, parent_of, stopped, wait_until
 
@@ -61,7 +61,7 @@ def test_a_late_server_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for _ in range(2):
         with pytest.raises(CannotForkError, match=r"has not forked for \d+ s"):
             start(imports="slow", environment=environment)
-        servers.add(module._kept and module._kept[1])
+        servers.add(kept("slow"))
     (server,) = servers
     assert server is not None and server._running.ended.is_set()
 
@@ -72,11 +72,11 @@ def test_a_server_that_stops_is_left_to_its_children_and_the_next_gets_a_new_one
     assert server is not None
     monkeypatch.setattr(module, "_ANSWER_SECONDS", 0.3)
     with stopped(server):
-        kept = module._kept
-        assert kept is not None
+        stuck = kept()
+        assert stuck is not None
         for _ in range(2):  # the second one at once
             with pytest.raises(CannotForkError, match="has not forked for 0 s"):
-                kept[1].fork(python_code(SLEEP), environment=child_environment(), inherit=[])
+                stuck.fork(python_code(SLEEP), environment=child_environment(), inherit=[])
         monkeypatch.undo()
         assert child.running, "it does not need its server"
         assert parent_of(start().pid) not in (server, os.getpid())

@@ -9,7 +9,7 @@ import secrets
 import select
 import shutil
 import signal
-import subprocess
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +23,15 @@ from nxd_infer.util.child_process import END_SECONDS, ChildProcess
 from nxd_infer.util.memory import available_memory
 from nxd_infer.util.processors import processors
 from nxd_infer.util.python_command import child_environment, python_module
+from nxd_infer.util.start_program import start_program
 from nxd_infer.util.temporary import temporary_name
 
 
 @dataclass
 class _Worker:
     process: ChildProcess
-    answers: int
+    channel: socket.socket
+    """To send jobs, and to receive answers."""
     log: Path
     """The compiler's output."""
     graph: Path | None = None
@@ -38,7 +40,7 @@ class _Worker:
 
     def end(self) -> None:
         self.process.end()
-        os.close(self.answers)
+        self.channel.close()
 
 
 def worker_count(graphs: int, tensors: int, limit: int | None = None) -> int:
@@ -135,35 +137,40 @@ def workplace(workdir: Path | None) -> Iterator[Path]:
 
 
 def _start(backend: str, place: Path) -> _Worker:
-    answers, theirs = os.pipe()
     temporary = place / "tmp"
     temporary.mkdir(exist_ok=True)
-    own = registry.get(backend).environment(place)
-    environment = child_environment(**own, TMPDIR=str(temporary), PYTHONWARNINGS="ignore")
+    chosen = registry.get(backend)
+    environment = child_environment(**chosen.environment(place), TMPDIR=str(temporary), PYTHONWARNINGS="ignore")
     environment = registry.with_import_path(environment, backend)
+    # Where compilers put their files is read when they do.
+    importing = {name: value for name, value in environment.items() if str(place) not in value}
     log = place / f"compile-{secrets.token_hex(4)}.log"
+    channel, theirs = socket.socketpair()
+    number = theirs.fileno()
+    command = python_module("nxd_infer.backends.compile.worker", backend, str(number), str(os.getpid()))
     try:
-        with open(log, "wb") as errors:
-            process = ChildProcess(
-                python_module("nxd_infer.backends.compile.worker", backend, str(theirs), str(os.getpid())),
+        with open(log, "wb") as output:
+            process = start_program(
+                command,
+                chosen.compile_imports,
+                importing=importing,
                 environment=environment,
-                inherit=[theirs],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
+                inherit=[number],
+                output=output,
             )
+    except BaseException:
+        channel.close()
+        raise
     finally:
-        os.close(theirs)
-    return _Worker(process, answers, log)
+        theirs.close()
+    return _Worker(process, channel, log)
 
 
 def _assign(worker: _Worker, graph: Path, options: Mapping[str, Any]) -> None:
     worker.graph, worker.started = graph, time.monotonic()
-    assert worker.process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # reading the answer will report its end
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # reading the answer will report its end
         job = {"graph": str(graph.absolute()), "options": dict(options)}
-        worker.process.stdin.write(json.dumps(job).encode() + b"\n")
-        worker.process.stdin.flush()
+        worker.channel.sendall(json.dumps(job).encode() + b"\n")
 
 
 def _answers(pool: list[_Worker], timeout: float) -> list[tuple[_Worker, dict[str, Any]]]:
@@ -172,16 +179,19 @@ def _answers(pool: list[_Worker], timeout: float) -> list[tuple[_Worker, dict[st
     left = min(worker.started + timeout for worker in busy) - time.monotonic()
     poll = select.poll()  # select() supports no descriptor above 1023
     for worker in busy:
-        poll.register(worker.answers, select.POLLIN)
+        poll.register(worker.channel, select.POLLIN)
     ready = {fd for fd, _ in poll.poll(min(max(0.0, left), 1e6) * 1000)}
     if not ready and time.monotonic() - min(worker.started for worker in busy) >= timeout:
         names = ", ".join(worker.graph.name for worker in busy if worker.graph)
         raise TraceError(f"compiling {names} took longer than {timeout:g} s; raise compile_timeout")
     found = []
     for worker in busy:
-        if worker.answers not in ready:
+        if worker.channel.fileno() not in ready:
             continue
-        data = os.read(worker.answers, 1 << 20).decode()
+        try:
+            data = worker.channel.recv(1 << 20).decode()
+        except ConnectionResetError:  # it ended before it had read its job
+            data = ""
         if not data:
             worker.process.wait(END_SECONDS)
             hint = " (out of memory?)" if worker.process.returncode == -signal.SIGKILL else ""

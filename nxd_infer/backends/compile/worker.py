@@ -1,7 +1,7 @@
 """A process that compiles graphs: ``python -m nxd_infer.backends.compile.worker BACKEND FD PARENT``.
 
-Reads one JSON job per line from standard input and answers one JSON line on descriptor FD; compiler output goes to
-standard error. Exits with its input, or with its parent, and takes the compiler that it runs along.
+Reads one JSON job per line from the socket FD and answers each with one; what the compiler prints goes to its output.
+Exits with its input, or with its parent, and takes the compiler that it runs along.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -27,14 +28,14 @@ def _end_all(number: int, frame: object) -> None:
 def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, _end_all)
     die_with_parent(int(arguments[2]), signal.SIGTERM)
-    answers = os.fdopen(int(arguments[1]), "w", buffering=1)
+    channel = socket.socket(fileno=int(arguments[1]))
     gc.disable()  # imported objects stay, and scanning them takes a fifth of the import
     import torch  # noqa: F401  (every graph's compiler needs it)
 
     backend = registry.get(arguments[0])
     gc.freeze()
     gc.enable()
-    for line in sys.stdin:
+    for line in channel.makefile("r", encoding="utf-8"):
         job = json.loads(line)
         start = time.monotonic()
         answer = {"graph": job["graph"], "error": ""}
@@ -44,7 +45,7 @@ def main(arguments: list[str]) -> int:
             answer["error"] = f"{type(error).__name__}: {error}"
             answer["traceback"] = traceback.format_exc()
         answer["seconds"] = time.monotonic() - start
-        answers.write(json.dumps(answer) + "\n")
+        channel.sendall(json.dumps(answer).encode() + b"\n")
     return 0
 
 

@@ -26,6 +26,7 @@ class CpuBackend:
     native = True
     one_process = False
     one_program = False
+    compile_imports = ""
     cross_compiles = False
     neuron_arguments = False
     target_option = ""

@@ -68,6 +68,7 @@ class InductorBackend(CpuBackend):
 
     name = "inductor"
     compiles = True
+    compile_imports = "nxd_infer.backends.cpu.compiler_imports"
     target_option = CPU_TARGET
     targets = TARGETS
     same_rounding: Mapping[str, Any] = {"emulate_precision_casts": True}  # to each dtype, whatever is fused

@@ -22,6 +22,7 @@ class HloBackend:
     one_process = True
     one_program = True
     compiles = True
+    compile_imports = ""
     encodings: frozenset[str] = frozenset()
     quantizations: Mapping[str, Quantization] = {}
     unpacked: Mapping[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Func mode: one spawned process per rank runs the user's function on real weights, exports, and writes its results.
+"""Func mode: one process per rank runs the user's function on real weights, exports, and writes its results.
 
 Without ``max_parallel_compilations`` all ranks run at once, joined by gloo, so that ``func`` may use collectives.
 With a smaller number they run in turns (func, export and writing together), so that no more than that many hold
@@ -31,7 +31,8 @@ from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
 from nxd_infer.util.child_process import END_SECONDS, ChildProcess
 from nxd_infer.util.ports import free_port
 from nxd_infer.util.processors import processors
-from nxd_infer.util.python_command import preparation, python_of_caller
+from nxd_infer.util.python_command import child_environment, preparation, python_of_caller
+from nxd_infer.util.start_program import start_program
 
 Message = list[Any]
 GRACE = 1.0
@@ -145,7 +146,7 @@ def trace_ranks(
                     threads=max(1, processors() // at_once),
                     timeout=timeout,
                 )
-                running.append(_start(settings))
+                running.append(_start(settings, deadline))
             for message, member in _messages(running, deadline):
                 if message[0] == "error":
                     _raise_failure([(member.rank, message), *_other_failures(running, member)])
@@ -172,10 +173,20 @@ main(int(sys.argv[1]))
 """
 
 
-def _start(settings: process_main.RankSettings) -> _Rank:
+_IMPORTS = "nxd_infer.trace.ranks.imports"
+
+
+def _start(settings: process_main.RankSettings, deadline: float) -> _Rank:
     mine, theirs = Pipe()
     try:
-        process = ChildProcess(python_of_caller(_RANK, str(theirs.fileno())), inherit=[theirs.fileno()])
+        process = start_program(
+            python_of_caller(_RANK, str(theirs.fileno())),
+            _IMPORTS,
+            importing=child_environment(),
+            environment=os.environ,
+            inherit=[theirs.fileno()],
+            stopped=lambda: time.monotonic() > deadline,
+        )
     except BaseException:
         mine.close()
         raise

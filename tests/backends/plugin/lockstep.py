@@ -176,6 +176,7 @@ class Backend:
     native = False
     one_process = True
     one_program = False
+    compile_imports = ""
     compiles = True
     cross_compiles = False
     neuron_arguments = False
