@@ -5,7 +5,9 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --disable-pip-version-check
+# Python compiles what it imports; pip would take minutes to compile everything.
+PIP_OPTIONS := --disable-pip-version-check --no-compile
+PIP := $(BIN)/pip install $(PIP_OPTIONS)
 STAMP := $(VENV)/.installed
 XLA_VENV ?= .venv-xla
 XLA_STAMP := $(XLA_VENV)/.installed
@@ -72,8 +74,8 @@ xla-rig: $(XLA_STAMP) ## make .venv-xla with torch 2.9 and a torch_xla that runs
 
 ON_XLA := tests/xla tests/neuron tests/backends/test_every_backend.py
 # Where releases of torch differ, all tests: in tensors, autograd, optimizers, and gloo, which is all that ranks have below
-# 2.13. Of the rest, such as files and HTTP, the quick selection.
-ON_TORCH_2_9 := tests/layout tests/optimizer tests/parallel_layers tests/trainer tests/runtime
+# 2.13. Of the rest, such as layouts, files and HTTP, the quick selection.
+ON_TORCH_2_9 := tests/optimizer tests/parallel_layers tests/trainer tests/runtime
 
 test-xla: $(XLA_STAMP) ## tests of torch_xla, and a selection of all others on torch 2.9 (10 to 20 minutes on two cores)
 	@$(XLA_VENV)/bin/python -m pytest -q -m "not long" $(DEALT) $(ON_XLA) $(ON_TORCH_2_9)
@@ -83,8 +85,8 @@ test-xla: $(XLA_STAMP) ## tests of torch_xla, and a selection of all others on t
 $(RAY_STAMP): pyproject.toml
 	@echo "installing torch and Ray into $(RAY_VENV), the first time only; some minutes"
 	@test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
-	@$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check $(TORCH)
-	@$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[ray]' pytest pytest-timeout hypothesis httpx openai
+	@$(RAY_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) $(TORCH)
+	@$(RAY_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -e '.[ray]' pytest pytest-timeout hypothesis httpx openai
 	@touch $@
 
 # In a network where nobody else is, and with every process that is left at the end killed.

@@ -41,7 +41,8 @@ def main(directory: Path) -> None:
         )
     venv.create(directory, with_pip=True)
     python = str(directory / "bin" / "python")
-    pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    # Python compiles what it imports; pip would take minutes to compile everything.
+    pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-compile"]
     subprocess.run([*pip, "--no-deps", TORCH, TORCH_XLA], check=True)
     where = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     packages = Path(subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip())
