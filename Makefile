@@ -49,8 +49,9 @@ test: $(STAMP) ## the tests (half an hour on two fast cores, up to an hour on sl
 	@test -e $(XLA_STAMP) || echo "tests/xla is skipped here, and torch 2.9 not tested: make test-xla does both"
 	@$(BIN)/python -m pytest -q -m "not long" $(DEALT)
 
-test-long: $(STAMP) ## what `make test` leaves out: more models, degrees and backends of what it tests (20 minutes)
+test-long: $(STAMP) ## what `make test` and `make test-xla` leave out: more models, degrees and backends (half an hour)
 	@$(BIN)/python -m pytest -q -m long $(DEALT)
+	@! test -e $(XLA_STAMP) || $(XLA_VENV)/bin/python -m pytest -q -m long $(DEALT) tests/xla
 
 # The oldest transformers that the extra `hf` takes, and the two packages whose newer releases it refuses, over .venv.
 $(OLDEST_HF_STAMP): $(STAMP)

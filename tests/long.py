@@ -1,4 +1,4 @@
-"""What `make test` leaves to `make test-long`: cases that take most of a minute and have a sibling in `make test`.
+"""What `make test` and `make test-xla` leave to `make test-long`: cases that take most of a minute and have a sibling.
 
 A line is a test, or some of its cases, or some cases of each test in a file. A sibling takes the same path through the
 code with another model, degree or backend, so that a mistake rarely shows in the long case alone.
@@ -58,6 +58,14 @@ LONG = {
     "ops/test_native_sampling::test_a_traced_graph_draws_as_the_module_does": ("inductor",),
     "trace/test_traced_layers::test_every_layer_traced_equals_plain_pytorch": ("1", "2"),
     "e2e/test_soak::test_a_short_soak_holds": (),  # `make soak`, and what it consists of is tested one by one
+    # each family stays at one degree, and each degree with some family
+    "xla/test_families::test_a_decoder_says_what_eager_says": (
+        *("llama3-1", "llama3-4", "mistral-2", "mistral-4", "qwen2-1", "qwen2-2", "qwen3-1", "qwen3-4"),
+    ),
+    "xla/test_families::test_slots_for_adapters_and_guesses_change_nothing_and_survive_a_fault": ("1", "4"),
+    "xla/test_families::test_an_encoder_gives_eagers_numbers": (
+        *("bert-2", "bert-4", "bert_classifier-1", "bert_classifier-4", "roberta-1", "roberta-2"),
+    ),
     # another way to be lost
     "engine/test_lost_again::test_ranks_lost_while_they_start_again_are_started_once_more": ("stopped",),
     "lightning/test_launch::test_a_rank_that_ends_ends_the_others": ("early", "first"),

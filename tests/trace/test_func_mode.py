@@ -19,6 +19,7 @@ import nxd_infer as nxd
 from nxd_infer.artifact.manifest import MANIFEST_NAME
 from nxd_infer.errors import TraceConfigError, TraceError
 from tests import traced_models as models
+from tests.forks import kept
 from tests.processes import command_of, descendants, gone, wait_until
 
 LIMIT = 600.0
@@ -114,6 +115,8 @@ def test_tracing_again_gives_the_same_artifact(traced, tmp_path):
     with trace(models.net, models.inputs(), artifact_dir=tmp_path / "again", max_parallel_compilations=1):
         first = (model.artifact.path / MANIFEST_NAME).read_bytes()
         assert (tmp_path / "again" / MANIFEST_NAME).read_bytes() == first
+    server = kept("nxd_infer.trace.ranks.imports")
+    assert server is not None and server._forked, "its ranks have imported torch again"
 
 
 def test_loader_mode_gives_the_same_graphs_and_weights(traced):

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from nxd_infer.util.fork_server import fork_server
-from nxd_infer.util.python_command import child_environment, python_module
-from tests.forks import RANK, both, output_of, start
+from nxd_infer.util.python_command import child_environment, python_code, python_module
+from tests.forks import LIMIT, RANK, both, output_of, start
 from tests.forks import without_a_server as without_a_server
 
 PROBE = """
@@ -74,6 +74,27 @@ def test_it_is_what_a_new_interpreter_would_be(imports: str, tmp_path: Path, mon
         os.umask(before)
         for descriptor in (first, second, high):
             os.close(descriptor)
+
+
+def test_temporary_files_are_where_its_own_environment_says(tmp_path: Path):
+    """Whatever the server has been told, and a module asked for while it was imported."""
+    (tmp_path / "asking.py").write_text("import tempfile\ntempfile.gettempdir()\n")
+    importing = child_environment()
+    importing["PYTHONPATH"] = f"{importing.get('PYTHONPATH', '')}:{tmp_path}"
+    own = {**importing, "TMPDIR": str(tmp_path)}
+    command = python_code("import tempfile; print(tempfile.gettempdir())")
+    server = fork_server("asking", importing)
+    child = server.fork(command, environment=own, inherit=[], stdout=subprocess.PIPE)
+    assert output_of(child).splitlines()[0] == str(tmp_path)
+
+
+def test_what_it_prints_goes_into_a_file(tmp_path: Path):
+    with open(tmp_path / "log", "wb") as log:
+        command = python_code("import os; print(1, flush=True); os.write(2, b'two')")
+        server = fork_server("json", child_environment())
+        child = server.fork(command, environment=child_environment(), inherit=[], stdout=log)
+    assert child.wait(LIMIT) and child.returncode == 0
+    assert (tmp_path / "log").read_bytes() == b"1\ntwo"
 
 
 def test_modules_are_found_where_the_environment_says(tmp_path: Path):
