@@ -2,8 +2,8 @@
 
 :func:`fork_server` starts that process (``fork_server_main.py``), and :meth:`ForkServer.fork` a program. It is to be
 what a new interpreter would be, so a server has one program, one environment, and one set of limits, rights and
-signals; this process keeps one server a program, and replaces it when any of these differ. One thing differs: the linear
-algebra of NumPy has one thread in a server's children.
+signals; this process keeps one server a program, and replaces it when any of these differ. One thing differs: NumPy's
+linear algebra has one thread in a server's children.
 
 A server ends with this process, and some time after its last child. A child ends with its server, and when its
 :class:`ForkedProcess` is gone.
