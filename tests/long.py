@@ -48,7 +48,7 @@ LONG = {
     ),
     "engine/test_speculation::test_greedy_answers_are_the_same_and_take_fewer_steps": ("1",),
     "engine/test_real_generation::test_greedy_tokens_equal_those_of_transformers_for_every_kind_of_length": ("1",),
-    "neuron/test_user_script::test_it_trains_traces_saves_loads_and_serves": ("inductor", "eager"),
+    "neuron/test_user_script::test_it_trains_traces_saves_loads_and_serves": ("inductor", "eager", "xla"),
     "e2e/test_recipes::test_the_bert_recipe_gives_what_transformers_gives": ("inductor",),
     "e2e/test_quantize::test_an_encoder_in_eight_bits_is_verified": (),  # trace/test_quantize, and the next too
     "e2e/test_quantize::test_a_llama_in_eight_bits_is_traced_verified_and_generates": (),
@@ -58,6 +58,13 @@ LONG = {
     "ops/test_native_sampling::test_a_traced_graph_draws_as_the_module_does": ("inductor",),
     "trace/test_traced_layers::test_every_layer_traced_equals_plain_pytorch": ("1", "2"),
     "e2e/test_soak::test_a_short_soak_holds": (),  # `make soak`, and what it consists of is tested one by one
+    # the programs of two and four ranks have what that of one has, and collectives
+    "xla/test_lowering": (
+        *("tp1", "tp1-llama decode", "tp1-llama prefill", "tp1-guesses verify", "tp1-adapters decode"),
+        *("tp1-adapters prefill", "tp1-llama3 decode", "tp1-llama3 prefill", "tp1-mistral decode"),
+        *("tp1-mistral prefill", "tp1-qwen2 decode", "tp1-qwen2 prefill", "tp1-qwen3 decode", "tp1-qwen3 prefill"),
+        *("tp1-bert", "tp1-bert_classifier", "tp1-roberta"),
+    ),
     # each family stays at one degree, and each degree with some family
     "xla/test_families::test_a_decoder_says_what_eager_says": (
         *("llama3-1", "llama3-4", "mistral-2", "mistral-4", "qwen2-1", "qwen2-2", "qwen3-1", "qwen3-4"),
