@@ -51,7 +51,7 @@ test: $(STAMP) ## the tests (half an hour on two fast cores, up to an hour on sl
 
 test-long: $(STAMP) ## what `make test` and `make test-xla` leave out: more models, degrees and backends (half an hour)
 	@$(BIN)/python -m pytest -q -m long $(DEALT)
-	@! test -e $(XLA_STAMP) || $(XLA_VENV)/bin/python -m pytest -q -m long $(DEALT) tests/xla
+	@! test -e $(XLA_STAMP) || $(XLA_VENV)/bin/python -m pytest -q -m long $(DEALT) $(ON_XLA)
 
 # The oldest transformers that the extra `hf` takes, and the two packages whose newer releases it refuses, over .venv.
 $(OLDEST_HF_STAMP): $(STAMP)
