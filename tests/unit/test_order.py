@@ -33,6 +33,6 @@ def test_what_is_left_to_the_long_run_exists():
         assert not test or f"def {test}(" in text, name
     assert long.is_long("tests/bench/test_train.py::test_everybody_trains_one_model")
     assert long.is_long("tests/models/test_t5.py::test_it_is_traced_verified_and_generates[tied, relu-2]")
-    assert long.is_long("tests/pipeline/test_hugging_face.py::test_models_in_stages[2]")
-    assert not long.is_long("tests/pipeline/test_hugging_face.py::test_models_in_stages[4]")
+    assert long.is_long("tests/pipeline/test_hugging_face.py::test_models_in_stages[4]")
+    assert not long.is_long("tests/pipeline/test_hugging_face.py::test_models_in_stages[2]")
     assert not long.is_long("tests/models/test_t5.py::test_another")
