@@ -35,6 +35,7 @@ from nxd_infer.errors import (
 from nxd_infer.trace import BucketModelConfig
 from nxd_infer.util.machine import cpu_features
 from tests import traced_models as models
+from tests.forks import kept
 from tests.graph.exporting import load
 from tests.needs import needs_inductor
 
@@ -71,6 +72,8 @@ def test_the_compiled_model_equals_plain_pytorch_and_keeps_its_cache(traced):
 def test_ranks_share_one_graph_that_is_compiled_once_and_never_again(traced, tmp_path):
     model, _ = traced
     assert (model.trace_report["graphs"], model.trace_report["compiled"]) == (1, 1)
+    server = kept("nxd_infer.backends.cpu.compiler_imports")
+    assert server is not None and server._forked, "the compiler has imported torch for itself"
     assert model.manifest.graphs[model.buckets[0].graphs[0]].collectives == [
         "all_reduce(tp, sum, 2)",
         "all_reduce(tp, sum, 2)",

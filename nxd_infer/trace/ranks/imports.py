@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch._dynamo
 import torch.export._trace
-import torch.onnx  # noqa: F401
+import torch.onnx  # noqa: F401  # in a fork it is there already
 
 from nxd_infer.trace.ranks import process_main
 
