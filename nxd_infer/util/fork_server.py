@@ -101,7 +101,8 @@ class ForkServer:
         """Raises CannotForkError if the system does not let it start."""
         self.failure = ""
         """Why it cannot fork, once that is known."""
-        self._forked = False
+        self._forked = 0.0
+        """When it forked for the first time."""
         self._children: weakref.WeakSet[ForkedProcess] = weakref.WeakSet()
         self._mutex = threading.Lock()
         self._begun = time.monotonic()
@@ -197,8 +198,8 @@ class ForkServer:
         asked = time.monotonic()
         while not readable(status.fileno(), _LOOK_SECONDS):
             unwanted = stopped()
-            if self._forked:
-                begun, most = asked, _UNWANTED_SECONDS if unwanted else _ANSWER_SECONDS
+            if self._forked:  # perhaps just now, for another thread: then this one's turn is next
+                begun, most = max(asked, self._forked), _UNWANTED_SECONDS if unwanted else _ANSWER_SECONDS
             else:
                 begun, most = self._begun, _STOPPED_SECONDS if unwanted else _IMPORT_SECONDS
             if (seconds := time.monotonic() - begun) > most:
@@ -213,7 +214,9 @@ class ForkServer:
             self._fail(answer["unfit"])
         if "pid" not in answer:
             raise CannotForkError(answer.get("failed") or "it has ended")
-        self._forked = True
+        self._forked = self._forked or time.monotonic()
+        with contextlib.suppress(OSError):  # it was killed already
+            status.send(b"go")
         return answer["pid"]
 
     def _check_imported(self) -> None:

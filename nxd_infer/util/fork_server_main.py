@@ -3,7 +3,8 @@
 It imports MODULE, and forks a child for each job, which then does what ``python -c`` does. A packet on the socket
 brings descriptors: of the job (JSON), of the socket for the child's status, of its directory, and those that it gets.
 The status begins with ``{"pid": N}``, which the child sends once it leads a session, or with ``{"failed": REASON}``, or
-``{"unfit": REASON}`` if no job can be done, and ends with ``{"status": N}``.
+``{"unfit": REASON}`` if no job can be done, and ends with ``{"status": N}``. The child begins once its caller has
+answered: a caller that has given up starts the program in another way, and two would read one pipe.
 
 It has no threads, or it would not fork. It ends with its parent, or IDLE seconds after its last child.
 """
@@ -155,6 +156,8 @@ class _Server:
                     signal.signal(number, handler)
                 os.setsid()
                 _say(status, pid=os.getpid())
+                if not _answered(status):
+                    os._exit(0)
                 for descriptor in (self._control.detach(), *self._children):
                     os.close(descriptor)
                 return True
@@ -195,6 +198,14 @@ def _say(to: int, **what: Any) -> None:
 
 
 # --- in a child ---------------------------------------------------------------------------------------
+
+
+def _answered(status: int) -> bool:
+    """Whether the caller still wants this process."""
+    try:
+        return bool(os.read(status, 16))
+    except OSError:
+        return False
 
 
 def _settle(job: _Job) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from nxd_infer.util import fork_server as module
 from nxd_infer.util.child_process import wait_for_an_end
 from nxd_infer.util.fork_server import CannotForkError, fork_server
 from nxd_infer.util.python_command import child_environment, python_code
-from tests.forks import LIMIT, SLEEP, children_of, forget, kept, output_of, start
+from tests.forks import LIMIT, SLEEP, children_of, kept, output_of, start
 from tests.forks import without_a_server as without_a_server
 from tests.processes import gone, parent_of, stopped, wait_until
 
@@ -154,27 +155,41 @@ def test_nobody_waits_again_for_what_somebody_waited_for_long(tmp_path: Path, mo
         fork_server("slow", environment)
 
 
-def test_a_job_that_nobody_waits_for_any_more_leaves_no_child(tmp_path: Path):
-    go = tmp_path / "go"
-    (tmp_path / "some.py").write_text(f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)")
+def test_a_job_that_nobody_waits_for_any_more_is_never_begun(tmp_path: Path):
+    """Its caller may have started the program in another way: both would read what is meant for one. The server's
+    look at what has become of the caller is late here."""
+    go, file = tmp_path / "go", tmp_path / "pid"
+    (tmp_path / "some.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+        "os.register_at_fork(after_in_parent=lambda: time.sleep(0.5))"
+    )
     environment = child_environment()
     environment["PYTHONPATH"] = f"{environment.get('PYTHONPATH', '')}:{tmp_path}"
-    file = tmp_path / "pid"
-    code = f"import os; open({str(file)!r}, 'a').write(f'{{os.getpid()}} ')\n" + SLEEP
-    for _ in range(5):
-        go.unlink(missing_ok=True)
-        server = fork_server("some", environment)
-        with pytest.raises(CannotForkError, match="wants"):
-            server.fork(python_code(code), environment=environment, inherit=[], stopped=lambda: True)
-        go.touch()
-        last = server.fork(python_code("sys.exit(5)"), environment=environment, inherit=[])  # after that one
-        assert last.wait(LIMIT) and last.returncode == 5
-        started = file.read_text().split() if file.exists() else []
-        assert all(gone(int(pid), LIMIT) for pid in started)
-        assert server._running.process is not None
-        left = partial(children_of, server._running.process.pid)
-        wait_until(lambda left=left: not left())
-        forget()
+    server = fork_server("some", environment)
+    with pytest.raises(CannotForkError, match="wants"):
+        code = f"open({str(file)!r}, 'a').write('begun')\n"
+        server.fork(python_code(code), environment=environment, inherit=[], stopped=lambda: True)
+    go.touch()
+    last = server.fork(python_code("sys.exit(5)"), environment=environment, inherit=[])  # after that one
+    assert last.wait(LIMIT) and last.returncode == 5
+    assert server._running.process is not None
+    left = partial(children_of, server._running.process.pid)
+    wait_until(lambda: not left())
+    assert not file.exists()
+
+
+def test_threads_that_asked_while_it_imported_wait_for_their_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The import takes longer than an answer may take later, and the first thread's child is not the other's."""
+    (tmp_path / "slow.py").write_text(
+        "import os, time\ntime.sleep(2)\nos.register_at_fork(before=lambda: time.sleep(0.3))"
+    )
+    environment = child_environment()
+    environment["PYTHONPATH"] = f"{environment.get('PYTHONPATH', '')}:{tmp_path}"
+    monkeypatch.setattr(module, "_ANSWER_SECONDS", 1.5)
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(start, "sys.exit(5)", imports="slow", environment=environment) for _ in range(3)]
+        children = [job.result(LIMIT) for job in asked]
+    assert all(child.wait(LIMIT) and child.returncode == 5 for child in children)
 
 
 def test_a_server_whose_start_does_not_return_is_given_up(monkeypatch: pytest.MonkeyPatch):
