@@ -20,7 +20,7 @@ def start_program(
     importing: Mapping[str, str],
     environment: Mapping[str, str],
     inherit: Iterable[int],
-    output: IO[Any] | None = None,
+    output: int | IO[Any] | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> ChildProcess:
     """Run ``command``, one of ``python_command.py``.
@@ -29,7 +29,7 @@ def start_program(
         imports: module that the fork server imports for it, in the environment ``importing``; "": it is not forked.
         environment: of the program itself.
         inherit: descriptors that it inherits, with the same numbers.
-        output: file for its output and its errors; None: those of this process.
+        output: file for its output and its errors, or PIPE; None: those of this process.
         stopped: whether nobody waits for the fork server's import any more; then an interpreter is started.
 
     Raises OSError if the system does not let it start.
