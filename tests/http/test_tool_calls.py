@@ -73,6 +73,18 @@ def functions(calls):
     return [(call.function.name, json.loads(call.function.arguments)) for call in calls or []]
 
 
+def joined(deltas):
+    """The calls of which a stream has these pieces: name and arguments of each."""
+    calls = []
+    for delta in deltas:
+        if delta["index"] == len(calls):
+            assert delta["id"] and delta["type"] == "function"
+            calls.append([delta["function"]["name"], ""])
+        assert delta["index"] == len(calls) - 1
+        calls[-1][1] += delta["function"]["arguments"]
+    return calls
+
+
 def test_an_answer_is_a_call_and_the_next_one_reads_its_result(client):
     (choice,) = create(client, [ASKED]).choices
     (call,) = choice.message.tool_calls
@@ -199,17 +211,20 @@ def test_a_call_that_must_be_made_is_made(client, stream, choice, names):
         answer = client.chat.completions.create(model="taught", messages=asked("Two!"), temperature=1.5, **more)
         if stream:
             parts = [one for chunk in answer for one in chunk.choices]
-            calls = [call for one in parts for call in one.delta.tool_calls or []]
+            deltas = [call.model_dump(exclude_none=True) for one in parts for call in one.delta.tool_calls or []]
             (reason,) = [one.finish_reason for one in parts if one.finish_reason]
             said = "".join(one.delta.content or "" for one in parts)
+            made = joined(deltas)
+            assert len(deltas) > 2 * len(made), "arguments come as they are written"
         else:
             (one,) = answer.choices
-            calls, reason, said = one.message.tool_calls, one.finish_reason, one.message.content
+            reason, said = one.finish_reason, one.message.content
+            made = [(call.function.name, call.function.arguments) for call in one.message.tool_calls or []]
         if reason == "length":  # a weather tool takes any arguments
             assert "weather" in names
             continue
         assert reason == ("tool_calls" if choice == "required" else "stop") and not (said or "").strip()
-        found = functions(calls)
+        found = [(name, json.loads(arguments)) for name, arguments in made]
         assert found and {name for name, _ in found} <= names and (choice == "required" or len(found) == 1)
         for name, arguments in found:
             if name == "forecast":
@@ -236,19 +251,20 @@ def test_a_call_that_must_be_made_and_is_cut_has_the_arguments_so_far(server, st
             lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n")[:-2]]
             parts = [one for line in lines for one in json.loads(line)["choices"]]
             assert not any(one["delta"].get("content") for one in parts)
-            calls = [call for one in parts for call in one["delta"].get("tool_calls", [])]
+            calls = joined(call for one in parts for call in one["delta"].get("tool_calls", []))
             reason = parts[-1]["finish_reason"]
         else:
             (one,) = answer.json()["choices"]
-            calls, reason = one["message"].get("tool_calls", []), one["finish_reason"]
+            made = [call["function"] for call in one["message"].get("tool_calls", [])]
+            calls, reason = [[call["name"], call["arguments"]] for call in made], one["finish_reason"]
             assert one["message"]["content"] is None
         if reason != "length":
             break
         assert len(calls) <= 1
-        found += [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+        found += calls
         assert calls or (not found and choice == "required")
     assert reason == ("tool_calls" if choice == "required" else "stop")
-    assert len(calls) == 1 and calls[0]["function"]["arguments"] == '{"city": "Bern"}'
+    assert calls == [["weather", '{"city": "Bern"}']]
     assert {name for name, _ in found} == {"weather"}
     texts = [text for _, text in found]
     assert all('{"city": "Bern"}'.startswith(text) for text in texts) and texts == sorted(texts, key=len)

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nxd_server.text.forced_calls import ForcedCallReader
 from nxd_server.text.tool_call_rules import call_rules
-from nxd_server.text.tool_calls import FORMATS, MOST_FAILURES, OPEN, MistralReader, ToolCall, cut_calls, format_of
+from nxd_server.text.tool_calls import CLOSE, FORMATS, MOST_FAILURES, OPEN, MistralReader, ToolCall, format_of
 from tests.text.text_tokenizers import compiled, taken, with_tokens
 
 NAMES = ("weather", "clock")
@@ -63,6 +64,15 @@ ANSWERS = [
         made(("clock", {}), ("weather", BERN)),
     ),
     ("hermes", tagged(call("weather", {"city": OPEN})), "", made(("weather", {"city": OPEN}))),
+    ("hermes", tagged(call("weather", {"city": f"a{CLOSE}b"})) + "c", "c", made(("weather", {"city": f"a{CLOSE}b"}))),
+    (
+        "hermes",
+        tagged(call("weather", {"city": f'"{CLOSE}\\\n'}), call("clock", {"x": CLOSE})),
+        "",
+        made(("weather", {"city": f'"{CLOSE}\\\n'}), ("clock", {"x": CLOSE})),
+    ),
+    ("hermes", f'<tool_call>{{"x": "{CLOSE} a', f'<tool_call>{{"x": "{CLOSE} a', []),
+    ("hermes", f'<tool_call>{{"x{CLOSE}' + tagged(call("clock", {})), f'<tool_call>{{"x{CLOSE}', made(("clock", {}))),
     ("hermes", tagged('{"x": 1} <tool_call> ' + call("clock", {})), '<tool_call>\n{"x": 1} ', made(("clock", {}))),
     ("hermes", OPEN + " " * 100, OPEN + " " * 100, []),
     ("hermes", OPEN + " " * 60 + call("clock", {}), "", made(("clock", {}))),
@@ -197,6 +207,7 @@ def test_an_answer_of_tags_is_not_read_again_from_each_of_them(text):
     [
         ("hermes", '<tool_call>{"', "x" * 128, 200),
         ("hermes", "<tool_call>", " " * 128, 0),
+        ("hermes", '<tool_call>{"', "</tool_call" + "x" * 100, 200),
         ("hermes", "", "<tool_call>" * 8, 1),
         ("hermes", "", "<tool_call></tool_call>" * 4, 0),
         ("llama3_json", '{"', "x" * 128, 200),
@@ -258,25 +269,51 @@ def test_a_call_that_must_be_made_is_written_as_the_model_was_trained_to(kind, t
     assert not said and calls and {one.name for one in calls} <= set(NAMES)
 
 
+def written(pieces):
+    """The calls of an answer that must be calls, from what each piece adds."""
+    reader = ForcedCallReader()
+    calls = []
+    for piece in pieces:
+        for one in reader.feed(piece):
+            if one.name:
+                calls.append((one.name, ""))
+            calls[-1] = calls[-1][0], calls[-1][1] + one.arguments
+    return calls, reader.inside
+
+
 @pytest.mark.check
 @pytest.mark.parametrize(("kind", "tokens", "answer"), FORCED, ids=lambda value: str(value)[:60])
 def test_a_call_that_was_cut_has_its_name_and_the_arguments_so_far(kind, tokens, answer):
     whole = [(one.name, json.loads(one.arguments)) for one in read(kind, [answer])[1]]
     for end in range(len(answer) + 1):
-        found = cut_calls(answer[:end])
-        assert [one.name for one in found] == [name for name, _ in whole[: len(found)]]
-        for one, (_, arguments) in zip(found, whole, strict=False):
-            assert json.dumps(arguments).startswith(one.arguments)
-            assert one is found[-1] or json.loads(one.arguments) == arguments
-    assert [(one.name, json.loads(one.arguments)) for one in found] == whole
+        found, inside = written([answer[:end]])
+        assert written(answer[:end]) == (found, inside), "one character at a time"
+        assert [name for name, _ in found] == [name for name, _ in whole[: len(found)]]
+        for place, ((_, text), (_, arguments)) in enumerate(zip(found, whole, strict=False)):
+            assert json.dumps(arguments).startswith(text)
+            assert (place == len(found) - 1 and inside) or json.loads(text) == arguments
+    assert [(name, json.loads(text)) for name, text in found] == whole and not inside
     first = answer.index(json.dumps(whole[0][1]))
-    assert cut_calls(answer[:first]) == [ToolCall(whole[0][0], "")] and not cut_calls(answer[: first - 1])
+    assert written([answer[:first]]) == ([(whole[0][0], "")], True) and written([answer[: first - 1]]) == ([], False)
 
 
 def test_a_call_within_the_arguments_of_a_call_that_was_cut_is_none():
     inner = call("clock", {"x": call("clock", {})})
-    whole = '{"name": "weather", "arguments": {"a": ' + inner + ', "b": ' + json.dumps(inner)
-    assert [one.name for one in cut_calls(whole)] == ["weather"]
+    arguments = '{"a": ' + inner + ', "b": ' + json.dumps(inner + '\\" }')
+    for pieces in ([], list(arguments)):
+        assert written(['{"name": "weather", "arguments": ', *(pieces or [arguments])]) == (
+            [("weather", arguments)],
+            True,
+        )
+
+
+def test_what_comes_between_calls_is_held_within_bounds():
+    reader = ForcedCallReader()
+    for _ in range(100):
+        assert not reader.feed("x" * 100)
+    assert len(reader._held) < 200
+    begun = reader.feed('{"name": "' + "n" * 64 + '", "parameters": ')
+    assert [(one.name, one.arguments) for one in begun] == [("n" * 64, "")]
 
 
 def test_a_tag_that_the_model_has_no_token_for_is_text():

@@ -38,19 +38,16 @@ MOST_BLANKS = 64
 LONGEST_NAME = 64
 """Characters of a tool's name."""
 MOST_FAILURES = 32
-"""Texts of one answer that begin like a call of Mistral's and are none. JSON's errors count the lines before them, so
-each costs as much as the whole answer; after so many the rest is text."""
+"""Texts of one answer that begin like a call of Mistral's and are none: JSON's errors count the lines before them, so
+each costs as much as the whole answer; after so many the rest is text. And closing tags within strings of a call: each
+is a reason to look at the call from its beginning."""
 _VISIBLE = re.compile(r"\S")
 _BETWEEN = re.compile(r"[;\s]*")
 _BLANKS = re.compile(r"\s*")
 _LIST = re.compile(rf"\[\s{{0,{MOST_BLANKS}}}({{|\Z)")
 _NAME = re.compile(r"[a-zA-Z0-9_.-]+")
 _NAMED = re.compile(r"([a-zA-Z0-9_.-]+)(?:\[CALL_ID\][a-zA-Z0-9]+)?(?:\[ARGS\])?\s*(?={)")
-_HEAD = re.compile(
-    r'\{"name": "([a-zA-Z0-9_.-]+)", "(?:arguments|parameters)": '
-    r"|\[TOOL_CALLS\]([a-zA-Z0-9_.-]+)(?:\[CALL_ID\][a-zA-Z0-9]+)?\[ARGS\]"
-)
-"""What a call that must be made has before its arguments, as the grammars of ``tool_call_rules`` write it."""
+_STRING_OR_CLOSE = re.compile(rf'"(?:[^"\\\n]|\\.)*("?)|{CLOSE}')
 _DECODER = json.JSONDecoder()
 
 
@@ -58,7 +55,7 @@ _DECODER = json.JSONDecoder()
 class ToolCall:
     name: str
     arguments: str
-    """The text of a JSON object; of a call that was cut, its beginning."""
+    """The text of a JSON object."""
 
 
 Read = tuple[str, list[ToolCall]]
@@ -93,7 +90,7 @@ class HermesReader:
     def feed(self, text: str) -> Read:
         if self._window is not None and CLOSE not in self._window + text:
             self._held.append(text)
-            self._window = (self._window + text)[-len(CLOSE) :]
+            self._window = _tail(self._window + text)
             return "", []
         return self._read("".join((*self._held, text)), ended=False)
 
@@ -113,9 +110,9 @@ class HermesReader:
                 self._say(OPEN, said)  # only a mention
                 place = inside
                 continue
-            end = data.find(CLOSE, inside)
+            end = _end_of_call(data, inside, ended)
             if end < 0 and not ended:
-                self._held, self._window = [data[start:]], None if blank else data[-len(CLOSE) :]
+                self._held, self._window = [data[start:]], None if blank else _tail(data)
                 return "".join(said), calls
             self._candidate(data[inside:] if end < 0 else data[inside:end], CLOSE if end >= 0 else "", said, calls)
             place = len(data) if end < 0 else end + len(CLOSE)
@@ -253,20 +250,6 @@ SINGLE = frozenset({"llama3_json"})
 """Formats whose models' own templates refuse messages of several calls."""
 
 
-def cut_calls(text: str) -> list[ToolCall]:
-    """Return the calls in the text of an answer that must be calls; the last one may be cut behind its name."""
-    calls: list[ToolCall] = []
-    place = 0
-    while (head := _HEAD.search(text, place)) is not None:
-        begin = head.end()
-        try:
-            _, place = _DECODER.raw_decode(text, begin)
-        except (ValueError, RecursionError):
-            place = len(text)
-        calls.append(ToolCall(head[1] or head[2], text[begin:place]))
-    return calls
-
-
 def format_of(templates: Iterable[str]) -> str | None:
     """Return the format that a model's chat templates ask it to write; None if it is none of :data:`FORMATS`."""
     text = "\n".join(templates)
@@ -294,6 +277,26 @@ def _calls(text: str, names: Collection[str]) -> list[ToolCall]:
         calls.append(call)
         place = _after(_BETWEEN, text, end)
     return calls
+
+
+def _end_of_call(data: str, begin: int, ended: bool) -> int:
+    """Return where the tag is that closes a call: none within a string of its JSON. -1 if it is yet to come."""
+    inside = 0
+    for found in _STRING_OR_CLOSE.finditer(data, begin):
+        if found[0] == CLOSE:
+            return found.start()
+        inside += found[0].count(CLOSE)
+        is_open = not found[1] and data[found.end() :] in ("", "\\")
+        if inside > MOST_FAILURES or (not found[1] and (ended or not is_open)):
+            return data.find(CLOSE, begin)  # that is no JSON, or takes long to read
+        if is_open:
+            return -1
+    return -1
+
+
+def _tail(text: str) -> str:
+    """Return the end of ``text`` in which a closing tag may begin."""
+    return text[-(len(CLOSE) - 1) :]
 
 
 def _after(pattern: re.Pattern[str], text: str, place: int) -> int:

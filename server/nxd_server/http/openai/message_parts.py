@@ -34,9 +34,7 @@ class MessageParts:
                 more, rest = self._reasoning.end()
                 thought, text = thought + more, text + rest
         text, calls = self._calls.take(text, ended)
-        if ended:
-            calls += self._calls.cut()
-        if self._calls.offered and self._reasoning is not None and self._reasoning.place != "over":
+        if self._calls.optional and self._reasoning is not None and self._reasoning.place != "over":
             self._thoughts.append(thought)
             if ended:  # some models call a tool and leave the reasoning open
                 _, calls = self._calls.take("".join(self._thoughts), ended)

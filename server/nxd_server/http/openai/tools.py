@@ -12,8 +12,9 @@ from nxd_server.errors import BodyError, RequestError
 from nxd_server.http.error_responses import ApiError, bad_request, clip, missing_field, unknown_field, unsupported
 from nxd_server.http.openai.schemas import ChatBody
 from nxd_server.text.field_bounds import MOST_TOOL_VALUES
+from nxd_server.text.forced_calls import CallPiece, ForcedCallReader
 from nxd_server.text.strict_json import Outline, parse_json
-from nxd_server.text.tool_calls import FORMATS, LONGEST_NAME, SINGLE, ToolCall, cut_calls
+from nxd_server.text.tool_calls import FORMATS, LONGEST_NAME, SINGLE
 
 MOST_TOOLS = 128
 TOOL_FIELDS = frozenset({"name", "description", "parameters", "strict"})
@@ -157,61 +158,54 @@ class ChoiceCalls:
     ):
         """``names``: of the tools that the request offers; without any, or without ``tool_format``, all is text.
         ``parallel``: more than one call is returned. ``named``: the tool that the request names; its call is the
-        answer's regular end, as in OpenAI's API. ``forced``: the answer is nothing but calls, and one that is cut is
-        returned as far as it goes."""
+        answer's regular end, as in OpenAI's API. ``forced``: the answer is nothing but calls, which are returned as
+        they are written, and one that is cut as far as it goes."""
         self._format = tool_format
-        self._reader = FORMATS[tool_format](names) if names and tool_format else None
+        self._reader = FORMATS[tool_format](names) if names and tool_format and not forced else None
+        self._forced = ForcedCallReader() if forced else None
         self._parallel = parallel
         self._named = named
-        self._unread: list[str] | None = [] if forced else None
-        """Text of an answer of calls that is part of no whole one."""
         self._count = 0
         self._cut = False
 
     @property
-    def offered(self) -> bool:
+    def optional(self) -> bool:
         """Whether the text may hold calls."""
         return self._reader is not None
 
     @property
     def forced(self) -> bool:
-        return self._unread is not None
+        return self._forced is not None
 
     def take(self, text: str, ended: bool = False) -> tuple[str, list[dict[str, Any]]]:
-        """Return the answer's next text, and its calls as ``tool_calls`` of a chunk."""
+        """Return the answer's next text, and what it adds to its calls as ``tool_calls`` of a chunk."""
+        if self._forced is not None:
+            pieces = self._forced.feed(text)
+            if ended:
+                self._cut = self._forced.inside
+                if self._named and not self._count and not pieces and self._forced.wrote:
+                    pieces, self._cut = [CallPiece(self._named, "")], True
+            return "", [self._delta(piece.name, piece.arguments) for piece in pieces]
         if self._reader is None:
             return text, []
         said, calls = self._reader.feed(text)
         if ended:
             more, others = self._reader.end()
             said, calls = said + more, calls + others
-        if self._unread is not None:
-            self._unread.append(said)
-            said = ""
-        return said, self._numbered(calls)
+        calls = calls if self._parallel else calls[: 1 - self._count]
+        return said, [self._delta(call.name, call.arguments) for call in calls]
 
-    def cut(self) -> list[dict[str, Any]]:
-        """Return the call in which an answer ended that must be a call, with the arguments so far."""
-        text = "".join(self._unread or ())
-        calls = cut_calls(text)
-        if not calls and text.strip() and self._named and not self._count:
-            calls = [ToolCall(self._named, "")]
-        self._cut = bool(calls)
-        return self._numbered(calls)
-
-    def _numbered(self, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-        if not self._parallel:
-            calls = calls[: 1 - self._count]
-        first, self._count = self._count, self._count + len(calls)
-        return [
-            {
-                "index": first + place,
-                "id": shown_id(f"call_{uuid.uuid4().hex[:24]}", self._format),
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for place, call in enumerate(calls)
-        ]
+    def _delta(self, name: str, arguments: str) -> dict[str, Any]:
+        """Return the piece of a call; ``name`` is "" if it is not the first one."""
+        if not name:
+            return {"index": self._count - 1, "function": {"arguments": arguments}}
+        self._count += 1
+        return {
+            "index": self._count - 1,
+            "id": shown_id(f"call_{uuid.uuid4().hex[:24]}", self._format),
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
 
     def reason(self, reason: str) -> str:
         """Return the choice's finish reason, from the engine's."""
