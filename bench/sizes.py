@@ -42,18 +42,23 @@ LIMITS = {"3.0B": ((8.0, 4.0), (10.0, 5.0))}
 def run(options: Options) -> None:
     tiny = options.model == "tiny"
     chosen = {"tiny": TINY} if tiny else {name: SIZES[name] for name in options.sizes}
-    folder = options.folder or home() / "sizes"
-    figures = {name: measure(options, folder, name, sizes) for name, sizes in chosen.items()}
-    write(options, figures)
+    folder = options.folder or home() / "sizes"  # the models, their artifacts, and the figures of tracing
+    figures: dict[str, dict[str, Any]] = {}
+    try:
+        for name, sizes in chosen.items():
+            model = _model(folder, name, sizes)
+            path = _artifact(options, folder, name, model)
+            figures[name] = measure(options, model, path) | {"trace": _record(folder, name), "trials": {}}
+            trials(path, model, figures[name]["trials"])
+    finally:  # of a trial that failed, too: what was measured before took long
+        if figures:
+            write(options, figures)
 
 
-def measure(options: Options, folder: Path, name: str, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Measure one size. The model, its artifact and the figures of tracing are kept in ``folder``."""
-    model = _model(folder, name, sizes)
-    path = _artifact(options, folder, name, model)
+def measure(options: Options, model: Path, path: Path) -> dict[str, Any]:
+    """Measure starts, recoveries and memory of one artifact."""
     found: dict[str, Any] = {
         "bytes": (model / "model.safetensors").stat().st_size,
-        "trace": _record(folder, name),
         "start_seconds": [],
         "recovery_seconds": [],
         "memory": [],
@@ -65,7 +70,6 @@ def measure(options: Options, folder: Path, name: str, sizes: Mapping[str, int])
             found["memory"].append(memory_of(server.pid))
             found["recovery_seconds"].append(asyncio.run(again_after(signal.SIGKILL, server, model, number)))
             server.stop()
-    found["trials"] = trials(path, model)
     return found
 
 
@@ -144,11 +148,11 @@ def write(options: Options, figures: Mapping[str, Mapping[str, Any]]) -> None:
         verdicts.append(plan_verdict(name, trace))
     columns = ("parameters", "GiB", "start, s", "again, s", "serving, GiB", "tracing (plan), GiB", "with files, GiB")
     come = {name: found["trials"] for name, found in figures.items()}
-    kinds = next(iter(come.values()))
+    kinds = dict.fromkeys(kind for found in come.values() for kind in found)
     table(
         "Survived under load, seconds",
         ("parameters", *kinds),
-        [(name, *(f"{found[key]:.1f}" for key in kinds)) for name, found in come.items()],
+        [(name, *(f"{found[key]:.1f}" if key in found else "" for key in kinds)) for name, found in come.items()],
     )
     report.write(
         *("sizes", f"Sizes, tp {DEGREE}", columns, rows, dict(figures)),

@@ -35,9 +35,8 @@ ON_A_SMALL_DISK = (
 """Runs a command that follows a directory, where it has a file system of its own for temporary files."""
 
 
-def trials(artifact: Path, model: Path) -> dict[str, float]:
-    """Return the seconds of each trial; raises SystemExit if one fails."""
-    found = {}
+def trials(artifact: Path, model: Path, found: dict[str, float]) -> None:
+    """Put the seconds of each trial into ``found``; raises SystemExit with the first one that fails."""
     arguments = ("--admin-key", ADMIN_KEY, "--weights-root", str(model.parent))
     with Server(artifact, arguments=arguments) as server:
         found["swap"] = asyncio.run(_swap(server, model, 200))
@@ -49,7 +48,6 @@ def trials(artifact: Path, model: Path) -> dict[str, float]:
         server.stop()
     found["rank stopped to ready, full disk"] = _on_a_full_disk(artifact, model, arguments)
     found["shard cut short, to the end"] = _cut_short(artifact, model)
-    return found
 
 
 async def _swap(server: Server, model: Path, status: int) -> float:

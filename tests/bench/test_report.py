@@ -81,26 +81,40 @@ import sys
 from pathlib import Path
 from bench import __main__, report, sizes
 
-seconds = float(sys.argv.pop())
+seconds, failed = float(sys.argv.pop()), sys.argv.pop()
 
-def measure(options, folder, name, size):
-    trace = {"planned": 1.0, "held": 1.0, "with_files": 1.0}
-    seconds_of = {"start_seconds": [seconds], "recovery_seconds": [1.0]}
-    return {"bytes": 1, "memory": [1], "trace": trace, "trials": {}, **seconds_of}
+def trials(path, model, found):
+    found["swap"] = 2.0
+    if failed:
+        sys.exit(failed)
 
-sizes.measure, report.RESULTS = measure, Path("results")
+sizes._model = sizes._artifact = lambda *_: None
+sizes._record = lambda *_: {"planned": 1.0, "held": 1.0, "with_files": 1.0}
+sizes.measure = lambda *_: {"bytes": 1, "memory": [1], "start_seconds": [seconds], "recovery_seconds": [1.0]}
+sizes.trials, report.RESULTS = trials, Path("results")
 __main__.main()
 """
+
+
+def _sizes(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """`bench sizes` with measurements that are made up: why a trial failed, and the seconds of a start."""
+    command = [sys.executable, "-c", MEASURED, "sizes", "--sizes", "3.0B", "--folder", folder, *more]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_trial_that_failed_loses_no_figures(tmp_path):
+    done = _sizes(tmp_path, "a swap was answered 500", "7")
+    assert done.returncode == 1 and "a swap was answered 500" in done.stderr
+    figures = json.loads((tmp_path / "results" / "sizes.json").read_text())["figures"]["3.0B"]
+    assert figures["start_seconds"] == [7.0] and figures["trials"] == {"swap": 2.0}
 
 
 @pytest.mark.parametrize(
     ("seconds", "more", "status"), [("7", [], 0), ("9", [], 1), ("9", ["--quick"], 0)], ids=["kept", "missed", "quick"]
 )
 def test_a_requirement_that_is_missed_is_the_status_and_named(tmp_path, seconds, more, status):
-    command = [sys.executable, "-c", MEASURED, "sizes", "--sizes", "3.0B", "--folder", tmp_path, *more, seconds]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
-    )
+    done = _sizes(tmp_path, *more, "", seconds)
     assert done.returncode == status, done.stderr
     assert ("  sizes: 3.0B, start to ready\n" in done.stderr) == (status == 1)
     assert "killed to ready again" not in done.stderr
