@@ -83,7 +83,7 @@ class _Running:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        except OSError as error:
+        except Exception as error:
             self.error = f"it does not start: {error}"
             return
         finally:
@@ -104,6 +104,8 @@ class ForkServer:
         self._forked = 0.0
         """When it forked for the first time."""
         self._children: weakref.WeakSet[ForkedProcess] = weakref.WeakSet()
+        self._asking = 0
+        """How many threads wait for a child."""
         self._mutex = threading.Lock()
         self._begun = time.monotonic()
         self._running = _Running()
@@ -159,10 +161,14 @@ class ForkServer:
         numbers = list(inherit)
         if len(numbers) > MOST_DESCRIPTORS or max(numbers, default=0) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
             raise CannotForkError("the descriptors are too many to send, or above the limit")
+        if stdout is None:
+            _check_inheritable(1, 2)
         job = {"code": command[2], "arguments": command[3:], "environment": dict(environment)}
+        job["cores"] = sorted(os.sched_getaffinity(0))
         with contextlib.ExitStack() as sent, contextlib.ExitStack() as kept:
             status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             kept.enter_context(status)
+            kept.callback(_hang_up, status)
             sent.enter_context(theirs)
             text = os.memfd_create("nxd-job")  # a packet would be too small for a large environment
             sent.callback(os.close, text)
@@ -188,21 +194,38 @@ class ForkServer:
                 raise CannotForkError(f"it takes no job: {error}") from None
             sent.close()  # so that the end of the server is the end of file
             pid = self._answer(status, stopped)
-            kept.pop_all()
-        child = ForkedProcess(pid, self._running.process.pid if self._running.process else 0, status, reader)
-        with self._mutex:
-            self._children.add(child)
+            with self._mutex:
+                self.check()  # another thread may just have given it up, and be about to end it
+                self._forked = self._forked or time.monotonic()
+                with contextlib.suppress(OSError):  # it was killed already
+                    status.send(b"go")
+                kept.pop_all()
+                child = ForkedProcess(pid, self._running.process.pid if self._running.process else 0, status, reader)
+                self._children.add(child)
         return child
 
     def _answer(self, status: socket.socket, stopped: Callable[[], bool]) -> int:
+        """Return the child's pid. It waits for a word of this process."""
+        with self._mutex:
+            self._asking += 1
+        try:
+            return self._wait(status, stopped)
+        finally:
+            with self._mutex:
+                self._asking -= 1
+
+    def _wait(self, status: socket.socket, stopped: Callable[[], bool]) -> int:
         asked = time.monotonic()
         while not readable(status.fileno(), _LOOK_SECONDS):
             unwanted = stopped()
             if self._forked:  # perhaps just now, for another thread: then this one's turn is next
                 begun, most = max(asked, self._forked), _UNWANTED_SECONDS if unwanted else _ANSWER_SECONDS
+            elif unwanted:
+                begun, most = asked, _STOPPED_SECONDS
             else:
-                begun, most = self._begun, _STOPPED_SECONDS if unwanted else _IMPORT_SECONDS
-            if (seconds := time.monotonic() - begun) > most:
+                begun, most = self._begun, _IMPORT_SECONDS
+            alone = not unwanted or self._asking == 1  # else others go on waiting
+            if (seconds := time.monotonic() - begun) > most and alone:
                 self._fail(f"it has not forked for {seconds:.0f} s")
             if unwanted:
                 raise CannotForkError("nobody wants the process any more")
@@ -214,9 +237,6 @@ class ForkServer:
             self._fail(answer["unfit"])
         if "pid" not in answer:
             raise CannotForkError(answer.get("failed") or "it has ended")
-        self._forked = self._forked or time.monotonic()
-        with contextlib.suppress(OSError):  # it was killed already
-            status.send(b"go")
         return answer["pid"]
 
     def _check_imported(self) -> None:
@@ -229,8 +249,8 @@ class ForkServer:
 
     def _fail(self, reason: str) -> None:
         """Remember that it does not fork, and end it, unless children run, which do not need it and would end too."""
-        self.failure = reason
         with self._mutex:
+            self.failure = self.failure or reason
             needed = any(child.running for child in self._children)
         if not needed:
             self.end()
@@ -247,6 +267,24 @@ class ForkServer:
     def forget(self) -> None:
         """In a forked process: it is the parent's."""
         self._control.close()
+
+
+def _check_inheritable(*numbers: int) -> None:
+    """Raise CannotForkError unless a new interpreter would have these descriptors: a closed one's number may be that of
+    one of this module's own."""
+    for number in numbers:
+        try:
+            inheritable = os.get_inheritable(number)
+        except OSError:
+            inheritable = False
+        if not inheritable:
+            raise CannotForkError(f"descriptor {number} is closed, or kept from other programs")
+
+
+def _hang_up(status: socket.socket) -> None:
+    """End the connection also where a fork of this process has a copy of ``status``."""
+    with contextlib.suppress(OSError):
+        status.shutdown(socket.SHUT_RDWR)
 
 
 _kept: dict[str, tuple[Any, ForkServer]] = {}

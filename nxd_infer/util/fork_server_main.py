@@ -61,7 +61,6 @@ def main(arguments: Sequence[str]) -> None:
     if job is None:
         leave(NO_WORK)
     this_process.forked_from = os.getpid(), pid
-    die_with_parent(pid)
     _settle(job)
     sys.path[:] = path
     _show([arguments[3], *job.wanted["arguments"]])
@@ -144,6 +143,7 @@ class _Server:
     def _fork(self, status: int) -> bool:
         """Return True in a new child."""
         with contextlib.ExitStack() as held:
+            server = os.getpid()
             try:
                 own = os.dup(status)
                 held.callback(os.close, own)
@@ -155,11 +155,12 @@ class _Server:
                 for number, handler in self._handlers.items():
                     signal.signal(number, handler)
                 os.setsid()
+                die_with_parent(server)
+                for descriptor in (self._control.detach(), *self._children):
+                    os.close(descriptor)
                 _say(status, pid=os.getpid())
                 if not _answered(status):
                     os._exit(0)
-                for descriptor in (self._control.detach(), *self._children):
-                    os.close(descriptor)
                 return True
             try:
                 child = _Child(pid, os.pidfd_open(pid), own)
@@ -209,12 +210,14 @@ def _answered(status: int) -> bool:
 
 
 def _settle(job: _Job) -> None:
-    """Make this process one that the server's parent could have started, but for its cores, which are the server's."""
+    """Make this process one that the server's parent could have started."""
     os.fchdir(job.directory)
     os.close(job.directory)
     _place(job.descriptors, job.wanted["numbers"])
     os.environ.clear()
     os.environ.update(job.wanted["environment"])
+    with contextlib.suppress(OSError):  # some of them are there no more
+        os.sched_setaffinity(0, job.wanted["cores"])
     tempfile.tempdir = None  # it remembers what the server's environment says
     for seeded in ("numpy.random", "torch.random"):  # Python's own does this by itself
         if seeded in sys.modules:

@@ -66,6 +66,12 @@ class ForkedProcess(ChildProcess):
 
     def _said(self) -> bytes | None:
         """What the server says of its end: None before it does, empty once the server itself has ended."""
+        try:
+            return self._peek()
+        except ConnectionResetError:  # said once, of a child that was killed before it had read that it may begin
+            return self._peek()
+
+    def _peek(self) -> bytes | None:
         try:  # without taking it: other threads are to see it too
             return self._status.recv(1 << 10, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:

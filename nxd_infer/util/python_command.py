@@ -61,6 +61,13 @@ def child_environment(**changes: str) -> dict[str, str]:
     return {**environment, "PYTHONSAFEPATH": "1", **changes}  # also for processes that the child starts
 
 
+def environment_of_caller() -> dict[str, str]:
+    """Like :func:`child_environment`, with this process's path, so that modules are found where this process, and
+    :func:`python_of_caller`, find them."""
+    path = [entry for entry in sys.path if os.path.isabs(entry) and os.pathsep not in entry]
+    return child_environment(PYTHONPATH=os.pathsep.join(path))
+
+
 def _roots() -> list[str]:
     """Return the directories that hold our packages and are not on every interpreter's path, such as a checkout's."""
     found = []

@@ -189,6 +189,8 @@ def test_of_several_failures_the_cause_is_raised():
         with pytest.raises(TraceError, match=cause[1][2]) as caught:
             from_function._raise_failure([consequence, cause])
         assert caught.value.rank == rank
+    with pytest.raises(TraceError, match="its own"):  # the other's end may be a consequence, or the other way round
+        from_function._raise_failure([died, (3, ["error", "ValueError", "its own", ""])])
 
 
 def test_a_func_that_never_returns_ends_at_the_timeout():

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from nxd_infer.util.fork_server import fork_server
-from nxd_infer.util.python_command import child_environment, python_code, python_module
+from nxd_infer.util.fork_server import CannotForkError, fork_server
+from nxd_infer.util.python_command import child_environment, environment_of_caller, python_code, python_module
 from tests.forks import LIMIT, RANK, both, output_of, start
 from tests.forks import without_a_server as without_a_server
 
@@ -74,6 +74,40 @@ def test_it_is_what_a_new_interpreter_would_be(imports: str, tmp_path: Path, mon
         os.umask(before)
         for descriptor in (first, second, high):
             os.close(descriptor)
+
+
+def test_it_may_use_the_cores_that_its_caller_may_use():
+    start("pass").end(LIMIT)  # the server may use them all
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
+        assert str([max(cores)]) in both("import os; print(sorted(os.sched_getaffinity(0)))")
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def test_modules_are_those_of_a_caller_that_has_changed_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vendored.py").write_text("")
+    code = "import vendored; print(vendored.__file__)"
+    for name in ("first", "second"):
+        monkeypatch.syspath_prepend(tmp_path / name)
+        found = both(code, imports="vendored", environment=environment_of_caller())
+        assert f"/{name}/" in found
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_caller_without_output_starts_an_interpreter(number: int):
+    """Its number would be that of something else, and of what is closed on exec a new interpreter has none either."""
+    start("pass").end(LIMIT)
+    os.set_inheritable(number, False)
+    try:
+        with pytest.raises(CannotForkError, match=f"descriptor {number} is"):
+            start("pass")
+    finally:
+        os.set_inheritable(number, True)
+    start("pass").end(LIMIT)
 
 
 def test_temporary_files_are_where_its_own_environment_says(tmp_path: Path):

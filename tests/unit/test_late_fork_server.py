@@ -192,6 +192,54 @@ def test_threads_that_asked_while_it_imported_wait_for_their_turns(tmp_path: Pat
     assert all(child.wait(LIMIT) and child.returncode == 5 for child in children)
 
 
+def test_a_thread_that_gives_up_leaves_the_server_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """However long it has waited: the other one still wants its child."""
+    monkeypatch.setattr(module, "_STOPPED_SECONDS", 0.0)
+    (tmp_path / "slow.py").write_text("import time; time.sleep(2)")
+    environment = child_environment()
+    environment["PYTHONPATH"] = f"{environment.get('PYTHONPATH', '')}:{tmp_path}"
+    server = fork_server("slow", environment)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.fork, python_code("sys.exit(5)"), environment=environment, inherit=[])
+        wait_until(lambda: server._asking)
+        with pytest.raises(CannotForkError, match="wants"):
+            server.fork(python_code(SLEEP), environment=environment, inherit=[], stopped=lambda: True)
+        child = asked.result(LIMIT)
+    assert child.wait(LIMIT) and child.returncode == 5 and not server._asking
+
+
+def test_a_job_that_was_given_up_is_never_begun_if_a_copy_of_its_caller_lives(tmp_path: Path):
+    """A fork of the caller's process has the caller's end of the connection, too."""
+    child = start()
+    server, environment = kept(), child_environment(PYTHONUNBUFFERED="1")
+    pid = parent_of(child.pid)
+    assert server is not None and pid is not None
+    asked, copied = threading.Event(), threading.Event()
+
+    def gives_up() -> bool:
+        asked.set()
+        return copied.is_set()
+
+    with stopped(pid), ThreadPoolExecutor(1) as pool:
+        job = pool.submit(server.fork, python_code(SLEEP), environment=environment, inherit=[], stopped=gives_up)
+        assert asked.wait(LIMIT)
+        copy = os.fork()
+        if not copy:
+            signal.alarm(300)
+            signal.pause()
+        copied.set()
+        with pytest.raises(CannotForkError):
+            job.result(LIMIT)
+    try:
+        assert output_of(
+            server.fork(python_code("print(1)"), environment=environment, inherit=[], stdout=subprocess.PIPE)
+        ).startswith("1")
+        wait_until(lambda: children_of(pid) == {child.pid}, LIMIT)
+    finally:
+        os.kill(copy, signal.SIGKILL)
+        os.waitpid(copy, 0)
+
+
 def test_a_server_whose_start_does_not_return_is_given_up(monkeypatch: pytest.MonkeyPatch):
     begin, asked = threading.Event(), []
 

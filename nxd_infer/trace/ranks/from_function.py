@@ -31,7 +31,7 @@ from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
 from nxd_infer.util.child_process import END_SECONDS, ChildProcess
 from nxd_infer.util.ports import free_port
 from nxd_infer.util.processors import processors
-from nxd_infer.util.python_command import child_environment, preparation, python_of_caller
+from nxd_infer.util.python_command import environment_of_caller, preparation, python_of_caller
 from nxd_infer.util.start_program import start_program
 
 Message = list[Any]
@@ -182,7 +182,7 @@ def _start(settings: process_main.RankSettings, deadline: float) -> _Rank:
         process = start_program(
             python_of_caller(_RANK, str(theirs.fileno())),
             _IMPORTS,
-            importing=child_environment(),
+            importing=environment_of_caller(),
             environment=os.environ,
             inherit=[theirs.fileno()],
             stopped=lambda: time.monotonic() > deadline,
@@ -198,7 +198,8 @@ def _start(settings: process_main.RankSettings, deadline: float) -> _Rank:
 
 
 def _messages(running: list[_Rank], deadline: float) -> Iterator[tuple[Message, _Rank]]:
-    """Yield the ranks' messages, waiting for at least one of them. Raises TraceError for a dead or late rank."""
+    """Yield the ranks' messages, waiting for at least one of them; of a dead rank, an error. Raises TraceError for late
+    ones."""
     left = deadline - time.monotonic()
     by_object: dict[Any, _Rank] = {m.connection: m for m in running}
     ready = wait(list(by_object), timeout=max(0.0, left))
@@ -210,7 +211,7 @@ def _messages(running: list[_Rank], deadline: float) -> Iterator[tuple[Message, 
         try:
             yield member.connection.recv(), member
         except (EOFError, OSError):
-            raise TraceError(_how_it_died(member), rank=member.rank) from None
+            yield ["error", _DIED, _how_it_died(member), ""], member
 
 
 def _how_it_died(member: _Rank) -> str:
@@ -244,8 +245,14 @@ def _other_failures(running: list[_Rank], first: _Rank) -> list[tuple[int, Messa
 
 
 def _raise_failure(failures: list[tuple[int, Message]]) -> None:
-    """Raise the failure that is a cause: the lowest rank's that is not about a collective."""
-    rank, (_, kind, text, remote) = min(failures, key=lambda f: (issubclass(_class(f[1][1]), CollectiveError), f[0]))
+    """Raise the failure that is a cause: what a rank reported, rather than its end, and that rather than what its peers
+    say of a collective; of several the lowest rank's."""
+
+    def order(failure: tuple[int, Message]) -> tuple[bool, bool, int]:
+        rank, (_, kind, *_) = failure
+        return issubclass(_class(kind), CollectiveError), kind == _DIED, rank
+
+    rank, (_, kind, text, remote) = min(failures, key=order)
     if kind == _DIED:
         raise TraceError(text, rank=rank)
     cls = _class(kind)
