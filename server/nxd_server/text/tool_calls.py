@@ -288,7 +288,7 @@ def _end_of_call(data: str, begin: int, ended: bool) -> int:
         inside += found[0].count(CLOSE)
         is_open = not found[1] and data[found.end() :] in ("", "\\")
         if inside > MOST_FAILURES or (not found[1] and (ended or not is_open)):
-            return data.find(CLOSE, begin)  # that is no JSON, or takes long to read
+            return data.find(CLOSE, begin)  # not JSON, or slow to read
         if is_open:
             return -1
     return -1
