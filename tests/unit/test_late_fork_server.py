@@ -181,11 +181,11 @@ def test_a_job_that_nobody_waits_for_any_more_is_never_begun(tmp_path: Path):
 def test_threads_that_asked_while_it_imported_wait_for_their_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The import takes longer than an answer may take later, and the first thread's child is not the other's."""
     (tmp_path / "slow.py").write_text(
-        "import os, time\ntime.sleep(2)\nos.register_at_fork(before=lambda: time.sleep(0.3))"
+        "import os, time\ntime.sleep(4)\nos.register_at_fork(before=lambda: time.sleep(0.3))"
     )
     environment = child_environment()
     environment["PYTHONPATH"] = f"{environment.get('PYTHONPATH', '')}:{tmp_path}"
-    monkeypatch.setattr(module, "_ANSWER_SECONDS", 1.5)
+    monkeypatch.setattr(module, "_ANSWER_SECONDS", 3.0)
     with ThreadPoolExecutor(3) as pool:
         asked = [pool.submit(start, "sys.exit(5)", imports="slow", environment=environment) for _ in range(3)]
         children = [job.result(LIMIT) for job in asked]
@@ -195,7 +195,8 @@ def test_threads_that_asked_while_it_imported_wait_for_their_turns(tmp_path: Pat
 def test_a_thread_that_gives_up_leaves_the_server_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """However long it has waited: the other one still wants its child."""
     monkeypatch.setattr(module, "_STOPPED_SECONDS", 0.0)
-    (tmp_path / "slow.py").write_text("import time; time.sleep(2)")
+    go = tmp_path / "go"
+    (tmp_path / "slow.py").write_text(f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n")
     environment = child_environment()
     environment["PYTHONPATH"] = f"{environment.get('PYTHONPATH', '')}:{tmp_path}"
     server = fork_server("slow", environment)
@@ -204,12 +205,14 @@ def test_a_thread_that_gives_up_leaves_the_server_to_another(tmp_path: Path, mon
         wait_until(lambda: server._asking)
         with pytest.raises(CannotForkError, match="wants"):
             server.fork(python_code(SLEEP), environment=environment, inherit=[], stopped=lambda: True)
+        go.touch()
         child = asked.result(LIMIT)
     assert child.wait(LIMIT) and child.returncode == 5 and not server._asking
 
 
-def test_a_job_that_was_given_up_is_never_begun_if_a_copy_of_its_caller_lives(tmp_path: Path):
+def test_a_job_that_was_given_up_is_never_begun_if_a_copy_of_its_caller_lives(monkeypatch: pytest.MonkeyPatch):
     """A fork of the caller's process has the caller's end of the connection, too."""
+    monkeypatch.setattr(module, "_UNWANTED_SECONDS", LIMIT)  # the server is to go on
     child = start()
     server, environment = kept(), child_environment(PYTHONUNBUFFERED="1")
     pid = parent_of(child.pid)
