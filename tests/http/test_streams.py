@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -13,7 +14,11 @@ import httpx
 import openai
 import pytest
 
+from nxd_server.http.app import create_app
+from nxd_server.settings import ServerSettings
+from tests.engine.toy_model import ToyModel
 from tests.http.http_servers import events_of, http_request, is_error, raw, read_all, toy_server, wait_for
+from tests.http.http_toy import ToyService
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "hello", "max_tokens": 7900, "temperature": 0, "ignore_eos": True}
@@ -175,19 +180,26 @@ def test_a_client_that_never_reads_loses_its_connection_and_a_slow_one_does_not(
     ("piece", "deadline"), [(1000, 600), (8000, 10)], ids=["less than a piece in time", "not over in time"]
 )
 def test_a_client_that_reads_a_little_at_a_time_loses_its_connection_too(piece, deadline):
-    """The answer is long enough to fill all buffers before its deadline on a busy machine, too: one that is complete
-    in them by then may be read to its end."""
+    """The answer is long enough to fill all buffers before its deadline. One that the machine was too slow for may be
+    read to its end: then the deadline was too near, and is further away the next time."""
+    while not is_cut(piece, deadline):
+        deadline *= 4
+        assert deadline < 1000
+
+
+def is_cut(piece: int, deadline: int) -> bool:
     body = json.dumps({**LONG, "max_tokens": 3900, "n": 4, "logprobs": 20, "stream": True}).encode()
     with (
         toy_server(toy={"delay": 0.0, "max_len": 4000}, connection_timeout=2, request_timeout=deadline) as server,
         raw(server, http_request(COMPLETIONS, body, "Connection: close"), receive_buffer=4096) as connection,
     ):
-        end = time.monotonic() + 90
+        end = time.monotonic() + min(deadline, 60) + 90
         with contextlib.suppress(ConnectionResetError):  # it is cut first, and told then
             while f"{COMPLETIONS} 499" not in server.log and (data := connection.recv(piece)):
                 assert b"[DONE]" not in data and time.monotonic() < end
                 time.sleep(0.2)
-        wait_for(lambda: f"{COMPLETIONS} 499" in server.log)
+        wait_for(lambda: f"POST {COMPLETIONS} " in server.log)
+        return f"{COMPLETIONS} 499" in server.log
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +228,42 @@ def test_a_stream_that_a_failure_cuts_has_no_end_to_mistake(failing):
     server.wait_ready()
     assert server.metric("nxd_engine_restarts_total") >= 1
     assert server.post(COMPLETIONS, {**LONG, "max_tokens": 3}).status_code == 200
+
+
+def test_a_client_that_leaves_before_the_error_at_the_end_of_its_stream_has_left(tmp_path, caplog):
+    """It was waited for in vain: a status of 200 would say that it has read all that there was."""
+    settings, file = ServerSettings(), tmp_path / "fail"
+    toy = {"delay": 0.02, "max_len": 8000, "ahead": True}
+    service = ToyService(settings, lambda reason: None, ToyModel, toy, None, str(file), 0.0)
+    app, messages, sent = create_app(service, settings), asyncio.Queue(), []
+
+    async def send(message):  # as a connection does: it returns once there is room, or nobody to send to
+        sent.append(message.get("body", b""))
+        if len(sent) == 2:  # the first tokens; what comes meanwhile is sent together
+            file.write_text("once")
+            while not service.restarts:
+                await asyncio.sleep(0.01)
+        if sent[-1].startswith(b'data: {"error"'):
+            messages.put_nowait({"type": "http.disconnect"})
+            await asyncio.sleep(0.01)
+
+    async def scene():
+        body = json.dumps({**LONG, "stream": True}).encode()
+        messages.put_nowait({"type": "http.request", "body": body})
+        scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "http_version": "1.1", "query_string": b"",
+                 "headers": [(b"content-type", b"application/json")]}  # fmt: skip
+        await asyncio.wait_for(app(scope, messages.get, send), 120)
+
+    try:
+        service.start()
+        wait_for(lambda: service.ready)
+        with caplog.at_level("INFO"):
+            asyncio.run(scene())
+    finally:
+        service.close()
+    assert sent[-1].startswith(b'data: {"error"')
+    line = next(text for text in caplog.messages if COMPLETIONS in text)
+    assert f"{COMPLETIONS} 499" in line and line.endswith("engine_failed")
 
 
 def test_the_official_client_raises_on_a_cut_stream(failing):

@@ -74,10 +74,10 @@ class EventStream(Response):
             except (ClientLeft, asyncio.CancelledError):
                 raise
             except (NxdError, ApiError) as error:
-                await _fail(scope, send, as_api_error(error, self._request_id))
+                await _fail(generation, scope, send, as_api_error(error, self._request_id))
             except Exception:
                 logger.exception("request %s: a stream failed", self._request_id)
-                await _fail(scope, send, internal(self._request_id))
+                await _fail(generation, scope, send, internal(self._request_id))
 
     async def _write(
         self, generation: Generation, item: tuple[int, TokenEvent | FinishEvent] | None, send: Send
@@ -122,7 +122,6 @@ async def _send(generation: Generation, send: Send, body: bytes, *, more: bool =
         generation.check_client()
 
 
-async def _fail(scope: Scope, send: Send, error: ApiError) -> None:
+async def _fail(generation: Generation, scope: Scope, send: Send, error: ApiError) -> None:
     scope[REFUSAL] = error
-    body = b"data: " + encode(error.body()) + b"\n\n"
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+    await _send(generation, send, b"data: " + encode(error.body()) + b"\n\n", more=False)
