@@ -14,7 +14,7 @@ from tests.http.http_servers import toy_server
 
 @pytest.fixture(scope="module")
 def server():
-    with toy_server(access_log=False, render_timeout=0.2) as server:
+    with toy_server(access_log=False, render_timeout=60) as server:
         yield server
 
 

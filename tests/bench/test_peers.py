@@ -54,7 +54,7 @@ def asleep(peer: Peer) -> None:
 @pytest.mark.check
 def test_a_peer_is_asked_answers_and_fails_without_ending(tmp_path):
     with echo(tmp_path) as peer:
-        peer.start(120.0, model="there")
+        peer.start(600.0, model="there")
         assert peer.version == "1"
         asleep(peer)
         assert peer.run([[1, 2], [3, 4]], 3) == Run([[1] * 3] * 2, [[0.5] * 3] * 2)

@@ -20,11 +20,12 @@ rank, store, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 import nxd_infer as nxd
 
+from nxd_infer.comm import distributed
+
 nxd.parallel_state.initialize_model_parallel(2, timeout=300)
+distributed.LEAVE_SECONDS = 0.5 if ending == "stuck" else 300.0
 if ending == "stuck":
     import torch
-    from nxd_infer.comm import distributed
-    distributed.LEAVE_SECONDS = 0.5
     if rank == 0:
         work = dist.all_reduce(torch.ones(4), async_op=True)  # the other rank is there and never takes part
     else:

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,7 @@ def other_release(tmp_path_factory, quick_compiler):
     assert not list(folder.glob("*/libnxd.so"))
     assert list(folder.glob(".build-*"))
 
+    begun = time.monotonic()
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code],
@@ -173,12 +175,13 @@ def other_release(tmp_path_factory, quick_compiler):
         for _ in range(3)
     ]
     told = [process.communicate(timeout=600) for process in processes]
-    return changed, root / "cache", [process.returncode for process in processes], told
+    seconds = time.monotonic() - begun
+    return changed, root / "cache", [process.returncode for process in processes], told, seconds
 
 
 def test_after_a_killed_builder_several_make_one_library(other_release):
     """The lock goes with its holder, a half-made library is never found, and of several builders one builds."""
-    _, cache, statuses, told = other_release
+    _, cache, statuses, told, seconds = other_release
     assert statuses == [0, 0, 0]
     assert sorted(out.strip() == "None" for out, _ in told) == [False, True, True], told
     lines = [line for _, err in told for line in err.splitlines() if "building the native operators" in line]
@@ -186,12 +189,12 @@ def test_after_a_killed_builder_several_make_one_library(other_release):
     assert not list((cache / "native").glob(".build-*")), "no scratch folder is left, the killed builder's neither"
     (made,) = (cache / "native").glob("*/libnxd.so")
     record = json.loads((made.parent / "build.json").read_text())
-    assert record["hash"] == made.parent.name and 0 < record["seconds"] < 200
+    assert record["hash"] == made.parent.name and 0 < record["seconds"] <= seconds
 
 
 def test_two_libraries_of_different_contents_live_in_one_process(tmp_path, other_release):
     """As two artifacts of different releases do; a second copy of the same one is the same library."""
-    changed, cache, _, _ = other_release
+    changed, cache, *_ = other_release
     code = f"""
 import shutil, torch
 from pathlib import Path

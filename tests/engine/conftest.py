@@ -21,7 +21,7 @@ def engines():
 
     def make(model=None, **options):
         model = model or ToyModel()
-        engine = Engine(model, **{"costs": model.costs, "restart_limit": 1, **options})
+        engine = Engine(model, **{"costs": model.costs, "restart_limit": 1, "idle_probe": None, **options})
         made.append(engine)
         engine.start()
         return engine

@@ -48,13 +48,14 @@ class Plagued(RankModel):
     def restart(self):
         self.pids += [rank.pid for rank in self.health()]
         when, number = self.plagues.pop(0) if self.plagues else ("", 0)
-        self.bounds.loaded(SHORT if (when, number) == ("loading", STOP) else HEALTHY)
+        self.bounds.loaded(HEALTHY)
         with pytest.MonkeyPatch.context() as patch:
             if when == "loading":
                 started = RankProcesses.wait_started
 
                 def wait_started(processes, seconds):
                     started(processes, 600)
+                    self.bounds.loaded(SHORT if number == STOP else HEALTHY)
                     os.kill(processes.pid(1), STOP)  # so that it is still loading when the signal comes
                     threading.Timer(0.3, os.kill, [processes.pid(1), number]).start()
 

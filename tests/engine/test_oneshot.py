@@ -40,7 +40,7 @@ def engines():
 
     def make(model=None, **options):
         model = model or ToyOneShot()
-        engine = OneShotEngine(model, **{"costs": model.costs, "restart_limit": 1, **options})
+        engine = OneShotEngine(model, **{"costs": model.costs, "restart_limit": 1, "idle_probe": None, **options})
         made.append(engine)
         engine.start()
         model.calls.clear()

@@ -29,6 +29,11 @@ CHOICES = ["yes", "yes, but", "no", "nö", "maybe 🤔", "maybe 🤗"]
 FREE = SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
 
 
+@pytest.fixture(autouse=True)
+def slow_cores_may_take_longer(monkeypatch):
+    monkeypatch.setattr("nxd_server.text.grammars.SECONDS", 60.0)
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     return tmp_path_factory.mktemp("structured")

@@ -145,7 +145,7 @@ def logged(capfd: Any, words: str) -> str:
     return "".join(found)
 
 
-def wait_for(condition: Any, seconds: float = 120.0, message: str = "") -> None:
+def wait_for(condition: Any, seconds: float = 300.0, message: str = "") -> None:
     """``seconds`` guard against hanging: however busy the machine is, they are more than enough."""
     end = time.monotonic() + seconds
     while not condition():
@@ -155,8 +155,11 @@ def wait_for(condition: Any, seconds: float = 120.0, message: str = "") -> None:
 
 @contextlib.contextmanager
 def toy_server(*, wait: bool = True, toy: dict | None = None, arguments: tuple = (), env=None, **settings: Any):
-    """The real server over the toy model, ready."""
-    command = [sys.executable, "-m", "tests.http.http_toy", "--settings", json.dumps({"port": 0, **settings})]
+    """The real server over the toy model, ready; more patient than by default, so that a busy machine makes nobody
+    late."""
+    patient = {"header_timeout": 600, "render_timeout": 60, "drain_timeout": 600, "keep_alive_interval": 600}
+    settings = {"port": 0, **patient, **settings}
+    command = [sys.executable, "-m", "tests.http.http_toy", "--settings", json.dumps(settings)]
     server = ServerProcess([*command, "--toy", json.dumps(toy or {}), *arguments], env)
     try:
         yield server.wait_ready() if wait else server

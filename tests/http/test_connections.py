@@ -41,10 +41,16 @@ def closed(connection):
 
 
 @pytest.fixture(scope="module")
-def small():
+def hold(tmp_path_factory):
+    """A file: while it says "hold", ``small`` goes no step further."""
+    return tmp_path_factory.mktemp("small") / "hold"
+
+
+@pytest.fixture(scope="module")
+def small(hold):
     """16 connections, 15 of which are answered at a time, slowly; deadlines of seconds."""
     with toy_server(
-        toy={"slots": 15, "batch_sizes": [1, 15], "delay": 0.05, "max_len": 400},
+        toy={"slots": 15, "batch_sizes": [1, 15], "delay": 0.05, "max_len": 400}, arguments=("--fail-file", str(hold)),
         max_connections=16, header_timeout=3.0, connection_timeout=4,
         keep_alive_interval=0.3, access_log=False,
     ) as server:  # fmt: skip
@@ -96,9 +102,10 @@ def test_a_stream_may_last_longer_than_any_deadline_of_its_connection(small):
         assert b"[DONE]" in read_all(connection)
 
 
-def test_where_all_are_being_answered_the_health_routes_still_are_and_no_answer_is_cut(small):
+def test_where_all_are_being_answered_the_health_routes_still_are_and_no_answer_is_cut(small, hold):
+    hold.write_text("hold")
     with contextlib.ExitStack() as all:
-        busy = [all.enter_context(raw(small, stream(tokens))) for tokens in [390] * 15 + [5]]
+        busy = [all.enter_context(raw(small, stream(5))) for _ in range(16)]
         for connection in busy:  # a keep-alive line at least: every request has been read
             assert connection.recv(1, socket.MSG_PEEK)
         assert small.metric("nxd_num_requests_waiting") > 0
@@ -109,6 +116,7 @@ def test_where_all_are_being_answered_the_health_routes_still_are_and_no_answer_
         response = small.post(COMPLETIONS, {"prompt": "a"})
         is_error(response, 503, code="too_many_connections")
         assert response.headers["retry-after"] == "1" and response.headers["connection"] == "close"
+        hold.unlink()
         for connection in busy:
             connection.settimeout(120)
             assert b"[DONE]" in read_all(connection)

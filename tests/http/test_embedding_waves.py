@@ -71,7 +71,7 @@ def test_a_long_text_is_tokenised_in_a_process_that_ends_with_its_client(patient
     with raw(patient, long), stopped(new_child(patient, before)):
         patient.wait_metric("nxd_texts_aside", 1.0, kind="texts")
     patient.wait_metric("nxd_texts_aside", 0.0)
-    wait_for(lambda: descendants(patient.process.pid) <= before, 10, "a process for texts is left")
+    wait_for(lambda: descendants(patient.process.pid) <= before, message="a process for texts is left")
     several = [HELLO * 5000, HELLO, HELLO * 400]
     error = is_error(patient.post(EMBEDDINGS, {"input": several[:1]}), 400, "input", "context_length_exceeded")
     assert f"has {5000 * len(tokenizer.encode(HELLO))} tokens" in error["message"]

@@ -126,7 +126,7 @@ def test_a_slow_reader_gets_its_whole_answer_while_the_server_drains():
     toy = {"delay": 0.0, "max_len": 2100}
     request = http_request(COMPLETIONS, body, "Connection: close")
     with (
-        toy_server(toy=toy, drain_timeout=120, connection_timeout=120) as server,
+        toy_server(toy=toy, drain_timeout=600, connection_timeout=600) as server,
         raw(server, request, timeout=600, receive_buffer=4096) as slow,
     ):
         wait_for(lambda: server.metric("nxd_generation_tokens_total") == 4 * 2000)

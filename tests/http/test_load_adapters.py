@@ -203,6 +203,6 @@ def test_a_model_without_slots_and_a_server_without_an_admin(toy):
 
 def test_an_adapter_that_cannot_be_preloaded_ends_the_start(root, artifact, adapters):
     with real_server(artifact, "--lora", f"w={root / 'files' / 'wide'}", "--log-format", "json", wait=False) as server:
-        assert server.wait(60) == 1
+        assert server.wait(600) == 1
         assert any("rank is 5" in json.loads(line)["message"] for line in server.lines), server.log
     shutil.rmtree(root / "outside")

@@ -31,7 +31,7 @@ def test_clients_are_answered_right_across_a_lost_stage_and_a_swap_of_weights(tm
             wait_for(lambda: "ready again" in server.log)
             seen = len(load.answers)
             wait_for(lambda: len(load.answers) > seen + 20)
-            swap = {"path": "other", "timeout": 60}
+            swap = {"path": "other", "timeout": 600}
             answer = server.post("/v1/weights", swap, headers={"authorization": "Bearer admin"})
             assert answer.status_code == 200, answer.text
             seen = len(load.answers)

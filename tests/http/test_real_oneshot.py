@@ -243,6 +243,6 @@ def test_what_only_generating_artifacts_have_is_refused_before_the_ranks_start(t
     artifact = trace_affine(tmp_path)
     for option in (("--speculate", "4"), ("--lora", "mine=/some/where")):
         with real_server(artifact, *option, wait=False) as server:
-            assert server.wait(60) == 1
+            assert server.wait(600) == 1
             assert f"{option[0][2:]}: the artifact's task is '', and only 'generate' has it" in server.log
             assert "starting" not in server.log

@@ -43,7 +43,8 @@ def artifact(model_dir):
 
 @pytest.fixture(scope="module")
 def server(artifact):
-    command = [sys.executable, "-m", "nxd_infer.cli.main", "serve", str(artifact), "--port", "0", "--speculate", "4"]
+    command = [sys.executable, "-m", "nxd_infer.cli.main", "serve", str(artifact), "--port", "0", "--speculate", "4",
+               "--call-timeout", "120"]  # fmt: skip
     server = ServerProcess(command)
     try:
         yield server.wait_ready()
@@ -123,10 +124,10 @@ def test_more_than_was_traced_is_refused_with_the_fix(artifact, model_dir):
     done = CliRunner().invoke(app, ["generate", str(artifact), "for", "--speculate", "5"])
     assert done.exit_code == 1 and fix in str(done.exception)
     with real_server(artifact, "--speculate", "5", wait=False) as server:
-        assert server.wait(60) != 0
+        assert server.wait(600) != 0
         assert server.log.count(fix) == 1 and "starting" not in server.log  # once, and before the ranks are there
     with real_server(artifact, "--lora", "fr=nowhere", wait=False) as server:
-        assert server.wait(60) != 0
+        assert server.wait(600) != 0
         assert "lora = 'fr=nowhere': this artifact has no slots" in server.log and "starting" not in server.log
     _, done = trace(model_dir, "none", "--speculate", "7")
     assert done.exit_code != 0 and "a step of 8 tokens verifies guesses" in str(done.exception)

@@ -163,7 +163,7 @@ def test_a_client_that_never_reads_loses_its_connection_and_a_slow_one_does_not(
     body = json.dumps({**LONG, "max_tokens": 3900, "n": 4, "logprobs": 5, "stream": True}).encode()
     request = http_request(COMPLETIONS, body, "Connection: close")
     with (
-        toy_server(toy=toy, connection_timeout=20) as server,
+        toy_server(toy=toy, connection_timeout=20, keep_alive_interval=10) as server,
         raw(server, request, receive_buffer=4096),
         raw(server, request) as slow,
     ):
@@ -184,7 +184,7 @@ def test_a_client_that_reads_a_little_at_a_time_loses_its_connection_too(piece, 
     read to its end: then the deadline was too near, and is further away the next time."""
     while not is_cut(piece, deadline):
         deadline *= 4
-        assert deadline < 1000
+        assert deadline < 200
 
 
 def is_cut(piece: int, deadline: int) -> bool:
@@ -193,7 +193,7 @@ def is_cut(piece: int, deadline: int) -> bool:
         toy_server(toy={"delay": 0.0, "max_len": 4000}, connection_timeout=2, request_timeout=deadline) as server,
         raw(server, http_request(COMPLETIONS, body, "Connection: close"), receive_buffer=4096) as connection,
     ):
-        end = time.monotonic() + min(deadline, 60) + 90
+        end = time.monotonic() + min(deadline, 160) + 90
         with contextlib.suppress(ConnectionResetError):  # it is cut first, and told then
             while f"{COMPLETIONS} 499" not in server.log and (data := connection.recv(piece)):
                 assert b"[DONE]" not in data and time.monotonic() < end

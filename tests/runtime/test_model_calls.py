@@ -29,7 +29,7 @@ from nxd_infer.runtime.save_load import parallel_model_load
 from nxd_infer.trace import api
 from tests import toy_artifacts as toy
 from tests.needs import HAS_NATIVE
-from tests.processes import wait_until
+from tests.processes import gone, wait_until
 
 WEIGHTS = toy.logical_weights()
 
@@ -195,7 +195,7 @@ def test_ranks_say_who_they_are_and_end_with_the_model(artifacts):
         assert f"rank {rank}" in b" ".join(words).decode()
         assert os.getsid(pid) == pid  # Ctrl-C at the terminal does not reach it
     model.close()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert all(gone(pid, 60) for pid in pids)
     with pytest.raises(ModelClosedError, match=r"was closed; call restart\(\)"):
         model(torch.zeros(1, 1, toy.HIDDEN))
     model.close()
@@ -204,7 +204,7 @@ def test_ranks_say_who_they_are_and_end_with_the_model(artifacts):
     pids = [rank.pid for rank in model.health()]
     del model
     gc.collect()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert all(gone(pid, 60) for pid in pids)
 
 
 @pytest.mark.check

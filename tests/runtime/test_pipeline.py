@@ -266,7 +266,7 @@ def test_stages_of_tensor_parallel_ranks_without_native_operators_use_gloo(tmp_p
     environment = {**os.environ, "NXD_INFER_CACHE": str(tmp_path / "cache"), "CXX": "no-such-compiler"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.stdout.endswith("equal over gloo\n"), done.stderr
 

