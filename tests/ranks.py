@@ -70,7 +70,7 @@ def run_ranks(
     tp: int | None = None,
     pp: int = 1,
     cp: int = 1,
-    comm_timeout: float = 30,
+    comm_timeout: float = 120,
     lost: tuple[int, ...] = (),
     capacity: int | None = None,
     fresh: bool = False,

@@ -34,7 +34,10 @@ def test_an_attacker_says_what_it_sent_and_the_server_serves_on(server, name):
 
 def test_those_who_watch_an_attack_see_looks_gaps_and_what_is_held(server):
     siege = Siege(server.port, server.process.pid, tokens=50, body_bytes=2**20)
-    reading = siege.attack("text", seconds=2, calm=4)
+    for seconds, calm in ((2, 4), (30, 60)):  # the first are few for a machine that stands still for some
+        reading = siege.attack("text", seconds=seconds, calm=calm)
+        if reading.livez and reading.gaps and reading.step > 0:
+            break
     assert reading.livez and reading.gaps and reading.step > 0
     assert reading.before.memory > 2**20 and reading.before.descriptors > 5 and reading.before.threads > 1
     assert reading.tally["sent"]["/v1/completions"] == sum(reading.tally["answers"].values()) > 0
@@ -48,7 +51,7 @@ def test_all_that_those_who_watch_have_sent_is_counted(server):
     siege = Siege(server.port, server.process.pid, tokens=50, body_bytes=2**20)
     reading = siege.attack("nothing", seconds=0.2, calm=0.2)
     assert not reading.tally["sent"]
-    server.wait_metric("nxd_http_requests_total", before + siege.tally.sent["/livez"], 20, route="/livez")
+    server.wait_metric("nxd_http_requests_total", before + siege.tally.sent["/livez"], route="/livez")
 
 
 @pytest.mark.check

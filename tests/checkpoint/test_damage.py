@@ -250,7 +250,7 @@ def killed_at_random(folder: str) -> list[int]:
         os.close(theirs)
         assert os.read(ready, 1) == b"."
         os.close(ready)
-        time.sleep(draw.uniform(0, 4 * took))
+        time.sleep(draw.uniform(0, 4 * min(took, 1.0)))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status) and has_checkpoint(path)

@@ -152,6 +152,7 @@ def test_a_trace_that_is_ended_leaves_nothing_that_a_start_would_find(
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) == 1
     if number == signal.SIGKILL:
+        process.send_signal(signal.SIGSTOP)  # it is not to see the trace's end before its own
         os.killpg(int(children[0]), signal.SIGKILL)
     process.send_signal(number)
     _, log = process.communicate(timeout=120)
@@ -283,7 +284,7 @@ def test_a_trace_and_a_wait_are_bounded(model: Path, tmp_path: Path):
     with pytest.raises(SettingsError, match=r"took more than 0.2 s: raise --prepare-timeout"):
         prepare(str(model), settings(tmp_path, prepare_timeout=0.2))
     (lock,) = tmp_path.glob(".*.lock")
-    held = subprocess.Popen(["flock", str(lock), "sleep", "60"], start_new_session=True)
+    held = subprocess.Popen(["flock", str(lock), "sleep", "600"], start_new_session=True)
     try:
         wait_for(lambda: subprocess.run(["flock", "-n", str(lock), "true"]).returncode != 0, 30, "")
         with pytest.raises(SettingsError, match=r"another server still makes .* after 0.2 s: end it, or raise"):

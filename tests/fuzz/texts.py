@@ -33,7 +33,7 @@ def template(place: Path) -> Target:
             source.encode()
         except UnicodeEncodeError:
             return  # it has been read from a file
-        bounded = BoundedTemplate(TemplateSources(source), seconds=2.0, queue=0)
+        bounded = BoundedTemplate(TemplateSources(source), seconds=5.0, queue=0)
         try:
             text = bounded._render(messages, {"x": variables.get("x")}, 4096, None)
             assert len(text) <= 4096

@@ -25,7 +25,7 @@ EXAMPLE = ROOT / "examples/train_lightning.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def program(*command: object, cwd: Path, status: int = 0, seconds: float = 300) -> subprocess.CompletedProcess[str]:
+def program(*command: object, cwd: Path, status: int = 0, seconds: float = 420) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=cwd,

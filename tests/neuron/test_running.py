@@ -130,11 +130,11 @@ def test_the_command_line_compiles_for_another_machine(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "nxd_infer", "trace", str(model), "--out", str(out), "--tp", "2", "--max-len", "32"]
     line += ["--batch-sizes", "1", "--prompt-buckets", "8", "--dtype", "float32", "--backend", "neuron"]
     with neuron_machine(tmp_path / "machine", "m7i.large", 0):
-        refused = subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=ROOT)
+        refused = subprocess.run(line, capture_output=True, text=True, timeout=420, cwd=ROOT)
         assert refused.returncode != 0
         assert "say for which one to compile, by --target inf2 or --target trn1" in " ".join(refused.stderr.split())
         line += ["--target", "trn1", "--compiler-args", "--model-type=transformer", "--workdir", str(tmp_path / "work")]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=ROOT)
+        done = subprocess.run(line, capture_output=True, text=True, timeout=420, cwd=ROOT)
         assert done.returncode == 0, done.stdout + done.stderr
     assert load_artifact(out, runs_here=False).manifest.target["platform"] == "trn1"
     commands = [file.read_text() for file in (tmp_path / "work").glob("*/neuronx-cc.txt")]

@@ -101,8 +101,7 @@ try:
     lib.engage_crew(3, [core] * 3)
     for task in os.listdir("/proc/self/task")[alone:]:
         os.sched_setscheduler(int(task), os.SCHED_IDLE, os.sched_param(0))
-    for _ in range(3):
-        assert digest() == before
+    assert digest() == before
 finally:
     for process in busy:
         process.kill()

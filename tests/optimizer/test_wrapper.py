@@ -355,7 +355,7 @@ def copied_over_ranks() -> list[list[bool]]:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_copies_over_ranks_go_on_alike(tp: int):
-    assert run_ranks(copied_over_ranks, 2, tp=tp, timeout=120) == [[[True] * 4] * 3] * 2
+    assert run_ranks(copied_over_ranks, 2, tp=tp) == [[[True] * 4] * 3] * 2
 
 
 @pytest.mark.check

@@ -109,5 +109,5 @@ def run(degrees: tuple[int, int, int]) -> list[str]:
 @pytest.mark.parametrize("degrees", CASES, ids=lambda degrees: "tp{}pp{}dp{}".format(*degrees))
 def test_equals_one_process(degrees: tuple[int, int, int]):
     world = degrees[0] * degrees[1] * degrees[2]
-    for rank, found in enumerate(run_ranks(run, world, degrees, comm_timeout=120, timeout=300)):
+    for rank, found in enumerate(run_ranks(run, world, degrees, comm_timeout=120)):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:8])

@@ -67,7 +67,7 @@ def compare() -> list[str]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_in_lock_step(ranks: int):
-    assert run_ranks(compare, ranks, collectives="shm", pp=ranks, timeout=120) == [[]] * ranks
+    assert run_ranks(compare, ranks, collectives="shm", pp=ranks) == [[]] * ranks
 
 
 def chosen() -> list[str]:

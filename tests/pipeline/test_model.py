@@ -251,7 +251,7 @@ def test_without_other_stages():
 
 
 def test_two_stages():
-    assert run_ranks(facade, 2, pp=2, timeout=100) == [[], []]
+    assert run_ranks(facade, 2, pp=2) == [[], []]
 
 
 # --- dropout, adapters, data parallelism, a timeline ---------------------------------------------------------

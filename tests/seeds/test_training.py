@@ -52,12 +52,13 @@ def sample_usage(folder: Path, *launcher: str, tp: int) -> list[str]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=140,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return re.findall(r"found .*", done.stdout)
 
 
+@pytest.mark.timeout(3600)
 def test_sample_usage(tmp_path: Path):
     """One process, and two that torchrun starts, tensor or data parallel: one model, one loss, one checkpoint."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

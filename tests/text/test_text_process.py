@@ -19,6 +19,11 @@ from nxd_server.text.tokenizer import Tokenizer
 from tests.http.http_toy import toy_tokenizer
 
 
+@pytest.fixture(autouse=True)
+def slow_starts_are_waited_for(monkeypatch):
+    monkeypatch.setattr(process, "START_SECONDS", 300.0)
+
+
 @pytest.fixture
 def bounded():
     bounded = BoundedTokenizer(toy_tokenizer(), 60, 1)
@@ -123,7 +128,7 @@ def parser():
 
 
 def parse(process, job=None):
-    return process.run({"bounds": {}}, b'{"a": 1}', seconds=20, job=job)
+    return process.run({"bounds": {}}, b'{"a": 1}', seconds=120, job=job)
 
 
 def test_a_client_that_leaves_when_its_answer_has_come_ends_no_job_of_the_next(parser, monkeypatch):

@@ -109,8 +109,8 @@ def test_a_model_that_learns_nothing():
 @pytest.mark.parametrize(
     ("fault", "timeout", "message"),
     [
-        ("raises", 120, r"rank 1 of 2 failed:\n[\s\S]*ValueError: this rank gives up"),
-        ("dies", 120, r"rank 1 of 2 ended with status 7"),
+        ("raises", 600, r"rank 1 of 2 failed:\n[\s\S]*ValueError: this rank gives up"),
+        ("dies", 600, r"rank 1 of 2 ended with status 7"),
         ("hangs", 8, r"ranks \[0, 1\] of 2 had not ended after 8 s and were killed"),
     ],
 )

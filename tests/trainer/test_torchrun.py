@@ -47,8 +47,8 @@ def torchrun(script: Path, *arguments: object, cwd: Path) -> str:
 
 
 def line_of(step: str, lines: list[str]) -> str:
-    """The line of a step; there is one more every ten seconds."""
-    (found,) = [line for line in lines if f"step {step}  loss" in line]
+    """The last line of a step: there is one more every ten seconds."""
+    *_, found = [line for line in lines if f"step {step}  loss" in line]
     return found
 
 

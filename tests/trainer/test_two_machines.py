@@ -25,7 +25,7 @@ from tests.tiny_models import write_tiny
 
 EXAMPLE = Path(__file__).parents[2] / "examples/train.py"
 STEPS = 6
-LIMIT = 300
+LIMIT = 420
 CABLE, ADDRESSES, PORT = "nxd0", ("10.213.7.1", "10.213.7.2"), 29511  # inside the namespaces alone
 
 

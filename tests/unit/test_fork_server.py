@@ -65,7 +65,7 @@ def test_what_it_started_ends_with_it(tmp_path: Path):
         child = start(code + rest)
         wait_until(lambda: file.exists() and file.read_text())
         child.end(patience=0 if rest else LIMIT)
-        assert gone(int(file.read_text()), LIMIT) and not Path(f"/proc/{child.pid}").exists()
+        assert gone(int(file.read_text()), LIMIT) and gone(child.pid, LIMIT)
 
 
 def test_it_can_be_killed_from_the_first_moment():

@@ -268,6 +268,7 @@ def test_a_server_whose_start_does_not_return_is_given_up(monkeypatch: pytest.Mo
         for _ in range(2):  # the second time at once: nobody starts another
             with pytest.raises(CannotForkError, match="it has not started for 0 s"):
                 start()
+        wait_until(lambda: asked)
     finally:
         begin.set()
     assert len(asked) == 1

@@ -16,7 +16,7 @@ from nxd_infer.backends import registry
 from nxd_infer.trace import assemble
 from nxd_infer.util.python_command import child_environment
 
-SECONDS = 300
+SECONDS = 800
 """A guard against replicas that wait for each other, however busy the machine is."""
 
 
