@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -18,6 +19,9 @@ import torch
 import nxd_infer as nxd
 from nxd_infer.artifact.manifest import MANIFEST_NAME
 from nxd_infer.errors import TraceConfigError, TraceError
+from nxd_infer.trace.ranks import from_function
+from nxd_infer.util.child_process import ChildProcess
+from nxd_infer.util.python_command import python_code
 from tests import traced_models as models
 from tests.forks import kept
 from tests.processes import command_of, descendants, gone, wait_until
@@ -176,6 +180,17 @@ def test_a_func_that_fails_is_reported_with_its_rank_and_nothing_is_left(func, m
     if rank is not None:
         assert caught.value.rank == rank and "fails_on_rank_one" in caught.value.remote_traceback
     assert descendants(os.getpid()) <= before
+
+
+def test_how_far_a_rank_was_is_known_though_another_failed_first():
+    """What it had said of it was dropped: of two that ended while tracing, one ended "before func ran"."""
+    mine, theirs = multiprocessing.Pipe()
+    first, other = (from_function._Rank(ChildProcess(python_code("sys.exit(3)")), mine, rank) for rank in (1, 0))
+    theirs.send(["place", "func"])
+    theirs.close()
+    ((rank, (_, _, message, _)),) = from_function._other_failures([other, first], first)
+    assert (rank, message) == (0, "the process of rank 0 ended with status 3 while tracing (func)")
+    first.process.end(patience=60)
 
 
 @pytest.mark.check
