@@ -54,7 +54,7 @@ def asleep(peer: Peer) -> None:
 @pytest.mark.check
 def test_a_peer_is_asked_answers_and_fails_without_ending(tmp_path):
     with echo(tmp_path) as peer:
-        peer.start(600.0, model="there")
+        peer.start(120.0, model="there")
         assert peer.version == "1"
         asleep(peer)
         assert peer.run([[1, 2], [3, 4]], 3) == Run([[1] * 3] * 2, [[0.5] * 3] * 2)
@@ -102,7 +102,7 @@ def test_hugging_face_gives_its_own_greedy_tokens(model, tmp_path):
     texts = prompts(model, 2, 12, seed=1)
     code = "from bench.peers import hugging_face as peer; peer.main()"
     with Peer("hf", [sys.executable, "-c", code], tmp_path / "hf.log") as peer:
-        peer.start(120.0, model=str(model), threads=1, cache="dynamic")
+        peer.start(600.0, model=str(model), threads=1, cache="dynamic")
         run = peer.run(texts, 5)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
     rows = torch.tensor(texts)

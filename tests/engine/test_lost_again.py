@@ -55,7 +55,8 @@ class Plagued(RankModel):
 
                 def wait_started(processes, seconds):
                     started(processes, 600)
-                    self.bounds.loaded(SHORT if number == STOP else HEALTHY)
+                    if number == STOP:
+                        self.bounds.loaded(SHORT)
                     os.kill(processes.pid(1), STOP)  # so that it is still loading when the signal comes
                     threading.Timer(0.3, os.kill, [processes.pid(1), number]).start()
 

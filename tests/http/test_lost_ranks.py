@@ -148,7 +148,7 @@ def test_a_recovery_without_the_time_to_start_new_interpreters_is_not_begun(slow
 
 
 def test_a_server_that_gives_up_on_a_recovery_says_no_more(slow_starts, artifact):
-    with real_server(artifact, "--recovery-timeout", "60", "--start-timeout", "600") as server:
+    with real_server(artifact, "--recovery-timeout", "40", "--start-timeout", "600") as server:
         pids = rank_pids(server)
         os.kill(pids[1], signal.SIGKILL)
         for pid in other_pids(server, pids):
