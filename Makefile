@@ -17,7 +17,7 @@ OLDEST_HF ?= .transformers-4.56
 OLDEST_HF_STAMP := $(OLDEST_HF)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long test-hf test-xla xla-rig test-ray test-cuda test-image check lint security
+.PHONY: help install demo check lint test test-rest test-all test-hf test-xla xla-rig test-ray test-cuda test-image
 .PHONY: bench fuzz soak clean
 
 help: ## list the commands
@@ -40,18 +40,31 @@ install: $(STAMP) ## make .venv with everything the demo and the tests need
 demo: $(STAMP) ## the main job: train, trace, save, load, serve, ask, on this machine's CPU
 	@$(BIN)/nxd-infer demo
 
-# Three processes keep two cores busy: each waits now and then for a server or a time limit. Each takes whole files, in
-# the order of tests/order.py.
+# Three processes keep two cores busy: each waits now and then for a server or a time limit. Each takes whole files, the
+# longest first (tests/durations.json).
 PROCESSES ?= 3
 DEALT = -n $(PROCESSES) --dist loadfile
 
-test: $(STAMP) ## the tests (half an hour on two fast cores, up to an hour on slow ones)
-	@test -e $(XLA_STAMP) || echo "tests/xla is skipped here, and torch 2.9 not tested: make test-xla does both"
-	@$(BIN)/python -m pytest -q -m "not long" $(DEALT)
+check: $(STAMP) ## the unit tests: one process each, no compiler, no socket (a minute)
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/unit
 
-test-long: $(STAMP) ## what `make test` and `make test-xla` leave out: more models, degrees and backends (half an hour)
-	@$(BIN)/python -m pytest -q -m long $(DEALT)
-	@! test -e $(XLA_STAMP) || $(XLA_VENV)/bin/python -m pytest -q -m long $(DEALT) $(ON_XLA)
+test: $(STAMP) ## the unit tests, and one path through each capability on real ranks, servers and compilers (ten minutes)
+	@$(BIN)/python -m pytest -q -m "unit or smoke" $(DEALT)
+
+test-rest: $(STAMP) ## what `make test` leaves out
+	@test -e $(XLA_STAMP) || echo "tests of torch_xla are skipped here, and torch 2.9 not tested: make test-xla does both"
+	@$(BIN)/python -m pytest -q -m "not unit and not smoke" $(DEALT)
+
+test-all: test test-rest ## both
+
+DEPLOYED := $(filter-out %/kustomization.yaml %/scaled-object.yaml,$(wildcard deploy/kubernetes/base/*.yaml))
+
+lint: $(STAMP) ## style, types, security of the code; Dockerfile, manifests, scripts
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/basedpyright
+	@$(BIN)/python -m bandit -q -r -c pyproject.toml nxd_infer server models
+	@$(BIN)/hadolint Dockerfile && $(BIN)/shellcheck $$(find deploy -name '*.sh')
+	@$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/docker/compose.yaml
+	@$(BIN)/kubernetes-validate --strict $(DEPLOYED)
 
 # The oldest transformers that the extra `hf` takes, and the two packages whose newer releases it refuses, over .venv.
 $(OLDEST_HF_STAMP): $(STAMP)
@@ -60,27 +73,26 @@ $(OLDEST_HF_STAMP): $(STAMP)
 	@touch $@
 
 test-hf: $(OLDEST_HF_STAMP) ## tests of transformers' models with the oldest release of it (some minutes)
-	@PYTHONPATH=$(abspath $(OLDEST_HF)) $(BIN)/python -m pytest -q $(DEALT) tests/distributed tests/models/test_generic_*.py
+	@PYTHONPATH=$(abspath $(OLDEST_HF)) $(BIN)/python -m pytest -q $(DEALT) tests/integration/distributed tests/integration/models/test_generic_*.py
 
 test-image: $(STAMP) ## the container: built, started, asked, without a daemon (root, debootstrap, buildah; 15 minutes)
-	@$(BIN)/python -m pytest -q tests/image/checks.py
+	@$(BIN)/python -m pytest -q tests/integration/image/checks.py
 
 # torch 2.9 is what torch_xla and the Neuron SDK go with.
-$(XLA_STAMP): pyproject.toml tests/xla/make_rig.py
+$(XLA_STAMP): pyproject.toml tests/integration/xla/make_rig.py
 	@echo "installing torch 2.9 and torch_xla into $(XLA_VENV), the first time only; some minutes"
-	@$(PYTHON) tests/xla/make_rig.py $(XLA_VENV)
+	@$(PYTHON) tests/integration/xla/make_rig.py $(XLA_VENV)
 	@touch $@
 
 xla-rig: $(XLA_STAMP) ## make .venv-xla with torch 2.9 and a torch_xla that runs on a CPU
 
-ON_XLA := tests/xla tests/neuron tests/backends/test_every_backend.py
+ON_XLA := tests/integration/xla tests/integration/neuron tests/integration/backends/test_every_backend.py
 # Where releases of torch differ, all tests: in tensors, autograd, optimizers, and gloo, which is all that ranks have below
-# 2.13. Of the rest, such as layouts, files and HTTP, the quick selection.
-ON_TORCH_2_9 := tests/optimizer tests/parallel_layers tests/trainer tests/runtime
+# 2.13. Of the rest, such as layouts, files and HTTP, the unit tests.
+ON_TORCH_2_9 := tests/unit $(addprefix tests/integration/,optimizer parallel_layers trainer runtime)
 
 test-xla: $(XLA_STAMP) ## tests of torch_xla, and a selection of all others on torch 2.9 (10 to 20 minutes on two cores)
-	@$(XLA_VENV)/bin/python -m pytest -q -m "not long" $(DEALT) $(ON_XLA) $(ON_TORCH_2_9)
-	@$(XLA_VENV)/bin/python -m pytest -q $(DEALT) -m check $(addprefix --ignore=,$(ON_XLA) $(ON_TORCH_2_9))
+	@$(XLA_VENV)/bin/python -m pytest -q $(DEALT) $(ON_XLA) $(ON_TORCH_2_9)
 
 # Of its own: Ray brings, and bounds, many packages.
 $(RAY_STAMP): pyproject.toml
@@ -94,21 +106,10 @@ $(RAY_STAMP): pyproject.toml
 ALONE := unshare --map-root-user --net --pid --fork --kill-child --mount-proc
 
 test-ray: $(RAY_STAMP) ## an artifact over the nodes of a Ray cluster on this machine, one of which is lost (5 minutes)
-	@PYTHONPATH=$(CURDIR)/deploy/ray $(ALONE) $(RAY_VENV)/bin/python -m pytest -q -W ignore::DeprecationWarning tests/ray/checks.py
+	@PYTHONPATH=$(CURDIR)/deploy/ray $(ALONE) $(RAY_VENV)/bin/python -m pytest -q -W ignore::DeprecationWarning tests/integration/ray/checks.py
 
 test-cuda: $(STAMP) ## training over NCCL, on a GPU that all ranks share (4 minutes; .venv needs a torch with CUDA)
-	@$(BIN)/python -m pytest -q -n 7 --dist load tests/cuda/checks.py
-
-# Little of it waits: a third process would collect the tests once more for nothing.
-check: PROCESSES = 2
-check: $(STAMP) security ## the quick selection and bandit (under 3 minutes)
-	@$(BIN)/python -m pytest -q -m check $(DEALT)
-
-lint: $(STAMP) security ## ruff, the type checker and bandit
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/basedpyright
-
-security: $(STAMP) ## bandit; what it finds is fixed, or has a `# nosec` that says why not
-	@$(BIN)/python -m bandit -q -r -c pyproject.toml nxd_infer server models
+	@$(BIN)/python -m pytest -q -n 7 --dist load tests/integration/cuda/checks.py
 
 bench: $(STAMP) ## the benchmarks, against their peers (under 40 minutes; see docs/benchmarks.md)
 	@$(BIN)/python -m bench

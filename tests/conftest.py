@@ -1,4 +1,7 @@
-"""What every test process needs: two at once (pytest-xdist) must not claim the same cores. A cache to count in."""
+"""What every test process needs: two at once (pytest-xdist) must not claim the same cores. A cache to count in.
+
+Tests of ``tests/unit`` are marked ``unit``; the files that take longest, by ``durations.json``, begin first.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.long import is_long
-from tests.order import place
-from tests.skips import pytest_sessionfinish as pytest_sessionfinish
+from tests.support import durations
+from tests.support.skips import pytest_sessionfinish as pytest_sessionfinish
 
 # How long an example takes, or is made, says how busy the machine is.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -62,23 +64,29 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield directory
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-durations", action="store_true", help="measure tests/durations.json again")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Of the quick selection, files that have none of it: what they import takes half of a collection's time."""
-    if config.option.markexpr != "check" or not collection_path.match("test_*.py"):
+    """Of `make test`, files that have none of it: what they import takes half of a collection's time."""
+    if config.option.markexpr != "unit or smoke" or not collection_path.match("integration/**/test_*.py"):
         return None
-    return "mark.check" not in collection_path.read_text() or None
+    return "mark.smoke" not in collection_path.read_text() or None
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # pytest-xdist would begin with the files of most tests
+    if config.option.write_durations:
+        config.pluginmanager.register(durations.Writer(config))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: place(item.nodeid))
+    items.sort(key=lambda item: -durations.seconds(item.nodeid))
     for item in items:
-        if is_long(item.nodeid):
-            item.add_marker(pytest.mark.long)
+        if item.nodeid.startswith("tests/unit/"):
+            item.add_marker(pytest.mark.unit)
 
 
 def pytest_collection_finish() -> None:

@@ -24,9 +24,9 @@ from nxd_server.text.chat_template import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
 from tests.fuzz.forms import INDEXED, LINES, YAML, indexed, parted
 from tests.fuzz.target import Target
-from tests.recipes.dialect import write
-from tests.recipes.indexed import write_indexed
-from tests.tiny_models import VOCAB_SIZE, write_tiny
+from tests.support.recipes.dialect import write
+from tests.support.recipes.indexed import write_indexed
+from tests.support.tiny_models import VOCAB_SIZE, write_tiny
 
 RECIPE = """name: small
 trainer: {devices: 2, max_steps: 1e2, max_time: "00:01:00:00", val_check_interval: 0.5}

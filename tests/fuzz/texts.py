@@ -18,7 +18,7 @@ from nxd_server.text.text_process import JobFailed
 from nxd_server.text.text_process_jobs import BoundedTemplate
 from nxd_server.text.tokenizer import Tokenizer
 from tests.fuzz.target import Target, object_with
-from tests.text.text_tokenizers import KINDS, byte_level
+from tests.support.text.text_tokenizers import KINDS, byte_level
 
 
 def template(place: Path) -> Target:

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.processes import gone
+from tests.support.processes import gone
 
 MIB = 2**20
 GROWTH, SERVER_MIB, RANK_MIB = 0.05, 16, 12

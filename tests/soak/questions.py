@@ -7,9 +7,9 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.http.http_servers import events_of
 from tests.soak.wire import Answer, Violation
-from tests.tiny_models import VOCAB_SIZE
+from tests.support.http.http_servers import events_of
+from tests.support.tiny_models import VOCAB_SIZE
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_LEN = 256

@@ -16,11 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.attackers import SPIN
-from tests import tiny_models
-from tests.adapter_files import write_adapter
-from tests.http.http_artifacts import ONE_LAYER, trace_tiny
-from tests.http.http_servers import ServerProcess
-from tests.processes import gone
 from tests.soak import process_samples
 from tests.soak.clients import MALFORMED, client, refuse
 from tests.soak.operators import ADAPTERS, CHECKPOINTS, load, operate, swap, unload
@@ -29,6 +24,11 @@ from tests.soak.sieges import Sieges
 from tests.soak.state import ADMIN, BODY_BYTES, CALL_TIMEOUT, GRACE, QUEUE, REQUEST_TIMEOUT, SLOTS, Soak, pids_of
 from tests.soak.tasks import all_of, end, waiting
 from tests.soak.wire import Violation
+from tests.support import tiny_models
+from tests.support.adapter_files import write_adapter
+from tests.support.http.http_artifacts import ONE_LAYER, trace_tiny
+from tests.support.http.http_servers import ServerProcess
+from tests.support.processes import gone
 
 ROUND_SECONDS, REPORT_SECONDS = 60.0, 10.0
 END_SECONDS = 30.0

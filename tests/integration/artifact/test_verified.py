@@ -1,0 +1,188 @@
+"""A rank that starts later loads what was verified at first, or nothing: files that change under a running model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_infer import native
+from nxd_infer.artifact.names import weight_name
+from nxd_infer.backends.cpu import placement
+from nxd_infer.context import LOCAL
+from nxd_infer.errors import ArtifactCorruptError, ArtifactError, RankDiedError, RankFailedError
+from nxd_infer.runtime.load import load_artifact
+from nxd_infer.runtime.rank_model import RankModel
+from nxd_infer.runtime.rank_process import rank
+from nxd_infer.runtime.save_load import parallel_model_load
+from nxd_server.app.background_work import BackgroundWork
+from nxd_server.app.service import Service
+from nxd_server.settings import ServerSettings
+from tests.support import toy_artifacts as toy
+from tests.support.needs import require_native
+from tests.support.processes import wait_until
+from tests.support.runtime.rank_processes import X, pids_of, started
+
+X_ONES = torch.ones(1, 1, toy.HIDDEN)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    require_native()
+    library = native.load()
+    file = shutil.copy(library.path, tmp_path_factory.mktemp("library") / f"{library.hash}.so")
+    return toy.build(tmp_path_factory.mktemp("verified") / "artifact", ops=[Path(file)])
+
+
+def alter(file: Path) -> None:
+    """Another last byte, with the size and the time of writing that the file had."""
+    info = file.stat()
+    with open(file, "r+b") as opened:
+        opened.seek(-1, os.SEEK_END)
+        last = opened.read(1)
+        opened.seek(-1, os.SEEK_END)
+        opened.write(bytes([last[0] ^ 1]))
+    os.utime(file, ns=(info.st_atime_ns, info.st_mtime_ns))
+
+
+def replace(file: Path) -> None:
+    """Another file under the name, altered."""
+    copy = file.with_name("copy")
+    shutil.copy2(file, copy)
+    alter(copy)
+    os.rename(copy, file)
+
+
+@pytest.mark.parametrize(("kind", "change"), [("weights", alter), ("graphs", replace), ("ops", alter)])
+def test_a_rank_that_starts_again_refuses_a_file_that_was_altered(artifact, kind, change):
+    files = sorted(file for file in (artifact / kind).rglob("*") if file.is_file())
+    model = started(artifact)
+    for file in files:
+        change(file)
+    os.kill(pids_of(model)[1], signal.SIGKILL)
+    wait_until(lambda: model.failure is not None)
+    assert isinstance(model.failure, RankDiedError)
+    with pytest.raises(RankFailedError, match=rf"ArtifactCorruptError: {kind}/\S+ of \S+ is altered: blake3"):
+        model.restart()
+    model.close()
+
+
+def test_a_rank_refuses_what_was_altered_between_the_verification_and_its_start(artifact):
+    model = parallel_model_load(artifact)
+    alter(artifact / weight_name(1))
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 raised.*rank_01\.safetensors of .* is altered"):
+        model.start()
+
+
+def test_files_that_were_only_touched_or_copied_are_hashed_and_taken(artifact):
+    model = started(artifact)
+    expected = model(X_ONES)["y"]
+    for file in [file for file in artifact.rglob("*") if file.is_file()]:
+        os.utime(file)
+        shutil.copy2(file, file.with_name("copy"))
+        os.rename(file.with_name("copy"), file)
+    torch.testing.assert_close(model.restart()(X_ONES)["y"], expected, rtol=0, atol=0)
+    model.close()
+
+
+def test_a_model_that_was_loaded_unverified_stays_so(artifact):
+    model = started(artifact, verify=False)
+    alter(artifact / weight_name(1))
+    assert model.restart()(X)["count"].item() == 1
+    model.close()
+
+
+def test_a_rank_in_the_callers_process_refuses_too(tmp_path):
+    path = toy.build(tmp_path / "artifact", degree=1)
+    model = parallel_model_load(path).start()
+    alter(path / weight_name(0))
+    with pytest.raises(ArtifactCorruptError, match=r"rank_00\.safetensors of .* is altered"):
+        model.restart()
+
+
+def elsewhere(file: Path, read):
+    """``read``, while another file has the name of ``file``."""
+
+    def flipped(*arguments):
+        aside = file.rename(file.with_name("aside"))
+        shutil.copy(aside, file)
+        alter(file)
+        try:
+            return read(*arguments)
+        finally:
+            aside.replace(file)
+
+    return flipped
+
+
+@pytest.mark.parametrize("kind", ["weights", "ops"])
+def test_a_file_that_is_another_one_only_while_it_is_read_is_refused(artifact, monkeypatch, kind):
+    """What is hashed, before and after, is the right one each time."""
+    loaded = load_artifact(artifact)
+    (file,) = (file for file in (artifact / kind).iterdir() if file.name != "rank_01.safetensors")
+    monkeypatch.setattr(placement, "load_initial_states", elsewhere(file, placement.load_initial_states))
+    with pytest.raises(ArtifactCorruptError, match=rf"{kind}/{file.name} of \S+ was changed while it was loaded"):
+        rank.Rank(loaded, 0, rank.Runtime(LOCAL, 1, loaded))
+
+
+def test_what_is_read_before_and_beside_the_verification_is_compared_too(tmp_path, monkeypatch):
+    """As a server reads its tokenizer."""
+    path = toy.build(tmp_path / "artifact", degree=1)
+    file = path / weight_name(0)
+    loaded = load_artifact(path, later=True)
+    elsewhere(file, lambda: None)()
+    with pytest.raises(ArtifactCorruptError, match="was changed while it was loaded; load the artifact again"):
+        loaded.verify()
+    service, ranks_run, start = Service(path, ServerSettings(), print), threading.Event(), RankModel.start
+
+    def started_first(*_) -> None:
+        assert ranks_run.wait(600)
+
+    monkeypatch.setattr(RankModel, "start", lambda model: [start(model), ranks_run.set()])
+    monkeypatch.setattr(service, "_read_text", lambda *_: [started_first(), elsewhere(file, lambda: None)()])
+    try:
+        with pytest.raises(ArtifactCorruptError, match="was changed while it was loaded"):
+            service._open()
+    finally:
+        service.close()
+
+
+def test_a_file_that_is_written_to_while_it_is_verified_is_refused(artifact, monkeypatch):
+    """By its own contents again, so that the hash alone would not tell."""
+    from nxd_infer.artifact import verified
+
+    def hash_open_file(file, algorithm):
+        found = hash_(file, algorithm)
+        Path(file.name).write_bytes(Path(file.name).read_bytes())
+        return found
+
+    hash_ = verified.hash_open_file
+    loaded = load_artifact(artifact, verify=False)
+    monkeypatch.setattr(verified, "hash_open_file", hash_open_file)
+    with pytest.raises(ArtifactCorruptError, match="was written to while it was verified"):
+        loaded.verify()
+
+
+def test_a_tokenizer_that_is_not_read_in_time_ends_the_start(tmp_path, monkeypatch):
+    path, hold, limits = toy.build(tmp_path / "artifact", degree=1), threading.Event(), []
+    service = Service(path, ServerSettings(), print)
+    monkeypatch.setattr(service, "_read_text", lambda *_: hold.wait(600))
+
+    def wait(work: BackgroundWork, seconds: float) -> None:
+        limits.append(seconds)
+        waited(work, 0.01)
+
+    waited = BackgroundWork.wait
+    monkeypatch.setattr(BackgroundWork, "wait", wait)
+    try:
+        with pytest.raises(ArtifactError, match="reading the tokenizer has taken more than 0 s: raise start_timeout"):
+            service._open()
+        assert limits == [pytest.approx(300, abs=1)]  # that of a first start
+    finally:
+        hold.set()
+        service.close()

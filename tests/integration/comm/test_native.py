@@ -1,0 +1,292 @@
+"""Building, caching, recognising and loading the native operator library."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_infer import native
+from nxd_infer.errors import ArtifactCorruptError, ArtifactVersionError
+from nxd_infer.util.cache_dir import cache_dir
+from tests.support.needs import needs_native
+from tests.support.processes import wait_until
+
+pytestmark = needs_native
+
+ROOT = Path(__file__).parents[3]
+
+
+def in_fresh_process(code: str, **environment: str) -> str:
+    """Run code in a new interpreter, and return what it prints."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def quick_compiler(tmp_path_factory) -> str:
+    """The compiler without its optimiser, for tests of how libraries are built rather than of what they do."""
+    script = tmp_path_factory.mktemp("compiler") / "quick-g++"
+    script.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} "$@" -O0\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_the_cache_directory_follows_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("NXD_INFER_CACHE", str(tmp_path / "a"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
+    assert cache_dir() == tmp_path / "a" and cache_dir().is_dir()
+    monkeypatch.delenv("NXD_INFER_CACHE")
+    assert cache_dir() == tmp_path / "b" / "nxd_infer"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "c"))
+    assert cache_dir() == tmp_path / "c" / ".cache" / "nxd_infer"
+
+
+def test_loading_registers_the_operators_once():
+    library = native.load()
+    assert native.availability().ok
+    assert library is native.load()
+    assert library.namespace == f"nxd_{library.hash[:8]}"
+    assert {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "shard", "axis_rank"} <= set(library.ops)
+    assert native.read_hash(library.path) == library.hash
+    with pytest.raises(KeyError, match="no operator 'nothing'; it has"):
+        library.op("nothing")
+
+
+def test_schemas_are_those_of_the_graph_operators():
+    library = native.load()
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "shard", "axis_rank"):
+        ours, plain = library.op(name), getattr(torch.ops.nxd, name).default
+        assert str(ours._schema).split("::")[1] == str(plain._schema).split("::")[1]
+        assert torch.Tag.nondeterministic_seeded in ours.tags and torch.Tag.nondeterministic_seeded in plain.tags
+
+
+def test_fake_tensors_pass_through_the_operators():
+    library = native.load()
+    with torch._subclasses.FakeTensorMode():
+        x = torch.empty(4, 6, dtype=torch.bfloat16)
+        assert library.op("all_reduce")(x, "tp", "sum", 2).shape == (4, 6)
+        assert library.op("all_gather")(x, "tp", 1, 4).shape == (4, 24)
+        assert library.op("reduce_scatter")(x, "tp", 0, 2).shape == (2, 6)
+        assert library.op("shard")(x, "tp", 1, 3).shape == (4, 2)
+        assert library.op("broadcast")(x, "tp", 0, 2).dtype == torch.bfloat16
+        assert library.op("axis_rank")("tp").shape == ()
+
+
+def test_degree_one_needs_no_connection():
+    library = native.load()
+    x = torch.arange(6.0).view(2, 3).t()
+    for result in (
+        library.op("all_reduce")(x, "tp", "sum", 1),
+        library.op("all_gather")(x, "tp", 0, 1),
+        library.op("reduce_scatter")(x, "tp", 1, 1),
+        library.op("shard")(x, "tp", 1, 1),
+        library.op("broadcast")(x, "tp", 0, 1),
+    ):
+        assert torch.equal(result, x) and result.data_ptr() != x.data_ptr()
+
+
+class HeapUse(ctypes.Structure):
+    """glibc's mallinfo2."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+def test_calls_leave_nothing_on_the_heap():
+    """torch's own conversion of a ``str`` argument leaves a string behind, every time."""
+    library, x, calls = native.load(), torch.ones(1, 8), 5000
+    look = ctypes.CDLL(None).mallinfo2
+    look.restype = HeapUse
+    for name, last in (("all_reduce", ("sum", 1)), ("all_gather", (0, 1)), ("broadcast", (0, 1))):
+        arguments = ("tp", *last)
+        op = library.op(name)
+        op(x, *arguments)
+        before = look().uordblks
+        for _ in range(calls):
+            op(x, *arguments)
+        assert look().uordblks - before < 8 * calls, name
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda op: op("all_reduce")(torch.ones(2), "tp", "sum", 2), "axis 'tp' is not connected"),
+        (lambda op: op("comm_init")("tp", 0, 0, 2, 0, 1.0), "not a segment"),
+        (lambda op: op("comm_init")("tp", 999, 0, 2, 0, 1.0), "cannot be read"),
+        (lambda op: op("comm_init")("tp", 0, 2, 2, 0, 1.0), "rank 2 of 2 is not possible"),
+        (lambda op: op("all_gather")(torch.ones(2), "tp", 5, 1), "dimension 5 of a tensor of 1 dimensions"),
+        (lambda op: op("shard")(torch.ones(2), "tp", 0, 0), "does not divide by 0 ranks"),
+    ],
+)
+def test_misuse_is_an_error_that_says_so(call, said):
+    with pytest.raises(RuntimeError, match=said):
+        call(native.load().op)
+
+
+@pytest.fixture(scope="module")
+def other_release(tmp_path_factory, quick_compiler):
+    """Sources that differ from ours, and the cache that holds what three builders at once made of them, after one that
+    was killed. The collectives are enough: all sources take the compiler most of a minute."""
+    root = tmp_path_factory.mktemp("release")
+    changed = root / "csrc"
+    others = shutil.ignore_patterns("adjust.cpp", "attention*.cpp", "packed*.cpp", "sample*.cpp")
+    shutil.copytree(native.SOURCES, changed, ignore=others)
+    with (changed / "reduce.cpp").open("a") as file:
+        file.write("\n// another release\n")
+    slow = root / "slow-g++"
+    slow.write_text("#!/bin/sh\nsleep 600\n")
+    slow.chmod(0o755)
+    folder = root / "cache" / "native"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "NXD_INFER_CACHE": str(root / "cache")}
+    code = (
+        "from pathlib import Path; from nxd_infer import native\n"
+        f"native.SOURCES = Path({str(changed)!r}); print(native.load().build_seconds)"
+    )
+    builder = subprocess.Popen([sys.executable, "-c", code], env={**env, "CXX": str(slow)}, start_new_session=True)
+    wait_until(lambda: list(folder.glob(".build-*")))
+    os.killpg(builder.pid, 9)
+    builder.wait(60)
+    assert not list(folder.glob("*/libnxd.so"))
+    assert list(folder.glob(".build-*"))
+
+    begun = time.monotonic()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**env, "CXX": quick_compiler},
+        )
+        for _ in range(3)
+    ]
+    told = [process.communicate(timeout=600) for process in processes]
+    seconds = time.monotonic() - begun
+    return changed, root / "cache", [process.returncode for process in processes], told, seconds
+
+
+def test_after_a_killed_builder_several_make_one_library(other_release):
+    """The lock goes with its holder, a half-made library is never found, and of several builders one builds."""
+    _, cache, statuses, told, seconds = other_release
+    assert statuses == [0, 0, 0]
+    assert sorted(out.strip() == "None" for out, _ in told) == [False, True, True], told
+    lines = [line for _, err in told for line in err.splitlines() if "building the native operators" in line]
+    assert len(lines) == 1 and "minutes" in lines[0], "whoever waits for it can read why, in a log as well"
+    assert not list((cache / "native").glob(".build-*")), "no scratch folder is left, the killed builder's neither"
+    (made,) = (cache / "native").glob("*/libnxd.so")
+    record = json.loads((made.parent / "build.json").read_text())
+    assert record["hash"] == made.parent.name and 0 < record["seconds"] <= seconds
+
+
+def test_two_libraries_of_different_contents_live_in_one_process(tmp_path, other_release):
+    """As two artifacts of different releases do; a second copy of the same one is the same library."""
+    changed, cache, *_ = other_release
+    code = f"""
+import shutil, torch
+from pathlib import Path
+from nxd_infer import native
+from nxd_infer.comm.shm import create_segment
+first = native.load_file({str(native.load().path)!r})
+copy = Path({str(tmp_path)!r}) / "copy.so"
+shutil.copy(first.path, copy)
+assert native.load_file(copy) is first
+native.SOURCES = Path({str(changed)!r})
+second = native.load()
+assert second.hash != first.hash and second.namespace != first.namespace
+for library, rank in ((first, 0), (second, 1)):
+    library.op("comm_init")("tp", create_segment(2), rank, 2, 0, 1.0)
+    try:
+        library.op("all_reduce")(torch.ones(2), "tp", "sum", 0)
+    except RuntimeError as error:
+        assert "connects 2 ranks, the call is for 0" in str(error)
+print([library.op("axis_rank")("tp").item() for library in (first, second)])
+"""
+    assert in_fresh_process(code, NXD_INFER_CACHE=str(cache)).strip() == "[0, 1]"
+
+
+def test_without_a_compiler_the_reason_is_given(tmp_path):
+    code = """
+from nxd_infer import native
+from nxd_infer.errors import BackendUnavailableError
+state = native.availability()
+assert not state.ok, state
+print(state.reason)
+try:
+    native.load()
+except BackendUnavailableError as error:
+    print(error)
+"""
+    printed = in_fresh_process(code, NXD_INFER_CACHE=str(tmp_path), PATH=str(tmp_path)).splitlines()
+    assert "no C++ compiler" in printed[0] and "no C++ compiler" in printed[1]
+    printed = in_fresh_process(code, NXD_INFER_CACHE=str(tmp_path), CXX="no-such-compiler").splitlines()
+    assert "CXX='no-such-compiler' is not on the PATH" in printed[0]
+
+
+def test_a_built_library_needs_no_compiler(tmp_path):
+    code = "from nxd_infer import native; print(native.availability().ok, native.load().build_seconds)"
+    cache = native.load().path.parents[2]
+    assert in_fresh_process(code, NXD_INFER_CACHE=str(cache), PATH=str(tmp_path)).split() == ["True", "None"]
+
+
+def test_a_failing_compiler_is_quoted_and_remembered(tmp_path):
+    broken = tmp_path / "broken-g++"
+    broken.write_text("#!/bin/sh\necho 'error: the disk is on fire' >&2\nexit 3\n")
+    broken.chmod(0o755)
+    code = """
+from nxd_infer import native
+from nxd_infer.errors import BackendUnavailableError
+assert native.availability().ok
+try:
+    native.load()
+except BackendUnavailableError as error:
+    print("disk is on fire" in str(error), "status 3" in str(error))
+print(native.availability().ok, "disk is on fire" in native.availability().reason)
+"""
+    printed = in_fresh_process(code, NXD_INFER_CACHE=str(tmp_path / "cache"), CXX=str(broken)).split()
+    assert printed == ["True", "True", "False", "True"]
+
+
+def test_a_file_that_is_no_library_is_refused_before_it_is_loaded(tmp_path):
+    stray = tmp_path / "stray.so"
+    stray.write_bytes(b"\x7fELF" + bytes(2000))
+    with pytest.raises(ArtifactCorruptError, match="not a native library"):
+        native.load_file(stray)
+    (tmp_path / "empty.so").touch()
+    with pytest.raises(ArtifactCorruptError, match="cannot be read"):
+        native.load_file(tmp_path / "empty.so")
+    with pytest.raises(ArtifactCorruptError, match="cannot be read"):
+        native.load_file(tmp_path / "missing.so")
+    cut = tmp_path / "cut.so"
+    cut.write_bytes(native.load().path.read_bytes()[:-100])
+    with pytest.raises(ArtifactCorruptError, match="cut short"):
+        native.load_file(cut)
+
+
+def test_a_library_for_another_torch_or_machine_is_not_called_damaged(tmp_path):
+    source = tmp_path / "newer.cpp"
+    source.write_text(
+        'extern "C" int a_function_of_a_newer_torch();\n'
+        'extern "C" __attribute__((used)) const char identity[] = "NXD-NATIVE-LIBRARY:0123456789abcdef:END";\n'
+        "int result = a_function_of_a_newer_torch();\n"
+    )
+    newer = tmp_path / "newer.so"
+    subprocess.run([native.find_compiler(), "-shared", "-fPIC", source, "-o", newer], check=True, timeout=60)
+    with pytest.raises(ArtifactVersionError, match=r"newer\.so: undefined symbol: a_function_of_a_newer_torch"):
+        native.load_file(newer)
+    foreign = bytearray(newer.read_bytes())
+    foreign[18:20] = (243).to_bytes(2, "little")  # RISC-V
+    newer.write_bytes(foreign)
+    with pytest.raises(ArtifactVersionError, match="cannot be loaded"):
+        native.load_file(newer)

@@ -1,0 +1,112 @@
+"""The seed's group vocabulary on real ranks over gloo."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import torch
+import torch.distributed as dist
+
+from nxd_infer import parallel_state as ps
+from nxd_infer.comm import all_reduce
+from nxd_infer.context import current_context
+from nxd_infer.errors import NotInitializedError, ParallelConfigError
+from tests.support.ranks import run_ranks
+
+AXES = ("tensor_model_parallel", "data_parallel", "pipeline_model_parallel", "context_parallel")
+
+
+def sums_over_groups() -> list[float]:
+    """What each axis's torch.distributed group sums, and what its ``as_list`` form says it should."""
+    found = []
+    for axis in AXES:
+        group, lists = getattr(ps, f"get_{axis}_group")(), getattr(ps, f"get_{axis}_group")(as_list=True)
+        x = torch.tensor([2.0 ** dist.get_rank()])
+        dist.all_reduce(x, group=group)
+        (mine,) = [ranks for ranks in lists if dist.get_rank() in ranks]
+        assert x.item() == sum(2.0**rank for rank in mine), axis
+        assert dist.get_world_size(group) == getattr(ps, f"get_{axis}_size")() == len(mine)
+        assert dist.get_rank(group) == getattr(ps, f"get_{axis}_rank")() == mine.index(dist.get_rank())
+        assert getattr(ps, f"get_{axis}_src_rank")() == mine[0]
+        assert getattr(ps, f"get_{axis}_group")() is group, "one group, however often it is asked for"
+        found.append(x.item())
+    assert ps.get_world_group() is dist.group.WORLD
+    assert ps.get_world_group(as_list=True) == [list(range(dist.get_world_size()))]
+    return found
+
+
+def test_every_axis_has_its_torch_group():
+    found = run_ranks(sums_over_groups, 4, tp=2)
+    assert found == [[3, 5, 1, 1], [3, 10, 2, 2], [12, 5, 4, 4], [12, 10, 8, 8]]
+    found = run_ranks(sums_over_groups, 4, tp=1, pp=2, cp=2)
+    assert [f[2:] for f in found] == [[5, 3], [10, 3], [5, 12], [10, 12]]
+
+
+def initialise_again() -> list[str]:
+    said = []
+    for sizes in ((2,), (3,), (64, 1), (1, 3)):
+        if sizes != (2,):
+            ps.destroy_model_parallel()
+        try:
+            ps.initialize_model_parallel(*sizes)
+        except ParallelConfigError as error:
+            said.append(str(error))
+    ps.initialize_model_parallel(1, 2)
+    stale = (ps.get_tensor_model_parallel_size(), ps.get_pipeline_model_parallel_size())
+    assert stale == (1, 2), "another degree after destroy is never a stale one"
+    x = torch.ones(2)
+    assert all_reduce(x, current_context(), "pp").tolist() == [2, 2]
+    assert dist.is_initialized(), "torch.distributed is left to its owner"
+    groups = ps.initialize_model_parallel(2, mesh_only=True)
+    assert groups == ps.ParallelGroups([[0, 1]], [[0], [1]], [[0], [1]], [[0], [1]])
+    assert ps.get_pipeline_model_parallel_size() == 2, "mesh_only initialises nothing"
+    return said
+
+
+def test_initialising_again_needs_destroy_and_possible_degrees():
+    for said in run_ranks(initialise_again, 2):
+        assert len(said) == 4
+        assert "already initialised" in said[0] and "destroy_model_parallel()" in said[0]
+        assert all("does not divide the world of 2 ranks" in text for text in said[1:])
+
+
+class Holder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.context = current_context()
+
+    def forward(self, x):
+        return all_reduce(x, self.context)
+
+
+def copied_and_stale() -> str:
+    module = Holder()
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert twin(torch.ones(1)).item() == 2
+    ps.destroy_model_parallel()
+    ps.initialize_model_parallel(2)
+    try:
+        module(torch.ones(1))
+    except NotInitializedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_module_can_be_copied_and_never_uses_groups_that_are_gone():
+    for said in run_ranks(copied_and_stale, 2):
+        assert "has no transport 'distributed-" in said
+
+
+def no_torch_group() -> str:
+    assert ps.get_tensor_model_parallel_group(as_list=True) == [[0, 1]]
+    try:
+        ps.get_tensor_model_parallel_group()
+    except NotInitializedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_transport_without_torch_groups_says_so():
+    for said in run_ranks(no_torch_group, 2, collectives="shm"):
+        assert "needs torch.distributed.init_process_group()" in said

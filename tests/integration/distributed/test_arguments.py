@@ -1,0 +1,382 @@
+"""Every argument of the Parallelizer acts."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nxd_infer as nxd
+from nxd_infer.checkpoint import api
+from nxd_infer.checkpoint.api import has_checkpoint
+from nxd_infer.context import current_context
+from nxd_infer.distributed import parallelizer as module
+from nxd_infer.distributed.manager import ParallelizersManager
+from nxd_infer.errors import CheckpointError, InputMismatchError, ModelConfigError, ParallelConfigError
+from nxd_infer.parallel_layers.layers import ParallelEmbedding
+from tests.integration.distributed.test_apply import NEAR
+from tests.support.distributed.models import LOOSE, TIED, Case
+from tests.support.processes import wait_until
+from tests.support.ranks import run_ranks
+
+pytest.importorskip("transformers")
+LLAMA = Case("llama", 8, 2, LOOSE)
+Parallelizer = ParallelizersManager.parallelizer_for_model("llama")
+
+
+def same_logits(model: nn.Module, whole: nn.Module) -> bool:
+    with torch.no_grad():
+        return torch.allclose(model(**LLAMA.batch()).logits, whole(**LLAMA.batch()).logits, **NEAR)
+
+
+def refusal(error: type[Exception], action: Any) -> str:
+    with pytest.raises(error) as found:
+        action()
+    return str(found.value)
+
+
+def lazily(folder: Path) -> Any:
+    import transformers
+
+    with nxd.distributed.lazy_load_for_parallelism(tensor_parallel_size=2):
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+
+
+def tensor_parallel(folder: Path) -> dict[str, Any]:
+    whole, found = LLAMA.build().eval(), {}
+    model = Parallelizer.parallelize(LLAMA.build().eval(), parallelize_embeddings=False)
+    found["embeddings"] = type(model.model.embed_tokens) is nn.Embedding and same_logits(model, whole)
+
+    model = Parallelizer.parallelize(LLAMA.build().eval(), kv_size_multiplier=2)
+    found["kv_size_multiplier"] = (model.model.layers[0].self_attn.k_proj.weight.shape[0], same_logits(model, whole))
+    found["bad kv_size_multiplier"] = refusal(
+        ParallelConfigError, lambda: Parallelizer.parallelize(LLAMA.build(), kv_size_multiplier=3)
+    )
+
+    model = LLAMA.build().eval()
+    kept = {id(inner) for inner in model.model.layers[1].mlp.modules()}
+    model = nxd.distributed.apply_plan(
+        model, nxd.distributed.plan_for(model.config), should_parallelize=lambda inner: id(inner) not in kept
+    )
+    kinds = [type(layer.mlp.up_proj).__name__ for layer in model.model.layers]
+    found["predicate"] = (kinds, same_logits(model, whole))
+    found["unknown keyword"] = refusal(ParallelConfigError, lambda: Parallelizer._parallelize(LLAMA.build(), depth=3))
+    split = Parallelizer._parallelize(LLAMA.build(), should_parallelize_layer_predicate_func=lambda inner: False)
+    found["nothing"] = not any(weight.is_meta for weight in split.parameters())
+
+    found["device"] = set()
+    for loaded in (lazily(folder / "llama"), LLAMA.build()):
+        model = Parallelizer.parallelize(loaded, device="meta")
+        found["device"] |= {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
+
+    found["own device"] = [
+        not any(weight.is_meta for weight in model.parameters()) and same_logits(model, whole)
+        for loaded in (lazily(folder / "llama"), LLAMA.build())
+        for model in [Parallelizer._parallelize(loaded.eval(), torch.device("cpu"))]
+    ]
+    model = Parallelizer._parallelize(LLAMA.build(), torch.device("meta"))
+    found["own device"].append(all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())))
+
+    whole.load_state_dict({name: weight + 0.01 for name, weight in whole.state_dict().items()})
+    trained = Parallelizer.parallelize(LLAMA.build().eval())
+    with torch.no_grad():
+        for weight in trained.parameters():
+            weight.add_(0.01)
+    Parallelizer.save_model_sharded_checkpoint(trained, folder / "a", async_save=True, use_xser=False)
+    nxd.trainer.wait_for_save()
+    Parallelizer.save_model_sharded_checkpoint(trained, folder / "b", num_local_ranks_per_step=1)
+    for name in ("a", "b/shards"):
+        model = Parallelizer.parallelize(LLAMA.build().eval(), checkpoint_dir=folder / name)
+        found[name] = same_logits(model, whole)
+    found["async"] = saved_in_background(trained, folder / "c", whole)
+    found["written"] = [
+        times_of_writing(trained, folder / f"d{number}", at_once, xser)
+        for number, (xser, at_once) in enumerate(((False, 1), (False, 0), (False, 2), (True, 1)))
+    ]
+    found["not parallel"] = refusal(
+        ParallelConfigError, lambda: Parallelizer.load_model_sharded_checkpoint(LLAMA.build(), folder / "a")
+    )
+
+    model = Parallelizer.parallelize(Case("llama", 8, 2, TIED).build())
+    found["tied"] = isinstance(model.model.embed_tokens, ParallelEmbedding) and (
+        model.lm_head.weight is model.model.embed_tokens.weight
+    )
+    found["times"] = [times_of_loading(folder, at_once) for at_once in (1, 0)]
+    found["classifier"] = classifier(folder)
+    return found
+
+
+def times(action: Callable[[], object], owner: Any, name: str, meeting: Path | None) -> tuple[float, float]:
+    """When this rank began and ended ``owner.name`` in ``action``. In it the ranks wait for each other, in the folder
+    ``meeting``; without one, each takes 0.3 s longer."""
+    own, seen = getattr(owner, name), []
+
+    def slowly(*args: Any, **options: Any) -> None:
+        seen.append(time.monotonic())
+        own(*args, **options)
+        if meeting is None:
+            time.sleep(0.3)
+        else:
+            meeting.mkdir(exist_ok=True)
+            (meeting / str(torch.distributed.get_rank())).touch()
+            wait_until(lambda: len(list(meeting.iterdir())) == 2)
+        seen.append(time.monotonic())
+
+    setattr(owner, name, slowly)
+    try:
+        action()
+    finally:
+        setattr(owner, name, own)
+    return seen[0], seen[1]
+
+
+def times_of_loading(folder: Path, at_once: int) -> tuple[float, float]:
+    model = lazily(folder / "llama")
+    meeting = None if at_once == 1 else folder / "loading"
+    return times(lambda: Parallelizer.parallelize(model, num_local_ranks_per_step=at_once), module, "fill", meeting)
+
+
+def times_of_writing(model: nn.Module, folder: Path, at_once: int, xser: bool) -> tuple[float, float]:
+    """``folder``: one of this call."""
+    meeting = None if at_once == 1 and not xser else folder.with_name(f"{folder.name}-meeting")
+
+    def save() -> None:
+        Parallelizer.save_model_sharded_checkpoint(model, folder, use_xser=xser, num_local_ranks_per_step=at_once)
+
+    return times(save, api, "write_rank", meeting)
+
+
+def saved_in_background(model: Any, folder: Path, whole: nn.Module) -> tuple[bool, bool]:
+    """Whether the call returned before anything was written, and whether the files lack later changes."""
+    own, may_write = api.write_rank, threading.Event()
+
+    def later(*args: Any) -> None:
+        assert may_write.wait(120)
+        own(*args)
+
+    api.write_rank = later
+    try:
+        Parallelizer.save_model_sharded_checkpoint(model, folder, async_save=True)
+        before = not has_checkpoint(folder)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(1)
+        may_write.set()
+        nxd.trainer.wait_for_save()
+    finally:
+        api.write_rank = own
+        may_write.set()
+    Parallelizer.load_model_sharded_checkpoint(model, folder)
+    return before, same_logits(model, whole)
+
+
+def classifier(folder: Path) -> torch.Tensor:
+    """What a head gets that is not in the files; the ranks' generators differ."""
+    import transformers
+
+    with nxd.distributed.lazy_load_for_parallelism(tensor_parallel_size=2):
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "llama", num_labels=3)
+    torch.manual_seed(current_context().rank)
+    return Parallelizer.parallelize(model).score.weight.detach()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("models")
+    LLAMA.build().save_pretrained(folder / "llama")
+    return run_ranks(tensor_parallel, 2, folder, comm_timeout=120)
+
+
+def test_embeddings_stay_whole(ranks):
+    assert [found["embeddings"] for found in ranks] == [True, True]
+
+
+def test_key_value_heads_have_as_many_places_as_requested(ranks):
+    assert ranks[0]["kv_size_multiplier"] == (2 * 2 * 8 // 2, True)
+    assert "kv_size_multiplier=3" in ranks[0]["bad kv_size_multiplier"]
+
+
+def test_the_predicate_leaves_layers_whole(ranks):
+    assert ranks[0]["predicate"] == (["ColumnParallelLinear", "Linear"], True)
+    assert ranks[0]["nothing"]
+    assert "depth" in ranks[0]["unknown keyword"]
+
+
+def test_all_of_a_model_goes_to_the_device(ranks):
+    assert ranks[0]["device"] == {"meta"}
+
+
+def test_the_inner_method_puts_the_model_on_the_device_too(ranks):
+    """With its weights, from memory and from files."""
+    assert [found["own device"] for found in ranks] == [[True] * 3] * 2
+
+
+def test_shards_are_loaded_from_either_folder(ranks):
+    assert [(found["a"], found["b/shards"]) for found in ranks] == [(True, True)] * 2
+    assert "parallelized first" in ranks[0]["not parallel"]
+
+
+def test_tied_weights_stay_tied(ranks):
+    assert ranks[0]["tied"]
+
+
+def in_turns(times: list[tuple[float, float]]) -> bool:
+    (_, end), (start, _) = times
+    return end <= start
+
+
+def at_once(times: list[tuple[float, float]]) -> bool:
+    (start, end), (other, last) = times
+    return start < last and other < end
+
+
+def test_ranks_load_in_turns(ranks):
+    one, every = ([found["times"][number] for found in ranks] for number in (0, 1))
+    assert in_turns(one) and at_once(every)
+
+
+def test_ranks_write_in_turns(ranks):
+    one, every, two, _ = ([found["written"][number] for found in ranks] for number in range(4))
+    assert in_turns(one) and at_once(every) and at_once(two)
+
+
+def test_with_xser_all_ranks_write_at_once(ranks):
+    assert at_once([found["written"][3] for found in ranks])
+
+
+def test_an_asynchronous_save_returns_before_it_is_written(ranks):
+    assert [found["async"] for found in ranks] == [(True, True)] * 2
+
+
+def test_a_new_head_is_equal_on_all_ranks(ranks):
+    first, second = (found["classifier"] for found in ranks)
+    assert torch.equal(first, second)
+    assert first.std() > 0
+
+
+def pipeline_parallel() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    whole = LLAMA.build().train()
+    loss = whole(**LLAMA.batch(4)).loss
+    loss.backward()
+    model = Parallelizer.parallelize(
+        LLAMA.build(),
+        pipeline_parallel_input_names=["input_ids", "labels"],
+        pipeline_parallel_num_microbatches=4,
+        pipeline_parallel_use_zero1_optimizer=True,
+        pipeline_parallel_gradient_checkpointing_enabled=True,
+    )
+    batch = {name: tensor for name, tensor in LLAMA.batch(4).items() if name != "attention_mask"}
+    found["options"] = (model.options.num_microbatches, model.options.use_zero1_optimizer)
+    found["input_names"] = refusal(InputMismatchError, lambda: model.run_train(**LLAMA.batch(4)))
+    wanted = whole(**batch).loss
+    found["loss"] = abs(float(model.run_train(**batch)) - float(wanted.detach()))
+    stage = model.local_module().model.layers[current_context().pp.rank]
+    found["recomputes"] = stage.gradient_checkpointing and stage.training
+    mapping = nxd.distributed.parameter_mapping(model)
+    found["mapped"] = len(mapping) <= len(list(model.local_parameters()))
+    shallow = Case("llama", 8, 2, {"num_hidden_layers": 1}).build()
+    found["stages"] = refusal(ParallelConfigError, lambda: Parallelizer.parallelize(shallow))
+    return found
+
+
+def test_pipeline_arguments():
+    for found in run_ranks(pipeline_parallel, 2, tp=1, pp=2, comm_timeout=120):
+        assert found["options"] == (4, True)
+        assert "attention_mask" in found["input_names"]
+        assert found["loss"] < 1e-5
+        assert found["recomputes"] and found["mapped"]
+        assert "1 layers" in found["stages"]
+
+
+# --- without ranks -----------------------------------------------------------------------------------------------
+
+DOCUMENTED = {  # tensor, sequence and pipeline parallelism, as Optimum Neuron's documentation has it
+    "bert": (True, True, False),
+    "gpt_neo": (True, True, False),
+    "gpt_neox": (True, True, False),
+    "llama": (True, True, True),
+    "mistral": (True, True, False),
+    "roberta": (True, True, False),
+    "t5": (True, False, False),
+}
+
+
+def test_capabilities_are_the_documented_ones_or_better():
+    types = ParallelizersManager.get_supported_model_types()
+    assert set(DOCUMENTED) <= set(types)
+    for kind, documented in DOCUMENTED.items():
+        assert all(
+            have >= want for have, want in zip(ParallelizersManager.is_model_supported(kind), documented, strict=True)
+        )
+    assert ParallelizersManager.is_model_supported(LLAMA.build()) == (True, True, True)
+    assert ParallelizersManager.is_model_supported("resnet") == (False, False, False)
+
+
+def test_a_model_without_a_plan_is_refused_with_those_that_have_one():
+    with pytest.raises(ModelConfigError, match=re.escape("did you mean llama?")):
+        ParallelizersManager.parallelizer_for_model("lama")
+
+
+def test_a_registered_plan_makes_a_type_supported(monkeypatch: pytest.MonkeyPatch):
+    from nxd_infer.distributed import plan_registry
+
+    monkeypatch.setattr(plan_registry, "_REGISTERED", {})
+    nxd.distributed.register_plan(
+        "mine", nxd.distributed.ModelPlan({"up": "column", "down": "row"}, pipeline_parallel=False)
+    )
+    assert ParallelizersManager.is_model_supported("mine") == (True, True, False)
+    with pytest.raises(ParallelConfigError, match="colum"):
+        nxd.distributed.ModelPlan({"up": "colum"})
+
+
+def test_lazy_loading_refuses_quantized_weights(tmp_path: Path):
+    """Their scales would be left out, and what is read would be other numbers."""
+    import transformers
+
+    LLAMA.build().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": fp8}))
+    with (
+        nxd.distributed.lazy_load_for_parallelism(tensor_parallel_size=2),
+        pytest.raises(ParallelConfigError, match=r"has quantized weights \(quant_method = 'fp8'\)"),
+    ):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_loading_is_lazy_in_the_context_only(tmp_path: Path):
+    import transformers
+
+    LLAMA.build().save_pretrained(tmp_path)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    own = transformers.PreTrainedModel.__dict__["from_pretrained"]
+    with nxd.distributed.lazy_load_for_parallelism():
+        assert not load(tmp_path).lm_head.weight.is_meta
+    with nxd.distributed.lazy_load_for_parallelism(pipeline_parallel_size=2):
+        there: list[bool] = []
+        other = threading.Thread(target=lambda: there.append(load(tmp_path).lm_head.weight.is_meta))
+        other.start()
+        # One after the other: from_pretrained sets torch's default dtype, which all threads share.
+        other.join(120)
+        assert there == [False]
+        model = load(tmp_path, dtype=torch.bfloat16)
+        assert model.lm_head.weight.is_meta and model.dtype == torch.bfloat16
+        with pytest.raises(ParallelConfigError, match="quantization_config"):
+            load(tmp_path, quantization_config={"load_in_8bit": True})
+        with pytest.raises(ParallelConfigError, match="device_map"):
+            load(tmp_path, device_map="auto")
+    assert transformers.PreTrainedModel.__dict__["from_pretrained"] is own
+    assert not load(tmp_path).lm_head.weight.is_meta
+    for file in tmp_path.glob("*.safetensors"):
+        file.rename(tmp_path / "pytorch_model.bin")
+    with nxd.distributed.lazy_load_for_parallelism(2), pytest.raises(CheckpointError, match="never loaded"):
+        Parallelizer.parallelize(load(tmp_path))

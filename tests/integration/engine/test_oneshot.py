@@ -1,0 +1,374 @@
+"""Dynamic batching: everyone gets their own rows, whatever shares the step; no request harms another."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import CancelledError
+
+import pytest
+import torch
+
+from nxd_infer.errors import (
+    BucketError,
+    InputMismatchError,
+    InputRangeError,
+    ModelConfigError,
+    RankDiedError,
+    RankFailedError,
+)
+from nxd_server.engine import OneShotEngine, TextEncoder
+from nxd_server.engine.oneshot_batching import batches_rows
+from nxd_server.errors import (
+    DeadlineExceededError,
+    EngineFailedError,
+    EngineUnavailableError,
+    GenerationError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestError,
+)
+from nxd_server.llm import LLM
+from tests.support.engine.toy_oneshot import ToyOneShot, expected
+from tests.support.processes import wait_until
+
+
+@pytest.fixture
+def engines():
+    made = []
+
+    def make(model=None, **options):
+        model = model or ToyOneShot()
+        engine = OneShotEngine(model, **{"costs": model.costs, "restart_limit": 1, "idle_probe": None, **options})
+        made.append(engine)
+        engine.start()
+        model.calls.clear()
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()
+        assert engine.parts.queue.inside == engine.parts.queue.unreported == 0
+
+
+def request(rows, length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 1000, (rows, length), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def check(inputs, outputs):
+    assert torch.equal(outputs["echo"], inputs["input_ids"])
+    assert torch.equal(outputs["embedding"], torch.stack([expected(row) for row in inputs["input_ids"]]))
+
+
+def test_random_traffic_from_many_threads_gives_everyone_their_own_rows(engines):
+    engine = engines(ToyOneShot(delay=0.0005), max_queued_requests=10**6)
+    gate, first = blocked(engine)
+    failures, together = [], threading.Barrier(9)
+
+    def client(number):
+        rng = random.Random(number)
+        for turn in range(25):
+            inputs = request(rng.randint(1, 4), rng.randint(1, 16), seed=number * 1000 + turn)
+            future = engine.submit(inputs)
+            if turn == 0:
+                together.wait(60)
+            if rng.random() < 0.2 and future.cancel():
+                continue
+            try:
+                check(inputs, future.result(60))
+            except AssertionError as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    together.wait(60)  # so that some wait together
+    gate.set()
+    first.result(60)
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    assert engine.drain(60)  # the last one may have been cancelled a moment ago
+    stats = engine.stats()
+    assert sum(stats.finished.values()) == stats.submitted == 201
+    assert sum(stats.bucket_steps.values()) < 201 - stats.finished.get("cancelled", 0), "nothing was batched"
+
+
+def blocked(engine):
+    """Occupy the engine's thread until the returned event is set, so that what follows queues up."""
+    gate, entered = threading.Event(), threading.Event()
+
+    def fail(name, inputs):
+        entered.set()
+        gate.wait(60)
+        if engine.model.fail is fail:
+            engine.model.fail = lambda name, inputs: None
+
+    engine.model.fail = fail
+    first = engine.submit(request(4, 16))
+    assert entered.wait(60)
+    return gate, first
+
+
+def test_waiting_requests_share_steps_up_to_the_largest_batch(engines):
+    engine = engines()
+    gate, _ = blocked(engine)
+    inputs = [request(1, 5, seed) for seed in range(8)]
+    futures = [engine.submit(one) for one in inputs]
+    gate.set()
+    for one, future in zip(inputs, futures, strict=True):
+        check(one, future.result(60))
+    assert engine.model.calls[1:] == [("b4_s8", 4), ("b4_s8", 4)]
+
+
+def test_the_oldest_decides_the_length_and_longer_ones_wait_their_turn(engines):
+    engine = engines()
+    gate, _ = blocked(engine)
+    inputs = [request(1, length) for length in (8, 9, 3, 16)]
+    futures = [engine.submit(one) for one in inputs]
+    gate.set()
+    for one, future in zip(inputs, futures, strict=True):
+        check(one, future.result(60))
+    assert [name[-3:] for name, _ in engine.model.calls[1:]] == ["_s8", "s16"]
+
+
+def test_the_batch_size_with_the_most_rows_per_second_runs(engines):
+    for cheap, dear in (("b1_s8", "b4_s8"), ("b4_s8", "b1_s8")):
+        engine = engines(ToyOneShot(batches=(1, 4)), max_delay_ms=0, costs={cheap: 0.001, dear: 1.0})
+        engine.submit(request(1, 8)).result(60)
+        assert engine.model.calls[-1][0] == cheap
+
+
+def test_a_request_waits_for_company_no_longer_than_the_delay(engines):
+    for_ever, soon = engines(max_delay_ms=1e9), engines(max_delay_ms=50)
+    first = for_ever.submit(request(1, 4))
+    alone = soon.submit(request(1, 4))
+    alone.result(60)
+    assert soon.model.calls == [("b1_s8", 1)] and not first.done()
+    second = for_ever.submit(request(3, 4))  # together they are as many as there may be
+    first.result(60), second.result(60)
+    for_ever.submit(request(4, 4)).result(60)
+    assert for_ever.model.calls == [("b4_s8", 4)] * 2
+
+
+def test_a_model_that_declares_no_batch_padding_never_shares_a_step(engines):
+    engine = engines(ToyOneShot(batches=(1,), pad_batch=False))
+    assert not engine.batches
+    gate, first = blocked(engines(ToyOneShot()))
+    gate.set()
+    first.result(60)
+    inputs = [request(1, length) for length in (3, 8, 12, 12)]
+    for one, future in zip(inputs, [engine.submit(one) for one in inputs], strict=True):
+        check(one, future.result(60))
+    assert engine.model.calls == [("b1_s8", 1), ("b1_s8", 1), ("b1_s16", 1), ("b1_s16", 1)]
+    with pytest.raises(BucketError):
+        engine.submit(request(2, 8))
+
+
+def test_only_declared_independent_rows_are_batched():
+    assert batches_rows(ToyOneShot().manifest)
+    assert not batches_rows(ToyOneShot(pad_batch=False).manifest)
+    assert not batches_rows(ToyOneShot(requires=["bucket-kernel"]).manifest)
+    manifest = ToyOneShot().manifest
+    manifest.buckets[0].outputs[0].cut = {}
+    assert not batches_rows(manifest)
+
+
+def test_a_model_with_its_own_routing_is_called_as_its_user_would(engines):
+    engine = engines(ToyOneShot(requires=["bucket-kernel"]))
+    inputs = request(3, 5)
+    assert torch.equal(engine.submit(inputs).result(60)["embedding"], inputs["input_ids"].double().sum(1))
+    assert engine.model.calls == [("forward", 3)]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error"),
+    [
+        (request(1, 17), BucketError),
+        (request(5, 8), BucketError),
+        ({"input_ids": request(1, 8)["input_ids"]}, InputMismatchError),
+        (request(1, 8) | {"more": torch.zeros(1)}, InputMismatchError),
+        ({name: tensor.int() for name, tensor in request(1, 8).items()}, InputMismatchError),
+        ({name: tensor[0] for name, tensor in request(1, 8).items()}, InputMismatchError),
+        (request(2, 8) | {"attention_mask": torch.ones(1, 8, dtype=torch.int64)}, InputMismatchError),
+        (request(1, 8) | {"input_ids": torch.full((1, 8), 1000)}, InputRangeError),
+        (request(1, 8) | {"input_ids": torch.full((1, 8), -1)}, InputRangeError),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_once(engines, inputs, error):
+    engine = engines()
+    with pytest.raises(error):
+        engine.submit(inputs)
+    assert engine.stats().rejected == {"invalid": 1} and engine.stats().submitted == 0
+
+
+def test_one_bad_request_in_a_shared_step_harms_no_other(engines):
+    engine = engines()
+    gate, _ = blocked(engine)
+    inputs = [request(1, 5, seed) for seed in range(4)]
+    inputs[2]["input_ids"][0, 0] = 666
+    futures = [engine.submit(one) for one in inputs]
+
+    def fail(name, given):
+        if (given["input_ids"] == 666).any():
+            raise ValueError("the beast")
+
+    engine.model.fail = fail
+    gate.set()
+    for number in (0, 1, 3):
+        check(inputs[number], futures[number].result(60))
+    with pytest.raises(GenerationError, match="beast"):
+        futures[2].result(60)
+
+
+def test_inputs_that_kill_the_ranks_cost_their_own_request_only(engines):
+    engine = engines(max_delay_ms=1e9)  # four rows are a full batch
+
+    def fail(name, given):
+        if (given["input_ids"] == 666).any():
+            engine.model.dead = True
+            raise RankFailedError("rank 0: index out of range", 0)
+
+    engine.submit(request(4, 3)).result(60)
+    engine.model.fail = fail
+    for _ in range(3):  # more often than machines may fail
+        inputs = [request(1, 5, seed) for seed in range(4)]
+        inputs[1]["input_ids"][0, 0] = 666
+        futures = [engine.submit(one) for one in inputs]
+        for number in (0, 2, 3):
+            check(inputs[number], futures[number].result(60))
+        with pytest.raises(GenerationError, match="index out of range"):
+            futures[1].result(60)
+        wait_until(lambda: engine.state == "ready")
+
+
+def test_dead_ranks_fail_everything_that_waits_and_come_back_once(engines):
+    engine = engines()
+    gate, first = blocked(engine)
+
+    def die(name, inputs):
+        engine.model.fail = lambda name, inputs: None
+        engine.model.dead = True
+        raise RankDiedError("rank 0 died", 0)
+
+    futures = [engine.submit(request(1, 3)) for _ in range(3)]
+    engine.model.fail = die
+    gate.set()
+    first.result(60)
+    for future in futures:
+        with pytest.raises(EngineFailedError, match="rank 0 died"):
+            future.result(60)
+    wait_until(lambda: engine.state == "ready")
+    check(inputs := request(2, 3), engine.submit(inputs).result(60))
+    engine.model.fail = die
+    with pytest.raises(EngineFailedError):
+        engine.submit(request(1, 3)).result(60)
+    assert engine.wait_failed(60)
+    with pytest.raises(EngineUnavailableError):
+        engine.submit(request(1, 3))
+
+
+def test_deadlines_cancellation_and_queue_limits(engines):
+    engine = engines(max_queued_requests=2)
+    gate, first = blocked(engine)
+    late = engine.submit(request(1, 3), timeout=0.05)
+    gone = engine.submit(request(1, 3))
+    more = [engine.submit(request(1, 3)) for _ in range(3)]  # one step's worth besides the two that may queue
+    with pytest.raises(QueueFullError) as caught:
+        engine.submit(request(1, 3))
+    assert caught.value.retry_after >= 1
+    with pytest.raises(QueueFullError):
+        engine.check_room(1, continuing=True)
+    assert gone.cancel()
+    time.sleep(0.06)  # never shorter, so its time is over
+    gate.set()
+    with pytest.raises(DeadlineExceededError):
+        late.result(60)
+    with pytest.raises(CancelledError):
+        gone.result(60)
+    for future in (first, *more):
+        future.result(60)
+    wait_until(lambda: engine.stats().finished == {"done": 4, "deadline": 1, "cancelled": 1})
+
+
+def test_draining_finishes_what_waits_and_closing_fails_the_rest(engines):
+    engine = engines(ToyOneShot(delay=0.01), max_delay_ms=1000)
+    futures = [engine.submit(request(1, 16)) for _ in range(6)]
+    assert engine.drain(60)
+    assert all(future.done() for future in futures)
+    with pytest.raises(EngineUnavailableError, match="draining"):
+        engine.submit(request(1, 3))
+    other = engines(max_delay_ms=1e9)
+    waiting = other.submit(request(1, 3))
+    other.close()
+    with pytest.raises(EngineUnavailableError):
+        waiting.result(60)
+
+
+def test_results_share_no_memory(engines):
+    engine = engines(max_delay_ms=50)
+    one, two = engine.submit(request(1, 8, 1)), engine.submit(request(1, 8, 2))
+    assert engine.submit(request(2, 8, 3)).result(60)["echo"].is_contiguous()
+    storages = {future.result(60)["echo"].untyped_storage().data_ptr() for future in (one, two)}
+    assert len(storages) == 2
+    assert one.result()["embedding"].untyped_storage().nbytes() == 12
+
+
+def test_a_generation_artifact_is_refused():
+    with pytest.raises(ModelConfigError, match="Engine"):
+        OneShotEngine(ToyOneShot(metadata={"task": "generate"}))
+
+
+# --- texts ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def encoder(engines):
+    from tokenizers import Tokenizer as Raw
+    from tokenizers import models, pre_tokenizers, processors
+
+    from nxd_server.text.tokenizer import Tokenizer
+
+    words = ["[UNK]", "[CLS]", "[SEP]", "a", "b", "c", "d"]
+    raw = Raw(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    raw.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    return TextEncoder(engines(), Tokenizer(raw))
+
+
+def test_texts_and_token_ids_become_vectors_with_their_token_counts(encoder):
+    result = encoder.submit("a b c").result(60)
+    assert result.tokens == 5 and torch.equal(result.values, expected(torch.tensor([1, 3, 4, 5, 2])))
+    assert torch.equal(encoder.submit([1, 3, 4, 5, 2]).result(60).values, result.values)
+    assert encoder.submit(("a", "b")).result(60).tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("a " * 15, PromptTooLongError),
+        ([], RequestError),
+        ([1000], RequestError),
+        (["a"], RequestError),
+        ("\ud800", RequestError),
+    ],
+)
+def test_a_text_that_cannot_be_encoded_is_refused_by_field(encoder, text, error):
+    with pytest.raises(error) as caught:
+        encoder.submit(text, field="input[3]")
+    assert caught.value.field == "input[3]"
+
+
+def test_a_call_that_is_refused_midway_leaves_nothing_behind(encoder):
+    llm = LLM.__new__(LLM)
+    llm.task, llm.encoder = "embed", encoder
+    gate, first = blocked(encoder.engine)
+    with pytest.raises(PromptTooLongError):
+        llm.embed([*["a b"] * 20, "a " * 15])
+    gate.set()
+    first.result(60)
+    assert encoder.engine.drain(60)
+    assert encoder.engine.stats().finished == {"done": 1, "cancelled": 20}

@@ -1,0 +1,281 @@
+"""Prompts that begin like one before them: the same tokens as without a cache, and fewer of them computed. The toy
+model's answer depends on every token in its slot, so one stale entry changes it."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nxd_infer.errors import InputMismatchError, RankDiedError
+from nxd_server import LLM, SamplingParams
+from nxd_server.engine.core.slots import FEWEST_REUSED, SlotPool
+from nxd_server.errors import EngineUnavailableError, GenerationError, RequestError
+from tests.support.engine.asking import GREEDY, ask, held
+from tests.support.engine.real_artifacts import costs_of, trace_llama
+from tests.support.engine.schedules import scheduler, sequence
+from tests.support.engine.toy_model import VOCAB, Listener, ToyModel, naive_generate
+
+takes_steps = pytest.mark.usefixtures("toy_takes_steps")
+SYSTEM = [(11 * place + 3) % VOCAB for place in range(20)]
+LONG = GREEDY.replace(max_tokens=6)
+
+
+def naive(prompt, **more):
+    return naive_generate(prompt, max_tokens=6, ignore_eos=True, **more)
+
+
+def cached(answer):
+    return answer.end.usage.cached_tokens
+
+
+def once_ready(call):
+    """The result of ``call``, which an engine that recovers refuses."""
+    end = time.monotonic() + 60
+    while True:
+        try:
+            return call()
+        except EngineUnavailableError:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+
+# --- slots ---------------------------------------------------------------------------------------------
+
+
+@given(data=st.data(), count=st.integers(1, 4))
+def test_a_slot_never_claims_a_token_that_it_does_not_hold(data, count):
+    """Against a list of what each slot holds, over short alphabets, so that prompts share their starts."""
+    pool, holds, used = SlotPool(count), {}, {}
+    tokens = st.lists(st.integers(0, 1), max_size=60).map(lambda tail: [7] * 20 + tail)
+    for _ in range(data.draw(st.integers(1, 25))):
+        if used and (not pool.free or data.draw(st.booleans())):
+            slot = data.draw(st.sampled_from(sorted(used)))
+            written = used.pop(slot)
+            holds[slot] = written if data.draw(st.booleans()) else (None, [])
+            pool.release(slot, holds[slot][1], holds[slot][0])
+        elif pool.free:
+            prompt, key = data.draw(tokens), data.draw(st.sampled_from("ab"))
+            slot, shared = pool.allocate(prompt, key)
+            assert slot not in used
+            held_key, held_tokens = holds.get(slot, (None, []))
+            assert 0 <= shared < len(prompt) and held_tokens[:shared] == prompt[:shared]
+            assert key == held_key or shared == 0
+            fits = min(len(prompt) - 1, len(held_tokens)) if key == held_key else 0
+            assert shared == next((i for i in range(fits) if held_tokens[i] != prompt[i]), fits), "all that it holds"
+            used[slot] = (key, prompt)
+        assert pool.used == len(used) and pool.free + pool.used == count
+
+
+def test_a_prompt_gets_the_slot_that_holds_most_of_it_else_the_one_that_was_free_for_the_longest_time():
+    pool = SlotPool(3)
+    first, second, third = (pool.allocate()[0] for _ in range(3))
+    pool.release(first, SYSTEM + [1] * 5)
+    pool.release(third, SYSTEM + [2] * 10)
+    pool.release(second, [9] * 30)
+    assert pool.allocate([*SYSTEM, 2, 2, 2, 3, 4]) == (third, 23)
+    assert pool.allocate([8] * 10) == (first, 0)
+    pool.release(first, SYSTEM + [1] * 100)
+    pool.release(third)
+    assert pool.allocate([*SYSTEM, 4]) == (third, 0), "most of what the first holds would be overwritten for little"
+    assert pool.allocate([9] * (FEWEST_REUSED - 1)) == (second, FEWEST_REUSED - 2), "it was the next one anyway"
+    with pytest.raises(IndexError, match="no slot"):
+        SlotPool(1).allocate() and pool.allocate() and pool.allocate()
+
+
+def test_a_scheduler_forgets_what_a_refused_step_may_not_have_written():
+    subject = scheduler(slots=1, prefix_caching=True)
+    for keep, expected in ((True, 0), (False, 19), (True, 0)):
+        item = sequence(expected + keep, prompt=20)
+        subject.add(item)
+        subject.admit()
+        assert item.reused == item.computed == expected
+        while item.remaining:
+            subject.begin(subject.next_step())
+        subject.remove(item, keep=keep)
+
+
+# --- the engine ------------------------------------------------------------------------------------------
+
+
+@takes_steps
+def test_a_conversation_computes_only_what_is_new(engines):
+    model = ToyModel(slots=2, max_len=128)
+    engine = engines(model)
+    talk = list(SYSTEM)
+    for turn in range(4):
+        answer = ask(engine, talk, LONG)
+        assert answer.tokens[0] == naive(talk)
+        # The answer's last token was never fed.
+        assert cached(answer) == (0 if turn == 0 else len(talk) - 4)
+        talk += [*answer.tokens[0], 40 + turn, 50, 60]
+        if turn == 1:
+            assert ask(engine, [3, 1, 4], LONG).tokens[0] == naive([3, 1, 4]), "others take the other slot"
+    stats = engine.stats()
+    assert stats.prompt_tokens == sum(20 + 9 * turn for turn in range(4)) + 3
+    assert stats.reused_tokens == sum(16 + 9 * turn for turn in range(1, 4))
+    fed = sum(engine.parts.steps.useful_tokens.values())
+    assert fed == stats.prompt_tokens - stats.reused_tokens + 5 * 5  # each answer feeds all its tokens but the last
+
+
+@takes_steps
+@pytest.mark.parametrize(("seed", "prompt_rows"), [(0, 0), (1, 5)])
+def test_random_conversations_with_cancellations_and_lost_ranks_give_everyone_their_own_tokens(
+    engines, seed, prompt_rows
+):
+    """From several threads over fewer slots, with shared beginnings, and new weights and failing steps meanwhile."""
+    model = ToyModel(slots=4, max_len=96, prompt_buckets=(4, 8), delay=0.0002, prompt_rows=prompt_rows)
+    engine = engines(model, max_queued_requests=10**6, restart_limit=10**6, restart_window=1e-9)
+    failures, steps = [], iter(range(10**9))
+
+    def fail(name, inputs):
+        number = next(steps)
+        if number % 211 == 210:
+            raise InputMismatchError("this step is refused")
+        if number % 307 == 306:
+            raise RankDiedError("killed", 0)
+
+    def client(number):
+        rng = random.Random(seed * 100 + number)
+        talk = [*SYSTEM[: rng.choice([0, 18, 20])], rng.randrange(VOCAB)]
+        for _ in range(30):
+            sampled = rng.random() < 0.3
+            params = SamplingParams(
+                max_tokens=rng.randint(1, 8), temperature=0.9 if sampled else 0, seed=rng.randrange(2**63),
+                ignore_eos=rng.random() < 0.5, n=rng.choice([1, 1, 2]),
+            )  # fmt: skip
+            listener = Listener(params.n)
+            ticket = once_ready(partial(engine.submit, talk, params, listener))
+            cancelled = rng.random() < 0.2
+            if cancelled:
+                ticket.cancel()
+            if not ticket.wait(60):
+                failures.append("never finished")
+                return
+            if cancelled or any(not hasattr(end, "reason") for end in listener.ends):
+                continue  # or a step was refused, or the ranks were lost
+            expected = [
+                naive_generate(
+                    talk, max_tokens=params.max_tokens, temperature=params.temperature, seed=params.seed,
+                    ignore_eos=params.ignore_eos, max_len=96, weights=ticket.whole.version,
+                )
+            ]  # fmt: skip
+            if listener.tokens[0] != expected[0]:
+                failures.append((talk, expected, listener.tokens))
+            talk = [*talk, *listener.tokens[0], rng.randrange(VOCAB)]
+            if len(talk) > 80:
+                talk = [*SYSTEM[:18], rng.randrange(VOCAB)]
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(6)]
+    with held(model):
+        for thread in threads:
+            thread.start()
+    model.fail = fail
+    for version in (1, 2, 3):
+        assert once_ready(partial(engine.update_weights, version)) == version
+    for thread in threads:
+        thread.join(120)
+    assert not failures
+    assert engine.stats().reused_tokens > 100
+
+
+@takes_steps
+def test_new_weights_and_new_ranks_find_nothing(engines):
+    model = ToyModel(slots=2, max_len=64)
+    engine = engines(model)
+    assert ask(engine, SYSTEM, LONG).tokens[0] == naive(SYSTEM)
+    assert cached(ask(engine, SYSTEM, LONG)) == 19
+    engine.update_weights(5)
+    answer = ask(engine, SYSTEM, LONG)
+    assert answer.tokens[0] == naive(SYSTEM, weights=5) and cached(answer) == 0
+    assert cached(ask(engine, SYSTEM, LONG)) == 19
+
+    def fail(name, inputs):
+        model.fail = lambda name, inputs: None
+        raise RankDiedError("killed", 0)
+
+    model.fail = fail
+    assert not hasattr(ask(engine, [1, 2], LONG).end, "reason")
+    answer = once_ready(lambda: ask(engine, SYSTEM, LONG))
+    assert answer.tokens[0] == naive(SYSTEM, weights=5) and cached(answer) == 0
+
+
+@takes_steps
+def test_what_a_refused_step_should_have_written_is_not_used(engines):
+    model = ToyModel(slots=1, max_len=64)
+    engine = engines(model)
+
+    def fail(name, inputs):
+        model.fail = lambda name, inputs: None
+        raise InputMismatchError("no")
+
+    model.fail = fail
+    assert isinstance(ask(engine, SYSTEM, LONG).end.error, GenerationError)
+    answer = ask(engine, SYSTEM, LONG)
+    assert answer.tokens[0] == naive(SYSTEM) and cached(answer) == 0
+
+
+def test_what_a_step_should_have_written_for_an_answer_that_had_ended_is_not_used(engines):
+    """Its next step was in flight when it stopped, and is refused."""
+    model = ToyModel(slots=1, max_len=64, ahead=True)
+    engine = engines(model)
+    expected, refused = naive(SYSTEM), []
+
+    def fail(name, inputs):
+        if 22 in inputs["start"]:
+            model.fail = lambda name, inputs: refused.append(name)
+            raise InputMismatchError("no")
+
+    model.fail = fail
+    answer = ask(engine, SYSTEM, LONG.replace(stop_token_ids=[expected[2]]))
+    assert answer.tokens[0] == expected[:3] and answer.end.reason == "stop"
+    talk = [*SYSTEM, *expected[:3], 1, 2]
+    answer = ask(engine, talk, LONG)
+    assert answer.tokens[0] == naive(talk) and refused
+
+
+def test_only_requests_with_the_same_salt_share(engines):
+    engine = engines(ToyModel(slots=4, max_len=64))
+    for salt, expected in ((None, 0), ("a", 0), ("b", 0), ("a", 19), (None, 19)):
+        answer = ask(engine, SYSTEM, LONG.replace(cache_salt=salt))
+        assert answer.tokens[0] == naive(SYSTEM) and cached(answer) == expected
+    with pytest.raises(RequestError, match="cache_salt: must be a string, got 3"):
+        SamplingParams(cache_salt=3)
+
+
+def test_without_prefix_caching_everything_is_computed(engines):
+    engine = engines(ToyModel(slots=2), prefix_caching=False)
+    for _ in range(3):
+        answer = ask(engine, SYSTEM, LONG)
+        assert answer.tokens[0] == naive(SYSTEM) and cached(answer) == 0
+
+
+# --- a real model ----------------------------------------------------------------------------------------
+
+
+def test_a_traced_llama_answers_as_without_a_cache(tmp_path):
+    """Over turns, with penalties (which count what a slot was fed from its start), drafts and samples."""
+    artifact = trace_llama(tmp_path, 1)[1]
+    styles = [
+        GREEDY.replace(max_tokens=4),
+        GREEDY.replace(max_tokens=4, repetition_penalty=1.7),
+        SamplingParams(max_tokens=4, temperature=0.9, seed=4, ignore_eos=True),
+        GREEDY.replace(max_tokens=4, presence_penalty=1.5, frequency_penalty=0.5),
+        GREEDY.replace(max_tokens=4),
+    ]
+    talks = {}
+    for caching in (False, True):
+        with LLM(artifact, costs=costs_of(artifact), prefix_caching=caching) as llm:
+            talk, reused = [5 + 7 * place % 280 for place in range(20)], []
+            for style in styles:
+                found = llm.generate(talk, style)[0]
+                reused.append(found.usage.cached_tokens)
+                talk += [*found.outputs[0].token_ids, 9, 10]
+            talks[caching] = talk
+            assert [bool(count) for count in reused] == ([False, False, True, False, True] if caching else [False] * 5)
+    assert talks[True] == talks[False]

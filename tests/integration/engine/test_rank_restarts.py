@@ -1,0 +1,397 @@
+"""Which failures use up the restarts, and whom they cost their answer: each rule of the engines by itself."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from nxd_infer.errors import ModelClosedError, RankDiedError, RankFailedError, RankStartError, RankTimeoutError
+from nxd_server.engine import OneShotEngine
+from nxd_server.engine.rank_restarts import RankRestarts
+from nxd_server.errors import EngineFailedError, GenerationError, forget_frames, ranks_failed, summary
+from nxd_server.http.error_responses import as_api_error
+from tests.support.engine.toy_oneshot import ToyOneShot, expected
+from tests.support.processes import wait_until
+
+POISON, HARMLESS = 666, 7
+"""First ids of a request: with the first the graph raises in the ranks, as a wrong input makes it do."""
+REMOTE = "Traceback (most recent call last): secret.py"
+RAISED = f"rank 0: index out of range\n--- traceback of rank 0 ---\n{REMOTE}"
+
+
+class Fragile(ToyOneShot):
+    """Loses its ranks when a request begins with POISON, and when it is told to (``die``)."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.die = False
+        self.gate: threading.Event | None = None
+        self.entered = threading.Event()
+        self.batches: list[list[int]] = []
+        """First ids of the live rows of every step, in order."""
+        self.fail = self._lose_ranks
+
+    def _lose_ranks(self, name, inputs):
+        live = inputs["input_ids"][inputs["attention_mask"].sum(1) > 0]
+        if len(live):
+            self.batches.append(live[:, 0].tolist())
+        if self.gate is not None:
+            self.entered.set()
+            assert self.gate.wait(60)
+            self.gate = None
+        if self.die:
+            self.die, self.dead = False, True
+            raise RankDiedError("rank 0 died", 0)
+        if (inputs["input_ids"] == POISON).any():
+            self.dead = True
+            raise RankFailedError(RAISED, 0, REMOTE)
+
+
+@pytest.fixture
+def engines():
+    made = []
+
+    def make(**options):
+        model = Fragile(batches=(4,))
+        engine = OneShotEngine(model, idle_probe=None, costs=model.costs, **options)
+        made.append(engine)
+        engine.start()
+        engine.model.batches.clear()  # of the warm-up
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()
+        assert engine.parts.queue.inside == engine.parts.queue.unreported == 0
+
+
+def request(first):
+    ids = torch.tensor([[first, 2, 3]])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def settled(engine):
+    """The state once the recovery is over."""
+    wait_until(lambda: engine.state != "recovering")
+    return engine.state
+
+
+def works(engine):
+    given = request(HARMLESS)["input_ids"][0]
+    answer = engine.submit(request(HARMLESS)).result(60)["embedding"][0]
+    return torch.equal(answer, expected(given))
+
+
+def poison(engine):
+    with pytest.raises((GenerationError, EngineFailedError), match="index out of range") as caught:
+        engine.submit(request(POISON)).result(60)
+    return settled(engine), type(caught.value)
+
+
+def die(engine):
+    engine.model.die = True
+    with pytest.raises(EngineFailedError, match="rank 0 died"):
+        engine.submit(request(HARMLESS)).result(60)
+    return settled(engine)
+
+
+def test_a_bad_request_after_good_ones_uses_up_no_restart(engines):
+    engine = engines(restart_limit=1)
+    for restarts in (1, 2, 3):
+        assert works(engine)
+        assert poison(engine) == ("ready", GenerationError)
+        assert engine.model.restarts == engine.stats().restarts == restarts
+    assert works(engine)
+    assert die(engine) == "ready", "the restarts for bad requests were counted against the machine"
+    assert works(engine)
+    assert die(engine) == "failed"
+
+
+def test_a_graph_that_has_never_worked_is_the_machines_fault(engines):
+    """Warm-up does not count as work: it runs on padding, which every graph survives."""
+    engine = engines(restart_limit=1)
+    assert poison(engine)[0] == "ready"
+    assert poison(engine)[0] == "failed"
+    assert engine.model.restarts == 1
+
+
+def test_bad_requests_in_a_row_use_up_no_restart(engines):
+    """A step that worked before is repeated after each restart: the ranks are well."""
+    engine = engines(restart_limit=1)
+    assert works(engine)
+    engine.model.batches.clear()
+    assert [poison(engine) for _ in range(5)] == [("ready", GenerationError)] * 5
+    assert engine.model.batches == [[POISON], [HARMLESS]] * 5
+    assert works(engine) and die(engine) == "ready" and poison(engine)[0] == "ready" and works(engine)
+    assert die(engine) == "failed"
+
+
+def test_work_before_a_restart_says_nothing_of_ranks_that_cannot_repeat_it(engines):
+    engine = engines(restart_limit=3)
+    assert works(engine)
+
+    def lose(name, inputs):
+        if (inputs["attention_mask"] > 0).any():
+            engine.model.dead = True
+            raise RankFailedError(RAISED, 0, REMOTE)
+
+    engine.model.fail = lose
+    assert poison(engine)[0] == "ready", "excused; then what worked is repeated, in vain, and once more without it"
+    assert engine.model.restarts == 2
+    assert [poison(engine)[0] for _ in range(3)] == ["ready", "ready", "failed"], "counted, and one too many"
+
+
+def test_a_rank_that_died_is_never_excused(engines):
+    engine = engines(restart_limit=1)
+    assert works(engine) and die(engine) == "ready"
+    assert works(engine) and die(engine) == "failed"
+
+
+def test_without_restarts_even_an_excused_failure_is_the_end(engines):
+    engine = engines(restart_limit=0)
+    assert works(engine)
+    assert poison(engine)[0] == "failed" and engine.model.restarts == 0
+
+
+def test_failures_longer_ago_than_the_window_are_forgotten(engines):
+    engine = engines(restart_limit=1, restart_window=0.2)
+    assert die(engine) == "ready"
+    time.sleep(0.3)  # never shorter
+    assert die(engine) == "ready" and engine.model.restarts == 2
+
+
+def test_a_failure_while_draining_is_the_end(engines):
+    engine = engines(restart_limit=5)
+    engine.model.gate = gate = threading.Event()
+    future = engine.submit(request(HARMLESS))
+    assert engine.model.entered.wait(60)
+    engine.model.die = True
+    assert engine.drain(0) is False
+    gate.set()
+    with pytest.raises(EngineFailedError):
+        future.result(60)
+    assert engine.wait_failed(60) and engine.model.restarts == 0
+
+
+def test_whoever_shared_the_failed_step_goes_alone_and_before_all_others(engines):
+    """One of four broke the step: the four are tried one by one in their order; later ones share steps again. After
+    each restart the last step that worked is repeated."""
+    engine = engines(restart_limit=1)
+    engine.model.gate = gate = threading.Event()
+    futures = [engine.submit(request(HARMLESS))]
+    assert engine.model.entered.wait(60)
+    firsts, others = [1, 2, POISON, 4], [11, 12, 13, 14]  # all of them wait while the first step runs
+    futures += [engine.submit(request(first)) for first in firsts + others]
+    gate.set()
+    with pytest.raises(GenerationError, match="index out of range"):
+        futures[1 + firsts.index(POISON)].result(60)
+    for future in (*futures[:3], *futures[4:]):
+        future.result(60)
+    assert engine.model.batches == [[HARMLESS], firsts, [HARMLESS], [1], [2], [POISON], [2], [4], others]
+    assert engine.model.restarts == 2 and settled(engine) == "ready"
+
+
+def test_a_ranks_traceback_is_for_the_log_alone(engines, caplog):
+    engine = engines(restart_limit=0)
+    with pytest.raises(EngineFailedError, match="index out of range") as caught:
+        engine.submit(request(POISON)).result(60)
+    assert settled(engine) == "failed"
+    told = [str(caught.value), engine.health().error, as_api_error(caught.value).message]
+    assert isinstance(caught.value.__cause__, RankFailedError)
+    told.append(as_api_error(caught.value.__cause__).message)
+    assert [text for text in told if "index out of range" not in text or "secret.py" in text] == []
+    assert "secret.py" in caplog.text
+    alone = engines(restart_limit=1)
+    with pytest.raises(GenerationError, match=r"index out of range$"):
+        alone.submit(request(POISON)).result(60)
+
+
+def test_a_call_with_the_users_own_routing_counts_as_work(engines):
+    model = ToyOneShot(requires=["bucket-kernel"])
+    with OneShotEngine(model, restart_limit=1, idle_probe=None) as engine:
+        plain = model.forward
+
+        def forward(**inputs):
+            if (inputs["input_ids"] == POISON).any():
+                model.dead = True
+                raise RankFailedError(RAISED, 0, REMOTE)
+            return plain(**inputs)
+
+        model.forward = forward
+        engine.submit(request(HARMLESS)).result(60)
+        for _ in range(3):
+            assert poison(engine) == ("ready", GenerationError)
+
+
+@pytest.mark.parametrize("error", ["nxd_infer.errors.ArtifactCorruptError: rank_00 is truncated", "KeyError: 'w'"])
+def test_a_rank_that_raises_what_is_foreseen_is_one_line_of_the_log(engines, caplog, error):
+    engine = engines(restart_limit=0)
+    remote = f"Traceback (most recent call last):\n  secret.py, line 1\n{error}"
+
+    def lose(name, inputs):
+        engine.model.dead = True
+        raise RankFailedError(
+            f"rank 0 of 1 raised during start: {error}\n--- traceback of rank 0 ---\n{remote}", 0, remote
+        )
+
+    engine.model.fail = lose
+    with pytest.raises(EngineFailedError):
+        engine.submit(request(HARMLESS)).result(60)
+    assert settled(engine) == "failed"
+    assert ("secret.py" in caplog.text) == ("nxd_infer.errors" not in error)
+    assert error in caplog.text
+
+
+class Lost:
+    """Ranks that are gone: they have descriptors and shared memory until nothing refers to them."""
+
+    failure: Exception
+
+
+def test_lost_ranks_are_let_go_at_once(engines):
+    """The error that they keep, and that the engine keeps, has frames in which they are known."""
+    engine = engines()
+    seen = []
+
+    def lose(name, inputs):
+        lost = Lost()
+        seen.append(weakref.ref(lost))
+        engine.model.dead = True
+        engine.model.fail = lambda name, inputs: None
+        lost.failure = RankDiedError("rank 0 died", 0)
+        try:
+            raise ConnectionResetError("its channel")
+        except ConnectionResetError as error:
+            raise lost.failure from error
+
+    gc.collect()
+    gc.disable()
+    try:
+        engine.model.fail = lose
+        future = engine.submit(request(HARMLESS))
+        assert isinstance(future.exception(60), EngineFailedError)
+        assert settled(engine) == "ready" and engine.health().error == "rank 0 died"
+        assert seen[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_a_client_is_told_what_ended_the_ranks_and_not_what_to_call():
+    refused = ModelClosedError("the ranks of this model were ended; call restart()")
+    refused.__cause__ = RankDiedError("rank 1 was ended")
+    assert summary(refused) == "rank 1 was ended"
+    assert "restart()" not in str(ranks_failed(refused))
+
+
+def test_errors_that_are_each_others_cause_and_context_are_let_go():
+    """What ended the ranks is the cause of a later call's refusal, and is raised again while that is handled."""
+    lost = RankDiedError("rank 1 was ended")
+    refused = ModelClosedError("the ranks are gone")
+    refused.__cause__, lost.__context__ = lost, refused
+    for error in (lost, refused):
+        try:
+            raise error
+        except (RankDiedError, ModelClosedError):
+            pass
+    refused.__cause__, lost.__context__ = lost, refused
+    assert lost.__traceback__ and refused.__traceback__
+    forget_frames(lost)
+    assert lost.__traceback__ is None and refused.__traceback__ is None
+
+
+def test_a_recovery_is_bounded_as_a_whole_and_its_last_start_is_what_starts_take():
+    restarts, seen = RankRestarts(limit=3, window=600.0), []
+
+    def start():
+        seen.append((restarts.seconds, restarts.stage))
+        restarts.at("a first step runs")
+        if len(seen) < 3:
+            raise RankDiedError("rank 0 died", 0) if len(seen) == 1 else RankTimeoutError("rank 1 is late", 1)
+
+    assert restarts.run(start, False, str) is None
+    took, whole = restarts.took, restarts.end()
+    assert [stage for _, stage in seen] == [f"the ranks load{more}" for more in ("", " (attempt 2)", " (attempt 3)")]
+    assert seen[0][0] < seen[1][0] < seen[2][0] <= whole, "the clock of the bound goes on"
+    assert took < whole - seen[1][0], "what failed before is no part of what a start takes"
+    assert restarts.seconds is None and restarts.stage == "" and restarts.count == 3
+
+
+def short_of(number: int) -> RankStartError:
+    error = RankStartError("the system does not let the ranks start")
+    error.__cause__ = OSError(number, os.strerror(number))
+    return error
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
+def test_ranks_for_which_the_system_has_no_room_now_are_tried_again_as_long_as_they_can_be_in_time(number, monkeypatch):
+    monkeypatch.setattr("nxd_server.engine.rank_restarts.LONGEST_PAUSE", 0.001)
+    restarts, spent = RankRestarts(limit=1, window=600.0), []
+    late_after = 9
+
+    def hopeless(seconds):
+        spent.append(seconds)
+        return "too late" if len(spent) > late_after else ""
+
+    def start():
+        if len(spent) < 6:
+            raise short_of(number)
+
+    restarts.hopeless = hopeless
+    assert restarts.run(start, False, str) is None and restarts.count == 7
+    assert spent == sorted(spent) and spent[0] > 0
+    restarts.end()
+    assert "as often as max_restarts allows" in restarts.refusal(False), "the first one counted"
+    assert not restarts.refusal(True)
+    spent.clear()
+    late_after = 3
+    found = restarts.run(start, False, str)
+    assert found is not None and found[1] == "the system does not let the ranks start; too late"
+
+
+def test_without_another_bound_ranks_for_which_there_is_no_room_count(monkeypatch):
+    monkeypatch.setattr("nxd_server.engine.rank_restarts.LONGEST_PAUSE", 0.001)
+    restarts = RankRestarts(limit=3, window=600.0)
+
+    def start():
+        raise short_of(errno.EMFILE)
+
+    found = restarts.run(start, False, str)
+    assert found is not None and "as often as max_restarts allows" in found[1] and restarts.count == 3
+
+
+def test_the_end_of_the_engine_is_not_kept_waiting_for_room():
+    restarts = RankRestarts(limit=3, window=600.0)
+
+    def start():
+        raise short_of(errno.EMFILE)
+
+    found = restarts.run(start, False, lambda: "the engine ends")
+    assert found is not None and found[1].endswith("; the engine ends") and restarts.count == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (short_of(errno.EFBIG), ""),
+        (RankFailedError("rank 0 raised: ArtifactCorruptError", 0, "nxd_infer.errors.ArtifactCorruptError: x"), ""),
+        (RankStartError("the system does not let the ranks start"), ""),
+        (ModelClosedError("the model was closed"), ""),
+        (RankDiedError("rank 0 died", 0), "the engine ends"),
+    ],
+)
+def test_a_start_that_another_one_would_not_help_is_the_last(error, why):
+    restarts = RankRestarts(limit=3, window=600.0)
+
+    def start():
+        raise error
+
+    found = restarts.run(start, False, lambda: why)
+    assert found is not None and found[0] is error and found[1] == "; ".join(filter(None, (str(error), why)))
+    assert restarts.count == 1 and restarts.took is None

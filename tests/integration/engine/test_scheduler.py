@@ -1,0 +1,278 @@
+"""The scheduler alone: every choice ends once, slots never leak or collide, each step takes the graph that suits it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nxd_server.engine.core.scheduler import UNKNOWN, Step
+from nxd_server.engine.core.sequence import Sequence
+from nxd_server.engine.core.slots import SlotPool
+from nxd_server.engine.core.step_costs import StepCosts
+from tests.support.engine.schedules import decoding, graphs, scheduler, sequence
+
+arrivals = st.lists(
+    st.tuples(
+        st.integers(0, 60),
+        st.integers(1, 50),
+        st.integers(1, 12),
+        st.one_of(st.none(), st.integers(0, 60)),
+        st.integers(1, 24),
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+@given(
+    arrivals=arrivals,
+    slots=st.integers(1, 5),
+    batches=st.sampled_from([(1,), (1, 2, 4), (2,), (4,)]),
+    lengths=st.sampled_from([(8, 16), (8,), (), (4, 8, 16, 32)]),
+    ratio=st.sampled_from([0.5, 4.0, 1e6]),
+    mixes=st.booleans(),
+    pipeline=st.sampled_from([(1, 1), (1, 2), (2, 3), (3, 4), (2, 1)]),
+    bound=st.sampled_from([(), (0,), (0, 1)]),
+)
+@settings(max_examples=300)
+def test_any_traffic_is_served_exactly_once_within_the_bounds(
+    arrivals, slots, batches, lengths, ratio, mixes, pipeline, bound
+):
+    """Arrivals are (time, prompt length, new tokens at most, time of cancellation, tokens until it stops by itself).
+    ``pipeline``: stages, and how many steps are planned before the tokens of the first are known. ``bound``: which of
+    even and odd choices follow a grammar."""
+    groups, depth = pipeline
+    subject = scheduler(slots, batches, lengths, ratio=ratio, mixes=mixes, groups=groups)
+    waiting = dict(enumerate(arrivals))
+    live: dict[int, Sequence] = {}
+    finished: dict[int, str] = {}
+    prefills_since_decode: dict[int, int] = {}
+    last_prefill, decode_seconds = None, 0.0
+    order: list[int] = []
+    under_way: list[Step] = []
+
+    def land(step):
+        subject.complete(step, subject.costs[step.graph.name])
+        for row in step.rows:
+            item = row.sequence
+            if row.samples and item.id in live:
+                item.output.append(7)
+                assert len(item.output) <= item.max_new_tokens, "a token that nobody wants"
+                if len(item.output) in (item.max_new_tokens, arrivals[item.id][4]):
+                    subject.remove(item)
+                    assert item.id not in finished
+                    finished[item.id] = "done"
+                    del live[item.id]
+
+    for clock in range(5000):
+        for identity in [key for key, arrival in waiting.items() if arrival[0] <= clock]:
+            _, prompt, new, _, _ = waiting.pop(identity)
+            live[identity] = sequence(identity, prompt, new)
+            live[identity].guide = object() if identity % 2 in bound else None
+            subject.add(live[identity])
+        for identity, item in list(live.items()):
+            if arrivals[identity][3] is not None and arrivals[identity][3] <= clock:
+                subject.remove(item)
+                finished[identity] = "cancelled"
+                del live[identity]
+                assert item.slot is None
+        order += [item.id for item in subject.admit()]
+        held = [item.slot for item in live.values() if item.slot is not None]
+        assert len(set(held)) == len(held) == subject.slots.used <= slots
+        step = subject.next_step() if len(under_way) < depth else None
+        if step is None:
+            if under_way:
+                land(under_way.pop(0))
+                continue
+            assert not live
+            if not waiting:
+                break
+            continue
+        assert 1 <= len(step.rows) <= step.graph.batch
+        prompts = [row for row in step.rows if row.sequence.remaining]
+        assert len({row.sequence.slot for row in step.rows}) == len(step.rows) or (mixes and step.kind == "mixed")
+        assert (step.kind == "mixed") == (bool(prompts) and len(prompts) < len(step.rows))
+        decoding = {item.id for item in live.values() if item.slot is not None and not item.remaining and item.goes_on}
+        seconds = subject.costs[step.graph.name]
+        if step.kind == "prefill":
+            if decoding and last_prefill is not None:
+                others = [prefills_since_decode[identity] for identity in decoding if identity in prefills_since_decode]
+                assert all(count == 0 for count in others), "a second prefill before every stream advanced"
+                in_flight = {row.sequence.id for earlier in under_way for row in earlier.rows}
+                if others and not (groups > 1 and decoding <= in_flight):
+                    assert decode_seconds * ratio >= last_prefill * 0.999
+            last_prefill, decode_seconds = (seconds, 0.0) if decoding else (None, 0.0)
+            prefills_since_decode = dict.fromkeys(decoding, 1)
+        else:
+            decode_seconds += seconds
+        fed = {row.sequence.id: row.sequence.computed for row in step.rows}
+        for row in step.rows:
+            assert row.sequence.id in live, "a step for a finished choice"
+            assert row.start == fed[row.sequence.id] and 1 <= row.length <= step.graph.length
+            assert row.samples == (row.start + row.length >= len(row.sequence.prompt))
+            fed[row.sequence.id] += row.length
+            if step.kind != "prefill":
+                prefills_since_decode[row.sequence.id] = 0
+            place = row.start + row.length - len(row.sequence.prompt)
+            assert place < row.sequence.max_new_tokens, "a step for a token that nobody wants"
+            if groups > 1 or row.sequence.guide is not None:
+                assert UNKNOWN not in row.tokens()
+            elif row.tokens() == [UNKNOWN]:  # the token behind all that are known, which the step under way gives
+                assert row.start == len(row.sequence.prompt) + len(row.sequence.output)
+                assert [it.samples for it in under_way[-1].rows if it.sequence is row.sequence][-1:] == [True]
+            else:
+                assert len(row.tokens()) == row.length and UNKNOWN not in row.tokens()
+        subject.begin(step)
+        under_way.append(step)
+    assert set(finished) == set(range(len(arrivals)))
+    assert subject.slots.free == slots and not subject.busy and subject.live_tokens == 0
+    expected = sorted(order, key=lambda identity: (max(arrivals[identity][0], 0), identity))
+    assert order == expected, "slots are given in order of arrival"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "pieces"),
+    [
+        (1, ["decode_b1"]),
+        (7, ["prefill_s8"]),
+        (8, ["prefill_s8"]),
+        (9, ["prefill_s16"]),
+        (16, ["prefill_s16"]),
+        (17, ["prefill_s16", "decode_b1"]),
+        (30, ["prefill_s16", "prefill_s16"]),
+        (40, ["prefill_s16", "prefill_s16", "prefill_s8"]),
+    ],
+)
+def test_a_prompt_goes_in_pieces_and_a_length_equal_to_a_bucket_runs_in_it(prompt, pieces):
+    subject = scheduler(batches=(1,), seconds={"prefill_s8": 0.6, "prefill_s16": 1.0, "decode_b1": 0.5})
+    subject.add(sequence(0, prompt))
+    subject.admit()
+    taken = []
+    while (step := subject.next_step()).kind == "prefill":
+        taken.append(step.graph.name)
+        assert len(step.rows) == 1
+        subject.begin(step)
+        subject.complete(step, 1.0)
+    assert taken == pieces
+
+
+def test_a_piece_is_split_only_where_measured_times_say_it_is_clearly_cheaper():
+    costly = scheduler(lengths=(8, 128), seconds={"prefill_s8": 0.01, "prefill_s128": 0.10})
+    assert costly.piece(20) == 8  # three steps of 8 instead of 128
+    assert costly.piece(100) == 128
+    assert costly.piece(128) == 128
+    level = scheduler(lengths=(8, 16), seconds={"prefill_s8": 0.01, "prefill_s16": 0.021})
+    assert level.piece(9) == 16  # two of 8 are a little cheaper, which may be noise
+    assert level.piece(16) == 16
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds", "graph"),
+    [
+        (1, {"decode_b1": 1.0, "decode_b2": 1.1, "decode_b4": 1.2}, "decode_b1"),
+        (2, {"decode_b1": 1.0, "decode_b2": 1.1, "decode_b4": 1.2}, "decode_b2"),
+        (3, {"decode_b1": 1.0, "decode_b2": 1.1, "decode_b4": 1.2}, "decode_b4"),
+        (3, {"decode_b1": 1.0, "decode_b2": 1.1, "decode_b4": 9.0}, "decode_b2"),
+        (4, {"decode_b1": 1.0, "decode_b2": 5.0, "decode_b4": 9.0}, "decode_b1"),
+        (1, {"decode_b1": 5.0, "decode_b2": 3.0, "decode_b4": 9.0}, "decode_b2"),
+        (1, {"decode_b1": 5.0, "decode_b2": 4.5, "decode_b4": 9.0}, "decode_b1"),
+    ],
+)
+def test_a_decode_step_takes_the_graph_with_the_most_rows_per_second(rows, seconds, graph):
+    subject = scheduler(seconds={**seconds, "prefill_s8": 0.1})
+    decoding(subject, rows)
+    for _ in range(20):  # prefill's debt is paid by now
+        step = subject.next_step()
+        subject.begin(step)
+        subject.complete(step, subject.costs[step.graph.name])
+    assert step.kind == "decode" and step.graph.name == graph
+
+
+def test_rows_beyond_the_largest_graph_take_turns():
+    subject = scheduler(slots=6, batches=(1, 2))
+    items = decoding(subject, 5)
+    for item in items:
+        item.computed = 4
+    for _ in range(50):
+        step = subject.next_step()
+        subject.begin(step)
+        subject.complete(step, subject.costs[step.graph.name])
+    advanced = [item.computed for item in items]
+    assert max(advanced) - min(advanced) <= 1
+
+
+def test_a_removed_row_in_a_running_step_is_skipped_and_its_slot_is_free():
+    subject = scheduler(slots=1)
+    item = sequence(0, 20)
+    subject.add(item)
+    subject.admit()
+    step = subject.next_step()
+    subject.begin(step)
+    subject.remove(item)
+    subject.remove(item)
+    subject.complete(step, 0.1)
+    assert subject.slots.free == 1 and subject.next_step() is None and subject.live_tokens == 0
+
+
+def test_costs_follow_measurements_and_one_outlier_changes_little():
+    costs = StepCosts(graphs())
+    costs.observe("decode_b1", 0.01)
+    assert costs["decode_b1"] == 0.01
+    costs.observe("decode_b1", 100.0)
+    assert costs["decode_b1"] < 0.012
+    for _ in range(200):
+        costs.observe("decode_b1", 0.02)
+    assert costs["decode_b1"] == pytest.approx(0.02, rel=0.01)
+
+
+def test_given_costs_hold_whatever_is_measured():
+    costs = StepCosts(graphs(), {"decode_b1": 0.03})
+    costs.set("decode_b1", 0.01)
+    costs.observe("decode_b1", 0.02)
+    costs.observe("decode_b2", 0.02)
+    assert (costs["decode_b1"], costs["decode_b2"]) == (0.03, 0.02)
+    for wrong in ({"decode_b9": 1.0}, {"decode_b1": 0.0}, {"decode_b1": float("nan")}):
+        with pytest.raises(ValueError, match=r"costs: 'decode_b\d' = .*: expected seconds above 0 for one of"):
+            StepCosts(graphs(), wrong)
+
+
+def test_a_graph_that_was_slow_on_a_busy_machine_gets_another_chance():
+    costs = StepCosts(graphs())
+    costs.set("decode_b1", 0.01)
+    costs.set("decode_b4", 0.02)
+    for _ in range(100):
+        costs.observe("decode_b1", 0.05)
+    assert costs["decode_b1"] > 0.04
+    for _ in range(2000):
+        costs.observe("decode_b4", 0.02)
+    assert costs["decode_b1"] < 0.011
+
+
+def test_a_slot_cannot_be_released_twice():
+    pool = SlotPool(2)
+    slot, _ = pool.allocate()
+    pool.release(slot)
+    with pytest.raises(KeyError):
+        pool.release(slot)
+    assert [pool.allocate(), pool.allocate()] == [(0, 0), (1, 0)]
+    with pytest.raises(IndexError):
+        pool.allocate()
+    with pytest.raises(ValueError, match="at least one slot"):
+        SlotPool(0)
+
+
+@pytest.mark.parametrize(("prompt", "length"), [(1, 8), (8, 8), (9, 16), (16, 16)])
+def test_a_prompt_that_is_read_whole_is_one_piece_whatever_it_costs(prompt, length):
+    """Small pieces are cheaper here, decoding waits, and a graph of one token would hold the shortest prompt."""
+    seconds = {"prefill_s16": 1.0, "prefill_s8": 0.01, "decode_b1": 0.001}
+    subject = scheduler(slots=4, seconds=seconds, whole_prompts=True)
+    decoding(subject, 2)
+    subject.add(sequence(9, prompt))
+    subject.admit()
+    steps = []
+    while not steps or steps[-1].kind != "prefill":
+        steps.append(subject.next_step())
+        subject.begin(steps[-1])
+    (row,) = steps[-1].rows
+    assert (steps[-1].graph.length, row.start, row.length, row.samples) == (length, 0, prompt, True)

@@ -1,0 +1,184 @@
+"""Answers with guesses against answers without: a tiny Llama, compiled in bfloat16 at degree 1, and at degree 2."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nxd_infer.backends.cpu.inductor import BACKEND
+from nxd_infer.errors import ModelConfigError
+from nxd_models.serving.decoder_step import step_inputs
+from nxd_server import LLM, SamplingParams
+from nxd_server.engine import Engine
+from tests.support.engine.real_artifacts import MAX_LEN, costs_of, paying_costs, trace_llama
+from tests.support.engine.toy_model import ToyModel
+from tests.support.needs import needs_inductor
+
+GUESSES = 4
+REPETITIVE = [[11, 12, 13, 14] * 6, [7] * 9, [20, 21, 22, 23, 24, 20, 21, 22]]
+RANDOM = [[5 + (7 * place + 3 * length) % 280 for place in range(length)] for length in (3, 11, 20, 33)]
+GREEDY = SamplingParams(max_tokens=28, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=needs_inductor), 2])
+def llms(request, tmp_path_factory):
+    """The same artifact without and with guesses; with them whenever there are any, right or wrong."""
+    directory = tmp_path_factory.mktemp("speculation")
+    if request.param == 1:  # few graphs, as compiling takes its time: prompts go in rows beside those of streams
+        few = {"batch_sizes": [4], "prompt_buckets": [1], "dtype": torch.bfloat16}
+        rounding = [f"{name}={value}" for name, value in BACKEND.same_rounding.items()]
+        artifact = trace_llama(
+            directory,
+            1,
+            "inductor",
+            rounding,
+            speculate=GUESSES,
+            **few,
+        )[1]
+    else:
+        artifact = trace_llama(directory, 2, speculate=GUESSES)[1]
+    options = {"prefix_caching": False}  # which slot holds a prompt hangs on when the answers end
+    with (
+        LLM(artifact, costs=costs_of(artifact), **options) as plain,
+        LLM(artifact, speculate=GUESSES, costs=paying_costs(artifact), **options) as guessing,
+    ):
+        yield plain, guessing
+
+
+def counted(llm, name):
+    """Steps so far of the graphs whose name begins so."""
+    return sum(count for bucket, count in llm.engine.stats().bucket_steps.items() if bucket.startswith(name))
+
+
+def compare(llms, prompts, params):
+    """Ask both, all prompts at once; the answers of the one that guesses."""
+    plain, guessing = (llm.generate(prompts, params) for llm in llms)
+    for expected, found in zip(plain, guessing, strict=True):
+        assert found.usage == expected.usage
+        for a, b in zip(expected.outputs, found.outputs, strict=True):
+            assert (b.token_ids, b.text, b.finish_reason, b.stop) == (a.token_ids, a.text, a.finish_reason, a.stop)
+            for ours, theirs in zip(b.logprobs or [], a.logprobs or [], strict=True):
+                assert ours.token == theirs.token and ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+                assert len(ours.top) == len(theirs.top)
+                assert [v for _, v in ours.top] == pytest.approx([v for _, v in theirs.top], abs=1e-4)
+    return guessing
+
+
+def test_greedy_answers_are_the_same_and_take_fewer_steps(llms):
+    plain, guessing = llms
+    few = GREEDY.replace(logit_bias=dict.fromkeys((20, 21, 22, 23), 3.0))  # partly right guesses all the time
+    params = [GREEDY, few, few, few.replace(max_tokens=40), GREEDY, few, GREEDY]
+    compare(llms, REPETITIVE + RANDOM, params)
+    before = [counted(llm, "decode") + counted(llm, "verify") for llm in llms]
+    for prompt in REPETITIVE:  # alone: how many steps several share hangs on when each of them came
+        compare(llms, [prompt], GREEDY)
+    steps = [counted(llm, "decode") + counted(llm, "verify") - old for llm, old in zip(llms, before, strict=True)]
+    assert steps[1] < steps[0] and counted(guessing, "verify") > 0 and counted(plain, "verify") == 0
+    stats = guessing.engine.stats()
+    assert 40 < stats.accepted_tokens < stats.draft_tokens
+    assert plain.engine.stats().draft_tokens == 0
+    assert stats.generated_tokens == plain.engine.stats().generated_tokens
+
+
+def test_a_conversation_goes_on_behind_accepted_and_rejected_guesses(llms):
+    """What they wrote into the slot is what the next turn finds there."""
+    plain, guessing = llms
+    artifact = guessing.model.artifact.path
+    with LLM(artifact, speculate=GUESSES, costs=paying_costs(artifact)) as caching:
+        talk = list(REPETITIVE[2])
+        for turn in range(4):
+            params = GREEDY.replace(max_tokens=9, logit_bias=dict.fromkeys((20, 21, 22, 23), 3.0))
+            (expected,), (found,) = plain.generate(talk, params), caching.generate(talk, params)
+            assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+            assert found.usage.cached_tokens == (len(talk) - 3 if turn else 0)
+            talk += [*found.outputs[0].token_ids, 30 + turn, 31]
+        assert caching.engine.stats().draft_tokens > caching.engine.stats().accepted_tokens > 0
+
+
+def test_a_draft_is_verified_with_the_bits_of_decode(llms):
+    """Compiled, in bfloat16: every number of five tokens in one step is that of five steps."""
+    model = llms[0].model
+    prompt, fed = RANDOM[1], torch.tensor([[31, 7, 200, 7, 31]])
+    start = len(prompt)
+
+    def run(bucket, tokens, at):
+        (batch, length), count = model.manifest.bucket(bucket).inputs[0].shape, tokens.shape[1]
+        inputs = step_inputs(llms[0].metadata["vocab_size"], batch, length, llms[0].metadata["slots"])
+        inputs["tokens"][0, :count], inputs["start"][0], inputs["length"][0] = tokens[0], at, count
+        inputs["block_table"][0], inputs["prompt_length"][0] = 0, start
+        outputs = model.run_bucket(bucket, inputs)
+        return {name: value[0, :count].clone() for name, value in outputs.items()}
+
+    for place, token in enumerate(prompt):
+        run("decode_b4", torch.tensor([[token]]), place)
+    alone = [run("decode_b4", fed[:, place : place + 1], start + place) for place in range(GUESSES + 1)]
+    together = run("verify_b4", fed, start)
+    for name, found in together.items():
+        expected = torch.cat([one[name] for one in alone])
+        if model.manifest.backend == "inductor":
+            assert torch.equal(found, expected), name
+        else:
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_one_prompt_alone_and_up_to_the_last_position(llms):
+    for prompt in (REPETITIVE[1], RANDOM[2]):
+        (output,) = compare(llms, prompt, GREEDY.replace(max_tokens=MAX_LEN - len(prompt)))
+        assert output.outputs[0].finish_reason == "length"
+
+
+def test_whatever_a_request_asks_for_stays_right(llms):
+    """Drawn, biased, penalised, with log-probabilities, with the end kept away, several choices: all in one batch."""
+    eos = llms[0].engine.eos_token_ids[0]
+    drawn = SamplingParams(max_tokens=24, temperature=0.7, seed=5, ignore_eos=True)
+    asked = [
+        (REPETITIVE[0], drawn),
+        (REPETITIVE[1], drawn.replace(n=3, top_p=0.9, logit_bias={7: 6.0})),
+        (REPETITIVE[2], GREEDY.replace(logprobs=5)),
+        (REPETITIVE[0], GREEDY.replace(frequency_penalty=0.6, presence_penalty=0.3)),
+        (REPETITIVE[0], GREEDY.replace(repetition_penalty=1.2)),
+        (REPETITIVE[1], GREEDY.replace(logit_bias={7: 50.0})),
+        (REPETITIVE[2], GREEDY.replace(ignore_eos=False, min_tokens=9, logit_bias={eos: 100.0})),
+        (REPETITIVE[2], GREEDY.replace(ignore_eos=False, min_tokens=9, logit_bias={eos: 100.0, 20: 90.0}, logprobs=0)),
+    ]
+    accepted = llms[1].engine.stats().accepted_tokens
+    outputs = compare(llms, [prompt for prompt, _ in asked], [params for _, params in asked])
+    assert llms[1].engine.stats().accepted_tokens > accepted
+    assert outputs[5].outputs[0].token_ids == [7] * 28
+    assert outputs[6].outputs[0].token_ids[-1] == eos and outputs[6].usage.completion_tokens == 10
+    assert len(outputs[2].outputs[0].logprobs or []) == 28
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6, 7, 13])
+def test_an_answer_ends_in_the_middle_of_right_guesses(llms, length):
+    """Ended by its length, a stop token or a stop string: no later token is sent or counted."""
+    biased = GREEDY.replace(logit_bias={7: 50.0})
+    compare(llms, [7] * 9, biased.replace(max_tokens=length))
+    whole = llms[0].generate(REPETITIVE[2], GREEDY)[0].outputs[0]
+    compare(llms, REPETITIVE[2], GREEDY.replace(stop_token_ids=[whole.token_ids[length]]))
+    text = llms[0].tokenizer.decode(whole.token_ids[: length + 1])
+    compare(llms, REPETITIVE[2], GREEDY.replace(stop=[text[-2:]]))
+
+
+def test_a_stream_gives_the_tokens_one_by_one(llms):
+    events, expected = (list(llm.stream(REPETITIVE[1], GREEDY)) for llm in reversed(llms))
+    assert [getattr(e, "token", None) for e in events] == [getattr(e, "token", None) for e in expected]
+    assert "".join(e.text for e in events) == "".join(e.text for e in expected)
+
+
+def test_without_a_guess_the_plain_graph_runs(llms):
+    guessing = llms[1]
+    before = counted(guessing, "verify")
+    guessing.generate([[40], [50]], GREEDY.replace(max_tokens=2))
+    assert counted(guessing, "verify") == before
+
+
+def test_what_an_artifact_cannot_verify_is_refused_with_the_fix(llms):
+    with pytest.raises(ModelConfigError, match=r"speculate = 3: .* was traced without .* again with --speculate 3"):
+        Engine(ToyModel(), speculate=3)
+    model = llms[0].model
+    with pytest.raises(ModelConfigError, match="verifies 4 guesses at most; trace the model again with --speculate 5"):
+        Engine(model, speculate=5)
+    for bad in (-1, True, 1.5, "2"):
+        with pytest.raises(ModelConfigError, match=f"speculate must be a whole number of at least 0, got {bad!r}"):
+            Engine(model, speculate=bad)  # pyright: ignore[reportArgumentType]

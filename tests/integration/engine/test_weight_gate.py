@@ -1,0 +1,356 @@
+"""New weights under traffic: every request is answered by one version, and none is lost, whatever becomes of a swap."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from nxd_infer.errors import RankFailedError, WeightSchemaError
+from nxd_server import LLM
+from nxd_server.engine import OneShotEngine, SamplingParams, engine_thread
+from nxd_server.engine.weight_gate import WholeRequest
+from nxd_server.errors import EngineUnavailableError, WeightsBusyError
+from tests.support.engine.toy_model import VOCAB, Listener, ToyModel, ToyWeights, naive_generate
+from tests.support.engine.toy_oneshot import ToyOneShot, expected
+from tests.support.processes import wait_until
+
+pytestmark = pytest.mark.usefixtures("toy_takes_steps")
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+
+
+def swapping(engine, weights, **options):
+    """A swap in a thread: ``(thread, results)``; what comes out, an error included, is the one result."""
+    results = []
+
+    def swap():
+        try:
+            results.append(engine.update_weights(weights, **options))
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    return thread, results
+
+
+def wanted_of(ticket):
+    """The text that all choices of a greedy request must have, given the reported version."""
+    return naive_generate(ticket.choices[0].prompt, max_tokens=6, ignore_eos=True, weights=ticket.whole.version)
+
+
+def test_every_request_is_of_one_version_and_none_is_lost(engines):
+    """Swap after swap while requests of several choices and several prompts come from several threads."""
+    engine = engines(ToyModel(slots=4), max_queued_requests=10_000)
+    draw = random.Random(0)
+    asked, stop = [], threading.Event()
+
+    def client(seed):
+        own = random.Random(seed)
+        while not stop.is_set():
+            with WholeRequest() as whole:
+                for _ in range(own.choice([1, 1, 3])):
+                    params = GREEDY.replace(n=own.choice([1, 2, 5]))
+                    prompt = [own.randrange(7, VOCAB) for _ in range(own.randint(1, 30))]
+                    listener = Listener(params.n)
+                    asked.append((engine.submit(prompt, params, listener, whole=whole), listener))
+            time.sleep(own.random() * 0.02)
+
+    clients = [threading.Thread(target=client, args=(seed,)) for seed in range(3)]
+    for thread in clients:
+        thread.start()
+    versions = []
+    for number in range(1, 7):
+        enough = sum(engine.stats().finished.values()) + draw.randint(1, 30)
+        wait_until(lambda enough=enough: sum(engine.stats().finished.values()) >= enough)
+        versions.append(engine.update_weights(number, timeout=60))
+    stop.set()
+    for thread in clients:
+        thread.join()
+    for ticket, listener in asked:
+        assert ticket.wait(60)
+        want = wanted_of(ticket)
+        assert listener.tokens == [want] * len(ticket.choices)
+        assert all(end.reason == "length" for end in listener.ends)
+    assert versions == [1, 2, 3, 4, 5, 6] and engine.model.weights == 6
+    assert len({ticket.whole.version for ticket, _ in asked}) > 1
+
+
+def test_a_request_that_has_begun_is_finished_on_the_old_weights(engines):
+    """One of two prompts runs, the other waits for its slot: a swap between them waits for both."""
+    model = ToyModel(slots=1, delay=0.01)
+    engine = engines(model)
+    first, second, third = Listener(), Listener(), Listener()
+    with WholeRequest() as whole:
+        engine.submit([7, 8], GREEDY.replace(max_tokens=30), first, whole=whole)
+        wait_until(lambda: first.tokens[0])
+        thread, results = swapping(engine, 1)
+        wait_until(lambda: engine.parts.gate.wanted)
+        later = engine.submit([9], GREEDY, third)
+        assert engine.submit([7, 9], GREEDY, second, whole=whole).wait(60)  # passes the one that came before it
+        assert not third.tokens[0] and model.weights == 0
+        with pytest.raises(WeightsBusyError, match="another change"):
+            engine.update_weights(2)
+        time.sleep(0.05)
+        assert engine.parts.gate.wanted  # a third prompt may still come
+    thread.join(60)
+    assert results == [1] and later.wait(60)
+    assert first.tokens[0] == naive_generate([7, 8], max_tokens=30, ignore_eos=True)
+    assert second.tokens[0] == naive_generate([7, 9], max_tokens=6, ignore_eos=True)
+    assert third.tokens[0] == naive_generate([9], max_tokens=6, ignore_eos=True, weights=1)
+    assert (whole.version, later.whole.version) == (0, 1)
+
+
+def test_one_call_of_an_llm_is_of_one_version(engines):
+    """Prompts that wait for a slot when a swap comes are of the call that has begun."""
+    llm = LLM.__new__(LLM)  # around the toy, which is no artifact on disk
+    llm.engine = engine = engines(ToyModel(slots=1, delay=0.005))
+    prompts = [[7 + number, 8] for number in range(6)]
+    answers = []
+    call = threading.Thread(target=lambda: answers.extend(llm.generate(prompts, GREEDY)))
+    call.start()
+    wait_until(lambda: engine.stats().generated_tokens)
+    assert llm.update_weights(1) == 1
+    call.join(60)
+    wanted = [naive_generate(prompt, max_tokens=6, ignore_eos=True) for prompt in prompts]
+    assert [answer.outputs[0].token_ids for answer in answers] == wanted
+    (later,) = llm.generate(prompts[0], GREEDY)
+    assert later.outputs[0].token_ids == naive_generate(prompts[0], max_tokens=6, ignore_eos=True, weights=1)
+
+
+def test_requests_that_take_too_long_keep_the_old_weights(engines):
+    engine = engines(ToyModel(slots=1))
+    running, waiting = Listener(), Listener()
+    with WholeRequest() as whole:  # which may always have one more prompt
+        assert engine.submit([7], GREEDY, running, whole=whole).wait(60)
+        thread, results = swapping(engine, 1, timeout=0.3)
+        wait_until(lambda: engine.parts.gate.wanted or results)
+        ticket = engine.submit([8], GREEDY, waiting)  # mostly while the swap waits
+        thread.join(60)
+        assert isinstance(results[0], WeightsBusyError) and "1 requests" in str(results[0])
+        assert ticket.wait(60)
+    assert engine.model.weights == 0 and ticket.whole.version == 0
+    assert waiting.tokens[0] == naive_generate([8], max_tokens=6, ignore_eos=True)
+    assert engine.update_weights(3) == 1  # nothing is left behind
+
+
+def test_weights_that_are_refused_change_nothing(engines):
+    engine = engines()
+    with pytest.raises(WeightSchemaError):
+        engine.update_weights("no number")
+
+    def refuse():
+        raise WeightSchemaError("a rank refused the new weights")
+
+    engine.model.fail_update = refuse
+    with pytest.raises(WeightSchemaError, match="a rank refused"):
+        engine.update_weights(1)
+    listener = Listener()
+    assert engine.submit([7], GREEDY, listener).wait(60)
+    assert listener.tokens[0] == naive_generate([7], max_tokens=6, ignore_eos=True)
+    assert engine.parts.gate.version == 0 and engine.model.restarts == 0
+
+
+def test_ranks_that_fail_over_new_weights_start_again_with_the_old_and_requests_wait(engines):
+    model = ToyModel(slots=1, delay=0.01)
+    engine = engines(model)
+
+    def half_way():
+        raise RankFailedError("new weights replaced only some of the old ones", 0)
+
+    model.fail_update = half_way
+    running, waiting = Listener(), Listener()
+    with WholeRequest() as whole:
+        engine.submit([7], GREEDY, running, whole=whole)
+        wait_until(lambda: running.tokens[0])
+        thread, results = swapping(engine, 1)
+        wait_until(lambda: engine.parts.gate.wanted)
+        ticket = engine.submit([8], GREEDY, waiting)
+    thread.join(60)
+    assert isinstance(results[0], RankFailedError)
+    assert ticket.wait(60) and waiting.tokens[0] == naive_generate([8], max_tokens=6, ignore_eos=True)
+    assert model.restarts == 1 and engine.parts.gate.version == 0
+    wait_until(lambda: engine.state == "ready")
+    model.fail_update = lambda: None
+    assert engine.update_weights(5) == 1
+
+
+def test_an_engine_that_drains_makes_no_swap(engines):
+    engine = engines(ToyModel(slots=1, delay=0.01))
+    with WholeRequest() as whole:
+        running = Listener()
+        ticket = engine.submit([7], GREEDY.replace(max_tokens=40), running, whole=whole)
+        wait_until(lambda: running.tokens[0])
+        thread, results = swapping(engine, 1)
+        wait_until(lambda: engine.parts.gate.wanted)
+        assert engine.drain(60) and ticket.done
+        thread.join(60)
+    assert isinstance(results[0], EngineUnavailableError) and "draining" in str(results[0])
+    with pytest.raises(EngineUnavailableError):
+        engine.update_weights(2)
+    assert engine.model.weights == 0
+
+
+def test_an_idle_engine_swaps_at_once_and_a_closed_one_never(engines):
+    engine = engines()
+    for number in range(1, 5):
+        assert engine.update_weights(number) == number
+    assert engine.update_weights(5, timeout=float("inf")) == 5
+    engine.close()
+    with pytest.raises(EngineUnavailableError):
+        engine.update_weights(9)
+
+
+def interrupted(engine, weights, moment):
+    """A swap in this thread that Ctrl-C ends once ``moment()`` holds."""
+
+    def interrupt():
+        wait_until(moment)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            engine.update_weights(weights, timeout=60)
+    finally:
+        thread.join(60)
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_change_whose_caller_was_interrupted_is_never_made(engines):
+    engine = engines()
+    cut = []
+    engine.model.cut_weights = lambda weights, tag: cut.append(ToyWeights(weights)) or cut[-1]
+    with WholeRequest() as whole:  # begun, and open: no change may begin
+        assert engine.submit([7], GREEDY, Listener(), whole=whole).wait(60)
+        interrupted(engine, 1, lambda: engine.parts.gate.wanted)
+        assert not engine.parts.gate.wanted and cut[0].closed
+    listener = Listener()
+    assert engine.submit([7], GREEDY, listener).wait(60)  # after the moment at which it would have been made
+    assert listener.tokens[0] == naive_generate([7], max_tokens=6, ignore_eos=True)
+    assert engine.model.weights == 0 and engine.update_weights(2) == 1
+
+
+def test_a_change_that_has_begun_is_the_engines_when_its_caller_is_interrupted(engines):
+    """The interrupt is raised at once; the files still belong to the model, and no other change comes in between."""
+    engine = engines()
+    cut, begun, go = [], threading.Event(), threading.Event()
+    engine.model.cut_weights = lambda weights, tag: cut.append(ToyWeights(weights)) or cut[-1]
+    engine.model.fail_update = lambda: begun.set() or go.wait(60)
+    try:
+        interrupted(engine, 1, begun.is_set)
+        assert not cut[0].closed and engine.model.weights == 0
+        with pytest.raises(WeightsBusyError, match="another change"):
+            engine.update_weights(2)
+        assert cut[1].closed
+    finally:
+        go.set()
+    listener = Listener()
+    assert engine.submit([7], GREEDY, listener).wait(60)
+    assert listener.tokens[0] == naive_generate([7], max_tokens=6, ignore_eos=True, weights=1)
+    assert engine.parts.gate.version == 1 and not cut[0].closed and engine.update_weights(3) == 2
+
+
+def test_a_change_withdrawn_while_the_thread_looks_for_work_lets_it_look_again(engines, monkeypatch):
+    """It has seen that nothing may begin, and does not sleep yet: what was held back must not wait a second for it."""
+    monkeypatch.setattr(engine_thread, "IDLE_SECONDS", 1000.0)
+    engine = engines()
+    batcher, gate, looked, held = engine.thread._batcher, engine.parts.gate, threading.Event(), []
+    work = batcher.work
+
+    def slow_work():
+        worked = work()
+        if held and gate.wanted and batcher._scheduler.waiting and not worked:
+            looked.set()
+            wait_until(lambda: not gate.wanted)
+        return worked
+
+    def moment():
+        if gate.wanted and not held:
+            held.append(engine.submit([8], GREEDY, Listener()))
+        return looked.is_set()
+
+    monkeypatch.setattr(batcher, "work", slow_work)
+    with WholeRequest() as whole:
+        assert engine.submit([7], GREEDY, Listener(), whole=whole).wait(60)
+        interrupted(engine, 1, moment)
+        assert held[0].wait(60)
+
+
+@pytest.mark.parametrize("end", ["draining", "closed", "failed"])
+def test_weights_that_were_cut_when_the_engine_ended_are_told_so_at_once(engines, end):
+    engine = engines()
+    cut, go = threading.Event(), threading.Event()
+    made = []
+
+    def cut_weights(weights, tag):
+        made.append(ToyWeights(weights))
+        cut.set()
+        go.wait(60)
+        return made[0]
+
+    engine.model.cut_weights = cut_weights
+    thread, results = swapping(engine, 1, timeout=float("inf"))  # if it waited, it would do so for ever
+    assert cut.wait(60)
+    if end == "draining":
+        assert engine.drain(60)
+    elif end == "closed":
+        engine.close()
+    else:
+        engine.model.restart = engine.model._step  # which raises for want of arguments
+        engine.model.dead = True
+        wait_until(lambda: engine.state == "failed")
+    go.set()
+    thread.join(60)
+    assert not thread.is_alive() and isinstance(results[0], EngineUnavailableError), results
+    assert results[0].state == end and made[0].closed and engine.model.weights == 0
+
+
+def test_a_drain_waits_for_a_change_that_has_begun(engines):
+    engine = engines()
+    begun, go = threading.Event(), threading.Event()
+    engine.model.fail_update = lambda: begun.set() or go.wait(60)
+    thread, results = swapping(engine, 1)
+    assert begun.wait(60)
+    assert not engine.drain(0.05)
+    go.set()
+    assert engine.drain(60)
+    thread.join(60)
+    assert results == [1] and engine.model.weights == 1
+
+
+def test_texts_in_waves_are_of_one_version():
+    """The second wave of a request passes what waits for the swap, and a full queue does not stop it."""
+    model = ToyOneShot(batches=(1,), delay=0.01)
+    engine = OneShotEngine(model, max_queued_requests=1)
+    engine.start()
+    try:
+        row = torch.tensor([[1, 2, 3]])
+        inputs = {"input_ids": row, "attention_mask": torch.ones_like(row)}
+        with WholeRequest() as whole:
+            early = engine.submit(inputs, whole=whole).result(60)
+            thread, results = swapping(engine, 1)
+            wait_until(lambda: engine.parts.gate.wanted)
+            others = [engine.submit(inputs) for _ in range(2)]  # the slot and the queue are full now
+            late = engine.submit(inputs, whole=whole, continuing=True).result(60)
+            assert model.weights == 0 and not any(other.done() for other in others)
+        thread.join(60)
+        assert results == [1] and whole.version == 0
+        want = expected(row[0])
+        for got, version in [(early, 0), (late, 0), *((other.result(60), 1) for other in others)]:
+            assert torch.equal(got["embedding"][0], want + version)
+        cancelled = WholeRequest()
+        engine.submit(inputs, whole=cancelled).cancel()
+        cancelled.close()
+        assert engine.update_weights(7, timeout=60) == 2  # what was cancelled holds up nothing
+    finally:
+        engine.close()
+    assert engine.parts.queue.inside == engine.parts.queue.unreported == 0 and not engine.parts.gate._begun

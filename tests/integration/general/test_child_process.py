@@ -1,0 +1,109 @@
+"""A child process: started, waited for, ended with what it started, explained."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from nxd_infer.util import child_process
+from nxd_infer.util.child_process import ChildProcess, end_all, wait_for_an_end
+from nxd_infer.util.python_command import python_code
+from tests.support.processes import gone, wait_until
+
+SLEEP = "import time; time.sleep(600)"
+
+
+def test_how_it_ended_is_said():
+    ends, killed = ChildProcess(python_code("sys.exit(3)")), ChildProcess(python_code(SLEEP))
+    assert killed.explain() == "is still running"
+    assert ends.wait(60) and ends.explain() == "ended with status 3"
+    killed.kill()
+    assert killed.wait(60) and killed.explain() == "was ended by SIGKILL" and killed.returncode == -9
+    killed.end()
+    killed.end()  # twice is once
+    assert killed.explain() == "was ended by SIGKILL"
+
+
+@pytest.mark.parametrize("last", ["time.sleep(600)", "sys.exit(1)"])
+def test_what_it_started_ends_with_it(tmp_path: Path, last: str):
+    """A compiler whose starter has died holds the machine's memory."""
+    file = tmp_path / "pid"
+    code = (
+        "import subprocess, pathlib, time\n"
+        "other = subprocess.Popen(['sleep', '600'])\n"
+        f"pathlib.Path({str(file)!r}).write_text(str(other.pid))\n"
+        f"{last}"
+    )
+    child = ChildProcess(python_code(code))
+    wait_until(lambda: file.exists() and file.read_text() and (child.running == ("sleep" in last)))
+    child.end()
+    assert not child.running and gone(int(file.read_text()), 60)
+
+
+def test_only_the_parent_gets_the_terminals_ctrl_c():
+    child = ChildProcess(python_code("import os; print(os.getsid(0), flush=True)"), stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert int(child.stdout.readline()) == child.pid != os.getsid(0)
+    child.end(patience=60)
+    assert child.returncode == 0 and child.stdout.closed
+
+
+def test_it_inherits_what_it_is_given_and_reads_nothing():
+    reader, writer = os.pipe()
+    child = ChildProcess(
+        python_code(f"import os; os.write({writer}, sys.stdin.read().encode() + os.environ['MARK'].encode())"),
+        environment={**os.environ, "MARK": "here"},
+        inherit=[writer],
+    )
+    os.close(writer)
+    assert os.read(reader, 10) == b"here"
+    os.close(reader)
+    child.end(patience=60)
+
+
+def test_those_that_are_asked_may_put_things_in_order(tmp_path: Path):
+    """And one that does not listen is killed after the same time, not after its own."""
+    file = tmp_path / "order"
+    polite = (
+        "import signal, time, pathlib\n"
+        f"file = pathlib.Path({str(file)!r})\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (file.write_text('done'), sys.exit(0)))\n"
+        "file.write_text('ready')\n"
+        "time.sleep(600)"
+    )
+    deaf = f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); {SLEEP}"
+    children = [ChildProcess(python_code(polite)), ChildProcess(python_code(deaf), stdout=subprocess.PIPE)]
+    assert children[1].stdout is not None and children[1].stdout.readline()
+    wait_until(lambda: file.exists() and file.read_text() == "ready")
+    end_all(children, patience=10.0)
+    assert file.read_text() == "done"
+    assert [child.explain() for child in children] == ["ended with status 0", "was ended by SIGKILL"]
+
+
+@pytest.mark.parametrize("kernel", ["new", "old"])
+def test_the_first_end_is_noticed(monkeypatch: pytest.MonkeyPatch, kernel: str):
+    if kernel == "old":
+
+        def none(pid: int) -> int:
+            raise OSError("no such system call")
+
+        monkeypatch.setattr(child_process.os, "pidfd_open", none)
+    long, short = ChildProcess(python_code(SLEEP)), ChildProcess(python_code("import time; time.sleep(0.3)"))
+    try:
+        assert wait_for_an_end([long, short], 60) == [short]
+        assert wait_for_an_end([long, short], 60) == [short]
+        begun = time.monotonic()
+        assert wait_for_an_end([long], 0.2) == [] and time.monotonic() - begun >= 0.2
+    finally:
+        end_all([long, short])
+
+
+def test_nothing_is_left_of_one_that_was_killed():
+    """Not even the kernel's entry for it, once its end has been seen."""
+    child = ChildProcess(python_code(SLEEP))
+    child.kill()
+    assert child.wait(60) and not Path(f"/proc/{child.pid}").exists()

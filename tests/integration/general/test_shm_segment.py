@@ -1,0 +1,93 @@
+"""The shared memory of a group as its parent sees it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import pytest
+
+from nxd_infer import native
+from nxd_infer.comm.shm import (
+    RankCounters,
+    ShmCollectives,
+    create_segment,
+    read_counters,
+    typed_error,
+)
+from nxd_infer.context import make_context
+from nxd_infer.errors import CollectiveError, CollectiveTimeoutError, ParallelConfigError
+from nxd_infer.util.process_state import process_start, process_state
+from tests.support.needs import needs_native
+
+
+@pytest.fixture
+def segment():
+    fd = create_segment(3)
+    yield fd
+    os.close(fd)
+
+
+def test_a_new_segment_counts_from_zero(segment):
+    nothing = [RankCounters(rank, pid=0, collectives=0) for rank in range(3)]
+    assert read_counters(segment) == nothing
+    with mmap.mmap(segment, 0) as mapped:
+        assert read_counters(mapped) == nothing
+    assert not os.get_inheritable(segment), "only those it is passed to get it"
+
+
+def test_untouched_memory_costs_nothing():
+    fd = create_segment(64, 1 << 30)
+    assert os.fstat(fd).st_size > 128 << 30
+    assert os.fstat(fd).st_blocks * 512 < 1 << 20
+    os.close(fd)
+
+
+@pytest.mark.parametrize(("degree", "capacity"), [(0, 4096), (65, 4096), (2, 0), (2, -1)])
+def test_an_impossible_segment_is_refused(degree, capacity):
+    with pytest.raises(ParallelConfigError):
+        create_segment(degree, capacity)
+
+
+def test_a_descriptor_of_something_else_is_refused(tmp_path):
+    with (tmp_path / "file").open("wb+") as file:
+        with pytest.raises(CollectiveError, match="not a segment"):
+            read_counters(file.fileno())
+        file.write(bytes(8192))
+        file.flush()
+        with pytest.raises(CollectiveError, match="not a segment"):
+            read_counters(file.fileno())
+
+
+def test_a_native_message_becomes_a_typed_error():
+    text = "nxd: rank(s) [1, 3] did not reach all_gather (number 7 on axis 'tp', called by rank 0) within 30.0 s"
+    error = typed_error(f"prefix added by a graph: {text}\nException raised from ...")
+    assert isinstance(error, CollectiveTimeoutError) and error.ranks == (1, 3) and str(error) == text
+    other = typed_error("nxd: the ranks of axis 'tp' went apart")
+    assert type(other) is CollectiveError
+    assert str(typed_error("anything else")) == "anything else"
+
+
+def test_the_state_of_a_process():
+    assert process_state(os.getpid(), process_start(os.getpid())) == "running"
+    assert process_state(os.getpid(), 1) == "ended", "the process id belongs to another process now"
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    start = process_start(child)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert process_state(child, start) == "ended", "a zombie does nothing any more"
+    os.waitpid(child, 0)
+    assert process_state(child, start) == "ended"
+
+
+@needs_native
+def test_a_refused_axis_leaves_no_other_connected(segment):
+    """What failed half way can be tried again."""
+    context, library, good = make_context(4, 0, tp=2), native.load(), create_segment(2)
+    try:
+        with pytest.raises(CollectiveError, match="the segment is for 3 ranks"):
+            ShmCollectives(library, context, {"tp": good, "dp": segment})
+        ShmCollectives(library, context, {"tp": good}).close()
+    finally:
+        os.close(good)

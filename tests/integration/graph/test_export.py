@@ -1,0 +1,310 @@
+"""Exporting and lowering one module: specs, constants, digests, nested graphs, names. Eager, in this process."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.backends.cpu.lower import PROGRAM_FILE
+from nxd_infer.context import make_context, use_context
+from nxd_infer.errors import (
+    ArtifactCorruptError,
+    InputMismatchError,
+    ModelClosedError,
+    TraceConfigError,
+    TraceError,
+    WeightSchemaError,
+)
+from nxd_infer.graph import ir
+from nxd_infer.graph.export import Step
+from nxd_infer.graph.names import named_inputs
+from nxd_infer.graph.stored import ir_text, read_ir
+from nxd_infer.modules.nxd_model import NxDModel
+from tests.support import traced_models as models
+from tests.support.graph.exporting import entries, load, loaded, lowered, operators
+
+
+def test_decision_5_dtype_shape_and_stride_of_everything_are_checked(tmp_path):
+    module = nn.Linear(4, 3)
+    module.register_buffer("memory", torch.zeros(2, 3))
+    entry, _ = lowered(module, torch.randn(2, 4), states=["memory"])
+    run, states, weights = loaded(module, entry, tmp_path)
+    spec = entry.graph.spec()
+    for name, wrong in (
+        ("dtype", weights["weight"].double()),
+        ("shape", weights["weight"].t()),
+        ("stride", weights["weight"].t().contiguous().t()),
+    ):
+        with pytest.raises(WeightSchemaError, match=f"'weight' has {name}"):
+            load("eager", tmp_path, spec, states, {**weights, "weight": wrong})
+        with pytest.raises(WeightSchemaError, match=f"'weight' has {name}"):
+            run.update_weights({"weight": wrong})
+    with pytest.raises(InputMismatchError, match="'memory' has stride"):
+        load("eager", tmp_path, spec, {"memory": torch.zeros(3, 2).t()}, weights)
+    with pytest.raises(WeightSchemaError, match="'bias' is missing"):
+        load("eager", tmp_path, spec, states, {"weight": weights["weight"]})
+    for wrong in (torch.randn(2, 4).double(), torch.randn(1, 4), "text"):
+        with pytest.raises(InputMismatchError, match="'input'"):
+            run([wrong])
+    with pytest.raises(InputMismatchError, match="2 inputs"):
+        run([torch.randn(2, 4)] * 2)
+    x = torch.randn(4, 2)
+    assert torch.allclose(run([x.t()])[0], module(x.t()))  # an input's stride is put right
+
+
+def test_update_weights_states_in_place_and_close(tmp_path):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor([2.0]))
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return x * self.scale + self.count
+
+    entry, _ = lowered(Scaled(), torch.ones(1))
+    run, states, _ = loaded(Scaled(), entry, tmp_path)
+    assert run([torch.ones(1)])[0] == 3
+    run.update_weights({"scale": torch.tensor([10.0])})
+    assert run([torch.ones(1)])[0] == 12
+    states["count"].fill_(5.0)
+    assert run([torch.ones(1)])[0] == 16 and states["count"] == 6
+    with pytest.raises(WeightSchemaError, match="'other'"):
+        run.update_weights({"other": torch.ones(1)})
+    run.close()
+    with pytest.raises(ModelClosedError):
+        run([torch.ones(1)])
+
+
+class Constants(nn.Module):
+    """Everything a compiler likes to bake in: small constants, uniform weights, scalars."""
+
+    def __init__(self, value: float = 1.0):
+        super().__init__()
+        self.norm = nn.LayerNorm(3)
+        self.register_buffer("offset", torch.tensor([value]))
+        self.table = torch.tensor([value, 2.0, 3.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) + self.offset + self.table + torch.tensor([1.0, 2.0]).sum()
+
+
+def test_decision_7_no_constant_is_in_the_graph(tmp_path):
+    """Graphs of other constants are equal, and the values are those given at load."""
+    module, other = Constants(1.0), Constants(7.0)
+    x = torch.randn(2, 3)
+    entry, _ = lowered(module, x)
+    assert entry.digest == lowered(other, x)[0].digest
+    assert {spec.kind for spec in entry.graph.weights} == {"parameter", "buffer", "constant"}
+    other_entry, _ = lowered(other, x)
+    run, _, _ = loaded(other, other_entry, tmp_path)
+    assert torch.allclose(run([x])[0], other(x), atol=1e-6)
+
+
+def test_decision_11_a_rank_as_data_gives_one_digest_and_a_baked_one_does_not():
+    digests = {"baked": [], "data": []}
+    for rank in range(2):
+        with use_context(make_context(2, rank, tp=2)):
+            digests["baked"].append(lowered(models.baked_rank(), torch.ones(4))[0].digest)
+            digests["data"].append(lowered(models.rank_as_data(), torch.ones(4))[0].digest)
+    assert digests["data"][0] == digests["data"][1]
+    assert digests["baked"][0] != digests["baked"][1]
+
+
+def test_decision_10_and_12_collectives_are_recorded_in_order_and_unused_ones_are_dropped():
+    class Three(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.context = make_context(2, 1, tp=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            from nxd_infer import comm
+
+            comm.all_reduce(x, self.context)
+            y = comm.all_gather(x * 2, self.context, dim=0)
+            return comm.all_reduce(y, self.context, op="max")
+
+    entry, _ = lowered(Three(), torch.ones(2, 3))
+    assert entry.graph.collectives == ["all_gather(float32[2, 3], tp, 0, 2)", "all_reduce(float32[4, 3], tp, max, 2)"]
+
+
+def test_decision_12_the_digest_covers_configuration_and_specs():
+    module, x = nn.Linear(4, 4), torch.randn(2, 4)
+    base = lowered(module, x)[0].digest
+    assert base == lowered(nn.Linear(4, 4), torch.zeros(2, 4))[0].digest
+    assert base != lowered(module, torch.randn(3, 4))[0].digest
+    assert base != lowered(nn.Linear(4, 4, bias=False), x)[0].digest
+    tensors, keyword = named_inputs(module, [x])
+    assert base != entries([Step(module, tensors, keyword)], configuration={"options": {"cpp.threads": 2}})[0].digest
+
+
+class Nested(nn.Module):
+    """Regions of autocast and of no_grad, which export as nested graphs."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            half = self.linear(x)
+            with torch.autocast("cpu", enabled=False):
+                full = self.linear(x)
+        with torch.enable_grad():
+            kept = x * 2
+        return half.float() + full + kept
+
+
+def test_decision_8_nested_graphs_of_autocast_and_no_grad_are_flattened(tmp_path):
+    module = Nested()
+    x = torch.randn(2, 3)
+    entry, _ = lowered(module, x)
+    assert not any("higher_order" in name for name in operators(entry))
+    run, _, _ = loaded(module, entry, tmp_path)
+    with torch.no_grad():
+        assert torch.equal(run([x])[0], module(x))
+
+
+def test_a_python_function_that_the_graph_calls_is_inlined(tmp_path):
+    """As the masks of transformers 4 are made: lookups under vmap are a function of autograd."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    class Masks(nn.Module):
+        def forward(self, table: Tensor, rows: Tensor) -> Tensor:
+            with TransformGetItemToIndex():
+                return torch.vmap(lambda row: table[row])(rows) + 1
+
+    module, table, rows = Masks(), torch.randn(5), torch.tensor([3, 0, 4])
+    entry, _ = lowered(module, table, rows)
+    assert not any("flat_apply" in name for name in operators(entry))
+    run, _, _ = loaded(module, entry, tmp_path)
+    assert torch.equal(run([table, rows])[0], table[rows] + 1)
+
+
+def test_a_composite_operator_is_inlined(tmp_path):
+    from nxd_infer.ops import cache_attention
+
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("k", torch.zeros(2, 1, 8, 4))
+            self.register_buffer("v", torch.zeros(2, 1, 8, 4))
+
+        def forward(self, q: Tensor, start: Tensor) -> Tensor:
+            table = torch.zeros(1, 1, dtype=torch.int64)
+            return cache_attention(q, q, q, self.k, self.v, table, start, torch.ones_like(start), 0.5)
+
+    module = Attends()
+    q, start = torch.randn(1, 1, 1, 4), torch.zeros(1, dtype=torch.int64)
+    entry, step = lowered(module, q, start)
+    assert sorted(step.states) == ["k", "v"]
+    assert not any(name.startswith("nxd.") for name in operators(entry))
+    run, states, _ = loaded(module, entry, tmp_path)
+    for i in range(3):
+        with torch.no_grad():
+            want = module(q + i, start + i)
+        assert torch.allclose(run([q + i, start + i])[0], want, atol=1e-6)
+    assert torch.equal(states["k"], module.k)
+
+
+# --- names and structure ------------------------------------------------------------------------------
+
+
+class Many(nn.Module):
+    def forward(self, a: Tensor, *rest: Tensor, pair: tuple[Tensor, Tensor] | None = None) -> Any:
+        total = a + sum(rest)
+        if pair is not None:
+            total = total + pair[0] * pair[1]
+        return {"total": total, "parts": (a, [total * 2])}
+
+
+def test_inputs_are_named_by_the_signature_and_outputs_by_their_keys():
+    entry, _ = lowered(Many(), *[torch.ones(2)] * 3)
+    assert [spec.name for spec in entry.graph.inputs] == ["a", "rest_0", "rest_1"]
+    assert [spec.name for spec in entry.graph.outputs] == ["total", "parts.0", "parts.1.0"]
+    assert entry.structure == {"total": "total", "parts": ["parts.0", ["parts.1.0"]]}
+    tensors, keyword = named_inputs(Many(), {"a": torch.ones(2), "pair": (torch.ones(2), torch.ones(2))})
+    assert keyword and list(tensors) == ["a", "pair.0", "pair.1"]
+    wrapped = NxDModel(NxDModel(Many(), {}), {})
+    assert list(named_inputs(wrapped, [torch.ones(2)] * 3)[0]) == ["a", "rest_0", "rest_1"]
+    assert entries([Step(Many(), tensors, keyword)])[0].structure["total"] == "total"
+
+
+def test_what_is_no_tensor_is_left_out_of_the_outputs():
+    class Mixed(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return (x + 1, None, {"n": 3, "y": x * 2}), 7
+
+    entry, _ = lowered(Mixed(), torch.ones(2))
+    assert [spec.name for spec in entry.graph.outputs] == ["output_0", "output_1"]
+    assert entry.structure == [["output_0", {"y": "output_1"}]]
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ((torch.ones(2), 3), "is int; only tensors"),
+        ({"b": torch.ones(2)}, "names 'b'"),
+        (([], torch.ones(2)), "'a' is an empty list"),  # else 'a' would get what is meant for 'c'
+        ({"a": torch.ones(2), "c": {}}, "'c' is an empty dict"),
+    ],
+)
+def test_inputs_that_cannot_be_are_refused_by_name(example, message):
+    class One(nn.Module):
+        def forward(self, a: Tensor, c: Tensor | None = None) -> Tensor:
+            return a
+
+    with pytest.raises(TraceConfigError, match=message):
+        named_inputs(One(), example)
+    with pytest.raises(TraceConfigError, match="holds 3 inputs"):
+        named_inputs(One(), [torch.ones(1)] * 3)
+
+
+def test_a_branch_on_a_value_is_a_trace_error():
+    class Branch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(TraceError, match="Branch cannot be exported"):
+        lowered(Branch(), torch.ones(3))
+
+
+# --- the stored graph ---------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Arguments of every kind a graph can hold."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        filled = torch.full_like(x, float("-inf")).masked_fill(x > 0, 1e-7)
+        parts = torch.split(x.to(torch.float64), [1, 2], dim=1)
+        chosen = torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,))
+        wide = torch.nn.functional.pad(x, (1, 1), value=float("nan"))
+        return filled, parts[1], chosen, wide.contiguous(memory_format=torch.contiguous_format)
+
+
+def test_decision_15_the_graph_is_plain_data_that_runs_and_rebuilds(tmp_path):
+    entry, _ = lowered(Odd(), torch.ones(2, 3))
+    run, _, _ = loaded(Odd(), entry, tmp_path)
+    stored = read_ir(tmp_path, PROGRAM_FILE)
+    assert stored == json.loads(json.dumps(entry.ir))
+    assert read_ir(tmp_path) == json.loads(json.dumps(entry.canonical.ir()))
+    rebuilt = ir.ir_to_graph(stored)
+    for x in (torch.randn(2, 3), -torch.ones(2, 3), torch.ones(2, 3)):
+        want = Odd()(x)
+        for got in (run([x]), ir.Program(stored)(x)):
+            for a, b in zip(got, want, strict=True):
+                assert torch.equal(a.nan_to_num(9), b.nan_to_num(9)) and a.dtype == b.dtype
+        assert torch.equal(rebuilt(x)[0], want[0])
+    assert ir_text(ir.graph_to_ir(rebuilt)) == ir_text(stored)
+
+
+@pytest.mark.parametrize("name", ["os.system.default", "aten.no_such.default", "aten.linear", "aten.__class__.x.y"])
+def test_an_operator_that_is_none_is_refused(name):
+    with pytest.raises(ArtifactCorruptError):
+        ir.Program({"ir": 1, "inputs": 1, "nodes": [[name, [{"$": 0}]]], "outputs": [{"$": 1}]})

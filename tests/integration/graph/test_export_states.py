@@ -1,0 +1,358 @@
+"""Exporting states: updates, aliases, what changes in place, what may not. Eager, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.errors import (
+    TraceConfigError,
+    TraceError,
+)
+from nxd_infer.graph.names import state_name
+from tests.support.graph.exporting import loaded, lowered, operators
+
+
+class Cache(nn.Module):
+    """``update(cache, x, at)`` returns the cache's next value."""
+
+    def __init__(self, update: Callable[..., Any]):
+        super().__init__()
+        self.update = update
+        self.register_buffer("cache", torch.zeros(2, 4, 3))
+
+    def forward(self, x: Tensor, at: Tensor) -> Any:
+        return self.update(self, x, at)
+
+
+X, AT = torch.randn(2, 1, 3), torch.tensor([1, 2])
+
+
+def _scatter(self: Cache, x: Tensor, at: Tensor) -> Any:
+    cache = torch.scatter(self.cache, 1, at[:, None, None].expand(2, 1, 3), x)
+    return cache.sum(1), cache
+
+
+def _old_value_after(self: Cache, x: Tensor, at: Tensor) -> Any:
+    cache = self.cache.index_put((torch.arange(2), at), x[:, 0])
+    return self.cache.sum(1) + cache.sum(1), cache
+
+
+def _assigned(self: Cache, x: Tensor, at: Tensor) -> Any:
+    self.cache = self.cache.index_put((torch.arange(2), at), x[:, 0])
+    return self.cache.sum(1)
+
+
+def _in_place(self: Cache, x: Tensor, at: Tensor) -> Any:
+    self.cache[torch.arange(2), at] = x[:, 0]
+    return self.cache.sum(1)
+
+
+@pytest.mark.parametrize(
+    ("update", "declared"),
+    [
+        (_scatter, True),  # an output becomes a state only when that is declared
+        (_old_value_after, True),
+        (_assigned, True),
+        (_assigned, False),
+        (_in_place, True),
+        (_in_place, False),
+    ],
+)
+def test_decision_1_a_state_keeps_its_value_however_it_is_updated(update, declared, tmp_path):
+    """Aliased, assigned or in place, declared or found: three calls equal the eager module."""
+    aliases = {1: "cache"} if update in (_scatter, _old_value_after) else {}
+    module = Cache(update)
+    entry, step = lowered(module, X, AT, aliases=aliases, states=["cache"] if declared else [])
+    assert step.states == ["cache"]
+    assert len(entry.graph.outputs) == 1
+    run, states, _ = loaded(module, entry, tmp_path)
+    with torch.no_grad():
+        for shift in range(3):
+            at = (AT + shift) % 4
+            result = module(X + shift, at)
+            want, cache = result if aliases else (result, module.cache)
+            module.cache = cache.clone()
+            assert torch.equal(run([X + shift, at])[0], want)
+            assert torch.equal(states["cache"], module.cache)
+
+
+def test_decision_4_a_scatter_is_an_update_in_place():
+    entry, _ = lowered(Cache(_scatter), X, AT, aliases={1: "cache"})
+    assert "aten.index_put_.default" in operators(entry)
+    assert not {"aten.scatter.src", "aten.copy_.default"} & set(operators(entry))
+
+
+def test_decision_4_the_old_value_is_kept_where_it_is_read_later():
+    entry, _ = lowered(Cache(_old_value_after), X, AT, aliases={1: "cache"})
+    assert "aten.index_put_.default" not in operators(entry)
+    assert "aten.copy_.default" in operators(entry)
+
+
+def _shifted(self: Cache, x: Tensor, at: Tensor) -> Any:
+    """The new entries are a view of the old ones."""
+    return x + 1, self.cache.index_copy(1, torch.arange(1, 4), self.cache[:, :3])
+
+
+def _shifted_by_index(self: Cache, x: Tensor, at: Tensor) -> Any:
+    old = self.cache[:, 0]
+    cache = self.cache.index_put((torch.arange(2), torch.zeros_like(at)), x[:, 0])
+    return x + 1, cache.index_put((torch.arange(2), at), old)
+
+
+def _old_value(self: Cache, x: Tensor, at: Tensor) -> Any:
+    return self.cache, self.cache + x
+
+
+def _part_of_the_old_value(self: Cache, x: Tensor, at: Tensor) -> Any:
+    return self.cache[:, 1:3], self.cache + x
+
+
+@pytest.mark.parametrize("update", [_shifted, _shifted_by_index, _old_value, _part_of_the_old_value])
+def test_what_reads_or_returns_the_old_value_of_a_state_gets_the_old_value(update, tmp_path):
+    module = Cache(update)
+    module.cache.normal_()
+    entry, _ = lowered(module, X, AT, aliases={1: "cache"})
+    run, states, _ = loaded(module, entry, tmp_path)
+    with torch.no_grad():
+        for shift in range(3):
+            want, cache = module(X + shift, (AT + shift) % 4)
+            assert torch.equal(run([X + shift, (AT + shift) % 4])[0], want)
+            module.cache = cache.clone()
+            assert torch.equal(states["cache"], module.cache)
+
+
+class Places(nn.Module):
+    """Two states that change places, by aliases or by assignment."""
+
+    def __init__(self, assigns: bool):
+        super().__init__()
+        self.assigns = assigns
+        self.register_buffer("a", torch.ones(3))
+        self.register_buffer("b", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Any:
+        old = self.a
+        if self.assigns:
+            self.a, self.b = self.b, self.a
+            return old + x
+        return self.b, self.a, old + x
+
+
+@pytest.mark.parametrize("assigns", [False, True])
+def test_two_states_may_change_places(assigns, tmp_path):
+    module = Places(assigns)
+    entry, _ = lowered(module, X[0, 0], aliases={} if assigns else {0: "a", 1: "b"})
+    run, states, _ = loaded(module, entry, tmp_path)
+    a, b = torch.ones(3), torch.zeros(3)
+    for _ in range(3):
+        assert torch.equal(run([X[0, 0]])[0], a + X[0, 0])
+        a, b = b, a
+        assert torch.equal(states["a"], a) and torch.equal(states["b"], b)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+@pytest.mark.parametrize("cut", [0, 1])
+def test_decision_4_a_scatter_rewritten_is_the_same_for_every_index(dim, cut, tmp_path):
+    """General indices, index smaller than source: the rewrite is exact."""
+    torch.manual_seed(dim + 10 * cut)
+
+    class Scatter(nn.Module):
+        def forward(self, base: Tensor, index: Tensor, source: Tensor) -> Tensor:
+            return torch.scatter(base, dim, index, source)
+
+    base, source = torch.randn(4, 5, 6), torch.randn(4, 5, 6)
+    shape = [4 - cut, 5 - cut, 6 - cut]
+    size = shape[dim]
+    order = torch.rand(shape).argsort(dim)  # no target twice: their order is undefined
+    assert int(order.max()) < size
+    entry, _ = lowered(Scatter(), base, order, source)
+    assert "aten.scatter.src" not in operators(entry)
+    run, _, _ = loaded(Scatter(), entry, tmp_path)
+    assert torch.equal(run([base, order, source])[0], torch.scatter(base, dim, order, source))
+
+
+class Changes(nn.Module):
+    """Changes something that is neither a buffer nor a parameter."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how = how
+        self.seen = torch.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "in place":
+            self.seen += x
+        else:
+            self.seen = self.seen + x
+        return x + self.seen
+
+
+@pytest.mark.parametrize("how", ["in place", "assigned"])
+def test_decision_1_a_changed_plain_tensor_is_refused_by_name(how):
+    with pytest.raises(TraceError, match=r"'seen'.*register"):
+        lowered(Changes(how), torch.ones(3))
+
+
+class Keeps(nn.Module):
+    """Keeps a tensor from one call to the next where no state is."""
+
+    def __init__(self, where: str):
+        super().__init__()
+        self.where = where
+        self.previous = None
+        self.seen: list[Tensor] = []
+        self.by_name: dict[str, Tensor] = {}
+        self.register_buffer("empty", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "previous":
+            y = x if self.previous is None else x + self.previous
+            self.previous = x
+        elif self.where == "seen":
+            self.seen.append(x)
+            y = torch.stack(self.seen).sum(0)
+        elif self.where == "by_name":
+            y = x + self.by_name.get("last", torch.zeros(()))
+            self.by_name["last"] = x
+        elif self.where == "new":
+            y = x
+            self.new = x
+        else:
+            y = x if self.empty is None else x + self.empty
+            self.empty = x
+        return y
+
+
+@pytest.mark.filterwarnings("ignore")  # export warns of some of them as well
+@pytest.mark.parametrize("where", ["previous", "seen", "by_name", "new", "empty"])
+def test_decision_1_a_tensor_kept_outside_of_states_is_refused_by_name(where):
+    with pytest.raises(TraceError, match=f"'{where}'.*register"):
+        lowered(Keeps(where), torch.ones(3))
+
+
+def test_recurrent_layers_keep_their_state_and_may_list_their_weights_anew(tmp_path):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.LSTM(3, 2, num_layers=2)
+            self.register_buffer("h", torch.zeros(2, 2))
+            self.register_buffer("c", torch.zeros(2, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, (self.h, self.c) = self.layer(x, (self.h, self.c))
+            return y
+
+    torch.manual_seed(0)
+    module, eager = Recurrent(), Recurrent()
+    eager.load_state_dict(module.state_dict())
+    entry, step = lowered(module, torch.ones(4, 3))
+    assert step.states == ["h", "c"] and len(entry.graph.weights) == 8
+    assert all(type(weight) is nn.Parameter for weight in module.layer._flat_weights)  # as it was before
+    run, _, _ = loaded(module, entry, tmp_path)
+    with torch.no_grad():
+        for seed in range(3):
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
+            assert torch.allclose(run([x])[0], eager(x), atol=1e-6)
+
+
+def test_a_number_that_changes_is_warned_of(caplog):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x + self.calls
+
+    lowered(Counts(), torch.ones(3))
+    assert "changes 'calls' from 0 to 1" in caplog.text
+
+
+def test_one_of_two_names_of_a_tensor_cannot_be_assigned():
+    class Unties(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("a", torch.ones(3))
+            self.register_buffer("b", self.a)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.b = self.b + 1
+            return x + self.a
+
+    with pytest.raises(TraceError, match=r"'a', 'b'.*one tensor"):
+        lowered(Unties(), torch.ones(3))
+
+
+class Learns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight += x
+        return self.weight * 2
+
+
+def test_decision_1_a_changed_parameter_becomes_a_state(tmp_path):
+    module = Learns()
+    entry, step = lowered(module, torch.ones(3))
+    assert step.states == ["weight"] and not entry.graph.weights
+    run, states, _ = loaded(module, entry, tmp_path)
+    assert torch.equal(run([torch.ones(3)])[0], torch.full((3,), 4.0))
+    assert torch.equal(run([torch.ones(3)])[0], torch.full((3,), 6.0))
+    assert torch.equal(states["weight"], torch.full((3,), 3.0))
+
+
+def test_an_input_that_the_model_changes_is_not_changed_for_the_caller(tmp_path):
+    class Adds(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x += 1
+            return x
+
+    entry, _ = lowered(Adds(), torch.zeros(3))
+    run, _, _ = loaded(Adds(), entry, tmp_path)
+    x = torch.zeros(3)
+    assert torch.equal(run([x])[0], torch.ones(3))
+    assert torch.equal(x, torch.zeros(3))
+
+
+def test_an_output_that_is_a_view_of_a_state_has_memory_of_its_own(tmp_path):
+    class View(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            self.count += x
+            return self.count[:2], x.reshape(3, 1)
+
+    entry, _ = lowered(View(), torch.ones(3))
+    run, _, _ = loaded(View(), entry, tmp_path)
+    x = torch.ones(3)
+    first, same = run([x])
+    run([x])
+    assert torch.equal(first, torch.ones(2))
+    assert same.data_ptr() != x.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("aliases", "message"),
+    [({7: "cache"}, "output 7"), ({0: "cache"}, r"is torch.float32\[2, 3\] where the state is")],
+)
+def test_an_alias_that_cannot_be_is_refused(aliases, message):
+    with pytest.raises(TraceConfigError, match=message):
+        lowered(Cache(_scatter), X, AT, aliases=aliases)
+
+
+def test_states_are_named_by_name_or_by_tensor_and_must_be_registered():
+    module = Cache(_scatter)
+    assert state_name(module, module.cache) == state_name(module, "cache") == "cache"
+    for wrong in ("cash", torch.zeros(2), 3):
+        with pytest.raises(TraceConfigError, match="not a buffer or parameter"):
+            state_name(module, wrong)

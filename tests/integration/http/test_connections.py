@@ -1,0 +1,219 @@
+"""Connections that owe something, and for how long: none of them shuts out the others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import socket
+from unittest.mock import Mock
+
+import pytest
+
+from nxd_server.http.connections import BODY_PIECE, Connections, most_connections
+from nxd_server.settings import ServerSettings
+from tests.support.http.http_servers import http_request, is_error, raw, read_all, toy_server, wait_for
+
+COMPLETIONS = "/v1/completions"
+HALF_HEAD = b"GET /livez HTTP/1.1\r\nHost: x\r\nX-A: "
+HALF_BODY = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode()
+_BODY = b'{"prompt": "a", "max_tokens": 1}'
+LARGE_BODY = http_request(COMPLETIONS, b" " * (2 * BODY_PIECE) + _BODY, "Connection: close")[
+    : -2 * BODY_PIECE - len(_BODY)
+]
+LIVEZ = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
+LIVEZ_ONCE = b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+
+def stream(tokens):
+    body = {"prompt": "hello", "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    return http_request(COMPLETIONS, json.dumps(body).encode(), "Connection: close")
+
+
+def ended(server, reason):
+    return server.metric("nxd_connections_ended_total", reason=reason)
+
+
+def closed(connection):
+    """Whether the server has ended it; nothing of it may be left to read."""
+    connection.settimeout(90)
+    return read_all(connection) == b""
+
+
+@pytest.fixture(scope="module")
+def hold(tmp_path_factory):
+    """A file: while it says "hold", ``small`` goes no step further."""
+    return tmp_path_factory.mktemp("small") / "hold"
+
+
+@pytest.fixture(scope="module")
+def small(hold):
+    """16 connections, 15 of which are answered at a time, slowly; deadlines of seconds."""
+    with toy_server(
+        toy={"slots": 15, "batch_sizes": [1, 15], "delay": 0.05, "max_len": 400}, arguments=("--fail-file", str(hold)),
+        max_connections=16, header_timeout=3.0, connection_timeout=4,
+        keep_alive_interval=0.3, access_log=False,
+    ) as server:  # fmt: skip
+        yield server
+
+
+def test_more_silent_connections_than_descriptors_shut_nobody_out():
+    """At 128 descriptors, 200 of them kept even /livez from being answered until they left."""
+    arguments = ("--descriptors", "128")
+    with toy_server(arguments=arguments, header_timeout=600, access_log=False) as server, contextlib.ExitStack() as all:
+        most = server.metric("nxd_connections_most")
+        assert 16 <= most < 128 - 64
+        for opening in (b"", HALF_HEAD, HALF_BODY):
+            for _ in range(200):
+                all.enter_context(raw(server, opening))
+            for request in (LIVEZ_ONCE, stream(2)) * 3:  # each on a connection of its own: an idle one may be evicted
+                with raw(server, request) as connection:
+                    assert read_all(connection).startswith(b"HTTP/1.1 200 ")
+        assert server.metric("nxd_connections") <= most
+        assert ended(server, "evicted") >= 600 - most
+        assert server.process.poll() is None and "Traceback" not in server.log
+
+
+@pytest.mark.parametrize("opening", [b"", HALF_HEAD, LIVEZ + HALF_HEAD], ids=["nothing", "half a head", "a next one"])
+def test_a_head_that_is_never_complete_is_waited_for_until_its_deadline(small, opening):
+    before = ended(small, "late")
+    with raw(small, opening) as connection:
+        with contextlib.suppress(OSError):  # one byte after the other moves no deadline
+            while ended(small, "late") == before:
+                if opening:
+                    connection.sendall(b"x")
+        answer = read_all(connection)
+    assert ended(small, "late") == before + 1
+    assert answer.count(b"HTTP/1.1 ") == opening.count(b"\r\n\r\n")
+
+
+@pytest.mark.parametrize("more", [b"", b" "])
+def test_a_body_of_which_hardly_anything_more_comes_is_waited_for_no_longer_than_an_idle_connection(small, more):
+    before = ended(small, "silent")
+    with raw(small, LARGE_BODY) as connection:
+        if more:  # a byte now and then moves no deadline
+            wait_for(lambda: connection.sendall(more) or ended(small, "silent") > before)
+        assert closed(connection)
+    wait_for(lambda: ended(small, "silent") == before + 1)
+
+
+def test_a_stream_may_last_longer_than_any_deadline_of_its_connection(small):
+    with raw(small, stream(60)) as connection:
+        assert b"[DONE]" in read_all(connection)
+
+
+def test_where_all_are_being_answered_the_health_routes_still_are_and_no_answer_is_cut(small, hold):
+    hold.write_text("hold")
+    with contextlib.ExitStack() as all:
+        all.callback(hold.unlink, missing_ok=True)  # the others go on if this one fails
+        busy = [all.enter_context(raw(small, stream(5))) for _ in range(16)]
+        for connection in busy:  # a keep-alive line at least: every request has been read
+            assert connection.recv(1, socket.MSG_PEEK)
+        assert small.metric("nxd_num_requests_waiting") > 0
+        for _ in range(12):  # each on a connection of its own
+            for path, status in (("/livez", 200), ("/readyz", 200), ("/v1/models", 503)):
+                with raw(small, f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()) as connection:
+                    assert read_all(connection).startswith(f"HTTP/1.1 {status} ".encode())
+        response = small.post(COMPLETIONS, {"prompt": "a"})
+        is_error(response, 503, code="too_many_connections")
+        assert response.headers["retry-after"] == "1" and response.headers["connection"] == "close"
+        hold.unlink()
+        for connection in busy:
+            connection.settimeout(120)
+            assert b"[DONE]" in read_all(connection)
+
+
+def test_the_one_that_owes_for_longest_makes_room_whatever_it_trickles():
+    """A byte now and then let 64 of them stay, and a client whose head came a moment after it connected never did."""
+    with toy_server(max_connections=16, header_timeout=600, access_log=False) as server, contextlib.ExitStack() as all:
+        server.get("/livez")  # the first of them, and it goes on being used
+        body = all.enter_context(raw(server, LARGE_BODY))
+        server.get("/livez")
+        first, second, third, *_ = [all.enter_context(raw(server, HALF_HEAD)) for _ in range(14)]
+        wait_for(lambda: server.metric("nxd_connections") == 16)
+        body.sendall(b" " * BODY_PIECE)  # pays what it owes
+        first.sendall(b"x")
+        second.sendall(b"x")
+        server.get("/livez")  # answered after that has been read
+        for trickling in (first, second):
+            all.enter_context(raw(server, HALF_HEAD))
+            assert closed(trickling)
+        third.sendall(b"\r\nConnection: close\r\n\r\n")
+        assert read_all(third).startswith(b"HTTP/1.1 200 ")
+        body.sendall(b" " * BODY_PIECE + _BODY)
+        assert read_all(body).startswith(b"HTTP/1.1 200 ")
+        assert ended(server, "evicted") == 2
+
+
+def test_to_find_it_only_those_are_asked_that_owe_for_longer():
+    """If every new connection evicts one, scanning all connections delayed /livez each time."""
+    asked: list[Owing] = []
+
+    class Owing:
+        address, since, owing = "x", 0.0, True
+        loop = transport = Mock()
+
+        @property
+        def owes(self):
+            asked.append(self)
+            return self.owing
+
+        def crowd(self):
+            pytest.fail("there was room")
+
+    connections = Connections(ServerSettings(max_connections=100))
+    all = [Owing() for _ in range(100)]
+    for one in all:
+        assert connections.admit(one)  # pyright: ignore[reportArgumentType]
+    connections.due(all[0])  # pyright: ignore[reportArgumentType]
+    all[1].owing = False
+    assert not asked
+    assert connections.admit(Owing())  # pyright: ignore[reportArgumentType]
+    assert asked == all[1:3] and len(connections) == 100
+    assert all[0] in connections._all and all[1] in connections._all and all[2] not in connections._all
+
+
+def test_a_million_descriptors_are_no_million_connections(monkeypatch):
+    """All of them are looked at four times a second."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**20, 2**20))
+    assert most_connections(None) == 4096
+    assert most_connections(20_000) == 20_000
+
+
+def test_one_address_has_no_more_than_its_share():
+    """An address is that of the connection, whatever its requests say; those of a trusted proxy name the log's."""
+    env = {"FORWARDED_ALLOW_IPS": "127.0.0.1"}
+    with toy_server(max_connections_per_address=3, env=env) as server, contextlib.ExitStack() as all:
+        server.get("/version", headers={"x-forwarded-for": "1.1.1.1, 8.8.8.8"})
+        wait_for(lambda: "/version 200" in server.log)
+        assert " 8.8.8.8" in server.log
+        kept = [all.enter_context(raw(server)) for _ in range(2)]
+        with raw(server, LIVEZ) as fourth:
+            assert closed(fourth)
+        other = all.enter_context(socket.create_connection(("127.0.0.1", server.port), 90, ("127.0.0.2", 0)))
+        other.sendall(LIVEZ.replace(b"livez", b"version").replace(b"Host: x", b"Host: x\r\nX-Forwarded-For: 9.9.9.9"))
+        assert other.recv(4096).startswith(b"HTTP/1.1 200 ")
+        wait_for(lambda: server.log.count("/version 200") == 2)
+        assert "127.0.0.2" in server.log and "9.9.9.9" not in server.log, "it is not a trusted proxy"
+        kept.pop().close()
+        wait_for(lambda: server.metric("nxd_connections") == 3)
+        with raw(server, LIVEZ) as next_one:
+            assert next_one.recv(4096).startswith(b"HTTP/1.1 200 ")
+        assert ended(server, "refused") == 1
+
+
+SENT = 128 * 2**20
+
+
+@pytest.mark.parametrize("target", [f"POST {COMPLETIONS}", "GET /livez", "POST /nowhere"])
+def test_what_is_refused_is_not_read_for_ever(target):
+    """Counted in bytes: what the server takes of a body it has no use for."""
+    with (
+        toy_server(api_keys=["k"], access_log=False) as server,
+        raw(server, f"{target} HTTP/1.1\r\nHost: x\r\nContent-Length: {10**12}\r\n\r\n".encode()) as connection,
+    ):
+        sent = 0
+        with pytest.raises(OSError):  # closed
+            while sent < SENT:
+                sent += connection.send(b"x" * 2**20)
+        assert sent < SENT

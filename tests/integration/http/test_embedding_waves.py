@@ -1,0 +1,79 @@
+"""Long lists of texts: in waves, all of them within one deadline, each text with its own vector."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from nxd_server.settings import ServerSettings
+from tests.support.engine.toy_oneshot import expected
+from tests.support.http.http_servers import http_request, is_error, new_child, raw, toy_server, wait_for
+from tests.support.processes import descendants, stopped
+
+EMBEDDINGS = "/v1/embeddings"
+STEP, WAVES = 0.1, 40
+"""Seconds of a step, and how many steps of four texts the long list needs."""
+
+
+def encoder(**settings):
+    return toy_server(toy={"delay": STEP}, arguments=("--one-shot",), max_queued_requests=8, **settings)
+
+
+@pytest.fixture(scope="module")
+def patient():
+    with encoder(access_log=False) as server:
+        yield server
+
+
+def texts(count):
+    """Different ones, as token ids."""
+    return [[2 + number // 90, 2 + number % 90, 7] for number in range(count)]
+
+
+def executed(server):
+    return sum(bucket["executions"] for bucket in server.get("/v1/buckets").json()["data"])
+
+
+def test_the_deadline_is_of_the_request_and_not_of_each_wave():
+    import torch
+
+    with encoder(request_timeout=2.0) as server:
+        before = executed(server)
+        is_error(server.post(EMBEDDINGS, {"input": texts(4 * WAVES)}), 504)
+        assert executed(server) - before < WAVES, "the rest was worked off all the same"
+        short = texts(4)
+        answers = []
+        wait_for(lambda: answers.append(server.post(EMBEDDINGS, {"input": short})) or answers[-1].status_code == 200)
+        data = answers[-1].json()["data"]  # a busy machine may take longer than its first deadline
+        assert [one["embedding"] for one in data] == [expected(torch.tensor(ids)).tolist() for ids in short]
+
+
+def test_a_list_that_is_longer_than_the_queue_is_answered_in_order(patient):
+    import torch
+
+    assert 4 * WAVES > 8 + 4, "more than the queue and a step hold"
+    data = patient.post(EMBEDDINGS, {"input": texts(4 * WAVES)}).json()["data"]
+    assert [one["embedding"] for one in data] == [expected(torch.tensor(ids)).tolist() for ids in texts(4 * WAVES)]
+    assert ServerSettings().request_timeout > 4 * WAVES * STEP
+
+
+HELLO = "hello, you there. "
+
+
+def test_a_long_text_is_tokenised_in_a_process_that_ends_with_its_client(patient, tokenizer):
+    """It was in a thread of the server, for five seconds a megabyte, in which nothing else ran."""
+    import torch
+
+    is_error(patient.post(EMBEDDINGS, {"input": "a", "secret": "b" * 2**17}), 400, code="unknown_parameter")
+    before = descendants(patient.process.pid)  # what parses large bodies is there
+    long = http_request(EMBEDDINGS, json.dumps({"input": HELLO * 55_000}).encode())
+    with raw(patient, long), stopped(new_child(patient, before)):
+        patient.wait_metric("nxd_texts_aside", 1.0, kind="texts")
+    patient.wait_metric("nxd_texts_aside", 0.0)
+    wait_for(lambda: descendants(patient.process.pid) <= before, message="a process for texts is left")
+    several = [HELLO * 5000, HELLO, HELLO * 400]
+    error = is_error(patient.post(EMBEDDINGS, {"input": several[:1]}), 400, "input", "context_length_exceeded")
+    assert f"has {5000 * len(tokenizer.encode(HELLO))} tokens" in error["message"]
+    data = patient.post(EMBEDDINGS, {"input": several, "truncate_prompt_tokens": 8}).json()["data"]
+    assert [one["embedding"] for one in data] == [expected(torch.tensor(tokenizer.encode(HELLO)[:8])).tolist()] * 3

@@ -1,0 +1,105 @@
+"""Whatever a body holds, the answer is 200 or a refusal in OpenAI's shape, and the server serves the next one."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nxd_server.http.openai.schemas import ChatBody, CompletionBody
+from nxd_server.http.tokenize import TokenizeBody
+from tests.support.http.http_servers import events_of, http_request, is_error, raw, read_all
+
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.integers(-3, 5), st.text(max_size=6),
+    st.floats(allow_nan=False, allow_infinity=False), st.sampled_from([5e-324, 1e308, -0.0, 1e-40, "", "a", "\x00"]),
+)  # fmt: skip
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+GOOD = {"max_tokens": 3, "temperature": 0}
+
+
+def fields(kind):
+    names = sorted({*kind.model_fields, *kind.NEUTRAL, *kind.HARMLESS} - {"prompt", "messages"})
+    return st.dictionaries(st.sampled_from(names), values, max_size=3)
+
+
+@pytest.fixture(scope="module")
+def client(toy):
+    with httpx.Client(base_url=toy.url, timeout=60) as client:
+        yield client
+
+
+def check(response):
+    if response.status_code == 404:
+        is_error(response, 404, "model", "model_not_found")
+    elif response.status_code != 200:
+        is_error(response, 400)
+    elif response.headers["content-type"].startswith("text/event-stream"):
+        assert events_of(response.text)[-1] == "[DONE]"
+    else:
+        assert response.json()
+
+
+quick = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+
+
+@quick
+@given(extra=fields(CompletionBody), prompt=st.one_of(st.just("hello"), values))
+def test_completions(client, extra, prompt):
+    check(client.post("/v1/completions", json={**GOOD, **extra, "prompt": prompt}))
+
+
+@quick
+@given(extra=fields(ChatBody), messages=st.one_of(st.just([{"role": "user", "content": "hello"}]), values))
+def test_chat(client, extra, messages):
+    check(client.post("/v1/chat/completions", json={**GOOD, **extra, "messages": messages}))
+
+
+messages = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system", "tool", "x"]) | values},
+        optional={"content": values, "name": values, "tool_calls": values},
+    ),
+    max_size=3,
+)
+
+
+@quick
+@given(messages=messages)
+def test_conversations(client, messages):
+    check(client.post("/tokenize", json={"messages": messages}))
+
+
+@quick
+@given(extra=fields(TokenizeBody), data=st.binary(max_size=40))
+def test_tokenize_and_bytes_that_are_no_json(client, extra, data):
+    check(client.post("/tokenize", json={"prompt": "a", **extra}))
+    check(client.post("/detokenize", content=data))
+    check(client.post("/invocations", content=json.dumps(extra).encode()[: len(data)]))
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@given(data=st.binary(min_size=1, max_size=60), place=st.integers(0, 80))
+def test_bytes_that_are_no_http(toy, data, place):
+    """A request with random bytes somewhere in it is answered with some status, or closed; never a defect."""
+    good = http_request("/tokenize", b'{"prompt": "a"}', "Connection: close")
+    with raw(toy, good[:place] + data + good[place:]) as connection:
+        connection.shutdown(1)
+        answer = read_all(connection)
+    assert not answer or answer.startswith(b"HTTP/1.1 ")
+    assert b" 500 " not in answer[:20]
+
+
+def test_the_server_is_as_before(toy, expect):
+    answer = toy.post("/v1/completions", {**GOOD, "prompt": "hello"}).json()
+    assert answer["choices"][0]["text"] == expect("hello", max_tokens=3)[1]
+    assert toy.metric("nxd_num_requests_running") == 0 and toy.metric("nxd_slots_free") == 4
+    assert "Traceback" not in toy.log
+    assert toy.metric("nxd_http_requests_total", status="500") == 0

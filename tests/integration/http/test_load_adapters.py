@@ -1,0 +1,208 @@
+"""LoRA adapters over HTTP: loaded, listed, asked by the model's name, taken away; and who may do that."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.support.adapter_files import merge, write_adapter
+from tests.support.http.http_artifacts import greedy_texts, real_server, trace_tiny
+from tests.support.http.http_servers import events_of, is_error
+
+ADMIN = {"headers": {"authorization": "Bearer admin"}}
+PROMPTS, TOKENS = ["the with", "for 3", "class import try"], 5
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("lora")
+
+
+@pytest.fixture(scope="module")
+def artifact(root):
+    """A tiny Llama at degree 1 with two slots of rank 4."""
+    sizes = {"batch_sizes": [1, 4], "prompt_buckets": [16], "max_len": 64, "lora_slots": 2, "lora_rank": 4}
+    return trace_tiny("llama", "generate", root, tp=1, **sizes)
+
+
+@pytest.fixture(scope="module")
+def adapters(root, artifact):
+    files = root / "files"
+    made = {name: write_adapter(files / name, root / "model", rank=4, seed=i) for i, name in enumerate(("x", "y"))}
+    write_adapter(files / "wide", root / "model", rank=5)
+    write_adapter(root / "outside", root / "model", rank=4)
+    (files / "link").symlink_to(root / "outside")
+    return made
+
+
+@pytest.fixture(scope="module")
+def texts(root, adapters):
+    """By model name, what transformers says to each prompt."""
+    models = {"tiny-llama": root / "model"}
+    models |= {name: merge(root / "model", path, root / f"merged-{name}") for name, path in adapters.items()}
+    return {name: greedy_texts(path, PROMPTS, TOKENS) for name, path in models.items()}
+
+
+@pytest.fixture(scope="module")
+def server(root, artifact, adapters):
+    """With the adapter x from the beginning."""
+    options = ("--admin-key", "admin", "--weights-root", str(root / "files"), "--lora", f"x={adapters['x']}")
+    with real_server(artifact, *options) as server:
+        yield server
+
+
+def ask(server, model, prompt, **more):
+    body = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **more}
+    return server.post("/v1/completions", body)
+
+
+def remove(server, name, **more):
+    return server._client.delete(f"{server.url}/v1/adapters/{name}", **more)
+
+
+def test_adapters_come_and_go_while_the_model_is_served(server, texts):
+    assert [card["id"] for card in server.get("/v1/adapters").json()["data"]] == ["x"]
+    answer = server.post("/v1/adapters", {"name": "team/y", "path": "y"}, **ADMIN)
+    assert answer.status_code == 200, answer.text
+    created = answer.json().pop("created")
+    assert answer.json() == {"id": "team/y", "object": "adapter", "created": created, "slot": 2, "running": 0}
+    for prompt in PROMPTS:
+        for name, source in (("tiny-llama", "tiny-llama"), ("x", "x"), ("team/y", "y")):
+            answer = ask(server, name, prompt).json()
+            assert (answer["model"], answer["choices"][0]["text"]) == (name, texts[source][prompt])
+    events = events_of(ask(server, "team/y", PROMPTS[0], stream=True).text)
+    assert {event["model"] for event in events[:-1]} == {"team/y"}
+    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == texts["y"][PROMPTS[0]]
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0}
+    answers = {name: server.post("/v1/chat/completions", {"model": name, **chat}).json() for name in ("x", "team/y")}
+    assert {name: answer["model"] for name, answer in answers.items()} == {"x": "x", "team/y": "team/y"}
+
+    cards = server.get("/v1/models").json()["data"]
+    assert [(card["id"], card.get("parent")) for card in cards] == [
+        ("tiny-llama", None), ("x", "tiny-llama"), ("team/y", "tiny-llama"),
+    ]  # fmt: skip
+    assert server.get("/v1/models/team/y").json() == cards[2]
+
+    gone = remove(server, "team/y", **ADMIN)
+    assert gone.status_code == 200 and gone.json()["deleted"] is True and gone.json()["running"] == 0
+    error = is_error(ask(server, "team/y", PROMPTS[0]), 404, "model", "model_not_found")
+    assert "'tiny-llama', 'x'" in error["message"]
+    is_error(server.get("/v1/models/team/y"), 404)
+    is_error(remove(server, "team/y", **ADMIN), 404)
+    assert ask(server, "x", PROMPTS[1]).json()["choices"][0]["text"] == texts["x"][PROMPTS[1]]
+
+
+def test_only_an_admin_changes_what_is_served(server):
+    body = {"name": "y", "path": "y"}
+    is_error(server.post("/v1/adapters", body), 401)
+    is_error(server.post("/v1/adapters", body, headers={"x-api-key": "other"}), 403)
+    is_error(remove(server, "x"), 401)
+    is_error(remove(server, "x", headers={"x-api-key": "other"}), 403)
+    assert [card["id"] for card in server.get("/v1/adapters").json()["data"]] == ["x"]
+
+
+def test_what_cannot_be_loaded_is_refused_by_name(server, root):
+    def load(name, path):
+        return server.post("/v1/adapters", {"name": name, "path": str(path)}, **ADMIN)
+
+    error = is_error(load("y", "wide"), 400, "path", "invalid_value")
+    assert "rank is 5" in error["message"] and "at most 4" in error["message"] and "--lora-rank 5" in error["message"]
+    is_error(load("y", root / "outside"), 403)
+    is_error(load("y", "../outside"), 403)
+    is_error(load("y", "link"), 403)
+    is_error(load("y", "nothing"), 400, "path")
+    is_error(load("a b", "y"), 400, "name")
+    is_error(load("x", "y"), 409, code="adapter_conflict")
+    is_error(load("tiny-llama", "y"), 409, code="adapter_conflict")
+    is_error(server.post("/v1/adapters", {"name": "y"}, **ADMIN), 400, "path", "missing_parameter")
+    assert load("y", "y").status_code == 200
+    assert "all 2 slots" in is_error(load("z", "y"), 409)["message"]
+    assert remove(server, "y", **ADMIN).status_code == 200
+    assert [card["id"] for card in server.get("/v1/adapters").json()["data"]] == ["x"]
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+def test_files_that_are_made_to_hurt_are_refused(server, root):
+    """Too deeply nested, sparse, or with invalid values: each is a 400 and changes nothing."""
+    folder = root / "files" / "hurt"
+    folder.mkdir()
+    config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+
+    def refused(route="/v1/adapters", code="invalid_value", **more):
+        answer = server.post(route, {"path": "hurt", **more}, **ADMIN)
+        return is_error(answer, 400, "path", code)["message"]
+
+    shutil.copyfile(root / "files" / "y" / weights.name, weights)
+    for text in (DEEP, '{"a":' * 9_000 + "1" + "}" * 9_000, "[]", "\x00"):
+        config.write_text(text)
+        assert "adapter_config.json" in refused(name="h")
+    shutil.copyfile(root / "files" / "y" / config.name, config)
+    header = f'{{"w": {DEEP}}}'.encode()
+    for content in (len(header).to_bytes(8, "little") + header, b"\xff" * 16, b""):
+        weights.write_bytes(content)
+        assert weights.name in refused(name="h")
+        assert weights.name in refused("/v1/weights", "weights_refused")
+    for file in (weights, config):
+        os.truncate(file, 1 << 40)
+        assert "on the disk" in refused(name="h")
+    weights.unlink()
+    (folder / "model.safetensors.index.json").write_text(DEEP)
+    assert "is not an index" in refused("/v1/weights", "weights_refused")
+    os.truncate(folder / "model.safetensors.index.json", 1 << 40)
+    assert "on the disk" in refused("/v1/weights", "weights_refused")
+    for name in ("done", "manifest.json"):
+        (folder / name).touch()
+        os.truncate(folder / name, 1 << 40)
+        assert "on the disk" in refused("/v1/weights", "weights_refused")
+        (folder / name).write_text(DEEP)
+        if name == "done":
+            assert "at most 4096" in refused("/v1/weights", "weights_refused")
+            (folder / name).write_text("{}")
+    assert "manifest.json" in refused("/v1/weights", "weights_refused")
+    shutil.rmtree(folder)
+    assert [card["id"] for card in server.get("/v1/adapters").json()["data"]] == ["x"]
+
+
+def test_a_full_disk_is_the_servers_and_changes_nothing(server, root, artifact, texts):
+    """The server may write no file over 1000 bytes for a while: what a new one needs has no room anywhere."""
+    manifest = json.loads((artifact / "manifest.json").read_text())
+    shapes = {
+        name: shape for entry in manifest["layout"]["weights"].values() for name, shape in entry["logical"].items()
+    }
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, root / "files" / "zeros.safetensors")
+    requests = {"/v1/adapters": {"name": "y", "path": "y"}, "/v1/weights": {"path": "zeros.safetensors"}}
+    before = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        for path, body in requests.items():
+            error = is_error(server.post(path, body, **ADMIN), 503, code="no_space")
+            assert "nothing was changed" in error["message"] and "TMPDIR" in error["message"]
+    finally:
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, before)
+    assert [card["id"] for card in server.get("/v1/adapters").json()["data"]] == ["x"]
+    for name in ("tiny-llama", "x"):
+        answer = ask(server, name, PROMPTS[0]).json()
+        assert answer["weight_version"] == 0 and answer["choices"][0]["text"] == texts[name][PROMPTS[0]]
+    assert server.post("/v1/adapters", requests["/v1/adapters"], **ADMIN).status_code == 200  # when there is room again
+    assert remove(server, "y", **ADMIN).status_code == 200
+
+
+def test_a_model_without_slots_and_a_server_without_an_admin(toy):
+    assert toy.get("/v1/adapters").json() == {"object": "list", "data": []}
+    error = is_error(toy.post("/v1/adapters", {"name": "y", "path": "y"}), 403, code="admin_disabled")
+    assert "--admin-key" in error["message"]
+
+
+def test_an_adapter_that_cannot_be_preloaded_ends_the_start(root, artifact, adapters):
+    with real_server(artifact, "--lora", f"w={root / 'files' / 'wide'}", "--log-format", "json", wait=False) as server:
+        assert server.wait(600) == 1
+        assert any("rank is 5" in json.loads(line)["message"] for line in server.lines), server.log
+    shutil.rmtree(root / "outside")

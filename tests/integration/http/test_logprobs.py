@@ -1,0 +1,26 @@
+"""The tables of log-probabilities, without a server."""
+
+from __future__ import annotations
+
+import pytest
+
+from nxd_server.engine.events import TokenEvent
+from nxd_server.http.openai.logprobs import LegacyLogprobs
+from tests.support.text.text_tokenizers import KINDS
+
+
+@pytest.mark.parametrize("continues", [False, True], ids=["new text", "continues a prompt"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_offsets_are_places_in_the_text_that_is_answered(kind, continues):
+    """It lacks special tokens, and its first space depends on what is before it."""
+    tokenizer = KINDS[kind]()
+    ids = tokenizer.encode("the quick brown fox, 你好 naïve", add_special_tokens=False)
+    ids.insert(3, min(tokenizer.special_ids))
+    before = tokenizer.encode("over", add_special_tokens=False) if continues else []
+    text, places = "", []
+    stream, table = tokenizer.stream((), before), LegacyLogprobs(tokenizer, 0, before)
+    for token in ids:
+        places.append(len(text))
+        text += stream.push(token)
+        table.add(TokenEvent(0, token, "", 0.0))
+    assert table.take()["text_offset"] == places

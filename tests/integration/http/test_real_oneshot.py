@@ -1,0 +1,248 @@
+"""Encoders, classifiers and models of no task behind the real server: embeddings, labels, tensors in and out."""
+
+from __future__ import annotations
+
+import base64
+import concurrent.futures
+import signal
+
+import httpx
+import openai
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from tests.support.http.http_artifacts import real_server, trace_affine, trace_tiny
+from tests.support.http.http_servers import is_error, wait_for
+
+EMBEDDINGS, PREDICT = "/v1/embeddings", "/v1/predict"
+TEXTS = ["the with statement", "a", "while it runs, it runs", "é 中 😀", "x" * 20]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    """A tiny BERT at degree 2: batches of 4, lengths 16 and 32."""
+    directory = tmp_path_factory.mktemp("bert")
+    artifact = trace_tiny("bert", "embed", directory, batch_sizes=[4], prompt_buckets=[16, 32])
+    with real_server(artifact) as server:
+        yield server, directory / "model"
+
+
+@pytest.fixture(scope="module")
+def affine(tmp_path_factory):
+    with real_server(trace_affine(tmp_path_factory.mktemp("affine"))) as server:
+        yield server
+
+
+def reference(model_dir, texts):
+    """Mean-pooled, normalised embeddings by transformers."""
+    from transformers import AutoModel
+
+    from nxd_server.text.tokenizer import Tokenizer
+
+    tokenizer, model = Tokenizer.from_dir(model_dir), AutoModel.from_pretrained(model_dir).eval()
+    rows = []
+    for text in texts:
+        ids, types = tokenizer.encode_with_types(text)
+        with torch.no_grad():
+            hidden = model(torch.tensor([ids]), token_type_ids=torch.tensor([types])).last_hidden_state[0]
+        rows.append(torch.nn.functional.normalize(hidden.mean(0), dim=0))
+    return torch.stack(rows)
+
+
+def test_embeddings_equal_transformers_in_both_encodings(encoder):
+    server, model_dir = encoder
+    expected = reference(model_dir, TEXTS)
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
+        for form in ("float", "base64"):
+            answer = client.embeddings.create(model="tiny-bert", input=TEXTS, encoding_format=form)
+            rows = [item.embedding for item in answer.data]
+            if isinstance(rows[0], str):
+                rows = [
+                    torch.frombuffer(bytearray(base64.b64decode(row)), dtype=torch.float32).tolist() for row in rows
+                ]
+            assert [item.index for item in answer.data] == list(range(len(TEXTS)))
+            torch.testing.assert_close(torch.tensor(rows), expected, atol=1e-5, rtol=1e-4)
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens > len(TEXTS)
+        one = client.embeddings.create(model="tiny-bert", input=TEXTS[0], dimensions=32)
+        torch.testing.assert_close(torch.tensor(one.data[0].embedding), expected[0], atol=1e-5, rtol=1e-4)
+
+
+def test_embeddings_of_token_ids_and_through_invocations(encoder):
+    server, _ = encoder
+    ids = server.post("/tokenize", {"prompt": TEXTS[0]}).json()["tokens"]
+    by_text = server.post(EMBEDDINGS, {"input": TEXTS[0]}).json()["data"][0]["embedding"]
+    for value in (ids, [ids]):
+        by_ids = server.post(EMBEDDINGS, {"input": value}).json()["data"][0]["embedding"]
+        assert by_ids == pytest.approx(by_text, abs=1e-6)
+    nothing = {"annotations": [], "store": False, "embed_dtype": "float32", "endianness": "native"}
+    answer = server.post("/invocations", {"input": TEXTS[0], **nothing}).json()
+    assert answer["data"][0]["embedding"] == pytest.approx(by_text, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"), ({"input": ""}, "input"), ({"input": ["a", ""]}, "input[1]"), ({"input": []}, "input"),
+        ({"input": 3}, "input"), ({"input": [[1], "a"]}, "input[1]"), ({"input": [999999]}, "input"),
+        ({"input": "a", "dimensions": 16}, "dimensions"), ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "a", "frobnicate": 1}, "frobnicate"), ({"input": "a " * 200}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
+    ],
+)  # fmt: skip
+def test_wrong_embedding_bodies_are_400s_that_name_the_field(encoder, body, param):
+    is_error(encoder[0].post(EMBEDDINGS, body), 400, param)
+
+
+def test_routes_of_other_tasks_say_which_to_use(encoder, affine):
+    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": []})):
+        error = is_error(encoder[0].post(path, body), 400, code="task_not_supported")
+        assert "/v1/embeddings" in error["message"]
+    error = is_error(affine.post(EMBEDDINGS, {"input": "a"}), 400, code="task_not_supported")
+    assert "/v1/predict" in error["message"]
+    is_error(affine.post("/tokenize", {"prompt": "a"}), 400)
+
+
+def test_many_concurrent_embeddings_are_batched_and_each_its_own(encoder):
+    server, _ = encoder
+    texts = [f"text number {i} {'x' * (i % 17)}" for i in range(30)]
+    alone = {text: server.post(EMBEDDINGS, {"input": text}).json()["data"][0]["embedding"] for text in texts}
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(lambda i: server.post(EMBEDDINGS, {"input": texts[i % 30]}).json(), range(150)))
+    for number, answer in enumerate(answers):
+        assert answer["data"][0]["embedding"] == pytest.approx(alone[texts[number % 30]], abs=1e-5)
+    before = server.metric("nxd_bucket_executions_total")
+    many = server.post(EMBEDDINGS, {"input": texts * 5}).json()["data"]  # more than fit the queue at once
+    assert len(many) == 150
+    assert server.metric("nxd_bucket_executions_total") - before < 150
+    assert all(item["embedding"] == pytest.approx(alone[texts[item["index"] % 30]], abs=1e-5) for item in many)
+
+
+def test_a_client_that_leaves_is_no_trouble(encoder):
+    server, _ = encoder
+    for _ in range(3):
+        with pytest.raises(httpx.TimeoutException):
+            server.post(EMBEDDINGS, {"input": ["some text"] * 2000}, timeout=0.1)
+    wait_for(lambda: server.metric("nxd_num_requests_waiting") == 0)
+    assert server.post(EMBEDDINGS, {"input": "a"}).status_code == 200
+    assert "Traceback" not in server.log
+
+
+def test_predict_on_an_encoder_equals_its_embedding(encoder):
+    server, _ = encoder
+    ids = server.post("/tokenize", {"prompt": TEXTS[0]}).json()["tokens"]
+    inputs = {"input_ids": [ids], "attention_mask": [[1] * len(ids)], "token_type_ids": [[0] * len(ids)]}
+    answer = server.post(PREDICT, {"inputs": inputs}).json()
+    by_text = server.post(EMBEDDINGS, {"input": TEXTS[0]}).json()["data"][0]["embedding"]
+    assert answer["outputs"]["embedding"]["shape"] == [1, 32]
+    assert answer["outputs"]["embedding"]["data"][0] == pytest.approx(by_text, abs=1e-6)
+    inputs["input_ids"] = [[10**6] * len(ids)]
+    is_error(server.post(PREDICT, {"inputs": inputs}), 400, "inputs.input_ids")
+
+
+def test_predict_takes_and_gives_lists_and_safetensors(affine):
+    x, k = torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.0, -1.0]]), torch.tensor([[1, 2], [3, 2**40]])
+    weight = torch.arange(12, dtype=torch.float32).reshape(3, 4) / 10
+    for scale in (None, [1.0, 3.0]):
+        y = x @ weight * (torch.tensor(scale) if scale else torch.full((2,), 2.0))[:, None]
+        body = {"inputs": {"x": x.tolist(), "k": k.tolist(), "scale": scale}}
+        outputs = affine.post(PREDICT, body).json()["outputs"]
+        assert outputs["y"]["dtype"] == "float32" and outputs["y"]["shape"] == [2, 4]
+        torch.testing.assert_close(torch.tensor(outputs["y"]["data"]), y)
+        assert outputs["total"] == {"dtype": "int64", "shape": [2], "data": [3, 3 + 2**40]}
+    y = x @ weight * 2
+    flat = {"x": {"data": x.flatten().tolist(), "shape": [2, 3], "dtype": "float32"}, "k": {"data": k.tolist()}}
+    outputs = affine.post(PREDICT, {"inputs": flat, "outputs": ["y"]}).json()["outputs"]
+    assert list(outputs) == ["y"]
+    torch.testing.assert_close(torch.tensor(outputs["y"]["data"]), y)
+    packed = base64.b64encode(save({"x": x, "k": k})).decode()
+    answer = affine.post(PREDICT, {"safetensors": packed}).json()
+    found = load(base64.b64decode(answer["safetensors"]))
+    torch.testing.assert_close(found["y"], y)
+    answer = affine.post("/invocations", {"safetensors": packed, "output_format": "json"}).json()
+    torch.testing.assert_close(torch.tensor(answer["outputs"]["y"]["data"]), y)
+
+
+OK = {"x": [[1, 2, 3]], "k": [[1, 2]]}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "inputs"),
+        ({"inputs": OK, "safetensors": "eA=="}, "inputs"),
+        ({"safetensors": "???"}, "safetensors"),
+        ({"safetensors": "eHh4"}, "safetensors"),
+        ({"inputs": [1]}, "inputs"),
+        ({"inputs": {**OK, "z": [1]}}, "inputs.z"),
+        ({"inputs": {"x": [[1, 2, 3]]}}, "inputs.k"),
+        ({"inputs": {**OK, "x": [[1, 2], [3]]}}, "inputs.x"),
+        ({"inputs": {**OK, "x": [[1, 2, [3]]]}}, "inputs.x"),
+        ({"inputs": {**OK, "x": [[1, 2, "3"]]}}, "inputs.x"),
+        ({"inputs": {**OK, "x": [[1, 2, None]]}}, "inputs.x"),
+        ({"inputs": {**OK, "x": [[1, 2, True]]}}, "inputs.x"),
+        ({"inputs": {**OK, "x": [[1, 2, 1e39]]}}, "inputs.x"),
+        ({"inputs": {**OK, "k": [[1, 2.5]]}}, "inputs.k"),
+        ({"inputs": {**OK, "k": [[1, 2**63]]}}, "inputs.k"),
+        ({"inputs": {**OK, "x": {"data": [1, 2, 3], "shape": [2, 2]}}}, "inputs.x"),
+        ({"inputs": {**OK, "x": {"data": [1, 2, 3], "dtype": "float8"}}}, "inputs.x.dtype"),
+        ({"inputs": {**OK, "x": {"shape": [1]}}}, "inputs.x.data"),
+        ({"inputs": {**OK, "x": {"data": [[1, 2, 3]], "dtype": "float64"}}}, "inputs"),
+        ({"inputs": {**OK, "x": [[1, 2, 3, 4]]}}, "inputs"),
+        ({"inputs": {"x": [[1, 2, 3]] * 5, "k": [[1, 2]] * 5}}, "inputs"),
+        ({"inputs": {"x": [[1, 2, 3]] * 2, "k": [[1, 2]]}}, "inputs"),
+        ({"inputs": {**OK, "x": []}}, "inputs"),
+        ({"inputs": OK, "outputs": ["nope"]}, "outputs"),
+        ({"inputs": OK, "output_format": "pickle"}, "output_format"),
+    ],
+)
+def test_wrong_tensors_are_400s_that_name_them(affine, body, param):
+    is_error(affine.post(PREDICT, body), 400, param)
+
+
+def test_predict_goes_on_after_all_of_that(affine):
+    assert affine.post(PREDICT, {"inputs": OK}).status_code == 200
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        answers = pool.map(
+            lambda i: affine.post(PREDICT, {"inputs": {"x": [[i, 0, 0]], "k": [[i, i]]}}).json(), range(64)
+        )
+    assert [answer["outputs"]["total"]["data"] for answer in answers] == [[2 * i] for i in range(64)]
+    assert len(affine.get("/health").json()["ranks"]) == 1
+
+
+def test_classify_gives_labels_and_probabilities(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("classifier")
+    artifact = trace_tiny("bert_classifier", "classify", directory, tp=1, batch_sizes=[4], prompt_buckets=[32])
+    with real_server(artifact) as server:
+        answer = server.post("/v1/classify", {"input": TEXTS, "annotations": [], "store": False}).json()
+        assert len(answer["data"]) == len(TEXTS)
+        for item in answer["data"]:
+            assert item["num_classes"] == 3 and sum(item["probs"]) == pytest.approx(1)
+            assert item["label"] == ["bad", "fair", "good"][item["probs"].index(max(item["probs"]))]
+        assert server.post("/invocations", {"input": TEXTS[0]}).json()["data"][0]["label"]
+        is_error(server.post(EMBEDDINGS, {"input": "a"}), 400, code="task_not_supported")
+        assert server.stop() == 0
+
+
+def test_a_long_list_that_runs_is_finished_after_a_signal(encoder):
+    """It goes through the engine in waves; the engine is idle between two of them, and the server not yet done."""
+    _, model_dir = encoder
+    with (
+        real_server(model_dir.parent / "artifact", "--drain-timeout", "300") as server,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        texts = [f"{TEXTS[0]} {number}" for number in range(1200)]
+        answer = pool.submit(server.post, EMBEDDINGS, {"input": texts})
+        wait_for(lambda: server.metric("nxd_bucket_executions_total") > 4)
+        server.process.send_signal(signal.SIGTERM)
+        assert len(answer.result().json()["data"]) == len(texts)
+        assert server.wait() == 0
+
+
+def test_what_only_generating_artifacts_have_is_refused_before_the_ranks_start(tmp_path):
+    artifact = trace_affine(tmp_path)
+    for option in (("--speculate", "4"), ("--lora", "mine=/some/where")):
+        with real_server(artifact, *option, wait=False) as server:
+            assert server.wait(600) == 1
+            assert f"{option[0][2:]}: the artifact's task is '', and only 'generate' has it" in server.log
+            assert "starting" not in server.log

@@ -1,0 +1,259 @@
+"""Settings: three sources, one precedence, no secret in any text."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from nxd_infer.util.options import command_options, declared, defaults, table
+from nxd_server.engine import Engine, OneShotEngine
+from nxd_server.environment import OTHERS, unknown_variables
+from nxd_server.errors import SettingsError
+from nxd_server.settings import ServerSettings, load_settings
+from tests.support.e2e.command import ROOT, nxd_infer, nxd_infer_here, refused
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_around(monkeypatch):
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("NXD_"):
+            monkeypatch.delenv(name)
+
+
+def unknown(variables):
+    return unknown_variables(variables, declared(ServerSettings))
+
+
+def test_variables_that_are_no_setting():
+    fine = {"NXD_INFER_PORT": "1", "nxd_infer_host": "h", "NXD_INFER_API_KEY": "k", "NXD_INFER_CACHE": "/x"}
+    fine |= {f"NXD_INFER_{name}": "1" for name in OTHERS}
+    assert unknown(fine) == []
+    assert unknown({**fine, "NXD_INFER_APIKEYS": "secret", "NXD_APIKEYS": "x", "NXD_ZZZ": "1"}) == [
+        "NXD_APIKEYS is not a setting of the server; did you mean NXD_INFER_API_KEYS?",
+        "NXD_INFER_APIKEYS is not a setting of the server; did you mean NXD_INFER_API_KEYS?",
+        "NXD_ZZZ is not a setting of the server",
+    ]
+
+
+def test_the_librarys_own_variables_are_known_to_the_server():
+    """Else it would warn of each; one that is no setting's name, and that no setting may get."""
+    folders = ("nxd_infer", "bench", "deploy")
+    read = {
+        name
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".cpp", ".h", ".sh")
+        for name in re.findall(r"\bNXD_INFER_([A-Z_]+)\b", path.read_text())
+    }
+    settings = {name.upper() for name in declared(ServerSettings)}
+    assert {"CACHE", "PIN", "CPU_LEVEL"} <= read
+    assert read - settings == set(OTHERS) and not settings & set(OTHERS)
+    told = re.findall(r"^\| `NXD_INFER_([A-Z_]+)` \|", (ROOT / "docs/deployment.md").read_text(), re.MULTILINE)
+    assert sorted(told) == sorted(OTHERS)
+
+
+def test_a_mistyped_variable_is_told_at_the_start_of_the_server(monkeypatch, tmp_path):
+    monkeypatch.setenv("NXD_INFER_APIKEYS", "sesame")
+    done = nxd_infer("serve", tmp_path / "none")
+    assert done.status == 1 and "did you mean NXD_INFER_API_KEYS?" in done.err and "sesame" not in done.out + done.err
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("NXD_API_KEYS", "NXD_INFER_API_KEYS"),
+        ("nxd_port", "NXD_INFER_PORT"),
+        ("NXD_ARTIFACT", "NXD_INFER_ARTIFACT"),
+    ],
+)
+def test_a_variable_of_the_old_prefix_ends_the_start(monkeypatch, tmp_path, capsys, old, new):
+    """It is not read, so a server that started all the same would be open."""
+    monkeypatch.setenv(old, "sesame")
+    done = nxd_infer_here(capsys, monkeypatch, "serve", tmp_path / "none")
+    refused(done, old, new)
+    assert "sesame" not in done.out + done.err
+
+
+def test_serve_has_an_option_for_each_setting_and_takes_what_it_is_given(monkeypatch, capsys):
+    seen = {}
+    monkeypatch.setattr("nxd_infer.cli.serve.run", lambda artifact, config, given: seen.update(given) or 0)
+    shown = nxd_infer_here(capsys, monkeypatch, "serve", "--help").out
+    options = command_options(ServerSettings)
+    for option in options.values():
+        flags = (option.flag or "?").split("/")
+        assert all(re.search(rf"(?<![\w-]){flag}(?![\w-])", shown) for flag in flags), flags
+        assert option.group in shown
+    assert set(options) == set(declared(ServerSettings))
+    given = ("--port", 1, "--api-key", "a", "--api-key", "b", "--no-access-log", "--no-kernel", "--log-format", "json")
+    assert nxd_infer_here(capsys, monkeypatch, "serve", "artifact", *given).status == 0
+    told = {name: value for name, value in seen.items() if value is not None and value != []}
+    assert told == {
+        "port": 1, "api_keys": ["a", "b"], "access_log": False, "allow_kernel": False, "log_format": "json"
+    }  # fmt: skip
+    settings = load_settings(**told)
+    assert settings.keys() == (b"a", b"b") and settings.log_format == "json" and not settings.allow_kernel
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--max-choices", 0), ("--max-choices", "0")),
+        (("--log-format", "xml"), ("--log-format", "xml", "json")),
+        (
+            ("--request-timeout", 0),
+            ("--request-timeout", "a number of seconds above 0, at most 86400, got 0"),
+        ),
+        (("--weights-root", "/no/such/folder"), ("--weights-root", "/no/such/folder", "not a directory")),
+        (("--keys", "a"), ("--keys",)),
+    ],
+)
+def test_a_wrong_option_is_named(arguments, words, monkeypatch, capsys):
+    refused(nxd_infer_here(capsys, monkeypatch, "serve", "artifact", *arguments), *words)
+
+
+def test_arguments_beat_the_environment_and_that_beats_the_file(tmp_path, monkeypatch):
+    file = tmp_path / "server.json"
+    file.write_text(json.dumps({"port": 1, "host": "h1", "drain-timeout": 1, "api_keys": ["k"]}))
+    monkeypatch.setenv("NXD_INFER_PORT", "2")
+    monkeypatch.setenv("NXD_INFER_HOST", "h2")
+    settings = load_settings(file, port=3, host=None, api_keys=[])
+    assert (settings.port, settings.host, settings.drain_timeout) == (3, "h2", 1.0)
+    assert settings.keys() == (b"k",)
+    assert ServerSettings.resolve().port == 2
+
+
+def test_yaml_and_json_say_the_same(tmp_path):
+    pytest.importorskip("yaml")
+    (tmp_path / "a.yaml").write_text("port: 9\nlog_format: json\napi_keys: [x, y]\n")
+    (tmp_path / "a.json").write_text('{"port": 9, "log_format": "json", "api_keys": ["x", "y"]}')
+    assert repr(load_settings(tmp_path / "a.yaml")) == repr(load_settings(tmp_path / "a.json"))
+
+
+@pytest.mark.parametrize(
+    ("value", "keys"),
+    [("a,b", (b"a", b"b")), (" a ", (b"a",)), ('["a", "b,c"]', (b"a", b"b,c")), ("ü", ("ü".encode(),)), ("", ())],
+)
+def test_keys_from_the_environment(monkeypatch, value, keys):
+    monkeypatch.setenv("NXD_INFER_API_KEYS", value)
+    assert load_settings().keys() == keys
+
+
+def test_a_list_without_a_key_does_not_open_the_server(monkeypatch):
+    monkeypatch.setenv("NXD_INFER_API_KEYS", " , ")
+    with pytest.raises(SettingsError, match="holds no key"):
+        load_settings()
+
+
+@pytest.mark.parametrize("name", ["NXD_INFER_API_KEY", "nxd_infer_api_key"])
+def test_a_single_key_under_the_likely_name_closes_the_server(monkeypatch, name):
+    monkeypatch.setenv(name, "one")
+    assert load_settings().keys() == (b"one",)
+    assert load_settings(api_keys=["two"]).keys() == (b"two",)
+
+
+def test_texts_are_read_as_what_they_stand_for(monkeypatch, tmp_path):
+    for name, text in {
+        "PORT": " 7 ",
+        "ACCESS_LOG": "off",
+        "CALL_TIMEOUT": "1e1",
+        "KEEP": "a",
+        "LORA": "a=b, c=d",
+    }.items():
+        monkeypatch.setenv(f"NXD_INFER_{name}", text)
+    found = load_settings()
+    assert (found.port, found.access_log, found.call_timeout) == (7, False, 10.0)
+    assert (found.keep, found.lora) == (Path("a"), ["a=b", "c=d"])
+
+
+def test_no_secret_is_ever_shown(tmp_path, monkeypatch):
+    settings = load_settings(api_keys=["hunter2"])
+    assert "hunter2" not in repr(settings) + str(settings)
+    monkeypatch.setenv("NXD_INFER_API_KEYS", '["hunter2", ""]')
+    monkeypatch.setenv("NXD_INFER_PORT", "x")
+    with pytest.raises(SettingsError) as caught:
+        load_settings()
+    assert "hunter2" not in str(caught.value) and "port" in str(caught.value) and "api_keys" in str(caught.value)
+    assert caught.value.__suppress_context__
+    file = tmp_path / "bad.json"
+    file.write_text('{"api_keys": ["hunter2",]')
+    with pytest.raises(SettingsError) as caught:
+        load_settings(file)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({"port": 65536}, "port"), ({"port": "x"}, "port"), ({"drain_timeout": -1}, "drain_timeout"),
+        ({"request_timeout": 0}, "request_timeout"), ({"max_queued_requests": -1}, "max_queued_requests"),
+        ({"prot": 1}, "no server setting is named 'prot'; did you mean port?"), ({"api_keys": [""]}, "api_keys"),
+        ({"api_keys": '["a"'}, "api_keys"),
+        ({"request_timeout": float("nan")}, "request_timeout"), ({"drain_timeout": float("inf")}, "drain_timeout"),
+        ({"admin_key": " "}, "admin_key"), ({"weights_root": "/no/such/folder"}, "weights_root"),
+        ({"weights_drain_timeout": 0}, "must be a number of seconds above 0, at most 86400, got 0"),
+        ({"max_choices": True}, "max_choices must be a whole number of at least 1, got True"),
+        ({"log_level": "warnin"}, "\"warning\" or \"error\", got 'warnin'; did you mean warning"),
+        ({"access_log": "maybe"}, "access_log must be True or False, got 'maybe'"),
+        ({"host": ""}, "host is empty"), ({"lora": "a"}, "lora: 'a' is not NAME=PATH"),
+        ({"api_keys": [7]}, "api_keys holds something that is not a text$"), ({"api_keys": 7}, "comma-separated text$"),
+        ({"port": -1, "max_restarts": "x"}, "^invalid server settings: port must .*; max_restarts must .* got 'x'$"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_named(arguments, word):
+    with pytest.raises(SettingsError, match=word):
+        load_settings(**arguments)
+
+
+@pytest.mark.parametrize("name", [name for name, one in declared(ServerSettings).items() if one.unit == "seconds"])
+def test_a_time_that_no_wait_takes_is_named(name):
+    with pytest.raises(SettingsError, match=rf"{name} must be .* seconds .*(at most|to) \d+, "):
+        load_settings(**{name: 10**10})
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"nope": 1}', "{", '"x"'])
+def test_a_wrong_file_is_named(tmp_path, text):
+    file = tmp_path / "server.json"
+    file.write_text(text)
+    with pytest.raises(SettingsError):
+        load_settings(file)
+    with pytest.raises(SettingsError, match=r"missing\.yaml' cannot be read: No such file or directory$"):
+        load_settings(tmp_path / "missing.yaml")
+    with pytest.raises(SettingsError, match=r"\.toml"):
+        (tmp_path / "a.toml").write_text("")
+        load_settings(tmp_path / "a.toml")
+
+
+def test_the_admin_key_is_a_secret_and_no_other_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("NXD_INFER_ADMIN_KEY", "hunter2 ")
+    settings = load_settings(api_keys=["user"])
+    assert settings.admin() == b"hunter2" and settings.keys() == (b"user",)
+    assert "hunter2" not in repr(settings) and load_settings(admin_key="other").admin() == b"other"
+    with pytest.raises(SettingsError, match="admin_key is one of api_keys"):
+        load_settings(api_keys=["hunter2"]).keys()
+
+
+def test_a_file_of_keys_without_any_does_not_open_the_server(tmp_path):
+    (tmp_path / "keys").write_text("\n \n")
+    with pytest.raises(SettingsError, match="no key"):
+        load_settings(api_keys_file=str(tmp_path / "keys")).keys()
+
+
+def test_the_documentation_lists_every_setting_with_its_default_and_meaning():
+    assert table(ServerSettings, "setting", python=False) in (ROOT / "docs/deployment.md").read_text()
+
+
+def test_an_engine_has_the_defaults_of_the_settings() -> None:
+    same = {"max_queued_requests": "max_queued_requests", "restart_limit": "max_restarts"}
+    for engine, names in (
+        (Engine, {**same, "stall_ratio": "stall_ratio", "speculate": "speculate"}),
+        (OneShotEngine, same),
+    ):
+        parameters = inspect.signature(engine).parameters
+        for own, setting in names.items():
+            assert parameters[own].default == defaults(ServerSettings)[setting], own

@@ -1,0 +1,215 @@
+"""Templates and long texts run outside the server: they end, leave nothing behind, and delay nobody."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.http.http_servers import http_request, is_error, new_child, raw, toy_server, wait_for
+from tests.support.processes import descendants, gone, stopped
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def chat(**variables):
+    return {"messages": HELLO, "max_tokens": 3, "temperature": 0, "chat_template_kwargs": variables}
+
+
+@pytest.fixture
+def crowded():
+    """One text may wait for another; no process for texts runs yet."""
+    with toy_server(render_timeout=60, max_queued_requests=1, access_log=False) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("texts", {"prompt": "hello, you there. " * 3_500}),
+        ("conversations", {"messages": [{"role": "user", "content": "hello, you there. " * 8}] * 300}),
+    ],
+)
+def test_a_long_text_holds_up_nobody(toy, kind, body):
+    """What works on it is stopped, until others were answered. (A body of more than 64 KiB is parsed aside before.)"""
+    assert toy.post("/tokenize", {"prompt": "hello " * 1000}).json()["count"] == 6000  # which starts the process
+    children = descendants(toy.process.pid)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        for child in children:
+            os.kill(child, signal.SIGSTOP)
+        try:
+            answer = pool.submit(toy.post, "/tokenize", body)
+            toy.wait_metric("nxd_texts_aside", 1.0, kind=kind)
+            assert toy.post("/v1/completions", {"prompt": "hello", "max_tokens": 2}).status_code == 200
+            assert not answer.done()
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGCONT)
+        assert answer.result().json()["count"] > 40_000
+
+
+def test_a_template_without_an_end_is_400():
+    with toy_server(render_timeout=3.0, access_log=False) as server:
+        error = is_error(server.post(CHAT, chat(spin=1)), 400, "messages")
+        assert "did not come to an end within 3 s (render_timeout)" in error["message"]
+        wait_for(lambda: server.post(CHAT, chat()).status_code == 200)
+
+
+@pytest.mark.parametrize(
+    ("variables", "param", "says"),
+    [
+        ({"self": 1}, "chat_template_kwargs", "must not set 'self'"),
+        ({"max_characters": 1}, "chat_template_kwargs", "must not set"),
+        ({"times": 10**12}, "messages", "256 MiB of memory"),
+        ({"times": 10**30}, "messages", "cannot render them"),
+        ({"times": 9 * 10**6}, "messages", "makes more than 1048576 characters"),
+        ({"flood": 1}, "messages", "makes more than 1048576 characters"),
+        ({"index": 1}, "messages", "cannot render them"),
+        (dict.fromkeys(map("v{}".format, range(100))), "chat_template_kwargs", "at most 64"),
+    ],
+)
+def test_what_a_template_cannot_do_is_400(toy, variables, param, says):
+    assert says in is_error(toy.post(CHAT, chat(**variables)), 400, param)["message"]
+    assert toy.post(CHAT, chat()).status_code == 200
+
+
+def test_a_signal_ends_the_server_while_a_template_runs():
+    with toy_server(render_timeout=600, drain_timeout=0.5) as server:
+        with raw(server, http_request(CHAT, json.dumps(chat(spin=1)).encode())):
+            wait_for(lambda: server.metric("nxd_texts_aside", kind="conversations") == 1)
+            children = descendants(server.process.pid)
+            assert children
+            assert server.stop(signal.SIGTERM) == 0
+        assert all(gone(pid, 60) for pid in children)
+
+
+def test_a_client_that_leaves_ends_its_template(toy):
+    with toy_server(render_timeout=600) as server:
+        with raw(server, http_request(CHAT, json.dumps(chat(spin=1)).encode())):
+            wait_for(lambda: server.metric("nxd_texts_aside", kind="conversations") == 1)
+            (child,) = descendants(server.process.pid)
+            idle = processor_time(child)
+            wait_for(lambda: processor_time(child) > idle + 0.1)  # the template spins
+        server.wait_metric("nxd_texts_aside", 0.0, kind="conversations")
+        assert gone(child, 60)
+        assert server.post(CHAT, chat()).status_code == 200  # another has been started
+
+
+def processor_time(pid: int) -> float:
+    """Seconds of processor time that a process has used."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+TEXT = {"prompt": "hello, you there. " * 50_000}
+"""Close to the megabyte that is read at all."""
+
+
+def large_body(server):
+    """What parses such bodies runs."""
+    is_error(server.post("/tokenize", {"prompt": "a", "secret": "b" * 2**17}), 400, code="unknown_parameter")
+
+
+def test_abandoned_tokenisations_end_and_the_queue_of_them_is_bounded(crowded):
+    """One is worked on and one waits; a third is 429. Their clients gone, nothing of them is left."""
+    data = http_request("/tokenize", json.dumps(TEXT).encode())
+    large_body(crowded)
+    before = descendants(crowded.process.pid)
+    for _ in range(3):
+        with raw(crowded, data), stopped(new_child(crowded, before)), raw(crowded, data):
+            crowded.wait_metric("nxd_texts_aside", 2.0, kind="texts")
+            is_error(crowded.post("/tokenize", TEXT), 429, code="queue_full")
+        crowded.wait_metric("nxd_texts_aside", 0.0, kind="texts")
+        wait_for(lambda: descendants(crowded.process.pid) <= before, message="a process for texts is left")
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    (COMPLETIONS, {"prompt": "a" * 2**20}),
+    (CHAT, {"messages": [{"role": "user", "content": "a" * (2**20 - 100)}]}),
+])  # fmt: skip
+def test_a_long_text_that_is_generated_from_ends_with_its_client(crowded, path, body):
+    """It was tokenised in a thread of the server, for as long and as much memory as that takes."""
+    large_body(crowded)
+    crowded.post(CHAT, chat())
+    before = descendants(crowded.process.pid)
+    with (
+        raw(crowded, http_request(path, json.dumps(body).encode())) as connection,
+        stopped(new_child(crowded, before)),
+    ):
+        crowded.wait_metric("nxd_texts_aside", 1.0, kind="texts")
+        connection.close()
+        crowded.wait_metric("nxd_texts_aside", 0.0)
+        wait_for(lambda: descendants(crowded.process.pid) <= before, message="a process for texts is left")
+    error = is_error(crowded.post(path, body), 400, next(iter(body)), "context_length_exceeded")
+    assert "this model's maximum context length is 64 tokens" in error["message"]
+
+
+def test_no_threads_are_left_of_texts_that_are_tokenised_in_one():
+    """The library started one per core and kept them."""
+    with toy_server(access_log=False) as server:
+        tasks = f"/proc/{server.process.pid}/task"
+        server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1})
+        before = len(os.listdir(tasks))
+        is_error(server.post(COMPLETIONS, {"prompt": "a" * 10_000}), 400, "prompt", "context_length_exceeded")
+        wait_for(lambda: len(os.listdir(tasks)) <= before, 60, "threads are left")
+
+
+def test_what_a_long_text_took_is_given_back(toy):
+    """The process that held it ends; a text that takes little leaves it running for the next."""
+    large_body(toy)
+    before = descendants(toy.process.pid)
+    assert toy.post("/tokenize", TEXT).json()["count"] > 500_000
+    assert descendants(toy.process.pid) <= before
+    assert toy.post("/tokenize", {"prompt": "hello " * 1000}).json()["count"] == 6000
+    assert len(descendants(toy.process.pid) - before) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": "ab " * 400_000}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "ab " * 400_000}]}, "messages"),
+        ("/detokenize", {"tokens": [5] * 70_000}, "tokens"),
+    ],
+)
+def test_texts_and_ids_beyond_what_is_read_are_refused(toy, path, body, param):
+    is_error(toy.post(path, body), 400, param)
+
+
+def test_long_and_short_texts_are_answered_alike(toy, tokenizer):
+    for text in ("hello", "hello, you. " * 500):
+        for strings in (False, True):
+            answer = toy.post("/tokenize", {"prompt": text, "return_token_strs": strings}).json()
+            ids = tokenizer.encode(text)
+            assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), 64)
+            assert answer.get("token_strs") == ([tokenizer.token_text(token) for token in ids] if strings else None)
+            assert toy.post("/detokenize", {"tokens": ids}).json() == {"prompt": tokenizer.decode(ids)}
+
+
+def test_a_template_that_cannot_be_used_is_an_error_at_the_start():
+    """It is compiled in the process too: constants are computed then, here more of them than any memory holds."""
+    from nxd_infer.errors import ModelConfigError
+    from nxd_server.text.chat_template import TemplateSources
+    from nxd_server.text.text_process_jobs import BoundedTemplate
+
+    for source, says in (("{% for x in %}", "not valid jinja2"), ("{{ 'x' * 10**11 }}", "256 MiB of memory")):
+        template = BoundedTemplate(TemplateSources(source), seconds=5, queue=1)
+        try:
+            with pytest.raises(ModelConfigError, match=says):
+                template.check()
+        finally:
+            template.stop()
+
+
+def test_the_server_knows_no_client_that_waits_for_ever():
+    """A conversation's place in the lane is free again whatever became of it."""
+    with toy_server(render_timeout=3.0, access_log=False) as server, httpx.Client(timeout=60) as client:
+        codes = [client.post(server.url + CHAT, json=chat(spin=1)).status_code for _ in range(2)]
+        assert codes == [400, 400]
+        assert server.metric("nxd_texts_aside") == 0

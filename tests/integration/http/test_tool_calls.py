@@ -1,0 +1,458 @@
+"""Tools in chats: a model that was taught to call them, behind the real server, asked by OpenAI's client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+
+import openai
+import pytest
+import torch
+from hypothesis import given
+
+from nxd_server.http.error_responses import ApiError
+from nxd_server.http.openai.event_stream import KEEP_ALIVE, EventStream
+from nxd_server.http.openai.message_parts import MessageParts
+from nxd_server.http.openai.tools import ChoiceCalls, earlier_calls, offered_tools
+from nxd_server.text.reasoning import FORMATS, ReasoningReader
+from nxd_server.text.tokenizer import Tokenizer
+from tests.integration.http.test_fuzz import values
+from tests.support.http.http_artifacts import real_server
+from tests.support.http.http_servers import is_error
+from tests.support.http.taught_model import (
+    ASKED,
+    CALL,
+    CALLED,
+    FORECAST,
+    LLAMA,
+    RESULT,
+    SHOWN,
+    STRANGE,
+    TOOLS,
+    TWO,
+    VERDICT,
+    asked,
+    taught,
+)
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    from nxd_infer import trace
+    from nxd_models.serving import tasks
+
+    directory = tmp_path_factory.mktemp("tools")
+    shapes = {"batch_sizes": [2], "prompt_buckets": [64], "max_len": 320}
+    plan = tasks.plan(taught(directory / "model"), "generate", dtype=torch.float32, model_name="taught", **shapes)
+    with trace.parallel_model_trace(**{**plan.trace_arguments(), "backend": "eager"}) as model:
+        trace.parallel_model_save(model, directory / "artifact")
+    return directory / "artifact"
+
+
+@pytest.fixture(scope="module")
+def server(artifact):
+    with real_server(artifact, "--reasoning-parser", "none") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
+def create(client, messages, **more):
+    more = {"tools": TOOLS, "max_tokens": 150, **more}
+    return client.chat.completions.create(model="taught", messages=messages, temperature=0, **more)
+
+
+def functions(calls):
+    return [(call.function.name, json.loads(call.function.arguments)) for call in calls or []]
+
+
+def joined(deltas):
+    """The calls of which a stream has these pieces: name and arguments of each."""
+    calls = []
+    for delta in deltas:
+        if delta["index"] == len(calls):
+            assert delta["id"] and delta["type"] == "function"
+            calls.append([delta["function"]["name"], ""])
+        assert delta["index"] == len(calls) - 1
+        calls[-1][1] += delta["function"]["arguments"]
+    return calls
+
+
+def test_an_answer_is_a_call_and_the_next_one_reads_its_result(client):
+    (choice,) = create(client, [ASKED]).choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    assert call.type == "function" and call.id.startswith("call_")
+    assert functions([call]) == [("weather", {"city": "Bern"})]
+    (choice,) = create(client, [ASKED, CALLED, RESULT]).choices
+    assert (choice.message.content, choice.finish_reason) == ("It is dry.", "stop")
+    assert choice.message.tool_calls is None
+
+
+def test_calls_in_a_stream_are_those_of_the_whole_answer(client, server):
+    ask = {"messages": asked("Two!"), "n": 2, "stream": True, "logprobs": True}
+    chunks = list(create(client, ask.pop("messages"), **ask))
+    for index in (0, 1):
+        mine = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+        calls = [call for choice in mine for call in choice.delta.tool_calls or []]
+        assert functions(calls) == [("weather", {"city": "Bern"}), ("clock", {})]
+        assert [call.index for call in calls] == [0, 1] and len({call.id for call in calls}) == 2
+        assert "".join(choice.delta.content or "" for choice in mine) == "Both: "
+        assert [choice.finish_reason for choice in mine if choice.finish_reason] == ["tool_calls"]
+        tokens = [one.token for choice in mine if choice.logprobs for one in choice.logprobs.content]
+        assert "".join(tokens) == TWO, "log probabilities of all tokens, those of the calls included"
+    (whole,) = create(client, asked("Two!")).choices
+    assert whole.message.content == "Both: " and len(whole.message.tool_calls) == 2
+    (single,) = create(client, asked("Two!"), parallel_tool_calls=False).choices
+    assert functions(single.message.tool_calls) == [("weather", {"city": "Bern"})]
+    body = {"messages": asked("Two!"), "tools": TOOLS, "temperature": 0, "max_tokens": 150}
+    raw = server.post(CHAT, body).json()["choices"][0]["message"]["tool_calls"]
+    assert set(raw[0]) == {"id", "type", "function"}, "numbered in chunks only"
+
+
+class Held:
+    """A generation whose tokens, one in 20 ms, all belong to a call that is held back."""
+
+    weight_version, usage, unfinished = 0, None, True
+
+    async def __aenter__(self):
+        self.left = 12
+        return self
+
+    async def __aexit__(self, *error):
+        pass
+
+    async def next(self, wait):
+        await asyncio.sleep(min(0.02, wait))
+        self.left -= wait > 0.02
+        self.unfinished = self.left > 0
+        return (0, None) if wait > 0.02 else None
+
+    def ready(self):
+        return None
+
+    def check_client(self):
+        pass
+
+
+class Silent:
+    """A writer of chunks that has nothing to say yet."""
+
+    def begin(self, version):
+        return b"data: begun"
+
+    def event(self, choice, event):
+        return b""
+
+    def usage(self, usage):
+        return b""
+
+
+def test_a_held_call_is_no_silence():
+    sent = []
+
+    async def send(message):
+        sent.append(message.get("body", b""))
+
+    stream = EventStream(Held(), Silent(), keep_alive=0.1, request_id="x")
+    asyncio.run(stream({"type": "http"}, None, send))
+    assert sent[1] == b"data: begun" and sent[-1].endswith(b"[DONE]\n\n")
+    assert sent[2:-1] and set(sent[2:-1]) == {KEEP_ALIVE}
+
+
+def test_an_empty_list_of_calls_is_none(client):
+    said = [ASKED, {"role": "assistant", "content": "No idea.", "tool_calls": []}, asked("Two!")[0]]
+    assert create(client, said, max_tokens=5).choices
+
+
+def test_arguments_of_earlier_calls_are_parsed_within_limits(server):
+    for arguments in ('{"a": [' + "[]," * 20_000 + "[]]}", '{"a": "\\ud83d"}', '{"a": 1, "a": 2}', "{}x"):
+        calls = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
+        is_error(server.post(CHAT, {"messages": [ASKED, {"role": "assistant", "tool_calls": calls}]}), 400)
+    assert server.post(CHAT, {"messages": [ASKED], "max_tokens": 2}).status_code == 200
+
+
+def test_an_answer_that_was_cut_says_so(client):
+    (choice,) = create(client, asked("Two!"), max_tokens=10).choices
+    assert choice.finish_reason == "length" and TWO.startswith(choice.message.content)
+
+
+def test_without_tools_nothing_is_a_call(client, server):
+    for more in ({"tools": openai.NOT_GIVEN}, {"tool_choice": "none"}):
+        (choice,) = create(client, [ASKED], **more).choices
+        assert (choice.message.content, choice.finish_reason) == ("No idea.", "stop")
+    for tools, shown in ((TOOLS, SHOWN), ([], "")):
+        tokens = server.post("/tokenize", {"messages": [ASKED], "tools": tools}).json()["tokens"]
+        prompt = server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+        assert prompt == shown + "<|user|>Rain?<|assistant|>"
+    (choice,) = create(client, asked("JSON")).choices
+    assert choice.message.content == LLAMA, "another format is text"
+
+
+def named(name):
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "names"), [("required", {"weather", "forecast"}), (named("forecast"), {"forecast"})]
+)
+def test_a_call_that_must_be_made_is_made(client, stream, choice, names):
+    """Even of a tool that the model was never taught; its arguments are those of the tool's schema."""
+    for seed in range(3):
+        more = {"tools": [TOOLS[0], FORECAST], "tool_choice": choice, "stream": stream, "seed": seed, "max_tokens": 200}
+        answer = client.chat.completions.create(model="taught", messages=asked("Two!"), temperature=1.5, **more)
+        if stream:
+            parts = [one for chunk in answer for one in chunk.choices]
+            deltas = [call.model_dump(exclude_none=True) for one in parts for call in one.delta.tool_calls or []]
+            (reason,) = [one.finish_reason for one in parts if one.finish_reason]
+            said = "".join(one.delta.content or "" for one in parts)
+            made = joined(deltas)
+            assert len(deltas) > 2 * len(made), "arguments come as they are written"
+        else:
+            (one,) = answer.choices
+            reason, said = one.finish_reason, one.message.content
+            made = [(call.function.name, call.function.arguments) for call in one.message.tool_calls or []]
+        if reason == "length":  # a weather tool takes any arguments
+            assert "weather" in names
+            continue
+        assert reason == ("tool_calls" if choice == "required" else "stop") and not (said or "").strip()
+        found = [(name, json.loads(arguments)) for name, arguments in made]
+        assert found and {name for name, _ in found} <= names and (choice == "required" or len(found) == 1)
+        for name, arguments in found:
+            if name == "forecast":
+                assert arguments["place"] in ("Bern", "Basel") and 1 <= arguments["days"] <= 9 and len(arguments) == 2
+
+
+def test_a_forced_call_is_the_one_that_the_model_finds_likeliest(client):
+    (choice,) = create(client, [ASKED], tool_choice="required", parallel_tool_calls=False).choices
+    assert functions(choice.message.tool_calls) == [("weather", {"city": "Bern"})]
+    (choice,) = create(client, asked("Two!"), tool_choice="required", tools=[*TOOLS, FORECAST]).choices
+    assert len(choice.message.tool_calls) >= 1, "and no text before it, as it was taught"
+    assert not choice.message.content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", named("weather")])
+def test_a_call_that_must_be_made_and_is_cut_has_the_arguments_so_far(server, stream, choice):
+    """As in OpenAI's API; its text is no content. At first its name is not known, unless the request says it."""
+    body = {"messages": [ASKED], "tools": TOOLS, "tool_choice": choice, "temperature": 0, "stream": stream}
+    found = []
+    for most in range(1, 60):
+        answer = server.post(CHAT, {**body, "max_tokens": most})
+        if stream:
+            lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n")[:-2]]
+            parts = [one for line in lines for one in json.loads(line)["choices"]]
+            assert not any(one["delta"].get("content") for one in parts)
+            calls = joined(call for one in parts for call in one["delta"].get("tool_calls", []))
+            reason = parts[-1]["finish_reason"]
+        else:
+            (one,) = answer.json()["choices"]
+            made = [call["function"] for call in one["message"].get("tool_calls", [])]
+            calls, reason = [[call["name"], call["arguments"]] for call in made], one["finish_reason"]
+            assert one["message"]["content"] is None
+        if reason != "length":
+            break
+        assert len(calls) <= 1
+        found += calls
+        assert calls or (not found and choice == "required")
+    assert reason == ("tool_calls" if choice == "required" else "stop")
+    assert calls == [["weather", '{"city": "Bern"}']]
+    assert {name for name, _ in found} == {"weather"}
+    texts = [text for _, text in found]
+    assert all('{"city": "Bern"}'.startswith(text) for text in texts) and texts == sorted(texts, key=len)
+    assert len(set(texts)) > 3
+
+
+def test_a_forced_call_that_a_stop_string_cuts_is_no_regular_end(server):
+    body = {"messages": [ASKED], "tools": TOOLS, "tool_choice": "required", "temperature": 0, "stop": "Be"}
+    (choice,) = server.post(CHAT, {**body, "max_tokens": 60}).json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == ['{"city": "']
+
+
+def test_an_answer_of_a_form_may_be_a_call_instead(client):
+    form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": VERDICT}}
+    (choice,) = create(client, [ASKED], response_format=form).choices
+    assert functions(choice.message.tool_calls) == [("weather", {"city": "Bern"})]
+    (choice,) = create(client, [ASKED, CALLED, RESULT], response_format=form).choices
+    if not choice.message.tool_calls:
+        assert set(json.loads(choice.message.content)) == {"ok"}
+    (choice,) = create(client, [ASKED], response_format=form, tool_choice="none").choices
+    assert set(json.loads(choice.message.content)) == {"ok"} and choice.finish_reason == "stop"
+
+
+def test_the_setting_names_another_format(artifact):
+    with real_server(artifact, "--tool-call-parser", "llama3_json") as server:
+        body = {"messages": asked("JSON"), "tools": TOOLS, "temperature": 0, "max_tokens": 150}
+        (choice,) = server.post(CHAT, body).json()["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"city": "Bern"}
+        body |= {"messages": [ASKED], "tools": [FORECAST], "tool_choice": "required"}
+        for several in (False, True):
+            (choice,) = server.post(CHAT, {**body, "parallel_tool_calls": several}).json()["choices"]
+            assert {call["function"]["name"] for call in choice["message"]["tool_calls"]} == {"forecast"}
+
+
+@pytest.fixture(scope="module")
+def thinking(artifact):
+    with (
+        real_server(artifact, "--tool-call-parser", "mistral") as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client,
+    ):
+        yield server, client
+
+
+def test_calls_in_mistrals_format_and_its_ids(thinking):
+    server, client = thinking
+    (choice,) = create(client, asked("Wind?")).choices
+    (call,) = choice.message.tool_calls
+    assert functions([call]) == [("weather", {"city": "Bern"})] and choice.finish_reason == "tool_calls"
+    assert len(call.id) == 9 and call.id.isalnum() and not choice.message.content
+    (choice,) = create(client, asked("Wind?"), tool_choice=named("weather")).choices
+    assert functions(choice.message.tool_calls) == [("weather", {"city": "Bern"})]
+    own = {**CALLED, "tool_calls": [{**CALLED["tool_calls"][0], "id": call.id}]}
+    shown = []
+    for said in ([own, {**RESULT, "tool_call_id": call.id}], [CALLED, RESULT]):
+        tokens = server.post("/tokenize", {"messages": [ASKED, *said], "tools": TOOLS}).json()["tokens"]
+        prompt = server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+        shown.append(re.search(r"<\|user\|>\[(\w+)\]dry", prompt)[1])
+    assert shown[0] == call.id and len(shown[1]) == 9, "its templates refuse other ids, such as another model's"
+
+
+def test_the_reasoning_is_a_part_of_its_own(thinking):
+    server, client = thinking
+    none = {"tools": openai.NOT_GIVEN}
+    message = create(client, asked("Why?"), **none).choices[0].message
+    assert (message.reasoning_content, message.content) == ("Hm.", "So.")
+    thought = server.post("/tokenize", {"prompt": "\nHm.\n", "add_special_tokens": False}).json()["count"]
+    usage = create(client, asked("Why?"), n=2, **none).usage
+    assert usage.completion_tokens_details.reasoning_tokens == 2 * thought
+    assert create(client, asked("JSON")).usage.completion_tokens_details.reasoning_tokens == 0
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last = create(client, asked("Why?"), **options, **none)
+    assert last.usage.completion_tokens_details.reasoning_tokens == thought
+    deltas = [chunk.choices[0].delta for chunk in create(client, asked("Why?"), stream=True, **none)]
+    pieces = [delta.reasoning_content for delta in deltas if hasattr(delta, "reasoning_content")]
+    assert "".join(pieces) == "Hm." and len(pieces) > 1
+    assert "".join(delta.content or "" for delta in deltas) == "So."
+    message = create(client, asked("Why?"), extra_body={"include_reasoning": False}, **none).choices[0].message
+    assert message.reasoning_content is None and message.content == "So."
+    message = create(client, asked("Why?")).choices[0].message
+    assert message.reasoning_content == "Hm." and functions(message.tool_calls) == [("weather", {"city": "Bern"})]
+    form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": VERDICT}}
+    message = create(client, asked("Why?"), response_format=form, **none).choices[0].message
+    assert message.reasoning_content == "Hm." and set(json.loads(message.content)) == {"ok"}
+    message = create(client, asked("Why?"), tool_choice=named("clock")).choices[0].message
+    assert message.reasoning_content == "Hm." and functions(message.tool_calls)[0][0] == "clock"
+    back = [*asked("Why?"), {"role": "assistant", "content": "So.", "reasoning_content": "Hm."}, *asked("Why?")]
+    assert create(client, back, max_tokens=2, **none).choices
+
+
+def test_reasoning_that_the_prompt_opens(artifact, thinking):
+    """The model, which was never taught to, goes on from there."""
+    server, _ = thinking
+    form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": VERDICT}}
+    close = str(Tokenizer.from_dir(artifact).token_to_id("</think>"))
+
+    def ask(**more):
+        body = {"messages": [ASKED], "max_tokens": 60, "temperature": 0, "chat_template_kwargs": {"think": 1}, **more}
+        return server.post(CHAT, body).json()["choices"]
+
+    for choice in ask(n=2, temperature=0.3, seed=1):
+        assert choice["message"]["reasoning_content"] and "</think>" not in choice["message"]["content"]
+    (choice,) = ask(response_format=form, logit_bias={close: 100})
+    assert set(json.loads(choice["message"]["content"])) == {"ok"} and choice["finish_reason"] == "stop"
+    assert choice["message"]["reasoning_content"] is None
+    is_error(server.post(CHAT, {"messages": [ASKED], "reasoning_effort": "none"}), 400, "reasoning_effort")
+
+
+def test_where_no_reasoning_is_looked_for_it_is_content(client):
+    """Without the tags, which are special tokens here."""
+    answer = create(client, asked("Why?"), tools=openai.NOT_GIVEN)
+    message = answer.choices[0].message
+    assert message.content == "\nHm.\n\n\nSo." and message.reasoning_content is None
+    assert answer.usage.completion_tokens_details is None
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_call_in_reasoning_that_is_left_open_is_made(size):
+    """As some models do; in reasoning that is closed it is a thought."""
+    call = f"Look.\n<tool_call>\n{CALL}\n</tool_call>"
+    for text, names, reason in ((call, ["weather"], "tool_calls"), (f"{call}</think>No.", [], "stop")):
+        parts = MessageParts(
+            ReasoningReader(FORMATS["think"], "inside"), True, ChoiceCalls("hermes", ["weather"], True)
+        )
+        found = [parts.take(text[place : place + size]) for place in range(0, len(text), size)]
+        found.append(parts.take("", ended=True))
+        calls = [call["function"]["name"] for part in found for call in part.get("tool_calls", [])]
+        assert calls == names and parts.reason("stop") == reason
+        thoughts = "".join(part.get("reasoning_content", "") for part in found)
+        assert thoughts == call and "".join(part.get("content", "") for part in found) == text[len(call) :][8:]
+
+
+def test_earlier_reasoning_is_for_the_template(server):
+    for name in ("reasoning_content", "reasoning"):
+        cut = {"role": "assistant", "content": None, name: "y"}
+        assert server.post("/tokenize", {"messages": [ASKED, cut, ASKED]}).status_code == 200
+        for empty in (None, "", [], {}):
+            said = {"role": "assistant", "content": "x", name: empty}
+            assert server.post("/tokenize", {"messages": [ASKED, said, ASKED]}).status_code == 200
+        for wrong in (1, ["y"], {"y": 1}):
+            said = {"role": "assistant", "content": "x", name: wrong}
+            is_error(server.post(CHAT, {"messages": [ASKED, said]}), 400, "messages[1].reasoning_content")
+        is_error(server.post(CHAT, {"messages": [{**ASKED, name: "y"}]}), 400, f"messages[0].{name}")
+
+
+WRONG = [
+    ({"tools": [{"type": "code"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "mood": 1}}]}, "tools[0].function.mood"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}]}, "tools[0].function.parameters"),
+    ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]}, "tools"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "tide"}}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": 3}, "tool_choice"),
+    ({"tools": [TOOLS[0], STRANGE], "tool_choice": "required"}, "tools[1].function.parameters"),
+    ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]},
+        "tools[0].function.parameters.type",
+    ),
+    ({"messages": [{**CALLED, "tool_calls": "x"}]}, "messages[0].tool_calls"),
+    ({"messages": [{**CALLED, "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
+    (
+        {"messages": [{**CALLED, "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    ({"messages": [{**RESULT, "tool_call_id": 1}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), WRONG, ids=lambda value: str(value)[:60])
+def test_what_is_wrong_with_tools_is_named(server, body, param):
+    is_error(server.post(CHAT, {"messages": [ASKED], **body}), 400, param)
+
+
+@given(values)
+def test_any_value_is_taken_or_refused(value):
+    for check in (
+        lambda: earlier_calls(value, "x", "mistral"),
+        lambda: offered_tools([{"function": value}], value, "hermes"),
+    ):
+        try:
+            check()
+        except ApiError as error:
+            assert error.status == 400 and error.param

@@ -1,0 +1,199 @@
+"""What ``pad_model`` leaves behind, what it leaves alone, and what it refuses."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from nxd_infer.comm import collectives_of
+from nxd_infer.context import current_context
+from nxd_infer.errors import ParallelConfigError, ShardingError
+from nxd_infer.layout import AxisPlan, load_weights, weight_layout
+from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_infer.parallel_layers import pad
+from nxd_infer.parallel_layers.layers import (
+    ColumnParallelLinear,
+    InputChannelParallelConv2d,
+    OutputChannelParallelConv2d,
+    RowParallelLinear,
+)
+from nxd_infer.parallel_layers.pad import generate_padding_mask, get_number_of_extra_heads, pad_model
+from tests.support.layout.attention import Shape, logical_weights
+from tests.support.layout.pad_blocks import BertSelf, Gathered, Mlp
+from tests.support.layout.pad_models import F64, STYLES, ParallelAttention, difference, inputs, reference
+from tests.support.layout.threads import built, run_threads
+
+
+def test_sizes_attributes_and_flags_follow():
+    def look():
+        model = ParallelAttention(Shape(3, 3, head_dim=4), "separate")
+        model.q.weight.requires_grad_(False)
+        model.q.weight.sequence_parallel_enabled = True
+        assert pad_model(model, 2, 3) is model
+        q, o = model.q, model.o
+        assert (q.output_size, q.output_size_per_partition, q.weight.shape, q.bias.shape) == (16, 8, (8, 5), (8,))
+        assert (o.input_size, o.input_size_per_partition, o.weight.shape, o.bias.shape) == (16, 8, (5, 8), (5,))
+        assert q.weight.tensor_model_parallel and q.weight.partition_dim == 0 and q.weight.num_partitions == 2
+        assert o.weight.tensor_model_parallel and o.weight.partition_dim == 1
+        assert not q.weight.requires_grad and q.weight.sequence_parallel_enabled
+        assert q.output_plan.exact(2) and o.input_plan.exact(2)
+        return [tuple(p.shape) for p in copy.deepcopy(model).parameters()]
+
+    first, second = run_threads(look, 2)
+    assert first == second
+
+
+def test_padding_twice_changes_nothing_more():
+    def twice():
+        model = ParallelAttention(Shape(4, 2), "fused")
+        pad_model(model, 3, 4)
+        before = {name: (tensor, tensor.clone()) for name, tensor in model.named_parameters()}
+        pad_model(model, 3, 4)
+        after = dict(model.named_parameters())
+        assert all(after[name] is tensor and torch.equal(tensor, value) for name, (tensor, value) in before.items())
+
+    run_threads(twice, 3)
+
+
+def test_a_model_that_divides_is_left_alone_without_a_collective():
+    def even():
+        model = ParallelAttention(Shape(4, 4), "separate")
+        before = dict(model.named_parameters())
+        pad_model(model, 2, 4)
+        assert collectives_of(current_context()).calls == 0
+        assert all(param is before[name] for name, param in model.named_parameters())
+
+    run_threads(even, 2)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_padding_for_a_larger_degree_shows_on_one_rank(style):
+    """A model built without any group, padded for 4 ranks: the sizes of all ranks together, the same function."""
+    shape = Shape(6, 3)
+    model = ParallelAttention(shape, style)
+    load_weights(model, logical_weights(shape), rank=0, degree=1)
+    pad_model(model, 4, 6)
+    model.num_heads = 8
+    y = model(inputs(shape)[0])
+    assert model.o.input_size == 16
+    assert difference(y.detach(), reference(shape)[0]) < 1e-10
+
+
+def test_meta_models_are_padded_without_values():
+    def meta():
+        with torch.device("meta"):
+            model = ParallelAttention(Shape(3, 3), "separate")
+        pad_model(model, 2, 3)
+        assert model.q.weight.is_meta and model.q.weight.shape == (4, 5)
+
+    run_threads(meta, 2)
+
+
+def test_fake_models_are_padded_without_a_transport():
+    """Tracing builds every rank of a model in one process, on fake tensors and with no group."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from nxd_infer.context import make_context, use_context
+
+    for rank in range(2):
+        with use_context(make_context(2, rank, tp=2)), FakeTensorMode():
+            model = ParallelAttention(Shape(6, 3), "fused")
+            pad_model(model, 2, 6)
+        assert model.o.weight.shape == (5, 6)
+        layout = weight_layout(model)["qkv.weight_qkv"]
+        assert layout.logical_shapes == {"q.weight": (12, 5), "k.weight": (6, 5), "v.weight": (6, 5)}
+        assert layout.rank_shape(2) == tuple(model.qkv.weight_qkv.shape) == (18, 5)
+
+
+def test_channels_of_convolutions_are_filled_up():
+    def make():
+        return nn.Sequential(
+            OutputChannelParallelConv2d(2, 5, 3, gather_output=False, dtype=F64),
+            InputChannelParallelConv2d(5, 2, 1, input_is_parallel=True, dtype=F64),
+        )
+
+    def convolve():
+        model = pad_model(built(make), current_context().tp.degree, 3)
+        return model(torch.ones(1, 2, 4, 4, dtype=F64)).detach()
+
+    (expected,) = run_threads(convolve, 1)
+    assert all(difference(y, expected) < 1e-10 for y in run_threads(convolve, 2))
+
+
+def test_extra_heads_and_the_ratio():
+    assert [get_number_of_extra_heads(n, 4) for n in (1, 3, 4, 5, 12)] == [3, 1, 0, 3, 0]
+    for n in range(1, 65):
+        for degree in (2, 3, 5, 7, 8, 32):
+            padded = n + get_number_of_extra_heads(n, degree)
+            ratio = pad.HeadRatio(padded, n)
+            assert ratio == padded / n and isinstance(ratio, float)
+            assert int(n * 80 * ratio) == padded * 80 == int(ratio * (n * 80))
+    assert math.isclose(pad.HeadRatio(4, 3) * 5, 20 / 3) and pad.HeadRatio(4, 3) * 1.5 == 2.0
+
+
+def test_the_padding_mask_marks_real_heads():
+    assert generate_padding_mask(3, 4, tp_degree=2, tp_rank=1).tolist() == [True, False]
+    assert generate_padding_mask(8, 9, 2, 9, 3, 2).tolist() == [True, True, False]
+    with pytest.raises(ShardingError, match="padded to 4 and"):
+        generate_padding_mask(3, 6, tp_degree=2)
+
+
+def test_what_cannot_be_padded_is_refused():
+    with pytest.raises(ParallelConfigError, match="at least 1, got 0"):
+        pad_model(nn.Linear(2, 2), 2, 0)
+    with pytest.raises(ParallelConfigError, match="wrapped_classes must contain classes"):
+        pad_model(nn.Linear(2, 2), 2, 2, wrapped_classes=["Attention"])
+    with pytest.warns(UserWarning, match="no instance of BertSelf"):
+        pad_model(nn.Linear(2, 2), 2, 2, wrapped_classes=[BertSelf])
+    qkv = GQAQKVColumnParallelLinear(4, [6, 2], gather_output=False)
+    with pytest.raises(ShardingError, match="not whole heads when there are n_heads=4"):
+        pad_model(qkv, 2, 4)
+    with pytest.raises(ShardingError, match="need a RowParallelLinear"):
+        pad_model(GQAQKVColumnParallelLinear(4, [12, 4], gather_output=False), 4, 6)
+
+    def wrong_degree():
+        with pytest.raises(ParallelConfigError, match="split over 2 ranks"):
+            pad_model(Mlp(), 3, 3)
+
+    run_threads(wrong_degree, 2)
+
+
+def test_ties_between_padded_layers_hold():
+    def tied():
+        model = nn.ModuleList([Mlp(), Mlp()])
+        model[1].up.weight = model[0].up.weight
+        pad_model(model, 2, 3)
+        assert model[0].up.weight.shape == (8, 6) and model[0].up.bias is not model[1].up.bias
+        assert model[1].up.weight is model[0].up.weight
+        assert weight_layout(model)["1.up.weight"].alias_of == "0.up.weight"
+
+    run_threads(tied, 2)
+
+
+def test_a_tie_to_something_that_is_not_padded_is_refused():
+    def tied():
+        model = Gathered()
+        model.other = nn.Linear(6, 6, bias=False)
+        model.other.weight = model.embed.weight
+        with pytest.raises(ShardingError, match=r"tied to other\.weight"):
+            pad_model(model, 2, 3)
+
+    run_threads(tied, 2)
+
+
+def test_a_plan_given_by_the_model_is_kept():
+    """A model that laid its heads out itself is padded already."""
+
+    def own():
+        plan = AxisPlan.heads(3, 2)
+        model = nn.Sequential(
+            ColumnParallelLinear(6, 6, gather_output=False, dtype=F64, output_plan=plan),
+            RowParallelLinear(6, 6, input_is_parallel=True, dtype=F64, input_plan=plan),
+        )
+        before = dict(model.named_parameters())
+        pad_model(model, 2, 3)
+        assert all(param is before[name] for name, param in model.named_parameters())
+
+    run_threads(own, 2)

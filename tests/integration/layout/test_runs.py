@@ -1,0 +1,153 @@
+"""Runs and plans: cutting, joining, JSON, and the indices that lay an axis out and back."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nxd_infer.errors import ParallelConfigError, ShardingError
+from nxd_infer.layout import AxisPlan, Fill, ParamLayout, Run, TensorLayout, gqa_plan
+from nxd_infer.layout.runs import axis_length, coalesce, cut
+
+RUNS = st.builds(lambda name, start, n: Run(name, start, start + n), st.just(""), st.integers(0, 20), st.integers(0, 9))
+FILLS = st.builds(Fill, st.sampled_from([0.0, -1.5, float("-inf")]), st.integers(0, 5))
+AXES = st.lists(RUNS | FILLS, max_size=8).map(tuple)
+
+
+def elements(axis):
+    """The axis spelled out, one entry an element."""
+    return [
+        (piece.name, piece.start + i) if isinstance(piece, Run) else piece.value
+        for piece in axis
+        for i in range(len(piece))
+    ]
+
+
+@given(AXES, st.data())
+def test_cut_and_coalesce_keep_the_elements(axis, data):
+    length = axis_length(axis)
+    start = data.draw(st.integers(0, length))
+    stop = data.draw(st.integers(start, length))
+    assert elements(coalesce(axis)) == elements(axis)
+    assert elements(cut(axis, start, stop)) == elements(axis)[start:stop]
+    assert all(len(piece) for piece in coalesce(axis))
+
+
+def test_cut_refuses_to_leave_the_axis():
+    with pytest.raises(ShardingError, match=r"3\.\.7 out of an axis of 6"):
+        cut((Run("", 0, 6),), 3, 7)
+
+
+@given(AXES, AXES)
+def test_json_round_trip(first, second):
+    layout = TensorLayout((first, second), "model.weight")
+    assert TensorLayout.from_json(json.loads(json.dumps(layout.to_json(), allow_nan=False))) == layout
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        {},
+        {"axes": [], "source": 3},
+        {"axes": [[["", 0]]], "source": ""},
+        {"axes": [[["", 0, 1.5]]], "source": ""},
+        {"axes": [[["", 5, 2]]], "source": ""},
+        {"axes": [[[0.0, -2]]], "source": ""},
+        {"axes": [[[7, 0, 2]]], "source": ""},
+        {"axes": [["abc"]], "source": ""},
+    ],
+)
+def test_json_that_describes_no_layout_is_refused(data):
+    with pytest.raises(ShardingError):
+        TensorLayout.from_json(data)
+
+
+def test_two_axes_may_not_name_tensors():
+    with pytest.raises(ShardingError, match="only one axis"):
+        TensorLayout(((Run("a", 0, 2),), (Run("b", 0, 2),)))
+
+
+PLANS = {
+    "replicated": AxisPlan.replicated(12),
+    "even": AxisPlan.even(24),
+    "uneven": AxisPlan.even(7),
+    "fewer than ranks": AxisPlan.even(2),
+    "padded": AxisPlan.padded(10, 4, -3.0),
+    "heads": AxisPlan.heads(3, 4),
+    "strided": AxisPlan.strided(24, 3),
+    "strided uneven": AxisPlan.strided(10, 2),
+    "sections": AxisPlan.sections([AxisPlan.heads(3, 2), AxisPlan.heads(1, 2), AxisPlan.even(8)]),
+    "fused": AxisPlan.fused({"q": AxisPlan.heads(3, 2), "k": AxisPlan.heads(1, 2)}),
+    "gate up": AxisPlan.fused([AxisPlan.even(8), AxisPlan.even(8)]),
+    "gqa query": gqa_plan(6, 3, 1).q_axis(2),
+    "gqa key": gqa_plan(6, 3, 1).kv_axis(2),
+    "spelled": AxisPlan.from_runs([Run("", 4, 8), Fill(0.0, 4), Run("", 0, 4), Run("", 0, 4)]),
+    "recut": AxisPlan.recut(gqa_plan(6, 2, 4).kv_axis(2), 4),
+}
+
+
+@pytest.mark.parametrize("degree", range(1, 9))
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_every_plan_covers_its_axis_in_equal_pieces(plan, degree):
+    ranks = [plan.runs(degree, rank) for rank in range(degree)]
+    assert {axis_length(axis) for axis in ranks} == {plan.local_size(degree)}
+    held = {element for axis in ranks for element in elements(axis) if isinstance(element, tuple)}
+    assert held == {(name, i) for name, size in plan.parts.items() for i in range(size)}
+
+
+@pytest.mark.parametrize("degree", range(1, 9))
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_indices_lay_an_axis_out_and_back(plan, degree):
+    x = torch.arange(1.0, plan.size + 1)
+    scatter, gather = plan.scatter_index(degree), plan.gather_index(degree)
+    gathered = x if scatter is None else torch.cat([x, torch.zeros(1)])[scatter]
+    assert gathered.numel() == plan.padded_size(degree)
+    if plan.sharded:
+        for rank, piece in enumerate(gathered.chunk(degree) if gathered.numel() else []):
+            index = plan.rank_index(degree, rank)
+            assert torch.equal(piece, torch.cat([x, torch.zeros(1)])[index])
+    assert torch.equal(gathered if gather is None else gathered[gather], x)
+
+
+def test_duplicates_are_told_from_replication():
+    assert not AxisPlan.replicated(8).duplicated(4)
+    assert not AxisPlan.even(8).duplicated(4)
+    assert gqa_plan(4, 2, 4).kv_axis(2).duplicated(4)
+    assert not gqa_plan(4, 2, 2).kv_axis(2).duplicated(2)
+
+
+def test_an_axis_that_does_not_divide_says_so_and_lists_what_does():
+    plan = AxisPlan.even(10)
+    assert plan.exact(5) and not plan.exact(4)
+    with pytest.raises(ShardingError, match=r"output_size = 10 does not divide over 4 ranks.* 1, 2, 5, 10.*pad_model"):
+        plan.require_exact(4, "output_size")
+    AxisPlan.padded(10).require_exact(4, "output_size")
+    assert not AxisPlan.strided(10, 2).exact(2)
+    with pytest.raises(ShardingError, match="3 sections"):
+        AxisPlan.strided(10, 3)
+
+
+def test_places_outside_the_group_are_refused():
+    with pytest.raises(ParallelConfigError, match="rank 2 is outside a group of 2"):
+        AxisPlan.even(4).runs(2, 2)
+    with pytest.raises(ParallelConfigError, match="at least 1"):
+        AxisPlan.even(4).runs(0, 0)
+
+
+@pytest.mark.parametrize("parts", [{"": AxisPlan.even(4)}, {"a": AxisPlan.replicated(4)}])
+def test_fused_axes_need_named_sharded_parts(parts):
+    with pytest.raises(ShardingError):
+        AxisPlan.fused(parts)
+
+
+def test_sources_must_name_every_part():
+    plan = AxisPlan.fused({"q": AxisPlan.even(4), "k": AxisPlan.even(4)})
+    with pytest.raises(ShardingError, match="parts"):
+        ParamLayout.of([plan, 3], {"q": "q.weight"})
+    layout = ParamLayout.of([plan, 3], {"q": "q.weight", "k": "k.weight"})
+    assert layout.logical_shapes == {"q.weight": (4, 3), "k.weight": (4, 3)}
+    assert layout.rank_layout(2, 1).axes[0] == (Run("q.weight", 2, 4), Run("k.weight", 2, 4))
+    assert layout.partition_dim == 0 and layout.rank_shape(2) == (4, 3)

@@ -1,0 +1,370 @@
+"""Logical to rank to logical: exact for every kind of layout, streaming, and with errors that list names and shapes."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from nxd_infer.errors import CheckpointError, ShardingError, WeightMismatchError
+from nxd_infer.layout import (
+    AxisPlan,
+    DictSource,
+    Fill,
+    MergedSource,
+    ParamLayout,
+    Run,
+    TensorLayout,
+    attach_layout,
+    check_weights,
+    duplicates,
+    gqa_plan,
+    iter_shards,
+    layout_of,
+    load_weights,
+    merge_state_dicts,
+    owned_blocks,
+    restore_attributes,
+    shard_state_dict,
+    shard_tensor,
+    weight_layout,
+)
+
+GQA = gqa_plan(6, 3, 1)
+
+
+def fused_qkv():
+    return AxisPlan.fused({"q": GQA.q_axis(2), "k": GQA.kv_axis(2), "v": GQA.kv_axis(2)})
+
+
+LAYOUTS = {
+    "replicated": ParamLayout.of([3, 4], "w"),
+    "scalar": ParamLayout.of([], "w"),
+    "column": ParamLayout.of([AxisPlan.even(24), 3], "w"),
+    "row": ParamLayout.of([3, AxisPlan.even(24)], "w"),
+    "uneven column": ParamLayout.of([AxisPlan.even(7), 3], "w"),
+    "vocabulary": ParamLayout.of([AxisPlan.padded(21, 4, -7.0), 3], "w"),
+    "heads": ParamLayout.of([AxisPlan.heads(5, 2)], "w"),
+    "grouped query": ParamLayout.of([GQA.q_axis(2), 3], "w"),
+    "grouped key": ParamLayout.of([GQA.kv_axis(2), 3], "w"),
+    "output projection": ParamLayout.of([3, GQA.q_axis(2)], "w"),
+    "fused qkv": ParamLayout.of([fused_qkv(), 3], {"q": "wq", "k": "wk", "v": "wv"}),
+    "fused bias": ParamLayout.of([fused_qkv()], {"q": "bq", "k": "bk", "v": "bv"}),
+    "gate up": ParamLayout.of([AxisPlan.fused([AxisPlan.even(8), AxisPlan.even(8)]), 3], {"0": "gate", "1": "up"}),
+    "strided": ParamLayout.of([AxisPlan.strided(24, 3), 3], "w"),
+    "sections": ParamLayout.of([AxisPlan.sections([AxisPlan.heads(3, 2), AxisPlan.heads(1, 2)]), 3], "w"),
+}
+
+
+class CountingSource(DictSource):
+    """Counts what is read."""
+
+    def __init__(self, tensors):
+        super().__init__(tensors)
+        self.elements = 0
+        self.largest = 0
+
+    def read(self, name, slices=None):
+        out = super().read(name, slices)
+        self.elements += out.numel()
+        self.largest = max(self.largest, out.numel())
+        return out
+
+
+def logical_of(layout):
+    generator = torch.Generator().manual_seed(3)
+    return {name: torch.randn(shape, generator=generator) for name, shape in layout.logical_shapes.items()}
+
+
+@pytest.mark.parametrize("degree", range(1, 9))
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_round_trip_is_exact(layout, degree):
+    logical = logical_of(layout)
+    ranks = [{"p": shard_tensor(logical, layout.rank_layout(degree, rank))} for rank in range(degree)]
+    assert {tuple(rank["p"].shape) for rank in ranks} == {layout.rank_shape(degree)}
+    merged = merge_state_dicts(ranks, {"p": layout})
+    assert merged.keys() == logical.keys()
+    assert all(torch.equal(merged[name], logical[name]) for name in logical)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_tensor_is_read_in_bounded_pieces(layout, monkeypatch):
+    """What is read lies in memory beside the whole tensor: of a table of hundreds of megabytes, as much again."""
+    source = CountingSource(logical_of(layout))
+    own = layout.rank_layout(2, 1)
+    whole = shard_tensor(source, own)
+    elements, row = source.elements, max((block.numel // _rows(block) for block in own.blocks()), default=0)
+    monkeypatch.setattr("nxd_infer.layout.shard.READ_BYTES", 8 * whole.element_size())
+    source.largest = 0
+    assert torch.equal(shard_tensor(source, own), whole)
+    assert source.elements == 2 * elements and source.largest <= max(8, row)
+
+
+def _rows(block):
+    return (block.local[0][1] - block.local[0][0] or 1) if block.local else 1
+
+
+LEAVES = st.one_of(
+    st.builds(AxisPlan.even, st.integers(1, 12)),
+    st.builds(AxisPlan.padded, st.integers(1, 12), st.integers(1, 4), st.sampled_from([0.0, -1.0])),
+    st.builds(AxisPlan.heads, st.integers(1, 6), st.integers(1, 3)),
+    st.builds(lambda n, stride: AxisPlan.strided(n * stride, stride), st.integers(1, 6), st.integers(1, 3)),
+    st.builds(
+        lambda kv, group, d, multiplier, q: getattr(
+            gqa_plan(kv * group, kv, 1, kv_size_multiplier=multiplier), "q_axis" if q else "kv_axis"
+        )(d),
+        st.integers(1, 4),
+        st.integers(1, 4),
+        st.integers(1, 3),
+        st.integers(0, 4),
+        st.booleans(),
+    ),
+)
+ONE_TENSOR = st.recursive(
+    LEAVES,
+    lambda plans: st.one_of(
+        st.lists(plans, min_size=1, max_size=3).map(AxisPlan.sections),
+        st.builds(AxisPlan.recut, plans, st.integers(1, 6)),
+    ),
+    max_leaves=4,
+)
+ANY_PLAN = ONE_TENSOR | st.lists(ONE_TENSOR, min_size=1, max_size=3).map(AxisPlan.fused)
+
+
+@given(ANY_PLAN, st.integers(1, 8), st.booleans())
+def test_any_composition_of_plans_goes_there_and_back(plan, degree, last):
+    sources = {part: f"w{part}" for part in plan.parts}
+    layout = ParamLayout.of([2, plan] if last else [plan, 2], sources)
+    logical = logical_of(layout)
+    ranks = [{"p": shard_tensor(logical, layout.rank_layout(degree, rank))} for rank in range(degree)]
+    assert {tuple(rank["p"].shape) for rank in ranks} == {layout.rank_shape(degree)}
+    merged = merge_state_dicts(ranks, {"p": layout})
+    assert all(torch.equal(merged[name], logical[name]) for name in logical)
+    owned = sum(block.numel for rank in range(degree) for block in owned_blocks(layout, degree, rank))
+    assert owned == sum(tensor.numel() for tensor in logical.values())
+
+
+@pytest.mark.parametrize("degree", [1, 3, 4])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_owners_hold_everything_once(layout, degree):
+    """Blocks of first owners tile the logical tensors, so a norm over them counts each value once."""
+    logical = logical_of(layout)
+    counted = {name: torch.zeros_like(tensor) for name, tensor in logical.items()}
+    for rank in range(degree):
+        piece = shard_tensor(logical, layout.rank_layout(degree, rank))
+        for block in owned_blocks(layout, degree, rank):
+            counted[block.name][block.logical_slices] += 1
+            assert torch.equal(piece[block.local_slices], logical[block.name][block.logical_slices])
+    assert all(torch.equal(count, torch.ones_like(count)) for count in counted.values())
+
+
+def test_owners_alone_are_enough():
+    layout = LAYOUTS["replicated"]
+    logical = logical_of(layout)
+    ranks = [dict(logical), {}, {}]
+    ranks[0] = {"p": logical["w"]}
+    assert torch.equal(merge_state_dicts(ranks, {"p": layout})["w"], logical["w"])
+    with pytest.raises(CheckpointError, match="no tensor 'p'"):
+        merge_state_dicts([{}, {"p": logical["w"]}], {"p": layout})
+
+
+def test_duplicates_name_every_holder_in_order():
+    layout = ParamLayout.of([gqa_plan(4, 2, 4).kv_axis(2), 3], "k")
+    found = duplicates(layout, 4)
+    assert [(h.logical[0], [rank for rank, _ in h.places], h.owner) for h in found] == [
+        ((0, 2), [0, 1], 0),
+        ((2, 4), [2, 3], 2),
+    ]
+    assert duplicates(LAYOUTS["replicated"], 4) == []
+    assert duplicates(LAYOUTS["column"], 4) == []
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_reading_takes_no_more_than_the_rank_holds(layout, degree):
+    logical = logical_of(layout)
+    for rank in range(degree):
+        source = CountingSource(logical)
+        piece = shard_tensor(source, layout.rank_layout(degree, rank))
+        assert source.elements <= piece.numel()
+        assert source.largest <= piece.numel()
+
+
+@pytest.mark.parametrize(("old", "new"), [(1, 4), (4, 2), (3, 8), (2, 3)])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_resharding_streams_from_degree_to_degree(layout, old, new):
+    logical = logical_of(layout)
+    before = [CountingSource({"p": shard_tensor(logical, layout.rank_layout(old, rank))}) for rank in range(old)]
+    merged = MergedSource(before, {"p": layout})
+    for rank in range(new):
+        count = sum(source.elements for source in before)
+        (_, piece), *rest = iter_shards({"p": layout}, merged, rank, new)
+        assert not rest
+        assert torch.equal(piece, shard_tensor(logical, layout.rank_layout(new, rank)))
+        assert sum(source.elements for source in before) - count <= piece.numel()
+
+
+def test_filling_is_what_the_plan_says_in_every_type():
+    lowest = torch.finfo(torch.float32).min
+    layout = ParamLayout.of([AxisPlan.padded(3, fill=lowest)], "b").rank_layout(2, 1)
+    assert shard_tensor({"b": torch.ones(3)}, layout).tolist() == [1.0, lowest]
+    half = shard_tensor({"b": torch.ones(3)}, layout, torch.float16)
+    assert half.tolist() == [1.0, torch.finfo(torch.float16).min]
+
+
+def test_a_shard_never_shares_memory_with_its_source():
+    tensor = torch.ones(4, 3)
+    shard_tensor({"w": tensor}, ParamLayout.of([4, 3], "w").rank_layout(1, 0)).zero_()
+    assert tensor.sum() == 12
+
+
+# --- modules ------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """A rank's module of degree 2: fused qkv from three logical tensors, a tied pair, a buffer, a replicated norm."""
+
+    def __init__(self, degree=2):
+        super().__init__()
+        self.qkv = nn.Linear(3, fused_qkv().local_size(degree))
+        self.norm = nn.LayerNorm(3)
+        self.embed = nn.Embedding(AxisPlan.padded(5).local_size(degree), 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.zeros(2))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        for name, rest in (("weight", [3]), ("bias", [])):
+            sources = {part: f"../{part}_proj.{name}" for part in "qkv"}
+            attach_layout(self.qkv, name, [fused_qkv(), *rest], sources, degree=degree)
+        attach_layout(self.embed, "weight", [AxisPlan.padded(5), 3], degree=degree)
+        attach_layout(self.head, "weight", [AxisPlan.padded(5), 3], degree=degree)
+
+
+def attention_logical():
+    shapes = {"q_proj": 12, "k_proj": 6, "v_proj": 6}
+    out = {f"{name}.weight": torch.randn(n, 3) for name, n in shapes.items()}
+    out |= {f"{name}.bias": torch.randn(n) for name, n in shapes.items()}
+    return out | {
+        "norm.weight": torch.randn(3),
+        "norm.bias": torch.randn(3),
+        "embed.weight": torch.randn(5, 3),
+        "steps": torch.randn(2),
+    }
+
+
+def test_a_module_tells_the_layout_of_everything_in_its_state_dict():
+    table = weight_layout(nn.ModuleDict({"block": Attention()}))
+    assert set(table) == set(nn.ModuleDict({"block": Attention()}).state_dict())
+    assert table["block.qkv.weight"].logical_names == (
+        "block.q_proj.weight",
+        "block.k_proj.weight",
+        "block.v_proj.weight",
+    )
+    assert table["block.head.weight"].alias_of == "block.embed.weight"
+    assert not table["block.norm.weight"].sharded
+
+
+def test_a_module_is_loaded_and_merged_back():
+    logical = attention_logical()
+    modules = [Attention() for _ in range(2)]
+    for rank, module in enumerate(modules):
+        load_weights(module, logical, rank=rank, degree=2)
+        assert module.head.weight is module.embed.weight
+    layouts = weight_layout(modules[0])
+    merged = merge_state_dicts([module.state_dict() for module in modules], layouts)
+    assert merged.keys() == logical.keys()
+    assert all(torch.equal(merged[name], logical[name]) for name in logical)
+    for rank, module in enumerate(modules):
+        state = shard_state_dict(module, logical, rank, 2)
+        assert state.keys() == module.state_dict().keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in module.state_dict().items())
+        module.load_state_dict(state)
+
+
+def test_a_tied_weight_may_be_stored_under_its_other_name():
+    logical = attention_logical()
+    logical["head.weight"] = logical.pop("embed.weight")
+    state = shard_state_dict(Attention(), logical, 1, 2)
+    assert torch.equal(state["embed.weight"][:2], logical["head.weight"][3:])
+    both = logical | {"embed.weight": logical["head.weight"]}
+    shard_state_dict(Attention(), both, 0, 2)
+
+
+def test_shards_take_the_type_of_the_module_or_the_one_asked_for():
+    module = Attention().to(torch.bfloat16)
+    assert {t.dtype for t in shard_state_dict(module, attention_logical(), 0, 2).values()} == {torch.bfloat16}
+    state = shard_state_dict(module, attention_logical(), 0, 2, dtype=torch.float64)
+    assert {t.dtype for t in state.values()} == {torch.float64}
+
+
+def test_weights_of_another_model_are_refused_with_names_and_shapes():
+    logical = attention_logical()
+    del logical["norm.bias"]
+    logical["q_proj.weight"] = torch.randn(10, 3)
+    logical["stray"] = torch.randn(2, 7)
+    module = Attention()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    with pytest.raises(WeightMismatchError) as caught:
+        load_weights(module, logical, rank=0, degree=2)
+    assert caught.value.missing == ("norm.bias",)
+    assert caught.value.unexpected == ("stray",)
+    assert caught.value.mismatched == (("q_proj.weight", (10, 3), (12, 3)),)
+    for text in ("norm.bias", "stray [2, 7]", "q_proj.weight is [10, 3], wanted [12, 3]"):
+        assert text in str(caught.value)
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+
+
+def test_unexpected_names_pass_when_they_are_ignored():
+    layouts, logical = weight_layout(Attention()), attention_logical() | {"rope.inv_freq": torch.ones(1)}
+    with pytest.raises(WeightMismatchError):
+        check_weights(layouts, logical)
+    check_weights(layouts, logical, ignore=["*.inv_freq"])
+    check_weights(layouts, logical, strict=False)
+
+
+def test_a_module_of_another_degree_is_refused():
+    with pytest.raises(WeightMismatchError, match="not built for 4 ranks"):
+        load_weights(Attention(2), attention_logical(), rank=0, degree=4)
+
+
+def test_shards_of_another_degree_are_refused():
+    module = Attention(2)
+    with pytest.raises(CheckpointError, match="another degree"):
+        merge_state_dicts([module.state_dict()] * 3, weight_layout(module))
+
+
+def test_a_layout_that_drops_elements_cannot_be_merged():
+    layout = ParamLayout.of([AxisPlan.from_runs([Run("", 2, 6), Run("", 0, 1), Fill(0.0, 1)])], "w")
+    logical = {"w": torch.randn(6)}
+    ranks = [{"p": shard_tensor(logical, layout.rank_layout(2, rank))} for rank in range(2)]
+    with pytest.raises(CheckpointError, match="hold only 5 of the 6 requested elements"):
+        merge_state_dicts(ranks, {"p": layout})
+
+
+def test_attributes_come_back_after_a_deep_copy():
+    import copy
+
+    module = copy.deepcopy(Attention())
+    assert layout_of(module.qkv, "weight") is not None
+    restore_attributes(module)
+    assert module.qkv.weight.tensor_model_parallel and module.qkv.weight.partition_dim == 0
+    assert module.qkv.weight.num_partitions == 2 and module.qkv.weight.nxd_layout.partition_dim == 0
+
+
+def test_a_layout_that_does_not_fit_its_parameter_is_refused():
+    with pytest.raises(ShardingError, match=r"\(4, 3\).*\(6, 3\)"):
+        attach_layout(nn.Linear(3, 4), "weight", [AxisPlan.even(12), 3], degree=2)
+    with pytest.raises(ShardingError, match=r"axes \[0, 1\] are sharded"):
+        ParamLayout.of([AxisPlan.even(8), AxisPlan.even(6)], "w")
+    with pytest.raises(ShardingError, match="climbs above the root"):
+        ParamLayout.of([4], "../../w").resolved("a", "w")
+
+
+def test_layout_of_a_rank_survives_json():
+    for layout in LAYOUTS.values():
+        for degree in (1, 3):
+            for rank in range(degree):
+                described = layout.rank_layout(degree, rank)
+                assert TensorLayout.from_json(json.loads(json.dumps(described.to_json()))) == described

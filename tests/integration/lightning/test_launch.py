@@ -1,0 +1,121 @@
+"""Ranks that torchrun starts, and ranks that a Trainer starts itself; how they end."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("lightning")
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from nxd_infer.errors import ParallelConfigError
+from nxd_infer.lightning.launcher import RankLauncher
+from tests.support.processes import gone
+from tests.support.tiny_models import write_tiny
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples/train_lightning.py"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def program(*command: object, cwd: Path, status: int = 0, seconds: float = 420) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def said(done: subprocess.CompletedProcess[str]) -> tuple[int, float]:
+    """The step and the loss that the example prints, once."""
+    ((step, loss),) = re.findall(r"^step (\d+): loss (\S+)$", done.stdout, re.MULTILINE)
+    return int(step), float(loss)
+
+
+def test_the_example(tmp_path: Path):
+    """Started by itself, gone on under torchrun with the other degree; it shows and writes everything once."""
+    write_tiny("llama", tmp_path / "llama")
+    options = ("llama", "runs", "--text", EXAMPLE, "--lr", 0.01)
+    first = program(EXAMPLE, *options, "--epochs", 2, cwd=tmp_path)
+    steps, loss = said(first)
+    assert len(re.findall(r"Epoch 1: 100%", first.stdout.replace("\r", "\n"))) >= 1
+    assert sorted(path.name for path in (tmp_path / "runs/ckpts").iterdir())[-1] == "last.ckpt"
+    (events,) = (tmp_path / "runs/lightning_logs").glob("*/events*")
+    scalars = EventAccumulator(str(events)).Reload()
+    assert [one.step for one in scalars.Scalars("loss")] == list(range(1, steps + 1))
+    assert scalars.Scalars("loss")[-1].value == pytest.approx(loss, abs=1e-3)
+    assert loss < scalars.Scalars("loss")[0].value
+    rates = {one.step: one.value for one in scalars.Scalars("lr-AdamW")}
+    assert (rates[0], rates[1]) == pytest.approx((0.01, 0.01 * 0.999))
+    again = program(*TORCHRUN, EXAMPLE, *options, "--epochs", 3, "--tp", 1, "--devices", 1, cwd=tmp_path)
+    assert said(again)[0] > steps and said(again)[1] < loss
+
+
+DYING = """
+import os, signal, sys
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch.utils.data import DataLoader
+import nxd_infer as nxd
+from nxd_infer.lightning import NeuronLTModule, NeuronXLAStrategy
+from tests.support.lightning.jobs import Rows
+from tests.support.trainer.models import llama
+
+how, rank = sys.argv[1], int(os.environ.get("RANK", 0))
+print(f"pid {os.getpid()}", flush=True)
+if how == "early" and rank == 1:
+    sys.exit(3)
+
+class Ends(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 1 and trainer.global_rank == (0 if how == "first" else 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+config = nxd.neuronx_distributed_config(tensor_parallel_size=2)
+module = NeuronLTModule(llama, config, torch.optim.SGD, None, opt_kwargs={"lr": 0.1})
+options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+options |= dict(devices=2, accelerator="cpu", max_epochs=2, callbacks=[Ends()])
+trainer = Trainer(strategy=NeuronXLAStrategy(config), **options)
+trainer.fit(module, DataLoader(Rows(), 2))
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "early", "first"])
+def test_a_rank_that_ends_ends_the_others(how: str, tmp_path: Path):
+    """In bounded time, with the reason; and no process is left."""
+    (tmp_path / "dying.py").write_text(DYING)
+    done = subprocess.run(
+        [sys.executable, "dying.py", how],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=280,  # a collective would wait for 300 seconds
+    )
+    pids = [int(pid) for pid in re.findall(r"^pid (\d+)$", done.stdout, re.MULTILINE)]
+    assert len(pids) == 2
+    assert all(gone(pid, 60) for pid in pids)
+    assert done.returncode == (-9 if how == "first" else 1), done.stderr[-3000:]
+    if how != "first":
+        ending = {"killed": "was ended by SIGKILL", "early": "ended with status 3"}[how]
+        assert re.search(rf"rank 1 \(process {pids[1]}\) {ending}", done.stderr), done.stderr[-3000:]
+
+
+def test_an_interactive_session_has_no_program_to_start(monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["python"])
+    monkeypatch.setattr(sys, "argv", [""])
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    with pytest.raises(ParallelConfigError, match="devices=2 runs this program 2 times, but an interactive session"):
+        RankLauncher(2, lambda number: {}).launch(print)

@@ -1,0 +1,368 @@
+"""What a Trainer does beside training: validation, callbacks, loggers, a profiler, adapters; and what is refused."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader, TensorDataset
+
+import nxd_infer as nxd
+from nxd_infer import parallel_state
+from nxd_infer.checkpoint.api import wait_for_save
+from nxd_infer.checkpoint.folder import complete_checkpoints
+from nxd_infer.checkpoint.storage import storage_of
+from nxd_infer.errors import CheckpointError, NotInitializedError, NxdError, ParallelConfigError
+from nxd_infer.lightning import NeuronLTModule, NeuronTensorBoardLogger, NeuronTQDMProgressBar, NeuronXLAStrategy
+from nxd_infer.modules.lora import LoraConfig
+from tests.support.lightning.jobs import Diary, Rows, module_of, trainer_of
+from tests.support.ranks import run_ranks
+from tests.support.trainer.models import llama
+
+
+def tags(folder: Any) -> list[str]:
+    return sorted(one.tag for one in complete_checkpoints(storage_of(folder)))
+
+
+# --- two ranks --------------------------------------------------------------------------------------------
+
+
+def everything(root: str) -> dict[str, Any]:
+    """A job with all of Lightning's parts, stopped early, then evaluated from its best checkpoint."""
+    parallel_state.destroy_model_parallel()
+    config = nxd.neuronx_distributed_config()
+    stop = EarlyStopping("val_loss", patience=0, min_delta=10.0)  # never improves so much: stops after the 2nd epoch
+    best = ModelCheckpoint(f"{root}/ckpts", "{epoch}", monitor="val_loss", save_top_k=1, save_last=True)
+    logger = NeuronTensorBoardLogger(f"{root}/logs")
+    module = module_of(config, accumulate=2)
+    trainer = trainer_of(
+        NeuronXLAStrategy(config, async_save=True),
+        stop,
+        best,
+        LearningRateMonitor("step"),
+        NeuronTQDMProgressBar(),
+        logger=logger,
+        enable_checkpointing=True,
+        enable_progress_bar=True,
+        enable_model_summary=True,
+        max_epochs=5,
+        log_every_n_steps=1,
+        profiler="simple",
+    )
+    train, held_out = DataLoader(Rows(), 2, shuffle=True), DataLoader(Rows(6), 2)
+    trainer.fit(module, train, held_out)
+    fitted = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    (tested,) = trainer.test(module, held_out, ckpt_path="best", verbose=False)
+    guesses = trainer.predict(Predicting(module), DataLoader(torch.arange(5), 2))
+    return {
+        "epochs": trainer.current_epoch,
+        "steps": trainer.global_step,
+        "kept": tags(f"{root}/ckpts"),
+        "best": Path(best.best_model_path).name,
+        "score": float(best.best_model_score),
+        "metrics": fitted,
+        "tested": tested,
+        "guesses": guesses,
+    }
+
+
+class Hooks(Callback):
+    """The hooks around a step's gradients, in the order in which they are called, and whether gradients were there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: torch.Tensor) -> None:
+        self.called.append(f"before backward of {'a loss' if loss.requires_grad else 'nothing'}")
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        there = all(weight.grad is not None for weight in module.model.parameters())
+        self.called.append(f"after backward, {'with' if there else 'without'} gradients")
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.called.append("before step")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_callbacks_see_the_gradients(accumulate: int):
+    """As with any module that trains by manual_backward()."""
+    parallel_state.destroy_model_parallel()
+    config, hooks = nxd.neuronx_distributed_config(), Hooks()
+    trainer = trainer_of(NeuronXLAStrategy(config), hooks, max_epochs=1)
+    trainer.fit(module_of(config, accumulate=accumulate), DataLoader(Rows(4), 1))
+    backward = ["before backward of a loss", "after backward, with gradients"]
+    assert hooks.called == [*backward * accumulate, "before step"] * (4 // accumulate)
+
+
+def test_a_validation_between_two_steps_is_logged(tmp_path: Path):
+    """While gradients are accumulated, training writes nothing; a validation in between does."""
+    parallel_state.destroy_model_parallel()
+    config = nxd.neuronx_distributed_config()
+    options: dict[str, Any] = {"max_epochs": 1, "val_check_interval": 1, "log_every_n_steps": 1}
+    logger = NeuronTensorBoardLogger(tmp_path)
+    trainer = trainer_of(NeuronXLAStrategy(config), logger=logger, num_sanity_val_steps=0, **options)
+    trainer.fit(module_of(config, accumulate=2), DataLoader(Rows(4), 1), DataLoader(Rows(2), 1))
+    found = EventAccumulator(logger.log_dir).Reload()
+    assert [scalar.step for scalar in found.Scalars("val_loss")] == [0, 1, 1, 2]
+    assert [scalar.step for scalar in found.Scalars("loss")] == [1, 2]
+
+
+class Predicting(NeuronLTModule):
+    """Says which rows it was given."""
+
+    def __init__(self, trained: NeuronLTModule):
+        super().__init__(llama, trained.nxd_config, torch.optim.SGD, None)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch.tolist()
+
+
+def test_lightnings_own_parts_work_on_two_ranks(tmp_path: Path):
+    first, second = run_ranks(everything, 2, str(tmp_path))
+    assert (first["guesses"], second["guesses"]) == ([[0, 2], [4]], [[1, 3]])
+    assert {**first, "guesses": 0} == {**second, "guesses": 0}
+    assert (first["epochs"], first["steps"]) == (2, 4)  # 16 rows, of which a step takes 2 on 2 ranks, twice
+    assert first["kept"] == sorted(["last.ckpt", first["best"]])
+    assert first["tested"]["test_loss"] == pytest.approx(first["score"], rel=1e-6)  # the best one was loaded
+    (version,) = tmp_path.glob("logs/*/*")
+    assert len({path.name.split(".")[-2] for path in version.glob("events*")}) == 1  # one process wrote them
+    scalars = EventAccumulator(str(version)).Reload()
+    assert [one.step for one in scalars.Scalars("loss")] == [1, 2, 3, 4]
+    assert scalars.Scalars("loss")[-1].value == pytest.approx(first["metrics"]["loss"])
+    assert [one.step for one in scalars.Scalars("val_loss")] == [2, 4]
+    assert {"grad_norm", "global_step"} <= set(scalars.Tags()["scalars"])
+    rates = {one.step: one.value for one in scalars.Scalars("lr-AdamW")}
+    assert [rates[step] for step in (0, 1, 2)] == pytest.approx([1e-2, 0.9e-2, 0.81e-2])
+    assert [tag for tag in scalars.Tags()["scalars"] if tag.startswith("lr-")] == ["lr-AdamW"]
+
+
+def shown(root: str) -> None:
+    """Write this rank's output of a job with a progress bar into a file."""
+    import contextlib
+
+    parallel_state.destroy_model_parallel()
+    config = nxd.neuronx_distributed_config(tensor_parallel_size=2)
+    rank = torch.distributed.get_rank()
+    with open(f"{root}/{rank}", "w") as file, contextlib.redirect_stdout(file):
+        trainer = trainer_of(
+            NeuronXLAStrategy(config), NeuronTQDMProgressBar(), enable_progress_bar=True, max_epochs=1, logger=True,
+            default_root_dir=root,
+        )  # fmt: skip
+        trainer.fit(module_of(config), DataLoader(Rows(), 4))
+
+
+def test_the_bar_is_shown_once(tmp_path: Path):
+    run_ranks(shown, 2, str(tmp_path))
+    bar = (tmp_path / "0").read_text()
+    assert "4/4" in bar and "loss=" in bar and "v_num" not in bar
+    assert (tmp_path / "1").read_text() == ""
+
+
+def adapted(root: str) -> list[float]:
+    """Two epochs of an adapter in one fit, and in two with a checkpoint between."""
+    parallel_state.destroy_model_parallel()
+    lora = LoraConfig(enable_lora=True, lora_rank=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.0)
+    config = nxd.neuronx_distributed_config(tensor_parallel_size=2, lora_config=lora)
+    losses = []
+    for name, epochs, resume in (("whole", 2, None), ("first", 1, None), ("second", 2, f"{root}/first.ckpt")):
+        torch.manual_seed(0)
+        diary, module = Diary(), module_of(config)
+        trainer = trainer_of(NeuronXLAStrategy(config), diary, max_epochs=epochs)
+        trainer.fit(module, DataLoader(Rows(), 4), ckpt_path=resume)
+        trainer.save_checkpoint(f"{root}/{name}.ckpt")
+        losses += diary.losses
+    trained = [name for name, param in module.model.named_parameters() if param.requires_grad]
+    assert trained and all("lora" in name for name in trained)
+    return losses
+
+
+def test_an_adapter_is_trained_and_resumed(tmp_path: Path):
+    for losses in run_ranks(adapted, 2, str(tmp_path)):
+        assert losses[:8] == losses[8:] and losses[4] < losses[0]  # the same rows in both epochs
+    assert (tmp_path / "first.ckpt/lora_adapter/adapter_config.json").exists()
+
+
+# --- one rank ---------------------------------------------------------------------------------------------
+
+
+def one(strategy: Any = None, *callbacks: Callback, **options: Any) -> Trainer:
+    return trainer_of(strategy or NeuronXLAStrategy(nxd.neuronx_distributed_config()), *callbacks, **options)
+
+
+def small() -> NeuronLTModule:
+    return module_of(nxd.neuronx_distributed_config())
+
+
+def test_the_newest_checkpoint_stays_until_the_next_is_complete(tmp_path: Path):
+    seen = []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            seen.append(tags(tmp_path))
+
+    keep = ModelCheckpoint(tmp_path, "{step}", monitor="global_step", mode="max", save_top_k=1, every_n_train_steps=1)
+    strategy = NeuronXLAStrategy(async_save=True)
+    one(strategy, keep, Looks(), enable_checkpointing=True, max_epochs=1).fit(small(), DataLoader(Rows(), 4))
+    assert all(seen[2:]), seen  # the first one may still be written at the first looks
+    assert tags(tmp_path) == ["step=4.ckpt"]
+
+
+def test_a_scheduler_that_asks_for_the_number_of_steps_resumes_at_its_place(tmp_path: Path):
+    """Lightning has prepared the loader before the checkpoint is read, and would start it anew."""
+
+    class Asks(NeuronLTModule):
+        def configure_optimizers(self) -> Any:
+            self.scheduler_kwargs = {"total_steps": int(self.trainer.estimated_stepping_batches), "max_lr": 0.01}
+            return super().configure_optimizers()
+
+    def job(resume: str | None = None) -> Diary:
+        torch.manual_seed(0)
+        config = nxd.neuronx_distributed_config()
+        module = Asks(llama, config, torch.optim.AdamW, torch.optim.lr_scheduler.OneCycleLR)
+        diary = Diary()
+        keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+        one(None, diary, keep, enable_checkpointing=True).fit(
+            module, DataLoader(Rows(), 4, shuffle=True), ckpt_path=resume
+        )
+        return diary
+
+    whole, rest = job(), job(f"{tmp_path}/step=3.ckpt")
+    assert (rest.rows, rest.losses) == (whole.rows[3:], whole.losses[3:])
+
+
+def test_precision(tmp_path: Path):
+    for precision, dtype in (("bf16-true", torch.bfloat16), ("bf16-mixed", torch.float32)):
+        module, diary = small(), Diary()
+        options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+        trainer = Trainer(
+            strategy=NeuronXLAStrategy(module.nxd_config),
+            precision=precision,
+            max_epochs=3,
+            callbacks=[diary],
+            **options,
+        )
+        trainer.fit(module, DataLoader(Rows(), 4))
+        assert {param.dtype for param in module.model.parameters()} == {dtype}
+        assert diary.losses[-1] < diary.losses[0]
+
+
+def test_predictions_of_a_model_whose_optimizer_is_a_partial():
+    config, optimizer = nxd.neuronx_distributed_config(), functools.partial(torch.optim.AdamW, betas=(0.8, 0.9))
+    module = NeuronLTModule(
+        llama, config, optimizer, torch.optim.lr_scheduler.ExponentialLR, opt_args=(1e-2,), scheduler_args=(0.9,)
+    )
+    trainer = one(max_epochs=1)
+    trainer.fit(module, DataLoader(Rows(4), 4))
+    assert trainer.lr_scheduler_configs[0].name == "lr-AdamW"
+    assert trainer.optimizers[0].param_groups[0]["betas"] == (0.8, 0.9)
+    ids = Rows(2).ids
+    with torch.no_grad():
+        wanted = [module.model(one[None]) for one in ids]
+    for rows in ([{"input_ids": one} for one in ids], ids, TensorDataset(ids)):  # by name, a tensor, a sequence of them
+        torch.testing.assert_close(trainer.predict(module, DataLoader(rows, 1)), wanted)
+
+
+def test_the_class_cannot_build_its_model_from_a_checkpoint():
+    with pytest.raises(CheckpointError, match="build the module and pass ckpt_path="):
+        NeuronLTModule.load_from_checkpoint("last.ckpt")
+
+
+def test_hyperparameters_that_cannot_be_stored_are_left_out(tmp_path: Path):
+    class Noted(NeuronLTModule):
+        def __init__(self, model_fn: Any, size: int):
+            super().__init__(model_fn, nxd.neuronx_distributed_config(), torch.optim.SGD, None, opt_args=(0.1,))
+            self.save_hyperparameters()
+
+    trainer = one(max_epochs=1)
+    trainer.fit(Noted(llama, 3), DataLoader(Rows(), 4))
+    trainer.save_checkpoint(tmp_path / "noted")
+    wait_for_save()
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1
+    found = nxd.load_checkpoint(tmp_path, "noted")
+    assert found["hyper_parameters"] == {"size": 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"manual_opt": False}, "manual_opt=False is not supported"),
+        ({"grad_accum_steps": 0}, "grad_accum_steps must be a whole number of at least 1, got 0"),
+        ({"grad_accum_steps": True}, "grad_accum_steps must be a whole number of at least 1, got True"),
+        ({"opt_args": range(20)}, "opt_args has 20 values, but SGD takes"),
+        ({"grad_accum_steps": 2, "pp": 2}, "grad_accum_steps=2 with a pipeline: pass batches 2 times as large"),
+    ],
+)
+def test_arguments_that_are_refused(options: dict[str, Any], said: str):
+    config = {"pipeline_parallel_size": options.pop("pp", 1)}
+    with pytest.raises(ParallelConfigError, match=said):
+        NeuronLTModule(llama, config, torch.optim.SGD, None, **options)._named_opt_args()
+
+
+def test_strategies_that_are_refused(tmp_path: Path):
+    with pytest.raises(ParallelConfigError, match="tensor_parallel_size=4, but nxd_config has 2: leave it out"):
+        NeuronXLAStrategy({"tensor_parallel_size": 2}, tensor_parallel_size=4)
+    assert NeuronXLAStrategy(None, 2, 1, False).nxd_config.tensor_parallel_size == 2
+    rows = DataLoader(Rows(), 4)
+    with pytest.raises(NxdError, match="tensor_parallel_size=2 needs 2 processes"):
+        one(NeuronXLAStrategy({"tensor_parallel_size": 2})).fit(small(), rows)
+    with pytest.raises(ParallelConfigError, match="NeuronLTModule cannot train with SingleDeviceStrategy"):
+        trainer_of("auto").fit(small(), rows)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ParallelConfigError, match="AsyncCheckpointIO cannot save ranks that share a model"):
+        one(NeuronXLAStrategy(checkpoint_io=AsyncCheckpointIO())).fit(small(), rows)
+    with pytest.raises(CheckpointError, match="nowhere is not a checkpoint of a Trainer"):
+        one().fit(small(), rows, ckpt_path=tmp_path / "nowhere")
+    nxd.save_checkpoint(tmp_path, "plain", llama(), user_content={"step": 1})
+    with pytest.raises(CheckpointError, match="plain was not saved by a Trainer: load it with"):
+        one().validate(small(), rows, ckpt_path=tmp_path / "plain")
+
+
+def test_xla_devices_are_refused(monkeypatch):
+    """By what the Trainer was given, and by what torch_xla was told: a single rank would train on the CPU silently."""
+    with pytest.raises(ParallelConfigError, match=r"does not train on xla:0 .*: leave accelerator out or pass"):
+        one(NeuronXLAStrategy(parallel_devices=[torch.device("xla", 0)]))
+    monkeypatch.setenv("PJRT_DEVICE", "NEURON")
+    with pytest.raises(NotInitializedError, match="PJRT_DEVICE=NEURON: training over XLA devices is not supported"):
+        one().fit(small(), DataLoader(Rows(), 4))
+
+
+def lonely_optimizer() -> str:
+    class Lonely(NeuronLTModule):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    parallel_state.destroy_model_parallel()
+    config = nxd.neuronx_distributed_config()
+    try:
+        one(NeuronXLAStrategy(config)).fit(Lonely(llama, config, torch.optim.SGD, None), DataLoader(Rows(), 4))
+    except ParallelConfigError as error:
+        return str(error)
+    return "trained"
+
+
+def test_an_optimizer_that_would_train_each_rank_for_itself_is_refused():
+    for said in run_ranks(lonely_optimizer, 2):
+        assert "returned 1 optimizer(s) (SGD): return one, of nxd_infer.initialize_parallel_optimizer()" in said
+
+
+def other_world() -> str:
+    try:
+        Trainer(strategy=NeuronXLAStrategy(), devices=4, accelerator="cpu")
+    except ParallelConfigError as error:
+        return str(error)
+    return "made"
+
+
+def test_devices_that_the_launcher_did_not_start_are_refused():
+    for said in run_ranks(other_world, 2):
+        assert said == "Trainer(devices=4, num_nodes=1), but 2 ranks were launched: leave devices out"

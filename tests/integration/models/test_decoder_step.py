@@ -1,0 +1,228 @@
+"""The step's own promises: slots, counts, penalties, one step ahead, padding rows, defaults."""
+
+import pytest
+import torch
+
+from nxd_infer.errors import ModelConfigError
+from nxd_models import registry
+from nxd_models.hf import weights as hf
+from nxd_models.llama.family import LlamaStep
+from nxd_models.serving import tasks
+from nxd_models.serving.decoder_step import step_inputs
+from nxd_models.serving.eager_generation import generate_eager
+from tests.support.models.helpers import prompts_of
+from tests.support.tiny_models import VOCAB_SIZE, write_tiny
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_tiny("llama", tmp_path_factory.mktemp("step") / "llama")
+
+
+@pytest.fixture
+def step(path):
+    config = registry.load_config(path).config
+    return hf.load(LlamaStep(config, slots=4, max_len=32), registry.weights(path)).eval()
+
+
+def run(step, rows, length=None, **settings):
+    """One step of ``(slot, start, tokens)`` rows; returns its outputs."""
+    longest = length or max(len(tokens) for _, _, tokens in rows)
+    inputs = step_inputs(VOCAB_SIZE, len(rows), longest, step.slots)
+    for at, (slot, start, tokens) in enumerate(rows):
+        inputs["block_table"][at] = slot
+        inputs["start"][at] = start
+        inputs["length"][at] = len(tokens)
+        inputs["tokens"][at, : len(tokens)] = torch.tensor(tokens)
+    for name, value in settings.items():
+        inputs[name][:] = torch.as_tensor(value, dtype=inputs[name].dtype)
+    with torch.no_grad():
+        return step(**inputs)
+
+
+def test_declarations_match_the_forward(step):
+    inputs = step_inputs(VOCAB_SIZE, 2, 3, step.slots)
+    assert list(inputs) == list(step.nxd_inputs)
+    outputs = step(**inputs)
+    assert list(outputs) == list(step.nxd_outputs)
+    shapes = {name: (tuple(t.shape), t.dtype) for name, t in outputs.items()}
+    assert shapes == {
+        "token": ((2, 1), torch.int64),
+        "logprob": ((2, 1), torch.float32),
+        "top_ids": ((2, 1, 20), torch.int64),
+        "top_logprobs": ((2, 1, 20), torch.float32),
+    }
+    buffers = dict(step.named_buffers())
+    assert set(step.nxd_states) == {name for name in buffers if "rotary" not in name}
+    assert buffers["k_cache.1"].shape == (5, 2, 32, 8)
+    assert not set(step.state_dict()) & set(step.nxd_states), "states belong to no checkpoint"
+    required = [name for name, entry in step.nxd_inputs.items() if "default" not in entry]
+    assert required == ["tokens", "start", "length", "block_table"]
+
+
+def test_batch_mates_slots_and_padding_never_change_an_answer(step):
+    prompts = prompts_of([7, 12, 3, 9], VOCAB_SIZE, seed=20)
+    settings = {"temperature": 1.1, "top_p": 0.9, "frequency_penalty": 0.4}
+    together = generate_eager(step, prompts, 8, seed=[1, 2, 3, 4], **settings)
+    for row, prompt in enumerate(prompts):
+        alone = generate_eager(step, [prompt], 8, seed=row + 1, **settings)[0]
+        assert alone.tokens == together[row].tokens
+    first = run(step, [(2, 0, prompts[0])])["token"][0, 0]
+    padded = run(step, [(4, 0, []), (1, 0, prompts[0]), (4, 0, [0])], length=12)["token"][1, 0]
+    assert first == padded == generate_eager(step, [prompts[0]], 1)[0].tokens[0]
+
+
+def test_minus_one_stands_for_the_last_sampled_token(step):
+    prompt = prompts_of([6], VOCAB_SIZE, seed=21)[0]
+    expected = generate_eager(step, [prompt], 6, presence_penalty=0.7)[0].tokens
+    made = [int(run(step, [(3, 0, prompt)], presence_penalty=0.7)["token"])]
+    for at in range(5):
+        made.append(int(run(step, [(3, len(prompt) + at, [-1])], presence_penalty=0.7)["token"]))
+    assert made == expected
+
+
+def test_rows_of_one_slot_are_as_if_fed_one_after_the_other(step):
+    """A prompt as rows of one token, in any order, beside another sequence that goes on."""
+    first, second = prompts_of([7, 9], VOCAB_SIZE, seed=22)
+    settings = {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.4, "frequency_penalty": 0.3}
+    expected = {}
+    for way in ("one by one", "together"):
+        for state in (step.token_counts, step.prompt_seen, step.last_token):
+            state.fill_(1)
+        run(step, [(2, 0, first)], prompt_length=len(first), **settings)
+        rows = [(0, at, [token]) for at, token in enumerate(second)] + [(2, len(first), [-1])]
+        rows = rows[4:] + rows[:4]
+        lengths = [len(first) if slot == 2 else len(second) for slot, _, _ in rows]
+        if way == "together":
+            found = run(step, rows, prompt_length=lengths, **settings)
+        else:
+            for row, length in sorted(zip(rows, lengths, strict=True)):
+                found = run(step, [row], prompt_length=length, **settings)
+                expected |= {row[:2]: {name: value[0] for name, value in found.items()}}
+            expected["states"] = [state[:4].clone() for state in (step.token_counts, step.prompt_seen, step.last_token)]
+    last = len(second) - 1
+    for at, (slot, start, _) in enumerate(rows):
+        if (slot, start) in ((0, last), (2, len(first))):  # the others sample in the middle of a prompt
+            for name, value in expected[slot, start].items():
+                torch.testing.assert_close(found[name][at], value)
+    for state, value in zip((step.token_counts, step.prompt_seen, step.last_token), expected["states"], strict=True):
+        assert torch.equal(state[[0, 2]], value[[0, 2]])
+
+
+def test_counts_tell_prompt_and_output_apart(step):
+    prompt = [9, 9, 10]
+    run(step, [(1, 0, prompt)])
+    assert step.token_counts[1].sum() == 0
+    assert step.prompt_seen[1].nonzero().flatten().tolist() == [9, 10]
+    run(step, [(1, 3, [20])])
+    run(step, [(1, 4, [20])])
+    run(step, [(1, 5, [9])])
+    counts = step.token_counts[1]
+    assert (counts[20], counts[9], counts.sum()) == (2, 1, 3)
+    assert step.prompt_seen[1].nonzero().flatten().tolist() == [9, 10]
+    assert not step.token_counts[0].any(), "other slots are untouched"
+
+    run(step, [(1, 0, [30, 31])])
+    assert not step.token_counts[1].any(), "a new sequence begins with nothing counted"
+    assert step.prompt_seen[1].nonzero().flatten().tolist() == [30, 31]
+
+    # With the length of the prompt given, any cut gives the same counts: here a resumed sequence in one piece.
+    run(step, [(1, 0, [5, 6, 7, 7, 8])], prompt_length=2)
+    assert step.prompt_seen[1].nonzero().flatten().tolist() == [5, 6]
+    assert step.token_counts[1].nonzero().flatten().tolist() == [7, 8]
+    assert step.token_counts[1, 7] == 2
+    run(step, [(1, 0, [5])], prompt_length=2)
+    run(step, [(1, 1, [6])], prompt_length=2)
+    assert not step.token_counts[1].any(), "a prompt fed one token at a time stays prompt"
+
+
+def test_a_row_of_no_tokens_changes_nothing(step):
+    run(step, [(0, 0, [5, 6, 7])])
+    before = {name: step.get_buffer(name)[:4].clone() for name in step.nxd_states}
+    run(step, [(0, 0, [])], length=4)
+    for name, value in before.items():
+        assert torch.equal(step.get_buffer(name)[:4], value), name
+
+
+def test_penalties_act_on_what_was_said(step):
+    prompt = prompts_of([5], VOCAB_SIZE, seed=22)[0]
+    plain = generate_eager(step, [prompt], 20)[0].tokens
+    never_twice = generate_eager(step, [prompt], 20, presence_penalty=1000.0)[0].tokens
+    assert len(set(plain)) < 20, "this prompt repeats itself without a penalty"
+    assert len(set(never_twice)) == 20
+    new = generate_eager(step, [prompt], 20, repetition_penalty=1e6)[0].tokens
+    assert not set(new) & set(prompt), "the repetition penalty counts the prompt, presence does not"
+
+
+def test_ids_out_of_range_harm_no_batch_mate(step):
+    prompt = prompts_of([5], VOCAB_SIZE, seed=23)[0]
+    expected = generate_eager(step, [prompt], 1)[0].tokens[0]
+    outputs = run(step, [(0, 0, [10**6] * 5), (1, 0, prompt)])
+    assert outputs["token"][1, 0] == expected
+    assert 0 <= outputs["token"][0, 0] < VOCAB_SIZE
+
+
+def test_the_driver_respects_its_limits(step):
+    prompt = prompts_of([30], VOCAB_SIZE, seed=24)[0]
+    assert len(generate_eager(step, [prompt], 10)[0].tokens) == 3, "30 + 2 fed tokens fill 32 positions"
+    assert generate_eager(step, [prompt], 0)[0].tokens == []
+    eos = generate_eager(step, [prompt[:4]], 1)[0].tokens
+    assert generate_eager(step, [prompt[:4]], 10, eos_token_ids=eos)[0].tokens == eos
+    with pytest.raises(ModelConfigError, match="1 to 32 tokens, got 33"):
+        generate_eager(step, [[5] * 33], 1)
+    with pytest.raises(ModelConfigError, match="5 prompts do not fit the 4 slots"):
+        generate_eager(step, [[5]] * 5, 1)
+
+
+def test_the_plan_of_a_decoder(path):
+    plan = tasks.plan(path, batch_sizes=[4, 1], prompt_buckets=[16, 512], max_len=64, dtype=torch.float32)
+    assert plan.bucket_names == ["decode_b1", "decode_b4", "mixed_b20", "prefill_s16", "prefill_s64"]
+    assert [tuple(e["tokens"].shape) for e in plan.example_inputs] == [(1, 1), (4, 1), (20, 1), (1, 16), (1, 64)]
+    assert plan.metadata == {
+        "task": "generate",
+        "model_type": "llama",
+        "vocab_size": VOCAB_SIZE,
+        "max_len": 64,
+        "slots": 4,
+        "rows_share_slots": True,
+        "prompt_buckets": [16, 64],
+        "batch_sizes": [1, 4],
+        "dtype": "float32",
+        "eos_token_ids": [2],
+        "bos_token_id": 1,
+        "top_logprobs": 20,
+        "bias_slots": 300,
+        "model_name": "llama",
+        "sampling_defaults": {},
+    }
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= set(plan.files_to_copy)
+    module = plan.func(**plan.func_kwargs)
+    assert set(plan.checkpoint_loader_callable().keys()) == set(module.state_dict())
+    arguments = plan.trace_arguments()
+    assert arguments["bucket_config"] == {"func_kwargs": plan.func_kwargs, "names": plan.bucket_names}
+    with pytest.raises(ModelConfigError, match="max_position_embeddings = 256"):
+        tasks.plan(path, max_len=1000)
+    with pytest.raises(ModelConfigError, match="batch_sizes"):
+        tasks.plan(path, batch_sizes=[0])
+    with pytest.raises(ModelConfigError, match="slots = 1"):
+        tasks.plan(path, batch_sizes=[4], slots=1)
+
+
+def test_the_plan_of_an_encoder(tmp_path):
+    plan = tasks.plan(write_tiny("roberta", tmp_path), batch_sizes=[1, 2], prompt_buckets=[16, 400])
+    assert plan.bucket_names == ["b1_s16", "b1_s126", "b2_s16", "b2_s126"]
+    assert (plan.task, plan.metadata["pooling"], plan.metadata["normalize"]) == ("embed", "mean", True)
+    module = hf.load(plan.func(**plan.func_kwargs), plan.checkpoint_loader_callable())
+    outputs = module(**plan.example_inputs[2])
+    assert outputs["embedding"].shape == (2, 32)
+    assert module.nxd_inputs["input_ids"]["pad"] == {0: 1, 1: 1}
+    with pytest.raises(ModelConfigError, match="at most 126"):
+        tasks.plan(tmp_path, max_len=127)
+
+
+def test_a_tokenizer_as_gpt2_keeps_it_goes_into_the_artifact(tmp_path):
+    path = write_tiny("llama", tmp_path)
+    (path / "tokenizer.json").unlink()
+    for name in ("vocab.json", "merges.txt"):
+        (path / name).write_text("")
+    assert {"vocab.json", "merges.txt"} <= set(tasks.plan(path).files_to_copy)

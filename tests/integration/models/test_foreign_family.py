@@ -1,0 +1,214 @@
+"""A family in another package works on every path that ours take, without changes to this package."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nxd_infer import trainer as nxd
+from nxd_infer.errors import ModelConfigError, WeightMismatchError
+from nxd_infer.layout import as_source
+from nxd_models import registry
+from nxd_models.check_family import check_family
+from nxd_models.hf import weights as hf
+from nxd_models.serving import tasks
+from nxd_models.serving.eager_generation import generate_eager
+from tests.support.e2e.command import nxd_infer, nxd_infer_here
+from tests.support.http.http_artifacts import greedy_texts
+from tests.support.http.http_servers import ServerProcess
+from tests.support.models.helpers import (
+    assert_greedy,
+    greedy_reference,
+    installed_package,
+    prompts_of,
+    reference,
+    relative_difference,
+    traced_run,
+)
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import CHAT_TEMPLATE, EOS, tokenizer_json
+
+SERVE = (sys.executable, "-m", "nxd_infer.cli.main", "serve")
+PACKAGE = Path(__file__).with_name("foreign")
+"""A distribution as pip leaves it: a module, and a dist-info folder with the entry point."""
+EVEN = {"n_embd": 32, "n_head": 4, "vocab_size": 288}
+ODD = {"n_embd": 36, "n_head": 3, "vocab_size": 287, "n_inner": 50}
+"""Divides over no degree."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed():
+    with installed_package(PACKAGE):
+        yield
+
+
+def write_gpt2(path: Path, **sizes) -> Path:
+    """As transformers saves it, with large enough weights for the likeliest token to be clear, and a tokenizer."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(3)
+    config = GPT2Config(
+        n_layer=2, n_positions=64, bos_token_id=1, eos_token_id=EOS, pad_token_id=0, initializer_range=0.3, **sizes
+    )
+    model = GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    model.save_pretrained(path)
+    (path / "tokenizer.json").write_text(tokenizer_json())
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def even(tmp_path_factory) -> Path:
+    return write_gpt2(tmp_path_factory.mktemp("foreign") / "even", **EVEN)
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory) -> Path:
+    return write_gpt2(tmp_path_factory.mktemp("foreign") / "odd", **ODD)
+
+
+def logits_of(path: str, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return registry.load_model(path, dtype=torch.float32)(ids)
+
+
+def test_the_numbers_are_those_of_transformers(even):
+    assert "gpt2" in registry.model_types()
+    ids = torch.tensor(prompts_of([12, 12], 280))
+    with torch.no_grad():
+        expected = reference(even, "CausalLM")(ids).logits
+    assert relative_difference(logits_of(str(even), ids), expected) < 1e-5
+
+
+def test_two_ranks_give_the_same_numbers(even, odd):
+    ids = torch.tensor(prompts_of([12, 12], 280))
+    for path in (even, odd):
+        expected = logits_of(str(path), ids)
+        for found in run_ranks(logits_of, 2, str(path), ids):
+            assert relative_difference(found, expected) < 1e-5
+
+
+def test_what_is_said_of_the_family_is_so(even, odd):
+    for degree in (1, 2, 4):
+        check_family(even, degree)
+        check_family(odd, degree)
+
+
+def test_traced_tokens_are_those_of_transformers(odd):
+    from nxd_infer.trace import parallel_model_trace
+
+    plan = tasks.plan(odd, batch_sizes=[2], prompt_buckets=[8], max_len=40, slots=2, lora_slots=1, speculate=2)
+    prompts = prompts_of([3, 13], 280)
+    step = hf.load(plan.func(**plan.func_kwargs), plan.checkpoint_loader_callable())
+    with parallel_model_trace(**plan.trace_arguments(), tp_degree=2, backend="eager") as model:
+        found = generate_eager(
+            step, prompts, 6, piece=8, run=traced_run(model, step), bias_ids=EOS, bias_values=[[-1e9] + [0.0] * 299] * 2
+        )
+    for prompt, result in zip(prompts, found, strict=True):
+        assert_greedy(result.tokens, *greedy_reference(odd, prompt, 6))
+
+
+def test_the_command_line_traces_verifies_and_serves_it(even, tmp_path, monkeypatch):
+    artifact = tmp_path / "artifact"
+    sizes = ("--batch-sizes", 1, "--prompt-buckets", 8, "--max-len", 48, "--dtype", "float32", "--tp", 2)
+    done = nxd_infer("trace", even, "--out", artifact, *sizes)
+    assert done.status == 0, done.err
+    done = nxd_infer("verify", artifact, even)
+    assert done.status == 0, done.out + done.err
+    # Whoever serves needs the artifact alone.
+    monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].replace(str(PACKAGE), ""))
+    prompt = "while the"
+    expected = greedy_texts(even, [prompt], 8)[prompt]
+    done = nxd_infer("generate", artifact, "--prompt", prompt, "--max-tokens", 8, "--temperature", 0)
+    assert done.status == 0 and expected in done.out, (done, expected)
+    server = ServerProcess([*SERVE, str(artifact), "--port", "0"]).wait_ready()
+    try:
+        answer = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 8, "temperature": 0}).json()
+        assert answer["choices"][0]["text"] == expected
+        assert answer["model"] == "even"
+    finally:
+        server.kill()
+
+
+def saved(model_dir: str, root: str) -> None:
+    """A training checkpoint of the weights as they are."""
+    config = nxd.neuronx_distributed_config(tensor_parallel_size=2)
+    model = nxd.initialize_parallel_model(config, lambda: hf.load(registry.build(model_dir), hf.weights(model_dir)))
+    nxd.save_checkpoint(root, "first", model=model)
+
+
+def test_an_exported_checkpoint_is_what_transformers_wrote(even, tmp_path, capsys, monkeypatch):
+    """Fused and transposed again."""
+    run_ranks(saved, 2, str(even), str(tmp_path / "ckpts"), tp=2)
+    out = tmp_path / "exported"
+    done = nxd_infer_here(capsys, monkeypatch, "ckpt", "export-hf", tmp_path / "ckpts", "--config", even, "--out", out)
+    assert done.status == 0, done.err
+    theirs, exported = load_file(even / "model.safetensors"), load_file(out / "model.safetensors")
+    assert set(exported) == set(theirs)
+    for name, tensor in theirs.items():
+        assert torch.equal(exported[name], tensor), name
+
+
+def test_a_fused_tensor_of_which_a_part_is_missing_is_not_exported(even):
+    table = registry.load_config(even).spec.stored_weights
+    names = [f"transformer.h.0.attn.{part}.bias" for part in ("query", "key", "value")]
+    weights = {name: torch.arange(2.0) + i for i, name in enumerate(names)}
+    stored = hf.StoredSource(as_source(weights), table)
+    fused = "transformer.h.0.attn.c_attn.bias"
+    assert list(stored.keys()) == [fused] and stored.shape(fused) == (6,) and stored.dtype(fused) == torch.float32
+    assert stored.read(fused, [slice(1, 5)]).tolist() == [1, 1, 2, 2]
+    del weights[names[1]]
+    with pytest.raises(WeightMismatchError, match=rf"{fused} is made of 3 weights, .* only {names[0]}, {names[2]}"):
+        hf.StoredSource(as_source(weights), table)
+
+
+def test_the_page_that_tells_how_shows_this_package():
+    page = (Path(__file__).parents[3] / "docs/models.md").read_text()
+    shown = re.findall(r"^ *```(python|toml)\n(.*?)^ *```", page, re.DOTALL | re.MULTILINE)
+    ours = (PACKAGE / "tiny_gpt2.py").read_text()
+    points = (PACKAGE / "tiny_gpt2-1.0.dist-info/entry_points.txt").read_text().split()
+    assert [kind for kind, _ in shown].count("python") >= 4
+    for kind, block in shown:
+        if kind == "python":
+            assert textwrap.dedent(block).strip() in ours, block
+        else:
+            assert f'[project.entry-points."{registry.GROUP}"]' in block
+            assert block.replace('"tiny', "tiny").replace('GPT2"', "GPT2").split()[-3:] == points[-3:]
+
+
+# --- what can go wrong ------------------------------------------------------------------------------------------
+
+
+def test_errors_of_a_foreign_configuration_name_file_and_field(even, tmp_path):
+    raw = json.loads((even / "config.json").read_text())
+    for changes, message in (
+        ({"n_embd": "32"}, r"config\.json: n_embd = '32': expected a whole number of at least 1"),
+        ({"n_head": 5}, r"config\.json: n_embd = 32: does not divide over 5 heads"),
+        ({"activation_function": "mish"}, r"activation_function = 'mish': this activation is not supported"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**raw, **changes}))
+        with pytest.raises(ModelConfigError, match=message):
+            registry.load_config(tmp_path)
+    with pytest.raises(ModelConfigError, match="a context of 65 tokens is beyond the 64 of this gpt2 model"):
+        tasks.plan(even, max_len=65)
+
+
+def test_a_missing_weight_is_listed_under_the_modules_name(even, tmp_path):
+    tensors = load_file(even / "model.safetensors")
+    del tensors["transformer.h.1.attn.c_attn.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((even / "config.json").read_text())
+    with pytest.raises(WeightMismatchError, match=r"transformer\.h\.1\.attn\.query\.weight"):
+        registry.load_model(tmp_path)

@@ -1,0 +1,99 @@
+"""Encoders and classifiers of transformers without a family of ours; a plan from another package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nxd_infer.trace import parallel_model_trace
+from nxd_infer.verify import verify_artifact
+from nxd_models import registry
+from nxd_models.hf import weights as hf
+from nxd_models.serving import tasks
+from tests.support.distributed.models import Case
+from tests.support.models.helpers import installed_package, reference, relative_difference
+
+PACKAGE = Path(__file__).with_name("foreign_plan")
+"""A distribution as pip leaves it: a module with a plan, and a dist-info folder with the entry point."""
+LABELS = {"id2label": {0: "bad", 1: "fair", 2: "good"}, "label2id": {"bad": 0, "fair": 1, "good": 2}}
+DISTILBERT = {"vocab_size": 61, "dim": 24, "n_heads": 3, "n_layers": 2, "hidden_dim": 30, "max_position_embeddings": 64}
+CLASSIFIER = "AutoModelForSequenceClassification"
+IDS = torch.randint(3, 61, (2, 8), generator=torch.Generator().manual_seed(1))
+MASK = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed():
+    with installed_package(PACKAGE):
+        yield
+
+
+def write(path: Path, kind: str, head: str, **fields) -> Path:
+    if kind == "distilbert":
+        import transformers
+
+        torch.manual_seed(0)
+        config = transformers.DistilBertConfig(**DISTILBERT, **fields)
+        getattr(transformers, head).from_config(config).save_pretrained(path)
+    else:
+        Case(kind, 4, 4, fields, head).build().save_pretrained(path)
+    return path
+
+
+def inputs(pad: int) -> dict[str, torch.Tensor]:
+    ids = IDS.masked_fill(MASK == 0, pad)
+    return {"input_ids": ids, "attention_mask": MASK, "token_type_ids": torch.zeros_like(ids)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "degree"), [("distilbert", 2), ("bert", 1), ("roberta", 1), ("gpt2", 1), ("llama", 1)]
+)
+def test_a_classifier_gives_the_logits_of_transformers(tmp_path, kind, degree):
+    pad = 1 if kind != "gpt2" else 7
+    path = write(tmp_path / "model", kind, CLASSIFIER, pad_token_id=pad, **LABELS)
+    plan = tasks.plan(path, model_impl="transformers", batch_sizes=[2], prompt_buckets=[8], dtype=torch.float32)
+    assert plan.task == "classify" and plan.metadata["labels"] == ["bad", "fair", "good"]
+    given = inputs(pad)
+    with parallel_model_trace(**plan.trace_arguments(), tp_degree=degree, backend="eager") as model:
+        found = model.run_bucket(plan.bucket_names[0], given)["logits"]
+    del given["token_type_ids"]
+    with torch.no_grad():
+        expected = reference(path, "SequenceClassification")(**given).logits
+    assert relative_difference(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize(("kind", "head"), [("distilbert", "AutoModel"), ("bert", "AutoModelForMaskedLM")])
+def test_an_encoder_gives_the_vectors_of_transformers(tmp_path, kind, head):
+    """Also from the files of a model with another head, whose names have a prefix."""
+    path = write(tmp_path / "model", kind, head, pad_token_id=1)
+    plan = tasks.plan(
+        path, "embed", model_impl="transformers", batch_sizes=[2], prompt_buckets=[8], dtype=torch.float32
+    )
+    artifact = tmp_path / "artifact"
+    with parallel_model_trace(**plan.trace_arguments(), tp_degree=2, backend="eager", artifact_dir=artifact) as model:
+        found = model.run_bucket(plan.bucket_names[0], inputs(1))["embedding"]
+    with torch.no_grad():
+        hidden = reference(path, "Model")(IDS.masked_fill(MASK == 0, 1), attention_mask=MASK).last_hidden_state
+    mean = (hidden * MASK[..., None]).sum(1) / MASK.sum(1, keepdim=True)
+    assert relative_difference(found, F.normalize(mean, dim=-1)) < 1e-5
+    assert verify_artifact(artifact, path).failed == []
+
+
+def test_a_prefix_that_only_the_files_have(tmp_path):
+    path = write(tmp_path / "model", "distilbert", CLASSIFIER)
+    module = registry.load_model(path, "embed")
+    assert (
+        module.parts[0]
+        .transformer.layer[0]
+        .ffn.lin1.weight.equal(hf.weights(path).read("distilbert.transformer.layer.0.ffn.lin1.weight"))
+    )
+
+
+def test_the_page_that_tells_how_shows_this_package():
+    page = (Path(__file__).parents[3] / "docs/transformers.md").read_text()
+    (point,) = re.findall(r"^distilbert = (.*)$", page, re.MULTILINE)
+    assert point.strip('"') in (PACKAGE / "tiny_distilbert-1.0.dist-info/entry_points.txt").read_text()

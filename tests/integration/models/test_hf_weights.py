@@ -1,0 +1,131 @@
+"""Checkpoints in the shapes people have them: shards, prefixes, old names, pickles, damage."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nxd_infer.errors import CheckpointError, NxdError, WeightMismatchError
+from nxd_models import registry
+from nxd_models.hf import weights as hf
+from tests.support.tiny_models import write_tiny
+
+
+def same_parameters(a, b):
+    left, right = a.state_dict(), b.state_dict()
+    assert left.keys() == right.keys()
+    return all(torch.equal(left[k], right[k]) for k in left)
+
+
+def rewrite(path, rename):
+    tensors = load_file(path / "model.safetensors")
+    save_file({rename(k): v for k, v in tensors.items()}, path / "model.safetensors")
+
+
+def test_shards_and_prefixes_are_resolved(tmp_path):
+    whole = registry.load_model(write_tiny("llama", tmp_path / "whole"))
+    sharded = write_tiny("llama", tmp_path / "sharded", shards=3)
+    assert same_parameters(whole, registry.load_model(sharded))
+    (sharded / "model.safetensors.index.json").unlink()
+    assert same_parameters(whole, registry.load_model(sharded)), "shards without their index"
+    bare = write_tiny("llama", tmp_path / "bare")
+    rewrite(bare, lambda k: k.removeprefix("model."))
+    assert same_parameters(whole, registry.load_model(bare)), "saved from the base model"
+
+    bert = registry.load_model(write_tiny("bert", tmp_path / "bert"))
+    prefixed = write_tiny("bert", tmp_path / "prefixed")
+    rewrite(prefixed, lambda k: "bert." + k)
+    assert same_parameters(bert, registry.load_model(prefixed)), "saved with a head"
+    old = write_tiny("bert", tmp_path / "old")
+    rewrite(old, lambda k: k.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"))
+    assert same_parameters(bert, registry.load_model(old)), "the names of the first checkpoints"
+
+
+def test_what_a_model_does_not_read_is_ignored(tmp_path):
+    path = write_tiny("llama3", tmp_path)
+    expected = registry.load_model(path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, path / "model.safetensors")
+    assert same_parameters(expected, registry.load_model(path))
+    named = hf.named_weights(registry.build(path), registry.weights(path))
+    assert set(named.keys()) == set(expected.state_dict())
+
+
+def test_a_tied_head_that_is_not_the_embedding_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("nxd_models.hf.tied_head.PIECE", 1000)  # so that the last of several pieces differs
+    path = write_tiny("llama3", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(WeightMismatchError, match=r"tie_word_embeddings = true.*'lm_head.weight'.*set it to false"):
+        registry.load_model(path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    assert torch.equal(registry.load_model(path).lm_head.weight, tensors["lm_head.weight"])
+
+
+def test_what_is_missing_or_misshapen_is_listed(tmp_path):
+    path = write_tiny("llama", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.norm.weight"] = torch.ones(5)
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(WeightMismatchError, match=r"up_proj.weight.*model\.norm\.weight") as caught:
+        registry.load_model(path)
+    assert caught.value.missing == ("model.layers.1.mlp.up_proj.weight",)
+
+
+def test_pickles_are_refused_and_never_read(tmp_path):
+    path = write_tiny("llama", tmp_path)
+    state = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+
+    class Trap:
+        def __reduce__(self):
+            return (exec, (f"open({str(path / 'executed')!r}, 'w').close()",))
+
+    torch.save({**state, "trap": Trap()}, path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*safe_serialization=True"):
+        registry.weights(path)
+    (path / "pytorch_model.bin").rename(path / "model.safetensors")
+    with pytest.raises(NxdError, match=r"model\.safetensors"):
+        registry.load_model(path)
+    assert not (path / "executed").exists()
+
+
+def test_truncated_and_absent_files_are_named(tmp_path):
+    path = write_tiny("llama", tmp_path, shards=2)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    file = path / sorted(set(index["weight_map"].values()))[1]
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match="model-00002-of-00002"):
+        registry.load_model(path)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="model-00002-of-00002"):
+        registry.load_model(path)
+
+
+def test_loading_converts_to_the_dtype_of_the_module(tmp_path):
+    path = write_tiny("qwen3", tmp_path)
+    model = registry.load_model(path, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    expected = load_file(path / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected[name].to(torch.bfloat16)), name
+        assert parameter.requires_grad
+
+
+def test_tied_parameters_stay_one_when_a_meta_model_is_loaded():
+    """Two parameters over one memory would each be stepped by an optimizer."""
+    with torch.device("meta"):
+        model = torch.nn.ModuleDict({"a": torch.nn.Embedding(4, 3), "b": torch.nn.Linear(3, 4, bias=False)})
+        model["b"].weight = model["a"].weight
+    table = torch.randn(4, 3)
+    hf.load(model, {"a.weight": table})
+    assert model["a"].weight is model["b"].weight
+    assert torch.equal(model["a"].weight, table)

@@ -1,0 +1,184 @@
+"""The decoder family against Hugging Face transformers on the same seeded weights, in float32, at degree 1."""
+
+import json
+
+import pytest
+import torch
+
+from nxd_infer.errors import ModelConfigError
+from nxd_models import registry
+from nxd_models.hf import weights as hf
+from nxd_models.llama.family import LlamaStep
+from nxd_models.serving import tasks
+from nxd_models.serving.eager_generation import generate_eager
+from tests.support.models.helpers import assert_greedy, greedy_reference, prompts_of, reference, relative_difference
+from tests.support.tiny_models import DECODERS, VOCAB_SIZE, write_tiny
+
+VARIANTS = {
+    **{family: (family, {}) for family in DECODERS},
+    "llama-linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    "llama-dynamic": (
+        "llama",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 16},
+    ),
+    "llama-rope-parameters": (
+        "llama",
+        {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
+    ),
+    "llama-padding": ("llama", {"pad_token_id": 9}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-one-kv-head": ("llama", {"num_key_value_heads": 1}),
+    "llama-odd-sizes": (
+        "llama",
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "hidden_size": 36,
+            "intermediate_size": 50,
+            "head_dim": 10,
+        },
+    ),
+    "mistral-window": ("mistral", {"sliding_window": 64}),
+    "qwen2-untied": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen3-bias-tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    root = tmp_path_factory.mktemp("decoders")
+    return {name: write_tiny(family, root / name, **extra) for name, (family, extra) in VARIANTS.items()}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_and_gradients_equal_transformers(directories, name):
+    path = directories[name]
+    theirs = reference(path, "CausalLM")
+    ours = registry.load_model(path)
+    ids = torch.tensor(prompts_of([24, 24], VOCAB_SIZE))
+    ids[0, 7] = 9  # the token that pads in one variant
+    mask = torch.ones_like(ids)
+    mask[1, 20:] = 0
+    with torch.no_grad():
+        assert relative_difference(ours(ids), theirs(ids).logits) < 1e-5
+        found, expected = ours(ids, attention_mask=mask), theirs(ids, attention_mask=mask).logits
+        live = mask.bool()
+        assert relative_difference(found[live], expected[live]) < 1e-5
+        assert found.isfinite().all()
+    labels = ids.clone()
+    labels[0, :5] = -100
+    loss, logits = ours(ids, labels=labels)
+    expected_loss = theirs(ids, labels=labels).loss
+    assert abs(loss.item() - expected_loss.item()) < 1e-5 * expected_loss.item()
+    assert logits.shape == (2, 24, VOCAB_SIZE)
+    loss.backward()
+    theirs.zero_grad()
+    expected_loss.backward()
+    gradients = dict(theirs.named_parameters())
+    for key, parameter in ours.named_parameters():
+        assert parameter.grad is not None, key
+        assert relative_difference(parameter.grad, gradients[key].grad) < 2e-5, key
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_greedy_tokens_equal_generate(directories, name):
+    path = directories[name]
+    spec = registry.load_config(path)
+    max_len = min(48, spec.config.usual_length)
+    step = hf.load(LlamaStep(spec.config, slots=3, max_len=max_len), registry.weights(path))
+    prompts = prompts_of([min(length, max_len - 12) for length in (1, 9, 30)], VOCAB_SIZE, seed=1)
+    results = generate_eager(step, prompts, 12, bias_ids=2, bias_values=[[-1e9] + [0.0] * 299] * 3)
+    for prompt, result in zip(prompts, results, strict=True):
+        assert_greedy(result.tokens, *greedy_reference(path, prompt, 12))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_prompt_in_pieces_at_offsets_equals_the_uncached_forward(directories, name):
+    path = directories[name]
+    spec = registry.load_config(path)
+    plain = registry.load_model(path)
+    prompts = prompts_of([21, 10], VOCAB_SIZE, seed=2)
+    for piece in (1, 8, None):
+        step = hf.load(LlamaStep(spec.config, slots=2, max_len=64), registry.weights(path))
+        results = generate_eager(step, prompts, 4, piece=piece)
+        for prompt, result in zip(prompts, results, strict=True):
+            with torch.no_grad():
+                logits = plain(torch.tensor([prompt + result.tokens]))[0].double().log_softmax(-1)
+            for at, (token, logprob) in enumerate(zip(result.tokens, result.logprobs, strict=True)):
+                row = logits[len(prompt) + at - 1]
+                assert token == row.argmax().item()
+                assert abs(logprob - row[token].item()) < 1e-5
+                best = row.topk(20)
+                assert list(result.top[at]) == best.indices.tolist()
+                assert max(abs(result.top[at][i] - row[i].item()) for i in result.top[at]) < 1e-5
+
+
+def test_bfloat16_stays_close_to_transformers(directories):
+    path = directories["qwen3"]
+    ids = torch.tensor(prompts_of([24], VOCAB_SIZE))
+    ours = registry.load_model(path, dtype=torch.bfloat16)
+    import transformers
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        assert relative_difference(ours(ids).float(), theirs(ids).logits.float()) < 0.03
+    converted = registry.load_model(path).to(torch.bfloat16)
+    rotary = converted.model.layers[0].self_attn.rotary
+    assert rotary.inv_freq.dtype == torch.float32, "frequencies are never rounded"
+
+
+def test_fresh_weights_train(directories):
+    """The build the demo trains: finite, near the uniform loss at first, and lower after a few steps."""
+    torch.manual_seed(0)
+    model = registry.build(directories["llama"], task="generate", dtype=torch.float32)
+    ids = torch.tensor(prompts_of([32], VOCAB_SIZE))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(20):
+        loss, _ = model(ids, labels=ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert abs(losses[0] - torch.tensor(float(VOCAB_SIZE)).log().item()) < 0.2
+    assert losses[-1] < losses[0] - 1
+    assert list(model.state_dict()) == list(registry.load_model(directories["llama"]).state_dict())
+
+
+def test_state_dict_names_are_those_of_the_checkpoint(directories):
+    from safetensors import safe_open
+
+    for name in ("llama", "llama3", "mistral", "qwen2", "qwen3"):
+        with safe_open(directories[name] / "model.safetensors", "pt") as file:
+            assert set(registry.build(directories[name]).state_dict()) == set(file.keys()), name
+
+
+def test_a_context_beyond_the_model_is_refused_by_field(directories):
+    spec = registry.load_config(directories["mistral-window"])
+    assert spec.config.max_length == 64
+    with pytest.raises(ModelConfigError, match=r"100 tokens .* sliding_window = 64.* at most 64"):
+        LlamaStep(spec.config, slots=1, max_len=100)
+    model = registry.build(spec)
+    with pytest.raises(ModelConfigError, match="sliding_window"):
+        model(torch.zeros(1, 65, dtype=torch.int64))
+    with pytest.raises(ModelConfigError, match="max_position_embeddings = 256"):
+        LlamaStep(registry.load_config(directories["llama"]).config, slots=1, max_len=257)
+    assert json.loads((directories["llama"] / "config.json").read_text())["max_position_embeddings"] == 256
+
+
+def test_padding_that_is_no_row_of_the_embedding_is_ignored(tmp_path):
+    """transformers refuses it; serving needs no such row."""
+    for value, row in ((VOCAB_SIZE, None), ("x", None), (-1, VOCAB_SIZE - 1), (9, 9)):
+        model = registry.build(write_tiny("llama", tmp_path, pad_token_id=value))
+        assert model.model.embed_tokens.padding_idx == row
+
+
+def test_contexts_in_which_dynamic_rotary_positions_are_scaled_are_trained_and_not_served(directories):
+    path = directories["llama-dynamic"]
+    config = registry.load_config(path).config
+    assert (config.max_length, config.usual_length) == (64, 16)
+    with pytest.raises(ModelConfigError, match=r"17 tokens .* dynamic rotary .* max_len = 16 at most"):
+        LlamaStep(config, slots=1, max_len=17)
+    with pytest.raises(ModelConfigError, match=r"32 tokens .* max_len = 16 at most"):
+        tasks.plan(path, max_len=32)
+    assert tasks.plan(path, prompt_buckets=[8]).metadata["max_len"] == 16

@@ -1,0 +1,119 @@
+"""What sentence-transformers wrote beside a model, against that library itself on the same files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from nxd_infer.errors import ModelConfigError
+from nxd_models import registry
+from nxd_models.hf import sentence_transformers as sentence
+from nxd_models.serving import tasks
+from nxd_server.text.tokenizer import Tokenizer
+from tests.support.tiny_models import write_tiny
+
+TEXTS = ["A raise statement", "x", "for loops iterate over items, and while loops do as long as they are told to", "If"]
+MODULES = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
+
+
+def write_sentence_model(directory, pooling, *, normalize=True, settings=None, prompts=None, family="bert"):
+    """A tiny encoder with the files that the library writes."""
+    path = write_tiny(family, directory)
+    modules = [
+        {"idx": n, "name": str(n), "path": folder, "type": f"sentence_transformers.models.{kind}"}
+        for n, (kind, folder) in enumerate(MODULES[: 3 if normalize else 2])
+    ]
+    (path / "modules.json").write_text(json.dumps(modules))
+    (path / "1_Pooling").mkdir()
+    (path / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **pooling}))
+    (path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 20, **(settings or {})}))
+    (path / "config_sentence_transformers.json").write_text(json.dumps(prompts or {}))
+    return path
+
+
+def embedded(path, texts):
+    """By our module, of the ids that our tokenizer gives."""
+    tokenizer, model = Tokenizer.from_dir(path), registry.load_model(path, "embed")
+    most = sentence.longest_text(path)
+    rows = []
+    for text in texts:
+        ids = torch.tensor([tokenizer.encode_with_types(text, most=most)[0] + [0, 0]])
+        mask = torch.ones_like(ids)
+        mask[:, -2:] = 0  # padding has no part in any pooling
+        with torch.no_grad():
+            rows.append(model(ids, mask)[0])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "options"),
+    [
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, {"normalize": False}),
+        ({"pooling_mode_cls_token": True}, {}),
+        ({"pooling_mode_max_tokens": True}, {"settings": {"max_seq_length": 7, "do_lower_case": True}}),
+        ({"pooling_mode_weightedmean_tokens": True}, {"family": "roberta"}),
+        ({"pooling_mode_mean_sqrt_len_tokens": True}, {"normalize": False, "settings": {"max_seq_length": None}}),
+        ({"pooling_mode": "lasttoken"}, {}),
+        ({"pooling_mode": ["lasttoken", "cls"], "include_prompt": True}, {"normalize": False}),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, {}),
+        ({}, {"normalize": False}),
+    ],
+    ids=str,
+)
+def test_embeddings_equal_those_of_sentence_transformers(tmp_path, pooling, options):
+    from sentence_transformers import SentenceTransformer
+
+    path = write_sentence_model(tmp_path, pooling, **options)
+    theirs = SentenceTransformer(str(path), device="cpu")
+    assert theirs.max_seq_length == (sentence.longest_text(path))
+    expected = theirs.encode(TEXTS, convert_to_tensor=True)
+    torch.testing.assert_close(embedded(path, TEXTS), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_what_the_library_saves_itself_is_read(tmp_path):
+    from sentence_transformers import SentenceTransformer
+
+    first = write_sentence_model(tmp_path / "first", {"pooling_mode_cls_token": True})
+    SentenceTransformer(str(first), device="cpu", prompts={"query": "find: "}).save(str(tmp_path / "saved"))
+    assert sentence.longest_text(tmp_path / "saved") == 20
+    assert sentence.pooling_options(tmp_path / "saved") == {"pooling": "cls", "normalize": True}
+    assert sentence.prompts(tmp_path / "saved")["prompts"]["query"] == "find: "
+
+
+def test_a_plan_has_the_limit_and_the_files(tmp_path):
+    path = write_sentence_model(tmp_path, {"pooling_mode": ["cls", "mean"]}, prompts={"prompts": {"query": "q: "}})
+    plan = tasks.plan(path, prompt_buckets=[16, 64])
+    assert plan.metadata["length_buckets"] == [16, 20] and plan.metadata["max_len"] == 20
+    assert plan.metadata["pooling"] == "cls+mean" and plan.metadata["dimensions"] == 64
+    assert plan.metadata["prompts"] == {"query": "q: ", "document": ""} and plan.metadata["default_prompt"] is None
+    names = {"modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling/config.json"}
+    assert names <= plan.files_to_copy.keys()
+    with pytest.raises(ModelConfigError, match=r"max_len = 64 is beyond max_seq_length = 20.*use at most 20"):
+        tasks.plan(path, prompt_buckets=[16], max_len=64)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("1_Pooling/config.json", {"pooling_mode": "median"}, r"pooling_mode = \['median'\]: known are cls, max"),
+        ("1_Pooling/config.json", {"pooling_mode": []}, "pooling_mode = "),
+        ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt = False"),
+        ("modules.json", [{"type": "sentence_transformers.models.Dense", "path": "3"}], "the type 'Dense' is not supp"),
+        ("modules.json", [{"type": "mine.Pooling", "path": "3"}], "the type 'mine.Pooling' is not supported"),
+        ("sentence_bert_config.json", {"max_seq_length": 0}, "max_seq_length = 0"),
+        ("config_sentence_transformers.json", {"prompts": ["a"]}, "prompts = "),
+        ("config_sentence_transformers.json", {"prompts": {"a": 1}}, "prompts = "),
+        (
+            "config_sentence_transformers.json",
+            {"default_prompt_name": "no"},
+            "default_prompt_name = 'no' is not one of q",
+        ),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(tmp_path, file, content, message):
+    path = write_sentence_model(tmp_path, {}, prompts={"prompts": {"query": "q: "}})
+    (path / file).write_text(json.dumps(content))
+    with pytest.raises(ModelConfigError, match=message):
+        tasks.plan(path)

@@ -1,0 +1,301 @@
+"""T5 against transformers: logits, tokens and penalties of `generate`; traced, verified, served, from its directory."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from nxd_infer import trace
+from nxd_infer.cli import verify
+from nxd_infer.context import make_context, use_context
+from nxd_infer.errors import ArtifactError, ModelConfigError
+from nxd_infer.layout import DictSource
+from nxd_infer.runtime.load import load_artifact
+from nxd_models import registry
+from nxd_models.check_family import check_family
+from nxd_models.hf import weights as hf
+from nxd_models.hf.weights import StoredSource
+from nxd_models.serving import tasks
+from nxd_models.serving.eager_generation import generate_eager
+from nxd_models.t5.family import T5
+from nxd_models.t5.model import position_buckets
+from nxd_server import LLM, SamplingParams
+from nxd_server.text.tokenizer import Tokenizer
+from tests.support.e2e.command import nxd_infer
+from tests.support.http.http_artifacts import real_server
+from tests.support.models.helpers import GAP, assert_greedy, prompts_of, relative_difference
+from tests.support.tiny_models import EOS, VOCAB_SIZE, tokenizer_json
+
+BUCKET, MAX_LEN, NEW = 8, 40, 6
+LENGTHS = (1, BUCKET - 1, BUCKET, BUCKET + 1, MAX_LEN - NEW)
+START = 3
+FIELDS = {
+    **{"vocab_size": VOCAB_SIZE, "d_model": 24, "d_kv": 8, "d_ff": 30, "num_layers": 2, "dropout_rate": 0.0},
+    **{"relative_attention_num_buckets": 8, "relative_attention_max_distance": 20},
+    **{"decoder_start_token_id": START, "eos_token_id": EOS, "pad_token_id": 0},
+}
+CASES = {
+    "tied, relu": {"num_heads": 4},
+    "tied, gated": {"num_heads": 3, "num_decoder_layers": 3, "feed_forward_proj": "gated-gelu"},
+    "untied, gated": {"num_heads": 3, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "untied, relu": {"num_heads": 4, "tie_word_embeddings": False},
+    "shared head, not scaled": {"num_heads": 4, "tie_word_embeddings": False},
+}
+NO_END = {"bias_ids": EOS, "bias_values": [[-1e9] + [0.0] * 299] * len(LENGTHS)}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Writes a model as transformers saves it, with weights large enough for the likeliest token to be clear."""
+    root = tmp_path_factory.mktemp("t5")
+
+    @functools.cache
+    def write(name: str) -> Path:
+        torch.manual_seed(1)
+        config = transformers.T5Config(**FIELDS, **CASES[name])
+        model = transformers.T5ForConditionalGeneration(config)
+        if name.startswith("untied"):
+            model.lm_head.weight = torch.nn.Parameter(torch.empty(VOCAB_SIZE, config.d_model))
+        with torch.no_grad():
+            for weight in model.parameters():
+                noise = torch.randn_like(weight)
+                weight.copy_(noise * 0.4 if weight.dim() > 1 else 1 + noise * 0.1)
+        path = root / name.replace(", ", "_").replace(" ", "_")
+        model.save_pretrained(path)
+        (path / "tokenizer.json").write_text(tokenizer_json())
+        return path
+
+    return write
+
+
+@functools.cache
+def whole(path: Path):
+    return transformers.T5ForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def generated(path: Path, prompt: list[int], **options) -> tuple[list[int], list[float]]:
+    """Tokens of ``generate``, and how clear each is. Without a cache: transformers 5 has too short a one for models
+    with more layers in the decoder than in the encoder."""
+    output = whole(path).generate(
+        torch.tensor([prompt]),
+        **{"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "use_cache": False, **options},
+        **{"output_scores": True, "return_dict_in_generate": True},
+    )
+    best = [scores.topk(2).values[0] for scores in output.scores]
+    return output.sequences[0, 1:].tolist(), [float(two[0] - two[1]) for two in best]
+
+
+@functools.cache
+def expected(path: Path) -> list[tuple[list[int], list[int], list[float]]]:
+    """For each length: a prompt, the tokens of ``generate``, and how clear they are."""
+    return [(p, *generated(path, p)) for p in prompts_of(LENGTHS, VOCAB_SIZE, seed=4)]
+
+
+def plan_of(path: Path, **options):
+    sizes = {"batch_sizes": [len(LENGTHS)], "prompt_buckets": [BUCKET], "max_len": MAX_LEN}
+    return tasks.plan(path, dtype=torch.float32, **{**sizes, **options})
+
+
+def step_of(path: Path, **options):
+    plan = plan_of(path, **options)
+    return hf.load(plan.func(**plan.func_kwargs), plan.checkpoint_loader_callable())
+
+
+# --- the module and its step, eagerly ----------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_transformers(directory, name):
+    path = directory(name)
+    check_family(path, 2)
+    check_family(path, 4)
+    generator = torch.Generator().manual_seed(0)
+    prompts, answers = (torch.randint(5, VOCAB_SIZE, (2, n), generator=generator) for n in (30, 25))
+    mask = (torch.arange(30) < torch.tensor([[30], [17]])).long()
+    wanted = whole(path)(input_ids=prompts, attention_mask=mask, decoder_input_ids=answers).logits
+    assert relative_difference(registry.load_model(path)(prompts, answers, mask), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_step_gives_the_tokens_of_generate(directory, name):
+    path = directory(name)
+    found = generate_eager(step_of(path), [prompt for prompt, *_ in expected(path)], NEW, **NO_END)
+    for result, (_, tokens, gaps) in zip(found, expected(path), strict=True):
+        assert_greedy(result.tokens, tokens, gaps)
+
+
+def test_penalties_count_the_answer_and_the_token_before_it_but_not_the_prompt(directory):
+    path = directory("untied, gated")
+    prompts = [prompt for prompt, *_ in expected(path)]
+    found = generate_eager(step_of(path), prompts, NEW, repetition_penalty=1.8, **NO_END)
+    changed = 0
+    for prompt, result, (_, plain, _) in zip(prompts, found, expected(path), strict=True):
+        tokens, gaps = generated(path, prompt, repetition_penalty=1.8)
+        assert_greedy(result.tokens, tokens, gaps)
+        changed += tokens != plain
+    assert changed
+
+
+@torch.no_grad()
+def test_frequency_penalties_count_the_tokens_of_the_answer(directory):
+    path = directory("untied, gated")
+    prompts = [prompt for prompt, *_ in expected(path)]
+    found = generate_eager(step_of(path), prompts, NEW, frequency_penalty=2.0, **NO_END)
+    changed = 0
+    for prompt, result, (_, plain, _) in zip(prompts, found, expected(path), strict=True):
+        tokens, gaps = [], []
+        for _ in range(NEW):
+            fed = torch.tensor([[START, *tokens]])
+            logits = whole(path)(input_ids=torch.tensor([prompt]), decoder_input_ids=fed).logits[0, -1]
+            logits = logits - 2.0 * torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=VOCAB_SIZE)
+            logits[EOS] = -1e9
+            best = logits.topk(2)
+            tokens.append(int(best.indices[0]))
+            gaps.append(float(best.values[0] - best.values[1]))
+        assert_greedy(result.tokens, tokens, gaps)
+        changed += tokens != plain
+    assert changed
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+@pytest.mark.parametrize(("buckets", "longest"), [(32, 128), (8, 20), (64, 500)])
+def test_position_buckets_are_those_of_transformers(both_ways, buckets, longest):
+    distance = torch.arange(-600, 600)
+    theirs = transformers.models.t5.modeling_t5.T5Attention._relative_position_bucket
+    assert torch.equal(
+        position_buckets(distance, buckets, longest, both_ways=both_ways),
+        theirs(distance, bidirectional=both_ways, num_buckets=buckets, max_distance=longest),
+    )
+
+
+# --- traced ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "degree"), [("tied, relu", 2), ("untied, gated", 2), ("tied, gated", 1)])
+def test_it_is_traced_verified_and_generates(directory, tmp_path, monkeypatch, name, degree):
+    path, artifact = directory(name), tmp_path / "artifact"
+    plan = plan_of(path, speculate=2)
+    trace.parallel_model_trace(**plan.trace_arguments(), tp_degree=degree, backend="eager", artifact_dir=artifact)
+    assert verify.run(artifact, path, None, seed=0) == 0
+    prompts = [prompt for prompt, *_ in expected(path)]
+    params = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True, logit_bias={EOS: -100})
+    for speculate in (0, 2):
+        with LLM(artifact, speculate=speculate) as llm:
+            answers = llm.generate(prompts, params)
+            sampled = [llm.generate(prompts[k:], SamplingParams(max_tokens=NEW, seed=5))[0] for k in (0, 0, 2)]
+        for answer, (_, tokens, gaps) in zip(answers, expected(path), strict=True):
+            assert_greedy(list(answer.outputs[0].token_ids), tokens, gaps)
+        first, again, other = (one.outputs[0].token_ids for one in sampled)
+        assert first == again != other
+    monkeypatch.setattr("nxd_infer.artifact.reader.KNOWN_REQUIREMENTS", frozenset({"pipeline"}))
+    with pytest.raises(ArtifactError, match="requires whole-prompts"):  # a version that may cut prompts
+        load_artifact(artifact)
+
+
+def test_the_commands_trace_and_serve_it(directory, tmp_path):
+    """`nxd-infer trace` and `generate`, and a server: several requests at once, streams, log probabilities, stops."""
+    path, artifact = directory("untied, gated"), tmp_path / "artifact"
+    sizes = ("--batch-sizes", len(LENGTHS), "--prompt-buckets", "8", "--max-len", MAX_LEN, "--dtype", "float32")
+    done = nxd_infer("trace", path, "--out", artifact, "--tp", 2, "--backend", "eager", *sizes)
+    assert done.status == 0 and "note: prompts are read whole" in done.out, done.err + done.out
+    tokenizer = Tokenizer.from_dir(path)
+    decode = tokenizer.decode
+    text = "with for"
+    tokens, _ = generated(path, tokenizer.encode(text), min_new_tokens=None)
+    done = nxd_infer("generate", artifact, text, "--max-tokens", NEW, "--temperature", 0, "--json")
+    assert json.loads(done.out)["text"] == decode(tokens)
+
+    with real_server(artifact) as server, concurrent.futures.ThreadPoolExecutor(len(LENGTHS)) as clients:
+
+        def ask(prompt: list[int], **more) -> dict:
+            body = {"prompt": prompt, "max_tokens": NEW, "temperature": 0, "logit_bias": {str(EOS): -100}, **more}
+            return server.post("/v1/completions", body).json()
+
+        answers = list(clients.map(ask, [prompt for prompt, *_ in expected(path)]))
+        for answer, (prompt, tokens, gaps) in zip(answers, expected(path), strict=True):
+            assert min(gaps) > GAP, "choose a prompt whose answer is clear"
+            assert answer["choices"][0]["text"] == decode(tokens)
+            assert answer["usage"]["prompt_tokens"] == len(prompt)
+        prompt, tokens, _ = expected(path)[3]
+        told = ask(prompt, logprobs=2)["choices"][0]["logprobs"]
+        states = torch.tensor([[START, *tokens[:-1]]])
+        with torch.no_grad():
+            logits = whole(path)(input_ids=torch.tensor([prompt]), decoder_input_ids=states).logits
+        wanted = logits.log_softmax(-1)[0, torch.arange(NEW), torch.tensor(tokens)]
+        torch.testing.assert_close(torch.tensor(told["token_logprobs"]), wanted, atol=1e-4, rtol=1e-4)
+        body = {"prompt": prompt, "max_tokens": NEW, "temperature": 0, "logit_bias": {str(EOS): -100}, "stream": True}
+        lines = server.post("/v1/completions", body).text.splitlines()
+        pieces = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert "".join(piece["choices"][0]["text"] for piece in pieces if piece["choices"]) == decode(tokens)
+        stop = decode(tokens[2:3])
+        cut = ask(prompt, stop=[stop])["choices"][0]
+        assert cut["finish_reason"] == "stop" and cut["text"] == decode(tokens).split(stop)[0]
+        assert server.post("/v1/completions", {"prompt": [5] * (MAX_LEN + 1)}).status_code == 400
+
+
+# --- limits, refusals, files -------------------------------------------------------------------------------
+
+
+def test_without_a_length_it_is_traced_for_twice_what_it_was_trained_for(directory, tmp_path):
+    path = directory("tied, relu")
+    assert tasks.plan(path).metadata["max_len"] == 1024
+    raw = json.loads((path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "n_positions": 50}))
+    plan = tasks.plan(tmp_path, prompt_buckets=[16])
+    assert plan.metadata["max_len"] == 100 and plan.metadata["prompt_buckets"] == [16, 100]
+    assert plan.bucket_names == ["decode_b1", "decode_b4", "prefill_s16", "prefill_s100"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"feed_forward_proj": "gated-mish", "dense_act_fn": None},
+            "feed_forward_proj = .gated-mish.: this act",
+        ),
+        ({"dense_act_fn": "mish"}, "dense_act_fn = 'mish': this activation is not supported"),
+        ({"decoder_start_token_id": None}, "the field decoder_start_token_id is missing"),
+        ({"decoder_start_token_id": VOCAB_SIZE}, f"the vocabulary has {VOCAB_SIZE} tokens"),
+        ({"relative_attention_num_buckets": 6}, "expected a multiple of 4"),
+        ({"relative_attention_max_distance": 4}, "expected more than 4"),
+        ({"architectures": ["T5EncoderModel"]}, r"architectures = \['T5EncoderModel'\] cannot do"),
+    ],
+)
+def test_what_it_cannot_compute_is_refused_by_name(directory, tmp_path, changes, words):
+    raw = json.loads((directory("tied, relu") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, **changes}))
+    with pytest.raises(ModelConfigError, match=words):
+        tasks.plan(tmp_path)
+
+
+def test_adapters_pipelines_and_transformers_own_module_are_refused(directory):
+    path = directory("tied, relu")
+    with pytest.raises(ModelConfigError, match="lora_slots = 1: a model with an encoder has no slots for adapters"):
+        plan_of(path, lora_slots=1, lora_targets=["q"])
+    with pytest.raises(ModelConfigError, match="encoder-decoder models are not served"):
+        plan_of(path, model_impl="transformers")
+    plan = plan_of(path)
+    words = "t5: a model with an encoder has no pipeline stages"
+    with use_context(make_context(2, pp=2)), torch.device("meta"), pytest.raises(ModelConfigError, match=words):
+        plan.func(**plan.func_kwargs)
+
+
+def test_a_head_is_written_under_its_own_name(directory):
+    for name, head in (("untied, gated", True), ("shared head, not scaled", False)):
+        path = directory(name)
+        stored = load_file(path / "model.safetensors")
+        assert ("lm_head.weight" in stored) == head
+        weights = registry.load_model(path).state_dict()
+        assert torch.equal(weights["lm_head.weight"], stored["lm_head.weight" if head else "shared.weight"])
+        written = StoredSource(DictSource(weights), T5.stored_weights)
+        assert {"lm_head.weight", "shared.weight"} <= set(written.keys())
+        assert torch.equal(written.read("lm_head.weight"), weights["lm_head.weight"])

@@ -1,0 +1,392 @@
+"""Adapted models: what is trained, saved and merged, at several degrees; PEFT's files."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import nxd_infer as nxd
+from nxd_infer.context import current_context
+from nxd_infer.errors import CheckpointError, ParallelConfigError, WeightMismatchError
+from nxd_infer.layout import load_weights
+from nxd_infer.modules.lora import LoraConfig, LoRAModel, load_adapter, save_adapter
+from nxd_infer.modules.lora.peft import collect_adapter, read_config, write_adapter
+from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_infer.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from tests.support.parallel_layers.compare import error
+from tests.support.ranks import run_ranks
+from tests.unit.modules.golden.make import GoldenNet
+
+GOLDEN = Path(__file__).with_name("golden")
+"""Written by PEFT; see ``golden/make.py``."""
+ALL = ["embed", "qkv", "out_proj", "up_proj", "down_proj", "head"]
+
+
+class Net(nn.Module):
+    """One of every parallel layer, and a plain one."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.embed = ParallelEmbedding(10, 8, dtype=dtype)
+        names = {"q": "../q_proj", "k": "../k_proj", "v": "../v_proj"}
+        self.qkv = GQAQKVColumnParallelLinear(
+            8, [8, 4], gather_output=False, head_dim=4, logical_names=names, dtype=dtype
+        )
+        self.out_proj = RowParallelLinear(8, 8, input_is_parallel=True, input_plan=self.qkv.q_plan, dtype=dtype)
+        self.up_proj = ColumnParallelLinear(8, 12, gather_output=False, dtype=dtype)
+        self.down_proj = RowParallelLinear(12, 8, input_is_parallel=True, dtype=dtype)
+        self.norm = nn.LayerNorm(8, dtype=dtype)
+        self.head = nn.Linear(8, 5, dtype=dtype)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = self.qkv(x)
+        copies = q.shape[-1] // k.shape[-1]
+        k, v = (t.unflatten(-1, (-1, 4)).repeat_interleave(copies, -2).flatten(-2) for t in (k, v))
+        x = x + self.out_proj(torch.tanh(q * k) + v)
+        y = self.head(self.norm(x + self.down_proj(torch.tanh(self.up_proj(x)))))
+        return y if labels is None else nn.functional.cross_entropy(y.flatten(0, -2), labels.flatten())
+
+
+def batch() -> dict[str, Tensor]:
+    numbers = torch.Generator().manual_seed(4)
+    return {
+        "ids": torch.randint(0, 10, (4, 6), generator=numbers),
+        "labels": torch.randint(0, 5, (4, 6), generator=numbers),
+    }
+
+
+def net(seed: int = 0, dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(seed)
+    return Net(dtype)
+
+
+def lora(seed: int = 0, dtype: torch.dtype = torch.float32, filled: bool = True, **options: Any) -> LoRAModel:
+    options = {"lora_rank": 3, "target_modules": ALL, **options}
+    model = LoRAModel(net(seed, dtype), LoraConfig(**options))
+    if filled:
+        with torch.no_grad():
+            for name in sorted(model.adapter_names):
+                model.get_parameter(name).normal_()
+    return model
+
+
+# --- configuration and targets ----------------------------------------------------------------------------
+
+
+def test_targets_are_words_in_names():
+    assert set(lora(target_modules=["proj"]).lora_layers) == {"qkv", "out_proj", "up_proj", "down_proj"}
+    assert lora(target_modules=["q_proj", "v_proj"]).lora_layers["qkv"].parts == ("q", "v")
+    assert set(lora(target_modules=r"(up|down)_proj").lora_layers) == {"up_proj", "down_proj"}
+    assert set(lora(target_modules=["e"], modules_to_save=["head"]).lora_layers) == {"embed"}
+    with pytest.raises(ParallelConfigError, match=r"\['nothing'\].*down_proj, embed, head"):
+        lora(target_modules=["nothing"])
+    with pytest.raises(ParallelConfigError, match="no default target_modules for the model type None"):
+        lora(target_modules=None)
+    with pytest.raises(ParallelConfigError, match="modules_to_save matches no module: tail"):
+        lora(modules_to_save=["tail"])
+    with pytest.raises(ParallelConfigError, match="already has LoRA layers"):
+        LoRAModel(lora().module, LoraConfig(target_modules=ALL))
+    model = net()
+    model.config = type("Config", (), {"model_type": "llama"})()  # pyright: ignore
+    assert LoRAModel(model, LoraConfig()).lora_layers["qkv"].parts == ("q", "v")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora_rank": 0}, "lora_rank must be a whole number of at least 1, got 0"),
+        ({"lora_alpha": -1}, "lora_alpha must be a number above 0"),
+        ({"lora_dropout": 1.0}, "lora_dropout must be a number from 0 to below 1"),
+        ({"bias": "some"}, 'bias must be "none", "all" or "lora_only"'),
+        ({"init_lora_weights": "ones"}, '"default" or "gaussian"'),
+        ({"target_modules": [1]}, "target_modules must be a list of names"),
+        ({"use_rslora": 1}, "use_rslora must be True or False"),
+        ({"merge_lora": True}, "pass save_lora_base=True"),
+        ({"enable_lora": 16}, "enable_lora must be True or False (the rank is lora_rank=), got 16"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str):
+    with pytest.raises(ParallelConfigError, match=re.escape(message)):
+        LoraConfig(**options)
+    with pytest.raises(ParallelConfigError, match="has no key 'rank'"):
+        nxd.neuronx_distributed_config(lora_config={"rank": 4})
+
+
+def test_what_is_adapted_is_printed(capsys: pytest.CaptureFixture[str]):
+    lora(target_modules=["q_proj", "head"], lora_verbose=True)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "LoRA on 2 projections: q_proj, head"
+    factors = 3 * (8 + 8) + 3 * (8 + 5)
+    assert second == f"trained: {factors} of {sum(p.numel() for p in net().parameters()) + factors} parameters"
+
+
+def test_scaling_and_initial_values():
+    assert LoraConfig(lora_rank=16, lora_alpha=8).scaling == 0.5
+    assert LoraConfig(lora_rank=16, lora_alpha=8, use_rslora=True).scaling == 2
+    assert torch.equal(lora(filled=False)(batch()["ids"]), net()(batch()["ids"]))
+    torch.manual_seed(0)
+    options = {"lora_rank": 64, "target_modules": ["0"], "init_lora_weights": "gaussian"}
+    factor = LoRAModel(nn.Sequential(nn.Linear(64, 64)), LoraConfig(**options)).get_parameter("0.lora_A.weight")
+    assert abs(factor.std().item() * 64 - 1) < 0.05
+
+
+# --- what is trained --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
+def test_only_what_is_named_is_trained(bias: str):
+    model = lora(filled=False, target_modules=["up_proj"], bias=bias, modules_to_save=["head"])
+    wanted = {"up_proj.lora_A.weight", "up_proj.lora_B.weight", "head.weight", "head.bias"}
+    if bias != "none":
+        wanted.add("up_proj.base_layer.bias")
+    if bias == "all":
+        wanted |= {"norm.bias", "qkv.bias_qkv", "out_proj.bias", "down_proj.bias"}
+    assert {name for name, param in model.named_parameters() if param.requires_grad} == wanted
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    for _ in range(2):  # in the first step A has no gradient, because B is zero
+        model(**batch()).backward()
+        optimizer.step()
+    changed = {name for name, param in model.named_parameters() if not torch.equal(param, before[name])}
+    assert changed == wanted
+    assert set(model.state_dict()) == wanted
+
+
+def train(folder: str, bias: str) -> tuple[list[float], Tensor, dict[str, Tensor]]:
+    """Five steps with the trainer and dropout: losses, logits of the result, and the adapter at the beginning."""
+    degree = current_context().tp.degree
+    options: dict[str, Any] = {"lora_rank": 3, "target_modules": ALL, "lora_dropout": 0.3, "modules_to_save": ["norm"]}
+    config = nxd.neuronx_distributed_config(tensor_parallel_size=degree, lora_config={**options, "bias": bias})
+    torch.manual_seed(0)
+    model = nxd.initialize_parallel_model(config, Net)
+    optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=2e-2)
+    save_adapter(model.local_module(), f"{folder}/begin")
+    torch.manual_seed(5)
+    losses = []
+    for _ in range(5):
+        losses.append(model.run_train(**batch()).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    model.local_module().save_adapter(f"{folder}/end")
+    with pytest.raises(CheckpointError, match=r"cannot be written|another rank"):  # on every rank
+        model.local_module().save_adapter(f"{folder}/end/adapter_config.json/below")
+    with torch.no_grad():
+        return losses, model.eval()(batch()["ids"]), load_file(f"{folder}/begin/adapter_model.safetensors")
+
+
+def test_two_ranks_train_what_one_does_and_either_loads_it(tmp_path: Path):
+    losses, logits, begin = train(str(tmp_path / "one"), "all")
+    assert losses[-1] < losses[0]
+    for theirs, others, begun in run_ranks(train, 2, str(tmp_path / "two"), "all"):
+        assert theirs == pytest.approx(losses, rel=1e-5) and error(others, logits) < 1e-4
+        assert begun.keys() == begin.keys() and all(torch.equal(begun[name], begin[name]) for name in begin)
+    one, two = (load_file(tmp_path / name / "end/adapter_model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert max(error(two[name], one[name]) for name in one if one[name].abs().max() > 1e-3) < 1e-3
+    assert error(load_and_run(str(tmp_path / "two/end")), logits) < 1e-4
+    for ours in run_ranks(load_and_run, 2, str(tmp_path / "one/end")):
+        assert error(ours, logits) < 1e-4
+
+
+def load_and_run(folder: str) -> Tensor:
+    """As the document loads an adapter: nothing but flags."""
+    path = Path(folder)
+    lora_config = LoraConfig(
+        enable_lora=True,
+        load_lora_from_ckpt=True,
+        lora_save_dir=str(path.parent),  # checkpoint path
+        lora_load_tag=path.name,  # sub-directory under checkpoint path
+    )
+    degree = current_context().tp.degree
+    nxd_config = nxd.neuronx_distributed_config(tensor_parallel_size=degree, lora_config=lora_config)
+    torch.manual_seed(0)
+    model = nxd.initialize_parallel_model(nxd_config, Net).eval()
+    assert model.local_module().lora_config.lora_rank == 3
+    with torch.no_grad():
+        return model(batch()["ids"])
+
+
+# --- state dicts ------------------------------------------------------------------------------------------
+
+
+def test_the_three_ways_to_save():
+    plain, adapter = set(net().state_dict()), lora().adapter_names
+    full = {name.replace(".", ".base_layer.", 1) if not name.startswith("norm") else name for name in plain}
+    assert set(lora().state_dict()) == adapter
+    assert set(lora(save_lora_base=True).state_dict()) == adapter | full
+    merged = lora(save_lora_base=True, merge_lora=True)
+    assert set(merged.state_dict()) == plain
+    trained, ids = lora(), batch()["ids"]
+    expected = trained(ids).detach()
+
+    other = lora(filled=False)  # the adapter alone, over the same base
+    other.load_state_dict(trained.state_dict())
+    assert torch.equal(other(ids), expected)
+    trained.lora_config.save_lora_base = True
+    other = lora(seed=1, filled=False)  # both, over another base
+    other.load_state_dict(trained.state_dict())
+    assert torch.equal(other(ids), expected)
+    trained.lora_config.merge_lora = True
+    other = net(seed=1)  # merged, into a model that knows nothing of adapters
+    other.load_state_dict(trained.state_dict())
+    assert error(other(ids).detach(), expected) < 1e-5
+    other = lora(seed=1, filled=False)  # and into an adapted one, whose adapter does nothing yet
+    other.load_state_dict(trained.state_dict())
+    assert error(other(ids).detach(), expected) < 1e-5
+
+
+class Shared(nn.Module):
+    """One layer under two names, and something that is no weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = self.b = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"seen": 3}
+
+
+def test_merged_is_every_name_of_a_layer_and_what_is_no_weight_stays():
+    torch.manual_seed(0)
+    model = LoRAModel(Shared(), LoraConfig(True, 2, target_modules=["a", "b"], save_lora_base=True, merge_lora=True))
+    with torch.no_grad():
+        for name in model.adapter_names:
+            model.module.get_parameter(name).normal_()
+    other, x = Shared(), torch.randn(3, 4)
+    assert torch.equal(model.state_dict()["a.weight"], model.state_dict()["b.weight"])
+    other.load_state_dict(model.state_dict())
+    assert error(other(x).detach(), model(x).detach()) < 1e-5
+
+
+def test_the_configuration_may_lie_in_the_state_dict():
+    model = lora(save_lora_config_adapter=True)
+    state = model.state_dict()
+    assert LoraConfig.of(state["lora_config"]) == model.lora_config
+    lora(filled=False).load_state_dict(state)
+    assert json.loads(json.dumps(state["lora_config"]))["lora_rank"] == 3
+
+
+def test_the_configuration_lies_where_it_was_written_last(tmp_path: Path):
+    for apart, rank in ((True, 2), (False, 3), (True, 4)):
+        tensors, config = collect_adapter(lora(lora_rank=rank))
+        write_adapter(tmp_path, tensors, config, apart)
+        assert read_config(tmp_path, LoraConfig()).lora_rank == rank
+
+
+def test_a_state_dict_that_does_not_fit_is_refused():
+    model = lora()
+    state = model.state_dict()
+    with pytest.raises(WeightMismatchError) as raised:
+        model.load_state_dict({**state, "other": torch.ones(1)})
+    assert raised.value.unexpected == ("other",)
+    lost = state.pop("head.lora_B.weight")
+    with pytest.raises(WeightMismatchError) as raised:
+        model.load_state_dict(state)
+    assert raised.value.missing == ("head.lora_B.weight",)
+    model.load_state_dict(state, strict=False)
+    with pytest.raises(ParallelConfigError, match="call unmerge"):
+        model.merge().load_state_dict({**state, "head.lora_B.weight": lost})
+
+
+def test_merged_equals_unmerged_and_unmerging_is_exact():
+    model, ids = lora(dtype=torch.bfloat16, save_lora_base=True).eval(), batch()["ids"]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = model(ids).detach()
+    assert error(model.merge()(ids).detach().float(), expected.float()) < 0.1
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.unmerge()
+    assert torch.equal(model(ids), expected)
+    copy = pickle.loads(pickle.dumps(model))
+    assert torch.equal(copy(ids), expected)
+    wide = lora().eval()
+    expected = wide(ids).detach()
+    assert error(wide.merge()(ids).detach(), expected) < 1e-5
+
+
+def test_a_tied_weight_is_merged_in_one_place_only():
+    model = nn.ModuleDict({"embed": nn.Embedding(10, 8), "head": nn.Linear(8, 10, bias=False)})
+    model["head"].weight = model["embed"].weight
+    adapted = LoRAModel(model, LoraConfig(target_modules=["head"], lora_rank=2))
+    nn.init.ones_(adapted.get_parameter("head.lora_B.weight"))
+    weight = model["embed"].weight.detach().clone()
+    adapted.merge()
+    assert torch.equal(model["embed"].weight, weight) and not torch.equal(model["head"].weight, weight)
+    adapted.unmerge()
+    assert model["head"].weight is model["embed"].weight
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+def test_files_that_do_not_fit_are_refused(tmp_path: Path):
+    model = lora()
+    model.save_adapter(tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert "base_model.model.q_proj.lora_A.weight" in tensors and config["peft_type"] == "LORA"
+    assert tensors["base_model.model.embed.lora_embedding_A"].shape == (3, 10)
+    load_adapter(lora(filled=False), tmp_path)
+    with pytest.raises(CheckpointError, match=r"scaling is 2\.66.*, the model's is 4\.0"):
+        load_adapter(lora(lora_rank=2), tmp_path)
+    with pytest.raises(ParallelConfigError, match="call unmerge"):
+        load_adapter(lora().merge(), tmp_path)
+    lost = "base_model.model.q_proj.lora_A.weight"
+    broken = {name: value for name, value in tensors.items() if name != lost}
+    broken |= {"base_model.model.head.lora_A.weight": torch.zeros(3, 9), "more": torch.zeros(1)}
+    save_file(broken, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(WeightMismatchError) as raised:
+        load_adapter(model, tmp_path)
+    assert raised.value.missing == (lost,) and raised.value.unexpected == ("more",)
+    assert raised.value.mismatched == (("base_model.model.head.lora_A.weight", (3, 9), (3, 8)),)
+    for change, message in (
+        ({"peft_type": "IA3"}, "only LORA"),
+        ({"use_dora": True}, "uses use_dora"),
+        ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4' changed the base weights"),
+    ):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(CheckpointError, match=message):
+            load_adapter(model, tmp_path)
+    with pytest.raises(CheckpointError, match="has no adapter"):
+        load_adapter(model, tmp_path / "nowhere")
+
+
+def read_what_peft_wrote(parallel: bool, folder: str) -> float:
+    """How far our logits are from PEFT's, and the same adapter written again."""
+    base, tp = load_file(GOLDEN / "base.safetensors"), current_context().tp
+    ids, logits = base.pop("ids"), base.pop("logits")
+    model = GoldenNet(parallel)
+    load_weights(model, base, rank=tp.rank, degree=tp.degree)
+    adapted = LoRAModel(model, LoraConfig(load_lora_from_ckpt=True, lora_save_dir=str(GOLDEN))).eval()
+    adapted.save_adapter(folder)
+    return error(adapted(ids).detach(), logits)
+
+
+@pytest.mark.parametrize("how", ["plain", "parallel", "two ranks"])
+def test_peft_files_are_read_and_written_alike(how: str, tmp_path: Path):
+    if how == "two ranks":
+        assert max(run_ranks(read_what_peft_wrote, 2, True, str(tmp_path))) < 1e-5
+    else:
+        assert read_what_peft_wrote(how == "parallel", str(tmp_path)) < 1e-5
+    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path, GOLDEN))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    ours, theirs = (json.loads((folder / "adapter_config.json").read_text()) for folder in (tmp_path, GOLDEN))
+    for config in (ours, theirs):
+        config["target_modules"] = sorted(config["target_modules"])
+    theirs |= {"auto_mapping": None}  # which class of which file PEFT was given
+    assert {name: theirs[name] for name in ours} == ours

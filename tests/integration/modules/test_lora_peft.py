@@ -1,0 +1,54 @@
+"""PEFT itself reads the adapters that this package writes, from one process and from two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from nxd_infer.context import current_context
+from nxd_infer.layout import load_weights
+from nxd_infer.modules.lora import LoraConfig, LoRAModel
+from tests.support.ranks import run_ranks
+from tests.unit.modules.golden.make import FOLDER, GoldenNet
+
+
+def written(folder: str, biases: str, parallel: bool) -> Tensor:
+    """Write a random adapter of the golden model, and return the adapted model's logits."""
+    base, tp = load_file(FOLDER / "base.safetensors"), current_context().tp
+    ids = base.pop("ids")
+    base.pop("logits")
+    model = GoldenNet(parallel)
+    load_weights(model, base, rank=tp.rank, degree=tp.degree)
+    options = {"target_modules": ["proj", "embed", "conv"], "modules_to_save": ["head"], "bias": biases}
+    adapted = LoRAModel(model, LoraConfig(lora_rank=2, **options)).eval()
+    with torch.no_grad():
+        for name, param in adapted.named_parameters():
+            if param.requires_grad:  # the same values on every rank: both factors are whole where they are equal
+                generator = torch.Generator().manual_seed(len(name))
+                param.copy_(torch.randn(param.shape, generator=generator))
+        logits = adapted(ids)
+    adapted.save_adapter(folder)
+    return logits
+
+
+@pytest.mark.parametrize("biases", ["none", "all"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_peft_computes_what_the_adapted_model_did(ranks: int, biases: str, tmp_path: Path) -> None:
+    from peft import PeftModel  # whose import takes seconds, in every rank and in whoever only collects tests
+
+    if ranks == 1:
+        logits = written(str(tmp_path), biases, True)
+    else:
+        logits = run_ranks(written, 2, str(tmp_path), biases, True)[0]
+    base = load_file(FOLDER / "base.safetensors")
+    ids = base.pop("ids")
+    base.pop("logits")
+    model = GoldenNet(parallel=False)
+    model.load_state_dict(base)
+    with torch.no_grad():
+        theirs = PeftModel.from_pretrained(model, str(tmp_path)).eval()(ids)
+    assert float((theirs - logits).abs().max() / logits.abs().max()) < 1e-5

@@ -1,0 +1,361 @@
+"""ZeRO-1: the share of each rank, group mix-ups, saving and loading sharded states."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nxd_infer as nxd
+from nxd_infer import comm, parallel_state
+from nxd_infer.context import current_context, make_context, use_context
+from nxd_infer.errors import CheckpointError, NotInitializedError, ParallelConfigError
+from nxd_infer.optimizer import NeuronZero1Optimizer
+from tests.support.ranks import run_ranks
+from tests.support.trainer.jobs import ZERO1, AdamW, losses_of, mine, training
+from tests.support.trainer.models import decoder, llama, tokens
+
+
+def shares_and_mix_ups() -> dict[str, Any]:
+    """What this rank holds of the states, and what is said of groups that are not those of their axis."""
+    torch.manual_seed(0)
+    model = nxd.initialize_parallel_model(nxd.neuronx_distributed_config(2), llama)
+    optimizer = NeuronZero1Optimizer(model.parameters(), AdamW, lr=1e-3)
+    model.run_train(**mine(tokens()))
+    optimizer.step()
+    params = sum(p.numel() for p in model.parameters())
+    state = sum(s["exp_avg"].numel() for s in optimizer.state.values())
+    messages = []
+    for name, groups in (
+        ("sharding_groups", parallel_state.get_tensor_model_parallel_group(as_list=True)),
+        ("grad_norm_groups", [[0, 3], [1, 2]]),
+        ("sharding_groups", parallel_state.get_data_parallel_group()),
+    ):
+        try:
+            NeuronZero1Optimizer(model.parameters(), AdamW, **{name: groups})
+        except ParallelConfigError as error:
+            messages.append(str(error))
+    return {"share": state / params, "messages": messages, "norm": float(optimizer.grad_norm or 0)}
+
+
+def test_each_rank_holds_its_share_and_groups_are_not_mixed_up():
+    found = run_ranks(shares_and_mix_ups, 4, tp=2)
+    for rank in found:
+        assert 0.45 < rank["share"] < 0.55 and rank["norm"] > 0
+        mixed_up, foreign, no_list = rank["messages"]
+        assert no_list.endswith("; pass parallel_state.get_data_parallel_group(as_list=True), or leave it out")
+        assert "sharding_groups must be the groups of axis 'dp', [[0, 2], [1, 3]]" in mixed_up
+        assert "they are [[0, 1], [2, 3]], the groups of axis 'tp'" in mixed_up
+        assert "get_data_parallel_group(as_list=True)" in mixed_up
+        assert "grad_norm_groups must be the groups of axis 'tp'" in foreign
+    for tp in range(2):  # the shares of the data-parallel ranks make one whole, and one element a bucket at most
+        assert 1.0 <= found[tp]["share"] + found[tp + 2]["share"] < 1.001
+
+
+# --- torch-xla's interface ------------------------------------------------------------------------------------
+
+
+def test_the_arguments_of_torch_xla():
+    """Those of ``torch_xla.distributed.zero_redundancy_optimizer.ZeroRedundancyOptimizer`` 2.9, by position too."""
+    found = list(inspect.signature(NeuronZero1Optimizer).parameters.values())
+    assert {p.name: p.default for p in found if p.kind is p.POSITIONAL_OR_KEYWORD} == {
+        "params": inspect.Parameter.empty,
+        "optimizer_class": inspect.Parameter.empty,
+        "optimizer_dtype": None,
+        "grad_clipping": True,
+        "max_norm": None,
+        "pin_layout": True,
+        "sharding_groups": None,
+        "grad_norm_groups": None,
+        "lazy_init": False,
+        "bucket_cap_mb_all_gather": 0,
+        "bucket_cap_mb_reduce_scatter": 0,
+        "use_grad_acc_hook": False,
+        "save_master_weights": False,
+        "higher_cc_precision": False,
+    }
+    groups = parallel_state.get_data_parallel_group(as_list=True)
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = NeuronZero1Optimizer(
+        [weight], AdamW, torch.float32, True, 0.5, False, groups, [[0]], False, 16, 8, False, True, True, lr=1e-3
+    )
+    assert isinstance(optimizer.base_optimizer, AdamW) and optimizer.base_optimizer is optimizer.optimizer
+    assert optimizer.optimizer_class is AdamW and optimizer.optimizer_dtype == torch.float32
+    assert optimizer.sharding_groups == groups == [[0]] and optimizer.grad_norm_groups == [[0]]
+    assert (optimizer.bucket_cap_mb_all_gather, optimizer.bucket_cap_mb_reduce_scatter) == (16, 8)
+    assert optimizer.max_norm == 0.5 and optimizer.inited and not optimizer.pin_layout
+    assert optimizer.save_master_weights and optimizer.higher_cc_precision and not optimizer.use_grad_acc_hook
+    assert optimizer.get_shape_info() == {0: weight.shape}
+    optimizer.max_norm = 0.25
+    (weight * 4).sum().backward()
+    optimizer.step()
+    assert weight.grad is not None and weight.grad.norm() == pytest.approx(0.25)
+    assert NeuronZero1Optimizer([weight], AdamW, coalesce_cc=True).coalesce_cc
+
+
+@pytest.mark.parametrize("given", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("param_dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_every_floating_type_to_step_in(given: torch.dtype, param_dtype: torch.dtype):
+    """The weights are what the optimizer makes of copies in this type, rounded to their own."""
+    values = torch.linspace(-1, 1, 9, dtype=param_dtype)
+    weight, alone = torch.nn.Parameter(values.clone()), torch.nn.Parameter(values.to(given, copy=True))
+    optimizer = NeuronZero1Optimizer([weight], AdamW, given, False, use_grad_acc_hook=True, lr=1e-2, eps=1e-3)
+    plain = AdamW([alone], lr=1e-2, eps=1e-3)
+    for _ in range(3):
+        (weight * values).sum().backward()
+        alone.grad = values.to(given)
+        for one in (optimizer, plain):
+            one.step()
+            one.zero_grad()
+    stepped = optimizer.base_optimizer.param_groups[0]["params"][0]
+    assert optimizer.state[weight]["exp_avg"].dtype == stepped.dtype == given
+    assert torch.equal(weight, alone.to(param_dtype))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"optimizer_dtype": torch.int8}, "optimizer_dtype must be one of torch.float16"),
+        ({"optimizer_dtype": "fp32"}, "or None; got 'fp32'"),
+        ({"bucket_cap_mb_all_gather": -1}, "bucket_cap_mb_all_gather must be a number of megabytes"),
+        ({"bucket_cap_mb_reduce_scatter": True}, "got True"),
+        ({"max_norm": 0}, "max_norm must be a number above 0, got 0"),
+        ({"max_norm": -5.0}, "max_norm must be a number above 0, got -5.0"),
+        ({"max_norm": "1"}, "max_norm must be a number above 0, got '1'"),
+    ],
+)
+def test_arguments_out_of_range(options: dict, said: str):
+    """Given to the constructor, or set later where that is possible."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(ParallelConfigError, match=said):
+        NeuronZero1Optimizer([weight], AdamW, **options)
+    if (norm := options.get("max_norm")) is not None:
+        optimizer = NeuronZero1Optimizer([weight], AdamW, max_norm=0.5)
+        with pytest.raises(ParallelConfigError, match=said):
+            optimizer.max_norm = norm
+        assert optimizer.max_norm == 0.5
+        optimizer.max_norm = None
+        assert optimizer.max_norm == 1.0
+
+
+def test_an_axis_that_is_not_for_training_is_refused_by_its_name():
+    """And not because of the groups that are right for it."""
+    with (
+        use_context(make_context(4, 0, cp=2)),
+        pytest.raises(ParallelConfigError, match="training over the axis 'cp' is not supported yet"),
+    ):
+        groups = parallel_state.get_zero1_sharding_groups()
+        NeuronZero1Optimizer([torch.nn.Parameter(torch.ones(1))], AdamW, sharding_groups=groups)
+
+
+def sharded_later() -> list[Any]:
+    """``lazy_init``: the optimizer is made before the groups, and takes the weights as they are when it is sharded."""
+    degree = current_context().dp.degree
+    parallel_state.destroy_model_parallel()
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(6))
+    optimizer = NeuronZero1Optimizer([weight], AdamW, lazy_init=True, lr=0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    found: list[Any] = [optimizer.inited, len(optimizer.state)]
+    for action in (optimizer.step, optimizer.state_dict):
+        try:
+            action()
+        except NotInitializedError as error:
+            found.append(str(error))
+    parallel_state.initialize_model_parallel(1)
+    optimizer.sharding_groups = parallel_state.get_data_parallel_group(as_list=True)
+    with torch.no_grad():
+        weight.fill_(3.0)
+    optimizer.init_zero()
+    found += [optimizer.inited, optimizer.base_optimizer.param_groups[0]["params"][0].numel() * degree]
+    try:
+        optimizer.sharding_groups = [[0]]
+    except ParallelConfigError as error:
+        found.append(str(error))
+    weight.sum().backward()
+    optimizer.step()
+    schedule.step()
+    found += [weight.tolist(), optimizer.param_groups[0]["lr"]]
+    with torch.no_grad():
+        for shard in optimizer.base_optimizer.param_groups[0]["params"]:
+            shard.fill_(7.0 + current_context().rank)
+    optimizer.allgather_weights_and_update_full_parameter()
+    return [*found, weight.tolist()]
+
+
+def test_sharding_can_wait():
+    for inited, states, step, saving, after, whole, late, stepped, rate, gathered in run_ranks(sharded_later, 2, tp=1):
+        assert (inited, states, after, whole) == (False, 0, True, 6)
+        assert "call init_zero() before" in step and "call init_zero() before state_dict()" in saving
+        assert "set it before init_zero()" in late and rate == 0.25
+        assert stepped == pytest.approx([3 * (1 - 0.5 * 0.01) - 0.5] * 6)
+        assert gathered == [7.0] * 3 + [8.0] * 3
+
+
+def test_what_waits_for_sharding_says_so(tmp_path: Path):
+    optimizer = NeuronZero1Optimizer([torch.nn.Parameter(torch.ones(2))], AdamW, lazy_init=True)
+    for action in (
+        lambda: optimizer.load_sharded_state_dict(tmp_path),
+        lambda: optimizer.save_sharded_state_dict(tmp_path),
+        optimizer.allgather_weights_and_update_full_parameter,
+        optimizer.hand_on_hyperparameters,
+        optimizer.named_gradients,
+    ):
+        with pytest.raises(NotInitializedError, match=r"^lazy_init=True: call init_zero\(\) before"):
+            action()
+    assert not hasattr(optimizer, "base_optimizer")
+    for name in ("base_optimizer", "optimizer", "rate"):
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}' before init_zero\(\), which comes first"):
+            getattr(optimizer, name)
+    with pytest.raises(AttributeError, match="rate"):
+        del optimizer.rate
+    optimizer.init_zero()
+    assert isinstance(optimizer.base_optimizer, AdamW)
+
+
+def transported(dtype: torch.dtype) -> dict[str, Any]:
+    """Buckets no larger than either cap; gradients summed over the ranks in the optimizer's type where asked for."""
+    found: dict[str, Any] = {}
+    small = 1e-4
+    for name, options in {
+        "default": {},
+        "gather": {"bucket_cap_mb_all_gather": small},
+        "scatter": {"bucket_cap_mb_reduce_scatter": small, "bucket_cap_mb_all_gather": 1.0},
+        "precise": {"higher_cc_precision": True},
+    }.items():
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(torch.ones(20, dtype=dtype)) for _ in range(4)]
+        optimizer = NeuronZero1Optimizer(weights, torch.optim.SGD, torch.float64, False, lr=1.0, **options)
+        tiny = 1.0 if current_context().rank == 0 else 2.0**-30
+        sum((weight * tiny).sum() for weight in weights).backward()  # pyright: ignore[reportAttributeAccessIssue]
+        optimizer.step()
+        shard = optimizer.base_optimizer.param_groups[0]["params"][0]
+        found[name] = (len(optimizer._reducer.buckets), shard[0].item(), optimizer.get_shape_info()[3])
+    return found
+
+
+def test_what_the_transport_is_asked_for():
+    for found in run_ranks(transported, 2, torch.float32, tp=1):
+        assert [found[name][0] for name in ("default", "gather", "scatter", "precise")] == [1, 4, 4, 1]
+        assert found["default"][1] == 0.5  # the small gradient is lost in float32
+        assert found["precise"][1] == 1 - (1 + 2.0**-30) / 2
+
+
+def resumed(folder: str, dtype: torch.dtype) -> list:
+    """Saved after 3 steps and loaded into a fresh model and optimizer, training goes on bit by bit."""
+    build = partial(decoder, "llama", dtype)
+    model, optimizer = training(build, **ZERO1)
+    losses_of(model, optimizer, 3)
+    weights = copy.deepcopy(model.state_dict())
+    optimizer.param_groups[0]["lr"] = 3e-3
+    optimizer.save_sharded_state_dict(folder, save_serially=True)
+    in_memory = io.BytesIO()
+    torch.save(optimizer.state_dict(), in_memory)
+    wanted = losses_of(model, optimizer, 3)
+    found = []
+    for how in ("files", "memory"):
+        other, fresh = training(build, seed=1, **ZERO1)
+        other.load_state_dict(weights)
+        if how == "files":
+            fresh.load_sharded_state_dict(folder, num_workers_per_step=1)
+        else:
+            in_memory.seek(0)
+            fresh.load_state_dict(torch.load(in_memory, weights_only=True))
+        found.append(losses_of(other, fresh, 3) == wanted and fresh.param_groups[0]["lr"] == 3e-3)
+        same = all(torch.equal(v, model.state_dict()[k]) for k, v in other.state_dict().items())
+        found.append(same)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sharded_state_is_saved_and_loaded(tmp_path: Path, dtype: torch.dtype):
+    assert run_ranks(resumed, 4, str(tmp_path), dtype, tp=2) == [[True] * 4] * 4
+    names = [f"optim.dp_rank_0{dp}.tp_rank_0{tp}.pp_rank_00" for dp in range(2) for tp in range(2)]
+    wanted = sorted(name + ending for name in names for ending in (".json", ".safetensors"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == wanted
+
+
+def test_files_that_cannot_be_written_or_understood(tmp_path: Path):
+    model, optimizer = training(llama, **ZERO1)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        optimizer.save_sharded_state_dict(blocked)
+    optimizer.save_sharded_state_dict(tmp_path)
+    described = tmp_path / "optim.dp_rank_00.tp_rank_00.pp_rank_00.json"
+    text = described.read_text()
+    two_groups = [{"params": [p]} for p in model.parameters()]
+    other = NeuronZero1Optimizer(two_groups, AdamW)
+    with pytest.raises(CheckpointError, match="has 1 parameter groups, this optimizer"):
+        other.load_sharded_state_dict(tmp_path)
+    optimizer = NeuronZero1Optimizer(model.parameters(), AdamW)
+    for damaged in ("[]", "{", text.replace('"pieces"', '"peaces"'), text.replace('"values": {}', '"values": 3')):
+        assert damaged != text
+        described.write_text(damaged)
+        with pytest.raises(CheckpointError, match="does not describe an optimizer shard"):
+            optimizer.load_sharded_state_dict(tmp_path)
+    described.write_text(text)
+    optimizer.load_sharded_state_dict(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".json") == [described.name]
+    optimizer.save_sharded_state_dict(tmp_path)
+    described.write_text(text)  # as if it had been killed between the two files
+    with pytest.raises(CheckpointError, match="is of another save than"):
+        optimizer.load_sharded_state_dict(tmp_path)
+
+
+def wrong_states(folder: str) -> list[str]:
+    found = []
+
+    def attempt(action: Any) -> None:
+        try:
+            action()
+            found.append("loaded")
+        except CheckpointError as error:
+            found.append(str(error))
+        comm.barrier(current_context(), "dp")
+
+    _, optimizer = training(**ZERO1)
+    optimizer.save_sharded_state_dict(folder, save_serially=False)
+    files = [Path(folder, f"optim.dp_rank_01.tp_rank_00.pp_rank_00.{kind}") for kind in ("json", "safetensors")]
+    before = [file.read_bytes() for file in files]
+    _, other = training(partial(decoder, "odd_heads"), **ZERO1)
+    attempt(lambda: other.load_sharded_state_dict(folder))
+    attempt(lambda: other.load_state_dict(optimizer.state_dict()))
+    if current_context().dp.rank == 1:
+        Path(folder, "optim.dp_rank_01.tp_rank_00.pp_rank_00.safetensors").write_bytes(b"short")
+    rate, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], 0.5
+    attempt(lambda: optimizer.load_sharded_state_dict(folder))
+    assert optimizer.param_groups[0]["lr"] == 0.5  # a rank whose own files are whole has not taken them
+    optimizer.param_groups[0]["lr"] = rate
+    optimizer.save_sharded_state_dict(folder)
+    if current_context().dp.rank == 1:  # as if it had been killed before this rank wrote its files
+        for file, content in zip(files, before, strict=True):
+            file.write_bytes(content)
+    comm.barrier(current_context(), "dp")
+    attempt(lambda: optimizer.load_sharded_state_dict(folder))
+    if current_context().dp.rank == 1:
+        Path(folder, "optim.dp_rank_01.tp_rank_00.pp_rank_00.safetensors").unlink()
+    attempt(lambda: optimizer.load_sharded_state_dict(folder))
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(2)
+    _, elsewhere = training(**ZERO1)
+    attempt(lambda: elsewhere.load_sharded_state_dict(folder))
+    return found
+
+
+def test_states_that_do_not_fit(tmp_path: Path):
+    first, second = run_ranks(wrong_states, 2, str(tmp_path), tp=1)
+    for model, memory, _, half, _, degrees in (first, second):
+        assert "is of another save than" in half and "was interrupted" in half
+        assert "belongs to another model" in model and "self_attn" in model
+        assert "optimizer state: found" in memory or "it describes" in memory
+        assert degrees == "loaded" or "dp 2, tp 1" in degrees or "is missing" in degrees
+    assert "cannot be read" in second[2] and "gave up" in first[2]
+    assert "is missing" in second[4] and "is of another save than" in first[4]
+    assert "was saved at dp 2, tp 1, pp 1, but this job runs at dp 1, tp 2, pp 1" in first[5]

@@ -1,0 +1,116 @@
+"""Exported layers: rank is data, so every rank's graph is the same, and collectives are operators that name an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.context import make_context, use_context
+from nxd_infer.layout import AxisPlan
+from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_infer.parallel_layers.layers import (
+    ColumnParallelLinear,
+    InputChannelParallelConv2d,
+    OutputChannelParallelConv2d,
+    ParallelEmbedding,
+    RowParallelLinear,
+    SPMDRank,
+)
+from tests.support.parallel_layers.compare import error
+from tests.support.ranks import run_ranks
+
+IDS = torch.tensor([[0, 7, 3, 9], [11, 2, 5, 6]])
+
+
+class ShiftedByRank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank_util = SPMDRank(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.rank_util.get_rank()
+
+
+def floats(*shape: int) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(*shape)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "embedding": (lambda: ParallelEmbedding(12, 8, padding_idx=7, max_norm=2.0), lambda: IDS),
+    "embedding-across": (lambda: ParallelEmbedding(12, 8, shard_across_embedding=True, max_norm=2.0), lambda: IDS),
+    "embedding-sequence": (
+        lambda: ParallelEmbedding(12, 8, sequence_parallel_enabled=True, sequence_dimension=1),
+        lambda: IDS,
+    ),
+    "column": (lambda: ColumnParallelLinear(8, 6), lambda: floats(2, 3, 8)),
+    "column-heads": (
+        lambda: ColumnParallelLinear(8, 10, output_plan=AxisPlan.heads(5, 2)),
+        lambda: floats(2, 3, 8),
+    ),
+    "column-sequence": (
+        lambda: ColumnParallelLinear(8, 6, gather_output=False, sequence_parallel_enabled=True),
+        lambda: floats(2, 3, 8),
+    ),
+    "row": (lambda: RowParallelLinear(8, 6), lambda: floats(2, 3, 8)),
+    "row-4-D": (lambda: RowParallelLinear(8, 6, input_is_parallel=True), lambda: floats(2, 2, 3, 4)),
+    "row-strided": (
+        lambda: RowParallelLinear(12, 6, input_plan=AxisPlan.strided(12, 3)),
+        lambda: floats(2, 3, 12),
+    ),
+    "row-sequence": (
+        lambda: RowParallelLinear(8, 6, input_is_parallel=True, sequence_parallel_enabled=True),
+        lambda: floats(4, 3, 4),
+    ),
+    "qkv": (
+        lambda: GQAQKVColumnParallelLinear(8, [8, 4], head_dim=2, kv_size_multiplier=2),
+        lambda: floats(2, 3, 8),
+    ),
+    "conv-out": (lambda: OutputChannelParallelConv2d(4, 6, 3), lambda: floats(1, 4, 5, 5)),
+    "conv-in": (lambda: InputChannelParallelConv2d(4, 6, 3), lambda: floats(1, 4, 5, 5)),
+    "rank": (ShiftedByRank, lambda: floats(2, 3)),
+}
+
+
+def exported(name: str, rank: int, grad: bool) -> str:
+    make, inputs = CASES[name]
+    torch.manual_seed(rank)
+    with use_context(make_context(2, rank, tp=2)), torch.set_grad_enabled(grad):
+        program = torch.export.export(make(), (inputs(),))
+    return program.graph_module.code + str(program.graph_signature)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+def test_graphs_of_all_ranks_are_equal(name: str, grad: bool):
+    first, second = exported(name, 0, grad), exported(name, 1, grad)
+    assert first == second
+    assert "torch.ops.nxd." in first
+    assert "'tp'" in first
+
+
+def traced_against_eager() -> dict[str, float]:
+    """Run each exported program on the transport; it must give what the layer gives eagerly."""
+    found = {}
+    for name, (make, inputs) in CASES.items():
+        torch.manual_seed(3)
+        layer = make()
+        with torch.no_grad():
+            program = torch.export.export(layer, (inputs(),)).module()
+            result, expected = program(inputs()), layer(inputs())
+        results = zip(result, expected, strict=True) if isinstance(result, tuple) else [(result, expected)]
+        found[name] = max(error(a, b) for a, b in results)
+    return found
+
+
+def test_exported_programs_compute_the_same():
+    for found in run_ranks(traced_against_eager, 2):
+        assert all(value < 1e-6 for value in found.values()), found
+
+
+def test_degree_one_records_no_collective():
+    program = torch.export.export(ColumnParallelLinear(8, 6), (floats(2, 8),))
+    assert "nxd." not in program.graph_module.code

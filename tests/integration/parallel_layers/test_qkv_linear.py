@@ -1,0 +1,235 @@
+"""GQAQKVColumnParallelLinear equals three nn.Linear, forward and backward, with heads replicated and padded."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nxd_infer.context import current_context, make_context, use_context
+from nxd_infer.errors import ParallelConfigError
+from nxd_infer.layout import weight_layout
+from nxd_infer.layout.merge import merge_state_dicts
+from nxd_infer.modules.qkv_linear import PARTS, GQAQKVColumnParallelLinear
+from nxd_infer.parallel_layers import RowParallelLinear
+from tests.support.parallel_layers.compare import LIMITS, error, failures
+from tests.support.ranks import run_ranks
+
+HIDDEN = 12
+
+
+def plain(q: int, kv: int, bias: bool, dtype: torch.dtype) -> dict[str, nn.Linear]:
+    torch.manual_seed(3)
+    sizes = {"q": q, "k": kv, "v": kv}
+    return {part: nn.Linear(HIDDEN, sizes[part], bias=bias, dtype=dtype) for part in PARTS}
+
+
+def module(q: int, kv: int, dtype: torch.dtype, **options) -> GQAQKVColumnParallelLinear:
+    torch.manual_seed(3)
+    return GQAQKVColumnParallelLinear(HIDDEN, [q, kv], dtype=dtype, **options)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    torch.manual_seed(seed)
+    return torch.randn(*shape, dtype=dtype)
+
+
+def grads_of(layer: nn.Module) -> dict[str, Tensor]:
+    return {name: param.grad for name, param in layer.named_parameters()}
+
+
+def logical_rows(layer: GQAQKVColumnParallelLinear, grads: dict[str, Tensor], part: str, kind: str) -> Tensor | None:
+    """This rank's gradient of one projection, and the logical rows it stands for."""
+    name = f"{kind}_qkv" if layer.fuse_qkv else f"{kind}_{part}"
+    grad = grads[name]
+    if not layer.fuse_qkv:
+        return grad
+    q, kv = layer.q_output_size_per_partition, layer.kv_output_size_per_partition
+    return grad.split([q, kv, kv])[PARTS.index(part)]
+
+
+def compare(found: dict[str, float], name: str, layer: GQAQKVColumnParallelLinear, x: Tensor, options: dict) -> None:
+    dtype, tp = x.dtype, current_context().tp
+    references = plain(layer.q_size, layer.kv_size, layer.use_bias, dtype)
+    sequence = options.get("sequence_parallel_enabled", False)
+    mine = (x.chunk(tp.degree)[tp.rank] if sequence else x).clone().requires_grad_()
+    x_plain = x.clone().requires_grad_()
+    outputs, loss, loss_plain = layer(mine), 0.0, 0.0
+    for part, y in zip(PARTS, outputs, strict=True):
+        expected, plan = references[part](x_plain), layer.q_plan if part == "q" else layer.kv_plan
+        if layer.gather_output:
+            copies = layer.kv_size_multiplier if part != "q" else 1
+            if layer.head_dim is None:  # whole copies
+                expected = torch.cat([expected] * copies, -1)
+            else:
+                expected = expected.unflatten(-1, (-1, layer.head_dim)).repeat_interleave(copies, -2).flatten(-2)
+            weights = random(*expected.shape, dtype=dtype, seed=9)
+            found[f"{name} {part}"] = error(y, expected)
+            loss, loss_plain = loss + (y * weights).sum(), loss_plain + (expected * weights).sum()
+            continue
+        # Every place on the ranks has its own weight in the loss; an element counts as often as it is there.
+        index = torch.cat([plan.rank_index(tp.degree, rank) for rank in range(tp.degree)])
+        weights = random(*x.shape[:-1], index.numel(), dtype=dtype, seed=9)
+        extended = F.pad(expected, (0, 1)).index_select(-1, index)
+        found[f"{name} {part}"] = error(y, extended.chunk(tp.degree, -1)[tp.rank])
+        loss = loss + (y * weights.chunk(tp.degree, -1)[tp.rank]).sum()
+        loss_plain = loss_plain + (extended * weights).sum()
+    loss.backward()
+    loss_plain.backward()
+    grad = x_plain.grad.chunk(tp.degree)[tp.rank] if sequence else x_plain.grad
+    found[f"{name} input grad"] = error(mine.grad, grad)
+    grads = grads_of(layer)
+    for part, kind in itertools.product(PARTS, ("weight", "bias") if layer.use_bias else ("weight",)):
+        index = (layer.q_plan if part == "q" else layer.kv_plan).rank_index(tp.degree, tp.rank)
+        whole = getattr(references[part], kind).grad
+        own = torch.cat([whole, whole.new_zeros(1, *whole.shape[1:])]).index_select(0, index)
+        found[f"{name} {part} {kind} grad"] = error(logical_rows(layer, grads, part, kind), own)
+
+
+def all_cases(dtype: torch.dtype) -> list[str]:
+    found: dict[str, float] = {}
+    x = random(8, 2, HIDDEN, dtype=dtype, seed=1)
+    for bias, gather, fuse in itertools.product((True, False), repeat=3):
+        options = {"bias": bias, "gather_output": gather, "fuse_qkv": fuse}
+        for q, kv, d in ((16, 8, None), (16, 8, 2), (12, 4, 4), (20, 20, 4), (6, 2, 2)):
+            compare(found, f"{q}/{kv} d={d} {options}", module(q, kv, dtype, head_dim=d, **options), x, options)
+    for gather, degree_multiple in itertools.product((True, False), (1, 2)):
+        options = {"gather_output": gather, "kv_size_multiplier": 2 * degree_multiple, "head_dim": 2}
+        compare(found, f"multiplier {options}", module(16, 4, dtype, **options), x, options)
+    for gather, multiplier in itertools.product((True, False), (2, 4)):  # head_dim left out
+        options = {"gather_output": gather, "kv_size_multiplier": multiplier, "fuse_qkv": gather}
+        compare(found, f"{options}", module(16, 4, dtype, **options), x, options)
+    options = {"sequence_parallel_enabled": True, "gather_output": False}
+    compare(found, "sequence", module(16, 8, dtype, **options), x, options)
+    found |= attention_cases(dtype)
+    return failures(found, LIMITS[dtype])
+
+
+def outputs_of_copies(bias: bool) -> list[Tensor]:
+    """What the document's call with two copies gives, on one rank."""
+    layer = module(16, 8, torch.float64, bias=bias, kv_size_multiplier=2)
+    return [y.detach() for y in layer(random(3, 2, HIDDEN, dtype=torch.float64, seed=1))]
+
+
+def test_copies_are_the_same_at_every_degree():
+    """A model with ``kv_size_multiplier`` and no ``head_dim`` is built and computes the same, also on one rank."""
+    whole = outputs_of_copies(True)
+    assert [y.shape[-1] for y in whole] == [16, 16, 16]
+    for degree in (2, 4):
+        for found in run_ranks(outputs_of_copies, degree, True):
+            assert max(map(error, found, whole)) < 1e-10
+
+
+def test_local_heads_that_may_not_fit_are_told():
+    """Where a rank has a whole copy, nothing says where a head ends; with its size there is nothing to tell."""
+    with pytest.warns(UserWarning, match="pass head_dim="):
+        layer = module(16, 4, torch.float32, gather_output=False, kv_size_multiplier=2)
+    x = random(2, HIDDEN, dtype=torch.float32)
+    assert [y.shape[-1] for y in layer(x)] == [16, 8, 8]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*head_dim")  # torch 2.9 warns at each seed, of devices it lacks
+        module(16, 4, torch.float32, gather_output=False, kv_size_multiplier=2, head_dim=2)
+        module(16, 4, torch.float32, kv_size_multiplier=2)
+    with use_context(make_context(2, 0, tp=2, collectives="none")), pytest.warns(UserWarning, match="or all heads"):
+        module(16, 4, torch.float32, gather_output=False, kv_size_multiplier=2)
+
+
+def attention_of_one_head_a_rank() -> float:
+    """Without ``head_dim``, on as many ranks as there are copies of key/value heads: the error of the attention."""
+    x, d, tp = random(2, 5, HIDDEN, dtype=torch.float64, seed=5), 2, current_context().tp
+    references = plain(8 * d, 2 * d, True, torch.float64)
+    expected = attention(*(references[part](x) for part in PARTS), d)
+    layer = module(8 * d, 2 * d, torch.float64, gather_output=False, kv_size_multiplier=2)
+    return error(attention(*layer(x), d), expected.chunk(tp.degree, -1)[tp.rank])
+
+
+def test_one_key_value_head_a_rank():
+    assert max(run_ranks(attention_of_one_head_a_rank, 4)) < 1e-10
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, d: int) -> Tensor:
+    """Grouped-query attention over [batch, sequence, heads * d]; the j-th kv head serves the j-th run of queries."""
+    q, k, v = (t.unflatten(-1, (-1, d)).transpose(1, 2) for t in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+
+
+def attention_cases(dtype: torch.dtype) -> dict[str, float]:
+    """A rank's heads fit each other: their attention, summed by the output projection, is the plain attention."""
+    found: dict[str, float] = {}
+    d = 2
+    degree = current_context().tp.degree
+    for heads, kv_heads, multiplier in ((8, 4, 1), (6, 2, 1), (5, 1, 1), (3, 3, 1), (8, 4, 2), (4, 2, 2)):
+        x = random(2, 5, HIDDEN, dtype=dtype, seed=5)
+        x_plain = x.clone().requires_grad_()
+        x.requires_grad_()
+        options = {"gather_output": False, "kv_size_multiplier": multiplier, "head_dim": d}
+        layer, references = (
+            module(heads * d, kv_heads * d, dtype, **options),
+            plain(heads * d, kv_heads * d, True, dtype),
+        )
+        torch.manual_seed(4)
+        out = RowParallelLinear(heads * d, HIDDEN, input_is_parallel=True, dtype=dtype, input_plan=layer.q_plan)
+        torch.manual_seed(4)
+        out_plain = nn.Linear(heads * d, HIDDEN, dtype=dtype)
+        y = out(attention(*layer(x), d))
+        expected = out_plain(attention(*(references[part](x_plain) for part in PARTS), d))
+        y.square().sum().backward()
+        expected.square().sum().backward()
+        name = f"attention tp={degree} heads={heads} kv={kv_heads} x{multiplier}"
+        found[name] = error(y, expected)
+        found[f"{name} input grad"] = error(x.grad, x_plain.grad)
+        grads = grads_of(layer)
+        tp = current_context().tp
+        for part in PARTS:
+            index = (layer.q_plan if part == "q" else layer.kv_plan).rank_index(tp.degree, tp.rank)
+            whole = references[part].weight.grad
+            own = torch.cat([whole, whole.new_zeros(1, HIDDEN)]).index_select(0, index)
+            found[f"{name} {part} grad"] = error(logical_rows(layer, grads, part, "weight"), own)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:kv_size_multiplier")
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_equal_to_plain(tp: int, dtype: torch.dtype):
+    for rank, bad in enumerate(run_ranks(all_cases, tp, dtype) if tp > 1 else [all_cases(dtype)]):
+        assert not bad, f"rank {rank}: " + "; ".join(bad)
+
+
+def state_of(fuse: bool, names: dict[str, str] | None) -> dict[str, Tensor]:
+    return module(16, 8, torch.float32, fuse_qkv=fuse, logical_names=names, head_dim=4).state_dict()
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_logical_names(fuse: bool):
+    """The ranks' fused or separate parameters merge into the same logical tensors under the names asked for."""
+    names = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
+    states = run_ranks(state_of, 4, fuse, names)
+    layouts = weight_layout(module(16, 8, torch.float32, fuse_qkv=fuse, logical_names=names, head_dim=4))
+    merged = merge_state_dicts(states, layouts)
+    references = plain(16, 8, True, torch.float32)
+    assert set(merged) == {f"{part}_proj.{kind}" for part in PARTS for kind in ("weight", "bias")}
+    for part in PARTS:
+        assert torch.equal(merged[f"{part}_proj.weight"], references[part].weight)
+        assert torch.equal(merged[f"{part}_proj.bias"], references[part].bias)
+
+
+def test_sizes():
+    assert GQAQKVColumnParallelLinear(8, 8).output_sizes == [8, 8]
+    assert GQAQKVColumnParallelLinear(8, output_sizes=(8, 4)).output_sizes == [8, 4]
+    for arguments in ({}, {"output_size": 8, "output_sizes": 8}, {"output_size": [8]}, {"output_size": [8, 0]}):
+        with pytest.raises(ParallelConfigError):
+            GQAQKVColumnParallelLinear(8, **arguments)
+    with use_context(make_context(3, 1, tp=3)), pytest.raises(ParallelConfigError, match="3 ranks; pass head_dim="):
+        GQAQKVColumnParallelLinear(8, [8, 4], kv_size_multiplier=2)
+    for multiplier in (0, True, 1.5):
+        with pytest.raises(ParallelConfigError, match="whole number of at least 1"):
+            GQAQKVColumnParallelLinear(8, [8, 4], kv_size_multiplier=multiplier)
+    with pytest.raises(ParallelConfigError, match="whole heads of 3"):
+        GQAQKVColumnParallelLinear(8, [8, 4], head_dim=3)

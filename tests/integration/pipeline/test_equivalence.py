@@ -1,0 +1,113 @@
+"""Training over pipeline stages is training in one process: losses, every gradient, norms, weights after some steps."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_infer import parallel_state
+from nxd_infer.testing.compare import Reference, Training, compare_with, train_single
+from tests.support.pipeline.models import decoder, encoder, sentences, tokens
+from tests.support.ranks import run_ranks
+from tests.support.trainer.padded import HIDDEN, UnpaddedModel
+
+F64 = torch.float64
+STEPS = 10
+"""Of one case over stages, one that has tensor parallelism too, and one that has all; the others take three."""
+Case = tuple[str, torch.dtype, dict[str, Any]]
+
+
+def pipeline(microbatches: int, **more: Any) -> dict[str, Any]:
+    return {"auto_partition": True, "num_microbatches": microbatches, **more}
+
+
+INTERLEAVED = {"virtual_pipeline_size": 2}
+# A key's bias has no gradient but rounding, which Adam would scale to a step of full size.
+SGD = {"optimizer_class": torch.optim.SGD, "optimizer_options": {"lr": 0.1, "momentum": 0.9}}
+CASES: dict[tuple[int, int, int], list[Case]] = {
+    (1, 2, 1): [
+        ("llama", torch.float32, {"steps": STEPS, "pipeline": pipeline(4)}),
+        ("llama", F64, {"pipeline": pipeline(8, **INTERLEAVED)}),
+        ("tied", F64, {"pipeline": pipeline(8)}),
+        ("tied", F64, {"pipeline": pipeline(3, **INTERLEAVED), "activation_checkpoint": "full"}),
+        ("tied", F64, {"pipeline": pipeline(4, schedule="gpipe"), "meta": True}),
+        ("qwen3", F64, {"pipeline": pipeline(1)}),
+        ("tied", F64, {"pipeline": pipeline(8, schedule="zero-bubble")}),
+        ("biases", F64, {"pipeline": pipeline(4, schedule="zero-bubble"), "activation_checkpoint": "full"}),
+        ("biases", F64, {"pipeline": pipeline(2, schedule="gpipe"), "max_grad_norm": None}),
+        ("bert", F64, {"pipeline": pipeline(4)}),
+        ("bert", torch.float32, {**SGD, "pipeline": pipeline(6, **INTERLEAVED)}),
+    ],
+    (1, 4, 1): [
+        ("llama", F64, {"pipeline": pipeline(8)}),
+        ("tied", F64, {"pipeline": pipeline(5)}),
+        ("llama", F64, {"pipeline": pipeline(8, schedule="zero-bubble")}),
+        ("tied", torch.float32, {"pipeline": pipeline(4, schedule="gpipe"), "activation_checkpoint": "full"}),
+        ("bert", F64, {"pipeline": pipeline(7)}),
+    ],
+    (2, 2, 1): [
+        ("llama", F64, {"steps": STEPS, "pipeline": pipeline(4), "sequence_parallel": True}),
+        ("tied", F64, {"pipeline": pipeline(4, schedule="zero-bubble"), "sequence_parallel": True}),
+        ("tied", F64, {"pipeline": pipeline(3, **INTERLEAVED), "sequence_parallel": True, "meta": True}),
+        ("odd_heads", F64, {"pipeline": pipeline(2), "sequence_parallel": True, "activation_checkpoint": "full"}),
+        ("bert", F64, {"pipeline": pipeline(4)}),
+        ("padded", torch.float32, {**SGD, "pipeline": pipeline(4), "pad_model": True}),
+        ("padded", torch.float32, {**SGD, "pipeline": pipeline(2), "pad_model": True, "meta": True}),
+    ],
+    (1, 2, 2): [
+        ("tied", F64, {"pipeline": pipeline(4, schedule="zero-bubble"), "zero1": True}),
+        ("llama", F64, {"pipeline": pipeline(4), "zero1": True}),
+        ("tied", F64, {"pipeline": pipeline(4)}),
+        ("tied", F64, {"pipeline": pipeline(2, **INTERLEAVED), "zero1": True}),
+        ("bert", torch.float32, {**SGD, "pipeline": pipeline(3), "zero1": True}),
+    ],
+    (2, 2, 2): [
+        ("tied", F64, {"steps": STEPS, "pipeline": pipeline(4), "zero1": True, "sequence_parallel": True}),
+        ("llama", torch.float32, {"pipeline": pipeline(2), "zero1": True, "activation_checkpoint": "full"}),
+    ],
+}
+
+
+def builder(model: str, dtype: torch.dtype):
+    if model == "padded":
+        return UnpaddedModel
+    return partial(encoder, dtype) if model == "bert" else partial(decoder, model, dtype)
+
+
+def rows(case: Case, dp: int) -> int:
+    return case[2]["pipeline"]["num_microbatches"] * dp * 2
+
+
+def batch_for(case: Case, dp: int) -> dict[str, Any]:
+    if case[0] == "padded":
+        x, y = torch.randn(2, rows(case, dp), 6, HIDDEN, generator=torch.Generator().manual_seed(2))
+        return {"x": x, "y": y}
+    # Of one data-parallel rank: the mean over ranks is not weighted by their labels, as without a pipeline.
+    return sentences(rows(case, dp)) if case[0] == "bert" else tokens(rows(case, dp), uneven=dp == 1)
+
+
+def run(degrees: tuple[int, int, int]) -> list[str]:
+    """On one rank: every case, in a context of its own; what differs."""
+    tp, pp, dp = degrees
+    found: list[str] = []
+    kept: dict[Any, Reference] = {}
+    for case in CASES[degrees]:
+        model, dtype, options = case
+        training = Training(tp=tp, pp=pp, dp=dp, **options)
+        key = (model, dtype, training.steps, rows(case, dp), training.max_grad_norm)
+        if key not in kept:
+            kept[key] = train_single(builder(model, dtype), batch_for(case, dp), training)
+        parallel_state.destroy_model_parallel()
+        differences = compare_with(kept[key], builder(model, dtype), batch_for(case, dp), training)
+        found += [f"{model} {dtype} {options}: {line}" for line in differences]
+    return found
+
+
+@pytest.mark.parametrize("degrees", CASES, ids=lambda degrees: "tp{}pp{}dp{}".format(*degrees))
+def test_equals_one_process(degrees: tuple[int, int, int]):
+    world = degrees[0] * degrees[1] * degrees[2]
+    for rank, found in enumerate(run_ranks(run, world, degrees, comm_timeout=120)):
+        assert not found, f"rank {rank}:\n" + "\n".join(found[:8])

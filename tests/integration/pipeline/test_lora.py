@@ -1,0 +1,133 @@
+"""Adapters over pipeline stages: trained, saved and loaded as in one process, PEFT's files whole."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import nxd_infer as nxd
+from nxd_infer import parallel_state
+from nxd_infer.errors import ParallelConfigError
+from nxd_infer.modules.lora import LoRAModel
+from tests.support.pipeline.models import decoder, tokens
+from tests.support.ranks import run_ranks
+
+F64 = torch.float64
+STEPS, HALF = 4, 2
+LORA = {"enable_lora": True, "lora_rank": 2, "target_modules": ["q_proj", "embed_tokens", "down_proj", "layers.3.mlp"]}
+LAST: dict[str, Any] = {**LORA, "target_modules": ["layers.3."], "modules_to_save": ["norm"]}
+HEAD: dict[str, Any] = {**LORA, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+
+
+def untied() -> Any:
+    return decoder("llama", F64)
+
+
+def tied() -> Any:
+    """A head with a name of its own, whose weight is the embedding's."""
+    model: Any = untied()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def job(pp: int, tp: int, lora: dict[str, Any], make: Any = untied, **options: Any) -> tuple[Any, Any]:
+    parallel_state.destroy_model_parallel()
+    config = nxd.neuronx_distributed_config(
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        pipeline_config={"auto_partition": True, "num_microbatches": 4},
+        lora_config=lora,
+        optimizer_config={"grad_clipping": False, "zero_one_enabled": True},
+        **options,
+    )
+    torch.manual_seed(3)
+    model = nxd.initialize_parallel_model(config, make)
+    return model, nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=1e-2)
+
+
+def steps(model: Any, optimizer: Any, which: range) -> list[float]:
+    losses = []
+    for step in which:
+        optimizer.zero_grad()
+        losses.append(float(model.run_train(**tokens(seed=step))))
+        optimizer.step()
+    return losses
+
+
+def alone(lora: dict[str, Any], make: Any = untied) -> tuple[list[float], set[str]]:
+    """Losses in one process, and the names of the adapter's file."""
+    torch.manual_seed(3)
+    model = LoRAModel(make(), lora)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(**tokens(seed=step))[0]
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, set(model.state_dict())
+
+
+def saved(folder: str) -> dict[str, list[float]]:
+    """Half the steps at pp 2 and tp 2, the others after loading at other degrees; and PEFT's files."""
+    found = {}
+    model, optimizer = job(2, 2, LORA)
+    first = steps(model, optimizer, range(HALF))
+    nxd.save_checkpoint(f"{folder}/ckpts", "half", model, optimizer)
+    model.local_module().save_adapter(f"{folder}/adapter")
+    for pp, tp in ((4, 1), (1, 2)):
+        model, optimizer = job(pp, tp, LORA)
+        nxd.load_checkpoint(f"{folder}/ckpts", "half", model, optimizer)
+        found[f"pp {pp} tp {tp}"] = first + steps(model, optimizer, range(HALF, STEPS))
+    started = {**LORA, "load_lora_from_ckpt": True, "lora_save_dir": f"{folder}/ckpts", "lora_load_tag": "half"}
+    model, _ = job(2, 2, started)
+    found["started from the adapter"] = [float(model.run_eval(**tokens(seed=HALF)))]
+    # Only the last stage has an adapter: the others have nothing to train.
+    model, optimizer = job(2, 2, LAST, model_init_config={"meta_device_init": True})
+    found["last"] = steps(model, optimizer, range(STEPS))
+    model.local_module().save_adapter(f"{folder}/last")
+    nxd.save_checkpoint(f"{folder}/last_ckpts", "a", model, optimizer)
+    nxd.load_checkpoint(f"{folder}/last_ckpts", "a", model, optimizer)
+    # The module to save is the embedding, too, which is another stage's.
+    model, optimizer = job(2, 2, HEAD, tied)
+    found["head"] = steps(model, optimizer, range(STEPS))
+    model.local_module().save_adapter(f"{folder}/head")
+    # Merged, one weight would be two on different stages.
+    for make, text in ((tied, "one weight, which pipeline stages share"), (partial(decoder, "tied", F64), "head is")):
+        model, _ = job(2, 2, {**LORA, "save_lora_base": True, "merge_lora": True}, make)
+        for merge in (model.local_module().merge, lambda one=model: nxd.save_checkpoint(f"{folder}/no", "a", one)):
+            with pytest.raises(ParallelConfigError, match=text):
+                merge()
+    with pytest.raises(ParallelConfigError, match="'lm_head' has the weight of another module"):
+        job(2, 2, {**LORA, "target_modules": ["lm_head"]}, tied)
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_adapters_are_trained_saved_and_loaded(tmp_path: Path):
+    losses, names = alone(LORA)
+    ranks = run_ranks(saved, 4, str(tmp_path), comm_timeout=120)
+    for found in ranks:
+        for where in ("pp 4 tp 1", "pp 1 tp 2"):
+            assert found[where] == pytest.approx(losses, rel=1e-9), where
+        assert found["started from the adapter"] == pytest.approx([losses[HALF]], rel=1e-9)
+        assert found["last"] == pytest.approx(alone(LAST)[0], rel=1e-9)
+        assert found["head"] == pytest.approx(alone(HEAD, tied)[0], rel=1e-9)
+    assert {f"base_model.model.{name}" for name in ("lm_head.weight", "model.embed_tokens.weight")} < load_file(
+        tmp_path / "head/adapter_model.safetensors"
+    ).keys()
+    for folder in (tmp_path / "adapter", tmp_path / "ckpts/half/lora_adapter"):
+        stored = load_file(folder / "adapter_model.safetensors")
+        assert len(stored) == len(names) > 20
+        assert any(".layers.3." in name for name in stored) and any(".layers.0." in name for name in stored)
+    torch.manual_seed(3)
+    model = LoRAModel(decoder("llama", F64), LORA)
+    model.load_adapter(tmp_path / "adapter")
+    with torch.no_grad():
+        assert float(model(**tokens(seed=HALF))[0]) == pytest.approx(losses[HALF], rel=1e-9)

@@ -1,0 +1,33 @@
+"""What a job that fails leaves to the process in which it ran."""
+
+from __future__ import annotations
+
+import pytest
+
+from nxd_infer.recipes import loop
+from nxd_infer.recipes.loop import Training, train
+from nxd_infer.recipes.recipe import load
+from tests.support.ranks import run_ranks
+from tests.support.recipes.jobs import write, write_pairs
+from tests.support.tiny_models import write_tiny
+
+
+def trained_after_a_failure(file: str) -> int:
+    """How many steps a process trains whose first job has failed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "shutdown", lambda: None)  # the process group is the test's
+        step = Training.train_step
+        patch.setattr(Training, "train_step", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(load(file, ["exp_manager.name=first"]))
+        patch.setattr(Training, "train_step", step)
+        found: list[int] = []
+        patch.setattr(Training, "_log_step", lambda self, _: found.append(self.step))
+        train(load(file, ["exp_manager.name=second", "trainer.max_steps=2"]))
+    return found[-1]
+
+
+def test_a_process_trains_again_after_a_failure(tmp_path):
+    write_tiny("llama", tmp_path / "model")
+    write_pairs(tmp_path)
+    assert run_ranks(trained_after_a_failure, 2, str(write(tmp_path, 2)), tp=1) == [2, 2]

@@ -1,0 +1,133 @@
+"""The calls of the documents' chapter "Pipeline parallelism", and the wrapper guide, on two stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nxd_infer import compat
+
+compat.install()
+
+import neuronx_distributed as nxd
+from neuronx_distributed.parallel_layers import mappings
+from neuronx_distributed.pipeline import NxDPPModel
+
+from tests.support.ranks import run_ranks
+from tests.support.seeds.degrees import alone
+from tests.support.seeds.model import Config, LlamaDecoderLayer, LlamaForCausalLM, LlamaRMSNorm, get_model, tokens
+
+STEPS = 3
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.cat([tokens(), tokens() + 1])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+def chapter(auto: bool) -> tuple[list[float], list[str], float]:
+    """``NxDPPModel`` with every documented argument; losses, this rank's layers, the loss of an evaluation."""
+    torch.manual_seed(0)
+    model = NxDPPModel(
+        get_model(),
+        transformer_layer_cls=LlamaDecoderLayer,
+        num_microbatches=4,
+        output_loss_value_spec=(True, False),
+        return_mb_loss=False,
+        broadcast_and_average_loss=True,
+        pipeline_cuts=None if auto else ["layers.0"],
+        input_names=["input_ids", "attention_mask", "labels"],
+        leaf_module_cls=[LlamaRMSNorm],
+        autowrap_functions=(torch.relu,),
+        autowrap_modules=(mappings,),
+        tracer_cls="torch",
+        param_init_fn=None,
+        trace_file_path=None,
+        use_zero1_optimizer=False,
+        auto_partition=auto,
+    )
+    optimizer = torch.optim.SGD([p for _, p in model.local_named_parameters()], lr=0.1)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(float(model.run_train(**batch())))
+        optimizer.step()
+    modules = [name for name, module in model.local_named_modules() if isinstance(module, LlamaDecoderLayer)]
+    return losses, modules, float(model.run_eval(**batch()))
+
+
+def one_process() -> list[float]:
+    torch.manual_seed(0)
+    model = get_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(STEPS + 1):
+        optimizer.zero_grad()
+        loss = model(**batch())[0]
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize("auto", [True, False])
+def test_the_chapter(auto: bool):
+    expected = alone(one_process)
+    for rank, (losses, modules, evaluated) in enumerate(run_ranks(chapter, 2, auto, pp=2)):
+        assert losses == pytest.approx(expected[:STEPS], rel=1e-5)
+        assert evaluated == pytest.approx(expected[STEPS], rel=1e-5)
+        assert modules == [f"layers.{rank}"]
+
+
+def wrapper_guide(folder: str, tp: int, pp: int) -> list[float]:
+    """The guide's configuration and loop, as in :mod:`test_training`, with stages."""
+    nxd.parallel_state.destroy_model_parallel()
+    args = SimpleNamespace(num_microbatches=2, trace_file_path=f"{folder}/trace.json", use_zero1_optimizer=1)
+    pipeline_cuts = ["layers.0"]
+    nxd_config = nxd.neuronx_distributed_config(
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        pipeline_config={
+            "transformer_layer_cls": LlamaDecoderLayer,
+            "num_microbatches": args.num_microbatches,
+            "output_loss_value_spec": (True, False),
+            "input_names": ["input_ids", "attention_mask", "labels"],
+            "pipeline_cuts": pipeline_cuts,
+            "trace_file_path": args.trace_file_path,
+            "param_init_fn": None,
+            "leaf_module_cls": [LlamaRMSNorm.__name__],
+            "autowrap_modules": [mappings],
+            "use_zero1_optimizer": args.use_zero1_optimizer > 0,
+            "use_optimizer_wrapper": True,
+        },
+        optimizer_config={
+            "zero_one_enabled": args.use_zero1_optimizer > 0,
+            "grad_clipping": True,
+            "max_grad_norm": 1.0,
+        },
+        activation_checkpoint_config="full",
+    )
+    config, inputs = Config(), tuple(batch().values())
+    torch.manual_seed(0)
+    model = nxd.initialize_parallel_model(nxd_config, get_model, config)
+    optimizer = nxd.initialize_parallel_optimizer(nxd_config, torch.optim.AdamW, model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(STEPS):
+        loss = model.run_train(*inputs)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [float(loss), float(optimizer.grad_norm)]
+    assert isinstance(model.local_module(), LlamaForCausalLM)
+    assert (model.dtype, model.config, model.name_or_path) == (torch.float32, config, "tiny")
+    return losses
+
+
+def test_the_wrapper_guide_with_stages(tmp_path: Path):
+    (expected,) = run_ranks(wrapper_guide, 1, str(tmp_path), 1, 1)
+    assert expected[0] > expected[-2]
+    for losses in run_ranks(wrapper_guide, 4, str(tmp_path), 2, 2):
+        assert losses == pytest.approx(expected, rel=1e-4)
+    assert (tmp_path / "trace.json").exists()

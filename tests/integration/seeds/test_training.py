@@ -1,0 +1,340 @@
+"""Configurations, the wrappers of model and optimizer, ZeRO-1 and checkpoints of a job, as the documents call them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from nxd_infer import compat
+
+compat.install()
+
+import neuronx_distributed as nxd
+from neuronx_distributed.optimizer import NeuronZero1Optimizer
+from neuronx_distributed.parallel_layers import mappings, parallel_state
+from neuronx_distributed.trainer.model import NxDModel
+
+from tests.support.ranks import run_ranks
+from tests.support.seeds.degrees import alone, at_degree
+from tests.support.seeds.model import (
+    Config,
+    CoreAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaRMSNorm,
+    get_model,
+    tokens,
+)
+
+SEEDS = Path(__file__).parent
+
+
+# --- "Sample usage" -----------------------------------------------------------------------------------------
+
+
+def sample_usage(folder: Path, *launcher: str, tp: int) -> list[str]:
+    """What every process of one start of the job printed; ``folder`` holds the script, and its model beside it."""
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "nxd_infer.compat", "sample_usage.py", str(tp)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    return re.findall(r"found .*", done.stdout)
+
+
+@pytest.mark.timeout(3600)
+def test_sample_usage(tmp_path: Path):
+    """One process, and two that torchrun starts, tensor or data parallel: one model, one loss, one checkpoint."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    found = {}
+    for name, launcher, tp in (("one", (), 1), ("tp", torchrun, 2), ("dp", torchrun, 1)):
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in ("sample_usage.py", "model.py"):
+            shutil.copy(SEEDS / file, folder)
+        first, second = (sample_usage(folder, *launcher, tp=tp) for _ in range(2))
+        size = 1 if not launcher else 2
+        degrees = f"dp {size // tp} tp {tp}"
+        for texts, content, lr in ((first, "None", "0.00025"), (second, "{'total_steps': 2}", "6.25e-05")):
+            assert len(texts) == size
+            for text in texts:
+                assert text.startswith(f"found {content} loss") and text.endswith(f"lr {lr} {degrees}"), text
+        found[name] = [
+            sum(float(re.findall(r"loss (\S+)", text)[0]) for text in texts) / size for texts in (first, second)
+        ]
+        (manifest,) = (folder / "ckpts").rglob("manifest.json")  # the second save replaced the first
+        assert json.loads(manifest.read_text())["world_size"] == size
+    assert found["one"][1] < found["one"][0]
+    assert found["tp"] == pytest.approx(found["one"], rel=1e-4) == found["dp"]
+
+
+# --- configurations -----------------------------------------------------------------------------------------
+
+
+def init_weights(module: nn.Module) -> None:
+    """A ``param_init_fn``: the parameters of this module only."""
+    for param in module.parameters(recurse=False):
+        nn.init.constant_(param, 0.1)
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "as documented": {
+        "pipeline_parallel_size": 1,
+        "pipeline_config": None,
+        "optimizer_config": {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0},
+        "activation_checkpoint_config": None,
+        "pad_model": False,
+        "sequence_parallel": False,
+        "model_init_config": {"sequential_move_factor": 11, "meta_device_init": False, "param_init_fn": None},
+        "lora_config": None,
+    },
+    "full": {
+        "activation_checkpoint_config": "full",
+        "pipeline_config": {"transformer_layer_cls": LlamaDecoderLayer},
+    },
+    "selective": {"activation_checkpoint_config": CoreAttention},
+    "padded": {"pad_model": True},
+    "zero": {"optimizer_config": {"zero_one_enabled": True}},
+    "in turns": {"model_init_config": {"sequential_move_factor": 1}},
+    "meta": {"model_init_config": {"meta_device_init": True, "param_init_fn": init_weights}},
+}
+
+
+def losses_of_configurations(tp: int) -> dict[str, list[float]]:
+    found = {}
+    for name, options in CONFIGS.items():
+        nxd_config = nxd.trainer.neuronx_distributed_config(tensor_parallel_size=tp, **options)
+        torch.manual_seed(0)
+        model = nxd.trainer.initialize_parallel_model(nxd_config, get_model)
+        optimizer = nxd.trainer.initialize_parallel_optimizer(nxd_config, AdamW, model.parameters(), lr=1e-2)
+        found[name] = []
+        for _ in range(3):
+            found[name].append(float(model.run_train(tokens())))
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def test_configurations():
+    """What saves memory or time changes no loss, at no degree."""
+    expected = alone(losses_of_configurations, 1)
+    assert len({tuple(losses) for name, losses in expected.items() if name != "meta"}) == 1
+    assert all(losses[2] < losses[0] for name, losses in expected.items() if name != "meta")
+    for found in at_degree(2, losses_of_configurations, 2):
+        for name, losses in found.items():
+            steps = 1 if name == "meta" else 3  # equal weights everywhere: rounding alone decides where they go
+            assert losses[:steps] == pytest.approx(expected[name][:steps], rel=1e-4), name
+
+
+# --- the guide of the wrappers ------------------------------------------------------------------------------
+
+
+def wrapper_guide(tp: int, selective: bool, zero1: bool) -> list[float]:
+    args = SimpleNamespace(
+        num_microbatches=1,
+        trace_file_path=None,
+        use_zero1_optimizer=int(zero1),
+        use_selective_checkpoint=int(selective),
+        lr=1e-2,
+        beta1=0.9,
+        beta2=0.95,
+        weight_decay=0.1,
+    )
+    pipeline_cuts = []
+    nxd_config = nxd.neuronx_distributed_config(
+        tensor_parallel_size=tp,
+        pipeline_config={
+            "transformer_layer_cls": LlamaDecoderLayer,
+            "num_microbatches": args.num_microbatches,
+            "output_loss_value_spec": (True, False),
+            "input_names": ["input_ids", "attention_mask", "labels"],
+            "pipeline_cuts": pipeline_cuts,
+            "trace_file_path": args.trace_file_path,
+            "param_init_fn": None,
+            "leaf_module_cls": [LlamaRMSNorm.__name__],
+            "autowrap_modules": [mappings],
+            "use_zero1_optimizer": args.use_zero1_optimizer > 0,
+            "use_optimizer_wrapper": True,
+        },
+        optimizer_config={
+            "zero_one_enabled": args.use_zero1_optimizer > 0,
+            "grad_clipping": True,
+            "max_grad_norm": 1.0,
+        },
+        activation_checkpoint_config=CoreAttention if args.use_selective_checkpoint > 0 else "full",
+    )
+    config, inputs = Config(), (tokens(), torch.ones(2, 8), tokens())
+    torch.manual_seed(0)
+    model = nxd.initialize_parallel_model(nxd_config, get_model, config)
+    loss = model.run_train(*inputs)
+    losses = [float(loss)]
+    model.zero_grad()
+    loss = model(*inputs)
+    loss[0].backward()
+    losses.append(loss[0].item())
+    assert isinstance(model, NxDModel) and isinstance(model.local_module(), LlamaForCausalLM)
+    assert (model.dtype, model.config, model.name_or_path) == (torch.float32, config, "tiny")
+    for name in ("named_parameters", "named_buffers", "named_modules", "named_children"):
+        assert dict(getattr(model, name)()) == dict(getattr(model.local_module(), name)())
+    for name in ("parameters", "buffers", "modules", "children"):
+        theirs = getattr(model.local_module(), name)()
+        assert [id(one) for one in getattr(model, name)()] == [id(one) for one in theirs]
+
+    param_groups = [{"params": list(model.parameters())}]
+    optimizer = nxd.initialize_parallel_optimizer(
+        nxd_config,
+        torch.optim.AdamW,
+        param_groups,
+        lr=args.lr,
+        betas=(args.beta1, args.beta2),
+        weight_decay=args.weight_decay,
+    )
+    assert isinstance(optimizer, torch.optim.Optimizer) and optimizer.grad_norm is None
+    optimizer.step()
+    losses.append(float(optimizer.grad_norm))
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-2, (0.9, 0.95), 0.1)
+    nxd_config["optimizer_config"]["grad_clipping"] = False
+    optimizer = nxd.initialize_parallel_optimizer(nxd_config, torch.optim.AdamW, model.parameters())
+    optimizer.step()
+    assert optimizer.grad_norm is None
+    losses.append(float(model.run_train(*inputs)))
+    return losses
+
+
+def test_the_wrapper_guide():
+    expected = alone(wrapper_guide, 1, False, False)
+    assert expected[0] == expected[1] > expected[3] and expected[2] > 0
+    assert alone(wrapper_guide, 1, True, True) == pytest.approx(expected, rel=1e-5)
+    for losses in at_degree(2, wrapper_guide, 2, True, True):
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+
+# --- ZeRO-1 -------------------------------------------------------------------------------------------------
+
+
+def zero_sample(folder: str, tp: int) -> list[float]:
+    flags, no_decay = SimpleNamespace(lr=1e-2), ["norm"]
+    torch.manual_seed(0)
+    model = nxd.initialize_parallel_model(nxd.neuronx_distributed_config(tp), get_model)
+    param_optimizer = list(model.named_parameters())
+
+    optimizer_grouped_parameters = [
+        {
+            "params": [p for n, p in param_optimizer if not any(nd in n for nd in no_decay)],
+            "weight_decay": 0.01,
+        },
+        {
+            "params": [p for n, p in param_optimizer if any(nd in n for nd in no_decay)],
+            "weight_decay": 0.0,
+        },
+    ]
+
+    optimizer = NeuronZero1Optimizer(
+        optimizer_grouped_parameters,
+        AdamW,
+        lr=flags.lr,
+        pin_layout=False,
+        sharding_groups=parallel_state.get_data_parallel_group(as_list=True),
+        grad_norm_groups=parallel_state.get_tensor_model_parallel_group(as_list=True),
+    )
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    losses = []
+    for step in range(3):
+        losses.append(float(model.run_train(tokens())))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            optimizer.save_sharded_state_dict(folder, save_serially=True)
+            optimizer.save_sharded_state_dict(folder, False)
+            optimizer.param_groups[0]["lr"] = 0.0
+            optimizer.load_sharded_state_dict(folder)
+            optimizer.load_sharded_state_dict(folder, num_workers_per_step=8)
+            assert optimizer.param_groups[0]["lr"] == flags.lr
+    losses.append(float(model.run_train(tokens())))
+    return losses
+
+
+def test_the_zero1_sample(tmp_path: Path):
+    expected = alone(zero_sample, str(tmp_path / "one"), 1)
+    assert expected == sorted(expected, reverse=True)
+    for tp in (2, 1):  # all ranks have the same rows
+        for losses in run_ranks(zero_sample, 2, str(tmp_path / f"tp{tp}"), tp, tp=tp):
+            assert losses == pytest.approx(expected, rel=1e-4)
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------
+
+
+def checkpoint_calls(folder: str, tp: int) -> None:
+    nxd_config = nxd.neuronx_distributed_config(tp, optimizer_config={"zero_one_enabled": True})
+    model = nxd.initialize_parallel_model(nxd_config, get_model)
+    optimizer = nxd.initialize_parallel_optimizer(nxd_config, AdamW, model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model.run_train(tokens())
+    optimizer.step()
+    before = float(model.run_eval(tokens()))
+
+    nxd.trainer.save_checkpoint(folder, "positions", model, optimizer, scheduler, {"epoch": 1}, 8, False, None, False)
+    nxd.trainer.save_checkpoint(
+        path=folder,
+        tag="names",
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        user_content={"epoch": 2},
+        num_workers=8,
+        use_xser=True,
+        num_kept_ckpts=3,
+        async_save=True,
+        zero1_optimizer=True,
+    )
+    nxd.trainer.save_checkpoint(folder, tag="parts", model=model)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    nxd.trainer.save_checkpoint(folder, tag="dicts", zero1_optimizer=True, num_kept_ckpts=3, **state)
+    tags = sorted(path.name for path in Path(folder).iterdir() if path.is_dir())
+    assert tags == ["dicts", "names", "parts"], tags
+
+    for call, content in (
+        (lambda: nxd.trainer.load_checkpoint(folder, "names", model, optimizer, scheduler, 8, True), {"epoch": 2}),
+        (
+            lambda: nxd.trainer.load_checkpoint(
+                path=folder,
+                tag="names",
+                model=model,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                num_workers=8,
+                strict=True,
+            ),
+            {"epoch": 2},
+        ),
+        (lambda: nxd.trainer.load_checkpoint(folder, "parts", model=model, strict=False), None),
+        (lambda: nxd.trainer.load_checkpoint(folder, model=model, optimizer=optimizer), None),  # the newest
+    ):
+        for param in model.parameters():
+            nn.init.zeros_(param)
+        assert call() == content
+        assert float(model.run_eval(tokens())) == before
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_checkpoints(tp: int, tmp_path: Path):
+    at_degree(tp, checkpoint_calls, str(tmp_path), tp)

@@ -1,0 +1,228 @@
+"""Streaming decoders: the same text as decoding at once, whole characters only, stop strings cut out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nxd_server.text.detokenize import TextStream
+from tests.support.text.text_tokenizers import KINDS, byte_level, sentencepiece_style
+
+texts = st.text(
+    alphabet=st.one_of(
+        st.characters(codec="utf-8", exclude_categories=("Cs",)), st.sampled_from("aé你好世界😀👩\u200d stop END.' \n")
+    ),
+    max_size=60,
+)
+quick = settings(max_examples=120)
+
+
+def stream(tokenizer, ids, stop=()):
+    decoder = tokenizer.stream(stop)
+    pieces = []
+    for token in ids:
+        pieces.append(decoder.push(token))
+        if decoder.matched is not None:
+            break
+    pieces.append(decoder.flush())
+    return pieces, decoder.matched
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=texts)
+@quick
+def test_streamed_text_equals_text_decoded_at_once(kind, text):
+    tokenizer = KINDS[kind]()
+    ids = tokenizer.encode(text)
+    pieces, _ = stream(tokenizer, ids)
+    assert "".join(pieces) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece_style"])
+@given(text=texts)
+@quick
+def test_text_survives_the_round_trip_and_no_piece_is_a_broken_character(kind, text):
+    tokenizer = KINDS[kind]()
+    text = text.replace("▁", "_").replace("\ufffd", "?")
+    pieces, _ = stream(tokenizer, tokenizer.encode(text, add_special_tokens=False))
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(ids=st.lists(st.integers(0, 329), max_size=40))
+@quick
+def test_any_bytes_at_all_stream_to_what_decoding_at_once_gives(ids):
+    tokenizer = byte_level()
+    pieces, _ = stream(tokenizer, ids)
+    assert "".join(pieces) == tokenizer.decode(ids)
+
+
+@given(ids=st.lists(st.integers(3, 258), min_size=1, max_size=200))
+@settings(max_examples=40)
+def test_endless_invalid_bytes_are_not_held_back_for_ever(ids):
+    tokenizer = sentencepiece_style()
+    decoder = tokenizer.detokenizer()
+    silent = 0
+    for token in ids:
+        silent = 0 if decoder.push(token) else silent + 1
+        assert silent < 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    text=texts, stops=st.lists(st.text(alphabet="aeé世界😀 stopEND.'", min_size=1, max_size=6), min_size=1, max_size=3)
+)
+@quick
+def test_the_first_stop_string_to_be_complete_ends_the_text_before_it(kind, text, stops):
+    tokenizer = KINDS[kind]()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    full = tokenizer.decode(ids)
+    pieces, matched = stream(tokenizer, ids, stops)
+    found = [(full.find(stop) + len(stop), full.find(stop), stop) for stop in stops if stop in full]
+    if found:
+        _, place, first = min(found)
+        assert matched == first
+        assert "".join(pieces) == full[:place]
+    else:
+        assert matched is None
+        assert "".join(pieces) == full
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back_until_it_cannot():
+    tokenizer = byte_level()
+    decoder = tokenizer.stream(["STOP!"])
+    shown = ""
+    for token in tokenizer.encode("go STOP", add_special_tokens=False):
+        shown += decoder.push(token)
+        assert "S" not in shown
+    for token in tokenizer.encode(" it", add_special_tokens=False):
+        shown += decoder.push(token)
+    assert shown == "go STOP it"
+
+
+class Pieces:
+    """A detokenizer whose tokens have given texts."""
+
+    def __init__(self, pieces, tail=""):
+        self._pieces, self._tail = iter(pieces), tail
+
+    def push(self, token):
+        return next(self._pieces)
+
+    def flush(self):
+        return self._tail
+
+
+def plain_stops(pieces, tail, stops, least):
+    """What :class:`TextStream` returns, piece by piece: by looking for every stop string in the whole text."""
+    text, shown = "", []
+    for number, piece in enumerate([*pieces, tail]):
+        before, text = len(text), text + piece
+        if number >= least:
+            places = ((stop, at) for stop in stops for at in range(len(text)) if text.startswith(stop, at))
+            ends = [(at + len(stop), at, stop) for stop, at in places if at + len(stop) > before]
+            if ends:
+                _, at, matched = min(ends)
+                return [*shown, text[len("".join(shown)) : at]], matched
+        begun = (stop[:size] for stop in stops for size in range(1, len(stop)))
+        held = 0 if number == len(pieces) else max((len(one) for one in begun if text.endswith(one)), default=0)
+        shown.append(text[len("".join(shown)) : len(text) - held])
+    return shown, None
+
+
+@given(
+    pieces=st.lists(st.text("ab", max_size=4), max_size=10),
+    tail=st.text("ab", max_size=2),
+    stops=st.lists(st.text("ab", min_size=1, max_size=6), max_size=4, unique=True),
+    least=st.integers(0, 4),
+)
+@settings(max_examples=500)
+def test_stop_strings_are_found_as_by_looking_through_the_text(pieces, tail, stops, least):
+    decoder, shown = TextStream(Pieces(pieces, tail), stops), []
+    for number in range(len(pieces)):
+        shown.append(decoder.push(0, may_stop=number >= least))
+        if decoder.matched is not None:
+            break
+    else:
+        shown.append(decoder.flush(may_stop=len(pieces) >= least))
+    assert (shown, decoder.matched) == plain_stops(pieces, tail, stops, least)
+
+
+def test_a_token_costs_the_same_however_long_the_stop_strings_are():
+    """16 of a thousand characters took the engine, and all other answers, milliseconds for each token."""
+    looks = 0
+
+    class Counted(str):
+        def __getitem__(self, place):
+            nonlocal looks
+            looks += 1
+            return super().__getitem__(place)
+
+    # The text may always begin the first one, and never one of the others.
+    stops = [Counted("a" * 1000 + "b"), *(Counted("bc"[number % 2] * 1000) for number in range(15))]
+    decoder = TextStream(Pieces(["aaaa"] * 400), stops)
+    looks = 0
+    assert len("".join(decoder.push(0) for _ in range(400))) == 600
+    assert looks <= 4 * 16 * 1600
+
+
+def test_stop_strings_wait_for_the_minimum_length():
+    tokenizer = byte_level()
+    decoder = tokenizer.stream(["a"])
+    (token,) = tokenizer.encode("a", add_special_tokens=False)
+    assert decoder.push(token, may_stop=False) == "a"
+    assert decoder.push(token) == "" and decoder.matched == "a"
+    decoder = TextStream(Pieces(["go S", "TOP"]), ["STOP"])  # begun before it, and complete after it
+    assert decoder.push(0, may_stop=False) == "go "
+    assert decoder.push(0) == "" and decoder.matched == "STOP"
+
+
+def test_tokens_without_a_text_do_not_pile_up():
+    """A model may have more ids than its tokenizer; all of them were decoded again for each token."""
+    tokenizer = sentencepiece_style()
+    decoder = tokenizer.detokenizer()
+    word = tokenizer.encode("fox", add_special_tokens=False)
+    text = "".join(map(decoder.push, word))
+    for token in range(10_000, 11_000):
+        text += decoder.push(token)
+        assert len(decoder._window) < 20
+    text += "".join(map(decoder.push, word)) + decoder.flush()
+    assert text == tokenizer.decode([*word, *word]) == "fox fox"
+
+
+def test_special_tokens_are_skipped_and_added_ones_keep_their_spaces():
+    tokenizer = byte_level()
+    ids = tokenizer.encode("<|im start|>hello</s>")
+    assert ids[0] == 0 and 2 in ids and ids[-1] == 1
+    assert "".join(stream(tokenizer, ids)[0]) == "hello"
+    shown = tokenizer.detokenizer(skip_special_tokens=False)
+    assert "".join(shown.push(token) for token in ids) == "<s><|im start|>hello</s>"
+
+
+def test_the_space_before_a_continuation_is_kept_and_before_a_new_text_is_not():
+    tokenizer = sentencepiece_style()
+    prompt, word = tokenizer.encode("the quick", add_special_tokens=False), tokenizer.encode("fox")
+    continued = tokenizer.detokenizer(prompt)
+    assert "".join(continued.push(token) for token in word) == " fox"
+    fresh = tokenizer.detokenizer([*prompt, tokenizer.token_to_id("</s>")])
+    assert "".join(fresh.push(token) for token in word) == "fox"
+
+
+@pytest.mark.parametrize(("prompt", "more"), [("你好", "世界"), ("好世", "界"), ("👩\u200d", "👩x")])
+def test_an_answer_goes_on_with_bytes_where_its_prompt_ended_with_them(prompt, more):
+    """The tokens kept of the prompt begin in the middle of a character."""
+    tokenizer = sentencepiece_style()
+    before = tokenizer.encode(prompt, add_special_tokens=False)
+    whole = tokenizer.encode(prompt + more, add_special_tokens=False)
+    assert whole[: len(before)] == before
+    decoder = tokenizer.detokenizer(before)
+    assert "".join(map(decoder.push, whole[len(before) :])) + decoder.flush() == more
+
+
+def test_a_prompt_may_end_within_a_character():
+    tokenizer = sentencepiece_style()
+    ids = tokenizer.encode("x你fox", add_special_tokens=False)
+    at = next(place for place in range(len(ids)) if tokenizer.decode(ids[:place]).endswith("\ufffd\ufffd"))
+    decoder = tokenizer.detokenizer(ids[:at])
+    assert "".join(map(decoder.push, ids[at:])) + decoder.flush() == "你fox"

@@ -1,0 +1,222 @@
+"""What processes for texts cost the server: little to send, nothing twice, and no time of those who stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+
+import pytest
+
+from nxd_server.errors import EngineUnavailableError, PromptTooLongError, TextTooLongError
+from nxd_server.text import text_process as process
+from nxd_server.text.chat_template import TemplateSources
+from nxd_server.text.field_bounds import ANY
+from nxd_server.text.text_process import NICENESS, JobFailed, Setup, TextProcess
+from nxd_server.text.text_process_jobs import BoundedJson, BoundedTemplate, BoundedTokenizer
+from nxd_server.text.tokenizer import Tokenizer
+from tests.support.http.http_toy import toy_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def slow_starts_are_waited_for(monkeypatch):
+    monkeypatch.setattr(process, "START_SECONDS", 300.0)
+
+
+@pytest.fixture
+def bounded():
+    bounded = BoundedTokenizer(toy_tokenizer(), 60, 1)
+    yield bounded
+    bounded.stop()
+
+
+def nice(pid: int | None) -> int:
+    assert pid is not None
+    return os.getpriority(os.PRIO_PROCESS, pid)
+
+
+def test_each_of_them_leaves_streams_the_cores_from_its_first_moment(bounded, monkeypatch):
+    started: list[int] = []
+    whole = process.TextProcess._ask
+
+    def ask(self, header, *more):
+        started.append(nice(self.pid) if "kind" in header and whole(self, header, *more) else 0)
+        return ({}, b"") if "kind" in header else whole(self, header, *more)
+
+    monkeypatch.setattr(process.TextProcess, "_ask", ask)
+    template, parser = BoundedTemplate(TemplateSources("{{ messages[0].content }}"), 60, 1), BoundedJson(60, 1)
+    expected = min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+    try:
+        template.check()
+        asyncio.run(parser.parse(b'{"a": 1}', ANY))
+        asyncio.run(bounded.encode("hello", special=False, most=9, field="prompt"))
+        for one in (template, parser, bounded):
+            assert nice(one._process.pid) == expected
+    finally:
+        template.stop()
+        parser.stop()
+    assert started.count(expected) == 3
+
+
+def test_a_conversation_is_sent_without_json_and_is_what_the_template_sees(monkeypatch):
+    """JSON of half a million numbers kept the interpreter for a fifth of a second."""
+    heads: list[int] = []
+    write = process.write_frame
+
+    def counted(connection, header, blob=b"", seconds=None):
+        heads.append(len(json.dumps(header)))
+        write(connection, header, blob, seconds)
+
+    sources = TemplateSources("{{ messages | tojson }} {{ a | tojson }}")
+    template = BoundedTemplate(sources, 60, 1)
+    messages = [{"role": "user", "content": "中" * 1000}] * 100
+    variables = {"a": [1, 2.5, None, True, {"b": ["\n"]}] * 500}
+    try:
+        template.check()
+        monkeypatch.setattr(process, "write_frame", counted)
+        text = asyncio.run(template.render(messages, variables, 10**6))
+    finally:
+        template.stop()
+    assert text == f"{json.dumps(messages, ensure_ascii=False)} {json.dumps(variables['a'])}"
+    assert max(heads) < 100
+
+
+def test_ids_of_a_long_text_are_those_of_the_tokenizer_and_more_than_fit_are_not_sent(bounded):
+    text = "hello, you. " * 20_000
+    ids = toy_tokenizer().encode(text)
+
+    async def main():
+        assert await bounded.encode(text, special=True, most=len(ids), field="prompt") == ids
+        with pytest.raises(TextTooLongError, match=f"has {len(ids)} tokens; .* {len(ids) - 1} tokens") as caught:
+            await bounded.encode(text, special=True, most=len(ids) - 1, field="messages")
+        assert caught.value.field == "messages"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("text", ["hello", "hello " * 1000])
+def test_no_list_is_made_of_more_ids_than_fit(text):
+    class Encoding:
+        def __len__(self):
+            return 11
+
+        @property
+        def ids(self):
+            pytest.fail("a list was made")
+
+    tokenizer = toy_tokenizer()
+
+    class Raw:
+        def encode(self, *_, **__):
+            return Encoding()
+
+        def encode_batch_fast(self, *_, **__):
+            return [Encoding()]
+
+    tokenizer.raw = Raw()
+    with pytest.raises(PromptTooLongError, match="the prompt has 11 tokens"):
+        tokenizer.encode(text, most=10)
+
+
+@pytest.fixture
+def parser():
+    process = TextProcess(lambda: Setup({"kind": "json"}))
+    yield process
+    process.stop()
+
+
+def parse(process, job=None):
+    return process.run({"bounds": {}}, b'{"a": 1}', seconds=120, job=job)
+
+
+def test_a_client_that_leaves_when_its_answer_has_come_ends_no_job_of_the_next(parser, monkeypatch):
+    """Beside clients that left, six of a hundred conversations of another were a 400 for taking too much memory."""
+    read, mine = process.read_frame, object()
+
+    def leave(connection, seconds=None):
+        found = read(connection, seconds)
+        parser.cancel(mine)
+        return found
+
+    parse(parser)
+    monkeypatch.setattr(process, "read_frame", leave)
+    parse(parser, mine)
+    monkeypatch.setattr(process, "read_frame", read)
+    assert parse(parser) == parse(parser)
+
+
+def test_a_process_that_died_while_it_had_nothing_to_do_is_started_again(parser):
+    answer = parse(parser)
+    first = parser._process
+    first.kill()
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+    assert parse(parser) == answer
+    assert parser.pid not in (None, first.pid)
+
+
+def test_it_is_not_ended_by_a_signal_to_all_processes_of_the_server(parser):
+    """As the end of a service or of a machine sends it: what runs still needs the process."""
+    answer, pid = parse(parser), parser.pid
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(pid, number)
+    assert parse(parser) == answer
+    assert parser.pid == pid
+
+
+JOBS = {
+    "check": lambda: BoundedTemplate(TemplateSources("{{ messages }}"), 60, 1).check(),
+    "render": lambda: asyncio.run(BoundedTemplate(TemplateSources("{{ messages }}"), 60, 1).render([], {}, 9)),
+    "encode": lambda: asyncio.run(
+        BoundedTokenizer(toy_tokenizer(), 60, 1).encode("a", special=False, most=9, field="prompt")
+    ),
+    "parse": lambda: asyncio.run(BoundedJson(60, 1).parse(b"{}", ANY)),
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_where_no_process_starts_neither_the_request_nor_the_template_is_to_blame(monkeypatch, job):
+    monkeypatch.setattr(process, "_COMMAND", "raise SystemExit(1)")
+    with pytest.raises(EngineUnavailableError, match="did not start") as caught:
+        JOBS[job]()
+    assert caught.value.state == "busy" and caught.value.retry_after
+
+
+def test_nor_is_a_request_to_blame_where_the_process_dies_with_what_it_needs(monkeypatch):
+    monkeypatch.setattr(BoundedTokenizer, "_setup", Setup({"kind": "tokenizer", "config": {}}, b"not a tokenizer"))
+    with pytest.raises(EngineUnavailableError, match="did not start"):
+        JOBS["encode"]()
+
+
+def test_a_job_whose_client_has_left_is_not_begun_and_the_process_goes_on(parser):
+    parse(parser)
+    pid, mine = parser.pid, object()
+    parser.cancel(mine)
+    with pytest.raises(JobFailed):
+        parse(parser, mine)
+    parse(parser)
+    assert parser.pid == pid
+
+
+def test_a_vocabulary_is_written_down_once_however_often_its_process_is_started():
+    class Raw:
+        written = 0
+
+        def to_str(self):
+            self.written += 1
+            return real.raw.to_str()
+
+    real = toy_tokenizer()
+    raw = Raw()
+    stand_in = Tokenizer.__new__(Tokenizer)
+    vars(stand_in).update(vars(real), raw=raw)
+    bounded = BoundedTokenizer(stand_in, 60, 1)
+    try:
+        pids = set()
+        for _ in range(3):
+            assert asyncio.run(bounded.encode("hello", special=False, most=9, field="prompt")) == real.encode("hello")
+            pids.add(bounded._process.pid)
+            bounded._process._end()
+        assert len(pids) == 3 and raw.written == 1
+    finally:
+        bounded.stop()

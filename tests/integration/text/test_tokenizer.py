@@ -1,0 +1,227 @@
+"""Tokenizers from their files: the same ids as transformers gives, limits never applied silently."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from nxd_infer.errors import ModelConfigError
+from nxd_server.errors import PromptTooLongError, RequestError, TextTooLongError
+from nxd_server.text.library_panics import LibraryPanic
+from nxd_server.text.tokenizer import GENERIC, LONG_TEXT, SHORT_ENOUGH, Tokenizer, check_text
+from tests.support import tiny_models
+from tests.support.text.text_tokenizers import KINDS, byte_level, wordpiece
+
+SENTENCES = ["Hello, World! Don't stop.", "naïve café 你好 😀", "", "  spaces   and\ttabs\n", "<|end|> in the text"]
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "roberta"])
+def test_ids_and_text_equal_those_of_transformers(family, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    directory = tiny_models.write_tiny(family, tmp_path / family)
+    ours, theirs = Tokenizer.from_dir(directory), transformers.AutoTokenizer.from_pretrained(directory)
+    for text in SENTENCES:
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text) == ids
+        assert ours.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert ours.bos_token_id == theirs.bos_token_id and ours.eos_token_id == theirs.eos_token_id
+    assert ours.special_ids == frozenset(theirs.all_special_ids) | ours.special_ids
+
+
+def test_the_post_processor_decides_about_the_begin_token():
+    tokenizer = byte_level()
+    assert tokenizer.encode("a")[0] == tokenizer.bos_token_id == 0
+    assert tokenizer.encode("a", add_special_tokens=False)[0] != 0
+    assert tokenizer.eos_token_id == 1
+
+
+def test_a_truncation_in_the_file_is_not_applied_silently(tmp_path):
+    raw = byte_level().raw
+    spec = json.loads(raw.to_str())
+    spec["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    spec["padding"] = {
+        "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "<s>",
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    assert len(Tokenizer.from_dir(tmp_path).encode("one two three four five", add_special_tokens=False)) > 4
+
+
+def test_a_vocabulary_file_alone_makes_a_bert_tokenizer(tmp_path):
+    reference = wordpiece()
+    vocab = sorted(reference.raw.get_vocab().items(), key=lambda item: item[1])
+    (tmp_path / "vocab.txt").write_text("\n".join(token for token, _ in vocab))
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    ids, types = tokenizer.encode_with_types("the quick fox", "the dog")
+    cls, sep = (tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]"))
+    first, second = (reference.encode(text, add_special_tokens=False) for text in ("the quick fox", "the dog"))
+    assert ids == [cls, *first, sep, *second, sep]
+    assert types == [0] * (len(first) + 2) + [1] * (len(second) + 1)
+    for names, expected in ((["input_ids", "token_type_ids"], types), (["input_ids"], [0] * len(types))):
+        one = Tokenizer(tokenizer.raw, {"model_input_names": names})
+        assert one.encode_with_types("the quick fox", "the dog") == (ids, expected)
+
+
+@pytest.mark.parametrize("names", [None, ["input_ids"], ["input_ids", "token_type_ids"]], ids=["", "no types", "types"])
+@pytest.mark.parametrize("kind", [None, "BertTokenizer", "BertTokenizerFast", *GENERIC])
+def test_the_type_of_a_second_text_is_that_of_transformers(tmp_path, kind, names):
+    transformers = pytest.importorskip("transformers", "5")
+    wordpiece().raw.save(str(tmp_path / "tokenizer.json"))
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    second = {"Sequence": {"id": "B", "type_id": 1}}
+    pair = [{"Sequence": {"id": "A", "type_id": 0}}, second]
+    raw["post_processor"] = {"type": "TemplateProcessing", "single": pair[:1], "pair": pair, "special_tokens": {}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    config = {"tokenizer_class": kind, "model_input_names": names}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    wanted = transformers.AutoTokenizer.from_pretrained(tmp_path)("the quick fox", "the dog")
+    ids, types = Tokenizer.from_dir(tmp_path).encode_with_types("the quick fox", "the dog")
+    assert types[0] == 0 and types[-1] == max(wanted.get("token_type_ids", [0]))
+    assert len(ids) == len(types)
+
+
+@pytest.mark.parametrize("cls", [False, True])
+def test_vocabulary_and_merges_make_a_byte_level_tokenizer(tmp_path, cls):
+    reference = byte_level()
+    reference.raw.model.save(str(tmp_path))
+    if cls:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"cls_token": "<s>", "sep_token": "</s>"}))
+    ids = reference.encode("quick 你好", add_special_tokens=False)
+    assert Tokenizer.from_dir(tmp_path).encode("quick 你好") == ([0, *ids, 1] if cls else ids)
+
+
+@pytest.mark.parametrize("files", [{}, {"tokenizer.json": "{}"}, {"tokenizer.json": "not json"}])
+def test_a_directory_without_a_readable_tokenizer_is_refused_by_name(tmp_path, files):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ModelConfigError, match=r"tokenizer\.json"):
+        Tokenizer.from_dir(tmp_path)
+
+
+def test_a_vocabulary_with_a_gap_of_billions_is_refused(tmp_path):
+    """The library would go through all ids between, and end the process where memory does."""
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 4_000_000_000}, "unk_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    with pytest.raises(ModelConfigError, match="its 2 tokens have ids up to 4000000000"):
+        Tokenizer.from_dir(tmp_path)
+
+
+def damaged(tmp_path, **parts):
+    spec = json.loads(byte_level().raw.to_str()) | parts
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    return tmp_path
+
+
+def test_a_file_on_which_the_library_panics_is_refused_by_name(tmp_path):
+    """Sentencepiece models without normalization were converted to an empty map."""
+    with pytest.raises(ModelConfigError, match=r"tokenizer\.json.*precompiled_charsmap"):
+        Tokenizer.from_dir(damaged(tmp_path, normalizer={"type": "Precompiled", "precompiled_charsmap": ""}))
+
+
+def test_a_text_or_ids_on_which_the_library_panics_are_an_error_of_their_own(tmp_path):
+    decoder = {"type": "Strip", "content": "q", "start": 1, "stop": 1}
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": "AQAAAA=="}
+    tokenizer = Tokenizer.from_dir(damaged(tmp_path, normalizer=normalizer, decoder=decoder))
+    with pytest.raises(RequestError, match=r"prompt\[1\].*index out of bounds"):
+        tokenizer.encode("quick", field="prompt[1]")
+    ids = [tokenizer.token_to_id(token) for token in ("a", "q")]
+    assert tokenizer.decode(ids[:1]) == "a"
+    with pytest.raises(LibraryPanic, match="slice index"):
+        tokenizer.decode(ids)
+
+
+def test_a_sentencepiece_model_says_how_to_convert_it(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e")
+    with pytest.raises(ModelConfigError, match="save_pretrained"):
+        Tokenizer.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["\ud83d", "ok \udc00 ok", "a\ud800"])
+def test_a_lone_surrogate_is_a_request_error_that_names_the_field(kind, text):
+    with pytest.raises(RequestError, match="surrogate") as caught:
+        KINDS[kind]().encode(text, field="prompt[2]")
+    assert caught.value.field == "prompt[2]"
+
+
+@pytest.mark.parametrize("value", [None, 3, b"bytes", ["list"]])
+def test_what_is_no_string_is_a_request_error(value):
+    with pytest.raises(RequestError):
+        check_text(value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_of_tokens_join_to_the_text(kind):
+    tokenizer = KINDS[kind]()
+    if kind == "wordpiece":
+        assert tokenizer.token_text(tokenizer.token_to_id("[CLS]")) == "[CLS]"
+        return
+    text = "go 你好 😀"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(tokenizer.token_bytes(token) for token in ids).decode().lstrip() == text
+    assert tokenizer.token_bytes(10**6) == b""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("special", [True, False])
+def test_a_long_text_has_the_same_tokens_by_the_fast_call(kind, special):
+    tokenizer = KINDS[kind]()
+    text = "def f(x): return é 中 😀\n" * 400
+    assert len(text) > LONG_TEXT
+    ids = tokenizer.raw.encode(text, add_special_tokens=special).ids
+    assert tokenizer.encode(text, add_special_tokens=special) == ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pair", [None, "one two", "one two " * 600])
+@pytest.mark.parametrize("most", [None, 90, 10**6])
+def test_a_long_text_or_pair_is_for_an_encoder_what_the_slow_call_makes_of_it(kind, pair, most):
+    """That one holds the interpreter: for five seconds a megabyte."""
+
+    class Fast:
+        def encode(self, text, *more, **options):
+            assert len(text) <= LONG_TEXT and not more, "the slow call"
+            return slow.raw.encode(text, *more, **options)
+
+        def __getattr__(self, name):
+            return getattr(slow.raw, name)
+
+    slow, text = KINDS[kind](), "def f(x): return 12\n" * 400
+    tokenizer = Tokenizer.__new__(Tokenizer)
+    vars(tokenizer).update(vars(slow), raw=Fast())
+    ids, types = tokenizer.encode_with_types(text, pair, most=most)
+    whole = slow.raw.encode(text, pair)
+    if most == 90:
+        assert len(ids) == 90 and set(types) == set(whole.type_ids)
+    else:
+        assert (ids, types) == (whole.ids, whole.type_ids)
+        with pytest.raises(PromptTooLongError, match=f"the text has {len(ids)} tokens.* is 90 tokens"):
+            tokenizer.encode_with_types(text, pair, most=most, limit=90)
+
+
+def test_a_text_that_cannot_fit_is_refused_unread_and_one_that_might_is_not():
+    tokenizer = wordpiece()
+    tokenizer.check_length("a" * SHORT_ENOUGH, 4)
+    with pytest.raises(TextTooLongError, match=f"{SHORT_ENOUGH + 1} characters.*4 tokens"):
+        tokenizer.check_length("a" * (SHORT_ENOUGH + 1), 4)
+    tokenizer.check_length("a" * (SHORT_ENOUGH + 1), SHORT_ENOUGH + 1)
+
+
+PAIRS = [("a short one", "Hello, World! Don't stop. " * 3), ("Hello, World! " * 4, "short"), ("one two three", "four")]
+
+
+def test_a_cut_text_or_pair_is_that_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    directory = tiny_models.write_tiny("bert", tmp_path)
+    ours, theirs = Tokenizer.from_dir(directory), transformers.AutoTokenizer.from_pretrained(directory)
+    for most in (3, 4, 9, 10, 500):
+        for text, pair in [(text, None) for text in SENTENCES] + PAIRS:
+            expected = theirs(text, pair, truncation=True, max_length=most)["input_ids"]
+            assert ours.encode_with_types(text, pair, most=most)[0] == expected, (most, text, pair)
+    with pytest.raises(RequestError, match=r"truncate_prompt_tokens: 2 has no room beside 2 special .* at least 3"):
+        ours.encode_with_types("a", most=2)
+    whole = ours.encode_with_types("a", "b")
+    assert ours.encode_with_types("a", "b", most=50) == whole  # with the types of both

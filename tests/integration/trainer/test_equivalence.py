@@ -1,0 +1,103 @@
+"""Training in parallel is training in one process: losses, every gradient on every rank, norms, weights."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_infer import parallel_state
+from nxd_infer.testing.compare import Reference, Training, compare_with, train_single
+from nxd_models.llama.model import Attention, FeedForward
+from tests.support.ranks import run_ranks
+from tests.support.trainer.models import FAMILIES, MLP, decoder, tokens, vectors
+
+F64 = torch.float64
+STEPS = 10
+
+
+def builder(model: str, dtype: torch.dtype):
+    return partial(MLP, dtype) if model == "mlp" else partial(decoder, model, dtype)
+
+
+def batch_for(model: str, dtype: torch.dtype) -> dict[str, Any]:
+    return vectors(dtype) if model == "mlp" else tokens()
+
+
+Case = tuple[str, str, torch.dtype, dict[str, Any]]
+
+
+def cases(degrees: list[tuple[int, int]]) -> list[Case]:
+    """(name, model, dtype, options of Training) for every degree."""
+    found: list[Case] = []
+    for tp, dp in degrees:
+        here = {"tp": tp, "dp": dp, "steps": STEPS}
+        for sp, zero1 in itertools.product(
+            (False, True) if tp > 1 else (False,), (False, True) if dp > 1 else (False,)
+        ):
+            options = {**here, "sequence_parallel": sp, "zero1": zero1}
+            if (sp, zero1) != (tp > 1, dp > 1):  # many steps with all that these degrees have, few without some of it
+                options["steps"] = 3
+            found.append(("", "llama", torch.float32, options))
+            found.append(("", "mlp", F64, {**options, "accumulate": 2}))
+            found.append(("", "odd_heads", F64, {**options, "steps": 3, "activation_checkpoint": "full"}))
+        for model in ("tied", "qwen3", "biases"):
+            found.append(("", model, F64, {**here, "steps": 3, "sequence_parallel": tp > 1, "zero1": dp > 1}))
+        # No clipping, momentum, and checkpointing of chosen classes with all the rest.
+        sgd = {"optimizer_class": torch.optim.SGD, "optimizer_options": {"lr": 0.1, "momentum": 0.9}}
+        found.append(("", "llama", F64, {**here, **sgd, "steps": 3, "max_grad_norm": None, "zero1": dp > 1}))
+        chosen = {"activation_checkpoint": (Attention, FeedForward), "accumulate": 2}
+        found.append(("", "llama", torch.float32, {**here, **chosen, "sequence_parallel": tp > 1, "zero1": dp > 1}))
+    return found
+
+
+def name_of(case: Case) -> str:
+    _, model, dtype, options = case
+    return f"{model} {str(dtype)[6:]} " + " ".join(f"{k}={v}" for k, v in options.items() if v)
+
+
+def reference_of(case: Case, kept: dict[Any, Reference]) -> Reference:
+    _, model, dtype, options = case
+    key = model, dtype, options["steps"], options.get("optimizer_class"), options.get("max_grad_norm", 1.0)
+    if key not in kept:
+        kept[key] = train_single(builder(model, dtype), batch_for(model, dtype), Training(**options))
+    return kept[key]
+
+
+def run(degrees: list[tuple[int, int]]) -> list[str]:
+    """On one rank: every case, in a context of its own; what differs, and how many cases there were."""
+    found, kept = [], {}
+    for case in cases(degrees):
+        _, model, dtype, options = case
+        reference = reference_of(case, kept)
+        parallel_state.destroy_model_parallel()
+        differences = compare_with(reference, builder(model, dtype), batch_for(model, dtype), Training(**options))
+        found += [f"{name_of(case)}: {line}" for line in differences]
+    return found
+
+
+def test_two_ranks():
+    degrees = [(1, 2), (2, 1)]
+    assert len(cases(degrees)) >= 20
+    for rank, found in enumerate(run_ranks(run, 2, degrees, comm_timeout=240)):
+        assert not found, f"rank {rank}:\n" + "\n".join(found)
+
+
+def test_four_ranks():
+    degrees = [(2, 2), (4, 1)]
+    for rank, found in enumerate(run_ranks(run, 4, degrees, comm_timeout=240)):
+        assert not found, f"rank {rank}:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("model", ["mlp", *FAMILIES])
+def test_one_process(model: str):
+    """The trainer at degree 1 is plain PyTorch, bit by bit."""
+    options = {"steps": STEPS}
+    reference = train_single(builder(model, torch.float32), batch_for(model, torch.float32), Training(**options))
+    found = compare_with(
+        reference, builder(model, torch.float32), batch_for(model, torch.float32), Training(**options), tolerance=0.0
+    )
+    assert not found, "\n".join(found)

@@ -1,5 +1,0 @@
-"""Tests of models use tiny tensors, many of them."""
-
-from tests.one_thread import one_thread
-
-__all__ = ["one_thread"]

@@ -1,0 +1,148 @@
+"""Canonical graphs of the model families, traced in this process, and run on all ranks in lockstep."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.comm import register_collectives, unregister_collectives
+from nxd_infer.context import make_context, use_context
+from nxd_infer.graph.canonical import Graph, trace_graph
+from nxd_infer.graph.export import Step
+from nxd_infer.graph.ir import FUNCTIONAL, Program, graph_to_ir
+from nxd_infer.graph.names import named_inputs, state_name
+from nxd_infer.layout.shard import named_tensors
+from nxd_models.serving import tasks
+from tests.support import tiny_models
+from tests.support.backends.plugins import installed
+
+with installed():
+    from lockstep import Lockstep  # pyright: ignore[reportMissingImports]
+
+SMALL = {"num_hidden_layers": 1}
+
+
+class Rank:
+    """One rank's graph of one bucket, and the tensors it runs on."""
+
+    def __init__(self, module: nn.Module, example: Any, states: Sequence[Any], rank: int):
+        inputs, keyword = named_inputs(module, example)
+        step = Step(module, inputs, keyword, [state_name(module, state) for state in states])
+        self.graph: Graph = trace_graph(step)
+        own = named_tensors(module)
+        generator = torch.Generator().manual_seed(rank)
+        self.inputs = list(inputs.values())
+        self.states = [own[spec.name].detach().clone() for spec in self.graph.file.states]
+        self.weights = []
+        for spec in self.graph.file.weights:
+            value = self.graph.constants.get(spec.name, own.get(spec.name))
+            assert value is not None
+            if spec.kind == "parameter":
+                value = torch.randn(value.shape, generator=generator) * 0.2
+            self.weights.append(value.detach())
+
+
+@functools.cache
+def directory(family: str, root: Path, vocabulary: int = tiny_models.VOCAB_SIZE) -> Path:
+    return tiny_models.write_tiny(family, root / f"{family}-{vocabulary}", vocab_size=vocabulary, **SMALL)
+
+
+def ranks_of(
+    family: str, degree: int, root: Path, *, bucket: int = 0, vocabulary: int = tiny_models.VOCAB_SIZE, **options: Any
+) -> list[Rank]:
+    """The ranks of ``family`` at ``degree``; ``options``: of the plan."""
+    task = {"bert": "embed", "roberta": "embed", "bert_classifier": "classify", "roberta_classifier": "classify"}
+    plan = tasks.plan(
+        directory(family, root, vocabulary),
+        task.get(family, "generate"),
+        batch_sizes=[2],
+        prompt_buckets=[4],
+        dtype=torch.float32,
+        **({"max_len": 16} if family not in task else {}),
+        **options,
+    )
+    arguments = plan.trace_arguments()
+    examples = arguments["example_inputs"]
+    found = []
+    for rank in range(degree):
+        with use_context(make_context(degree, rank, tp=degree, collectives="none")):
+            module = plan.func(**plan.func_kwargs)
+            module = (module[0] if isinstance(module, tuple) else module).eval()
+            found.append(Rank(module, examples[bucket], getattr(module, "nxd_states", ()), rank))
+    return found
+
+
+def program(module: torch.fx.GraphModule) -> Program:
+    return Program(graph_to_ir(module, FUNCTIONAL))
+
+
+def in_lockstep(degree: int, run: Callable[[int], Any]) -> list[Any]:
+    """``run(rank)`` of every rank at once, each a thread with its own context."""
+    device, key = Lockstep(degree), f"test-{threading.get_ident()}"
+    for rank in range(degree):
+        register_collectives(f"{key}-{rank}", device.of(rank))
+
+    def one(rank: int) -> Any:
+        try:
+            with torch.no_grad(), use_context(make_context(degree, rank, tp=degree, collectives=f"{key}-{rank}")):
+                return run(rank)
+        except BaseException:
+            device.abort()
+            raise
+
+    try:
+        with ThreadPoolExecutor(degree) as threads:
+            return list(threads.map(one, range(degree)))
+    finally:
+        for rank in range(degree):
+            unregister_collectives(f"{key}-{rank}")
+
+
+def same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    """To the bit; NaN equals NaN."""
+    return all(
+        a.dtype == b.dtype and torch.equal(torch.nan_to_num(a.double(), 7), torch.nan_to_num(b.double(), 7))
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def steps_of(rank: Rank) -> list[list[Tensor]]:
+    """Inputs of three steps: every row drawn in another way, tokens that the graph itself remembers in the second."""
+    found = []
+    for number in range(3):
+        given = {spec.name: value.clone() for spec, value in zip(rank.graph.file.inputs, rank.inputs, strict=True)}
+        rows = len(rank.inputs[0])
+        if "block_table" in given:
+            length = given["tokens"].shape[1]
+            given["tokens"] = (torch.arange(rows * length).view(rows, length) * 37 + number * 11 + 5) % 280
+            if number == 1:
+                given["tokens"][:, 0] = -1
+            given["block_table"] = torch.arange(rows)[:, None]
+            given["start"] = torch.full((rows,), number * length)
+            given["length"] = torch.full((rows,), length)
+            given["temperature"][-1] = 0.9
+            given["presence_penalty"][-1] = 0.5
+            given["seed"][-1] = 7
+        found.append(list(given.values()))
+    return found
+
+
+def run_whole(ranks: list[Rank]) -> list[list[list[Tensor]]]:
+    """``[rank][step]``: outputs and new states, of the canonical graph as it is."""
+
+    def run(number: int) -> list[list[Tensor]]:
+        rank, states = ranks[number], list(ranks[number].states)
+        whole, results = program(rank.graph.module), []
+        for inputs in steps_of(rank):
+            results.append(whole(*states, *inputs, *rank.weights))
+            states = results[-1][len(rank.graph.file.outputs) :]
+        return results
+
+    return in_lockstep(len(ranks), run)

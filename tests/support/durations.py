@@ -1,0 +1,42 @@
+"""How long each file of tests takes, measured: ``pytest --write-durations`` writes ``tests/durations.json``.
+
+pytest-xdist gives whole files to a few processes as these become free. A long one that is begun last would leave the
+others without work; a file that is missing costs balance alone, and so does a wrong figure.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parents[1] / "durations.json"
+LEAST = 2.0
+"""Seconds; what takes less is not written."""
+_SECONDS: dict[str, float] = json.loads(FILE.read_text())
+
+
+def seconds(nodeid: str) -> float:
+    """Of the file of a test."""
+    return _SECONDS.get(nodeid.partition("::")[0], 0.0)
+
+
+class Writer:
+    """Of the files that ran, the new figures; all others keep theirs, unless the file is gone."""
+
+    def __init__(self, config: pytest.Config):
+        self._root = config.rootpath
+        self._runs = not hasattr(config, "workerinput")
+        self._took: collections.Counter[str] = collections.Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._took[report.nodeid.partition("::")[0]] += report.duration  # pyright: ignore[reportArgumentType]
+
+    def pytest_sessionfinish(self) -> None:
+        if self._runs:
+            known = {**_SECONDS, **self._took}
+            kept = {file: round(took, 1) for file, took in known.items() if took >= LEAST}
+            there = {file: took for file, took in sorted(kept.items()) if (self._root / file).is_file()}
+            FILE.write_text(json.dumps(there, indent=1) + "\n")

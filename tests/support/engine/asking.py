@@ -1,0 +1,34 @@
+"""Questions to an engine in a test, and waiting for what it does. The bounds of time guard against hanging alone."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+from nxd_server.engine import SamplingParams
+from tests.support.engine.toy_model import Listener
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+
+
+def ask(engine, prompt, params=GREEDY, timeout=60.0, **options):
+    listener = Listener(params.n)
+    assert engine.submit(prompt, params, listener, **options).wait(timeout)
+    return listener
+
+
+@contextlib.contextmanager
+def held(model):
+    """Hold the next step of ``model``, and all after it, until the end of this block."""
+    go, fail = threading.Event(), model.fail
+
+    def wait(name, inputs):
+        assert go.wait(60)
+        fail(name, inputs)
+
+    model.fail = wait
+    try:
+        yield
+    finally:
+        model.fail = fail
+        go.set()

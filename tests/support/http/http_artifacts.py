@@ -1,0 +1,106 @@
+"""Real traced artifacts of tiny models, for servers in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tests.support import tiny_models
+from tests.support.http.http_servers import ServerProcess
+
+WORDS = ["the", "with", "for", "while", "if", "try", "else", "def", "class", "import"]
+ONE_LAYER = {"num_hidden_layers": 1}
+"""Exported in half the time of two, which tests/models traces."""
+PROMPTS = [f"{WORDS[number % 10]} {number}" for number in range(40)]
+
+
+def trace_tiny(
+    family: str,
+    task: str,
+    directory: Path,
+    *,
+    tp: int = 2,
+    pp: int = 1,
+    backend="eager",
+    model: dict | None = None,
+    **shapes,
+) -> Path:
+    """Write a tiny model of ``family`` to ``directory/model``, of one layer (``model``: other options of write_tiny),
+    and trace it to ``directory/artifact``."""
+    from nxd_infer import trace
+    from nxd_models.serving import tasks
+
+    model_dir = tiny_models.write_tiny(family, directory / "model", **{**ONE_LAYER, **(model or {})})
+    plan = tasks.plan(model_dir, task, dtype=torch.float32, model_name=f"tiny-{family}", **shapes)
+    arguments = {**plan.trace_arguments(), "tp_degree": tp, "pp_degree": pp, "backend": backend}
+    return _trace(trace, arguments, directory / "artifact")
+
+
+def _trace(trace, arguments, artifact: Path) -> Path:
+    with trace.parallel_model_trace(**arguments) as model:
+        trace.parallel_model_save(model, artifact)
+    return artifact
+
+
+class Affine(nn.Module):
+    """A model of no task: ``y = x @ w * scale``, and the sum of ``k``'s rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(12, dtype=torch.float32).reshape(3, 4) / 10)
+        rows = {"pad": {0: 0}}
+        self.nxd_inputs = {"x": rows, "k": rows, "scale": {**rows, "default": 2.0}}
+        self.nxd_outputs = {"y": {"cut": {0: ["x", 0]}}, "total": {"cut": {0: ["x", 0]}}}
+
+    def forward(self, x, k, scale):
+        return {"y": x @ self.weight * scale[:, None], "total": k.sum(1)}
+
+
+def affine() -> tuple[nn.Module, dict]:
+    return Affine(), {}
+
+
+def trace_affine(directory: Path) -> Path:
+    """Degree 1, batches of up to 4 rows."""
+    from nxd_infer import trace
+
+    example = {"x": torch.ones(4, 3), "k": torch.ones(4, 2, dtype=torch.int64), "scale": torch.ones(4)}
+    arguments = {"func": affine, "example_inputs": example, "backend": "eager"}
+    return _trace(trace, arguments, directory / "artifact")
+
+
+@contextlib.contextmanager
+def real_server(artifact: Path, *options: str, wait: bool = True):
+    """``python -m nxd_server ARTIFACT``, ready; of an option that ``options`` repeat, the last one counts."""
+    patient = ("--call-timeout", "120", "--header-timeout", "600")
+    command = [sys.executable, "-m", "nxd_server", str(artifact), "--port", "0", *patient, *options]
+    server = ServerProcess(command)
+    try:
+        yield server.wait_ready() if wait else server
+    finally:
+        if server.process.poll() is None:
+            server.kill()
+
+
+def greedy_texts(model_dir: Path, prompts: list[str], max_tokens: int) -> dict[str, str]:
+    """What transformers' own model says, token by token without a cache, decoded as the server does."""
+    from transformers import AutoModelForCausalLM
+
+    from nxd_server.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_dir(model_dir)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    texts = {}
+    for prompt in prompts:
+        ids = tokenizer.encode(prompt)
+        start = len(ids)
+        with torch.no_grad():
+            for _ in range(max_tokens):
+                logits = model(torch.tensor([ids])).logits[0, -1]
+                ids.append(int(logits.argmax()))
+        texts[prompt] = tokenizer.decode(ids[start:])
+    return texts

@@ -1,0 +1,112 @@
+"""Attention as ported code writes it, and the same in plain PyTorch, for the tests of ``pad_model``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.context import current_context
+from nxd_infer.layout import load_weights, merge_state_dicts, weight_layout
+from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_infer.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
+from nxd_infer.parallel_layers.pad import get_number_of_extra_heads, pad_model
+from nxd_infer.parallel_layers.utils import divide
+from tests.support.layout.attention import Shape, logical_weights, plain_attention
+
+STYLES = ("separate", "fused", "unfused")
+F64 = torch.float64
+
+
+class ParallelAttention(nn.Module):
+    """Built for ``shape.heads`` heads whatever the degree; ``pad_model`` makes it fit."""
+
+    def __init__(self, shape: Shape, style: str):
+        super().__init__()
+        tp = current_context().tp.degree
+        q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.head_dim = shape.head_dim
+        self.num_heads = divide(shape.heads + get_number_of_extra_heads(shape.heads, tp), tp)
+        if style == "separate":
+            self.q, self.k, self.v = (
+                ColumnParallelLinear(shape.hidden, size, gather_output=False, dtype=F64) for size in (q, kv, kv)
+            )
+        else:
+            self.qkv = GQAQKVColumnParallelLinear(
+                shape.hidden,
+                [q, kv],
+                gather_output=False,
+                dtype=F64,
+                fuse_qkv=style == "fused",
+                logical_names={name: f"../{name}" for name in "qkv"},
+            )
+        self.o = RowParallelLinear(q, shape.hidden, input_is_parallel=True, dtype=F64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x) if hasattr(self, "qkv") else (self.q(x), self.k(x), self.v(x))
+        q, k, v = (t.reshape(len(x), -1, self.head_dim) for t in (q, k, v))
+        if q.shape[1] != self.num_heads:
+            raise AssertionError(f"{q.shape[1]} query heads on this rank, where the API guide has {self.num_heads}")
+        k, v = (t.repeat_interleave(self.num_heads // k.shape[1], 1) for t in (k, v))
+        scores = torch.einsum("ihd,jhd->hij", q, k) / self.head_dim**0.5
+        mask = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+        out = torch.einsum("hij,jhd->ihd", scores.masked_fill(mask, float("-inf")).softmax(-1), v)
+        return self.o(out.reshape(len(x), -1))
+
+
+def inputs(shape: Shape) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return (
+        torch.randn(shape.length, shape.hidden, dtype=F64, generator=generator),
+        torch.randn(shape.length, shape.hidden, dtype=F64, generator=generator),
+    )
+
+
+def reference(shape: Shape) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Output, gradient of the input and gradients of the logical weights of plain attention."""
+    weights = {name: tensor.requires_grad_() for name, tensor in logical_weights(shape).items()}
+    x, seen = inputs(shape)
+    x.requires_grad_()
+    y = plain_attention(x, weights, shape, shape.heads, shape.kv_heads) + weights["o.bias"]
+    y.backward(seen)
+    return y.detach(), x.grad, {name: tensor.grad for name, tensor in weights.items()}
+
+
+def run_padded(shape: Shape, style: str, loaded: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """On one rank: build, load before or after padding, pad, forward and backward."""
+    tp = current_context().tp
+    model = ParallelAttention(shape, style)
+    logical = logical_weights(shape)
+    if loaded == "before":
+        load_weights(model, logical, rank=tp.rank, degree=tp.degree)
+    pad_model(model, tp.degree, shape.heads)
+    if loaded == "after":
+        load_weights(model, logical, rank=tp.rank, degree=tp.degree)
+    x, seen = inputs(shape)
+    x.requires_grad_()
+    y = model(x)
+    y.backward(seen)
+    return y.detach(), x.grad, {name: p.grad for name, p in model.named_parameters()}
+
+
+def layouts_of_padded(shape: Shape, style: str, tp_degree: int) -> dict:
+    """The layouts of the padded model, asked of one built on a single rank with no group at all."""
+    model = ParallelAttention(shape, style)
+    pad_model(model, tp_degree, shape.heads)
+    return weight_layout(model)
+
+
+def compare(results: list, shape: Shape, layouts: dict) -> float:
+    """The largest relative difference of outputs and gradients from plain attention; gradients merged to logical."""
+    expected = reference(shape)
+    worst = 0.0
+    for y, grad_x, _ in results:
+        worst = max(worst, difference(y, expected[0]), difference(grad_x, expected[1]))
+    merged = merge_state_dicts([grads for _, _, grads in results], layouts)
+    if merged.keys() != expected[2].keys():
+        raise AssertionError(f"{sorted(merged)} are not {sorted(expected[2])}")
+    return max([worst, *(difference(merged[name], expected[2][name]) for name in merged)])
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    # Gradients of key biases are zero in exact arithmetic: softmax ignores what all scores share.
+    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1.0)).item()

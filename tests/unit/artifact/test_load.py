@@ -1,0 +1,380 @@
+"""Loading an artifact: verified, or refused by name with a typed error."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_infer.artifact.manifest import MANIFEST_NAME, FileSpec, WeightSpec
+from nxd_infer.artifact.names import weight_name
+from nxd_infer.artifact.rank_weights import file_entries, load_weights
+from nxd_infer.artifact.reader import artifact_digest
+from nxd_infer.artifact.writer import CHECKSUM_KEY, ArtifactWriter, manifest_checksum
+from nxd_infer.errors import (
+    ArtifactBackendError,
+    ArtifactCorruptError,
+    ArtifactError,
+    ArtifactVersionError,
+)
+from nxd_infer.graph.stored import GraphFile
+from nxd_infer.layout.files.stream import write_safetensors
+from nxd_infer.runtime.load import load_artifact
+from nxd_infer.runtime.save_load import parallel_model_load
+from nxd_infer.trace.request import TracedBucket, TracedRank
+from nxd_infer.util.reading import unique_keys
+from tests.support import toy_artifacts as toy
+
+
+def edit(artifact: Path, *, sign: bool = True, **fields) -> None:
+    """Change fields of the manifest; ``sign`` makes its own checksum right again, as a foreign writer would."""
+    path = artifact / MANIFEST_NAME
+    data = json.loads(path.read_text())
+    data.update(fields)
+    if sign:
+        data[CHECKSUM_KEY] = manifest_checksum(data)
+    path.write_text(json.dumps(data))
+
+
+def all_files(artifact: Path) -> list[str]:
+    return sorted(json.loads((artifact / MANIFEST_NAME).read_text())["files"])
+
+
+def test_what_is_no_artifact(tmp_path):
+    with pytest.raises(ArtifactError, match="no such directory"):
+        load_artifact(tmp_path / "nowhere")
+    with pytest.raises(ArtifactError, match=r"it has no manifest\.json"):
+        load_artifact(tmp_path)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ArtifactError, match="not an artifact"):
+        load_artifact(tmp_path / "file")
+
+
+def test_every_file_missing_is_named(artifact):
+    for name in all_files(artifact):
+        path = artifact / name
+        data = path.read_bytes()
+        path.unlink()
+        with pytest.raises(ArtifactCorruptError, match=f"lacks its file {name}"):
+            load_artifact(artifact)
+        path.write_bytes(data)
+    load_artifact(artifact)
+
+
+def test_every_file_truncated_or_flipped_is_named(artifact):
+    for name in all_files(artifact):
+        path = artifact / name
+        data = path.read_bytes()
+        path.write_bytes(data[:-1])
+        for verify in (True, False):
+            with pytest.raises(ArtifactCorruptError, match=f"{name} .*is truncated"):
+                load_artifact(artifact, verify=verify)
+        path.write_bytes(data + b"x")
+        with pytest.raises(ArtifactCorruptError, match=f"{name} .*is altered"):
+            load_artifact(artifact, verify=False)
+        for place in (0, len(data) // 2, len(data) - 1):
+            path.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+            with pytest.raises(ArtifactCorruptError, match=f"{name} .*is altered"):
+                load_artifact(artifact)
+        path.write_bytes(data)
+    load_artifact(artifact)
+
+
+def test_every_flipped_byte_of_the_manifest_is_refused(artifact):
+    path = artifact / MANIFEST_NAME
+    data = path.read_bytes()
+    for place in range(0, len(data), 37):
+        changed = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+        path.write_bytes(changed)
+        try:
+            same = json.loads(changed) == json.loads(data)  # white space
+        except ValueError:
+            same = False
+        if not same:
+            with pytest.raises(ArtifactError):
+                load_artifact(artifact)
+    for damaged in (b"", b"{", b"[]", b"null", data[:-40], b"\xff" * 10, b"[" * 100_000):
+        path.write_bytes(damaged)
+        with pytest.raises(ArtifactCorruptError, match=r"manifest\.json is damaged"):
+            load_artifact(artifact)
+
+
+def test_older_artifacts_are_verified_by_their_sha256(artifact, tmp_path):
+    manifest = json.loads((artifact / MANIFEST_NAME).read_text())
+    assert manifest["requires"] == ["blake3"]  # an older reader says this name, and not that the manifest is damaged
+    assert {(spec["sha256"], len(spec["blake3"])) for spec in manifest["files"].values()} == {("", 64)}
+    older = {
+        name: {"size": spec["size"], "sha256": hashlib.sha256((artifact / name).read_bytes()).hexdigest()}
+        for name, spec in manifest["files"].items()
+    }
+    edit(artifact, requires=[], files=older)
+    for link in (True, False):  # linked files keep their checksum, copies are compared with it
+        with ArtifactWriter(tmp_path / "again") as writer:
+            for name, spec in load_artifact(artifact).manifest.files.items():
+                writer.add(name, artifact / name, known=spec, link=link)
+            writer.commit(load_artifact(artifact).manifest)
+        again = json.loads((tmp_path / "again" / MANIFEST_NAME).read_text())
+        assert again["requires"] == ([] if link else ["blake3"])
+        load_artifact(tmp_path / "again")
+    for name in older:
+        path = artifact / name
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 4]))
+        with pytest.raises(ArtifactCorruptError, match=f"{name} .*is altered: sha256"):
+            load_artifact(artifact)
+        with (
+            pytest.raises(ArtifactCorruptError, match=r"differs from its checksum .*sha256"),
+            ArtifactWriter(tmp_path / "other") as writer,
+        ):
+            writer.add(name, path, known=FileSpec(**older[name]))
+        path.write_bytes(data)
+    edit(artifact, files={name: {"size": spec["size"]} for name, spec in older.items()})
+    with pytest.raises(ArtifactCorruptError, match="a file without a checksum"):
+        load_artifact(artifact)
+
+
+def test_stray_files_are_ignored(artifact):
+    (artifact / "tp_9.pt").write_bytes(b"\x80\x04garbage")
+    (artifact / "weights" / "rank_99.safetensors").write_bytes(b"")
+    (artifact / "graphs" / "old").mkdir()
+    (artifact / "link").symlink_to("/etc")
+    load_artifact(artifact)
+
+
+def test_other_versions(artifact):
+    manifest = json.loads((artifact / MANIFEST_NAME).read_text())
+    edit(artifact, format="2.0")
+    with pytest.raises(ArtifactVersionError, match=r"has format 2\.0; this package reads 1\.x"):
+        load_artifact(artifact)
+    edit(artifact, format="1.7", from_the_future={"a": 1})
+    load_artifact(artifact)
+    edit(artifact, format="1.0", requires=["bucket-kernel", "time-travel"])
+    with pytest.raises(ArtifactVersionError, match="requires time-travel"):
+        load_artifact(artifact)
+    for found in ("2.4.1+cpu", "1.13", ""):
+        edit(artifact, requires=[], versions={"torch": found})
+        with pytest.raises(ArtifactVersionError, match="compiled with torch"):
+            load_artifact(artifact)
+    major, minor = torch.__version__.split(".")[:2]
+    edit(artifact, versions={"torch": f"{major}.{minor}.99+cu"})
+    load_artifact(artifact)
+    edit(artifact, target={**manifest["target"], "cpu_features": ["sse2", "quantum512"]})
+    with pytest.raises(ArtifactVersionError, match="a CPU with quantum512"):
+        load_artifact(artifact)
+    edit(artifact, target={**manifest["target"], "arch": "s390x"})
+    with pytest.raises(ArtifactVersionError, match="compiled for s390x"):
+        load_artifact(artifact)
+
+
+def test_other_backends(artifact):
+    with pytest.raises(ArtifactBackendError, match="traced for the backend 'eager', not 'inductor'"):
+        load_artifact(artifact, backend="inductor")
+    load_artifact(artifact, backend="eager")
+    edit(artifact, backend="abacus")
+    with pytest.raises(ArtifactBackendError, match=r"needs the backend .abacus.*there is no backend"):
+        load_artifact(artifact)
+
+
+def test_a_manifest_changed_by_hand_is_refused(artifact):
+    edit(artifact, sign=False, metadata={"task": "other"})
+    with pytest.raises(ArtifactCorruptError, match="differ from its own checksum"):
+        load_artifact(artifact)
+
+
+def test_a_manifest_that_does_not_hold_together(artifact):
+    manifest = json.loads((artifact / MANIFEST_NAME).read_text())
+    files = manifest["files"]
+    weight = weight_name(1)
+    for fields, text in [
+        ({"tp_degree": 3, "layout": {}}, "has 2 graphs for 3 ranks"),
+        ({"tp_degree": 0, "layout": {}}, "tp degree 0"),
+        ({"tp_degree": 1 << 62, "layout": {}}, "graphs for 4611686018427387904 ranks"),
+        ({"buckets": [{**manifest["buckets"][0], "structure": 3}]}, "output '3' of bucket"),
+        ({"layout": {"weights": {"table": {"logical": {"table": 3}, "ranks": [{}, {}]}}}}, "what 'table' is made of"),
+        ({"layout": {"weights": {"table": {"logical": {"table": [3]}, "ranks": [{}]}}}}, "made of on 2 ranks"),
+        ({"layout": {"unread": 3}}, "'unread' is not a list"),
+        ({"target": {**manifest["target"], "cpu_features": 7}}, "its cpu_features are 7"),
+        ({"buckets": []}, "no buckets"),
+        ({"buckets": [manifest["buckets"][0]] * 2}, "bucket 'b2_s4' twice"),
+        ({"graphs": {}}, "of bucket 'b2_s4'"),
+        ({"states": []}, "state 'count'"),
+        ({"files": {k: v for k, v in files.items() if k != weight}}, f"file {weight} is not listed"),
+        ({"ops": ["abc"]}, "file ops/abc.so is not listed"),
+        ({"requires": ["bucket-kernel"]}, "bucket_kernel.pt is not listed"),
+    ]:
+        edit(artifact, **{**manifest, **fields})
+        with pytest.raises(ArtifactCorruptError, match=text):
+            load_artifact(artifact)
+    edit(artifact, **{**manifest, "tp_degree": "two"})
+    with pytest.raises(ArtifactCorruptError, match="tp_degree"):
+        load_artifact(artifact)
+
+
+def test_a_key_that_stands_twice_is_refused(artifact):
+    path = artifact / MANIFEST_NAME
+    text = path.read_text()
+    for place in ("{", '"files": {'):
+        path.write_text(text.replace(place, f'{place}"tp_degree": 1, "tp_degree": 2, ', 1))
+        with pytest.raises(ArtifactCorruptError, match="the key 'tp_degree' stands twice"):
+            load_artifact(artifact)
+
+
+def test_half_a_character_is_refused(artifact):
+    path = artifact / MANIFEST_NAME
+    path.write_text(path.read_text().replace('"target": {', '"target": {"\\ud800": 1, ', 1))
+    with pytest.raises(ArtifactCorruptError, match="half a character"):
+        load_artifact(artifact)
+
+
+def test_a_key_that_stands_twice_is_found_in_one_pass():
+    """A file of a megabyte may end with one: to look for it once a key took a minute."""
+    asked = 0
+
+    class Key(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other):
+            nonlocal asked
+            asked += 1
+            return str.__eq__(self, other)
+
+    pairs = [(Key(number), 1) for number in (*range(999), 998)]
+    with pytest.raises(ValueError, match="'998' stands twice"):
+        unique_keys(pairs)
+    assert asked < 10 * len(pairs)  # hashes may be alike in part
+
+
+def test_tensors_that_cannot_be_are_refused(artifact):
+    weights = json.loads((artifact / MANIFEST_NAME).read_text())["weights"]
+    for change, text in [
+        ({"dtype": "float33"}, "'float33' is not a torch dtype"),
+        ({"dtype": "Tensor"}, "'Tensor' is not a torch dtype"),
+        ({"shape": [-4], "stride": [1]}, r"no tensor has the shape \[-4\] with the strides \[1\]"),
+        ({"stride": []}, "no tensor has the shape"),
+    ]:
+        edit(artifact, weights=[{**weights[0], **change}, *weights[1:]])
+        with pytest.raises(ArtifactCorruptError, match=rf"manifest\.json is damaged: weights\.0: .*{text}"):
+            load_artifact(artifact)
+
+
+def test_paths_that_lead_out_are_refused(artifact, tmp_path):
+    manifest = json.loads((artifact / MANIFEST_NAME).read_text())
+    secret = tmp_path / "secret"
+    secret.write_text("key")
+    spec = FileSpec(size=3, blake3="0" * 64).model_dump()
+    for name in ("../secret", str(secret), "weights/../../secret", "a\\b", "weights//x", ""):
+        edit(artifact, files={**manifest["files"], name: spec})
+        with pytest.raises(ArtifactCorruptError, match="not a path inside an artifact"):
+            load_artifact(artifact)
+    edit(artifact, **manifest)
+    weights = artifact / weight_name(0)
+    shutil.move(weights, tmp_path / "moved")
+    weights.symlink_to(tmp_path / "moved")
+    with pytest.raises(ArtifactCorruptError, match="is a link or not a regular file"):
+        load_artifact(artifact)
+    weights.unlink()
+    shutil.move(tmp_path / "moved", weights)
+    shutil.move(artifact / "weights", tmp_path / "weights")
+    (artifact / "weights").symlink_to(tmp_path / "weights")
+    with pytest.raises(ArtifactCorruptError, match="leads out of the artifact"):
+        load_artifact(artifact)
+    os.rename(artifact / MANIFEST_NAME, tmp_path / MANIFEST_NAME)
+    (artifact / MANIFEST_NAME).symlink_to(tmp_path / MANIFEST_NAME)
+    with pytest.raises(ArtifactCorruptError, match="not a regular file"):
+        load_artifact(artifact)
+
+
+def test_a_fifo_in_place_of_a_file_does_not_block(artifact):
+    weights = artifact / weight_name(0)
+    weights.unlink()
+    os.mkfifo(weights)
+    with pytest.raises(ArtifactCorruptError, match="not a regular file"):
+        load_artifact(artifact)
+
+
+def test_weights_that_are_not_those_of_the_manifest(tmp_path):
+    def other_shape(manifest):
+        manifest.weights[0].shape = [1, 2]
+
+    path = toy.build(tmp_path / "a", change=other_shape)
+    with pytest.raises(ArtifactCorruptError, match=r"rank_00.*'up' is F32\[8, 8\], recorded float32\[1, 2\]"):
+        load_artifact(path)
+
+    def other_name(manifest):
+        manifest.weights[0].name = "gone"
+        manifest.graphs = {k: g.model_copy(update={"weights": ["gone"]}) for k, g in manifest.graphs.items()}
+
+    path = toy.build(tmp_path / "b", change=other_name)
+    with pytest.raises(ArtifactCorruptError, match="lacks the weight 'gone'"):
+        load_artifact(path)
+
+
+def test_a_digest_pins_an_artifact(artifact, original):
+    digest = artifact_digest(original)
+    assert load_artifact(artifact, expect_digest=digest).digest == digest
+    load_artifact(artifact, expect_digest=f"sha256:{digest.upper()}")
+    with pytest.raises(ArtifactCorruptError, match="it is another one"):
+        load_artifact(artifact, expect_digest="0" * 64)
+    weights = artifact / weight_name(0)
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    load_artifact(artifact, verify=False)
+    with pytest.raises(ArtifactCorruptError, match="is altered"):
+        load_artifact(artifact, verify=False, expect_digest=digest)  # a pinned artifact is always verified
+
+
+def test_loading_a_model_gives_the_same_refusals(artifact):
+    (artifact / weight_name(1)).unlink()
+    with pytest.raises(ArtifactCorruptError, match="rank_01"):
+        parallel_model_load(str(artifact))
+
+
+def test_numbers_that_json_lacks_come_back(tmp_path):
+    """A mask is padded with minus infinity."""
+
+    def change(manifest):
+        for bucket in manifest.buckets:
+            bucket.inputs[0].pad = {0: float("-inf"), 1: float("nan")}
+            bucket.inputs[0].default = float("inf")
+
+    manifest = load_artifact(toy.build(tmp_path / "artifact", change=change)).manifest
+    x = manifest.buckets[0].inputs[0]
+    assert x.pad[0] == float("-inf") and math.isnan(x.pad[1]) and x.default == float("inf")
+    json.loads((tmp_path / "artifact" / MANIFEST_NAME).read_text(), parse_constant=pytest.fail)
+    rank = TracedRank(
+        rank=0,
+        buckets=[
+            TracedBucket(
+                name="b",
+                graph=GraphFile(digest="", inputs=[], outputs=[], states=[], weights=[]),
+                inputs=[x],
+                outputs=[],
+            )
+        ],
+        states=[],
+        weights=[],
+    )
+    assert TracedRank.model_validate_json(rank.model_dump_json()).buckets[0].inputs[0].pad[0] == float("-inf")
+
+
+def test_mapped_tensors_lie_on_the_boundaries_of_their_types(tmp_path):
+    tensors = {
+        "a": torch.tensor([True, False, True]),
+        "b": torch.arange(5.0),
+        "c": torch.tensor([7], dtype=torch.int8),
+        "d": torch.arange(3.0, dtype=torch.float64),
+        "e": torch.ones(3, dtype=torch.bfloat16),
+    }
+    specs = [WeightSpec.of(name, tensor) for name, tensor in tensors.items()]
+    with open(tmp_path / "rank_00.safetensors", "wb") as file:
+        write_safetensors(file, file_entries(specs), tensors.__getitem__)
+    for name, tensor in load_weights(tmp_path / "rank_00.safetensors", specs).items():
+        assert torch.equal(tensor, tensors[name])
+        assert tensor.data_ptr() % tensor.element_size() == 0

@@ -1,0 +1,78 @@
+"""What a refused request held is free when it has been answered, and not when the collector comes by."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+import weakref
+
+import pytest
+
+from nxd_server.errors import RequestError
+from nxd_server.http.api_keys import Keys
+from nxd_server.http.error_responses import ApiError
+from nxd_server.http.middleware import InFlight, RequestMiddleware
+from nxd_server.text.concurrency_limit import ConcurrencyLimit
+
+
+class Body:
+    """Stands for megabytes."""
+
+
+class Uncounted:
+    def http(self, *_):
+        pass
+
+
+async def refused(body):
+    raise ApiError(413, "too large")
+
+
+async def refused_because(body):
+    try:
+        raise ValueError("no number")
+    except ValueError as error:
+        raise ApiError(400, "wrong") from error
+
+
+async def refused_in_a_lane(body):
+    def work():
+        held = body  # as the frames do of what asks a process
+        raise RequestError("prompt", f"{type(held).__name__} is too long")
+
+    await ConcurrencyLimit("bodies", 1, 1).run(work)
+
+
+@pytest.mark.parametrize("handler", [refused, refused_because, refused_in_a_lane])
+def test_what_a_refused_request_held_is_free_once_it_is_answered(handler):
+    kept: list[weakref.ref[Body]] = []
+    sent: list[dict] = []
+
+    async def app(scope, receive, send):
+        body = Body()
+        kept.append(weakref.ref(body))
+        await handler(body)
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    async def main():
+        middleware = RequestMiddleware(app, Keys([], None), Uncounted(), InFlight(), access_log=False)  # pyright: ignore
+        scope = {"type": "http", "headers": [], "path": "/x", "method": "POST", "http_version": "1.1"}
+        await middleware(scope, receive, send)
+        end = time.monotonic() + 60
+        while kept[0]() is not None and time.monotonic() < end:  # until the thread of a lane lets go of its work
+            await asyncio.sleep(0.01)
+        assert kept[0]() is None
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
+    assert sent[0]["status"] in (400, 413)

@@ -1,0 +1,78 @@
+"""What is said before a job starts: a plan notes it, a training refuses it before it writes anything."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from nxd_infer.cli import recipe_plan
+from nxd_infer.recipes import checks
+from nxd_infer.util import machine
+from tests.support.e2e.command import nxd_infer_here, refused
+
+RECIPE = """trainer: {devices: 2, max_steps: 1}
+data:
+  train_dir: ${stdlib:pydoc_data/topics.py}
+  global_batch_size: 2
+  tokenizer: {type: trained, vocab_size: 300}
+model: {num_layers: 1, hidden_size: 8, num_attention_heads: 2}
+precision: {type: fp32}
+exp_manager:
+  name: x
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("data.train_dir", "none.jsonl", "= none.jsonl is not there: give a file, a folder of files"),
+        ("data.val_dir", "empty", "= empty has no file of .txt"),
+        ("data.data_prefix", "[1.0, corpus]", "names corpus, but corpus.idx is not there"),
+        ("data.tokenizer.type", "nowhere", "has no tokenizer: give the directory of a model"),
+        ("exp_manager.resume_from_checkpoint", "nowhere", "= 'nowhere' is neither a folder of checkpoints nor"),
+        ("exp_manager.files_to_copy", "[notes.txt]", "names notes.txt, which is not a file"),
+    ],
+)
+def test_a_missing_file_is_named_by_its_key(tmp_path, capsys, monkeypatch, key, value, told):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("r.yaml").write_text(RECIPE)
+    more = ["~data.train_dir"] if key == "data.data_prefix" else []
+    plan = nxd_infer_here(capsys, monkeypatch, "train", "r.yaml", "--check", f"{key}={value}", *more)
+    assert plan.status == 0, plan.err
+    (note,) = [line for line in plan.out.splitlines() if line.startswith("note: ")]
+    where = "r.yaml:5: data.tokenizer" if "tokenizer" in key else f"command line: {key}"
+    assert note.startswith(f"note: {where} ") and told in note
+    done = nxd_infer_here(capsys, monkeypatch, "train", "r.yaml", f"{key}={value}", *more)
+    refused(done, note.removeprefix("note: "))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "r.yaml"]
+
+
+def test_a_plan_without_missing_files_notes_none(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text(RECIPE)
+    plan = nxd_infer_here(capsys, monkeypatch, "train", "r.yaml", "--check")
+    assert plan.status == 0 and "note:" not in plan.out
+
+
+def test_a_processor_without_bfloat16_is_slow_at_it(tmp_path, capsys, monkeypatch):
+    """Said of the key, also where the recipe leaves it at its default; not where the plan is for a chip."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(recipe_plan, "matmul_peak", lambda dtype: 3.456e9)
+    monkeypatch.setattr(checks, "has_accelerator", lambda: False)
+    Path("r.yaml").write_text(RECIPE.replace("precision: {type: fp32}\n", "").replace("devices: 2", "devices: 1"))
+    told = "precision.type = mixed_precision: this processor has no bfloat16 instructions; fp32 is several times"
+
+    def notes(*arguments: str) -> str:
+        return nxd_infer_here(capsys, monkeypatch, "train", "r.yaml", *arguments).out
+
+    for features, slow in (({"avx2"}, True), ({"avx2", "avx512_bf16"}, False), ({"amx_bf16"}, False), (set(), False)):
+        monkeypatch.setattr(machine, "cpu_features", partial(frozenset, features))
+        assert (f"note: r.yaml: {told}" in notes("--check")) == slow
+    monkeypatch.setattr(machine, "cpu_features", partial(frozenset, {"avx2"}))
+    assert "40% of 0.00346 TFLOP/s per rank, this machine" in notes("--check")
+    assert "note: command line: precision.type = bf16: this" in notes("--check", "precision.type=bf16")
+    assert told in notes("data.val_dir=nothing")  # a start, which ends here
+    assert told not in notes("--check", "precision.type=fp32") + notes("--check", "--chip", "trn1")

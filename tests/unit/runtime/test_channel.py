@@ -1,0 +1,83 @@
+"""How a rank waits for its next request: awake for a moment, then asleep."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from nxd_infer.runtime.ipc import channel
+from nxd_infer.runtime.ipc.channel import AWAKE_SECONDS, Channel, Kind, Request
+from tests.support.processes import wait_until
+
+STEP = Request(Kind.STEP, 3, 7)
+
+
+@pytest.fixture
+def ends():
+    caller, rank = Channel.pair()
+    yield caller, rank
+    caller.close()
+    rank.close()
+
+
+@pytest.mark.parametrize("seconds", [0.0, AWAKE_SECONDS / 4, 4 * AWAKE_SECONDS], ids=["at once", "awake", "asleep"])
+def test_a_request_is_received_whenever_it_comes(ends, seconds):
+    caller, rank = ends
+    sender = threading.Timer(seconds, caller.send, [STEP.record()])
+    sender.start()
+    assert rank.receive_request() == (STEP, [])
+    sender.join(120)
+
+
+@pytest.mark.parametrize("seconds", [0.0, AWAKE_SECONDS / 4, 4 * AWAKE_SECONDS], ids=["at once", "awake", "asleep"])
+def test_the_callers_end_is_noticed_whenever_it_comes(ends, seconds):
+    caller, rank = ends
+    closer = threading.Timer(seconds, caller.close)
+    closer.start()
+    assert rank.receive_request() is None
+    closer.join(120)
+
+
+@pytest.fixture
+def yields(monkeypatch) -> list[None]:
+    """One for each time that the rank, awake, left its core to others."""
+    found: list[None] = []
+    sched_yield = os.sched_yield
+    monkeypatch.setattr(os, "sched_yield", lambda: (found.append(None), sched_yield()))
+    return found
+
+
+def test_a_rank_that_nobody_asks_goes_to_sleep(ends, yields):
+    caller, rank = ends
+    received = []
+    thread = threading.Thread(target=lambda: received.append(rank.receive_request()))
+    thread.start()
+
+    def sleeps():
+        before = len(yields)
+        time.sleep(20 * AWAKE_SECONDS)
+        return len(yields) == before
+
+    wait_until(sleeps)
+    assert not received
+    caller.send(STEP.record())
+    thread.join(60)
+    assert received == [(STEP, [])]
+
+
+def test_a_rank_that_is_asked_soon_has_stayed_awake(ends, yields, monkeypatch):
+    monkeypatch.setattr(channel, "AWAKE_SECONDS", 600.0)
+    caller, rank = ends
+
+    def send():
+        wait_until(lambda: len(yields) > 100)
+        caller.send(STEP.record())
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert rank.receive_request() == (STEP, [])
+    sender.join(60)
+    assert len(yields) > 100

@@ -1,0 +1,242 @@
+"""Routing against a naive search, and every refusal of a call's arguments."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nxd_infer.artifact.manifest import BucketSpec, InputSpec, OutputSpec
+from nxd_infer.errors import BucketError, InputMismatchError, InputRangeError
+from nxd_infer.runtime.router import Router, cut, fill, fits, lawful
+
+
+def bucket(name: str, shapes: dict[str, tuple[int, ...]], pads: dict[str, set[int]], **more) -> BucketSpec:
+    inputs = [
+        InputSpec.of(key, torch.zeros(shape), pad=dict.fromkeys(pads.get(key, ()), 7.0), default=more.get(key))
+        for key, shape in shapes.items()
+    ]
+    return BucketSpec(name=name, inputs=inputs, outputs=[], graphs=["g"])
+
+
+sizes = st.integers(1, 6)
+
+
+@st.composite
+def tables_and_calls(draw):
+    """A few buckets of one signature, and a call that may or may not fit any of them."""
+    ranks = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
+    pads = {f"i{n}": set(draw(st.sets(st.integers(0, max(dims - 1, 0))))) for n, dims in enumerate(ranks) if dims}
+    buckets = [
+        bucket(f"b{k}", {f"i{n}": tuple(draw(sizes) for _ in range(dims)) for n, dims in enumerate(ranks)}, pads)
+        for k in range(draw(st.integers(1, 5)))
+    ]
+    call = {f"i{n}": torch.zeros([draw(sizes) for _ in range(dims)]) for n, dims in enumerate(ranks)}
+    if draw(st.booleans()):  # a call that equals a bucket
+        chosen = draw(st.sampled_from(buckets))
+        call = {spec.name: torch.zeros(spec.shape) for spec in chosen.inputs}
+    return buckets, pads, call
+
+
+def naive(buckets: list[BucketSpec], pads: dict[str, set[int]], call: dict[str, torch.Tensor]) -> int | None:
+    """Try every bucket; of those every dimension of which is equal or padded up, the one with the fewest elements."""
+    best = None
+    for index, candidate in enumerate(buckets):
+        good, elements = True, 0
+        for spec in candidate.inputs:
+            elements += math.prod(spec.shape)
+            for dim, size in enumerate(spec.shape):
+                have = call[spec.name].shape[dim]
+                good = good and (have == size or (have < size and dim in pads.get(spec.name, set())))
+        if good and (best is None or elements < best[0]):
+            best = (elements, index)
+    return None if best is None else best[1]
+
+
+@settings(max_examples=300)
+@given(tables_and_calls())
+def test_routes_as_a_naive_search_does(case):
+    buckets, pads, call = case
+    want = naive(buckets, pads, call)
+    router = Router(buckets)
+    if want is None:
+        with pytest.raises(BucketError) as caught:
+            router.route([], call)
+        assert all(b.name in str(caught.value) for b in buckets)
+        assert len(caught.value.buckets) == len(buckets)
+        return
+    assert router.route([], call).bucket == want
+    assert router.route(list(call.values()), {}).bucket == want
+    exact = [i for i, b in enumerate(buckets) if all(list(call[s.name].shape) == s.shape for s in b.inputs)]
+    if exact:
+        assert want == exact[0]
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=3),
+    st.data(),
+)
+def test_filling_keeps_the_values_and_pads_the_rest(inner, data):
+    outer = [size + data.draw(st.integers(0, 3)) for size in inner]
+    spec = InputSpec.of("x", torch.zeros(outer), pad=dict.fromkeys(range(len(outer)), 9.0))
+    values = torch.arange(1, math.prod(inner) + 1, dtype=torch.float32).view(inner)
+    view = torch.full(outer, float("nan"))
+    fill(view, spec, values)
+    for index in itertools.product(*(range(size) for size in outer)):
+        inside = all(i < size for i, size in zip(index, inner, strict=True))
+        assert view[index] == (values[index] if inside else 9.0)
+
+
+def test_a_length_equal_to_a_bucket_runs_in_that_bucket():
+    table = [bucket(f"s{n}", {"x": (1, n)}, {"x": {1}}) for n in (512, 128, 256)]
+    router = Router(table)
+    for length, name in ((1, "s128"), (127, "s128"), (128, "s128"), (129, "s256"), (256, "s256"), (257, "s512")):
+        assert table[router.route([torch.zeros(1, length)], {}).bucket].name == name
+    with pytest.raises(BucketError, match=r"no bucket fits x: float32\[1, 513\].*\n.*s512  x: float32\[1, <=512\]"):
+        router.route([torch.zeros(1, 513)], {})
+
+
+def test_only_declared_dimensions_are_padded():
+    table = [bucket("b4_s8", {"x": (4, 8)}, {"x": {0}})]
+    assert Router(table).route([torch.zeros(2, 8)], {}).bucket == 0
+    with pytest.raises(BucketError):
+        Router(table).route([torch.zeros(4, 5)], {})
+
+
+def test_integers_and_booleans_are_filled_with_their_own_kind():
+    for dtype, value, want in ((torch.int64, 3.0, 3), (torch.bool, 1.0, True), (torch.int32, -1.0, -1)):
+        spec = InputSpec.of("x", torch.zeros(4, dtype=dtype), pad={0: value})
+        view = torch.zeros(4, dtype=dtype)
+        fill(view, spec, torch.zeros(2, dtype=dtype))
+        assert view.tolist() == [0, 0, want, want]
+
+
+def test_defaults_fill_what_is_left_out():
+    router = Router([bucket("b", {"x": (2,), "scale": (2, 2)}, {}, scale=1.5)])
+    route = router.route([torch.zeros(2)], {})
+    assert list(route.inputs) == ["x"]
+    view = torch.zeros(2, 2)
+    fill(view, router.buckets[0].inputs[1], None)
+    assert (view == 1.5).all()
+
+
+@pytest.mark.parametrize(
+    ("positional", "named", "text"),
+    [
+        ([], {}, "input 'x' is missing and has no default"),
+        ([torch.zeros(2)] * 3, {}, "3 inputs given, bucket 'b' takes 2: x, y"),
+        ([torch.zeros(2)], {"x": torch.zeros(2)}, "input 'x' is given by position and by name"),
+        ([torch.zeros(2)], {"z": torch.zeros(2)}, "there is no input 'z'; the inputs are x, y"),
+        ([torch.zeros(2).double()], {}, r"input 'x' is float64\[2\], expected float32\[2\].*\.to\(torch\.float32\)"),
+        ([[1.0, 2.0]], {}, "input 'x' is a list, expected a torch.Tensor"),
+        ([torch.zeros(2).to_sparse()], {}, "input 'x' has layout torch.sparse_coo"),
+        ([torch.zeros(2, device="meta")], {}, "input 'x' is on meta, expected cpu"),
+    ],
+)
+def test_wrong_arguments_are_named(positional, named, text):
+    router = Router([bucket("b", {"x": (2,), "y": (2,)}, {}, y=0.0)])
+    with pytest.raises(InputMismatchError, match=text) as caught:
+        router.route(positional, named)
+    assert not isinstance(caught.value, BucketError)
+
+
+def test_exact_takes_the_shapes_of_its_bucket_only():
+    router = Router([bucket("b", {"x": (4,)}, {"x": {0}})])
+    assert router.exact(0, {"x": torch.zeros(4)}).bucket == 0
+    with pytest.raises(InputMismatchError, match=r"input 'x' has shape \[3\], bucket 'b' takes \[4\]"):
+        router.exact(0, {"x": torch.zeros(3)})
+    with pytest.raises(InputMismatchError, match="'x' is missing"):
+        router.exact(0, {})
+
+
+def test_a_users_kernel_runs_as_given():
+    def kernel(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        x = tensors[0]
+        return [torch.nn.functional.pad(x, [4 - x.shape[0], 0], value=5.0)], torch.tensor([1])
+
+    table = [bucket("s2", {"x": (2,)}, {"x": {0}}), bucket("s4", {"x": (4,)}, {"x": {0}})]
+    route = Router(table, kernel).route([torch.ones(2)], {})
+    assert route.bucket == 1
+    assert route.inputs["x"].tolist() == [5.0, 5.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (lambda x: ([x], torch.tensor(5)), "chose bucket 5 of 2"),
+        (lambda x: ([x], torch.tensor(1)), "does not fit its bucket"),
+        (lambda x: ([x, x], torch.tensor(0)), "2 inputs given"),
+    ],
+)
+def test_a_kernel_that_is_wrong_is_told_so(result, text):
+    table = [bucket("s2", {"x": (2,)}, {}), bucket("s4", {"x": (4,)}, {})]
+    with pytest.raises(BucketError, match=text):
+        Router(table, lambda tensors: result(tensors[0])).route([torch.ones(2)], {})
+
+
+def test_outputs_are_cut_as_declared():
+    spec = OutputSpec.of("y", torch.zeros(4, 8, 3), cut={0: ("x", 0), 1: ("x", 1)})
+    table = bucket("b", {"x": (4, 8)}, {"x": {0, 1}})
+    table.outputs.append(spec)
+    (y,) = cut(table, {"x": torch.zeros(2, 5)}, [torch.arange(96.0).view(4, 8, 3)])
+    assert y.shape == (2, 5, 3)
+    assert torch.equal(y, torch.arange(96.0).view(4, 8, 3)[:2, :5])
+    (whole,) = cut(table, {}, [torch.zeros(4, 8, 3)])
+    assert whole.shape == (4, 8, 3)
+
+
+def test_fits_wants_the_dtype_and_the_number_of_dimensions():
+    spec = InputSpec.of("x", torch.zeros(4, 4), pad={0: 0.0, 1: 0.0})
+    assert fits(spec, torch.zeros(3, 4))
+    assert not fits(spec, torch.zeros(4))
+    assert not fits(spec, torch.zeros(4, 4, dtype=torch.float64))
+    assert not fits(spec, torch.zeros(4, 5))
+
+
+def ranged(dtype: torch.dtype = torch.int64, **limits) -> BucketSpec:
+    ids = InputSpec.of("ids", torch.zeros(2, 4, dtype=dtype), pad={0: 0, 1: 0}, **limits)
+    return BucketSpec(name="b", inputs=[ids], outputs=[], graphs=["g"])
+
+
+@settings(max_examples=200)
+@given(
+    st.none() | st.integers(-3, 3),
+    st.none() | st.integers(-3, 3),
+    st.lists(st.integers(-5, 5), min_size=0, max_size=4),
+    st.sampled_from([torch.int64, torch.int32, torch.float32]),
+)
+def test_values_outside_the_declared_range_are_refused_as_a_naive_loop_would(low, high, values, dtype):
+    router = Router([ranged(dtype, minimum=low, maximum=high)])
+    ids = torch.tensor([values], dtype=dtype)
+    full = torch.zeros(2, 4, dtype=dtype)
+    full[0, : len(values)] = ids[0]
+    for run, tensor in ((lambda t: router.route([t], {}), ids), (lambda t: router.exact(0, {"ids": t}), full)):
+        wrong = [
+            v for v in tensor.flatten().tolist() if (low is not None and v < low) or (high is not None and v > high)
+        ]
+        if not wrong:
+            assert run(tensor).bucket == 0
+            continue
+        with pytest.raises(InputRangeError, match="input 'ids' holds the value") as caught:
+            run(tensor)
+        assert caught.value.input == "ids"
+        assert any(f"value {v}" in str(caught.value) for v in wrong)
+        assert all(str(limit) in str(caught.value) for limit in (low, high) if limit is not None)
+
+
+def test_not_a_number_is_outside_every_range():
+    with pytest.raises(InputRangeError, match="value nan; it must be at least 0"):
+        Router([ranged(torch.float32, minimum=0)]).route([torch.tensor([[float("nan")]])], {})
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "want"), [(None, None, 0), (2, 5, 2), (-5, -2, -2), (-1, 1, 0), (None, -4, -4)]
+)
+def test_what_a_warm_up_feeds_is_in_the_range(low, high, want):
+    tensor = lawful(ranged(minimum=low, maximum=high).inputs[0])
+    assert tensor.shape == (2, 4) and tensor.unique().tolist() == [want]

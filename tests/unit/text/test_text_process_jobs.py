@@ -1,0 +1,88 @@
+"""Work beside the loop: threads that stay for the next piece of it, and never more than they may be."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from nxd_server.errors import EngineUnavailableError
+from nxd_server.text.concurrency_limit import ConcurrencyLimit
+from nxd_server.threads import Workers
+
+
+def test_one_thread_does_one_piece_after_the_other():
+    async def main():
+        workers = Workers(3, "worker")
+        return [await workers.run(threading.get_ident) for _ in range(10)]
+
+    assert len(set(asyncio.run(main()))) == 1
+
+
+def test_there_are_no_more_threads_than_allowed_and_what_waits_is_done():
+    gate, inside, most = threading.Event(), 0, 0
+    lock = threading.Lock()
+
+    def work():
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        gate.wait(120)
+        with lock:
+            inside -= 1
+        return threading.get_ident()
+
+    async def main():
+        workers = Workers(2, "worker")
+        several = [workers.run(work) for _ in range(5)]
+        await asyncio.sleep(0.05)
+        gate.set()
+        return await asyncio.gather(*several)
+
+    assert len(set(asyncio.run(main()))) <= 2
+    assert most <= 2
+
+
+def test_what_work_raises_is_raised_where_it_is_waited_for():
+    async def main():
+        workers = Workers(1, "worker")
+        with pytest.raises(ZeroDivisionError):
+            await workers.run(lambda: 1 // 0)
+        return await workers.run(lambda: 7)
+
+    assert asyncio.run(main()) == 7
+
+
+def test_a_thread_that_cannot_be_started_takes_no_turn_with_it(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    async def main():
+        limit = ConcurrencyLimit("texts", 2, 4)
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            for _ in range(3):
+                with pytest.raises(EngineUnavailableError, match="no thread"):
+                    await asyncio.wait_for(limit.run(lambda: 1), 120)
+        assert limit.inside == 0
+        return await asyncio.wait_for(limit.run(lambda: 7), 120)
+
+    assert asyncio.run(main()) == 7
+
+
+def test_work_waits_for_another_thread_if_none_can_be_started(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    async def main():
+        workers, gate = Workers(2, "worker"), threading.Event()
+        first = workers.run(lambda: gate.wait(120))
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            second = workers.run(lambda: 7)
+        gate.set()
+        return await asyncio.wait_for(asyncio.gather(first, second), 120)
+
+    assert asyncio.run(main()) == [True, 7]

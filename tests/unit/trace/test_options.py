@@ -1,0 +1,188 @@
+"""An option is declared once: signatures, commands and documents show what is declared, and nothing else."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import typer.main
+
+from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
+from nxd_infer.cli.main import app
+from nxd_infer.cli.parameters import with_options
+from nxd_infer.errors import ModelConfigError, TraceConfigError
+from nxd_infer.trace import parallel_model_load, parallel_model_recompile, parallel_model_trace, trace_plan
+from nxd_infer.trace.options import RecompileOptions, TraceOptions
+from nxd_infer.util.options import accepts_options, command_options, declared, defaults, from_command, option, table
+from nxd_models.serving import tasks
+from nxd_models.serving.task_options import TaskOptions
+from nxd_server import LLM
+from nxd_server.settings import ServerSettings
+from tests.support.e2e.command import nxd_infer_here, refused
+
+DOCUMENT = Path(__file__).parents[3] / "docs/api.md"
+OF_TRACE = {"--plan-only"}
+"""What only the command has."""
+
+
+def command_flags(name: str) -> set[str]:
+    """The options of a command as typer made it."""
+    command: Any = typer.main.get_command(app)
+    parameters = command.commands[name].params
+    return {flag for one in parameters if one.param_type_name == "option" for flag in one.opts} - {"--help", "-h"}
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (parallel_model_trace, TraceOptions),
+        (trace_plan, TraceOptions),
+        (tasks.plan, TaskOptions),
+        (parallel_model_recompile, RecompileOptions),
+    ],
+)
+def test_signature_and_documentation_are_the_declared_options(function, options):
+    parameters = inspect.signature(function).parameters
+    assert list(parameters) == [one.name for one in fields(options)]
+    given = {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
+    assert given == defaults(options)
+    if function is not trace_plan:  # whose arguments are parallel_model_trace's
+        told = " ".join(function.__doc__.split())
+        assert all(f"{name}: {' '.join(one.help.split())}" in told for name, one in declared(options).items())
+    if function is not parallel_model_recompile:
+        assert table(options, "argument") in DOCUMENT.read_text()
+
+
+def test_the_command_offers_the_declared_options_and_three_of_its_own():
+    flags = {one.flag for options in (TaskOptions, TraceOptions) for one in command_options(options).values()}
+    assert command_flags("trace") == flags | OF_TRACE
+    assert {f"--{name.replace('_', '-')}" for name in SAMPLER_FIELDS} < command_flags("generate")
+
+
+def test_commands_share_declared_options():
+    """An option of several commands is the declared one, help included."""
+    command: Any = typer.main.get_command(app)
+    shown = {
+        name: {option.name: (option.opts, option.help) for option in command.commands[name].params}
+        for name in ("trace", "recompile", "verify", "generate", "demo")
+    }
+    for name, one in command_options(RecompileOptions).items():
+        assert shown["recompile"][name] == ([one.flag], one.help)
+    for commands, options, names in (
+        (("trace", "demo"), TraceOptions, ["backend"]),
+        (("trace", "recompile"), TraceOptions, ["target", "compiler_args", "compiler_workdir"]),
+        (("trace", "verify"), TraceOptions, ["checkpoint", "checkpoint_tag"]),
+        (("generate",), ServerSettings, ["speculate", "generation_defaults", "allow_kernel"]),
+        (("verify",), ServerSettings, ["allow_kernel"]),
+    ):
+        for name, one in command_options(options, *names).items():
+            flag = (one.flag or "").partition("/")[0]
+            assert [shown[of][name] for of in commands] == [([flag], one.help)] * len(commands)
+
+
+@dataclass
+class More(TraceOptions):
+    pieces: int = option(3, "Number of pieces.", int, flag="--pieces", minimum=2)
+
+
+def test_a_new_option_is_one_new_field(monkeypatch, capsys):
+    @accepts_options(More)
+    def trace(options: More) -> int:
+        """Trace.
+
+        {arguments}
+        """
+        return options.pieces
+
+    assert trace(print, None, pieces=5) == 5 and trace(print, None) == 3
+    assert "pieces: Number of pieces." in (trace.__doc__ or "")
+    assert "| `pieces` | `3` | `--pieces` | Number of pieces. |" in table(More, "argument")
+    seen: list[dict[str, Any]] = []
+    made = typer.Typer()
+    made.command()(with_options(command_options(More))(lambda **given: seen.append(from_command(More, given))))
+    command = typer.main.get_command(made)
+    for arguments, expected in ((["--pieces", "4", "--quantize", "int8"], {"pieces": 4, "quantize": "int8"}), ([], {})):
+        command.main(arguments, standalone_mode=False)
+        assert seen.pop() == expected
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    told = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--pieces" in told and "Default: 3." in told
+    with pytest.raises(SystemExit):
+        command.main(["--pieces", "1"])
+
+
+def test_a_commands_own_defaults_are_passed_on_and_others_left_where_they_are():
+    assert from_command(TaskOptions, {"max_len": 64, "task": None, "unknown": 1}) == {
+        "dtype": "bfloat16", "max_len": 64
+    }  # fmt: skip
+    assert from_command(TraceOptions, {"tp_degree": None}) == {}
+
+
+def test_python_and_the_commands_have_the_same_defaults():
+    """But for one, whose text, which both show, says why."""
+    other = {}
+    for options in (TaskOptions, TraceOptions, RecompileOptions, ServerSettings):
+        python = {name: value for name, value in defaults(options).items() if value is not None}
+        typed = python | from_command(options, {})
+        other |= {name: (python.get(name), value) for name, value in typed.items() if python.get(name) != value}
+    assert other == {"dtype": (None, "bfloat16")}
+    assert "From Python the checkpoint's by default, so" in declared(TaskOptions)["dtype"].help
+    llm = {name: one.default for name, one in inspect.signature(LLM).parameters.items()}
+    settings = defaults(ServerSettings)
+    for name in ("speculate", "generation_defaults", "allow_kernel", "expect_digest", "threads_per_rank"):
+        assert llm[name] == settings[name], name
+    assert inspect.signature(parallel_model_load).parameters["expect_digest"].default is settings["expect_digest"]
+
+
+def test_a_wrong_call_names_the_function_and_the_argument():
+    with pytest.raises(TypeError, match=r"^parallel_model_trace\(\) got an unexpected keyword argument 'tp_degre'"):
+        parallel_model_trace(print, None, tp_degre=2)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match=r"^plan\(\) missing a required argument: 'model_dir'"):
+        tasks.plan()  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_sizes": []}, r"batch_sizes must be a list of one or more whole numbers from 1 to 1048576, got \[\]"),
+        (
+            {"prompt_buckets": [8, 0]},
+            r"prompt_buckets must be a list of one or more whole numbers from 1 to 1048576, got \[8, 0\]",
+        ),
+        ({"prompt_buckets": [True]}, r"prompt_buckets must be .*, got \[True\]"),
+        ({"lora_slots": -1}, "lora_slots must be a whole number of at least 0, got -1"),
+        ({"lora_rank": 0}, "lora_rank must be a whole number of at least 1, got 0"),
+        ({"slots": 0}, "slots must be a whole number of at least 1, or None, got 0"),
+        ({"max_len": True}, "max_len must be a whole number of at least 2, or None, got True"),
+        ({"batch_sizes": 4}, "batch_sizes must be a list of one or more whole numbers from 1 to 1048576, got 4"),
+        ({"task": "translate"}, 'task must be "generate", "embed", "classify" or None, got .translate.'),
+        ({"dtype": "float99"}, 'dtype must be "float32", "bfloat16" or None, got .float99.'),
+        ({"speculate": 16}, "speculate must be a whole number from 0 to 15, got 16"),
+    ],
+)
+def test_a_value_that_an_option_cannot_have_is_refused(changes, message):
+    with pytest.raises(ModelConfigError, match=message):
+        TaskOptions("model", **changes)
+
+
+def test_limits_are_those_of_the_command_too(monkeypatch, capsys):
+    with pytest.raises(TraceConfigError, match="tp_degree must be a whole number of at least 1, got 0"):
+        TraceOptions(print, None, tp_degree=0)
+    with pytest.raises(ModelConfigError, match="max_len must be a whole number of at least 2, or None, got 0"):
+        tasks.plan("model", max_len=0)
+    refused(nxd_infer_here(capsys, monkeypatch, "trace", "x", "--out", "y", "--max-len", 0), "--max-len", "2", "0")
+    refused(nxd_infer_here(capsys, monkeypatch, "trace", "x", "--out", "y", "--tp", 0), "--tp", "1", "0")
+    refused(nxd_infer_here(capsys, monkeypatch, "trace", "x", "--out", "y", "--speculate", 16), "--speculate", "15")
+    for name, field in SAMPLER_FIELDS.items():
+        flag, value = f"--{name.replace('_', '-')}", int(field.minimum) - 1
+        refused(
+            nxd_infer_here(capsys, monkeypatch, "generate", "x", "y", flag, value),
+            flag,
+            f"{field.minimum:g}",
+            str(value),
+        )
