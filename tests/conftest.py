@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import durations
+from tests.support import durations, shared
 from tests.support.skips import pytest_sessionfinish as pytest_sessionfinish
 
 # How long an example takes, or is made, says how busy the machine is.
@@ -77,6 +77,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # pytest-xdist would begin with the files of most tests
+    if shared.VARIABLE not in os.environ:
+        config.pluginmanager.register(shared.Folder())
     if config.option.write_durations:
         config.pluginmanager.register(durations.Writer(config))
 
