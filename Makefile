@@ -49,11 +49,11 @@ check: $(STAMP) ## the unit tests: one process each, no compiler, no socket (a m
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/unit
 
 test: $(STAMP) ## the unit tests, and one path through each capability on real ranks, servers and compilers (ten minutes)
-	@$(BIN)/python -m pytest -q -m "unit or smoke" $(DEALT)
+	@$(BIN)/python -m pytest -q -m "unit or smoke" $(DEALT) tests/unit tests/integration
 
 test-rest: $(STAMP) ## what `make test` leaves out
 	@test -e $(XLA_STAMP) || echo "tests of torch_xla are skipped here, and torch 2.9 not tested: make test-xla does both"
-	@$(BIN)/python -m pytest -q -m "not unit and not smoke" $(DEALT)
+	@$(BIN)/python -m pytest -q -m "not smoke" $(DEALT) tests/integration tests/fuzz
 
 test-all: test test-rest ## both
 
@@ -64,7 +64,7 @@ lint: $(STAMP) ## style, types, security of the code; Dockerfile, manifests, scr
 	@$(BIN)/python -m bandit -q -r -c pyproject.toml nxd_infer server models
 	@$(BIN)/hadolint Dockerfile && $(BIN)/shellcheck $$(find deploy -name '*.sh')
 	@$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/docker/compose.yaml
-	@$(BIN)/kubernetes-validate --strict $(DEPLOYED)
+	@$(BIN)/kubernetes-validate --quiet --strict $(DEPLOYED)
 
 # The oldest transformers that the extra `hf` takes, and the two packages whose newer releases it refuses, over .venv.
 $(OLDEST_HF_STAMP): $(STAMP)

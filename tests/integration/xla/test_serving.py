@@ -45,7 +45,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def server_of(root: Path, backend: str) -> Any:
     options = ("--admin-key", "admin", "--weights-root", str(root / "files"), "--lora", f"x={root / 'files' / 'x'}")
-    return real_server(root / backend, *options, "--recovery-timeout", "300")
+    return real_server(root / backend, *options, "--recovery-timeout", "300", "--speculate", "2")
 
 
 def ask(server: ServerProcess, prompt: str, **more: Any) -> str:
@@ -106,6 +106,12 @@ def test_its_answers_are_the_eager_backends(server: ServerProcess, root: Path, w
     assert conversation(server, root) == wanted
     assert wanted["adapter"] == wanted["alone"][-1:] != wanted["alone"][:1]
     assert wanted["other weights"] != wanted["alone"][:2]
+
+
+def test_right_guesses_are_taken(server: ServerProcess) -> None:
+    """Of so many some are verified, however slow that was when the server measured it."""
+    ask(server, REPEATED, max_tokens=50, logit_bias={"7": 100})
+    assert server.metric("nxd_spec_decode_num_accepted_tokens_total") > 0
 
 
 def test_the_command_line_verifies_and_generates(root: Path, wanted: dict[str, list[str]]) -> None:
