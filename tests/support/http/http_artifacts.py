@@ -41,9 +41,10 @@ def trace_tiny(
     """``directory/artifact``, traced of a tiny model of ``family`` in ``directory/model``, of one layer (``model``:
     other options of write_tiny). A run of the tests traces the same once: without ``directory`` nobody may change it.
     """
-    make = functools.partial(_trace_tiny, family, task, tp, pp, backend, {**ONE_LAYER, **(model or {})}, shapes)
+    arguments = (family, task, tp, pp, backend, {**ONE_LAYER, **(model or {})}, dict(sorted(shapes.items())))
+    make = functools.partial(_trace_tiny, *arguments)
     if VARIABLE in os.environ:
-        made = shared(f"tiny/{family}-{hashlib.sha256(repr(make.args).encode()).hexdigest()[:16]}", make)
+        made = shared(f"tiny/{family}-{hashlib.sha256(repr(arguments).encode()).hexdigest()[:16]}", make)
         if directory is None:
             return made / "artifact"
         shutil.copytree(made, directory, dirs_exist_ok=True)
@@ -51,6 +52,16 @@ def trace_tiny(
         assert directory is not None
         make(directory)
     return directory / "artifact"
+
+
+SAMPLED = {"temperature": 1.5, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.4}
+
+
+def trace_sampled(directory: Path | None = None) -> Path:
+    """A tiny Llama that samples by default, on one rank, with two slots for adapters of rank 4."""
+    model = {"generation": {**SAMPLED, "do_sample": True, "eos_token_id": [tiny_models.EOS, 200]}}
+    shapes = {"batch_sizes": [1, 4], "prompt_buckets": [16], "max_len": 64, "lora_slots": 2, "lora_rank": 4}
+    return trace_tiny("llama", "generate", directory, tp=1, model=model, **shapes)
 
 
 def _trace_tiny(
