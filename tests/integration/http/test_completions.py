@@ -6,7 +6,6 @@ import concurrent.futures
 import json
 import math
 
-import httpx
 import openai
 import pytest
 
@@ -26,7 +25,7 @@ def chat_text(messages, suffix="assistant:"):
     return "".join(f"{m['role']}:{m['content']};" for m in messages) + suffix
 
 
-def test_a_completion_through_the_official_client(client, expect):
+def test_a_completion_through_the_official_client(client, toy, expect):
     answer = client.completions.create(model="toy", prompt="hello", max_tokens=9, temperature=0)
     _, text, reason = expect("hello", max_tokens=9)
     assert answer.object == "text_completion" and answer.id.startswith("cmpl-") and answer.model == "toy"
@@ -34,9 +33,16 @@ def test_a_completion_through_the_official_client(client, expect):
     assert (choice.text, choice.finish_reason, choice.index, choice.logprobs) == (text, reason, 0, None)
     assert answer.usage.prompt_tokens == 5
     assert answer.usage.total_tokens == 5 + answer.usage.completion_tokens
+    body = {"prompt": "hello", "max_tokens": 9, "temperature": 0, "stream": True}
+    *events, done = events_of(toy.post(COMPLETIONS, body).text)
+    assert done == "[DONE]" and "".join(event["choices"][0]["text"] for event in events) == text
+    assert events[-1]["choices"][0]["finish_reason"] == reason and all("usage" not in event for event in events)
+    *events, last, _ = events_of(toy.post(COMPLETIONS, {**body, "stream_options": {"include_usage": True}}).text)
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == answer.usage.completion_tokens
+    assert all(event["usage"] is None for event in events)
 
 
-def test_the_default_is_sixteen_tokens_and_what_is_left_near_the_end(client, expect):
+def test_the_default_is_sixteen_tokens_or_what_is_left_and_in_chats_the_maximum(client, expect):
     assert (
         client.completions.create(
             model="toy", prompt="hello", temperature=0, extra_body={"ignore_eos": True}
@@ -48,11 +54,16 @@ def test_the_default_is_sixteen_tokens_and_what_is_left_near_the_end(client, exp
     assert answer.usage.completion_tokens == 4 and answer.choices[0].finish_reason == "length"
     answer = client.completions.create(model="toy", prompt=[2] * 64, temperature=0, max_tokens=1)
     assert answer.usage.completion_tokens == 1
+    messages = [{"role": "user", "content": "hello"}]
+    chat = client.chat.completions.create(
+        model="toy", messages=messages, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert chat.usage.total_tokens == 64 and chat.choices[0].finish_reason == "length"
     beside = {"prompt": [[7, 8], [2] * 62], "temperature": 0, "extra_body": {"ignore_eos": True}}
     assert client.completions.create(model="toy", **beside).usage.completion_tokens == 16 + 2
 
 
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 17, 33, 63])
+@pytest.mark.parametrize("length", [1, 8, 9, 17, 63])
 def test_prompts_of_every_bucket_and_of_several_pieces(client, expect, length):
     prompt = [(7 * i + 3) % 90 + 7 for i in range(length)]
     answer = client.completions.create(model="toy", prompt=prompt, max_tokens=min(8, 64 - length), temperature=0)
@@ -184,14 +195,6 @@ def test_chat_through_the_official_client(client, expect):
     assert answer.usage.prompt_tokens == len(prompt)
 
 
-def test_chat_runs_to_the_maximum_length_by_default(client):
-    messages = [{"role": "user", "content": "hello"}]
-    answer = client.chat.completions.create(
-        model="toy", messages=messages, temperature=0, extra_body={"ignore_eos": True}
-    )
-    assert answer.usage.total_tokens == 64 and answer.choices[0].finish_reason == "length"
-
-
 def test_a_chat_stream_has_openais_chunks(client, toy, expect):
     messages = [{"role": "user", "content": "hello"}]
     ask = {"model": "toy", "messages": messages, "max_tokens": 7, "temperature": 0, "n": 2, "stream": True}
@@ -239,19 +242,6 @@ def test_template_variables_act(toy, expect):
     assert answer["choices"][0]["message"]["content"] == text
 
 
-def test_a_stream_of_completions_without_usage_and_with(toy, expect):
-    _, text, reason = expect("hello", max_tokens=6)
-    body = {"prompt": "hello", "max_tokens": 6, "temperature": 0, "stream": True}
-    events = events_of(toy.post(COMPLETIONS, body).text)
-    assert events[-1] == "[DONE]"
-    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == text
-    assert [event["choices"][0]["finish_reason"] for event in events[:-1]][-1] == reason
-    assert all("usage" not in event for event in events[:-1])
-    events = events_of(toy.post(COMPLETIONS, {**body, "stream_options": {"include_usage": True}}).text)
-    assert events[-2]["choices"] == [] and events[-2]["usage"]["completion_tokens"] == 6
-    assert all(event["usage"] is None for event in events[:-2])
-
-
 def test_usage_says_what_of_the_prompt_was_in_the_cache(toy, expect):
     prompt = "the same instructions for every question; "
     body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "cache_salt": "mine"}
@@ -284,7 +274,7 @@ def test_half_characters_are_never_sent(toy, tokenizer):
         "prompt": "hello", "max_tokens": 24, "temperature": 1.5, "ignore_eos": True,
         "logit_bias": {str(token): 100 for token in high[:4]}, "logprobs": 0,
     }  # fmt: skip
-    for seed in range(4):
+    for seed in range(2):
         whole = toy.post(COMPLETIONS, {**body, "seed": seed}).json()["choices"][0]
         events = events_of(toy.post(COMPLETIONS, {**body, "seed": seed, "stream": True}).text)[:-1]
         assert "".join(event["choices"][0]["text"] for event in events) == whole["text"]
@@ -296,8 +286,7 @@ def test_half_characters_are_never_sent(toy, tokenizer):
         assert raw.decode("utf-8", "replace") == whole["text"]
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
-@pytest.mark.parametrize("value", [5e-324, 1e-310, 1e-45, 1e-38])
+@pytest.mark.parametrize(("name", "value"), [("temperature", 5e-324), ("temperature", 1e-38), ("top_p", 1e-310)])
 def test_a_subnormal_number_harms_nobody(toy, expect, name, value):
     _, text, _ = expect("hello", max_tokens=20)
     body = {"prompt": "hello", "max_tokens": 20, "temperature": 0}
@@ -327,9 +316,7 @@ def test_thirty_two_clients_each_get_their_own_answer(toy, expect):
         return "".join(e["choices"][0]["text"] for e in events[:-1]), events[-2]["choices"][0]["finish_reason"]
 
     with concurrent.futures.ThreadPoolExecutor(32) as pool:
-        for _ in range(3):
-            answers = list(pool.map(ask, range(32)))
-            assert answers == [(text, reason) for _, text, reason in expected]
+        assert list(pool.map(ask, range(32))) == [(text, reason) for _, text, reason in expected]
     assert toy.metric("nxd_num_requests_running") == 0 and toy.metric("nxd_num_requests_waiting") == 0
 
 
@@ -372,14 +359,11 @@ def test_sagemakers_routes(toy, expect):
     is_error(toy.post("/invocations", {"prompt": "a", "best_of": 3}), 400, "best_of")
 
 
-def test_a_large_body_and_an_async_client(toy, expect):
-    """Bodies beyond the size that is parsed in a thread, and many requests over one connection pool."""
+def test_a_large_body_is_answered(toy, expect):
+    """Beyond the size that is parsed in the server."""
     body = {"prompt": ["hello"] * 8, "max_tokens": 3, "temperature": 0, "user": "u" * 300_000}
     texts = [choice["text"] for choice in toy.post(COMPLETIONS, body).json()["choices"]]
     assert texts == [expect("hello", max_tokens=3)[1]] * 8
-    with httpx.Client(base_url=toy.url, timeout=60) as pool:
-        for _ in range(20):
-            assert pool.post(COMPLETIONS, json={**body, "user": "u"}).status_code == 200
 
 
 def test_openapi_describes_the_bodies(toy):
