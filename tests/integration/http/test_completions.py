@@ -9,7 +9,7 @@ import math
 import openai
 import pytest
 
-from tests.support.engine.toy_model import VOCAB, logits_of
+from tests.support.engine.toy_model import logits_of
 from tests.support.http.http_servers import events_of, is_error
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -61,13 +61,6 @@ def test_the_default_is_sixteen_tokens_or_what_is_left_and_in_chats_the_maximum(
     assert chat.usage.total_tokens == 64 and chat.choices[0].finish_reason == "length"
     beside = {"prompt": [[7, 8], [2] * 62], "temperature": 0, "extra_body": {"ignore_eos": True}}
     assert client.completions.create(model="toy", **beside).usage.completion_tokens == 16 + 2
-
-
-@pytest.mark.parametrize("length", [1, 8, 9, 17, 63])
-def test_prompts_of_every_bucket_and_of_several_pieces(client, expect, length):
-    prompt = [(7 * i + 3) % 90 + 7 for i in range(length)]
-    answer = client.completions.create(model="toy", prompt=prompt, max_tokens=min(8, 64 - length), temperature=0)
-    assert answer.choices[0].text == expect(prompt, max_tokens=8)[1]
 
 
 def test_all_four_forms_of_a_prompt(client, expect, tokenizer):
@@ -264,60 +257,6 @@ def test_usage_says_what_of_the_prompt_was_in_the_cache(toy, expect):
     assert both["prompt_tokens_details"]["cached_tokens"] <= 2 * length < both["prompt_tokens"]
     answer = toy.post(COMPLETIONS, {**body, "cache_salt": "x" * 257})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "cache_salt"
-
-
-def test_half_characters_are_never_sent(toy, tokenizer):
-    """Tokens that are single bytes of longer characters: every chunk is whole text, and they add up."""
-    high = [token for token in range(VOCAB) if tokenizer.token_bytes(token)[:1] >= b"\x80"]
-    assert len(high) >= 4
-    body = {
-        "prompt": "hello", "max_tokens": 24, "temperature": 1.5, "ignore_eos": True,
-        "logit_bias": {str(token): 100 for token in high[:4]}, "logprobs": 0,
-    }  # fmt: skip
-    for seed in range(2):
-        whole = toy.post(COMPLETIONS, {**body, "seed": seed}).json()["choices"][0]
-        events = events_of(toy.post(COMPLETIONS, {**body, "seed": seed, "stream": True}).text)[:-1]
-        assert "".join(event["choices"][0]["text"] for event in events) == whole["text"]
-        raw = b"".join(
-            bytes.fromhex(token.removeprefix("bytes:").replace("\\x", "")) if token.startswith("bytes:") else
-            token.encode()
-            for token in whole["logprobs"]["tokens"]
-        )  # fmt: skip
-        assert raw.decode("utf-8", "replace") == whole["text"]
-
-
-@pytest.mark.parametrize(("name", "value"), [("temperature", 5e-324), ("temperature", 1e-38), ("top_p", 1e-310)])
-def test_a_subnormal_number_harms_nobody(toy, expect, name, value):
-    _, text, _ = expect("hello", max_tokens=20)
-    body = {"prompt": "hello", "max_tokens": 20, "temperature": 0}
-    with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        good = [pool.submit(toy.post, COMPLETIONS, body) for _ in range(3)]
-        odd = [pool.submit(toy.post, COMPLETIONS, {**body, "temperature": 1.0, name: value}) for _ in range(3)]
-    assert [future.result().json()["choices"][0]["text"] for future in good] == [text] * 3
-    assert all(future.result().status_code in (200, 400) for future in odd)
-    if name == "temperature":  # the limit of a small temperature is greedy
-        assert odd[0].result().json()["choices"][0]["text"] == text
-
-
-def test_thirty_two_clients_each_get_their_own_answer(toy, expect):
-    prompts = [chr(97 + i % 26) * (1 + i % 20) + str(i) for i in range(32)]
-    expected = [expect(prompt, max_tokens=12) for prompt in prompts]
-
-    def ask(place):
-        stream = place % 2 == 0
-        body = {"prompt": prompts[place], "max_tokens": 12, "temperature": 0, "stream": stream}
-        response = toy.post(COMPLETIONS, body)
-        assert response.status_code == 200, response.text
-        if not stream:
-            choice = response.json()["choices"][0]
-            return choice["text"], choice["finish_reason"]
-        events = events_of(response.text)
-        assert events[-1] == "[DONE]"
-        return "".join(e["choices"][0]["text"] for e in events[:-1]), events[-2]["choices"][0]["finish_reason"]
-
-    with concurrent.futures.ThreadPoolExecutor(32) as pool:
-        assert list(pool.map(ask, range(32))) == [(text, reason) for _, text, reason in expected]
-    assert toy.metric("nxd_num_requests_running") == 0 and toy.metric("nxd_num_requests_waiting") == 0
 
 
 def test_models_buckets_and_version(client, toy):

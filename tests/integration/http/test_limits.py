@@ -7,7 +7,6 @@ import contextlib
 import json
 import time
 
-import httpx
 import openai
 import pytest
 
@@ -195,16 +194,6 @@ def test_the_official_client_with_and_without_a_key(locked):
     wrong = openai.OpenAI(base_url=locked.url + "/v1", api_key="wrong", max_retries=0)
     with wrong, pytest.raises(openai.AuthenticationError):
         wrong.models.list()
-
-
-def test_many_connections_at_once(toy):
-    """More connections than slots and threads: all are answered."""
-    limits = httpx.Limits(max_connections=100)
-    body = {"prompt": "hello", "max_tokens": 2, "temperature": 0}
-    pool = httpx.Client(base_url=toy.url, limits=limits, timeout=60)
-    with pool, concurrent.futures.ThreadPoolExecutor(64) as threads:
-        codes = list(threads.map(lambda _: pool.post(COMPLETIONS, json=body).status_code, range(128)))
-    assert codes == [200] * 128
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import socket
@@ -14,11 +13,7 @@ import httpx
 import openai
 import pytest
 
-from nxd_server.http.app import create_app
-from nxd_server.settings import ServerSettings
-from tests.support.engine.toy_model import ToyModel
 from tests.support.http.http_servers import events_of, http_request, is_error, raw, read_all, toy_server, wait_for
-from tests.support.http.http_toy import ToyService
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "hello", "max_tokens": 7900, "temperature": 0, "ignore_eos": True}
@@ -95,25 +90,6 @@ def test_clients_that_leave_do_not_disturb_those_that_stay(slow_toy, tokenizer):
     wait_for(lambda: idle(slow_toy))
 
 
-def test_the_official_clients_close_cancels(slow_toy):
-    with openai.OpenAI(base_url=slow_toy.url + "/v1", api_key="x", max_retries=0) as client:
-        stream = client.chat.completions.create(
-            model="toy",
-            messages=[{"role": "user", "content": "hello"}],
-            stream=True,
-            extra_body={"ignore_eos": True},
-        )
-        for count, _ in enumerate(stream):
-            if count == 3:
-                break
-        stream.close()
-        wait_for(lambda: idle(slow_toy))
-        with pytest.raises(openai.APITimeoutError):
-            client.completions.create(model="toy", prompt="hello", max_tokens=7900, timeout=0.5,
-                                      extra_body={"ignore_eos": True})  # fmt: skip
-        wait_for(lambda: idle(slow_toy))
-
-
 def test_tokens_arrive_one_by_one(slow_toy):
     """Not all at the end, which is minutes away."""
     with httpx.stream("POST", slow_toy.url + COMPLETIONS, json={**LONG, "stream": True}, timeout=60) as response:
@@ -123,18 +99,6 @@ def test_tokens_arrive_one_by_one(slow_toy):
         )
         assert slow_toy.metric("nxd_num_requests_running") == 1
     wait_for(lambda: idle(slow_toy))
-
-
-def test_a_slow_reader_gets_everything(slow_toy):
-    """A client that does not read for a while blocks nobody, and finds the whole stream afterwards."""
-    body = json.dumps({**LONG, "max_tokens": 60, "logprobs": 20, "stream": True}).encode()
-    with raw(slow_toy, http_request(COMPLETIONS, body, "Connection: close")) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        quick = slow_toy.post(COMPLETIONS, {**LONG, "max_tokens": 3})
-        assert quick.status_code == 200
-        wait_for(lambda: idle(slow_toy))
-        data = read_all(connection)
-    assert data.count(b'"finish_reason":"length"') == 1 and b"data: [DONE]\n\n" in data
 
 
 def test_a_silent_stream_is_kept_open_by_comments(tmp_path):
@@ -228,42 +192,6 @@ def test_a_stream_that_a_failure_cuts_has_no_end_to_mistake(failing):
                 if count == 2:
                     file.write_text("once")
     server.wait_ready()
-
-
-def test_a_client_that_leaves_before_the_error_at_the_end_of_its_stream_has_left(tmp_path, caplog):
-    """It was waited for in vain: a status of 200 would say that it has read all that there was."""
-    settings, file = ServerSettings(), tmp_path / "fail"
-    toy = {"delay": 0.02, "max_len": 8000, "ahead": True}
-    service = ToyService(settings, lambda reason: None, ToyModel, toy, None, str(file), 0.0)
-    app, messages, sent = create_app(service, settings), asyncio.Queue(), []
-
-    async def send(message):  # as a connection does: it returns once there is room, or nobody to send to
-        sent.append(message.get("body", b""))
-        if len(sent) == 2:  # the first tokens; what comes meanwhile is sent together
-            file.write_text("once")
-            while not service.restarts:
-                await asyncio.sleep(0.01)
-        if sent[-1].startswith(b'data: {"error"'):
-            messages.put_nowait({"type": "http.disconnect"})
-            await asyncio.sleep(0.01)
-
-    async def scene():
-        body = json.dumps({**LONG, "stream": True}).encode()
-        messages.put_nowait({"type": "http.request", "body": body})
-        scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "http_version": "1.1", "query_string": b"",
-                 "headers": [(b"content-type", b"application/json")]}  # fmt: skip
-        await asyncio.wait_for(app(scope, messages.get, send), 120)
-
-    try:
-        service.start()
-        wait_for(lambda: service.ready)
-        with caplog.at_level("INFO"):
-            asyncio.run(scene())
-    finally:
-        service.close()
-    assert sent[-1].startswith(b'data: {"error"')
-    line = next(text for text in caplog.messages if COMPLETIONS in text)
-    assert f"{COMPLETIONS} 499" in line and line.endswith("engine_failed")
 
 
 def test_a_failure_before_the_first_token_is_a_status_of_its_own(failing):

@@ -104,22 +104,6 @@ def test_a_stream_and_n_choices_are_of_that_form(real_client):
     assert all(set(json.loads(text)) == {"ok"} for text in texts)
 
 
-def test_requests_of_many_forms_at_once(real_llama):
-    """Each gets what it would get alone, those without a form too."""
-    bodies = [{"structured_outputs": {"regex": f"x{number}[a-z]{{3,20}}"}} for number in range(3)]
-    bodies += [{"structured_outputs": {"choice": [f"c{number}", f"d{number}"]}} for number in range(3)]
-    bodies += [{"seed": number, "temperature": 1, "stop_token_ids": [7], "max_tokens": 20} for number in range(3)]
-
-    def ask(body):
-        answer = real_llama.post(COMPLETIONS, {"prompt": "for", "max_tokens": 60, "temperature": 0, **body})
-        return answer.json()["choices"][0]["text"]
-
-    alone = [ask(body) for body in bodies]
-    with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
-        assert list(pool.map(ask, bodies)) == alone
-    assert all(re.fullmatch(f"x{number}[a-z]{{3,20}}", alone[number]) for number in range(3))
-
-
 WRONG = [
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),

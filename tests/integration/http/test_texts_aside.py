@@ -164,18 +164,6 @@ def test_what_a_long_text_took_is_given_back(toy):
     assert len(descendants(toy.process.pid) - before) == 1
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/tokenize", {"prompt": "ab " * 400_000}, "prompt"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "ab " * 400_000}]}, "messages"),
-        ("/detokenize", {"tokens": [5] * 70_000}, "tokens"),
-    ],
-)
-def test_texts_and_ids_beyond_what_is_read_are_refused(toy, path, body, param):
-    is_error(toy.post(path, body), 400, param)
-
-
 def test_long_and_short_texts_are_answered_alike(toy, tokenizer):
     for text in ("hello", "hello, you. " * 500):
         for strings in (False, True):

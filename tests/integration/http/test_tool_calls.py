@@ -159,14 +159,6 @@ def test_a_call_that_must_be_made_is_made(client, choice, names, stream):
                 assert arguments["place"] in ("Bern", "Basel") and 1 <= arguments["days"] <= 9 and len(arguments) == 2
 
 
-def test_a_forced_call_is_the_one_that_the_model_finds_likeliest(client):
-    (choice,) = create(client, [ASKED], tool_choice="required", parallel_tool_calls=False).choices
-    assert functions(choice.message.tool_calls) == [("weather", {"city": "Bern"})]
-    (choice,) = create(client, asked("Two!"), tool_choice="required", tools=[*TOOLS, FORECAST]).choices
-    assert len(choice.message.tool_calls) >= 1, "and no text before it, as it was taught"
-    assert not choice.message.content
-
-
 @pytest.mark.parametrize(("choice", "stream"), [("required", False), (named("weather"), True)], ids=["any", "one"])
 def test_a_call_that_must_be_made_and_is_cut_has_the_arguments_so_far(server, choice, stream):
     """As in OpenAI's API; its text is no content. At first its name is not known, unless the request says it."""

@@ -63,29 +63,6 @@ def test_each_of_them_leaves_streams_the_cores_from_its_first_moment(bounded, mo
     assert started.count(expected) == 3
 
 
-def test_a_conversation_is_sent_without_json_and_is_what_the_template_sees(monkeypatch):
-    """JSON of half a million numbers kept the interpreter for a fifth of a second."""
-    heads: list[int] = []
-    write = process.write_frame
-
-    def counted(connection, header, blob=b"", seconds=None):
-        heads.append(len(json.dumps(header)))
-        write(connection, header, blob, seconds)
-
-    sources = TemplateSources("{{ messages | tojson }} {{ a | tojson }}")
-    template = BoundedTemplate(sources, 60, 1)
-    messages = [{"role": "user", "content": "中" * 1000}] * 100
-    variables = {"a": [1, 2.5, None, True, {"b": ["\n"]}] * 500}
-    try:
-        template.check()
-        monkeypatch.setattr(process, "write_frame", counted)
-        text = asyncio.run(template.render(messages, variables, 10**6))
-    finally:
-        template.stop()
-    assert text == f"{json.dumps(messages, ensure_ascii=False)} {json.dumps(variables['a'])}"
-    assert max(heads) < 100
-
-
 def test_ids_of_a_long_text_are_those_of_the_tokenizer_and_more_than_fit_are_not_sent(bounded):
     text = "hello, you. " * 20_000
     ids = toy_tokenizer().encode(text)

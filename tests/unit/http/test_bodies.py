@@ -1,8 +1,9 @@
-"""Bodies in the server's memory: how many, for how long, and who makes room."""
+"""What the server limits before it costs anything: bodies in its memory, elements of lists, choices, connections."""
 
 from __future__ import annotations
 
 import asyncio
+import resource
 import threading
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from nxd_server.app.served_model import ServedModel
 from nxd_server.errors import DeadlineExceededError
 from nxd_server.http.body_schema import Body
+from nxd_server.http.connections import most_connections
 from nxd_server.http.error_responses import ApiError
 from nxd_server.http.middleware import InFlight, RequestMiddleware
 from nxd_server.http.openai.completions import check_choices
@@ -21,7 +23,7 @@ from nxd_server.http.openai.embeddings import tokens_of
 from nxd_server.http.openai.schemas import SamplingBody
 from nxd_server.http.predict import PredictBody
 from nxd_server.http.request_body import Bodies, ClientLeft, default_limit
-from nxd_server.http.request_context import encode_prompts, json_body
+from nxd_server.http.request_context import json_body
 from nxd_server.http.tokenize import DetokenizeBody, TokenizeBody
 from nxd_server.settings import ServerSettings
 from nxd_server.text.field_bounds import ANY
@@ -180,30 +182,6 @@ def test_a_large_body_whose_request_is_over_is_not_parsed(left):
     assert ends == ["ended"]
 
 
-def test_others_have_their_turn_between_the_prompts_of_a_request():
-    """64 prompts of 4,096 ids took a tenth of a second to look at."""
-
-    class Everything:
-        max_len, vocab_size = 10, 100
-
-    turns = 0
-
-    async def others():
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    async def main():
-        task = asyncio.create_task(others())
-        context = type("Context", (), {"service": Everything()})
-        assert await encode_prompts(context, [[5, 6]] * 64, "prompt") == [[5, 6]] * 64  # pyright: ignore
-        task.cancel()
-
-    asyncio.run(main())
-    assert turns >= 60
-
-
 def test_of_texts_to_encode_none_is_begun_after_their_client_has_left():
     """A list of 2,048 was worked off to its end, and so were the lists of a hundred clients that had left."""
     began: list[str] = []
@@ -236,3 +214,10 @@ def test_more_choices_than_a_number_can_be_written_of_are_400():
     with pytest.raises(ApiError, match="2 prompts with n = 999") as caught:
         check_choices(2, 10**4300 - 1, 64, 128)
     assert caught.value.status == 400 and len(caught.value.message) < 400
+
+
+def test_a_million_descriptors_are_no_million_connections(monkeypatch):
+    """All of them are looked at four times a second."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**20, 2**20))
+    assert most_connections(None) == 4096
+    assert most_connections(20_000) == 20_000

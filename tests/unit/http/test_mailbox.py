@@ -41,26 +41,6 @@ def test_items_of_many_threads_come_once_and_in_order():
     run(scene)
 
 
-def test_the_loop_is_called_once_for_all_that_come_together(monkeypatch):
-    async def scene() -> None:
-        loop = asyncio.get_running_loop()
-        boxes = [Mailbox() for _ in range(16)]
-        waiting = [asyncio.create_task(box.get(LATE)) for box in boxes]
-        await asyncio.sleep(0)
-        calls = []
-        call = loop.call_soon_threadsafe
-        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *args: (calls.append(args), call(*args)))
-        for _ in range(3):  # as the engine's thread does, while the loop is busy
-            for box in boxes:
-                box.put(1)
-        assert await asyncio.gather(*waiting) == [1] * 16
-        assert len(calls) == 1
-        boxes[0].put(2)
-        assert len(calls) == 2  # the loop has looked meanwhile
-
-    run(scene)
-
-
 def test_a_wait_ends_when_its_time_is_over_and_not_before():
     async def scene() -> None:
         box = Mailbox()
@@ -76,20 +56,6 @@ def test_a_wait_ends_when_its_time_is_over_and_not_before():
         box.put("next")
         assert await box.get(LATE) == "next"
         box.close()
-
-    run(scene)
-
-
-@pytest.mark.parametrize("idle", [0, 2 * SOON], ids=["waiting again", "idle"])
-def test_the_timer_of_a_wait_that_is_over_ends_no_later_one(idle):
-    async def scene() -> None:
-        box = Mailbox()
-        asyncio.get_running_loop().call_soon(box.put, 1)
-        assert await box.get(SOON) == 1
-        await asyncio.sleep(idle)
-        begin = time.monotonic()
-        assert await box.get(4 * SOON) is None
-        assert time.monotonic() - begin >= 3 * SOON
 
     run(scene)
 

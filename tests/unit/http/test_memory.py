@@ -9,10 +9,8 @@ import weakref
 
 import pytest
 
-from nxd_infer.errors import CheckpointError
 from nxd_server.errors import RequestError
 from nxd_server.http import release_memory
-from nxd_server.http.admin.update_weights import unchanged
 from nxd_server.http.api_keys import Keys
 from nxd_server.http.error_responses import ApiError
 from nxd_server.http.middleware import InFlight, RequestMiddleware
@@ -106,18 +104,3 @@ def test_several_requests_in_a_row_are_one_trim_after_the_last(monkeypatch):
 
     asyncio.run(run())
     assert calls == [3] and not problems
-
-
-def test_what_new_weights_took_is_given_back_whether_or_not_they_are_used():
-    """The pieces of a model that was not swapped in after all stayed with the server."""
-
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        with unchanged("nothing happened", "weights"):
-            pass
-        release_memory._waiting.pop(loop).cancel()
-        with pytest.raises(ApiError), unchanged("nothing happened", "weights"):
-            raise CheckpointError("no such file")
-        release_memory._waiting.pop(loop).cancel()
-
-    asyncio.run(run())

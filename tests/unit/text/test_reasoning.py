@@ -101,15 +101,6 @@ def test_reasoning_is_shown_as_it_comes():
     ]
 
 
-def test_what_is_held_is_not_joined_again_with_each_piece():
-    for place in (BEFORE, INSIDE):
-        reader = ReasoningReader(THINK, place)
-        reader.feed("x" if place == INSIDE else "")
-        for _ in range(1000):
-            reader.feed(" " * 100)
-        assert len(reader._held) <= 100
-
-
 def test_the_prompt_and_the_template_say_how_the_answer_begins():
     assert place_behind("<|im_start|>assistant\n", THINK) == BEFORE
     assert place_behind("<think>user text<|im_start|>assistant\n<think>\n", THINK) == INSIDE

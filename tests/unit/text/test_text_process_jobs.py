@@ -12,14 +12,6 @@ from nxd_server.text.concurrency_limit import ConcurrencyLimit
 from nxd_server.threads import Workers
 
 
-def test_one_thread_does_one_piece_after_the_other():
-    async def main():
-        workers = Workers(3, "worker")
-        return [await workers.run(threading.get_ident) for _ in range(10)]
-
-    assert len(set(asyncio.run(main()))) == 1
-
-
 def test_there_are_no_more_threads_than_allowed_and_what_waits_is_done():
     gate, inside, most = threading.Event(), 0, 0
     lock = threading.Lock()
@@ -45,16 +37,6 @@ def test_there_are_no_more_threads_than_allowed_and_what_waits_is_done():
     assert most <= 2
 
 
-def test_what_work_raises_is_raised_where_it_is_waited_for():
-    async def main():
-        workers = Workers(1, "worker")
-        with pytest.raises(ZeroDivisionError):
-            await workers.run(lambda: 1 // 0)
-        return await workers.run(lambda: 7)
-
-    assert asyncio.run(main()) == 7
-
-
 def test_a_thread_that_cannot_be_started_takes_no_turn_with_it(monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't start new thread")
@@ -70,19 +52,3 @@ def test_a_thread_that_cannot_be_started_takes_no_turn_with_it(monkeypatch):
         return await asyncio.wait_for(limit.run(lambda: 7), 120)
 
     assert asyncio.run(main()) == 7
-
-
-def test_work_waits_for_another_thread_if_none_can_be_started(monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    async def main():
-        workers, gate = Workers(2, "worker"), threading.Event()
-        first = workers.run(lambda: gate.wait(120))
-        with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", refuse)
-            second = workers.run(lambda: 7)
-        gate.set()
-        return await asyncio.wait_for(asyncio.gather(first, second), 120)
-
-    assert asyncio.run(main()) == [True, 7]
