@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import signal
 from typing import Any
 
@@ -12,8 +11,7 @@ import torch
 
 from nxd_server.settings import ServerSettings
 from tests.support.engine.toy_oneshot import expected
-from tests.support.http.http_servers import http_request, is_error, new_child, raw, toy_server, wait_for
-from tests.support.processes import descendants, stopped
+from tests.support.http.http_servers import is_error, toy_server, wait_for
 
 EMBEDDINGS = "/v1/embeddings"
 STEP, WAVES = 0.1, 40
@@ -68,20 +66,11 @@ def test_a_long_list_that_runs_is_finished_after_a_signal():
         assert server.wait() == 0
 
 
-HELLO = "hello, you there. "
-
-
-def test_a_long_text_is_tokenised_in_a_process_that_ends_with_its_client(patient, tokenizer):
+def test_long_texts_are_tokenised_aside_and_cut_to_what_fits(patient, tokenizer):
     """It was in a thread of the server, for five seconds a megabyte, in which nothing else ran."""
-    is_error(patient.post(EMBEDDINGS, {"input": "a", "secret": "b" * 2**17}), 400, code="unknown_parameter")
-    before = descendants(patient.process.pid)  # what parses large bodies is there
-    long = http_request(EMBEDDINGS, json.dumps({"input": HELLO * 55_000}).encode())
-    with raw(patient, long), stopped(new_child(patient, before)):
-        patient.wait_metric("nxd_texts_aside", 1.0, kind="texts")
-    patient.wait_metric("nxd_texts_aside", 0.0)
-    wait_for(lambda: descendants(patient.process.pid) <= before, message="a process for texts is left")
-    several = [HELLO * 5000, HELLO, HELLO * 400]
+    hello = "hello, you there. "
+    several = [hello * 5000, hello, hello * 400]
     error = is_error(patient.post(EMBEDDINGS, {"input": several[:1]}), 400, "input", "context_length_exceeded")
-    assert f"has {5000 * len(tokenizer.encode(HELLO))} tokens" in error["message"]
+    assert f"has {5000 * len(tokenizer.encode(hello))} tokens" in error["message"]
     data = patient.post(EMBEDDINGS, {"input": several, "truncate_prompt_tokens": 8}).json()["data"]
-    assert [one["embedding"] for one in data] == [expected(torch.tensor(tokenizer.encode(HELLO)[:8])).tolist()] * 3
+    assert [one["embedding"] for one in data] == [expected(torch.tensor(tokenizer.encode(hello)[:8])).tolist()] * 3

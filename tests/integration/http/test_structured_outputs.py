@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import json
 import re
 from typing import Literal
@@ -68,22 +67,6 @@ def test_both_routes_take_every_form(real_llama, route):
         assert choice["finish_reason"] == "length"
 
 
-def test_a_model_that_prefers_blanks_comes_to_the_end(real_llama):
-    blanks = [
-        real_llama.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json()["tokens"] for text in " \n"
-    ]
-    body = {"logit_bias": {str(ids[-1]): 100 for ids in blanks}, "max_tokens": 100}
-    described = {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}}
-    for asked in (described, {"structured_outputs": {"json": SCHEMA}}):
-        text = text_of(real_llama, CHAT, {**body, **asked})
-        assert set(json.loads(text)) == {"ok"} and "\n" in text
-        asked = {**asked, "structured_outputs": {**asked.get("structured_outputs", {}), "disable_any_whitespace": True}}
-        assert text_of(real_llama, CHAT, {**body, **asked}) in ('{"ok":true}', '{"ok":false}')
-    for wrong in ("yes", 1):
-        answer = real_llama.post(CHAT, {"messages": HELLO, "structured_outputs": {"disable_any_whitespace": wrong}})
-        is_error(answer, 400, "structured_outputs.disable_any_whitespace")
-
-
 def test_a_stream_and_n_choices_are_of_that_form(real_client):
     chunks = real_client.chat.completions.create(
         model="tiny-llama",
@@ -129,18 +112,3 @@ def test_a_wrong_form_is_named(real_llama, body, param):
     error = is_error(real_llama.post(CHAT, {"messages": HELLO, **body}), 400, param)
     if param == "guided_regex":
         assert "use `structured_outputs`" in error["message"]
-
-
-def test_a_heavy_form_delays_nobody_and_is_refused_or_kept(real_llama):
-    """Expressions that are slow to compile or to match hold up no other request."""
-    heavy = ["(a|b|ab)*c" * 200, "(.{1,300}x){1,300}", "(a?){5000}" + "a{5000}", "\\w{500}\\W{500}" * 20]
-    with concurrent.futures.ThreadPoolExecutor(len(heavy)) as pool:
-        slow = [
-            pool.submit(
-                real_llama.post, COMPLETIONS, {"prompt": "x", "max_tokens": 3, "structured_outputs": {"regex": one}}
-            )
-            for one in heavy
-        ]
-        assert real_llama.post(COMPLETIONS, {"prompt": "x", "max_tokens": 2}).status_code == 200
-        assert {one.result().status_code for one in slow} <= {200, 400, 500}
-    assert real_llama.get("/readyz").status_code == 200

@@ -10,7 +10,7 @@ import pytest
 
 from nxd_server.text.tokenizer import Tokenizer
 from tests.support.http.http_artifacts import real_server
-from tests.support.http.http_servers import is_error
+from tests.support.http.http_servers import events_of, is_error
 from tests.support.http.taught_model import (
     ASKED,
     CALLED,
@@ -94,21 +94,11 @@ def test_calls_in_a_stream_are_those_of_the_whole_answer(client, server):
     assert set(raw[0]) == {"id", "type", "function"}, "numbered in chunks only"
 
 
-def test_an_empty_list_of_calls_is_none(client):
-    said = [ASKED, {"role": "assistant", "content": "No idea.", "tool_calls": []}, asked("Two!")[0]]
-    assert create(client, said, max_tokens=5).choices
-
-
 def test_arguments_of_earlier_calls_are_parsed_within_limits(server):
     for arguments in ('{"a": [' + "[]," * 20_000 + "[]]}", '{"a": "\\ud83d"}', '{"a": 1, "a": 2}', "{}x"):
         calls = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
         is_error(server.post(CHAT, {"messages": [ASKED, {"role": "assistant", "tool_calls": calls}]}), 400)
     assert server.post(CHAT, {"messages": [ASKED], "max_tokens": 2}).status_code == 200
-
-
-def test_an_answer_that_was_cut_says_so(client):
-    (choice,) = create(client, asked("Two!"), max_tokens=10).choices
-    assert choice.finish_reason == "length" and TWO.startswith(choice.message.content)
 
 
 def test_without_tools_nothing_is_a_call(client, server):
@@ -128,64 +118,43 @@ def named(name):
 
 
 @pytest.mark.parametrize(
-    ("choice", "names", "stream"),
-    [("required", {"weather", "forecast"}, True), (named("forecast"), {"forecast"}, False)],
-    ids=["any", "one"],
+    ("choice", "names"), [("required", {"weather", "forecast"}), (named("forecast"), {"forecast"})], ids=["any", "one"]
 )
-def test_a_call_that_must_be_made_is_made(client, choice, names, stream):
+def test_a_call_that_must_be_made_is_made(client, choice, names):
     """Even of a tool that the model was never taught; its arguments are those of the tool's schema."""
     for seed in range(2):
-        more = {"tools": [TOOLS[0], FORECAST], "tool_choice": choice, "stream": stream, "seed": seed, "max_tokens": 200}
-        answer = client.chat.completions.create(model="taught", messages=asked("Two!"), temperature=1.5, **more)
-        if stream:
-            parts = [one for chunk in answer for one in chunk.choices]
-            deltas = [call.model_dump(exclude_none=True) for one in parts for call in one.delta.tool_calls or []]
-            (reason,) = [one.finish_reason for one in parts if one.finish_reason]
-            said = "".join(one.delta.content or "" for one in parts)
-            made = joined(deltas)
-            assert len(deltas) > 2 * len(made), "arguments come as they are written"
-        else:
-            (one,) = answer.choices
-            reason, said = one.finish_reason, one.message.content
-            made = [(call.function.name, call.function.arguments) for call in one.message.tool_calls or []]
-        if reason == "length":  # a weather tool takes any arguments
+        more = {"tools": [TOOLS[0], FORECAST], "tool_choice": choice, "seed": seed, "max_tokens": 200}
+        (one,) = client.chat.completions.create(model="taught", messages=asked("Two!"), temperature=1.5, **more).choices
+        if one.finish_reason == "length":  # a weather tool takes any arguments
             assert "weather" in names
             continue
-        assert reason == ("tool_calls" if choice == "required" else "stop") and not (said or "").strip()
-        found = [(name, json.loads(arguments)) for name, arguments in made]
+        assert one.finish_reason == ("tool_calls" if choice == "required" else "stop")
+        assert not (one.message.content or "").strip()
+        found = functions(one.message.tool_calls)
         assert found and {name for name, _ in found} <= names and (choice == "required" or len(found) == 1)
         for name, arguments in found:
             if name == "forecast":
                 assert arguments["place"] in ("Bern", "Basel") and 1 <= arguments["days"] <= 9 and len(arguments) == 2
 
 
-@pytest.mark.parametrize(("choice", "stream"), [("required", False), (named("weather"), True)], ids=["any", "one"])
-def test_a_call_that_must_be_made_and_is_cut_has_the_arguments_so_far(server, choice, stream):
+@pytest.mark.parametrize("choice", ["required", named("weather")], ids=["any", "one"])
+def test_a_call_that_must_be_made_and_is_cut_has_the_arguments_so_far(server, choice):
     """As in OpenAI's API; its text is no content. At first its name is not known, unless the request says it."""
-    body = {"messages": [ASKED], "tools": TOOLS, "tool_choice": choice, "temperature": 0, "stream": stream}
-    found = []
+    body = {"messages": [ASKED], "tools": TOOLS, "tool_choice": choice, "temperature": 0, "stream": True}
+    texts = []
     for most in range(1, 80, 3):
         answer = server.post(CHAT, {**body, "max_tokens": most})
-        if stream:
-            lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n")[:-2]]
-            parts = [one for line in lines for one in json.loads(line)["choices"]]
-            assert not any(one["delta"].get("content") for one in parts)
-            calls = joined(call for one in parts for call in one["delta"].get("tool_calls", []))
-            reason = parts[-1]["finish_reason"]
-        else:
-            (one,) = answer.json()["choices"]
-            made = [call["function"] for call in one["message"].get("tool_calls", [])]
-            calls, reason = [[call["name"], call["arguments"]] for call in made], one["finish_reason"]
-            assert one["message"]["content"] is None
+        parts = [one for event in events_of(answer.text)[:-1] for one in event["choices"]]
+        assert not any(one["delta"].get("content") for one in parts)
+        deltas = [call for one in parts for call in one["delta"].get("tool_calls", [])]
+        calls, reason = joined(deltas), parts[-1]["finish_reason"]
         if reason != "length":
             break
-        assert len(calls) <= 1
-        found += calls
-        assert calls or (not found and choice == "required")
+        assert len(calls) == 1 or (not texts and choice == "required")
+        assert {name for name, _ in calls} <= {"weather"}
+        texts += [text for _, text in calls]
     assert reason == ("tool_calls" if choice == "required" else "stop")
-    assert calls == [["weather", '{"city": "Bern"}']]
-    assert {name for name, _ in found} == {"weather"}
-    texts = [text for _, text in found]
+    assert calls == [["weather", '{"city": "Bern"}']] and len(deltas) > 2, "arguments come as they are written"
     assert all('{"city": "Bern"}'.startswith(text) for text in texts) and texts == sorted(texts, key=len)
     assert len(set(texts)) > 2
 

@@ -10,7 +10,6 @@ import weakref
 import pytest
 
 from nxd_server.errors import RequestError
-from nxd_server.http import release_memory
 from nxd_server.http.api_keys import Keys
 from nxd_server.http.error_responses import ApiError
 from nxd_server.http.middleware import InFlight, RequestMiddleware
@@ -77,30 +76,3 @@ def test_what_a_refused_request_held_is_free_once_it_is_answered(handler):
     finally:
         gc.enable()
     assert sent[0]["status"] in (400, 413)
-
-
-def test_several_requests_in_a_row_are_one_trim_after_the_last(monkeypatch):
-    calls: list[int] = []
-    problems: list[dict] = []
-    ended = asyncio.Event()
-
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, problem: problems.append(problem))
-
-        def give_back() -> None:
-            calls.append(len(scheduled))
-            loop.call_soon_threadsafe(ended.set)
-
-        scheduled: list[float] = []
-        monkeypatch.setattr(release_memory, "give_back", give_back)
-        monkeypatch.setattr(release_memory, "TRIM_SECONDS", 0.05)
-        for _ in range(3):
-            release_memory.trim_soon()
-            scheduled.append(loop.time())
-        await asyncio.wait_for(ended.wait(), 60)
-        await asyncio.sleep(0.2)  # another one would come within this time
-        assert loop not in release_memory._waiting
-
-    asyncio.run(run())
-    assert calls == [3] and not problems

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from pathlib import Path
 
 import pytest
 
-from nxd_infer.util.options import command_options, declared, defaults, table
-from nxd_server.engine import Engine, OneShotEngine
+from nxd_infer.util.options import command_options, declared, table
 from nxd_server.environment import OTHERS, unknown_variables
 from nxd_server.errors import SettingsError
 from nxd_server.settings import ServerSettings, load_settings
@@ -220,14 +218,3 @@ def test_a_file_of_keys_without_any_does_not_open_the_server(tmp_path):
 
 def test_the_documentation_lists_every_setting_with_its_default_and_meaning():
     assert table(ServerSettings, "setting", python=False) in (ROOT / "docs/deployment.md").read_text()
-
-
-def test_an_engine_has_the_defaults_of_the_settings() -> None:
-    same = {"max_queued_requests": "max_queued_requests", "restart_limit": "max_restarts"}
-    for engine, names in (
-        (Engine, {**same, "stall_ratio": "stall_ratio", "speculate": "speculate"}),
-        (OneShotEngine, same),
-    ):
-        parameters = inspect.signature(engine).parameters
-        for own, setting in names.items():
-            assert parameters[own].default == defaults(ServerSettings)[setting], own

@@ -66,18 +66,6 @@ def test_the_first_stop_string_to_be_complete_ends_the_text_before_it(text, stop
     assert matched == first and "".join(pieces) == full[:place]
 
 
-def test_text_that_may_begin_a_stop_string_is_held_back_until_it_cannot():
-    tokenizer = byte_level()
-    decoder = tokenizer.stream(["STOP!"])
-    shown = ""
-    for token in tokenizer.encode("go STOP", add_special_tokens=False):
-        shown += decoder.push(token)
-        assert "S" not in shown
-    for token in tokenizer.encode(" it", add_special_tokens=False):
-        shown += decoder.push(token)
-    assert shown == "go STOP it"
-
-
 class Pieces:
     """A detokenizer whose tokens have given texts."""
 

@@ -217,28 +217,3 @@ def test_a_cut_text_or_pair_is_that_of_transformers(tmp_path):
         ours.encode_with_types("a", most=2)
     whole = ours.encode_with_types("a", "b")
     assert ours.encode_with_types("a", "b", most=50) == whole  # with the types of both
-
-
-@pytest.mark.parametrize("text", ["hello", "hello " * 1000])
-def test_no_list_is_made_of_more_ids_than_fit(text):
-    class Encoding:
-        def __len__(self):
-            return 11
-
-        @property
-        def ids(self):
-            pytest.fail("a list was made")
-
-    tokenizer = Tokenizer.__new__(Tokenizer)
-    vars(tokenizer).update(vars(byte_level()))
-
-    class Raw:
-        def encode(self, *_, **__):
-            return Encoding()
-
-        def encode_batch_fast(self, *_, **__):
-            return [Encoding()]
-
-    tokenizer.raw = Raw()
-    with pytest.raises(PromptTooLongError, match="the prompt has 11 tokens"):
-        tokenizer.encode(text, most=10)

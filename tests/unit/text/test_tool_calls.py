@@ -153,14 +153,10 @@ def test_an_answer_of_tags_is_not_read_again_from_each_of_them(text):
     ("kind", "begin", "piece", "pieces"),
     [
         ("hermes", '<tool_call>{"', "x" * 128, 200),
-        ("hermes", "<tool_call>", " " * 128, 0),
         ("hermes", "", "<tool_call></tool_call>" * 4, 0),
         ("llama3_json", '{"', "x" * 128, 200),
-        ("llama3_json", "", " " * 128, 0),
         ("mistral", '[TOOL_CALLS][{"', "x" * 128, 200),
-        ("mistral", "[TOOL_CALLS]", " " * 128, 0),
         ("mistral", "", "[TOOL_CALLS]" * 8, 1),
-        ("mistral", "", "[TOOL_CALLS]," * 8, 0),
     ],
 )
 def test_what_is_held_is_not_joined_again_with_each_piece(kind, begin, piece, pieces):
