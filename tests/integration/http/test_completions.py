@@ -227,14 +227,6 @@ def test_logprobs_of_chat(client, tokenizer, expect):
     assert client.chat.completions.create(**ask).choices[0].logprobs.content[0].top_logprobs == []
 
 
-def test_template_variables_act(toy, expect):
-    messages = [{"role": "user", "content": "hi"}]
-    body = {"messages": messages, "max_tokens": 5, "temperature": 0, "chat_template_kwargs": {"shout": True}}
-    answer = toy.post(CHAT, body).json()
-    _, text, _ = expect("user:hi;LOUD;assistant:", max_tokens=5)
-    assert answer["choices"][0]["message"]["content"] == text
-
-
 def test_usage_says_what_of_the_prompt_was_in_the_cache(toy, expect):
     prompt = "the same instructions for every question; "
     body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "cache_salt": "mine"}

@@ -6,7 +6,6 @@ import contextlib
 import json
 import socket
 import struct
-import threading
 import time
 
 import httpx
@@ -66,28 +65,6 @@ def test_a_client_that_leaves_in_the_middle_of_its_body(slow_toy, chunked):
     assert slow_toy.get("/readyz").status_code == 200
     assert "Traceback" not in slow_toy.log and " 500 " not in slow_toy.log
     assert idle(slow_toy)
-
-
-def test_clients_that_leave_do_not_disturb_those_that_stay(slow_toy, tokenizer):
-    from tests.support.engine.toy_model import naive_generate
-
-    tokens = naive_generate(tokenizer.encode("hello"), max_tokens=30, ignore_eos=True)
-    answers = []
-
-    def stay():
-        body = {**LONG, "max_tokens": 30}
-        answers.append(slow_toy.post(COMPLETIONS, body).json()["choices"][0]["text"])
-
-    staying = [threading.Thread(target=stay) for _ in range(3)]
-    for thread in staying:
-        thread.start()
-    for _ in range(4):
-        with raw(slow_toy, http_request(COMPLETIONS, json.dumps({**LONG, "stream": True}).encode())) as leaving:
-            assert leaving.recv(1)
-    for thread in staying:
-        thread.join(60)
-    assert answers == [tokenizer.decode(tokens)] * 3
-    wait_for(lambda: idle(slow_toy))
 
 
 def test_tokens_arrive_one_by_one(slow_toy):

@@ -246,15 +246,6 @@ def test_a_call_within_the_arguments_of_a_call_that_was_cut_is_none():
         )
 
 
-def test_what_comes_between_calls_is_held_within_bounds():
-    reader = ForcedCallReader()
-    for _ in range(100):
-        assert not reader.feed("x" * 100)
-    assert len(reader._held) < 200
-    begun = reader.feed('{"name": "' + "n" * 64 + '", "parameters": ')
-    assert [(one.name, one.arguments) for one in begun] == [("n" * 64, "")]
-
-
 def test_a_tag_that_the_model_has_no_token_for_is_text():
     """As a token it could not be sampled, and nothing else would be allowed."""
     tokenizer = with_tokens(*MISTRAL)
