@@ -49,7 +49,8 @@ def texts(root, adapters):
 def server(root, artifact, adapters):
     """With the adapter x from the beginning, and greedy as transformers is: without the model's own penalty."""
     options = (
-        "--no-generation-defaults",
+        "--generation-defaults",
+        "false",
         "--admin-key",
         "admin",
         "--weights-root",
