@@ -48,17 +48,9 @@ def texts(root, adapters):
 @pytest.fixture(scope="module")
 def server(root, artifact, adapters):
     """With the adapter x from the beginning, and greedy as transformers is: without the model's own penalty."""
-    options = (
-        "--generation-defaults",
-        "false",
-        "--admin-key",
-        "admin",
-        "--weights-root",
-        str(root / "files"),
-        "--lora",
-        f"x={adapters['x']}",
-    )
-    with real_server(artifact, *options) as server:
+    admin = ("--admin-key", "admin", "--weights-root", str(root / "files"))
+    options = ("--lora", f"x={adapters['x']}", "--generation-defaults", "false")
+    with real_server(artifact, *admin, *options) as server:
         yield server
 
 
