@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 
 import pytest
@@ -161,22 +160,6 @@ def test_files_that_are_made_to_hurt_are_refused(server, root):
             (folder / name).write_text("{}")
     shutil.rmtree(folder)
     assert [card["id"] for card in server.get("/v1/adapters").json()["data"]] == ["x"]
-
-
-def test_a_full_disk_is_the_servers_and_changes_nothing(server, texts):
-    """The server may write no file over 1000 bytes for a while: what a new adapter needs has no room anywhere."""
-    before = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
-        error = is_error(server.post("/v1/adapters", {"name": "y", "path": "y"}, **ADMIN), 503, code="no_space")
-    finally:
-        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, before)
-    assert "nothing was changed" in error["message"] and "TMPDIR" in error["message"]
-    for name in ("tiny-llama", "x"):
-        answer = ask(server, name, PROMPTS[0]).json()
-        assert answer["weight_version"] == 0 and answer["choices"][0]["text"] == texts[name][PROMPTS[0]]
-    assert server.post("/v1/adapters", {"name": "y", "path": "y"}, **ADMIN).status_code == 200  # with room again
-    assert remove(server, "y", **ADMIN).status_code == 200
 
 
 def test_a_model_without_slots_and_a_server_without_an_admin(toy):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import os
 import resource
@@ -97,31 +96,6 @@ def test_ranks_lost_again_while_they_recover_under_load(server, texts):
     assert not load.wrong, load.wrong[:3]
     assert any("the ranks failed: rank 1 of 2 was ended by SIGKILL" in line for line in errors_of(server))
     assert server.stop() == 0
-
-
-def test_a_swap_of_all_weights_under_load_while_a_rank_dies(server, texts):
-    """At any stage of the swap: every answer is of the version that it names, and the swap's caller is told what
-    has become of it."""
-    with Load(server, *texts) as load, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        wait_for(lambda: len(load.answers) > 20)
-        pids = rank_pids(server)
-        os.kill(pids[1], signal.SIGSTOP)  # what has begun does not end: a swap that has come waits for it
-        swapping = pool.submit(swap, server, "other")
-        os.kill(pids[1], signal.SIGKILL)
-        answer = swapping.result()
-        other_pids(server, pids)
-        wait_for(lambda: server.get("/readyz").status_code == 200)
-        seen = len(load.answers)
-        wait_for(lambda: len(load.answers) > seen + 20)
-    assert not load.wrong, load.wrong[:3]
-    if swapped := answer.status_code == 200:
-        assert answer.json()["version"] == 1
-    else:
-        is_error(answer, 503)
-        assert answer.json()["error"]["code"] in ("rank_failed", "not_ready", "recovering"), answer.text
-    found = server.post(COMPLETIONS, body_of(PROMPTS[0])).json()
-    assert found["weight_version"] == swapped and found["choices"][0]["text"] == texts[swapped][PROMPTS[0]]
-    assert "Traceback" not in server.log
 
 
 def test_a_full_disk_during_a_swap_and_during_a_recovery(server, artifact, texts):

@@ -17,7 +17,7 @@ from nxd_server.text import text_process as process
 from nxd_server.text import text_process_jobs
 from nxd_server.text.chat_template import TemplateSources
 from nxd_server.text.field_bounds import ANY, Bounds
-from nxd_server.text.text_process import NICENESS, JobFailed, Setup, TextProcess
+from nxd_server.text.text_process import NICENESS, Setup, TextProcess
 from nxd_server.text.text_process_jobs import BoundedJson, BoundedTemplate, BoundedTokenizer
 from tests.support import tiny_models
 from tests.support.http.http_toy import toy_tokenizer
@@ -137,16 +137,6 @@ def test_where_no_process_starts_neither_the_request_nor_the_template_is_to_blam
     with pytest.raises(EngineUnavailableError, match="did not start") as caught:
         JOBS[job]()
     assert caught.value.state == "busy" and caught.value.retry_after
-
-
-def test_a_job_whose_client_has_left_is_not_begun_and_the_process_goes_on(parser):
-    parse(parser)
-    pid, mine = parser.pid, object()
-    parser.cancel(mine)
-    with pytest.raises(JobFailed):
-        parse(parser, mine)
-    parse(parser)
-    assert parser.pid == pid
 
 
 def test_nothing_of_a_body_that_is_refused_comes_back(monkeypatch):

@@ -149,26 +149,6 @@ def test_an_answer_of_tags_is_not_read_again_from_each_of_them(text):
     assert said[0] + calls[0] == text and not calls[1] and reader.count <= MOST_FAILURES
 
 
-@pytest.mark.parametrize(
-    ("kind", "begin", "piece", "pieces"),
-    [
-        ("hermes", '<tool_call>{"', "x" * 128, 200),
-        ("hermes", "", "<tool_call></tool_call>" * 4, 0),
-        ("llama3_json", '{"', "x" * 128, 200),
-        ("mistral", '[TOOL_CALLS][{"', "x" * 128, 200),
-        ("mistral", "", "[TOOL_CALLS]" * 8, 1),
-    ],
-)
-def test_what_is_held_is_not_joined_again_with_each_piece(kind, begin, piece, pieces):
-    """Or the time would grow with the square of an answer: 12 seconds of the server's one thread for 7000 tokens."""
-    reader = FORMATS[kind](NAMES)
-    reader.feed(begin)
-    for _ in range(200):
-        reader.feed(piece)
-    assert pieces <= len(reader._held) <= pieces + 1
-    assert pieces > 1 or sum(map(len, reader._held)) <= len("[TOOL_CALLS]")
-
-
 def test_the_format_is_that_of_the_template():
     hermes = '{% for t in tools %}{% endfor %}<tool_call>{"name": n, "arguments": a}</tool_call>'
     llama = '{% if tools %}{"name": function name, "parameters": dictionary}{% endif %}'
