@@ -139,6 +139,16 @@ def test_where_no_process_starts_neither_the_request_nor_the_template_is_to_blam
     assert caught.value.state == "busy" and caught.value.retry_after
 
 
+def test_a_job_whose_client_has_left_is_not_begun_and_the_process_goes_on(parser):
+    parse(parser)
+    pid, mine = parser.pid, object()
+    parser.cancel(mine)
+    with pytest.raises(JobFailed):
+        parse(parser, mine)
+    parse(parser)
+    assert parser.pid == pid
+
+
 def test_nothing_of_a_body_that_is_refused_comes_back(monkeypatch):
     """The server would build it a second time, which holds up everybody."""
     monkeypatch.setattr(text_process_jobs.marshal, "loads", lambda _: pytest.fail("it came back"))
