@@ -1,4 +1,4 @@
-"""One toy server for every test that only asks it something."""
+"""One server of each kind for all tests that only ask it something."""
 
 from __future__ import annotations
 
@@ -19,6 +19,39 @@ def slow_toy():
     """As ``toy``, but every step takes 30 ms and a request may be 8000 tokens long, which ends by itself in minutes."""
     with toy_server(toy={"delay": 0.03, "max_len": 8000}, keep_alive_interval=0.5) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def llama():
+    """The artifact of a tiny Llama on two ranks: batches of 1 and 4, prompts of 16, 256 positions."""
+    from tests.support.http.http_artifacts import LLAMA, trace_tiny  # which imports torch
+
+    return trace_tiny("llama", "generate", **LLAMA)
+
+
+@pytest.fixture(scope="session")
+def llama_texts(llama):
+    """What transformers' own model answers to each of PROMPTS."""
+    from tests.support.http.http_artifacts import PROMPTS, greedy_texts
+    from tests.support.http.load import TOKENS
+
+    return greedy_texts(llama.parent / "model", PROMPTS, TOKENS)
+
+
+@pytest.fixture(scope="session")
+def real_llama(llama):
+    from tests.support.http.http_artifacts import real_server
+
+    with real_server(llama) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def real_client(real_llama):
+    import openai
+
+    with openai.OpenAI(base_url=real_llama.url + "/v1", api_key="x", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

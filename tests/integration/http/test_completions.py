@@ -6,11 +6,10 @@ import concurrent.futures
 import json
 import math
 
-import httpx
 import openai
 import pytest
 
-from tests.support.engine.toy_model import VOCAB, logits_of
+from tests.support.engine.toy_model import logits_of
 from tests.support.http.http_servers import events_of, is_error
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -26,7 +25,7 @@ def chat_text(messages, suffix="assistant:"):
     return "".join(f"{m['role']}:{m['content']};" for m in messages) + suffix
 
 
-def test_a_completion_through_the_official_client(client, expect):
+def test_a_completion_through_the_official_client(client, toy, expect):
     answer = client.completions.create(model="toy", prompt="hello", max_tokens=9, temperature=0)
     _, text, reason = expect("hello", max_tokens=9)
     assert answer.object == "text_completion" and answer.id.startswith("cmpl-") and answer.model == "toy"
@@ -34,9 +33,16 @@ def test_a_completion_through_the_official_client(client, expect):
     assert (choice.text, choice.finish_reason, choice.index, choice.logprobs) == (text, reason, 0, None)
     assert answer.usage.prompt_tokens == 5
     assert answer.usage.total_tokens == 5 + answer.usage.completion_tokens
+    body = {"prompt": "hello", "max_tokens": 9, "temperature": 0, "stream": True}
+    *events, done = events_of(toy.post(COMPLETIONS, body).text)
+    assert done == "[DONE]" and "".join(event["choices"][0]["text"] for event in events) == text
+    assert events[-1]["choices"][0]["finish_reason"] == reason and all("usage" not in event for event in events)
+    *events, last, _ = events_of(toy.post(COMPLETIONS, {**body, "stream_options": {"include_usage": True}}).text)
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == answer.usage.completion_tokens
+    assert all(event["usage"] is None for event in events)
 
 
-def test_the_default_is_sixteen_tokens_and_what_is_left_near_the_end(client, expect):
+def test_the_default_is_sixteen_tokens_or_what_is_left_and_in_chats_the_maximum(client, expect):
     assert (
         client.completions.create(
             model="toy", prompt="hello", temperature=0, extra_body={"ignore_eos": True}
@@ -48,15 +54,13 @@ def test_the_default_is_sixteen_tokens_and_what_is_left_near_the_end(client, exp
     assert answer.usage.completion_tokens == 4 and answer.choices[0].finish_reason == "length"
     answer = client.completions.create(model="toy", prompt=[2] * 64, temperature=0, max_tokens=1)
     assert answer.usage.completion_tokens == 1
+    messages = [{"role": "user", "content": "hello"}]
+    chat = client.chat.completions.create(
+        model="toy", messages=messages, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert chat.usage.total_tokens == 64 and chat.choices[0].finish_reason == "length"
     beside = {"prompt": [[7, 8], [2] * 62], "temperature": 0, "extra_body": {"ignore_eos": True}}
     assert client.completions.create(model="toy", **beside).usage.completion_tokens == 16 + 2
-
-
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 17, 33, 63])
-def test_prompts_of_every_bucket_and_of_several_pieces(client, expect, length):
-    prompt = [(7 * i + 3) % 90 + 7 for i in range(length)]
-    answer = client.completions.create(model="toy", prompt=prompt, max_tokens=min(8, 64 - length), temperature=0)
-    assert answer.choices[0].text == expect(prompt, max_tokens=8)[1]
 
 
 def test_all_four_forms_of_a_prompt(client, expect, tokenizer):
@@ -184,14 +188,6 @@ def test_chat_through_the_official_client(client, expect):
     assert answer.usage.prompt_tokens == len(prompt)
 
 
-def test_chat_runs_to_the_maximum_length_by_default(client):
-    messages = [{"role": "user", "content": "hello"}]
-    answer = client.chat.completions.create(
-        model="toy", messages=messages, temperature=0, extra_body={"ignore_eos": True}
-    )
-    assert answer.usage.total_tokens == 64 and answer.choices[0].finish_reason == "length"
-
-
 def test_a_chat_stream_has_openais_chunks(client, toy, expect):
     messages = [{"role": "user", "content": "hello"}]
     ask = {"model": "toy", "messages": messages, "max_tokens": 7, "temperature": 0, "n": 2, "stream": True}
@@ -231,27 +227,6 @@ def test_logprobs_of_chat(client, tokenizer, expect):
     assert client.chat.completions.create(**ask).choices[0].logprobs.content[0].top_logprobs == []
 
 
-def test_template_variables_act(toy, expect):
-    messages = [{"role": "user", "content": "hi"}]
-    body = {"messages": messages, "max_tokens": 5, "temperature": 0, "chat_template_kwargs": {"shout": True}}
-    answer = toy.post(CHAT, body).json()
-    _, text, _ = expect("user:hi;LOUD;assistant:", max_tokens=5)
-    assert answer["choices"][0]["message"]["content"] == text
-
-
-def test_a_stream_of_completions_without_usage_and_with(toy, expect):
-    _, text, reason = expect("hello", max_tokens=6)
-    body = {"prompt": "hello", "max_tokens": 6, "temperature": 0, "stream": True}
-    events = events_of(toy.post(COMPLETIONS, body).text)
-    assert events[-1] == "[DONE]"
-    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == text
-    assert [event["choices"][0]["finish_reason"] for event in events[:-1]][-1] == reason
-    assert all("usage" not in event for event in events[:-1])
-    events = events_of(toy.post(COMPLETIONS, {**body, "stream_options": {"include_usage": True}}).text)
-    assert events[-2]["choices"] == [] and events[-2]["usage"]["completion_tokens"] == 6
-    assert all(event["usage"] is None for event in events[:-2])
-
-
 def test_usage_says_what_of_the_prompt_was_in_the_cache(toy, expect):
     prompt = "the same instructions for every question; "
     body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "cache_salt": "mine"}
@@ -274,63 +249,6 @@ def test_usage_says_what_of_the_prompt_was_in_the_cache(toy, expect):
     assert both["prompt_tokens_details"]["cached_tokens"] <= 2 * length < both["prompt_tokens"]
     answer = toy.post(COMPLETIONS, {**body, "cache_salt": "x" * 257})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "cache_salt"
-
-
-def test_half_characters_are_never_sent(toy, tokenizer):
-    """Tokens that are single bytes of longer characters: every chunk is whole text, and they add up."""
-    high = [token for token in range(VOCAB) if tokenizer.token_bytes(token)[:1] >= b"\x80"]
-    assert len(high) >= 4
-    body = {
-        "prompt": "hello", "max_tokens": 24, "temperature": 1.5, "ignore_eos": True,
-        "logit_bias": {str(token): 100 for token in high[:4]}, "logprobs": 0,
-    }  # fmt: skip
-    for seed in range(4):
-        whole = toy.post(COMPLETIONS, {**body, "seed": seed}).json()["choices"][0]
-        events = events_of(toy.post(COMPLETIONS, {**body, "seed": seed, "stream": True}).text)[:-1]
-        assert "".join(event["choices"][0]["text"] for event in events) == whole["text"]
-        raw = b"".join(
-            bytes.fromhex(token.removeprefix("bytes:").replace("\\x", "")) if token.startswith("bytes:") else
-            token.encode()
-            for token in whole["logprobs"]["tokens"]
-        )  # fmt: skip
-        assert raw.decode("utf-8", "replace") == whole["text"]
-
-
-@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
-@pytest.mark.parametrize("value", [5e-324, 1e-310, 1e-45, 1e-38])
-def test_a_subnormal_number_harms_nobody(toy, expect, name, value):
-    _, text, _ = expect("hello", max_tokens=20)
-    body = {"prompt": "hello", "max_tokens": 20, "temperature": 0}
-    with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        good = [pool.submit(toy.post, COMPLETIONS, body) for _ in range(3)]
-        odd = [pool.submit(toy.post, COMPLETIONS, {**body, "temperature": 1.0, name: value}) for _ in range(3)]
-    assert [future.result().json()["choices"][0]["text"] for future in good] == [text] * 3
-    assert all(future.result().status_code in (200, 400) for future in odd)
-    if name == "temperature":  # the limit of a small temperature is greedy
-        assert odd[0].result().json()["choices"][0]["text"] == text
-
-
-def test_thirty_two_clients_each_get_their_own_answer(toy, expect):
-    prompts = [chr(97 + i % 26) * (1 + i % 20) + str(i) for i in range(32)]
-    expected = [expect(prompt, max_tokens=12) for prompt in prompts]
-
-    def ask(place):
-        stream = place % 2 == 0
-        body = {"prompt": prompts[place], "max_tokens": 12, "temperature": 0, "stream": stream}
-        response = toy.post(COMPLETIONS, body)
-        assert response.status_code == 200, response.text
-        if not stream:
-            choice = response.json()["choices"][0]
-            return choice["text"], choice["finish_reason"]
-        events = events_of(response.text)
-        assert events[-1] == "[DONE]"
-        return "".join(e["choices"][0]["text"] for e in events[:-1]), events[-2]["choices"][0]["finish_reason"]
-
-    with concurrent.futures.ThreadPoolExecutor(32) as pool:
-        for _ in range(3):
-            answers = list(pool.map(ask, range(32)))
-            assert answers == [(text, reason) for _, text, reason in expected]
-    assert toy.metric("nxd_num_requests_running") == 0 and toy.metric("nxd_num_requests_waiting") == 0
 
 
 def test_models_buckets_and_version(client, toy):
@@ -372,14 +290,11 @@ def test_sagemakers_routes(toy, expect):
     is_error(toy.post("/invocations", {"prompt": "a", "best_of": 3}), 400, "best_of")
 
 
-def test_a_large_body_and_an_async_client(toy, expect):
-    """Bodies beyond the size that is parsed in a thread, and many requests over one connection pool."""
+def test_a_large_body_is_answered(toy, expect):
+    """Beyond the size that is parsed in the server."""
     body = {"prompt": ["hello"] * 8, "max_tokens": 3, "temperature": 0, "user": "u" * 300_000}
     texts = [choice["text"] for choice in toy.post(COMPLETIONS, body).json()["choices"]]
     assert texts == [expect("hello", max_tokens=3)[1]] * 8
-    with httpx.Client(base_url=toy.url, timeout=60) as pool:
-        for _ in range(20):
-            assert pool.post(COMPLETIONS, json={**body, "user": "u"}).status_code == 200
 
 
 def test_openapi_describes_the_bodies(toy):

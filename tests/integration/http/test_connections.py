@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import resource
 import socket
-from unittest.mock import Mock
 
 import pytest
 
-from nxd_server.http.connections import BODY_PIECE, Connections, most_connections
-from nxd_server.settings import ServerSettings
+from nxd_server.http.connections import BODY_PIECE
 from tests.support.http.http_servers import http_request, is_error, raw, read_all, toy_server, wait_for
 
 COMPLETIONS = "/v1/completions"
@@ -74,7 +71,7 @@ def test_more_silent_connections_than_descriptors_shut_nobody_out():
         assert server.process.poll() is None and "Traceback" not in server.log
 
 
-@pytest.mark.parametrize("opening", [b"", HALF_HEAD, LIVEZ + HALF_HEAD], ids=["nothing", "half a head", "a next one"])
+@pytest.mark.parametrize("opening", [b"", LIVEZ + HALF_HEAD], ids=["nothing", "half of a next one"])
 def test_a_head_that_is_never_complete_is_waited_for_until_its_deadline(small, opening):
     before = ended(small, "late")
     with raw(small, opening) as connection:
@@ -87,14 +84,13 @@ def test_a_head_that_is_never_complete_is_waited_for_until_its_deadline(small, o
     assert answer.count(b"HTTP/1.1 ") == opening.count(b"\r\n\r\n")
 
 
-@pytest.mark.parametrize("more", [b"", b" "])
-def test_a_body_of_which_hardly_anything_more_comes_is_waited_for_no_longer_than_an_idle_connection(small, more):
+def test_a_body_of_which_hardly_anything_more_comes_is_waited_for_no_longer_than_an_idle_connection(small):
     before = ended(small, "silent")
     with raw(small, LARGE_BODY) as connection:
-        if more:  # a byte now and then moves no deadline
-            wait_for(lambda: connection.sendall(more) or ended(small, "silent") > before)
+        # A byte now and then moves no deadline.
+        wait_for(lambda: connection.sendall(b" ") or ended(small, "silent") > before)
         assert closed(connection)
-    wait_for(lambda: ended(small, "silent") == before + 1)
+    assert ended(small, "silent") == before + 1
 
 
 def test_a_stream_may_last_longer_than_any_deadline_of_its_connection(small):
@@ -145,41 +141,6 @@ def test_the_one_that_owes_for_longest_makes_room_whatever_it_trickles():
         assert ended(server, "evicted") == 2
 
 
-def test_to_find_it_only_those_are_asked_that_owe_for_longer():
-    """If every new connection evicts one, scanning all connections delayed /livez each time."""
-    asked: list[Owing] = []
-
-    class Owing:
-        address, since, owing = "x", 0.0, True
-        loop = transport = Mock()
-
-        @property
-        def owes(self):
-            asked.append(self)
-            return self.owing
-
-        def crowd(self):
-            pytest.fail("there was room")
-
-    connections = Connections(ServerSettings(max_connections=100))
-    all = [Owing() for _ in range(100)]
-    for one in all:
-        assert connections.admit(one)  # pyright: ignore[reportArgumentType]
-    connections.due(all[0])  # pyright: ignore[reportArgumentType]
-    all[1].owing = False
-    assert not asked
-    assert connections.admit(Owing())  # pyright: ignore[reportArgumentType]
-    assert asked == all[1:3] and len(connections) == 100
-    assert all[0] in connections._all and all[1] in connections._all and all[2] not in connections._all
-
-
-def test_a_million_descriptors_are_no_million_connections(monkeypatch):
-    """All of them are looked at four times a second."""
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**20, 2**20))
-    assert most_connections(None) == 4096
-    assert most_connections(20_000) == 20_000
-
-
 def test_one_address_has_no_more_than_its_share():
     """An address is that of the connection, whatever its requests say; those of a trusted proxy name the log's."""
     env = {"FORWARDED_ALLOW_IPS": "127.0.0.1"}
@@ -205,15 +166,14 @@ def test_one_address_has_no_more_than_its_share():
 SENT = 128 * 2**20
 
 
-@pytest.mark.parametrize("target", [f"POST {COMPLETIONS}", "GET /livez", "POST /nowhere"])
-def test_what_is_refused_is_not_read_for_ever(target):
+def test_what_is_refused_is_not_read_for_ever():
     """Counted in bytes: what the server takes of a body it has no use for."""
-    with (
-        toy_server(api_keys=["k"], access_log=False) as server,
-        raw(server, f"{target} HTTP/1.1\r\nHost: x\r\nContent-Length: {10**12}\r\n\r\n".encode()) as connection,
-    ):
-        sent = 0
-        with pytest.raises(OSError):  # closed
-            while sent < SENT:
-                sent += connection.send(b"x" * 2**20)
-        assert sent < SENT
+    with toy_server(api_keys=["k"], access_log=False) as server:
+        for target in (f"POST {COMPLETIONS}", "GET /livez", "POST /nowhere"):
+            head = f"{target} HTTP/1.1\r\nHost: x\r\nContent-Length: {10**12}\r\n\r\n"
+            with raw(server, head.encode()) as connection:
+                sent = 0
+                with pytest.raises(OSError):  # closed
+                    while sent < SENT:
+                        sent += connection.send(b"x" * 2**20)
+                assert sent < SENT

@@ -12,22 +12,24 @@ from hypothesis import strategies as st
 from nxd_server.http.openai.schemas import ChatBody, CompletionBody
 from nxd_server.http.tokenize import TokenizeBody
 from tests.support.http.http_servers import events_of, http_request, is_error, raw, read_all
+from tests.support.http.json_values import values
 
-scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.integers(-3, 5), st.text(max_size=6),
-    st.floats(allow_nan=False, allow_infinity=False), st.sampled_from([5e-324, 1e308, -0.0, 1e-40, "", "a", "\x00"]),
-)  # fmt: skip
-values = st.recursive(
-    scalars,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=6,
-)
 GOOD = {"max_tokens": 3, "temperature": 0}
+quick = settings(max_examples=20, suppress_health_check=list(HealthCheck))
 
 
 def fields(kind):
     names = sorted({*kind.model_fields, *kind.NEUTRAL, *kind.HARMLESS} - {"prompt", "messages"})
     return st.dictionaries(st.sampled_from(names), values, max_size=3)
+
+
+messages = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system", "tool", "x"]) | values},
+        optional={"content": values, "name": values, "tool_calls": values},
+    ),
+    max_size=3,
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +49,6 @@ def check(response):
         assert response.json()
 
 
-quick = settings(max_examples=60, suppress_health_check=list(HealthCheck))
-
-
 @quick
 @given(extra=fields(CompletionBody), prompt=st.one_of(st.just("hello"), values))
 def test_completions(client, extra, prompt):
@@ -57,24 +56,9 @@ def test_completions(client, extra, prompt):
 
 
 @quick
-@given(extra=fields(ChatBody), messages=st.one_of(st.just([{"role": "user", "content": "hello"}]), values))
+@given(extra=fields(ChatBody), messages=st.one_of(st.just([{"role": "user", "content": "hello"}]), values, messages))
 def test_chat(client, extra, messages):
     check(client.post("/v1/chat/completions", json={**GOOD, **extra, "messages": messages}))
-
-
-messages = st.lists(
-    st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "assistant", "system", "tool", "x"]) | values},
-        optional={"content": values, "name": values, "tool_calls": values},
-    ),
-    max_size=3,
-)
-
-
-@quick
-@given(messages=messages)
-def test_conversations(client, messages):
-    check(client.post("/tokenize", json={"messages": messages}))
 
 
 @quick
@@ -85,7 +69,7 @@ def test_tokenize_and_bytes_that_are_no_json(client, extra, data):
     check(client.post("/invocations", content=json.dumps(extra).encode()[: len(data)]))
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@quick
 @given(data=st.binary(min_size=1, max_size=60), place=st.integers(0, 80))
 def test_bytes_that_are_no_http(toy, data, place):
     """A request with random bytes somewhere in it is answered with some status, or closed; never a defect."""

@@ -7,12 +7,9 @@ import contextlib
 import json
 import time
 
-import httpx
 import openai
 import pytest
 
-from nxd_server.http.error_responses import ApiError
-from nxd_server.http.openai.completions import check_choices
 from tests.support.http.http_servers import http_request, is_error, raw, read_all, toy_server, wait_for
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -101,11 +98,15 @@ def test_an_early_refusal_reaches_a_client_that_is_still_writing(locked):
 
 
 def test_a_full_queue_is_429_with_retry_after_and_free_room_is_used(limited, hold):
+    """A request that does not fit takes no room from others: those of its prompts that fitted filled the queue."""
     short = {"prompt": "hello", "max_tokens": 2}
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         hold.write_text("hold")
-        running = [pool.submit(limited.post, COMPLETIONS, short) for _ in range(3)]  # 1 runs, 2 wait
-        wait_for(lambda: limited.inside == 3)
+        running = [pool.submit(limited.post, COMPLETIONS, short) for _ in range(2)]  # 1 runs, 1 waits
+        wait_for(lambda: limited.inside == 2)
+        is_error(limited.post(COMPLETIONS, {**short, "prompt": ["hello"] * 3}), 429, code="queue_full")
+        running.append(pool.submit(limited.post, COMPLETIONS, short))
+        wait_for(lambda: running[-1].done() or limited.inside == 3)
         refused = limited.metric("nxd_admission_rejections_total", reason="queue_full")
         for stream in (False, True):
             response = limited.post(COMPLETIONS, {**short, "stream": stream})
@@ -118,8 +119,6 @@ def test_a_full_queue_is_429_with_retry_after_and_free_room_is_used(limited, hol
         hold.unlink()
         assert [future.result().status_code for future in running] == [200] * 3
     assert limited.metric("nxd_num_requests_waiting") == 0
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:  # a burst that fits the slot and the queue
-        assert [r.status_code for r in pool.map(lambda _: limited.post(COMPLETIONS, short), range(3))] == [200] * 3
 
 
 def test_a_request_of_too_many_prompts_is_refused_whole(limited, hold):
@@ -134,29 +133,6 @@ def test_a_request_of_too_many_prompts_is_refused_whole(limited, hold):
     assert limited.metric("nxd_num_requests_waiting") == 0
     assert limited.post(COMPLETIONS, {**short, "prompt": ["hello"] * 3}).status_code == 200
     is_error(limited.post(COMPLETIONS, {**short, "prompt": ["hello"] * 9}), 400, "prompt")
-
-
-def test_a_request_that_does_not_fit_takes_no_room_from_others(limited, hold):
-    """Those of its prompts that fitted filled the queue until the step ended, and everyone else got a 429."""
-    short = {"prompt": "hello", "max_tokens": 2}
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        hold.write_text("hold")
-        try:
-            running = [pool.submit(limited.post, COMPLETIONS, short) for _ in range(2)]
-            wait_for(lambda: limited.inside == 2)
-            is_error(limited.post(COMPLETIONS, {**short, "prompt": ["hello"] * 3}), 429, code="queue_full")
-            running.append(pool.submit(limited.post, COMPLETIONS, short))
-            wait_for(lambda: running[-1].done() or limited.inside == 3)
-        finally:
-            hold.unlink()
-        assert [future.result().status_code for future in running] == [200] * 3
-
-
-def test_more_choices_than_a_number_can_be_written_of_are_400():
-    """Python writes no whole number of more than 4300 digits."""
-    with pytest.raises(ApiError, match="2 prompts with n = 999") as caught:
-        check_choices(2, 10**4300 - 1, 64, 128)
-    assert caught.value.status == 400 and len(caught.value.message) < 400
 
 
 def test_a_deadline_is_504_or_cuts_the_stream(hasty):
@@ -181,15 +157,18 @@ def test_with_keys_everything_but_the_health_routes_needs_one(locked):
         is_error(locked.post(path, {"prompt": "a"}), 401)
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_every_key_opens_in_both_headers(locked, key):
-    data = key.encode()
-    for headers in (
-        {b"Authorization": b"Bearer " + data},
-        {b"X-API-Key": data},
-        {b"authorization": b"bearer  " + data},
-    ):
-        assert locked.get("/v1/models", headers=headers).status_code == 200
+def test_every_key_opens_in_both_headers_and_is_never_logged(locked):
+    for key in KEYS:
+        data = key.encode()
+        for headers in (
+            {b"Authorization": b"Bearer " + data},
+            {b"X-API-Key": data},
+            {b"authorization": b"bearer  " + data},
+        ):
+            assert locked.get("/v1/models", headers=headers).status_code == 200
+    is_error(locked.get("/v1/models?api_key=first-key&key=third"), 401)
+    wait_for(lambda: locked.log.count("/v1/models 200") >= 9)
+    assert not any(key in locked.log for key in KEYS)
 
 
 @pytest.mark.parametrize(
@@ -198,11 +177,9 @@ def test_every_key_opens_in_both_headers(locked, key):
         {b"Authorization": b"first-key"},
         {b"Authorization": b"Basic first-key"},
         {b"Authorization": b"Bearer"},
-        {b"Authorization": b"Bearer first-keY"},
         {b"Authorization": b"Bearer first-key2"},
         {b"Authorization": b"Bearer first-key,third"},
         {b"X-API-Key": b"\xff\xfe"},
-        {b"X-API-Key": "schlüssel-国".encode()},
         {b"X-API-Key": b"x" * 5000},
         {b"Cookie": b"key=first-key"},
     ],
@@ -211,47 +188,19 @@ def test_what_is_no_key_does_not_open(locked, headers):
     is_error(locked.get("/v1/models", headers=headers), 401)
 
 
-def test_a_key_in_the_query_does_not_open_and_no_key_is_ever_logged(locked):
-    is_error(locked.get("/v1/models?api_key=first-key&key=third"), 401)
-    locked.get("/v1/models", headers={"X-API-Key": "first-key"})
-    wait_for(lambda: "/v1/models 200" in locked.log)
-    for key in KEYS:
-        assert key not in locked.log
-
-
-def test_the_official_client_with_and_without_a_key(locked):
-    with openai.OpenAI(base_url=locked.url + "/v1", api_key="first-key", max_retries=0) as client:
-        assert client.models.list().data[0].id == "toy"
-    wrong = openai.OpenAI(base_url=locked.url + "/v1", api_key="wrong", max_retries=0)
-    with wrong, pytest.raises(openai.AuthenticationError):
-        wrong.models.list()
-
-
-def test_many_connections_at_once(toy):
-    """More connections than slots and threads: all are answered."""
-    limits = httpx.Limits(max_connections=100)
-    body = {"prompt": "hello", "max_tokens": 2, "temperature": 0}
-    pool = httpx.Client(base_url=toy.url, limits=limits, timeout=60)
-    with pool, concurrent.futures.ThreadPoolExecutor(64) as threads:
-        codes = list(threads.map(lambda _: pool.post(COMPLETIONS, json=body).status_code, range(128)))
-    assert codes == [200] * 128
-
-
 @pytest.mark.parametrize(
-    ("path", "body", "param", "code"),
+    ("body", "param", "code"),
     [
-        (COMPLETIONS, {"prompt": "ab " * 400_000}, "prompt", "context_length_exceeded"),
-        (COMPLETIONS, {"prompt": ["ab", "ab " * 400_000]}, "prompt", "context_length_exceeded"),
-        (COMPLETIONS, {"prompt": [[5], [96] * 70_000 + [99]]}, "prompt", "context_length_exceeded"),
-        (CHAT, {"messages": [{"role": "user", "content": "ab" * 600_000}]}, "messages", "context_length_exceeded"),
-        (COMPLETIONS, {"prompt": "a", "stop_token_ids": [5] * 70_000}, "stop_token_ids", None),
-        (COMPLETIONS, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(9000)), 1)}, "logit_bias", None),
+        ({"prompt": ["ab", "ab " * 400_000]}, "prompt", "context_length_exceeded"),
+        ({"prompt": [[5], [96] * 70_000 + [99]]}, "prompt", "context_length_exceeded"),
+        ({"prompt": "a", "stop_token_ids": [5] * 70_000}, "stop_token_ids", None),
+        ({"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(9000)), 1)}, "logit_bias", None),
     ],
-    ids=["text", "second text", "ids", "message", "stop tokens", "biases"],
+    ids=["text", "ids", "stop tokens", "biases"],
 )
-def test_a_giant_is_refused_before_it_is_looked_through(toy, path, body, param, code):
+def test_a_giant_is_refused_before_it_is_looked_through(toy, body, param, code):
     """Each used to hold up the whole server for seconds: tokenised, or walked through at every token."""
-    message = is_error(toy.post(path, body), 400, param, code)["message"]
+    message = is_error(toy.post(COMPLETIONS, body), 400, param, code)["message"]
     assert "this model's maximum context length is" in message or "at most" in message
     assert len(message) < 400
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-import resource
 import shutil
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from tests.support.adapter_files import merge, write_adapter
-from tests.support.http.http_artifacts import greedy_texts, real_server, trace_tiny
+from tests.support.http.http_artifacts import greedy_texts, real_server, trace_sampled
 from tests.support.http.http_servers import events_of, is_error
+from tests.support.tiny_models import EOS
 
 ADMIN = {"headers": {"authorization": "Bearer admin"}}
 PROMPTS, TOKENS = ["the with", "for 3", "class import try"], 5
@@ -26,9 +23,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def artifact(root):
-    """A tiny Llama at degree 1 with two slots of rank 4."""
-    sizes = {"batch_sizes": [1, 4], "prompt_buckets": [16], "max_len": 64, "lora_slots": 2, "lora_rank": 4}
-    return trace_tiny("llama", "generate", root, tp=1, **sizes)
+    return trace_sampled(root)
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +46,10 @@ def texts(root, adapters):
 
 @pytest.fixture(scope="module")
 def server(root, artifact, adapters):
-    """With the adapter x from the beginning."""
-    options = ("--admin-key", "admin", "--weights-root", str(root / "files"), "--lora", f"x={adapters['x']}")
-    with real_server(artifact, *options) as server:
+    """With the adapter x from the beginning, and greedy as transformers is: without the model's own penalty."""
+    admin = ("--admin-key", "admin", "--weights-root", str(root / "files"))
+    options = ("--lora", f"x={adapters['x']}", "--generation-defaults", "false")
+    with real_server(artifact, *admin, *options) as server:
         yield server
 
 
@@ -67,6 +63,7 @@ def remove(server, name, **more):
 
 
 def test_adapters_come_and_go_while_the_model_is_served(server, texts):
+    assert server.get("/v1/models").json()["data"][0]["generation_defaults"] == {"stop_token_ids": [EOS, 200]}
     assert [card["id"] for card in server.get("/v1/adapters").json()["data"]] == ["x"]
     answer = server.post("/v1/adapters", {"name": "team/y", "path": "y"}, **ADMIN)
     assert answer.status_code == 200, answer.text
@@ -141,7 +138,7 @@ def test_files_that_are_made_to_hurt_are_refused(server, root):
         return is_error(answer, 400, "path", code)["message"]
 
     shutil.copyfile(root / "files" / "y" / weights.name, weights)
-    for text in (DEEP, '{"a":' * 9_000 + "1" + "}" * 9_000, "[]", "\x00"):
+    for text in (DEEP, "[]", "\x00"):
         config.write_text(text)
         assert "adapter_config.json" in refused(name="h")
     shutil.copyfile(root / "files" / "y" / config.name, config)
@@ -150,49 +147,19 @@ def test_files_that_are_made_to_hurt_are_refused(server, root):
         weights.write_bytes(content)
         assert weights.name in refused(name="h")
         assert weights.name in refused("/v1/weights", "weights_refused")
-    for file in (weights, config):
-        os.truncate(file, 1 << 40)
-        assert "on the disk" in refused(name="h")
+    os.truncate(weights, 1 << 40)
+    assert "on the disk" in refused(name="h")
     weights.unlink()
-    (folder / "model.safetensors.index.json").write_text(DEEP)
-    assert "is not an index" in refused("/v1/weights", "weights_refused")
-    os.truncate(folder / "model.safetensors.index.json", 1 << 40)
-    assert "on the disk" in refused("/v1/weights", "weights_refused")
-    for name in ("done", "manifest.json"):
-        (folder / name).touch()
+    for name in ("model.safetensors.index.json", "done", "manifest.json"):
+        (folder / name).write_text(DEEP)
+        told = refused("/v1/weights", "weights_refused")
+        assert ("at most 4096" if name == "done" else name) in told
         os.truncate(folder / name, 1 << 40)
         assert "on the disk" in refused("/v1/weights", "weights_refused")
-        (folder / name).write_text(DEEP)
         if name == "done":
-            assert "at most 4096" in refused("/v1/weights", "weights_refused")
             (folder / name).write_text("{}")
-    assert "manifest.json" in refused("/v1/weights", "weights_refused")
     shutil.rmtree(folder)
     assert [card["id"] for card in server.get("/v1/adapters").json()["data"]] == ["x"]
-
-
-def test_a_full_disk_is_the_servers_and_changes_nothing(server, root, artifact, texts):
-    """The server may write no file over 1000 bytes for a while: what a new one needs has no room anywhere."""
-    manifest = json.loads((artifact / "manifest.json").read_text())
-    shapes = {
-        name: shape for entry in manifest["layout"]["weights"].values() for name, shape in entry["logical"].items()
-    }
-    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, root / "files" / "zeros.safetensors")
-    requests = {"/v1/adapters": {"name": "y", "path": "y"}, "/v1/weights": {"path": "zeros.safetensors"}}
-    before = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
-        for path, body in requests.items():
-            error = is_error(server.post(path, body, **ADMIN), 503, code="no_space")
-            assert "nothing was changed" in error["message"] and "TMPDIR" in error["message"]
-    finally:
-        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, before)
-    assert [card["id"] for card in server.get("/v1/adapters").json()["data"]] == ["x"]
-    for name in ("tiny-llama", "x"):
-        answer = ask(server, name, PROMPTS[0]).json()
-        assert answer["weight_version"] == 0 and answer["choices"][0]["text"] == texts[name][PROMPTS[0]]
-    assert server.post("/v1/adapters", requests["/v1/adapters"], **ADMIN).status_code == 200  # when there is room again
-    assert remove(server, "y", **ADMIN).status_code == 200
 
 
 def test_a_model_without_slots_and_a_server_without_an_admin(toy):
@@ -202,7 +169,6 @@ def test_a_model_without_slots_and_a_server_without_an_admin(toy):
 
 
 def test_an_adapter_that_cannot_be_preloaded_ends_the_start(root, artifact, adapters):
-    with real_server(artifact, "--lora", f"w={root / 'files' / 'wide'}", "--log-format", "json", wait=False) as server:
+    with real_server(artifact, "--lora", f"w={root / 'files' / 'wide'}", wait=False) as server:
         assert server.wait(600) == 1
-        assert any("rank is 5" in json.loads(line)["message"] for line in server.lines), server.log
-    shutil.rmtree(root / "outside")
+        assert "rank is 5" in server.log

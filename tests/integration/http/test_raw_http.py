@@ -35,113 +35,50 @@ CHUNKS = b"f\r\n" + BODY + b"\r\n0\r\n\r\n"
 GOOD = {
     "length": post(LENGTH),
     "chunked": post(CHUNKED, body=CHUNKS),
-    "chunked in capitals": post("TRANSFER-ENCODING: Chunked", body=CHUNKS),
     "chunk size in capitals and zeros": post(CHUNKED, body=b"000F\r\n" + BODY + b"\r\n000\r\n\r\n"),
-    "chunk extension": post(CHUNKED, body=b"f;a=b\r\n" + BODY + b"\r\n0;c\r\n\r\n"),
     "trailers": post(CHUNKED, body=b"f\r\n" + BODY + b"\r\n0\r\nX-A: b\r\n\r\n"),
-    "two chunks": post(CHUNKED, body=b"5\r\n" + BODY[:5] + b"\r\na\r\n" + BODY[5:] + b"\r\n0\r\n\r\n"),
     "the same length twice in one": post(f"Content-Length: {len(BODY)}, {len(BODY)}"),
-    "space around a value": post(f"Content-Length:  {len(BODY)} \t"),
-    "an empty value": get("X-A:"),
-    "bytes in a value": get("X-A: \xff\xfe"),
     "a query": get(line="GET /livez?a=%00&b HTTP/1.1"),
-    "no body": get("Content-Length: 0"),
-    "an upgrade to something else": get("Connection: Upgrade", "Upgrade: websocket"),
-    "an upgrade to HTTP/2": get("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMA"),
 }
 
 BAD = {
     "empty lines before": b"\r\n\r\n" + get(),
     "both lengths": post(LENGTH, CHUNKED, body=CHUNKS),
-    "both lengths, the other way round": post(CHUNKED, LENGTH, body=CHUNKS),
-    "both lengths, the smaller one first": post("Content-Length: 0", CHUNKED, body=CHUNKS),
-    "both lengths in a GET": get("Content-Length: 0", CHUNKED) + b"0\r\n\r\n",
     "chunked in HTTP/1.0": post(CHUNKED, body=CHUNKS, version="1.0"),
     "two lengths": post(LENGTH, "Content-Length: 3"),
-    "two lengths in one": post("Content-Length: 15, 3"),
-    "a signed length": post("Content-Length: +15"),
-    "a negative length": post("Content-Length: -1"),
-    "a length in hex": post("Content-Length: 0xf"),
     "a length with an underscore": post("Content-Length: 1_5"),
-    "a length with a space": post("Content-Length: 1 5"),
-    "no length": post("Content-Length:"),
     "a length of foreign digits": post("Content-Length: \xb2"),
-    "a length without an end": post("Content-Length: " + "9" * 400),
     "another encoding": post("Transfer-Encoding: gzip", body=CHUNKS),
-    "chunked and another": post("Transfer-Encoding: gzip, chunked", body=CHUNKS),
     "chunked twice": post(CHUNKED, CHUNKED, body=CHUNKS),
-    "chunked twice in one": post("Transfer-Encoding: chunked, chunked", body=CHUNKS),
     "identity": post("Transfer-Encoding: identity", LENGTH),
-    "chunked with a vertical tab": post("Transfer-Encoding: \x0bchunked", body=CHUNKS),
-    "chunked in quotes": post('Transfer-Encoding: "chunked"', body=CHUNKS),
     "a space before the colon": post("Content-Length : 15"),
-    "a tab before the colon": post("Transfer-Encoding\t: chunked", body=CHUNKS),
     "a value on two lines at the start": b"GET /livez HTTP/1.1\r\n X: a\r\nHost: x\r\n\r\n",
-    "no colon": get("X-A"),
-    "no name": get(": a"),
     "a name with a parenthesis": get("X(A: b"),
-    "a name with a high byte": get("X\xe9: b"),
     "a null in a name": get("X\0A: b"),
-    "a null in a value": get("X-A: b\0c"),
-    "a bare return in a value": get("X-A: b\rX-B: c"),
-    "a bare return after the line": b"GET /livez HTTP/1.1\rHost: x\r\n\r\n",
     "no host": get(host=False),
     "two hosts": get("Host: y"),
-    "no version": get(line="GET /livez"),
-    "a version without digits": get(line="GET /livez HTTP/x.y"),
-    "a version of two digits": get(line="GET /livez HTTP/1.11"),
-    "another protocol": get(line="GET /livez HTTQ/1.1"),
     "small letters": get(line="GET /livez http/1.1"),
-    "two spaces": get(line="GET  /livez HTTP/1.1"),
-    "a space before the method": get(line=" GET /livez HTTP/1.1"),
-    "a space in the path": get(line="GET /li vez HTTP/1.1"),
-    "a tab for a space": get(line="GET\t/livez\tHTTP/1.1"),
-    "a high byte in the path": get(line="GET /\xff HTTP/1.1"),
     "a null in the path": get(line="GET /livez\0 HTTP/1.1"),
-    "a method with a brace": get(line="G{T /livez HTTP/1.1"),
     "the preface of HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9),
-    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
     "a head without an end": get("X-A: " + "a" * 100_000),
-    "very many headers": get(*[f"X-{number}: a" for number in range(20_000)]),
     "a target without an end": get(line=f"GET /{'a' * 100_000} HTTP/1.1"),
 }
 BAD_CHUNKS = {
-    "no size": b"\r\n" + BODY + b"\r\n0\r\n\r\n",
     "a size with 0x": b"0xf\r\n" + BODY + b"\r\n0\r\n\r\n",
-    "a signed size": b"+f\r\n" + BODY + b"\r\n0\r\n\r\n",
-    "a negative size": b"-1\r\n" + BODY + b"\r\n0\r\n\r\n",
-    "a size with an underscore": b"1_0\r\n" + BODY + b"\r\n0\r\n\r\n",
-    "a space before the size": b" f\r\n" + BODY + b"\r\n0\r\n\r\n",
-    "a space behind the size": b"f \r\n" + BODY + b"\r\n0\r\n\r\n",
-    "a tab behind the last size": b"f\r\n" + BODY + b"\r\n0\t\r\n\r\n",
     "a size beyond 64 bits": b"1000000000000000f\r\n" + BODY + b"\r\n0\r\n\r\n",
-    "a size without an end": b"0" * 40_000 + b"f\r\n" + BODY,
-    "no digits": b"xyz\r\n" + BODY + b"\r\n0\r\n\r\n",
-    "data longer than its size": b"e\r\n" + BODY + b"\r\n0\r\n\r\n",
-    "other bytes after the data": b"f\r\n" + BODY + b"XX0\r\n\r\n",
     "a bare newline after the data": b"f\r\n" + BODY + b"\n0\r\n\r\n",
-    "an extension without an end": b"f;" + b"a" * 40_000 + b"\r\n" + BODY,
-    "a trailer without a colon": b"f\r\n" + BODY + b"\r\n0\r\nX\r\n\r\n",
-    "a trailer without an end": b"f\r\n" + BODY + b"\r\n0\r\nX: " + b"a" * 40_000,
     "a byte in each chunk": b"1\r\n \r\n" * 40_000,
 }
+BAD |= {f"chunks: {name}": post(CHUNKED, body=chunks) for name, chunks in BAD_CHUNKS.items()}
 STATUSES = {
     "a compressed body": (post(LENGTH, "Content-Encoding: gzip"), [415]),
-    "a body of two encodings": (post(LENGTH, "Content-Encoding: identity, br"), [415]),
     "a body of two encodings, in two lines": (
         post(LENGTH, "Content-Encoding: identity", "Content-Encoding: br"),
         [415],
     ),
-    "no encoding at all, twice": (post(LENGTH, "Content-Encoding: identity", "Content-Encoding: Identity,"), [200]),
     "no encoding at all": (post(LENGTH, "Content-Encoding: identity"), [200]),
-    "a path without a route": (get(line="GET /../livez HTTP/1.1"), [404]),
-    "a slash more": (get(line="GET //livez HTTP/1.1"), [404]),
-    "a slash in other words": (get(line="GET /%2e/livez HTTP/1.1"), [404]),
     "a whole address": (get(line="GET http://x/livez HTTP/1.1"), [404]),
-    "a star": (get(line="OPTIONS * HTTP/1.1"), [404]),
-    "a tunnel": (get(line="CONNECT x:80 HTTP/1.1"), [404]),
     "an unknown method": (get(line="BREW /livez HTTP/1.1"), [405]),
-    "a method in small letters": (get(line="get /livez HTTP/1.1"), [405]),
     "keys that come twice": (post("Content-Length: 28", body=b'{"prompt": "a","prompt":"b"}'), [400]),
 }
 
@@ -178,11 +115,6 @@ def test_what_parsers_disagree_about_is_refused_and_nothing_after_it_answered(ha
     assert statuses(hasty, BAD[case] + NEXT) in ([400], [])
 
 
-@pytest.mark.parametrize("case", BAD_CHUNKS)
-def test_chunks_that_are_none_are_refused_and_nothing_after_them_answered(hasty, case):
-    assert statuses(hasty, post(CHUNKED, body=BAD_CHUNKS[case]) + NEXT) in ([400], [])
-
-
 @pytest.mark.parametrize("case", STATUSES)
 def test_other_refusals_leave_the_connection_for_the_next_request(server, case):
     data, expected = STATUSES[case]
@@ -193,14 +125,10 @@ def test_a_version_before_ours_is_answered_and_the_connection_closed(server):
     assert statuses(server, b"GET /livez HTTP/1.0\r\n\r\n" + NEXT) == [200]
 
 
-def test_a_line_may_end_with_a_newline_alone(server):
-    """RFC 9112, 2.2, allows that, and no body can be hidden by it; inside of a chunked body it is refused."""
+def test_what_the_standard_leaves_to_a_server_hides_no_request(server):
+    """RFC 9112, 2.2: a line may end with a newline alone. 5.2: a server refuses a value that goes on in the next line,
+    or reads a space; what is on the next line is no header of its own."""
     assert statuses(server, b"GET /livez HTTP/1.1\nHost: x\n\n" + NEXT) == [200, 200]
-
-
-def test_a_value_may_go_on_in_the_next_line(server):
-    """RFC 9112, 5.2, has a server refuse that or read a space; what is on the next line is no header of its own."""
-    assert statuses(server, get("X-A: a\r\n Content-Length: 5") + NEXT) == [200, 200]
     assert statuses(server, post(LENGTH, "X-A: a\r\n Transfer-Encoding: chunked") + NEXT) == [200, 200]
     assert statuses(server, post("Content-Length: 1\r\n 5") + NEXT) == [400]
 
@@ -211,12 +139,11 @@ def test_many_requests_on_one_connection_are_answered_in_order(server):
     assert statuses(server, data + NEXT) == [200, 404, 200] * 20 + [200]
 
 
-@pytest.mark.parametrize("size", [1, 7])
-def test_a_request_may_come_in_pieces_of_any_size(server, size):
+def test_a_request_may_come_in_pieces_of_any_size(server):
     data = post(CHUNKED, body=CHUNKS) + NEXT
     with raw(server) as connection:
-        for place in range(0, len(data), size):
-            connection.sendall(data[place : place + size])
+        for place in range(0, len(data), 7):
+            connection.sendall(data[place : place + 7])
         assert re.findall(rb"HTTP/1\.1 (\d\d\d) ", read_all(connection)) == [b"200", b"200"]
 
 

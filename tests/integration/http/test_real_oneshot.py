@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
-import signal
 
-import httpx
 import openai
 import pytest
 import torch
 from safetensors.torch import load, save
 
+from nxd_server.__main__ import main
+from tests.support.engine.real_artifacts import trace_encoder
 from tests.support.http.http_artifacts import real_server, trace_affine, trace_tiny
-from tests.support.http.http_servers import is_error, wait_for
+from tests.support.http.http_servers import is_error, logged
 
-EMBEDDINGS, PREDICT = "/v1/embeddings", "/v1/predict"
+EMBEDDINGS, CLASSIFY, PREDICT = "/v1/embeddings", "/v1/classify", "/v1/predict"
 TEXTS = ["the with statement", "a", "while it runs, it runs", "é 中 😀", "x" * 20]
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
+def encoder():
     """A tiny BERT at degree 2: batches of 4, lengths 16 and 32."""
-    directory = tmp_path_factory.mktemp("bert")
-    artifact = trace_tiny("bert", "embed", directory, batch_sizes=[4], prompt_buckets=[16, 32])
+    artifact = trace_tiny("bert", "embed", batch_sizes=[4], prompt_buckets=[16, 32])
     with real_server(artifact) as server:
-        yield server, directory / "model"
+        yield server, artifact.parent / "model"
 
 
 @pytest.fixture(scope="module")
-def affine(tmp_path_factory):
-    with real_server(trace_affine(tmp_path_factory.mktemp("affine"))) as server:
+def affine():
+    with real_server(trace_affine()) as server:
         yield server
 
 
@@ -83,8 +82,8 @@ def test_embeddings_of_token_ids_and_through_invocations(encoder):
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({}, "input"), ({"input": ""}, "input"), ({"input": ["a", ""]}, "input[1]"), ({"input": []}, "input"),
-        ({"input": 3}, "input"), ({"input": [[1], "a"]}, "input[1]"), ({"input": [999999]}, "input"),
+        ({}, "input"), ({"input": ["a", ""]}, "input[1]"), ({"input": []}, "input"),
+        ({"input": [[1], "a"]}, "input[1]"), ({"input": [999999]}, "input"),
         ({"input": "a", "dimensions": 16}, "dimensions"), ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
         ({"input": "a", "frobnicate": 1}, "frobnicate"), ({"input": "a " * 200}, "input"),
         ({"input": ["a"] * 2049}, "input"),
@@ -105,27 +104,17 @@ def test_routes_of_other_tasks_say_which_to_use(encoder, affine):
 
 def test_many_concurrent_embeddings_are_batched_and_each_its_own(encoder):
     server, _ = encoder
-    texts = [f"text number {i} {'x' * (i % 17)}" for i in range(30)]
+    texts = [f"text number {i} {'x' * (i % 17)}" for i in range(20)]
     alone = {text: server.post(EMBEDDINGS, {"input": text}).json()["data"][0]["embedding"] for text in texts}
-    with concurrent.futures.ThreadPoolExecutor(32) as pool:
-        answers = list(pool.map(lambda i: server.post(EMBEDDINGS, {"input": texts[i % 30]}).json(), range(150)))
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda i: server.post(EMBEDDINGS, {"input": texts[i % 20]}).json(), range(60)))
     for number, answer in enumerate(answers):
-        assert answer["data"][0]["embedding"] == pytest.approx(alone[texts[number % 30]], abs=1e-5)
+        assert answer["data"][0]["embedding"] == pytest.approx(alone[texts[number % 20]], abs=1e-5)
     before = server.metric("nxd_bucket_executions_total")
-    many = server.post(EMBEDDINGS, {"input": texts * 5}).json()["data"]  # more than fit the queue at once
-    assert len(many) == 150
-    assert server.metric("nxd_bucket_executions_total") - before < 150
-    assert all(item["embedding"] == pytest.approx(alone[texts[item["index"] % 30]], abs=1e-5) for item in many)
-
-
-def test_a_client_that_leaves_is_no_trouble(encoder):
-    server, _ = encoder
-    for _ in range(3):
-        with pytest.raises(httpx.TimeoutException):
-            server.post(EMBEDDINGS, {"input": ["some text"] * 2000}, timeout=0.1)
-    wait_for(lambda: server.metric("nxd_num_requests_waiting") == 0)
-    assert server.post(EMBEDDINGS, {"input": "a"}).status_code == 200
-    assert "Traceback" not in server.log
+    many = server.post(EMBEDDINGS, {"input": texts * 8}).json()["data"]  # more than fit the queue at once
+    assert len(many) == 160
+    assert server.metric("nxd_bucket_executions_total") - before < 160
+    assert all(item["embedding"] == pytest.approx(alone[texts[item["index"] % 20]], abs=1e-5) for item in many)
 
 
 def test_predict_on_an_encoder_equals_its_embedding(encoder):
@@ -169,29 +158,17 @@ OK = {"x": [[1, 2, 3]], "k": [[1, 2]]}
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({}, "inputs"),
         ({"inputs": OK, "safetensors": "eA=="}, "inputs"),
         ({"safetensors": "???"}, "safetensors"),
-        ({"safetensors": "eHh4"}, "safetensors"),
-        ({"inputs": [1]}, "inputs"),
         ({"inputs": {**OK, "z": [1]}}, "inputs.z"),
         ({"inputs": {"x": [[1, 2, 3]]}}, "inputs.k"),
-        ({"inputs": {**OK, "x": [[1, 2], [3]]}}, "inputs.x"),
-        ({"inputs": {**OK, "x": [[1, 2, [3]]]}}, "inputs.x"),
-        ({"inputs": {**OK, "x": [[1, 2, "3"]]}}, "inputs.x"),
-        ({"inputs": {**OK, "x": [[1, 2, None]]}}, "inputs.x"),
         ({"inputs": {**OK, "x": [[1, 2, True]]}}, "inputs.x"),
         ({"inputs": {**OK, "x": [[1, 2, 1e39]]}}, "inputs.x"),
         ({"inputs": {**OK, "k": [[1, 2.5]]}}, "inputs.k"),
-        ({"inputs": {**OK, "k": [[1, 2**63]]}}, "inputs.k"),
         ({"inputs": {**OK, "x": {"data": [1, 2, 3], "shape": [2, 2]}}}, "inputs.x"),
-        ({"inputs": {**OK, "x": {"data": [1, 2, 3], "dtype": "float8"}}}, "inputs.x.dtype"),
-        ({"inputs": {**OK, "x": {"shape": [1]}}}, "inputs.x.data"),
         ({"inputs": {**OK, "x": {"data": [[1, 2, 3]], "dtype": "float64"}}}, "inputs"),
         ({"inputs": {**OK, "x": [[1, 2, 3, 4]]}}, "inputs"),
         ({"inputs": {"x": [[1, 2, 3]] * 5, "k": [[1, 2]] * 5}}, "inputs"),
-        ({"inputs": {"x": [[1, 2, 3]] * 2, "k": [[1, 2]]}}, "inputs"),
-        ({"inputs": {**OK, "x": []}}, "inputs"),
         ({"inputs": OK, "outputs": ["nope"]}, "outputs"),
         ({"inputs": OK, "output_format": "pickle"}, "output_format"),
     ],
@@ -200,49 +177,31 @@ def test_wrong_tensors_are_400s_that_name_them(affine, body, param):
     is_error(affine.post(PREDICT, body), 400, param)
 
 
-def test_predict_goes_on_after_all_of_that(affine):
-    assert affine.post(PREDICT, {"inputs": OK}).status_code == 200
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        answers = pool.map(
-            lambda i: affine.post(PREDICT, {"inputs": {"x": [[i, 0, 0]], "k": [[i, i]]}}).json(), range(64)
-        )
-    assert [answer["outputs"]["total"]["data"] for answer in answers] == [[2 * i] for i in range(64)]
-    assert len(affine.get("/health").json()["ranks"]) == 1
-
-
-def test_classify_gives_labels_and_probabilities(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("classifier")
-    artifact = trace_tiny("bert_classifier", "classify", directory, tp=1, batch_sizes=[4], prompt_buckets=[32])
+def test_a_classifier_scores_texts_and_pairs(tmp_path):
+    """A cross-encoder among them: its label is the relevance of the second text for the first."""
+    _, artifact = trace_encoder(tmp_path / "three", "bert_classifier", "classify")
     with real_server(artifact) as server:
-        answer = server.post("/v1/classify", {"input": TEXTS, "annotations": [], "store": False}).json()
-        assert len(answer["data"]) == len(TEXTS)
+        answer = server.post(CLASSIFY, {"input": TEXTS[:2], "annotations": [], "store": False}).json()
         for item in answer["data"]:
             assert item["num_classes"] == 3 and sum(item["probs"]) == pytest.approx(1)
             assert item["label"] == ["bad", "fair", "good"][item["probs"].index(max(item["probs"]))]
         assert server.post("/invocations", {"input": TEXTS[0]}).json()["data"][0]["label"]
         is_error(server.post(EMBEDDINGS, {"input": "a"}), 400, code="task_not_supported")
+    one = {"id2label": {"0": "relevant"}, "label2id": {"relevant": 0}}
+    _, artifact = trace_encoder(tmp_path / "one", "bert_classifier", "classify", **one)
+    pairs = [["raise", "A raise statement"], ["x", "while " * 60]]
+    with real_server(artifact) as server:
+        is_error(server.post(CLASSIFY, {"input": pairs}), 400, "input[1]", "context_length_exceeded")
+        answer = server.post(CLASSIFY, {"input": pairs, "truncate_prompt_tokens": -1}).json()
+        alone = server.post(CLASSIFY, {"input": "raise"}).json()["data"][0]
         assert server.stop() == 0
+    for item in (*answer["data"], alone):
+        assert item["label"] == "relevant" and 0 < item["probs"][0] < 1 and item["num_classes"] == 1
+    assert alone["probs"] != answer["data"][0]["probs"] != answer["data"][1]["probs"]
 
 
-def test_a_long_list_that_runs_is_finished_after_a_signal(encoder):
-    """It goes through the engine in waves; the engine is idle between two of them, and the server not yet done."""
-    _, model_dir = encoder
-    with (
-        real_server(model_dir.parent / "artifact", "--drain-timeout", "300") as server,
-        concurrent.futures.ThreadPoolExecutor(1) as pool,
-    ):
-        texts = [f"{TEXTS[0]} {number}" for number in range(1200)]
-        answer = pool.submit(server.post, EMBEDDINGS, {"input": texts})
-        wait_for(lambda: server.metric("nxd_bucket_executions_total") > 4)
-        server.process.send_signal(signal.SIGTERM)
-        assert len(answer.result().json()["data"]) == len(texts)
-        assert server.wait() == 0
-
-
-def test_what_only_generating_artifacts_have_is_refused_before_the_ranks_start(tmp_path):
-    artifact = trace_affine(tmp_path)
-    for option in (("--speculate", "4"), ("--lora", "mine=/some/where")):
-        with real_server(artifact, *option, wait=False) as server:
-            assert server.wait(600) == 1
-            assert f"{option[0][2:]}: the artifact's task is '', and only 'generate' has it" in server.log
-            assert "starting" not in server.log
+@pytest.mark.parametrize("option", [("--speculate", "4"), ("--lora", "mine=/some/where")], ids=lambda option: option[0])
+def test_what_only_generating_artifacts_have_is_refused_before_the_ranks_start(capfd, option):
+    assert main([str(trace_affine()), "--port", "0", *option]) == 1
+    told = logged(capfd, f"{option[0][2:]}: the artifact's task is '', and only 'generate' has it")
+    assert "starting" not in told

@@ -15,49 +15,35 @@ HELLO = [{"role": "user", "content": "hello"}]
 # route, what is wrong with it, the field the answer names
 BODIES = [
     (COMPLETIONS, {}, "prompt"),
-    (COMPLETIONS, {"prompt": None}, "prompt"),
     (COMPLETIONS, {"prompt": 3}, "prompt"),
     (COMPLETIONS, {"prompt": []}, "prompt"),
-    (COMPLETIONS, {"prompt": ""}, "prompt"),
     (COMPLETIONS, {"prompt": ["a", 1]}, "prompt[0]"),
     (COMPLETIONS, {"prompt": ["a", ""]}, "prompt[1]"),
     (COMPLETIONS, {"prompt": [[1], []]}, "prompt[1]"),
-    (COMPLETIONS, {"prompt": [-1]}, "prompt[0]"),
     (COMPLETIONS, {"prompt": [3, 1.0]}, "prompt[1]"),
     (COMPLETIONS, {"prompt": [[3], [3, -1]]}, "prompt[1][1]"),
     (COMPLETIONS, {"prompt": [97]}, "prompt"),
     (COMPLETIONS, {"prompt": [True]}, "prompt[0]"),
-    (COMPLETIONS, {"prompt": {"text": "a"}}, "prompt"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, "max_tokens"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 64}, "max_tokens"),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": "5"}, "max_tokens"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": True}, "max_tokens"),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": 10**30}, "max_tokens"),
-    (COMPLETIONS, {"prompt": "a", "temperature": -0.1}, "temperature"),
     (COMPLETIONS, {"prompt": "a", "temperature": 2.1}, "temperature"),
-    (COMPLETIONS, {"prompt": "a", "temperature": "0"}, "temperature"),
     (COMPLETIONS, {"prompt": "a", "top_p": 1.1}, "top_p"),
     (COMPLETIONS, {"prompt": "a", "top_k": -2}, "top_k"),
     (COMPLETIONS, {"prompt": "a", "min_p": 2}, "min_p"),
     (COMPLETIONS, {"prompt": "a", "seed": 2**70}, "seed"),
-    (COMPLETIONS, {"prompt": "a", "seed": 1.5}, "seed"),
     (COMPLETIONS, {"prompt": "a", "n": 0}, "n"),
     (COMPLETIONS, {"prompt": "a", "n": 65}, "n"),
     (COMPLETIONS, {"prompt": ["a"] * 40, "n": 2}, "prompt"),
     (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop"),
     (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 3 + [3]}, "stop[3]"),
-    (COMPLETIONS, {"prompt": "a", "stop": 5}, "stop"),
     (COMPLETIONS, {"prompt": "a", "stop": [str(i) for i in range(17)]}, "stop"),
     (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs"),
-    (COMPLETIONS, {"prompt": "a", "logprobs": -1}, "logprobs"),
     (COMPLETIONS, {"prompt": "a", "logprobs": True}, "logprobs"),
     (COMPLETIONS, {"prompt": "a", "logprobs": 1, "echo": True}, "echo"),
     (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of"),
     (COMPLETIONS, {"prompt": "a", "suffix": "z"}, "suffix"),
     (COMPLETIONS, {"prompt": "a", "presence_penalty": 3}, "presence_penalty"),
-    (COMPLETIONS, {"prompt": "a", "frequency_penalty": -3}, "frequency_penalty"),
     (COMPLETIONS, {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias"),
@@ -67,30 +53,21 @@ BODIES = [
     (COMPLETIONS, {"prompt": "a", "min_tokens": 9, "max_tokens": 5}, "min_tokens"),
     (COMPLETIONS, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
     (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
-    (COMPLETIONS, {"prompt": "a", "stream": "yes"}, "stream"),
     (COMPLETIONS, {"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type"),
-    (COMPLETIONS, {"prompt": "a", "frobnicate": 1}, "frobnicate"),
     (COMPLETIONS, {"prompt": "a", "messages": HELLO}, "messages"),
     (CHAT, {}, "messages"),
-    (CHAT, {"messages": []}, "messages"),
-    (CHAT, {"messages": "hello"}, "messages"),
     (CHAT, {"messages": ["hello"]}, "messages[0]"),
-    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
     (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
-    (CHAT, {"messages": [{"role": 5, "content": "x"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].role"),
-    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
     (CHAT, {"messages": [{"role": "user", "content": "x", "mood": "bad"}]}, "messages[0].mood"),
     (CHAT, {"messages": [{"role": "user", "content": "x", "name": 3}]}, "messages[0].name"),
     (CHAT, {"messages": HELLO, "prompt": "a"}, "prompt"),
     (CHAT, {"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),
-    (CHAT, {"messages": HELLO, "max_completion_tokens": 64}, "max_completion_tokens"),
     (CHAT, {"messages": HELLO, "max_completion_tokens": 4, "max_tokens": 5}, "max_tokens"),
     (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
-    (CHAT, {"messages": HELLO, "top_logprobs": -1}, "top_logprobs"),
     (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     (CHAT, {"messages": HELLO, "logprobs": 3}, "logprobs"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
@@ -108,21 +85,17 @@ BODIES = [
     (CHAT, {"messages": HELLO, "web_search_options": {}}, "web_search_options"),
     (CHAT, {"messages": HELLO, "chat_template": "{{ x }}"}, "chat_template"),
     (CHAT, {"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-    (CHAT, {"messages": HELLO, "n": -1}, "n"),
     ("/v1/embeddings", {"input": "a"}, None),
     ("/v1/classify", {"input": "a"}, None),
     ("/v1/predict", {"inputs": {"x": [1]}}, None),
     ("/v1/predict", {}, "inputs"),
     ("/tokenize", {}, "prompt"),
     ("/tokenize", {"prompt": "a", "messages": HELLO}, "prompt"),
-    ("/tokenize", {"prompt": 5}, "prompt"),
     ("/tokenize", {"messages": HELLO, "add_special_tokens": True}, "add_special_tokens"),
     ("/detokenize", {}, "tokens"),
     ("/detokenize", {"tokens": [97]}, "tokens"),
-    ("/detokenize", {"tokens": [-1]}, "tokens"),
     ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
     ("/invocations", {}, None),
-    ("/invocations", {"text": "a"}, None),
 ]
 
 
@@ -137,18 +110,14 @@ def test_a_wrong_body_is_a_400_that_names_the_field(toy, route, body, param):
     [
         (COMPLETIONS, {"prompt": "a", "max_token": 5}, "unknown field `max_token`; did you mean max_tokens?"),
         (CHAT, {"messages": [{"role": "user", "contents": "x"}]}, "`messages[0].contents`; did you mean content?"),
-        (COMPLETIONS, {"prompt": "a", "frobnicate": 1}, "unknown field `frobnicate`"),
         (COMPLETIONS, {"prompt": "a", "input": "b"}, "unknown field `input`"),  # no slip for min_p
-        (COMPLETIONS, {"prompt": "a", "stop_words": ["b"]}, "unknown field `stop_words`"),
         (COMPLETIONS, {"prompt": "a", "max_new_tokens": 5}, "`max_new_tokens`; did you mean max_tokens?"),
         (COMPLETIONS, {"prompt": "a", "repeat_penalty": 1.3}, "not supported by this server: use `repetition_penalty`"),
         (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, "`temperature` must be a number, got 'hot'"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": "many"}, "`max_tokens` must be a whole number, got 'many'"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": 1.5}, "`max_tokens` must be a whole number, got 1.5"),
         (COMPLETIONS, {"prompt": "a", "stream": "yes"}, "`stream` must be true or false, got 'yes'"),
-        (COMPLETIONS, {"prompt": "a", "max_tokens": "5" * 99}, "`max_tokens` must be a whole number"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": [5]}, "`max_tokens` must be a whole number"),
-        (CHAT, {"messages": "a secret"}, "`messages`: Input should be a valid list"),
         (COMPLETIONS, {"prompt": "a", "stop": 5}, "`stop`: must be a string or a list of strings"),
         (COMPLETIONS, {"prompt": [3, 1.0]}, "must be a token id: a whole number from 0 to 2147483647, got 1.0"),
         (COMPLETIONS, {"prompt": "a" * 60, "min_tokens": 5}, "5 is more than the 4 tokens that are generated here"),
@@ -161,34 +130,20 @@ def test_a_refusal_names_the_value_and_the_likely_name(toy, route, body, message
     assert told.endswith(message)
 
 
-def test_the_server_is_unharmed_by_all_of_that(toy, expect):
-    answer = toy.post(COMPLETIONS, {"prompt": "hello", "temperature": 0, "max_tokens": 8}).json()
-    assert answer["choices"][0]["text"] == expect("hello", max_tokens=8)[1]
-    assert toy.metric("nxd_num_requests_running") == 0
-    assert toy.metric("nxd_slots_free") == 4
-
-
 RAW_BODIES = [
     (b"", "invalid_json"),
     (b"{", "invalid_json"),
     (b"[]", "invalid_json"),
-    (b'"x"', "invalid_json"),
     (b"null", "invalid_json"),
-    (b"5", "invalid_json"),
     (b'{"prompt": "a"} x', "invalid_json"),
     (b'{"prompt": "a", "temperature": NaN}', "invalid_json"),
-    (b'{"prompt": "a", "temperature": Infinity}', "invalid_json"),
     (b'{"prompt": "a", "temperature": 1e999}', None),
     (b'{"prompt": "a", "logit_bias": {"1": 1e999}}', None),
     (b'{"prompt": "\xff"}', "invalid_json"),
-    (b'{"prompt": "\xed\xa0\x80"}', "invalid_json"),
     (b'{"prompt": "\\ud800"}', "invalid_json"),
-    (b'{"prompt": "\\ud800x"}', "invalid_json"),
     (b'{"\\udfff": 1}', "invalid_json"),
     (b"\xfe\xff\x00{\x00}", "invalid_json"),
     (b'{"prompt": "a\x01"}', "invalid_json"),
-    (b"{'prompt': 'a'}", "invalid_json"),
-    (b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", "invalid_json"),
     (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "body_too_complex"),
     (b'{"prompt": "a", "prompt": "b"}', "invalid_json"),
     (b'{"a":' * 10_000, "invalid_json"),
@@ -206,18 +161,12 @@ def test_a_body_that_is_not_strict_json_is_a_400(toy, data, code):
     ("method", "path", "status"),
     [
         ("GET", "/", 404),
-        ("GET", "/v1", 404),
-        ("POST", "/v1/complete", 404),
         ("GET", "/v1/completions/", 404),
-        ("GET", "/docs", 404),
         ("GET", "/v1/models/other", 404),
         ("GET", "/v1/models/to%0Ay", 404),
-        ("GET", "/v1/models/%FF", 404),
         ("GET", "/%ED%A0%80", 404),
         ("GET", "/v1/completions", 405),
         ("DELETE", "/v1/models", 405),
-        ("POST", "/livez", 405),
-        ("PUT", "/metrics", 405),
     ],
 )
 def test_unknown_routes_and_methods(toy, method, path, status):
@@ -233,14 +182,6 @@ def test_another_models_name_is_a_404_that_openai_clients_know(toy):
     for route, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HELLO}), ("/tokenize", {"prompt": "a"})):
         error = is_error(toy.post(route, {**body, "model": "gpt-4"}), 404, "model", "model_not_found")
         assert "'toy'" in error["message"]
-
-
-def test_a_prompt_beyond_the_maximum_is_a_400_with_the_limits(toy):
-    for body in ({"prompt": "a" * 65}, {"prompt": [2] * 65}, {"prompt": ["a", "b" * 70]}):
-        error = is_error(toy.post(COMPLETIONS, body), 400, code="context_length_exceeded")
-        assert "64" in error["message"]
-    error = is_error(toy.post(COMPLETIONS, {"prompt": "a" * 60, "max_tokens": 5}), 400, "max_tokens")
-    assert error["code"] == "context_length_exceeded" and "64" in error["message"] and "60" in error["message"]
 
 
 LONG = [{"role": "user", "content": "a" * 65}]
@@ -323,40 +264,12 @@ def test_fields_that_ask_for_nothing_pass_and_those_that_ask_do_not(toy, route):
         is_error(toy.post(route, {**asked, name: other}), 400, name, "unsupported_parameter")
 
 
-def test_harmless_and_neutral_fields_pass(toy, expect):
-    common = {
-        "user": "me", "metadata": {"a": "b"}, "n": 1, "seed": None, "stop": None, "stream": False, "temperature": 0,
-        "max_tokens": 5, "logit_bias": None, "presence_penalty": 0, "frequency_penalty": 0.0, "top_p": 1,
-        "stream_options": None, "response_format": {"type": "text"}, "service_tier": "auto",
-        "safety_identifier": "s", "model": "toy", "cache_prompt": False, "cache_salt": "mine",
-    }  # fmt: skip
-    body = {**common, "prompt": "hello", "best_of": 1, "suffix": None, "echo": False, "logprobs": None}
-    answer = toy.post(COMPLETIONS, body)
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["text"] == expect("hello", max_tokens=5)[1]
-    more = {
-        "tools": [], "tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"], "store": False,
-        "functions": None, "function_call": None, "audio": None, "prediction": None, "reasoning_effort": None,
-        "logprobs": False, "top_logprobs": None, "verbosity": "medium", "prompt_cache_key": "k",
-        "web_search_options": None, "unheard_of": None,
-    }  # fmt: skip
-    answer = toy.post(CHAT, {**common, **more, "messages": HELLO})
-    assert answer.status_code == 200, answer.text
-
-
 def test_bytes_that_are_not_http_are_refused_as_json(toy):
     with raw(toy, b"\x16\x03\x01\x02\x00hello\r\n\r\n") as connection:
         answer = read_all(connection)
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")
     assert json.loads(body)["error"]["code"] == "invalid_http"
-
-
-def test_two_content_lengths_or_a_bad_one_do_not_hang(toy):
-    for bad in ("Content-Length: 3\r\nContent-Length: 4", "Content-Length: -1", "Content-Length: x"):
-        data = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{bad}\r\n\r\n{{}}".encode()
-        with raw(toy, data) as connection:
-            assert read_all(connection).startswith(b"HTTP/1.1 400 ")
 
 
 def test_a_request_id_is_kept_or_replaced(toy):

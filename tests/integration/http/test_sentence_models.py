@@ -10,11 +10,10 @@ import torch
 from nxd_infer import trace
 from nxd_models.serving import tasks
 from tests.integration.models.test_sentence_transformers import write_sentence_model
-from tests.support.engine.real_artifacts import trace_encoder
 from tests.support.http.http_artifacts import real_server
 from tests.support.http.http_servers import is_error
 
-EMBEDDINGS, CLASSIFY = "/v1/embeddings", "/v1/classify"
+EMBEDDINGS = "/v1/embeddings"
 TEXTS = ["A raise", "x"]
 LONG = "for loops iterate over items, and while loops do as long as they are told to"
 
@@ -45,7 +44,7 @@ def test_prompts_and_cut_texts_equal_those_of_sentence_transformers(served):
 
     server, path = served
     theirs = SentenceTransformer(str(path), device="cpu")
-    for name in (None, "query", "document"):
+    for name in (None, "query"):
         expected = theirs.encode(TEXTS, prompt_name=name, convert_to_tensor=True)
         torch.testing.assert_close(vectors(server, TEXTS, prompt_name=name), expected, atol=2e-5, rtol=1e-4)
     ids = [theirs.tokenizer(text)["input_ids"] for text in TEXTS]  # they are taken as they are
@@ -74,16 +73,3 @@ def test_prompts_and_cut_texts_equal_those_of_sentence_transformers(served):
 )
 def test_wrong_options_are_400s_that_name_the_field(served, more, param):
     is_error(served[0].post(EMBEDDINGS, {"input": "a", **more}), 400, param)
-
-
-def test_a_cross_encoder_scores_pairs_over_http(tmp_path):
-    one = {"id2label": {"0": "relevant"}, "label2id": {"relevant": 0}}
-    _, artifact = trace_encoder(tmp_path, "bert_classifier", "classify", **one)
-    pairs = [["raise", "A raise statement"], ["x", "while " * 60]]
-    with real_server(artifact) as server:
-        is_error(server.post(CLASSIFY, {"input": pairs}), 400, "input[1]", "context_length_exceeded")
-        answer = server.post(CLASSIFY, {"input": pairs, "truncate_prompt_tokens": -1}).json()
-        alone = server.post(CLASSIFY, {"input": "raise"}).json()["data"][0]
-    for item in (*answer["data"], alone):
-        assert item["label"] == "relevant" and 0 < item["probs"][0] < 1 and item["num_classes"] == 1
-    assert alone["probs"] != answer["data"][0]["probs"] != answer["data"][1]["probs"]

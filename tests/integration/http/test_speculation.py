@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 
 import pytest
 from typer.testing import CliRunner
 
 from nxd_infer.cli.main import app
-from tests.support.e2e.command import nxd_infer
-from tests.support.http.http_artifacts import ONE_LAYER, greedy_texts, real_server
-from tests.support.http.http_servers import ServerProcess, events_of
-from tests.support.tiny_models import write_tiny
+from tests.support.http.http_artifacts import LLAMA, greedy_texts, real_server, trace_tiny
+from tests.support.http.http_servers import events_of, logged
 
 COMPLETIONS = "/v1/completions"
 PROMPT = "the with for the with for the with for the with"
@@ -22,34 +19,14 @@ SAME = {"7": 100}
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return write_tiny("llama", tmp_path_factory.mktemp("speculation") / "model", **ONE_LAYER)
-
-
-def trace(model_dir, name, *more):
-    sizes = ["--batch-sizes", "1,4", "--prompt-buckets", "8,16", "--max-len", "128"]
-    out = model_dir.parent / name
-    options = ["--dtype", "float32", "--backend", "eager", *sizes, *more]
-    done = CliRunner().invoke(app, ["trace", str(model_dir), "--out", str(out), *options])
-    return out, done
-
-
-@pytest.fixture(scope="module")
-def artifact(model_dir):
-    out, done = trace(model_dir, "artifact", "--speculate", "4")
-    assert done.exit_code == 0, done.output
-    return out
+def artifact():
+    return trace_tiny("llama", "generate", tp=1, **LLAMA, speculate=3)
 
 
 @pytest.fixture(scope="module")
 def server(artifact):
-    command = [sys.executable, "-m", "nxd_infer.cli.main", "serve", str(artifact), "--port", "0", "--speculate", "4",
-               "--call-timeout", "120"]  # fmt: skip
-    server = ServerProcess(command)
-    try:
-        yield server.wait_ready()
-    finally:
-        server.kill()
+    with real_server(artifact, "--speculate", "3") as server:
+        yield server
 
 
 def ask(server, **more):
@@ -59,21 +36,28 @@ def ask(server, **more):
     return answer
 
 
-def test_answers_are_the_models_own_and_the_metrics_count_the_guesses(server, model_dir):
-    expected = greedy_texts(model_dir, [PROMPT], 24)[PROMPT]
+def command(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_answers_are_the_models_own_and_the_metrics_count_the_guesses(server, artifact):
+    expected = greedy_texts(artifact.parent / "model", [PROMPT], 24)[PROMPT]
     before = server.metric("nxd_generation_tokens_total")
     answer = ask(server).json()
     assert answer["choices"][0]["text"] == expected
     assert answer["usage"]["completion_tokens"] == 24
     # Long enough that some guesses are verified however slow the graph was when the server measured it.
     same = ask(server, logit_bias=SAME, max_tokens=80).json()
-    word = server.post("/detokenize", {"tokens": [7] * 80}).json()["prompt"]
-    assert same["choices"][0]["text"] == word and same["usage"]["completion_tokens"] == 80
+    word = server.post("/detokenize", {"tokens": [7]}).json()["prompt"]
+    assert same["choices"][0]["text"] == word * 80 and same["usage"]["completion_tokens"] == 80
     guessed = server.metric("nxd_spec_decode_num_draft_tokens_total")
     assert 0 < server.metric("nxd_spec_decode_num_accepted_tokens_total") <= guessed
     # One row may decode in a graph of four, where that was measured to be no slower.
     assert sum(server.metric("nxd_bucket_executions_total", graph=f"verify_b{batch}") for batch in (1, 4)) > 0
     assert server.metric("nxd_generation_tokens_total") == before + 104
+    cut = ask(server, logit_bias=SAME, stop=[word * 6]).json()  # within a run of right guesses
+    assert cut["choices"][0]["text"] == "" and cut["choices"][0]["finish_reason"] == "stop"
+    assert cut["usage"]["completion_tokens"] == 6
 
 
 def test_a_stream_has_every_token_and_the_usage(server):
@@ -91,43 +75,34 @@ def test_a_stream_has_every_token_and_the_usage(server):
     assert events[-1]["usage"] == whole["usage"] and whole["usage"]["completion_tokens"] == 60
 
 
-def test_a_stop_string_cuts_a_run_of_right_guesses(server):
-    word = server.post("/detokenize", {"tokens": [7]}).json()["prompt"]
-    found = ask(server, logit_bias=SAME, stop=[word * 6]).json()
-    assert found["choices"][0]["text"] == "" and found["choices"][0]["finish_reason"] == "stop"
-    assert found["usage"]["completion_tokens"] == 6
+def test_generate_says_the_same_with_guesses_and_tells_how_many_were_right(artifact):
+    asked = ("generate", artifact, PROMPT, "--max-tokens", 40)
+    plain, guessing = (command(*asked, "--json", *more).output for more in ([], ["--speculate", "3"]))
+    assert plain == guessing and json.loads(plain.splitlines()[0])["tokens"] > 0
+    told = command(*asked, "--speculate", "3").output
+    found = re.search(r"\[speculation: (\d+) of (\d+) guessed tokens were right\]", told)
+    assert found and int(found[1]) <= int(found[2]), told  # how many depends on what the graphs take
 
 
-def test_generate_says_the_same_with_guesses(artifact):
-    command = ["generate", str(artifact), PROMPT, "for", "--max-tokens", "40", "--json"]
-    answers = [CliRunner().invoke(app, [*command, *more]) for more in ([], ["--speculate", "3"])]
-    assert [done.exit_code for done in answers] == [0, 0]
-    assert answers[0].output == answers[1].output
-    assert json.loads(answers[0].output.splitlines()[0])["tokens"] > 0
+def test_the_traced_graphs_equal_the_plain_model(artifact):
+    done = command("verify", artifact, artifact.parent / "model")
+    assert done.exit_code == 0 and "verify_b4" in done.output and "all " in done.output, done.output
 
 
-def test_generate_tells_how_many_guesses_were_right(artifact):
-    command = ["generate", str(artifact), PROMPT, "--max-tokens", "40"]
-    plain, guessing = (CliRunner().invoke(app, [*command, *more]).output for more in ([], ["--speculate", "3"]))
-    found = re.search(r"\[speculation: (\d+) of (\d+) guessed tokens were right\]", guessing)
-    assert found and int(found[1]) <= int(found[2]), guessing  # how many depends on what the graphs take
-    assert "speculation" not in plain
+def test_more_than_was_traced_is_refused_with_the_fix(artifact, tmp_path, capfd):
+    """Once, and before the ranks are there."""
+    from nxd_server.__main__ import main
 
-
-def test_the_traced_graphs_equal_the_plain_model(artifact, model_dir):
-    done = nxd_infer("verify", artifact, model_dir)
-    assert done.status == 0 and "verify_b4" in done.out and "all 7 buckets" in done.out, done
-
-
-def test_more_than_was_traced_is_refused_with_the_fix(artifact, model_dir):
     fix = "trace the model again with --speculate 5"
-    done = CliRunner().invoke(app, ["generate", str(artifact), "for", "--speculate", "5"])
+    done = command("generate", artifact, "for", "--speculate", 5)
     assert done.exit_code == 1 and fix in str(done.exception)
-    with real_server(artifact, "--speculate", "5", wait=False) as server:
-        assert server.wait(600) != 0
-        assert server.log.count(fix) == 1 and "starting" not in server.log  # once, and before the ranks are there
-    with real_server(artifact, "--lora", "fr=nowhere", wait=False) as server:
-        assert server.wait(600) != 0
-        assert "lora = 'fr=nowhere': this artifact has no slots" in server.log and "starting" not in server.log
-    _, done = trace(model_dir, "none", "--speculate", "7")
+    for option, words in (
+        (("--speculate", "5"), fix),
+        (("--lora", "fr=nowhere"), "lora = 'fr=nowhere': this artifact has no slots"),
+    ):
+        assert main([str(artifact), "--port", "0", *option]) == 1
+        told = logged(capfd, words)
+        assert told.count(words) == 1 and "starting" not in told
+    sizes = ("--batch-sizes", "1,4", "--prompt-buckets", "8,16", "--max-len", 128, "--speculate", 7)
+    done = command("trace", artifact.parent / "model", "--out", tmp_path / "none", *sizes)
     assert done.exit_code != 0 and "a step of 8 tokens verifies guesses" in str(done.exception)

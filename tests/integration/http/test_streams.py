@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import socket
 import struct
-import threading
 import time
 
 import httpx
 import openai
 import pytest
 
-from nxd_server.http.app import create_app
-from nxd_server.settings import ServerSettings
-from tests.support.engine.toy_model import ToyModel
 from tests.support.http.http_servers import events_of, http_request, is_error, raw, read_all, toy_server, wait_for
-from tests.support.http.http_toy import ToyService
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "hello", "max_tokens": 7900, "temperature": 0, "ignore_eos": True}
@@ -29,9 +23,10 @@ def idle(server):
     return server.metric("nxd_num_requests_running") == 0 and server.metric("nxd_slots_free") == 4
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("reset", [True, False])
-@pytest.mark.parametrize("next_request", [b"", b"G"], ids=["", "next"])
+@pytest.mark.parametrize(
+    ("stream", "reset", "next_request"),
+    [(True, False, b""), (True, True, b"G"), (False, True, b""), (False, False, b"G")],
+)
 def test_a_client_that_leaves_frees_its_slot(slow_toy, stream, reset, next_request):
     left = slow_toy.metric("nxd_client_disconnects_total")
     cancelled = slow_toy.metric("nxd_request_success_total", finished_reason="cancelled")
@@ -44,8 +39,8 @@ def test_a_client_that_leaves_frees_its_slot(slow_toy, stream, reset, next_reque
         if reset:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     wait_for(lambda: idle(slow_toy), message="the slot of a client that left")
-    assert slow_toy.metric("nxd_client_disconnects_total") == left + 1
     slow_toy.wait_metric("nxd_request_success_total", cancelled + 1, finished_reason="cancelled")
+    assert slow_toy.metric("nxd_client_disconnects_total") == left + 1
     assert "Traceback" not in slow_toy.log
 
 
@@ -63,54 +58,13 @@ def test_a_client_that_leaves_in_the_middle_of_its_body(slow_toy, chunked):
         data = f'POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{{"pro'.encode()
     else:
         data = http_request(COMPLETIONS, b'{"prompt": ').replace(b"Content-Length: 11", b"Content-Length: 5000")
-    for _ in range(3):
-        with raw(slow_toy, data):
-            time.sleep(0.05)
-    time.sleep(0.3)
+    there = slow_toy.metric("nxd_connections")
+    with raw(slow_toy, data):
+        slow_toy.wait_metric("nxd_connections", there + 1)
+    slow_toy.wait_metric("nxd_connections", there)
     assert slow_toy.get("/readyz").status_code == 200
     assert "Traceback" not in slow_toy.log and " 500 " not in slow_toy.log
     assert idle(slow_toy)
-
-
-def test_clients_that_leave_do_not_disturb_those_that_stay(slow_toy, tokenizer):
-    from tests.support.engine.toy_model import naive_generate
-
-    tokens = naive_generate(tokenizer.encode("hello"), max_tokens=30, ignore_eos=True)
-    answers = []
-
-    def stay():
-        body = {**LONG, "max_tokens": 30}
-        answers.append(slow_toy.post(COMPLETIONS, body).json()["choices"][0]["text"])
-
-    staying = [threading.Thread(target=stay) for _ in range(3)]
-    for thread in staying:
-        thread.start()
-    for _ in range(8):
-        with raw(slow_toy, http_request(COMPLETIONS, json.dumps({**LONG, "stream": True}).encode())):
-            time.sleep(0.05)
-    for thread in staying:
-        thread.join(60)
-    assert answers == [tokenizer.decode(tokens)] * 3
-    wait_for(lambda: idle(slow_toy))
-
-
-def test_the_official_clients_close_cancels(slow_toy):
-    with openai.OpenAI(base_url=slow_toy.url + "/v1", api_key="x", max_retries=0) as client:
-        stream = client.chat.completions.create(
-            model="toy",
-            messages=[{"role": "user", "content": "hello"}],
-            stream=True,
-            extra_body={"ignore_eos": True},
-        )
-        for count, _ in enumerate(stream):
-            if count == 3:
-                break
-        stream.close()
-        wait_for(lambda: idle(slow_toy))
-        with pytest.raises(openai.APITimeoutError):
-            client.completions.create(model="toy", prompt="hello", max_tokens=7900, timeout=0.5,
-                                      extra_body={"ignore_eos": True})  # fmt: skip
-        wait_for(lambda: idle(slow_toy))
 
 
 def test_tokens_arrive_one_by_one(slow_toy):
@@ -122,18 +76,6 @@ def test_tokens_arrive_one_by_one(slow_toy):
         )
         assert slow_toy.metric("nxd_num_requests_running") == 1
     wait_for(lambda: idle(slow_toy))
-
-
-def test_a_slow_reader_gets_everything(slow_toy):
-    """A client that does not read for a while blocks nobody, and finds the whole stream afterwards."""
-    body = json.dumps({**LONG, "max_tokens": 60, "logprobs": 20, "stream": True}).encode()
-    with raw(slow_toy, http_request(COMPLETIONS, body, "Connection: close")) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        quick = slow_toy.post(COMPLETIONS, {**LONG, "max_tokens": 3})
-        assert quick.status_code == 200
-        wait_for(lambda: idle(slow_toy))
-        data = read_all(connection)
-    assert data.count(b'"finish_reason":"length"') == 1 and b"data: [DONE]\n\n" in data
 
 
 def test_a_silent_stream_is_kept_open_by_comments(tmp_path):
@@ -149,12 +91,6 @@ def test_a_silent_stream_is_kept_open_by_comments(tmp_path):
                     hold.unlink(missing_ok=True)
         assert text.count(": keep-alive\n\n") >= 3
         assert events_of(text)[-1] == "[DONE]"
-
-
-def test_no_comment_stands_between_tokens_that_come_at_once(toy):
-    body = {"prompt": "hello", "max_tokens": 40, "n": 4, "temperature": 1, "ignore_eos": True, "stream": True}
-    for seed in range(5):
-        assert "keep-alive" not in toy.post(COMPLETIONS, {**body, "seed": seed}).text
 
 
 def test_a_client_that_never_reads_loses_its_connection_and_a_slow_one_does_not():
@@ -176,26 +112,24 @@ def test_a_client_that_never_reads_loses_its_connection_and_a_slow_one_does_not(
         assert server.metric("nxd_slots_free") == 4
 
 
-@pytest.mark.parametrize(
-    ("piece", "deadline"), [(1000, 600), (8000, 10)], ids=["less than a piece in time", "not over in time"]
-)
-def test_a_client_that_reads_a_little_at_a_time_loses_its_connection_too(piece, deadline):
+def test_a_client_that_reads_until_the_deadline_of_its_request_loses_its_connection_too():
     """The answer is long enough to fill all buffers before its deadline. One that the machine was too slow for may be
     read to its end: then the deadline was too near, and is further away the next time."""
-    while not is_cut(piece, deadline):
+    deadline = 10
+    while not is_cut(deadline):
         deadline *= 4
         assert deadline < 200
 
 
-def is_cut(piece: int, deadline: int) -> bool:
+def is_cut(deadline: int) -> bool:
     body = json.dumps({**LONG, "max_tokens": 3900, "n": 4, "logprobs": 20, "stream": True}).encode()
     with (
         toy_server(toy={"delay": 0.0, "max_len": 4000}, connection_timeout=2, request_timeout=deadline) as server,
         raw(server, http_request(COMPLETIONS, body, "Connection: close"), receive_buffer=4096) as connection,
     ):
-        end = time.monotonic() + min(deadline, 160) + 90
+        end = time.monotonic() + deadline + 90
         with contextlib.suppress(ConnectionResetError):  # it is cut first, and told then
-            while f"{COMPLETIONS} 499" not in server.log and (data := connection.recv(piece)):
+            while f"{COMPLETIONS} 499" not in server.log and (data := connection.recv(8000)):
                 assert b"[DONE]" not in data and time.monotonic() < end
                 time.sleep(0.2)
         wait_for(lambda: f"POST {COMPLETIONS} " in server.log)
@@ -227,48 +161,6 @@ def test_a_stream_that_a_failure_cuts_has_no_end_to_mistake(failing):
     assert b"[DONE]" not in data and b'"finish_reason":"' not in data
     server.wait_ready()
     assert server.metric("nxd_engine_restarts_total") >= 1
-    assert server.post(COMPLETIONS, {**LONG, "max_tokens": 3}).status_code == 200
-
-
-def test_a_client_that_leaves_before_the_error_at_the_end_of_its_stream_has_left(tmp_path, caplog):
-    """It was waited for in vain: a status of 200 would say that it has read all that there was."""
-    settings, file = ServerSettings(), tmp_path / "fail"
-    toy = {"delay": 0.02, "max_len": 8000, "ahead": True}
-    service = ToyService(settings, lambda reason: None, ToyModel, toy, None, str(file), 0.0)
-    app, messages, sent = create_app(service, settings), asyncio.Queue(), []
-
-    async def send(message):  # as a connection does: it returns once there is room, or nobody to send to
-        sent.append(message.get("body", b""))
-        if len(sent) == 2:  # the first tokens; what comes meanwhile is sent together
-            file.write_text("once")
-            while not service.restarts:
-                await asyncio.sleep(0.01)
-        if sent[-1].startswith(b'data: {"error"'):
-            messages.put_nowait({"type": "http.disconnect"})
-            await asyncio.sleep(0.01)
-
-    async def scene():
-        body = json.dumps({**LONG, "stream": True}).encode()
-        messages.put_nowait({"type": "http.request", "body": body})
-        scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "http_version": "1.1", "query_string": b"",
-                 "headers": [(b"content-type", b"application/json")]}  # fmt: skip
-        await asyncio.wait_for(app(scope, messages.get, send), 120)
-
-    try:
-        service.start()
-        wait_for(lambda: service.ready)
-        with caplog.at_level("INFO"):
-            asyncio.run(scene())
-    finally:
-        service.close()
-    assert sent[-1].startswith(b'data: {"error"')
-    line = next(text for text in caplog.messages if COMPLETIONS in text)
-    assert f"{COMPLETIONS} 499" in line and line.endswith("engine_failed")
-
-
-def test_the_official_client_raises_on_a_cut_stream(failing):
-    server, file = failing
-    server.wait_ready()
     with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
         stream = client.completions.create(model="toy", prompt="hello", max_tokens=7900, stream=True,
                                            extra_body={"ignore_eos": True})  # fmt: skip

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import signal
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.support.http.http_servers import http_request, is_error, new_child, raw, toy_server, wait_for
@@ -22,42 +22,34 @@ def chat(**variables):
     return {"messages": HELLO, "max_tokens": 3, "temperature": 0, "chat_template_kwargs": variables}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def crowded():
-    """One text may wait for another; no process for texts runs yet."""
+    """One text may wait for another."""
     with toy_server(render_timeout=60, max_queued_requests=1, access_log=False) as server:
         yield server
 
 
-@pytest.mark.parametrize(
-    ("kind", "body"),
-    [
-        ("texts", {"prompt": "hello, you there. " * 3_500}),
-        ("conversations", {"messages": [{"role": "user", "content": "hello, you there. " * 8}] * 300}),
-    ],
-)
-def test_a_long_text_holds_up_nobody(toy, kind, body):
+def test_a_long_text_holds_up_nobody(toy):
     """What works on it is stopped, until others were answered. (A body of more than 64 KiB is parsed aside before.)"""
     assert toy.post("/tokenize", {"prompt": "hello " * 1000}).json()["count"] == 6000  # which starts the process
-    children = descendants(toy.process.pid)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        for child in children:
-            os.kill(child, signal.SIGSTOP)
-        try:
-            answer = pool.submit(toy.post, "/tokenize", body)
-            toy.wait_metric("nxd_texts_aside", 1.0, kind=kind)
-            assert toy.post("/v1/completions", {"prompt": "hello", "max_tokens": 2}).status_code == 200
-            assert not answer.done()
-        finally:
-            for child in children:
-                os.kill(child, signal.SIGCONT)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as held:
+        for child in descendants(toy.process.pid):
+            held.enter_context(stopped(child))
+        answer = pool.submit(toy.post, "/tokenize", {"prompt": "hello, you there. " * 3_500})
+        toy.wait_metric("nxd_texts_aside", 1.0, kind="texts")
+        assert toy.post("/v1/completions", {"prompt": "hello", "max_tokens": 2}).status_code == 200
+        assert not answer.done()
+        held.close()
         assert answer.result().json()["count"] > 40_000
 
 
 def test_a_template_without_an_end_is_400():
+    """And a conversation's place in the lane is free again."""
     with toy_server(render_timeout=3.0, access_log=False) as server:
-        error = is_error(server.post(CHAT, chat(spin=1)), 400, "messages")
-        assert "did not come to an end within 3 s (render_timeout)" in error["message"]
+        for _ in range(2):
+            error = is_error(server.post(CHAT, chat(spin=1)), 400, "messages")
+            assert "did not come to an end within 3 s (render_timeout)" in error["message"]
+        assert server.metric("nxd_texts_aside") == 0
         wait_for(lambda: server.post(CHAT, chat()).status_code == 200)
 
 
@@ -65,10 +57,7 @@ def test_a_template_without_an_end_is_400():
     ("variables", "param", "says"),
     [
         ({"self": 1}, "chat_template_kwargs", "must not set 'self'"),
-        ({"max_characters": 1}, "chat_template_kwargs", "must not set"),
         ({"times": 10**12}, "messages", "256 MiB of memory"),
-        ({"times": 10**30}, "messages", "cannot render them"),
-        ({"times": 9 * 10**6}, "messages", "makes more than 1048576 characters"),
         ({"flood": 1}, "messages", "makes more than 1048576 characters"),
         ({"index": 1}, "messages", "cannot render them"),
         (dict.fromkeys(map("v{}".format, range(100))), "chat_template_kwargs", "at most 64"),
@@ -79,19 +68,10 @@ def test_what_a_template_cannot_do_is_400(toy, variables, param, says):
     assert toy.post(CHAT, chat()).status_code == 200
 
 
-def test_a_signal_ends_the_server_while_a_template_runs():
+def test_a_template_ends_with_its_client_and_with_the_server():
+    request = http_request(CHAT, json.dumps(chat(spin=1)).encode())
     with toy_server(render_timeout=600, drain_timeout=0.5) as server:
-        with raw(server, http_request(CHAT, json.dumps(chat(spin=1)).encode())):
-            wait_for(lambda: server.metric("nxd_texts_aside", kind="conversations") == 1)
-            children = descendants(server.process.pid)
-            assert children
-            assert server.stop(signal.SIGTERM) == 0
-        assert all(gone(pid, 60) for pid in children)
-
-
-def test_a_client_that_leaves_ends_its_template(toy):
-    with toy_server(render_timeout=600) as server:
-        with raw(server, http_request(CHAT, json.dumps(chat(spin=1)).encode())):
+        with raw(server, request):
             wait_for(lambda: server.metric("nxd_texts_aside", kind="conversations") == 1)
             (child,) = descendants(server.process.pid)
             idle = processor_time(child)
@@ -99,6 +79,11 @@ def test_a_client_that_leaves_ends_its_template(toy):
         server.wait_metric("nxd_texts_aside", 0.0, kind="conversations")
         assert gone(child, 60)
         assert server.post(CHAT, chat()).status_code == 200  # another has been started
+        with raw(server, request):
+            wait_for(lambda: server.metric("nxd_texts_aside", kind="conversations") == 1)
+            children = descendants(server.process.pid)
+            assert children and server.stop(signal.SIGTERM) == 0
+        assert all(gone(pid, 60) for pid in children)
 
 
 def processor_time(pid: int) -> float:
@@ -121,7 +106,7 @@ def test_abandoned_tokenisations_end_and_the_queue_of_them_is_bounded(crowded):
     data = http_request("/tokenize", json.dumps(TEXT).encode())
     large_body(crowded)
     before = descendants(crowded.process.pid)
-    for _ in range(3):
+    for _ in range(2):
         with raw(crowded, data), stopped(new_child(crowded, before)), raw(crowded, data):
             crowded.wait_metric("nxd_texts_aside", 2.0, kind="texts")
             is_error(crowded.post("/tokenize", TEXT), 429, code="queue_full")
@@ -129,35 +114,13 @@ def test_abandoned_tokenisations_end_and_the_queue_of_them_is_bounded(crowded):
         wait_for(lambda: descendants(crowded.process.pid) <= before, message="a process for texts is left")
 
 
-@pytest.mark.parametrize(("path", "body"), [
-    (COMPLETIONS, {"prompt": "a" * 2**20}),
-    (CHAT, {"messages": [{"role": "user", "content": "a" * (2**20 - 100)}]}),
-])  # fmt: skip
-def test_a_long_text_that_is_generated_from_ends_with_its_client(crowded, path, body):
-    """It was tokenised in a thread of the server, for as long and as much memory as that takes."""
-    large_body(crowded)
-    crowded.post(CHAT, chat())
-    before = descendants(crowded.process.pid)
-    with (
-        raw(crowded, http_request(path, json.dumps(body).encode())) as connection,
-        stopped(new_child(crowded, before)),
-    ):
-        crowded.wait_metric("nxd_texts_aside", 1.0, kind="texts")
-        connection.close()
-        crowded.wait_metric("nxd_texts_aside", 0.0)
-        wait_for(lambda: descendants(crowded.process.pid) <= before, message="a process for texts is left")
-    error = is_error(crowded.post(path, body), 400, next(iter(body)), "context_length_exceeded")
-    assert "this model's maximum context length is 64 tokens" in error["message"]
-
-
-def test_no_threads_are_left_of_texts_that_are_tokenised_in_one():
+def test_no_threads_are_left_of_texts_that_are_tokenised_in_one(crowded):
     """The library started one per core and kept them."""
-    with toy_server(access_log=False) as server:
-        tasks = f"/proc/{server.process.pid}/task"
-        server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1})
-        before = len(os.listdir(tasks))
-        is_error(server.post(COMPLETIONS, {"prompt": "a" * 10_000}), 400, "prompt", "context_length_exceeded")
-        wait_for(lambda: len(os.listdir(tasks)) <= before, 60, "threads are left")
+    tasks = f"/proc/{crowded.process.pid}/task"
+    crowded.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1})
+    before = len(os.listdir(tasks))
+    is_error(crowded.post(COMPLETIONS, {"prompt": "a" * 10_000}), 400, "prompt", "context_length_exceeded")
+    wait_for(lambda: len(os.listdir(tasks)) <= before, 60, "threads are left")
 
 
 def test_what_a_long_text_took_is_given_back(toy):
@@ -168,48 +131,3 @@ def test_what_a_long_text_took_is_given_back(toy):
     assert descendants(toy.process.pid) <= before
     assert toy.post("/tokenize", {"prompt": "hello " * 1000}).json()["count"] == 6000
     assert len(descendants(toy.process.pid) - before) == 1
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/tokenize", {"prompt": "ab " * 400_000}, "prompt"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "ab " * 400_000}]}, "messages"),
-        ("/detokenize", {"tokens": [5] * 70_000}, "tokens"),
-    ],
-)
-def test_texts_and_ids_beyond_what_is_read_are_refused(toy, path, body, param):
-    is_error(toy.post(path, body), 400, param)
-
-
-def test_long_and_short_texts_are_answered_alike(toy, tokenizer):
-    for text in ("hello", "hello, you. " * 500):
-        for strings in (False, True):
-            answer = toy.post("/tokenize", {"prompt": text, "return_token_strs": strings}).json()
-            ids = tokenizer.encode(text)
-            assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), 64)
-            assert answer.get("token_strs") == ([tokenizer.token_text(token) for token in ids] if strings else None)
-            assert toy.post("/detokenize", {"tokens": ids}).json() == {"prompt": tokenizer.decode(ids)}
-
-
-def test_a_template_that_cannot_be_used_is_an_error_at_the_start():
-    """It is compiled in the process too: constants are computed then, here more of them than any memory holds."""
-    from nxd_infer.errors import ModelConfigError
-    from nxd_server.text.chat_template import TemplateSources
-    from nxd_server.text.text_process_jobs import BoundedTemplate
-
-    for source, says in (("{% for x in %}", "not valid jinja2"), ("{{ 'x' * 10**11 }}", "256 MiB of memory")):
-        template = BoundedTemplate(TemplateSources(source), seconds=5, queue=1)
-        try:
-            with pytest.raises(ModelConfigError, match=says):
-                template.check()
-        finally:
-            template.stop()
-
-
-def test_the_server_knows_no_client_that_waits_for_ever():
-    """A conversation's place in the lane is free again whatever became of it."""
-    with toy_server(render_timeout=3.0, access_log=False) as server, httpx.Client(timeout=60) as client:
-        codes = [client.post(server.url + CHAT, json=chat(spin=1)).status_code for _ in range(2)]
-        assert codes == [400, 400]
-        assert server.metric("nxd_texts_aside") == 0

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
-import os
-import shutil
-import threading
 
 import pytest
 
-from nxd_infer.checkpoint.folder import find_checkpoint
-from nxd_infer.checkpoint.storage import storage_of
-from nxd_server.errors import ForbiddenPathError
-from nxd_server.http.admin.allowed_paths import path_under
-from nxd_server.http.admin.update_weights import unchanged
-from nxd_server.http.error_responses import ApiError
 from tests.support.engine.toy_model import naive_generate
 from tests.support.http.http_servers import events_of, is_error, toy_server, wait_for
+from tests.support.http.weights_root import weights_root
 
 ADMIN = {"authorization": "Bearer root"}
 WEIGHTS, COMPLETIONS, CHAT = "/v1/weights", "/v1/completions", "/v1/chat/completions"
@@ -26,28 +17,7 @@ HEADER = "x-weight-version"
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A root with weights 1 and 2, and ways that lead out of it."""
-    top = tmp_path_factory.mktemp("weights")
-    root = top / "root"
-    (root / "deep").mkdir(parents=True)
-    (root / "one").write_text("1")
-    (root / "deep" / "two").write_text("2")
-    (root / "wrong").write_text("no number")
-    (top / "secret").write_text("3")
-    (root / "out").symlink_to(top / "secret")
-    (root / "up").symlink_to(top)
-    (root / "link").symlink_to(root / "one")
-    (root / "holds_out").mkdir()
-    (root / "holds_out" / "model.safetensors").symlink_to(top / "secret")
-    (root / "holds_link").mkdir()
-    (root / "holds_link" / "deep").symlink_to(root / "deep")
-    (root / "holds_link" / "back").symlink_to(root / "holds_link")
-    (root / "holds_link_out").mkdir()
-    (root / "holds_link_out" / "deep").symlink_to(root / "holds_out")
-    (root / "circle").symlink_to(root / "circle")
-    (root / "pipes").mkdir()
-    os.mkfifo(root / "pipes" / "model.safetensors")
-    return root
+    return weights_root(tmp_path_factory.mktemp("weights"))
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +38,9 @@ def swap(server, path, **more):
     return server.post(WEIGHTS, {"path": str(path), **more}, headers=ADMIN)
 
 
-def test_it_is_closed_without_an_admin_key_or_a_root(toy, root):
+def test_it_is_closed_without_an_admin_key(toy):
     error = is_error(toy.post(WEIGHTS, {"path": "one"}), 403, code="admin_disabled")
     assert "--admin-key" in error["message"] and "NXD_INFER_ADMIN_KEY" in error["message"]
-    with pytest.raises(ForbiddenPathError, match=r"--weights-root .NXD_INFER_WEIGHTS_ROOT"):
-        path_under(None, str(root / "one"))
-    assert path_under(root, "link") == path_under(root, str(root / "one")) == root / "one"
 
 
 def test_it_wants_the_admin_key_and_no_other(server):
@@ -89,60 +56,19 @@ def test_it_wants_the_admin_key_and_no_other(server):
     is_error(server.post(WEIGHTS, {"path": "one", "extra": 1}, headers=ADMIN), 400, "extra")
 
 
-def test_a_tag_that_the_folder_lacks_is_the_tags_fault(tmp_path):
-    async def refused(tag):
-        with pytest.raises(ApiError) as caught, unchanged("the weights are unchanged", "weights"):
-            find_checkpoint(storage_of(tmp_path), tag)
-        return caught.value.status, caught.value.param
-
-    assert asyncio.run(refused("step_9")) == (400, "tag")
-    assert asyncio.run(refused(None)) == (400, "path")
-
-
-def test_a_link_to_a_folder_is_followed_while_it_stays_inside(root):
-    assert path_under(root, "holds_link") == root / "holds_link"  # one of its links leads back to it
-    assert path_under(root, "holds_link/deep/two") == root / "deep" / "two"
-    with pytest.raises(ForbiddenPathError, match=r"holds_out/model.safetensors' lies outside"):
-        path_under(root, "holds_link_out")
-
-
-def test_a_folder_is_read_while_a_trainer_saves_into_it(tmp_path):
-    """Files and folders come and go: a deleted entry is not an error of the request that names the folder."""
-    stop, saved = threading.Event(), 0
-
-    def save():
-        nonlocal saved
-        while not stop.is_set():
-            new = tmp_path / f".saving-{saved:08}"
-            new.mkdir()
-            for name in range(20):
-                (new / f"{name}.tmp").write_text("1")
-                (new / f"{name}.tmp").rename(new / f"{name}")
-            (new / "link").symlink_to(new / "0")
-            new.rename(tmp_path / "step")
-            (tmp_path / "step").rename(tmp_path / ".removing-step")
-            shutil.rmtree(tmp_path / ".removing-step")
-            saved += 1
-
-    thread = threading.Thread(target=save)
-    thread.start()
-    try:
-        read = 0
-        while thread.is_alive() and (read < 300 or saved < 30):
-            assert path_under(tmp_path, ".") == tmp_path
-            read += 1
-    finally:
-        stop.set()
-        thread.join(120)
-    assert saved >= 30
-
-
 def test_a_path_leads_nowhere_but_under_the_root(server, root):
-    outside = ["../secret", "deep/../../secret", "deep/../one", str(root.parent / "secret"), "/etc/passwd", "out",
-               "up/secret", "up", "holds_out", "holds_link_out"]  # fmt: skip
+    outside = [
+        "../secret",
+        "deep/../one",
+        str(root.parent / "secret"),
+        "out",
+        "up/secret",
+        "holds_out",
+        "holds_link_out",
+    ]
     for path in outside:
         is_error(swap(server, path), 403, "path", "forbidden_path")
-    for path in ["nothing", "deep/nothing", "", "a\0b", "circle", "pipes", "x" * 300]:
+    for path in ["nothing", "", "a\0b", "circle", "pipes", "x" * 300]:
         is_error(swap(server, path), 400, "path")
     is_error(server.post(WEIGHTS, content=b'{"path": "\\ud800"}', headers=ADMIN), 400)
     error = is_error(swap(server, "wrong"), 400, "path", "weights_refused")
@@ -152,7 +78,7 @@ def test_a_path_leads_nowhere_but_under_the_root(server, root):
 
 
 def test_answers_name_their_version_and_are_wholly_of_it(server, root, tokenizer):
-    """200 requests in flight over real sockets while weights are swapped twice: each is right for its version."""
+    """100 requests in flight over real sockets while weights are swapped twice: each is right for its version."""
     prompts = [f"{chr(97 + number % 26)}{number}" for number in range(40)]
 
     def want(prompt, version):  # the toy's weights are the number of the version
@@ -179,7 +105,7 @@ def test_answers_name_their_version_and_are_wholly_of_it(server, root, tokenizer
         return version
 
     with concurrent.futures.ThreadPoolExecutor(202) as pool:
-        answers = [pool.submit(one, number) for number in range(200)]
+        answers = [pool.submit(one, number) for number in range(100)]
         concurrent.futures.wait(answers, 120, concurrent.futures.FIRST_COMPLETED)
         first = swap(server, "link")
         assert first.status_code == 200, first.text

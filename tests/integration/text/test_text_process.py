@@ -9,13 +9,17 @@ import signal
 
 import pytest
 
-from nxd_server.errors import EngineUnavailableError, PromptTooLongError, TextTooLongError
+from nxd_infer.errors import ModelConfigError
+from nxd_server.app.served_model import ServedModel
+from nxd_server.errors import BodyError, EngineUnavailableError, RequestError, TextTooLongError
+from nxd_server.settings import ServerSettings
 from nxd_server.text import text_process as process
+from nxd_server.text import text_process_jobs
 from nxd_server.text.chat_template import TemplateSources
-from nxd_server.text.field_bounds import ANY
-from nxd_server.text.text_process import NICENESS, JobFailed, Setup, TextProcess
+from nxd_server.text.field_bounds import ANY, Bounds
+from nxd_server.text.text_process import NICENESS, Setup, TextProcess
 from nxd_server.text.text_process_jobs import BoundedJson, BoundedTemplate, BoundedTokenizer
-from nxd_server.text.tokenizer import Tokenizer
+from tests.support import tiny_models
 from tests.support.http.http_toy import toy_tokenizer
 
 
@@ -59,29 +63,6 @@ def test_each_of_them_leaves_streams_the_cores_from_its_first_moment(bounded, mo
     assert started.count(expected) == 3
 
 
-def test_a_conversation_is_sent_without_json_and_is_what_the_template_sees(monkeypatch):
-    """JSON of half a million numbers kept the interpreter for a fifth of a second."""
-    heads: list[int] = []
-    write = process.write_frame
-
-    def counted(connection, header, blob=b"", seconds=None):
-        heads.append(len(json.dumps(header)))
-        write(connection, header, blob, seconds)
-
-    sources = TemplateSources("{{ messages | tojson }} {{ a | tojson }}")
-    template = BoundedTemplate(sources, 60, 1)
-    messages = [{"role": "user", "content": "中" * 1000}] * 100
-    variables = {"a": [1, 2.5, None, True, {"b": ["\n"]}] * 500}
-    try:
-        template.check()
-        monkeypatch.setattr(process, "write_frame", counted)
-        text = asyncio.run(template.render(messages, variables, 10**6))
-    finally:
-        template.stop()
-    assert text == f"{json.dumps(messages, ensure_ascii=False)} {json.dumps(variables['a'])}"
-    assert max(heads) < 100
-
-
 def test_ids_of_a_long_text_are_those_of_the_tokenizer_and_more_than_fit_are_not_sent(bounded):
     text = "hello, you. " * 20_000
     ids = toy_tokenizer().encode(text)
@@ -93,30 +74,6 @@ def test_ids_of_a_long_text_are_those_of_the_tokenizer_and_more_than_fit_are_not
         assert caught.value.field == "messages"
 
     asyncio.run(main())
-
-
-@pytest.mark.parametrize("text", ["hello", "hello " * 1000])
-def test_no_list_is_made_of_more_ids_than_fit(text):
-    class Encoding:
-        def __len__(self):
-            return 11
-
-        @property
-        def ids(self):
-            pytest.fail("a list was made")
-
-    tokenizer = toy_tokenizer()
-
-    class Raw:
-        def encode(self, *_, **__):
-            return Encoding()
-
-        def encode_batch_fast(self, *_, **__):
-            return [Encoding()]
-
-    tokenizer.raw = Raw()
-    with pytest.raises(PromptTooLongError, match="the prompt has 11 tokens"):
-        tokenizer.encode(text, most=10)
 
 
 @pytest.fixture
@@ -182,12 +139,6 @@ def test_where_no_process_starts_neither_the_request_nor_the_template_is_to_blam
     assert caught.value.state == "busy" and caught.value.retry_after
 
 
-def test_nor_is_a_request_to_blame_where_the_process_dies_with_what_it_needs(monkeypatch):
-    monkeypatch.setattr(BoundedTokenizer, "_setup", Setup({"kind": "tokenizer", "config": {}}, b"not a tokenizer"))
-    with pytest.raises(EngineUnavailableError, match="did not start"):
-        JOBS["encode"]()
-
-
 def test_a_job_whose_client_has_left_is_not_begun_and_the_process_goes_on(parser):
     parse(parser)
     pid, mine = parser.pid, object()
@@ -198,25 +149,43 @@ def test_a_job_whose_client_has_left_is_not_begun_and_the_process_goes_on(parser
     assert parser.pid == pid
 
 
-def test_a_vocabulary_is_written_down_once_however_often_its_process_is_started():
-    class Raw:
-        written = 0
-
-        def to_str(self):
-            self.written += 1
-            return real.raw.to_str()
-
-    real = toy_tokenizer()
-    raw = Raw()
-    stand_in = Tokenizer.__new__(Tokenizer)
-    vars(stand_in).update(vars(real), raw=raw)
-    bounded = BoundedTokenizer(stand_in, 60, 1)
+def test_nothing_of_a_body_that_is_refused_comes_back(monkeypatch):
+    """The server would build it a second time, which holds up everybody."""
+    monkeypatch.setattr(text_process_jobs.marshal, "loads", lambda _: pytest.fail("it came back"))
+    aside = BoundedJson(60, 1)
     try:
-        pids = set()
-        for _ in range(3):
-            assert asyncio.run(bounded.encode("hello", special=False, most=9, field="prompt")) == real.encode("hello")
-            pids.add(bounded._process.pid)
-            bounded._process._end()
-        assert len(pids) == 3 and raw.written == 1
+        with pytest.raises(RequestError, match="at most 4 are taken") as caught:
+            asyncio.run(aside.parse(json.dumps({"prompt": [[5]] * 5}).encode(), Bounds(entries={"prompt": 4})))
+        assert caught.value.field == "prompt"
+        with pytest.raises(BodyError, match="more than 9 values"):
+            asyncio.run(aside.parse(json.dumps({"prompt": [5] * 20}).encode(), Bounds(values=9)))
     finally:
-        bounded.stop()
+        aside.stop()
+
+
+@pytest.mark.parametrize(
+    ("source", "says"), [("{% for x in %}", "not valid jinja2"), ("{{ 'x' * 10**11 }}", "256 MiB of memory")]
+)
+def test_a_template_that_cannot_be_used_is_an_error_at_the_start(source, says):
+    """It is compiled in the process too: constants are computed then, here more of them than any memory holds."""
+    template = BoundedTemplate(TemplateSources(source), seconds=5, queue=1)
+    try:
+        with pytest.raises(ModelConfigError, match=says):
+            template.check()
+    finally:
+        template.stop()
+
+
+def test_a_model_without_a_template_is_told_of_when_it_is_read(tmp_path, caplog):
+    """Not by the first conversation alone; and nothing is said of one that has a template."""
+    caplog.set_level("INFO")
+    directory = tiny_models.write_tiny("llama", tmp_path / "m")
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    for template in (True, False):
+        if not template:
+            del config["chat_template"]
+            (directory / "tokenizer_config.json").write_text(json.dumps(config))
+        model = ServedModel(directory, ServerSettings())
+        model._read_text("generate", directory)
+        assert (model.chat_template is not None) == template
+        assert [record.message[:16] for record in caplog.records] == ([] if template else ["no chat template"])

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,6 +15,7 @@ from torch import nn
 
 from tests.support import tiny_models
 from tests.support.http.http_servers import ServerProcess
+from tests.support.shared import VARIABLE, shared
 
 WORDS = ["the", "with", "for", "while", "if", "try", "else", "def", "class", "import"]
 ONE_LAYER = {"num_hidden_layers": 1}
@@ -18,10 +23,14 @@ ONE_LAYER = {"num_hidden_layers": 1}
 PROMPTS = [f"{WORDS[number % 10]} {number}" for number in range(40)]
 
 
+LLAMA = {"batch_sizes": [1, 4], "prompt_buckets": [16], "max_len": 256}
+"""What tests trace that need no other shapes: it is done once for all of them."""
+
+
 def trace_tiny(
     family: str,
     task: str,
-    directory: Path,
+    directory: Path | None = None,
     *,
     tp: int = 2,
     pp: int = 1,
@@ -29,15 +38,42 @@ def trace_tiny(
     model: dict | None = None,
     **shapes,
 ) -> Path:
-    """Write a tiny model of ``family`` to ``directory/model``, of one layer (``model``: other options of write_tiny),
-    and trace it to ``directory/artifact``."""
+    """``directory/artifact``, traced of a tiny model of ``family`` in ``directory/model``, of one layer (``model``:
+    other options of write_tiny). A run of the tests traces the same once: without ``directory`` nobody may change it.
+    """
+    arguments = (family, task, tp, pp, backend, {**ONE_LAYER, **(model or {})}, dict(sorted(shapes.items())))
+    make = functools.partial(_trace_tiny, *arguments)
+    if VARIABLE in os.environ:
+        made = shared(f"tiny/{family}-{hashlib.sha256(repr(arguments).encode()).hexdigest()[:16]}", make)
+        if directory is None:
+            return made / "artifact"
+        shutil.copytree(made, directory, dirs_exist_ok=True)
+    else:  # not in a test
+        assert directory is not None
+        make(directory)
+    return directory / "artifact"
+
+
+SAMPLED = {"temperature": 1.5, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.4}
+
+
+def trace_sampled(directory: Path | None = None) -> Path:
+    """A tiny Llama that samples by default, on one rank, with two slots for adapters of rank 4."""
+    model = {"generation": {**SAMPLED, "do_sample": True, "eos_token_id": [tiny_models.EOS, 200]}}
+    shapes = {"batch_sizes": [1, 4], "prompt_buckets": [16], "max_len": 64, "lora_slots": 2, "lora_rank": 4}
+    return trace_tiny("llama", "generate", directory, tp=1, model=model, **shapes)
+
+
+def _trace_tiny(
+    family: str, task: str, tp: int, pp: int, backend: str, model: dict, shapes: dict, directory: Path
+) -> None:
     from nxd_infer import trace
     from nxd_models.serving import tasks
 
-    model_dir = tiny_models.write_tiny(family, directory / "model", **{**ONE_LAYER, **(model or {})})
+    model_dir = tiny_models.write_tiny(family, directory / "model", **model)
     plan = tasks.plan(model_dir, task, dtype=torch.float32, model_name=f"tiny-{family}", **shapes)
     arguments = {**plan.trace_arguments(), "tp_degree": tp, "pp_degree": pp, "backend": backend}
-    return _trace(trace, arguments, directory / "artifact")
+    _trace(trace, arguments, directory / "artifact")
 
 
 def _trace(trace, arguments, artifact: Path) -> Path:
@@ -64,13 +100,13 @@ def affine() -> tuple[nn.Module, dict]:
     return Affine(), {}
 
 
-def trace_affine(directory: Path) -> Path:
+def trace_affine() -> Path:
     """Degree 1, batches of up to 4 rows."""
     from nxd_infer import trace
 
     example = {"x": torch.ones(4, 3), "k": torch.ones(4, 2, dtype=torch.int64), "scale": torch.ones(4)}
     arguments = {"func": affine, "example_inputs": example, "backend": "eager"}
-    return _trace(trace, arguments, directory / "artifact")
+    return shared("tiny/affine", lambda directory: _trace(trace, arguments, directory / "artifact")) / "artifact"
 
 
 @contextlib.contextmanager

@@ -73,8 +73,14 @@ class ServerProcess:
         self._listening.set()
 
     def wait_ready(self, seconds: float = START_SECONDS) -> ServerProcess:
-        wait_for(lambda: self.process.poll() is not None or self.get("/readyz").status_code == 200, seconds, self.log)
-        assert self.process.poll() is None, self.log
+        def ready() -> bool:
+            try:
+                return self.get("/readyz").status_code == 200
+            except httpx.TransportError:
+                assert self.process.wait(60) is None, self.log  # it has ended
+                raise
+
+        wait_for(ready, seconds, self.log)
         return self
 
     def get(self, path: str, **more: Any) -> httpx.Response:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import tokenizers
 import torch
 from safetensors.torch import save_file
@@ -10,6 +13,7 @@ from nxd_server.http.openai.chat import check_messages
 from nxd_server.http.openai.tools import offered_tools
 from nxd_server.text.chat_template import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
+from tests.support.shared import shared
 from tests.support.tiny_models import write_tiny
 
 TEMPLATE = (  # as strict as those of Hermes 2 Pro, Hermes 3 and Llama 3.1 are
@@ -79,8 +83,28 @@ def asked(content):
     return [{"role": "user", "content": content}]
 
 
-def taught(path):
-    """Write a tiny model that gives these answers."""
+def taught(path: Path) -> Path:
+    """Write a tiny model that gives these answers; it learns them once a run."""
+    return shutil.copytree(shared("taught/model", _teach), path)
+
+
+def taught_artifact() -> Path:
+    """The same, traced."""
+
+    def trace_it(directory: Path) -> None:
+        from nxd_infer import trace
+        from nxd_models.serving import tasks
+
+        shapes = {"batch_sizes": [2], "prompt_buckets": [64], "max_len": 320}
+        model_dir = shared("taught/model", _teach)
+        plan = tasks.plan(model_dir, "generate", dtype=torch.float32, model_name="taught", **shapes)
+        with trace.parallel_model_trace(**plan.trace_arguments(), backend="eager") as model:
+            trace.parallel_model_save(model, directory / "artifact")
+
+    return shared("taught/traced", trace_it) / "artifact"
+
+
+def _teach(path: Path) -> None:
     from nxd_models import registry
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 320, "vocab_size": 320}
@@ -117,4 +141,3 @@ def taught(path):
     else:
         raise AssertionError(f"it has not learnt its answers: {loss.item()}")
     save_file(model.state_dict(), path / "model.safetensors", {"format": "pt"})
-    return path

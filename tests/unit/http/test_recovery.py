@@ -42,13 +42,6 @@ def test_a_start_that_was_slow_once_may_be_so_again():
     assert subject.limit > 2 * (6 * 20.0 + 6 * 10.0)
 
 
-@pytest.mark.parametrize("seconds", [3.0, 900.0])
-def test_the_limit_of_a_reload_raises_and_lowers_that_of_a_recovery(seconds):
-    subject, bounds = after(2.0, 5.0, start_timeout=seconds)
-    assert bounds.load == seconds and subject.limit == pytest.approx(2 * (seconds + 6 * 5.0))
-    assert not subject.hopeless()
-
-
 @pytest.mark.parametrize("seconds", [5.0, 600.0])
 def test_a_setting_raises_and_lowers_the_bound(seconds):
     subject, _ = after(4.0, nbytes=6 * GIB, setting=seconds, start_timeout=50.0)

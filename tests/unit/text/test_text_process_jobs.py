@@ -12,14 +12,6 @@ from nxd_server.text.concurrency_limit import ConcurrencyLimit
 from nxd_server.threads import Workers
 
 
-def test_one_thread_does_one_piece_after_the_other():
-    async def main():
-        workers = Workers(3, "worker")
-        return [await workers.run(threading.get_ident) for _ in range(10)]
-
-    assert len(set(asyncio.run(main()))) == 1
-
-
 def test_there_are_no_more_threads_than_allowed_and_what_waits_is_done():
     gate, inside, most = threading.Event(), 0, 0
     lock = threading.Lock()
@@ -43,16 +35,6 @@ def test_there_are_no_more_threads_than_allowed_and_what_waits_is_done():
 
     assert len(set(asyncio.run(main()))) <= 2
     assert most <= 2
-
-
-def test_what_work_raises_is_raised_where_it_is_waited_for():
-    async def main():
-        workers = Workers(1, "worker")
-        with pytest.raises(ZeroDivisionError):
-            await workers.run(lambda: 1 // 0)
-        return await workers.run(lambda: 7)
-
-    assert asyncio.run(main()) == 7
 
 
 def test_a_thread_that_cannot_be_started_takes_no_turn_with_it(monkeypatch):

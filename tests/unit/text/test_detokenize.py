@@ -15,7 +15,7 @@ texts = st.text(
     ),
     max_size=60,
 )
-quick = settings(max_examples=120)
+quick = settings(max_examples=40)
 
 
 def stream(tokenizer, ids, stop=()):
@@ -32,73 +32,38 @@ def stream(tokenizer, ids, stop=()):
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=texts)
 @quick
-def test_streamed_text_equals_text_decoded_at_once(kind, text):
-    tokenizer = KINDS[kind]()
-    ids = tokenizer.encode(text)
-    pieces, _ = stream(tokenizer, ids)
-    assert "".join(pieces) == tokenizer.decode(ids)
-
-
-@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece_style"])
-@given(text=texts)
-@quick
-def test_text_survives_the_round_trip_and_no_piece_is_a_broken_character(kind, text):
+def test_streamed_text_is_what_decoding_at_once_gives_in_whole_characters(kind, text):
     tokenizer = KINDS[kind]()
     text = text.replace("▁", "_").replace("\ufffd", "?")
-    pieces, _ = stream(tokenizer, tokenizer.encode(text, add_special_tokens=False))
-    assert "".join(pieces) == text
-    assert not any("\ufffd" in piece for piece in pieces)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    pieces, _ = stream(tokenizer, ids)
+    assert "".join(pieces) == tokenizer.decode(ids)
+    if kind != "wordpiece":  # which has no token for most characters
+        assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
 
 
-@given(ids=st.lists(st.integers(0, 329), max_size=40))
+@given(ids=st.lists(st.integers(3, 258), max_size=100))
 @quick
-def test_any_bytes_at_all_stream_to_what_decoding_at_once_gives(ids):
+def test_any_bytes_at_all_stream_to_what_decoding_at_once_gives_and_are_not_held_for_ever(ids):
     tokenizer = byte_level()
     pieces, _ = stream(tokenizer, ids)
     assert "".join(pieces) == tokenizer.decode(ids)
+    pieces, _ = stream(sentencepiece_style(), ids)
+    assert all(any(pieces[place : place + 8]) for place in range(len(pieces) - 8))
 
 
-@given(ids=st.lists(st.integers(3, 258), min_size=1, max_size=200))
-@settings(max_examples=40)
-def test_endless_invalid_bytes_are_not_held_back_for_ever(ids):
-    tokenizer = sentencepiece_style()
-    decoder = tokenizer.detokenizer()
-    silent = 0
-    for token in ids:
-        silent = 0 if decoder.push(token) else silent + 1
-        assert silent < 8
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @given(
     text=texts, stops=st.lists(st.text(alphabet="aeé世界😀 stopEND.'", min_size=1, max_size=6), min_size=1, max_size=3)
 )
 @quick
-def test_the_first_stop_string_to_be_complete_ends_the_text_before_it(kind, text, stops):
-    tokenizer = KINDS[kind]()
+def test_the_first_stop_string_to_be_complete_ends_the_text_before_it(text, stops):
+    tokenizer = sentencepiece_style()
     ids = tokenizer.encode(text, add_special_tokens=False)
     full = tokenizer.decode(ids)
     pieces, matched = stream(tokenizer, ids, stops)
     found = [(full.find(stop) + len(stop), full.find(stop), stop) for stop in stops if stop in full]
-    if found:
-        _, place, first = min(found)
-        assert matched == first
-        assert "".join(pieces) == full[:place]
-    else:
-        assert matched is None
-        assert "".join(pieces) == full
-
-
-def test_text_that_may_begin_a_stop_string_is_held_back_until_it_cannot():
-    tokenizer = byte_level()
-    decoder = tokenizer.stream(["STOP!"])
-    shown = ""
-    for token in tokenizer.encode("go STOP", add_special_tokens=False):
-        shown += decoder.push(token)
-        assert "S" not in shown
-    for token in tokenizer.encode(" it", add_special_tokens=False):
-        shown += decoder.push(token)
-    assert shown == "go STOP it"
+    _, place, first = min(found, default=(0, len(full), None))
+    assert matched == first and "".join(pieces) == full[:place]
 
 
 class Pieces:
@@ -137,7 +102,7 @@ def plain_stops(pieces, tail, stops, least):
     stops=st.lists(st.text("ab", min_size=1, max_size=6), max_size=4, unique=True),
     least=st.integers(0, 4),
 )
-@settings(max_examples=500)
+@settings(max_examples=150)
 def test_stop_strings_are_found_as_by_looking_through_the_text(pieces, tail, stops, least):
     decoder, shown = TextStream(Pieces(pieces, tail), stops), []
     for number in range(len(pieces)):

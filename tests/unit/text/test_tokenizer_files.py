@@ -88,12 +88,11 @@ def test_a_file_that_the_manifest_does_not_list_changes_nothing(listed, name, ca
         file.unlink()
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.txt", "vocab.json"])
-def test_a_tokenizer_that_is_not_listed_is_none(tmp_path, name):
+def test_a_tokenizer_that_is_not_listed_is_none(tmp_path):
     artifact = load_artifact(toy.build(tmp_path / "artifact"))
     model = tiny_models.write_tiny("llama", tmp_path / "model")
-    (tmp_path / "artifact" / name).write_bytes((model / "tokenizer.json").read_bytes())
-    (tmp_path / "artifact" / "merges.txt").write_text("")
+    for name in ("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt"):
+        (tmp_path / "artifact" / name).write_bytes((model / "tokenizer.json").read_bytes())
     (tmp_path / "artifact" / "tokenizer_config.json").write_text(json.dumps({"chat_template": "planted"}))
     assert _tokenizer(artifact) is None and ChatTemplate.from_dir(artifact) is None
     with pytest.raises(ModelConfigError, match=r"no tokenizer\.json"):

@@ -1,4 +1,4 @@
-"""What a refused request held is free when it has been answered, and not when the collector comes by."""
+"""What a refused request held is free when it has been answered; memory goes back to the system once, soon after."""
 
 from __future__ import annotations
 

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
 
 from nxd_server.errors import BodyError, RequestError, TextTooLongError
-from nxd_server.text import text_process_jobs as lanes
-from nxd_server.text.field_bounds import MOST_ELEMENTS, MOST_IDS, Bounds, body_bounds
+from nxd_server.text.field_bounds import MOST_ELEMENTS, MOST_IDS, body_bounds
 from nxd_server.text.strict_json import parse_json
-from nxd_server.text.text_process_jobs import BoundedJson
 
 TOO_MUCH = [
     ({"prompt": [5] * 65_537}, "prompt", "a list of 65537 numbers; at most 65536"),
     ({"prompt": [[5], [5] * 65_537]}, "prompt", "a list of 65537 numbers; at most 65536"),
-    ({"prompt": [0.5] * 65_537}, "prompt", "a list of 65537 numbers; at most 65536"),
     ({"prompt": [[5]] * 1025}, "prompt", "1025 values; at most 1024"),
-    ({"prompt": ["a"] * 1025}, "prompt", "1025 values; at most 1024"),
-    ({"prompt": "a" * 1001}, "prompt", "1001 characters"),
     ({"prompt": ["a", "a" * 1001]}, "prompt", "1001 characters"),
     ({"tokens": [5] * 65_537}, "tokens", "65537"),
     ({"messages": [{}] * 4097}, "messages", "4097 values; at most 4096"),
     ({"messages": [{"content": ["a"] * 33_000}]}, "messages", "at most 32768"),
-    ({"messages": [{"content": "a" * 1001}]}, "messages", "1001 characters"),
     ({"messages": [{"content": "a" * 600}, {"content": [{"text": "a" * 401}]}]}, "messages", "1001 characters"),
-    ({"chat_template_kwargs": {"a": "a" * 600, "b": ["a" * 401]}}, "chat_template_kwargs", "1001 characters"),
     ({"stop": ["a"] * 1025}, "stop", "1025 values; at most 1024"),
     ({"stop": [["a"] * 600, ["a"] * 600]}, "stop", "at most 1024"),
-    ({"chat_template_kwargs": {"a": [1] * 4096}}, "chat_template_kwargs", "4097 values; at most 4096"),
     ({"chat_template_kwargs": {"a": [[[1] * 3000], {"b": [1] * 3000}]}}, "chat_template_kwargs", "at most 4096"),
     ({"chat_template_kwargs": {"a": "a" * 1001}}, "chat_template_kwargs", "1001 characters"),
     ({"user": [1] * 8193}, "user", "8193 values; at most 8192"),
@@ -49,7 +40,7 @@ def test_a_field_that_holds_more_is_named(body, field, says):
     assert isinstance(caught.value, TextTooLongError) == long
 
 
-@pytest.mark.parametrize("name", ["outputs", "stop", "stop_token_ids", "logit_bias", "tokens", "messages", "user"])
+@pytest.mark.parametrize("name", ["outputs", "tokens", "user"])
 def test_where_tensors_are_taken_nothing_else_is_as_large(name):
     """400,000 names of outputs were looked at one by one, in the event loop."""
     with pytest.raises(RequestError, match=f"at most {MOST_IDS if name == 'tokens' else ''}") as caught:
@@ -81,22 +72,3 @@ def test_the_values_of_a_body_follow_from_the_models_length():
         parse_json(json.dumps({"prompt": [[5] * 50_000] * 2}).encode(), BOUNDS)
     tensors = {"inputs": {"x": [[0.5] * 100_000]}, "safetensors": "a" * 2**21}
     assert parse_json(json.dumps(tensors).encode(), body_bounds("embed", 0, 64, 1000)) == tensors
-
-
-def test_nothing_of_what_is_refused_comes_back(monkeypatch):
-    """The server would build it a second time, which holds up everybody."""
-    monkeypatch.setattr(lanes.marshal, "loads", lambda _: pytest.fail("it came back"))
-
-    async def main():
-        aside = BoundedJson(60, 1)
-        try:
-            for body, field, says in TOO_MUCH:
-                with pytest.raises(RequestError, match=says) as caught:
-                    await aside.parse(json.dumps(body).encode(), BOUNDS)
-                assert caught.value.field == field
-            with pytest.raises(BodyError, match="more than 9 values"):
-                await aside.parse(json.dumps({"prompt": [5] * 20}).encode(), Bounds(values=9))
-        finally:
-            aside.stop()
-
-    asyncio.run(main())

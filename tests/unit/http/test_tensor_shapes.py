@@ -50,10 +50,6 @@ def test_lists_nested_deeper_than_any_tensor_are_400():
         assert caught.value.status == 400
 
 
-def test_an_empty_tensor_is_one():
-    assert list(tensor_from_json({"data": [], "shape": [3, 0]}, None, "x").shape) == [3, 0]
-
-
 EMPTY = {"dtype": "I8", "shape": [0], "data_offsets": [0, 0]}
 
 

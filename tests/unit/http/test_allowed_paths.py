@@ -1,0 +1,69 @@
+"""Which files below ``weights_root`` are read, and whose fault it is if they cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+
+import pytest
+
+from nxd_infer.checkpoint.folder import find_checkpoint
+from nxd_infer.checkpoint.storage import storage_of
+from nxd_server.errors import ForbiddenPathError
+from nxd_server.http.admin.allowed_paths import path_under
+from nxd_server.http.admin.update_weights import unchanged
+from nxd_server.http.error_responses import ApiError
+from tests.support.http.weights_root import weights_root
+
+
+def test_a_tag_that_the_folder_lacks_is_the_tags_fault(tmp_path):
+    async def refused(tag):
+        with pytest.raises(ApiError) as caught, unchanged("the weights are unchanged", "weights"):
+            find_checkpoint(storage_of(tmp_path), tag)
+        return caught.value.status, caught.value.param
+
+    assert asyncio.run(refused("step_9")) == (400, "tag")
+    assert asyncio.run(refused(None)) == (400, "path")
+
+
+def test_a_link_to_a_folder_is_followed_while_it_stays_inside(tmp_path):
+    root = weights_root(tmp_path)
+    assert path_under(root, "link") == path_under(root, str(root / "one")) == root / "one"
+    assert path_under(root, "holds_link") == root / "holds_link"  # one of its links leads back to it
+    assert path_under(root, "holds_link/deep/two") == root / "deep" / "two"
+    with pytest.raises(ForbiddenPathError, match=r"holds_out/model.safetensors' lies outside"):
+        path_under(root, "holds_link_out")
+    with pytest.raises(ForbiddenPathError, match=r"--weights-root .NXD_INFER_WEIGHTS_ROOT"):
+        path_under(None, str(root / "one"))
+
+
+def test_a_folder_is_read_while_a_trainer_saves_into_it(tmp_path):
+    """Files and folders come and go: a deleted entry is not an error of the request that names the folder."""
+    stop, saved = threading.Event(), 0
+
+    def save():
+        nonlocal saved
+        while not stop.is_set():
+            new = tmp_path / f".saving-{saved:08}"
+            new.mkdir()
+            for name in range(20):
+                (new / f"{name}.tmp").write_text("1")
+                (new / f"{name}.tmp").rename(new / f"{name}")
+            (new / "link").symlink_to(new / "0")
+            new.rename(tmp_path / "step")
+            (tmp_path / "step").rename(tmp_path / ".removing-step")
+            shutil.rmtree(tmp_path / ".removing-step")
+            saved += 1
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    try:
+        read = 0
+        while thread.is_alive() and (read < 300 or saved < 30):
+            assert path_under(tmp_path, ".") == tmp_path
+            read += 1
+    finally:
+        stop.set()
+        thread.join(120)
+    assert saved >= 30

@@ -1,0 +1,95 @@
+"""What a generation's tokens become in an answer: calls, reasoning, comments while a call is held back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+
+from nxd_server.http.error_responses import ApiError
+from nxd_server.http.openai.event_stream import KEEP_ALIVE, EventStream
+from nxd_server.http.openai.message_parts import MessageParts
+from nxd_server.http.openai.tools import ChoiceCalls, earlier_calls, offered_tools
+from nxd_server.text.reasoning import FORMATS, ReasoningReader
+from tests.support.http.json_values import values
+
+CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
+
+
+class Held:
+    """A generation whose tokens, one in 20 ms, all belong to a call that is held back."""
+
+    weight_version, usage, unfinished = 0, None, True
+
+    async def __aenter__(self):
+        self.left = 12
+        return self
+
+    async def __aexit__(self, *error):
+        pass
+
+    async def next(self, wait):
+        await asyncio.sleep(min(0.02, wait))
+        self.left -= wait > 0.02
+        self.unfinished = self.left > 0
+        return (0, None) if wait > 0.02 else None
+
+    def ready(self):
+        return None
+
+    def check_client(self):
+        pass
+
+
+class Silent:
+    """A writer of chunks that has nothing to say yet."""
+
+    def begin(self, version):
+        return b"data: begun"
+
+    def event(self, choice, event):
+        return b""
+
+    def usage(self, usage):
+        return b""
+
+
+def test_a_held_call_is_no_silence():
+    sent = []
+
+    async def send(message):
+        sent.append(message.get("body", b""))
+
+    stream = EventStream(Held(), Silent(), keep_alive=0.1, request_id="x")
+    asyncio.run(stream({"type": "http"}, None, send))
+    assert sent[1] == b"data: begun" and sent[-1].endswith(b"[DONE]\n\n")
+    assert sent[2:-1] and set(sent[2:-1]) == {KEEP_ALIVE}
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_call_in_reasoning_that_is_left_open_is_made(size):
+    """As some models do; in reasoning that is closed it is a thought."""
+    call = f"Look.\n<tool_call>\n{CALL}\n</tool_call>"
+    for text, names, reason in ((call, ["weather"], "tool_calls"), (f"{call}</think>No.", [], "stop")):
+        parts = MessageParts(
+            ReasoningReader(FORMATS["think"], "inside"), True, ChoiceCalls("hermes", ["weather"], True)
+        )
+        found = [parts.take(text[place : place + size]) for place in range(0, len(text), size)]
+        found.append(parts.take("", ended=True))
+        calls = [call["function"]["name"] for part in found for call in part.get("tool_calls", [])]
+        assert calls == names and parts.reason("stop") == reason
+        thoughts = "".join(part.get("reasoning_content", "") for part in found)
+        assert thoughts == call and "".join(part.get("content", "") for part in found) == text[len(call) :][8:]
+
+
+@given(values)
+def test_any_value_is_taken_or_refused(value):
+    for check in (
+        lambda: earlier_calls(value, "x", "mistral"),
+        lambda: offered_tools([{"function": value}], value, "hermes"),
+    ):
+        try:
+            check()
+        except ApiError as error:
+            assert error.status == 400 and error.param
