@@ -18,51 +18,37 @@ from nxd_server import LLM, SamplingParams
 from nxd_server.engine.events import FinishEvent
 from nxd_server.errors import AdapterConflictError, RequestError, UnknownModelError, WeightsBusyError
 from tests.support.adapter_files import merge, write_adapter
-from tests.support.engine.real_artifacts import reference_generate
+from tests.support.engine.real_artifacts import prompt_of, reference_generate, trace_llama
 from tests.support.processes import wait_until
-from tests.support.tiny_models import write_tiny
 
 TOKENS = 6
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0)
-PROMPTS = [[5 + (7 * place + 3 * length) % 280 for place in range(length)] for length in (3, 8, 9, 20, 12, 16)]
+PROMPTS = [prompt_of(length) for length in (3, 8, 9, 20)]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("adapters")
+def model_dir():
+    return trace_llama(2)[0]
 
 
 @pytest.fixture(scope="module")
-def model_dir(root):
-    return write_tiny("llama", root / "llama", num_hidden_layers=1)
-
-
-@pytest.fixture(scope="module")
-def adapters(root, model_dir):
+def adapters(tmp_path_factory, model_dir):
     """Three adapters by name."""
+    root = tmp_path_factory.mktemp("adapters")
     return {name: write_adapter(root / name, model_dir, rank=2 + i, seed=i) for i, name in enumerate(("x", "y", "z"))}
 
 
 @pytest.fixture(scope="module")
-def expected(root, model_dir, adapters):
+def expected(model_dir, adapters):
     """By name of the adapter (None for the model itself): each prompt's tokens, and the smallest gap between two."""
-    models = {None: model_dir, **{name: merge(model_dir, path, root / f"m{name}") for name, path in adapters.items()}}
-    return {name: reference_generate(path, PROMPTS, TOKENS) for name, path in models.items()}
-
-
-def trace(model_dir, out, *more):
-    """Through the command line; its result."""
-    sizes = ["--batch-sizes", "1,4", "--prompt-buckets", "8,16", "--max-len", "64"]
-    options = ["--dtype", "float32", "--backend", "eager", *sizes, *more]
-    return CliRunner().invoke(app, ["trace", str(model_dir), "--out", str(out), *options])
+    models = {name: merge(model_dir, path, path.with_name(f"merged-{name}")) for name, path in adapters.items()}
+    return {name: reference_generate(path, PROMPTS, TOKENS) for name, path in {None: model_dir, **models}.items()}
 
 
 @pytest.fixture(scope="module")
-def llm(root, model_dir):
+def llm():
     """Two slots of rank 4, at degree 2."""
-    traced = trace(model_dir, root / "tp2", "--tp", "2", "--lora-slots", "2", "--lora-rank", "4")
-    assert traced.exit_code == 0, traced.output
-    with LLM(root / "tp2") as llm:
+    with LLM(trace_llama(2)[1]) as llm:
         yield llm
 
 
@@ -272,20 +258,24 @@ def test_an_adapter_that_ranks_refuse_is_the_requests_fault(llm, adapters, monke
     assert llm.adapters() == []
 
 
-def test_the_example_of_the_document(root, model_dir, adapters, monkeypatch):
+def test_the_example_of_the_document(adapters, tmp_path, monkeypatch):
     text = (Path(__file__).parents[3] / "docs/lora.md").read_text()
     (example,) = [block for block in re.findall("```python\n(.*?)```", text, re.S) if "load_adapter" in block]
-    trace(model_dir, root / "artifact", "--lora-slots", "4")
-    (root / "adapters").mkdir()
-    (root / "adapters/french").symlink_to(adapters["x"])
-    monkeypatch.chdir(root)
+    (tmp_path / "artifact").symlink_to(trace_llama(2)[1])
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters/french").symlink_to(adapters["x"])
+    monkeypatch.chdir(tmp_path)
     exec(compile(example, "docs/lora.md", "exec"), names := {})
     assert [len(output.outputs) for output in names["outputs"]] == [1, 1]
-    assert verify_artifact(root / "artifact", model_dir).failed == []
 
 
-def test_the_command_line_names_what_is_wrong(root, model_dir):
-    refused = trace(model_dir, root / "none", "--lora-rank", "4")
+def test_an_artifact_with_slots_passes_verify_and_the_command_line_names_what_is_wrong(model_dir, tmp_path):
+    assert verify_artifact(trace_llama(2)[1], model_dir).failed == []
+
+    def trace(*options):
+        return CliRunner().invoke(app, ["trace", str(model_dir), "--out", str(tmp_path / "none"), *options])
+
+    refused = trace("--lora-rank", "4")
     assert refused.exit_code == 2 and "--lora-slots" in refused.output
-    refused = trace(model_dir, root / "none", "--lora-slots", "1", "--lora-targets", "query")
+    refused = trace("--lora-slots", "1", "--lora-targets", "query")
     assert refused.exit_code == 1 and "no layer is named 'query'" in str(refused.exception)

@@ -76,9 +76,9 @@ def test_wrong_options_are_400s_that_name_the_field(served, more, param):
     is_error(served[0].post(EMBEDDINGS, {"input": "a", **more}), 400, param)
 
 
-def test_a_cross_encoder_scores_pairs_over_http(tmp_path):
+def test_a_cross_encoder_scores_pairs_over_http():
     one = {"id2label": {"0": "relevant"}, "label2id": {"relevant": 0}}
-    _, artifact = trace_encoder(tmp_path, "bert_classifier", "classify", **one)
+    _, artifact = trace_encoder("bert_classifier", "classify", **one)
     pairs = [["raise", "A raise statement"], ["x", "while " * 60]]
     with real_server(artifact) as server:
         is_error(server.post(CLASSIFY, {"input": pairs}), 400, "input[1]", "context_length_exceeded")

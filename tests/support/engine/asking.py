@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 
+import pytest
+
 from nxd_server.engine import SamplingParams
 from tests.support.engine.toy_model import Listener
 
+BOTH_WAYS = pytest.mark.parametrize("takes_steps", [False, True], ids=["each", "ahead"], indirect=True)
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 

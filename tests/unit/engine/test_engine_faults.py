@@ -8,18 +8,13 @@ import pytest
 
 from nxd_infer.errors import RankDiedError
 from nxd_server.engine import Engine
-from nxd_server.errors import (
-    EngineFailedError,
-    EngineUnavailableError,
-    GenerationError,
-)
-from tests.support.engine.asking import GREEDY, ask, held
+from nxd_server.errors import EngineFailedError, EngineUnavailableError, GenerationError
+from tests.support.engine.asking import BOTH_WAYS, GREEDY, ask, held
 from tests.support.engine.toy_model import VOCAB, Listener, ToyModel, naive_generate
 from tests.support.processes import wait_until
 
-pytestmark = pytest.mark.usefixtures("toy_takes_steps")
 
-
+@BOTH_WAYS
 def test_a_step_that_fails_ends_its_own_requests_only(engines):
     model = ToyModel(slots=4, batch_sizes=(1,), delay=0.001)
     engine = engines(model)
@@ -57,33 +52,6 @@ def test_a_row_that_cannot_be_written_fails_alone_and_its_place_is_free_for_othe
     for first, listener in zip((2, 3), listeners[1:], strict=True):
         assert listener.tokens[0] == naive_generate([first, 1], max_tokens=12, ignore_eos=True)
     assert engine.state == "ready" and engine.model.restarts == 0
-
-
-def test_a_prompt_whose_rows_cannot_all_be_written_fails_alone(engines, monkeypatch):
-    """In the middle of those that it has in a decode step: what was written of it lies in a slot that is free then."""
-    engine = engines(ToyModel(slots=3, batch_sizes=(1,), delay=0.001, prompt_rows=8), stall_ratio=1.0)
-    submitted = threading.Event()
-    for inputs in engine._batcher._steps.inputs.values():
-        put = inputs.put
-
-        def refuse(place, row, sampler, put=put):
-            if row.sequence.prompt[0] == 2 and row.start == 5:
-                assert submitted.wait(60)  # or the stream may be over by then, and the prompt is read alone
-            if row.sequence.prompt[0] == 77 and row.start == 5:
-                raise OverflowError("no such number in float32")
-            put(place, row, sampler)
-
-        monkeypatch.setattr(inputs, "put", refuse)
-    stream, late, poor = Listener(), Listener(), Listener()
-    long = GREEDY.replace(max_tokens=40)
-    tickets = [engine.submit([2, 1], long, stream)]
-    wait_until(lambda: stream.tokens[0])
-    tickets += [engine.submit([77, *range(6)], GREEDY, poor), engine.submit([3] * 9, GREEDY, late)]
-    submitted.set()
-    assert all(ticket.wait(60) for ticket in tickets)
-    assert isinstance(poor.end.error, GenerationError) and "no such number" in str(poor.end.error)
-    assert stream.tokens[0] == naive_generate([2, 1], max_tokens=40, ignore_eos=True)
-    assert late.tokens[0] == naive_generate([3] * 9, max_tokens=12, ignore_eos=True)
 
 
 @pytest.mark.parametrize("damage", ["nan", "range"])
@@ -124,6 +92,7 @@ def test_a_listener_that_raises_loses_its_own_request_only(engines):
     assert engine.state == "ready"
 
 
+@BOTH_WAYS
 def test_dead_ranks_fail_every_request_with_a_typed_error_and_come_back(engines):
     model = ToyModel(slots=2, delay=0.001)
     states = []

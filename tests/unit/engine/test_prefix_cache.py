@@ -13,15 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nxd_infer.errors import InputMismatchError, RankDiedError
-from nxd_server import LLM, SamplingParams
+from nxd_server.engine import SamplingParams
 from nxd_server.engine.core.slots import FEWEST_REUSED, SlotPool
 from nxd_server.errors import EngineUnavailableError, GenerationError, RequestError
-from tests.support.engine.asking import GREEDY, ask, held
-from tests.support.engine.real_artifacts import costs_of, trace_llama
+from tests.support.engine.asking import BOTH_WAYS, GREEDY, ask, held
 from tests.support.engine.schedules import scheduler, sequence
 from tests.support.engine.toy_model import VOCAB, Listener, ToyModel, naive_generate
 
-takes_steps = pytest.mark.usefixtures("toy_takes_steps")
 SYSTEM = [(11 * place + 3) % VOCAB for place in range(20)]
 LONG = GREEDY.replace(max_tokens=6)
 
@@ -103,7 +101,6 @@ def test_a_scheduler_forgets_what_a_refused_step_may_not_have_written():
 # --- the engine ------------------------------------------------------------------------------------------
 
 
-@takes_steps
 def test_a_conversation_computes_only_what_is_new(engines):
     model = ToyModel(slots=2, max_len=128)
     engine = engines(model)
@@ -123,8 +120,8 @@ def test_a_conversation_computes_only_what_is_new(engines):
     assert fed == stats.prompt_tokens - stats.reused_tokens + 5 * 5  # each answer feeds all its tokens but the last
 
 
-@takes_steps
-@pytest.mark.parametrize(("seed", "prompt_rows"), [(0, 0), (1, 5)])
+@BOTH_WAYS
+@pytest.mark.parametrize(("seed", "prompt_rows"), [(1, 5)])
 def test_random_conversations_with_cancellations_and_lost_ranks_give_everyone_their_own_tokens(
     engines, seed, prompt_rows
 ):
@@ -184,7 +181,6 @@ def test_random_conversations_with_cancellations_and_lost_ranks_give_everyone_th
     assert engine.stats().reused_tokens > 100
 
 
-@takes_steps
 def test_new_weights_and_new_ranks_find_nothing(engines):
     model = ToyModel(slots=2, max_len=64)
     engine = engines(model)
@@ -205,7 +201,6 @@ def test_new_weights_and_new_ranks_find_nothing(engines):
     assert answer.tokens[0] == naive(SYSTEM, weights=5) and cached(answer) == 0
 
 
-@takes_steps
 def test_what_a_refused_step_should_have_written_is_not_used(engines):
     model = ToyModel(slots=1, max_len=64)
     engine = engines(model)
@@ -253,29 +248,3 @@ def test_without_prefix_caching_everything_is_computed(engines):
     for _ in range(3):
         answer = ask(engine, SYSTEM, LONG)
         assert answer.tokens[0] == naive(SYSTEM) and cached(answer) == 0
-
-
-# --- a real model ----------------------------------------------------------------------------------------
-
-
-def test_a_traced_llama_answers_as_without_a_cache(tmp_path):
-    """Over turns, with penalties (which count what a slot was fed from its start), drafts and samples."""
-    artifact = trace_llama(tmp_path, 1)[1]
-    styles = [
-        GREEDY.replace(max_tokens=4),
-        GREEDY.replace(max_tokens=4, repetition_penalty=1.7),
-        SamplingParams(max_tokens=4, temperature=0.9, seed=4, ignore_eos=True),
-        GREEDY.replace(max_tokens=4, presence_penalty=1.5, frequency_penalty=0.5),
-        GREEDY.replace(max_tokens=4),
-    ]
-    talks = {}
-    for caching in (False, True):
-        with LLM(artifact, costs=costs_of(artifact), prefix_caching=caching) as llm:
-            talk, reused = [5 + 7 * place % 280 for place in range(20)], []
-            for style in styles:
-                found = llm.generate(talk, style)[0]
-                reused.append(found.usage.cached_tokens)
-                talk += [*found.outputs[0].token_ids, 9, 10]
-            talks[caching] = talk
-            assert [bool(count) for count in reused] == ([False, False, True, False, True] if caching else [False] * 5)
-    assert talks[True] == talks[False]

@@ -13,14 +13,13 @@ import torch
 
 from nxd_infer.errors import RankFailedError, WeightSchemaError
 from nxd_server import LLM
-from nxd_server.engine import OneShotEngine, SamplingParams, engine_thread
+from nxd_server.engine import OneShotEngine, SamplingParams
 from nxd_server.engine.weight_gate import WholeRequest
 from nxd_server.errors import EngineUnavailableError, WeightsBusyError
+from tests.support.engine.asking import BOTH_WAYS
 from tests.support.engine.toy_model import VOCAB, Listener, ToyModel, ToyWeights, naive_generate
 from tests.support.engine.toy_oneshot import ToyOneShot, expected
 from tests.support.processes import wait_until
-
-pytestmark = pytest.mark.usefixtures("toy_takes_steps")
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
@@ -45,6 +44,7 @@ def wanted_of(ticket):
     return naive_generate(ticket.choices[0].prompt, max_tokens=6, ignore_eos=True, weights=ticket.whole.version)
 
 
+@BOTH_WAYS
 def test_every_request_is_of_one_version_and_none_is_lost(engines):
     """Swap after swap while requests of several choices and several prompts come from several threads."""
     engine = engines(ToyModel(slots=4), max_queued_requests=10_000)
@@ -257,32 +257,6 @@ def test_a_change_that_has_begun_is_the_engines_when_its_caller_is_interrupted(e
     assert engine.submit([7], GREEDY, listener).wait(60)
     assert listener.tokens[0] == naive_generate([7], max_tokens=6, ignore_eos=True, weights=1)
     assert engine.parts.gate.version == 1 and not cut[0].closed and engine.update_weights(3) == 2
-
-
-def test_a_change_withdrawn_while_the_thread_looks_for_work_lets_it_look_again(engines, monkeypatch):
-    """It has seen that nothing may begin, and does not sleep yet: what was held back must not wait a second for it."""
-    monkeypatch.setattr(engine_thread, "IDLE_SECONDS", 1000.0)
-    engine = engines()
-    batcher, gate, looked, held = engine.thread._batcher, engine.parts.gate, threading.Event(), []
-    work = batcher.work
-
-    def slow_work():
-        worked = work()
-        if held and gate.wanted and batcher._scheduler.waiting and not worked:
-            looked.set()
-            wait_until(lambda: not gate.wanted)
-        return worked
-
-    def moment():
-        if gate.wanted and not held:
-            held.append(engine.submit([8], GREEDY, Listener()))
-        return looked.is_set()
-
-    monkeypatch.setattr(batcher, "work", slow_work)
-    with WholeRequest() as whole:
-        assert engine.submit([7], GREEDY, Listener(), whole=whole).wait(60)
-        interrupted(engine, 1, moment)
-        assert held[0].wait(60)
 
 
 @pytest.mark.parametrize("end", ["draining", "closed", "failed"])
