@@ -8,8 +8,6 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.processes import gone
-
 MIB = 2**20
 GROWTH, SERVER_MIB, RANK_MIB = 0.05, 16, 12
 """Resident memory may grow by this share and so many MiB more, compared with the end of the first round."""
@@ -49,20 +47,6 @@ def _link(path: str) -> str:
         return os.readlink(path)
     except OSError:
         return ""
-
-
-def marked(mark: str) -> list[int]:
-    """Processes with ``mark`` in the environment that they were started with."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) != os.getpid():
-            try:
-                environment = Path(f"/proc/{entry}/environ").read_bytes()
-            except OSError:
-                continue
-            if mark.encode() in environment and not gone(int(entry)):
-                found.append(int(entry))
-    return found
 
 
 def growth(what: str, before: Sample, now: Sample, mib: int) -> list[str]:

@@ -9,7 +9,7 @@ import time
 from functools import partial
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nxd_infer.errors import InputMismatchError, RankDiedError
@@ -46,6 +46,7 @@ def once_ready(call):
 # --- slots ---------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=50)
 @given(data=st.data(), count=st.integers(1, 4))
 def test_a_slot_never_claims_a_token_that_it_does_not_hold(data, count):
     """Against a list of what each slot holds, over short alphabets, so that prompts share their starts."""
@@ -132,15 +133,15 @@ def test_random_conversations_with_cancellations_and_lost_ranks_give_everyone_th
 
     def fail(name, inputs):
         number = next(steps)
-        if number % 211 == 210:
+        if number % 111 == 110:
             raise InputMismatchError("this step is refused")
-        if number % 307 == 306:
+        if number % 207 == 206:
             raise RankDiedError("killed", 0)
 
     def client(number):
         rng = random.Random(seed * 100 + number)
         talk = [*SYSTEM[: rng.choice([0, 18, 20])], rng.randrange(VOCAB)]
-        for _ in range(30):
+        for _ in range(15):
             sampled = rng.random() < 0.3
             params = SamplingParams(
                 max_tokens=rng.randint(1, 8), temperature=0.9 if sampled else 0, seed=rng.randrange(2**63),
@@ -178,7 +179,7 @@ def test_random_conversations_with_cancellations_and_lost_ranks_give_everyone_th
     for thread in threads:
         thread.join(120)
     assert not failures
-    assert engine.stats().reused_tokens > 100
+    assert engine.stats().reused_tokens > 50
 
 
 def test_new_weights_and_new_ranks_find_nothing(engines):
