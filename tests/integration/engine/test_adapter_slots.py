@@ -19,7 +19,6 @@ from nxd_server.engine.events import FinishEvent
 from nxd_server.errors import AdapterConflictError, RequestError, UnknownModelError, WeightsBusyError
 from tests.support.adapter_files import merge, write_adapter
 from tests.support.engine.real_artifacts import prompt_of, reference_generate, trace_llama
-from tests.support.processes import wait_until
 
 TOKENS = 6
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0)
@@ -200,28 +199,6 @@ def test_a_load_is_no_step_of_the_engine(llm, expected, adapters, held):
     llm.load_adapter("y", adapters["y"])
     for name in ("x", "y"):
         llm.remove_adapter(name)
-
-
-def test_steps_begun_ahead_are_over_before_a_load_begins(llm, adapters, held, monkeypatch):
-    """Else the load would wait for them with its own limits, and the engine would seem to hang in one."""
-    monkeypatch.setattr(llm.engine._batcher._steps, "depth", 2)
-    begun, go = held
-    streaming = threading.Event()
-
-    def on_event(event):
-        if not streaming.is_set():
-            streaming.set()
-            wait_until(lambda: llm.engine.parts.gate.due)  # on the engine's thread: it streams until the load is wanted
-
-    stream = llm.engine.submit(PROMPTS[0], GREEDY.replace(max_tokens=40, ignore_eos=True), on_event)
-    assert streaming.wait(60)
-    thread, results = loading(llm, "x", adapters["x"])
-    assert begun.wait(60) and not stream.done
-    assert llm.engine.health().step_running is None
-    go.set()
-    thread.join(60)
-    assert results == [1] and stream.wait(60)
-    llm.remove_adapter("x")
 
 
 def test_a_load_waits_for_a_step_no_longer_than_it_may(llm, adapters):

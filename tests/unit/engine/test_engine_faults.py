@@ -34,26 +34,6 @@ def test_a_step_that_fails_ends_its_own_requests_only(engines):
     assert engine.state == "ready" and model.restarts == 0
 
 
-def test_a_row_that_cannot_be_written_fails_alone_and_its_place_is_free_for_others(engines, monkeypatch):
-    engine = engines(ToyModel(slots=3, batch_sizes=(4,), delay=0.001))
-    for inputs in engine._batcher._steps.inputs.values():
-        put = inputs.put
-
-        def refuse(place, row, sampler, put=put):
-            if row.sequence.prompt[0] == 77 and row.sequence.output:
-                raise OverflowError("no such number in float32")
-            put(place, row, sampler)
-
-        monkeypatch.setattr(inputs, "put", refuse)
-    listeners = [Listener() for _ in range(3)]
-    tickets = [engine.submit([first, 1], GREEDY, one) for first, one in zip((77, 2, 3), listeners, strict=True)]
-    assert all(ticket.wait(60) for ticket in tickets)
-    assert isinstance(listeners[0].end.error, GenerationError) and "no such number" in str(listeners[0].end.error)
-    for first, listener in zip((2, 3), listeners[1:], strict=True):
-        assert listener.tokens[0] == naive_generate([first, 1], max_tokens=12, ignore_eos=True)
-    assert engine.state == "ready" and engine.model.restarts == 0
-
-
 @pytest.mark.parametrize("damage", ["nan", "range"])
 def test_a_row_without_a_valid_token_fails_alone(engines, damage):
     model = ToyModel(slots=4, batch_sizes=(4,), delay=0.001)
@@ -127,14 +107,12 @@ def test_dead_ranks_fail_every_request_with_a_typed_error_and_come_back(engines)
     assert caught.value.state == "failed" and caught.value.retry_after is None
 
 
-@pytest.mark.parametrize("foreseen", [True, False])
-def test_a_restart_that_fails_leaves_the_engine_failed(engines, caplog, foreseen):
-    """Expected errors are one log line; only unexpected ones have a traceback."""
+def test_a_restart_that_fails_leaves_the_engine_failed(engines):
     model = ToyModel()
     engine = engines(model)
 
     def no_restart():
-        raise RankDiedError("it will not start", 0) if foreseen else TypeError("it will not start")
+        raise RankDiedError("it will not start", 0)
 
     model.restart = no_restart
     listener = Listener()
@@ -144,12 +122,6 @@ def test_a_restart_that_fails_leaves_the_engine_failed(engines, caplog, foreseen
     assert ticket.wait(60) and isinstance(listener.end.error, EngineFailedError)
     assert engine.wait_failed(60)
     assert "will not start" in engine.health().error and "will not start" in engine.verdict
-    told = [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
-    assert [record.getMessage().partition(":")[0] for record in told] == [
-        "the ranks failed",
-        "the ranks could not be started again",
-    ]
-    assert [bool(record.exc_info) for record in told] == [False, not foreseen]
 
 
 def test_a_rank_that_dies_while_nothing_runs_is_noticed(engines):

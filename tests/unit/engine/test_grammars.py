@@ -20,7 +20,7 @@ from nxd_server.errors import RequestError
 from nxd_server.text.grammars import Grammars
 from nxd_server.text.structured_outputs import MOST_CHARACTERS, StructuredOutputs
 from nxd_server.text.tokenizer import Tokenizer
-from tests.support.text.text_tokenizers import byte_level, compiled, taken
+from tests.support.text.text_tokenizers import byte_level, compiled
 
 CHOICES = ["yes", "yes, but", "no", "nö", "maybe 🤔", "maybe 🤗"]
 
@@ -119,11 +119,6 @@ def test_every_form_is_kept_to(form):
     grammar = compiled(byte_level(), **{form: asked})
     texts = [drawn(byte_level(), grammar, random.Random(seed), 200) for seed in range(5)]
     assert all(map(right, texts))
-
-
-def test_llama_cpps_notation_of_grammars():
-    grammar = compiled(byte_level(), grammar='root ::= word (" " word)*\nword ::= "ab" | "cd"')
-    assert taken(byte_level(), grammar, "ab cd ab") == "all" and taken(byte_level(), grammar, "abcd") == "ab"
 
 
 WRONG = [
@@ -232,16 +227,3 @@ def test_masks_of_models_with_more_or_fewer_tokens_than_the_tokenizer():
         assert set(np.nonzero(bits)[0]) & {0, 1, 2, 3, 4, 5} == {token for token in ends if token < vocab}
         with pytest.raises(RequestError, match="too complex"):
             guide.take(byte_level().encode("a", add_special_tokens=False)[0])
-
-
-def test_compiled_grammars_are_kept_and_not_shared():
-    grammars = Grammars(byte_level(), byte_level().vocab_size, [1])
-    found = grammars.compiled(StructuredOutputs(regex="ab*"))
-    assert grammars.compiled(StructuredOutputs(regex="ab*")) is found
-    (letter,) = byte_level().encode("a", add_special_tokens=False)
-    for guide in (found.guide(), found.guide()):
-        guide.take(letter)
-    for number in range(64):
-        grammars.compiled(StructuredOutputs(regex=f"c{number}"))
-    assert len(grammars._compiled) == 64
-    assert grammars.compiled(StructuredOutputs(regex="ab*")) is not found

@@ -265,15 +265,6 @@ def test_draining_finishes_what_waits_and_closing_fails_the_rest(engines):
         waiting.result(60)
 
 
-def test_results_share_no_memory(engines):
-    engine = engines(max_delay_ms=50)
-    one, two = engine.submit(request(1, 8, 1)), engine.submit(request(1, 8, 2))
-    assert engine.submit(request(2, 8, 3)).result(60)["echo"].is_contiguous()
-    storages = {future.result(60)["echo"].untyped_storage().data_ptr() for future in (one, two)}
-    assert len(storages) == 2
-    assert one.result()["embedding"].untyped_storage().nbytes() == 12
-
-
 def test_a_generation_artifact_is_refused():
     with pytest.raises(ModelConfigError, match="Engine"):
         OneShotEngine(ToyOneShot(metadata={"task": "generate"}))

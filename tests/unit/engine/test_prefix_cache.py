@@ -17,7 +17,6 @@ from nxd_server.engine import SamplingParams
 from nxd_server.engine.core.slots import FEWEST_REUSED, SlotPool
 from nxd_server.errors import EngineUnavailableError, GenerationError, RequestError
 from tests.support.engine.asking import BOTH_WAYS, GREEDY, ask, held
-from tests.support.engine.schedules import scheduler, sequence
 from tests.support.engine.toy_model import VOCAB, Listener, ToyModel, naive_generate
 
 SYSTEM = [(11 * place + 3) % VOCAB for place in range(20)]
@@ -85,18 +84,6 @@ def test_a_prompt_gets_the_slot_that_holds_most_of_it_else_the_one_that_was_free
     assert pool.allocate([9] * (FEWEST_REUSED - 1)) == (second, FEWEST_REUSED - 2), "it was the next one anyway"
     with pytest.raises(IndexError, match="no slot"):
         SlotPool(1).allocate() and pool.allocate() and pool.allocate()
-
-
-def test_a_scheduler_forgets_what_a_refused_step_may_not_have_written():
-    subject = scheduler(slots=1, prefix_caching=True)
-    for keep, expected in ((True, 0), (False, 19), (True, 0)):
-        item = sequence(expected + keep, prompt=20)
-        subject.add(item)
-        subject.admit()
-        assert item.reused == item.computed == expected
-        while item.remaining:
-            subject.begin(subject.next_step())
-        subject.remove(item, keep=keep)
 
 
 # --- the engine ------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 
-from nxd_infer.errors import ModelClosedError, RankDiedError, RankFailedError, RankStartError, RankTimeoutError
+from nxd_infer.errors import ModelClosedError, RankDiedError, RankFailedError, RankStartError
 from nxd_server.engine import OneShotEngine
 from nxd_server.engine.rank_restarts import RankRestarts
 from nxd_server.errors import EngineFailedError, GenerationError, forget_frames, ranks_failed, summary
@@ -129,21 +129,6 @@ def test_bad_requests_in_a_row_use_up_no_restart(engines):
     engine.model.batches.clear()
     assert [poison(engine) for _ in range(5)] == [("ready", GenerationError)] * 5
     assert engine.model.batches == [[POISON], [HARMLESS]] * 5
-
-
-def test_work_before_a_restart_says_nothing_of_ranks_that_cannot_repeat_it(engines):
-    engine = engines(restart_limit=3)
-    assert works(engine)
-
-    def lose(name, inputs):
-        if (inputs["attention_mask"] > 0).any():
-            engine.model.dead = True
-            raise RankFailedError(RAISED, 0, REMOTE)
-
-    engine.model.fail = lose
-    assert poison(engine)[0] == "ready", "excused; then what worked is repeated, in vain, and once more without it"
-    assert engine.model.restarts == 2
-    assert [poison(engine)[0] for _ in range(3)] == ["ready", "ready", "failed"], "counted, and one too many"
 
 
 def test_without_restarts_even_an_excused_failure_is_the_end_and_its_traceback_is_for_the_log_alone(engines, caplog):
@@ -270,23 +255,6 @@ def test_a_client_is_told_what_ended_the_ranks_and_errors_that_cause_each_other_
 # --- the restarts by themselves -------------------------------------------------------------------------
 
 
-def test_a_recovery_is_bounded_as_a_whole_and_its_last_start_is_what_starts_take():
-    restarts, seen = RankRestarts(limit=3, window=600.0), []
-
-    def start():
-        seen.append((restarts.seconds, restarts.stage))
-        restarts.at("a first step runs")
-        if len(seen) < 3:
-            raise RankDiedError("rank 0 died", 0) if len(seen) == 1 else RankTimeoutError("rank 1 is late", 1)
-
-    assert restarts.run(start, False, str) is None
-    took, whole = restarts.took, restarts.end()
-    assert [stage for _, stage in seen] == [f"the ranks load{more}" for more in ("", " (attempt 2)", " (attempt 3)")]
-    assert seen[0][0] < seen[1][0] < seen[2][0] <= whole, "the clock of the bound goes on"
-    assert took < whole - seen[1][0], "what failed before is no part of what a start takes"
-    assert restarts.seconds is None and restarts.stage == "" and restarts.count == 3
-
-
 def short_of(number: int) -> RankStartError:
     error = RankStartError("the system does not let the ranks start")
     error.__cause__ = OSError(number, os.strerror(number))
@@ -317,17 +285,6 @@ def test_ranks_for_which_the_system_has_no_room_now_are_tried_again_as_long_as_t
     late_after = 3
     found = restarts.run(start, False, str)
     assert found is not None and found[1] == "the system does not let the ranks start; too late"
-
-
-def test_without_another_bound_ranks_for_which_there_is_no_room_count(monkeypatch):
-    monkeypatch.setattr("nxd_server.engine.rank_restarts.LONGEST_PAUSE", 0.001)
-    restarts = RankRestarts(limit=3, window=600.0)
-
-    def start():
-        raise short_of(errno.EMFILE)
-
-    found = restarts.run(start, False, str)
-    assert found is not None and "as often as max_restarts allows" in found[1] and restarts.count == 3
 
 
 @pytest.mark.parametrize(

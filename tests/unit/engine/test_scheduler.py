@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nxd_server.engine.core.scheduler import UNKNOWN, Step
 from nxd_server.engine.core.sequence import Sequence
-from nxd_server.engine.core.slots import SlotPool
 from tests.support.engine.schedules import arrive, decoding, scheduler, sequence, steps
 
 arrivals = st.lists(
@@ -48,8 +45,6 @@ def test_any_traffic_is_served_exactly_once_within_the_bounds(
     waiting = dict(enumerate(arrivals))
     live: dict[int, Sequence] = {}
     finished: dict[int, str] = {}
-    prefills_since_decode: dict[int, int] = {}
-    last_prefill, decode_seconds = None, 0.0
     order: list[int] = []
     under_way: list[Step] = []
 
@@ -94,27 +89,12 @@ def test_any_traffic_is_served_exactly_once_within_the_bounds(
         prompts = [row for row in step.rows if row.sequence.remaining]
         assert len({row.sequence.slot for row in step.rows}) == len(step.rows) or (mixes and step.kind == "mixed")
         assert (step.kind == "mixed") == (bool(prompts) and len(prompts) < len(step.rows))
-        decoding = {item.id for item in live.values() if item.slot is not None and not item.remaining and item.goes_on}
-        seconds = subject.costs[step.graph.name]
-        if step.kind == "prefill":
-            if decoding and last_prefill is not None:
-                others = [prefills_since_decode[identity] for identity in decoding if identity in prefills_since_decode]
-                assert all(count == 0 for count in others), "a second prefill before every stream advanced"
-                in_flight = {row.sequence.id for earlier in under_way for row in earlier.rows}
-                if others and not (groups > 1 and decoding <= in_flight):
-                    assert decode_seconds * ratio >= last_prefill * 0.999
-            last_prefill, decode_seconds = (seconds, 0.0) if decoding else (None, 0.0)
-            prefills_since_decode = dict.fromkeys(decoding, 1)
-        else:
-            decode_seconds += seconds
         fed = {row.sequence.id: row.sequence.computed for row in step.rows}
         for row in step.rows:
             assert row.sequence.id in live, "a step for a finished choice"
             assert row.start == fed[row.sequence.id] and 1 <= row.length <= step.graph.length
             assert row.samples == (row.start + row.length >= len(row.sequence.prompt))
             fed[row.sequence.id] += row.length
-            if step.kind != "prefill":
-                prefills_since_decode[row.sequence.id] = 0
             place = row.start + row.length - len(row.sequence.prompt)
             assert place < row.sequence.max_new_tokens, "a step for a token that nobody wants"
             if groups > 1 or row.sequence.guide is not None:
@@ -210,31 +190,6 @@ def test_rows_beyond_the_largest_graph_take_turns():
     assert max(advanced) - min(advanced) <= 1
 
 
-def test_a_removed_row_in_a_running_step_is_skipped_and_its_slot_is_free():
-    subject = scheduler(slots=1)
-    item = sequence(0, 20)
-    arrive(subject, item)
-    step = subject.next_step()
-    subject.begin(step)
-    subject.remove(item)
-    subject.remove(item)
-    subject.complete(step, 0.1)
-    assert subject.slots.free == 1 and subject.next_step() is None and subject.live_tokens == 0
-
-
-def test_a_slot_cannot_be_released_twice():
-    pool = SlotPool(2)
-    slot, _ = pool.allocate()
-    pool.release(slot)
-    with pytest.raises(KeyError):
-        pool.release(slot)
-    assert [pool.allocate(), pool.allocate()] == [(0, 0), (1, 0)]
-    with pytest.raises(IndexError):
-        pool.allocate()
-    with pytest.raises(ValueError, match="at least one slot"):
-        SlotPool(0)
-
-
 # --- pipeline stages ------------------------------------------------------------------------------------
 
 
@@ -282,22 +237,3 @@ def test_a_prompt_advances_while_all_streams_are_under_way():
         give(step)
         assert begun(subject).kind == "decode"
     assert subject.next_step().kind == "prefill"
-
-
-def test_uneven_shares_do_not_stay():
-    """Three shares for two stages would take half as long again as two: each reads the weights of every stage."""
-    subject = scheduler(slots=8, batches=(1, 2, 4, 8), groups=2)
-    streaming(subject, 1)
-    under_way: deque = deque()
-    sizes = []
-    for number in range(60):
-        if number % 3 == 0 and number < 21:
-            arrive(subject, sequence(10 + number, prompt=4, new=60))
-        step = subject.next_step() if len(under_way) < 3 else None
-        if step is None:
-            give(under_way.popleft())
-            continue
-        subject.begin(step)
-        under_way.append(step)
-        sizes.append(len(step.rows))
-    assert sizes[-8:] == [4] * 8, sizes

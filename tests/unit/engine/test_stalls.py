@@ -47,22 +47,6 @@ def test_tokens_of_prompts_take_the_rows_that_decoding_leaves():
     assert seen[3] == ("prefill", [(9, 2, False)])
 
 
-@pytest.mark.parametrize(
-    ("streams", "seconds"),
-    [
-        (4, {"decode_b1": 0.010, "decode_b4": 0.012, "decode_b24": 0.060, "prefill_s8": 0.05}),  # no row is left
-        (1, {"decode_b1": 0.010, "decode_b4": 0.045, "decode_b24": 0.250, "prefill_s8": 0.05}),
-    ],
-)
-def test_a_prompt_goes_on_where_the_graphs_that_leave_rows_for_it_are_slow(streams, seconds):
-    subject = scheduler(slots=8, batches=(1, 4, 24), lengths=(8,), seconds=seconds, mixes=True)
-    decoding(subject, streams)
-    late = sequence(9, 8)
-    arrive(subject, late)
-    steps(subject)
-    assert late.remaining == 0
-
-
 def test_decoding_alone_leaves_the_graph_with_more_rows_than_slots_to_prompts():
     """However little it seems to cost: its measured time may be off, and it verifies no guesses."""
     times = {"decode_b1": 0.010, "decode_b4": 0.012, "decode_b20": 0.001, "prefill_s8": 0.02}
@@ -73,21 +57,6 @@ def test_decoding_alone_leaves_the_graph_with_more_rows_than_slots_to_prompts():
     subject.remove(next(subject.sequences()))
     subject.admit()
     assert subject.next_step().graph.name == "decode_b20"
-
-
-def test_tokens_of_prompts_take_no_graph_that_holds_up_streams_for_longer_than_a_piece():
-    times = {"decode_b1": 0.008, "decode_b4": 0.009, "decode_b48": 0.040, "prefill_s8": 0.015}
-    subject = scheduler(slots=32, batches=(1, 4, 48), lengths=(8,), seconds=times, mixes=True)
-    decoding(subject, 1)
-    late = sequence(9, 100)
-    arrive(subject, late)
-    longest = since = 0.0
-    while late.remaining:
-        (step,) = steps(subject, 1)
-        since += times[step.graph.name]
-        if any(row.sequence.id == 0 for row in step.rows):
-            longest, since = max(longest, since), 0.0
-    assert longest <= 4 * 0.008
 
 
 WIDE = {"decode_b1": 0.0057, "decode_b4": 0.007, "decode_b16": 0.0105, "decode_b32": 0.0172, "prefill_s32": 0.0146}
