@@ -149,10 +149,9 @@ def test_refused_adapters_leave_their_slot_free(llm, model_dir, adapters, tmp_pa
     assert llm.adapters() == []
 
 
-@pytest.fixture
-def held(monkeypatch):
-    """Holds up the ranks' part of a swap: ``(begun, go)``."""
-    begun, go = threading.Event(), threading.Event()
+def test_a_load_is_no_step_of_the_engine(llm, expected, adapters, monkeypatch):
+    """A slow one makes no step slow: none is in flight meanwhile, so none is overdue and none is measured."""
+    begun, go, results = threading.Event(), threading.Event(), []
     prepare = swap.WeightSwaps._prepare
 
     def slow(self, ranks, new):
@@ -161,38 +160,18 @@ def held(monkeypatch):
         prepare(self, ranks, new)
 
     monkeypatch.setattr(swap.WeightSwaps, "_prepare", slow)
-    yield begun, go
-    go.set()
-
-
-def loading(llm, *arguments, **options):
-    """``(thread, results)``: what comes out of a load, an error included, is the one result."""
-    results = []
-
-    def load():
-        try:
-            results.append(llm.engine.adapters.load(*arguments, **options).slot)
-        except Exception as error:
-            results.append(error)
-
-    thread = threading.Thread(target=load)
+    thread = threading.Thread(target=lambda: results.append(llm.engine.adapters.load("x", adapters["x"]).slot))
     thread.start()
-    return thread, results
-
-
-def test_a_load_is_no_step_of_the_engine(llm, expected, adapters, held):
-    """A slow one makes no step slow: none is in flight meanwhile, so none is overdue and none is measured."""
-    begun, go = held
-    thread, results = loading(llm, "x", adapters["x"])
-    assert begun.wait(60)
-    ticket = llm.engine.submit(PROMPTS[0], GREEDY, lambda event: None)
-    assert not ticket.wait(0.3) and llm.engine.health().step_running is None
-    again, busy = loading(llm, "y", adapters["y"], timeout=0.05)
-    again.join(60)
-    assert isinstance(busy[0], WeightsBusyError) and "0.05 s" in str(busy[0])
-    with pytest.raises(WeightsBusyError):
-        llm.update_weights({})
-    go.set()
+    try:
+        assert begun.wait(60)
+        ticket = llm.engine.submit(PROMPTS[0], GREEDY, lambda event: None)
+        assert not ticket.wait(0.3) and llm.engine.health().step_running is None
+        with pytest.raises(WeightsBusyError, match=r"0\.05 s"):
+            llm.engine.adapters.load("y", adapters["y"], timeout=0.05)
+        with pytest.raises(WeightsBusyError):
+            llm.update_weights({})
+    finally:
+        go.set()
     thread.join(60)
     assert results == [1] and ticket.wait(60)
     check(llm, expected, None, "x")

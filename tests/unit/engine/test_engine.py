@@ -11,7 +11,7 @@ import pytest
 from nxd_server.engine import Engine, SamplingParams
 from nxd_server.engine.core.sequence import derive_seed
 from nxd_server.errors import EngineUnavailableError
-from tests.support.engine.asking import BOTH_WAYS, GREEDY, ask, held
+from tests.support.engine.asking import BOTH_WAYS, GREEDY, SYSTEM, ask, held
 from tests.support.engine.toy_model import EOS, VOCAB, Listener, ToyModel, naive_generate
 from tests.support.processes import wait_until
 
@@ -33,7 +33,7 @@ def test_greedy_tokens_equal_the_naive_ones_for_every_kind_of_length(engines, le
 @BOTH_WAYS
 @pytest.mark.parametrize(("seed", "prompt_rows"), [(0, 0), (1, 5)])
 def test_random_traffic_with_cancellations_gives_everyone_their_own_tokens(engines, seed, prompt_rows):
-    """From several threads at once: lengths, parameters, seeds, cancellations at any moment."""
+    """From several threads at once: lengths, beginnings in common, parameters, seeds, cancellations at any moment."""
     model = ToyModel(slots=3, max_len=48, prompt_buckets=(4, 8), delay=0.0002, prompt_rows=prompt_rows)
     engine = engines(model, max_queued_requests=10**6)
     failures = []
@@ -42,7 +42,8 @@ def test_random_traffic_with_cancellations_gives_everyone_their_own_tokens(engin
     def client(number):
         rng = random.Random(seed * 100 + number)
         for turn in range(5):
-            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
+            shared = SYSTEM[: rng.choice([0, 18, 20])]
+            prompt = [*shared, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 40 - len(shared))))]
             room = min(20, 48 - len(prompt))
             params = SamplingParams(
                 max_tokens=rng.randint(1, room), temperature=rng.choice([0, 0, 0.7, 1.5]), top_k=rng.choice([0, 3]),
@@ -78,7 +79,7 @@ def test_random_traffic_with_cancellations_gives_everyone_their_own_tokens(engin
     assert not failures
     assert any(len(set(slots)) < len(slots) for _, slots in model.steps) == (prompt_rows > 0)
     stats = engine.stats()
-    assert sum(stats.finished.values()) == stats.submitted == 40
+    assert stats.reused_tokens > 0 and sum(stats.finished.values()) == stats.submitted == 40
     assert stats.running == stats.waiting == stats.waiting_tokens == 0 and stats.kv_usage == 0
 
 

@@ -34,6 +34,26 @@ def test_a_step_that_fails_ends_its_own_requests_only(engines):
     assert engine.state == "ready" and model.restarts == 0
 
 
+def test_a_row_that_cannot_be_written_fails_alone_and_its_place_is_free_for_others(engines, monkeypatch):
+    engine = engines(ToyModel(slots=3, batch_sizes=(4,), delay=0.001))
+    for inputs in engine._batcher._steps.inputs.values():
+        put = inputs.put
+
+        def refuse(place, row, sampler, put=put):
+            if row.sequence.prompt[0] == 77 and row.sequence.output:
+                raise OverflowError("no such number in float32")
+            put(place, row, sampler)
+
+        monkeypatch.setattr(inputs, "put", refuse)
+    listeners = [Listener() for _ in range(3)]
+    tickets = [engine.submit([first, 1], GREEDY, one) for first, one in zip((77, 2, 3), listeners, strict=True)]
+    assert all(ticket.wait(60) for ticket in tickets)
+    assert isinstance(listeners[0].end.error, GenerationError) and "no such number" in str(listeners[0].end.error)
+    for first, listener in zip((2, 3), listeners[1:], strict=True):
+        assert listener.tokens[0] == naive_generate([first, 1], max_tokens=12, ignore_eos=True)
+    assert engine.state == "ready" and engine.model.restarts == 0
+
+
 @pytest.mark.parametrize("damage", ["nan", "range"])
 def test_a_row_without_a_valid_token_fails_alone(engines, damage):
     model = ToyModel(slots=4, batch_sizes=(4,), delay=0.001)

@@ -10,7 +10,7 @@ import pytest
 from nxd_server.engine import Engine, SamplingParams
 from nxd_server.engine.events import TokenEvent
 from nxd_server.errors import GenerationError
-from nxd_server.text.detokenize import _byte_of_char
+from nxd_server.text.detokenize import TextStream, _byte_of_char
 from nxd_server.text.tokenizer import Tokenizer
 from tests.support.engine.toy_model import EOS, VOCAB, Listener, ToyModel, naive_generate
 
@@ -68,6 +68,19 @@ def test_a_token_on_which_the_library_panics_fails_its_own_request_only():
         failed = ask(engine, [3, 4], params)
         assert isinstance(failed.end.error, GenerationError) and "slice index" in str(failed.end.error)
         assert ask(engine, [1, 2], params).tokens[0] == good and engine.state == "ready"
+
+
+def test_a_cancelled_text_that_cannot_be_completed_fails_its_own_request_only(monkeypatch):
+    def fail(stream, *, may_stop=True):
+        raise ValueError("no such text")
+
+    monkeypatch.setattr(TextStream, "flush", fail)
+    with Engine(ToyModel(max_len=10**5, delay=0.001), make_tokenizer()) as engine:
+        listener = Listener()
+        ticket = engine.submit([3, 4], SamplingParams(max_tokens=None, ignore_eos=True), listener)
+        ticket.cancel()
+        assert ticket.wait(60) and engine.state == "ready"
+        assert isinstance(listener.end.error, GenerationError)
 
 
 @pytest.mark.parametrize("seed", range(5))

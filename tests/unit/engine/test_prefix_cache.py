@@ -3,10 +3,7 @@ model's answer depends on every token in its slot, so one stale entry changes it
 
 from __future__ import annotations
 
-import random
-import threading
 import time
-from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -16,10 +13,9 @@ from nxd_infer.errors import InputMismatchError, RankDiedError
 from nxd_server.engine import SamplingParams
 from nxd_server.engine.core.slots import FEWEST_REUSED, SlotPool
 from nxd_server.errors import EngineUnavailableError, GenerationError, RequestError
-from tests.support.engine.asking import BOTH_WAYS, GREEDY, ask, held
-from tests.support.engine.toy_model import VOCAB, Listener, ToyModel, naive_generate
+from tests.support.engine.asking import GREEDY, SYSTEM, ask
+from tests.support.engine.toy_model import ToyModel, naive_generate
 
-SYSTEM = [(11 * place + 3) % VOCAB for place in range(20)]
 LONG = GREEDY.replace(max_tokens=6)
 
 
@@ -106,67 +102,6 @@ def test_a_conversation_computes_only_what_is_new(engines):
     assert stats.reused_tokens == sum(16 + 9 * turn for turn in range(1, 4))
     fed = sum(engine.parts.steps.useful_tokens.values())
     assert fed == stats.prompt_tokens - stats.reused_tokens + 5 * 5  # each answer feeds all its tokens but the last
-
-
-@BOTH_WAYS
-@pytest.mark.parametrize(("seed", "prompt_rows"), [(1, 5)])
-def test_random_conversations_with_cancellations_and_lost_ranks_give_everyone_their_own_tokens(
-    engines, seed, prompt_rows
-):
-    """From several threads over fewer slots, with shared beginnings, and new weights and failing steps meanwhile."""
-    model = ToyModel(slots=4, max_len=96, prompt_buckets=(4, 8), delay=0.0002, prompt_rows=prompt_rows)
-    engine = engines(model, max_queued_requests=10**6, restart_limit=10**6, restart_window=1e-9)
-    failures, steps = [], iter(range(10**9))
-
-    def fail(name, inputs):
-        number = next(steps)
-        if number % 111 == 110:
-            raise InputMismatchError("this step is refused")
-        if number % 207 == 206:
-            raise RankDiedError("killed", 0)
-
-    def client(number):
-        rng = random.Random(seed * 100 + number)
-        talk = [*SYSTEM[: rng.choice([0, 18, 20])], rng.randrange(VOCAB)]
-        for _ in range(15):
-            sampled = rng.random() < 0.3
-            params = SamplingParams(
-                max_tokens=rng.randint(1, 8), temperature=0.9 if sampled else 0, seed=rng.randrange(2**63),
-                ignore_eos=rng.random() < 0.5, n=rng.choice([1, 1, 2]),
-            )  # fmt: skip
-            listener = Listener(params.n)
-            ticket = once_ready(partial(engine.submit, talk, params, listener))
-            cancelled = rng.random() < 0.2
-            if cancelled:
-                ticket.cancel()
-            if not ticket.wait(60):
-                failures.append("never finished")
-                return
-            if cancelled or any(not hasattr(end, "reason") for end in listener.ends):
-                continue  # or a step was refused, or the ranks were lost
-            expected = [
-                naive_generate(
-                    talk, max_tokens=params.max_tokens, temperature=params.temperature, seed=params.seed,
-                    ignore_eos=params.ignore_eos, max_len=96, weights=ticket.whole.version,
-                )
-            ]  # fmt: skip
-            if listener.tokens[0] != expected[0]:
-                failures.append((talk, expected, listener.tokens))
-            talk = [*talk, *listener.tokens[0], rng.randrange(VOCAB)]
-            if len(talk) > 80:
-                talk = [*SYSTEM[:18], rng.randrange(VOCAB)]
-
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(6)]
-    with held(model):
-        for thread in threads:
-            thread.start()
-    model.fail = fail
-    for version in (1, 2, 3):
-        assert once_ready(partial(engine.update_weights, version)) == version
-    for thread in threads:
-        thread.join(120)
-    assert not failures
-    assert engine.stats().reused_tokens > 50
 
 
 def test_new_weights_and_new_ranks_find_nothing(engines):

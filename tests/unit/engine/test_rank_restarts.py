@@ -131,6 +131,21 @@ def test_bad_requests_in_a_row_use_up_no_restart(engines):
     assert engine.model.batches == [[POISON], [HARMLESS]] * 5
 
 
+def test_work_before_a_restart_says_nothing_of_ranks_that_cannot_repeat_it(engines):
+    engine = engines(restart_limit=3)
+    assert works(engine)
+
+    def lose(name, inputs):
+        if (inputs["attention_mask"] > 0).any():
+            engine.model.dead = True
+            raise RankFailedError(RAISED, 0, REMOTE)
+
+    engine.model.fail = lose
+    assert poison(engine)[0] == "ready", "excused; then what worked is repeated, in vain, and once more without it"
+    assert engine.model.restarts == 2
+    assert [poison(engine)[0] for _ in range(3)] == ["ready", "ready", "failed"], "counted, and one too many"
+
+
 def test_without_restarts_even_an_excused_failure_is_the_end_and_its_traceback_is_for_the_log_alone(engines, caplog):
     engine = engines(restart_limit=0)
     assert works(engine)
