@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.soak.books import check_any_moment
 from tests.soak.questions import CHAT, COMPLETIONS, Question, question
-from tests.soak.state import ADMIN, BODY_BYTES, QUEUE, REQUEST_TIMEOUT, SLOTS, Soak, refused, route_of
+from tests.soak.state import BODY_BYTES, QUEUE, REQUEST_TIMEOUT, SLOTS, Soak, refused, route_of
 from tests.soak.wire import Violation, all_of, request
 
 
@@ -39,12 +39,8 @@ def _known(soak: Soak, rng: random.Random) -> tuple[int, Question]:
     return place, soak.questions[place]
 
 
-async def whole(soak: Soak, rng: random.Random) -> None:
-    await _question(soak, *_known(soak, rng), stream=False)
-
-
-async def stream(soak: Soak, rng: random.Random) -> None:
-    await _question(soak, *_known(soak, rng), stream=True)
+async def ask(soak: Soak, rng: random.Random) -> None:
+    await _question(soak, *_known(soak, rng), stream=rng.random() < 0.5)
 
 
 async def slow(soak: Soak, rng: random.Random) -> None:
@@ -117,20 +113,6 @@ async def half(soak: Soak, rng: random.Random) -> None:
     soak.allow(answer, "half a request")
 
 
-async def no_http(soak: Soak, rng: random.Random) -> None:
-    wire = await soak.open()
-    try:
-        data = b"\x16\x03 no HTTP at all\r\n\r\n" * rng.randint(1, 9)
-        await soak.within("sending bytes that are not HTTP", wire.send(data))
-        answer = await soak.within("bytes that are not HTTP", wire.reader.read(4096))
-    except ConnectionError:  # closed while more of them came
-        return
-    finally:
-        wire.abort()
-    if not answer.startswith(b"HTTP/1.1 400 "):
-        raise Violation(f"bytes that are not HTTP were answered {answer!r}")
-
-
 def _wrong(status: int = 400, **body: Any) -> tuple[str, str, bytes, int]:
     return "POST", COMPLETIONS, json.dumps({"prompt": "a", "max_tokens": 2} | body).encode(), status
 
@@ -159,13 +141,6 @@ async def malformed(soak: Soak, rng: random.Random) -> None:
     soak.allow(await soak.ask(method, path, body), (method, path, body[:200]), status)
 
 
-async def forbidden(soak: Soak, rng: random.Random) -> None:
-    """With the admin's key, a path that leads out of the root, or to nothing that fits."""
-    path, status = rng.choice((("../secret", 403), ("nothing", 400), ("adapters/x", 400)))
-    answer = await soak.ask("POST", "/v1/weights", json.dumps({"path": path}).encode(), ADMIN, bound=60.0)
-    soak.allow(answer, path, status, 409)
-
-
 async def look(soak: Soak, rng: random.Random) -> None:
     """What a load balancer and a scraper do."""
     path = rng.choice(("/metrics", "/health", "/readyz", "/livez", "/v1/models", "/v1/adapters"))
@@ -176,6 +151,5 @@ async def look(soak: Soak, rng: random.Random) -> None:
 
 
 KINDS: dict[Callable[[Soak, random.Random], Awaitable[None]], float] = {
-    whole: 30, stream: 30, unseeded: 8, several: 8, leave: 9, slow: 4, malformed: 10, half: 0.5, no_http: 1,
-    forbidden: 1, look: 6, burst: 1.5,
+    ask: 60, unseeded: 8, several: 8, leave: 9, slow: 4, malformed: 10, half: 0.5, look: 6, burst: 1.5,
 }  # fmt: skip

@@ -221,9 +221,7 @@ class Run:
                 self._pids.update(ranks)
                 found = [one for pid in (self._server.process.pid, *ranks) if (one := sample(pid)) is not None]
                 self._note(*found)
-                sizes = [
-                    f"{one.memory // MIB} MiB {one.descriptors.total()} fds {one.threads} threads" for one in found
-                ]
+                sizes = [f"{one.memory // MIB} MiB {one.descriptors} fds {one.threads} threads" for one in found]
                 print(f"{self._age:>6}  {self.summary()}; {', '.join(sizes)}", flush=True)
 
     def summary(self) -> str:
