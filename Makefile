@@ -117,8 +117,8 @@ bench: $(STAMP) ## the benchmarks, against their peers (under 40 minutes; see do
 fuzz: $(STAMP) ## mutations of the corpus for every parser of foreign data (MINUTES=5 each; TARGETS=..., SEED=...)
 	@$(BIN)/python -m tests.fuzz $(TARGETS) --minutes $(or $(MINUTES),5) $(if $(SEED),--seed $(SEED))
 
-soak: $(STAMP) ## the server under random traffic, swaps and faults (MINUTES=10 of them; SEED=... repeats a run), and attacked between (SIEGES=0: not)
-	@$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED)) $(if $(filter 0,$(SIEGES)),--no-sieges)
+soak: $(STAMP) ## the server under random traffic, swaps and faults (MINUTES=10 of them; SEED=... repeats a run)
+	@$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
 
 clean: ## remove the virtual environments and caches
 	rm -rf $(VENV) $(XLA_VENV) $(RAY_VENV) $(OLDEST_HF) .pytest_cache .ruff_cache .hypothesis .demo

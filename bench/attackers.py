@@ -35,9 +35,6 @@ class Tally:
     """Requests by route."""
     answers: Counter[str] = field(default_factory=Counter)
     """Awaited requests by status; ``cut`` if the server closed the connection."""
-    tokens: int = 0
-    """Upper bounds of tokens and ``choices`` generated for answers that were not awaited."""
-    choices: int = 0
 
 
 @dataclass(frozen=True)
@@ -181,8 +178,6 @@ def aborted(target: Target) -> None:
     """Open streams and leave after their first bytes."""
     body = {"prompt": "hello", "max_tokens": ABORTED_TOKENS, "temperature": 0, "stream": True, "ignore_eos": True}
     while not target.over:
-        target.tally.tokens += ABORTED_TOKENS
-        target.tally.choices += 1
         with contextlib.suppress(OSError), target.send(COMPLETIONS, json.dumps(body).encode()) as connection:
             connection.recv(300)
         time.sleep(0.02)
@@ -202,8 +197,6 @@ def loops(target: Target) -> None:
     body = json.dumps({"messages": HELLO, "max_tokens": 1, "chat_template_kwargs": {"spin": 1}}).encode()
     while not target.over:
         several = []
-        target.tally.choices += 4  # if the template has no such loop
-        target.tally.tokens += 4
         with contextlib.suppress(OSError):
             several = [target.send(CHAT, body) for _ in range(4)]
             time.sleep(0.5)

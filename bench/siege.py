@@ -139,10 +139,9 @@ class _Watch:
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
-    def end(self) -> dict[str, Any]:
-        """Return everything that it has seen since the last call until its end."""
+    def end(self) -> None:
         try:
-            return json.loads(self._process.communicate(timeout=PATIENCE)[0])
+            self._process.communicate(timeout=PATIENCE)
         finally:
             self._process.kill()
             self._process.wait()
@@ -160,8 +159,6 @@ class Siege:
         self.pid = pid
         self._more = [f"--{name.replace('_', '-')}={value}" for name, value in more.items()]
         self._tokens = tokens
-        self.tally = Tally()
-        """What the watchers sent."""
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[tuple[_Watch, _Watch]]:
@@ -169,30 +166,22 @@ class Siege:
         try:
             yield livez, stream
         finally:
-            for watch, route in ((livez, "/livez"), (stream, "/v1/completions")):
+            for watch in (livez, stream):
                 with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):
-                    self._count(route, watch.end())
-
-    def _count(self, route: str, seen: Mapping[str, Any]) -> None:
-        self.tally.sent[route] += seen["sent"]
-        self.tally.tokens += seen["tokens"]
-        self.tally.choices += seen["sent"] if route != "/livez" else 0
+                    watch.end()
 
     def _held(self) -> Held:
         """Return what the server holds once its on-demand processes are started."""
-        target = Target(self.port, 0.0, 0, "", (), self.tally)
+        target = Target(self.port, 0.0, 0, "", (), Tally())
         target.ask(CHAT, json.dumps({"messages": HELLO, "max_tokens": 1}).encode())
         target.ask(TOKENIZE, json.dumps({"prompt": "hello " * 1000}).encode())
         target.ask(COMPLETIONS, json.dumps({"prompt": [5] * 40_000}).encode())  # parsed aside, rejected
-        self.tally.choices += 2
-        self.tally.tokens += 2
         return Held.of(self.pid)
 
     def _ready(self) -> None:
         """Wait until its ranks run again, if the attack ended them."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
-            self.tally.sent["/readyz"] += 1
             if ready(self.port):
                 return
             time.sleep(0.1)
@@ -205,13 +194,10 @@ class Siege:
         before = self._held()
         with self._watched() as (livez, stream):
             time.sleep(calm)
-            self._count("/livez", livez.ask())
+            livez.ask()
             peace = stream.ask()
-            self._count("/v1/completions", peace)
             tally = self._run(name, seconds)
             alive, gaps = livez.ask(), stream.ask()
-            self._count("/livez", alive)
-            self._count("/v1/completions", gaps)
         step = statistics.median(peace["seconds"] or [float("nan")])
         self._ready()
         end = time.monotonic() + BACK_SECONDS

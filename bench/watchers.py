@@ -25,12 +25,8 @@ PAUSE = 0.02
 class Seen:
     seconds: list[float] = field(default_factory=list)
     """Latency of each ``/livez`` request, or the stream's gaps."""
-    sent: int = 0
-    """Requests."""
     cut: int = 0
     """Requests that were rejected or cut."""
-    tokens: int = 0
-    """Upper bound, of streams."""
 
 
 class Watcher:
@@ -54,7 +50,6 @@ class Watcher:
         while True:
             self.report()
             begun = time.perf_counter()
-            self.seen.sent += 1
             try:
                 with socket.create_connection(("127.0.0.1", self.port), LIVEZ_SECONDS) as connection:
                     connection.sendall(LIVEZ)
@@ -72,8 +67,6 @@ class Watcher:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
         while True:
             self.report()
-            self.seen.sent += 1
-            self.seen.tokens += tokens
             good = False
             with (
                 contextlib.suppress(OSError),

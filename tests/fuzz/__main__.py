@@ -14,9 +14,9 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from tests.fuzz import TARGETS
 from tests.fuzz.mutations import changed
 from tests.fuzz.target import Target
-from tests.fuzz.targets import TARGETS
 
 EXAMPLES = 500
 """Of one round, which begins with another seed."""
@@ -24,12 +24,8 @@ SECONDS = 20
 """Of one example; whoever takes longer is stalled."""
 
 
-class Stalled(Exception):
-    """Reading one example has taken too long."""
-
-
 def _stalled(*_: object) -> None:
-    raise Stalled(f"it takes more than {SECONDS} s")
+    raise TimeoutError(f"it takes more than {SECONDS} s")
 
 
 def fuzz(target: Target, seconds: float, number: int) -> str:

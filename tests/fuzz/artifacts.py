@@ -22,7 +22,7 @@ from nxd_infer.graph.stored import GRAPH_FILE, IR_FILE, ir_text, read_graph, rea
 from nxd_infer.layout.sources import SafetensorsSource
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.util.beneath import AnyPath, opened_beneath
-from tests.fuzz.forms import SAFETENSORS
+from tests.fuzz.mutations import SAFETENSORS
 from tests.fuzz.target import Target, object_with
 from tests.support import toy_artifacts as toy
 

@@ -22,7 +22,7 @@ from nxd_infer.layout.files.manifest import DONE, MANIFEST, checksums_of, mark_o
 from nxd_infer.layout.files.unpack import unpack
 from nxd_infer.layout.files.values import pack
 from nxd_infer.util.reading import checksum_of_bytes, parse_json
-from tests.fuzz.forms import TORCH_FILE
+from tests.fuzz.mutations import TORCH_FILE
 from tests.fuzz.target import Target, object_with
 
 RECORD = "rank_00000.json"

@@ -22,7 +22,7 @@ from nxd_infer.recipes.recipe import check, load
 from nxd_infer.recipes.yaml_text import read_yaml
 from nxd_server.text.chat_template import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
-from tests.fuzz.forms import INDEXED, LINES, YAML, indexed, parted
+from tests.fuzz.mutations import BYTES, LINES, YAML, joined, parted
 from tests.fuzz.target import Target
 from tests.support.recipes.dialect import write
 from tests.support.recipes.indexed import write_indexed
@@ -105,7 +105,7 @@ def tokens(documents: Documents) -> list[list[int]]:
 def megatron(place: Path) -> Target:
     """An index and its tokens; what was accepted can be cut into rows, and written again."""
     write_indexed(place / "made", [[1, 2, 3], [4, 5], [6, 7, 8, 9]], np.uint16)
-    made = indexed((place / "made.idx").read_bytes(), (place / "made.bin").read_bytes())
+    made = joined((place / "made.idx").read_bytes(), (place / "made.bin").read_bytes())
 
     def read(data: bytes) -> None:
         for name, part in zip(("idx", "bin"), parted(data), strict=True):
@@ -118,4 +118,4 @@ def megatron(place: Path) -> Target:
         write_indexed(place / "again", tokens(found), found.ids.dtype.type)
         assert tokens(IndexedFile(place / "again")) == tokens(found)
 
-    return Target("megatron", read, (RecipeError,), [made], INDEXED)
+    return Target("megatron", read, (RecipeError,), [made], BYTES)

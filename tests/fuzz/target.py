@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.fuzz.forms import JSON, Form
+from tests.fuzz.mutations import JSON, Form
 
 CORPUS = Path(__file__).parent / "corpus"
 MEMORY = 2 << 30

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from tests.fuzz import TARGETS
 from tests.fuzz.mutations import changed
 from tests.fuzz.target import CORPUS
-from tests.fuzz.targets import TARGETS
 
 
 def test_every_target_has_a_corpus():

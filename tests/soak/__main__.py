@@ -9,7 +9,7 @@ import sys
 
 from tests.soak.run import soak
 from tests.soak.state import GRACE
-from tests.soak.tasks import waiting
+from tests.soak.wire import waiting
 
 OVERHEAD_SECONDS = 500
 """For the trace, the known answers and the end."""
@@ -23,19 +23,13 @@ def main() -> int:
     parser.add_argument(
         "--grace", type=float, default=GRACE, help="%(default)g s beyond its deadline an answer may take"
     )
-    parser.add_argument(
-        "--sieges",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="attack the server as well after every round, default: %(default)s",
-    )
     given = parser.parse_args()
     limit = round(given.minutes * 120) + OVERHEAD_SECONDS
     signal.signal(signal.SIGALRM, lambda *_: stop(f"not over after {limit} s"))
     signal.signal(signal.SIGTERM, lambda *_: stop(128 + signal.SIGTERM))  # as Ctrl-C: the server is ended
     signal.alarm(limit)
     seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
-    return soak(given.minutes, seed, given.clients, given.grace, given.sieges)
+    return soak(given.minutes, seed, given.clients, given.grace)
 
 
 def stop(status: str | int) -> None:

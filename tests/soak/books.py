@@ -54,8 +54,6 @@ class Books:
     open_tokens: int = 0
     restarts: int = 0
     faults: list[Fault] = field(default_factory=list)
-    stalls: list[Fault] = field(default_factory=list)
-    """Ranks that were stopped for a moment: nothing may fail, but the server says that it is not ready."""
     base: Metrics = field(default_factory=dict)
 
     def complete(self, said: Told) -> None:
@@ -68,10 +66,7 @@ class Books:
 
     def faulty(self, begun: float, ended: float) -> bool:
         """Whether something was broken between two moments."""
-        return _any_between(self.faults, begun, ended)
-
-    def stalled(self, begun: float, ended: float) -> bool:
-        return _any_between(self.stalls, begun, ended)
+        return any(fault.begun <= ended and begun <= fault.ended for fault in self.faults)
 
     def status(self, number: int) -> int:
         return sum(count for (_, status), count in self.seen.items() if status == number)
@@ -121,10 +116,6 @@ class Books:
     def begin_fault(self) -> Fault:
         self.faults.append(Fault(time.monotonic()))
         return self.faults[-1]
-
-
-def _any_between(faults: list[Fault], begun: float, ended: float) -> bool:
-    return any(fault.begun <= ended and begun <= fault.ended for fault in faults)
 
 
 def check_any_moment(text: str, slots: int, most_waiting: int) -> None:

@@ -1,14 +1,10 @@
-"""What the system says of the server's processes: memory, descriptors, threads, and whether any is left."""
+"""What the system says of the server's processes: memory, descriptors, threads."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-
-from tests.support.processes import gone
 
 MIB = 2**20
 GROWTH, SERVER_MIB, RANK_MIB = 0.05, 16, 12
@@ -23,11 +19,10 @@ class Sample:
 
     memory: int
     """Bytes resident that are its own or shared memory; pages of files come and go as the system likes."""
-    descriptors: Counter[str]
-    """By what they are."""
+    descriptors: int
     threads: int
     shared: frozenset[str]
-    """Names under /dev/shm that it holds."""
+    """Names under /dev/shm that it has mapped."""
 
 
 def sample(pid: int) -> Sample | None:
@@ -35,47 +30,21 @@ def sample(pid: int) -> Sample | None:
     try:
         fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         memory = sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024
-        links = [_link(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")]
+        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
         mapped = [line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     except (OSError, KeyError):  # a process that has ended has no memory
         return None
-    shared = frozenset(name for name in (*links, *mapped) if name.startswith("/dev/shm/"))
-    kinds = Counter(re.sub(r"\d+", "", link) for link in links)
-    return Sample(memory, kinds, int(fields["Threads"]), shared)
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""
-
-
-def marked(mark: str) -> list[int]:
-    """Processes with ``mark`` in the environment that they were started with."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) != os.getpid():
-            try:
-                environment = Path(f"/proc/{entry}/environ").read_bytes()
-            except OSError:
-                continue
-            if mark.encode() in environment and not gone(int(entry)):
-                found.append(int(entry))
-    return found
+    shared = frozenset(name for name in mapped if name.startswith("/dev/shm/"))
+    return Sample(memory, descriptors, int(fields["Threads"]), shared)
 
 
 def growth(what: str, before: Sample, now: Sample, mib: int) -> list[str]:
     """What has grown beyond its bound."""
-    descriptors = before.descriptors.total(), now.descriptors.total()
     limit = int(before.memory * (1 + GROWTH)) + mib * MIB
     checks = [
-        ("descriptors", *descriptors, descriptors[0] + DESCRIPTORS),
+        ("descriptors", before.descriptors, now.descriptors, before.descriptors + DESCRIPTORS),
         ("threads", before.threads, now.threads, before.threads + THREADS),
         ("MiB of memory", before.memory // MIB, now.memory // MIB, limit // MIB),
         ("names under /dev/shm", len(before.shared), len(now.shared), len(before.shared)),
     ]
-    found = [
-        f"{what} has {now} {of}, {before} before; at most {most}" for of, before, now, most in checks if now > most
-    ]
-    return [*found, f"new descriptors: {dict(now.descriptors - before.descriptors)}"] if found else []
+    return [f"{what} has {now} {of}, {before} before; at most {most}" for of, before, now, most in checks if now > most]

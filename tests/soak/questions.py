@@ -54,6 +54,17 @@ class Choice:
     tokens: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
+    def add(self, part: dict[str, Any]) -> None:
+        chat = part.get("message") or part.get("delta") or {}
+        self.text += chat.get("content") or part.get("text") or ""
+        self.reason = part.get("finish_reason")
+        table = part.get("logprobs") or {}
+        for entry in table.get("content") or []:
+            self.tokens.append(entry["token"])
+            self.logprobs.append(entry["logprob"])
+        self.tokens += table.get("tokens") or []
+        self.logprobs += table.get("token_logprobs") or []
+
     def same(self, other: Choice) -> bool:
         pairs = zip(self.logprobs, other.logprobs, strict=True)
         return (self.text, self.reason, self.tokens) == (other.text, other.reason, other.tokens) and all(
@@ -92,8 +103,9 @@ def question(rng: random.Random, *, exact: bool = True, model: str | None = None
         body["prompt"] = [rng.randrange(5, VOCAB_SIZE) for _ in range(rng.choice((1, 16, 17, rng.randint(1, 150))))]
     if model is not None:
         body["model"] = model
-    _sampling(rng, body, exact)
-    _ends(rng, body)
+    body |= _sampling(rng, exact)
+    if rng.random() < 0.2:
+        body["min_tokens"] = rng.randint(1, body["max_tokens"])
     if long:
         body |= {"max_tokens": 100, "n": 6, "ignore_eos": True, "stop": []}
     elif rng.random() < 0.2:
@@ -101,8 +113,6 @@ def question(rng: random.Random, *, exact: bool = True, model: str | None = None
     if rng.random() < 0.3:
         most = rng.randint(0, 5)
         body |= {"logprobs": True, "top_logprobs": most} if path == CHAT else {"logprobs": most}
-    elif path == COMPLETIONS and rng.random() < 0.1:
-        body["echo"] = True
     if rng.random() < 0.15:
         body["structured_outputs"] = dict([rng.choice(FORMS)])
         body.pop("min_tokens", None)  # the form's end comes first
@@ -113,78 +123,42 @@ def _text(rng: random.Random, words: int) -> str:
     return " ".join(rng.choices(WORDS, k=rng.randint(1, words)))
 
 
-def _sampling(rng: random.Random, body: dict[str, Any], exact: bool) -> None:
+def _sampling(rng: random.Random, exact: bool) -> dict[str, Any]:
     if exact and rng.random() < 0.5:
-        body["temperature"] = 0
+        body: dict[str, Any] = {"temperature": 0}
     else:
-        body |= {"temperature": round(rng.uniform(0.3, 1.5), 2)} | ({"seed": rng.randrange(2**40)} if exact else {})
-        for name, value in (("top_p", 0.9), ("top_k", 20), ("min_p", 0.05)):
-            if rng.random() < 0.3:
-                body[name] = value
-    for name, value in (("presence_penalty", 0.7), ("frequency_penalty", -0.4), ("repetition_penalty", 1.3)):
-        if rng.random() < 0.15:
-            body[name] = value
-    if rng.random() < 0.15:
-        body["logit_bias"] = {str(rng.randrange(5, VOCAB_SIZE)): rng.choice((-100, -5, 5)) for _ in range(3)}
-
-
-def _ends(rng: random.Random, body: dict[str, Any]) -> None:
-    if rng.random() < 0.3:
-        body["stop"] = rng.sample(STOPS, rng.randint(1, 3))
-    if rng.random() < 0.1:
-        body["stop_token_ids"] = [rng.randrange(5, VOCAB_SIZE) for _ in range(8)]
-    if rng.random() < 0.2:
-        body["min_tokens"] = rng.randint(1, body["max_tokens"])
-    if rng.random() < 0.4:
-        body["ignore_eos"] = True
+        body = {"temperature": round(rng.uniform(0.3, 1.5), 2)} | ({"seed": rng.randrange(2**40)} if exact else {})
+    some = {
+        "top_p": 0.9, "top_k": 20, "min_p": 0.05, "presence_penalty": 0.7, "frequency_penalty": -0.4,
+        "repetition_penalty": 1.3, "stop": rng.sample(STOPS, rng.randint(1, 3)), "ignore_eos": True,
+        "stop_token_ids": [rng.randrange(5, VOCAB_SIZE) for _ in range(8)],
+        "logit_bias": {str(rng.randrange(5, VOCAB_SIZE)): rng.choice((-100, -5, 5)) for _ in range(3)},
+    }  # fmt: skip
+    return body | {name: value for name, value in some.items() if rng.random() < 0.2}
 
 
 def told(asked: Question, answer: Answer) -> Told | dict[str, Any]:
     """What an answer of status 200 says; the error in its stream where that was cut. Violation for any other form."""
     try:
         if answer.headers["content-type"].startswith("text/event-stream"):
-            return _streamed(asked, answer)
-        return _whole(asked, answer)
+            *events, last = events_of(answer.body.decode())
+            if last != "[DONE]":
+                return last["error"]
+        else:
+            events = [json.loads(answer.body)]
+        choices = [Choice() for _ in range(asked.choices)]
+        for event in events:
+            for part in event["choices"]:
+                if choices[part["index"]].reason is not None:
+                    raise Violation(f"a chunk behind the end of its choice: {event}")
+                choices[part["index"]].add(part)
+        (version,) = {event["weight_version"] for event in events}
+        said = Told(choices, events[-1]["usage"]["completion_tokens"], version)
     except Violation:
         raise
     except Exception as error:
         raise Violation(f"an answer of no known form ({error!r}) to {asked.body}: {answer}") from error
-
-
-def _whole(asked: Question, answer: Answer) -> Told:
-    body = json.loads(answer.body)
-    choices = [Choice() for _ in range(asked.choices)]
-    for part in body["choices"]:
-        _add(choices[part["index"]], part["message"]["content"] if asked.path == CHAT else part["text"], part)
-    if answer.headers.get("x-weight-version") != str(body["weight_version"]):
-        raise Violation(f"the header names another version of the weights than the body: {answer.headers} {answer}")
-    return _checked(asked, answer, Told(choices, body["usage"]["completion_tokens"], body["weight_version"]))
-
-
-def _streamed(asked: Question, answer: Answer) -> Told | dict[str, Any]:
-    *events, last = events_of(answer.text)
-    if last != "[DONE]":
-        return last["error"]
-    choices = [Choice() for _ in range(asked.choices)]
-    for event in events:
-        for part in event["choices"]:
-            choice = choices[part["index"]]
-            if choice.reason is not None:
-                raise Violation(f"a chunk behind the end of its choice: {event}")
-            _add(choice, part["delta"].get("content") or "" if asked.path == CHAT else part["text"], part)
-    (version,) = {event["weight_version"] for event in events}
-    return _checked(asked, answer, Told(choices, events[-1]["usage"]["completion_tokens"], version))
-
-
-def _add(choice: Choice, text: str, part: dict[str, Any]) -> None:
-    choice.text += text
-    choice.reason = part.get("finish_reason")
-    table = part.get("logprobs") or {}
-    for entry in table.get("content") or []:
-        choice.tokens.append(entry["token"])
-        choice.logprobs.append(entry["logprob"])
-    choice.tokens += table.get("tokens") or []
-    choice.logprobs += table.get("token_logprobs") or []
+    return _checked(asked, answer, said)
 
 
 def _checked(asked: Question, answer: Answer, said: Told) -> Told:
@@ -192,13 +166,9 @@ def _checked(asked: Question, answer: Answer, said: Told) -> Told:
     fewest = asked.choices * max(1, asked.body.get("min_tokens", 1))
     if not fewest <= said.completion_tokens <= asked.most_tokens:
         raise Violation(f"{said.completion_tokens} tokens for {asked.body}: {answer}")
+    stops = () if "min_tokens" in asked.body else asked.body.get("stop", ())  # text before so many may hold one
     for choice in said.choices:
-        stopped = choice.reason == "length" and any(stop in choice.text for stop in asked.body.get("stop", ()))
-        if choice.reason not in ("stop", "length") or (stopped and not _may_hold_stops(asked)):
+        stopped = choice.reason == "length" and any(stop in choice.text for stop in stops)
+        if choice.reason not in ("stop", "length") or stopped:
             raise Violation(f"a wrong end for {asked.body}: {answer}")
     return said
-
-
-def _may_hold_stops(asked: Question) -> bool:
-    """A prompt that is echoed, and text before ``min_tokens``, may hold a stop string."""
-    return "echo" in asked.body or "min_tokens" in asked.body

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import socket
 import time
+import traceback
+from collections.abc import Awaitable
 from dataclasses import dataclass
-
-BUFFER = 4096
+from typing import Any
 
 
 class Violation(Exception):
@@ -25,75 +24,44 @@ class Answer:
     ended: float
     """... and when the last byte was here."""
 
-    @property
-    def text(self) -> str:
-        return self.body.decode()
-
     def __str__(self) -> str:
         return f"{self.status} after {self.ended - self.begun:.2f} s: {self.body[-600:]!r}"
-
-
-class Pace:
-    """How a client reads: with ``seconds`` of pauses in all."""
-
-    def __init__(self, rng: random.Random, seconds: float):
-        self._rng = rng
-        self.seconds = self._left = seconds
-
-    async def pause(self) -> None:
-        wait = min(self._left, self._rng.uniform(0.0, 0.4))
-        self._left -= wait
-        if wait:
-            await asyncio.sleep(wait)
 
 
 class Wire:
     """One connection to the server."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self._reader, self._writer = reader, writer
+        self.reader, self._writer = reader, writer
         self.over = False
         """Whether the server said that it closes the connection."""
 
     @classmethod
-    async def open(cls, port: int, *, slow: bool = False) -> Wire:
-        """``slow``: only a few thousand bytes wait unread on this side."""
-        connection = socket.socket()
-        connection.setblocking(False)
-        try:
-            if slow:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)  # before it connects
-            await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", port))
-        except BaseException:
-            connection.close()
-            raise
-        return cls(*await asyncio.open_connection(sock=connection, limit=BUFFER if slow else 2**16))
+    async def open(cls, port: int) -> Wire:
+        return cls(*await asyncio.open_connection("127.0.0.1", port))
 
     async def send(self, data: bytes) -> None:
         self._writer.write(data)
         await self._writer.drain()
 
-    async def some(self, size: int) -> bytes:
-        return await self._reader.read(size)
-
-    async def answer(self, begun: float, pace: Pace | None = None) -> Answer:
-        """The whole answer; IncompleteReadError or ConnectionError where it has no end."""
-        head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    async def answer(self, begun: float, pause: float = 0.0) -> Answer:
+        """The whole answer, ``pause`` seconds before each of its chunks; IncompleteReadError or ConnectionError where
+        it has no end."""
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
         self.over = headers.get("connection") == "close"
         if headers.get("transfer-encoding") == "chunked":
-            body = await self._chunks(pace)
+            body = await self._chunks(pause)
         else:
-            body = await self._reader.readexactly(int(headers["content-length"]))
+            body = await self.reader.readexactly(int(headers["content-length"]))
         return Answer(int(head[0].split(" ")[1]), headers, body, begun, time.monotonic())
 
-    async def _chunks(self, pace: Pace | None) -> bytes:
+    async def _chunks(self, pause: float) -> bytes:
         parts = []
         while True:
-            if pace is not None:
-                await pace.pause()
-            size = int((await self._reader.readuntil(b"\r\n")).split(b";")[0], 16)
-            parts.append((await self._reader.readexactly(size + 2))[:-2])
+            await asyncio.sleep(pause)
+            size = int((await self.reader.readuntil(b"\r\n")).split(b";")[0], 16)
+            parts.append((await self.reader.readexactly(size + 2))[:-2])
             if size == 0:
                 return b"".join(parts)
 
@@ -109,3 +77,41 @@ def request(method: str, path: str, body: bytes = b"", *headers: str) -> bytes:
     """A request's bytes."""
     lines = [f"{method} {path} HTTP/1.1", "Host: soak", f"Content-Length: {len(body)}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+# --- tasks ----------------------------------------------------------------------------------------------
+
+
+async def all_of(*works: Awaitable[Any]) -> None:
+    """Until all have ended; the first that fails ends the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await end(*tasks)
+
+
+async def end(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel them until all have ended. Once is not enough: before Python 3.12 ``asyncio.wait_for`` returns an answer
+    that comes at the same moment instead, and its caller goes on for ever."""
+    while left := [task for task in tasks if not task.done()]:
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left, timeout=1.0)
+    await asyncio.gather(*tasks, return_exceptions=True)  # what they failed of has been told, or comes of this
+
+
+def waiting() -> str:
+    """Every task that has not ended, and at which lines; without tasks, this thread's."""
+    try:
+        tasks = asyncio.all_tasks()
+    except RuntimeError:
+        return "".join(traceback.format_stack())  # no task runs
+    lines = []
+    for task in tasks:
+        coroutine, places = task.get_coro(), []
+        while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+            places.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
+            coroutine = getattr(coroutine, "cr_await", None)
+        lines.append(" > ".join(places))
+    return f"at {time.strftime('%X')} these wait:\n" + "\n".join(sorted(lines))

@@ -1,4 +1,4 @@
-"""Attackers end in time and say what they sent; what is noticed of them is judged by its bounds."""
+"""Attackers end in time and say what they sent; what those see who watch is judged by its bounds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_an_attacker_says_what_it_sent_and_the_server_serves_on(server, name):
     silent = name in ("nothing", "busy", "idle", "slow heads")
     tally = Tally()
     for seconds in (0.2, 5):  # a fifth of a second may be over before the first attack
-        ATTACKS[name](Target(server.port, time.monotonic() + seconds, 2**20, "", ("model",), tally))
+        ATTACKS[name](Target(server.port, time.monotonic() + seconds, 2**19, "", ("model",), tally))
         if silent or tally.sent:
             break
     assert bool(tally.sent) != silent
@@ -41,17 +41,7 @@ def test_those_who_watch_an_attack_see_looks_gaps_and_what_is_held(server):
     assert reading.livez and reading.gaps and reading.step > 0
     assert reading.before.memory > 2**20 and reading.before.descriptors > 5 and reading.before.threads > 1
     assert reading.tally["sent"]["/v1/completions"] == sum(reading.tally["answers"].values()) > 0
-    assert siege.tally.sent["/livez"] >= len(reading.livez) and siege.tally.tokens >= 50
     assert len(reading.row()) == 9
-
-
-def test_all_that_those_who_watch_have_sent_is_counted(server):
-    """Looks between their last word and their end were not, and the books of the soak did not agree."""
-    before = server.metric("nxd_http_requests_total", route="/livez")
-    siege = Siege(server.port, server.process.pid, tokens=50, body_bytes=2**20)
-    reading = siege.attack("nothing", seconds=0.2, calm=0.2)
-    assert not reading.tally["sent"]
-    server.wait_metric("nxd_http_requests_total", before + siege.tally.sent["/livez"], route="/livez")
 
 
 def test_what_does_not_hold_is_told_with_its_bound():

@@ -1,13 +1,11 @@
-"""The protocol between the benchmarks and those they measure, with the Hugging Face peer on a tiny model."""
+"""The protocol between the benchmarks and those they measure, and what they measure of a tiny model."""
 
 from __future__ import annotations
 
-import itertools
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from bench.model import bytes_per_step, cache_bytes_per_token, prompts, write_llama
 from bench.peers.driver import Peer, PeerError, Run
@@ -17,13 +15,6 @@ from bench.process_groups import memory_of
 from nxd_infer.util.process_state import process_state
 from tests.support.engine.real_artifacts import trace_llama
 from tests.support.processes import wait_until
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    sizes = {"hidden": 64, "layers": 1, "heads": 4, "kv_heads": 2, "intermediate": 96, "vocab": 512, "max_len": 64}
-    return write_llama(tmp_path_factory.mktemp("bench") / "model", **sizes)
-
 
 ECHO = """
 import time
@@ -68,21 +59,11 @@ def test_a_peer_is_asked_answers_and_fails_without_ending(tmp_path):
 def test_a_peer_that_is_too_slow_is_ended(tmp_path):
     with echo(tmp_path) as peer:
         peer.start(120.0, model="there")
-        with pytest.raises(PeerError, match=r"did not answer within 0 s|did not answer within 1 s"):
+        with pytest.raises(PeerError, match=r"did not answer within [01] s"):
             peer.ask("sleep", 0.6, seconds=600)
         assert not peer.group.alive()
         with pytest.raises(PeerError, match="ended"):
             peer.ask("short", 60.0)
-
-
-def test_the_rate_counts_only_while_every_row_decodes():
-    """Two rows, 10 and 20 tokens a second, the second 1 s late: of the first, what lies in between counts."""
-    early, late = [0.5 + 0.1 * n for n in range(21)], [1.5 + 0.05 * n for n in range(21)]
-    run = Run([[0] * 21] * 2, [early, late])
-    assert run.first == 1.5
-    assert run.rate == pytest.approx(30.0, rel=0.05)
-    with pytest.raises(PeerError, match="all rows decoded"):
-        _ = Run([[0, 0]] * 2, [[0.1, 0.2], [0.3, 0.4]]).rate
 
 
 def test_a_peer_that_is_not_installed_says_how_to_install_it(tmp_path, monkeypatch):
@@ -92,25 +73,9 @@ def test_a_peer_that_is_not_installed_says_how_to_install_it(tmp_path, monkeypat
     assert Known("hugging_face").python() == Path(sys.executable)
 
 
-def test_hugging_face_gives_its_own_greedy_tokens(model, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    texts = prompts(model, 2, 12, seed=1)
-    code = "from bench.peers import hugging_face as peer; peer.main()"
-    with Peer("hf", [sys.executable, "-c", code], tmp_path / "hf.log") as peer:
-        peer.start(600.0, model=str(model), threads=1, cache="dynamic")
-        run = peer.run(texts, 5)
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
-    rows = torch.tensor(texts)
-    with torch.no_grad():
-        for _ in range(5):
-            rows = torch.cat([rows, reference(rows).logits[:, -1:].argmax(-1)], 1)
-    assert run.tokens == rows[:, 12:].tolist()
-    assert all(0 < before < after for row in run.times for before, after in itertools.pairwise(row))
-    assert run.rate > 0
-
-
-def test_prompts_are_seeded_and_sizes_are_those_of_the_model(model):
+def test_prompts_are_seeded_and_sizes_are_those_of_the_model(tmp_path):
+    sizes = {"hidden": 64, "layers": 1, "heads": 4, "kv_heads": 2, "intermediate": 96, "vocab": 512, "max_len": 64}
+    model = write_llama(tmp_path / "model", **sizes)
     assert prompts(model, 2, 9, 3) == prompts(model, 2, 9, 3) != prompts(model, 2, 9, 4)
     assert all(3 <= token < 512 for row in prompts(model, 4, 30, 0) for token in row)
     layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96 + 2 * 64
@@ -118,8 +83,8 @@ def test_prompts_are_seeded_and_sizes_are_those_of_the_model(model):
     assert cache_bytes_per_token(model) == 2 * 2 * 2 * 16
 
 
-def test_steps_of_this_package_are_timed(tmp_path):
-    ours = Ours(str(trace_llama(tmp_path, 1)[1]), threads=1)
+def test_steps_of_this_package_are_timed():
+    ours = Ours(str(trace_llama()[1]), threads=1)
     try:
         assert len(ours.steps(4, 40, 3)["seconds"]) == len(ours.steps(1, 40, 3)["seconds"]) == 3
     finally:

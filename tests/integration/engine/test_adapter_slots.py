@@ -18,51 +18,36 @@ from nxd_server import LLM, SamplingParams
 from nxd_server.engine.events import FinishEvent
 from nxd_server.errors import AdapterConflictError, RequestError, UnknownModelError, WeightsBusyError
 from tests.support.adapter_files import merge, write_adapter
-from tests.support.engine.real_artifacts import reference_generate
-from tests.support.processes import wait_until
-from tests.support.tiny_models import write_tiny
+from tests.support.engine.real_artifacts import prompt_of, reference_generate, trace_llama
 
 TOKENS = 6
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0)
-PROMPTS = [[5 + (7 * place + 3 * length) % 280 for place in range(length)] for length in (3, 8, 9, 20, 12, 16)]
+PROMPTS = [prompt_of(length) for length in (3, 8, 9, 20)]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("adapters")
+def model_dir():
+    return trace_llama(2)[0]
 
 
 @pytest.fixture(scope="module")
-def model_dir(root):
-    return write_tiny("llama", root / "llama", num_hidden_layers=1)
-
-
-@pytest.fixture(scope="module")
-def adapters(root, model_dir):
+def adapters(tmp_path_factory, model_dir):
     """Three adapters by name."""
+    root = tmp_path_factory.mktemp("adapters")
     return {name: write_adapter(root / name, model_dir, rank=2 + i, seed=i) for i, name in enumerate(("x", "y", "z"))}
 
 
 @pytest.fixture(scope="module")
-def expected(root, model_dir, adapters):
+def expected(model_dir, adapters):
     """By name of the adapter (None for the model itself): each prompt's tokens, and the smallest gap between two."""
-    models = {None: model_dir, **{name: merge(model_dir, path, root / f"m{name}") for name, path in adapters.items()}}
-    return {name: reference_generate(path, PROMPTS, TOKENS) for name, path in models.items()}
-
-
-def trace(model_dir, out, *more):
-    """Through the command line; its result."""
-    sizes = ["--batch-sizes", "1,4", "--prompt-buckets", "8,16", "--max-len", "64"]
-    options = ["--dtype", "float32", "--backend", "eager", *sizes, *more]
-    return CliRunner().invoke(app, ["trace", str(model_dir), "--out", str(out), *options])
+    models = {name: merge(model_dir, path, path.with_name(f"merged-{name}")) for name, path in adapters.items()}
+    return {name: reference_generate(path, PROMPTS, TOKENS) for name, path in {None: model_dir, **models}.items()}
 
 
 @pytest.fixture(scope="module")
-def llm(root, model_dir):
+def llm():
     """Two slots of rank 4, at degree 2."""
-    traced = trace(model_dir, root / "tp2", "--tp", "2", "--lora-slots", "2", "--lora-rank", "4")
-    assert traced.exit_code == 0, traced.output
-    with LLM(root / "tp2") as llm:
+    with LLM(trace_llama(2)[1]) as llm:
         yield llm
 
 
@@ -164,10 +149,9 @@ def test_refused_adapters_leave_their_slot_free(llm, model_dir, adapters, tmp_pa
     assert llm.adapters() == []
 
 
-@pytest.fixture
-def held(monkeypatch):
-    """Holds up the ranks' part of a swap: ``(begun, go)``."""
-    begun, go = threading.Event(), threading.Event()
+def test_a_load_is_no_step_of_the_engine(llm, expected, adapters, monkeypatch):
+    """A slow one makes no step slow: none is in flight meanwhile, so none is overdue and none is measured."""
+    begun, go, results = threading.Event(), threading.Event(), []
     prepare = swap.WeightSwaps._prepare
 
     def slow(self, ranks, new):
@@ -176,66 +160,24 @@ def held(monkeypatch):
         prepare(self, ranks, new)
 
     monkeypatch.setattr(swap.WeightSwaps, "_prepare", slow)
-    yield begun, go
-    go.set()
-
-
-def loading(llm, *arguments, **options):
-    """``(thread, results)``: what comes out of a load, an error included, is the one result."""
-    results = []
-
-    def load():
-        try:
-            results.append(llm.engine.adapters.load(*arguments, **options).slot)
-        except Exception as error:
-            results.append(error)
-
-    thread = threading.Thread(target=load)
+    thread = threading.Thread(target=lambda: results.append(llm.engine.adapters.load("x", adapters["x"]).slot))
     thread.start()
-    return thread, results
-
-
-def test_a_load_is_no_step_of_the_engine(llm, expected, adapters, held):
-    """A slow one makes no step slow: none is in flight meanwhile, so none is overdue and none is measured."""
-    begun, go = held
-    thread, results = loading(llm, "x", adapters["x"])
-    assert begun.wait(60)
-    ticket = llm.engine.submit(PROMPTS[0], GREEDY, lambda event: None)
-    assert not ticket.wait(0.3) and llm.engine.health().step_running is None
-    again, busy = loading(llm, "y", adapters["y"], timeout=0.05)
-    again.join(60)
-    assert isinstance(busy[0], WeightsBusyError) and "0.05 s" in str(busy[0])
-    with pytest.raises(WeightsBusyError):
-        llm.update_weights({})
-    go.set()
+    try:
+        assert begun.wait(60)
+        ticket = llm.engine.submit(PROMPTS[0], GREEDY, lambda event: None)
+        assert not ticket.wait(0.3) and llm.engine.health().step_running is None
+        with pytest.raises(WeightsBusyError, match=r"0\.05 s"):
+            llm.engine.adapters.load("y", adapters["y"], timeout=0.05)
+        with pytest.raises(WeightsBusyError):
+            llm.update_weights({})
+    finally:
+        go.set()
     thread.join(60)
     assert results == [1] and ticket.wait(60)
     check(llm, expected, None, "x")
     llm.load_adapter("y", adapters["y"])
     for name in ("x", "y"):
         llm.remove_adapter(name)
-
-
-def test_steps_begun_ahead_are_over_before_a_load_begins(llm, adapters, held, monkeypatch):
-    """Else the load would wait for them with its own limits, and the engine would seem to hang in one."""
-    monkeypatch.setattr(llm.engine._batcher._steps, "depth", 2)
-    begun, go = held
-    streaming = threading.Event()
-
-    def on_event(event):
-        if not streaming.is_set():
-            streaming.set()
-            wait_until(lambda: llm.engine.parts.gate.due)  # on the engine's thread: it streams until the load is wanted
-
-    stream = llm.engine.submit(PROMPTS[0], GREEDY.replace(max_tokens=40, ignore_eos=True), on_event)
-    assert streaming.wait(60)
-    thread, results = loading(llm, "x", adapters["x"])
-    assert begun.wait(60) and not stream.done
-    assert llm.engine.health().step_running is None
-    go.set()
-    thread.join(60)
-    assert results == [1] and stream.wait(60)
-    llm.remove_adapter("x")
 
 
 def test_a_load_waits_for_a_step_no_longer_than_it_may(llm, adapters):
@@ -272,20 +214,24 @@ def test_an_adapter_that_ranks_refuse_is_the_requests_fault(llm, adapters, monke
     assert llm.adapters() == []
 
 
-def test_the_example_of_the_document(root, model_dir, adapters, monkeypatch):
+def test_the_example_of_the_document(adapters, tmp_path, monkeypatch):
     text = (Path(__file__).parents[3] / "docs/lora.md").read_text()
     (example,) = [block for block in re.findall("```python\n(.*?)```", text, re.S) if "load_adapter" in block]
-    trace(model_dir, root / "artifact", "--lora-slots", "4")
-    (root / "adapters").mkdir()
-    (root / "adapters/french").symlink_to(adapters["x"])
-    monkeypatch.chdir(root)
+    (tmp_path / "artifact").symlink_to(trace_llama(2)[1])
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters/french").symlink_to(adapters["x"])
+    monkeypatch.chdir(tmp_path)
     exec(compile(example, "docs/lora.md", "exec"), names := {})
     assert [len(output.outputs) for output in names["outputs"]] == [1, 1]
-    assert verify_artifact(root / "artifact", model_dir).failed == []
 
 
-def test_the_command_line_names_what_is_wrong(root, model_dir):
-    refused = trace(model_dir, root / "none", "--lora-rank", "4")
+def test_an_artifact_with_slots_passes_verify_and_the_command_line_names_what_is_wrong(model_dir, tmp_path):
+    assert verify_artifact(trace_llama(2)[1], model_dir).failed == []
+
+    def trace(*options):
+        return CliRunner().invoke(app, ["trace", str(model_dir), "--out", str(tmp_path / "none"), *options])
+
+    refused = trace("--lora-rank", "4")
     assert refused.exit_code == 2 and "--lora-slots" in refused.output
-    refused = trace(model_dir, root / "none", "--lora-slots", "1", "--lora-targets", "query")
+    refused = trace("--lora-slots", "1", "--lora-targets", "query")
     assert refused.exit_code == 1 and "no layer is named 'query'" in str(refused.exception)

@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from nxd_infer.errors import RankDiedError, RankTimeoutError
+from nxd_infer.layout import as_source
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank_model import RankModel
 from nxd_infer.runtime.supervisor.rank_processes import RankProcesses
@@ -18,6 +19,7 @@ from nxd_server.errors import EngineFailedError, EngineUnavailableError
 from tests.support.engine.real_artifacts import costs_of, trace_llama
 from tests.support.engine.toy_model import Listener
 from tests.support.processes import gone, wait_until
+from tests.support.tiny_models import FAMILIES, tiny_state_dict
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
@@ -26,8 +28,8 @@ HEALTHY, SHORT = 100.0, 0.2
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory):
-    return load_artifact(trace_llama(tmp_path_factory.mktemp("lost"), 2)[1])
+def artifact():
+    return load_artifact(trace_llama(2)[1])
 
 
 class Plagued(RankModel):
@@ -85,8 +87,8 @@ def ask(engine):
     return listener
 
 
-@pytest.mark.parametrize("number", [KILL, STOP], ids=["killed", "stopped"])
-def test_ranks_lost_while_they_start_again_are_started_once_more(model, caplog, number):
+def test_ranks_lost_while_they_start_again_are_started_once_more(model, caplog):
+    """One is killed while it loads, one hangs in its first step."""
     caplog.set_level("INFO")
     states, stages = [], []
     with engine_of(model, restart_limit=3, on_state=states.append) as engine:
@@ -100,7 +102,7 @@ def test_ranks_lost_while_they_start_again_are_started_once_more(model, caplog, 
             return restart()
 
         model.restart = watched
-        model.plagues = [("loading", number), ("ready", number)]
+        model.plagues = [("loading", KILL), ("ready", STOP)]
         model.strike(KILL)
         wait_until(lambda: engine.restarts.count == 3 and engine.state == "ready")
         assert ask(engine).tokens == answer and engine.health().recovering_for is None
@@ -109,17 +111,14 @@ def test_ranks_lost_while_they_start_again_are_started_once_more(model, caplog, 
     assert len(model.pids) == 4 and all(gone(pid) for pid in model.pids if pid)
     errors = [record for record in caplog.records if record.levelname == "ERROR"]
     assert not any(record.exc_info for record in errors) and not any("\n" in r.getMessage() for r in errors)
-    begun = ("its start within 1.2", "its step within") if number == STOP else ("was ended by SIGKILL",) * 2
+    begun = ("was ended by SIGKILL", "its step within")
     assert all(word in record.getMessage() for word, record in zip(begun, errors[1:], strict=True))
 
 
 @pytest.mark.parametrize("allowed", [2, 1])
 def test_who_waits_for_a_swap_goes_on_waiting_until_the_ranks_are_ready_or_given_up(model, allowed):
     """Its request has not begun: it has lost nothing with the ranks that are lost in the swap, nor with the next."""
-    from nxd_infer.layout import as_source
-    from tests.support.tiny_models import FAMILIES, tiny_state_dict
-
-    new = as_source(tiny_state_dict(FAMILIES["llama"], seed=3))
+    new = as_source(tiny_state_dict({**FAMILIES["llama"], "num_hidden_layers": 1}, seed=3))
     with engine_of(model, restart_limit=allowed) as engine:
         answer = ask(engine).tokens
         model.bounds.loaded(HEALTHY)

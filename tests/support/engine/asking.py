@@ -5,9 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 
-from nxd_server.engine import SamplingParams
-from tests.support.engine.toy_model import Listener
+import pytest
 
+from nxd_server.engine import SamplingParams
+from tests.support.engine.toy_model import VOCAB, Listener
+
+BOTH_WAYS = pytest.mark.parametrize("takes_steps", [False, True], ids=["each", "ahead"], indirect=True)
+SYSTEM = [(11 * place + 3) % VOCAB for place in range(20)]
+"""What prompts have in common at their start."""
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 

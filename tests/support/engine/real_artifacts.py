@@ -1,23 +1,50 @@
-"""Tiny real models, traced on the eager backend once a session, and the reference that transformers gives for them."""
+"""Tiny real models of one layer, each distinct one traced once a run, and the reference that transformers gives."""
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
 import torch
 
+from tests.support.shared import shared
 from tests.support.tiny_models import write_tiny
 
-SLOTS, MAX_LEN, PROMPT_BUCKETS, BATCHES = 4, 64, (8, 16), (1, 4)
+MAX_LEN, PROMPT_BUCKETS, BATCHES, GUESSES = 256, (8, 16), (1, 4), 4
+LORA = {"lora_slots": 2, "lora_rank": 4}
 
 
-def trace_llama(directory, tp, backend="eager", compiler_args=None, **options):
-    """Write a tiny Llama and its artifact for ``tp`` ranks; (model directory, artifact directory)."""
-    import nxd_infer as nxd
-    from nxd_models.serving import tasks
+def trace_llama(tp=1, pp=1, backend="eager", compiler_args=None, only=None, **options):
+    """A Llama that verifies ``GUESSES`` and, over several ranks, has slots for adapters; ``only``: so many graphs, by
+    name. (model directory, artifact directory)."""
+    sizes = {"batch_sizes": BATCHES, "prompt_buckets": PROMPT_BUCKETS, "max_len": MAX_LEN, "slots": 4}
+    lora = LORA if tp > 1 else {}
+    plan = {"dtype": torch.float32, "speculate": GUESSES, **sizes, **lora, **options}
+    trace = {"tp_degree": tp, "pp_degree": pp, "backend": backend, "compiler_args": compiler_args}
+    return _traced("llama", "generate", {"num_hidden_layers": pp}, plan, trace, only)
 
-    model_dir = write_tiny("llama", directory / "llama")
-    sizes = {"batch_sizes": BATCHES, "prompt_buckets": PROMPT_BUCKETS, "max_len": MAX_LEN, "slots": SLOTS}
-    plan = tasks.plan(model_dir, "generate", **{"dtype": torch.float32} | sizes | options)
-    return model_dir, _trace(nxd, plan, directory / f"llama_tp{tp}", tp, backend, compiler_args)
+
+def trace_encoder(family, task, **changes):
+    """An encoder, with ``changes`` in its config.json; (model directory, artifact directory)."""
+    plan = {"batch_sizes": (1, 4), "prompt_buckets": (8, 32), "dtype": torch.float32}
+    return _traced(family, task, changes, plan, {"backend": "eager"})
+
+
+def _traced(family, task, changes, plan, trace, only=None):
+    def make(folder: Path) -> None:
+        import nxd_infer as nxd
+        from nxd_models.serving import tasks
+
+        model_dir = write_tiny(family, folder / "model", **{"num_hidden_layers": 1, **changes})
+        made = tasks.plan(model_dir, task, **plan)
+        if only:
+            chosen = [(name, made.example_inputs[made.bucket_names.index(name)]) for name in only]
+            made.bucket_names, made.example_inputs = (list(part) for part in zip(*chosen, strict=True))
+        nxd.trace.parallel_model_trace(**made.trace_arguments(), **trace, artifact_dir=folder / "artifact").close()
+
+    words = repr((sorted(changes.items()), sorted(plan.items()), sorted(trace.items()), only))
+    folder = shared(f"{family}-{task}-{hashlib.sha256(words.encode()).hexdigest()[:16]}", make)
+    return folder / "model", folder / "artifact"
 
 
 def costs_of(artifact):
@@ -32,27 +59,11 @@ def costs_of(artifact):
 def paying_costs(artifact):
     """A step that verifies costs what one without does: every guess pays."""
     costs = costs_of(artifact)
-    return costs | {f"verify_b{count}": costs[f"decode_b{count}"] for count in (1, 4) if f"decode_b{count}" in costs}
+    return costs | {f"verify_b{count}": costs[f"decode_b{count}"] for count in BATCHES}
 
 
-def trace_encoder(directory, family, task, tp=1, **changes):
-    """Write a tiny encoder, ``changes`` in its config.json, and its artifact; (model directory, artifact directory)."""
-    import nxd_infer as nxd
-    from nxd_models.serving import tasks
-
-    model_dir = write_tiny(family, directory / family, **changes)
-    plan = tasks.plan(model_dir, task, batch_sizes=(1, 4), prompt_buckets=(8, 32), dtype=torch.float32)
-    return model_dir, _trace(nxd, plan, directory / f"{family}_tp{tp}", tp)
-
-
-def _trace(nxd, plan, target, tp, backend="eager", compiler_args=None):
-    options = {"tp_degree": tp, "backend": backend, "compiler_args": compiler_args}
-    model = nxd.trace.parallel_model_trace(**plan.trace_arguments(), **options)
-    try:
-        nxd.trace.parallel_model_save(model, target)
-    finally:
-        model.close()
-    return target
+def prompt_of(length, shift=0):
+    return [5 + (7 * place + 3 * length + shift) % 280 for place in range(length)]
 
 
 def reference_generate(model_dir, prompts, max_new_tokens):

@@ -26,14 +26,26 @@ def sequence(identity, prompt=4, new=4):
     return Sequence(identity, list(range(prompt)), PARAMS, new)
 
 
-def decoding(subject, count):
-    """``count`` choices that have had their first token."""
-    items = [sequence(identity, 4, 100) for identity in range(count)]
+def steps(subject, count=20):
+    """Run so many steps, each at its known cost; 20 pay for the piece of a prompt that came before."""
+    taken = []
+    for _ in range(count):
+        taken.append(subject.next_step())
+        subject.begin(taken[-1])
+        subject.complete(taken[-1], subject.costs[taken[-1].graph.name])
+    return taken
+
+
+def arrive(subject, *items):
     for item in items:
         subject.add(item)
     subject.admit()
+
+
+def decoding(subject, count):
+    """``count`` choices that have had their first token."""
+    items = [sequence(identity, 4, 100) for identity in range(count)]
+    arrive(subject, *items)
     while any(item.remaining for item in items):
-        step = subject.next_step()
-        subject.begin(step)
-        subject.complete(step, subject.costs[step.graph.name])
+        steps(subject, 1)
     return items

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.engine.schedules import decoding, scheduler, sequence
+from tests.support.engine.schedules import arrive, decoding, scheduler, sequence, steps
 
 
 def test_a_piece_beside_streams_is_short_enough_to_keep_them_going():
@@ -15,16 +15,11 @@ def test_a_piece_beside_streams_is_short_enough_to_keep_them_going():
     decoding(subject, 1)
     assert subject.piece(128) == subject.piece(64) == 64  # 18.5 ms and a step of 11 are clearly less than four of 10
     others = [sequence(identity, 128) for identity in range(1, 4)]
-    for other in others:
-        subject.add(other)
-    subject.admit()
+    arrive(subject, *others)
     waits, since, pieces = [], 0.0, set()
     while any(other.remaining for other in others):
-        step = subject.next_step()
-        seconds = subject.costs[step.graph.name]
-        subject.begin(step)
-        subject.complete(step, seconds)
-        since += seconds
+        (step,) = steps(subject, 1)
+        since += times[step.graph.name]
         if step.kind == "decode":
             waits.append(since / times["decode_b1"])
             since = 0.0
@@ -38,10 +33,7 @@ def test_tokens_of_prompts_take_the_rows_that_decoding_leaves():
     times = {"decode_b1": 0.010, "decode_b4": 0.012, "prefill_s8": 0.0175}
     subject = scheduler(slots=6, batches=(1, 4), lengths=(8,), seconds=times, mixes=True)
     decoding(subject, 2)
-    first, second = sequence(8, 3, 100), sequence(9, 30, 100)
-    for item in (first, second):
-        subject.add(item)
-    subject.admit()
+    arrive(subject, sequence(8, 3, 100), sequence(9, 30, 100))
     seen = []
     while len(seen) < 4:
         step = subject.next_step()
@@ -55,26 +47,6 @@ def test_tokens_of_prompts_take_the_rows_that_decoding_leaves():
     assert seen[3] == ("prefill", [(9, 2, False)])
 
 
-@pytest.mark.parametrize(
-    ("streams", "seconds"),
-    [
-        (4, {"decode_b1": 0.010, "decode_b4": 0.012, "decode_b24": 0.060, "prefill_s8": 0.05}),  # no row is left
-        (1, {"decode_b1": 0.010, "decode_b4": 0.045, "decode_b24": 0.250, "prefill_s8": 0.05}),
-    ],
-)
-def test_a_prompt_goes_on_where_the_graphs_that_leave_rows_for_it_are_slow(streams, seconds):
-    subject = scheduler(slots=8, batches=(1, 4, 24), lengths=(8,), seconds=seconds, mixes=True)
-    decoding(subject, streams)
-    late = sequence(9, 8)
-    subject.add(late)
-    subject.admit()
-    for _ in range(20):  # prefill's debt is paid by then
-        step = subject.next_step()
-        subject.begin(step)
-        subject.complete(step, subject.costs[step.graph.name])
-    assert late.remaining == 0
-
-
 def test_decoding_alone_leaves_the_graph_with_more_rows_than_slots_to_prompts():
     """However little it seems to cost: its measured time may be off, and it verifies no guesses."""
     times = {"decode_b1": 0.010, "decode_b4": 0.012, "decode_b20": 0.001, "prefill_s8": 0.02}
@@ -85,24 +57,6 @@ def test_decoding_alone_leaves_the_graph_with_more_rows_than_slots_to_prompts():
     subject.remove(next(subject.sequences()))
     subject.admit()
     assert subject.next_step().graph.name == "decode_b20"
-
-
-def test_tokens_of_prompts_take_no_graph_that_holds_up_streams_for_longer_than_a_piece():
-    times = {"decode_b1": 0.008, "decode_b4": 0.009, "decode_b48": 0.040, "prefill_s8": 0.015}
-    subject = scheduler(slots=32, batches=(1, 4, 48), lengths=(8,), seconds=times, mixes=True)
-    decoding(subject, 1)
-    late = sequence(9, 100)
-    subject.add(late)
-    subject.admit()
-    longest = since = 0.0
-    while late.remaining:
-        step = subject.next_step()
-        subject.begin(step)
-        subject.complete(step, subject.costs[step.graph.name])
-        since += subject.costs[step.graph.name]
-        if any(row.sequence.id == 0 for row in step.rows):
-            longest, since = max(longest, since), 0.0
-    assert longest <= 4 * 0.008
 
 
 WIDE = {"decode_b1": 0.0057, "decode_b4": 0.007, "decode_b16": 0.0105, "decode_b32": 0.0172, "prefill_s32": 0.0146}
@@ -122,15 +76,8 @@ def test_streams_are_not_held_up_beyond_the_bound_unless_prompts_crawl(streams, 
     batches = tuple(int(name.removeprefix("decode_b")) for name in seconds if name.startswith("decode"))
     subject = scheduler(batches[-2], batches, (32,), seconds=seconds, mixes=True)
     decoding(subject, streams)
-    subject.add(sequence(9, 128))
-    subject.admit()
-    kinds = []
-    for _ in range(20):  # the piece of a prompt before has to be paid for
-        step = subject.next_step()
-        kinds.append((step.kind, step.graph.name))
-        subject.begin(step)
-        subject.complete(step, subject.costs[step.graph.name])
-    assert next(name for kind, name in kinds if kind == "mixed") == graph
+    arrive(subject, sequence(9, 128))
+    assert next(step.graph.name for step in steps(subject) if step.kind == "mixed") == graph
 
 
 def test_a_burst_of_prompts_keeps_to_the_bound_at_little_cost():
@@ -141,15 +88,11 @@ def test_a_burst_of_prompts_keeps_to_the_bound_at_little_cost():
         """Seconds until all answers are there, and the longest wait of the stream in steps of its own."""
         subject = scheduler(16, batches, (32, 128), seconds=times, mixes=mixes)
         decoding(subject, 1)
-        for identity in range(1, 16):
-            subject.add(sequence(identity, 128, 64))
-        subject.admit()
+        arrive(subject, *(sequence(identity, 128, 64) for identity in range(1, 16)))
         total = since = longest = 0.0
         while subject.running > 1:
-            step = subject.next_step()
-            seconds = subject.costs[step.graph.name]
-            subject.begin(step)
-            subject.complete(step, seconds)
+            (step,) = steps(subject, 1)
+            seconds = times[step.graph.name]
             total, since = total + seconds, since + seconds
             for row in step.rows:
                 row.sequence.output += [7] * row.samples

@@ -59,7 +59,7 @@ def steps(draw):
     return bucket, draw(st.lists(st.lists(st.none() | row, min_size=batch, max_size=batch), min_size=1, max_size=6))
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(steps(), st.booleans())
 def test_rows_hold_what_arrays_written_anew_would(case, arrays):
     bucket, plan = case

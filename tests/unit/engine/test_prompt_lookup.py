@@ -35,21 +35,10 @@ def test_guesses_equal_those_of_a_search(text, count, cut):
     assert lookup.draft(count) == searched(text, count)[:count]
 
 
-def test_examples():
+def test_guesses_follow_the_longest_and_newest_run_and_expectations_what_came_true():
     lookup = Lookup()
     lookup.extend([1, 2, 3, 9, 8, 2, 3, 7, 7, 1, 2, 3])
     assert lookup.draft(4) == (9, 8, 2, 3), "three tokens are surer than the newer two"
-    lookup.extend([4, 2, 3])
-    assert lookup.draft(3) == (4, 2, 3), "of two places the newer; it goes on as it went on"
-    lookup.extend([5])
-    assert lookup.draft(3) == ()
-    circle = Lookup()
-    circle.extend([6, 6, 6])
-    assert circle.draft(5) == (6,) * 5
-
-
-def test_what_to_expect_follows_what_came_true():
-    lookup = Lookup()
     before = lookup.expected(4)
     assert lookup.expected(0) == 0
     lookup.learn(4, 4)
@@ -100,19 +89,6 @@ def test_what_was_right_is_kept_up_to_the_first_difference(tokens, kept):
     row = speculation.settle(fed.rows[0], tokens)
     assert row.length == kept and (speculation.drafted, speculation.accepted) == (4, kept - 1)
     assert (lookup.acceptance > before) == (kept > 1)
-
-
-def test_a_row_whose_guesses_were_wrong_stops_until_they_would_have_been_right():
-    speculation = Speculation([VERIFYING], 4, {PLAIN.name: 1.0, VERIFYING.name: 1.5})  # pyright: ignore[reportArgumentType]
-    step = decode_step([7] * 9)
-    verified = 0
-    while (fed := speculation.put(step)).graph == VERIFYING:
-        speculation.settle(fed.rows[0], [3] * 5)
-        verified += 1
-    assert 1 <= verified < 10
-    for _ in range(5):
-        speculation.settle(speculation.put(step).rows[0], [7] * 5)
-    assert speculation.put(step).graph == VERIFYING
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from bench import train
-from bench.options import Options
 from bench.plain_llama import PlainLlama
 from bench.train_ranks import QUICK_SIZES, decoder_config
 from nxd_models.llama.model import CausalLM
@@ -26,20 +25,6 @@ def test_the_plain_llama_is_the_model():
     for name, param in plain.named_parameters():
         assert param.grad is not None
         torch.testing.assert_close(param.grad, grads[name].grad, rtol=1e-5, atol=1e-9)
-
-
-def test_everybody_trains_one_model(tmp_path, monkeypatch):
-    monkeypatch.setenv("NXD_INFER_BENCH", str(tmp_path))
-    figures = train._ranks(Options(quick=True))
-    who = {"one process", "tp 2", "tp 2, sequence parallel", "tp 2 over gloo", "DTensor"}
-    who |= {"ZeRO-1", "ZeRO-1 over gloo", "FSDP2", "DDP"}
-    assert set(figures["seconds"]) == set(figures["losses"]) == who
-    assert all(len(found) == 2 and min(found) > 0 for found in figures["seconds"].values())
-    alone = figures["losses"]["one process"]
-    assert all(losses == pytest.approx(alone, rel=1e-4) for losses in figures["losses"].values())
-    state = figures["state"]
-    assert state["whole"] / 2 <= state["most"] <= state["whole"] / 2 + state["padding"]
-    assert not list(tmp_path.glob("train-*")), "checkpoints are removed"
 
 
 def test_rows_compare_round_by_round():

@@ -6,18 +6,10 @@ import pytest
 
 from nxd_infer.errors import ModelConfigError
 from nxd_server.engine import Engine, ErrorEvent, SamplingParams
-from nxd_server.errors import (
-    DeadlineExceededError,
-    MaxTokensError,
-    PromptTooLongError,
-    QueueFullError,
-    RequestError,
-)
-from tests.support.engine.asking import GREEDY, ask, held
+from nxd_server.errors import DeadlineExceededError, MaxTokensError, PromptTooLongError, QueueFullError, RequestError
+from tests.support.engine.asking import BOTH_WAYS, GREEDY, ask, held
 from tests.support.engine.toy_model import EOS, TOP, VOCAB, Listener, ToyModel, naive_generate
 from tests.support.processes import wait_until
-
-pytestmark = pytest.mark.usefixtures("toy_takes_steps")
 
 
 def find_prompt(condition):
@@ -29,6 +21,7 @@ def find_prompt(condition):
     raise AssertionError("no such prompt")
 
 
+@BOTH_WAYS
 def test_end_of_sequence_ends_the_answer_unless_it_is_ignored(engines):
     engine = engines()
     prompt = find_prompt(lambda tokens: 3 <= len(tokens) < 12)
@@ -73,6 +66,7 @@ def test_logprobs_are_sorted_and_as_many_as_asked_for(engines):
     assert ask(engine, [1, 2], GREEDY.replace(logprobs=0)).events[0][0].top == ()
 
 
+@BOTH_WAYS
 def test_cancelling_frees_the_slot_for_those_who_wait(engines):
     engine = engines(model := ToyModel(slots=1))
     first, second = Listener(), Listener()

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import signal
 import sys
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from bench import plot, report, sizes
+from bench.__main__ import main
 from bench.options import Options
 from bench.stats import Verdict, summary
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -73,48 +71,36 @@ def test_plots_hold_every_line_and_are_equal_for_equal_figures(results, tmp_path
     assert first == [(tmp_path / "images" / name).read_bytes() for name in ("decode.svg", "context.svg")]
 
 
-MEASURED = """
-import sys
-from pathlib import Path
-from bench import __main__, report, sizes
+def test_a_trial_that_failed_loses_no_figures_and_what_is_missed_is_named(results, tmp_path, monkeypatch):
+    """`bench sizes` with measurements that are made up."""
 
-seconds, failed = float(sys.argv.pop()), sys.argv.pop()
+    def trials(path, model, found):
+        found["swap"] = 2.0
+        raise SystemExit("a swap was answered 500")
 
-def trials(path, model, found):
-    found["swap"] = 2.0
-    if failed:
-        sys.exit(failed)
-
-sizes._model = sizes._artifact = lambda *_: None
-sizes._record = lambda *_: {"planned": 1.0, "held": 1.0, "with_files": 1.0}
-sizes.measure = lambda *_: {"bytes": 1, "memory": [1], "start_seconds": [seconds], "recovery_seconds": [1.0]}
-sizes.trials, report.RESULTS = trials, Path("results")
-__main__.main()
-"""
-
-
-def _sizes(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    """`bench sizes` with measurements that are made up: why a trial failed, and the seconds of a start."""
-    command = [sys.executable, "-c", MEASURED, "sizes", "--sizes", "3.0B", "--folder", folder, *more]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-
-
-def test_a_trial_that_failed_loses_no_figures(tmp_path):
-    done = _sizes(tmp_path, "a swap was answered 500", "7")
-    assert done.returncode == 1 and "a swap was answered 500" in done.stderr
-    figures = json.loads((tmp_path / "results" / "sizes.json").read_text())["figures"]["3.0B"]
-    assert figures["start_seconds"] == [7.0] and figures["trials"] == {"swap": 2.0}
-
-
-@pytest.mark.parametrize(
-    ("seconds", "more", "status"), [("7", [], 0), ("9", [], 1), ("9", ["--quick"], 0)], ids=["kept", "missed", "quick"]
-)
-def test_a_requirement_that_is_missed_is_the_status_and_named(tmp_path, seconds, more, status):
-    done = _sizes(tmp_path, *more, "", seconds)
-    assert done.returncode == status, done.stderr
-    assert ("  sizes: 3.0B, start to ready\n" in done.stderr) == (status == 1)
-    assert "killed to ready again" not in done.stderr
+    made = {"bytes": 1, "memory": [1], "start_seconds": [9.0], "recovery_seconds": [1.0]}
+    for name, function in {
+        "_model": lambda *_: None,
+        "_artifact": lambda *_: None,
+        "_record": lambda *_: {"planned": 1.0, "held": 1.0, "with_files": 1.0},
+        "measure": lambda *_: made,
+        "trials": trials,
+    }.items():
+        monkeypatch.setattr(sizes, name, function)
+    with pytest.raises(SystemExit, match="a swap was answered 500"):
+        sizes.run(Options(sizes=("3.0B",), folder=tmp_path))
+    record = report.read("sizes")
+    assert record is not None and record.figures["3.0B"]["trials"] == {"swap": 2.0}
+    assert record.figures["3.0B"]["start_seconds"] == [9.0]
+    monkeypatch.setattr(sizes, "run", lambda options: None)
+    for module, name in ((signal, "signal"), (signal, "alarm"), (os, "sched_setaffinity")):
+        monkeypatch.setattr(module, name, lambda *_: None)
+    monkeypatch.setenv("COLUMNS", "80")  # which it sets where nothing has
+    monkeypatch.setattr(sys, "argv", ["bench", "sizes", "--sizes", "3.0B"])
+    with pytest.raises(SystemExit, match=r"(?s)short of .*  sizes: 3\.0B, start to ready$"):
+        main()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--quick"])
+    main()
 
 
 def test_what_grows_with_a_model_is_plotted_against_its_bytes(results, tmp_path, monkeypatch):

@@ -8,10 +8,10 @@ from nxd_server.engine import Engine
 from tests.support.engine.toy_model import ToyModel
 
 
-@pytest.fixture(params=[False, True], ids=["each", "ahead"])
-def toy_takes_steps(request, monkeypatch):
-    """Toy models take a step when the one before it is over, or while it runs."""
-    monkeypatch.setattr(ToyModel, "ahead", request.param)
+@pytest.fixture(autouse=True)
+def takes_steps(request, monkeypatch):
+    """A toy model takes a step while the one before it runs; with ``BOTH_WAYS`` also when that is over."""
+    monkeypatch.setattr(ToyModel, "ahead", getattr(request, "param", True))
 
 
 @pytest.fixture

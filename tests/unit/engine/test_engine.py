@@ -7,21 +7,17 @@ import threading
 import time
 
 import pytest
-import torch
 
 from nxd_server.engine import Engine, SamplingParams
 from nxd_server.engine.core.sequence import derive_seed
-from nxd_server.errors import (
-    EngineUnavailableError,
-)
-from tests.support.engine.asking import GREEDY, ask, held
+from nxd_server.errors import EngineUnavailableError
+from tests.support.engine.asking import BOTH_WAYS, GREEDY, SYSTEM, ask, held
 from tests.support.engine.toy_model import EOS, VOCAB, Listener, ToyModel, naive_generate
 from tests.support.processes import wait_until
 
-pytestmark = pytest.mark.usefixtures("toy_takes_steps")
 
-
-@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 15, 16, 17, 33, 51, 52, 60, 62, 63, 64])
+@BOTH_WAYS
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 17, 52, 63, 64])
 def test_greedy_tokens_equal_the_naive_ones_for_every_kind_of_length(engines, length):
     prompt = [(7 * place) % VOCAB for place in range(length)]
     room = max(1, 64 - length)
@@ -30,11 +26,14 @@ def test_greedy_tokens_equal_the_naive_ones_for_every_kind_of_length(engines, le
     assert result.end.reason == "length"
     assert result.end.usage.prompt_tokens == length
     assert result.end.usage.completion_tokens == len(result.tokens[0]) == min(12, room)
+    timings = result.end.timings
+    assert timings.arrived <= timings.admitted <= timings.first_token <= timings.finished
 
 
-@pytest.mark.parametrize(("seed", "prompt_rows"), [(0, 0), (1, 0), (2, 0), (0, 5), (1, 16)])
+@BOTH_WAYS
+@pytest.mark.parametrize(("seed", "prompt_rows"), [(0, 0), (1, 5)])
 def test_random_traffic_with_cancellations_gives_everyone_their_own_tokens(engines, seed, prompt_rows):
-    """From several threads at once: lengths, parameters, seeds, cancellations at any moment."""
+    """From several threads at once: lengths, beginnings in common, parameters, seeds, cancellations at any moment."""
     model = ToyModel(slots=3, max_len=48, prompt_buckets=(4, 8), delay=0.0002, prompt_rows=prompt_rows)
     engine = engines(model, max_queued_requests=10**6)
     failures = []
@@ -42,8 +41,9 @@ def test_random_traffic_with_cancellations_gives_everyone_their_own_tokens(engin
 
     def client(number):
         rng = random.Random(seed * 100 + number)
-        for turn in range(10):
-            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
+        for turn in range(5):
+            shared = SYSTEM[: rng.choice([0, 18, 20])]
+            prompt = [*shared, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 40 - len(shared))))]
             room = min(20, 48 - len(prompt))
             params = SamplingParams(
                 max_tokens=rng.randint(1, room), temperature=rng.choice([0, 0, 0.7, 1.5]), top_k=rng.choice([0, 3]),
@@ -79,7 +79,7 @@ def test_random_traffic_with_cancellations_gives_everyone_their_own_tokens(engin
     assert not failures
     assert any(len(set(slots)) < len(slots) for _, slots in model.steps) == (prompt_rows > 0)
     stats = engine.stats()
-    assert sum(stats.finished.values()) == stats.submitted == 80
+    assert stats.reused_tokens > 0 and sum(stats.finished.values()) == stats.submitted == 40
     assert stats.running == stats.waiting == stats.waiting_tokens == 0 and stats.kv_usage == 0
 
 
@@ -186,11 +186,6 @@ def test_a_burst_of_prompts_does_not_stall_a_running_stream(engines):
     assert "prefill_s16 prefill_s16" not in " ".join(names[first:last])
 
 
-def test_events_carry_times_in_order(engines):
-    timings = ask(engines(), [1, 2, 3]).end.timings
-    assert timings.arrived <= timings.admitted <= timings.first_token <= timings.finished
-
-
 def test_a_step_is_begun_while_the_one_before_it_runs(engines):
     """Where its tokens may be unknown. An answer whose length is known takes no step more; what a step gave for a
     choice that had stopped by then is nobody's."""
@@ -209,11 +204,3 @@ def test_a_step_is_begun_while_the_one_before_it_runs(engines):
         bucket.inputs[0].minimum = 0  # no token may be unknown
     assert ask(engines(other), [1, 2, 3]).tokens[0] == naive_generate([1, 2, 3], max_tokens=12, ignore_eos=True)
     assert other.most_begun == 1
-
-
-def test_the_tensors_of_a_step_have_the_manifests_dtypes():
-    model = ToyModel(ahead=False)
-    inputs = Engine(model)._batcher.padding_inputs("decode_b4")
-    for spec in model.manifest.bucket("decode_b4").inputs:
-        assert inputs[spec.name].dtype == spec.torch_dtype and list(inputs[spec.name].shape) == spec.shape
-    assert torch.equal(inputs["top_p"], torch.ones(4)) and torch.equal(inputs["repetition_penalty"], torch.ones(4))

@@ -8,18 +8,13 @@ import pytest
 
 from nxd_infer.errors import RankDiedError
 from nxd_server.engine import Engine
-from nxd_server.errors import (
-    EngineFailedError,
-    EngineUnavailableError,
-    GenerationError,
-)
-from tests.support.engine.asking import GREEDY, ask, held
+from nxd_server.errors import EngineFailedError, EngineUnavailableError, GenerationError
+from tests.support.engine.asking import BOTH_WAYS, GREEDY, ask, held
 from tests.support.engine.toy_model import VOCAB, Listener, ToyModel, naive_generate
 from tests.support.processes import wait_until
 
-pytestmark = pytest.mark.usefixtures("toy_takes_steps")
 
-
+@BOTH_WAYS
 def test_a_step_that_fails_ends_its_own_requests_only(engines):
     model = ToyModel(slots=4, batch_sizes=(1,), delay=0.001)
     engine = engines(model)
@@ -57,33 +52,6 @@ def test_a_row_that_cannot_be_written_fails_alone_and_its_place_is_free_for_othe
     for first, listener in zip((2, 3), listeners[1:], strict=True):
         assert listener.tokens[0] == naive_generate([first, 1], max_tokens=12, ignore_eos=True)
     assert engine.state == "ready" and engine.model.restarts == 0
-
-
-def test_a_prompt_whose_rows_cannot_all_be_written_fails_alone(engines, monkeypatch):
-    """In the middle of those that it has in a decode step: what was written of it lies in a slot that is free then."""
-    engine = engines(ToyModel(slots=3, batch_sizes=(1,), delay=0.001, prompt_rows=8), stall_ratio=1.0)
-    submitted = threading.Event()
-    for inputs in engine._batcher._steps.inputs.values():
-        put = inputs.put
-
-        def refuse(place, row, sampler, put=put):
-            if row.sequence.prompt[0] == 2 and row.start == 5:
-                assert submitted.wait(60)  # or the stream may be over by then, and the prompt is read alone
-            if row.sequence.prompt[0] == 77 and row.start == 5:
-                raise OverflowError("no such number in float32")
-            put(place, row, sampler)
-
-        monkeypatch.setattr(inputs, "put", refuse)
-    stream, late, poor = Listener(), Listener(), Listener()
-    long = GREEDY.replace(max_tokens=40)
-    tickets = [engine.submit([2, 1], long, stream)]
-    wait_until(lambda: stream.tokens[0])
-    tickets += [engine.submit([77, *range(6)], GREEDY, poor), engine.submit([3] * 9, GREEDY, late)]
-    submitted.set()
-    assert all(ticket.wait(60) for ticket in tickets)
-    assert isinstance(poor.end.error, GenerationError) and "no such number" in str(poor.end.error)
-    assert stream.tokens[0] == naive_generate([2, 1], max_tokens=40, ignore_eos=True)
-    assert late.tokens[0] == naive_generate([3] * 9, max_tokens=12, ignore_eos=True)
 
 
 @pytest.mark.parametrize("damage", ["nan", "range"])
@@ -124,6 +92,7 @@ def test_a_listener_that_raises_loses_its_own_request_only(engines):
     assert engine.state == "ready"
 
 
+@BOTH_WAYS
 def test_dead_ranks_fail_every_request_with_a_typed_error_and_come_back(engines):
     model = ToyModel(slots=2, delay=0.001)
     states = []
@@ -158,14 +127,12 @@ def test_dead_ranks_fail_every_request_with_a_typed_error_and_come_back(engines)
     assert caught.value.state == "failed" and caught.value.retry_after is None
 
 
-@pytest.mark.parametrize("foreseen", [True, False])
-def test_a_restart_that_fails_leaves_the_engine_failed(engines, caplog, foreseen):
-    """Expected errors are one log line; only unexpected ones have a traceback."""
+def test_a_restart_that_fails_leaves_the_engine_failed(engines):
     model = ToyModel()
     engine = engines(model)
 
     def no_restart():
-        raise RankDiedError("it will not start", 0) if foreseen else TypeError("it will not start")
+        raise RankDiedError("it will not start", 0)
 
     model.restart = no_restart
     listener = Listener()
@@ -175,12 +142,6 @@ def test_a_restart_that_fails_leaves_the_engine_failed(engines, caplog, foreseen
     assert ticket.wait(60) and isinstance(listener.end.error, EngineFailedError)
     assert engine.wait_failed(60)
     assert "will not start" in engine.health().error and "will not start" in engine.verdict
-    told = [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
-    assert [record.getMessage().partition(":")[0] for record in told] == [
-        "the ranks failed",
-        "the ranks could not be started again",
-    ]
-    assert [bool(record.exc_info) for record in told] == [False, not foreseen]
 
 
 def test_a_rank_that_dies_while_nothing_runs_is_noticed(engines):
