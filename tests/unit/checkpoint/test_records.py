@@ -13,30 +13,20 @@ from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
 from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.errors import CheckpointError
 from nxd_infer.trainer.data import ResumableLoader
-from tests.support.trainer.jobs import training
-from tests.support.trainer.models import mlp, vectors
+from tests.support.checkpoint.older import without_checksums
+from tests.support.trainer.jobs import trained_mlp, training
+from tests.support.trainer.models import mlp
 
 RECORD = "rank_00000.json"
 Change = Callable[[Any], Any]
 
 
-def small():
-    model, optimizer = training(mlp)
-    model.run_train(**vectors())
-    optimizer.step()
-    return model, optimizer
-
-
 def bare(root: Path, change: Callable[[str], str]) -> None:
     """A checkpoint as the first version wrote it, without checksums, with a changed record."""
-    save_checkpoint(root, "a", *small(), user_content=1)
+    save_checkpoint(root, "a", *trained_mlp(), user_content=1)
     folder = root / "a"
     (folder / RECORD).write_text(change((folder / RECORD).read_text()))
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["blake3"]
-    manifest["files"][RECORD] = (folder / RECORD).stat().st_size
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    (folder / "done").write_text("")
+    without_checksums(folder)
 
 
 def put(*path: str, value: Any = None, drop: bool = False) -> Change:
@@ -64,21 +54,14 @@ PIECE = ("model", "pieces", "unused")
     [
         (lambda record: [record], "must hold an object"),
         (put("place", drop=True), "'place' must be an object with a whole number for tp and dp, got None"),
-        (put("place", value={"tp": "0", "dp": 0}), "'place' must be an object"),
         (put("model", value=3), "'model' must be an object with the name of a file, got 3"),
-        (put("model", "file", value=["x"]), "'model' must be an object with the name of a file"),
         (put("model", "file", value="../a"), "would lie outside of it"),
         (put("model", "file", value="nowhere.safetensors"), "nowhere.safetensors"),
         (put("model", "file", value="x" * 300), "cannot be opened: File name too long"),
         (put("model", "pieces", value=[]), r"'model': 'pieces' must be an object of objects, got \[\]"),
-        (put(*PIECE, value=3), "'pieces' must be an object of objects"),
         (put(*PIECE, "layout", drop=True), "'unused' is damaged"),
-        (put(*PIECE, "layout", value=5), "'unused' is damaged"),
-        (put(*PIECE, "logical", value=["unused"]), "'unused' is damaged"),
         (put(*PIECE, "logical", value={"unused": ["3"]}), "'unused' is damaged"),
-        (put(*PIECE, "range", value=[0]), "'unused' is damaged"),
         (put(*PIECE, "range", value=["0", "3"]), "'unused' is damaged"),
-        (put(*PIECE, "shape", value=[-3]), "'unused' is damaged"),
         (put(*PIECE, "shape", value=[4]), "'unused' is damaged.*do not agree"),
         (put(*PIECE, "logical", value={"other": [3]}), "'unused' is damaged.*do not agree"),
         (put(*PIECE, "range", value=[0, 4]), "'unused' is damaged.*do not agree"),
@@ -87,12 +70,10 @@ PIECE = ("model", "pieces", "unused")
         (put("optimizer", "pieces", "unused", "values", value=[1]), "'unused' is damaged"),
         (put(*PIECE, "plans", value=[[[]]]), "'unused' is damaged"),
         (put("optimizer", "param_groups", drop=True), "'param_groups' must be a list of objects, got None"),
-        (put("optimizer", "param_groups", value=[3]), r"'param_groups' must be a list of objects, got \[3\]"),
         (put("values", drop=True), "rank_00000.json holds no 'values'"),
         (put("values", "structure", drop=True), "'values': it has no 'structure'"),
         (put("values", "structure", value={"dict": []}), "'values': it has no 'user_content'"),
         (put("values", "structure", value={"dict": [[{"list": []}, 1]]}), "the structure of the checkpoint is damaged"),
-        (put("values", "structure", value=[1]), "the structure of the checkpoint is damaged"),
         (put("values", "structure", value={"tensor": "x"}), "rank_00000"),
     ],
 )
@@ -135,18 +116,6 @@ def test_a_record_that_is_nested_deeply(tmp_path: Path, depth: int):
     bare(tmp_path, nest)
     with pytest.raises(CheckpointError, match=r"damaged|nested too deeply"):
         load_checkpoint(tmp_path, "a", *training(mlp, seed=1))
-
-
-def test_values_that_are_nested_deeply(tmp_path: Path):
-    content: Any = 1
-    for _ in range(5000):
-        content = [content]
-    with pytest.raises(CheckpointError, match="nested too deeply"):
-        save_checkpoint(tmp_path, "a", user_content=content)
-    endless: dict[str, Any] = {}
-    endless["itself"] = endless
-    with pytest.raises(CheckpointError, match="is user_content itself, which contains it"):
-        save_checkpoint(tmp_path, "a", user_content=endless)
 
 
 def test_memory_is_for_what_the_files_hold(tmp_path: Path):

@@ -1,8 +1,7 @@
-"""Checkpoints in stores: s3fs against an HTTP server that speaks the few calls, and what fsspec itself brings."""
+"""Checkpoints in a bucket: s3fs against an HTTP server that speaks the few calls."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint, wait_for_save
-from nxd_infer.checkpoint.storage import LocalStorage, RemoteStorage, storage_of
+from nxd_infer.checkpoint.storage import RemoteStorage
 from nxd_infer.errors import CheckpointError
 from tests.support.checkpoint.s3_server import s3_server
 from tests.support.e2e.command import nxd_infer_here
@@ -85,37 +84,73 @@ def test_damage_in_a_bucket(bucket):
     assert load_checkpoint("s3://models", model=model) == "older"
     save_checkpoint("s3://models", "b", model)
     assert {key.split("/")[1] for key in objects} == {"older.00000001", "b.00000003"}  # the next save has tidied up
-    with pytest.raises(CheckpointError, match=r"s3://forbidden/x: Forbidden"):
-        RemoteStorage("s3://forbidden").read("x")
-    with pytest.raises(FileNotFoundError, match="s3://models/x does not exist"):
-        RemoteStorage("s3://models").read("x")
 
 
-def of_two_ranks(endpoint: str) -> None:
+def reached(endpoint: str) -> None:
     os.environ.update(KEYS, AWS_ENDPOINT_URL=endpoint)
-    try:
-        model, optimizer = training(mlp, **ZERO1)
-        model.run_train(**vectors())
-        optimizer.step()
-        save_checkpoint("s3://models/job", "a", model, optimizer, user_content=5)
-        other = training(mlp, seed=4, **ZERO1)
-        assert load_checkpoint("s3://models/job", None, *other) == 5
-        wanted = model.state_dict()
-        assert all(torch.equal(value, wanted[name]) for name, value in other[0].state_dict().items())
-    finally:
-        for name in (*KEYS, "AWS_ENDPOINT_URL"):
-            del os.environ[name]
+
+
+def saved(endpoint: str) -> None:
+    reached(endpoint)
+    model, optimizer = training(mlp, **ZERO1)
+    model.run_train(**vectors())
+    optimizer.step()
+    save_checkpoint("s3://models/job", "a", model, optimizer, user_content=5)
+    other = training(mlp, seed=4, **ZERO1)
+    assert load_checkpoint("s3://models/job", None, *other) == 5
+    wanted = model.state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in other[0].state_dict().items())
+
+
+def untouched(endpoint: str) -> str:
+    """This rank's error, for a model and an optimizer that must stay unchanged."""
+    reached(endpoint)
+    model, optimizer = training(mlp, seed=4, **ZERO1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError) as raised:
+        load_checkpoint("s3://models/job", None, model, optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state
+    return str(raised.value)
 
 
 def test_ranks_and_tools_in_a_bucket(bucket, tmp_path: Path, capsys, monkeypatch):
-    endpoint, _, _ = bucket
-    run_ranks(of_two_ranks, 2, endpoint, tp=2)
+    """Damage is found by one rank before anything changes on any."""
+    endpoint, objects, _ = bucket
+    run_ranks(saved, 2, endpoint, tp=2)
     run = partial(nxd_infer_here, capsys, monkeypatch, "ckpt")
     assert "tp 2" in run("inspect", "s3://models/job").out
     assert run("reshard", "s3://models/job", tmp_path / "one", "--tp", 1).status == 0
     assert run("reshard", tmp_path / "one", "s3://models/two", "--tp", 2).status == 0
     done = run("diff", "s3://models/job", "s3://models/two")
     assert done.status == 0 and " 0 differ" in done.out
+    (file,) = (name for name in objects if "job/" in name and name.endswith("model.tp_rank_01.pp_rank_00.safetensors"))
+    objects[file] = objects[file][:-1] + bytes([objects[file][-1] ^ 1])
+    told = run_ranks(untouched, 2, endpoint, tp=2)
+    assert sum(f"s3://{file} differs from its checksum" in text for text in told) == 1, told
+
+
+def test_a_file_of_several_parts(bucket):
+    """Above 8 MB a file travels in parts, both ways."""
+    _, objects, _ = bucket
+    model, other = nn.Linear(1600, 1600), nn.Linear(1600, 1600)
+    save_checkpoint("s3://models", "a", model, user_content=1)
+    assert len(objects["models/a.00000001/model.tp_rank_00.pp_rank_00.safetensors"]) > 8 << 20
+    assert load_checkpoint("s3://models", model=other) == 1 and torch.equal(other.weight, model.weight)
+
+
+def test_a_whole_checkpoint_survives_a_failure_to_tidy_up(monkeypatch: pytest.MonkeyPatch):
+    """Removing an older one fails halfway: that is reported, and the new one exists."""
+    with s3_server(kept={"models/a.00000001/manifest.json"}) as (endpoint, objects, _):
+        for name, value in {**KEYS, "AWS_ENDPOINT_URL": endpoint}.items():
+            monkeypatch.setenv(name, value)
+        model, other = nn.Linear(3, 3), nn.Linear(3, 3)
+        save_checkpoint("s3://models", "a", model, user_content="a")
+        save_checkpoint("s3://models", "b", model, user_content="b", num_kept_ckpts=1, async_save=True)
+        with pytest.raises(CheckpointError, match=r"a.00000001/manifest.json.*AccessDenied"):
+            wait_for_save()
+        assert "models/a.00000001/done" not in objects
+        assert load_checkpoint("s3://models", model=other) == "b" and torch.equal(other.weight, model.weight)
 
 
 LAST_SAVES = (
@@ -139,70 +174,15 @@ def test_the_process_ends_when_its_save_is_whole(code: str, bucket):
     assert "models/last.00000001/done" in objects or "models/last/rank_00001.json" in objects
 
 
-def test_what_a_path_names(tmp_path: Path):
-    assert isinstance(storage_of(tmp_path), LocalStorage)
-    for url in (f"file://{tmp_path}", f"local://{tmp_path}"):
-        storage = storage_of(url)
-        assert isinstance(storage, LocalStorage) and storage.root == tmp_path
-    for url in ("s3://bucket/a/b/", Path("s3://bucket/a/b")):
-        storage = storage_of(url)
-        assert isinstance(storage, RemoteStorage) and storage.where("c") == "s3://bucket/a/b/c"
-    with pytest.raises(CheckpointError, match="names no bucket"):
-        storage_of("s3://")
-    for text in ("simplecache::s3://bucket/a", "S3://bucket/a"):
-        with pytest.raises(CheckpointError, match="is not a URL of one store"):
-            storage_of(text)
-    with pytest.raises(CheckpointError, match="nowhere://a: Protocol not known: nowhere"):
-        storage_of("nowhere://a")
-
-
-def test_a_store_whose_package_is_absent_names_it(monkeypatch: pytest.MonkeyPatch):
-    for package in ("s3fs", "gcsfs", "adlfs"):
-        monkeypatch.setitem(sys.modules, package, None)
-    loaded = importlib.import_module("fsspec.registry")._registry
-    for scheme in ("s3", "gs", "abfs"):
-        monkeypatch.delitem(loaded, scheme, raising=False)
-    for url, fix in (
-        ("s3://b/c", r"Install s3fs .*pip install 'nxd-infer\[s3\]'"),
-        ("gs://b", "gcsfs"),
-        ("abfs://b", "adlfs"),
-    ):
-        with pytest.raises(CheckpointError, match=f"{url} needs a package: .*{fix}"):
-            save_checkpoint(url, "a", MLP())
-
-
-def test_a_store_that_fsspec_brings():
-    """As in a bucket, without a package of its own."""
-    root = "memory://jobs/run"
-    assert not has_checkpoint(root) and load_checkpoint(root) is None
-    model, other = MLP(), MLP()
-    for step in range(4):
-        with torch.no_grad():
-            model.unused.fill_(step)
-        save_checkpoint(root, f"step_{step}", model, user_content=step, num_kept_ckpts=2, async_save=step == 3)
-    wait_for_save()
-    assert storage_of(root).folders() == ["step_2.00000003", "step_3.00000004"]
-    assert load_checkpoint(root, model=other) == 3 and torch.equal(other.unused, model.unused)
-    storage = storage_of(root)
-    name = "step_3.00000004/model.tp_rank_00.pp_rank_00.safetensors"
-    data = storage.read(name)
-    storage.write(name, data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match=r"memory://jobs/run/step_3.00000004/model.*differs from its checksum"):
-        load_checkpoint(root, model=other)
-    storage.delete("step_3.00000004/done")  # as a killed job leaves it
-    assert load_checkpoint(root, model=other) == 2
-    save_checkpoint(root, "step_2", model, user_content="again")
-    assert storage.folders() == ["step_2.00000005"] and load_checkpoint(root) == "again"
-
-
-def test_a_bucket_that_is_not_there_is_no_empty_folder(bucket):
+def test_a_store_that_is_not_there_is_no_empty_folder(bucket, monkeypatch: pytest.MonkeyPatch):
     """A job that resumes from a misspelled one would begin anew."""
     with pytest.raises(CheckpointError, match="s3://missing/run: NoSuchBucket"):
         load_checkpoint("s3://missing/run")
-
-
-def test_a_service_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
-    for name, value in {**KEYS, "AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_MAX_ATTEMPTS": "1"}.items():
+    with pytest.raises(CheckpointError, match=r"s3://forbidden/x: Forbidden"):
+        RemoteStorage("s3://forbidden").read("x")
+    with pytest.raises(FileNotFoundError, match="s3://models/x does not exist"):
+        RemoteStorage("s3://models").read("x")
+    for name, value in {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_MAX_ATTEMPTS": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(CheckpointError, match="s3://models"):
         save_checkpoint("s3://models", "a", nn.Linear(2, 2))

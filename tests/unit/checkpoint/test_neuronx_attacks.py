@@ -13,7 +13,7 @@ import torch
 from nxd_infer.checkpoint.neuronx.archive import open_reference
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.files.pickles import read_pickle, read_reference_xser
-from tests.integration.checkpoint.test_neuronx_files import TensorReference, write
+from tests.support.checkpoint.reference import TensorReference, write
 
 
 def cyclic(depth: int = 1) -> list[Any]:
@@ -34,7 +34,7 @@ def doubled(levels: int) -> Any:
     return value
 
 
-@pytest.mark.parametrize("tid", ["7", -1, 1.5, None, True, 1 << 40, [0], {}, "../../x"], ids=repr)
+@pytest.mark.parametrize("tid", ["../../x", -1, True, 1 << 40, {}], ids=repr)
 def test_a_tensor_of_no_number(tmp_path: Path, tid: Any):
     path = tmp_path / "tp_rank_00_pp_rank_00"
     write(path, {"model": {"w": TensorReference(tid)}}, True)
@@ -83,9 +83,7 @@ def test_a_rank_of_any_number(tmp_path: Path):
     [
         {"state": {0: {"m": torch.ones(1)}}},
         {"state": {0: 3}, "param_groups": [{"params": [0]}]},
-        {"state": [1], "param_groups": [{"params": [0]}]},
         {"state": {}, "param_groups": [7]},
-        {"state": {}, "param_groups": [{"params": 3}]},
         {"base_state": {0: {5: torch.ones(1)}}, "param_groups": [{"params": [0]}]},
         {"base_state": {}, "sharded_master_weights": {0: "x"}, "param_groups": [{"params": [0]}]},
     ],
