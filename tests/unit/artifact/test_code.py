@@ -31,10 +31,15 @@ class Payload:
         return os.mkdir, (str(self.marker),)
 
 
-def test_a_bucket_kernel_is_code_and_can_be_refused(tmp_path):
-    def kernel(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
-        return tensors, torch.tensor([0])
+def kernel(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    return tensors, torch.tensor([0])
 
+
+def another(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    return tensors, torch.tensor([1])
+
+
+def test_a_bucket_kernel_is_code_and_can_be_refused(tmp_path):
     source = toy.build(tmp_path / "good", degree=1, kernel=kernel)
     with pytest.raises(ArtifactError, match=r"bucket_kernel\.pt, which is code, .*allow_kernel=False.* if you trust"):
         parallel_model_load(source, allow_kernel=False)
@@ -42,13 +47,7 @@ def test_a_bucket_kernel_is_code_and_can_be_refused(tmp_path):
 
 
 def test_the_digest_covers_the_bucket_kernel(tmp_path):
-    def first(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
-        return tensors, torch.tensor([0])
-
-    def second(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
-        return tensors, torch.tensor([1])
-
-    one, other = (toy.build(tmp_path / k.__name__, degree=1, kernel=k) for k in (first, second))
+    one, other = (toy.build(tmp_path / k.__name__, degree=1, kernel=k) for k in (kernel, another))
     digest = load_artifact(one).digest
     assert digest != load_artifact(other).digest
     with pytest.raises(ArtifactCorruptError, match="expected"):
@@ -58,15 +57,10 @@ def test_the_digest_covers_the_bucket_kernel(tmp_path):
         load_artifact(one, expect_digest=digest)
 
 
-@pytest.mark.parametrize("writer", ["pickle", "torch"])
-@pytest.mark.parametrize("name", [weight_name(0), "bucket_kernel.pt"])
+@pytest.mark.parametrize(("writer", "name"), [("pickle", weight_name(0)), ("torch", "bucket_kernel.pt")])
 def test_a_pickle_in_place_of_a_file_is_never_executed(tmp_path, writer, name):
     """Even when the manifest vouches for it: its checksums are right."""
     marker = tmp_path / "executed"
-
-    def kernel(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
-        return tensors, torch.tensor([0])
-
     source = toy.build(tmp_path / "good", degree=1, kernel=kernel)
     good = load_artifact(source)
     hostile = tmp_path / "payload"

@@ -26,7 +26,6 @@ from nxd_infer.errors import (
 from nxd_infer.graph.stored import GraphFile
 from nxd_infer.layout.files.stream import write_safetensors
 from nxd_infer.runtime.load import load_artifact
-from nxd_infer.runtime.save_load import parallel_model_load
 from nxd_infer.trace.request import TracedBucket, TracedRank
 from nxd_infer.util.reading import unique_keys
 from tests.support import toy_artifacts as toy
@@ -56,21 +55,13 @@ def test_what_is_no_artifact(tmp_path):
         load_artifact(tmp_path / "file")
 
 
-def test_every_file_missing_is_named(artifact):
+def test_every_file_missing_truncated_or_flipped_is_named(artifact):
     for name in all_files(artifact):
         path = artifact / name
         data = path.read_bytes()
         path.unlink()
         with pytest.raises(ArtifactCorruptError, match=f"lacks its file {name}"):
             load_artifact(artifact)
-        path.write_bytes(data)
-    load_artifact(artifact)
-
-
-def test_every_file_truncated_or_flipped_is_named(artifact):
-    for name in all_files(artifact):
-        path = artifact / name
-        data = path.read_bytes()
         path.write_bytes(data[:-1])
         for verify in (True, False):
             with pytest.raises(ArtifactCorruptError, match=f"{name} .*is truncated"):
@@ -139,14 +130,6 @@ def test_older_artifacts_are_verified_by_their_sha256(artifact, tmp_path):
         load_artifact(artifact)
 
 
-def test_stray_files_are_ignored(artifact):
-    (artifact / "tp_9.pt").write_bytes(b"\x80\x04garbage")
-    (artifact / "weights" / "rank_99.safetensors").write_bytes(b"")
-    (artifact / "graphs" / "old").mkdir()
-    (artifact / "link").symlink_to("/etc")
-    load_artifact(artifact)
-
-
 def test_other_versions(artifact):
     manifest = json.loads((artifact / MANIFEST_NAME).read_text())
     edit(artifact, format="2.0")
@@ -193,12 +176,9 @@ def test_a_manifest_that_does_not_hold_together(artifact):
     weight = weight_name(1)
     for fields, text in [
         ({"tp_degree": 3, "layout": {}}, "has 2 graphs for 3 ranks"),
-        ({"tp_degree": 0, "layout": {}}, "tp degree 0"),
         ({"tp_degree": 1 << 62, "layout": {}}, "graphs for 4611686018427387904 ranks"),
         ({"buckets": [{**manifest["buckets"][0], "structure": 3}]}, "output '3' of bucket"),
         ({"layout": {"weights": {"table": {"logical": {"table": 3}, "ranks": [{}, {}]}}}}, "what 'table' is made of"),
-        ({"layout": {"weights": {"table": {"logical": {"table": [3]}, "ranks": [{}]}}}}, "made of on 2 ranks"),
-        ({"layout": {"unread": 3}}, "'unread' is not a list"),
         ({"target": {**manifest["target"], "cpu_features": 7}}, "its cpu_features are 7"),
         ({"buckets": []}, "no buckets"),
         ({"buckets": [manifest["buckets"][0]] * 2}, "bucket 'b2_s4' twice"),
@@ -216,20 +196,16 @@ def test_a_manifest_that_does_not_hold_together(artifact):
         load_artifact(artifact)
 
 
-def test_a_key_that_stands_twice_is_refused(artifact):
+def test_a_key_that_stands_twice_and_half_a_character_are_refused(artifact):
     path = artifact / MANIFEST_NAME
     text = path.read_text()
+    path.write_text(text.replace('"target": {', '"target": {"\\ud800": 1, ', 1))
+    with pytest.raises(ArtifactCorruptError, match="half a character"):
+        load_artifact(artifact)
     for place in ("{", '"files": {'):
         path.write_text(text.replace(place, f'{place}"tp_degree": 1, "tp_degree": 2, ', 1))
         with pytest.raises(ArtifactCorruptError, match="the key 'tp_degree' stands twice"):
             load_artifact(artifact)
-
-
-def test_half_a_character_is_refused(artifact):
-    path = artifact / MANIFEST_NAME
-    path.write_text(path.read_text().replace('"target": {', '"target": {"\\ud800": 1, ', 1))
-    with pytest.raises(ArtifactCorruptError, match="half a character"):
-        load_artifact(artifact)
 
 
 def test_a_key_that_stands_twice_is_found_in_one_pass():
@@ -328,12 +304,6 @@ def test_a_digest_pins_an_artifact(artifact, original):
     load_artifact(artifact, verify=False)
     with pytest.raises(ArtifactCorruptError, match="is altered"):
         load_artifact(artifact, verify=False, expect_digest=digest)  # a pinned artifact is always verified
-
-
-def test_loading_a_model_gives_the_same_refusals(artifact):
-    (artifact / weight_name(1)).unlink()
-    with pytest.raises(ArtifactCorruptError, match="rank_01"):
-        parallel_model_load(str(artifact))
 
 
 def test_numbers_that_json_lacks_come_back(tmp_path):

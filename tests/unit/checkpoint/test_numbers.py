@@ -12,9 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxd_infer.checkpoint import folder as folders
 from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint
-from nxd_infer.checkpoint.storage import LocalStorage
 from nxd_infer.errors import CheckpointError
 
 
@@ -66,13 +64,6 @@ def test_what_was_saved_again_is_not_replaced_by_what_was_before(tmp_path: Path)
     saved(tmp_path, "b")
     assert load_checkpoint(tmp_path, "a") == "again"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
-
-
-def test_an_unfinished_tag_keeps_its_number(tmp_path: Path):
-    """The mark of the newest is gone: what is saved next does not get its number again."""
-    saved(tmp_path, "a", "b")
-    (tmp_path / "b" / "done").unlink()
-    assert folders.begin(LocalStorage(tmp_path), "c") == 3
 
 
 def test_an_empty_mark_is_damage(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +15,28 @@ from nxd_infer.checkpoint.api import save_checkpoint
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.optimizer import NxDOptimizer
 
-
-def appended(groups: list[dict[str, Any]], more: nn.Parameter) -> str:
-    groups[0]["params"].append(more)
-    return "group 0 has 'more' in addition"
-
-
-def replaced(groups: list[dict[str, Any]], more: nn.Parameter) -> str:
-    groups[1]["params"] = [more]
-    return r"group 1 has 'more' in addition; group 1 lacks 'parameter 0 of shape \(3,\)'"
-
-
-def one_more_group(groups: list[dict[str, Any]], more: nn.Parameter) -> str:
-    groups.append({"params": [more], "lr": 1.0})
-    return "group 2 has 'more' in addition"
+Change = Callable[[list[dict[str, Any]], nn.Parameter], object]
+CHANGES: list[tuple[Change, str]] = [
+    (lambda groups, more: groups[0]["params"].append(more), "group 0 has 'more' in addition"),
+    (
+        lambda groups, more: groups[1].update(params=[more]),
+        r"group 1 has 'more' in addition; group 1 lacks 'parameter 0 of shape \(3,\)'",
+    ),
+    (lambda groups, more: groups.pop(), "group 1 lacks 'parameter 0"),
+    (lambda groups, more: groups.append({"params": [], "lr": 1.0}), "it has 3 groups instead of 2"),
+]
 
 
-def one_group_less(groups: list[dict[str, Any]], more: nn.Parameter) -> str:
-    del groups[1]
-    return "group 1 lacks 'parameter 0"
-
-
-def an_empty_group(groups: list[dict[str, Any]], more: nn.Parameter) -> str:
-    groups.append({"params": [], "lr": 1.0})
-    return "it has 3 groups instead of 2"
-
-
-@pytest.mark.parametrize("change", [appended, replaced, one_more_group, one_group_less, an_empty_group])
+@pytest.mark.parametrize(("change", "said"), CHANGES, ids=["appended", "replaced", "one less", "empty"])
 @pytest.mark.parametrize("zero1", [False, True], ids=["plain", "zero1"])
-def test_groups_that_were_changed_are_refused(change: Any, zero1: bool, tmp_path: Path):
+def test_groups_that_were_changed_are_refused(change: Change, said: str, zero1: bool, tmp_path: Path):
     """The wrapped optimizer has its own: what was appended was never stepped, and nothing said so."""
     more = nn.Parameter(torch.ones(2))
     more.nxd_name = "more"  # pyright: ignore[reportAttributeAccessIssue]
     params = [nn.Parameter(torch.ones(size)) for size in (2, 3)]
     optimizer: Any = NxDOptimizer([{"params": [p]} for p in params], torch.optim.SGD, zero1=zero1, defaults={"lr": 0.5})
     optimizer.param_groups[0]["params"] = list(reversed(optimizer.param_groups[0]["params"]))  # the order is free
-    said = change(optimizer.param_groups, more)
+    change(optimizer.param_groups, more)
     sum(p.sum() for p in (*params, more)).backward()  # pyright: ignore[reportAttributeAccessIssue]
     calls = [optimizer.step, copy.deepcopy(optimizer).step, optimizer.state_dict, optimizer.synchronize_gradients]
     for ask in (*calls, lambda: save_checkpoint(tmp_path, "a", optimizer=optimizer)):
