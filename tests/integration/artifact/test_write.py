@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from nxd_infer.artifact.reader import artifact_digest
 from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.errors import ArtifactError
 from nxd_infer.runtime.load import load_artifact
@@ -22,30 +21,6 @@ from tests.support.processes import wait_until
 
 def leftovers(directory: Path) -> list[str]:
     return [name for name in os.listdir(directory) if name.startswith(".")]
-
-
-def test_an_old_artifact_that_a_crash_left_aside_is_not_tidied_up(tmp_path, monkeypatch):
-    """Where directories cannot be exchanged, a machine may stop between the two renames."""
-    old = toy.build(tmp_path / "artifact")
-    digest = artifact_digest(old)
-    monkeypatch.setattr("nxd_infer.artifact.writer._exchange", lambda *_: False)
-    monkeypatch.setattr("nxd_infer.artifact.writer._YOUNG", 0.0)
-    rename = os.rename
-
-    def stops(source, target):
-        rename(source, target)
-        os._exit(9)
-
-    if (pid := os.fork()) == 0:
-        real, count = rename, iter(range(9))
-        monkeypatch.setattr(os, "rename", lambda a, b: stops(a, b) if next(count) == 1 else real(a, b))
-        toy.build(tmp_path / "artifact", weights=toy.logical_weights(1))
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
-    assert not old.exists()
-    toy.build(tmp_path / "artifact", weights=toy.logical_weights(2))
-    (left,) = tmp_path.glob(".artifact.old-*")
-    assert artifact_digest(left) == digest
 
 
 def test_a_file_size_limit_is_a_typed_error(tmp_path):

@@ -19,10 +19,8 @@ from torch import nn
 import nxd_infer as nxd
 from nxd_infer import comm
 from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint, wait_for_save
-from nxd_infer.comm.turns import in_turns
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, NxdError
-from nxd_infer.layout import weight_layout
 from nxd_infer.trainer.data import ResumableLoader
 from tests.support.checkpoint import stories
 from tests.support.checkpoint.stories import same_weights, stepped
@@ -130,57 +128,15 @@ def all_or_none(root: str, zero1: bool) -> None:
     assert os.listdir(root) == ["a"]
 
 
-def in_turns_of_one(root: str, zero1: bool) -> None:
-    """``num_workers`` ranks write, and read, at a time."""
-    seen = []
-
-    def action() -> None:
-        own = Path(root, str(current_context().rank))
-        own.touch()
-        seen.append(len(os.listdir(root)))
-        own.unlink()
-
-    for _ in range(20):
-        in_turns(current_context(), 1, action, of_world=True)
-    assert max(seen) == 1
-
-
 @pytest.mark.parametrize(
     "story",
     [
         *(stories.schedules_go_on, stories.masters_are_the_weights, stories.others_are_refused),
-        *(a_rate_in_sharded_files, all_or_none, in_turns_of_one),
+        *(a_rate_in_sharded_files, all_or_none),
     ],
 )
 def test_over_two_ranks(tmp_path: Path, story: Callable[[str, bool], None]):
     run_ranks(story, 2, str(tmp_path), True, tp=1)
-
-
-def filled_otherwise(root: str) -> None:
-    """Before the load, the model holds something else where it is filled up."""
-    options = {"mixed_precision_config": {"use_master_weights": True}}
-    jobs = []
-    for seed in (0, 3):
-        model, optimizer = training(partial(decoder, "llama", torch.bfloat16), seed=seed, **options)
-        jobs.append((model, optimizer))
-        layouts, tp = weight_layout(model.local_module()), current_context().tp
-        fills = [(name, at) for name, one in layouts.items() for at, _ in one.rank_layout(2, tp.rank).fills()]
-        assert tp.rank == 0 or fills
-        if seed == 0:
-            save_checkpoint(root, "a", model, optimizer)
-            continue
-        with torch.no_grad():
-            for name, at in fills:
-                model.get_parameter(name)[at] = 7.0
-        load_checkpoint(root, "a", model, optimizer)
-    for model, optimizer in jobs:
-        model.run_train(**tokens())
-        optimizer.step()
-    assert same_weights(jobs[0][0], jobs[1][0])
-
-
-def test_masters_are_filled_as_the_weights_are(tmp_path: Path):
-    run_ranks(filled_otherwise, 2, str(tmp_path), tp=2)
 
 
 class Counting(nn.Module):
@@ -228,44 +184,6 @@ def test_modules_with_an_extra_state(tmp_path: Path, capsys, monkeypatch):
     save_checkpoint(tmp_path, "without", nn.Sequential(nn.RMSNorm(2)))
     with pytest.raises(CheckpointError, match=r"holds no extra state of modules; .* pass strict=False"):
         load_checkpoint(tmp_path, "without", model)
-
-
-# --- damage -----------------------------------------------------------------------------------------------
-
-
-def of_two_ranks(root: str) -> list[str]:
-    """A first start, a save, and this rank's error for damage to each of the files in turn."""
-    context = current_context()
-    model, optimizer = training(mlp, **ZERO1)
-    assert load_checkpoint(root, None, model, optimizer) is None
-    save_checkpoint(root, "a", model, optimizer, user_content=1)
-    assert load_checkpoint(root, None, model, optimizer) == 1
-    told = []
-
-    def flip(path: Path) -> None:
-        if context.rank == 0:
-            data = path.read_bytes()
-            path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-
-    for file in sorted(Path(root, "a").glob("*.safetensors")):
-        for _ in range(2):  # once damaged, then restored
-            in_turns(context, 2, partial(flip, file), of_world=True)
-            try:
-                load_checkpoint(root, None, model, optimizer)
-            except CheckpointError as error:
-                told.append(f"{file.name}: {error}")
-    return told
-
-
-def test_each_file_is_verified_by_one_rank(tmp_path: Path):
-    """Two ranks share the work; the one that finds the damage names the file, and none continues."""
-    first, second = run_ranks(of_two_ranks, 2, str(tmp_path), tp=1)
-    assert len(first) == len(second) == 5  # one model, two optimizers, two random states
-    for one, other in zip(first, second, strict=True):
-        file = one.partition(":")[0]
-        named = [f"a/{file} differs from its checksum" in text for text in (one, other)]
-        gave_up = ["gave up because another rank could not read" in text for text in (one, other)]
-        assert sorted(named) == sorted(gave_up) == [False, True] and named != gave_up
 
 
 # --- killed -----------------------------------------------------------------------------------------------

@@ -111,17 +111,3 @@ def test_an_export_is_of_the_model_of_its_configuration(tmp_path: Path, run):
     done = run("export-hf", tmp_path / "ckpts", "--config", other, "--out", tmp_path / "out")
     refused(done, "do not belong to this model", "missing: model.layers.2.")
     assert not (tmp_path / "out").exists()
-
-
-def test_weights_that_are_there_are_kept(tmp_path: Path, run):
-    save_checkpoint(tmp_path / "ckpts", "a", torch.nn.Linear(2, 2))
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "model.safetensors").write_text("mine")
-    refused(run("consolidate", tmp_path / "ckpts", "--out", tmp_path / "out"), "already exists", "choose another")
-    config = write_tiny("llama", tmp_path / "out")
-    before = load_file(config / "model.safetensors")
-    save_checkpoint(tmp_path / "ckpts", "b", registry.build(config))
-    other = write_tiny("llama", tmp_path / "model")
-    refused(run("export-hf", tmp_path / "ckpts", "--config", other, "--out", config), "already exists")
-    after = load_file(config / "model.safetensors")
-    assert all(torch.equal(after[name], value) for name, value in before.items())

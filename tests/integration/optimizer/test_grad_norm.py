@@ -4,20 +4,39 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nxd_infer import parallel_state
 from nxd_infer.context import LOCAL, current_context, use_context
-from nxd_infer.layout import shard_state_dict
+from nxd_infer.layout import shard_state_dict, weight_layout
+from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers.grads import clip_grad_norm, get_grad_norm
-from tests.support.optimizer.norms import give, logical_gradients
 from tests.support.ranks import run_ranks
 from tests.support.trainer.models import MLP, decoder
 
 F64 = torch.float64
 
 ORDERS = (0.5, 1, 2, 3.0, "inf")
+
+
+def logical_gradients(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
+    """A random gradient for every logical tensor of a model, in the type of its first parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = next(model.parameters()).dtype
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layout in weight_layout(model).values():
+        if not layout.alias_of:
+            shapes.update(layout.logical_shapes)
+    return {name: torch.randn(shape, dtype=dtype, generator=generator) for name, shape in shapes.items()}
+
+
+def give(model: nn.Module, logical: dict[str, Tensor]) -> None:
+    tp = current_context().tp
+    mine = shard_state_dict(model, logical, tp.rank, tp.degree)
+    for name, param in model.named_parameters():
+        param.grad = mine[name].clone()
 
 
 def build(name: str) -> nn.Module:
@@ -84,3 +103,12 @@ def all_norms() -> list[str]:
 def test_norms_over_ranks():
     for rank, wrong in enumerate(run_ranks(all_norms, 4)):
         assert not wrong, f"rank {rank}:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("head_dim", [None, 3])
+def test_copies_on_one_rank_count_once(head_dim: int | None):
+    layer = GQAQKVColumnParallelLinear(6, [12, 6], bias=False, kv_size_multiplier=2, head_dim=head_dim, dtype=F64)
+    logical = logical_gradients(layer)
+    give(layer, logical)
+    wanted = torch.nn.utils.get_total_norm(list(logical.values()))
+    assert torch.allclose(get_grad_norm(layer.parameters()), wanted, rtol=1e-12)

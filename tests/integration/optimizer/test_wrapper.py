@@ -1,21 +1,106 @@
-"""The wrapped optimizer through its wrapper on ranks: closures, state, methods, copies, and two optimizers."""
+"""An optimizer that calls its closure in the middle of a step, on one rank and two; what ZeRO-1 shares of its state."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import nn
 
 from nxd_infer.context import current_context
-from tests.support.optimizer.hands import filled_through_data, linear, sgd
-from tests.support.optimizer.loops import PLAIN, ROWS, copied, uphill, walked
+from nxd_infer.errors import NonFiniteGradientError
+from nxd_infer.optimizer import NxDOptimizer
 from tests.support.optimizer.momentum import momentum
 from tests.support.ranks import run_ranks
 from tests.support.trainer.jobs import ZERO1
 
+
+class Uphill(torch.optim.SGD):
+    """It steps by the gradients a little uphill, so it calls the closure in the middle; and it counts."""
+
+    zeroed = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.zeroed += 1
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, *, closure: Any) -> Any:
+        members = [param for group in self.param_groups for param in group["params"]]
+        before = [param.clone() for param in members]
+        for param in members:
+            param.add_(param.grad, alpha=0.5)
+        self.zero_grad()
+        loss = torch.enable_grad()(closure)()
+        for param, value in zip(members, before, strict=True):
+            param.copy_(value)
+        super().step()
+        return "uphill", float(loss)
+
+
+def walked(make: Any, rows: torch.Tensor) -> tuple[torch.Tensor, list[Any], int]:
+    """The weights after three steps over ``rows``, what the steps returned, and how often gradients were zeroed."""
+    model = nn.Linear(rows.shape[1], 1, bias=False)
+    nn.init.constant_(model.weight, 0.5)
+    optimizer = make(list(model.parameters()))
+
+    def closure() -> torch.Tensor:
+        loss = model(rows).pow(2).mean()
+        loss.backward()
+        return loss
+
+    returned = []
+    for _ in range(3):
+        if isinstance(optimizer, Uphill):
+            closure()  # the wrapper does
+        returned.append(optimizer.step(closure=closure))
+        optimizer.zero_grad()
+    return model.weight.detach(), returned, optimizer.zeroed
+
+
+def uphill(params: Any, **options: Any) -> NxDOptimizer:
+    return NxDOptimizer(params, Uphill, defaults={"lr": 0.1}, grad_clipping=False, **options)
+
+
+ROWS = torch.arange(12, dtype=torch.float32).view(4, 3) / 10
+
+PLAIN = partial(Uphill, lr=0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"master_weights": torch.float64}, {"zero1": True}], ids=str)
+def test_an_optimizer_that_calls_the_closure_itself(options: dict):
+    wanted, told, zeroed = walked(PLAIN, ROWS)
+    weight, returned, count = walked(partial(uphill, **options), ROWS)
+    torch.testing.assert_close(weight, wanted, rtol=1e-6, atol=0)
+    for mine_, plain in zip(returned, told, strict=True):
+        assert mine_ == (plain[0], pytest.approx(plain[1], rel=1e-6))
+    assert count >= zeroed == 6
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_gradients_that_are_not_finite_in_the_middle_of_a_step(on_nonfinite: str):
+    """The step is underway: it cannot be skipped, and would be made by them."""
+    weight = nn.Parameter(torch.full((2,), 0.5))
+    optimizer = uphill([weight], on_nonfinite=on_nonfinite)
+
+    def closure() -> torch.Tensor:
+        loss = (weight * float("inf" if weight.max() > 0.6 else 1)).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(NonFiniteGradientError, match="in the middle of its step"):
+        optimizer.step(closure=closure)
+    assert optimizer.skipped_steps == 0
+
+
 APART = [(False, 3), (True, 3), (True, 1)]
+
+
+def walked_apart() -> list[torch.Tensor]:
+    rows = ROWS[2 * current_context().dp.rank :][:2]
+    return [walked(partial(uphill, zero1=zero1), rows[:, :width])[0] for zero1, width in APART]
 
 
 def test_ranks_call_the_closure_together():
@@ -25,9 +110,7 @@ def test_ranks_call_the_closure_together():
         torch.testing.assert_close(weights, wanted, rtol=1e-5, atol=0)
 
 
-def walked_apart() -> list[torch.Tensor]:
-    rows = ROWS[2 * current_context().dp.rank :][:2]
-    return [walked(partial(uphill, zero1=zero1), rows[:, :width])[0] for zero1, width in APART]
+# --- state --------------------------------------------------------------------------------------------------
 
 
 def state_of_a_share() -> list[float]:
@@ -53,43 +136,3 @@ def test_state_with_zero1_is_this_ranks_share():
     first, second = run_ranks(state_of_a_share, 2, tp=1)
     assert [a + b for a, b in zip(first, second, strict=True)] == pytest.approx([1.0] * len(first))
     assert 0.0 in first and 0.0 in second
-
-
-def copied_over_ranks() -> list[list[bool]]:
-    sequence = {"sequence_parallel": True} if current_context().tp.degree > 1 else {}
-    return [
-        copied(torch.float32, {**ZERO1, **sequence}, "model first"),
-        copied(torch.bfloat16, ZERO1, "optimizer first"),
-    ]
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_copies_over_ranks_go_on_alike(tp: int):
-    assert run_ranks(copied_over_ranks, 2, tp=tp) == [[[True] * 4] * 2] * 2
-
-
-def one_reaches_less() -> tuple[Tensor, Tensor, list[float]]:
-    """Two optimizers, one backward; the second rank's does not reach the second optimizer's weights."""
-    first, second = linear(torch.float64), linear(torch.float32)
-    optimizers = sgd(first.parameters()), sgd(second.parameters())
-    for _ in range(2):
-        hidden = first(torch.ones(1, 4, dtype=torch.float64)).float()
-        (second(hidden) if current_context().dp.rank == 0 else hidden).sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return first.weight.detach(), second.weight.detach(), filled_through_data(zero1=True)
-
-
-def test_over_ranks():
-    first, second = linear(torch.float64), linear(torch.float32)
-    optimizers = sgd(first.parameters()), sgd(second.parameters())
-    for _ in range(2):
-        hidden = first(torch.ones(1, 4, dtype=torch.float64)).float()
-        ((second(hidden).sum() + hidden.sum()) / 2).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for found in run_ranks(one_reaches_less, 2, tp=1):
-        torch.testing.assert_close(found[:2], (first.weight.detach(), second.weight.detach()))
-        assert found[2] == [0.5] * 8 + [0.25] * 8  # each rank's share of the filled weights

@@ -1,19 +1,20 @@
-"""Writing an artifact: whole or not at all, whatever happens meanwhile."""
+"""Writing an artifact, or a loaded model again: whole or not at all, whatever happens meanwhile."""
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from pathlib import Path
 
 import pytest
+import torch
 
 from nxd_infer.artifact.manifest import MANIFEST_NAME
 from nxd_infer.artifact.reader import artifact_digest
 from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.errors import ArtifactCorruptError, ArtifactError
 from nxd_infer.runtime.load import load_artifact
+from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
 from tests.support import toy_artifacts as toy
 
 
@@ -80,60 +81,6 @@ def test_replaces_an_artifact_whole(tmp_path, monkeypatch, exchange):
     assert load_artifact(second).digest != digest
     assert not (second / "stray.txt").exists()
     assert leftovers(tmp_path) == []
-
-
-def test_the_second_rename_failing_puts_the_old_artifact_back(tmp_path, monkeypatch):
-    old = toy.build(tmp_path / "artifact")
-    digest = artifact_digest(old)
-    monkeypatch.setattr("nxd_infer.artifact.writer._exchange", lambda *_: False)
-    rename, calls = os.rename, []
-
-    def fails_once(source, target):
-        calls.append(target)
-        if len(calls) == 3:  # the first finds an artifact there
-            raise OSError(5, "Input/output error")
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", fails_once)
-    with pytest.raises(ArtifactError, match="Input/output error"):
-        toy.build(tmp_path / "artifact", weights=toy.logical_weights(1))
-    assert artifact_digest(old) == digest
-    assert leftovers(tmp_path) == []
-
-
-def test_what_another_writer_finishes_meanwhile_is_kept_unless_it_may_be_replaced(tmp_path):
-    """The other one finishes between this one's look at the target and its rename."""
-    target = tmp_path / "artifact"
-
-    class Late(ArtifactWriter):
-        def check_target(self) -> None:
-            super().check_target()
-            if self._path is not None:
-                toy.build(target, weights=toy.logical_weights(1))
-
-    source = toy.build(tmp_path / "source")
-    with Late(target, replace=False) as writer:
-        manifest = load_artifact(source).manifest
-        for name in manifest.files:
-            writer.add(name, source / name)
-        with pytest.raises(ArtifactError, match="appeared meanwhile"):
-            writer.commit(manifest)
-    assert load_artifact(target).digest != artifact_digest(source)
-    assert leftovers(tmp_path) == []
-
-
-def test_directories_without_locks_can_be_written(tmp_path, monkeypatch):
-    """NFS wants a descriptor that may be written for an exclusive lock, which a directory never has."""
-
-    def flock(fd: int, operation: int) -> None:
-        raise OSError(errno.EBADF, "Bad file descriptor")
-
-    monkeypatch.setattr("nxd_infer.artifact.writer.fcntl.flock", flock)
-    monkeypatch.setattr("nxd_infer.artifact.writer._YOUNG", 0.0)
-    in_use = tmp_path / ".artifact.tmp-other"
-    in_use.mkdir()
-    load_artifact(toy.build(tmp_path / "artifact"))
-    assert in_use.is_dir()  # perhaps somebody's
 
 
 def test_a_mount_point_is_refused_before_anything_is_written():
@@ -211,3 +158,39 @@ def test_the_manifest_is_written_last(tmp_path, monkeypatch):
     files = [name for name in order if "." in name and not name.startswith(".")]
     assert files[-1] == MANIFEST_NAME
     assert set(files) == {p.name for p in path.rglob("*") if p.is_file()}
+
+
+def test_save_copies_a_loaded_model_and_checks_it(tmp_path):
+    source = toy.build(tmp_path / "a", degree=1)
+    model = parallel_model_load(source)
+    parallel_model_save(model, tmp_path / "b")
+    copy = load_artifact(tmp_path / "b")
+    assert copy.manifest.files == load_artifact(source).manifest.files
+    assert copy.digest == load_artifact(source).digest
+    weights = source / "weights/rank_00.safetensors"
+    assert (tmp_path / "b/weights/rank_00.safetensors").stat().st_ino != weights.stat().st_ino
+    parallel_model_save(model, source)  # onto itself: nothing to do
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(ArtifactCorruptError, match="rank_00"):
+        parallel_model_save(model, tmp_path / "c")
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+def test_save_links_a_temporary_artifact_which_goes_with_its_owner(tmp_path):
+    path = toy.build(tmp_path / "temporary", degree=1)
+    model = parallel_model_load(path)
+    artifact = load_artifact(path, temporary=True)
+    model.artifact = artifact
+    inode = (path / "weights/rank_00.safetensors").stat().st_ino
+    parallel_model_save(model, tmp_path / "saved")
+    assert (tmp_path / "saved/weights/rank_00.safetensors").stat().st_ino == inode
+    artifact.discard()
+    assert not path.exists()
+    load_artifact(tmp_path / "saved")
+
+
+def test_save_wants_a_traced_model(tmp_path):
+    with pytest.raises(ArtifactError, match="got Linear"):
+        parallel_model_save(torch.nn.Linear(1, 1), tmp_path / "x")  # pyright: ignore[reportArgumentType]

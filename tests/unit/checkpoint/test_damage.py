@@ -1,4 +1,4 @@
-"""Files that are missing, damaged, changed or there twice: each is named."""
+"""Files that are missing, damaged, there twice or made by hand: what is wrong is named, never a raw error."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
+from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.errors import CheckpointError
 from tests.support.checkpoint.older import with_sha256, without_checksums
 from tests.support.trainer.jobs import AdamW, trained_mlp, training
@@ -123,23 +125,101 @@ def test_a_checkpoint_of_the_first_version(tmp_path: Path):
     assert load_checkpoint(tmp_path, None, *training(mlp, seed=3, optimizer_class=AdamW)) == 7
 
 
-@pytest.mark.parametrize("how", ["a bit", "unreadable"])
-def test_a_damaged_mark_of_the_newest_is_no_missing_checkpoint(how: str, tmp_path: Path):
-    """Neither the older one is loaded in its place, nor is the job's first start believed."""
-    model, _ = trained_mlp()
-    save_checkpoint(tmp_path, "old", model, user_content="old")
-    save_checkpoint(tmp_path, "new", model, user_content="new")
-    done = tmp_path / "new" / "done"
-    if how == "a bit":
-        data = bytearray(done.read_bytes())
-        data[0] ^= 0x80
-        done.write_bytes(data)
-    else:
-        done.unlink()
-        done.mkdir()
-    for tag in (None, "new"):
-        with pytest.raises(CheckpointError, match="new"):
-            load_checkpoint(tmp_path, tag)
-    shutil.rmtree(tmp_path / "old")
-    with pytest.raises(CheckpointError, match="new"):
-        load_checkpoint(tmp_path)
+RECORD = "rank_00000.json"
+
+Change = Callable[[Any], Any]
+
+
+def bare(root: Path, change: Callable[[str], str]) -> None:
+    """A checkpoint as the first version wrote it, without checksums, with a changed record."""
+    save_checkpoint(root, "a", *trained_mlp(), user_content=1)
+    folder = root / "a"
+    (folder / RECORD).write_text(change((folder / RECORD).read_text()))
+    without_checksums(folder)
+
+
+def put(*path: str, value: Any = None, drop: bool = False) -> Change:
+    """A record with another value at a place, or without it."""
+
+    def change(record: Any) -> Any:
+        *outer, last = path
+        inner = record
+        for key in outer:
+            inner = inner[key]
+        if drop:
+            del inner[last]
+        else:
+            inner[last] = value
+        return record
+
+    return change
+
+
+PIECE = ("model", "pieces", "unused")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda record: [record], "must hold an object"),
+        (put("place", drop=True), "'place' must be an object with a whole number for tp and dp, got None"),
+        (put("model", value=3), "'model' must be an object with the name of a file, got 3"),
+        (put("model", "file", value="../a"), "would lie outside of it"),
+        (put("model", "file", value="nowhere.safetensors"), "nowhere.safetensors"),
+        (put("model", "file", value="x" * 300), "cannot be opened: File name too long"),
+        (put("model", "pieces", value=[]), r"'model': 'pieces' must be an object of objects, got \[\]"),
+        (put(*PIECE, "layout", drop=True), "'unused' is damaged"),
+        (put(*PIECE, "logical", value={"unused": ["3"]}), "'unused' is damaged"),
+        (put(*PIECE, "range", value=["0", "3"]), "'unused' is damaged"),
+        (put(*PIECE, "shape", value=[4]), "'unused' is damaged.*do not agree"),
+        (put(*PIECE, "logical", value={"other": [3]}), "'unused' is damaged.*do not agree"),
+        (put(*PIECE, "range", value=[0, 4]), "'unused' is damaged.*do not agree"),
+        (put("model", "pieces", "down.weight", "layout", "axes", value=[[]]), "'down.weight' is damaged"),
+        (put("optimizer", "group_names", value=[[{}]]), r"'group_names' must be a list of lists of names, got"),
+        (put("optimizer", "pieces", "unused", "values", value=[1]), "'unused' is damaged"),
+        (put(*PIECE, "plans", value=[[[]]]), "'unused' is damaged"),
+        (put("optimizer", "param_groups", drop=True), "'param_groups' must be a list of objects, got None"),
+        (put("values", drop=True), "rank_00000.json holds no 'values'"),
+        (put("values", "structure", drop=True), "'values': it has no 'structure'"),
+        (put("values", "structure", value={"dict": []}), "'values': it has no 'user_content'"),
+        (put("values", "structure", value={"dict": [[{"list": []}, 1]]}), "the structure of the checkpoint is damaged"),
+        (put("values", "structure", value={"tensor": "x"}), "rank_00000"),
+    ],
+)
+def test_a_record_made_by_hand(tmp_path: Path, change: Change, message: str):
+    bare(tmp_path, lambda text: json.dumps(change(json.loads(text))))
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load_checkpoint(tmp_path, "a", *training(mlp, seed=1))
+    assert str(tmp_path / "a") in str(raised.value) or "structure" in message
+
+
+@pytest.mark.parametrize(("name", "junk"), [("torch", 3), ("numpy", {"tuple": [1]})])
+def test_a_random_state_made_by_hand(tmp_path: Path, name: str, junk: Any):
+    def change(text: str) -> str:
+        record = json.loads(text)
+        values = dict(record["values"]["structure"]["dict"])
+        (entry,) = [pair for pair in values["random"]["dict"] if pair[0] == name]
+        entry[1] = junk
+        return json.dumps(record)
+
+    bare(tmp_path, change)
+    with pytest.raises(CheckpointError, match=r"the random state in .*a is damaged"):
+        load_checkpoint(tmp_path, "a", *training(mlp, seed=1))
+
+
+@pytest.mark.parametrize("depth", [400, 100_000])
+def test_a_record_that_is_nested_deeply(tmp_path: Path, depth: int):
+    def nest(text: str) -> str:
+        before, _, after = text.partition('"structure": ')
+        return f'{before}"structure": {"[" * depth}{"]" * depth}, "x": {after}'
+
+    bare(tmp_path, nest)
+    with pytest.raises(CheckpointError, match=r"damaged|nested too deeply"):
+        load_checkpoint(tmp_path, "a", *training(mlp, seed=1))
+
+
+def test_memory_is_for_what_the_files_hold(tmp_path: Path):
+    """A record that claims a tensor of terabytes: the claim is compared with the files before memory is allocated."""
+    bare(tmp_path, lambda text: json.dumps(put(*PIECE, "logical", value={"unused": [2**40]})(json.loads(text))))
+    with pytest.raises(CheckpointError, match="'unused': the checkpoint holds 3 of the 1099511627776 elements"):
+        weight_source(tmp_path, "a").read("unused")

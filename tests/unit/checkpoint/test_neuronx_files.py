@@ -1,22 +1,28 @@
-"""Folders that the reference wrote, read without ranks: loaded, inspected, resharded, consolidated, and refused."""
+"""Folders that the reference wrote, read without ranks, or made to hurt whoever reads them; what their files show."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import zipfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint
+from nxd_infer.checkpoint.neuronx.archive import open_reference
+from nxd_infer.checkpoint.neuronx.layouts import infer_layouts
 from nxd_infer.errors import CheckpointError, WeightMismatchError
-from nxd_infer.layout import MergedSource, iter_shards, weight_layout
+from nxd_infer.layout import AxisPlan, MergedSource, ParamLayout, iter_shards, weight_layout
+from nxd_infer.layout.files.pickles import read_pickle, read_reference_xser
 from nxd_infer.trainer import ResumableLoader
-from tests.support.checkpoint.reference import cut, plain, reference_of, write
+from tests.support.checkpoint.reference import TensorReference, cut, plain, reference_of, write
 from tests.support.e2e.command import nxd_infer_here
 from tests.support.trainer.jobs import training
 from tests.support.trainer.models import MLP
@@ -65,15 +71,6 @@ def test_offline_with_rules(tmp_path: Path, capsys, monkeypatch):
     for text in ("[]", '{"a": "b"}', "{"):
         rules.write_text(text)
         assert run("consolidate", folder, "--out", tmp_path / "x", "--rules", rules).status == 1
-
-
-def test_one_rank_needs_no_rules(tmp_path: Path, capsys, monkeypatch):
-    folder = reference_of(tmp_path, [plain()])
-    done = nxd_infer_here(capsys, monkeypatch, "ckpt", "consolidate", folder, "--out", tmp_path / "out")
-    assert done.status == 0, done.err
-    assert f"wrote {tmp_path / 'out' / 'model.safetensors'}, " in done.out
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(found[name], value) for name, value in plain().items())
 
 
 def test_the_newest_and_a_mixed_folder(tmp_path: Path):
@@ -167,3 +164,154 @@ def test_heads_replicated_in_another_order(tmp_path: Path):
     reference_of(tmp_path / "blocks", ranks)
     with pytest.raises(CheckpointError, match=r"same heads on ranks \[0, 1\], and they differ: .* in another order"):
         load_checkpoint(tmp_path / "blocks", model=other)
+
+
+def cyclic(depth: int = 1) -> list[Any]:
+    outer: list[Any] = []
+    inner = outer
+    for _ in range(depth - 1):
+        inner.append([])
+        inner = inner[0]
+    inner.append(outer)
+    return outer
+
+
+def doubled(levels: int) -> Any:
+    """2^levels leaves, and as many objects as levels."""
+    value: Any = [torch.ones(1)]
+    for _ in range(levels):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize("tid", ["../../x", -1, True, 1 << 40, {}], ids=repr)
+def test_a_tensor_of_no_number(tmp_path: Path, tid: Any):
+    path = tmp_path / "tp_rank_00_pp_rank_00"
+    write(path, {"model": {"w": TensorReference(tid)}}, True)
+    with pytest.raises(CheckpointError, match="refers to the tensor"):
+        read_reference_xser(path)
+
+
+def test_cycles_and_what_stands_in_many_places(tmp_path: Path):
+    """A list that holds itself has no end, and one that holds one twice, that holds one twice, ends too late."""
+    for depth in (1, 3):
+        torch.save({"model": cyclic(depth)}, tmp_path / "cyclic")
+        with pytest.raises(CheckpointError, match="contains itself"):
+            read_reference_xser(tmp_path / "cyclic")
+    torch.save(doubled(60), tmp_path / "doubled")
+    value = read_reference_xser(tmp_path / "doubled")
+    assert value[0] is value[1]
+
+
+def test_a_file_that_unpacks_to_more_than_it_is(tmp_path: Path):
+    """Compressed, or the same bytes under several names."""
+    torch.save({"model": torch.zeros(100_000)}, tmp_path / "plain")
+    read_pickle(tmp_path / "plain")
+    with zipfile.ZipFile(tmp_path / "plain") as plain, zipfile.ZipFile(tmp_path / "small", "w", 8) as small:
+        for part in plain.infolist():
+            small.writestr(part.filename, plain.read(part))
+    shutil.copy(tmp_path / "plain", tmp_path / "several")
+    with zipfile.ZipFile(tmp_path / "several", "a") as several:
+        several.filelist += [several.getinfo("plain/data/0")] * 3
+        several._didModify = True
+    for name in ("small", "several"):
+        with pytest.raises(CheckpointError, match=r"its parts have \d+ bytes and the file \d+: it is compressed"):
+            read_pickle(tmp_path / name)
+
+
+def test_a_rank_of_any_number(tmp_path: Path):
+    """The count of ranks comes from a file's name, so no code may loop over all of them."""
+    for name in ("tp_rank_00_pp_rank_00", f"tp_rank_{10**17}_pp_rank_{10**17}"):
+        (tmp_path / "a" / name).mkdir(parents=True)
+        torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "a" / name / "checkpoint.pt")
+    with pytest.raises(CheckpointError, match=r"lacks the model of \d{30,} rank.*pp_rank_08; restore"):
+        open_reference(tmp_path / "a", None)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"state": {0: {"m": torch.ones(1)}}},
+        {"state": {0: 3}, "param_groups": [{"params": [0]}]},
+        {"state": {}, "param_groups": [7]},
+        {"base_state": {0: {5: torch.ones(1)}}, "param_groups": [{"params": [0]}]},
+        {"base_state": {}, "sharded_master_weights": {0: "x"}, "param_groups": [{"params": [0]}]},
+    ],
+    ids=str,
+)
+def test_an_optimizer_that_is_none(tmp_path: Path, optimizer: dict[str, Any]):
+    torch.save({"model": {"w": torch.ones(1)}, "optimizer": optimizer}, _place(tmp_path))
+    archive = open_reference(tmp_path / "a", None)
+    archive.know({}, ["w"])
+    with pytest.raises(CheckpointError, match="the optimizer's '"):
+        list(archive.parts("optimizer"))
+    with pytest.raises(CheckpointError, match="the optimizer's '"):
+        archive.pieces("optimizer")
+
+
+def _place(root: Path) -> Path:
+    folder = root / "a" / "tp_rank_00_pp_rank_00"
+    folder.mkdir(parents=True)
+    return folder / "checkpoint.pt"
+
+
+def archive(root: Path, *ranks: dict[str, Tensor]):
+    for tp, state in enumerate(ranks):
+        folder = root / f"tp_rank_{tp:02d}_pp_rank_00"
+        folder.mkdir(parents=True)
+        torch.save({"model": state}, folder / "checkpoint.pt")
+    return open_reference(root, None)
+
+
+def shapes(layouts: dict[str, ParamLayout]) -> dict[str, list[int]]:
+    return {name: list(layout.rank_shape(1)) for name, layout in layouts.items()}
+
+
+def two(shape: tuple[int, ...], value: float | None = None) -> tuple[Tensor, Tensor]:
+    """Two ranks' tensors: constant, or of different numbers."""
+    if value is not None:
+        return torch.full(shape, value), torch.full(shape, value)
+    return torch.randn(shape), torch.randn(shape)
+
+
+def ranks_of(**pairs: tuple[Tensor, Tensor]) -> list[dict[str, Tensor]]:
+    named = {name.replace("__", "."): pair for name, pair in pairs.items()}
+    return [{name: pair[rank] for name, pair in named.items()} for rank in range(2)]
+
+
+def test_untouched_biases_follow_their_weights(tmp_path: Path):
+    """A bias of zeros is the same on all ranks, whether each has all of it or a part."""
+    ranks = ranks_of(q__weight=two((4, 8)), q__bias=two((4,), 0.0), o__weight=two((8, 4)), o__bias=two((8,), 0.0))
+    found = archive(tmp_path, *ranks)
+    layouts = infer_layouts(found, {"q.weight": 0, "o.weight": 1})
+    assert shapes(layouts) == {"q.weight": [8, 8], "q.bias": [8], "o.weight": [8, 8], "o.bias": [8]}
+    assert shapes(infer_layouts(found, {"q.weight": -2, "o.weight": -1})) == shapes(layouts)
+    known = {"q.weight": ParamLayout.of([AxisPlan.even(8), 8], "q.weight")}
+    layouts = infer_layouts(found, {"o.weight": 1}, known)
+    assert shapes(layouts) == {"q.bias": [8], "o.weight": [8, 8], "o.bias": [8]}
+    assert shapes(infer_layouts(found, {"*.bias": None, "q.weight": 0, "o.weight": 1}))["q.bias"] == [4]
+
+
+def test_constants_whose_layout_nothing_says_are_refused(tmp_path: Path):
+    ranks = ranks_of(q__bias=two((4,), 0.0), gate=two((4,), 1.0), scale=two((2, 3), 1.0), table=two((1,), 3.0))
+    ranks = [{**rank, "q_norm.weight": torch.ones(4)} for rank in ranks]
+    wanted = r"q.bias \[4\], gate \[4\], scale \[2, 3\], table \[1\], q_norm.weight \[4\]"
+    with pytest.raises(CheckpointError, match=wanted) as raised:
+        infer_layouts(archive(tmp_path, *ranks))
+    assert "--rules" in str(raised.value) and "one number" in str(raised.value)
+
+
+def test_what_the_tensors_show(tmp_path: Path):
+    same = torch.randn(5)
+    number = torch.tensor(3)
+    ranks = ranks_of(
+        input_layernorm__weight=two((4,), 1.0),
+        ln_f__bias=two((4,), 0.0),
+        frequencies=(same, same.clone()),
+        up__bias=two((6,)),
+        count=(number, number.clone()),
+    )
+    wanted = {"input_layernorm.weight": [4], "ln_f.bias": [4], "frequencies": [5], "up.bias": [12], "count": []}
+    assert shapes(infer_layouts(archive(tmp_path / "two", *ranks))) == wanted
+    alone = archive(tmp_path / "one", {"q.bias": torch.zeros(4)})
+    assert shapes(infer_layouts(alone)) == {"q.bias": [4]}

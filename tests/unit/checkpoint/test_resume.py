@@ -34,28 +34,7 @@ def test_on_one_rank(tmp_path: Path, story: Callable[[str, bool], None]):
     story(str(tmp_path), False)
 
 
-def test_the_first_start_of_a_job_that_resumes(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """Load whatever there is, train, save; the second start goes on where the first was killed."""
-    seen = []
-    for _ in range(3):
-        model, optimizer = training(mlp)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        named = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-        with caplog.at_level(logging.WARNING):
-            user_content = load_checkpoint(tmp_path / "ckpts", **named)
-        step = 0 if user_content is None else user_content["total_steps"]
-        seen.append((step, scheduler.last_epoch, len(caplog.records)))
-        model.run_train(**vectors())
-        optimizer.step()
-        scheduler.step()
-        save_checkpoint(tmp_path / "ckpts", **named, user_content={"total_steps": step + 1})
-    assert seen == [(0, 0, 1), (1, 1, 1), (2, 2, 1)]
-    assert "holds no checkpoint: nothing is loaded, training starts from the beginning" in caplog.text
-    with pytest.raises(CheckpointError, match=r"no complete checkpoint with the tag 'step_9'; complete are: ''"):
-        load_checkpoint(tmp_path / "ckpts", "step_9")
-
-
-def test_the_documented_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_documented_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     """The loop of docs/training.md, started three times; each start trains two epochs of three steps more."""
     monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parents[3] / "docs/training.md").read_text()
@@ -71,6 +50,8 @@ def test_the_documented_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         wait_for_save()
         assert names["step"] == scheduler.last_epoch == 6 * start + 6
     assert sorted(os.listdir("ckpts")) == ["step_14", "step_16", "step_18"]
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+    assert "holds no checkpoint: nothing is loaded, training starts from the beginning" in warning
 
 
 def test_a_group_that_cannot_be_saved_is_named(tmp_path: Path):

@@ -1,8 +1,10 @@
-"""What is saved comes back, into a fitting model or as it was; tags, asynchronous saves, and what is refused."""
+"""What is saved comes back, into a fitting model or as it was; tags, asynchronous saves, stores; refusals."""
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,9 @@ from torch import nn
 import nxd_infer as nxd
 from nxd_infer.checkpoint import save as checkpoint_write
 from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint, wait_for_save
-from nxd_infer.checkpoint.contents import Content
 from nxd_infer.checkpoint.folder import rank_stem
-from nxd_infer.checkpoint.save import wait_for_ranks, write_rank
-from nxd_infer.checkpoint.storage import LocalStorage
+from nxd_infer.checkpoint.save import wait_for_ranks
+from nxd_infer.checkpoint.storage import LocalStorage, RemoteStorage, storage_of
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from tests.support.trainer.jobs import AdamW, trained_mlp, training
 from tests.support.trainer.models import MLP, mlp, vectors
@@ -29,6 +30,7 @@ class Held(nn.Module):
 
 
 TYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+
 OTHERS = ["float8_e4m3fn", "complex64", "complex128", "uint16", "uint32", "uint64", "float8_e4m3fnuz"]
 
 
@@ -141,9 +143,6 @@ def test_what_cannot_be_saved(tmp_path: Path, arguments: dict[str, Any], message
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["notes.txt", "theirs"]
 
 
-# --- asynchronous saves -----------------------------------------------------------------------------------
-
-
 def test_an_asynchronous_save_keeps_what_was(tmp_path: Path):
     model, optimizer = trained_mlp()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -200,20 +199,57 @@ def test_a_save_that_makes_progress_is_waited_for(tmp_path: Path, monkeypatch: p
         wait_for_ranks(Looks(tmp_path, [*signs, {"rank_00001.failed": 1}]), "a", 2)
 
 
-def test_a_rank_says_that_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """While it reads a large file for its checksum, a small file grows; it goes before the rank's JSON."""
-    monkeypatch.setattr(checkpoint_write, "HEARTBEAT_SECONDS", 0.0)
-    content = Content({"model.tp_rank_00.pp_rank_00.safetensors": {"a": torch.zeros(1 << 22)}}, {"place": {}})
-    seen: list[int] = []
-    storage = LocalStorage(tmp_path)
-    (tmp_path / "a").mkdir()
-    own = storage.write
+def test_what_a_path_names(tmp_path: Path):
+    assert isinstance(storage_of(tmp_path), LocalStorage)
+    for url in (f"file://{tmp_path}", f"local://{tmp_path}"):
+        storage = storage_of(url)
+        assert isinstance(storage, LocalStorage) and storage.root == tmp_path
+    for url in ("s3://bucket/a/b/", Path("s3://bucket/a/b")):
+        storage = storage_of(url)
+        assert isinstance(storage, RemoteStorage) and storage.where("c") == "s3://bucket/a/b/c"
+    with pytest.raises(CheckpointError, match="names no bucket"):
+        storage_of("s3://")
+    for text in ("simplecache::s3://bucket/a", "S3://bucket/a"):
+        with pytest.raises(CheckpointError, match="is not a URL of one store"):
+            storage_of(text)
+    with pytest.raises(CheckpointError, match="nowhere://a: Protocol not known: nowhere"):
+        storage_of("nowhere://a")
 
-    def write(name: str, data: bytes) -> None:
-        own(name, data)
-        seen.append(storage.files("a")["rank_00001.alive"])
 
-    monkeypatch.setattr(storage, "write", write)
-    write_rank(storage, "a", 1, content)
-    assert seen == list(range(1, len(seen) + 1)) and len(seen) > 3
-    assert sorted(storage.files("a")) == [*content.files, "rank_00001.json"]
+def test_a_store_whose_package_is_absent_names_it(monkeypatch: pytest.MonkeyPatch):
+    for package in ("s3fs", "gcsfs", "adlfs"):
+        monkeypatch.setitem(sys.modules, package, None)
+    loaded = importlib.import_module("fsspec.registry")._registry
+    for scheme in ("s3", "gs", "abfs"):
+        monkeypatch.delitem(loaded, scheme, raising=False)
+    for url, fix in (
+        ("s3://b/c", r"Install s3fs .*pip install 'nxd-infer\[s3\]'"),
+        ("gs://b", "gcsfs"),
+        ("abfs://b", "adlfs"),
+    ):
+        with pytest.raises(CheckpointError, match=f"{url} needs a package: .*{fix}"):
+            save_checkpoint(url, "a", MLP())
+
+
+def test_a_store_that_fsspec_brings():
+    """As in a bucket, without a package of its own."""
+    root = "memory://jobs/run"
+    assert not has_checkpoint(root) and load_checkpoint(root) is None
+    model, other = MLP(), MLP()
+    for step in range(4):
+        with torch.no_grad():
+            model.unused.fill_(step)
+        save_checkpoint(root, f"step_{step}", model, user_content=step, num_kept_ckpts=2, async_save=step == 3)
+    wait_for_save()
+    assert storage_of(root).folders() == ["step_2.00000003", "step_3.00000004"]
+    assert load_checkpoint(root, model=other) == 3 and torch.equal(other.unused, model.unused)
+    storage = storage_of(root)
+    name = "step_3.00000004/model.tp_rank_00.pp_rank_00.safetensors"
+    data = storage.read(name)
+    storage.write(name, data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"memory://jobs/run/step_3.00000004/model.*differs from its checksum"):
+        load_checkpoint(root, model=other)
+    storage.delete("step_3.00000004/done")  # as a killed job leaves it
+    assert load_checkpoint(root, model=other) == 2
+    save_checkpoint(root, "step_2", model, user_content="again")
+    assert storage.folders() == ["step_2.00000005"] and load_checkpoint(root) == "again"

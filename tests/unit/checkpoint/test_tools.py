@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import json
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import nn
 
 from nxd_infer.checkpoint import compare, compare_checkpoints, consolidate_checkpoint, reshard_checkpoint
 from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
-from nxd_infer.checkpoint.archive import adapter_of
 from nxd_infer.checkpoint.compare import difference_of
-from nxd_infer.cli.console import slow_bar
 from nxd_infer.errors import ParallelConfigError, ShardingError
-from nxd_infer.layout import AxisPlan, DictSource, ParamLayout, gqa_plan, weight_layout
-from nxd_infer.layout.describe import describe_plans, read_plans
-from nxd_infer.modules.lora import LoraConfig, LoRAModel
-from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_infer.layout.describe import read_plans
+from nxd_infer.modules.lora import LoraConfig
 from nxd_infer.optimizer import NxDOptimizer
 from tests.support.checkpoint.older import without_checksums
 from tests.support.e2e.command import nxd_infer_here, refused
@@ -75,17 +68,13 @@ def test_what_differs_is_listed(tmp_path: Path, run):
 def test_as_calls(tmp_path: Path):
     """With progress for each tensor, and what the command prints as data."""
     alone(tmp_path / "a")
-    seen: list[tuple[str, int, int]] = []
-
-    def progress(stage: str, done: int, total: int, note: str = "") -> None:
-        seen.append((stage, done, total))
-
-    made = reshard_checkpoint(tmp_path / "a", tmp_path / "b", tp=2, progress=progress)
+    seen: list[tuple[Any, ...]] = []
+    made = reshard_checkpoint(tmp_path / "a", tmp_path / "b", tp=2, progress=lambda *told: seen.append(told[:3]))
     assert made.where == str(tmp_path / "b" / "a") and made.notes == ()
     assert made.degrees == {"tp": 2, "pp": 1, "dp": 1} and made.before == dict.fromkeys(("pp", "dp", "cp", "tp"), 1)
     stage = f"writing {tmp_path / 'b'}"
     assert made.tensors and seen == [(stage, number + 1, made.tensors) for number in range(made.tensors)]
-    found = compare_checkpoints(tmp_path / "a", tmp_path / "b", progress=progress)
+    found = compare_checkpoints(tmp_path / "a", tmp_path / "b", progress=lambda *told: seen.append(told[:3]))
     assert found.differences == [] and found.optimizers == (True, True) and found.places[1] == made.where
     assert seen[-1] == ("comparing", found.total, found.total) and len(seen) == made.tensors + found.total
     written = consolidate_checkpoint(tmp_path / "b", tmp_path / "c").weights
@@ -147,30 +136,15 @@ def test_an_adapter_goes_along(tmp_path: Path, run):
     assert losses_of(*one, 2) == losses_of(*two, 2)
 
 
-def test_a_bar_after_a_while_only(capsys):
-    with slow_bar(after=600) as progress:
-        progress("quick", 1, 2)
-    assert capsys.readouterr().out == ""
-    with slow_bar(after=0.01) as progress:
-        for thread in threading.enumerate():
-            if isinstance(thread, threading.Timer):
-                thread.join(60)
-        progress("slow", 1, 2)
-    assert "slow" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("a", "b", "largest", "relative"),
     [
-        ([1.0, 2.0], [1.0, 2.0], 0.0, 0.0),
         ([1.0, 2.0], [1.0, 4.0], 2.0, 0.5),
         ([0.0, float("nan")], [0.0, float("nan")], 0.0, 0.0),
-        ([0.0, float("inf")], [0.5, float("inf")], 0.5, 1.0),
         ([0.0, 3.0], [0.0, float("nan")], float("inf"), float("inf")),
         ([0.0, float("inf")], [0.0, -float("inf")], float("inf"), float("inf")),
         ([], [], 0.0, 0.0),
         ([3, 2**53], [3, 2**53 + 1], 1.0, 2.0**-53),
-        ([3, 9], [3, 5], 4.0, 4 / 9),
         ([True, False], [True, True], 1.0, 1.0),
     ],
 )
@@ -179,47 +153,10 @@ def test_how_much_two_tensors_differ(monkeypatch, a: list[float], b: list[float]
     assert difference_of(torch.tensor(a), torch.tensor(b)) == (largest, relative)
 
 
-def test_plans_written_down_are_the_same_plans():
-    heads = gqa_plan(6, 3, 4)
-    plans = [
-        AxisPlan.padded(61, 8, fill=float("-inf")),
-        AxisPlan.heads(3, 4),
-        AxisPlan.strided(12, 2),
-        AxisPlan.recut(AxisPlan.even(7), 4),
-        AxisPlan.from_runs(AxisPlan.even(7).runs(2, 1)),
-        heads.q_axis(4),
-        AxisPlan.fused({"q": heads.q_axis(4), "k": heads.kv_axis(4)}),
-    ]
-    layouts = [ParamLayout.of([plan, 5], {part: f"x.{part}" for part in plan.parts}) for plan in plans]
-    layouts += weight_layout(decoder("odd_heads")).values()
-    for layout in layouts:
-        assert read_plans(json.loads(json.dumps(describe_plans(layout)))) == layout
+def test_plans_written_down_by_others_are_refused():
     for broken in ({}, {"axes": [1], "sources": []}, {"axes": [{"$": "Popen"}], "sources": []}, None):
         with pytest.raises(ShardingError, match="not the description of a weight's plans"):
             read_plans(broken)
-
-
-def test_an_adapter_of_a_joint_layer_is_none_of_pefts(tmp_path: Path):
-    """Its factors have the names of q, k and v, as those of PEFT have their adapter's."""
-    qkv = GQAQKVColumnParallelLinear(4, [4, 2], bias=False, gather_output=False)
-    model = LoRAModel(nn.ModuleDict({"qkv": qkv}), {"lora_rank": 2, "target_modules": ["qkv"], "save_lora_base": True})
-    save_checkpoint(tmp_path, "a", model)
-    (tmp_path / "config.json").write_text("{}")
-    done = consolidate_checkpoint(tmp_path, tmp_path / "out")
-    assert "unmerged adapter: qkv.lora_A.k.weight" in done.notes[0]
-    assert {"qkv.lora_A.q.weight", "qkv.lora_B.v.weight"} <= load_file(done.weights).keys()
-
-
-@pytest.mark.parametrize(
-    ("factor", "base"),
-    [("h.q.lora_A.weight", "h.q.weight"), ("h.qkv.lora_A.q.weight", "h.q_proj.weight"), ("qkv.lora_B.v.weight", "q")],
-)
-def test_whether_an_adapter_is_alone(factor: str, base: str):
-    """A joint layer's base weights are those of q, k and v, which may lie beside it."""
-    one, trained = torch.zeros(1), {"head.weight": torch.zeros(1)} if factor.startswith("h.") else {}
-    assert adapter_of(DictSource({factor: one, **trained})) == ([factor], True)
-    assert adapter_of(DictSource({factor: one, base: one})) == ([factor], False)
-    assert adapter_of(DictSource({base: one})) == ([], False)
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path, run):

@@ -11,20 +11,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nxd_infer.comm import collectives_of
 from nxd_infer.context import current_context, make_context, use_context
 from nxd_infer.errors import ParallelConfigError, ShardingError
-from nxd_infer.layout import AxisPlan, load_weights, weight_layout
+from nxd_infer.layout import AxisPlan, weight_layout
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers import pad
 from nxd_infer.parallel_layers.layers import (
     ColumnParallelLinear,
-    InputChannelParallelConv2d,
-    OutputChannelParallelConv2d,
     RowParallelLinear,
 )
 from nxd_infer.parallel_layers.pad import generate_padding_mask, get_number_of_extra_heads, pad_model
-from tests.support.layout.attention import Shape, logical_weights
+from tests.support.layout.attention import Shape
 from tests.support.layout.pad_blocks import BertSelf, Gathered, Mlp
-from tests.support.layout.pad_models import F64, STYLES, ParallelAttention, difference, inputs, reference
-from tests.support.layout.threads import built, run_threads
+from tests.support.layout.pad_models import F64, ParallelAttention
+from tests.support.layout.threads import run_threads
 
 
 def test_sizes_attributes_and_flags_follow():
@@ -75,19 +73,6 @@ def test_what_needs_no_padding_is_left_alone():
     run_threads(even, 2)
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_padding_for_a_larger_degree_shows_on_one_rank(style):
-    """A model built without any group, padded for 4 ranks: the sizes of all ranks together, the same function."""
-    shape = Shape(6, 3)
-    model = ParallelAttention(shape, style)
-    load_weights(model, logical_weights(shape), rank=0, degree=1)
-    pad_model(model, 4, 6)
-    model.num_heads = 8
-    y = model(inputs(shape)[0])
-    assert model.o.input_size == 16
-    assert difference(y.detach(), reference(shape)[0]) < 1e-10
-
-
 def test_meta_and_fake_models_are_padded_without_values_or_a_transport():
     """Tracing builds every rank of a model in one process, on fake tensors and with no group."""
     for rank in range(2):
@@ -99,21 +84,6 @@ def test_meta_and_fake_models_are_padded_without_values_or_a_transport():
             layout = weight_layout(model)["qkv.weight_qkv"]
             assert layout.logical_shapes == {"q.weight": (12, 5), "k.weight": (6, 5), "v.weight": (6, 5)}
             assert layout.rank_shape(2) == tuple(model.qkv.weight_qkv.shape) == (18, 5)
-
-
-def test_channels_of_convolutions_are_filled_up():
-    def make():
-        return nn.Sequential(
-            OutputChannelParallelConv2d(2, 5, 3, gather_output=False, dtype=F64),
-            InputChannelParallelConv2d(5, 2, 1, input_is_parallel=True, dtype=F64),
-        )
-
-    def convolve():
-        model = pad_model(built(make), current_context().tp.degree, 3)
-        return model(torch.ones(1, 2, 4, 4, dtype=F64)).detach()
-
-    (expected,) = run_threads(convolve, 1)
-    assert all(difference(y, expected) < 1e-10 for y in run_threads(convolve, 2))
 
 
 def test_extra_heads_and_the_ratio():

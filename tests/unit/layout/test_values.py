@@ -75,18 +75,16 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         flat = [t.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
         return (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad) and torch.equal(*flat)
-    if isinstance(a, np.ndarray) and a.dtype == object:
-        return a.shape == b.shape and all(map(same, a.ravel(), b.ravel()))
-    if isinstance(a, np.ndarray | np.generic):
+    if isinstance(a, np.random.Generator | np.random.RandomState):
+        return copy.deepcopy(a).bytes(9) == copy.deepcopy(b).bytes(9)
+    if isinstance(a, np.ndarray) and a.dtype != object:
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, set | frozenset):
         return a == b
     if isinstance(a, dict):
         return same(list(a.items()), list(b.items())) and repr(a)[:30] == repr(b)[:30]  # a default's factory
-    if isinstance(a, list | tuple | collections.deque):
+    if isinstance(a, list | tuple | collections.deque | np.ndarray):
         return len(a) == len(b) and getattr(a, "maxlen", 0) == getattr(b, "maxlen", 0) and all(map(same, a, b))
-    if isinstance(a, Key):
-        return a == b
     if isinstance(a, Settings | types.SimpleNamespace | argparse.Namespace):
         return same(vars(a), vars(b))
     return repr(a) == repr(b)  # also of numbers that are none, of a fold, of a minus before zero
@@ -139,6 +137,7 @@ SAMPLE: dict[Any, Any] = {
     3: {1: {2: "ints as keys"}, (1, None): "and tuples"},
     "classes": [Settings(0.5, [Settings(1.5)]), Point(1, {"a": 2}), Color.RED, Level.LOW | Level.HIGH],
     "uuid": uuid.UUID(int=5),
+    "generators": [np.random.default_rng(1), np.random.RandomState(3)],
 }
 
 
@@ -164,14 +163,6 @@ def test_views_that_negate_are_stored_each_by_itself(down_cast: bool):
     views = [torch.full((64,), complex(0, i)).conj().imag for i in range(8)]
     structure, tensors = pack(views, down_cast)
     assert [float(found[0]) for found in unpack(structure, tensors.__getitem__)] == [-i for i in range(8)]
-
-
-def test_generators_go_on():
-    generators = np.random.default_rng(1), np.random.Generator(np.random.Philox(2)), np.random.RandomState(3)
-    structure, tensors = pack(generators)
-    found = unpack(json.loads(json.dumps(structure)), lambda number: tensors[number].clone())
-    assert [one.random() for one in found[:2]] == [one.random() for one in generators[:2]]
-    assert found[2].random_sample() == generators[2].random_sample()
 
 
 # --- classes ----------------------------------------------------------------------------------------------
@@ -333,10 +324,9 @@ def test_keys_with_one_hash_are_refused(kind: str):
     assert len(unpack({kind: structure[:-1]}, torch.zeros)) == MOST_ALIKE
 
 
-@pytest.mark.parametrize("error", [MemoryError, SystemError, OSError])
-def test_whatever_a_structure_asks_too_much_of_is_told(error: type[Exception]):
+def test_whatever_a_structure_asks_too_much_of_is_told():
     def too_much(number: int) -> torch.Tensor:
-        raise error
+        raise MemoryError
 
     with pytest.raises(CheckpointError, match="structure of the checkpoint is damaged"):
         unpack({"tensor": 0}, too_much)

@@ -1,22 +1,23 @@
-"""The optimizer wrapper: what users of a torch.optim.Optimizer expect, precision, NaN gradients, what is refused."""
+"""The optimizer wrapper: what users of a torch.optim.Optimizer expect, precision, and what is refused."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from nxd_infer.checkpoint.api import save_checkpoint
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import CheckpointError, ParallelConfigError
 from nxd_infer.optimizer import NeuronZero1Optimizer, NxDOptimizer
-from tests.support.optimizer.loops import NAMES, check_low_precision, low_precision, poisoned
-from tests.support.optimizer.steps import check_habits, compared, habits
-from tests.support.trainer.jobs import ZERO1, AdamW, training
-from tests.support.trainer.models import tokens
+from tests.support.trainer.jobs import ZERO1, AdamW, mine, training
+from tests.support.trainer.models import MLP, tokens, vectors
 
 SGD, Adafactor = torch.optim.SGD, torch.optim.Adafactor
 
@@ -124,17 +125,43 @@ def test_what_it_refuses_later():
             optimizer.load_state_dict(state)
 
 
-@pytest.mark.parametrize("zero1", [False, True])
-def test_steps_equal_those_of_torch(zero1: bool):
-    assert compared(zero1) == []
+def low_precision(zero1: bool) -> dict[str, Any]:
+    """bfloat16 weights with float32 masters and accumulators against float32 training on the same gradients' stream."""
+    found: dict[str, Any] = {}
+    for masters in (True, False):
+        model, optimizer = training(
+            partial(MLP, torch.bfloat16),
+            optimizer_config={"zero_one_enabled": zero1, "grad_clipping": False, "bucket_cap_mb": 0.01},
+            mixed_precision_config={"use_master_weights": masters, "use_fp32_grad_acc": masters},
+            optimizer_class=torch.optim.SGD,
+        )
+        name = "down.weight"
+        weight = model.get_parameter(name)
+        start = weight.detach().float().clone()
+        total = torch.zeros_like(start)
+        for _ in range(6):
+            for part in range(4):
+                rows = {key: value[part : part + 1] for key, value in mine(vectors(torch.bfloat16, 16)).items()}
+                model.run_train(**rows)
+            total += optimizer.named_gradients()[name].float()
+            optimizer.step()
+            optimizer.zero_grad()
+        # What SGD makes of the sum of all gradients, in float32.
+        wanted = start - 1e-2 * total
+        found[f"dtype {masters}"] = weight.dtype
+        found[f"gap {masters}"] = float((weight.detach().float() - wanted).norm() / (wanted - start).norm())
+        found[f"held {masters}"] = float((weight.detach() - wanted.bfloat16()).abs().max())
+        found[f"state {masters}"] = {piece.tensor.dtype for piece in optimizer.pieces}
+        found[f"grads {masters}"] = weight.grad is None and getattr(weight, "main_grad", None) is None
+    return found
 
 
-def test_habits_of_loops():
-    check_habits(habits(), 1)
-
-
-def test_gradients_that_are_no_numbers():
-    assert poisoned(False) == poisoned(True) == [NAMES, 1]
+def check_low_precision(found: dict[str, Any]) -> None:
+    assert found["dtype True"] == found["dtype False"] == torch.bfloat16
+    assert found["state True"] == {torch.float32} and found["state False"] == {torch.bfloat16}
+    assert found["held True"] == 0  # the weight is its master rounded once, whatever the number of steps
+    assert found["gap False"] > 3 * found["gap True"]  # without masters small steps are lost
+    assert found["grads True"]
 
 
 @pytest.mark.parametrize("zero1", [False, True])
@@ -173,3 +200,47 @@ def test_a_state_may_be_loaded_before_its_model():
     fresh.synchronize_gradients()
     master = fresh.pieces[0].tensor
     assert torch.equal(master[:3], optimizer.pieces[0].tensor[:3]) and master[0] != 1 and master[3] == 5
+
+
+Change = Callable[[list[dict[str, Any]], nn.Parameter], object]
+
+
+CHANGES: list[tuple[Change, str]] = [
+    (lambda groups, more: groups[0]["params"].append(more), "group 0 has 'more' in addition"),
+    (
+        lambda groups, more: groups[1].update(params=[more]),
+        r"group 1 has 'more' in addition; group 1 lacks 'parameter 0 of shape \(3,\)'",
+    ),
+    (lambda groups, more: groups.pop(), "group 1 lacks 'parameter 0"),
+    (lambda groups, more: groups.append({"params": [], "lr": 1.0}), "it has 3 groups instead of 2"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), CHANGES, ids=["appended", "replaced", "one less", "empty"])
+@pytest.mark.parametrize("zero1", [False, True], ids=["plain", "zero1"])
+def test_groups_that_were_changed_are_refused(change: Change, said: str, zero1: bool, tmp_path: Path):
+    """The wrapped optimizer has its own: what was appended was never stepped, and nothing said so."""
+    more = nn.Parameter(torch.ones(2))
+    more.nxd_name = "more"  # pyright: ignore[reportAttributeAccessIssue]
+    params = [nn.Parameter(torch.ones(size)) for size in (2, 3)]
+    optimizer: Any = NxDOptimizer([{"params": [p]} for p in params], torch.optim.SGD, zero1=zero1, defaults={"lr": 0.5})
+    optimizer.param_groups[0]["params"] = list(reversed(optimizer.param_groups[0]["params"]))  # the order is free
+    change(optimizer.param_groups, more)
+    sum(p.sum() for p in (*params, more)).backward()  # pyright: ignore[reportAttributeAccessIssue]
+    calls = [optimizer.step, copy.deepcopy(optimizer).step, optimizer.state_dict, optimizer.synchronize_gradients]
+    for ask in (*calls, lambda: save_checkpoint(tmp_path, "a", optimizer=optimizer)):
+        with pytest.raises(
+            ParallelConfigError, match=f"param_groups was changed, .*{said}.* call optimizer.add_param_group"
+        ):
+            ask()
+    assert all(torch.equal(p, torch.ones_like(p)) for p in params)
+
+
+def test_groups_may_be_changed_until_they_are_sharded():
+    first, more = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = NxDOptimizer([first], torch.optim.SGD, defaults={"lr": 0.5}, lazy_init=True, grad_clipping=False)
+    optimizer.param_groups[0]["params"].append(more)
+    optimizer.init_zero()
+    (first.sum() + more.sum()).backward()
+    optimizer.step()
+    assert torch.equal(first, more) and first[0] == 0.5

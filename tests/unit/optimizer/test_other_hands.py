@@ -6,12 +6,34 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from nxd_infer.context import make_context
 from nxd_infer.errors import ParallelConfigError
-from nxd_infer.optimizer import NeuronZero1Optimizer
+from nxd_infer.optimizer import NeuronZero1Optimizer, NxDOptimizer
 from nxd_infer.parallel_layers import clip_grad_norm
-from tests.support.optimizer.hands import BF16, backward, filled_through_data, linear, moved, sgd
+
+BF16 = torch.bfloat16
+
+
+def sgd(params: Any, lr: float = 0.5, **options: Any) -> NxDOptimizer:
+    return NxDOptimizer(params, torch.optim.SGD, grad_clipping=False, defaults={"lr": lr}, **options)
+
+
+def linear(dtype: torch.dtype = BF16) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 4, bias=False, dtype=dtype)
+
+
+def backward(*layers: nn.Linear) -> None:
+    nn.Sequential(*layers)(torch.ones(1, 4, dtype=layers[0].weight.dtype)).sum().backward()
+
+
+def moved(weight: Tensor, optimizer: NxDOptimizer) -> bool:
+    before = weight.detach().clone()
+    optimizer.step()
+    optimizer.zero_grad()
+    return not torch.equal(before, weight)
 
 
 def test_a_gradient_scaler_steps_plain_weights_and_is_refused_elsewhere():
@@ -46,22 +68,6 @@ def test_two_optimizers_share_a_backbone():
         assert moved(head.weight, optimizer)
 
 
-def test_shared_parameters_outlive_the_second_optimizer():
-    first, shared = linear(), linear()
-    options: dict[str, Any] = {"master_weights": True, "fp32_grad_acc": True}
-    optimizer = sgd([*first.parameters(), *shared.parameters()], **options)
-    second: Any = sgd(shared.parameters(), **options)
-    for _ in range(3):
-        backward(first, shared)
-        assert moved(shared.weight, optimizer)
-        second = None
-    second = sgd(shared.parameters(), lr=0.25)
-    backward(first, shared)
-    with pytest.raises(ParallelConfigError, match=r"shape \(4, 4\) in another place or dtype"):
-        optimizer.step()
-    assert moved(shared.weight, second)
-
-
 def test_clipping_by_hand_is_refused_where_it_would_do_nothing():
     layer = linear()
     optimizer = sgd(layer.parameters(), fp32_grad_acc=True)
@@ -85,7 +91,3 @@ def test_master_weights_follow_replaced_memory():
         layer.weight.data = torch.frombuffer(memory, dtype=BF16).view(4, 4)
         optimizer.step()
     assert torch.equal(layer.weight, torch.full((4, 4), 0.25, dtype=BF16))
-
-
-def test_a_method_that_changes_weights_through_data():
-    assert filled_through_data(master_weights=True) == [0.5] * 16

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from nxd_infer.errors import NonFiniteGradientError
 from nxd_infer.optimizer import NxDOptimizer
-from tests.support.optimizer.loops import PLAIN, ROWS, copied, goes_on, uphill, walked
 from tests.support.optimizer.momentum import SETTINGS, Momentum, momentum
-from tests.support.trainer.jobs import ZERO1, training
-from tests.support.trainer.models import llama, tokens
+from tests.support.trainer.jobs import AdamW, mine, training
+from tests.support.trainer.models import decoder, mlp, tokens, vectors
 
 
 @pytest.mark.parametrize("options", SETTINGS, ids=["plain", "masters", "zero1"])
@@ -48,47 +48,6 @@ def test_a_step_takes_what_the_wrapped_optimizers_does():
     assert torch.equal(1 - twice, 2 * (1 - once)) and once[0] == 0.875
 
 
-@pytest.mark.parametrize("options", [{}, {"master_weights": torch.float64}, {"zero1": True}], ids=str)
-def test_an_optimizer_that_calls_the_closure_itself(options: dict):
-    wanted, told, zeroed = walked(PLAIN, ROWS)
-    weight, returned, count = walked(partial(uphill, **options), ROWS)
-    torch.testing.assert_close(weight, wanted, rtol=1e-6, atol=0)
-    for mine_, plain in zip(returned, told, strict=True):
-        assert mine_ == (plain[0], pytest.approx(plain[1], rel=1e-6))
-    assert count >= zeroed == 6
-
-
-@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
-def test_gradients_that_are_not_finite_in_the_middle_of_a_step(on_nonfinite: str):
-    """The step is underway: it cannot be skipped, and would be made by them."""
-    weight = nn.Parameter(torch.full((2,), 0.5))
-    optimizer = uphill([weight], on_nonfinite=on_nonfinite)
-
-    def closure() -> torch.Tensor:
-        loss = (weight * float("inf" if weight.max() > 0.6 else 1)).sum()
-        loss.backward()
-        return loss
-
-    with pytest.raises(NonFiniteGradientError, match="in the middle of its step"):
-        optimizer.step(closure=closure)
-    assert optimizer.skipped_steps == 0
-
-
-def test_a_closure_is_called_once_for_an_optimizer_that_asks_first():
-    model, calls = nn.Linear(3, 2), []
-    optimizer = NxDOptimizer(model.parameters(), torch.optim.AdamW, defaults={"lr": 0.1})
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(ROWS).pow(2).mean()
-        loss.backward()
-        calls.append(loss)
-        return loss
-
-    for number in range(1, 4):
-        assert optimizer.step(closure) is calls[-1] and len(calls) == number
-
-
 @pytest.mark.parametrize("options", SETTINGS, ids=["plain", "masters", "zero1"])
 def test_state_is_found_under_the_models_parameters(options: dict):
     model, optimizer = momentum(torch.bfloat16, **options)
@@ -112,30 +71,6 @@ def test_state_is_found_under_the_models_parameters(options: dict):
     assert len(optimizer.state) == len(params)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "how"),
-    [(torch.float32, "model first"), (torch.bfloat16, "optimizer first"), (torch.bfloat16, "pickle")],
-    ids=str,
-)
-def test_a_copy_goes_on_alike(dtype: torch.dtype, how: str):
-    for options in SETTINGS:
-        assert copied(dtype, options, how) == [True] * 4
-
-
-def test_an_optimizer_is_copied_alone():
-    model, optimizer = training(llama, **ZERO1)
-    goes_on(model, optimizer, tokens())
-    twin = copy.deepcopy(optimizer)
-    wanted = vars(next(model.parameters()))
-    assert wanted.keys() <= vars(twin.param_groups[0]["params"][0]).keys()
-    assert twin.group_names == optimizer.group_names and twin.grad_norm == optimizer.grad_norm
-    for mine_, theirs in zip(optimizer.state.values(), twin.state.values(), strict=True):
-        assert torch.equal(mine_["exp_avg"], theirs["exp_avg"]) and mine_["exp_avg"] is not theirs["exp_avg"]
-    model.run_train(**tokens())
-    assert twin.param_groups[0]["params"][0].grad is None
-    assert copy.deepcopy(twin).names == optimizer.names
-
-
 def test_hooks_on_a_state_dict():
     _, optimizer = momentum()
     seen: list[str] = []
@@ -147,3 +82,51 @@ def test_hooks_on_a_state_dict():
     assert state["note"] == 1
     optimizer.load_state_dict(state)
     assert seen == ["saving", "loaded"]
+
+
+# --- copies -------------------------------------------------------------------------------------------------
+
+
+def goes_on(model: Any, optimizer: Any, batch: dict, count: int = 2) -> list[torch.Tensor]:
+    for _ in range(count):
+        optimizer.zero_grad()
+        model.run_train(**batch)
+        optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def copied(dtype: torch.dtype, options: dict, how: str) -> list[bool]:
+    """A copy of a model with its optimizer trains on as the original does, and neither touches the other."""
+    build = partial(mlp) if dtype == torch.float32 else partial(decoder, "tied", dtype)
+    batch = mine(vectors() if dtype == torch.float32 else tokens())
+    model, optimizer = training(build, **options)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    goes_on(model, optimizer, batch)
+    scheduler.step()
+    before = [param.detach().clone() for param in model.parameters()]
+    if how == "pickle":
+        twin, other = pickle.loads(pickle.dumps((model, optimizer)))
+    elif how == "optimizer first":
+        other, twin = copy.deepcopy((optimizer, model))
+    else:
+        twin, other = copy.deepcopy((model, optimizer))
+    assert type(other) is type(optimizer) and type(other.optimizer) is AdamW
+    assert [id(p) for p in other.param_groups[0]["params"]] == [id(p) for p in twin.parameters()]
+    assert other.param_groups[0]["lr"] == 5e-3 and len(other.state) == len(optimizer.state)
+    theirs = goes_on(twin, other, batch)
+    untouched = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    ours = goes_on(model, optimizer, batch)
+    equal = all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+    moved = any(not torch.equal(a, b) for a, b in zip(before, ours, strict=True))
+    named = other.names == optimizer.names and other.state_dict().keys() == optimizer.state_dict().keys()
+    return [untouched, equal, moved, named]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    [(torch.float32, "model first"), (torch.bfloat16, "optimizer first"), (torch.bfloat16, "pickle")],
+    ids=str,
+)
+def test_a_copy_goes_on_alike(dtype: torch.dtype, how: str):
+    for options in SETTINGS:
+        assert copied(dtype, options, how) == [True] * 4

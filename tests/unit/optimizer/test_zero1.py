@@ -115,6 +115,8 @@ def test_what_waits_for_sharding_says_so(tmp_path: Path):
     for action in (
         lambda: optimizer.load_sharded_state_dict(tmp_path),
         lambda: optimizer.save_sharded_state_dict(tmp_path),
+        optimizer.step,
+        optimizer.state_dict,
         optimizer.allgather_weights_and_update_full_parameter,
         optimizer.hand_on_hyperparameters,
         optimizer.named_gradients,
