@@ -17,7 +17,6 @@ from nxd_infer.backends.cpu import placement
 from nxd_infer.context import LOCAL
 from nxd_infer.errors import ArtifactCorruptError, ArtifactError, RankDiedError, RankFailedError
 from nxd_infer.runtime.load import load_artifact
-from nxd_infer.runtime.rank_model import RankModel
 from nxd_infer.runtime.rank_process import rank
 from nxd_infer.runtime.save_load import parallel_model_load
 from nxd_server.app.background_work import BackgroundWork
@@ -29,6 +28,12 @@ from tests.support.processes import wait_until
 from tests.support.runtime.rank_processes import X, pids_of, started
 
 X_ONES = torch.ones(1, 1, toy.HIDDEN)
+
+
+@pytest.fixture
+def artifact(original, tmp_path) -> Path:
+    """A copy."""
+    return Path(shutil.copytree(original, tmp_path / "artifact"))
 
 
 @pytest.fixture(scope="module")
@@ -88,27 +93,16 @@ def test_files_that_were_only_touched_or_copied_are_hashed_and_taken(artifact):
         os.rename(file.with_name("copy"), file)
     torch.testing.assert_close(model.restart()(X_ONES)["y"], expected, rtol=0, atol=0)
     model.close()
-
-
-def test_a_model_that_was_loaded_unverified_stays_so(artifact):
-    model = started(artifact, verify=False)
     alter(artifact / weight_name(1))
-    assert model.restart()(X)["count"].item() == 1
-    model.close()
+    with started(artifact, verify=False) as unverified:
+        assert unverified.restart()(X)["count"].item() == 1
 
 
-def test_a_rank_in_the_callers_process_refuses_too(tmp_path):
-    path = toy.build(tmp_path / "artifact", degree=1)
-    model = parallel_model_load(path).start()
-    alter(path / weight_name(0))
-    with pytest.raises(ArtifactCorruptError, match=r"rank_00\.safetensors of .* is altered"):
-        model.restart()
+def test_a_file_that_is_another_one_only_while_it_is_read_is_refused(artifact, monkeypatch):
+    """What is hashed, before and after, is the right one each time."""
+    loaded, file, read = load_artifact(artifact), artifact / weight_name(0), placement.load_initial_states
 
-
-def elsewhere(file: Path, read):
-    """``read``, while another file has the name of ``file``."""
-
-    def flipped(*arguments):
+    def another(*arguments):
         aside = file.rename(file.with_name("aside"))
         shutil.copy(aside, file)
         alter(file)
@@ -117,55 +111,9 @@ def elsewhere(file: Path, read):
         finally:
             aside.replace(file)
 
-    return flipped
-
-
-@pytest.mark.parametrize("kind", ["weights", "ops"])
-def test_a_file_that_is_another_one_only_while_it_is_read_is_refused(artifact, monkeypatch, kind):
-    """What is hashed, before and after, is the right one each time."""
-    loaded = load_artifact(artifact)
-    (file,) = (file for file in (artifact / kind).iterdir() if file.name != "rank_01.safetensors")
-    monkeypatch.setattr(placement, "load_initial_states", elsewhere(file, placement.load_initial_states))
-    with pytest.raises(ArtifactCorruptError, match=rf"{kind}/{file.name} of \S+ was changed while it was loaded"):
+    monkeypatch.setattr(placement, "load_initial_states", another)
+    with pytest.raises(ArtifactCorruptError, match=rf"{file.name} of \S+ was changed while it was loaded"):
         rank.Rank(loaded, 0, rank.Runtime(LOCAL, 1, loaded))
-
-
-def test_what_is_read_before_and_beside_the_verification_is_compared_too(tmp_path, monkeypatch):
-    """As a server reads its tokenizer."""
-    path = toy.build(tmp_path / "artifact", degree=1)
-    file = path / weight_name(0)
-    loaded = load_artifact(path, later=True)
-    elsewhere(file, lambda: None)()
-    with pytest.raises(ArtifactCorruptError, match="was changed while it was loaded; load the artifact again"):
-        loaded.verify()
-    service, ranks_run, start = Service(path, ServerSettings(), print), threading.Event(), RankModel.start
-
-    def started_first(*_) -> None:
-        assert ranks_run.wait(600)
-
-    monkeypatch.setattr(RankModel, "start", lambda model: [start(model), ranks_run.set()])
-    monkeypatch.setattr(service, "_read_text", lambda *_: [started_first(), elsewhere(file, lambda: None)()])
-    try:
-        with pytest.raises(ArtifactCorruptError, match="was changed while it was loaded"):
-            service._open()
-    finally:
-        service.close()
-
-
-def test_a_file_that_is_written_to_while_it_is_verified_is_refused(artifact, monkeypatch):
-    """By its own contents again, so that the hash alone would not tell."""
-    from nxd_infer.artifact import verified
-
-    def hash_open_file(file, algorithm):
-        found = hash_(file, algorithm)
-        Path(file.name).write_bytes(Path(file.name).read_bytes())
-        return found
-
-    hash_ = verified.hash_open_file
-    loaded = load_artifact(artifact, verify=False)
-    monkeypatch.setattr(verified, "hash_open_file", hash_open_file)
-    with pytest.raises(ArtifactCorruptError, match="was written to while it was verified"):
-        loaded.verify()
 
 
 def test_a_tokenizer_that_is_not_read_in_time_ends_the_start(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nxd_infer.checkpoint import consolidate_checkpoint
 from nxd_infer.errors import CheckpointError
-from tests.integration.checkpoint.test_neuronx_files import write as write_file
+from tests.support.checkpoint.reference import write as write_file
 from tests.support.distributed.memory import MIB, growth
 from tests.support.ranks import run_ranks
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nxd_infer.layout import AxisPlan, ParamLayout, gqa_plan
+from nxd_infer.layout import AxisPlan, ParamLayout
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,6 @@ def layouts_of(q: AxisPlan, kv: AxisPlan, hidden: int) -> dict[str, ParamLayout]
         out[f"{name}.weight"] = ParamLayout.of([plan, hidden], f"{name}.weight")
         out[f"{name}.bias"] = ParamLayout.of([plan], f"{name}.bias")
     return out
-
-
-def padded_layouts(shape: Shape, degree: int) -> dict[str, ParamLayout]:
-    plan = gqa_plan(shape.heads, shape.kv_heads, degree)
-    return layouts_of(plan.q_axis(shape.head_dim), plan.kv_axis(shape.head_dim), shape.hidden)
 
 
 def torn_layouts(shape: Shape, degree: int) -> dict[str, ParamLayout]:

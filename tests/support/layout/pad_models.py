@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from nxd_infer.context import current_context
-from nxd_infer.layout import load_weights, merge_state_dicts, weight_layout
+from nxd_infer.layout import ParamLayout, load_weights, merge_state_dicts, weight_layout
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from nxd_infer.parallel_layers.pad import get_number_of_extra_heads, pad_model
@@ -88,11 +90,12 @@ def run_padded(shape: Shape, style: str, loaded: str) -> tuple[Tensor, Tensor, d
     return y.detach(), x.grad, {name: p.grad for name, p in model.named_parameters()}
 
 
-def layouts_of_padded(shape: Shape, style: str, tp_degree: int) -> dict:
-    """The layouts of the padded model, asked of one built on a single rank with no group at all."""
+def padded_with_layouts(shape: Shape, style: str, loaded: str) -> tuple[Any, dict[str, ParamLayout]]:
+    """What :func:`run_padded` finds, and the layouts of such a model."""
+    result = run_padded(shape, style, loaded)
     model = ParallelAttention(shape, style)
-    pad_model(model, tp_degree, shape.heads)
-    return weight_layout(model)
+    pad_model(model, current_context().tp.degree, shape.heads)
+    return result, weight_layout(model)
 
 
 def compare(results: list, shape: Shape, layouts: dict) -> float:

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxd_infer.artifact.manifest import MANIFEST_NAME, FileSpec, WeightSpec
+from nxd_infer.artifact.manifest import MANIFEST_NAME, FileSpec
 from nxd_infer.artifact.names import weight_name
-from nxd_infer.artifact.rank_weights import file_entries, load_weights
 from nxd_infer.artifact.reader import artifact_digest
 from nxd_infer.artifact.writer import CHECKSUM_KEY, ArtifactWriter, manifest_checksum
 from nxd_infer.errors import (
@@ -23,11 +22,7 @@ from nxd_infer.errors import (
     ArtifactError,
     ArtifactVersionError,
 )
-from nxd_infer.graph.stored import GraphFile
-from nxd_infer.layout.files.stream import write_safetensors
 from nxd_infer.runtime.load import load_artifact
-from nxd_infer.runtime.save_load import parallel_model_load
-from nxd_infer.trace.request import TracedBucket, TracedRank
 from nxd_infer.util.reading import unique_keys
 from tests.support import toy_artifacts as toy
 
@@ -56,21 +51,13 @@ def test_what_is_no_artifact(tmp_path):
         load_artifact(tmp_path / "file")
 
 
-def test_every_file_missing_is_named(artifact):
+def test_every_file_missing_truncated_or_flipped_is_named(artifact):
     for name in all_files(artifact):
         path = artifact / name
         data = path.read_bytes()
         path.unlink()
         with pytest.raises(ArtifactCorruptError, match=f"lacks its file {name}"):
             load_artifact(artifact)
-        path.write_bytes(data)
-    load_artifact(artifact)
-
-
-def test_every_file_truncated_or_flipped_is_named(artifact):
-    for name in all_files(artifact):
-        path = artifact / name
-        data = path.read_bytes()
         path.write_bytes(data[:-1])
         for verify in (True, False):
             with pytest.raises(ArtifactCorruptError, match=f"{name} .*is truncated"):
@@ -128,23 +115,10 @@ def test_older_artifacts_are_verified_by_their_sha256(artifact, tmp_path):
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 4]))
         with pytest.raises(ArtifactCorruptError, match=f"{name} .*is altered: sha256"):
             load_artifact(artifact)
-        with (
-            pytest.raises(ArtifactCorruptError, match=r"differs from its checksum .*sha256"),
-            ArtifactWriter(tmp_path / "other") as writer,
-        ):
-            writer.add(name, path, known=FileSpec(**older[name]))
         path.write_bytes(data)
     edit(artifact, files={name: {"size": spec["size"]} for name, spec in older.items()})
     with pytest.raises(ArtifactCorruptError, match="a file without a checksum"):
         load_artifact(artifact)
-
-
-def test_stray_files_are_ignored(artifact):
-    (artifact / "tp_9.pt").write_bytes(b"\x80\x04garbage")
-    (artifact / "weights" / "rank_99.safetensors").write_bytes(b"")
-    (artifact / "graphs" / "old").mkdir()
-    (artifact / "link").symlink_to("/etc")
-    load_artifact(artifact)
 
 
 def test_other_versions(artifact):
@@ -193,12 +167,9 @@ def test_a_manifest_that_does_not_hold_together(artifact):
     weight = weight_name(1)
     for fields, text in [
         ({"tp_degree": 3, "layout": {}}, "has 2 graphs for 3 ranks"),
-        ({"tp_degree": 0, "layout": {}}, "tp degree 0"),
         ({"tp_degree": 1 << 62, "layout": {}}, "graphs for 4611686018427387904 ranks"),
         ({"buckets": [{**manifest["buckets"][0], "structure": 3}]}, "output '3' of bucket"),
         ({"layout": {"weights": {"table": {"logical": {"table": 3}, "ranks": [{}, {}]}}}}, "what 'table' is made of"),
-        ({"layout": {"weights": {"table": {"logical": {"table": [3]}, "ranks": [{}]}}}}, "made of on 2 ranks"),
-        ({"layout": {"unread": 3}}, "'unread' is not a list"),
         ({"target": {**manifest["target"], "cpu_features": 7}}, "its cpu_features are 7"),
         ({"buckets": []}, "no buckets"),
         ({"buckets": [manifest["buckets"][0]] * 2}, "bucket 'b2_s4' twice"),
@@ -216,20 +187,16 @@ def test_a_manifest_that_does_not_hold_together(artifact):
         load_artifact(artifact)
 
 
-def test_a_key_that_stands_twice_is_refused(artifact):
+def test_a_key_that_stands_twice_and_half_a_character_are_refused(artifact):
     path = artifact / MANIFEST_NAME
     text = path.read_text()
+    path.write_text(text.replace('"target": {', '"target": {"\\ud800": 1, ', 1))
+    with pytest.raises(ArtifactCorruptError, match="half a character"):
+        load_artifact(artifact)
     for place in ("{", '"files": {'):
         path.write_text(text.replace(place, f'{place}"tp_degree": 1, "tp_degree": 2, ', 1))
         with pytest.raises(ArtifactCorruptError, match="the key 'tp_degree' stands twice"):
             load_artifact(artifact)
-
-
-def test_half_a_character_is_refused(artifact):
-    path = artifact / MANIFEST_NAME
-    path.write_text(path.read_text().replace('"target": {', '"target": {"\\ud800": 1, ', 1))
-    with pytest.raises(ArtifactCorruptError, match="half a character"):
-        load_artifact(artifact)
 
 
 def test_a_key_that_stands_twice_is_found_in_one_pass():
@@ -330,12 +297,6 @@ def test_a_digest_pins_an_artifact(artifact, original):
         load_artifact(artifact, verify=False, expect_digest=digest)  # a pinned artifact is always verified
 
 
-def test_loading_a_model_gives_the_same_refusals(artifact):
-    (artifact / weight_name(1)).unlink()
-    with pytest.raises(ArtifactCorruptError, match="rank_01"):
-        parallel_model_load(str(artifact))
-
-
 def test_numbers_that_json_lacks_come_back(tmp_path):
     """A mask is padded with minus infinity."""
 
@@ -348,33 +309,3 @@ def test_numbers_that_json_lacks_come_back(tmp_path):
     x = manifest.buckets[0].inputs[0]
     assert x.pad[0] == float("-inf") and math.isnan(x.pad[1]) and x.default == float("inf")
     json.loads((tmp_path / "artifact" / MANIFEST_NAME).read_text(), parse_constant=pytest.fail)
-    rank = TracedRank(
-        rank=0,
-        buckets=[
-            TracedBucket(
-                name="b",
-                graph=GraphFile(digest="", inputs=[], outputs=[], states=[], weights=[]),
-                inputs=[x],
-                outputs=[],
-            )
-        ],
-        states=[],
-        weights=[],
-    )
-    assert TracedRank.model_validate_json(rank.model_dump_json()).buckets[0].inputs[0].pad[0] == float("-inf")
-
-
-def test_mapped_tensors_lie_on_the_boundaries_of_their_types(tmp_path):
-    tensors = {
-        "a": torch.tensor([True, False, True]),
-        "b": torch.arange(5.0),
-        "c": torch.tensor([7], dtype=torch.int8),
-        "d": torch.arange(3.0, dtype=torch.float64),
-        "e": torch.ones(3, dtype=torch.bfloat16),
-    }
-    specs = [WeightSpec.of(name, tensor) for name, tensor in tensors.items()]
-    with open(tmp_path / "rank_00.safetensors", "wb") as file:
-        write_safetensors(file, file_entries(specs), tensors.__getitem__)
-    for name, tensor in load_weights(tmp_path / "rank_00.safetensors", specs).items():
-        assert torch.equal(tensor, tensors[name])
-        assert tensor.data_ptr() % tensor.element_size() == 0

@@ -1,6 +1,10 @@
-"""Runs and plans: cutting, joining, JSON, and the indices that lay an axis out and back."""
+"""Runs, plans and flat ranges: cutting, joining, JSON, and the indices that lay an axis out and back."""
+
+from __future__ import annotations
 
 import json
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,14 +13,17 @@ from hypothesis import strategies as st
 
 from nxd_infer.errors import ParallelConfigError, ShardingError
 from nxd_infer.layout import AxisPlan, Fill, ParamLayout, Run, TensorLayout, gqa_plan
+from nxd_infer.layout.flat import flat_index, flat_rectangles, moved, overlap, relative
 from nxd_infer.layout.runs import axis_length, coalesce, cut
 
-RUNS = st.builds(lambda name, start, n: Run(name, start, start + n), st.just(""), st.integers(0, 20), st.integers(0, 9))
+RUNS = st.builds(lambda start, n: Run("", start, start + n), st.integers(0, 20), st.integers(0, 9))
+
 FILLS = st.builds(Fill, st.sampled_from([0.0, -1.5, float("-inf")]), st.integers(0, 5))
+
 AXES = st.lists(RUNS | FILLS, max_size=8).map(tuple)
 
 
-def elements(axis):
+def elements(axis: Any) -> list[Any]:
     """The axis spelled out, one entry an element."""
     return [
         (piece.name, piece.start + i) if isinstance(piece, Run) else piece.value
@@ -25,24 +32,15 @@ def elements(axis):
     ]
 
 
-@given(AXES, st.data())
-def test_cut_and_coalesce_keep_the_elements(axis, data):
+@given(AXES, AXES, st.data())
+def test_cut_coalesce_and_json_keep_the_elements(axis: Any, other: Any, data: st.DataObject):
     length = axis_length(axis)
     start = data.draw(st.integers(0, length))
     stop = data.draw(st.integers(start, length))
     assert elements(coalesce(axis)) == elements(axis)
     assert elements(cut(axis, start, stop)) == elements(axis)[start:stop]
     assert all(len(piece) for piece in coalesce(axis))
-
-
-def test_cut_refuses_to_leave_the_axis():
-    with pytest.raises(ShardingError, match=r"3\.\.7 out of an axis of 6"):
-        cut((Run("", 0, 6),), 3, 7)
-
-
-@given(AXES, AXES)
-def test_json_round_trip(first, second):
-    layout = TensorLayout((first, second), "model.weight")
+    layout = TensorLayout((axis, other), "model.weight")
     assert TensorLayout.from_json(json.loads(json.dumps(layout.to_json(), allow_nan=False))) == layout
 
 
@@ -50,7 +48,6 @@ def test_json_round_trip(first, second):
     "data",
     [
         None,
-        {},
         {"axes": [], "source": 3},
         {"axes": [[["", 0]]], "source": ""},
         {"axes": [[["", 0, 1.5]]], "source": ""},
@@ -60,14 +57,9 @@ def test_json_round_trip(first, second):
         {"axes": [["abc"]], "source": ""},
     ],
 )
-def test_json_that_describes_no_layout_is_refused(data):
+def test_json_that_describes_no_layout_is_refused(data: Any):
     with pytest.raises(ShardingError):
         TensorLayout.from_json(data)
-
-
-def test_two_axes_may_not_name_tensors():
-    with pytest.raises(ShardingError, match="only one axis"):
-        TensorLayout(((Run("a", 0, 2),), (Run("b", 0, 2),)))
 
 
 PLANS = {
@@ -89,27 +81,23 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("degree", range(1, 9))
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_every_plan_covers_its_axis_in_equal_pieces(plan, degree):
-    ranks = [plan.runs(degree, rank) for rank in range(degree)]
-    assert {axis_length(axis) for axis in ranks} == {plan.local_size(degree)}
-    held = {element for axis in ranks for element in elements(axis) if isinstance(element, tuple)}
-    assert held == {(name, i) for name, size in plan.parts.items() for i in range(size)}
-
-
-@pytest.mark.parametrize("degree", range(1, 9))
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_indices_lay_an_axis_out_and_back(plan, degree):
+def test_a_plan_covers_its_axis_in_equal_pieces_and_indices_lay_it_out_and_back(plan: AxisPlan):
     x = torch.arange(1.0, plan.size + 1)
-    scatter, gather = plan.scatter_index(degree), plan.gather_index(degree)
-    gathered = x if scatter is None else torch.cat([x, torch.zeros(1)])[scatter]
-    assert gathered.numel() == plan.padded_size(degree)
-    if plan.sharded:
-        for rank, piece in enumerate(gathered.chunk(degree) if gathered.numel() else []):
-            index = plan.rank_index(degree, rank)
-            assert torch.equal(piece, torch.cat([x, torch.zeros(1)])[index])
-    assert torch.equal(gathered if gather is None else gathered[gather], x)
+    filled = torch.cat([x, torch.zeros(1)])
+    for degree in range(1, 9):
+        ranks = [plan.runs(degree, rank) for rank in range(degree)]
+        assert {axis_length(axis) for axis in ranks} == {plan.local_size(degree)}
+        held = {element for axis in ranks for element in elements(axis) if isinstance(element, tuple)}
+        assert held == {(name, i) for name, size in plan.parts.items() for i in range(size)}
+
+        scatter, gather = plan.scatter_index(degree), plan.gather_index(degree)
+        gathered = x if scatter is None else filled[scatter]
+        assert gathered.numel() == plan.padded_size(degree)
+        if plan.sharded:
+            for rank, piece in enumerate(gathered.chunk(degree) if gathered.numel() else []):
+                assert torch.equal(piece, filled[plan.rank_index(degree, rank)])
+        assert torch.equal(gathered if gather is None else gathered[gather], x)
 
 
 def test_duplicates_are_told_from_replication():
@@ -126,21 +114,22 @@ def test_an_axis_that_does_not_divide_says_so_and_lists_what_does():
         plan.require_exact(4, "output_size")
     AxisPlan.padded(10).require_exact(4, "output_size")
     assert not AxisPlan.strided(10, 2).exact(2)
+
+
+def test_what_makes_no_plan_is_refused():
     with pytest.raises(ShardingError, match="3 sections"):
         AxisPlan.strided(10, 3)
-
-
-def test_places_outside_the_group_are_refused():
     with pytest.raises(ParallelConfigError, match="rank 2 is outside a group of 2"):
         AxisPlan.even(4).runs(2, 2)
     with pytest.raises(ParallelConfigError, match="at least 1"):
         AxisPlan.even(4).runs(0, 0)
-
-
-@pytest.mark.parametrize("parts", [{"": AxisPlan.even(4)}, {"a": AxisPlan.replicated(4)}])
-def test_fused_axes_need_named_sharded_parts(parts):
-    with pytest.raises(ShardingError):
-        AxisPlan.fused(parts)
+    with pytest.raises(ShardingError, match=r"3\.\.7 out of an axis of 6"):
+        cut((Run("", 0, 6),), 3, 7)
+    with pytest.raises(ShardingError, match="only one axis"):
+        TensorLayout(((Run("a", 0, 2),), (Run("b", 0, 2),)))
+    for parts in ({"": AxisPlan.even(4)}, {"a": AxisPlan.replicated(4)}):
+        with pytest.raises(ShardingError):
+            AxisPlan.fused(parts)
 
 
 def test_sources_must_name_every_part():
@@ -151,3 +140,29 @@ def test_sources_must_name_every_part():
     assert layout.logical_shapes == {"q.weight": (4, 3), "k.weight": (4, 3)}
     assert layout.rank_layout(2, 1).axes[0] == (Run("q.weight", 2, 4), Run("k.weight", 2, 4))
     assert layout.partition_dim == 0 and layout.rank_shape(2) == (4, 3)
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> tuple[list[int], int, int]:
+    shape = draw(st.lists(st.integers(1, 4), max_size=4))
+    start = draw(st.integers(0, math.prod(shape)))
+    return shape, start, draw(st.integers(start, math.prod(shape)))
+
+
+@given(ranges())
+def test_rectangles_of_a_flat_range(case: tuple[list[int], int, int]):
+    shape, start, stop = case
+    tensor = torch.arange(math.prod(shape)).view(shape)
+    found = list(flat_rectangles(shape, start, stop))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+    pieces = [tensor[tuple(slice(*bounds) for bounds in rectangle)].reshape(-1) for rectangle in found]
+    joined = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
+    assert joined.tolist() == list(range(start, stop))
+    assert [int(piece[0]) for piece in pieces] == [flat_index(rectangle, shape) for rectangle in found]
+
+
+def test_rectangles_in_each_other():
+    assert overlap(((0, 4), (2, 5)), ((3, 6), (0, 3))) == ((3, 4), (2, 3))
+    assert overlap(((0, 4), (2, 5)), ((4, 6), (0, 3))) is None
+    assert relative(((3, 4), (2, 3)), ((1, 4), (2, 5))) == (slice(2, 3), slice(0, 1))
+    assert moved(((3, 4), (2, 3)), ((3, 6), (0, 3)), ((10, 13), (20, 23))) == ((10, 11), (22, 23))

@@ -1,10 +1,8 @@
 """Logical to rank to logical: exact for every kind of layout, streaming, and with errors that list names and shapes."""
 
-import json
-
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -12,21 +10,15 @@ from nxd_infer.errors import CheckpointError, ShardingError, WeightMismatchError
 from nxd_infer.layout import (
     AxisPlan,
     DictSource,
-    Fill,
     MergedSource,
     ParamLayout,
-    Run,
-    TensorLayout,
     attach_layout,
     check_weights,
-    duplicates,
     gqa_plan,
     iter_shards,
-    layout_of,
     load_weights,
     merge_state_dicts,
     owned_blocks,
-    restore_attributes,
     shard_state_dict,
     shard_tensor,
     weight_layout,
@@ -78,15 +70,35 @@ def logical_of(layout):
     return {name: torch.randn(shape, generator=generator) for name, shape in layout.logical_shapes.items()}
 
 
-@pytest.mark.parametrize("degree", range(1, 9))
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_round_trip_is_exact(layout, degree):
-    logical = logical_of(layout)
-    ranks = [{"p": shard_tensor(logical, layout.rank_layout(degree, rank))} for rank in range(degree)]
-    assert {tuple(rank["p"].shape) for rank in ranks} == {layout.rank_shape(degree)}
-    merged = merge_state_dicts(ranks, {"p": layout})
+def cut(layout, degree):
+    """The tensor of each rank, read from a source that counts: no more than the rank holds, and nothing twice."""
+    logical, pieces = logical_of(layout), []
+    for rank in range(degree):
+        source = CountingSource(logical)
+        pieces.append(shard_tensor(source, layout.rank_layout(degree, rank)))
+        assert source.elements <= pieces[-1].numel()
+    assert {tuple(piece.shape) for piece in pieces} == {layout.rank_shape(degree)}
+    return logical, pieces
+
+
+def check_round_trip(layout, degree):
+    """Merged again it is exact, and the blocks of first owners tile it: a norm over them counts each value once."""
+    logical, pieces = cut(layout, degree)
+    merged = merge_state_dicts([{"p": piece} for piece in pieces], {"p": layout})
     assert merged.keys() == logical.keys()
     assert all(torch.equal(merged[name], logical[name]) for name in logical)
+    counted = {name: torch.zeros_like(tensor) for name, tensor in logical.items()}
+    for rank, piece in enumerate(pieces):
+        for block in owned_blocks(layout, degree, rank):
+            counted[block.name][block.logical_slices] += 1
+            assert torch.equal(piece[block.local_slices], logical[block.name][block.logical_slices])
+    assert all(torch.equal(count, torch.ones_like(count)) for count in counted.values())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_each_layout_goes_there_and_back(layout):
+    for degree in (1, 2, 3, 4, 8):
+        check_round_trip(layout, degree)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -133,31 +145,11 @@ ONE_TENSOR = st.recursive(
 ANY_PLAN = ONE_TENSOR | st.lists(ONE_TENSOR, min_size=1, max_size=3).map(AxisPlan.fused)
 
 
+@settings(max_examples=60)
 @given(ANY_PLAN, st.integers(1, 8), st.booleans())
 def test_any_composition_of_plans_goes_there_and_back(plan, degree, last):
     sources = {part: f"w{part}" for part in plan.parts}
-    layout = ParamLayout.of([2, plan] if last else [plan, 2], sources)
-    logical = logical_of(layout)
-    ranks = [{"p": shard_tensor(logical, layout.rank_layout(degree, rank))} for rank in range(degree)]
-    assert {tuple(rank["p"].shape) for rank in ranks} == {layout.rank_shape(degree)}
-    merged = merge_state_dicts(ranks, {"p": layout})
-    assert all(torch.equal(merged[name], logical[name]) for name in logical)
-    owned = sum(block.numel for rank in range(degree) for block in owned_blocks(layout, degree, rank))
-    assert owned == sum(tensor.numel() for tensor in logical.values())
-
-
-@pytest.mark.parametrize("degree", [1, 3, 4])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_owners_hold_everything_once(layout, degree):
-    """Blocks of first owners tile the logical tensors, so a norm over them counts each value once."""
-    logical = logical_of(layout)
-    counted = {name: torch.zeros_like(tensor) for name, tensor in logical.items()}
-    for rank in range(degree):
-        piece = shard_tensor(logical, layout.rank_layout(degree, rank))
-        for block in owned_blocks(layout, degree, rank):
-            counted[block.name][block.logical_slices] += 1
-            assert torch.equal(piece[block.local_slices], logical[block.name][block.logical_slices])
-    assert all(torch.equal(count, torch.ones_like(count)) for count in counted.values())
+    check_round_trip(ParamLayout.of([2, plan] if last else [plan, 2], sources), degree)
 
 
 def test_owners_alone_are_enough():
@@ -170,33 +162,11 @@ def test_owners_alone_are_enough():
         merge_state_dicts([{}, {"p": logical["w"]}], {"p": layout})
 
 
-def test_duplicates_name_every_holder_in_order():
-    layout = ParamLayout.of([gqa_plan(4, 2, 4).kv_axis(2), 3], "k")
-    found = duplicates(layout, 4)
-    assert [(h.logical[0], [rank for rank, _ in h.places], h.owner) for h in found] == [
-        ((0, 2), [0, 1], 0),
-        ((2, 4), [2, 3], 2),
-    ]
-    assert duplicates(LAYOUTS["replicated"], 4) == []
-    assert duplicates(LAYOUTS["column"], 4) == []
-
-
-@pytest.mark.parametrize("degree", [2, 3, 4])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_reading_takes_no_more_than_the_rank_holds(layout, degree):
-    logical = logical_of(layout)
-    for rank in range(degree):
-        source = CountingSource(logical)
-        piece = shard_tensor(source, layout.rank_layout(degree, rank))
-        assert source.elements <= piece.numel()
-        assert source.largest <= piece.numel()
-
-
-@pytest.mark.parametrize(("old", "new"), [(1, 4), (4, 2), (3, 8), (2, 3)])
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (3, 8)])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_resharding_streams_from_degree_to_degree(layout, old, new):
-    logical = logical_of(layout)
-    before = [CountingSource({"p": shard_tensor(logical, layout.rank_layout(old, rank))}) for rank in range(old)]
+    logical, pieces = cut(layout, old)
+    before = [CountingSource({"p": piece}) for piece in pieces]
     merged = MergedSource(before, {"p": layout})
     for rank in range(new):
         count = sum(source.elements for source in before)
@@ -292,13 +262,6 @@ def test_a_tied_weight_may_be_stored_under_its_other_name():
     shard_state_dict(Attention(), both, 0, 2)
 
 
-def test_shards_take_the_type_of_the_module_or_the_one_asked_for():
-    module = Attention().to(torch.bfloat16)
-    assert {t.dtype for t in shard_state_dict(module, attention_logical(), 0, 2).values()} == {torch.bfloat16}
-    state = shard_state_dict(module, attention_logical(), 0, 2, dtype=torch.float64)
-    assert {t.dtype for t in state.values()} == {torch.float64}
-
-
 def test_weights_of_another_model_are_refused_with_names_and_shapes():
     logical = attention_logical()
     del logical["norm.bias"]
@@ -314,43 +277,19 @@ def test_weights_of_another_model_are_refused_with_names_and_shapes():
     for text in ("norm.bias", "stray [2, 7]", "q_proj.weight is [10, 3], wanted [12, 3]"):
         assert text in str(caught.value)
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
-
-
-def test_unexpected_names_pass_when_they_are_ignored():
-    layouts, logical = weight_layout(Attention()), attention_logical() | {"rope.inv_freq": torch.ones(1)}
+    layouts, logical = weight_layout(module), attention_logical() | {"rope.inv_freq": torch.ones(1)}
     with pytest.raises(WeightMismatchError):
         check_weights(layouts, logical)
     check_weights(layouts, logical, ignore=["*.inv_freq"])
     check_weights(layouts, logical, strict=False)
 
 
-def test_a_module_of_another_degree_is_refused():
-    with pytest.raises(WeightMismatchError, match="not built for 4 ranks"):
-        load_weights(Attention(2), attention_logical(), rank=0, degree=4)
-
-
-def test_shards_of_another_degree_are_refused():
+def test_another_degree_is_refused():
     module = Attention(2)
+    with pytest.raises(WeightMismatchError, match="not built for 4 ranks"):
+        load_weights(module, attention_logical(), rank=0, degree=4)
     with pytest.raises(CheckpointError, match="another degree"):
         merge_state_dicts([module.state_dict()] * 3, weight_layout(module))
-
-
-def test_a_layout_that_drops_elements_cannot_be_merged():
-    layout = ParamLayout.of([AxisPlan.from_runs([Run("", 2, 6), Run("", 0, 1), Fill(0.0, 1)])], "w")
-    logical = {"w": torch.randn(6)}
-    ranks = [{"p": shard_tensor(logical, layout.rank_layout(2, rank))} for rank in range(2)]
-    with pytest.raises(CheckpointError, match="hold only 5 of the 6 requested elements"):
-        merge_state_dicts(ranks, {"p": layout})
-
-
-def test_attributes_come_back_after_a_deep_copy():
-    import copy
-
-    module = copy.deepcopy(Attention())
-    assert layout_of(module.qkv, "weight") is not None
-    restore_attributes(module)
-    assert module.qkv.weight.tensor_model_parallel and module.qkv.weight.partition_dim == 0
-    assert module.qkv.weight.num_partitions == 2 and module.qkv.weight.nxd_layout.partition_dim == 0
 
 
 def test_a_layout_that_does_not_fit_its_parameter_is_refused():
@@ -360,11 +299,3 @@ def test_a_layout_that_does_not_fit_its_parameter_is_refused():
         ParamLayout.of([AxisPlan.even(8), AxisPlan.even(6)], "w")
     with pytest.raises(ShardingError, match="climbs above the root"):
         ParamLayout.of([4], "../../w").resolved("a", "w")
-
-
-def test_layout_of_a_rank_survives_json():
-    for layout in LAYOUTS.values():
-        for degree in (1, 3):
-            for rank in range(degree):
-                described = layout.rank_layout(degree, rank)
-                assert TensorLayout.from_json(json.loads(json.dumps(described.to_json()))) == described

@@ -7,14 +7,13 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from nxd_infer.checkpoint import folder as folders
 from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint
-from nxd_infer.checkpoint.storage import LocalStorage
 from nxd_infer.errors import CheckpointError
 
 
@@ -57,31 +56,29 @@ def test_a_new_save_is_above_whatever_is_there(tmp_path: Path):
     assert counter_of(tmp_path / "e") == 10 and not (tmp_path / ".saving-00000009").exists()
 
 
-def test_what_was_saved_again_is_not_replaced_by_what_was_before(tmp_path: Path):
-    """A whole save that was never renamed (it was damaged then, and restored now) is older than its tag."""
-    save_checkpoint(tmp_path, "a", user_content="before")
-    shutil.copytree(tmp_path / "a", tmp_path / "aside")
-    save_checkpoint(tmp_path, "a", user_content="again")
-    (tmp_path / "aside").rename(tmp_path / ".saving-00000001")
-    saved(tmp_path, "b")
-    assert load_checkpoint(tmp_path, "a") == "again"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+def no_file(mark: Path) -> None:
+    mark.unlink()
+    mark.mkdir()
 
 
-def test_an_unfinished_tag_keeps_its_number(tmp_path: Path):
-    """The mark of the newest is gone: what is saved next does not get its number again."""
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda mark: mark.write_bytes(b""), "b/done is empty"),
+        (lambda mark: mark.write_bytes(b"\xff" + mark.read_bytes()[1:]), "b"),
+        (no_file, "b"),
+    ],
+)
+def test_a_damaged_mark_of_the_newest_is_no_missing_checkpoint(tmp_path: Path, damage: Any, message: str):
+    """As of a file system that lost the last write: neither is an older one loaded, nor a first start believed."""
     saved(tmp_path, "a", "b")
-    (tmp_path / "b" / "done").unlink()
-    assert folders.begin(LocalStorage(tmp_path), "c") == 3
-
-
-def test_an_empty_mark_is_damage(tmp_path: Path):
-    """A file system that lost the last write: the manifest beside it would be believed unchecked."""
-    saved(tmp_path, "a", "b")
-    (tmp_path / "b" / "done").write_bytes(b"")
+    damage(tmp_path / "b" / "done")
     for tag in (None, "b"):
-        with pytest.raises(CheckpointError, match=r"b/done is empty"):
+        with pytest.raises(CheckpointError, match=message):
             load_checkpoint(tmp_path, tag)
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -91,13 +88,10 @@ def test_an_empty_mark_is_damage(tmp_path: Path):
             {"format": "nxd-checkpoint 2.0"},
             r"format 'nxd-checkpoint 2.0'; this release reads nxd-checkpoint 1.0 and",
         ),
-        ({"files": []}, r"'files' must be an object of numbers, got \[\]"),
         ({"counter": 1 << 70}, r"'counter' must be a whole number from 1 to 2\^62, got 118059162"),
         ({"degrees": {"tp": 1}}, r"'degrees' must"),
         ({"saved_at": "now"}, r"'saved_at' must be a time in seconds, got 'now'"),
-        ({"saved_at": 1e20}, r"'saved_at' must be a time in seconds, got 1e\+20"),
         ({"sha256": ["x"]}, r"'sha256' must be an object of strings, got \['x'\]"),
-        ({"blake3": {"x": 1}}, r"'blake3' must be an object of strings, got \{'x': 1\}"),
         ({"world_size": "two"}, r"'world_size' must be a whole number of at least 1, got 'two'"),
     ],
 )

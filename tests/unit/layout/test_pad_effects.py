@@ -6,24 +6,23 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nxd_infer.comm import collectives_of
-from nxd_infer.context import current_context
+from nxd_infer.context import current_context, make_context, use_context
 from nxd_infer.errors import ParallelConfigError, ShardingError
-from nxd_infer.layout import AxisPlan, load_weights, weight_layout
+from nxd_infer.layout import AxisPlan, weight_layout
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers import pad
 from nxd_infer.parallel_layers.layers import (
     ColumnParallelLinear,
-    InputChannelParallelConv2d,
-    OutputChannelParallelConv2d,
     RowParallelLinear,
 )
 from nxd_infer.parallel_layers.pad import generate_padding_mask, get_number_of_extra_heads, pad_model
-from tests.support.layout.attention import Shape, logical_weights
+from tests.support.layout.attention import Shape
 from tests.support.layout.pad_blocks import BertSelf, Gathered, Mlp
-from tests.support.layout.pad_models import F64, STYLES, ParallelAttention, difference, inputs, reference
-from tests.support.layout.threads import built, run_threads
+from tests.support.layout.pad_models import F64, ParallelAttention
+from tests.support.layout.threads import run_threads
 
 
 def test_sizes_attributes_and_flags_follow():
@@ -45,81 +44,46 @@ def test_sizes_attributes_and_flags_follow():
     assert first == second
 
 
-def test_padding_twice_changes_nothing_more():
+def padded_leaves_alone(model, degree, heads):
+    before = {name: (tensor, tensor.clone()) for name, tensor in model.named_parameters()}
+    pad_model(model, degree, heads)
+    after = dict(model.named_parameters())
+    return all(after[name] is tensor and torch.equal(tensor, value) for name, (tensor, value) in before.items())
+
+
+def test_what_needs_no_padding_is_left_alone():
+    """A model that is padded already, one that divides, and one that laid its heads out itself."""
+
     def twice():
         model = ParallelAttention(Shape(4, 2), "fused")
         pad_model(model, 3, 4)
-        before = {name: (tensor, tensor.clone()) for name, tensor in model.named_parameters()}
-        pad_model(model, 3, 4)
-        after = dict(model.named_parameters())
-        assert all(after[name] is tensor and torch.equal(tensor, value) for name, (tensor, value) in before.items())
+        assert padded_leaves_alone(model, 3, 4)
+
+    def even():
+        assert padded_leaves_alone(ParallelAttention(Shape(4, 4), "separate"), 2, 4)
+        assert collectives_of(current_context()).calls == 0
+        plan = AxisPlan.heads(3, 2)
+        own = nn.Sequential(
+            ColumnParallelLinear(6, 6, gather_output=False, dtype=F64, output_plan=plan),
+            RowParallelLinear(6, 6, input_is_parallel=True, dtype=F64, input_plan=plan),
+        )
+        assert padded_leaves_alone(own, 2, 3)
 
     run_threads(twice, 3)
-
-
-def test_a_model_that_divides_is_left_alone_without_a_collective():
-    def even():
-        model = ParallelAttention(Shape(4, 4), "separate")
-        before = dict(model.named_parameters())
-        pad_model(model, 2, 4)
-        assert collectives_of(current_context()).calls == 0
-        assert all(param is before[name] for name, param in model.named_parameters())
-
     run_threads(even, 2)
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_padding_for_a_larger_degree_shows_on_one_rank(style):
-    """A model built without any group, padded for 4 ranks: the sizes of all ranks together, the same function."""
-    shape = Shape(6, 3)
-    model = ParallelAttention(shape, style)
-    load_weights(model, logical_weights(shape), rank=0, degree=1)
-    pad_model(model, 4, 6)
-    model.num_heads = 8
-    y = model(inputs(shape)[0])
-    assert model.o.input_size == 16
-    assert difference(y.detach(), reference(shape)[0]) < 1e-10
-
-
-def test_meta_models_are_padded_without_values():
-    def meta():
-        with torch.device("meta"):
-            model = ParallelAttention(Shape(3, 3), "separate")
-        pad_model(model, 2, 3)
-        assert model.q.weight.is_meta and model.q.weight.shape == (4, 5)
-
-    run_threads(meta, 2)
-
-
-def test_fake_models_are_padded_without_a_transport():
+def test_meta_and_fake_models_are_padded_without_values_or_a_transport():
     """Tracing builds every rank of a model in one process, on fake tensors and with no group."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from nxd_infer.context import make_context, use_context
-
     for rank in range(2):
-        with use_context(make_context(2, rank, tp=2)), FakeTensorMode():
-            model = ParallelAttention(Shape(6, 3), "fused")
-            pad_model(model, 2, 6)
-        assert model.o.weight.shape == (5, 6)
-        layout = weight_layout(model)["qkv.weight_qkv"]
-        assert layout.logical_shapes == {"q.weight": (12, 5), "k.weight": (6, 5), "v.weight": (6, 5)}
-        assert layout.rank_shape(2) == tuple(model.qkv.weight_qkv.shape) == (18, 5)
-
-
-def test_channels_of_convolutions_are_filled_up():
-    def make():
-        return nn.Sequential(
-            OutputChannelParallelConv2d(2, 5, 3, gather_output=False, dtype=F64),
-            InputChannelParallelConv2d(5, 2, 1, input_is_parallel=True, dtype=F64),
-        )
-
-    def convolve():
-        model = pad_model(built(make), current_context().tp.degree, 3)
-        return model(torch.ones(1, 2, 4, 4, dtype=F64)).detach()
-
-    (expected,) = run_threads(convolve, 1)
-    assert all(difference(y, expected) < 1e-10 for y in run_threads(convolve, 2))
+        for without_values in (torch.device("meta"), FakeTensorMode()):
+            with use_context(make_context(2, rank, tp=2)), without_values:
+                model = ParallelAttention(Shape(6, 3), "fused")
+                pad_model(model, 2, 6)
+            assert model.o.weight.shape == (5, 6)
+            layout = weight_layout(model)["qkv.weight_qkv"]
+            assert layout.logical_shapes == {"q.weight": (12, 5), "k.weight": (6, 5), "v.weight": (6, 5)}
+            assert layout.rank_shape(2) == tuple(model.qkv.weight_qkv.shape) == (18, 5)
 
 
 def test_extra_heads_and_the_ratio():
@@ -160,7 +124,7 @@ def test_what_cannot_be_padded_is_refused():
     run_threads(wrong_degree, 2)
 
 
-def test_ties_between_padded_layers_hold():
+def test_ties_between_padded_layers_hold_and_others_are_refused():
     def tied():
         model = nn.ModuleList([Mlp(), Mlp()])
         model[1].up.weight = model[0].up.weight
@@ -168,32 +132,10 @@ def test_ties_between_padded_layers_hold():
         assert model[0].up.weight.shape == (8, 6) and model[0].up.bias is not model[1].up.bias
         assert model[1].up.weight is model[0].up.weight
         assert weight_layout(model)["1.up.weight"].alias_of == "0.up.weight"
-
-    run_threads(tied, 2)
-
-
-def test_a_tie_to_something_that_is_not_padded_is_refused():
-    def tied():
-        model = Gathered()
-        model.other = nn.Linear(6, 6, bias=False)
-        model.other.weight = model.embed.weight
+        other = Gathered()
+        other.other = nn.Linear(6, 6, bias=False)
+        other.other.weight = other.embed.weight
         with pytest.raises(ShardingError, match=r"tied to other\.weight"):
-            pad_model(model, 2, 3)
+            pad_model(other, 2, 3)
 
     run_threads(tied, 2)
-
-
-def test_a_plan_given_by_the_model_is_kept():
-    """A model that laid its heads out itself is padded already."""
-
-    def own():
-        plan = AxisPlan.heads(3, 2)
-        model = nn.Sequential(
-            ColumnParallelLinear(6, 6, gather_output=False, dtype=F64, output_plan=plan),
-            RowParallelLinear(6, 6, input_is_parallel=True, dtype=F64, input_plan=plan),
-        )
-        before = dict(model.named_parameters())
-        pad_model(model, 2, 3)
-        assert all(param is before[name] for name, param in model.named_parameters())
-
-    run_threads(own, 2)

@@ -1,0 +1,225 @@
+"""Files that are missing, damaged, there twice or made by hand: what is wrong is named, never a raw error."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
+from nxd_infer.checkpoint.source import weight_source
+from nxd_infer.errors import CheckpointError
+from tests.support.checkpoint.older import with_sha256, without_checksums
+from tests.support.trainer.jobs import AdamW, trained_mlp, training
+from tests.support.trainer.models import mlp
+
+
+def flip(path: Path, at: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def repeat_a_key(path: Path) -> None:
+    path.write_text(path.read_text().replace('{"place"', '{"values": 1, "place"', 1))
+
+
+MODEL, OPTIMIZER = "model.tp_rank_00.pp_rank_00.safetensors", "optim.dp_rank_00.tp_rank_00.pp_rank_00.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        (MODEL, flip, f"a/{MODEL} differs from its checksum .*it was damaged or changed after it was saved"),
+        ("rank_00000.safetensors", flip, "a/rank_00000.safetensors differs from its checksum"),
+        ("rank_00000.json", flip, "a/rank_00000.json differs from its checksum"),
+        ("rank_00000.json", repeat_a_key, "damaged: rank_00000.json has"),
+        ("manifest.json", flip, "manifest.json differs from its checksum in 'done'"),
+        ("manifest.json", Path.unlink, "manifest.json is missing"),
+        ("rank_00000.json", Path.unlink, r"of 1 ranks is damaged: rank_00000.json is missing; restore the files"),
+        (MODEL, lambda path: path.write_bytes(path.read_bytes()[:-1]), f"{MODEL} has [0-9]+ bytes instead of [0-9]+"),
+    ],
+)
+def test_damage_is_named(tmp_path: Path, file: str, damage: Callable[[Path], object], message: str):
+    """With and without a tag: nothing older is taken for the newest checkpoint."""
+    model, optimizer = trained_mlp()
+    save_checkpoint(tmp_path, "older", model, optimizer)
+    save_checkpoint(tmp_path, "a", model, optimizer, num_kept_ckpts=None)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    damage(tmp_path / "a" / file)
+    for tag in ("a", None):
+        with pytest.raises(CheckpointError, match=message):
+            load_checkpoint(tmp_path, tag, model, optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    load_checkpoint(tmp_path, "older", model, optimizer)
+    save_checkpoint(tmp_path, "a", model, optimizer)  # takes the place of the damaged one
+    load_checkpoint(tmp_path, None, model, optimizer)
+
+
+def test_an_older_checkpoint_that_is_damaged_stands_in_nobodys_way(tmp_path: Path):
+    for tag in ("a", "b"):
+        save_checkpoint(tmp_path, tag, nn.Linear(2, 2), user_content=tag)
+    flip(tmp_path / "a" / "manifest.json")
+    assert load_checkpoint(tmp_path) == "b"
+    with pytest.raises(CheckpointError, match=r"a/manifest.json differs from its checksum"):
+        load_checkpoint(tmp_path, "a")
+
+
+def test_what_is_not_read_is_not_verified(tmp_path: Path):
+    model, optimizer = trained_mlp()
+    save_checkpoint(tmp_path, "a", model, optimizer, user_content=1)
+    flip(tmp_path / "a" / OPTIMIZER)
+    assert load_checkpoint(tmp_path, "a", model) == 1
+    assert load_checkpoint(tmp_path, "a", model, optimizer, verify=False) == 1
+
+
+def test_a_copy_beside_the_checkpoint_is_refused(tmp_path: Path):
+    save_checkpoint(tmp_path, "a", nn.Linear(2, 2), user_content=1)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(CheckpointError, match=r"a and b of .* are both checkpoint number 1 \(tag 'a'\): one is a copy"):
+        load_checkpoint(tmp_path)
+    assert load_checkpoint(tmp_path / "b") == 1  # by its own name it is clear
+
+
+def test_elements_that_two_ranks_claim_are_refused(tmp_path: Path):
+    """A second rank that says it holds what the first one holds, in a checkpoint without checksums."""
+    model, _ = trained_mlp()
+    save_checkpoint(tmp_path, "a", model)
+    folder = tmp_path / "a"
+    shutil.copyfile(folder / "rank_00000.json", folder / "rank_00001.json")
+    without_checksums(folder, world_size=2)
+    with pytest.raises(CheckpointError, match=r"'unused': the checkpoint holds 6 of the 3 elements asked for"):
+        load_checkpoint(tmp_path, "a", nn.ParameterDict({"unused": torch.zeros(3)}), strict=False)
+
+
+def test_older_checkpoints_are_verified_by_their_sha256(tmp_path: Path):
+    model, _ = trained_mlp()
+    save_checkpoint(tmp_path, "a", model, user_content=7)
+    folder = tmp_path / "a"
+    names = with_sha256(folder)
+    assert names == sorted(json.loads((folder / "manifest.json").read_text())["files"])
+    assert load_checkpoint(tmp_path, "a", training(mlp, seed=3, optimizer_class=AdamW)[0]) == 7
+    for name in names:
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[:-1] + bytes([data[-1] ^ 4]))
+        with pytest.raises(CheckpointError, match=rf"{name} differs from its checksum \(sha256 "):
+            load_checkpoint(tmp_path, "a", training(mlp, seed=3, optimizer_class=AdamW)[0])
+        (folder / name).write_bytes(data)
+
+
+def test_a_checkpoint_of_the_first_version(tmp_path: Path):
+    """Without checksums and the names of groups, with an empty ``done``."""
+    model, optimizer = trained_mlp()
+    save_checkpoint(tmp_path, "a", model, optimizer, user_content=7)
+    path = tmp_path / "a" / "rank_00000.json"
+    record = json.loads(path.read_text())
+    del record["optimizer"]["group_names"], record["blake3"]
+    path.write_text(json.dumps(record))
+    without_checksums(tmp_path / "a")
+    assert load_checkpoint(tmp_path, None, *training(mlp, seed=3, optimizer_class=AdamW)) == 7
+
+
+RECORD = "rank_00000.json"
+
+Change = Callable[[Any], Any]
+
+
+def bare(root: Path, change: Callable[[str], str]) -> None:
+    """A checkpoint as the first version wrote it, without checksums, with a changed record."""
+    save_checkpoint(root, "a", *trained_mlp(), user_content=1)
+    folder = root / "a"
+    (folder / RECORD).write_text(change((folder / RECORD).read_text()))
+    without_checksums(folder)
+
+
+def put(*path: str, value: Any = None, drop: bool = False) -> Change:
+    """A record with another value at a place, or without it."""
+
+    def change(record: Any) -> Any:
+        *outer, last = path
+        inner = record
+        for key in outer:
+            inner = inner[key]
+        if drop:
+            del inner[last]
+        else:
+            inner[last] = value
+        return record
+
+    return change
+
+
+PIECE = ("model", "pieces", "unused")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda record: [record], "must hold an object"),
+        (put("place", drop=True), "'place' must be an object with a whole number for tp and dp, got None"),
+        (put("model", value=3), "'model' must be an object with the name of a file, got 3"),
+        (put("model", "file", value="../a"), "would lie outside of it"),
+        (put("model", "file", value="nowhere.safetensors"), "nowhere.safetensors"),
+        (put("model", "file", value="x" * 300), "cannot be opened: File name too long"),
+        (put("model", "pieces", value=[]), r"'model': 'pieces' must be an object of objects, got \[\]"),
+        (put(*PIECE, "layout", drop=True), "'unused' is damaged"),
+        (put(*PIECE, "logical", value={"unused": ["3"]}), "'unused' is damaged"),
+        (put(*PIECE, "range", value=["0", "3"]), "'unused' is damaged"),
+        (put(*PIECE, "shape", value=[4]), "'unused' is damaged.*do not agree"),
+        (put(*PIECE, "logical", value={"other": [3]}), "'unused' is damaged.*do not agree"),
+        (put(*PIECE, "range", value=[0, 4]), "'unused' is damaged.*do not agree"),
+        (put("model", "pieces", "down.weight", "layout", "axes", value=[[]]), "'down.weight' is damaged"),
+        (put("optimizer", "group_names", value=[[{}]]), r"'group_names' must be a list of lists of names, got"),
+        (put("optimizer", "pieces", "unused", "values", value=[1]), "'unused' is damaged"),
+        (put(*PIECE, "plans", value=[[[]]]), "'unused' is damaged"),
+        (put("optimizer", "param_groups", drop=True), "'param_groups' must be a list of objects, got None"),
+        (put("values", drop=True), "rank_00000.json holds no 'values'"),
+        (put("values", "structure", drop=True), "'values': it has no 'structure'"),
+        (put("values", "structure", value={"dict": []}), "'values': it has no 'user_content'"),
+        (put("values", "structure", value={"dict": [[{"list": []}, 1]]}), "the structure of the checkpoint is damaged"),
+        (put("values", "structure", value={"tensor": "x"}), "rank_00000"),
+    ],
+)
+def test_a_record_made_by_hand(tmp_path: Path, change: Change, message: str):
+    bare(tmp_path, lambda text: json.dumps(change(json.loads(text))))
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load_checkpoint(tmp_path, "a", *training(mlp, seed=1))
+    assert str(tmp_path / "a") in str(raised.value) or "structure" in message
+
+
+@pytest.mark.parametrize(("name", "junk"), [("torch", 3), ("numpy", {"tuple": [1]})])
+def test_a_random_state_made_by_hand(tmp_path: Path, name: str, junk: Any):
+    def change(text: str) -> str:
+        record = json.loads(text)
+        values = dict(record["values"]["structure"]["dict"])
+        (entry,) = [pair for pair in values["random"]["dict"] if pair[0] == name]
+        entry[1] = junk
+        return json.dumps(record)
+
+    bare(tmp_path, change)
+    with pytest.raises(CheckpointError, match=r"the random state in .*a is damaged"):
+        load_checkpoint(tmp_path, "a", *training(mlp, seed=1))
+
+
+@pytest.mark.parametrize("depth", [400, 100_000])
+def test_a_record_that_is_nested_deeply(tmp_path: Path, depth: int):
+    def nest(text: str) -> str:
+        before, _, after = text.partition('"structure": ')
+        return f'{before}"structure": {"[" * depth}{"]" * depth}, "x": {after}'
+
+    bare(tmp_path, nest)
+    with pytest.raises(CheckpointError, match=r"damaged|nested too deeply"):
+        load_checkpoint(tmp_path, "a", *training(mlp, seed=1))
+
+
+def test_memory_is_for_what_the_files_hold(tmp_path: Path):
+    """A record that claims a tensor of terabytes: the claim is compared with the files before memory is allocated."""
+    bare(tmp_path, lambda text: json.dumps(put(*PIECE, "logical", value={"unused": [2**40]})(json.loads(text))))
+    with pytest.raises(CheckpointError, match="'unused': the checkpoint holds 3 of the 1099511627776 elements"):
+        weight_source(tmp_path, "a").read("unused")

@@ -1,0 +1,317 @@
+"""Folders that the reference wrote, read without ranks, or made to hurt whoever reads them; what their files show."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zipfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint
+from nxd_infer.checkpoint.neuronx.archive import open_reference
+from nxd_infer.checkpoint.neuronx.layouts import infer_layouts
+from nxd_infer.errors import CheckpointError, WeightMismatchError
+from nxd_infer.layout import AxisPlan, MergedSource, ParamLayout, iter_shards, weight_layout
+from nxd_infer.layout.files.pickles import read_pickle, read_reference_xser
+from nxd_infer.trainer import ResumableLoader
+from tests.support.checkpoint.reference import TensorReference, cut, plain, reference_of, write
+from tests.support.e2e.command import nxd_infer_here
+from tests.support.trainer.jobs import training
+from tests.support.trainer.models import MLP
+
+WIDE = partial(MLP, torch.float64)
+
+
+def test_a_mark_that_holds_a_text(tmp_path: Path):
+    """It is no checksum of a manifest that is missing; a checksum is one."""
+    whole, model = plain(), nn.ModuleDict({"up": nn.Linear(3, 4), "down": nn.Linear(4, 3, bias=False)})
+    folder = reference_of(tmp_path, [whole])
+    (folder / "done").write_text("1")
+    assert has_checkpoint(tmp_path)
+    for tag in (None, "a"):
+        load_checkpoint(tmp_path, tag, model)
+        assert torch.equal(model["up"].weight, whole["up.weight"])
+    (folder / "done").write_text(64 * "a")
+    with pytest.raises(CheckpointError, match=r"manifest.json is missing"):
+        load_checkpoint(tmp_path, model=model)
+
+
+def test_offline_with_rules(tmp_path: Path, capsys, monkeypatch):
+    """What the tensors show is used, what they do not is asked for; then it is a checkpoint like any other."""
+    whole, norm = plain(), torch.rand(3)
+    folder = reference_of(tmp_path / "theirs", cut(whole, norm))
+    run = partial(nxd_infer_here, capsys, monkeypatch, "ckpt")
+    shown = run("inspect", folder.parent)
+    assert "written by neuronx_distributed, degrees tp 2" in shown.out and "[2, 3]" in shown.out
+    refused = run("consolidate", folder.parent, "--out", tmp_path / "out")
+    assert refused.status == 1 and "of 2 it cannot be seen: up.weight [2, 3], down.weight [3, 2]" in refused.err
+    assert "--config" in refused.err and "--rules" in refused.err
+    rules = tmp_path / "rules.json"
+    rules.write_text(json.dumps({"down.*": 1, "*.weight": 0}))
+    wrong = run("consolidate", folder.parent, "--out", tmp_path / "wrong", "--rules", rules)
+    assert wrong.status == 0 and load_file(tmp_path / "wrong" / "model.safetensors")["norm.weight"].shape == (6,)
+    rules.write_text(json.dumps({"norm.*": None, "down.*": 1, "*.weight": 0}))
+    assert run("consolidate", folder.parent, "--out", tmp_path / "out", "--rules", rules).status == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in {**whole, "norm.weight": norm}.items())
+    done = run("reshard", folder, tmp_path / "ours", "--tp", 4, "--rules", rules)
+    assert done.status == 0, done.err
+    assert run("diff", folder.parent, tmp_path / "ours", "--rules", rules).status == 0
+    model = nn.ModuleDict({"up": nn.Linear(3, 4), "down": nn.Linear(4, 3, bias=False), "norm": nn.RMSNorm(3)})
+    load_checkpoint(tmp_path / "ours", "a", model)
+    assert torch.equal(model.state_dict()["down.weight"], whole["down.weight"])
+    for text in ("[]", '{"a": "b"}', "{"):
+        rules.write_text(text)
+        assert run("consolidate", folder, "--out", tmp_path / "x", "--rules", rules).status == 1
+
+
+def test_the_newest_and_a_mixed_folder(tmp_path: Path):
+    """The reference counts by the time of ``done``; a checkpoint of ours in the same folder is newer than all."""
+    model = nn.ModuleDict({"up": nn.Linear(3, 4), "down": nn.Linear(4, 3, bias=False)})
+    for number, tag in enumerate(("b", "a")):
+        folder = reference_of(tmp_path, [plain(number)], tag)
+        torch.save({"tag": tag}, folder / "user_content.pt")
+        os.utime(folder / "done", (1000 + number, 1000 + number))
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "checkpoint").touch()  # begun and never done
+    assert load_checkpoint(tmp_path, model=model) == {"tag": "a"}
+    assert load_checkpoint(tmp_path, "b", model=model) == {"tag": "b"}
+    with pytest.raises(CheckpointError, match="no complete checkpoint with the tag 'c'"):
+        load_checkpoint(tmp_path, "c", model=model)
+    with pytest.raises(CheckpointError, match="exists and is not a checkpoint; it is left alone"):
+        save_checkpoint(tmp_path, "a", model)
+    save_checkpoint(tmp_path, "ours", model, user_content=1)
+    assert load_checkpoint(tmp_path, model=model) == 1 and load_checkpoint(tmp_path, "b") == {"tag": "b"}
+
+
+def test_missing_double_and_foreign_files(tmp_path: Path):
+    model = WIDE()
+    whole = plain()
+    folder = reference_of(tmp_path / "gap", cut(whole, torch.ones(3)))
+    (folder / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks the model of 1 rank.*dp_rank_00_tp_rank_00_pp_rank_00"):
+        load_checkpoint(tmp_path / "gap", model=model)
+    folder = reference_of(tmp_path / "double", [whole])
+    write(folder / "model" / "tp_rank_00_pp_rank_00.pt", whole, False)
+    with pytest.raises(CheckpointError, match="are of the same rank; keep one"):
+        load_checkpoint(tmp_path / "double", model=model)
+    write(tmp_path / "xser" / "tp_rank_00_pp_rank_00", {"model": whole}, True)
+    (tmp_path / "xser" / "tp_rank_00_pp_rank_00").unlink()
+    with pytest.raises(CheckpointError, match=r"tensors lacks the file tp_rank_00_pp_rank_00 beside it"):
+        load_checkpoint(tmp_path / "xser", model=model)
+    reference_of(tmp_path / "other", [whole])
+    with pytest.raises(WeightMismatchError, match=r"missing: .*norm.weight.*; unexpected: down.weight \[3, 4\]"):
+        load_checkpoint(tmp_path / "other", model=nn.Sequential(MLP()))
+    with pytest.raises(WeightMismatchError, match=r"at 1 tensor-parallel rank\(s\) .* down.weight is \[3, 4\], wanted"):
+        load_checkpoint(tmp_path / "other", model=model)
+    reference_of(tmp_path / "evil", [{"weight": print}])
+    with pytest.raises(CheckpointError, match="code in a checkpoint is never run"):
+        load_checkpoint(tmp_path / "evil", model=model)
+    folder = reference_of(tmp_path / "content", [whole])
+    torch.save({"arguments": Path("x")}, folder / "user_content.pt")
+    with pytest.raises(CheckpointError, match=r"user_content.pt was refused.*Move user_content.pt away to load"):
+        load_checkpoint(tmp_path / "content")
+    with pytest.raises(CheckpointError, match="holds no optimizer; it was saved without"):
+        load_checkpoint(tmp_path / "other", optimizer=training(WIDE)[1])
+    with pytest.raises(CheckpointError, match="holds no scheduler"):
+        load_checkpoint(tmp_path / "other", scheduler=object())
+    with pytest.raises(CheckpointError, match="no position in the data"):
+        load_checkpoint(tmp_path / "other", dataloader=ResumableLoader([1]))
+
+
+def test_pipeline_stages_are_put_together(tmp_path: Path):
+    """Two stages, one tensor of which both hold, and optimizers of another model (test_elsewhere reads right ones)."""
+    whole = plain()
+    stages = [{"up.weight": whole["up.weight"], "up.bias": whole["up.bias"]}, {**whole}]
+    del stages[1]["up.weight"]
+    for stage, state in enumerate(stages):
+        name = f"dp_rank_00_tp_rank_00_pp_rank_{stage:02d}.pt"
+        write(tmp_path / "a" / "model" / name, state, False)
+        write(tmp_path / "a" / "optim" / name, {"state": {}, "param_groups": [{"params": [0]}]}, False)
+    (tmp_path / "a" / "checkpoint").touch()
+    (tmp_path / "a" / "done").touch()
+    model = nn.ModuleDict({"up": nn.Linear(3, 4), "down": nn.Linear(4, 3, bias=False)})
+    load_checkpoint(tmp_path, model=model)
+    assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
+    with pytest.raises(WeightMismatchError, match=r"the optimizer's state is of 1 parameters, and this one has 2"):
+        load_checkpoint(tmp_path, optimizer=training(WIDE)[1])
+    (tmp_path / "a" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks the model of 1 rank\(s\): dp_rank_00_tp_rank_00_pp_rank_00"):
+        load_checkpoint(tmp_path, model=model)
+
+
+def test_heads_replicated_in_another_order(tmp_path: Path):
+    """tp 4, two key/value heads: neighbours (0 0 1 1) are read, whole blocks (0 1 0 1) are refused."""
+    model = MLP()  # 4 query and 2 key/value heads of 4 rows
+    layouts = weight_layout(model)
+    whole = MergedSource([model.state_dict()], layouts)
+    ranks = [dict(iter_shards(layouts, whole, rank, 4)) for rank in range(4)]
+    reference_of(tmp_path / "neighbours", ranks)
+    other = MLP()
+    load_checkpoint(tmp_path / "neighbours", model=other)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
+    for name in ("qkv.weight_qkv", "qkv.bias_qkv"):
+        first, second = ranks[1][name].clone(), ranks[2][name].clone()
+        ranks[1][name][4:], ranks[2][name][4:] = second[4:], first[4:]
+    reference_of(tmp_path / "blocks", ranks)
+    with pytest.raises(CheckpointError, match=r"same heads on ranks \[0, 1\], and they differ: .* in another order"):
+        load_checkpoint(tmp_path / "blocks", model=other)
+
+
+def cyclic(depth: int = 1) -> list[Any]:
+    outer: list[Any] = []
+    inner = outer
+    for _ in range(depth - 1):
+        inner.append([])
+        inner = inner[0]
+    inner.append(outer)
+    return outer
+
+
+def doubled(levels: int) -> Any:
+    """2^levels leaves, and as many objects as levels."""
+    value: Any = [torch.ones(1)]
+    for _ in range(levels):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize("tid", ["../../x", -1, True, 1 << 40, {}], ids=repr)
+def test_a_tensor_of_no_number(tmp_path: Path, tid: Any):
+    path = tmp_path / "tp_rank_00_pp_rank_00"
+    write(path, {"model": {"w": TensorReference(tid)}}, True)
+    with pytest.raises(CheckpointError, match="refers to the tensor"):
+        read_reference_xser(path)
+
+
+def test_cycles_and_what_stands_in_many_places(tmp_path: Path):
+    """A list that holds itself has no end, and one that holds one twice, that holds one twice, ends too late."""
+    for depth in (1, 3):
+        torch.save({"model": cyclic(depth)}, tmp_path / "cyclic")
+        with pytest.raises(CheckpointError, match="contains itself"):
+            read_reference_xser(tmp_path / "cyclic")
+    torch.save(doubled(60), tmp_path / "doubled")
+    value = read_reference_xser(tmp_path / "doubled")
+    assert value[0] is value[1]
+
+
+def test_a_file_that_unpacks_to_more_than_it_is(tmp_path: Path):
+    """Compressed, or the same bytes under several names."""
+    torch.save({"model": torch.zeros(100_000)}, tmp_path / "plain")
+    read_pickle(tmp_path / "plain")
+    with zipfile.ZipFile(tmp_path / "plain") as plain, zipfile.ZipFile(tmp_path / "small", "w", 8) as small:
+        for part in plain.infolist():
+            small.writestr(part.filename, plain.read(part))
+    shutil.copy(tmp_path / "plain", tmp_path / "several")
+    with zipfile.ZipFile(tmp_path / "several", "a") as several:
+        several.filelist += [several.getinfo("plain/data/0")] * 3
+        several._didModify = True
+    for name in ("small", "several"):
+        with pytest.raises(CheckpointError, match=r"its parts have \d+ bytes and the file \d+: it is compressed"):
+            read_pickle(tmp_path / name)
+
+
+def test_a_rank_of_any_number(tmp_path: Path):
+    """The count of ranks comes from a file's name, so no code may loop over all of them."""
+    for name in ("tp_rank_00_pp_rank_00", f"tp_rank_{10**17}_pp_rank_{10**17}"):
+        (tmp_path / "a" / name).mkdir(parents=True)
+        torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "a" / name / "checkpoint.pt")
+    with pytest.raises(CheckpointError, match=r"lacks the model of \d{30,} rank.*pp_rank_08; restore"):
+        open_reference(tmp_path / "a", None)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"state": {0: {"m": torch.ones(1)}}},
+        {"state": {0: 3}, "param_groups": [{"params": [0]}]},
+        {"state": {}, "param_groups": [7]},
+        {"base_state": {0: {5: torch.ones(1)}}, "param_groups": [{"params": [0]}]},
+        {"base_state": {}, "sharded_master_weights": {0: "x"}, "param_groups": [{"params": [0]}]},
+    ],
+    ids=str,
+)
+def test_an_optimizer_that_is_none(tmp_path: Path, optimizer: dict[str, Any]):
+    torch.save({"model": {"w": torch.ones(1)}, "optimizer": optimizer}, _place(tmp_path))
+    archive = open_reference(tmp_path / "a", None)
+    archive.know({}, ["w"])
+    with pytest.raises(CheckpointError, match="the optimizer's '"):
+        list(archive.parts("optimizer"))
+    with pytest.raises(CheckpointError, match="the optimizer's '"):
+        archive.pieces("optimizer")
+
+
+def _place(root: Path) -> Path:
+    folder = root / "a" / "tp_rank_00_pp_rank_00"
+    folder.mkdir(parents=True)
+    return folder / "checkpoint.pt"
+
+
+def archive(root: Path, *ranks: dict[str, Tensor]):
+    for tp, state in enumerate(ranks):
+        folder = root / f"tp_rank_{tp:02d}_pp_rank_00"
+        folder.mkdir(parents=True)
+        torch.save({"model": state}, folder / "checkpoint.pt")
+    return open_reference(root, None)
+
+
+def shapes(layouts: dict[str, ParamLayout]) -> dict[str, list[int]]:
+    return {name: list(layout.rank_shape(1)) for name, layout in layouts.items()}
+
+
+def two(shape: tuple[int, ...], value: float | None = None) -> tuple[Tensor, Tensor]:
+    """Two ranks' tensors: constant, or of different numbers."""
+    if value is not None:
+        return torch.full(shape, value), torch.full(shape, value)
+    return torch.randn(shape), torch.randn(shape)
+
+
+def ranks_of(**pairs: tuple[Tensor, Tensor]) -> list[dict[str, Tensor]]:
+    named = {name.replace("__", "."): pair for name, pair in pairs.items()}
+    return [{name: pair[rank] for name, pair in named.items()} for rank in range(2)]
+
+
+def test_untouched_biases_follow_their_weights(tmp_path: Path):
+    """A bias of zeros is the same on all ranks, whether each has all of it or a part."""
+    ranks = ranks_of(q__weight=two((4, 8)), q__bias=two((4,), 0.0), o__weight=two((8, 4)), o__bias=two((8,), 0.0))
+    found = archive(tmp_path, *ranks)
+    layouts = infer_layouts(found, {"q.weight": 0, "o.weight": 1})
+    assert shapes(layouts) == {"q.weight": [8, 8], "q.bias": [8], "o.weight": [8, 8], "o.bias": [8]}
+    assert shapes(infer_layouts(found, {"q.weight": -2, "o.weight": -1})) == shapes(layouts)
+    known = {"q.weight": ParamLayout.of([AxisPlan.even(8), 8], "q.weight")}
+    layouts = infer_layouts(found, {"o.weight": 1}, known)
+    assert shapes(layouts) == {"q.bias": [8], "o.weight": [8, 8], "o.bias": [8]}
+    assert shapes(infer_layouts(found, {"*.bias": None, "q.weight": 0, "o.weight": 1}))["q.bias"] == [4]
+
+
+def test_constants_whose_layout_nothing_says_are_refused(tmp_path: Path):
+    ranks = ranks_of(q__bias=two((4,), 0.0), gate=two((4,), 1.0), scale=two((2, 3), 1.0), table=two((1,), 3.0))
+    ranks = [{**rank, "q_norm.weight": torch.ones(4)} for rank in ranks]
+    wanted = r"q.bias \[4\], gate \[4\], scale \[2, 3\], table \[1\], q_norm.weight \[4\]"
+    with pytest.raises(CheckpointError, match=wanted) as raised:
+        infer_layouts(archive(tmp_path, *ranks))
+    assert "--rules" in str(raised.value) and "one number" in str(raised.value)
+
+
+def test_what_the_tensors_show(tmp_path: Path):
+    same = torch.randn(5)
+    number = torch.tensor(3)
+    ranks = ranks_of(
+        input_layernorm__weight=two((4,), 1.0),
+        ln_f__bias=two((4,), 0.0),
+        frequencies=(same, same.clone()),
+        up__bias=two((6,)),
+        count=(number, number.clone()),
+    )
+    wanted = {"input_layernorm.weight": [4], "ln_f.bias": [4], "frequencies": [5], "up.bias": [12], "count": []}
+    assert shapes(infer_layouts(archive(tmp_path / "two", *ranks))) == wanted
+    alone = archive(tmp_path / "one", {"q.bias": torch.zeros(4)})
+    assert shapes(infer_layouts(alone)) == {"q.bias": [4]}

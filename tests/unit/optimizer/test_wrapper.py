@@ -1,0 +1,132 @@
+"""The wrapped optimizer through its wrapper: attributes, methods, state under the model's parameters, copies, hooks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxd_infer.optimizer import NxDOptimizer
+from tests.support.optimizer.momentum import SETTINGS, Momentum, momentum
+from tests.support.trainer.jobs import AdamW, mine, training
+from tests.support.trainer.models import decoder, mlp, tokens, vectors
+
+
+@pytest.mark.parametrize("options", SETTINGS, ids=["plain", "masters", "zero1"])
+def test_attributes_and_methods_are_the_wrapped_optimizers(options: dict):
+    model, optimizer = momentum(torch.bfloat16, **options)
+    assert optimizer.kind == "momentum" and optimizer.rate == 1e-2
+    optimizer.scale = 0.5  # one that its step reads
+    assert optimizer.optimizer.scale == 0.5 and optimizer.rate == 5e-3
+    optimizer.param_groups[0]["lr"] = 1.0
+    assert max(optimizer.speed_of(factor=2.0)) > 0
+    assert optimizer.optimizer.param_groups[0]["lr"] == 1.0  # its methods see what a schedule has set
+    assert optimizer.stop() == "stopped" and max(optimizer.speed_of(2.0)) == 0
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    optimizer.mine = 3  # one that it does not have stays here
+    assert not hasattr(optimizer.optimizer, "mine") and optimizer.mine == 3
+    assert optimizer.stop(also_weights=True) == "stopped"
+    assert not any(param.any() for param in model.parameters())
+    with pytest.raises(AttributeError, match=r"neither .*Optimizer nor the Momentum in it has an attribute 'kinds'"):
+        _ = optimizer.kinds
+    assert not hasattr(optimizer, "_private")
+
+
+def test_a_step_takes_what_the_wrapped_optimizers_does():
+    once, twice = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizers = [
+        NxDOptimizer([param], Momentum, defaults={"lr": 0.125}, grad_clipping=False) for param in (once, twice)
+    ]
+    (once.sum() + twice.sum()).backward()
+    optimizers[0].step(times=1)
+    optimizers[1].step(None, 2)
+    assert torch.equal(1 - twice, 2 * (1 - once)) and once[0] == 0.875
+
+
+@pytest.mark.parametrize("options", SETTINGS, ids=["plain", "masters", "zero1"])
+def test_state_is_found_under_the_models_parameters(options: dict):
+    model, optimizer = momentum(torch.bfloat16, **options)
+    params = list(model.parameters())
+    assert {id(param) for param in optimizer.state} == {id(param) for param in params}
+    for param in params:
+        assert list(optimizer.state[param]) == ["speed"] and param in optimizer.state
+        assert optimizer.state[param]["speed"].numel() == param.numel()
+    first = params[0]
+    optimizer.state[first]["speed"].fill_(2.0)
+    assert max(optimizer.speed_of(1.0)) == pytest.approx(2.0 * first.numel() ** 0.5, rel=1e-2)
+    optimizer.state[first] = {"speed": torch.zeros_like(optimizer.state[first]["speed"])}
+    assert min(optimizer.speed_of(1.0)) == 0
+    del optimizer.state[first]
+    assert first not in optimizer.state and optimizer.state.get(first) is None
+    assert len(optimizer.state) == len(params) - 1 == len(optimizer.state_dict()["state"])
+    optimizer.state = {}
+    assert not optimizer.state and not optimizer.state_dict()["state"]
+    model.run_train(**tokens())
+    optimizer.step()
+    assert len(optimizer.state) == len(params)
+
+
+def test_hooks_on_a_state_dict():
+    _, optimizer = momentum()
+    seen: list[str] = []
+    optimizer.register_state_dict_pre_hook(lambda one: seen.append("saving"))
+    optimizer.register_state_dict_post_hook(lambda one, state: {**state, "note": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda one, state: {k: v for k, v in state.items() if k != "note"})
+    optimizer.register_load_state_dict_post_hook(lambda one: seen.append("loaded"))
+    state = optimizer.state_dict()
+    assert state["note"] == 1
+    optimizer.load_state_dict(state)
+    assert seen == ["saving", "loaded"]
+
+
+# --- copies -------------------------------------------------------------------------------------------------
+
+
+def goes_on(model: Any, optimizer: Any, batch: dict, count: int = 2) -> list[torch.Tensor]:
+    for _ in range(count):
+        optimizer.zero_grad()
+        model.run_train(**batch)
+        optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def copied(dtype: torch.dtype, options: dict, how: str) -> list[bool]:
+    """A copy of a model with its optimizer trains on as the original does, and neither touches the other."""
+    build = partial(mlp) if dtype == torch.float32 else partial(decoder, "tied", dtype)
+    batch = mine(vectors() if dtype == torch.float32 else tokens())
+    model, optimizer = training(build, **options)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    goes_on(model, optimizer, batch)
+    scheduler.step()
+    before = [param.detach().clone() for param in model.parameters()]
+    if how == "pickle":
+        twin, other = pickle.loads(pickle.dumps((model, optimizer)))
+    elif how == "optimizer first":
+        other, twin = copy.deepcopy((optimizer, model))
+    else:
+        twin, other = copy.deepcopy((model, optimizer))
+    assert type(other) is type(optimizer) and type(other.optimizer) is AdamW
+    assert [id(p) for p in other.param_groups[0]["params"]] == [id(p) for p in twin.parameters()]
+    assert other.param_groups[0]["lr"] == 5e-3 and len(other.state) == len(optimizer.state)
+    theirs = goes_on(twin, other, batch)
+    untouched = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    ours = goes_on(model, optimizer, batch)
+    equal = all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+    moved = any(not torch.equal(a, b) for a, b in zip(before, ours, strict=True))
+    named = other.names == optimizer.names and other.state_dict().keys() == optimizer.state_dict().keys()
+    return [untouched, equal, moved, named]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    [(torch.float32, "model first"), (torch.bfloat16, "optimizer first"), (torch.bfloat16, "pickle")],
+    ids=str,
+)
+def test_a_copy_goes_on_alike(dtype: torch.dtype, how: str):
+    for options in SETTINGS:
+        assert copied(dtype, options, how) == [True] * 4
