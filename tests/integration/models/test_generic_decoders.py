@@ -18,8 +18,8 @@ from nxd_infer.cli import verify
 from nxd_infer.distributed import ModelPlan, plan_registry
 from nxd_infer.errors import MissingPackageError, ModelConfigError
 from nxd_infer.trace import parallel_model_trace
-from nxd_infer.verify import verify_artifact
 from nxd_models import registry
+from nxd_models.check_family import check_family
 from nxd_models.generic import attention
 from nxd_models.hf import weights as hf
 from nxd_models.serving import tasks
@@ -37,7 +37,7 @@ from tests.support.models.helpers import (
     relative_difference,
     without_mixed,
 )
-from tests.support.tiny_models import EOS, VOCAB_SIZE, tokenizer_json, write_tiny
+from tests.support.tiny_models import EOS, FAMILIES, VOCAB_SIZE, tokenizer_json, write_tiny
 
 BUCKET, MAX_LEN, NEW = 8, 40, 4
 LENGTHS = (1, BUCKET - 1, BUCKET, BUCKET + 1, MAX_LEN - NEW)
@@ -62,10 +62,6 @@ CASES = {
 }
 REFUSED = {"opt"} if transformers.__version__ < "5" else set()
 """Models whose code in this release of transformers makes its masks itself."""
-SERVED = {name: 1 for name in CASES if name not in REFUSED and "serial" not in name} | dict.fromkeys(
-    ("llama, padded and tied", "gemma2", "gpt2", "gpt_neox", "our gpt_neox"), 2
-)
-"""Tensor-parallel degrees."""
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +95,19 @@ def plan_of(path: Path):
     return plan
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", CASES)
-def test_the_step_gives_the_tokens_of_generate(directory, name):
+def test_logits_and_tokens_are_those_of_transformers(directory, name):
     path = directory(name)
+    prompts = [prompt for prompt, *_ in expected(path)]
+    if name.startswith("our"):
+        check_family(path, 2)
+    if name != "gemma2":  # whose logits have a cap in its eager attention alone
+        model = registry.load_model(registry.load_config(path, None if name.startswith("our") else "transformers"))
+        ids = torch.tensor([prompts[-1]])
+        assert relative_difference(model(ids), reference(path, "CausalLM")(ids).logits) < 1e-5
     plan = plan_of(path)
     step = hf.load(plan.func(**plan.func_kwargs), plan.checkpoint_loader_callable())
-    prompts = [prompt for prompt, *_ in expected(path)]
     if name in REFUSED:
         with pytest.raises(ModelConfigError, match=r"layer 0: the model makes a mask of its own, .* transformers 4"):
             generate_eager(step, prompts, 1)
@@ -114,22 +117,21 @@ def test_the_step_gives_the_tokens_of_generate(directory, name):
         assert_greedy(result.tokens, tokens, gaps)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", [name for name in CASES if name != "gemma2"])
-def test_without_a_cache_the_logits_are_those_of_transformers(directory, name):
-    path = directory(name)
-    model = registry.load_model(registry.load_config(path, None if name.startswith("our") else "transformers"))
-    *_, (prompt, _, _) = expected(path)
-    ids = torch.tensor([prompt])
-    assert relative_difference(model(ids), reference(path, "CausalLM")(ids).logits) < 1e-5
+def told_by_verify(path: Path, artifact: Path, capsys, degree: int, plan=None) -> str | None:
+    """The first output that differs, of an artifact that is traced now."""
+    arguments = (plan or without_mixed(plan_of(path))).trace_arguments()
+    parallel_model_trace(**arguments, tp_degree=degree, backend="eager", artifact_dir=artifact)
+    capsys.readouterr()
+    status = verify.run(artifact, path, None, seed=0)
+    told = capsys.readouterr().out
+    found = re.search(r"the first output that differs: (.*)", told)
+    assert status == (found is not None) == ("docs/transformers.md" in told), told
+    return found and found[1]
 
 
-@pytest.mark.parametrize(("name", "degree"), SERVED.items())
-def test_it_is_traced_verified_and_served(directory, tmp_path, name, degree):
-    path, artifact = directory(name), tmp_path / "artifact"
-    plan = plan_of(path)
-    parallel_model_trace(**plan.trace_arguments(), tp_degree=degree, backend="eager", artifact_dir=artifact)
-    assert verify_artifact(artifact, path).failed == []
+def test_it_is_traced_verified_and_served(directory, tmp_path, capsys):
+    path, artifact = directory("gpt2"), tmp_path / "artifact"
+    assert told_by_verify(path, artifact, capsys, 2, plan_of(path)) is None
     decode = Tokenizer.from_dir(path).decode
     with real_server(artifact) as server, concurrent.futures.ThreadPoolExecutor(len(LENGTHS)) as clients:
 
@@ -144,35 +146,18 @@ def test_it_is_traced_verified_and_served(directory, tmp_path, name, degree):
         assert text == decode(tokens)
 
 
-@pytest.mark.parametrize(("name", "pattern"), [("gpt2", "h.*.attn.c_attn"), ("phi3", "layers.*.mlp.gate_up_proj")])
-def test_a_plan_with_a_wrong_style_is_told(directory, tmp_path, monkeypatch, capsys, name, pattern):
+def test_a_plan_with_a_wrong_style_is_told(directory, tmp_path, monkeypatch, capsys):
     """What is joined in one weight is cut as if it were one thing, which fits every shape."""
-    path = directory(name)
-    right = plan_registry.plan_of_type(name)
-    wrong = dataclasses.replace(right, styles={**right.styles, pattern: "column"})
-    monkeypatch.setitem(plan_registry._REGISTERED, name, wrong)
-    assert told_by_verify(path, tmp_path, capsys, 2) == "top_logprobs of prefill_s8"
-    monkeypatch.delitem(plan_registry._REGISTERED, name)
-    assert told_by_verify(path, tmp_path / "right", capsys, 2) is None
+    right = plan_registry.plan_of_type("gpt2")
+    wrong = dataclasses.replace(right, styles={**right.styles, "h.*.attn.c_attn": "column"})
+    monkeypatch.setitem(plan_registry._REGISTERED, "gpt2", wrong)
+    assert told_by_verify(directory("gpt2"), tmp_path, capsys, 2) == "top_logprobs of prefill_s8"
 
 
 def test_a_step_that_attends_wrongly_is_told(directory, tmp_path, monkeypatch, capsys):
     """It is compared with transformers' own attention, and not with the same step unsharded."""
     monkeypatch.setattr(attention, "visible", lambda step, allowed: None)
     assert told_by_verify(directory("mistral"), tmp_path, capsys, 1) == "top_logprobs of prefill_s8"
-
-
-def told_by_verify(path: Path, tmp_path: Path, capsys, degree: int) -> str | None:
-    """The first output that differs, of an artifact that is traced now."""
-    arguments = without_mixed(plan_of(path)).trace_arguments()
-    artifact = tmp_path / "artifact"
-    parallel_model_trace(**arguments, tp_degree=degree, backend="eager", artifact_dir=artifact)
-    capsys.readouterr()
-    status = verify.run(artifact, path, None, seed=0)
-    told = capsys.readouterr().out
-    found = re.search(r"the first output that differs: (.*)", told)
-    assert status == (found is not None) == ("docs/transformers.md" in told), told
-    return found and found[1]
 
 
 # --- what it cannot compute is refused by name, or limited ---------------------------------------------------------
@@ -254,6 +239,19 @@ def test_an_encoder_decoder_model_and_an_unknown_one_are_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gemma2", "num_hidden_layers": "two"}')
     with pytest.raises(ModelConfigError, match=r"transformers cannot read this gemma2 model: "):
         registry.load_config(tmp_path)
+
+
+def test_a_mistral_with_kinds_of_layers_and_a_classifier_without_padding_are_refused(tmp_path):
+    raw = {**FAMILIES["mistral"], "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6}
+    for family, fields, message in (
+        ("mistral", raw, "ministral"),
+        ("llama", {**FAMILIES["llama"], "architectures": ["LlamaForSequenceClassification"]}, "pad_token_id = None"),
+    ):
+        folder = tmp_path / family
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**fields, "pad_token_id": None}))
+        with pytest.raises(ModelConfigError, match=message):
+            registry.load_config(folder, "transformers")
 
 
 def test_without_transformers_the_error_names_the_extra(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from nxd_infer.context import current_context
 from nxd_infer.layout import load_weights
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from tests.support.ranks import run_ranks
-from tests.unit.modules.golden.make import FOLDER, GoldenNet
+from tests.support.modules.golden.make import FOLDER, GoldenNet
 
 
 def written(folder: str, biases: str, parallel: bool) -> Tensor:

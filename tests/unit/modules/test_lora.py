@@ -23,7 +23,7 @@ from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from tests.support.parallel_layers.compare import error
 from tests.support.ranks import run_ranks
-from tests.unit.modules.golden.make import GoldenNet
+from tests.support.modules.golden.make import GoldenNet
 
 GOLDEN = Path(__file__).with_name("golden")
 """Written by PEFT; see ``golden/make.py``."""
