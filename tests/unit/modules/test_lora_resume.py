@@ -17,7 +17,7 @@ from torch import nn
 import nxd_infer as nxd
 from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
 from nxd_infer.errors import CheckpointError
-from nxd_infer.modules.lora import LoraConfig, LoRAModel, find, load_adapter, peft
+from nxd_infer.modules.lora import LoraConfig, LoRAModel, load_adapter, peft
 from nxd_infer.modules.lora.find import find_adapter
 from tests.support.checkpoint.older import with_sha256
 
@@ -47,22 +47,6 @@ def test_the_newest_by_its_number(tmp_path: Path):
         os.utime(path, (1 << 33, 1 << 33))  # copied, or touched, after the others
     assert resumed(tmp_path) == 3
     assert find_adapter(tmp_path, "step_1") == tmp_path / "step_1" / "lora_adapter"
-
-
-def test_one_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It was listed under its old name, and is read under none."""
-    saved(tmp_path, 1)
-    saving, last = tmp_path / ".saving-00000001", tmp_path / "step_1"
-    last.rename(saving)
-    real = find._of_checkpoint
-
-    def of_checkpoint(folder: Path) -> bool:
-        if saving.exists():
-            saving.rename(last)
-        return real(folder)
-
-    monkeypatch.setattr(find, "_of_checkpoint", of_checkpoint)
-    assert resumed(tmp_path) == 1
 
 
 def test_the_same_tag_is_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -104,8 +88,10 @@ def test_what_a_killed_save_left_is_no_adapter(tmp_path: Path):
         find_adapter(tmp_path, "step_2")
 
 
-@pytest.mark.parametrize("file", ["lora_adapter/adapter_model.safetensors", "lora_adapter/adapter_config.json"])
-@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize(
+    ("file", "older"),
+    [("lora_adapter/adapter_model.safetensors", True), ("lora_adapter/adapter_config.json", False)],
+)
 def test_a_damaged_adapter_is_named(tmp_path: Path, file: str, older: bool):
     saved(tmp_path, 1, 2)
     if older:
