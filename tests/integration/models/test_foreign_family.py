@@ -82,19 +82,13 @@ def logits_of(path: str, ids: torch.Tensor) -> torch.Tensor:
         return registry.load_model(path, dtype=torch.float32)(ids)
 
 
-def test_the_numbers_are_those_of_transformers(even):
+def test_the_numbers_are_those_of_transformers_also_on_two_ranks(even, odd):
     assert "gpt2" in registry.model_types()
     ids = torch.tensor(prompts_of([12, 12], 280))
-    with torch.no_grad():
-        expected = reference(even, "CausalLM")(ids).logits
-    assert relative_difference(logits_of(str(even), ids), expected) < 1e-5
-
-
-def test_two_ranks_give_the_same_numbers(even, odd):
-    ids = torch.tensor(prompts_of([12, 12], 280))
     for path in (even, odd):
-        expected = logits_of(str(path), ids)
-        for found in run_ranks(logits_of, 2, str(path), ids):
+        with torch.no_grad():
+            expected = reference(path, "CausalLM")(ids).logits
+        for found in (logits_of(str(path), ids), *run_ranks(logits_of, 2, str(path), ids)):
             assert relative_difference(found, expected) < 1e-5
 
 
@@ -169,19 +163,11 @@ def test_the_page_that_tells_how_shows_this_package():
             assert block.replace('"tiny', "tiny").replace('GPT2"', "GPT2").split()[-3:] == points[-3:]
 
 
-# --- what can go wrong ------------------------------------------------------------------------------------------
-
-
 def test_errors_of_a_foreign_configuration_name_file_and_field(even, tmp_path):
     raw = json.loads((even / "config.json").read_text())
-    for changes, message in (
-        ({"n_embd": "32"}, r"config\.json: n_embd = '32': expected a whole number of at least 1"),
-        ({"n_head": 5}, r"config\.json: n_embd = 32: does not divide over 5 heads"),
-        ({"activation_function": "mish"}, r"activation_function = 'mish': this activation is not supported"),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps({**raw, **changes}))
-        with pytest.raises(ModelConfigError, match=message):
-            registry.load_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "n_embd": "32"}))
+    with pytest.raises(ModelConfigError, match=r"config\.json: n_embd = '32': expected a whole number of at least 1"):
+        registry.load_config(tmp_path)
     with pytest.raises(ModelConfigError, match="a context of 65 tokens is beyond the 64 of this gpt2 model"):
         tasks.plan(even, max_len=65)
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from nxd_models.registry import GROUP
+
 GAP = 1e-5
 """Where the reference's two best logits are closer than this, either token is right."""
 FOREIGN, FOREIGN_PLAN = (Path(__file__).with_name(name) for name in ("foreign", "foreign_plan"))
@@ -47,6 +49,16 @@ def installed_package(folder: Path) -> Iterator[None]:
         patch.syspath_prepend(str(folder))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
         yield
+
+
+def install(root: Path, package: str, points: dict[str, str], source: str = "") -> None:
+    """What pip leaves: a module, and a dist-info folder with entry points."""
+    info = root / f"{package}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    lines = [f"{model_type} = {value}" for model_type, value in points.items()]
+    (info / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines]))
+    (root / f"{package}.py").write_text(source)
 
 
 def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
