@@ -23,7 +23,6 @@ from nxd_infer.errors import CheckpointError, InputMismatchError, ParallelConfig
 from nxd_infer.parallel_layers.layers import ParallelEmbedding
 from tests.integration.distributed.test_apply import NEAR
 from tests.support.distributed.models import LOOSE, TIED, Case
-from tests.support.processes import wait_until
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("transformers")
@@ -96,10 +95,10 @@ def tensor_parallel(folder: Path) -> dict[str, Any]:
         model = Parallelizer.parallelize(LLAMA.build().eval(), checkpoint_dir=folder / name)
         found[name] = same_logits(model, whole)
     found["async"] = saved_in_background(trained, folder / "c", whole)
-    found["written"] = [
-        times_of_writing(trained, folder / f"d{number}", at_once, xser)
-        for number, (xser, at_once) in enumerate(((False, 1), (False, 0), (True, 1)))
-    ]
+    slow = {"use_xser": False, "num_local_ranks_per_step": 1}
+    found["writing"] = times(
+        lambda: Parallelizer.save_model_sharded_checkpoint(trained, folder / "d", **slow), api, "write_rank"
+    )
     found["not parallel"] = refusal(
         ParallelConfigError, lambda: Parallelizer.load_model_sharded_checkpoint(LLAMA.build(), folder / "a")
     )
@@ -108,25 +107,20 @@ def tensor_parallel(folder: Path) -> dict[str, Any]:
     found["tied"] = isinstance(model.model.embed_tokens, ParallelEmbedding) and (
         model.lm_head.weight is model.model.embed_tokens.weight
     )
-    found["times"] = [times_of_loading(folder, at_once) for at_once in (1, 0)]
+    model = lazily(folder / "llama")
+    found["loading"] = times(lambda: Parallelizer.parallelize(model, num_local_ranks_per_step=1), module, "fill")
     found["classifier"] = classifier(folder)
     return found
 
 
-def times(action: Callable[[], object], owner: Any, name: str, meeting: Path | None) -> tuple[float, float]:
-    """When this rank began and ended ``owner.name`` in ``action``. In it the ranks wait for each other, in the folder
-    ``meeting``; without one, each takes 0.3 s longer."""
+def times(action: Callable[[], object], owner: Any, name: str) -> tuple[float, float]:
+    """When this rank began and ended ``owner.name`` in ``action``, which takes longer here."""
     own, seen = getattr(owner, name), []
 
     def slowly(*args: Any, **options: Any) -> None:
         seen.append(time.monotonic())
         own(*args, **options)
-        if meeting is None:
-            time.sleep(0.3)
-        else:
-            meeting.mkdir(exist_ok=True)
-            (meeting / str(torch.distributed.get_rank())).touch()
-            wait_until(lambda: len(list(meeting.iterdir())) == 2)
+        time.sleep(0.3)
         seen.append(time.monotonic())
 
     setattr(owner, name, slowly)
@@ -135,22 +129,6 @@ def times(action: Callable[[], object], owner: Any, name: str, meeting: Path | N
     finally:
         setattr(owner, name, own)
     return seen[0], seen[1]
-
-
-def times_of_loading(folder: Path, at_once: int) -> tuple[float, float]:
-    model = lazily(folder / "llama")
-    meeting = None if at_once == 1 else folder / "loading"
-    return times(lambda: Parallelizer.parallelize(model, num_local_ranks_per_step=at_once), module, "fill", meeting)
-
-
-def times_of_writing(model: nn.Module, folder: Path, at_once: int, xser: bool) -> tuple[float, float]:
-    """``folder``: one of this call."""
-    meeting = None if at_once == 1 and not xser else folder.with_name(f"{folder.name}-meeting")
-
-    def save() -> None:
-        Parallelizer.save_model_sharded_checkpoint(model, folder, use_xser=xser, num_local_ranks_per_step=at_once)
-
-    return times(save, api, "write_rank", meeting)
 
 
 def saved_in_background(model: Any, folder: Path, whole: nn.Module) -> tuple[bool, bool]:
@@ -213,28 +191,15 @@ def test_shards_are_loaded_from_either_folder_and_saved_in_the_background(ranks)
         assert found["async"] == (True, True)
 
 
-def in_turns(times: list[tuple[float, float]]) -> bool:
-    (_, end), (start, _) = times
-    return end <= start
-
-
-def at_once(times: list[tuple[float, float]]) -> bool:
-    (start, end), (other, last) = times
-    return start < last and other < end
-
-
-def test_ranks_load_and_write_in_turns_or_at_once(ranks):
-    """With ``use_xser`` all write at once, whatever is asked for."""
-    loading, loading_all = ([found["times"][number] for found in ranks] for number in range(2))
-    assert in_turns(loading) and at_once(loading_all)
-    writing, writing_all, xser = ([found["written"][number] for found in ranks] for number in range(3))
-    assert in_turns(writing) and at_once(writing_all) and at_once(xser)
+def test_ranks_load_and_write_in_turns(ranks):
+    for name in ("loading", "writing"):
+        (_, end), (start, _) = (found[name] for found in ranks)
+        assert end <= start, name
 
 
 def test_a_new_head_is_equal_on_all_ranks(ranks):
     first, second = (found["classifier"] for found in ranks)
-    assert torch.equal(first, second)
-    assert first.std() > 0
+    assert torch.equal(first, second) and first.std() > 0
 
 
 def pipeline_parallel() -> dict[str, Any]:

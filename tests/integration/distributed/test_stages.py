@@ -1,4 +1,4 @@
-"""Every model in two pipeline stages of two ranks, with sequence parallelism: loss and gradients of one process."""
+"""Models in two pipeline stages of two ranks, with sequence parallelism: loss and gradients of one process."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def wrong(case: Case, make: Callable[[Case], nn.Module]) -> list[str]:
 
 
 def stages() -> list[str]:
-    plain = {case.kind: case for case in CASES}.values()
-    cases = [(case, Case.build) for case in plain] + [(case, with_adapters) for case in FEW]
+    """One case of each type whose layers are not another's, and two with adapters."""
+    plain = {case.kind: case for case in CASES if case.kind not in ("mistral", "qwen2", "roberta")}.values()
+    cases = [(case, Case.build) for case in plain] + [(case, with_adapters) for case in FEW[:2]]
     return [f"{case.name} of {make.__name__}: {one}" for case, make in cases for one in wrong(case, make)]
 
 

@@ -172,7 +172,7 @@ def test_position_buckets_are_those_of_transformers(buckets, longest, both_ways)
 def artifact(directory, tmp_path_factory) -> Path:
     """With graphs that verify guesses, which greedy answers do not change by."""
     path = tmp_path_factory.mktemp("t5") / "artifact"
-    plan = plan_of(directory("untied, gated"), speculate=2)
+    plan = plan_of(directory("untied, gated"), prompt_buckets=[MAX_LEN], speculate=2)
     trace.parallel_model_trace(**plan.trace_arguments(), tp_degree=2, backend="eager", artifact_dir=path)
     return path
 
@@ -190,7 +190,7 @@ def test_it_is_verified_and_generates(directory, artifact, monkeypatch):
     first, again, other = (one.outputs[0].token_ids for one in sampled)
     assert first == again != other
     monkeypatch.setattr("nxd_infer.artifact.reader.KNOWN_REQUIREMENTS", frozenset({"pipeline"}))
-    with pytest.raises(ArtifactError, match="requires whole-prompts"):  # a version that may cut prompts
+    with pytest.raises(ArtifactError, match=r"requires .*whole-prompts"):  # a version that may cut prompts
         load_artifact(artifact)
 
 

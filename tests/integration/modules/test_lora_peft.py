@@ -1,8 +1,9 @@
-"""PEFT itself reads the adapters that this package writes, from one process and from two ranks."""
+"""PEFT reads the adapters that this package writes, from one process and from two ranks, and the other way around."""
 
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nxd_infer.context import current_context
-from nxd_infer.errors import WeightMismatchError
+from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import load_weights
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from tests.support.modules.golden.make import FOLDER, GoldenNet
@@ -36,6 +37,8 @@ def written(folder: str, biases: str, parallel: bool) -> Tensor:
                 param.copy_(torch.randn(param.shape, generator=generator))
         logits = adapted(ids)
     adapted.save_adapter(folder)
+    with pytest.raises(CheckpointError, match=r"cannot be written|another rank"):  # on every rank
+        adapted.save_adapter(f"{folder}/adapter_config.json/below")
     return logits
 
 
@@ -82,3 +85,30 @@ def test_a_tied_module_to_save_is_saved_under_both_names(tmp_path: Path):
         model = LoRAModel(Pair(), untied.lora_config)
         with pytest.raises(WeightMismatchError, match=r"'base_model.model.head.weight' is one weight with another"):
             model.load_adapter(tmp_path / word)
+
+
+def read_what_peft_wrote(parallel: bool, folder: str) -> float:
+    """How far our logits are from PEFT's, and the same adapter written again."""
+    base, tp = load_file(FOLDER / "base.safetensors"), current_context().tp
+    ids, logits = base.pop("ids"), base.pop("logits")
+    model = GoldenNet(parallel)
+    load_weights(model, base, rank=tp.rank, degree=tp.degree)
+    adapted = LoRAModel(model, LoraConfig(load_lora_from_ckpt=True, lora_save_dir=str(FOLDER))).eval()
+    adapted.save_adapter(folder)
+    return error(adapted(ids).detach(), logits)
+
+
+@pytest.mark.parametrize("how", ["plain", "parallel", "two ranks"])
+def test_peft_files_are_read_and_written_alike(how: str, tmp_path: Path):
+    if how == "two ranks":
+        assert max(run_ranks(read_what_peft_wrote, 2, True, str(tmp_path))) < 1e-5
+    else:
+        assert read_what_peft_wrote(how == "parallel", str(tmp_path)) < 1e-5
+    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path, FOLDER))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    ours, theirs = (json.loads((folder / "adapter_config.json").read_text()) for folder in (tmp_path, FOLDER))
+    for config in (ours, theirs):
+        config["target_modules"] = sorted(config["target_modules"])
+    theirs |= {"auto_mapping": None}  # which class of which file PEFT was given
+    assert {name: theirs[name] for name in ours} == ours

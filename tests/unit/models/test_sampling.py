@@ -138,24 +138,6 @@ def test_random_bits_are_pinned():
     ]
 
 
-def test_a_row_depends_on_nothing_but_itself():
-    generator = torch.Generator().manual_seed(6)
-    logits = torch.randn(8, 300, generator=generator) * 2
-    options = {
-        "temperature": [1.0, 0.7, 0.0, 1.3, 1.0, 1.0, 0.9, 2.0],
-        "top_k": [0, 5, 3, 0, 50, 0, 10, 0],
-        "top_p": [1.0, 0.9, 0.5, 0.3, 1.0, 0.95, 0.8, 1.0],
-        "min_p": [0.0, 0.0, 0.1, 0.0, 0.02, 0.0, 0.0, 0.1],
-        "seed": [1, 2, 3, 4, 5, 6, 7, -8],
-        "position": [0, 1, 2, 3, 4, 5, 6, 7],
-    }
-    together = sample(logits, *rows(**options))
-    for row in range(8):
-        alone = sample(logits[row : row + 1], *(t[row : row + 1] for t in rows(**options)))
-        assert torch.equal(together[0][row : row + 1], alone[0])
-        torch.testing.assert_close(together[3][row : row + 1], alone[3])
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1e-9, 1e-40, -1.0, float("nan")])
 def test_no_temperature_or_next_to_none_is_greedy(temperature):
     logits = torch.tensor([[0.5, 2.0, 2.0, -1.0]])

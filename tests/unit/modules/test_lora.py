@@ -189,18 +189,6 @@ def test_merged_equals_unmerged_and_unmerging_is_exact():
     assert error(wide.merge()(ids).detach(), expected) < 1e-5
 
 
-def test_a_tied_weight_is_merged_in_one_place_only():
-    model = nn.ModuleDict({"embed": nn.Embedding(10, 8), "head": nn.Linear(8, 10, bias=False)})
-    model["head"].weight = model["embed"].weight
-    adapted = LoRAModel(model, LoraConfig(target_modules=["head"], lora_rank=2))
-    nn.init.ones_(adapted.get_parameter("head.lora_B.weight"))
-    weight = model["embed"].weight.detach().clone()
-    adapted.merge()
-    assert torch.equal(model["embed"].weight, weight) and not torch.equal(model["head"].weight, weight)
-    adapted.unmerge()
-    assert model["head"].weight is model["embed"].weight
-
-
 # --- files ------------------------------------------------------------------------------------------------
 
 
@@ -237,11 +225,6 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path):
 
 
 # --- layers -----------------------------------------------------------------------------------------------
-
-
-def test_grouped_convolutions_are_refused():
-    with pytest.raises(ParallelConfigError, match="groups=1, got 2"):
-        lora_layer(nn.Conv2d(4, 4, 3, groups=2), LoraConfig(lora_rank=3))
 
 
 def test_a_merged_layer_cannot_be_trained_and_bf16_comes_back_exactly():

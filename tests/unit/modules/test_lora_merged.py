@@ -18,7 +18,7 @@ from nxd_infer.layout import load_weights
 from nxd_infer.layout.sources import as_source
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.trainer import gather_weights
-from tests.support.modules.lora import ALL, IDS, MERGED, Net, Pair, Shared, adapted, batch, net
+from tests.support.modules.lora import ALL, IDS, MERGED, Net, Pair, adapted, batch, net
 from tests.support.parallel_layers.compare import error
 from tests.support.trainer.models import decoder, tokens
 
@@ -223,14 +223,6 @@ def test_encoder_layers_of_torch_call_their_adapted_layers_in_evaluation():
         assert error(found.detach(), expected) < 1e-5
 
 
-def test_merging_in_place_leaves_state_dicts_as_they_were():
-    """Also under the second name of a layer."""
-    model = adapted(Shared(), target_modules=["a", "b"], save_lora_base=True)
-    before = {name: copy.deepcopy(value) for name, value in model.state_dict().items()}
-    after = model.merge().state_dict()
-    assert all(torch.equal(after[name], value) for name, value in before.items() if isinstance(value, Tensor))
-
-
 class Halves(nn.Module):
     """One table under two names."""
 
@@ -255,23 +247,3 @@ def test_merging_in_place_leaves_a_layer_under_its_name_without_an_adapter(targe
     assert torch.equal(model.unmerge()(IDS), expected)
     weights = [param for name, param in model.named_parameters(remove_duplicate=False) if name.endswith("weight")]
     assert len({id(weight) for weight in weights}) == 3, "still one table and two factors"
-
-
-# --- what is no weight --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{}, {"save_lora_base": True}, MERGED])
-def test_modules_with_extra_state_are_saved_and_loaded(options: dict[str, Any], tmp_path: Path):
-    torch.manual_seed(0)
-    x, same, another = torch.randn(3, 4), Shared(), Shared()
-    another.load_state_dict(same.state_dict())
-    model = adapted(same, target_modules=["a", "b"], **options)
-    expected = model(x).detach()
-    nxd.save_checkpoint(tmp_path, "a", model)
-    weights = gather_weights(model)
-    other = Shared()
-    load_weights(other, weights, rank=0, degree=1)
-    assert error(other(x).detach(), expected) < 1e-5
-    other = LoRAModel(Shared() if options else another, LoraConfig(lora_rank=2, target_modules=["a", "b"]))
-    nxd.load_checkpoint(tmp_path, "a", other)
-    assert error(other(x).detach(), expected) < 1e-5
