@@ -55,7 +55,9 @@ def test_hidden_states_and_embeddings_equal_transformers(tmp_path, family, extra
             pooled = torch.stack([_pooled(h[m], pooling) for h, m in zip(expected, live, strict=True)])
             assert relative_difference(model(ids, mask, types), pooled) < 1e-5
         unit = registry.load_model(path, "embed", normalize=True)(ids, mask, types)
-    torch.testing.assert_close(unit.norm(dim=-1), torch.ones(3))
+        torch.testing.assert_close(unit.norm(dim=-1), torch.ones(3))
+        torch.testing.assert_close(model(torch.where(live, ids, 99), mask, types), model(ids, mask, types))
+        assert model(ids, torch.zeros_like(mask), types).isfinite().all(), "a row that is all padding is finite"
 
 
 def _pooled(hidden, pooling):
@@ -78,26 +80,13 @@ def test_classification_equals_transformers(tmp_path, family):
     assert relative_difference(embedded, base[:, 0]) < 1e-5, "the encoder of a classifier embeds as well"
 
 
-def test_padding_has_no_influence(tmp_path):
-    path = write_tiny("bert", tmp_path)
-    model = registry.load_model(path)
-    ids, mask = batch(0)
-    with torch.no_grad():
-        together = model(ids, mask)
-        for row, length in enumerate((23, 9, 1)):
-            alone = model(ids[row : row + 1, :length], mask[row : row + 1, :length])
-            torch.testing.assert_close(together[row : row + 1], alone, atol=1e-6, rtol=1e-5)
-        other = torch.where(mask.bool(), ids, 99)
-        torch.testing.assert_close(model(other, mask), together)
-        empty = model(ids, torch.zeros_like(mask))
-    assert empty.isfinite().all(), "a row that is all padding is finite"
-
-
-def test_an_input_beyond_the_position_table_is_refused(tmp_path):
-    model = registry.build(write_tiny("roberta", tmp_path))
+def test_an_input_beyond_the_position_table_and_an_unknown_pooling_are_refused(tmp_path):
+    path = write_tiny("roberta", tmp_path)
     ids = torch.full((1, 127), 5)
     with pytest.raises(ModelConfigError, match=r"127 tokens .* max_position_embeddings = 128 .* at most 126"):
-        model(ids, torch.ones_like(ids))
+        registry.build(path)(ids, torch.ones_like(ids))
+    with pytest.raises(ModelConfigError, match=r"pooling = 'cls\+median': 'median' is not supported; known are cls"):
+        registry.build(path, pooling="cls+median")
 
 
 @torch.no_grad()
@@ -123,11 +112,6 @@ def test_real_minilm_embeddings_equal_transformers():
     assert similarity[0, 1] > 0.5 > 0.2 > similarity[0, 2], "sentences that say the same lie close"
 
 
-def test_pooling_that_is_not_known_is_refused(tmp_path):
-    with pytest.raises(ModelConfigError, match=r"pooling = 'cls\+median': 'median' is not supported; known are cls"):
-        registry.build(write_tiny("bert", tmp_path), pooling="cls+median")
-
-
 def as_tensor(found, output: str) -> torch.Tensor:
     return found[output] if isinstance(found, dict) else found
 
@@ -147,12 +131,10 @@ def test_traced_encoders_equal_eager_ones_at_any_size(tmp_path, family, output, 
             mask, types = torch.ones_like(ids), torch.zeros_like(ids)
             mask[-1, length // 2 + 1 :] = 0
             expected = module(ids, mask, types)[output]
-            found = model(input_ids=ids, attention_mask=mask, token_type_ids=types)
-            found = as_tensor(found, output)
+            found = as_tensor(model(input_ids=ids, attention_mask=mask, token_type_ids=types), output)
             assert found.shape == expected.shape
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-            defaulted = model(input_ids=ids, attention_mask=mask)
-            torch.testing.assert_close(as_tensor(defaulted, output), found)
+            torch.testing.assert_close(as_tensor(model(input_ids=ids, attention_mask=mask), output), found)
         one, most = torch.ones(1, 8, dtype=torch.int64), module.config.vocab_size - 1
         for name, value in (("input_ids", most + 1), ("input_ids", -1), ("attention_mask", 2), ("token_type_ids", 2)):
             inputs = {"input_ids": one, "attention_mask": one, name: torch.full_like(one, value)}

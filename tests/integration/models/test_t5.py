@@ -194,7 +194,7 @@ def test_it_is_verified_and_generates(directory, artifact, monkeypatch):
         load_artifact(artifact)
 
 
-def test_a_server_answers_several_at_once_with_streams_log_probabilities_and_stops(directory, artifact):
+def test_a_server_answers_several_at_once_with_log_probabilities_and_stops(directory, artifact):
     path = directory("untied, gated")
     decode = Tokenizer.from_dir(path).decode
     with (
@@ -218,10 +218,6 @@ def test_a_server_answers_several_at_once_with_streams_log_probabilities_and_sto
             logits = whole(path)(input_ids=torch.tensor([prompt]), decoder_input_ids=states).logits
         wanted = logits.log_softmax(-1)[0, torch.arange(NEW), torch.tensor(tokens)]
         torch.testing.assert_close(torch.tensor(told["token_logprobs"]), wanted, atol=1e-4, rtol=1e-4)
-        body = {"prompt": prompt, "max_tokens": NEW, "temperature": 0, "logit_bias": {str(EOS): -100}, "stream": True}
-        lines = server.post("/v1/completions", body).text.splitlines()
-        pieces = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        assert "".join(piece["choices"][0]["text"] for piece in pieces if piece["choices"]) == decode(tokens)
         stop = decode(tokens[2:3])
         cut = ask(prompt, stop=[stop])["choices"][0]
         assert cut["finish_reason"] == "stop" and cut["text"] == decode(tokens).split(stop)[0]

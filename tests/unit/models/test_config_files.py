@@ -110,22 +110,24 @@ def test_families_differ_where_they_do():
 
 def test_directories_that_are_none_say_so(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ModelConfigError, match=r"file is not a directory"):
-        registry.load_config(tmp_path / "file")
-    with pytest.raises(ModelConfigError, match=r"config\.json is missing"):
-        registry.load_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelConfigError, match="cannot be read as JSON"):
-        registry.load_config(tmp_path)
-    (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ModelConfigError, match="expected a JSON object"):
-        registry.load_config(tmp_path)
+    for path, content, message in (
+        (tmp_path / "file", None, r"file is not a directory"),
+        (tmp_path, None, r"config\.json is missing"),
+        (tmp_path, "{", "cannot be read as JSON"),
+        (tmp_path, "[1]", "expected a JSON object"),
+    ):
+        if content is not None:
+            (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ModelConfigError, match=message):
+            registry.load_config(path)
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama"]))
     spec = registry.load_config(tmp_path)
-    with pytest.raises(ModelConfigError, match=r"architectures.*cannot do 'embed'.*generate"):
-        registry.build(spec, "embed")
-    with pytest.raises(ModelConfigError, match="no task 'translate'"):
-        spec.task("translate")
+    for task, message in (
+        ("embed", r"architectures.*cannot do 'embed'.*generate"),
+        ("translate", "no task 'translate'"),
+    ):
+        with pytest.raises(ModelConfigError, match=message):
+            registry.build(spec, task)
 
 
 ODD = ([], {"a": 1}, "x", -1, 1.5, True, [1, "x"], float("nan"), None)

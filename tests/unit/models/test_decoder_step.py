@@ -1,4 +1,4 @@
-"""The step's own promises: slots, counts, penalties, one step ahead, padding rows, defaults."""
+"""The step's own promises: slots, counts, penalties, one step ahead, padding rows, defaults; guesses are verified."""
 
 import pytest
 import torch
@@ -187,9 +187,72 @@ def test_the_plan_of_an_encoder(tmp_path):
         tasks.plan(tmp_path, max_len=127)
 
 
-def test_a_tokenizer_as_gpt2_keeps_it_goes_into_the_artifact(tmp_path):
-    path = write_tiny("llama", tmp_path)
-    (path / "tokenizer.json").unlink()
-    for name in ("vocab.json", "merges.txt"):
-        (path / name).write_text("")
-    assert {"vocab.json", "merges.txt"} <= set(tasks.plan(path).files_to_copy)
+# --- steps that verify guesses ----------------------------------------------------------------------------------
+
+GUESSES = 4
+DRAWN = {"temperature": 1.1, "top_p": 0.9, "seed": 9}
+
+
+@pytest.fixture
+def verifying(path):
+    config = registry.load_config(path).config
+    return hf.load(LlamaStep(config, slots=4, max_len=48, draft_tokens=GUESSES), registry.weights(path)).eval()
+
+
+@pytest.mark.parametrize(
+    ("settings", "right"), [({}, 0), ({}, 4), (DRAWN, 1), (DRAWN, 4), ({"bias_ids": 7, "bias_values": 2.5}, 2)]
+)
+def test_right_guesses_give_what_decode_gives_and_wrong_ones_leave_nothing(verifying, settings, right):
+    step = verifying
+    prompt, other = prompts_of([7, 11], VOCAB_SIZE, seed=40)
+    plain = generate_eager(step, [prompt], 10, **settings)[0]
+    expected = plain.tokens
+    for slot, tokens in ((0, other), (1, prompt)):
+        made = run(step, [(slot, 0, tokens)], prompt_length=len(tokens), **settings)["token"][0, 0]
+    assert made == expected[0]
+    guesses = [*expected[1 : 1 + right], *[(token + 1) % VOCAB_SIZE for token in expected[1 + right : 1 + GUESSES]]]
+    # A mate with no guess, and one that is padding, share the step.
+    rows = [(0, len(other), [5]), (4, 0, []), (1, len(prompt), [expected[0], *guesses])]
+    outputs = run(step, rows, prompt_length=[len(other), 0, len(prompt)], **settings)
+    assert outputs["token"].shape == (3, GUESSES + 1) and outputs["top_logprobs"].shape == (3, GUESSES + 1, 20)
+    assert outputs["token"][2, : right + 1].tolist() == expected[1 : right + 2]
+    logprobs = outputs["logprob"][2, : right + 1].tolist()
+    assert logprobs == pytest.approx(plain.logprobs[1 : right + 2], abs=1e-5)
+    assert step.last_token[1] == expected[right + 1]
+    # What was wrong is written over before it is read, whatever step comes next.
+    at = right + 1
+    for length in (1, GUESSES + 1, 1):
+        row = (1, len(prompt) + at, [expected[at]])
+        assert run(step, [row], length, prompt_length=len(prompt), **settings)["token"][0, 0] == expected[at + 1]
+        at += 1
+
+
+def test_a_row_without_guesses_keeps_its_penalties(verifying):
+    """It shares its mates' step with a single token, counted and sampled as a decode step does."""
+    prompt = prompts_of([6], VOCAB_SIZE, seed=41)[0]
+    settings = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3}
+    expected = generate_eager(verifying, [prompt], 8, **settings)[0].tokens
+    made, row, length = [], (2, 0, prompt), len(prompt)
+    while len(made) < 8:
+        made.append(int(run(verifying, [row], length, prompt_length=len(prompt), **settings)["token"][0, 0]))
+        row, length = (2, len(prompt) + len(made) - 1, [made[-1]]), GUESSES + 1
+    assert made == expected
+
+
+def test_the_plan_has_a_graph_that_verifies_for_every_batch(path):
+    plan = tasks.plan(path, batch_sizes=[1, 4], prompt_buckets=[16], max_len=64, speculate=4)
+    shapes = {name: tuple(e["tokens"].shape) for name, e in zip(plan.bucket_names, plan.example_inputs, strict=True)}
+    assert (shapes["verify_b1"], shapes["verify_b4"]) == ((1, 5), (4, 5))
+    assert plan.metadata["speculate"] == 4
+
+
+def test_what_cannot_be_speculated_with_is_refused(path, tmp_path):
+    for speculate in (-1, 16, True, 1.5):
+        with pytest.raises(ModelConfigError, match="speculate must be a whole number from 0 to 15"):
+            tasks.plan(path, speculate=speculate)
+    with pytest.raises(ModelConfigError, match="a step of 16 tokens verifies guesses"):
+        tasks.plan(path, prompt_buckets=[16], speculate=15)
+    with pytest.raises(ModelConfigError, match="max_len = 8"):
+        tasks.plan(path, prompt_buckets=[4], max_len=8, speculate=8)
+    with pytest.raises(ModelConfigError, match="'embed' guesses no tokens"):
+        tasks.plan(write_tiny("bert", tmp_path / "bert"), "embed", speculate=2)
