@@ -247,3 +247,14 @@ def test_merging_in_place_leaves_a_layer_under_its_name_without_an_adapter(targe
     assert torch.equal(model.unmerge()(IDS), expected)
     weights = [param for name, param in model.named_parameters(remove_duplicate=False) if name.endswith("weight")]
     assert len({id(weight) for weight in weights}) == 3, "still one table and two factors"
+
+
+@pytest.mark.parametrize("options", [{}, MERGED])
+def test_modules_with_extra_state_are_saved_and_loaded(options: dict[str, Any], tmp_path: Path):
+    x, same, another = torch.randn(3, 4), Shared(), Shared()
+    another.load_state_dict(same.state_dict())
+    model = adapted(same, target_modules=["a", "b"], **options)
+    nxd.save_checkpoint(tmp_path, "a", model)
+    other = LoRAModel(Shared() if options else another, LoraConfig(lora_rank=2, target_modules=["a", "b"]))
+    nxd.load_checkpoint(tmp_path, "a", other)
+    assert error(other(x).detach(), model(x).detach()) < 1e-5

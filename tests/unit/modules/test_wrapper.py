@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nxd_infer.errors import ParallelConfigError, WeightMismatchError
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.modules.nxd_model import NxDModel
+from nxd_infer.parallel_layers.layer_norm import mark_sequence_parallel
 from nxd_infer.pipeline import NxDPPModel
 
 MAKE = {
@@ -48,6 +49,29 @@ def test_a_module_keeps_what_it_names_as_its_wrapper_does(kind: Any, children: b
         assert own <= vars(one).keys()
         assert all(type(getattr(one, name)) is not type(before[name]) for name in own)
     assert all(getattr(module, name) is value for name, value in before.items())
+
+
+def test_marks_stay_where_loading_fails():
+    module = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    mark_sequence_parallel(*module[0].parameters())
+    model = NxDModel(module, {})
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    before = model.get_parameter("0.weight")
+    with pytest.raises(RuntimeError, match="surplus"):
+        model.load_state_dict({**state, "surplus": torch.zeros(1)}, assign=True)
+    assert model.get_parameter("0.weight") is not before
+
+    def fails(tensor: Tensor) -> Tensor:
+        if tensor.ndim > 1:
+            raise MemoryError
+        return tensor.to("meta")
+
+    for _ in range(2):
+        marked = [getattr(param, "sequence_parallel_enabled", False) for param in model.parameters()]
+        assert marked == [True, True, False, False]
+        assert [param.nxd_name for param in model.parameters()] == list(state)  # pyright: ignore
+        with pytest.raises(MemoryError):
+            model._apply(fails)
 
 
 class Grouped(nn.Module):
