@@ -127,6 +127,10 @@ def column_cases(dtype: torch.dtype) -> Found:
     torch.manual_seed(7)
     base = ColumnParallelLinear(IN, 10, dtype=dtype, output_plan=AxisPlan.padded(10, 4))
     compare_linear(found, "column padded", base, plain_linear(dtype, IN, 10), whole, whole)
+    base = ColumnParallelLinear(IN, 10, dtype=dtype, pad=True, pad_alignment_size_per_rank=8, keep_padded_output=True)
+    layer, _ = adapted(base)
+    x = random(2, IN, dtype=dtype)
+    found["keep_padded_output"] = error(layer(x)[:, 10:], base(x)[:, 10:])
     return found
 
 

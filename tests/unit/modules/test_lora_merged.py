@@ -18,7 +18,7 @@ from nxd_infer.layout import load_weights
 from nxd_infer.layout.sources import as_source
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.trainer import gather_weights
-from tests.support.modules.lora import ALL, IDS, MERGED, Net, Pair, adapted, batch, net
+from tests.support.modules.lora import ALL, IDS, MERGED, Net, Pair, Shared, adapted, batch, net
 from tests.support.parallel_layers.compare import error
 from tests.support.trainer.models import decoder, tokens
 
