@@ -15,7 +15,6 @@ from torch import nn
 
 import nxd_infer as nxd
 from nxd_infer.checkpoint import api
-from nxd_infer.checkpoint.api import has_checkpoint
 from nxd_infer.context import current_context
 from nxd_infer.distributed import parallelizer as module
 from nxd_infer.distributed.manager import ParallelizersManager
@@ -94,7 +93,6 @@ def tensor_parallel(folder: Path) -> dict[str, Any]:
     for name in ("a", "b/shards"):
         model = Parallelizer.parallelize(LLAMA.build().eval(), checkpoint_dir=folder / name)
         found[name] = same_logits(model, whole)
-    found["async"] = saved_in_background(trained, folder / "c", whole)
     slow = {"use_xser": False, "num_local_ranks_per_step": 1}
     found["writing"] = times(
         lambda: Parallelizer.save_model_sharded_checkpoint(trained, folder / "d", **slow), api, "write_rank"
@@ -131,30 +129,6 @@ def times(action: Callable[[], object], owner: Any, name: str) -> tuple[float, f
     return seen[0], seen[1]
 
 
-def saved_in_background(model: Any, folder: Path, whole: nn.Module) -> tuple[bool, bool]:
-    """Whether the call returned before anything was written, and whether the files lack later changes."""
-    own, may_write = api.write_rank, threading.Event()
-
-    def later(*args: Any) -> None:
-        assert may_write.wait(120)
-        own(*args)
-
-    api.write_rank = later
-    try:
-        Parallelizer.save_model_sharded_checkpoint(model, folder, async_save=True)
-        before = not has_checkpoint(folder)
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.add_(1)
-        may_write.set()
-        nxd.trainer.wait_for_save()
-    finally:
-        api.write_rank = own
-        may_write.set()
-    Parallelizer.load_model_sharded_checkpoint(model, folder)
-    return before, same_logits(model, whole)
-
-
 def classifier(folder: Path) -> torch.Tensor:
     """What a head gets that is not in the files; the ranks' generators differ."""
     import transformers
@@ -184,11 +158,10 @@ def test_options_of_tensor_parallelism(ranks):
         assert found["tied"]
 
 
-def test_shards_are_loaded_from_either_folder_and_saved_in_the_background(ranks):
+def test_shards_are_loaded_from_either_folder(ranks):
     for found in ranks:
         assert (found["a"], found["b/shards"]) == (True, True)
         assert "parallelized first" in found["not parallel"]
-        assert found["async"] == (True, True)
 
 
 def test_ranks_load_and_write_in_turns(ranks):

@@ -25,7 +25,6 @@ from nxd_models.hf.weights import StoredSource
 from nxd_models.serving import tasks
 from nxd_models.serving.eager_generation import generate_eager
 from nxd_models.t5.family import T5
-from nxd_models.t5.model import position_buckets
 from nxd_server import LLM, SamplingParams
 from nxd_server.text.tokenizer import Tokenizer
 from tests.support.e2e.command import nxd_infer_here
@@ -151,18 +150,6 @@ def test_penalties_count_the_answer_and_the_token_before_it_but_not_the_prompt(d
         assert_greedy(result.tokens, tokens, gaps)
         changed += tokens != plain
     assert changed
-
-
-@pytest.mark.parametrize(
-    ("buckets", "longest", "both_ways"), [(32, 128, False), (8, 20, True), (64, 500, False), (64, 500, True)]
-)
-def test_position_buckets_are_those_of_transformers(buckets, longest, both_ways):
-    distance = torch.arange(-600, 600)
-    theirs = transformers.models.t5.modeling_t5.T5Attention._relative_position_bucket
-    assert torch.equal(
-        position_buckets(distance, buckets, longest, both_ways=both_ways),
-        theirs(distance, bidirectional=both_ways, num_buckets=buckets, max_distance=longest),
-    )
 
 
 # --- traced ------------------------------------------------------------------------------------------------
