@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import traceback
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,9 @@ pytest.importorskip("transformers")
 SEPARATE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS = {
     "llama": [*SEPARATE, "lm_head"],
-    **dict.fromkeys(("mistral", "qwen2", "qwen3", "gemma2"), SEPARATE),
+    **dict.fromkeys(("qwen3", "gemma2"), SEPARATE),
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
-    "bert": ["query", "key", "value", "dense"],  # with whole layers, as the next one
-    "roberta": ["query", "value", "dense"],
+    "bert": ["query", "key", "value", "dense"],  # with whole layers
     "gpt2": ["c_attn", "c_proj", "c_fc"],
     "gpt_neo": ["q_proj", "k_proj", "v_proj", "out_proj", "c_fc", "c_proj"],
     "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
@@ -35,8 +35,8 @@ TARGETS = {
     "t5": ["q", "k", "v", "o", "wi", "wi_0", "wi_1", "wo"],
 }
 LLAMA = Case("llama", 3, 1, LOOSE)
-EACH = [LLAMA, *{case.kind: case for case in CASES if case.kind != "llama"}.values()]
-"""One case of each type."""
+EACH = [LLAMA, *{case.kind: case for case in CASES if case.kind in TARGETS and case.kind != "llama"}.values()]
+"""One case of each type whose layers are not another's."""
 FEW = [case for case in EACH if case.kind in ("llama", "gpt2", "opt")]
 
 
@@ -46,14 +46,14 @@ def config(case: Case, **options: Any) -> Any:
     return peft.LoraConfig(r=4, target_modules=TARGETS[case.kind], fan_in_fan_out=case.kind == "gpt2", **options)
 
 
-def adapted(case: Case, make: Any) -> nn.Module:
+def adapted(case: Case, make: Any, options: Any = None) -> nn.Module:
     """A model with adapters whose second factors are not zero."""
     plain = case.build()
     torch.manual_seed(2)
-    model = make(plain, config(case))
+    model = make(plain, options or config(case))
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "lora_B" in name:
+            if "lora_B" in name or "lora_embedding_A" in name:
                 weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)) * 0.1)
     return model
 
@@ -91,18 +91,21 @@ def wrong(case: Case, make: Any, **options: Any) -> list[str]:
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
     if trained != [name for name, weight in whole.named_parameters() if weight.requires_grad]:
         found.append(f"trains {trained}")
-    for weight in model.parameters():  # frozen ones have no gradient to compare
+    return found + wrong_gradients(*without_frozen(model, whole))
+
+
+def without_frozen(*models: nn.Module) -> tuple[nn.Module, ...]:
+    """Frozen weights have no gradient to compare."""
+    for weight in itertools.chain(*(model.parameters() for model in models)):
         weight.grad = weight.grad if weight.requires_grad else torch.zeros_like(weight)
-    for weight in whole.parameters():
-        weight.grad = weight.grad if weight.requires_grad else torch.zeros_like(weight)
-    return found + wrong_gradients(model, whole)
+    return models
 
 
 def compare() -> list[str]:
     found = []
     for case in EACH:
         ways = [(parallel_before, True), (parallel_after, False)]
-        ways += [(parallel_before, False), (parallel_after, True)] if case in FEW else []
+        ways += [(parallel_after, True)] if case in FEW else []
         for make, enabled in ways:
             what = f"{case.kind} {make.__name__} sequence_parallel={enabled}"
             try:
@@ -118,29 +121,21 @@ def test_adapters_before_and_after():
 
 
 def biased() -> list[str]:
-    """Of models with biases: those of the second factors whose gradient is not that of the whole sequence."""
+    """Biases of second factors, and modules to save, whose gradient is not that of the whole sequence."""
     import peft
 
     found = []
-    for case in FEW[1:]:
-        whole = peft.get_peft_model(case.build(), config(case, lora_bias=True))
+    ways = [(case, {"lora_bias": True}, ("lora_B", "bias")) for case in FEW[1:]]
+    ways += [(LLAMA, {"modules_to_save": ["input_layernorm"]}, ("modules_to_save",))]
+    for case, options, words in ways:
+        whole = peft.get_peft_model(case.build(), config(case, **options))
         model = parallelize(case.build(), sequence_parallel_enabled=True)
-        model = nxd.distributed.get_peft_model(model, config(case, lora_bias=True))
+        model = nxd.distributed.get_peft_model(model, config(case, **options))
         for one in (whole, model):
             run(one, case.batch())
-            for weight in one.parameters():
-                weight.grad = weight.grad if weight.requires_grad else torch.zeros_like(weight)
-        names = [one for one in wrong_gradients(model, whole) if "lora_B" in one and "bias" in one]
-        found += [f"{case.kind}: {one}" for one in names]
-    whole = peft.get_peft_model(LLAMA.build(), config(LLAMA, modules_to_save=["input_layernorm"]))
-    model = parallelize(LLAMA.build(), sequence_parallel_enabled=True)
-    model = nxd.distributed.get_peft_model(model, config(LLAMA, modules_to_save=["input_layernorm"]))
-    for one in (whole, model):
-        run(one, LLAMA.batch())
-        for weight in one.parameters():
-            weight.grad = weight.grad if weight.requires_grad else torch.zeros_like(weight)
-    names = [one for one in wrong_gradients(model, whole) if "modules_to_save" in one]
-    return found + [f"llama: {one}" for one in names]
+        wrong_ones = wrong_gradients(*without_frozen(model, whole))
+        found += [f"{case.kind}: {one}" for one in wrong_ones if all(word in one for word in words)]
+    return found
 
 
 def test_what_stays_whole_sees_the_whole_sequence():
@@ -168,83 +163,52 @@ def test_a_module_to_save_of_any_adapter_begins_with_the_files_weights(tmp_path:
     assert max(run_ranks(named, 2, tmp_path)) < 1e-4
 
 
-def saved(folder: Path, case: Case) -> list[torch.Tensor]:
-    """Lazily loaded with adapters before; saved; the logits."""
+def saved(folder: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The logits of a lazily loaded model whose adapter does nothing yet, and of models saved in ``folder``."""
     import peft
     import transformers
 
     with nxd.distributed.lazy_load_for_parallelism(tensor_parallel_size=2):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder / "whole", attn_implementation="eager")
-    lazy = parallelize(peft.get_peft_model(model, config(case)))
+    lazy = parallelize(peft.get_peft_model(model, config(LLAMA)))
     assert not any(weight.is_meta for weight in lazy.parameters())
     first = next(w for n, w in lazy.named_parameters() if "lora_A" in n)
     second = next(w for n, w in lazy.named_parameters() if "lora_B" in n)
     assert first.std() > 0 and not second.any()
-    model = parallelize(adapted(case, peft.get_peft_model))
-    nxd.distributed.Parallelizer.save_model_sharded_checkpoint(model, folder / "out")
-    later = nxd.distributed.get_peft_model(parallelize(case.build()), config(case))
-    for half in (model, model.get_base_model(), parallelize(case.build()), later):  # pyright: ignore
+
+    with_embedding = peft.LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"])
+    models = {
+        "linear": parallelize(adapted(LLAMA, peft.get_peft_model)),
+        "embedding": parallelize(adapted(LLAMA, peft.get_peft_model, with_embedding), parallelize_embeddings=False),
+        # PEFT changes the base when it makes this adapter: the base must not be changed again
+        "pissa": parallelize(peft.get_peft_model(LLAMA.build(), config(LLAMA, init_lora_weights="pissa"))),
+    }
+    for name, model in models.items():
+        nxd.distributed.Parallelizer.save_model_sharded_checkpoint(model, folder / name)
+    later = nxd.distributed.get_peft_model(parallelize(LLAMA.build()), config(LLAMA))
+    linear: Any = models["linear"]
+    for half in (linear, linear.get_base_model(), parallelize(LLAMA.build()), later):
         with pytest.raises(ParallelConfigError, match=r"save_model_sharded_checkpoint.* ckpt consolidate DIR --out"):
             half.save_pretrained(folder / "half")  # pyright: ignore
     with torch.no_grad():
-        return [one.eval()(**case.batch()).logits for one in (lazy, model)]
+        logits = {name: model.eval()(**LLAMA.batch()).logits for name, model in models.items()}
+        return lazy.eval()(**LLAMA.batch()).logits, logits
 
 
 def test_adapters_are_saved_and_loaded_by_peft(tmp_path: Path):
     import peft
     import transformers
 
-    case = LLAMA
-    case.build().save_pretrained(tmp_path / "whole")
-    lazy, logits = run_ranks(saved, 2, tmp_path, case, comm_timeout=120)[0]
-    consolidate_checkpoint(tmp_path / "out", tmp_path / "model")
-    whole = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", attn_implementation="eager", dtype=torch.float32
-    )
-    with torch.no_grad():
-        assert torch.allclose(whole(**case.batch()).logits, lazy, **NEAR)
-        loaded = peft.PeftModel.from_pretrained(whole, tmp_path / "model/adapter/default")
-        assert torch.allclose(loaded(**case.batch()).logits, logits, **NEAR)
-
-
-def test_adapters_of_whole_embeddings_are_loaded_by_peft(tmp_path: Path):
-    import peft
-    import transformers
-
-    options = peft.LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"])
-    model: Any = parallelize(peft.get_peft_model(LLAMA.build(), options))
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "lora_" in name:
-                weight.normal_()
-        logits = model.eval()(**LLAMA.batch()).logits
-        nxd.distributed.Parallelizer.save_model_sharded_checkpoint(model, tmp_path / "out")
-        consolidate_checkpoint(tmp_path / "out", tmp_path / "model")
-        whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-        loaded = peft.PeftModel.from_pretrained(whole, tmp_path / "model/adapter/default")
-        assert torch.allclose(loaded(**LLAMA.batch()).logits, logits, **NEAR)
-
-
-def residual(folder: Path) -> torch.Tensor:
-    """A model whose base PEFT has changed when it made the adapter; saved; the logits."""
-    import peft
-
-    model = parallelize(peft.get_peft_model(LLAMA.build(), config(LLAMA, init_lora_weights="pissa")))
-    nxd.distributed.Parallelizer.save_model_sharded_checkpoint(model, folder / "out")
-    with torch.no_grad():
-        return model.eval()(**LLAMA.batch()).logits
-
-
-def test_a_base_that_the_adapter_has_changed_is_not_changed_again(tmp_path: Path):
-    import peft
-    import transformers
-
-    logits = run_ranks(residual, 2, tmp_path)[0]
-    consolidate_checkpoint(tmp_path / "out", tmp_path / "model")
-    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    loaded = peft.PeftModel.from_pretrained(whole, tmp_path / "model/adapter/default")
-    with torch.no_grad():
-        assert torch.allclose(loaded(**LLAMA.batch()).logits, logits, **NEAR)
+    LLAMA.build().save_pretrained(tmp_path / "whole")
+    plain, adapted_ones = run_ranks(saved, 2, tmp_path, comm_timeout=120)[0]
+    for name, logits in adapted_ones.items():
+        out = tmp_path / f"{name}-consolidated"
+        consolidate_checkpoint(tmp_path / name, out)
+        whole = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager", dtype=torch.float32)
+        with torch.no_grad():
+            assert torch.allclose(whole(**LLAMA.batch()).logits, plain, **NEAR) == (name != "pissa"), name
+            loaded = peft.PeftModel.from_pretrained(whole, out / "adapter/default")
+            assert torch.allclose(loaded(**LLAMA.batch()).logits, logits, **NEAR), name
 
 
 def refused() -> list[str]:

@@ -1,10 +1,9 @@
-"""A plan applied to every supported model: logits, loss and gradients are those of the whole model."""
+"""A plan applied to every supported model: logits, loss and gradients are the whole model's, and what is saved."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import nxd_infer as nxd
+from nxd_infer.checkpoint import consolidate_checkpoint
 from nxd_infer.context import current_context, make_context, use_context
 from nxd_infer.distributed import ParallelizersManager, apply_plan, plan_for
-from nxd_infer.distributed.regions import enter_once
 from nxd_infer.errors import ParallelConfigError, WeightMismatchError
 from nxd_infer.layout import shard_tensor, weight_layout
 from nxd_infer.parallel_state import move_model_to_device
@@ -53,6 +53,11 @@ def differences(case: Case, **options: object) -> list[str]:
     device = transport_device()
     whole, batch = case.build().to(device), {name: value.to(device) for name, value in case.batch().items()}
     model = move_model_to_device(apply_plan(case.build(), plan_for(whole.config), **options), device)
+    return compared(model, whole, batch)
+
+
+def compared(model: nn.Module, whole: nn.Module, batch: dict[str, Tensor]) -> list[str]:
+    """What differs between this rank's part of a model and the whole one, after a step forward and back."""
     held = sum(p.numel() for p in model.parameters())
     if held >= sum(p.numel() for p in whole.parameters()):
         return ["nothing is split"]
@@ -90,25 +95,62 @@ def differences_of_copies(case: Case, sequence_parallel: bool) -> list[str]:
     return found
 
 
-def compare() -> list[str]:
-    found = []
-    for case, sequence_parallel in ((CASES[0], True), (QWEN3, False)):
-        found += [f"{case.name}, {problem}" for problem in differences_of_copies(case, sequence_parallel)]
-    for case in CASES:
-        for sequence_parallel in (False, True):
-            what = f"{case.name}{' with sequence parallelism' if sequence_parallel else ''}"
-            try:
-                problems = differences(case, sequence_parallel=sequence_parallel)
-            except Exception:
-                problems = [traceback.format_exc()]
-            found += [f"{what}: {problem}" for problem in problems]
+def whole_way(folder: Path, case: Case) -> list[str]:
+    """Loaded lazily, with sequence parallelism, trained for a step, saved in shards. The rank 0 keeps its logits."""
+    import transformers
+
+    with nxd.distributed.lazy_load_for_parallelism(tensor_parallel_size=4):
+        model = getattr(transformers, case.head).from_pretrained(folder / case.kind, attn_implementation="eager")
+    assert all(weight.is_meta for weight in model.parameters())
+    optimizer = nxd.distributed.make_optimizer_constructor_lazy(torch.optim.SGD)(model.parameters(), lr=0.01)
+    parallelizer = ParallelizersManager.parallelizer_for_model(model)
+    model = parallelizer.parallelize(model, sequence_parallel_enabled=True)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    optimizer = parallelizer.optimizer_for_mp(optimizer, nxd.distributed.parameter_mapping(model))
+    before = next(iter(model.parameters())).detach().clone()
+    found = compared(model.train(), case.build(), case.batch())
+    optimizer.step()
+    if torch.equal(before, next(iter(model.parameters()))):
+        found.append("a step changes nothing")
+    parallelizer.save_model_sharded_checkpoint(model, folder / f"{case.kind}-shards", optimizer=optimizer)
+    with torch.no_grad():
+        logits = model.eval()(**case.batch()).logits
+    if current_context().rank == 0:
+        torch.save(logits, folder / f"{case.kind}.pt")
     return found
 
 
-@pytest.mark.parametrize("degree", [2, 4])
-def test_models_equal_the_whole_ones(degree: int):
-    for rank, found in enumerate(run_ranks(compare, degree, comm_timeout=120)):
+ONCE = list({case.kind: case for case in CASES}.values())
+"""The last case of each type."""
+
+
+def compare(folder: Path) -> list[str]:
+    """The first case of each type without sequence parallelism, and the last one all the way."""
+    found = []
+    for case, sequence_parallel in ((CASES[0], True), (QWEN3, False)):
+        found += [f"{case.name}, {problem}" for problem in differences_of_copies(case, sequence_parallel)]
+    for case in {case.kind: case for case in reversed(CASES)}.values():
+        found += [f"{case.name}: {problem}" for problem in differences(case)]
+    for case in ONCE:
+        found += [f"{case.name}, lazily: {problem}" for problem in whole_way(folder, case)]
+    return found
+
+
+def test_models_equal_the_whole_ones_and_come_back_as_they_were_trained(tmp_path: Path):
+    import transformers
+
+    for case in ONCE:
+        case.build().save_pretrained(tmp_path / case.kind)
+    for rank, found in enumerate(run_ranks(compare, 4, tmp_path, comm_timeout=120)):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:12])
+    for case in ONCE:
+        out = tmp_path / f"{case.kind}-whole"
+        consolidate_checkpoint(tmp_path / f"{case.kind}-shards", out)
+        load = getattr(transformers, case.head).from_pretrained
+        with torch.no_grad():
+            logits = load(out, attn_implementation="eager", dtype=torch.float32).eval()(**case.batch()).logits
+        wanted = torch.load(tmp_path / f"{case.kind}.pt")
+        assert float((logits - wanted).abs().max()) <= 1e-5 * max(1.0, float(wanted.abs().max())), case.kind
 
 
 def test_whole_weights_of_a_split_model_are_written(tmp_path: Path):
@@ -129,18 +171,3 @@ def test_whole_weights_of_a_split_model_are_written(tmp_path: Path):
         other.save_pretrained(tmp_path, state_dict=weights)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in weights.items())
-
-
-def test_hidden_states_enter_a_region_once_under_any_of_their_names():
-    class Called(nn.Module):
-        def forward(self, *args: Tensor, **named: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-            return args, named
-
-    module, x, mask = Called(), torch.ones(1, 2, 3, requires_grad=True), torch.zeros(1, 2)
-    enter_once(module, make_context(2, tp=2), False, 1)
-    (first, second), named = module(x, mask)
-    assert first is not x and second is mask and named == {}
-    _, named = module(query=x, key=x, value=x, mask=mask)  # as DistilBERT's attention of transformers 4 is
-    assert named["query"] is named["key"] is named["value"] is not x and named["mask"] is mask
-    with pytest.raises(ParallelConfigError, match="called with states: its hidden states must come first, or as one"):
-        module(states=x)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -16,15 +15,13 @@ from torch import nn
 
 import nxd_infer as nxd
 from nxd_infer.checkpoint import api
-from nxd_infer.checkpoint.api import has_checkpoint
 from nxd_infer.context import current_context
 from nxd_infer.distributed import parallelizer as module
 from nxd_infer.distributed.manager import ParallelizersManager
-from nxd_infer.errors import CheckpointError, InputMismatchError, ModelConfigError, ParallelConfigError
+from nxd_infer.errors import CheckpointError, InputMismatchError, ParallelConfigError
 from nxd_infer.parallel_layers.layers import ParallelEmbedding
 from tests.integration.distributed.test_apply import NEAR
 from tests.support.distributed.models import LOOSE, TIED, Case
-from tests.support.processes import wait_until
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("transformers")
@@ -96,11 +93,10 @@ def tensor_parallel(folder: Path) -> dict[str, Any]:
     for name in ("a", "b/shards"):
         model = Parallelizer.parallelize(LLAMA.build().eval(), checkpoint_dir=folder / name)
         found[name] = same_logits(model, whole)
-    found["async"] = saved_in_background(trained, folder / "c", whole)
-    found["written"] = [
-        times_of_writing(trained, folder / f"d{number}", at_once, xser)
-        for number, (xser, at_once) in enumerate(((False, 1), (False, 0), (False, 2), (True, 1)))
-    ]
+    slow = {"use_xser": False, "num_local_ranks_per_step": 1}
+    found["writing"] = times(
+        lambda: Parallelizer.save_model_sharded_checkpoint(trained, folder / "d", **slow), api, "write_rank"
+    )
     found["not parallel"] = refusal(
         ParallelConfigError, lambda: Parallelizer.load_model_sharded_checkpoint(LLAMA.build(), folder / "a")
     )
@@ -109,25 +105,20 @@ def tensor_parallel(folder: Path) -> dict[str, Any]:
     found["tied"] = isinstance(model.model.embed_tokens, ParallelEmbedding) and (
         model.lm_head.weight is model.model.embed_tokens.weight
     )
-    found["times"] = [times_of_loading(folder, at_once) for at_once in (1, 0)]
+    model = lazily(folder / "llama")
+    found["loading"] = times(lambda: Parallelizer.parallelize(model, num_local_ranks_per_step=1), module, "fill")
     found["classifier"] = classifier(folder)
     return found
 
 
-def times(action: Callable[[], object], owner: Any, name: str, meeting: Path | None) -> tuple[float, float]:
-    """When this rank began and ended ``owner.name`` in ``action``. In it the ranks wait for each other, in the folder
-    ``meeting``; without one, each takes 0.3 s longer."""
+def times(action: Callable[[], object], owner: Any, name: str) -> tuple[float, float]:
+    """When this rank began and ended ``owner.name`` in ``action``, which takes longer here."""
     own, seen = getattr(owner, name), []
 
     def slowly(*args: Any, **options: Any) -> None:
         seen.append(time.monotonic())
         own(*args, **options)
-        if meeting is None:
-            time.sleep(0.3)
-        else:
-            meeting.mkdir(exist_ok=True)
-            (meeting / str(torch.distributed.get_rank())).touch()
-            wait_until(lambda: len(list(meeting.iterdir())) == 2)
+        time.sleep(0.3)
         seen.append(time.monotonic())
 
     setattr(owner, name, slowly)
@@ -136,46 +127,6 @@ def times(action: Callable[[], object], owner: Any, name: str, meeting: Path | N
     finally:
         setattr(owner, name, own)
     return seen[0], seen[1]
-
-
-def times_of_loading(folder: Path, at_once: int) -> tuple[float, float]:
-    model = lazily(folder / "llama")
-    meeting = None if at_once == 1 else folder / "loading"
-    return times(lambda: Parallelizer.parallelize(model, num_local_ranks_per_step=at_once), module, "fill", meeting)
-
-
-def times_of_writing(model: nn.Module, folder: Path, at_once: int, xser: bool) -> tuple[float, float]:
-    """``folder``: one of this call."""
-    meeting = None if at_once == 1 and not xser else folder.with_name(f"{folder.name}-meeting")
-
-    def save() -> None:
-        Parallelizer.save_model_sharded_checkpoint(model, folder, use_xser=xser, num_local_ranks_per_step=at_once)
-
-    return times(save, api, "write_rank", meeting)
-
-
-def saved_in_background(model: Any, folder: Path, whole: nn.Module) -> tuple[bool, bool]:
-    """Whether the call returned before anything was written, and whether the files lack later changes."""
-    own, may_write = api.write_rank, threading.Event()
-
-    def later(*args: Any) -> None:
-        assert may_write.wait(120)
-        own(*args)
-
-    api.write_rank = later
-    try:
-        Parallelizer.save_model_sharded_checkpoint(model, folder, async_save=True)
-        before = not has_checkpoint(folder)
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.add_(1)
-        may_write.set()
-        nxd.trainer.wait_for_save()
-    finally:
-        api.write_rank = own
-        may_write.set()
-    Parallelizer.load_model_sharded_checkpoint(model, folder)
-    return before, same_logits(model, whole)
 
 
 def classifier(folder: Path) -> torch.Tensor:
@@ -195,71 +146,33 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(tensor_parallel, 2, folder, comm_timeout=120)
 
 
-def test_embeddings_stay_whole(ranks):
-    assert [found["embeddings"] for found in ranks] == [True, True]
-
-
-def test_key_value_heads_have_as_many_places_as_requested(ranks):
-    assert ranks[0]["kv_size_multiplier"] == (2 * 2 * 8 // 2, True)
-    assert "kv_size_multiplier=3" in ranks[0]["bad kv_size_multiplier"]
-
-
-def test_the_predicate_leaves_layers_whole(ranks):
-    assert ranks[0]["predicate"] == (["ColumnParallelLinear", "Linear"], True)
-    assert ranks[0]["nothing"]
-    assert "depth" in ranks[0]["unknown keyword"]
-
-
-def test_all_of_a_model_goes_to_the_device(ranks):
-    assert ranks[0]["device"] == {"meta"}
-
-
-def test_the_inner_method_puts_the_model_on_the_device_too(ranks):
-    """With its weights, from memory and from files."""
-    assert [found["own device"] for found in ranks] == [[True] * 3] * 2
+def test_options_of_tensor_parallelism(ranks):
+    for found in ranks:
+        assert found["embeddings"], "they stay whole"
+        assert found["kv_size_multiplier"] == (2 * 2 * 8 // 2, True), "as many places as requested"
+        assert "kv_size_multiplier=3" in found["bad kv_size_multiplier"]
+        assert found["predicate"] == (["ColumnParallelLinear", "Linear"], True) and found["nothing"]
+        assert "depth" in found["unknown keyword"]
+        assert found["device"] == {"meta"}
+        assert found["own device"] == [True] * 3, "with its weights, from memory and from files"
+        assert found["tied"]
 
 
 def test_shards_are_loaded_from_either_folder(ranks):
-    assert [(found["a"], found["b/shards"]) for found in ranks] == [(True, True)] * 2
-    assert "parallelized first" in ranks[0]["not parallel"]
+    for found in ranks:
+        assert (found["a"], found["b/shards"]) == (True, True)
+        assert "parallelized first" in found["not parallel"]
 
 
-def test_tied_weights_stay_tied(ranks):
-    assert ranks[0]["tied"]
-
-
-def in_turns(times: list[tuple[float, float]]) -> bool:
-    (_, end), (start, _) = times
-    return end <= start
-
-
-def at_once(times: list[tuple[float, float]]) -> bool:
-    (start, end), (other, last) = times
-    return start < last and other < end
-
-
-def test_ranks_load_in_turns(ranks):
-    one, every = ([found["times"][number] for found in ranks] for number in (0, 1))
-    assert in_turns(one) and at_once(every)
-
-
-def test_ranks_write_in_turns(ranks):
-    one, every, two, _ = ([found["written"][number] for found in ranks] for number in range(4))
-    assert in_turns(one) and at_once(every) and at_once(two)
-
-
-def test_with_xser_all_ranks_write_at_once(ranks):
-    assert at_once([found["written"][3] for found in ranks])
-
-
-def test_an_asynchronous_save_returns_before_it_is_written(ranks):
-    assert [found["async"] for found in ranks] == [(True, True)] * 2
+def test_ranks_load_and_write_in_turns(ranks):
+    for name in ("loading", "writing"):
+        (_, end), (start, _) = (found[name] for found in ranks)
+        assert end <= start, name
 
 
 def test_a_new_head_is_equal_on_all_ranks(ranks):
     first, second = (found["classifier"] for found in ranks)
-    assert torch.equal(first, second)
-    assert first.std() > 0
+    assert torch.equal(first, second) and first.std() > 0
 
 
 def pipeline_parallel() -> dict[str, Any]:
@@ -298,44 +211,6 @@ def test_pipeline_arguments():
 
 
 # --- without ranks -----------------------------------------------------------------------------------------------
-
-DOCUMENTED = {  # tensor, sequence and pipeline parallelism, as Optimum Neuron's documentation has it
-    "bert": (True, True, False),
-    "gpt_neo": (True, True, False),
-    "gpt_neox": (True, True, False),
-    "llama": (True, True, True),
-    "mistral": (True, True, False),
-    "roberta": (True, True, False),
-    "t5": (True, False, False),
-}
-
-
-def test_capabilities_are_the_documented_ones_or_better():
-    types = ParallelizersManager.get_supported_model_types()
-    assert set(DOCUMENTED) <= set(types)
-    for kind, documented in DOCUMENTED.items():
-        assert all(
-            have >= want for have, want in zip(ParallelizersManager.is_model_supported(kind), documented, strict=True)
-        )
-    assert ParallelizersManager.is_model_supported(LLAMA.build()) == (True, True, True)
-    assert ParallelizersManager.is_model_supported("resnet") == (False, False, False)
-
-
-def test_a_model_without_a_plan_is_refused_with_those_that_have_one():
-    with pytest.raises(ModelConfigError, match=re.escape("did you mean llama?")):
-        ParallelizersManager.parallelizer_for_model("lama")
-
-
-def test_a_registered_plan_makes_a_type_supported(monkeypatch: pytest.MonkeyPatch):
-    from nxd_infer.distributed import plan_registry
-
-    monkeypatch.setattr(plan_registry, "_REGISTERED", {})
-    nxd.distributed.register_plan(
-        "mine", nxd.distributed.ModelPlan({"up": "column", "down": "row"}, pipeline_parallel=False)
-    )
-    assert ParallelizersManager.is_model_supported("mine") == (True, True, False)
-    with pytest.raises(ParallelConfigError, match="colum"):
-        nxd.distributed.ModelPlan({"up": "colum"})
 
 
 def test_lazy_loading_refuses_quantized_weights(tmp_path: Path):

@@ -9,9 +9,9 @@ import torch
 
 from nxd_infer import trace
 from nxd_models.serving import tasks
-from tests.integration.models.test_sentence_transformers import write_sentence_model
 from tests.support.http.http_artifacts import real_server
 from tests.support.http.http_servers import is_error
+from tests.support.models.sentence import write_sentence_model
 
 EMBEDDINGS = "/v1/embeddings"
 TEXTS = ["A raise", "x"]

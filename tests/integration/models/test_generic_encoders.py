@@ -15,10 +15,8 @@ from nxd_models import registry
 from nxd_models.hf import weights as hf
 from nxd_models.serving import tasks
 from tests.support.distributed.models import Case
-from tests.support.models.helpers import installed_package, reference, relative_difference
+from tests.support.models.helpers import FOREIGN_PLAN, installed_package, reference, relative_difference
 
-PACKAGE = Path(__file__).with_name("foreign_plan")
-"""A distribution as pip leaves it: a module with a plan, and a dist-info folder with the entry point."""
 LABELS = {"id2label": {0: "bad", 1: "fair", 2: "good"}, "label2id": {"bad": 0, "fair": 1, "good": 2}}
 DISTILBERT = {"vocab_size": 61, "dim": 24, "n_heads": 3, "n_layers": 2, "hidden_dim": 30, "max_position_embeddings": 64}
 CLASSIFIER = "AutoModelForSequenceClassification"
@@ -28,7 +26,7 @@ MASK = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
 
 @pytest.fixture(scope="module", autouse=True)
 def installed():
-    with installed_package(PACKAGE):
+    with installed_package(FOREIGN_PLAN):
         yield
 
 
@@ -49,35 +47,32 @@ def inputs(pad: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": MASK, "token_type_ids": torch.zeros_like(ids)}
 
 
-@pytest.mark.parametrize(
-    ("kind", "degree"), [("distilbert", 2), ("bert", 1), ("roberta", 1), ("gpt2", 1), ("llama", 1)]
-)
-def test_a_classifier_gives_the_logits_of_transformers(tmp_path, kind, degree):
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["distilbert", "bert", "roberta", "gpt2", "llama"])
+def test_a_classifier_gives_the_logits_of_transformers(tmp_path, kind):
+    """Eagerly, and the one that reads the last token of each text traced."""
     pad = 1 if kind != "gpt2" else 7
     path = write(tmp_path / "model", kind, CLASSIFIER, pad_token_id=pad, **LABELS)
     plan = tasks.plan(path, model_impl="transformers", batch_sizes=[2], prompt_buckets=[8], dtype=torch.float32)
     assert plan.task == "classify" and plan.metadata["labels"] == ["bad", "fair", "good"]
     given = inputs(pad)
-    with parallel_model_trace(**plan.trace_arguments(), tp_degree=degree, backend="eager") as model:
-        found = model.run_bucket(plan.bucket_names[0], given)["logits"]
+    if kind == "gpt2":
+        with parallel_model_trace(**plan.trace_arguments(), backend="eager") as model:
+            found = model.run_bucket(plan.bucket_names[0], given)["logits"]
+    else:
+        found = hf.load(plan.func(**plan.func_kwargs), plan.checkpoint_loader_callable())(**given)["logits"]
     del given["token_type_ids"]
-    with torch.no_grad():
-        expected = reference(path, "SequenceClassification")(**given).logits
-    assert relative_difference(found, expected) < 1e-5
+    assert relative_difference(found, reference(path, "SequenceClassification")(**given).logits) < 1e-5
 
 
-@pytest.mark.parametrize(("kind", "head"), [("distilbert", "AutoModel"), ("bert", "AutoModelForMaskedLM")])
-def test_an_encoder_gives_the_vectors_of_transformers(tmp_path, kind, head):
-    """Also from the files of a model with another head, whose names have a prefix."""
-    path = write(tmp_path / "model", kind, head, pad_token_id=1)
-    plan = tasks.plan(
-        path, "embed", model_impl="transformers", batch_sizes=[2], prompt_buckets=[8], dtype=torch.float32
-    )
+@torch.no_grad()
+def test_a_traced_encoder_gives_the_vectors_of_transformers(tmp_path):
+    path = write(tmp_path / "model", "distilbert", "AutoModel", pad_token_id=1)
+    plan = tasks.plan(path, "embed", batch_sizes=[2], prompt_buckets=[8], dtype=torch.float32)
     artifact = tmp_path / "artifact"
     with parallel_model_trace(**plan.trace_arguments(), tp_degree=2, backend="eager", artifact_dir=artifact) as model:
         found = model.run_bucket(plan.bucket_names[0], inputs(1))["embedding"]
-    with torch.no_grad():
-        hidden = reference(path, "Model")(IDS.masked_fill(MASK == 0, 1), attention_mask=MASK).last_hidden_state
+    hidden = reference(path, "Model")(IDS.masked_fill(MASK == 0, 1), attention_mask=MASK).last_hidden_state
     mean = (hidden * MASK[..., None]).sum(1) / MASK.sum(1, keepdim=True)
     assert relative_difference(found, F.normalize(mean, dim=-1)) < 1e-5
     assert verify_artifact(artifact, path).failed == []
@@ -96,4 +91,4 @@ def test_a_prefix_that_only_the_files_have(tmp_path):
 def test_the_page_that_tells_how_shows_this_package():
     page = (Path(__file__).parents[3] / "docs/transformers.md").read_text()
     (point,) = re.findall(r"^distilbert = (.*)$", page, re.MULTILINE)
-    assert point.strip('"') in (PACKAGE / "tiny_distilbert-1.0.dist-info/entry_points.txt").read_text()
+    assert point.strip('"') in (FOREIGN_PLAN / "tiny_distilbert-1.0.dist-info/entry_points.txt").read_text()

@@ -1,7 +1,5 @@
 """The decoder family against Hugging Face transformers on the same seeded weights, in float32, at degree 1."""
 
-import json
-
 import pytest
 import torch
 
@@ -11,36 +9,25 @@ from nxd_models.hf import weights as hf
 from nxd_models.llama.family import LlamaStep
 from nxd_models.serving import tasks
 from nxd_models.serving.eager_generation import generate_eager
-from tests.support.models.helpers import assert_greedy, greedy_reference, prompts_of, reference, relative_difference
+from tests.support.models.helpers import (
+    ODD,
+    assert_greedy,
+    greedy_reference,
+    prompts_of,
+    reference,
+    relative_difference,
+)
 from tests.support.tiny_models import DECODERS, VOCAB_SIZE, write_tiny
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 VARIANTS = {
     **{family: (family, {}) for family in DECODERS},
     "llama-linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
-    "llama-dynamic": (
-        "llama",
-        {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 16},
-    ),
-    "llama-rope-parameters": (
-        "llama",
-        {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
-    ),
+    "llama-dynamic": ("llama", {"rope_scaling": DYNAMIC, "max_position_embeddings": 16}),
     "llama-padding": ("llama", {"pad_token_id": 9}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama-one-kv-head": ("llama", {"num_key_value_heads": 1}),
-    "llama-odd-sizes": (
-        "llama",
-        {
-            "num_attention_heads": 6,
-            "num_key_value_heads": 3,
-            "hidden_size": 36,
-            "intermediate_size": 50,
-            "head_dim": 10,
-        },
-    ),
+    "llama-odd-sizes": ("llama", {**ODD, "head_dim": 10}),
     "mistral-window": ("mistral", {"sliding_window": 64}),
-    "qwen2-untied": ("qwen2", {"tie_word_embeddings": False}),
-    "qwen3-bias-tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
 }
 
 
@@ -55,7 +42,7 @@ def test_logits_and_gradients_equal_transformers(directories, name):
     path = directories[name]
     theirs = reference(path, "CausalLM")
     ours = registry.load_model(path)
-    ids = torch.tensor(prompts_of([24, 24], VOCAB_SIZE))
+    ids = torch.tensor(prompts_of([24, 24], 280))
     ids[0, 7] = 9  # the token that pads in one variant
     mask = torch.ones_like(ids)
     mask[1, 20:] = 0
@@ -70,7 +57,7 @@ def test_logits_and_gradients_equal_transformers(directories, name):
     loss, logits = ours(ids, labels=labels)
     expected_loss = theirs(ids, labels=labels).loss
     assert abs(loss.item() - expected_loss.item()) < 1e-5 * expected_loss.item()
-    assert logits.shape == (2, 24, VOCAB_SIZE)
+    assert logits.shape == theirs(ids).logits.shape
     loss.backward()
     theirs.zero_grad()
     expected_loss.backward()
@@ -80,21 +67,20 @@ def test_logits_and_gradients_equal_transformers(directories, name):
         assert relative_difference(parameter.grad, gradients[key].grad) < 2e-5, key
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [*DECODERS, "llama-dynamic", "llama-odd-sizes"])
 def test_greedy_tokens_equal_generate(directories, name):
     path = directories[name]
     spec = registry.load_config(path)
     max_len = min(48, spec.config.usual_length)
     step = hf.load(LlamaStep(spec.config, slots=3, max_len=max_len), registry.weights(path))
-    prompts = prompts_of([min(length, max_len - 12) for length in (1, 9, 30)], VOCAB_SIZE, seed=1)
+    prompts = prompts_of([min(length, max_len - 12) for length in (1, 9, 30)], 280, seed=1)
     results = generate_eager(step, prompts, 12, bias_ids=2, bias_values=[[-1e9] + [0.0] * 299] * 3)
     for prompt, result in zip(prompts, results, strict=True):
         assert_greedy(result.tokens, *greedy_reference(path, prompt, 12))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_a_prompt_in_pieces_at_offsets_equals_the_uncached_forward(directories, name):
-    path = directories[name]
+def test_a_prompt_in_pieces_at_offsets_equals_the_uncached_forward(directories):
+    path = directories["qwen3"]
     spec = registry.load_config(path)
     plain = registry.load_model(path)
     prompts = prompts_of([21, 10], VOCAB_SIZE, seed=2)
@@ -142,15 +128,6 @@ def test_fresh_weights_train(directories):
         losses.append(loss.item())
     assert abs(losses[0] - torch.tensor(float(VOCAB_SIZE)).log().item()) < 0.2
     assert losses[-1] < losses[0] - 1
-    assert list(model.state_dict()) == list(registry.load_model(directories["llama"]).state_dict())
-
-
-def test_state_dict_names_are_those_of_the_checkpoint(directories):
-    from safetensors import safe_open
-
-    for name in ("llama", "llama3", "mistral", "qwen2", "qwen3"):
-        with safe_open(directories[name] / "model.safetensors", "pt") as file:
-            assert set(registry.build(directories[name]).state_dict()) == set(file.keys()), name
 
 
 def test_a_context_beyond_the_model_is_refused_by_field(directories):
@@ -163,7 +140,6 @@ def test_a_context_beyond_the_model_is_refused_by_field(directories):
         model(torch.zeros(1, 65, dtype=torch.int64))
     with pytest.raises(ModelConfigError, match="max_position_embeddings = 256"):
         LlamaStep(registry.load_config(directories["llama"]).config, slots=1, max_len=257)
-    assert json.loads((directories["llama"] / "config.json").read_text())["max_position_embeddings"] == 256
 
 
 def test_padding_that_is_no_row_of_the_embedding_is_ignored(tmp_path):

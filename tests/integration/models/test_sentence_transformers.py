@@ -12,25 +12,9 @@ from nxd_models import registry
 from nxd_models.hf import sentence_transformers as sentence
 from nxd_models.serving import tasks
 from nxd_server.text.tokenizer import Tokenizer
-from tests.support.tiny_models import write_tiny
+from tests.support.models.sentence import write_sentence_model
 
 TEXTS = ["A raise statement", "x", "for loops iterate over items, and while loops do as long as they are told to", "If"]
-MODULES = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
-
-
-def write_sentence_model(directory, pooling, *, normalize=True, settings=None, prompts=None, family="bert"):
-    """A tiny encoder with the files that the library writes."""
-    path = write_tiny(family, directory)
-    modules = [
-        {"idx": n, "name": str(n), "path": folder, "type": f"sentence_transformers.models.{kind}"}
-        for n, (kind, folder) in enumerate(MODULES[: 3 if normalize else 2])
-    ]
-    (path / "modules.json").write_text(json.dumps(modules))
-    (path / "1_Pooling").mkdir()
-    (path / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **pooling}))
-    (path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 20, **(settings or {})}))
-    (path / "config_sentence_transformers.json").write_text(json.dumps(prompts or {}))
-    return path
 
 
 def embedded(path, texts):
@@ -55,9 +39,7 @@ def embedded(path, texts):
         ({"pooling_mode_max_tokens": True}, {"settings": {"max_seq_length": 7, "do_lower_case": True}}),
         ({"pooling_mode_weightedmean_tokens": True}, {"family": "roberta"}),
         ({"pooling_mode_mean_sqrt_len_tokens": True}, {"normalize": False, "settings": {"max_seq_length": None}}),
-        ({"pooling_mode": "lasttoken"}, {}),
         ({"pooling_mode": ["lasttoken", "cls"], "include_prompt": True}, {"normalize": False}),
-        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, {}),
         ({}, {"normalize": False}),
     ],
     ids=str,
@@ -66,19 +48,12 @@ def test_embeddings_equal_those_of_sentence_transformers(tmp_path, pooling, opti
     from sentence_transformers import SentenceTransformer
 
     path = write_sentence_model(tmp_path, pooling, **options)
-    theirs = SentenceTransformer(str(path), device="cpu")
-    assert theirs.max_seq_length == (sentence.longest_text(path))
+    theirs = SentenceTransformer(str(path), device="cpu", prompts={"query": "find: "})
     expected = theirs.encode(TEXTS, convert_to_tensor=True)
-    torch.testing.assert_close(embedded(path, TEXTS), expected, atol=2e-5, rtol=1e-4)
-
-
-def test_what_the_library_saves_itself_is_read(tmp_path):
-    from sentence_transformers import SentenceTransformer
-
-    first = write_sentence_model(tmp_path / "first", {"pooling_mode_cls_token": True})
-    SentenceTransformer(str(first), device="cpu", prompts={"query": "find: "}).save(str(tmp_path / "saved"))
-    assert sentence.longest_text(tmp_path / "saved") == 20
-    assert sentence.pooling_options(tmp_path / "saved") == {"pooling": "cls", "normalize": True}
+    theirs.save(str(tmp_path / "saved"))
+    for written in (path, tmp_path / "saved"):
+        assert theirs.max_seq_length == sentence.longest_text(written)
+        torch.testing.assert_close(embedded(written, TEXTS), expected, atol=2e-5, rtol=1e-4)
     assert sentence.prompts(tmp_path / "saved")["prompts"]["query"] == "find: "
 
 
@@ -98,18 +73,12 @@ def test_a_plan_has_the_limit_and_the_files(tmp_path):
     ("file", "content", "message"),
     [
         ("1_Pooling/config.json", {"pooling_mode": "median"}, r"pooling_mode = \['median'\]: known are cls, max"),
-        ("1_Pooling/config.json", {"pooling_mode": []}, "pooling_mode = "),
         ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt = False"),
         ("modules.json", [{"type": "sentence_transformers.models.Dense", "path": "3"}], "the type 'Dense' is not supp"),
-        ("modules.json", [{"type": "mine.Pooling", "path": "3"}], "the type 'mine.Pooling' is not supported"),
         ("sentence_bert_config.json", {"max_seq_length": 0}, "max_seq_length = 0"),
         ("config_sentence_transformers.json", {"prompts": ["a"]}, "prompts = "),
         ("config_sentence_transformers.json", {"prompts": {"a": 1}}, "prompts = "),
-        (
-            "config_sentence_transformers.json",
-            {"default_prompt_name": "no"},
-            "default_prompt_name = 'no' is not one of q",
-        ),
+        ("config_sentence_transformers.json", {"default_prompt_name": "no"}, "name = 'no' is not one of q"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(tmp_path, file, content, message):

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxd_infer.context import current_context
-from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import AxisPlan, layout_of
 from nxd_infer.modules.lora import LoraConfig
 from nxd_infer.modules.lora.base import LoraLayer
@@ -199,15 +198,19 @@ def compare_embedding(found: Found, name: str, base: Any, whole_out: Any) -> Non
     compare_merged(found, name, layer, ids)
 
 
+PAIRS = [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
+"""Of three options, any two in every combination."""
+
+
 def qkv_cases(dtype: torch.dtype) -> Found:
     found: Found = {}
-    for fuse, gather, sequence in itertools.product((True, False), repeat=3):
-        for q, kv, options in (
-            (16, 8, {}),
-            (12, 4, {"head_dim": 4}),  # one key/value head on two ranks
-            (16, 4, {"head_dim": 2, "kv_size_multiplier": 2}),
-            (16, 4, {"kv_size_multiplier": 2}),
-        ):
+    for q, kv, options, ways in (
+        (16, 8, {}, itertools.product((True, False), repeat=3)),
+        (12, 4, {"head_dim": 4}, PAIRS),  # one key/value head on two ranks
+        (16, 4, {"head_dim": 2, "kv_size_multiplier": 2}, PAIRS),
+        (16, 4, {"kv_size_multiplier": 2}, PAIRS),
+    ):
+        for fuse, gather, sequence in ways:
             torch.manual_seed(3)
             base = GQAQKVColumnParallelLinear(
                 IN,
@@ -286,70 +289,8 @@ def all_cases(dtype: torch.dtype) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:kv_size_multiplier")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_every_layer_in_one_process(dtype: torch.dtype):
-    assert all_cases(dtype) == []
-
-
-def both_types() -> list[str]:
-    return all_cases(torch.float32) + all_cases(torch.float64)
-
-
-def test_every_layer_on_two_ranks():
-    assert run_ranks(both_types, 2) == [[], []]
-
-
-def test_every_layer_on_four_ranks():
-    """More ranks than key/value heads, and than whole pieces of what is padded."""
-    assert run_ranks(all_cases, 4, torch.float64) == [[]] * 4
-
-
-def test_a_layer_says_what_merging_adds():
-    class Half(LoraLayer):
-        pass
-
-    with pytest.raises(TypeError, match=r"abstract method '?deltas"):
-        Half(nn.Linear(2, 2), CONFIG)  # pyright: ignore[reportAbstractUsage]
-
-
-def dropped_updates() -> list[Tensor]:
-    """The outputs of layers with dropout, whole, from factors that pass on what they get."""
-    config = LoraConfig(lora_rank=RANK, lora_dropout=0.5)
-    outputs = []
-    x = torch.ones(ROWS, 2, IN)
-    for how in ("column", "sequence", "row"):
-        base: Any = RowParallelLinear(IN, OUT, input_is_parallel=True, bias=False)
-        if how != "row":
-            base = ColumnParallelLinear(IN, OUT, bias=False, sequence_parallel_enabled=how == "sequence")
-        base.weight.data.zero_()
-        layer, _ = adapted(base, config)
-        torch.manual_seed(11)
-        outputs.append(layer({"column": whole, "sequence": rows, "row": columns}[how](x)).detach())
-    return outputs
-
-
-def test_dropout_takes_the_same_numbers_at_every_degree():
-    alone = dropped_updates()
-    for ours in run_ranks(dropped_updates, 2):
-        assert failures({str(i): error(a, b) for i, (a, b) in enumerate(zip(ours, alone, strict=True))}, 1e-5) == []
-    # half of the inputs, doubled: not all of them
-    assert alone[0].std() > 0 and not torch.equal(alone[0][0], alone[0][1])
-
-
-def test_grouped_convolutions_are_refused():
-    with pytest.raises(ParallelConfigError, match="groups=1, got 2"):
-        lora_layer(nn.Conv2d(4, 4, 3, groups=2), CONFIG)
-
-
-def test_a_merged_layer_cannot_be_trained_and_bf16_comes_back_exactly():
-    torch.manual_seed(0)
-    base = nn.Linear(IN, OUT, dtype=torch.bfloat16)
-    layer, _ = adapted(base)
-    weight = base.weight.detach().clone()
-    layer.merge()
-    assert not torch.equal(base.weight, weight)
-    layer.merge()  # twice is once
-    with pytest.raises(ParallelConfigError, match=r"call unmerge\(\) first"):
-        layer(torch.ones(1, IN, dtype=torch.bfloat16))
-    layer.unmerge()
-    assert torch.equal(base.weight, weight)
+@pytest.mark.parametrize(("dtype", "ranks"), [(torch.float64, 1), (torch.float32, 2), (torch.float64, 4)], ids=str)
+def test_every_layer(dtype: torch.dtype, ranks: int):
+    """Four are more ranks than key/value heads, and than whole pieces of what is padded."""
+    found = [all_cases(dtype)] if ranks == 1 else run_ranks(all_cases, ranks, dtype)
+    assert found == [[]] * ranks

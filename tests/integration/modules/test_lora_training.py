@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ import torch
 import nxd_infer as nxd
 from nxd_infer import trainer
 from nxd_infer.context import current_context
-from nxd_infer.modules.lora import LoraConfig, find
-from nxd_infer.modules.lora.find import find_adapter
+from nxd_infer.modules.lora import LoraConfig
 from tests.support.ranks import run_ranks
 from tests.support.trainer.models import llama, tokens
 
@@ -46,11 +44,8 @@ def train_llama(dp: int, options: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize(
     ("tp", "dp", "options"),
     [
-        (2, 1, {"sequence_parallel": True}),
-        (2, 1, {"checkpoint": "full"}),
-        (1, 2, {"zero1": True}),
-        (4, 1, {"sequence_parallel": True}),
-        (2, 2, {"zero1": True, "checkpoint": "full"}),
+        (2, 1, {"sequence_parallel": True, "checkpoint": "full"}),
+        (2, 2, {"zero1": True, "sequence_parallel": True}),
     ],
 )
 def test_a_llama_trains_as_in_one_process(tp: int, dp: int, options: dict[str, Any]):
@@ -99,11 +94,8 @@ def load_llama(folder: str) -> dict[str, float]:
         found[way] = model.run_eval(**tokens()).item()
         flags = {"load_lora_from_ckpt": True, "lora_save_dir": folder, "lora_load_tag": way}
         found[f"{way} by flags"] = llama_with_lora(0, **flags).run_eval(**tokens()).item()
-    searched = []
-    with mock.patch.object(find, "find_adapter", lambda *given: searched.append(given) or find_adapter(*given)):
-        newest = llama_with_lora(0, load_lora_from_ckpt=True, lora_save_dir=folder)
+    newest = llama_with_lora(0, load_lora_from_ckpt=True, lora_save_dir=folder)
     found["the newest"] = newest.run_eval(**tokens()).item()
-    assert len(searched) == (0 if current_context().rank else 1)  # a second search may find another one
     degree = current_context().tp.degree
     torch.manual_seed(1)
     plain = nxd.initialize_parallel_model(nxd.neuronx_distributed_config(tensor_parallel_size=degree), llama)

@@ -12,8 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from nxd_models.registry import GROUP
+
 GAP = 1e-5
 """Where the reference's two best logits are closer than this, either token is right."""
+FOREIGN, FOREIGN_PLAN = (Path(__file__).with_name(name) for name in ("foreign", "foreign_plan"))
+"""Distributions as pip leaves them: a module with a family, or with a plan, and a dist-info folder with the entry
+point."""
 ODD = {
     "hidden_size": 36,
     "num_attention_heads": 6,
@@ -24,6 +29,18 @@ ODD = {
 }
 """Sizes of a Llama whose heads, inner size and vocabulary do not divide over any degree."""
 
+DRAWN = {
+    "temperature": [0.0, 0.8, 1.2, 1.0],
+    "top_k": [0, 20, 0, 5],
+    "top_p": [1.0, 1.0, 0.95, 0.9],
+    "min_p": [0.0, 0.0, 0.05, 0.0],
+    "seed": [1, 2, -4, 2**40],
+    "frequency_penalty": 0.4,
+    "presence_penalty": 0.2,
+    "repetition_penalty": 1.2,
+}
+"""Settings of four rows that are sampled, each in its own way."""
+
 
 @contextlib.contextmanager
 def installed_package(folder: Path) -> Iterator[None]:
@@ -32,6 +49,16 @@ def installed_package(folder: Path) -> Iterator[None]:
         patch.syspath_prepend(str(folder))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
         yield
+
+
+def install(root: Path, package: str, points: dict[str, str], source: str = "") -> None:
+    """What pip leaves: a module, and a dist-info folder with entry points."""
+    info = root / f"{package}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    lines = [f"{model_type} = {value}" for model_type, value in points.items()]
+    (info / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines]))
+    (root / f"{package}.py").write_text(source)
 
 
 def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -77,6 +104,14 @@ def assert_greedy(found: list[int], expected: list[int], gaps: list[float]) -> N
         if gap < GAP:
             return
         assert a == b, f"token {at}: {a} instead of {b} (gap {gap:.3g}): {found} / {expected}"
+
+
+def assert_same_draws(found, expected) -> None:
+    """The same seed draws the same tokens at every degree and backend."""
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens == other.tokens
+        assert max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True)) < 1e-4
+        assert [list(top) for top in one.top] == [list(top) for top in other.top]
 
 
 def without_mixed(plan):

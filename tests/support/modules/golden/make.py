@@ -1,6 +1,6 @@
 """The model of the adapter in this folder, which PEFT wrote, and the script that made it.
 
-``python -m tests.unit.modules.golden.make`` writes the folder again. The other direction is ``test_lora_peft.py``.
+``python -m tests.support.modules.golden.make`` writes the folder again. The other direction is ``test_lora_peft.py``.
 """
 
 from __future__ import annotations

@@ -14,10 +14,9 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-import nxd_infer as nxd
-from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
+from nxd_infer.checkpoint.api import save_checkpoint
 from nxd_infer.errors import CheckpointError
-from nxd_infer.modules.lora import LoraConfig, LoRAModel, find, load_adapter, peft
+from nxd_infer.modules.lora import LoraConfig, LoRAModel, load_adapter, peft
 from nxd_infer.modules.lora.find import find_adapter
 from tests.support.checkpoint.older import with_sha256
 
@@ -47,22 +46,6 @@ def test_the_newest_by_its_number(tmp_path: Path):
         os.utime(path, (1 << 33, 1 << 33))  # copied, or touched, after the others
     assert resumed(tmp_path) == 3
     assert find_adapter(tmp_path, "step_1") == tmp_path / "step_1" / "lora_adapter"
-
-
-def test_one_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It was listed under its old name, and is read under none."""
-    saved(tmp_path, 1)
-    saving, last = tmp_path / ".saving-00000001", tmp_path / "step_1"
-    last.rename(saving)
-    real = find._of_checkpoint
-
-    def of_checkpoint(folder: Path) -> bool:
-        if saving.exists():
-            saving.rename(last)
-        return real(folder)
-
-    monkeypatch.setattr(find, "_of_checkpoint", of_checkpoint)
-    assert resumed(tmp_path) == 1
 
 
 def test_the_same_tag_is_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -104,8 +87,10 @@ def test_what_a_killed_save_left_is_no_adapter(tmp_path: Path):
         find_adapter(tmp_path, "step_2")
 
 
-@pytest.mark.parametrize("file", ["lora_adapter/adapter_model.safetensors", "lora_adapter/adapter_config.json"])
-@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize(
+    ("file", "older"),
+    [("lora_adapter/adapter_model.safetensors", True), ("lora_adapter/adapter_config.json", False)],
+)
 def test_a_damaged_adapter_is_named(tmp_path: Path, file: str, older: bool):
     saved(tmp_path, 1, 2)
     if older:
@@ -149,16 +134,10 @@ def test_two_checkpoints_of_one_number(tmp_path: Path):
     assert find_adapter(tmp_path, "step_4") == tmp_path / "step_4" / "lora_adapter"
 
 
-def test_what_lies_beside_an_adapter(tmp_path: Path):
-    """Logs of ranks, or adapters of other ranks, make a folder no checkpoint."""
-    adapted(5.0).save_adapter(tmp_path / "lora_adapter")
-    (tmp_path / "rank_8").mkdir()
-    (tmp_path / "rank_0.log").touch()
-    assert resumed(tmp_path / "lora_adapter") == resumed(tmp_path) == 5
-
-
 def test_adapters_that_have_no_number(tmp_path: Path):
     adapted(5.0).save_adapter(tmp_path / "a")
+    (tmp_path / "rank_8").mkdir()  # logs of ranks, say
+    (tmp_path / "rank_0.log").touch()
     assert resumed(tmp_path) == 5
     adapted(6.0).save_adapter(tmp_path / "b")
     with pytest.raises(CheckpointError, match=r"2 adapters.*a, b.*lora_load_tag"):
@@ -166,9 +145,6 @@ def test_adapters_that_have_no_number(tmp_path: Path):
     assert find_adapter(tmp_path, "b") == tmp_path / "b"
     adapted(7.0).save_adapter(tmp_path)
     assert resumed(tmp_path) == 7
-    (tmp_path / "manifest.json").write_text("{}")  # of something else
-    adapted(8.0).save_adapter(tmp_path / "lora_adapter")
-    assert resumed(tmp_path / "lora_adapter") == 8
 
 
 FULL = {
@@ -227,33 +203,3 @@ def test_how_to_save_may_be_given_anew(tmp_path: Path):
     model = adapted(0.0, load_lora_from_ckpt=True, lora_save_dir=str(tmp_path), save_lora_base=True, merge_lora=True)
     assert model.lora_config.modules_to_save is None  # as it was
     assert model.lora_config.merge_lora and set(model.state_dict()) == {"0.weight", "0.bias"}
-
-
-def job(**options: Any) -> tuple[Any, Any]:
-    """Two steps of an adapted layer."""
-    config = nxd.neuronx_distributed_config(
-        lora_config={"target_modules": ["0"], "lora_rank": 2, **options},
-    )
-    torch.manual_seed(0)
-    model = nxd.initialize_parallel_model(config, lambda: nn.Sequential(nn.Linear(4, 4)))
-    optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=1e-2)
-    for _ in range(2):
-        model(torch.ones(1, 4)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
-
-
-def test_training_does_not_go_on_from_merged_weights(tmp_path: Path):
-    """The adapter would begin anew, with the moments of the one that is in the weights by now."""
-    save_checkpoint(tmp_path, "merged", *job(save_lora_base=True, merge_lora=True))
-    model, optimizer = job(save_lora_base=True)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(CheckpointError, match=r"merged.* for serving: resume from .*merge_lora=False.*optimizer=None"):
-        load_checkpoint(tmp_path, "merged", model, optimizer)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    load_checkpoint(tmp_path, "merged", model)
-    load_checkpoint(tmp_path, "merged", optimizer=optimizer)  # its adapter came from lora_adapter, say
-    for way in ({}, {"save_lora_base": True}):
-        save_checkpoint(tmp_path, "resumable", *job(**way))
-        load_checkpoint(tmp_path, "resumable", model, optimizer)

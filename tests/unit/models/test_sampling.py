@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxd_infer import ops
 from nxd_infer.ops import adjust_logits
-from nxd_infer.ops.sampling import random_bits, smallest_threshold, truncation, uniform
+from nxd_infer.ops.sampling import random_bits, truncation
 from nxd_models.serving.sampling import LOGPROB_FLOOR, allowed_words, pack_allowed, sample
 
 
@@ -54,7 +53,7 @@ def naive_support(logits, temperature, top_k, top_p, min_p):
     return set(kept), unsure
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
     vocabulary=st.integers(1, 60),
     temperature=st.sampled_from([0.05, 0.7, 1.0, 3.0]),
@@ -84,39 +83,17 @@ def test_the_kept_tokens_are_those_of_the_naive_sampler(
     assert kept, "no setting leaves nothing to choose from"
 
 
-@settings(max_examples=100)
-@given(st.lists(st.floats(0, 2.0**100, width=32), min_size=1, max_size=30), st.integers(1, 40))
-def test_thresholds_are_exact_order_statistics(values, k):
-    values = [v + 0.0 for v in values]
-    cost = torch.tensor([values], dtype=torch.float32)
-    one = torch.ones((), dtype=torch.float64)
-    found = smallest_threshold(cost.view(torch.int32), one, torch.tensor([float(k)], dtype=torch.float64))
-    if k <= len(values):
-        assert found.view(torch.float32).item() == sorted(cost[0].tolist())[k - 1]
-    else:
-        assert found.item() >= cost.view(torch.int32).max().item()
-
-
 def chi_square_limit(freedom):
     """The value that chance exceeds once in 10,000 times (Wilson and Hilferty)."""
     return freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"temperature": 0.6},
-        {"top_k": 4},
-        {"top_p": 0.8},
-        {"min_p": 0.15},
-        {"top_k": 6, "top_p": 0.9, "min_p": 0.05},
-    ],
-    ids=str,
+    "options", [{}, {"temperature": 1.5, "min_p": 0.1}, {"top_k": 6, "top_p": 0.9, "min_p": 0.05}], ids=str
 )
 def test_draws_follow_the_truncated_distribution(options):
     logits = torch.randn(12, generator=torch.Generator().manual_seed(5)) * 1.5
-    draws = 4000
+    draws = 2000
     settings = rows(**{**options, "seed": list(range(draws)), "position": 17})
     token = sample(logits.expand(draws, -1).contiguous(), *settings)[0]
     temperature = options.get("temperature", 1.0)
@@ -134,63 +111,13 @@ def test_draws_follow_the_truncated_distribution(options):
     assert statistic < chi_square_limit(int(live.sum()) - 1)
 
 
-def test_random_numbers_are_uniform_over_seeds_positions_and_tokens():
-    for seed, position, size in (
-        (torch.arange(400), torch.zeros(400, dtype=torch.int64), 50),
-        (torch.full((400,), -7), torch.arange(400), 50),
-        (torch.tensor([2**40 + 3]), torch.tensor([9]), 20000),
-        (torch.arange(400) << 32, torch.zeros(400, dtype=torch.int64), 50),
-    ):
-        bits = random_bits(seed, position, size)
-        assert bits.min() >= 0
-        assert bits.max() < 2**32
-        flat = bits.flatten()
-        for shift in (0, 8, 16, 24):
-            counts = ((flat >> shift) & 255).bincount(minlength=256).double()
-            expected = flat.numel() / 256
-            assert ((counts - expected) ** 2 / expected).sum().item() < chi_square_limit(255), (size, shift)
-        share = torch.stack([((flat >> i) & 1).double().mean() for i in range(32)])
-        assert (share - 0.5).abs().max() < 5 * 0.5 / math.sqrt(flat.numel())
-        u = uniform(seed, position, size)
-        assert u.min() > 0
-        assert u.max() < 1
-    a, b = random_bits(torch.tensor([1, 2]), torch.tensor([3, 3]), 4000)
-    assert abs(torch.corrcoef(torch.stack([a, b]).double())[0, 1]) < 0.08
-    a, b = random_bits(torch.tensor([1, 1]), torch.tensor([3, 4]), 4000)
-    assert abs(torch.corrcoef(torch.stack([a, b]).double())[0, 1]) < 0.08
-
-
 def test_random_bits_are_pinned():
     """A seed gives the same text in every version: changing these numbers changes users' results."""
-    assert random_bits(torch.tensor([0, 1, -1]), torch.tensor([0, 5, 2**31]), 3).tolist() == PINNED
-
-
-PINNED = [
-    [2426169757, 905194977, 1804863890],
-    [3715219956, 4196768173, 1776617492],
-    [322541313, 2248330213, 3933182191],
-]
-
-
-def test_a_row_depends_on_nothing_but_itself():
-    generator = torch.Generator().manual_seed(6)
-    logits = torch.randn(8, 300, generator=generator) * 2
-    options = {
-        "temperature": [1.0, 0.7, 0.0, 1.3, 1.0, 1.0, 0.9, 2.0],
-        "top_k": [0, 5, 3, 0, 50, 0, 10, 0],
-        "top_p": [1.0, 0.9, 0.5, 0.3, 1.0, 0.95, 0.8, 1.0],
-        "min_p": [0.0, 0.0, 0.1, 0.0, 0.02, 0.0, 0.0, 0.1],
-        "seed": [1, 2, 3, 4, 5, 6, 7, -8],
-        "position": [0, 1, 2, 3, 4, 5, 6, 7],
-    }
-    together = sample(logits, *rows(**options))
-    for row in range(8):
-        alone = sample(logits[row : row + 1], *(t[row : row + 1] for t in rows(**options)))
-        assert torch.equal(together[0][row : row + 1], alone[0])
-        torch.testing.assert_close(together[3][row : row + 1], alone[3])
-    order = torch.randperm(8, generator=generator)
-    permuted = sample(logits[order], *(t[order] for t in rows(**options)))
-    assert torch.equal(permuted[0], together[0][order])
+    assert random_bits(torch.tensor([0, 1, -1]), torch.tensor([0, 5, 2**31]), 3).tolist() == [
+        [2426169757, 905194977, 1804863890],
+        [3715219956, 4196768173, 1776617492],
+        [322541313, 2248330213, 3933182191],
+    ]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-9, 1e-40, -1.0, float("nan")])
@@ -206,7 +133,7 @@ def test_no_temperature_or_next_to_none_is_greedy(temperature):
 
 
 @pytest.mark.parametrize("setting", ["temperature", "top_p", "min_p"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -1.0, 0.0, 1e30, 1e-45])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e30, 1e-45])
 def test_every_setting_gives_a_valid_token(setting, value):
     logits = torch.randn(2, 33, generator=torch.Generator().manual_seed(8))
     token, logprob, _, values = sample(logits, *rows(**{setting: [value, 1.0]}))
@@ -262,23 +189,18 @@ def naive_adjust(logits, counts, seen, repetition, presence, frequency, bias, al
         x -= presence * (counts[i] > 0) + frequency * counts[i]
         x += sum(value for token, value in bias if token == i)
         out.append(x if allowed[i] else -math.inf)
-    return out
+    return torch.tensor(out)
 
 
 def test_penalties_bias_and_mask_in_their_order():
     generator = torch.Generator().manual_seed(11)
-    vocabulary, batch = 45, 3
-    logits = torch.randn(batch, vocabulary, generator=generator) * 3
-    counts = torch.randint(0, 3, (batch, vocabulary), generator=generator, dtype=torch.int32)
-    seen = torch.rand(batch, vocabulary, generator=generator) < 0.3
-    allowed = torch.rand(batch, vocabulary, generator=generator) < 0.8
+    logits = torch.randn(3, 45, generator=generator) * 3
+    counts = torch.randint(0, 3, (3, 45), generator=generator, dtype=torch.int32)
+    seen = torch.rand(3, 45, generator=generator) < 0.3
+    allowed = torch.rand(3, 45, generator=generator) < 0.8
     ids = torch.tensor([[3, 3, 0], [44, 45, -1], [1, 2, 7]])
     values = torch.tensor([[1.0, 2.0, 0.0], [-3.0, 100.0, 100.0], [0.5, -100.0, 100.0]])
-    repetition, presence, frequency = (
-        torch.tensor([1.0, 1.3, 0.8]),
-        torch.tensor([0.5, 0.0, -1.0]),
-        torch.tensor([0.0, 0.3, 2]),
-    )
+    penalties = {"repetition": [1.0, 1.3, 0.8], "presence": [0.5, 0.0, -1.0], "frequency": [0.0, 0.3, 2.0]}
     found = adjust_logits(
         logits,
         pack_allowed(allowed),
@@ -286,23 +208,13 @@ def test_penalties_bias_and_mask_in_their_order():
         values,
         counts=counts,
         seen=seen,
-        presence_penalty=presence,
-        frequency_penalty=frequency,
-        repetition_penalty=repetition,
+        **{f"{name}_penalty": torch.tensor(value) for name, value in penalties.items()},
     )
-    for row in range(batch):
+    for row in range(3):
         bias = list(zip(ids[row].tolist(), values[row].tolist(), strict=True))
-        expected = naive_adjust(
-            logits[row],
-            counts[row].tolist(),
-            seen[row].tolist(),
-            repetition[row].item(),
-            presence[row].item(),
-            frequency[row].item(),
-            bias,
-            allowed[row].tolist(),
-        )
-        torch.testing.assert_close(found[row], torch.tensor(expected), atol=1e-5, rtol=1e-5)
+        own = {name: value[row] for name, value in penalties.items()}
+        expected = naive_adjust(logits[row], counts[row].tolist(), seen[row], bias=bias, allowed=allowed[row], **own)
+        torch.testing.assert_close(found[row], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_the_bitmask_covers_every_token():
@@ -314,18 +226,3 @@ def test_the_bitmask_covers_every_token():
         assert torch.equal(adjust_logits(torch.zeros(4, vocabulary), packed) == 0, allowed)
     everything = torch.full((1, 4), -1, dtype=torch.int32)
     assert (adjust_logits(torch.zeros(1, 100), everything) == 0).all()
-
-
-class Sample(torch.nn.Module):
-    def forward(self, logits, *settings):
-        return ops.sample(logits, logits, *settings)
-
-
-def test_exports_as_one_node_with_its_reference():
-    inputs = (torch.randn(2, 40), *rows(seed=[1, 2]))
-    program = torch.export.export(Sample(), inputs)
-    targets = [node.target for node in program.graph.nodes if "nxd" in str(node.target)]
-    assert targets == [torch.ops.nxd.sample.default]
-    assert ops.COMPOSITE[targets[0]] is ops.sample_reference
-    for a, b in zip(program.module()(*inputs), Sample()(*inputs), strict=True):
-        assert torch.equal(a, b)

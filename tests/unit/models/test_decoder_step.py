@@ -1,4 +1,4 @@
-"""The step's own promises: slots, counts, penalties, one step ahead, padding rows, defaults."""
+"""The step's own promises: slots, counts, penalties, one step ahead, padding rows, defaults; guesses are verified."""
 
 import pytest
 import torch
@@ -43,18 +43,8 @@ def run(step, rows, length=None, **settings):
 def test_declarations_match_the_forward(step):
     inputs = step_inputs(VOCAB_SIZE, 2, 3, step.slots)
     assert list(inputs) == list(step.nxd_inputs)
-    outputs = step(**inputs)
-    assert list(outputs) == list(step.nxd_outputs)
-    shapes = {name: (tuple(t.shape), t.dtype) for name, t in outputs.items()}
-    assert shapes == {
-        "token": ((2, 1), torch.int64),
-        "logprob": ((2, 1), torch.float32),
-        "top_ids": ((2, 1, 20), torch.int64),
-        "top_logprobs": ((2, 1, 20), torch.float32),
-    }
-    buffers = dict(step.named_buffers())
-    assert set(step.nxd_states) == {name for name in buffers if "rotary" not in name}
-    assert buffers["k_cache.1"].shape == (5, 2, 32, 8)
+    assert list(step(**inputs)) == list(step.nxd_outputs)
+    assert set(step.nxd_states) == {name for name, _ in step.named_buffers() if "rotary" not in name}
     assert not set(step.state_dict()) & set(step.nxd_states), "states belong to no checkpoint"
     required = [name for name, entry in step.nxd_inputs.items() if "default" not in entry]
     assert required == ["tokens", "start", "length", "block_table"]
@@ -110,30 +100,25 @@ def test_rows_of_one_slot_are_as_if_fed_one_after_the_other(step):
 
 
 def test_counts_tell_prompt_and_output_apart(step):
-    prompt = [9, 9, 10]
-    run(step, [(1, 0, prompt)])
-    assert step.token_counts[1].sum() == 0
-    assert step.prompt_seen[1].nonzero().flatten().tolist() == [9, 10]
-    run(step, [(1, 3, [20])])
-    run(step, [(1, 4, [20])])
-    run(step, [(1, 5, [9])])
-    counts = step.token_counts[1]
-    assert (counts[20], counts[9], counts.sum()) == (2, 1, 3)
-    assert step.prompt_seen[1].nonzero().flatten().tolist() == [9, 10]
+    def counted(slot=1):
+        return step.prompt_seen[slot].nonzero().flatten().tolist(), step.token_counts[
+            slot
+        ].to_sparse().values().tolist()
+
+    run(step, [(1, 0, [9, 9, 10])])
+    assert counted() == ([9, 10], [])
+    for start, token in enumerate((20, 20, 9), 3):
+        run(step, [(1, start, [token])])
+    assert counted() == ([9, 10], [1, 2])
     assert not step.token_counts[0].any(), "other slots are untouched"
-
     run(step, [(1, 0, [30, 31])])
-    assert not step.token_counts[1].any(), "a new sequence begins with nothing counted"
-    assert step.prompt_seen[1].nonzero().flatten().tolist() == [30, 31]
-
+    assert counted() == ([30, 31], []), "a new sequence begins with nothing counted"
     # With the length of the prompt given, any cut gives the same counts: here a resumed sequence in one piece.
     run(step, [(1, 0, [5, 6, 7, 7, 8])], prompt_length=2)
-    assert step.prompt_seen[1].nonzero().flatten().tolist() == [5, 6]
-    assert step.token_counts[1].nonzero().flatten().tolist() == [7, 8]
-    assert step.token_counts[1, 7] == 2
+    assert counted() == ([5, 6], [2, 1])
     run(step, [(1, 0, [5])], prompt_length=2)
     run(step, [(1, 1, [6])], prompt_length=2)
-    assert not step.token_counts[1].any(), "a prompt fed one token at a time stays prompt"
+    assert counted() == ([5, 6], []), "a prompt fed one token at a time stays prompt"
 
 
 def test_a_row_of_no_tokens_changes_nothing(step):
@@ -178,34 +163,16 @@ def test_the_plan_of_a_decoder(path):
     plan = tasks.plan(path, batch_sizes=[4, 1], prompt_buckets=[16, 512], max_len=64, dtype=torch.float32)
     assert plan.bucket_names == ["decode_b1", "decode_b4", "mixed_b20", "prefill_s16", "prefill_s64"]
     assert [tuple(e["tokens"].shape) for e in plan.example_inputs] == [(1, 1), (4, 1), (20, 1), (1, 16), (1, 64)]
-    assert plan.metadata == {
-        "task": "generate",
-        "model_type": "llama",
-        "vocab_size": VOCAB_SIZE,
-        "max_len": 64,
-        "slots": 4,
-        "rows_share_slots": True,
-        "prompt_buckets": [16, 64],
-        "batch_sizes": [1, 4],
-        "dtype": "float32",
-        "eos_token_ids": [2],
-        "bos_token_id": 1,
-        "top_logprobs": 20,
-        "bias_slots": 300,
-        "model_name": "llama",
-        "sampling_defaults": {},
-    }
+    wanted = {"max_len": 64, "slots": 4, "prompt_buckets": [16, 64], "batch_sizes": [1, 4], "eos_token_ids": [2]}
+    assert {name: plan.metadata[name] for name in wanted} == wanted
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= set(plan.files_to_copy)
-    module = plan.func(**plan.func_kwargs)
-    assert set(plan.checkpoint_loader_callable().keys()) == set(module.state_dict())
-    arguments = plan.trace_arguments()
-    assert arguments["bucket_config"] == {"func_kwargs": plan.func_kwargs, "names": plan.bucket_names}
-    with pytest.raises(ModelConfigError, match="max_position_embeddings = 256"):
-        tasks.plan(path, max_len=1000)
-    with pytest.raises(ModelConfigError, match="batch_sizes"):
-        tasks.plan(path, batch_sizes=[0])
-    with pytest.raises(ModelConfigError, match="slots = 1"):
-        tasks.plan(path, batch_sizes=[4], slots=1)
+    for options, message in (
+        ({"max_len": 1000}, "max_position_embeddings = 256"),
+        ({"batch_sizes": [0]}, "batch_sizes"),
+        ({"batch_sizes": [4], "slots": 1}, "slots = 1"),
+    ):
+        with pytest.raises(ModelConfigError, match=message):
+            tasks.plan(path, **options)
 
 
 def test_the_plan_of_an_encoder(tmp_path):
@@ -220,9 +187,72 @@ def test_the_plan_of_an_encoder(tmp_path):
         tasks.plan(tmp_path, max_len=127)
 
 
-def test_a_tokenizer_as_gpt2_keeps_it_goes_into_the_artifact(tmp_path):
-    path = write_tiny("llama", tmp_path)
-    (path / "tokenizer.json").unlink()
-    for name in ("vocab.json", "merges.txt"):
-        (path / name).write_text("")
-    assert {"vocab.json", "merges.txt"} <= set(tasks.plan(path).files_to_copy)
+# --- steps that verify guesses ----------------------------------------------------------------------------------
+
+GUESSES = 4
+DRAWN = {"temperature": 1.1, "top_p": 0.9, "seed": 9}
+
+
+@pytest.fixture
+def verifying(path):
+    config = registry.load_config(path).config
+    return hf.load(LlamaStep(config, slots=4, max_len=48, draft_tokens=GUESSES), registry.weights(path)).eval()
+
+
+@pytest.mark.parametrize(
+    ("settings", "right"), [({}, 0), ({}, 4), (DRAWN, 1), (DRAWN, 4), ({"bias_ids": 7, "bias_values": 2.5}, 2)]
+)
+def test_right_guesses_give_what_decode_gives_and_wrong_ones_leave_nothing(verifying, settings, right):
+    step = verifying
+    prompt, other = prompts_of([7, 11], VOCAB_SIZE, seed=40)
+    plain = generate_eager(step, [prompt], 10, **settings)[0]
+    expected = plain.tokens
+    for slot, tokens in ((0, other), (1, prompt)):
+        made = run(step, [(slot, 0, tokens)], prompt_length=len(tokens), **settings)["token"][0, 0]
+    assert made == expected[0]
+    guesses = [*expected[1 : 1 + right], *[(token + 1) % VOCAB_SIZE for token in expected[1 + right : 1 + GUESSES]]]
+    # A mate with no guess, and one that is padding, share the step.
+    rows = [(0, len(other), [5]), (4, 0, []), (1, len(prompt), [expected[0], *guesses])]
+    outputs = run(step, rows, prompt_length=[len(other), 0, len(prompt)], **settings)
+    assert outputs["token"].shape == (3, GUESSES + 1) and outputs["top_logprobs"].shape == (3, GUESSES + 1, 20)
+    assert outputs["token"][2, : right + 1].tolist() == expected[1 : right + 2]
+    logprobs = outputs["logprob"][2, : right + 1].tolist()
+    assert logprobs == pytest.approx(plain.logprobs[1 : right + 2], abs=1e-5)
+    assert step.last_token[1] == expected[right + 1]
+    # What was wrong is written over before it is read, whatever step comes next.
+    at = right + 1
+    for length in (1, GUESSES + 1, 1):
+        row = (1, len(prompt) + at, [expected[at]])
+        assert run(step, [row], length, prompt_length=len(prompt), **settings)["token"][0, 0] == expected[at + 1]
+        at += 1
+
+
+def test_a_row_without_guesses_keeps_its_penalties(verifying):
+    """It shares its mates' step with a single token, counted and sampled as a decode step does."""
+    prompt = prompts_of([6], VOCAB_SIZE, seed=41)[0]
+    settings = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3}
+    expected = generate_eager(verifying, [prompt], 8, **settings)[0].tokens
+    made, row, length = [], (2, 0, prompt), len(prompt)
+    while len(made) < 8:
+        made.append(int(run(verifying, [row], length, prompt_length=len(prompt), **settings)["token"][0, 0]))
+        row, length = (2, len(prompt) + len(made) - 1, [made[-1]]), GUESSES + 1
+    assert made == expected
+
+
+def test_the_plan_has_a_graph_that_verifies_for_every_batch(path):
+    plan = tasks.plan(path, batch_sizes=[1, 4], prompt_buckets=[16], max_len=64, speculate=4)
+    shapes = {name: tuple(e["tokens"].shape) for name, e in zip(plan.bucket_names, plan.example_inputs, strict=True)}
+    assert (shapes["verify_b1"], shapes["verify_b4"]) == ((1, 5), (4, 5))
+    assert plan.metadata["speculate"] == 4
+
+
+def test_what_cannot_be_speculated_with_is_refused(path, tmp_path):
+    for speculate in (-1, 16, True, 1.5):
+        with pytest.raises(ModelConfigError, match="speculate must be a whole number from 0 to 15"):
+            tasks.plan(path, speculate=speculate)
+    with pytest.raises(ModelConfigError, match="a step of 16 tokens verifies guesses"):
+        tasks.plan(path, prompt_buckets=[16], speculate=15)
+    with pytest.raises(ModelConfigError, match="max_len = 8"):
+        tasks.plan(path, prompt_buckets=[4], max_len=8, speculate=8)
+    with pytest.raises(ModelConfigError, match="'embed' guesses no tokens"):
+        tasks.plan(write_tiny("bert", tmp_path / "bert"), "embed", speculate=2)

@@ -1,4 +1,4 @@
-"""Adapted models: what is trained, saved and merged, at several degrees; PEFT's files."""
+"""Adapted models: what is trained, saved and merged; files that do not fit."""
 
 from __future__ import annotations
 
@@ -11,73 +11,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 import nxd_infer as nxd
-from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, ParallelConfigError, WeightMismatchError
-from nxd_infer.layout import load_weights
-from nxd_infer.modules.lora import LoraConfig, LoRAModel, load_adapter, save_adapter
+from nxd_infer.modules.lora import LoraConfig, LoRAModel, load_adapter
+from nxd_infer.modules.lora.layers import lora_layer
 from nxd_infer.modules.lora.peft import collect_adapter, read_config, write_adapter
-from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
-from nxd_infer.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from tests.support.modules.lora import ALL, MERGED, Shared, batch, lora, net
 from tests.support.parallel_layers.compare import error
-from tests.support.ranks import run_ranks
-from tests.unit.modules.golden.make import GoldenNet
-
-GOLDEN = Path(__file__).with_name("golden")
-"""Written by PEFT; see ``golden/make.py``."""
-ALL = ["embed", "qkv", "out_proj", "up_proj", "down_proj", "head"]
-
-
-class Net(nn.Module):
-    """One of every parallel layer, and a plain one."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32):
-        super().__init__()
-        self.embed = ParallelEmbedding(10, 8, dtype=dtype)
-        names = {"q": "../q_proj", "k": "../k_proj", "v": "../v_proj"}
-        self.qkv = GQAQKVColumnParallelLinear(
-            8, [8, 4], gather_output=False, head_dim=4, logical_names=names, dtype=dtype
-        )
-        self.out_proj = RowParallelLinear(8, 8, input_is_parallel=True, input_plan=self.qkv.q_plan, dtype=dtype)
-        self.up_proj = ColumnParallelLinear(8, 12, gather_output=False, dtype=dtype)
-        self.down_proj = RowParallelLinear(12, 8, input_is_parallel=True, dtype=dtype)
-        self.norm = nn.LayerNorm(8, dtype=dtype)
-        self.head = nn.Linear(8, 5, dtype=dtype)
-
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        x = self.embed(ids)
-        q, k, v = self.qkv(x)
-        copies = q.shape[-1] // k.shape[-1]
-        k, v = (t.unflatten(-1, (-1, 4)).repeat_interleave(copies, -2).flatten(-2) for t in (k, v))
-        x = x + self.out_proj(torch.tanh(q * k) + v)
-        y = self.head(self.norm(x + self.down_proj(torch.tanh(self.up_proj(x)))))
-        return y if labels is None else nn.functional.cross_entropy(y.flatten(0, -2), labels.flatten())
-
-
-def batch() -> dict[str, Tensor]:
-    numbers = torch.Generator().manual_seed(4)
-    return {
-        "ids": torch.randint(0, 10, (4, 6), generator=numbers),
-        "labels": torch.randint(0, 5, (4, 6), generator=numbers),
-    }
-
-
-def net(seed: int = 0, dtype: torch.dtype = torch.float32) -> Net:
-    torch.manual_seed(seed)
-    return Net(dtype)
-
-
-def lora(seed: int = 0, dtype: torch.dtype = torch.float32, filled: bool = True, **options: Any) -> LoRAModel:
-    options = {"lora_rank": 3, "target_modules": ALL, **options}
-    model = LoRAModel(net(seed, dtype), LoraConfig(**options))
-    if filled:
-        with torch.no_grad():
-            for name in sorted(model.adapter_names):
-                model.get_parameter(name).normal_()
-    return model
-
 
 # --- configuration and targets ----------------------------------------------------------------------------
 
@@ -161,60 +103,6 @@ def test_only_what_is_named_is_trained(bias: str):
     assert set(model.state_dict()) == wanted
 
 
-def train(folder: str, bias: str) -> tuple[list[float], Tensor, dict[str, Tensor]]:
-    """Five steps with the trainer and dropout: losses, logits of the result, and the adapter at the beginning."""
-    degree = current_context().tp.degree
-    options: dict[str, Any] = {"lora_rank": 3, "target_modules": ALL, "lora_dropout": 0.3, "modules_to_save": ["norm"]}
-    config = nxd.neuronx_distributed_config(tensor_parallel_size=degree, lora_config={**options, "bias": bias})
-    torch.manual_seed(0)
-    model = nxd.initialize_parallel_model(config, Net)
-    optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=2e-2)
-    save_adapter(model.local_module(), f"{folder}/begin")
-    torch.manual_seed(5)
-    losses = []
-    for _ in range(5):
-        losses.append(model.run_train(**batch()).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    model.local_module().save_adapter(f"{folder}/end")
-    with pytest.raises(CheckpointError, match=r"cannot be written|another rank"):  # on every rank
-        model.local_module().save_adapter(f"{folder}/end/adapter_config.json/below")
-    with torch.no_grad():
-        return losses, model.eval()(batch()["ids"]), load_file(f"{folder}/begin/adapter_model.safetensors")
-
-
-def test_two_ranks_train_what_one_does_and_either_loads_it(tmp_path: Path):
-    losses, logits, begin = train(str(tmp_path / "one"), "all")
-    assert losses[-1] < losses[0]
-    for theirs, others, begun in run_ranks(train, 2, str(tmp_path / "two"), "all"):
-        assert theirs == pytest.approx(losses, rel=1e-5) and error(others, logits) < 1e-4
-        assert begun.keys() == begin.keys() and all(torch.equal(begun[name], begin[name]) for name in begin)
-    one, two = (load_file(tmp_path / name / "end/adapter_model.safetensors") for name in ("one", "two"))
-    assert one.keys() == two.keys()
-    assert max(error(two[name], one[name]) for name in one if one[name].abs().max() > 1e-3) < 1e-3
-    assert error(load_and_run(str(tmp_path / "two/end")), logits) < 1e-4
-    for ours in run_ranks(load_and_run, 2, str(tmp_path / "one/end")):
-        assert error(ours, logits) < 1e-4
-
-
-def load_and_run(folder: str) -> Tensor:
-    """As the document loads an adapter: nothing but flags."""
-    path = Path(folder)
-    lora_config = LoraConfig(
-        enable_lora=True,
-        load_lora_from_ckpt=True,
-        lora_save_dir=str(path.parent),  # checkpoint path
-        lora_load_tag=path.name,  # sub-directory under checkpoint path
-    )
-    degree = current_context().tp.degree
-    nxd_config = nxd.neuronx_distributed_config(tensor_parallel_size=degree, lora_config=lora_config)
-    torch.manual_seed(0)
-    model = nxd.initialize_parallel_model(nxd_config, Net).eval()
-    assert model.local_module().lora_config.lora_rank == 3
-    with torch.no_grad():
-        return model(batch()["ids"])
-
-
 # --- state dicts ------------------------------------------------------------------------------------------
 
 
@@ -223,7 +111,7 @@ def test_the_three_ways_to_save():
     full = {name.replace(".", ".base_layer.", 1) if not name.startswith("norm") else name for name in plain}
     assert set(lora().state_dict()) == adapter
     assert set(lora(save_lora_base=True).state_dict()) == adapter | full
-    merged = lora(save_lora_base=True, merge_lora=True)
+    merged = lora(**MERGED)
     assert set(merged.state_dict()) == plain
     trained, ids = lora(), batch()["ids"]
     expected = trained(ids).detach()
@@ -244,26 +132,9 @@ def test_the_three_ways_to_save():
     assert error(other(ids).detach(), expected) < 1e-5
 
 
-class Shared(nn.Module):
-    """One layer under two names, and something that is no weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = self.b = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x))
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"seen": 3}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        assert state == {"seen": 3}
-
-
 def test_merged_is_every_name_of_a_layer_and_what_is_no_weight_stays():
     torch.manual_seed(0)
-    model = LoRAModel(Shared(), LoraConfig(True, 2, target_modules=["a", "b"], save_lora_base=True, merge_lora=True))
+    model = LoRAModel(Shared(), LoraConfig(lora_rank=2, target_modules=["a", "b"], **MERGED))
     with torch.no_grad():
         for name in model.adapter_names:
             model.module.get_parameter(name).normal_()
@@ -318,18 +189,6 @@ def test_merged_equals_unmerged_and_unmerging_is_exact():
     assert error(wide.merge()(ids).detach(), expected) < 1e-5
 
 
-def test_a_tied_weight_is_merged_in_one_place_only():
-    model = nn.ModuleDict({"embed": nn.Embedding(10, 8), "head": nn.Linear(8, 10, bias=False)})
-    model["head"].weight = model["embed"].weight
-    adapted = LoRAModel(model, LoraConfig(target_modules=["head"], lora_rank=2))
-    nn.init.ones_(adapted.get_parameter("head.lora_B.weight"))
-    weight = model["embed"].weight.detach().clone()
-    adapted.merge()
-    assert torch.equal(model["embed"].weight, weight) and not torch.equal(model["head"].weight, weight)
-    adapted.unmerge()
-    assert model["head"].weight is model["embed"].weight
-
-
 # --- files ------------------------------------------------------------------------------------------------
 
 
@@ -365,28 +224,18 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path):
         load_adapter(model, tmp_path / "nowhere")
 
 
-def read_what_peft_wrote(parallel: bool, folder: str) -> float:
-    """How far our logits are from PEFT's, and the same adapter written again."""
-    base, tp = load_file(GOLDEN / "base.safetensors"), current_context().tp
-    ids, logits = base.pop("ids"), base.pop("logits")
-    model = GoldenNet(parallel)
-    load_weights(model, base, rank=tp.rank, degree=tp.degree)
-    adapted = LoRAModel(model, LoraConfig(load_lora_from_ckpt=True, lora_save_dir=str(GOLDEN))).eval()
-    adapted.save_adapter(folder)
-    return error(adapted(ids).detach(), logits)
+# --- layers -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["plain", "parallel", "two ranks"])
-def test_peft_files_are_read_and_written_alike(how: str, tmp_path: Path):
-    if how == "two ranks":
-        assert max(run_ranks(read_what_peft_wrote, 2, True, str(tmp_path))) < 1e-5
-    else:
-        assert read_what_peft_wrote(how == "parallel", str(tmp_path)) < 1e-5
-    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path, GOLDEN))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    ours, theirs = (json.loads((folder / "adapter_config.json").read_text()) for folder in (tmp_path, GOLDEN))
-    for config in (ours, theirs):
-        config["target_modules"] = sorted(config["target_modules"])
-    theirs |= {"auto_mapping": None}  # which class of which file PEFT was given
-    assert {name: theirs[name] for name in ours} == ours
+def test_a_merged_layer_cannot_be_trained_and_bf16_comes_back_exactly():
+    base = nn.Linear(12, 16, dtype=torch.bfloat16)
+    layer = lora_layer(base.requires_grad_(False), LoraConfig(lora_rank=3))
+    nn.init.normal_(layer.get_parameter("lora_B.weight"))
+    weight = base.weight.detach().clone()
+    layer.merge()
+    assert not torch.equal(base.weight, weight)
+    layer.merge()  # twice is once
+    with pytest.raises(ParallelConfigError, match=r"call unmerge\(\) first"):
+        layer(torch.ones(1, 12, dtype=torch.bfloat16))
+    layer.unmerge()
+    assert torch.equal(base.weight, weight)

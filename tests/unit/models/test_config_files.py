@@ -83,20 +83,6 @@ def test_llama_3_takes_the_original_length_from_the_outer_object_first():
         assert isinstance(found, LlamaConfig) and found.rope.original_max_position == expected
 
 
-def test_a_mistral_with_kinds_of_layers_is_a_ministral_and_a_decoder_that_classifies_needs_a_padding_id(tmp_path):
-    pytest.importorskip("transformers")
-    raw = {**FAMILIES["mistral"], "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6}
-    for family, fields, message in (
-        ("mistral", raw, "ministral"),
-        ("llama", {**FAMILIES["llama"], "architectures": ["LlamaForSequenceClassification"]}, "pad_token_id = None"),
-    ):
-        folder = tmp_path / family
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({**fields, "pad_token_id": None}))
-        with pytest.raises(ModelConfigError, match=message):
-            registry.load_config(folder, "transformers")
-
-
 def test_what_a_window_means():
     assert parsed("mistral").max_length == 256
     assert parsed("mistral", sliding_window=100).max_length == 100
@@ -124,36 +110,37 @@ def test_families_differ_where_they_do():
 
 def test_directories_that_are_none_say_so(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ModelConfigError, match=r"file is not a directory"):
-        registry.load_config(tmp_path / "file")
-    with pytest.raises(ModelConfigError, match=r"config\.json is missing"):
-        registry.load_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelConfigError, match="cannot be read as JSON"):
-        registry.load_config(tmp_path)
-    (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ModelConfigError, match="expected a JSON object"):
-        registry.load_config(tmp_path)
+    for path, content, message in (
+        (tmp_path / "file", None, r"file is not a directory"),
+        (tmp_path, None, r"config\.json is missing"),
+        (tmp_path, "{", "cannot be read as JSON"),
+        (tmp_path, "[1]", "expected a JSON object"),
+    ):
+        if content is not None:
+            (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ModelConfigError, match=message):
+            registry.load_config(path)
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama"]))
     spec = registry.load_config(tmp_path)
-    with pytest.raises(ModelConfigError, match=r"architectures.*cannot do 'embed'.*generate"):
-        registry.build(spec, "embed")
-    with pytest.raises(ModelConfigError, match="no task 'translate'"):
-        spec.task("translate")
+    for task, message in (
+        ("embed", r"architectures.*cannot do 'embed'.*generate"),
+        ("translate", "no task 'translate'"),
+    ):
+        with pytest.raises(ModelConfigError, match=message):
+            registry.build(spec, task)
 
 
-ODD = ([], {}, "x", -1, 0, 1.5, True, [1, "x"], {"a": 1}, [[]], float("nan"), float("inf"), None)
+ODD = ([], {"a": 1}, "x", -1, 1.5, True, [1, "x"], float("nan"), None)
 """Values of every JSON kind, most of which fit no field."""
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "bert"])
+@pytest.mark.parametrize("family", ["llama", "bert"])
 def test_whatever_a_field_holds_the_error_is_typed(tmp_path, family):
     base = FAMILIES[family]
-    fields = {*base, "layer_types", "hidden_act", "rope_scaling", "id2label", "architectures", "eos_token_id"}
+    fields = {*base, "layer_types", "rope_scaling", "id2label", "eos_token_id"}
     for name, value in itertools.product(sorted(fields), ODD):
-        (tmp_path / "config.json").write_text(json.dumps({**base, name: value}))
         with contextlib.suppress(ModelConfigError):
-            registry.load_config(tmp_path)
+            parsed(family, **{name: value})
     with pytest.raises(ModelConfigError, match=r"hidden_act = \[\]: this activation is not supported"):
         parsed(family, hidden_act=[])
     (tmp_path / "config.json").write_text(json.dumps({**base, "architectures": 7}))

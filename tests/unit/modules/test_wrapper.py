@@ -16,19 +16,10 @@ from nxd_infer.modules.nxd_model import NxDModel
 from nxd_infer.parallel_layers.layer_norm import mark_sequence_parallel
 from nxd_infer.pipeline import NxDPPModel
 
-OWN = {
-    NxDModel: {"nxd_config"},
-    NxDPPModel: {"nxd_config", "stage", "pipeline"},
-    LoRAModel: {
-        "lora_config",
-        "lora_layers",
-        "base_layouts",
-        "whole_layouts",
-        "adapted_elsewhere",
-        "adapter_names",
-        "_heads",
-        "_every_path",
-    },
+MAKE = {
+    NxDModel: lambda module: NxDModel(module, {}),
+    NxDPPModel: NxDPPModel,
+    LoRAModel: lambda module: LoRAModel(module, LoraConfig(lora_rank=2, target_modules=["inner"])),
 }
 
 
@@ -46,16 +37,17 @@ class Named(nn.Module):
 
 
 @pytest.mark.parametrize("children", [True, False])
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("kind", MAKE)
 def test_a_module_keeps_what_it_names_as_its_wrapper_does(kind: Any, children: bool):
-    module = Named(OWN[kind], children)
-    before = {name: getattr(module, name) for name in OWN[kind]}
-    given = {NxDModel: [{}], NxDPPModel: [], LoRAModel: [LoraConfig(lora_rank=2, target_modules=["inner"])]}[kind]
-    model = kind(module, *given)
+    own = set(vars(MAKE[kind](Named(set(), children)))) - set(vars(nn.Module()))
+    assert own
+    module = Named(own, children)
+    before = {name: getattr(module, name) for name in own}
+    model = MAKE[kind](module)
     for one in (model, copy.deepcopy(model)):
         assert one(torch.ones(2, 4)).ndim == 0
-        assert OWN[kind] <= vars(one).keys()
-        assert all(type(getattr(one, name)) is not type(before[name]) for name in OWN[kind])
+        assert own <= vars(one).keys()
+        assert all(type(getattr(one, name)) is not type(before[name]) for name in own)
     assert all(getattr(module, name) is value for name, value in before.items())
 
 

@@ -31,11 +31,9 @@ def groups(m: nn.Module) -> list[dict[str, Any]]:
 
 
 CALLS: dict[str, Callable[[Any, nn.Module], torch.optim.Optimizer]] = {
-    "list": lambda make, m: make(list(m.parameters()), lr=0.1),
-    "generator": lambda make, m: make(m.parameters(), lr=0.1, betas=(0.5, 0.6)),
+    "positional rate": lambda make, m: make(list(m.parameters()), 0.1),
     "groups": lambda make, m: make(groups(m), lr=0.1),
-    "params=": lambda make, m: make(params=m.parameters(), lr=0.1),
-    "positional rate": lambda make, m: make(m.parameters(), 0.1),
+    "params=": lambda make, m: make(params=m.parameters(), lr=0.1, betas=(0.5, 0.6)),
     "one tensor in a group": lambda make, m: make([{"params": m[0].weight}, {"params": m[2].bias, "lr": 1.0}]),
     "names": lambda make, m: make(m.named_parameters(), lr=0.1),
 }
@@ -106,9 +104,6 @@ def test_the_number_of_a_parameter_that_is_gone_means_nothing():
 
 
 def test_no_parameters_are_refused():
-    for call in (
-        lambda: make_optimizer_constructor_lazy(AdamW)(lr=1.0),
-        lambda: make_optimizer_constructor_lazy(AdamW)([]),
-    ):
+    for arguments in ((), ([],)):
         with pytest.raises(ParallelConfigError):
-            call()
+            make_optimizer_constructor_lazy(AdamW)(*arguments)
