@@ -14,6 +14,7 @@ from torch import Tensor
 
 import nxd_infer as nxd
 from nxd_infer.checkpoint.folder import find_checkpoint
+from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.errors import (
     CheckpointError,
@@ -24,6 +25,7 @@ from nxd_infer.errors import (
     WeightSchemaError,
 )
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
+from nxd_infer.parallel_state import get_tensor_model_parallel_size
 from nxd_infer.trace import parallel_model_load, parallel_model_trace
 from nxd_infer.trainer import gather_weights
 from nxd_infer.util.beneath import opened_beneath
@@ -55,6 +57,9 @@ def logits_of(model) -> Tensor:
 def train(root: str) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Save "a" and "b" at the degrees in force; the logits of both, and of a third step the gathered weights."""
     model, optimizer = training(llama)
+    if get_tensor_model_parallel_size() > 1:  # a shard is not taken for the whole
+        with pytest.raises(CheckpointError, match=r"rank . of 2.*gather_weights"):
+            weight_source(model)
     found = []
     for tag in ("a", "b"):
         step(model, optimizer)
@@ -78,14 +83,9 @@ def close(out: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("saved", "traced"), [(2, 1), (1, 2)])
-def test_a_checkpoint_is_traced_and_swapped_at_another_degree(trained, tmp_path, saved, traced):
-    if saved == 2:
-        root, (a, b, c), weights = trained
-    else:
-        root = tmp_path / "ckpts"
-        (a, b, c), weights = train(str(root))
-    with parallel_model_trace(llama, IDS, tp_degree=traced, checkpoint=root, checkpoint_tag="a", **EAGER) as model:
+def test_a_checkpoint_is_traced_and_swapped_at_a_lower_degree(trained):
+    root, (a, b, c), weights = trained
+    with parallel_model_trace(llama, IDS, checkpoint=root, checkpoint_tag="a", **EAGER) as model:
         close(model(IDS), a)
         model.update_weights(root)  # the newest
         close(model(IDS), b)
@@ -112,6 +112,15 @@ def test_a_checkpoint_is_traced_and_swapped_at_another_degree(trained, tmp_path,
             close(model(IDS), b)
             with pytest.raises(CheckpointError, match="'c'"):
                 model.update_weights(path, tag="c")
+
+
+def test_a_checkpoint_is_traced_and_swapped_at_a_higher_degree(tmp_path):
+    (a, b, _), _ = train(str(tmp_path / "ckpts"))
+    more = {"tp_degree": 2, "checkpoint": tmp_path / "ckpts", "checkpoint_tag": "a"}
+    with parallel_model_trace(llama, IDS, **more, **EAGER) as model:
+        close(model(IDS), a)
+        model.update_weights(tmp_path / "ckpts")
+        close(model(IDS), b)
 
 
 def test_a_model_in_training_gives_its_weights(trained):
@@ -195,18 +204,3 @@ def test_ranks_lost_during_a_swap_start_again_with_the_old_weights(tmp_path):
         assert torch.equal(model(x)["y"], old)
         model.update_weights(new)
         torch.testing.assert_close(model(x)["y"], toy.expected(new, x))
-
-
-def refused_shard() -> str:
-    """The error of one of two ranks that passes its shard as the full weights."""
-    model, _ = training(llama)
-    from nxd_infer.checkpoint.source import weight_source
-
-    with pytest.raises(CheckpointError) as caught:
-        weight_source(model)
-    return str(caught.value)
-
-
-def test_a_shard_is_not_taken_for_the_whole():
-    first, second = run_ranks(refused_shard, 2, tp=2)
-    assert "rank 0 of 2" in first and "rank 1 of 2" in second and "gather_weights" in first

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_infer.backends.cpu.lower import PROGRAM_FILE
-from nxd_infer.context import make_context, use_context
+from nxd_infer.context import make_context
 from nxd_infer.errors import (
     ArtifactCorruptError,
     InputMismatchError,
@@ -24,7 +24,6 @@ from nxd_infer.graph.export import Step
 from nxd_infer.graph.names import named_inputs
 from nxd_infer.graph.stored import ir_text, read_ir
 from nxd_infer.modules.nxd_model import NxDModel
-from tests.support import traced_models as models
 from tests.support.graph.exporting import entries, load, loaded, lowered, operators
 
 
@@ -104,16 +103,6 @@ def test_decision_7_no_constant_is_in_the_graph(tmp_path):
     other_entry, _ = lowered(other, x)
     run, _, _ = loaded(other, other_entry, tmp_path)
     assert torch.allclose(run([x])[0], other(x), atol=1e-6)
-
-
-def test_decision_11_a_rank_as_data_gives_one_digest_and_a_baked_one_does_not():
-    digests = {"baked": [], "data": []}
-    for rank in range(2):
-        with use_context(make_context(2, rank, tp=2)):
-            digests["baked"].append(lowered(models.baked_rank(), torch.ones(4))[0].digest)
-            digests["data"].append(lowered(models.rank_as_data(), torch.ones(4))[0].digest)
-    assert digests["data"][0] == digests["data"][1]
-    assert digests["baked"][0] != digests["baked"][1]
 
 
 def test_decision_10_and_12_collectives_are_recorded_in_order_and_unused_ones_are_dropped():

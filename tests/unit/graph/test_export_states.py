@@ -1,19 +1,18 @@
-"""Exporting states: updates, aliases, what changes in place, what may not. Eager, in this process."""
+"""Exporting states: updates, aliases, hidden views, shared memory, what changes in place and what may not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from nxd_infer.errors import (
-    TraceConfigError,
-    TraceError,
-)
+from nxd_infer.errors import TraceConfigError, TraceError
 from nxd_infer.graph.names import state_name
+from nxd_infer.graph.passes import mutated_placeholders
 from tests.support.graph.exporting import loaded, lowered, operators
 
 
@@ -53,44 +52,38 @@ def _in_place(self: Cache, x: Tensor, at: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("update", "declared"),
+    ("update", "declared", "operator"),
     [
-        (_scatter, True),  # an output becomes a state only when that is declared
-        (_old_value_after, True),
-        (_assigned, True),
-        (_assigned, False),
-        (_in_place, True),
-        (_in_place, False),
+        (_scatter, True, "aten.index_put_.default"),  # an output becomes a state only when that is declared
+        (_old_value_after, True, "aten.copy_.default"),  # the old value is read later, and kept for that
+        (_assigned, False, "aten.index_put_.default"),
+        (_in_place, False, "aten.index_put_.default"),
     ],
 )
-def test_decision_1_a_state_keeps_its_value_however_it_is_updated(update, declared, tmp_path):
+def test_decision_1_and_4_a_state_keeps_its_value_and_is_updated_in_place_where_it_can(
+    update, declared, operator, tmp_path
+):
     """Aliased, assigned or in place, declared or found: three calls equal the eager module."""
-    aliases = {1: "cache"} if update in (_scatter, _old_value_after) else {}
+    aliases = {1: "cache"} if declared else {}
     module = Cache(update)
     entry, step = lowered(module, X, AT, aliases=aliases, states=["cache"] if declared else [])
-    assert step.states == ["cache"]
-    assert len(entry.graph.outputs) == 1
-    run, states, _ = loaded(module, entry, tmp_path)
+    assert step.states == ["cache"] and len(entry.graph.outputs) == 1
+    writes = {"aten.index_put_.default", "aten.copy_.default", "aten.scatter.src"}
+    assert writes & set(operators(entry)) == {operator}
+    follow(module, entry, tmp_path, bool(aliases))
+
+
+def follow(module: nn.Module, entry: Any, path: Path, aliased: bool = True) -> None:
+    """Three calls of the graph give what the module gives, and keep the state that it keeps."""
+    run, states, _ = loaded(module, entry, path)
     with torch.no_grad():
         for shift in range(3):
             at = (AT + shift) % 4
             result = module(X + shift, at)
-            want, cache = result if aliases else (result, module.cache)
+            want, cache = result if aliased else (result, module.cache)
             module.cache = cache.clone()
             assert torch.equal(run([X + shift, at])[0], want)
             assert torch.equal(states["cache"], module.cache)
-
-
-def test_decision_4_a_scatter_is_an_update_in_place():
-    entry, _ = lowered(Cache(_scatter), X, AT, aliases={1: "cache"})
-    assert "aten.index_put_.default" in operators(entry)
-    assert not {"aten.scatter.src", "aten.copy_.default"} & set(operators(entry))
-
-
-def test_decision_4_the_old_value_is_kept_where_it_is_read_later():
-    entry, _ = lowered(Cache(_old_value_after), X, AT, aliases={1: "cache"})
-    assert "aten.index_put_.default" not in operators(entry)
-    assert "aten.copy_.default" in operators(entry)
 
 
 def _shifted(self: Cache, x: Tensor, at: Tensor) -> Any:
@@ -117,13 +110,7 @@ def test_what_reads_or_returns_the_old_value_of_a_state_gets_the_old_value(updat
     module = Cache(update)
     module.cache.normal_()
     entry, _ = lowered(module, X, AT, aliases={1: "cache"})
-    run, states, _ = loaded(module, entry, tmp_path)
-    with torch.no_grad():
-        for shift in range(3):
-            want, cache = module(X + shift, (AT + shift) % 4)
-            assert torch.equal(run([X + shift, (AT + shift) % 4])[0], want)
-            module.cache = cache.clone()
-            assert torch.equal(states["cache"], module.cache)
+    follow(module, entry, tmp_path)
 
 
 class Places(nn.Module):
@@ -155,47 +142,26 @@ def test_two_states_may_change_places(assigns, tmp_path):
         assert torch.equal(states["a"], a) and torch.equal(states["b"], b)
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2, -1])
 @pytest.mark.parametrize("cut", [0, 1])
-def test_decision_4_a_scatter_rewritten_is_the_same_for_every_index(dim, cut, tmp_path):
+def test_decision_4_a_scatter_rewritten_is_the_same_for_every_index(cut, tmp_path):
     """General indices, index smaller than source: the rewrite is exact."""
-    torch.manual_seed(dim + 10 * cut)
+    torch.manual_seed(10 * cut)
 
     class Scatter(nn.Module):
-        def forward(self, base: Tensor, index: Tensor, source: Tensor) -> Tensor:
-            return torch.scatter(base, dim, index, source)
+        def forward(self, base: Tensor, source: Tensor, *indices: Tensor) -> tuple[Tensor, ...]:
+            return tuple(torch.scatter(base, dim, index, source) for dim, index in zip(DIMS, indices, strict=True))
 
     base, source = torch.randn(4, 5, 6), torch.randn(4, 5, 6)
-    shape = [4 - cut, 5 - cut, 6 - cut]
-    size = shape[dim]
-    order = torch.rand(shape).argsort(dim)  # no target twice: their order is undefined
-    assert int(order.max()) < size
-    entry, _ = lowered(Scatter(), base, order, source)
+    # no target twice: their order is undefined
+    indices = [torch.rand(4 - cut, 5 - cut, 6 - cut).argsort(dim) for dim in DIMS]
+    entry, _ = lowered(Scatter(), base, source, *indices)
     assert "aten.scatter.src" not in operators(entry)
     run, _, _ = loaded(Scatter(), entry, tmp_path)
-    assert torch.equal(run([base, order, source])[0], torch.scatter(base, dim, order, source))
+    found, wanted = run([base, source, *indices]), Scatter()(base, source, *indices)
+    assert all(map(torch.equal, found, wanted))
 
 
-class Changes(nn.Module):
-    """Changes something that is neither a buffer nor a parameter."""
-
-    def __init__(self, how: str):
-        super().__init__()
-        self.how = how
-        self.seen = torch.zeros(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.how == "in place":
-            self.seen += x
-        else:
-            self.seen = self.seen + x
-        return x + self.seen
-
-
-@pytest.mark.parametrize("how", ["in place", "assigned"])
-def test_decision_1_a_changed_plain_tensor_is_refused_by_name(how):
-    with pytest.raises(TraceError, match=r"'seen'.*register"):
-        lowered(Changes(how), torch.ones(3))
+DIMS = (0, 1, 2, -1)
 
 
 class Keeps(nn.Module):
@@ -208,9 +174,18 @@ class Keeps(nn.Module):
         self.seen: list[Tensor] = []
         self.by_name: dict[str, Tensor] = {}
         self.register_buffer("empty", None)
+        self.sum = torch.zeros(3)
+        self.last = torch.zeros(3)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.where == "previous":
+        y = x
+        if self.where == "sum":
+            self.sum += x
+            y = x + self.sum
+        elif self.where == "last":
+            self.last = self.last + x
+            y = x + self.last
+        elif self.where == "previous":
             y = x if self.previous is None else x + self.previous
             self.previous = x
         elif self.where == "seen":
@@ -220,7 +195,6 @@ class Keeps(nn.Module):
             y = x + self.by_name.get("last", torch.zeros(()))
             self.by_name["last"] = x
         elif self.where == "new":
-            y = x
             self.new = x
         else:
             y = x if self.empty is None else x + self.empty
@@ -229,7 +203,7 @@ class Keeps(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")  # export warns of some of them as well
-@pytest.mark.parametrize("where", ["previous", "seen", "by_name", "new", "empty"])
+@pytest.mark.parametrize("where", ["sum", "last", "previous", "seen", "by_name", "new", "empty"])
 def test_decision_1_a_tensor_kept_outside_of_states_is_refused_by_name(where):
     with pytest.raises(TraceError, match=f"'{where}'.*register"):
         lowered(Keeps(where), torch.ones(3))
@@ -356,3 +330,94 @@ def test_states_are_named_by_name_or_by_tensor_and_must_be_registered():
     for wrong in ("cash", torch.zeros(2), 3):
         with pytest.raises(TraceConfigError, match="not a buffer or parameter"):
             state_name(module, wrong)
+
+
+# --- writes that no operator's schema declares --------------------------------------------------------
+
+
+def test_a_tensor_that_forward_makes_of_numbers_may_be_changed_there(tmp_path):
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            values = torch.tensor([1.0, 2.0, 3.0])
+            values[0] = x[0]
+            values[1:].mul_(2)
+            return values + x, torch.tensor([4.0, 5.0, 6.0]) * x
+
+    entry, step = lowered(Writes(), torch.ones(3))
+    assert not step.states
+    run, _, _ = loaded(Writes(), entry, tmp_path)
+    for value in (7.0, 8.0):  # the second call begins with the same numbers again
+        changed, kept = run([torch.full((3,), value)])
+        assert torch.equal(changed, torch.tensor([2 * value, 4 + value, 6 + value]))
+        assert torch.equal(kept, torch.tensor([4.0, 5.0, 6.0]) * value)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "type_as": lambda x: x.type_as(x * 2),
+    "einsum": lambda x: torch.einsum("ij->ji", x),
+    "atleast_3d": torch.atleast_3d,
+    "meshgrid": lambda x: torch.meshgrid(x[0], torch.ones(1), indexing="ij")[0],
+    "broadcast_tensors": lambda x: torch.broadcast_tensors(x, torch.ones(1))[0],
+    "feature_dropout": lambda x: nn.functional.dropout1d(x, training=False),
+}
+
+
+class Hides(nn.Module):
+    """Writes to a state, and to an input, through each operator whose schema does not say that it returns a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in VIEWS:
+            self.register_buffer(name, torch.zeros(1, 3))
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        for x, (name, view) in zip(inputs, VIEWS.items(), strict=True):
+            view(self.get_buffer(name)).add_(1)
+            view(x).add_(1)
+        return tuple(x + self.get_buffer(name) for x, name in zip(inputs, VIEWS, strict=True))
+
+
+def test_a_write_through_a_view_that_no_schema_declares_is_found(tmp_path):
+    module = Hides()
+    entry, step = lowered(module, *(torch.ones(1, 3) for _ in VIEWS))
+    assert sorted(step.states) == sorted(VIEWS) and not entry.graph.weights
+    assert not mutated_placeholders(entry.canonical.module.graph)
+    run, states, _ = loaded(module, entry, tmp_path)
+    for call in (1, 2):
+        inputs = [torch.ones(1, 3) for _ in VIEWS]
+        for name, x, found in zip(VIEWS, inputs, run(inputs), strict=True):
+            assert torch.equal(found, torch.full((1, 3), 2.0 + call)), name
+            assert torch.equal(states[name], torch.full((1, 3), float(call))), name
+            assert torch.equal(x, torch.ones(1, 3)), name
+
+
+# --- states that share memory with another tensor -----------------------------------------------------
+
+
+class Shows(nn.Module):
+    """Changes ``cache`` and reads it through ``shown``, a part of it that is kept as buffer, attribute or state."""
+
+    def __init__(self, how: str, start: int):
+        super().__init__()
+        memory = torch.zeros(6)
+        self.register_buffer("cache", memory[:4])
+        if how == "attribute":
+            self.shown = memory[start:]
+        else:
+            self.register_buffer("shown", memory[start:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache.add_(x.sum())
+        return self.shown + 1
+
+
+@pytest.mark.parametrize("how", ["attribute", "state"])
+def test_a_state_that_shares_memory_is_refused_and_neighbours_in_one_memory_are_not(how, tmp_path):
+    states = ["cache", "shown"] if how == "state" else []
+    with pytest.raises(TraceConfigError, match="'cache' shares memory with 'shown'"):
+        lowered(Shows(how, 3), torch.ones(3), states=states)
+    module = Shows(how, 4)
+    entry, _ = lowered(module, torch.ones(3), states=states)
+    run, at, _ = loaded(module, entry, tmp_path)
+    assert torch.equal(run([torch.ones(3)])[0], torch.ones(2))
+    assert torch.equal(at["cache"], torch.full((4,), 3.0))
