@@ -78,8 +78,8 @@ def test_the_device_has_the_weights_and_the_host_the_sampler(ranks: list[Rank]) 
     assert {names[place] for place in split.host_states} == OF_THE_HOST
     assert hosted.isdisjoint(split.body.takes)
     assert (set(states) - hosted).isdisjoint([*split.head.takes, *split.tail.takes])
-    targets = {part: {node.target for node in part.module.graph.nodes} for part in (split.body, split.tail)}
-    assert targets[split.body].isdisjoint(HOST) and targets[split.tail] & HOST
+    body, tail = ({node.target for node in part.module.graph.nodes} for part in (split.body, split.tail))
+    assert body.isdisjoint(HOST) and tail & HOST
     assert len(split.head.module.graph.nodes) < 25 < len(split.body.module.graph.nodes)
 
 

@@ -90,8 +90,8 @@ def test_it_computes_what_pytorch_does_with_any_number_of_threads(traced: Any) -
 def test_compiled_code_calls_the_operators_past_torch_and_shares_loops_among_threads() -> None:
     work = compiled.compiled_everything() / "work"
     (wrapper,) = (file.read_text() for file in work.rglob("*.wrapper.cpp"))
-    for name, count in (("packed_linears", 2), ("cache_attention", 2), ("sample", 1), ("remember_tokens", 1)):
-        assert wrapper.count(f"(aoti_torch_cpu_{name}(") == count, name
+    for name in ("packed_linears", "cache_attention"):
+        assert wrapper.count(f"(aoti_torch_cpu_{name}(") == 2, name
     # 77 stands in the caches' shape alone: nothing but a check of the inputs may name it.
     naming = [line for line in wrapper.splitlines() if "77L" in line]
     assert naming and all("assert_size_stride(arg" in line for line in naming)
@@ -319,4 +319,4 @@ def test_a_compiler_that_fails_or_takes_too_long_says_why_and_leaves_nothing(
     with pytest.raises(TraceError, match=r"compiling graph .* failed") as caught:
         nxd.trace.parallel_model_recompile(eager, out, backend="inductor")
     assert "jokes" in str(caught.value) or "jokes" in caught.value.remote_traceback
-    assert not out.exists() and not list(own.glob("nxd-*"))
+    assert not out.exists() and not list(own.glob("nxd-*compile-*"))

@@ -171,23 +171,6 @@ def test_one_encoding_for_all_buckets() -> None:
     assert encoded(module, {"x": small})[0] == {"weight": PACKED, "square": PACKED}
 
 
-def test_a_tied_table_is_packed_and_gathered_from() -> None:
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(20, 8)
-            self.head = nn.Linear(8, 20)
-            self.head.weight = self.embed.weight
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.head(self.embed(ids))
-
-    module, ids = Table(), torch.tensor([[0, 19], [3, 3]])
-    chosen, (found,) = encoded(module, {"ids": ids})
-    assert chosen == {"embed.weight": PACKED}
-    torch.testing.assert_close(found, module(ids).detach(), rtol=1e-5, atol=1e-5)
-
-
 def test_small_weights_stay_plain_unless_asked_for() -> None:
     module = nn.Linear(128, 128, bias=False)  # 64 KiB
     step = Step(module, {"x": torch.randn(2, 128)})

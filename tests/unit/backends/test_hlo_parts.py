@@ -52,16 +52,14 @@ def sampled(x: Tensor) -> Tensor:
     ("function", "words"),
     [
         (lambda self, x: x >> 1, r"-5 >> 1 is -2 and -3"),
-        (lambda self, x: torch.bitwise_right_shift(x, x), r"rounding_mode='floor'"),
         (lambda self, x: (x + 1).bitwise_right_shift_(1), r"bitwise_right_shift.* of signed numbers"),
-        (lambda self, x: (x + 1).__irshift__(1), r"shift.* of signed numbers"),
         (
             lambda self, x: torch.cond(x.sum() > 1, lambda x: x + 1, lambda x: x - 1, (x,)),
             r"torch\.cond.*choose with torch\.where",
         ),
         (lambda self, x: x.view(torch.float64), r"aten\.view\.dtype: XLA does not read a tensor's bits"),
     ],
-    ids=["a shift", "a shift by a tensor", "a shift in place", "another in place", "a branch", "a bit cast"],
+    ids=["a shift", "a shift in place", "a branch", "a bit cast"],
 )
 def test_what_no_device_can_do_is_refused(function: Callable[..., Any], words: str) -> None:
     with pytest.raises(TraceError, match=words):

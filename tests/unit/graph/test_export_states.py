@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,40 @@ import torch
 from torch import Tensor, nn
 
 from nxd_infer.errors import TraceConfigError, TraceError
+from nxd_infer.graph.export import Step
 from nxd_infer.graph.names import state_name
 from nxd_infer.graph.passes import mutated_placeholders
-from tests.support.graph.exporting import loaded, lowered, operators
+from nxd_infer.layout.shard import named_tensors
+from tests.support.graph.exporting import Entry, loaded, lowered, operators
+
+
+def follow(
+    module: nn.Module,
+    path: Path,
+    calls: Sequence[Sequence[Tensor]],
+    aliases: Mapping[int, str] | None = None,
+    states: Sequence[str] = (),
+) -> tuple[Entry, Step]:
+    """Calls of the graph give what those of the module give, and keep the states that it keeps; no input changes, and
+    no result of an earlier call."""
+    aliases = aliases or {}
+    entry, step = lowered(module, *calls[0], aliases=dict(aliases), states=list(states))
+    run, kept, _ = loaded(module, entry, path)
+    results: list[tuple[Tensor, Tensor]] = []
+    with torch.no_grad():
+        for inputs in calls:
+            given = [x.clone() for x in inputs]
+            found, wanted = run(given), module(*(x.clone() for x in inputs))
+            assert all(map(torch.equal, given, inputs))
+            outputs = wanted if isinstance(wanted, tuple) else (wanted,)
+            results += zip(found, [x.clone() for i, x in enumerate(outputs) if i not in aliases], strict=True)
+            for index, value in [(i, outputs[i].clone()) for i in aliases]:
+                setattr(module, aliases[index], value)
+            for name in step.states:
+                assert torch.equal(kept[name], named_tensors(module)[name]), name
+    for one, other in results:
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    return entry, step
 
 
 class Cache(nn.Module):
@@ -28,7 +59,7 @@ class Cache(nn.Module):
         return self.update(self, x, at)
 
 
-X, AT = torch.randn(2, 1, 3), torch.tensor([1, 2])
+CALLS = [(torch.randn(2, 1, 3) + shift, (torch.tensor([1, 2]) + shift) % 4) for shift in range(3)]
 
 
 def _scatter(self: Cache, x: Tensor, at: Tensor) -> Any:
@@ -63,27 +94,13 @@ def _in_place(self: Cache, x: Tensor, at: Tensor) -> Any:
 def test_decision_1_and_4_a_state_keeps_its_value_and_is_updated_in_place_where_it_can(
     update, declared, operator, tmp_path
 ):
-    """Aliased, assigned or in place, declared or found: three calls equal the eager module."""
-    aliases = {1: "cache"} if declared else {}
-    module = Cache(update)
-    entry, step = lowered(module, X, AT, aliases=aliases, states=["cache"] if declared else [])
+    """Aliased, assigned or in place, declared or found."""
+    entry, step = follow(
+        Cache(update), tmp_path, CALLS, {1: "cache"} if declared else {}, ["cache"] if declared else []
+    )
     assert step.states == ["cache"] and len(entry.graph.outputs) == 1
     writes = {"aten.index_put_.default", "aten.copy_.default", "aten.scatter.src"}
     assert writes & set(operators(entry)) == {operator}
-    follow(module, entry, tmp_path, bool(aliases))
-
-
-def follow(module: nn.Module, entry: Any, path: Path, aliased: bool = True) -> None:
-    """Three calls of the graph give what the module gives, and keep the state that it keeps."""
-    run, states, _ = loaded(module, entry, path)
-    with torch.no_grad():
-        for shift in range(3):
-            at = (AT + shift) % 4
-            result = module(X + shift, at)
-            want, cache = result if aliased else (result, module.cache)
-            module.cache = cache.clone()
-            assert torch.equal(run([X + shift, at])[0], want)
-            assert torch.equal(states["cache"], module.cache)
 
 
 def _shifted(self: Cache, x: Tensor, at: Tensor) -> Any:
@@ -109,14 +126,13 @@ def _part_of_the_old_value(self: Cache, x: Tensor, at: Tensor) -> Any:
 def test_what_reads_or_returns_the_old_value_of_a_state_gets_the_old_value(update, tmp_path):
     module = Cache(update)
     module.cache.normal_()
-    entry, _ = lowered(module, X, AT, aliases={1: "cache"})
-    follow(module, entry, tmp_path)
+    follow(module, tmp_path, CALLS, {1: "cache"})
 
 
 class Places(nn.Module):
     """Two states that change places, by aliases or by assignment."""
 
-    def __init__(self, assigns: bool):
+    def __init__(self, assigns: bool = True):
         super().__init__()
         self.assigns = assigns
         self.register_buffer("a", torch.ones(3))
@@ -130,16 +146,53 @@ class Places(nn.Module):
         return self.b, self.a, old + x
 
 
-@pytest.mark.parametrize("assigns", [False, True])
-def test_two_states_may_change_places(assigns, tmp_path):
-    module = Places(assigns)
-    entry, _ = lowered(module, X[0, 0], aliases={} if assigns else {0: "a", 1: "b"})
-    run, states, _ = loaded(module, entry, tmp_path)
-    a, b = torch.ones(3), torch.zeros(3)
-    for _ in range(3):
-        assert torch.equal(run([X[0, 0]])[0], a + X[0, 0])
-        a, b = b, a
-        assert torch.equal(states["a"], a) and torch.equal(states["b"], b)
+class Recurrent(nn.Module):
+    """Its layers list their weights anew when they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(3, 2, num_layers=2)
+        self.register_buffer("h", torch.zeros(2, 2))
+        self.register_buffer("c", torch.zeros(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, (self.h, self.c) = self.layer(x[None], (self.h, self.c))
+        return y
+
+
+class Changes(nn.Module):
+    """A parameter, a state of which it returns a view, and its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        self.weight += x
+        self.count += x
+        same = x.reshape(3, 1)
+        x += 1
+        return self.weight * 2, self.count[:2], same
+
+
+@pytest.mark.parametrize(
+    ("module", "aliases", "states"),
+    [
+        (Places(), {}, ["a", "b"]),
+        (Places(assigns=False), {0: "a", 1: "b"}, ["a", "b"]),
+        (Recurrent(), {}, ["h", "c"]),
+        (Changes(), {}, ["count", "weight"]),
+    ],
+    ids=["swapped", "swapped by aliases", "recurrent", "changed in place"],
+)
+def test_decision_1_what_a_module_changes_becomes_its_states(module, aliases, states, tmp_path):
+    calls = [(torch.randn(3, generator=torch.Generator().manual_seed(seed)),) for seed in range(3)]
+    entry, step = follow(module, tmp_path, calls, aliases)
+    assert sorted(step.states) == sorted(states)
+    assert not {spec.name for spec in entry.graph.weights} & set(states)
+    if isinstance(module, Recurrent):
+        assert all(type(weight) is nn.Parameter for weight in module.layer._flat_weights)  # as it was before
 
 
 @pytest.mark.parametrize("cut", [0, 1])
@@ -209,31 +262,6 @@ def test_decision_1_a_tensor_kept_outside_of_states_is_refused_by_name(where):
         lowered(Keeps(where), torch.ones(3))
 
 
-def test_recurrent_layers_keep_their_state_and_may_list_their_weights_anew(tmp_path):
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.LSTM(3, 2, num_layers=2)
-            self.register_buffer("h", torch.zeros(2, 2))
-            self.register_buffer("c", torch.zeros(2, 2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y, (self.h, self.c) = self.layer(x, (self.h, self.c))
-            return y
-
-    torch.manual_seed(0)
-    module, eager = Recurrent(), Recurrent()
-    eager.load_state_dict(module.state_dict())
-    entry, step = lowered(module, torch.ones(4, 3))
-    assert step.states == ["h", "c"] and len(entry.graph.weights) == 8
-    assert all(type(weight) is nn.Parameter for weight in module.layer._flat_weights)  # as it was before
-    run, _, _ = loaded(module, entry, tmp_path)
-    with torch.no_grad():
-        for seed in range(3):
-            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
-            assert torch.allclose(run([x])[0], eager(x), atol=1e-6)
-
-
 def test_a_number_that_changes_is_warned_of(caplog):
     class Counts(nn.Module):
         def __init__(self):
@@ -263,65 +291,13 @@ def test_one_of_two_names_of_a_tensor_cannot_be_assigned():
         lowered(Unties(), torch.ones(3))
 
 
-class Learns(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight += x
-        return self.weight * 2
-
-
-def test_decision_1_a_changed_parameter_becomes_a_state(tmp_path):
-    module = Learns()
-    entry, step = lowered(module, torch.ones(3))
-    assert step.states == ["weight"] and not entry.graph.weights
-    run, states, _ = loaded(module, entry, tmp_path)
-    assert torch.equal(run([torch.ones(3)])[0], torch.full((3,), 4.0))
-    assert torch.equal(run([torch.ones(3)])[0], torch.full((3,), 6.0))
-    assert torch.equal(states["weight"], torch.full((3,), 3.0))
-
-
-def test_an_input_that_the_model_changes_is_not_changed_for_the_caller(tmp_path):
-    class Adds(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            x += 1
-            return x
-
-    entry, _ = lowered(Adds(), torch.zeros(3))
-    run, _, _ = loaded(Adds(), entry, tmp_path)
-    x = torch.zeros(3)
-    assert torch.equal(run([x])[0], torch.ones(3))
-    assert torch.equal(x, torch.zeros(3))
-
-
-def test_an_output_that_is_a_view_of_a_state_has_memory_of_its_own(tmp_path):
-    class View(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("count", torch.zeros(3))
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            self.count += x
-            return self.count[:2], x.reshape(3, 1)
-
-    entry, _ = lowered(View(), torch.ones(3))
-    run, _, _ = loaded(View(), entry, tmp_path)
-    x = torch.ones(3)
-    first, same = run([x])
-    run([x])
-    assert torch.equal(first, torch.ones(2))
-    assert same.data_ptr() != x.data_ptr()
-
-
 @pytest.mark.parametrize(
     ("aliases", "message"),
     [({7: "cache"}, "output 7"), ({0: "cache"}, r"is torch.float32\[2, 3\] where the state is")],
 )
 def test_an_alias_that_cannot_be_is_refused(aliases, message):
     with pytest.raises(TraceConfigError, match=message):
-        lowered(Cache(_scatter), X, AT, aliases=aliases)
+        lowered(Cache(_scatter), *CALLS[0], aliases=aliases)
 
 
 def test_states_are_named_by_name_or_by_tensor_and_must_be_registered():
