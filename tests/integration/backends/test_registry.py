@@ -16,7 +16,7 @@ from tests.support.backends.plugins import installed
 
 def test_backends_of_other_packages_are_found_by_their_entry_points() -> None:
     assert "lockstep" not in registry.names()
-    with pytest.raises(ArtifactBackendError, match="there is no backend 'lockstep'; backends are .*eager"):
+    with pytest.raises(ArtifactBackendError, match=r"there is no backend 'lockstep'; backends are .*eager"):
         registry.get("lockstep")
     with installed():
         assert {"inductor", "eager", "xla", "neuron", "lockstep", "broken"} == set(registry.names())

@@ -113,17 +113,6 @@ def test_small_blocks_share_their_pages_with_others_and_get_none():
     assert filling.holds_what_was_given()
 
 
-def test_a_block_of_several_pages_gets_them_one_after_the_other():
-    filling = Filling(2, length=8 * LENGTH)  # two pages a head
-    before = large_pages(filling.memory)
-    filling.fill(LENGTH * 2)
-    assert large_pages(filling.memory) == before
-    filling.fill(LENGTH * 2)
-    half = 2 * HEADS if made_when_asked() else 0
-    assert large_pages(filling.memory) - before == half
-    assert filling.holds_what_was_given()
-
-
 @pytest.mark.parametrize(
     ("heads", "length", "width", "blocks_of_a_row", "offset", "by_position"),
     [

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +15,15 @@ from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.errors import (
     CheckpointError,
-    ModelClosedError,
-    RankDiedError,
     TraceConfigError,
     WeightMismatchError,
     WeightSchemaError,
 )
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.parallel_state import get_tensor_model_parallel_size
-from nxd_infer.trace import parallel_model_load, parallel_model_trace
+from nxd_infer.trace import parallel_model_trace
 from nxd_infer.trainer import gather_weights
 from nxd_infer.util.beneath import opened_beneath
-from tests.support import toy_artifacts as toy
-from tests.support.processes import wait_until
 from tests.support.ranks import run_ranks
 from tests.support.trainer.jobs import training
 from tests.support.trainer.models import decoder, llama, tokens
@@ -181,26 +174,3 @@ def test_a_checkpoint_has_no_files_but_its_own(trained):
     for name in ("/etc/passwd", "../b/manifest.json", "x/../../b/manifest.json"):
         with pytest.raises(CheckpointError, match="outside of it"):
             checkpoint.path(name)
-
-
-def test_ranks_lost_during_a_swap_start_again_with_the_old_weights(tmp_path):
-    x, new = torch.ones(2, 4, toy.HIDDEN), toy.logical_weights(7)
-    with parallel_model_load(toy.build(tmp_path / "artifact"), call_timeout=60, start_timeout=600) as model:
-        old = model(x)["y"]
-        victim = model.health()[1].pid or 0
-        assert victim
-        os.kill(victim, signal.SIGSTOP)  # so that the swap is under way when it dies
-        with ThreadPoolExecutor(1) as pool:
-            cut = model.cut_weights(new)
-            swap = pool.submit(model.update_weights, cut)
-            wait_until(lambda: model._ranks._open)
-            os.kill(victim, signal.SIGKILL)
-            with pytest.raises(RankDiedError):
-                swap.result(60)
-        assert all(file.closed for file in cut.files)
-        with pytest.raises(ModelClosedError):
-            model(x)
-        model.restart()
-        assert torch.equal(model(x)["y"], old)
-        model.update_weights(new)
-        torch.testing.assert_close(model(x)["y"], toy.expected(new, x))

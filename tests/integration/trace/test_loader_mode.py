@@ -12,7 +12,7 @@ from torch import nn
 import nxd_infer as nxd
 from nxd_infer import comm
 from nxd_infer.context import current_context
-from nxd_infer.errors import TraceConfigError, WeightMismatchError
+from nxd_infer.errors import TraceConfigError, WeightMismatchError, WeightSchemaError
 from tests.support import traced_models as models
 
 X = torch.zeros(4)
@@ -118,28 +118,32 @@ def test_states_start_as_the_checkpoint_says_in_loader_mode():
         trace(stored)
 
 
-def test_tied_weights_are_stored_once_and_read_under_either_name():
+def test_tied_weights_are_stored_once_and_read_and_replaced_under_either_name():
     class Tied(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.embed = torch.nn.Embedding(6, 4)
             self.head = torch.nn.Linear(4, 6, bias=False)
             self.head.weight = self.embed.weight
+            self.unread = torch.nn.Linear(2, 2)
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return self.head(self.embed(ids))
 
-    weight, ids = torch.randn(6, 4), torch.tensor([1, 5])
+    unread, ids = {"unread.weight": torch.ones(2, 2), "unread.bias": torch.ones(2)}, torch.tensor([1, 5])
     for name in ("embed.weight", "head.weight"):
-        with load(lambda name=name: {name: weight}, Tied, ids, tp_degree=1) as model:
+        first, second = torch.randn(2, 6, 4)
+        with load(lambda name=name, first=first: {name: first, **unread}, Tied, ids, tp_degree=1) as model:
             assert [spec.name for spec in model.manifest.weights] == ["embed.weight"]
-            assert torch.allclose(model(ids), weight[ids] @ weight.t(), atol=1e-5)
+            assert model.manifest.layout["unread"] == ["unread.bias", "unread.weight"]
+            assert torch.allclose(model(ids), first[ids] @ first.t(), atol=1e-5)
+            model.update_weights({name: second, **unread})
+            assert torch.allclose(model(ids), second[ids] @ second.t(), atol=1e-5)
+            with pytest.raises(WeightSchemaError, match="missing: embed.weight"):
+                model.update_weights(unread)
 
 
 def test_func_must_be_callable_and_return_a_module_and_aliases():
-    def trace(func):
-        nxd.trace.parallel_model_trace(func, X, backend="eager", checkpoint_loader_callable=dict)
-
     for func, message in (
         (3, "func must be a callable"),
         (lambda: 3, "it returned int"),
@@ -148,7 +152,7 @@ def test_func_must_be_callable_and_return_a_module_and_aliases():
         (lambda: (models.Plus(), {torch.zeros(1): 0}), "register it with register_buffer"),
     ):
         with pytest.raises(TraceConfigError, match=message):
-            trace(func)
+            load(dict, func, X, tp_degree=1)
 
 
 class Declares(torch.nn.Module):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,40 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from nxd_infer.errors import TraceConfigError, TraceError
-from nxd_infer.graph.export import Step
 from nxd_infer.graph.names import state_name
 from nxd_infer.graph.passes import mutated_placeholders
-from nxd_infer.layout.shard import named_tensors
-from tests.support.graph.exporting import Entry, loaded, lowered, operators
-
-
-def follow(
-    module: nn.Module,
-    path: Path,
-    calls: Sequence[Sequence[Tensor]],
-    aliases: Mapping[int, str] | None = None,
-    states: Sequence[str] = (),
-) -> tuple[Entry, Step]:
-    """Calls of the graph give what those of the module give, and keep the states that it keeps; no input changes, and
-    no result of an earlier call."""
-    aliases = aliases or {}
-    entry, step = lowered(module, *calls[0], aliases=dict(aliases), states=list(states))
-    run, kept, _ = loaded(module, entry, path)
-    results: list[tuple[Tensor, Tensor]] = []
-    with torch.no_grad():
-        for inputs in calls:
-            given = [x.clone() for x in inputs]
-            found, wanted = run(given), module(*(x.clone() for x in inputs))
-            assert all(map(torch.equal, given, inputs))
-            outputs = wanted if isinstance(wanted, tuple) else (wanted,)
-            results += zip(found, [x.clone() for i, x in enumerate(outputs) if i not in aliases], strict=True)
-            for index, value in [(i, outputs[i].clone()) for i in aliases]:
-                setattr(module, aliases[index], value)
-            for name in step.states:
-                assert torch.equal(kept[name], named_tensors(module)[name]), name
-    for one, other in results:
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
-    return entry, step
+from tests.support.graph.exporting import follow, loaded, lowered, operators
 
 
 class Cache(nn.Module):

@@ -63,27 +63,6 @@ def test_the_command_offers_the_declared_options_and_three_of_its_own():
     assert {f"--{name.replace('_', '-')}" for name in SAMPLER_FIELDS} < command_flags("generate")
 
 
-def test_commands_share_declared_options():
-    """An option of several commands is the declared one, help included."""
-    command: Any = typer.main.get_command(app)
-    shown = {
-        name: {option.name: (option.opts, option.help) for option in command.commands[name].params}
-        for name in ("trace", "recompile", "verify", "generate", "demo")
-    }
-    for name, one in command_options(RecompileOptions).items():
-        assert shown["recompile"][name] == ([one.flag], one.help)
-    for commands, options, names in (
-        (("trace", "demo"), TraceOptions, ["backend"]),
-        (("trace", "recompile"), TraceOptions, ["target", "compiler_args", "compiler_workdir"]),
-        (("trace", "verify"), TraceOptions, ["checkpoint", "checkpoint_tag"]),
-        (("generate",), ServerSettings, ["speculate", "generation_defaults", "allow_kernel"]),
-        (("verify",), ServerSettings, ["allow_kernel"]),
-    ):
-        for name, one in command_options(options, *names).items():
-            flag = (one.flag or "").partition("/")[0]
-            assert [shown[of][name] for of in commands] == [([flag], one.help)] * len(commands)
-
-
 @dataclass
 class More(TraceOptions):
     pieces: int = option(3, "Number of pieces.", int, flag="--pieces", minimum=2)
