@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from nxd_infer.runtime.save_load import parallel_model_save
 from nxd_infer.runtime.updates.weights import WeightUpdate
 from tests.support.backends import compiled, packed_models
 from tests.support.backends.manifests import changed
-from tests.support.graph.exporting import entries
+from tests.support.backends.packed_models import Siblings, three_of_one_input, with_and_without_a_bias
+from tests.support.graph.exporting import entries, joined_calls
 from tests.support.needs import needs_native
 
 pytestmark = needs_native
@@ -52,10 +53,10 @@ class Form(nn.Module):
 
 def encoded(module: nn.Module, *inputs: dict[str, Tensor]) -> tuple[dict[str, str], list[Tensor]]:
     """What is chosen over buckets with these inputs, and what each bucket's graph returns with the packed weights."""
-    library = native.load()
     results = []
-    steps = [Step(module, one) for one in inputs]
-    plain, packs = entries(steps, library), entries(steps, library, {PACKED_OPTION: 1})
+    plain, packs = (
+        entries([Step(module, one) for one in inputs], native.load(), {PACKED_OPTION: minimum}) for minimum in (0, 1)
+    )
     chosen: dict[str, str] = {}
     tensors = dict(module.named_parameters())
     for one, before, lowered in zip(inputs, plain, packs, strict=True):
@@ -66,7 +67,8 @@ def encoded(module: nn.Module, *inputs: dict[str, Tensor]) -> tuple[dict[str, st
             packed.pack(tensors[spec.name].detach()) if spec.encoding else tensors[spec.name].detach()
             for spec in lowered.graph.weights
         ]
-        results += Program(lowered.ir)(*one.values(), *values)
+        states = [module.get_buffer(spec.name).clone() for spec in lowered.graph.states]
+        results += Program(lowered.ir)(*states, *one.values(), *values)
     return chosen, results
 
 
@@ -99,27 +101,27 @@ def _without_gradients(module: Any, x: Tensor) -> Tensor:
 class Each(nn.Module):
     """Every form with weights of its own, of an input of its own."""
 
-    def __init__(self, forms: dict[str, Forward]):
+    def __init__(self, forms: Iterable[nn.Module]):
         super().__init__()
-        self.forms = nn.ModuleList(Form(forward) for forward in forms.values())
+        self.forms = nn.ModuleList(forms)
 
     def forward(self, x: Tensor) -> list[Tensor]:
         return [form(x + number) for number, form in enumerate(self.forms)]
 
 
-def check(forms: dict[str, Forward], chosen: str) -> None:
-    """In each form the weight ``chosen`` is packed, and nothing else; the results are those of the module."""
-    module, x = Each(forms), torch.randn(3, 5, 8)
-    found, results = encoded(module, {"x": x})
-    assert found == {f"forms.{number}.{chosen}": PACKED for number in range(len(forms)) if chosen}, list(forms)
-    for name, one, other in zip(forms, results, module(x), strict=True):
-        torch.testing.assert_close(
-            one, other.detach(), rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
-        )
+def check(forms: dict[str, nn.Module], x: Tensor) -> tuple[nn.Module, dict[str, str]]:
+    """All forms as one module, and what is packed in them; the results are those of the module."""
+    module = Each(forms.values())
+    chosen, results = encoded(module, {"x": x})
+    with torch.no_grad():
+        for name, one, other in zip(forms, results, module(x), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+    return module, chosen
 
 
 def test_every_form_of_a_linear_is_packed() -> None:
-    check(LINEARS, "weight")
+    _, chosen = check({name: Form(forward) for name, forward in LINEARS.items()}, torch.randn(3, 5, 8))
+    assert chosen == {f"forms.{number}.weight": PACKED for number in range(len(LINEARS))}, list(LINEARS)
 
 
 OTHERS: dict[str, Forward] = {
@@ -140,7 +142,51 @@ OTHERS: dict[str, Forward] = {
 
 
 def test_any_other_use_keeps_a_weight_plain() -> None:
-    check(OTHERS, "")
+    _, chosen = check({name: Form(forward) for name, forward in OTHERS.items()}, torch.randn(3, 5, 8))
+    assert chosen == {}, list(OTHERS)
+
+
+JOINED: dict[str, tuple[Forward, list[int]]] = {
+    "three of one input": (three_of_one_input, [3]),
+    "one of them twice": (lambda m, x: torch.cat((m.a(x), m.b(m.c(x).repeat(1, 2)), m.c(x)), -1), [3]),
+    "with and without a bias": (with_and_without_a_bias, [2]),
+    "each of its own": (lambda m, x: m.b(m.c(x).repeat(1, 2)), []),
+}
+
+
+def around(write: Callable[[Tensor], object]) -> Forward:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        hidden = x * 2
+        before = (m.a(hidden), m.b(hidden))
+        write(hidden)
+        return torch.cat((*before, m.b(hidden), m.c(hidden)), -1)
+
+    return forward
+
+
+def _of_a_changing_state(m: Any, x: Tensor) -> Tensor:
+    before = m.a(m.seen)
+    m.seen.add_(x)
+    return torch.cat((before, m.b(m.seen)), -1)
+
+
+APART: dict[str, tuple[Forward, list[int]]] = {
+    "a slice is set": (around(lambda h: h[:, 0].fill_(0)), [2, 2]),
+    "a slice is multiplied": (around(lambda h: h[:, :4].mul_(3)), [2, 2]),
+    "a flat view is zeroed": (around(lambda h: h.view(-1)[3:7].zero_()), [2, 2]),
+    "the whole is added to": (around(lambda h: h.add_(1)), [2, 2]),
+    "a state between them": (_of_a_changing_state, []),
+}
+
+
+@pytest.mark.parametrize("forms", [JOINED, APART], ids=["joined", "on their side of a write"])
+def test_linears_of_one_input_become_one_call(forms: dict[str, tuple[Forward, list[int]]]) -> None:
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    module, _ = check({name: Siblings(forward) for name, (forward, _) in forms.items()}, x)
+    library = native.load()
+    (lowered,) = entries([Step(module, {"x": x})], library, {PACKED_OPTION: 1})
+    wanted = [size for _, sizes in forms.values() for size in sizes]
+    assert sorted(joined_calls(lowered, library.op("packed_linears"))) == sorted(wanted)
 
 
 def test_autocast_keeps_a_weight_of_another_type_plain_and_packs_one_of_its_own() -> None:

@@ -221,20 +221,6 @@ def test_killing_the_caller_ends_the_ranks():
     assert all(gone(pid, 60) for pid in ranks)
 
 
-def test_a_signal_as_its_directory_is_made_leaves_nothing(tmp_path, monkeypatch):
-    make = Path.mkdir
-
-    def interrupted(self, *args, **options):
-        make(self, *args, **options)
-        if self.name.startswith(".nxd-trace-"):
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "mkdir", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        trace(models.plus, (torch.zeros(4),), func_kwargs={"value": 1.0}, artifact_dir=tmp_path / "artifact")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_two_traces_at_once_do_not_meet():
     """The reference fixes one port for every trace on a host."""
     with concurrent.futures.ThreadPoolExecutor() as pool:

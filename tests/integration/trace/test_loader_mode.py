@@ -139,7 +139,7 @@ def test_tied_weights_are_stored_once_and_read_and_replaced_under_either_name():
             assert torch.allclose(model(ids), first[ids] @ first.t(), atol=1e-5)
             model.update_weights({name: second, **unread})
             assert torch.allclose(model(ids), second[ids] @ second.t(), atol=1e-5)
-            with pytest.raises(WeightSchemaError, match="missing: embed.weight"):
+            with pytest.raises(WeightSchemaError, match=r"missing: embed\.weight"):
                 model.update_weights(unread)
 
 

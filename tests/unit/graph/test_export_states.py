@@ -193,7 +193,6 @@ class Keeps(nn.Module):
         self.where = where
         self.previous = None
         self.seen: list[Tensor] = []
-        self.by_name: dict[str, Tensor] = {}
         self.register_buffer("empty", None)
         self.sum = torch.zeros(3)
         self.last = torch.zeros(3)
@@ -212,9 +211,6 @@ class Keeps(nn.Module):
         elif self.where == "seen":
             self.seen.append(x)
             y = torch.stack(self.seen).sum(0)
-        elif self.where == "by_name":
-            y = x + self.by_name.get("last", torch.zeros(()))
-            self.by_name["last"] = x
         elif self.where == "new":
             self.new = x
         else:
@@ -224,7 +220,7 @@ class Keeps(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")  # export warns of some of them as well
-@pytest.mark.parametrize("where", ["sum", "last", "previous", "seen", "by_name", "new", "empty"])
+@pytest.mark.parametrize("where", ["sum", "last", "previous", "seen", "new", "empty"])
 def test_decision_1_a_tensor_kept_outside_of_states_is_refused_by_name(where):
     with pytest.raises(TraceError, match=f"'{where}'.*register"):
         lowered(Keeps(where), torch.ones(3))

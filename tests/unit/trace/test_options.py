@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,10 @@ import typer.main
 
 from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_infer.cli.main import app
-from nxd_infer.cli.parameters import with_options
 from nxd_infer.errors import ModelConfigError, TraceConfigError
 from nxd_infer.trace import parallel_model_load, parallel_model_recompile, parallel_model_trace, trace_plan
 from nxd_infer.trace.options import RecompileOptions, TraceOptions
-from nxd_infer.util.options import accepts_options, command_options, declared, defaults, from_command, option, table
+from nxd_infer.util.options import command_options, declared, defaults, from_command, table
 from nxd_models.serving import tasks
 from nxd_models.serving.task_options import TaskOptions
 from nxd_server import LLM
@@ -61,38 +60,6 @@ def test_the_command_offers_the_declared_options_and_three_of_its_own():
     flags = {one.flag for options in (TaskOptions, TraceOptions) for one in command_options(options).values()}
     assert command_flags("trace") == flags | OF_TRACE
     assert {f"--{name.replace('_', '-')}" for name in SAMPLER_FIELDS} < command_flags("generate")
-
-
-@dataclass
-class More(TraceOptions):
-    pieces: int = option(3, "Number of pieces.", int, flag="--pieces", minimum=2)
-
-
-def test_a_new_option_is_one_new_field(monkeypatch, capsys):
-    @accepts_options(More)
-    def trace(options: More) -> int:
-        """Trace.
-
-        {arguments}
-        """
-        return options.pieces
-
-    assert trace(print, None, pieces=5) == 5 and trace(print, None) == 3
-    assert "pieces: Number of pieces." in (trace.__doc__ or "")
-    assert "| `pieces` | `3` | `--pieces` | Number of pieces. |" in table(More, "argument")
-    seen: list[dict[str, Any]] = []
-    made = typer.Typer()
-    made.command()(with_options(command_options(More))(lambda **given: seen.append(from_command(More, given))))
-    command = typer.main.get_command(made)
-    for arguments, expected in ((["--pieces", "4", "--quantize", "int8"], {"pieces": 4, "quantize": "int8"}), ([], {})):
-        command.main(arguments, standalone_mode=False)
-        assert seen.pop() == expected
-    with pytest.raises(SystemExit):
-        command.main(["--help"])
-    told = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "--pieces" in told and "Default: 3." in told
-    with pytest.raises(SystemExit):
-        command.main(["--pieces", "1"])
 
 
 def test_a_commands_own_defaults_are_passed_on_and_others_left_where_they_are():
