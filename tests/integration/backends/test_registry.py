@@ -1,10 +1,12 @@
-"""Which backends there are: ours, and those of other packages."""
+"""Which backends there are, and that nobody outside knows."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,9 @@ from nxd_infer.backends import registry
 from nxd_infer.errors import ArtifactBackendError, TraceConfigError
 from nxd_infer.trace.check import tracing_backend
 from tests.support.backends.plugins import installed
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = ("nxd_infer", "server/nxd_server", "models/nxd_models")
 
 
 def test_backends_of_other_packages_are_found_by_their_entry_points() -> None:
@@ -45,3 +50,28 @@ def test_what_starts_ranks_asks_backends_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
+
+
+NAMES = re.compile(
+    r"\b(inductor|lockstep)\b|[\"'](eager|cpu|cuda|xla|neuron)(:\d+)?[\"']|\btorch\.cuda\b"
+    r"|aot_?inductor|cpu_target|nxd_packed|packed(16|32)|emulate_precision|x86-64|\bmarch\b",
+    re.IGNORECASE,
+)
+HOMES = ("nxd_infer/backends/", "nxd_infer/comm/", "nxd_infer/util/devices.py")
+"""The backends; the transports, each of which is for one kind of device; and the one place that asks torch for the host
+and for the device that this process trains on."""
+CONTROL_GROUP = "nxd_infer/util/processors.py"
+"""Linux calls a group of limits so."""
+
+
+def test_no_backend_and_no_device_is_named_outside_of_the_backends() -> None:
+    found = []
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = str(path.relative_to(ROOT))
+            if name.startswith(HOMES) or name == CONTROL_GROUP:
+                continue
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                if NAMES.search(line) and "attn_implementation" not in line:  # a setting of transformers
+                    found.append(f"{name}:{number}: {line.strip()}")
+    assert found == []
