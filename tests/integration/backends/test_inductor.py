@@ -176,7 +176,6 @@ def graph_of(net: Path) -> tuple[str, Path]:
     return digest, artifact.graph_dir(digest)
 
 
-@pytest.mark.smoke
 def test_ranks_share_one_graph_that_is_compiled_once_and_never_again(net: Path, cache: Path, tmp_path: Path) -> None:
     report = json.loads((net / "report.json").read_text())
     assert (report["graphs"], report["compiled"]) == (1, 1)

@@ -47,7 +47,6 @@ def traced():
     assert descendants(os.getpid()) <= before
 
 
-@pytest.mark.smoke
 def test_the_traced_model_equals_plain_pytorch_and_keeps_its_cache(traced):
     model, _ = traced
     steps = [(torch.tensor([i, i + 3]), torch.tensor([i, (2 * i) % models.LENGTH])) for i in range(4)]

@@ -61,7 +61,7 @@ def test_a_traced_model_computes_with_the_rounded_weights(tmp_path: Path) -> Non
 
 
 @needs_inductor
-def test_the_option_is_part_of_the_digest_and_is_kept_when_it_is_compiled_again(tmp_path: Path) -> None:
+def test_the_option_is_part_of_the_digest_and_is_kept_when_it_is_compiled_for_another_target(tmp_path: Path) -> None:
     found = {}
     for option in ("int8", None):
         with trace(quantize=option, artifact_dir=tmp_path / str(option)) as model:
@@ -69,10 +69,12 @@ def test_the_option_is_part_of_the_digest_and_is_kept_when_it_is_compiled_again(
             assert {spec.encoding for spec in model.manifest.weights} == {"", PACKED_INT8 if option else PACKED}
     assert not found["int8"].graphs.keys() & found[None].graphs.keys()
     assert found["int8"].weight_schema == found[None].weight_schema
+    path, target = tmp_path / "int8", {"cpu_target": "x86-64-v2"}
     with compiled.cache_at(tmp_path / "cache"):
-        there = {"backend": "inductor", "compiler_workdir": tmp_path / "work"}
-        nxd.trace.parallel_model_recompile(tmp_path / "int8", tmp_path / "again", **there)
-    with nxd.trace.parallel_model_load(tmp_path / "again") as model:
+        there = {"backend": "inductor", "compiler_workdir": tmp_path / "work", "compiler_args": target}
+        assert nxd.trace.parallel_model_recompile(path, path, **there)["compiled"] == 1
+    with nxd.trace.parallel_model_load(path) as model:
+        assert model.manifest.target["march"] == "x86-64-v2" and "avx2" not in model.manifest.target["cpu_features"]
         close(model, 0, 1)
     (wrapper,) = (tmp_path / "work").rglob("*.wrapper.cpp")
     assert wrapper.read_text().count("(aoti_torch_cpu_packed_int8_linears(") == 1, "linears of one input are joined"

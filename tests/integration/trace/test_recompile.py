@@ -56,12 +56,8 @@ def test_every_way_gives_the_files_of_a_trace(tmp_path: Path) -> None:
         assert recompile(lockstep, back, backend="eager")["compiled"] == 0
         assert every_file(back) == every_file(eager), "bit for bit: weights, operators and extra files are taken over"
         assert load_artifact(back).manifest.buckets == load_artifact(eager).manifest.buckets
-
-        report = recompile(there, there, compiler_args={"cpu_target": "x86-64-v2"})  # in its own place
-        assert report["compiled"] == 1
-        manifest = load_artifact(there).manifest
-        assert manifest.target["march"] == "x86-64-v2" and "avx2" not in manifest.target["cpu_features"]
-        assert all((a - b).abs().max() <= 1e-5 * b.abs().max() for a, b in zip(answers(there), wanted, strict=True))
+        assert recompile(there, there)["cached"] == 1, "in its own place"
+        assert every_file(there) == every_file(traced / "artifact")
 
 
 @needs_inductor
