@@ -86,19 +86,6 @@ def baked_rank() -> nn.Module:
     return Plus(current_context().tp.rank * 10)
 
 
-class RankAsData(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.context = current_context()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return comm.all_reduce(x + comm.axis_rank(self.context), self.context)
-
-
-def rank_as_data() -> nn.Module:
-    return RankAsData()
-
-
 class Uneven(nn.Module):
     """Rank 0 communicates once more than the others."""
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from torch import Tensor, nn
 
 import nxd_infer as nxd
 from nxd_infer import native
-from nxd_infer.artifact.manifest import MANIFEST_NAME
-from nxd_infer.artifact.writer import CHECKSUM_KEY, manifest_checksum
 from nxd_infer.backends.cpu.encodings import PACKED
 from nxd_infer.backends.cpu.options import PACKED_OPTION, packed_option
 from nxd_infer.context import LOCAL
@@ -28,8 +25,10 @@ from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank_process.rank import Rank, Runtime
 from nxd_infer.runtime.save_load import parallel_model_save
 from nxd_infer.runtime.updates.weights import WeightUpdate
-from tests.support.backends import packed_models
-from tests.support.graph.exporting import entries
+from tests.support.backends import compiled, packed_models
+from tests.support.backends.manifests import changed
+from tests.support.backends.packed_models import Siblings, three_of_one_input, with_and_without_a_bias
+from tests.support.graph.exporting import entries, joined_calls
 from tests.support.needs import needs_native
 
 pytestmark = needs_native
@@ -54,10 +53,10 @@ class Form(nn.Module):
 
 def encoded(module: nn.Module, *inputs: dict[str, Tensor]) -> tuple[dict[str, str], list[Tensor]]:
     """What is chosen over buckets with these inputs, and what each bucket's graph returns with the packed weights."""
-    library = native.load()
     results = []
-    steps = [Step(module, one) for one in inputs]
-    plain, packs = entries(steps, library), entries(steps, library, {PACKED_OPTION: 1})
+    plain, packs = (
+        entries([Step(module, one) for one in inputs], native.load(), {PACKED_OPTION: minimum}) for minimum in (0, 1)
+    )
     chosen: dict[str, str] = {}
     tensors = dict(module.named_parameters())
     for one, before, lowered in zip(inputs, plain, packs, strict=True):
@@ -68,7 +67,8 @@ def encoded(module: nn.Module, *inputs: dict[str, Tensor]) -> tuple[dict[str, st
             packed.pack(tensors[spec.name].detach()) if spec.encoding else tensors[spec.name].detach()
             for spec in lowered.graph.weights
         ]
-        results += Program(lowered.ir)(*one.values(), *values)
+        states = [module.get_buffer(spec.name).clone() for spec in lowered.graph.states]
+        results += Program(lowered.ir)(*states, *one.values(), *values)
     return chosen, results
 
 
@@ -98,13 +98,30 @@ def _without_gradients(module: Any, x: Tensor) -> Tensor:
         return F.linear(x, module.weight, module.bias)
 
 
-@pytest.mark.parametrize("form", LINEARS)
-def test_every_form_of_a_linear_is_packed(form: str) -> None:
-    module = Form(LINEARS[form])
-    x = torch.randn(3, 5, 8)
-    chosen, (found,) = encoded(module, {"x": x})
-    assert chosen == {"weight": PACKED}
-    torch.testing.assert_close(found, module(x).detach(), rtol=1e-5, atol=1e-5)
+class Each(nn.Module):
+    """Every form with weights of its own, of an input of its own."""
+
+    def __init__(self, forms: Iterable[nn.Module]):
+        super().__init__()
+        self.forms = nn.ModuleList(forms)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [form(x + number) for number, form in enumerate(self.forms)]
+
+
+def check(forms: dict[str, nn.Module], x: Tensor) -> tuple[nn.Module, dict[str, str]]:
+    """All forms as one module, and what is packed in them; the results are those of the module."""
+    module = Each(forms.values())
+    chosen, results = encoded(module, {"x": x})
+    with torch.no_grad():
+        for name, one, other in zip(forms, results, module(x), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+    return module, chosen
+
+
+def test_every_form_of_a_linear_is_packed() -> None:
+    _, chosen = check({name: Form(forward) for name, forward in LINEARS.items()}, torch.randn(3, 5, 8))
+    assert chosen == {f"forms.{number}.weight": PACKED for number in range(len(LINEARS))}, list(LINEARS)
 
 
 OTHERS: dict[str, Forward] = {
@@ -124,13 +141,52 @@ OTHERS: dict[str, Forward] = {
 }
 
 
-@pytest.mark.parametrize("form", OTHERS)
-def test_any_other_use_keeps_a_weight_plain(form: str) -> None:
-    module = Form(OTHERS[form])
-    x = torch.randn(3, 5, 8)
-    chosen, (found,) = encoded(module, {"x": x})
-    assert chosen == {}
-    torch.testing.assert_close(found, module(x).detach(), rtol=1e-5, atol=1e-5)
+def test_any_other_use_keeps_a_weight_plain() -> None:
+    _, chosen = check({name: Form(forward) for name, forward in OTHERS.items()}, torch.randn(3, 5, 8))
+    assert chosen == {}, list(OTHERS)
+
+
+JOINED: dict[str, tuple[Forward, list[int]]] = {
+    "three of one input": (three_of_one_input, [3]),
+    "one of them twice": (lambda m, x: torch.cat((m.a(x), m.b(m.c(x).repeat(1, 2)), m.c(x)), -1), [3]),
+    "with and without a bias": (with_and_without_a_bias, [2]),
+    "each of its own": (lambda m, x: m.b(m.c(x).repeat(1, 2)), []),
+}
+
+
+def around(write: Callable[[Tensor], object]) -> Forward:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        hidden = x * 2
+        before = (m.a(hidden), m.b(hidden))
+        write(hidden)
+        return torch.cat((*before, m.b(hidden), m.c(hidden)), -1)
+
+    return forward
+
+
+def _of_a_changing_state(m: Any, x: Tensor) -> Tensor:
+    before = m.a(m.seen)
+    m.seen.add_(x)
+    return torch.cat((before, m.b(m.seen)), -1)
+
+
+APART: dict[str, tuple[Forward, list[int]]] = {
+    "a slice is set": (around(lambda h: h[:, 0].fill_(0)), [2, 2]),
+    "a slice is multiplied": (around(lambda h: h[:, :4].mul_(3)), [2, 2]),
+    "a flat view is zeroed": (around(lambda h: h.view(-1)[3:7].zero_()), [2, 2]),
+    "the whole is added to": (around(lambda h: h.add_(1)), [2, 2]),
+    "a state between them": (_of_a_changing_state, []),
+}
+
+
+@pytest.mark.parametrize("forms", [JOINED, APART], ids=["joined", "on their side of a write"])
+def test_linears_of_one_input_become_one_call(forms: dict[str, tuple[Forward, list[int]]]) -> None:
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    module, _ = check({name: Siblings(forward) for name, (forward, _) in forms.items()}, x)
+    library = native.load()
+    (lowered,) = entries([Step(module, {"x": x})], library, {PACKED_OPTION: 1})
+    wanted = [size for _, sizes in forms.values() for size in sizes]
+    assert sorted(joined_calls(lowered, library.op("packed_linears"))) == sorted(wanted)
 
 
 def test_autocast_keeps_a_weight_of_another_type_plain_and_packs_one_of_its_own() -> None:
@@ -161,23 +217,6 @@ def test_one_encoding_for_all_buckets() -> None:
     assert encoded(module, {"x": small})[0] == {"weight": PACKED, "square": PACKED}
 
 
-def test_a_tied_table_is_packed_and_gathered_from() -> None:
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(20, 8)
-            self.head = nn.Linear(8, 20)
-            self.head.weight = self.embed.weight
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.head(self.embed(ids))
-
-    module, ids = Table(), torch.tensor([[0, 19], [3, 3]])
-    chosen, (found,) = encoded(module, {"ids": ids})
-    assert chosen == {"embed.weight": PACKED}
-    torch.testing.assert_close(found, module(ids).detach(), rtol=1e-5, atol=1e-5)
-
-
 def test_small_weights_stay_plain_unless_asked_for() -> None:
     module = nn.Linear(128, 128, bias=False)  # 64 KiB
     step = Step(module, {"x": torch.randn(2, 128)})
@@ -195,65 +234,50 @@ def test_small_weights_stay_plain_unless_asked_for() -> None:
 # --- whole models ---------------------------------------------------------------------------------------
 
 
-def trace(func: Any, example: Any, loader: Any, *, packed: Any = 1, backend: str = "eager", tp_degree: int = 1) -> Any:
-    return nxd.trace.parallel_model_trace(
-        func,
-        example,
-        compiler_args={"nxd_packed": packed},
-        inline_weights_to_neff=False,
-        tp_degree=tp_degree,
-        checkpoint_loader_callable=loader,
-        backend=backend,
-    )
+def trace(func: Any, example: Any, loader: Any, *, packed: Any = 1, tp_degree: int = 1) -> Any:
+    options = {"compiler_args": {"nxd_packed": packed}, "tp_degree": tp_degree, "backend": "eager"}
+    return compiled.trace(func, example, loader, **options)
 
 
 TOKENS = torch.tensor([[1, 5, 63], [0, 7, 32]])
 
 
-@pytest.mark.parametrize(("backend", "tp_degree"), [("eager", 1), ("eager", 2), ("inductor", 1), ("inductor", 2)])
-def test_a_traced_model_is_the_same_packed_and_plain(backend: str, tp_degree: int) -> None:
-    results = []
-    # Compiled without packing at degree 1, as test_inductor.py has it, is left out: each graph takes long to compile.
-    for option in (1,) if (backend, tp_degree) == ("inductor", 1) else (1, False):
-        with trace(
-            packed_models.tied,
-            TOKENS,
-            packed_models.tied_checkpoint,
-            packed=option,
-            backend=backend,
-            tp_degree=tp_degree,
-        ) as model:
-            encodings = {spec.name: spec.encoding for spec in model.manifest.weights}
-            wanted = {"embed.weight", "up.weight", "down.weight"} if option else set()
-            assert {name for name, found in encodings.items() if found} == wanted
-            assert ("packed-weights" in model.manifest.requires) == bool(option)
-            assert len(model.manifest.graphs) == 1
-            results.append(model(TOKENS))
-    expected = packed_models.tied()(TOKENS).detach()
-    for found in results:
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+def test_a_packed_model_computes_as_the_plain_one_also_with_new_weights(tmp_path: Path) -> None:
+    def close(model: Any, plain: nn.Module) -> None:
+        torch.testing.assert_close(model(TOKENS), plain(TOKENS).detach(), rtol=1e-5, atol=1e-5)
 
-
-@pytest.mark.parametrize("tp_degree", [1, 2])
-def test_new_weights_are_packed_in_place(tp_degree: int, tmp_path: Path) -> None:
-    with trace(packed_models.tied, TOKENS, packed_models.tied_checkpoint, tp_degree=tp_degree) as model:
-        model(TOKENS)
-        places = addresses(model) if tp_degree == 1 else {}
+    with trace(packed_models.tied, TOKENS, packed_models.tied_checkpoint, tp_degree=2) as model:
+        assert {w.name for w in model.manifest.weights if w.encoding} == packed_models.PACKED_OF_TIED
+        assert "packed-weights" in model.manifest.requires
+        close(model, packed_models.tied())
         model.update_weights(packed_models.tied_weights(5))
-        expected = packed_models.tied(5)(TOKENS).detach()
-        torch.testing.assert_close(model(TOKENS), expected, rtol=1e-5, atol=1e-5)
-        assert places == (addresses(model) if tp_degree == 1 else {})
         mixed = packed_models.tied(5)
+        close(model, mixed)
         part = {name: tensor for name, tensor in packed_models.tied_weights(6).items() if name == "up.weight"}
         mixed.load_state_dict(part, strict=False)
         model.update_weights(part, strict=False)
-        expected = mixed(TOKENS).detach()
-        torch.testing.assert_close(model(TOKENS), expected, rtol=1e-5, atol=1e-5)
+        close(model, mixed)
         model.restart()
-        torch.testing.assert_close(model(TOKENS), expected, rtol=1e-5, atol=1e-5)
+        close(model, mixed)
         parallel_model_save(model, tmp_path / "saved")
     with nxd.trace.parallel_model_load(tmp_path / "saved") as loaded:  # files hold plain weights
-        torch.testing.assert_close(loaded(TOKENS), expected, rtol=1e-5, atol=1e-5)
+        close(loaded, mixed)
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Any]:
+    """At degree 1, in this process."""
+    with trace(packed_models.tied, TOKENS, packed_models.tied_checkpoint) as model:
+        yield model
+
+
+def test_new_weights_are_packed_where_the_old_ones_are(small: Any) -> None:
+    small(TOKENS)
+    places = addresses(small)
+    small.update_weights(packed_models.tied_weights(5))
+    expected = packed_models.tied(5)(TOKENS).detach()
+    torch.testing.assert_close(small(TOKENS), expected, rtol=1e-5, atol=1e-5)
+    assert places and places == addresses(small)
 
 
 def addresses(model: Any) -> dict[str, int]:
@@ -262,8 +286,8 @@ def addresses(model: Any) -> dict[str, int]:
     return {name: place.weights[name].data_ptr() for name in place._packed.specs}
 
 
-def test_a_rank_whose_packing_failed_half_way_does_not_run_again(tmp_path: Path) -> None:
-    model = trace(packed_models.tied, TOKENS, packed_models.tied_checkpoint)
+def test_a_rank_whose_packing_failed_half_way_does_not_run_again(small: Any, tmp_path: Path) -> None:
+    model = small
     with WeightUpdate(model.manifest, packed_models.tied_weights(5)).write(0) as file:
         copy = tmp_path / "new.safetensors"
         file.seek(0)
@@ -317,16 +341,12 @@ def resident(name: str) -> int:
     return total
 
 
-def test_an_unknown_encoding_is_refused_by_name(tmp_path: Path) -> None:
-    model = trace(packed_models.tied, TOKENS, packed_models.tied_checkpoint)
-    parallel_model_save(model, tmp_path / "saved")
-    path = tmp_path / "saved" / MANIFEST_NAME
-    manifest = json.loads(path.read_text())
-    assert "packed-weights" in manifest["requires"]  # for readers that know no encodings at all
-    weight = next(entry for entry in manifest["weights"] if entry["name"] == "up.weight")
-    weight["encoding"] = "packed99"
-    manifest[CHECKSUM_KEY] = manifest_checksum(manifest)
-    path.write_text(json.dumps(manifest))
+def test_an_unknown_encoding_is_refused_by_name(small: Any, tmp_path: Path) -> None:
+    parallel_model_save(small, tmp_path / "saved")
+    with changed(tmp_path / "saved") as manifest:
+        assert "packed-weights" in manifest["requires"]  # for readers that know no encodings at all
+        weight = next(entry for entry in manifest["weights"] if entry["name"] == "up.weight")
+        weight["encoding"] = "packed99"
     with pytest.raises(ArtifactVersionError, match=r"'up\.weight' as 'packed99'.*upgrade"):
         load_artifact(tmp_path / "saved")
     with pytest.raises(ArtifactVersionError, match=r"'up\.weight' as 'packed99'.*upgrade"):

@@ -21,18 +21,11 @@ PACKAGES = ("nxd_infer", "server/nxd_server", "models/nxd_models")
 
 def test_backends_of_other_packages_are_found_by_their_entry_points() -> None:
     assert "lockstep" not in registry.names()
-    with pytest.raises(
-        ArtifactBackendError, match=r"there is no backend 'lockstep'; backends are inductor, eager, xla, neuron$"
-    ):
+    with pytest.raises(ArtifactBackendError, match=r"there is no backend 'lockstep'; backends are .*eager"):
         registry.get("lockstep")
     with installed():
         assert {"inductor", "eager", "xla", "neuron", "lockstep", "broken"} == set(registry.names())
         assert registry.get("lockstep").name == "lockstep"
-    assert registry.names()[0] == registry.DEFAULT
-
-
-def test_a_broken_one_is_reported_when_it_is_asked_for() -> None:
-    with installed():
         assert registry.get("eager").name == "eager"
         with pytest.raises(ArtifactBackendError, match=r"'broken' of broken-backend cannot.*no_such_module"):
             registry.get("broken")

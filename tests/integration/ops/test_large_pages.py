@@ -104,38 +104,12 @@ def test_blocks_get_large_pages_behind_their_middle_and_in_turn():
     assert filling.holds_what_was_given()
 
 
-def test_short_blocks_take_turns_too():
-    """128 positions in a page: fewer than there are turns to take over the quarter behind its middle."""
-    filling = Filling(9, length=128, heads=1, width=8192)
-    counts = [large_pages(filling.memory)]
-    while filling.at < 96:
-        filling.fill(1)
-        counts.append(large_pages(filling.memory))
-    made = [later - earlier for earlier, later in itertools.pairwise(counts)]
-    if made_when_asked():
-        assert sum(made) == 2 * filling.rows and max(made) <= 4
-    else:
-        assert not any(made)
-    assert filling.holds_what_was_given()
-
-
 def test_small_blocks_share_their_pages_with_others_and_get_none():
     filling = Filling(4, length=1024)
     before = large_pages(filling.memory)
     for _ in range(16):
         filling.fill(64)
     assert large_pages(filling.memory) == before
-    assert filling.holds_what_was_given()
-
-
-def test_a_block_of_several_pages_gets_them_one_after_the_other():
-    filling = Filling(2, length=8 * LENGTH)  # two pages a head
-    before = large_pages(filling.memory)
-    filling.fill(LENGTH * 2)
-    assert large_pages(filling.memory) == before
-    filling.fill(LENGTH * 2)
-    half = 2 * HEADS if made_when_asked() else 0
-    assert large_pages(filling.memory) - before == half
     assert filling.holds_what_was_given()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ from torch import nn
 import nxd_infer as nxd
 from nxd_infer.errors import BucketError, TraceConfigError
 from nxd_infer.trace import BucketModelConfig
+from nxd_infer.trace.buckets import list_buckets
+from nxd_infer.trace.ranks import one_rank
+from nxd_infer.trace.ranks.rank_graphs import RankGraphs
+from nxd_infer.trace.request import TraceRequest
 from tests.support import traced_models as models
 
 
@@ -82,6 +87,50 @@ class _Offset(nn.Module):
 
 def _offset(offset: float) -> nn.Module:
     return _Offset(offset)
+
+
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1,), torch.nan))
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a - b * self.weight
+
+
+def buckets_of(func: Any, examples: list[Any], config: Any = None) -> RankGraphs:
+    request = TraceRequest(func, list_buckets(examples, config, None), 1, "eager", {})
+    (stage,) = one_rank.trace_buckets(request, one_rank.build(request, one_rank.require_values))
+    return stage
+
+
+def test_a_call_by_position_means_the_same_input_in_every_bucket_and_a_weight_is_stored_once():
+    """Example inputs by name may come in any order, so that a larger bucket would take them exchanged."""
+    by_name = [{"b": torch.ones(2), "a": torch.ones(2)}, {"a": torch.ones(4), "b": torch.ones(4)}]
+    found = buckets_of(Weighted, by_name, BucketModelConfig())
+    assert [[spec.name for spec in bucket.inputs] for bucket in found.buckets] == [["b", "a"], ["b", "a"]]
+    assert list(found.weights) == ["weight"], "whatever its values are: NaN is no other value than NaN"
+    by_position = [*by_name, (torch.ones(6), torch.ones(6))]  # as forward takes them
+    found = buckets_of(Weighted, by_position, BucketModelConfig())
+    assert [[spec.name for spec in bucket.inputs] for bucket in found.buckets] == [["a", "b"]] * 3
+
+
+class Shows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        memory = torch.zeros(4, 4)
+        self.register_buffer("cache", memory)
+        self.register_buffer("shown", memory[:, 0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache.add_(x.sum())
+        return self.shown + 1
+
+
+def test_sharing_is_seen_before_tensors_are_stored_contiguously():
+    """A view of other strides gets memory of its own on the way; that must not hide that it was one."""
+    with pytest.raises(TraceConfigError, match="'cache' shares memory with 'shown'"):
+        buckets_of(Shows, torch.ones(3))
 
 
 def test_func_is_called_once_where_its_arguments_are_the_same_and_told_the_bucket_where_it_asks():

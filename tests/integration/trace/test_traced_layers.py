@@ -1,8 +1,7 @@
-"""Every layer inside one traced model, at degree 1, 2 and 4, against plain PyTorch on the same logical weights."""
+"""Every layer inside one traced model against plain PyTorch on the same logical weights."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -83,11 +82,11 @@ def plain(model: Layers, ids: torch.Tensor, image: torch.Tensor, copies: int) ->
     }
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_every_layer_traced_equals_plain_pytorch(tp):
+def test_every_layer_traced_equals_plain_pytorch():
+    tp = 4  # more than there are heads of keys
     ids = torch.randint(40, (2, 5), generator=torch.Generator().manual_seed(1))
     image = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(2))
-    expected = plain(get_layers()[0], ids, image, copies=max(1, tp // KV_HEADS))
+    expected = plain(get_layers()[0], ids, image, copies=tp // KV_HEADS)
     with trace.parallel_model_trace(get_layers, (ids, image), tp_degree=tp, backend="eager") as model:
         ours = model(ids, image)
     assert ours.keys() == expected.keys()

@@ -1,8 +1,10 @@
-"""Canonical graphs of the model families, traced in this process, and run on all ranks in lockstep."""
+"""Canonical graphs of modules and of model families, traced in this process, and run on all ranks in lockstep."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,13 +21,22 @@ from nxd_infer.graph.export import Step
 from nxd_infer.graph.ir import FUNCTIONAL, Program, graph_to_ir
 from nxd_infer.graph.names import named_inputs, state_name
 from nxd_infer.layout.shard import named_tensors
-from nxd_models.serving import tasks
 from tests.support import tiny_models
-from tests.support.backends.plugins import installed
 
-with installed():
-    from lockstep import Lockstep  # pyright: ignore[reportMissingImports]
 
+def _plugin() -> Any:
+    """The module of the other package's backend, which stays uninstalled."""
+    spec = importlib.util.spec_from_file_location(
+        "lockstep_of_tests", Path(__file__).with_name("plugin") / "lockstep.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+Lockstep = _plugin().Lockstep
 SMALL = {"num_hidden_layers": 1}
 
 
@@ -50,17 +61,28 @@ class Rank:
 
 
 @functools.cache
-def directory(family: str, root: Path, vocabulary: int = tiny_models.VOCAB_SIZE) -> Path:
-    return tiny_models.write_tiny(family, root / f"{family}-{vocabulary}", vocab_size=vocabulary, **SMALL)
+def directory(family: str, root: Path, vocabulary: int = tiny_models.VOCAB_SIZE, kv_heads: int = 0) -> Path:
+    more = {"num_key_value_heads": kv_heads} if kv_heads else {}
+    path = root / f"{family}-{vocabulary}-{kv_heads}"
+    return tiny_models.write_tiny(family, path, vocab_size=vocabulary, **SMALL, **more)
 
 
 def ranks_of(
-    family: str, degree: int, root: Path, *, bucket: int = 0, vocabulary: int = tiny_models.VOCAB_SIZE, **options: Any
+    family: str,
+    degree: int,
+    root: Path,
+    *,
+    bucket: int = 0,
+    vocabulary: int = tiny_models.VOCAB_SIZE,
+    kv_heads: int = 0,
+    **options: Any,
 ) -> list[Rank]:
     """The ranks of ``family`` at ``degree``; ``options``: of the plan."""
+    from nxd_models.serving import tasks
+
     task = {"bert": "embed", "roberta": "embed", "bert_classifier": "classify", "roberta_classifier": "classify"}
     plan = tasks.plan(
-        directory(family, root, vocabulary),
+        directory(family, root, vocabulary, kv_heads),
         task.get(family, "generate"),
         batch_sizes=[2],
         prompt_buckets=[4],
@@ -81,6 +103,22 @@ def ranks_of(
 
 def program(module: torch.fx.GraphModule) -> Program:
     return Program(graph_to_ir(module, FUNCTIONAL))
+
+
+def follow(
+    ranks: list[Rank], step: Callable[[int, list[Tensor], list[Tensor]], list[Tensor]]
+) -> list[list[list[Tensor]]]:
+    """``[rank][step]``: what ``step(rank, states, inputs)`` returns, outputs and new states, in three steps."""
+
+    def run(number: int) -> list[list[Tensor]]:
+        rank, states = ranks[number], list(ranks[number].states)
+        results = []
+        for inputs in steps_of(rank):
+            results.append(step(number, states, inputs))
+            states = results[-1][len(rank.graph.file.outputs) :]
+        return results
+
+    return in_lockstep(len(ranks), run)
 
 
 def in_lockstep(degree: int, run: Callable[[int], Any]) -> list[Any]:
@@ -136,13 +174,5 @@ def steps_of(rank: Rank) -> list[list[Tensor]]:
 
 def run_whole(ranks: list[Rank]) -> list[list[list[Tensor]]]:
     """``[rank][step]``: outputs and new states, of the canonical graph as it is."""
-
-    def run(number: int) -> list[list[Tensor]]:
-        rank, states = ranks[number], list(ranks[number].states)
-        whole, results = program(rank.graph.module), []
-        for inputs in steps_of(rank):
-            results.append(whole(*states, *inputs, *rank.weights))
-            states = results[-1][len(rank.graph.file.outputs) :]
-        return results
-
-    return in_lockstep(len(ranks), run)
+    programs = [program(rank.graph.module) for rank in ranks]
+    return follow(ranks, lambda number, states, inputs: programs[number](*states, *inputs, *ranks[number].weights))

@@ -1,6 +1,9 @@
-"""Models with linears in every form that user code writes them in; importable by the rank processes."""
+"""Models with linears in the forms that user code writes them in; importable by the rank processes."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +15,13 @@ WIDTH, INNER, VOCAB = 32, 48, 64
 
 
 class Tied(nn.Module):
-    """An embedding whose table is the head's weight, around a parallel pair of linears."""
+    """An embedding whose table is the head's weight, around parallel linears, two of which read one input."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = ParallelEmbedding(VOCAB, WIDTH)
         self.up = ColumnParallelLinear(WIDTH, INNER, gather_output=False)
+        self.gate = ColumnParallelLinear(WIDTH, INNER, gather_output=False)
         self.down = RowParallelLinear(INNER, WIDTH, input_is_parallel=True)
         self.norm = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
         self.head = ColumnParallelLinear(WIDTH, VOCAB, bias=False, gather_output=True)
@@ -25,8 +29,11 @@ class Tied(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embed(tokens)
-        hidden = hidden + self.down(F.gelu(self.up(hidden)))
+        hidden = hidden + self.down(F.gelu(self.up(hidden)) * self.gate(hidden))
         return self.head(hidden * self.norm)
+
+
+PACKED_OF_TIED = {"embed.weight", "up.weight", "gate.weight", "down.weight"}
 
 
 def tied(seed: int = 0) -> nn.Module:
@@ -61,3 +68,29 @@ def wide(seed: int = 0) -> nn.Module:
 
 def wide_checkpoint() -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in wide().state_dict().items()}
+
+
+class Siblings(nn.Module):
+    """Linears ``a``, ``b`` and ``c`` of eight features, used as ``forward`` says, and a state."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Tensor]):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name in ("a", "b", "c"):
+            layer = nn.Linear(8, 6 if name == "a" else 4)
+            nn.init.normal_(layer.weight, generator=generator)
+            nn.init.normal_(layer.bias, generator=generator)
+            setattr(self, name, layer)
+        self.register_buffer("seen", torch.ones(5, 8))
+        self.how = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self, x)
+
+
+def three_of_one_input(m: Any, x: Tensor) -> Tensor:
+    return torch.cat((m.a(x), m.b(x), m.c(x)), -1)
+
+
+def with_and_without_a_bias(m: Any, x: Tensor) -> Tensor:
+    return torch.cat((m.a(x), F.linear(x, m.b.weight), F.linear(x, m.c.weight)), -1)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from nxd_infer.artifact.manifest import GraphSpec
@@ -75,6 +76,35 @@ def loaded(module: nn.Module, entry: Entry, path: Path) -> tuple[Executable, dic
         for spec in entry.graph.weights
     }
     return load("eager", path, entry.graph.spec(), states, weights), states, weights
+
+
+def follow(
+    module: nn.Module,
+    path: Path,
+    calls: Sequence[Sequence[Tensor]],
+    aliases: Mapping[int, str] | None = None,
+    states: Sequence[str] = (),
+) -> tuple[Entry, Step]:
+    """Calls of the graph give what those of the module give, and keep the states that it keeps; no input changes, and
+    no result of an earlier call."""
+    aliases = aliases or {}
+    entry, step = lowered(module, *calls[0], aliases=dict(aliases), states=list(states))
+    run, kept, _ = loaded(module, entry, path)
+    results: list[tuple[Tensor, Tensor]] = []
+    with torch.no_grad():
+        for inputs in calls:
+            given = [x.clone() for x in inputs]
+            found, wanted = run(given), module(*(x.clone() for x in inputs))
+            assert all(map(torch.equal, given, inputs))
+            outputs = wanted if isinstance(wanted, tuple) else (wanted,)
+            results += zip(found, [x.clone() for i, x in enumerate(outputs) if i not in aliases], strict=True)
+            for index, value in [(i, outputs[i].clone()) for i in aliases]:
+                setattr(module, aliases[index], value)
+            for name in step.states:
+                assert torch.equal(kept[name], named_tensors(module)[name]), name
+    for one, other in results:
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    return entry, step
 
 
 def operators(entry: Entry) -> list[str]:

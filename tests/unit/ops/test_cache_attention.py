@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxd_infer.ops import COMPOSITE, cache_attention, cache_attention_reference, masked_cache_attention
+from nxd_infer.ops import cache_attention, cache_attention_reference, masked_cache_attention
 
 D = 4
 
@@ -30,7 +30,7 @@ def random_step(generator, rows, steps, heads, kv_heads, dtype=torch.float32):
     return draw(heads), draw(kv_heads), draw(kv_heads)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 3),
@@ -46,8 +46,8 @@ def test_pieces_at_offsets_equal_attention_over_the_whole_context(
     generator = torch.Generator().manual_seed(seed)
     heads, capacity = kv_heads * group, block_length * blocks_a_row
     blocks = rows * blocks_a_row + 1
-    k_cache = torch.randn(blocks, kv_heads, block_length, D, generator=generator)
-    v_cache = torch.full_like(k_cache, float("nan"))  # what no row has written must not be read
+    # what no row has written, or another request has left behind, must not be read
+    k_cache, v_cache = (torch.full((blocks, kv_heads, block_length, D), float("nan")) for _ in "kv")
     order = torch.randperm(blocks - 1, generator=generator)
     table = order.view(rows, blocks_a_row)
     keys: list[list[torch.Tensor]] = [[] for _ in range(rows)]
@@ -94,19 +94,6 @@ def test_positions_beyond_the_blocks_are_padding_and_stay_finite():
     assert not k_cache[0, :, :2].any()
 
 
-def test_what_another_request_left_behind_has_no_influence():
-    """NaN in a slot from a broken request, or in the scratch block, never reaches the next one."""
-    generator = torch.Generator().manual_seed(2)
-    table, start, length = torch.tensor([[0], [1]]), torch.tensor([0, 0]), torch.tensor([3, 0])
-    step = random_step(generator, 2, 4, 4, 2)
-    clean = [torch.zeros(2, 2, 8, D) for _ in range(2)]
-    dirty = [torch.full((2, 2, 8, D), float("nan")) for _ in range(2)]
-    a = cache_attention(*step, *clean, table, start, length, 0.5)
-    b = cache_attention(*step, *dirty, table, start, length, 0.5)
-    assert torch.equal(a[0, :3], b[0, :3])
-    assert b.isfinite().all()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtypes(dtype):
     generator = torch.Generator().manual_seed(3)
@@ -117,36 +104,6 @@ def test_dtypes(dtype):
     expected = written_out(q[0], [(k[0, : i + 1], v[0, : i + 1]) for i in range(5)], 0.5)
     tolerance = {torch.bfloat16: 3e-2, torch.float16: 3e-3, torch.float64: 1e-12}[dtype]
     torch.testing.assert_close(out[0].double(), expected, atol=tolerance, rtol=tolerance)
-
-
-class Attend(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("k_cache", torch.zeros(3, 2, 8, D))
-        self.register_buffer("v_cache", torch.zeros(3, 2, 8, D))
-
-    def forward(self, q, k, v, table, start, length):
-        return cache_attention(q, k, v, self.k_cache, self.v_cache, table, start, length, 0.5)
-
-
-def test_exports_as_one_node_and_inlines_to_plain_operators():
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    generator = torch.Generator().manual_seed(4)
-    module = Attend()
-    inputs = (*random_step(generator, 1, 3, 4, 2), torch.tensor([[1]]), torch.tensor([2]), torch.tensor([3]))
-    program = torch.export.export(module, inputs)
-    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
-    assert targets == [torch.ops.nxd.cache_attention.default]
-    reference = COMPOSITE[targets[0]]
-    assert reference is cache_attention_reference
-    caches = [torch.zeros(3, 2, 8, D) for _ in range(2)]
-    q, k, v, table, start, length = inputs
-    inlined = make_fx(lambda *a: reference(*a, 0.5))(q, k, v, *caches, table, start, length)
-    assert all("nxd" not in str(node.target) for node in inlined.graph.nodes)
-    caches = [torch.zeros(3, 2, 8, D) for _ in range(2)]
-    torch.testing.assert_close(inlined(q, k, v, *caches, table, start, length), module(*inputs))
-    assert torch.equal(caches[0], module.k_cache)
 
 
 def test_masks_caps_and_biases_change_the_scores_only():

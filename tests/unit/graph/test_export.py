@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from nxd_infer.backends.cpu.lower import PROGRAM_FILE
-from nxd_infer.context import make_context, use_context
+from nxd_infer.context import make_context
 from nxd_infer.errors import (
     ArtifactCorruptError,
     InputMismatchError,
@@ -24,8 +25,8 @@ from nxd_infer.graph.export import Step
 from nxd_infer.graph.names import named_inputs
 from nxd_infer.graph.stored import ir_text, read_ir
 from nxd_infer.modules.nxd_model import NxDModel
-from tests.support import traced_models as models
-from tests.support.graph.exporting import entries, load, loaded, lowered, operators
+from nxd_infer.ops import cache_attention
+from tests.support.graph.exporting import entries, follow, load, loaded, lowered, operators
 
 
 def test_decision_5_dtype_shape_and_stride_of_everything_are_checked(tmp_path):
@@ -106,16 +107,6 @@ def test_decision_7_no_constant_is_in_the_graph(tmp_path):
     assert torch.allclose(run([x])[0], other(x), atol=1e-6)
 
 
-def test_decision_11_a_rank_as_data_gives_one_digest_and_a_baked_one_does_not():
-    digests = {"baked": [], "data": []}
-    for rank in range(2):
-        with use_context(make_context(2, rank, tp=2)):
-            digests["baked"].append(lowered(models.baked_rank(), torch.ones(4))[0].digest)
-            digests["data"].append(lowered(models.rank_as_data(), torch.ones(4))[0].digest)
-    assert digests["data"][0] == digests["data"][1]
-    assert digests["baked"][0] != digests["baked"][1]
-
-
 def test_decision_10_and_12_collectives_are_recorded_in_order_and_unused_ones_are_dropped():
     class Three(nn.Module):
         def __init__(self):
@@ -160,56 +151,40 @@ class Nested(nn.Module):
         return half.float() + full + kept
 
 
-def test_decision_8_nested_graphs_of_autocast_and_no_grad_are_flattened(tmp_path):
-    module = Nested()
-    x = torch.randn(2, 3)
-    entry, _ = lowered(module, x)
-    assert not any("higher_order" in name for name in operators(entry))
-    run, _, _ = loaded(module, entry, tmp_path)
-    with torch.no_grad():
-        assert torch.equal(run([x])[0], module(x))
-
-
-def test_a_python_function_that_the_graph_calls_is_inlined(tmp_path):
+class Masks(nn.Module):
     """As the masks of transformers 4 are made: lookups under vmap are a function of autograd."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
-    class Masks(nn.Module):
-        def forward(self, table: Tensor, rows: Tensor) -> Tensor:
-            with TransformGetItemToIndex():
-                return torch.vmap(lambda row: table[row])(rows) + 1
-
-    module, table, rows = Masks(), torch.randn(5), torch.tensor([3, 0, 4])
-    entry, _ = lowered(module, table, rows)
-    assert not any("flat_apply" in name for name in operators(entry))
-    run, _, _ = loaded(module, entry, tmp_path)
-    assert torch.equal(run([table, rows])[0], table[rows] + 1)
+    def forward(self, table: Tensor, rows: Tensor) -> Tensor:
+        with TransformGetItemToIndex():
+            return torch.vmap(lambda row: table[row])(rows) + 1
 
 
-def test_a_composite_operator_is_inlined(tmp_path):
-    from nxd_infer.ops import cache_attention
+class Attends(nn.Module):
+    """A composite operator."""
 
-    class Attends(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("k", torch.zeros(2, 1, 8, 4))
-            self.register_buffer("v", torch.zeros(2, 1, 8, 4))
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("k", torch.zeros(2, 1, 8, 4))
+        self.register_buffer("v", torch.zeros(2, 1, 8, 4))
 
-        def forward(self, q: Tensor, start: Tensor) -> Tensor:
-            table = torch.zeros(1, 1, dtype=torch.int64)
-            return cache_attention(q, q, q, self.k, self.v, table, start, torch.ones_like(start), 0.5)
+    def forward(self, q: Tensor, start: Tensor) -> Tensor:
+        table = torch.zeros(1, 1, dtype=torch.int64)
+        return cache_attention(q, q, q, self.k, self.v, table, start, torch.ones_like(start), 0.5)
 
-    module = Attends()
-    q, start = torch.randn(1, 1, 1, 4), torch.zeros(1, dtype=torch.int64)
-    entry, step = lowered(module, q, start)
-    assert sorted(step.states) == ["k", "v"]
-    assert not any(name.startswith("nxd.") for name in operators(entry))
-    run, states, _ = loaded(module, entry, tmp_path)
-    for i in range(3):
-        with torch.no_grad():
-            want = module(q + i, start + i)
-        assert torch.allclose(run([q + i, start + i])[0], want, atol=1e-6)
-    assert torch.equal(states["k"], module.k)
+
+@pytest.mark.parametrize(
+    ("module", "calls"),
+    [
+        (Nested(), [(torch.randn(2, 3),)]),
+        (Masks(), [(torch.randn(5), torch.tensor([3, 0, 4]))]),
+        (Attends(), [(torch.randn(1, 1, 1, 4), torch.tensor([i])) for i in range(3)]),
+    ],
+    ids=["autocast", "a Python function", "a composite operator"],
+)
+def test_decision_8_what_is_nested_in_a_graph_is_inlined(module, calls, tmp_path):
+    entry, _ = follow(module, tmp_path, calls)
+    names = " ".join(operators(entry))
+    assert not any(word in names for word in ("higher_order", "flat_apply", "nxd."))
 
 
 # --- names and structure ------------------------------------------------------------------------------

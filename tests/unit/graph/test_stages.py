@@ -123,8 +123,10 @@ class Fills(Stack):
         return self.head(hidden + filled)
 
 
-@pytest.mark.parametrize("model", [Stack, Tied, Rewrites, Fills])
-@pytest.mark.parametrize("ends", [[0], [1], [0, 1], [0, 1, 2]])
+@pytest.mark.parametrize(
+    ("model", "ends"),
+    [(Stack, [0, 1, 2]), (Stack, [1]), (Tied, [0, 1]), (Rewrites, [0]), (Rewrites, [0, 1]), (Fills, [0, 1, 2])],
+)
 def test_stages_one_after_another_compute_what_the_module_does(model, ends):
     torch.manual_seed(1)
     module = model()

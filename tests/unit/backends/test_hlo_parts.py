@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from nxd_infer import comm
 from nxd_infer.backends import registry
 from nxd_infer.backends.hlo.collectives import check_collectives, collectives_of
-from nxd_infer.backends.hlo.files import BODY_FILE, PARTS_FILE, TAIL_FILE, PartsFile, read
+from nxd_infer.backends.hlo.files import BODY_FILE, PARTS_FILE, PartsFile, read
 from nxd_infer.backends.hlo.parts import lower_graphs
 from nxd_infer.backends.quantization import check_quantize
 from nxd_infer.context import current_context, make_context, use_context
 from nxd_infer.errors import ArtifactCorruptError, ArtifactVersionError, TraceConfigError, TraceError
 from nxd_infer.util.machine import torch_version
-from tests.support.backends.canonical import Rank, ranks_of
+from tests.support.backends.canonical import Rank
 
 SAMPLED = torch.ones(2, 8)
 
@@ -52,16 +52,14 @@ def sampled(x: Tensor) -> Tensor:
     ("function", "words"),
     [
         (lambda self, x: x >> 1, r"-5 >> 1 is -2 and -3"),
-        (lambda self, x: torch.bitwise_right_shift(x, x), r"rounding_mode='floor'"),
         (lambda self, x: (x + 1).bitwise_right_shift_(1), r"bitwise_right_shift.* of signed numbers"),
-        (lambda self, x: (x + 1).__irshift__(1), r"shift.* of signed numbers"),
         (
             lambda self, x: torch.cond(x.sum() > 1, lambda x: x + 1, lambda x: x - 1, (x,)),
             r"torch\.cond.*choose with torch\.where",
         ),
         (lambda self, x: x.view(torch.float64), r"aten\.view\.dtype: XLA does not read a tensor's bits"),
     ],
-    ids=["a shift", "a shift by a tensor", "a shift in place", "another in place", "a branch", "a bit cast"],
+    ids=["a shift", "a shift in place", "a branch", "a bit cast"],
 )
 def test_what_no_device_can_do_is_refused(function: Callable[..., Any], words: str) -> None:
     with pytest.raises(TraceError, match=words):
@@ -84,20 +82,6 @@ def test_shifts_of_unsigned_numbers_and_to_the_left_are_fine() -> None:
 def test_what_the_host_cannot_do_is_refused(function: Callable[..., Any], words: str) -> None:
     with pytest.raises(TraceError, match=words):
         parts_of(function, SAMPLED, degree=2)
-
-
-def test_the_host_writes_its_states_where_they_are(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A copy of what every slot has said so far would be made at every step."""
-    (rank,) = ranks_of("llama", 1, tmp_path_factory.getbasetemp() / "canonical")
-    (lowered,) = lower_graphs([rank.graph])
-    parts = PartsFile.model_validate_json(lowered.files[PARTS_FILE])
-    states = dict(zip((spec.name for spec in rank.graph.file.states), parts.given, strict=False))
-    host = [states[name] for name in ("token_counts", "prompt_seen", "last_token")]
-    assert set(host) <= {*parts.tail.takes, *parts.head.takes} and set(host).isdisjoint(parts.body.takes)
-    assert "aten.clone" not in lowered.files[TAIL_FILE]
-    cache = next(name for name in states if "cache" in name)
-    new = parts.new_states[parts.given.index(states[cache])]
-    assert new in parts.body.gives and new not in parts.fetched and new != states[cache]
 
 
 def test_damaged_parts_are_named(tmp_path: Any) -> None:
