@@ -7,18 +7,14 @@ import os
 
 import pytest
 
-from nxd_infer import native
 from nxd_infer.comm.shm import (
     RankCounters,
-    ShmCollectives,
     create_segment,
     read_counters,
     typed_error,
 )
-from nxd_infer.context import make_context
 from nxd_infer.errors import CollectiveError, CollectiveTimeoutError, ParallelConfigError
 from nxd_infer.util.process_state import process_start, process_state
-from tests.support.needs import needs_native
 
 
 @pytest.fixture
@@ -34,13 +30,6 @@ def test_a_new_segment_counts_from_zero(segment):
     with mmap.mmap(segment, 0) as mapped:
         assert read_counters(mapped) == nothing
     assert not os.get_inheritable(segment), "only those it is passed to get it"
-
-
-def test_untouched_memory_costs_nothing():
-    fd = create_segment(64, 1 << 30)
-    assert os.fstat(fd).st_size > 128 << 30
-    assert os.fstat(fd).st_blocks * 512 < 1 << 20
-    os.close(fd)
 
 
 @pytest.mark.parametrize(("degree", "capacity"), [(0, 4096), (65, 4096), (2, 0), (2, -1)])
@@ -79,15 +68,3 @@ def test_the_state_of_a_process():
     assert process_state(child, start) == "ended", "a zombie does nothing any more"
     os.waitpid(child, 0)
     assert process_state(child, start) == "ended"
-
-
-@needs_native
-def test_a_refused_axis_leaves_no_other_connected(segment):
-    """What failed half way can be tried again."""
-    context, library, good = make_context(4, 0, tp=2), native.load(), create_segment(2)
-    try:
-        with pytest.raises(CollectiveError, match="the segment is for 3 ranks"):
-            ShmCollectives(library, context, {"tp": good, "dp": segment})
-        ShmCollectives(library, context, {"tp": good}).close()
-    finally:
-        os.close(good)

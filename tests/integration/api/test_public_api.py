@@ -1,12 +1,14 @@
 """The public names and their signatures are a promise: a change shows up here and in the diff of the snapshot.
 
-After a wanted change:  python tests/integration/general/test_public_api.py > tests/unit/general/public_api.txt
+After a wanted change:  python tests/integration/api/test_public_api.py > tests/integration/api/public_api.txt
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import json
+import pkgutil
 import re
 import subprocess
 import sys
@@ -96,11 +98,42 @@ def snapshot() -> str:
     return "\n".join(lines)
 
 
-def test_the_public_api_is_the_one_written_down():
+def taken_away() -> list[str]:
+    """Names of packages that the import of a submodule of the same name has replaced by it."""
+    found = []
+    for package in ("nxd_infer", "nxd_server", "nxd_models"):
+        root = importlib.import_module(package)
+        below = [module.name for module in pkgutil.walk_packages(root.__path__, f"{package}.") if module.ispkg]
+        for name in (package, *below):
+            module = importlib.import_module(name)
+            for public in getattr(module, "__all__", ()):
+                try:
+                    value = getattr(module, public)
+                except ModuleNotFoundError as error:
+                    if error.name != "torch_xla":
+                        raise
+                    continue  # a module of the package, which needs it
+                try:
+                    importlib.import_module(f"{name}.{public}")
+                except ModuleNotFoundError:
+                    continue
+                if getattr(module, public) is not value:
+                    found.append(f"{name}.{public}")
+    return found
+
+
+def test_the_public_api_is_the_one_written_down_and_no_submodule_hides_a_name():
     # In a process of its own, so that what other tests import or patch has no influence.
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=600)
+    code = (
+        "import json, runpy, sys\n"
+        "here = runpy.run_path(sys.argv[1])\n"
+        "print(json.dumps([here['snapshot'](), here['taken_away']()]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, __file__], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == SNAPSHOT.read_text().strip()
+    found, hidden = json.loads(done.stdout.splitlines()[-1])
+    assert found.strip() == SNAPSHOT.read_text().strip()
+    assert hidden == []
 
 
 if __name__ == "__main__":
