@@ -97,7 +97,7 @@ def test_groups_of_one_name_live_side_by_side():
 
 
 def test_a_lost_peer_is_named_and_stays_lost():
-    message, ranks, again, ranks_again = run_ranks(lose, 2, "die", 1, collectives="shared", lost=(1,))[0]
+    message, ranks, again, ranks_again = run_ranks(lose, 2, 1, collectives="shared", comm_timeout=600.0, lost=(1,))[0]
     assert message.startswith("nxd: rank(s) [1] did not reach all_reduce (number ")
     assert " on axis 'tp', called by rank 0) within " in message and "the process has ended" in message
     assert ranks == ranks_again == (1,) and again == message
