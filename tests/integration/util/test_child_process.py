@@ -23,6 +23,7 @@ def test_how_it_ended_is_said():
     assert ends.wait(60) and ends.explain() == "ended with status 3"
     killed.kill()
     assert killed.wait(60) and killed.explain() == "was ended by SIGKILL" and killed.returncode == -9
+    assert not Path(f"/proc/{killed.pid}").exists(), "once its end has been seen, its number is free"
     killed.end()
     killed.end()  # twice is once
     assert killed.explain() == "was ended by SIGKILL"
@@ -100,10 +101,3 @@ def test_the_first_end_is_noticed(monkeypatch: pytest.MonkeyPatch, kernel: str):
         assert wait_for_an_end([long], 0.2) == [] and time.monotonic() - begun >= 0.2
     finally:
         end_all([long, short])
-
-
-def test_nothing_is_left_of_one_that_was_killed():
-    """Not even the kernel's entry for it, once its end has been seen."""
-    child = ChildProcess(python_code(SLEEP))
-    child.kill()
-    assert child.wait(60) and not Path(f"/proc/{child.pid}").exists()

@@ -23,7 +23,7 @@ from nxd_infer.errors import ParallelConfigError
 sizes = st.integers(1, 4)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(tp=sizes, cp=sizes, dp=sizes, pp=sizes)
 def test_every_axis_splits_the_world_into_equal_groups(tp, cp, dp, pp):
     world = tp * cp * dp * pp
@@ -40,7 +40,7 @@ def test_every_axis_splits_the_world_into_equal_groups(tp, cp, dp, pp):
             assert list(axis.ranks) in groups
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(tp=sizes, cp=sizes, dp=sizes, pp=sizes)
 def test_the_place_on_each_axis_identifies_the_rank(tp, cp, dp, pp):
     """Row-major over [pipeline, data, context, tensor]."""
@@ -50,7 +50,7 @@ def test_the_place_on_each_axis_identifies_the_rank(tp, cp, dp, pp):
         assert ((places["pp"] * dp + places["dp"]) * cp + places["cp"]) * tp + places["tp"] == rank
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(tp=sizes, cp=sizes, dp=sizes, pp=sizes)
 def test_two_groups_of_different_axes_share_one_rank_at_most(tp, cp, dp, pp):
     layout = rank_layout(tp * cp * dp * pp, tp, pp, cp)
@@ -112,7 +112,7 @@ def test_an_override_belongs_to_its_block_and_thread():
         set_default_context(None)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(tp=sizes, cp=sizes, dp=sizes, pp=sizes)
 def test_ranks_with_the_same_weights(tp, cp, dp, pp):
     """Data parallel groups, joined over context parallelism: all ranks of one stage and one tensor-parallel place."""

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +12,7 @@ import pytest
 from nxd_infer.runtime.supervisor import cores, rank_processes
 from nxd_infer.util import processors
 from nxd_infer.util.processors import physical_core, processor_share
+from tests.support.runtime.machines import machine as machine
 
 
 def written(root: Path, files: dict[str, str]) -> Path:
@@ -68,25 +65,6 @@ def test_logical_cores_of_a_physical_one(tmp_path):
     assert 1 <= processors.compute_threads() <= processors.processors() <= len(real)
 
 
-@pytest.fixture
-def machine(monkeypatch, tmp_path):
-    """Makes this one of ``count`` logical cores, two a physical one unless ``alone``, with a share of the processor."""
-
-    def make(count: int, pair: str, share: float = float("inf")) -> None:
-        first = {"far": lambda core: core % (count // 2), "near": lambda core: core // 2, "alone": lambda core: core}
-        for module in (cores, processors):
-            monkeypatch.setattr(module, "available_cores", lambda: list(range(count)))
-            monkeypatch.setattr(module, "physical_core", lambda core: str(first[pair](core)))
-            monkeypatch.setattr(module, "processor_share", lambda: share)
-
-    monkeypatch.delenv("NXD_INFER_PIN", raising=False)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(cores, "_used", type(cores._used)())
-    monkeypatch.setattr(cores, "_leads", type(cores._leads)())
-    monkeypatch.setattr(cores, "_claims", {})
-    return make
-
-
 @pytest.mark.parametrize(("pair", "expected"), [("far", [7, 6, 5, 4]), ("near", [7, 5, 3, 1])])
 def test_threads_get_a_physical_core_each_while_there_are_some(machine, pair, expected):
     machine(8, pair)
@@ -129,71 +107,6 @@ def test_a_quota_bounds_the_threads_and_leaves_them_to_the_kernel(machine):
     assert cores.default_threads(1) == 1
     machine(4, "far", share=4.0)
     assert cores.default_threads(1) == 2 and cores.choose_cores(1, 2) == [[3, 2]]
-
-
-HOLDER = """
-import sys
-from nxd_infer.runtime.supervisor import cores
-cores.available_cores = lambda: [0, 1, 2, 3]
-cores.processor_share = lambda: float("inf")
-cores.physical_core = str
-print(cores.choose_cores(1, 2), flush=True)
-sys.stdin.readline()
-"""
-
-
-def test_processes_of_one_user_take_different_cores(machine, tmp_path):
-    machine(4, "alone")
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-c", HOLDER]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "[[3, 2]]\n"
-        mine = cores.choose_cores(1, 2)
-        assert mine == [[1, 0]]
-        assert cores.choose_cores(1, 3) == [[0, 1, 3]]  # its own before another's, and another one first
-        cores.release_cores(mine)
-        other.kill()
-        other.wait(60)
-    assert cores.choose_cores(2, 1) == [[2], [3]]  # a process that died holds nothing
-    assert cores._used == {0: 1, 1: 1, 2: 1, 3: 2}
-
-
-def test_a_forked_process_neither_has_nor_holds_its_parents_cores(machine, tmp_path):
-    machine(4, "alone")
-    mine = cores.choose_cores(1, 2)
-    assert mine == [[3, 2]]
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.alarm(60)  # whatever happens, it ends, and the pipe with it
-            with cores._lock:  # as a signal handler finds it
-                os.write(write, repr((dict(cores._claims), cores.choose_cores(1, 2))).encode())
-            signal.pause()
-        finally:
-            os._exit(1)
-    os.close(write)
-    try:
-        assert os.read(read, 100) == b"({}, [[1, 0]])"
-        cores.release_cores(mine)
-        assert cores.choose_cores(1, 2) == [[3, 2]]
-        cores.release_cores(mine)
-        environment = {**os.environ, "TMPDIR": str(tmp_path)}
-        done = subprocess.run(
-            [sys.executable, "-c", HOLDER],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=600,
-            check=True,
-        )
-        assert done.stdout == "[[3, 2]]\n"
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(read)
 
 
 def test_a_place_that_is_somebody_elses_is_not_used(machine, tmp_path):

@@ -57,7 +57,7 @@ def naive(buckets: list[BucketSpec], pads: dict[str, set[int]], call: dict[str, 
     return None if best is None else best[1]
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(tables_and_calls())
 def test_routes_as_a_naive_search_does(case):
     buckets, pads, call = case
@@ -76,7 +76,7 @@ def test_routes_as_a_naive_search_does(case):
         assert want == exact[0]
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 4), min_size=1, max_size=3),
     st.data(),
@@ -203,7 +203,7 @@ def ranged(dtype: torch.dtype = torch.int64, **limits) -> BucketSpec:
     return BucketSpec(name="b", inputs=[ids], outputs=[], graphs=["g"])
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     st.none() | st.integers(-3, 3),
     st.none() | st.integers(-3, 3),

@@ -7,9 +7,7 @@ import torch
 
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec
 from nxd_infer.errors import InputMismatchError
-from nxd_infer.runtime.save_load import parallel_model_load
 from nxd_infer.runtime.time_bounds import START_SECONDS, Bounds, until_ended
-from tests.support import toy_artifacts as toy
 
 ONE, FOUR, PROMPT = range(3)
 GIB = 2**30
@@ -116,13 +114,6 @@ def test_a_first_call_may_take_as_long_as_a_first_start_and_the_setting_raises_a
     assert bounds(call=None, start_timeout=900.0).call(PROMPT) == 900.0
     for seconds in (10.0, 900.0):
         assert bounds(call=seconds).call(PROMPT) == seconds
-
-
-def test_so_may_that_of_a_model_that_is_loaded_without_the_setting(tmp_path):
-    path = toy.build(tmp_path / "artifact", degree=1)
-    found = parallel_model_load(path).bounds
-    assert found.call(0) == found.start
-    assert parallel_model_load(path, call_timeout=7.0).bounds.call(0) == 7.0
 
 
 def test_after_a_restart_every_graph_may_read_its_weights_again():
