@@ -16,9 +16,7 @@ import torch
 
 from nxd_infer.errors import (
     ArtifactCorruptError,
-    BucketError,
     InputMismatchError,
-    ModelClosedError,
     RankDiedError,
 )
 from nxd_infer.runtime.load import load_artifact
@@ -127,15 +125,4 @@ def test_a_rank_that_dies_before_it_may_load_is_what_is_raised(path):
 
     model = RankModel(load_artifact(path), start_timeout=600, before_load=kill)
     with pytest.raises(RankDiedError, match="rank 1 of 2 was ended by SIGKILL"):
-        model.start()
-
-
-def test_a_model_that_was_closed_or_has_no_such_bucket_says_so(path):
-    model = RankModel(load_artifact(path), start_timeout=600)
-    with pytest.raises(BucketError, match=r"no bucket 'b9'[^$]*b2_s4  x: float32"):
-        model.run_bucket("b9", {})
-    with pytest.raises(InputMismatchError, match="timeout must be a number of seconds above 0, got 0"):
-        model.run_bucket("b2_s4", {}, timeout=0)
-    model.close()
-    with pytest.raises(ModelClosedError):
         model.start()

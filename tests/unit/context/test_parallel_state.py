@@ -98,10 +98,9 @@ class Scaled(nn.Module):
         return x * ps.get_tensor_model_parallel_size() + ps.get_tensor_model_parallel_rank()
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_getters_can_be_called_while_exporting(strict):
+def test_getters_can_be_called_while_exporting():
     with use_context(make_context(4, 2, tp=4)):
-        exported = torch.export.export(Scaled(), (torch.ones(2),), strict=strict)
+        exported = torch.export.export(Scaled(), (torch.ones(2),), strict=False)
     assert exported.module()(torch.ones(2)).tolist() == [6, 6]
 
 
