@@ -69,19 +69,6 @@ def test_operators_are_those_of_a_graph_and_take_fake_tensors():
         assert library.op("axis_rank")("tp").shape == ()
 
 
-def test_degree_one_needs_no_connection():
-    library = native.load()
-    x = torch.arange(6.0).view(2, 3).t()
-    for result in (
-        library.op("all_reduce")(x, "tp", "sum", 1),
-        library.op("all_gather")(x, "tp", 0, 1),
-        library.op("reduce_scatter")(x, "tp", 1, 1),
-        library.op("shard")(x, "tp", 1, 1),
-        library.op("broadcast")(x, "tp", 0, 1),
-    ):
-        assert torch.equal(result, x) and result.data_ptr() != x.data_ptr()
-
-
 class HeapUse(ctypes.Structure):
     """glibc's mallinfo2."""
 

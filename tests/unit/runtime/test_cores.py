@@ -40,11 +40,6 @@ def written(root: Path, files: dict[str, str]) -> Path:
             3.0,
         ),
         ("1:cpu:/", {"sys/cpu/cpu.cfs_quota_us": "-1", "sys/cpu/cpu.cfs_period_us": "100000"}, float("inf")),
-        (
-            "1:cpu:/a",
-            {"sys/cpu/a/cpu.cfs_quota_us": "100000", "sys/cpu/a/cpu.cfs_period_us": "50000"},
-            2.0,
-        ),
         ("1:cpuset:/a\n0::/x", {"sys/unified/x/cpu.max": "70000 10000"}, 7.0),
     ],
 )

@@ -5,9 +5,7 @@ Other owners are tested where the tests run as root, who alone can give files aw
 
 from __future__ import annotations
 
-import grp
 import os
-import pwd
 from pathlib import Path
 
 import pytest
@@ -83,17 +81,6 @@ def test_a_directory_that_others_can_write_to_is_refused(place, tmp_path, where,
         assert str(directory) in said and f"mode {bits:04o}" in said and "NXD_INFER_CACHE" in said
         assert f"`{'rm -r' if directory.parent.name == 'cache' else 'chmod go-w'} {directory}`" in said
     assert mode(directory) == bits  # nothing is tightened where others may have put something already
-
-
-def test_a_group_that_is_the_users_alone_is_nobody_else(place):
-    """It is where group and user have one name, and the group no other members."""
-    place.chmod(0o775)
-    user, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(os.getegid())
-    if user == group.gr_name and set(group.gr_mem) <= {user}:
-        assert cache_dir("graphs").is_dir()
-    else:
-        with pytest.raises(UntrustedCacheError):
-            cache_dir("graphs")
 
 
 def test_a_sticky_directory_of_roots_is_no_danger(place, monkeypatch):

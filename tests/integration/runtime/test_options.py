@@ -13,12 +13,6 @@ from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.model import TensorParallelModel, TensorParallelNeuronModel
 from nxd_infer.runtime.save_load import parallel_model_load
 from nxd_infer.trace import api
-from tests.support import toy_artifacts as toy
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return toy.build(tmp_path_factory.mktemp("options") / "artifact")
 
 
 def test_a_model_of_processes_is_not_copied(path):
