@@ -46,8 +46,6 @@ def test_loading_registers_the_operators_once():
     library = native.load()
     assert native.availability().ok
     assert library is native.load()
-    assert library.namespace == f"nxd_{library.hash[:8]}"
-    assert {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "shard", "axis_rank"} <= set(library.ops)
     assert native.read_hash(library.path) == library.hash
     with pytest.raises(KeyError, match="no operator 'nothing'; it has"):
         library.op("nothing")

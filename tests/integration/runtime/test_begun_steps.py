@@ -15,9 +15,7 @@ from nxd_infer.errors import (
     BucketError,
     InputMismatchError,
     ModelClosedError,
-    RankDiedError,
     RankFailedError,
-    RankTimeoutError,
     StepsPendingError,
 )
 from nxd_infer.runtime.ipc.arena import InputBlock
@@ -26,7 +24,7 @@ from nxd_infer.runtime.model import TensorParallelModel
 from nxd_infer.runtime.rank_model import RankModel
 from tests.support import toy_artifacts as toy
 from tests.support.needs import needs_native
-from tests.support.runtime.rank_processes import interrupt_the_wait, until_stopped
+from tests.support.runtime.rank_processes import interrupt_the_wait
 
 WEIGHTS = toy.logical_weights()
 
@@ -163,27 +161,6 @@ def test_a_rank_that_raised_goes_on_to_no_step_that_the_others_may_not_have_reac
         steps.append(model.begin_bucket(second, {"x": x, "ids": np.full(2, -50)}))
         with pytest.raises(RankFailedError, match=f"(?s)rank {rank} of 2 raised during step.*out of range"):
             steps[0].result()
-
-
-def test_a_rank_that_dies_or_stops_with_two_steps_ends_both_in_time(model):
-    rank = 1
-    model.run_bucket("b2_s4", inputs(0))
-    pid = model.health()[rank].pid
-    os.kill(pid, signal.SIGSTOP)
-    steps = [model.begin_bucket("b2_s4", inputs(number)) for number in range(2)]
-    threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
-    with pytest.raises(RankDiedError, match=f"rank {rank} of 2"):
-        steps[0].result()
-    with pytest.raises(ModelClosedError):
-        steps[1].result()
-    model.restart()
-    os.kill(model.health()[rank].pid, signal.SIGSTOP)
-    until_stopped(model, rank)
-    steps = [model.begin_bucket("b2_s4", inputs(number), timeout=1.0) for number in range(2)]
-    with pytest.raises(RankTimeoutError, match=f"rank {rank} of 2 did not finish its step within 1 s"):
-        steps[0].result()
-    with pytest.raises(ModelClosedError):
-        steps[1].result()
 
 
 def test_a_wait_that_was_interrupted_gives_nobody_elses_outputs(model):

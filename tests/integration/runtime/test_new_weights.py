@@ -40,18 +40,6 @@ def test_saving_while_others_swap_saves_the_weights_of_one_moment(artifacts, tmp
     assert any(toy.close_to(y, toy.expected(weights, x)) for weights in (old, new)), "a mixture of weights"
 
 
-def test_how_fast_the_ranks_take_what_a_restart_repeats_is_known(artifacts):
-    new = toy.logical_weights(3)
-    with parallel_model_load(artifacts[2]) as model:
-        found = [model.bounds.least_swaps]
-        for weights in ({"up": new["up"]}, {"down": new["down"]}):
-            model.update_weights(weights, strict=False)
-            found.append(model.bounds.least_swaps)
-        assert 0 == found[0] < found[1] < found[2], "each is repeated"
-        model.restart()
-        assert 0 < model.bounds.least_swaps <= found[2]
-
-
 def test_inlined_weights_are_not_swapped(tmp_path):
     def inline(manifest):
         manifest.requires = ["inline-weights"]

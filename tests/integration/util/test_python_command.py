@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +13,6 @@ import nxd_infer as nxd
 from nxd_infer.backends.compile.pool import compile_graphs
 from nxd_infer.errors import TraceError
 from nxd_infer.util.python_command import child_environment, python_code
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -55,12 +52,3 @@ def test_a_child_of_an_interactive_session_imports_nothing_from_here(planted, mo
         monkeypatch.setattr(sys, "path", [entry, *sys.path])
         subprocess.run(python_code("import pydantic, nxd_server"), env=child_environment(), check=True, timeout=600)
     assert not planted.exists(), planted.read_text()
-
-
-def test_there_is_one_way_to_start_python():
-    """`python_command.py` knows how; the process for texts is isolated (`-I`), the doctor only prints the
-    path, and Lightning's launcher repeats its own command line."""
-    ways = r"\bsys\.executable\b|\bget_context\(|(?<!psutil\.)\bProcess\(|\bProcessPoolExecutor\b|\bmp\.spawn\b"
-    files = [file for folder in ("nxd_infer", "server", "models") for file in (ROOT / folder).rglob("*.py")]
-    found = {file.name for file in files if re.search(ways, file.read_text())}
-    assert found == {"python_command.py", "doctor.py", "text_process.py", "launcher.py"}

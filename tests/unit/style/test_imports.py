@@ -1,11 +1,10 @@
-"""Imports point down only, and few stand inside functions."""
+"""Imports point down only."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import graphlib
-import re
 from pathlib import Path
 
 import pytest
@@ -59,14 +58,9 @@ def floor_of(module: str) -> int | None:
 
 
 @functools.cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-@functools.cache
 def imported(name: str, path: Path) -> set[str]:
     """Every module of ours that the file imports: inside functions and ``if TYPE_CHECKING``, too."""
-    nodes = ast.walk(tree(path))
+    nodes = ast.walk(ast.parse(path.read_text()))
     return {target for node in nodes for target in imported_by(node, name, path)} - {name}
 
 
@@ -82,14 +76,6 @@ def imported_by(node: ast.AST, name: str, path: Path) -> set[str]:
             base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
         found.update(f"{base}.{alias.name}" for alias in node.names)
     return {module_of(target) for target in found if target.split(".")[0] in ROOTS}
-
-
-def inside_functions(name: str, path: Path) -> dict[int, str]:
-    """The imports of our own packages inside functions: the source of each, by line."""
-    functions = [n for n in ast.walk(tree(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    nodes = [node for function in functions for node in ast.walk(function) if imported_by(node, name, path)]
-    lines = path.read_text().splitlines()
-    return {node.lineno: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in nodes}  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -123,12 +109,3 @@ def test_no_two_modules_reach_each_other():
         sorter.prepare()
     except graphlib.CycleError as error:
         pytest.fail("a circle of imports: " + " <- ".join(error.args[1]))
-
-
-def test_few_imports_of_our_own_stand_inside_functions():
-    """And each says, on its line, which optional or slow package it waits for; ``nxd_infer.util.lazy`` does without."""
-    found = {
-        f"{name}:{line}": source for name, path in sources() for line, source in inside_functions(name, path).items()
-    }
-    assert len(found) < 15
-    assert [place for place, source in found.items() if not re.search(r"#.*\b(slow|optional): \S", source)] == []

@@ -201,8 +201,8 @@ def test_files_that_take_long_to_parse_are_refused_before_they_are(root, monkeyp
 def test_a_folder_of_any_number_of_files_is_not_searched_to_its_end(root, monkeypatch):
     for number in range(5):
         (root / "step" / str(number)).touch()
-    for module in (beneath, allowed_paths):
-        monkeypatch.setattr(module, "MOST_ENTRIES", 3)
+    monkeypatch.setattr(beneath, "MOST_ENTRIES", 3)
+    monkeypatch.setattr(allowed_paths, "MOST_ENTRIES", 3)
     with pytest.raises(RequestError, match="more than 3 files lie under"), opened_under(root, "step"):
         pass
     with pytest.raises(CheckpointError, match="step holds more than 3 files"), opened_beneath(root, "step") as path:
