@@ -10,6 +10,7 @@ import pytest
 
 from nxd_infer.util import child_process
 from nxd_infer.util.child_process import ChildProcess, end_all, wait_for_an_end
+from nxd_infer.util.process_state import process_start, process_state
 from nxd_infer.util.python_command import python_code
 from tests.support.processes import gone, wait_until
 
@@ -89,3 +90,16 @@ def test_the_first_end_is_noticed(monkeypatch: pytest.MonkeyPatch, kernel: str):
         assert wait_for_an_end([long], 0.2) == []
     finally:
         end_all([long, short])
+
+
+def test_the_state_of_a_process():
+    assert process_state(os.getpid(), process_start(os.getpid())) == "running"
+    assert process_state(os.getpid(), 1) == "ended", "the process id belongs to another process now"
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    start = process_start(child)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert process_state(child, start) == "ended", "a zombie does nothing any more"
+    os.waitpid(child, 0)
+    assert process_state(child, start) == "ended"

@@ -14,7 +14,6 @@ from nxd_infer.comm.shm import (
     typed_error,
 )
 from nxd_infer.errors import CollectiveError, CollectiveTimeoutError, ParallelConfigError
-from nxd_infer.util.process_state import process_start, process_state
 
 
 @pytest.fixture
@@ -55,16 +54,3 @@ def test_a_native_message_becomes_a_typed_error():
     other = typed_error("nxd: the ranks of axis 'tp' went apart")
     assert type(other) is CollectiveError
     assert str(typed_error("anything else")) == "anything else"
-
-
-def test_the_state_of_a_process():
-    assert process_state(os.getpid(), process_start(os.getpid())) == "running"
-    assert process_state(os.getpid(), 1) == "ended", "the process id belongs to another process now"
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    start = process_start(child)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    assert process_state(child, start) == "ended", "a zombie does nothing any more"
-    os.waitpid(child, 0)
-    assert process_state(child, start) == "ended"
