@@ -24,8 +24,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from multiprocessing.reduction import recv_handle, send_handle
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,7 +46,6 @@ class Job:
 
     module: str
     function: str
-    path: list[str]
     arguments: tuple
     rank: int
     world_size: int
@@ -57,8 +55,8 @@ class Job:
     timeout: float
     comm_timeout: float
     stacks: str
-    descriptors: list[str] = field(default_factory=list)
-    """Names of the axes whose shared memory follows on the connection."""
+    segments: dict[str, str]
+    """By axis, the file of the memory that its group shares: one of the parent's descriptors."""
 
 
 def run_ranks(
@@ -92,16 +90,14 @@ def run_ranks(
     workers = _pool.take(world_size, fresh)
     keep = False
     try:
-        with tempfile.TemporaryDirectory(prefix="nxd-ranks-") as folder:
+        with tempfile.TemporaryDirectory(prefix="nxd-ranks-") as folder, contextlib.ExitStack() as opened:
             deadline = time.monotonic() + timeout
-            descriptors = _segments(world_size, degrees, capacity) if collectives == "shm" else {}
-            try:
-                for rank, worker in enumerate(workers):
-                    mine = {axis: groups[rank] for axis, groups in descriptors.items()}
-                    job = Job(
+            segments = _segments(world_size, degrees, capacity, opened) if collectives == "shm" else [{}] * world_size
+            for rank, worker in enumerate(workers):
+                worker.submit(
+                    Job(
                         fn.__module__,
                         fn.__qualname__,
-                        list(sys.path),
                         args,
                         rank,
                         world_size,
@@ -111,12 +107,9 @@ def run_ranks(
                         timeout,
                         comm_timeout,
                         f"{folder}/stack{rank}",
-                        list(mine),
+                        segments[rank],
                     )
-                    worker.submit(job, list(mine.values()))
-            finally:
-                for fd in {fd for groups in descriptors.values() for fd in groups}:
-                    os.close(fd)
+                )
             results = _collect(workers, deadline, timeout, set(lost), folder)
         keep = not lost and not fresh
         return results
@@ -128,20 +121,21 @@ def run_ranks(
                 worker.kill()
 
 
-def _segments(world_size: int, degrees: dict[str, int], capacity: int | None) -> dict[str, list[int]]:
-    """For every axis of a degree above 1, the shared memory of each rank's group."""
+def _segments(
+    world_size: int, degrees: dict[str, int], capacity: int | None, opened: contextlib.ExitStack
+) -> list[dict[str, str]]:
+    """For each rank, the shared memory of its groups: of every axis of a degree above 1. ``opened`` closes it."""
     from nxd_infer.comm.shm import DEFAULT_CAPACITY, create_segment
     from nxd_infer.context import AXES, rank_layout
 
     layout = rank_layout(world_size, degrees["tp"], degrees["pp"], degrees["cp"])
-    found: dict[str, list[int]] = {}
+    found: list[dict[str, str]] = [{} for _ in range(world_size)]
     for axis in AXES:
-        if layout.degree(axis) > 1:
-            of_rank = {}
-            for group in layout.groups(axis):
-                fd = create_segment(len(group), capacity or DEFAULT_CAPACITY)
-                of_rank.update(dict.fromkeys(group, fd))
-            found[axis] = [of_rank[rank] for rank in range(world_size)]
+        for group in layout.groups(axis) if layout.degree(axis) > 1 else []:
+            fd = create_segment(len(group), capacity or DEFAULT_CAPACITY)
+            opened.callback(os.close, fd)
+            for rank in group:
+                found[rank][axis] = f"/proc/{os.getpid()}/fd/{fd}"
     return found
 
 
@@ -169,10 +163,10 @@ def _collect(workers: list[_Worker], deadline: float, timeout: float, lost: set[
         silent = f"\n(no answer from ranks {sorted(waiting.values())})" if waiting else ""
         raise RankTestError("\n".join(failures) + silent)
     if waiting:
-        stacks = []
-        for rank in sorted(waiting.values()):
-            stacks.append(f"rank {rank}:\n{workers[rank].stack(f'{folder}/stack{rank}')}")
-        raise RankTestError(f"no answer within {timeout} s from ranks {sorted(waiting.values())}\n" + "\n".join(stacks))
+        time.sleep(1)  # each writes its stack after the same time
+        silent = sorted(waiting.values())
+        stacks = [f"rank {rank}:\n{Path(f'{folder}/stack{rank}').read_text()}" for rank in silent]
+        raise RankTestError(f"no answer within {timeout} s from ranks {silent}\n" + "\n".join(stacks))
     return results
 
 
@@ -185,25 +179,12 @@ class _Worker:
         self.process.start()
         theirs.close()
 
-    def submit(self, job: Job, descriptors: list[int]) -> None:
-        self.connection.send_bytes(pickle.dumps(job.path))
+    def submit(self, job: Job) -> None:
+        self.connection.send_bytes(pickle.dumps(sys.path))  # first: where the other's modules are
         self.connection.send_bytes(pickle.dumps(job))
-        for fd in descriptors:
-            send_handle(self.connection, fd, self.process.pid)
 
     def receive(self) -> tuple[bool, Any]:
         return pickle.loads(self.connection.recv_bytes())
-
-    def stack(self, file: str) -> str:
-        """What the process is doing now, from its own fault handler."""
-        with contextlib.suppress(OSError):
-            os.kill(self.process.pid, signal.SIGUSR1)
-        found, before, deadline = "", "", time.monotonic() + 20
-        while (not found or found != before) and time.monotonic() < deadline:
-            time.sleep(0.3)
-            with contextlib.suppress(OSError), open(file) as handle:
-                before, found = found, handle.read()
-        return found or "(no stack)"
 
     def kill(self) -> None:
         """End the process and whatever it started."""
@@ -260,9 +241,7 @@ def _serve(connection: Any) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the server, which dies with pytest
     os.setpgid(0, 0)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    import torch
-
-    torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays, and would be scanned after each job
     while True:
         try:
             sys.path[:] = pickle.loads(connection.recv_bytes())
@@ -270,35 +249,34 @@ def _serve(connection: Any) -> None:
         except (EOFError, OSError):
             os._exit(0)
         try:
-            answer = pickle.dumps((True, _run(pickle.loads(payload), connection)))
+            answer = pickle.dumps((True, _run(pickle.loads(payload))))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(answer)
+        gc.collect()
+        gc.freeze()
 
 
-def _run(job: Job, connection: Any) -> Any:
+def _run(job: Job) -> Any:
     import torch
 
     with open(job.stacks, "w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.dump_traceback_later(job.timeout, file=stacks)
         torch.manual_seed(0)
         torch.set_num_threads(1)
         torch.set_default_dtype(torch.float32)
-        segments = {axis: recv_handle(connection) for axis in job.descriptors}
         function: Any = importlib.import_module(job.module)
         for part in job.function.split("."):
             function = getattr(function, part)
-        connect = _shm if job.collectives == "shm" else _gloo
         try:
-            with connect(job, segments):
+            with (_shm if job.collectives == "shm" else _gloo)(job):
                 return function(*job.arguments)
         finally:
-            faulthandler.unregister(signal.SIGUSR1)
-            gc.collect()
+            faulthandler.cancel_dump_traceback_later()
 
 
 @contextlib.contextmanager
-def _gloo(job: Job, segments: dict[str, int]):
+def _gloo(job: Job):
     import torch.distributed as dist
 
     from nxd_infer import parallel_state
@@ -334,12 +312,13 @@ def _meet(job: Job) -> None:
 
 
 @contextlib.contextmanager
-def _shm(job: Job, segments: dict[str, int]):
+def _shm(job: Job):
     from nxd_infer import native
     from nxd_infer.comm.protocol import register_collectives, unregister_collectives
     from nxd_infer.comm.shm import ShmCollectives
     from nxd_infer.context import make_context, set_default_context
 
+    segments = {axis: os.open(path, os.O_RDWR | os.O_CLOEXEC) for axis, path in job.segments.items()}
     _meet(job)
     context = make_context(job.world_size, job.rank, **job.degrees, collectives="shm")
     register_collectives("shm", ShmCollectives(native.load(), context, segments, timeout=job.comm_timeout))

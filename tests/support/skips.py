@@ -25,7 +25,6 @@ OF_A_MACHINE = (
 OF_AN_OLDER_TORCH = (
     r"the native operators need torch 2\.13 or newer",
     r"(inductor: )?it needs torch 2\.13 or newer",
-    r"types are checked against the annotations of the newest torch",
 )
 WITHOUT_XLA = (r"torch_xla is not installed", r"it lacks .*\btorch_xla 2\.9")
 ON_NEURON = (

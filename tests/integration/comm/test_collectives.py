@@ -58,11 +58,16 @@ def near(a: Tensor, b: Tensor, exact: bool, what: object) -> None:
         torch.testing.assert_close(a, b, msg=str(what))
 
 
+def shapes_for(dtype: torch.dtype, shapes: tuple) -> tuple:
+    """All for one float and for one that is added in another type, else an odd one and a large one."""
+    return shapes if dtype in (torch.float32, torch.bfloat16) else shapes[-2:]
+
+
 def check_moves(shapes: tuple) -> None:
     here = current_context()
     degree, rank = here.tp.degree, here.tp.rank
     for dtype in (*FLOATS, *INTEGERS, torch.bool, torch.uint8):
-        for shape in shapes:
+        for shape in shapes_for(dtype, shapes):
             parts = [inputs(r, shape, dtype) for r in range(degree)]
             x = parts[rank]
             for dim in range(-1, len(shape)):
@@ -83,7 +88,7 @@ def check_sums(shapes: tuple, exact: bool) -> list[Tensor]:
     degree, rank = here.tp.degree, here.tp.rank
     results = []
     for dtype in (*FLOATS, *INTEGERS):
-        for shape in shapes:
+        for shape in shapes_for(dtype, shapes):
             parts = [inputs(r, shape, dtype) for r in range(degree)]
             x = parts[rank]
             what = (dtype, shape)
@@ -123,8 +128,6 @@ def check_odd_tensors(exact: bool) -> None:
     same(axis_rank(here), torch.tensor(rank), "axis_rank")
     grown = torch.ones(3, requires_grad=True)
     same(all_reduce(grown, here), torch.full((3,), float(degree)), "needs grad")
-    empty = torch.empty(0, 3)
-    same(all_gather(empty, here, dim=0), empty, "empty")
 
 
 def check_mail() -> None:
@@ -145,22 +148,7 @@ def check_mail() -> None:
     barrier(here)
 
 
-def unequal_mail() -> str:
-    here = current_context()
-    transport = collectives_of(here)
-    if here.rank == 0:
-        transport.send(torch.arange(8.0), "tp", 1)
-        return ""
-    with pytest.raises(CollectiveError) as caught:
-        transport.recv(torch.empty(4), "tp", 0)
-    return str(caught.value)
-
-
-def test_a_letter_of_another_size_is_refused():
-    assert "16 bytes" in (found := run_ranks(unequal_mail, 2, collectives="shm")[1]) and "one of 32" in found
-
-
-def check_refusals() -> list[str]:
+def refusals() -> list[str]:
     here = current_context()
     found = []
     for action in (
@@ -179,6 +167,33 @@ def check_refusals() -> list[str]:
     return found
 
 
+def check_nan_wins() -> None:
+    here = current_context()
+    values = [[1.0, float("nan"), 3.0], [float("nan"), 2.0, -1.0], [0.0, 0.0, 5.0], [9.0, 9.0, 9.0]]
+    result = all_reduce(torch.tensor(values[here.rank]), here, op="max")
+    assert result.isnan().tolist() == [True, True, False] and result[2] == 9
+
+
+def check_rounds(rounds: int) -> None:
+    """Calls of changing kinds and sizes with uneven work between them: a slot reused too early would show."""
+    here = current_context()
+    degree, rank = here.tp.degree, here.tp.rank
+    pick, pace = random.Random(7), random.Random(rank)
+    for number in range(rounds):
+        kind, size = pick.randrange(3), pick.choice((1, 17, 300, 2048, 5000, 40_000))
+        mine = torch.arange(size, dtype=torch.float32) + number + rank
+        if pace.random() < 0.05:
+            time.sleep(pace.random() * 2e-3)
+        if kind == 0:
+            total = degree * (torch.arange(size) + number) + degree * (degree - 1) // 2
+            assert torch.equal(all_reduce(mine, here), total.float()), number
+        elif kind == 1:
+            whole = all_gather(mine, here, dim=0).view(degree, size)
+            assert torch.equal(whole - whole[0], torch.arange(float(degree))[:, None].expand(degree, size)), number
+        else:
+            assert broadcast(mine, here, src=number % degree)[-1] == size - 1 + number + number % degree, number
+
+
 def everything(shapes: tuple, exact: bool) -> list[Tensor]:
     check_moves(shapes)
     check_odd_tensors(exact)
@@ -187,48 +202,46 @@ def everything(shapes: tuple, exact: bool) -> list[Tensor]:
     return check_sums(shapes, exact)
 
 
+def everything_in_shared_memory(shapes: tuple) -> list[Tensor]:
+    check_nan_wins()
+    check_rounds(1000)
+    return everything(shapes, exact=True)
+
+
 def assert_same_bits(results: list[list[Tensor]]) -> None:
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             assert torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_shared_memory_collectives_equal_a_plain_computation(world):
-    assert_same_bits(run_ranks(everything, world, (*SHAPES, BIG), True, collectives="shm", capacity=16384))
+def test_shared_memory_collectives_equal_a_plain_computation():
+    assert_same_bits(run_ranks(everything_in_shared_memory, 4, (*SHAPES, BIG), collectives="shm", capacity=16384))
+
+
+def test_distributed_collectives_equal_a_plain_computation():
+    assert_same_bits(run_ranks(everything, 4, (*SHAPES, BIG), False))
+
+
+def shared_work(shapes: tuple, numels: dict[torch.dtype, int]) -> list[Tensor]:
+    """And sums of ones, which must be the degree everywhere, the last value too."""
+    here = current_context()
+    for dtype, numel in numels.items():
+        torch.full((numel,), 77, dtype=dtype)  # what lies in the memory that the result gets
+        assert (all_reduce(torch.ones(numel, dtype=dtype), here) == here.tp.degree).all(), dtype
+    return check_sums(shapes, exact=True)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_large_tensors_take_the_shared_work_path(world):
-    shapes = ((100_003,),)  # pieces above 64 KiB, with a ragged end
-    assert_same_bits(run_ranks(check_sums, world, shapes, True, collectives="shm", capacity=131072))
-
-
-def last_values(numels: dict[torch.dtype, int]) -> list[int]:
-    """The sums of ones must be the degree everywhere, the last value too: how many are not."""
-    here = current_context()
-    wrong = []
-    for dtype, numel in numels.items():
-        torch.full((numel,), 77, dtype=dtype)  # what lies in the memory that the result gets
-        wrong.append(int((all_reduce(torch.ones(numel, dtype=dtype), here) != here.tp.degree).sum()))
-    return wrong
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_shared_work_leaves_no_value_over(world):
-    """Sizes whose equal share is whole cache lines and that still do not divide."""
+    """Pieces above 64 KiB with a ragged end; sizes whose equal share is whole cache lines and that do not divide."""
     numels = {torch.bfloat16: 32_769, torch.float16: 32_769, torch.uint8: 65_537, torch.float32: 16_385}
-    assert run_ranks(last_values, world, numels, collectives="shm") == [[0, 0, 0, 0]] * world
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_distributed_collectives_equal_a_plain_computation(world):
-    assert_same_bits(run_ranks(everything, world, (*SHAPES, BIG), False))
+    found = run_ranks(shared_work, world, ((100_003,),), numels, collectives="shm", capacity=131072)
+    assert_same_bits(found)
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_a_refused_call_names_the_reason_and_leaves_the_group_usable(transport):
-    for found in run_ranks(check_refusals, 2, collectives=transport):
+    for found in run_ranks(refusals, 2, collectives=transport):
         assert len(found) == 6
         assert "booleans have no sum" in found[0]
         assert "'product'" in found[1]
@@ -243,43 +256,12 @@ def several_axes() -> tuple:
     return tuple(all_reduce(x, here, axis).item() for axis in ("tp", "dp", "pp"))
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", ["shm", "gloo", "shared"])
 def test_axes_keep_to_their_groups(transport):
     found = run_ranks(several_axes, 4, tp=2, collectives=transport)  # tp pairs neighbours, dp pairs rank and rank + 2
     assert found == [(11, 101, 1), (11, 1010, 10), (1100, 101, 100), (1100, 1010, 1000)]
     found = run_ranks(several_axes, 4, tp=2, pp=2, collectives=transport)
     assert [f[2] for f in found] == [101, 1010, 101, 1010] and [f[1] for f in found] == [1, 10, 100, 1000]
-
-
-def many_rounds(rounds: int) -> int:
-    """Calls of changing kinds and sizes with uneven work between them: a slot reused too early would show."""
-    here = current_context()
-    degree, rank = here.tp.degree, here.tp.rank
-    pick, pace = random.Random(7), random.Random(rank)
-    for number in range(rounds):
-        kind, size = pick.randrange(4), pick.choice((1, 17, 300, 2048, 5000, 40_000))
-        mine = torch.arange(size, dtype=torch.float32) + number + rank
-        if pace.random() < 0.05:
-            time.sleep(pace.random() * 2e-3)
-        if kind == 0:
-            total = degree * (torch.arange(size) + number) + degree * (degree - 1) // 2
-            assert torch.equal(all_reduce(mine, here), total.float()), number
-        elif kind == 1:
-            whole = all_gather(mine, here, dim=0).view(degree, size)
-            assert torch.equal(whole - whole[0], torch.arange(float(degree))[:, None].expand(degree, size)), number
-        elif kind == 2:
-            piece = reduce_scatter(torch.stack([mine + 100 * r for r in range(degree)]), here, dim=0)
-            assert (
-                piece.shape == (1, size) and piece[0, 0] == degree * (number + 100 * rank) + degree * (degree - 1) // 2
-            ), number
-        else:
-            assert broadcast(mine, here, src=number % degree)[-1] == size - 1 + number + number % degree, number
-    return rounds
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_many_uneven_rounds_never_mix_their_data(world):
-    assert run_ranks(many_rounds, world, 1500, collectives="shm", capacity=16384) == [1500] * world
 
 
 def work_beside_a_wait(folder: str) -> bool:
@@ -306,23 +288,12 @@ def test_other_threads_run_while_a_rank_waits(tmp_path):
     assert run_ranks(work_beside_a_wait, 2, str(tmp_path), collectives="shm", comm_timeout=60) == [True, True]
 
 
-def nan_wins() -> Tensor:
-    here = current_context()
-    values = [[1.0, float("nan"), 3.0], [float("nan"), 2.0, -1.0], [0.0, 0.0, 5.0], [9.0, 9.0, 9.0]]
-    return all_reduce(torch.tensor(values[here.rank]), here, op="max")
-
-
-def test_a_nan_is_never_lost_in_a_maximum():
-    for result in run_ranks(nan_wins, 4, collectives="shm"):
-        assert result.isnan().tolist() == [True, True, False] and result[2] == 9
-
-
-def operators() -> list[Tensor]:
-    """The operators that an exported graph holds, run as they are."""
+def operators() -> tuple[list[list], str]:
+    """The operators that an exported graph holds, run as they are; what a receiver of other bytes than sent is told."""
     here = current_context()
     x = torch.arange(4.0) + here.rank
     nxd = torch.ops.nxd
-    return [
+    found = [
         nxd.all_reduce(x, "tp", "sum", 2),
         nxd.all_gather(x, "tp", 0, 2),
         nxd.reduce_scatter(x, "tp", 0, 2),
@@ -330,15 +301,17 @@ def operators() -> list[Tensor]:
         nxd.shard(x, "tp", 0, 2),
         nxd.axis_rank("tp"),
     ]
+    if here.rank == 0:
+        collectives_of(here).send(torch.arange(8.0), "tp", 1)
+        return [tensor.tolist() for tensor in found], ""
+    with pytest.raises(CollectiveError) as caught:
+        collectives_of(here).recv(torch.empty(4), "tp", 0)
+    return [tensor.tolist() for tensor in found], str(caught.value)
 
 
-def test_the_graph_operators_run_on_the_current_transport():
-    for rank, (reduced, gathered, scattered, sent, piece, place) in enumerate(
-        run_ranks(operators, 2, collectives="shm")
-    ):
-        assert reduced.tolist() == [1, 3, 5, 7]
-        assert gathered.tolist() == [0, 1, 2, 3, 1, 2, 3, 4]
-        assert scattered.tolist() == [[1, 3], [5, 7]][rank]
-        assert sent.tolist() == [1, 2, 3, 4]
-        assert piece.tolist() == [[0, 1], [3, 4]][rank]
-        assert place.item() == rank
+def test_the_graph_operators_run_on_the_current_transport_and_a_letter_of_another_size_is_refused():
+    (first, _), (second, said) = run_ranks(operators, 2, collectives="shm")
+    same_for_all = [[1, 3, 5, 7], [0, 1, 2, 3, 1, 2, 3, 4]]
+    assert first == [*same_for_all, [1, 3], [1, 2, 3, 4], [0, 1], 0]
+    assert second == [*same_for_all, [5, 7], [1, 2, 3, 4], [3, 4], 1]
+    assert "16 bytes" in said and "one of 32" in said

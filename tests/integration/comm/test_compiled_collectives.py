@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks
 
 pytestmark = needs_native
 
-ROUNDS = 1000
+ROUNDS = 300
 QUICK: dict[str, Any] = {
     "cpp.vec_isa_ok": True,
     "aot_inductor.precompile_headers": False,
@@ -44,17 +44,21 @@ class Step(torch.nn.Module):
         return whole.relu(), ops.axis_rank("tp") + 1, constant, piece, ops.broadcast(x, "tp", 1, 2)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["dispatched", "direct"])
-def package(request, tmp_path_factory):
-    """The operators called through torch's dispatcher, or directly where they have a C function."""
+def direct(library) -> dict[str, Any]:
+    """The operators called directly where they have a C function, not through torch's dispatcher."""
+    return {
+        "aot_inductor.custom_ops_to_c_shims": shims([library]),
+        "aot_inductor.custom_op_libs": [native.link_name(library.hash)],
+    }
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
     library = native.load()
     module = Step(getattr(torch.ops, library.namespace))
     exported = torch.export.export(module, (torch.randn(4, 16),))
     path = str(tmp_path_factory.mktemp("step") / "step.pt2")
-    options = dict(QUICK)
-    if request.param:
-        options["aot_inductor.custom_ops_to_c_shims"] = shims([library])
-        options["aot_inductor.custom_op_libs"] = [native.link_name(library.hash)]
+    options = {**QUICK, **direct(library)}
     with linkable([library]):
         return torch._inductor.aoti_compile_and_package(exported, package_path=path, inductor_configs=options)
 
@@ -70,7 +74,7 @@ def repeat(path: str) -> list[torch.Tensor]:
     return list(results)
 
 
-def test_one_compiled_graph_serves_every_rank_for_a_thousand_rounds(package):
+def test_one_compiled_graph_serves_every_rank_for_many_rounds(package):
     for rank, results in enumerate(run_ranks(repeat, 2, package, collectives="shm")):
         whole, place, constant, piece, sent = results
         last = float(ROUNDS - 1)
@@ -117,13 +121,12 @@ class Views(torch.nn.Module):
         return first, second, ops.broadcast(first, "tp", 1, 2), ops.reduce_scatter(y, "tp", 0, 2)
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_the_collectives_of_compiled_code_are_read_from_its_calls(direct):
+@pytest.mark.parametrize("calls", ["dispatched", "direct"])
+def test_the_collectives_of_compiled_code_are_read_from_its_calls(calls):
     library = native.load()
     options = {**QUICK, "aot_inductor.package": True, "aot_inductor.package_cpp_only": True}  # read, never run
-    if direct:
-        options["aot_inductor.custom_ops_to_c_shims"] = shims([library])
-        options["aot_inductor.custom_op_libs"] = [native.link_name(library.hash)]
+    if calls == "direct":
+        options |= direct(library)
     exported = torch.export.export(Views(getattr(torch.ops, library.namespace)), (torch.randn(4, 16),))
     with linkable([library]):
         files = torch._inductor.aot_compile(exported.module(), exported.example_inputs[0], options=options)

@@ -8,15 +8,15 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from nxd_infer import native
-from nxd_infer.errors import ArtifactCorruptError, ArtifactVersionError
-from nxd_infer.util.cache_dir import cache_dir
+from nxd_infer.comm.shm import ShmCollectives, create_segment
+from nxd_infer.context import make_context
+from nxd_infer.errors import ArtifactCorruptError, ArtifactVersionError, CollectiveError
 from tests.support.needs import needs_native
 from tests.support.processes import wait_until
 
@@ -42,38 +42,21 @@ def quick_compiler(tmp_path_factory) -> str:
     return str(script)
 
 
-def test_the_cache_directory_follows_the_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv("NXD_INFER_CACHE", str(tmp_path / "a"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
-    assert cache_dir() == tmp_path / "a" and cache_dir().is_dir()
-    monkeypatch.delenv("NXD_INFER_CACHE")
-    assert cache_dir() == tmp_path / "b" / "nxd_infer"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "c"))
-    assert cache_dir() == tmp_path / "c" / ".cache" / "nxd_infer"
-
-
 def test_loading_registers_the_operators_once():
     library = native.load()
     assert native.availability().ok
     assert library is native.load()
-    assert library.namespace == f"nxd_{library.hash[:8]}"
-    assert {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "shard", "axis_rank"} <= set(library.ops)
     assert native.read_hash(library.path) == library.hash
     with pytest.raises(KeyError, match="no operator 'nothing'; it has"):
         library.op("nothing")
 
 
-def test_schemas_are_those_of_the_graph_operators():
+def test_operators_are_those_of_a_graph_and_take_fake_tensors():
     library = native.load()
     for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "shard", "axis_rank"):
         ours, plain = library.op(name), getattr(torch.ops.nxd, name).default
         assert str(ours._schema).split("::")[1] == str(plain._schema).split("::")[1]
         assert torch.Tag.nondeterministic_seeded in ours.tags and torch.Tag.nondeterministic_seeded in plain.tags
-
-
-def test_fake_tensors_pass_through_the_operators():
-    library = native.load()
     with torch._subclasses.FakeTensorMode():
         x = torch.empty(4, 6, dtype=torch.bfloat16)
         assert library.op("all_reduce")(x, "tp", "sum", 2).shape == (4, 6)
@@ -82,19 +65,6 @@ def test_fake_tensors_pass_through_the_operators():
         assert library.op("shard")(x, "tp", 1, 3).shape == (4, 2)
         assert library.op("broadcast")(x, "tp", 0, 2).dtype == torch.bfloat16
         assert library.op("axis_rank")("tp").shape == ()
-
-
-def test_degree_one_needs_no_connection():
-    library = native.load()
-    x = torch.arange(6.0).view(2, 3).t()
-    for result in (
-        library.op("all_reduce")(x, "tp", "sum", 1),
-        library.op("all_gather")(x, "tp", 0, 1),
-        library.op("reduce_scatter")(x, "tp", 1, 1),
-        library.op("shard")(x, "tp", 1, 1),
-        library.op("broadcast")(x, "tp", 0, 1),
-    ):
-        assert torch.equal(result, x) and result.data_ptr() != x.data_ptr()
 
 
 class HeapUse(ctypes.Structure):
@@ -137,7 +107,7 @@ def test_misuse_is_an_error_that_says_so(call, said):
 
 @pytest.fixture(scope="module")
 def other_release(tmp_path_factory, quick_compiler):
-    """Sources that differ from ours, and the cache that holds what three builders at once made of them, after one that
+    """Sources that differ from ours, and the cache that holds what two builders at once made of them, after one that
     was killed. The collectives are enough: all sources take the compiler most of a minute."""
     root = tmp_path_factory.mktemp("release")
     changed = root / "csrc"
@@ -161,7 +131,6 @@ def other_release(tmp_path_factory, quick_compiler):
     assert not list(folder.glob("*/libnxd.so"))
     assert list(folder.glob(".build-*"))
 
-    begun = time.monotonic()
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code],
@@ -170,24 +139,23 @@ def other_release(tmp_path_factory, quick_compiler):
             text=True,
             env={**env, "CXX": quick_compiler},
         )
-        for _ in range(3)
+        for _ in range(2)
     ]
     told = [process.communicate(timeout=600) for process in processes]
-    seconds = time.monotonic() - begun
-    return changed, root / "cache", [process.returncode for process in processes], told, seconds
+    return changed, root / "cache", [process.returncode for process in processes], told
 
 
 def test_after_a_killed_builder_several_make_one_library(other_release):
     """The lock goes with its holder, a half-made library is never found, and of several builders one builds."""
-    _, cache, statuses, told, seconds = other_release
-    assert statuses == [0, 0, 0]
-    assert sorted(out.strip() == "None" for out, _ in told) == [False, True, True], told
+    _, cache, statuses, told = other_release
+    assert statuses == [0, 0]
+    assert sorted(out.strip() == "None" for out, _ in told) == [False, True], told
     lines = [line for _, err in told for line in err.splitlines() if "building the native operators" in line]
     assert len(lines) == 1 and "minutes" in lines[0], "whoever waits for it can read why, in a log as well"
     assert not list((cache / "native").glob(".build-*")), "no scratch folder is left, the killed builder's neither"
     (made,) = (cache / "native").glob("*/libnxd.so")
     record = json.loads((made.parent / "build.json").read_text())
-    assert record["hash"] == made.parent.name and 0 < record["seconds"] <= seconds
+    assert record["hash"] == made.parent.name and record["seconds"] > 0
 
 
 def test_two_libraries_of_different_contents_live_in_one_process(tmp_path, other_release):
@@ -216,28 +184,47 @@ print([library.op("axis_rank")("tp").item() for library in (first, second)])
     assert in_fresh_process(code, NXD_INFER_CACHE=str(cache)).strip() == "[0, 1]"
 
 
-def test_without_a_compiler_the_reason_is_given(tmp_path):
-    code = """
+def test_a_compiler_is_needed_to_build_and_not_to_load(tmp_path):
+    """Where there is none, the reason is given; and once the library is there, nobody asks for one."""
+    cache = native.load().path.parents[2]
+    code = f"""
+import os
 from nxd_infer import native
 from nxd_infer.errors import BackendUnavailableError
-state = native.availability()
-assert not state.ok, state
-print(state.reason)
 try:
     native.load()
 except BackendUnavailableError as error:
     print(error)
+os.environ["CXX"] = "no-such-compiler"
+print(native.availability())
+os.environ["NXD_INFER_CACHE"] = {str(cache)!r}
+print(native.availability().ok, native.load().build_seconds)
 """
-    printed = in_fresh_process(code, NXD_INFER_CACHE=str(tmp_path), PATH=str(tmp_path)).splitlines()
-    assert "no C++ compiler" in printed[0] and "no C++ compiler" in printed[1]
-    printed = in_fresh_process(code, NXD_INFER_CACHE=str(tmp_path), CXX="no-such-compiler").splitlines()
-    assert "CXX='no-such-compiler' is not on the PATH" in printed[0]
+    printed = in_fresh_process(code, NXD_INFER_CACHE=str(tmp_path), PATH=str(tmp_path), CXX="").splitlines()
+    assert "no C++ compiler" in printed[0]
+    assert "ok=False" in printed[1] and "CXX='no-such-compiler' is not on the PATH" in printed[1]
+    assert printed[2] == "True None"
 
 
-def test_a_built_library_needs_no_compiler(tmp_path):
-    code = "from nxd_infer import native; print(native.availability().ok, native.load().build_seconds)"
-    cache = native.load().path.parents[2]
-    assert in_fresh_process(code, NXD_INFER_CACHE=str(cache), PATH=str(tmp_path)).split() == ["True", "None"]
+def test_a_planted_library_does_not_run(tmp_path):
+    """What is in a directory that has been closed since may still be another's."""
+    tmp_path.chmod(0o700)
+    library = tmp_path / "native" / native.source_hash() / "libnxd.so"
+    library.parent.mkdir(parents=True, mode=0o700)
+    shutil.copyfile(native.load().path, library)
+    if os.geteuid() == 0:
+        os.chown(library, 65534, 65534)
+    else:
+        library.chmod(0o666)
+    code = f"""
+from nxd_infer import native
+from nxd_infer.errors import UntrustedCacheError
+try:
+    native.load()
+except UntrustedCacheError as error:
+    print({str(library)!r} in str(error))
+"""
+    assert in_fresh_process(code, NXD_INFER_CACHE=str(tmp_path)) == "True\n"
 
 
 def test_a_failing_compiler_is_quoted_and_remembered(tmp_path):
@@ -290,3 +277,15 @@ def test_a_library_for_another_torch_or_machine_is_not_called_damaged(tmp_path):
     newer.write_bytes(foreign)
     with pytest.raises(ArtifactVersionError, match="cannot be loaded"):
         native.load_file(newer)
+
+
+def test_a_refused_axis_leaves_no_other_connected():
+    """What failed half way can be tried again."""
+    context, library, good, wrong = make_context(4, 0, tp=2), native.load(), create_segment(2), create_segment(3)
+    try:
+        with pytest.raises(CollectiveError, match="the segment is for 3 ranks"):
+            ShmCollectives(library, context, {"tp": good, "dp": wrong})
+        ShmCollectives(library, context, {"tp": good}).close()
+    finally:
+        os.close(good)
+        os.close(wrong)

@@ -6,18 +6,16 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from nxd_infer.errors import (
     BucketError,
     InputMismatchError,
     ModelClosedError,
-    RankDiedError,
     RankFailedError,
-    RankTimeoutError,
     StepsPendingError,
 )
 from nxd_infer.runtime.ipc.arena import InputBlock
@@ -26,20 +24,9 @@ from nxd_infer.runtime.model import TensorParallelModel
 from nxd_infer.runtime.rank_model import RankModel
 from tests.support import toy_artifacts as toy
 from tests.support.needs import needs_native
-from tests.support.runtime.rank_processes import interrupt_the_wait, until_stopped
+from tests.support.runtime.rank_processes import interrupt_the_wait
 
 WEIGHTS = toy.logical_weights()
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> Path:
-    return toy.build(tmp_path_factory.mktemp("begun") / "artifact")
-
-
-@pytest.fixture(scope="module")
-def started(path):
-    with RankModel(load_artifact(path), start_timeout=600, call_timeout=60) as model:
-        yield model
 
 
 def inputs(number: int, ids: int | None = None) -> dict[str, np.ndarray]:
@@ -79,7 +66,6 @@ def test_outputs_that_are_not_copied_hold_until_the_next_step_is_begun(model):
     first, second = model.begin_bucket("b2_s4", inputs(0)), model.begin_bucket("b2_s4", inputs(1))
     views = first.result(copy=False)
     assert second.result()["count"].item() == 2 and views["count"].item() == 1
-    np.testing.assert_allclose(views["y"], expected(inputs(0)), rtol=1e-5, atol=1e-5)
     assert first.seconds > 0
 
 
@@ -128,19 +114,18 @@ def test_everything_else_waits_for_steps_that_were_begun(model):
         model.update_weights(WEIGHTS)  # the next test's
 
 
-def test_tensors_can_be_given_while_a_step_is_under_way(path):
-    import torch
-
-    with TensorParallelModel(load_artifact(path), start_timeout=600) as model:
-        begun = model.begin_bucket("b2_s4", inputs(3))
-        given = {name: torch.from_numpy(array) for name, array in inputs(4).items()}
-        np.testing.assert_allclose(model.run_bucket("b2_s4", given)["y"].numpy(), expected(inputs(4)), 1e-5, 1e-5)
-        np.testing.assert_allclose(begun.result()["y"], expected(inputs(3)), rtol=1e-5, atol=1e-5)
+def test_tensors_can_be_given_while_a_step_is_under_way(model):
+    begun = model.begin_bucket("b2_s4", inputs(3))
+    given = {name: torch.from_numpy(array) for name, array in inputs(4).items()}
+    np.testing.assert_allclose(model.run_bucket("b2_s4", given)["y"].numpy(), expected(inputs(4)), 1e-5, 1e-5)
+    np.testing.assert_allclose(begun.result()["y"], expected(inputs(3)), rtol=1e-5, atol=1e-5)
 
 
-def test_a_model_in_this_process_begins_nothing_ahead(tmp_path):
-    model = TensorParallelModel(load_artifact(toy.build(tmp_path / "artifact", degree=1)))
-    with model, pytest.raises(InputMismatchError, match="call run_bucket"):
+def test_a_model_in_this_process_begins_nothing_ahead(artifacts):
+    with (
+        TensorParallelModel(load_artifact(artifacts[1])) as model,
+        pytest.raises(InputMismatchError, match="call run_bucket"),
+    ):
         model.begin_bucket("b2_s4", inputs(0))
 
 
@@ -166,8 +151,7 @@ def test_a_step_that_raises_ends_the_one_behind_it(model):
     assert model.run_bucket("b2_s4", inputs(0))["count"].item() == 1
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("second", ["b2_s4", "b2_s8"])
+@pytest.mark.parametrize(("rank", "second"), [(0, "b2_s8"), (1, "b2_s4")])
 def test_a_rank_that_raised_goes_on_to_no_step_that_the_others_may_not_have_reached(tmp_path, rank, second):
     """It would meet them in the first step's collective, and their error would be reported instead."""
     path = toy.build(tmp_path / "artifact", shifts={rank: 50})
@@ -177,27 +161,6 @@ def test_a_rank_that_raised_goes_on_to_no_step_that_the_others_may_not_have_reac
         steps.append(model.begin_bucket(second, {"x": x, "ids": np.full(2, -50)}))
         with pytest.raises(RankFailedError, match=f"(?s)rank {rank} of 2 raised during step.*out of range"):
             steps[0].result()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_dies_or_stops_with_two_steps_ends_both_in_time(model, rank):
-    model.run_bucket("b2_s4", inputs(0))
-    pid = model.health()[rank].pid
-    os.kill(pid, signal.SIGSTOP)
-    steps = [model.begin_bucket("b2_s4", inputs(number)) for number in range(2)]
-    threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
-    with pytest.raises(RankDiedError, match=f"rank {rank} of 2"):
-        steps[0].result()
-    with pytest.raises(ModelClosedError):
-        steps[1].result()
-    model.restart()
-    os.kill(model.health()[rank].pid, signal.SIGSTOP)
-    until_stopped(model, rank)
-    steps = [model.begin_bucket("b2_s4", inputs(number), timeout=1.0) for number in range(2)]
-    with pytest.raises(RankTimeoutError, match=f"rank {rank} of 2 did not finish its step within 1 s"):
-        steps[0].result()
-    with pytest.raises(ModelClosedError):
-        steps[1].result()
 
 
 def test_a_wait_that_was_interrupted_gives_nobody_elses_outputs(model):
@@ -216,22 +179,19 @@ def test_a_wait_that_was_interrupted_gives_nobody_elses_outputs(model):
     threading.Timer(0.3, os.kill, (model.health()[0].pid, signal.SIGCONT)).start()
     # Its x would lie where the stopped rank still has to read the ids of the first step.
     assert model.run_bucket("b2_s8", {"x": np.ones((2, 8, toy.HIDDEN), "f4")})["count"].item() == 2
-    for number in range(1, 4):
-        result = model.run_bucket("b2_s4", inputs(number))
-        assert result["count"].item() == number + 2
-        np.testing.assert_allclose(result["y"], expected(inputs(number)), rtol=1e-5, atol=1e-5)
+    result = model.run_bucket("b2_s4", inputs(3))
+    np.testing.assert_allclose(result["y"], expected(inputs(3)), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("shared", [pytest.param(True, marks=needs_native), False])
-def test_ranks_that_share_memory_need_no_directory_that_a_killed_caller_would_leave(
-    path, tmp_path, monkeypatch, shared
-):
+@pytest.mark.parametrize("way", [pytest.param("shared memory", marks=needs_native), "gloo"])
+def test_ranks_that_share_memory_need_no_directory_that_a_killed_caller_would_leave(path, tmp_path, monkeypatch, way):
     """They need one where they find each other through a file, and it goes when they end."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("NXD_INFER_PIN", "0")  # processes that keep to cores note them there
-    if not shared:
+    if way == "gloo":
         monkeypatch.setattr("nxd_infer.runtime.supervisor.rank_processes._libraries", lambda artifact: [])
     with RankModel(load_artifact(path), start_timeout=600) as model:
-        assert model.run_bucket("b2_s4", inputs(0))["count"].item() == 1
-        assert len(list(tmp_path.iterdir())) == (0 if shared else 1)
+        found = model.run_bucket("b2_s4", inputs(0))
+        np.testing.assert_allclose(found["y"], expected(inputs(0)), rtol=1e-5, atol=1e-5)
+        assert len(list(tmp_path.iterdir())) == (way == "gloo")
     assert not list(tmp_path.iterdir())

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxd_infer.errors import ModelClosedError, RankTimeoutError
+from nxd_infer.errors import ModelClosedError
 from nxd_infer.runtime.ipc.channel import Channel
 from nxd_infer.runtime.save_load import parallel_model_load
-from nxd_infer.runtime.supervisor import rank_processes
 from nxd_infer.runtime.supervisor.rank_processes import RankProcesses
-from tests.support import toy_artifacts as toy
 from tests.support.processes import descendants, gone, wait_until
 from tests.support.runtime.rank_processes import LIMIT, X, call_in_thread, pids_of, started, until_busy
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> Path:
-    return toy.build(tmp_path_factory.mktemp("closing") / "artifact")
 
 
 def test_close_ends_a_call_that_is_stuck(path):
@@ -45,102 +39,65 @@ def test_close_ends_a_call_that_is_stuck(path):
 
 
 PARENT = """
-    import sys, json, threading, time, torch
-    from nxd_infer.runtime.save_load import parallel_model_load
-    model = parallel_model_load(sys.argv[1], call_timeout=60, start_timeout=600)
-    def start():
-        model.start()
-    if sys.argv[2] == "thread":       # a thread that ends must not take the ranks with it
-        thread = threading.Thread(target=start)
-        thread.start()
-        thread.join()
-        time.sleep(0.5)
-        model(torch.zeros(1, 1, 8))
-    else:
-        start()
-    print(json.dumps([rank.pid for rank in model.health()]), flush=True)
-    if sys.argv[2] == "exit":
+    import json, os, sys, threading, time, torch
+    from nxd_infer.runtime.load import load_artifact
+    from nxd_infer.runtime.model import TensorParallelModel
+    model = TensorParallelModel(load_artifact(sys.argv[1], temporary=True), call_timeout=60, start_timeout=600)
+    thread = threading.Thread(target=model.start)
+    thread.start()
+    thread.join()                     # a thread that ends must not take the ranks with it
+    time.sleep(0.5)
+    model(torch.zeros(1, 1, 8))
+    if os.fork() == 0:
+        sys.exit(0)                   # what is temporary is its owner's
+    os.wait()
+    print(json.dumps([os.path.isdir(sys.argv[1]), *(rank.pid for rank in model.health())]), flush=True)
+    if sys.stdin.read() == "exit":
         sys.exit(3)                   # without close()
-    if sys.argv[2] == "raise":
-        raise RuntimeError("unhandled")
-    while True:
-        model(torch.zeros(1, 1, 8))
 """
 
 
-def parent(path: Path, how: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", textwrap.dedent(PARENT), str(path), how]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def read_pids(process: subprocess.Popen[str]) -> list[int]:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line, process.communicate(timeout=60)[1]
-    return json.loads(line)
-
-
-@pytest.mark.parametrize("stopped", [False, True])
-def test_killing_the_parent_ends_the_ranks(path, stopped):
+@pytest.mark.parametrize("how", ["exit", "kill"])
+def test_a_parent_that_ends_takes_its_ranks_along(tmp_path, path, how):
     """Also a rank that is stopped, and so could not notice by itself."""
-    with parent(path, "thread") as process:
-        pids = read_pids(process)
-        assert len(pids) == 2
-        time.sleep(0.3)
-        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
-        if stopped:
+    copy = shutil.copytree(path, tmp_path / "copy")
+    command = [sys.executable, "-c", textwrap.dedent(PARENT), str(copy)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, text=True, **pipes) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        line = parent.stdout.readline()
+        assert line, parent.communicate(timeout=60)[1]
+        there, *pids = json.loads(line)
+        assert there and len(pids) == 2 and not any(gone(pid) for pid in pids)
+        if how == "kill":
             os.kill(pids[0], signal.SIGSTOP)
-        process.send_signal(signal.SIGKILL)
-        process.wait(60)
+            parent.kill()
+        else:
+            parent.communicate("exit", timeout=60)
+        assert parent.wait(60) == (3 if how == "exit" else -signal.SIGKILL)
     assert all(gone(pid, 60) for pid in pids)
+    assert copy.exists() == (how == "kill")
 
 
-@pytest.mark.parametrize("how", ["exit", "raise"])
-def test_a_parent_that_ends_takes_its_ranks_along(path, how):
-    with parent(path, how) as process:
-        pids = read_pids(process)
-        code = process.wait(60)
-    assert code == (3 if how == "exit" else 1)
-    assert all(gone(pid, 60) for pid in pids)
-
-
-def test_a_forked_child_neither_calls_nor_ends_the_ranks(path):
-    model = started(path)
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            model(X)
-        except ModelClosedError as error:
-            code = 0 if "forked" in str(error) else 2
-        model.close()
-        os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert model(X)["count"].item() == 1
-    model.close()
-
-
-@pytest.mark.parametrize("delay", [0.0, 0.002, 0.01, 0.1])
-def test_closing_while_the_ranks_start_leaves_none(path, delay):
+@pytest.mark.parametrize("delay", [0.0, 0.01])
+@pytest.mark.parametrize("how", ["closed", "interrupted"])
+def test_what_ends_a_start_leaves_no_rank(path, delay, how):
     before = descendants(os.getpid())
     model = parallel_model_load(path, call_timeout=LIMIT, start_timeout=600)
-    errors: list[BaseException] = []
-
-    def start() -> None:
-        try:
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    closing = threading.Timer(delay, model.close)
+    try:
+        with contextlib.suppress(ModelClosedError, KeyboardInterrupt):  # or the start was faster
+            closing.start() if how == "closed" else signal.setitimer(signal.ITIMER_REAL, delay + 1e-3)
             model.start()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=start)
-    thread.start()
-    time.sleep(delay)
-    model.close()
-    thread.join(60)
-    assert not thread.is_alive() and all(isinstance(error, ModelClosedError) for error in errors)  # or it was in time
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    if how == "closed":
+        closing.join(60)
+        with pytest.raises(ModelClosedError):
+            model(X)
     wait_until(lambda: descendants(os.getpid()) <= before)
-    with pytest.raises(ModelClosedError):
-        model(X)
 
 
 def test_closing_between_the_cores_and_the_first_rank_is_a_closed_model(path, monkeypatch):
@@ -148,30 +105,10 @@ def test_closing_between_the_cores_and_the_first_rank_is_a_closed_model(path, mo
     before = descendants(os.getpid())
     model = parallel_model_load(path, call_timeout=LIMIT, start_timeout=600)
     pair = Channel.pair
-
-    def close_then_pair():
-        model.close()
-        return pair()
-
-    monkeypatch.setattr(Channel, "pair", close_then_pair)
+    monkeypatch.setattr(Channel, "pair", lambda: (model.close(), pair())[1])
     with pytest.raises(ModelClosedError):
         model.start()
     wait_until(lambda: descendants(os.getpid()) <= before)
-
-
-@pytest.mark.parametrize("delay", [0.001, 0.01, 0.02])
-def test_ctrl_c_while_the_ranks_start_leaves_none(path, delay):
-    before = descendants(os.getpid())
-    model = parallel_model_load(path, call_timeout=LIMIT, start_timeout=600)
-    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            signal.setitimer(signal.ITIMER_REAL, delay)
-            model.start()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-    assert all(gone(pid, 60) for pid in descendants(os.getpid()) - before)
 
 
 def in_a_fork(run) -> int:
@@ -182,17 +119,15 @@ def in_a_fork(run) -> int:
         try:
             run()
             os._exit(0)
-        except ModelClosedError:
-            os._exit(7)
+        except ModelClosedError as error:
+            os._exit(7 if "forked" in str(error) else 1)
         except BaseException:
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("degree", [1, 2])
-def test_a_child_forked_during_a_call_does_not_wait_for_it(tmp_path, degree):
+def test_a_child_forked_during_a_call_neither_waits_nor_calls_nor_ends_the_ranks(model):
     """The thread that holds the lock does not exist in the child."""
-    model = started(toy.build(tmp_path / "artifact", degree=degree))
     inside, over = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -207,28 +142,12 @@ def test_a_child_forked_during_a_call_does_not_wait_for_it(tmp_path, degree):
     assert in_a_fork(model.close) == 0
     over.set()
     thread.join(60)
+    assert in_a_fork(lambda: model(X)) == 7
     assert model(X)["count"].item() == 1
-    model.close()
 
 
-def test_a_forked_child_that_ends_leaves_a_temporary_artifact_to_its_owner(tmp_path):
-    directory = toy.build(tmp_path / "artifact", degree=1)
-    script = f"""
-        import os, sys
-        from nxd_infer.runtime.load import load_artifact
-        artifact = load_artifact({str(directory)!r}, temporary=True)
-        if os.fork() == 0:
-            sys.exit(0)
-        os.wait()
-        print(artifact.path.is_dir())
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=600)
-    assert done.stdout.strip() == "True", done.stderr
-    assert not directory.exists()
-
-
-def test_a_signal_handler_may_close_a_model_in_the_middle_of_a_call_in_process(tmp_path):
-    model = started(toy.build(tmp_path / "artifact", degree=1))
+def test_a_signal_handler_may_close_a_model_in_the_middle_of_a_call_in_process(artifacts):
+    model = started(artifacts[1])
 
     class Handler(TorchDispatchMode):
         """Stands for a signal handler: runs in the calling thread, between two operators."""
@@ -251,8 +170,8 @@ def test_a_signal_handler_may_close_a_model_in_the_middle_of_a_call_in_process(t
     assert model.restart()(X)["count"].item() == 1
 
 
-def test_ctrl_c_in_the_middle_of_a_graph_in_process_closes_a_model_with_states(tmp_path):
-    model = started(toy.build(tmp_path / "artifact", degree=1))
+def test_ctrl_c_in_the_middle_of_a_graph_in_process_closes_a_model_with_states(artifacts):
+    model = started(artifacts[1])
 
     class Interrupt(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -294,50 +213,3 @@ def test_a_closed_model_leaves_no_thread_to_an_interpreter_that_ends(path, monke
     model = started(path)
     model.close()
     assert [thread.is_alive() for thread in late] == [False]
-
-
-def test_a_start_of_which_the_system_makes_nothing_is_not_waited_for_without_end(path, monkeypatch):
-    """As if the interpreter were on a disk that does not answer."""
-    go = threading.Event()
-    monkeypatch.setattr(rank_processes.Starter, "begin", lambda starter: go.wait(LIMIT) and False)
-    model = parallel_model_load(path, start_timeout=0.5)
-    try:
-        with pytest.raises(RankTimeoutError, match=r"within 0\.5 s: 0 of 2 processes run.*raise start_timeout"):
-            model.start()
-    finally:
-        go.set()
-        model.close()
-
-
-def test_closing_before_the_following_thread_has_begun_is_a_closed_model(path, monkeypatch):
-    before = descendants(os.getpid())
-    model = parallel_model_load(path, call_timeout=LIMIT, start_timeout=600)
-
-    def set_then_close(self, thread):
-        self.__dict__["_following"] = thread
-        if thread is not None:
-            model.close()
-
-    following = property(lambda self: self.__dict__["_following"], set_then_close)
-    monkeypatch.setattr(RankProcesses, "_following", following, raising=False)
-    with pytest.raises(ModelClosedError):
-        model.start()
-    wait_until(lambda: descendants(os.getpid()) <= before)
-
-
-def test_ctrl_c_before_the_following_thread_has_begun_waits_for_its_end(path, monkeypatch):
-    monkeypatch.setattr(rank_processes, "_BEGIN_SECONDS", 60.0)
-    before, start, late = descendants(os.getpid()), threading.Thread.start, []
-
-    def interrupted(self):
-        if self.name != "nxd-ranks":
-            return start(self)
-        late.append(self)
-        threading.Timer(0.02, start, (self,)).start()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        parallel_model_load(path, call_timeout=LIMIT, start_timeout=600).start()
-    assert [(thread.ident is not None, thread.is_alive()) for thread in late] == [(True, False)]
-    wait_until(lambda: descendants(os.getpid()) <= before)

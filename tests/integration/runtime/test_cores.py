@@ -1,4 +1,4 @@
-"""What a process may use of the processor: control groups of both kinds, cores that share a physical one, claims."""
+"""Cores that processes of one user claim: each takes its own, and one that ends holds nothing."""
 
 from __future__ import annotations
 
@@ -6,130 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from nxd_infer.runtime.supervisor import cores, rank_processes
-from nxd_infer.util import processors
-from nxd_infer.util.processors import physical_core, processor_share
-
-
-def written(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    return root
-
-
-@pytest.mark.parametrize(
-    ("groups", "files", "expected"),
-    [
-        ("0::/", {"sys/cpu.max": "150000 100000"}, 1.5),
-        ("0::/", {"sys/cpu.max": "max 100000"}, float("inf")),
-        ("0::/", {}, float("inf")),
-        # A group's own limit does not lift that of the group above.
-        ("0::/pod/app", {"sys/pod/cpu.max": "200000 100000", "sys/pod/app/cpu.max": "max 100000"}, 2.0),
-        ("0::/pod/app", {"sys/pod/cpu.max": "400000 100000", "sys/pod/app/cpu.max": "50000 100000"}, 0.5),
-        ("5:cpu,cpuacct:/", {"sys/cpu,cpuacct/cpu.cfs_quota_us": "300000"}, float("inf")),  # no period: not a limit
-        (
-            # The path of the host, which the container does not see: its own group is what is mounted.
-            "9:memory:/docker/7f\n5:cpu,cpuacct:/docker/7f\n0::/",
-            {"sys/cpu,cpuacct/cpu.cfs_quota_us": "300000", "sys/cpu,cpuacct/cpu.cfs_period_us": "100000"},
-            3.0,
-        ),
-        ("1:cpu:/", {"sys/cpu/cpu.cfs_quota_us": "-1", "sys/cpu/cpu.cfs_period_us": "100000"}, float("inf")),
-        (
-            "1:cpu:/a",
-            {"sys/cpu/a/cpu.cfs_quota_us": "100000", "sys/cpu/a/cpu.cfs_period_us": "50000"},
-            2.0,
-        ),
-        ("1:cpuset:/a\n0::/x", {"sys/unified/x/cpu.max": "70000 10000"}, 7.0),
-    ],
-)
-def test_a_share_is_the_least_that_any_control_group_grants(tmp_path, groups, files, expected):
-    written(tmp_path, {"cgroup": groups, **files})
-    assert processor_share(tmp_path / "cgroup", tmp_path / "sys") == expected
-
-
-def test_no_control_groups_are_no_limit(tmp_path):
-    assert processor_share(tmp_path / "none", tmp_path) == float("inf")
-
-
-def test_logical_cores_of_a_physical_one(tmp_path):
-    written(tmp_path, {"cpu0/topology/core_cpus_list": "0,8", "cpu8/topology/thread_siblings_list": "0,8"})
-    assert physical_core(0, tmp_path) == physical_core(8, tmp_path) == "0,8"
-    assert physical_core(3, tmp_path) == "3"
-    real = processors.available_cores()
-    assert 1 <= processors.compute_threads() <= processors.processors() <= len(real)
-
-
-@pytest.fixture
-def machine(monkeypatch, tmp_path):
-    """Makes this one of ``count`` logical cores, two a physical one unless ``alone``, with a share of the processor."""
-
-    def make(count: int, pair: str, share: float = float("inf")) -> None:
-        first = {"far": lambda core: core % (count // 2), "near": lambda core: core // 2, "alone": lambda core: core}
-        for module in (cores, processors):
-            monkeypatch.setattr(module, "available_cores", lambda: list(range(count)))
-            monkeypatch.setattr(module, "physical_core", lambda core: str(first[pair](core)))
-            monkeypatch.setattr(module, "processor_share", lambda: share)
-
-    monkeypatch.delenv("NXD_INFER_PIN", raising=False)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(cores, "_used", type(cores._used)())
-    monkeypatch.setattr(cores, "_leads", type(cores._leads)())
-    monkeypatch.setattr(cores, "_claims", {})
-    return make
-
-
-@pytest.mark.parametrize(("pair", "expected"), [("far", [7, 6, 5, 4]), ("near", [7, 5, 3, 1])])
-def test_threads_get_a_physical_core_each_while_there_are_some(machine, pair, expected):
-    machine(8, pair)
-    assert cores.default_threads(1) == 4 and cores.default_threads(2) == 2 and cores.default_threads(8) == 1
-    first = cores.choose_cores(2, 2)
-    assert first == [expected[:2], expected[2:]]
-    assert not set(cores.choose_cores(1, 4)[0]) & set(expected)  # then their other halves
-    cores.release_cores(first)
-    assert cores.choose_cores(1, 4) == [expected]
-
-
-def test_models_of_one_process_share_the_cores_out(machine, monkeypatch):
-    machine(4, "alone")
-    first = cores.choose_cores(2, 1)
-    assert first == [[3], [2]]  # low cores are left to the caller
-    assert cores.choose_cores(1, 2) == [[1, 0]]  # another model gets what is free
-    cores.release_cores(first)
-    assert cores.choose_cores(2, 1) == [[3], [2]]
-    assert cores.choose_cores(3, 2) == [[], [], []]  # more threads than cores: the kernel places them
-    monkeypatch.setenv("NXD_INFER_PIN", "0")
-    assert cores.choose_cores(1, 1) == [[]]
-    assert cores.default_threads(1) == 4 and cores.default_threads(8) == 1
-    assert cores.default_threads(2, 3) == 3  # what the graphs were compiled for
-
-
-def test_first_threads_of_models_that_share_cores_have_different_ones(machine):
-    machine(2, "alone")
-    found = [cores.choose_cores(1, 2) for _ in range(3)]
-    assert found == [[[1, 0]], [[0, 1]], [[1, 0]]]
-    cores.release_cores(found[1])
-    assert cores.choose_cores(1, 2) == [[0, 1]]
-    assert cores.choose_cores(2, 1) == [[1], [0]]
-
-
-def test_a_quota_bounds_the_threads_and_leaves_them_to_the_kernel(machine):
-    machine(64, "far", share=2.5)
-    assert cores.default_threads(1) == 2 and cores.default_threads(2) == 1
-    assert cores.choose_cores(1, 2) == [[]]  # every container of the host would choose the same
-    machine(4, "far", share=0.5)
-    assert cores.default_threads(1) == 1
-    machine(4, "far", share=4.0)
-    assert cores.default_threads(1) == 2 and cores.choose_cores(1, 2) == [[3, 2]]
-
+from nxd_infer.runtime.supervisor import cores
+from nxd_infer.util.processors import available_cores, processor_share
+from tests.support.runtime.machines import machine as machine
+from tests.support.runtime.rank_processes import X, pids_of, started
 
 HOLDER = """
 import sys
@@ -166,47 +49,31 @@ def test_a_forked_process_neither_has_nor_holds_its_parents_cores(machine, tmp_p
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        try:
-            signal.alarm(60)  # whatever happens, it ends, and the pipe with it
-            with cores._lock:  # as a signal handler finds it
-                os.write(write, repr((dict(cores._claims), cores.choose_cores(1, 2))).encode())
-            signal.pause()
-        finally:
-            os._exit(1)
+        signal.alarm(60)  # whatever happens, it ends, and the pipe with it
+        with cores._lock:  # as a signal handler finds it
+            os.write(write, repr((dict(cores._claims), cores.choose_cores(1, 2))).encode())
+        signal.pause()
     os.close(write)
     try:
         assert os.read(read, 100) == b"({}, [[1, 0]])"
         cores.release_cores(mine)
-        assert cores.choose_cores(1, 2) == [[3, 2]]
-        cores.release_cores(mine)
         environment = {**os.environ, "TMPDIR": str(tmp_path)}
-        done = subprocess.run(
-            [sys.executable, "-c", HOLDER],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=600,
-            check=True,
-        )
-        assert done.stdout == "[[3, 2]]\n"
+        command = [sys.executable, "-c", HOLDER]
+        assert subprocess.check_output(command, stdin=subprocess.DEVNULL, env=environment) == b"[[3, 2]]\n"
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.close(read)
 
 
-def test_a_place_that_is_somebody_elses_is_not_used(machine, tmp_path):
-    machine(2, "far")
-    (tmp_path / f"nxd-infer-cores-{os.getuid()}").symlink_to(tmp_path)
-    assert cores.choose_cores(1, 2) == [[1, 0]]
-    assert [path.name for path in tmp_path.iterdir()] == [f"nxd-infer-cores-{os.getuid()}"]
-
-
-def test_ranks_have_crews_where_all_of_their_operators_know_of_them(tmp_path):
-    """Ranks of an older artifact keep torch's threads, and are not placed as if they had others."""
-    (tmp_path / "new").write_bytes(b"\x7fELF nxd_engage_crew")
-    (tmp_path / "old").write_bytes(b"\x7fELF")
-    for operators, expected in ((["new"], True), (["new", "old"], False), ([], False), (["gone"], False)):
-        artifact: Any = SimpleNamespace(manifest=SimpleNamespace(ops=operators), op_file=tmp_path.joinpath)
-        assert rank_processes.know_crews(artifact) is expected
+def test_ranks_keep_to_their_cores_and_ignore_ctrl_c(path, monkeypatch):
+    monkeypatch.delenv("NXD_INFER_PIN", raising=False)
+    if len(available_cores()) < 2 or processor_share() < len(available_cores()):
+        pytest.skip("needs two cores, and the time of all that there are")
+    with started(path) as model:
+        used = [os.sched_getaffinity(pid) for pid in pids_of(model)]
+        assert all(len(group) == 1 for group in used)
+        assert used[0] != used[1]
+        for pid in pids_of(model):
+            os.kill(pid, signal.SIGINT)
+        assert model(X)["count"].item() == 1

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -43,25 +42,14 @@ from tests.support.runtime.rank_processes import (
 from tests.support.runtime.rank_processes import started as start
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> Path:
-    return toy.build(tmp_path_factory.mktemp("faults") / "artifact")
-
-
-@pytest.fixture(scope="module")
-def shared(path) -> Iterator[TensorParallelModel]:
-    with start(path) as model:
-        yield model
-
-
-@pytest.fixture
-def model(shared) -> TensorParallelModel:
-    """``shared``, with states as traced; ranks that the test before has ended are started again."""
-    if all(rank.alive for rank in shared.health()):
-        shared.reset_states()
-    else:
-        shared.restart()
-    return shared
+@contextlib.contextmanager
+def interrupts() -> Iterator[None]:
+    """Ctrl-C raises, whatever has handled it before."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def assert_closed(model: TensorParallelModel, pids: list[int], reason: str, *, restart: bool = False) -> None:
@@ -77,35 +65,33 @@ def assert_closed(model: TensorParallelModel, pids: list[int], reason: str, *, r
         assert model(X)["count"].item() == 1
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_killed_during_a_call(model, victim):
+def test_a_rank_killed_during_a_call(model):
     pids = pids_of(model)
-    os.kill(pids[1 - victim], signal.SIGSTOP)  # so that the call is under way when the victim dies
+    os.kill(pids[1], signal.SIGSTOP)  # so that the call is under way when the other dies
     thread, result = call_in_thread(model, X)
-    until_busy(model, victim)
-    os.kill(pids[victim], signal.SIGKILL)
+    until_busy(model, 0)
+    os.kill(pids[0], signal.SIGKILL)
     thread.join(2 * LIMIT)
     (error,) = result
-    assert isinstance(error, RankDiedError)
-    assert error.rank == victim
-    assert f"rank {victim} of 2 was ended by SIGKILL" in str(error)
-    assert_closed(model, pids, f"rank {victim} of 2 was ended by SIGKILL", restart=victim == 0)
+    assert isinstance(error, RankDiedError) and error.rank == 0
+    assert "rank 0 of 2 was ended by SIGKILL" in str(error)
+    assert_closed(model, pids, "rank 0 of 2 was ended by SIGKILL", restart=True)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_stopped_during_a_call(path, victim):
-    model = start(path)
+def test_a_rank_stopped_during_a_call(model):
+    """A step that was begun behind it ends with it."""
     pids = pids_of(model)
-    os.kill(pids[victim], signal.SIGSTOP)
-    until_stopped(model, victim)
+    os.kill(pids[1], signal.SIGSTOP)
+    until_stopped(model, 1)
     begin = time.monotonic()
-    with pytest.raises(RankTimeoutError) as caught:
-        model.run_bucket("b2_s4", {"x": np.zeros((2, 4, toy.HIDDEN), "f4")}, timeout=TIMEOUT)
-    assert time.monotonic() - begin >= TIMEOUT - 0.1
-    assert caught.value.rank == victim
-    assert f"rank {victim} (pid {pids[victim]}) is stopped" in str(caught.value)
-    assert_closed(model, pids, f"rank {victim} of 2 did not finish its step within 3 s", restart=victim == 1)
-    model.close()
+    x = np.zeros((2, 4, toy.HIDDEN), "f4")
+    begun = [model.begin_bucket("b2_s4", {"x": x}, timeout=TIMEOUT) for _ in range(2)]
+    with pytest.raises(RankTimeoutError, match=rf"rank 1 \(pid {pids[1]}\) is stopped") as caught:
+        begun[0].result()
+    assert caught.value.rank == 1 and time.monotonic() - begin >= TIMEOUT - 0.1
+    with pytest.raises(ModelClosedError):
+        begun[1].result()
+    assert_closed(model, pids, "rank 1 of 2 did not finish its step within 1 s")
 
 
 def test_a_rank_killed_under_load(model):
@@ -127,7 +113,7 @@ def test_a_rank_killed_under_load(model):
     threads = [threading.Thread(target=caller, args=(n,), daemon=True) for n in range(4)]
     for thread in threads:
         thread.start()
-    time.sleep(0.5)
+    wait_until(lambda: model.health()[1].steps > 50)
     os.kill(pids[1], signal.SIGKILL)
     for thread in threads:
         thread.join(2 * LIMIT)
@@ -152,21 +138,8 @@ def test_a_rank_that_raises(model):
     assert_closed(model, pids, "rank 0 of 2 raised during step: IndexError", restart=True)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_one_rank_that_raises_while_the_other_waits(tmp_path, victim):
-    """The victim raises before a collective in which the other waits: that wait does not hide the cause."""
-    model = start(toy.build(tmp_path / "artifact", shifts={victim: toy.VOCABULARY}))
-    pids = pids_of(model)
-    with pytest.raises(RankFailedError, match=f"rank {victim} of 2 raised during step: IndexError") as caught:
-        model(X)
-    assert caught.value.rank == victim
-    assert all(gone(pid, 60) for pid in pids)
-
-
-def test_a_rank_that_cannot_load_says_why(path, tmp_path):
+def test_a_rank_that_cannot_load_or_takes_too_long_says_so(path, tmp_path):
     """The artifact is damaged after it was verified: the start fails with the rank and its traceback."""
-    import shutil
-
     copy = Path(shutil.copytree(path, tmp_path / "copy"))
     model = parallel_model_load(copy, call_timeout=TIMEOUT, start_timeout=600)
     for graph in (copy / "graphs").glob("*/program.json"):
@@ -176,33 +149,18 @@ def test_a_rank_that_cannot_load_says_why(path, tmp_path):
     assert model.health() == []
     with pytest.raises(RankFailedError):
         model(X)  # the next call tries again
-
-
-def test_a_replaced_artifact_is_noticed(path, tmp_path):
-    target = toy.build(tmp_path / "artifact")
-    model = parallel_model_load(target, call_timeout=TIMEOUT, start_timeout=600)
-    toy.build(target, weights=toy.logical_weights(3))
-    with pytest.raises(RankFailedError, match="was replaced while it was loaded"):
-        model.start()
-
-
-def test_a_start_that_takes_too_long(path):
-    model = parallel_model_load(path, call_timeout=TIMEOUT, start_timeout=0.001)
+    model = parallel_model_load(path, start_timeout=0.001)
     with pytest.raises(RankTimeoutError, match=r"did not finish its start within 0\.001 s"):
         model.start()
 
 
-def test_a_segmentation_fault_shows_its_stack(model):
-    pids = pids_of(model)
-    os.kill(pids[1], signal.SIGSTOP)
-    thread, result = call_in_thread(model, X)
-    until_busy(model, 0)
-    os.kill(pids[0], signal.SIGSEGV)
-    thread.join(2 * LIMIT)
-    assert isinstance(result[0], RankDiedError)
-    assert "rank 0 of 2 was ended by SIGSEGV" in str(result[0])
-    assert "Fatal Python error: Segmentation fault" in str(result[0])
-    assert "nxd_infer/runtime/rank_process/main.py" in str(result[0])
+@pytest.mark.parametrize(("degree", "error"), [(1, ArtifactCorruptError), (2, RankFailedError)])
+def test_a_replaced_artifact_is_noticed(tmp_path, degree, error):
+    target = toy.build(tmp_path / "artifact", degree=degree)
+    model = parallel_model_load(target, start_timeout=600)
+    toy.build(target, degree=degree, weights=toy.logical_weights(3))
+    with pytest.raises(error, match="was replaced"):
+        model(X)
 
 
 def test_the_step_that_ranks_were_at_gets_the_error_that_ended_them(model):
@@ -219,26 +177,15 @@ def test_the_step_that_ranks_were_at_gets_the_error_that_ended_them(model):
             call()
 
 
-def test_ctrl_c_during_a_call_leaves_the_model_usable(path):
-    code = """
-        import os, signal, sys, torch
-        from nxd_infer.runtime.save_load import parallel_model_load
-        from tests.support.runtime.rank_processes import interrupt_the_wait
-        model = parallel_model_load(sys.argv[1], call_timeout=60, start_timeout=600).start()
-        x = torch.zeros(1, 1, 8)
-        pid = model.health()[1].pid
-        os.kill(pid, signal.SIGSTOP)
+def test_ctrl_c_during_a_call_leaves_the_model_usable(model):
+    pids = pids_of(model)
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(KeyboardInterrupt), interrupts():
         interrupt_the_wait()
-        try:
-            model(x)
-        except KeyboardInterrupt:
-            print("interrupted")
-        os.kill(pid, signal.SIGCONT)
-        print(model(x)["count"].item(), model.health()[1].pid == pid)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.stdout.split("\n")[:2] == ["interrupted", "2.0 True"], done.stderr
+        model(X)
+    os.kill(pids[1], signal.SIGCONT)
+    assert model(X)["count"].item() == 2
+    assert pids_of(model) == pids
 
 
 def test_ctrl_c_between_the_records_of_two_ranks_ends_them(model, monkeypatch):
@@ -265,7 +212,7 @@ def test_weights_that_one_rank_refuses_wait_for_the_others_and_end_nothing(model
     new.files[0].close()
     new.files[0] = open(__file__, "rb")  # no safetensors file; closed with the others  # noqa: SIM115
     os.kill(slow, signal.SIGSTOP)
-    timer = threading.Timer(1.5, os.kill, [slow, signal.SIGCONT])
+    timer = threading.Timer(0.5, os.kill, [slow, signal.SIGCONT])
     timer.start()
     with pytest.raises(WeightSchemaError, match="rank 0"):
         model.update_weights(new)
@@ -286,14 +233,12 @@ def test_weights_whose_swap_was_interrupted_are_those_of_a_restart_too(model, mo
         interrupt_the_wait()
         commit(self, ranks)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), interrupts():
             patch.setattr(swap.WeightSwaps, "_commit", interrupted)
             model.update_weights(toy.logical_weights(1))
     finally:
         os.kill(slow, signal.SIGCONT)
-        signal.signal(signal.SIGINT, before)
     x = torch.randn(2, 4, toy.HIDDEN)
     torch.testing.assert_close(model(x)["y"], toy.expected(toy.logical_weights(1), x))
     torch.testing.assert_close(model.restart()(x)["y"], toy.expected(toy.logical_weights(1), x))
@@ -311,17 +256,8 @@ def test_weights_that_were_cut_once_are_swapped_in_once(model, path):
     torch.testing.assert_close(model.restart()(x)["y"], toy.expected(toy.logical_weights(1), x))
     model.update_weights(other)
     assert all(file.closed for file in new.files) and not any(file.closed for file in other.files)
-    with pytest.raises(WeightSchemaError, match="cut_weights"):
-        model.update_weights(new)
     torch.testing.assert_close(model.restart()(x)["y"], toy.expected(toy.logical_weights(2), x))
     model.update_weights(toy.logical_weights())
-
-
-def test_a_replaced_artifact_is_noticed_in_process(tmp_path):
-    model = parallel_model_load(toy.build(tmp_path / "artifact", degree=1))
-    toy.build(tmp_path / "artifact", degree=1, weights=toy.logical_weights(1))
-    with pytest.raises(ArtifactCorruptError, match="was replaced"):
-        model(X)
 
 
 def test_a_rank_that_stops_amid_a_swap_is_noticed_in_some_times_what_loading_took(path, monkeypatch):
@@ -330,7 +266,7 @@ def test_a_rank_that_stops_amid_a_swap_is_noticed_in_some_times_what_loading_too
     model = parallel_model_load(path, call_timeout=LIMIT).start()
     pids = pids_of(model)
     new = model.cut_weights(toy.logical_weights(seed=1))
-    model.bounds.loaded(1.0)  # whatever the start has taken here
+    model.bounds.loaded(0.3)  # whatever the start has taken here
     assert model.bounds.start > 300 > 30 > model.bounds.load
     os.kill(pids[1], signal.SIGSTOP)
     until_stopped(model, 1)
@@ -346,23 +282,22 @@ def test_a_rank_that_stops_amid_a_swap_is_noticed_in_some_times_what_loading_too
     model.close()
 
 
-def test_ranks_wait_for_each_other_longer_than_a_call_for_them(path):
-    """Whatever the settings: the caller is the one to find out who hangs."""
-    for settings in ({}, {"start_timeout": 20.0}, {"call_timeout": 500.0}):
-        model = parallel_model_load(path, **settings)
-        assert model._new_ranks()._processes._collective_timeout > model.bounds.longest_call
+def test_a_graph_that_writes_to_its_inputs_cannot_corrupt_other_ranks(tmp_path, monkeypatch):
+    """All ranks read one copy of the inputs. Tracing refuses such graphs; a rank that runs one faults."""
+    plain = toy._graph
 
+    def writes(degree, bucket):
+        step = plain(degree, bucket)
 
-def test_ranks_without_a_native_library_use_gloo(path, monkeypatch):
-    from nxd_infer.runtime.supervisor import rank_processes
+        def changed(count, memory, x, *rest):
+            x.add_(1)
+            return step(count, memory, x, *rest)
 
-    monkeypatch.setattr(rank_processes, "_libraries", lambda artifact: [])
-    model = start(path)
-    pids = pids_of(model)
-    x = torch.randn(2, 8, toy.HIDDEN)
-    assert torch.allclose(model(x)["y"], toy.expected(toy.logical_weights(), x), rtol=1e-5, atol=1e-5)
-    os.kill(pids[1], signal.SIGSTOP)
-    until_stopped(model, 1)
-    with pytest.raises(RankTimeoutError, match="rank 1 of 2 did not finish"):
-        model.run_bucket("b2_s8", {"x": x}, timeout=TIMEOUT)
-    assert all(gone(pid, 60) for pid in pids)
+        return changed
+
+    monkeypatch.setattr(toy, "_graph", writes)
+    with (
+        start(toy.build(tmp_path / "artifact")) as model,
+        pytest.raises(RankDiedError, match=r"(?s)was ended by SIGSEGV.*Fatal Python error.*rank_process/main\.py"),
+    ):
+        model(X)

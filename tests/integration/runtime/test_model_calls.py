@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
-import pickle
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,17 +15,13 @@ import torch
 from safetensors.torch import save_file
 
 from nxd_infer.errors import (
-    ArtifactError,
     BucketError,
     InputMismatchError,
     ModelClosedError,
     RankFailedError,
     WeightSchemaError,
 )
-from nxd_infer.runtime.load import load_artifact
-from nxd_infer.runtime.model import TensorParallelModel, TensorParallelNeuronModel
 from nxd_infer.runtime.save_load import parallel_model_load
-from nxd_infer.trace import api
 from tests.support import toy_artifacts as toy
 from tests.support.needs import HAS_NATIVE
 from tests.support.processes import gone, wait_until
@@ -34,7 +29,7 @@ from tests.support.processes import gone, wait_until
 WEIGHTS = toy.logical_weights()
 
 
-@pytest.fixture(scope="module", params=["tp1 in process", "tp1", "tp2"])
+@pytest.fixture(scope="module", params=["tp1 in process", "tp1", "tp4"])
 def model(request, artifacts):
     degree = int(request.param[2])
     with parallel_model_load(
@@ -47,7 +42,6 @@ def test_every_bucket_computes_what_the_plain_model_does(model):
     for batch, length in ((1, 1), (2, 4), (1, 5), (2, 8), (3, 3), (4, 8)):
         x = torch.randn(batch, length, toy.HIDDEN)
         ids = torch.randint(0, toy.VOCABULARY, (batch,))
-        assert toy.close_to(model(x, ids)["y"], toy.expected(WEIGHTS, x, ids))
         assert toy.close_to(model(ids=ids, x=x)["y"], toy.expected(WEIGHTS, x, ids))
         assert toy.close_to(model(x)["y"], toy.expected(WEIGHTS, x))
 
@@ -87,47 +81,35 @@ def test_states_are_shared_by_all_buckets_and_can_be_reset(model):
     assert model(torch.zeros(1, 1, toy.HIDDEN))["count"].item() == 1
 
 
-def test_run_bucket_takes_exact_shapes_by_name(model):
+def test_what_does_not_fit_is_refused_and_the_model_goes_on(model):
     x = torch.randn(4, 8, toy.HIDDEN)
     out = model.run_bucket("b4_s8", {"x": x})
-    assert list(out) == ["y", "count", "memory"]
-    assert toy.close_to(out["y"], toy.expected(WEIGHTS, x))
+    assert list(out) == ["y", "count", "memory"] and toy.close_to(out["y"], toy.expected(WEIGHTS, x))
+    steps = model.health()[0].steps
     with pytest.raises(InputMismatchError, match=r"'x' has shape \[2, 8, 8\], bucket 'b4_s8' takes \[4, 8, 8\]"):
         model.run_bucket("b4_s8", {"x": x[:2]})
     with pytest.raises(BucketError, match=r"no bucket 'b9'[^$]*b2_s4  x: float32\[<=2, <=4, 8\]"):
         model.run_bucket("b9", {"x": x})
-
-
-def test_what_does_not_fit_is_refused_and_the_model_goes_on(model):
-    steps = model.health()[0].steps
     with pytest.raises(BucketError, match=r"no bucket fits x: float32\[5, 8, 8\]") as caught:
         model(torch.zeros(5, 8, toy.HIDDEN))
     assert "\n  b4_s8  x: float32[<=4, <=8, 8], ids: int64[<=4]" in str(caught.value)
-    with pytest.raises(BucketError):
-        model(torch.zeros(4, 9, toy.HIDDEN))
     with pytest.raises(InputMismatchError, match=r"'x' is float64\[2, 4, 8\], expected float32\[<=2, <=4, 8\]"):
         model(torch.zeros(2, 4, toy.HIDDEN).double())
-    with pytest.raises(InputMismatchError, match="'x' is missing"):
-        model()
+    for timeout in (0, -1.0, float("nan")):
+        with pytest.raises(InputMismatchError, match="timeout"):
+            model.run_bucket("b4_s8", {"x": x}, timeout=timeout)
     assert model.health()[0].steps == steps  # none of it reached a rank
-    model(torch.zeros(2, 4, toy.HIDDEN))
-    assert model.health()[0].steps == steps + 1
 
 
 def test_health_counts(model):
     before = model.health()
     for _ in range(3):
         model(torch.zeros(1, 1, toy.HIDDEN))
+    counted = model.tp_degree > 1 and HAS_NATIVE  # gloo counts none
     for old, new in zip(before, model.health(), strict=True):
-        assert new.alive
-        assert new.state == "running"
-        assert new.pid == old.pid
-        assert new.steps == old.steps + 3
-        counted = model.tp_degree > 1 and HAS_NATIVE  # gloo counts none
-        assert new.collectives == old.collectives + (3 if counted else 0)
-        assert new.busy_seconds == 0.0
-        assert new.last_step_age is not None
-        assert new.last_step_age < 60
+        assert new.alive and new.state == "running" and new.pid == old.pid
+        assert new.steps == old.steps + 3 and new.collectives == old.collectives + 3 * counted
+        assert new.busy_seconds == 0.0 and new.last_step_age is not None
 
 
 def test_warmup_runs_every_bucket_and_leaves_no_trace(model):
@@ -138,10 +120,8 @@ def test_warmup_runs_every_bucket_and_leaves_no_trace(model):
 
 
 def test_threads_start_the_ranks_once_and_each_gets_its_own_results(artifacts):
-    """8 threads of 125 calls; every input is its own, and every result is checked against it. And other threads run
+    """8 threads of 25 calls; every input is its own, and every result is checked against it. And other threads run
     while a call waits: a stopped rank makes the call long, and this thread counts meanwhile."""
-    import signal
-
     model = parallel_model_load(artifacts[2], call_timeout=60, start_timeout=600)
     assert model.health() == []
     zeros = torch.zeros(1, 1, toy.HIDDEN)
@@ -153,18 +133,18 @@ def test_threads_start_the_ranks_once_and_each_gets_its_own_results(artifacts):
     def caller(number: int) -> int:
         generator = torch.Generator().manual_seed(number)
         barrier.wait(60)
-        for _ in range(125):
+        for _ in range(25):
             batch = int(torch.randint(1, 5, (), generator=generator))
             length = int(torch.randint(1, 9, (), generator=generator))
             x = torch.randn(batch, length, toy.HIDDEN, generator=generator)
             ids = torch.randint(0, toy.VOCABULARY, (batch,), generator=generator)
             assert toy.close_to(model(x, ids)["y"], toy.expected(WEIGHTS, x, ids))
-        return 125
+        return 25
 
     with ThreadPoolExecutor(8) as pool:
-        assert sum(pool.map(caller, range(8), timeout=600)) == 1000
-    assert model(zeros)["count"].item() == 1005  # each ran exactly once
-    assert [rank.steps for rank in model.health()] == [1005, 1005]
+        assert sum(pool.map(caller, range(8), timeout=600)) == 200
+    assert model(zeros)["count"].item() == 205  # each ran exactly once
+    assert [rank.steps for rank in model.health()] == [205, 205]
 
     pid = model.health()[1].pid
     os.kill(pid, signal.SIGSTOP)
@@ -175,14 +155,8 @@ def test_threads_start_the_ranks_once_and_each_gets_its_own_results(artifacts):
             time.sleep(0.001)
         assert not call.done()
         os.kill(pid, signal.SIGCONT)
-        assert call.result(60)["count"].item() == 1006
+        assert call.result(60)["count"].item() == 206
     model.close()
-
-
-def test_degree_four(artifacts):
-    with parallel_model_load(artifacts[4], call_timeout=60, start_timeout=600) as model:
-        x = torch.randn(3, 7, toy.HIDDEN)
-        assert toy.close_to(model(x)["y"], toy.expected(WEIGHTS, x))
 
 
 def test_ranks_say_who_they_are_and_end_with_the_model(artifacts):
@@ -206,31 +180,7 @@ def test_ranks_say_who_they_are_and_end_with_the_model(artifacts):
     assert all(gone(pid, 60) for pid in pids)
 
 
-def test_closing_in_process(artifacts):
-    model = parallel_model_load(artifacts[1])
-    assert model.in_process
-    model(torch.zeros(1, 1, toy.HIDDEN))
-    model.close()
-    with pytest.raises(ModelClosedError):
-        model(torch.zeros(1, 1, toy.HIDDEN))
-    assert model.restart()(torch.zeros(1, 1, toy.HIDDEN))["count"].item() == 1
-
-
-def test_a_model_of_processes_is_not_copied(artifacts):
-    model = TensorParallelModel(load_artifact(artifacts[2]))
-    assert TensorParallelNeuronModel is TensorParallelModel is api.TensorParallelNeuronModel
-    assert isinstance(model, torch.nn.Module)
-    for attempt in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(ArtifactError, match="cannot be"):
-            attempt(model)
-    with pytest.raises(InputMismatchError, match="needs degree 1"):
-        TensorParallelModel(model.artifact, in_process=True)
-    with pytest.raises(InputMismatchError, match="call_timeout must be a number of seconds above 0, got 0"):
-        TensorParallelModel(model.artifact, call_timeout=0)
-    assert "b4_s8" in repr(model)
-
-
-@pytest.mark.parametrize("where", ["here", "process", "processes"])
+@pytest.mark.parametrize("where", ["here", "processes"])
 def test_a_users_kernel_chooses_the_bucket(tmp_path, monkeypatch, where):
     def kernel(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
         x = tensors[0]
@@ -263,7 +213,6 @@ def test_new_weights_are_swapped_in_place(model, tmp_path):
     assert toy.close_to(out["y"], toy.expected(new, x))
     assert out["count"].item() == 2  # states stay
     assert [rank.pid for rank in model.health()] == pids
-    assert toy.close_to(model(torch.ones(4, 8, toy.HIDDEN))["y"], toy.expected(new, torch.ones(4, 8, toy.HIDDEN)))
     save_file(toy.logical_weights(8), tmp_path / "model.safetensors")
     model.update_weights(tmp_path)
     assert toy.close_to(model(x)["y"], toy.expected(toy.logical_weights(8), x))
@@ -282,48 +231,24 @@ def test_weights_that_do_not_fit_change_nothing(model):
     del bad["down"]
     with pytest.raises(WeightSchemaError) as caught:
         model.update_weights(bad)
-    text = str(caught.value)
-    for part in (
-        "missing: down",
-        "up has shape [3, 3], traced with [8, 16]",
-        "table is torch.int64",
-        "unexpected: lora",
-    ):
-        assert part in text
+    told = ("missing: down", "up has shape [3, 3], traced with [8, 16]", "table is torch.int64", "unexpected: lora")
+    assert all(part in str(caught.value) for part in told)
     with pytest.raises(WeightSchemaError):
         model.update_weights({})
     assert toy.close_to(model(x)["y"], toy.expected(WEIGHTS, x))
 
 
-def test_an_error_in_process_is_typed(tmp_path):
-    path = toy.build(tmp_path / "artifact", degree=1)
-    model = parallel_model_load(path)
+def test_an_error_in_process_is_typed_and_a_closed_model_starts_again(artifacts):
+    model = parallel_model_load(artifacts[1])
+    assert model.in_process
+    x = torch.zeros(1, 1, toy.HIDDEN)
     with pytest.raises(RankFailedError, match="index out of range") as caught:
-        model(torch.zeros(1, 1, toy.HIDDEN), torch.tensor([99]))
+        model(x, torch.tensor([99]))
     assert "Traceback" in caught.value.remote_traceback
     with pytest.raises(ModelClosedError, match=r"index out of range.*restart\(\)"):
-        model(torch.zeros(1, 1, toy.HIDDEN))
-    model.restart()(torch.zeros(1, 1, toy.HIDDEN))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"call_timeout": 0},
-        {"call_timeout": float("nan")},
-        {"start_timeout": float("inf")},
-        {"threads_per_rank": 0},
-        {"threads_per_rank": -1},
-        {"threads_per_rank": 2, "in_process": True},
-    ],
-)
-def test_options_that_mean_nothing_are_refused(artifacts, options):
-    with pytest.raises(InputMismatchError, match=next(iter(options))):
-        parallel_model_load(artifacts[1], **options)
-
-
-def test_a_time_limit_of_nothing_is_refused_and_ends_no_rank(model):
-    for timeout in (0, -1.0, float("nan")):
-        with pytest.raises(InputMismatchError, match="timeout"):
-            model.run_bucket("b2_s4", {"x": torch.zeros(2, 4, toy.HIDDEN)}, timeout=timeout)
-    assert all(rank.alive for rank in model.health())
+        model(x)
+    assert model.restart()(x)["count"].item() == 1
+    model.close()
+    with pytest.raises(ModelClosedError):
+        model(x)
+    assert model.restart()(x)["count"].item() == 1

@@ -15,7 +15,7 @@ from nxd_infer.runtime.save_load import parallel_model_load
 from tests.support import toy_artifacts as toy
 from tests.support.processes import wait_until
 
-TIMEOUT = 3.0
+TIMEOUT = 1.0
 """Of calls whose rank is stopped, and never goes on."""
 LIMIT = 60.0
 """Of all others: it guards against hanging, however busy the machine is."""

@@ -24,21 +24,14 @@ def ends():
 
 
 @pytest.mark.parametrize("seconds", [0.0, AWAKE_SECONDS / 4, 4 * AWAKE_SECONDS], ids=["at once", "awake", "asleep"])
-def test_a_request_is_received_whenever_it_comes(ends, seconds):
+@pytest.mark.parametrize("what", ["a request", "the end"])
+def test_a_request_and_the_callers_end_are_noticed_whenever_they_come(ends, seconds, what):
     caller, rank = ends
-    sender = threading.Timer(seconds, caller.send, [STEP.record()])
-    sender.start()
-    assert rank.receive_request() == (STEP, [])
-    sender.join(120)
-
-
-@pytest.mark.parametrize("seconds", [0.0, AWAKE_SECONDS / 4, 4 * AWAKE_SECONDS], ids=["at once", "awake", "asleep"])
-def test_the_callers_end_is_noticed_whenever_it_comes(ends, seconds):
-    caller, rank = ends
-    closer = threading.Timer(seconds, caller.close)
-    closer.start()
-    assert rank.receive_request() is None
-    closer.join(120)
+    sends = what == "a request"
+    timer = threading.Timer(seconds, caller.send, [STEP.record()]) if sends else threading.Timer(seconds, caller.close)
+    timer.start()
+    assert rank.receive_request() == ((STEP, []) if sends else None)
+    timer.join(120)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec, OutputSpec
 from nxd_infer.errors import BucketError, InputMismatchError, InputRangeError
-from nxd_infer.runtime.router import Router, cut, fill, fits, lawful
+from nxd_infer.runtime.router import Router, cut, fill, lawful
 
 
 def bucket(name: str, shapes: dict[str, tuple[int, ...]], pads: dict[str, set[int]], **more) -> BucketSpec:
@@ -57,7 +57,7 @@ def naive(buckets: list[BucketSpec], pads: dict[str, set[int]], call: dict[str, 
     return None if best is None else best[1]
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(tables_and_calls())
 def test_routes_as_a_naive_search_does(case):
     buckets, pads, call = case
@@ -76,7 +76,7 @@ def test_routes_as_a_naive_search_does(case):
         assert want == exact[0]
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 4), min_size=1, max_size=3),
     st.data(),
@@ -92,20 +92,10 @@ def test_filling_keeps_the_values_and_pads_the_rest(inner, data):
         assert view[index] == (values[index] if inside else 9.0)
 
 
-def test_a_length_equal_to_a_bucket_runs_in_that_bucket():
-    table = [bucket(f"s{n}", {"x": (1, n)}, {"x": {1}}) for n in (512, 128, 256)]
-    router = Router(table)
-    for length, name in ((1, "s128"), (127, "s128"), (128, "s128"), (129, "s256"), (256, "s256"), (257, "s512")):
-        assert table[router.route([torch.zeros(1, length)], {}).bucket].name == name
+def test_what_fits_no_bucket_is_told_which_there_are():
+    router = Router([bucket(f"s{n}", {"x": (1, n)}, {"x": {1}}) for n in (512, 128)])
     with pytest.raises(BucketError, match=r"no bucket fits x: float32\[1, 513\].*\n.*s512  x: float32\[1, <=512\]"):
         router.route([torch.zeros(1, 513)], {})
-
-
-def test_only_declared_dimensions_are_padded():
-    table = [bucket("b4_s8", {"x": (4, 8)}, {"x": {0}})]
-    assert Router(table).route([torch.zeros(2, 8)], {}).bucket == 0
-    with pytest.raises(BucketError):
-        Router(table).route([torch.zeros(4, 5)], {})
 
 
 def test_integers_and_booleans_are_filled_with_their_own_kind():
@@ -190,20 +180,12 @@ def test_outputs_are_cut_as_declared():
     assert whole.shape == (4, 8, 3)
 
 
-def test_fits_wants_the_dtype_and_the_number_of_dimensions():
-    spec = InputSpec.of("x", torch.zeros(4, 4), pad={0: 0.0, 1: 0.0})
-    assert fits(spec, torch.zeros(3, 4))
-    assert not fits(spec, torch.zeros(4))
-    assert not fits(spec, torch.zeros(4, 4, dtype=torch.float64))
-    assert not fits(spec, torch.zeros(4, 5))
-
-
 def ranged(dtype: torch.dtype = torch.int64, **limits) -> BucketSpec:
     ids = InputSpec.of("ids", torch.zeros(2, 4, dtype=dtype), pad={0: 0, 1: 0}, **limits)
     return BucketSpec(name="b", inputs=[ids], outputs=[], graphs=["g"])
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     st.none() | st.integers(-3, 3),
     st.none() | st.integers(-3, 3),

@@ -7,18 +7,13 @@ import os
 
 import pytest
 
-from nxd_infer import native
 from nxd_infer.comm.shm import (
     RankCounters,
-    ShmCollectives,
     create_segment,
     read_counters,
     typed_error,
 )
-from nxd_infer.context import make_context
 from nxd_infer.errors import CollectiveError, CollectiveTimeoutError, ParallelConfigError
-from nxd_infer.util.process_state import process_start, process_state
-from tests.support.needs import needs_native
 
 
 @pytest.fixture
@@ -34,13 +29,6 @@ def test_a_new_segment_counts_from_zero(segment):
     with mmap.mmap(segment, 0) as mapped:
         assert read_counters(mapped) == nothing
     assert not os.get_inheritable(segment), "only those it is passed to get it"
-
-
-def test_untouched_memory_costs_nothing():
-    fd = create_segment(64, 1 << 30)
-    assert os.fstat(fd).st_size > 128 << 30
-    assert os.fstat(fd).st_blocks * 512 < 1 << 20
-    os.close(fd)
 
 
 @pytest.mark.parametrize(("degree", "capacity"), [(0, 4096), (65, 4096), (2, 0), (2, -1)])
@@ -66,28 +54,3 @@ def test_a_native_message_becomes_a_typed_error():
     other = typed_error("nxd: the ranks of axis 'tp' went apart")
     assert type(other) is CollectiveError
     assert str(typed_error("anything else")) == "anything else"
-
-
-def test_the_state_of_a_process():
-    assert process_state(os.getpid(), process_start(os.getpid())) == "running"
-    assert process_state(os.getpid(), 1) == "ended", "the process id belongs to another process now"
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    start = process_start(child)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    assert process_state(child, start) == "ended", "a zombie does nothing any more"
-    os.waitpid(child, 0)
-    assert process_state(child, start) == "ended"
-
-
-@needs_native
-def test_a_refused_axis_leaves_no_other_connected(segment):
-    """What failed half way can be tried again."""
-    context, library, good = make_context(4, 0, tp=2), native.load(), create_segment(2)
-    try:
-        with pytest.raises(CollectiveError, match="the segment is for 3 ranks"):
-            ShmCollectives(library, context, {"tp": good, "dp": segment})
-        ShmCollectives(library, context, {"tp": good}).close()
-    finally:
-        os.close(good)

@@ -8,8 +8,6 @@ import sys
 
 import pytest
 
-from tests.support.e2e.command import nxd_infer_here
-
 LOST = """
 import os, signal, sys
 from nxd_infer.cli import stop
@@ -33,13 +31,6 @@ def test_a_signal_during_a_destructor_is_raised_again(name):
     )
     assert found.stdout == "went on\n" and "Exception ignored in" in found.stderr
     assert found.returncode == (-signal.SIGINT if name == "SIGINT" else 128 + signal.SIGTERM)
-
-
-def test_a_command_that_a_test_runs_leaves_its_handlers_to_nobody(capsys, monkeypatch):
-    """In the process of the tests they would end a later test, at whatever place it is."""
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    assert nxd_infer_here(capsys, monkeypatch, "--version").status == 0
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 def test_an_ignored_interrupt_stays_ignored():

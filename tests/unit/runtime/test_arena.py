@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 
 import numpy as np
 import pytest
@@ -13,14 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
-from nxd_infer.errors import InputRangeError, RankDiedError
+from nxd_infer.errors import InputRangeError
 from nxd_infer.runtime.ipc.arena import ALIGNMENT, Arena, InputBlock, arena_layout, create_arena
 from nxd_infer.runtime.ipc.channel import Channel, ChannelClosed, Kind, Request
-from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank_model import array_check
-from nxd_infer.runtime.save_load import parallel_model_load
-from nxd_infer.util.processors import available_cores, processor_share
-from tests.support import toy_artifacts as toy
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.int8, torch.float64]
 shapes = st.lists(st.integers(0, 5), max_size=3)
@@ -45,7 +40,7 @@ def manifests(draw):
     return Manifest(backend="eager", tp_degree=draw(st.integers(1, 70)), buckets=buckets, graphs={})
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(manifests())
 def test_tensors_keep_apart_and_arrive(manifest):
     """Everything written on one side is read on the other; nothing overlaps, counters included."""
@@ -94,7 +89,7 @@ def limited_inputs(draw):
     return BucketSpec(name="b", inputs=specs, outputs=[], graphs=["g"]), arrays
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(limited_inputs())
 def test_a_block_of_inputs_is_refused_where_single_arrays_are(case):
     """A block is checked in one pass over its memory; it lies as the arena does, and begins with the defaults."""
@@ -121,33 +116,12 @@ def test_a_block_of_inputs_is_refused_where_single_arrays_are(case):
     assert texts[0] == texts[1]
 
 
-def test_the_arena_cannot_be_resized(tmp_path):
-    manifest = load_artifact(toy.build(tmp_path / "artifact")).manifest
-    fd = create_arena(arena_layout(manifest))
+def test_the_arena_cannot_be_resized():
+    fd = create_arena(arena_layout(Manifest(backend="eager", tp_degree=1, buckets=[], graphs={})))
     for size in (0, 1 << 20):
         with pytest.raises(PermissionError):
             os.ftruncate(fd, size)
     os.close(fd)
-
-
-def test_a_graph_that_writes_to_its_inputs_cannot_corrupt_other_ranks(tmp_path, monkeypatch):
-    """All ranks read one copy of the inputs. Tracing refuses such graphs; a rank that runs one faults."""
-    plain = toy._graph
-
-    def writes(degree, bucket):
-        step = plain(degree, bucket)
-
-        def changed(count, memory, x, *rest):
-            x.add_(1)
-            return step(count, memory, x, *rest)
-
-        return changed
-
-    monkeypatch.setattr(toy, "_graph", writes)
-    model = parallel_model_load(toy.build(tmp_path / "artifact"), call_timeout=60, start_timeout=600)
-    with pytest.raises(RankDiedError, match="was ended by SIGSEGV"):
-        model(torch.zeros(1, 1, toy.HIDDEN))
-    model.close()
 
 
 def test_records_and_descriptors_cross_the_channel():
@@ -175,17 +149,3 @@ def test_records_and_descriptors_cross_the_channel():
         ours.send(request.record())
     os.close(write)
     os.close(fds[0])
-
-
-def test_ranks_keep_to_their_cores_and_ignore_ctrl_c(tmp_path, monkeypatch):
-    monkeypatch.delenv("NXD_INFER_PIN", raising=False)
-    if len(available_cores()) < 2 or processor_share() < len(available_cores()):
-        pytest.skip("needs two cores, and the time of all that there are")
-    with parallel_model_load(toy.build(tmp_path / "artifact"), call_timeout=60, start_timeout=600) as model:
-        pids = [rank.pid for rank in model.health() if rank.pid is not None]
-        used = [os.sched_getaffinity(pid) for pid in pids]
-        assert all(len(group) == 1 for group in used)
-        assert used[0] != used[1]
-        for pid in pids:
-            os.kill(pid, signal.SIGINT)
-        assert model(torch.zeros(1, 1, toy.HIDDEN))["count"].item() == 1

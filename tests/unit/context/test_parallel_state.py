@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -102,10 +98,9 @@ class Scaled(nn.Module):
         return x * ps.get_tensor_model_parallel_size() + ps.get_tensor_model_parallel_rank()
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_getters_can_be_called_while_exporting(strict):
+def test_getters_can_be_called_while_exporting():
     with use_context(make_context(4, 2, tp=4)):
-        exported = torch.export.export(Scaled(), (torch.ones(2),), strict=strict)
+        exported = torch.export.export(Scaled(), (torch.ones(2),), strict=False)
     assert exported.module()(torch.ones(2)).tolist() == [6, 6]
 
 
@@ -133,26 +128,6 @@ def test_moving_a_model_keeps_attributes_and_ties(overwrite, monkeypatch):
     assert model.second.weight is model.first.weight
     assert vars(model.first.weight) == ATTRIBUTES
     assert not vars(model.first.bias)
-
-
-def test_moving_to_the_same_device_changes_nothing():
-    model = Tied()
-    before = copy.deepcopy(model.state_dict())
-    weight = model.first.weight
-    ps.move_model_to_device(model, torch.device("cpu"))
-    assert model.first.weight is weight
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-
-def test_importing_starts_nothing_and_loads_no_compiler():
-    code = """
-import sys, os
-before = dict(os.environ)
-import nxd_infer.parallel_state, nxd_infer.native, nxd_infer.comm.shm, torch
-assert not torch.distributed.is_initialized() and dict(os.environ) == before
-assert "torch._dynamo" not in sys.modules and "torch._inductor" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
 
 
 def test_groups_that_share_an_optimizer_state():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +21,7 @@ from nxd_infer.errors import ParallelConfigError
 sizes = st.integers(1, 4)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(tp=sizes, cp=sizes, dp=sizes, pp=sizes)
 def test_every_axis_splits_the_world_into_equal_groups(tp, cp, dp, pp):
     world = tp * cp * dp * pp
@@ -38,25 +36,9 @@ def test_every_axis_splits_the_world_into_equal_groups(tp, cp, dp, pp):
             axis = layout.axis(name, rank)
             assert axis.ranks[axis.rank] == rank
             assert list(axis.ranks) in groups
-
-
-@settings(max_examples=50)
-@given(tp=sizes, cp=sizes, dp=sizes, pp=sizes)
-def test_the_place_on_each_axis_identifies_the_rank(tp, cp, dp, pp):
-    """Row-major over [pipeline, data, context, tensor]."""
-    layout = rank_layout(tp * cp * dp * pp, tp, pp, cp)
-    for rank in range(layout.world_size):
+    for rank in range(world):  # row-major over [pipeline, data, context, tensor]
         places = {name: layout.axis(name, rank).rank for name in AXES}
         assert ((places["pp"] * dp + places["dp"]) * cp + places["cp"]) * tp + places["tp"] == rank
-
-
-@settings(max_examples=50)
-@given(tp=sizes, cp=sizes, dp=sizes, pp=sizes)
-def test_two_groups_of_different_axes_share_one_rank_at_most(tp, cp, dp, pp):
-    layout = rank_layout(tp * cp * dp * pp, tp, pp, cp)
-    groups = {name: [set(group) for group in layout.groups(name)] for name in AXES}
-    for a, b in combinations(AXES, 2):
-        assert all(len(group & other) <= 1 for group in groups[a] for other in groups[b])
 
 
 def test_the_documented_order_of_sixteen_ranks():
@@ -112,7 +94,7 @@ def test_an_override_belongs_to_its_block_and_thread():
         set_default_context(None)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(tp=sizes, cp=sizes, dp=sizes, pp=sizes)
 def test_ranks_with_the_same_weights(tp, cp, dp, pp):
     """Data parallel groups, joined over context parallelism: all ranks of one stage and one tensor-parallel place."""

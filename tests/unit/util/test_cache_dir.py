@@ -6,19 +6,13 @@ Other owners are tested where the tests run as root, who alone can give files aw
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from nxd_infer import native
 from nxd_infer.backends.compile import cache as compile_cache
 from nxd_infer.errors import CacheUnavailableError, UntrustedCacheError
 from nxd_infer.util.cache_dir import cache_dir
-from nxd_infer.util.python_command import child_environment
-from tests.support.needs import require_native
 
 ROOT = os.geteuid() == 0
 NOBODY = 65534
@@ -33,6 +27,17 @@ def place(tmp_path, monkeypatch) -> Path:
 
 def mode(path: Path) -> int:
     return path.stat().st_mode & 0o7777
+
+
+def test_the_cache_directory_follows_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("NXD_INFER_CACHE", str(tmp_path / "a"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
+    assert cache_dir() == tmp_path / "a" and cache_dir().is_dir()
+    monkeypatch.delenv("NXD_INFER_CACHE")
+    assert cache_dir() == tmp_path / "b" / "nxd_infer"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "c"))
+    assert cache_dir() == tmp_path / "c" / ".cache" / "nxd_infer"
 
 
 def test_directories_are_for_their_owner_alone(place, monkeypatch):
@@ -54,8 +59,9 @@ def test_directories_are_for_their_owner_alone(place, monkeypatch):
     assert mode(cache_dir()) == 0o700 and mode(place) == 0o755
 
 
-@pytest.mark.parametrize("bits", [0o775, 0o757])
-@pytest.mark.parametrize("where", ["way", "way/cache", "way/cache/graphs", "way/cache/native"])
+@pytest.mark.parametrize(
+    ("where", "bits"), [("way", 0o775), ("way/cache", 0o757), ("way/cache/graphs", 0o775), ("way/cache/native", 0o757)]
+)
 def test_a_directory_that_others_can_write_to_is_refused(place, tmp_path, where, bits):
     for name in ("graphs", "native"):
         cache_dir(name)
@@ -75,18 +81,6 @@ def test_a_directory_that_others_can_write_to_is_refused(place, tmp_path, where,
         assert str(directory) in said and f"mode {bits:04o}" in said and "NXD_INFER_CACHE" in said
         assert f"`{'rm -r' if directory.parent.name == 'cache' else 'chmod go-w'} {directory}`" in said
     assert mode(directory) == bits  # nothing is tightened where others may have put something already
-
-
-def test_a_group_that_is_the_users_alone_is_nobody_else(place):
-    """It is where group and user have one name, and the group no other members."""
-    place.chmod(0o775)
-    user, group = (subprocess.check_output(["id", option], text=True).strip() for option in ("-un", "-gn"))
-    members = subprocess.check_output(["getent", "group", group], text=True).strip().split(":")[3]
-    if user == group and members in ("", user):
-        assert cache_dir("graphs").is_dir()
-    else:
-        with pytest.raises(UntrustedCacheError):
-            cache_dir("graphs")
 
 
 def test_a_sticky_directory_of_roots_is_no_danger(place, monkeypatch):
@@ -135,12 +129,6 @@ def others(path: Path) -> None:
         path.chmod(0o666)
 
 
-@pytest.fixture(scope="module")
-def built() -> Path:
-    require_native()
-    return native.load().path
-
-
 @pytest.mark.parametrize("where", ["cache", "cache/graphs"])
 def test_a_directory_that_cannot_be_made_is_named_with_a_way_out(place, monkeypatch, where):
     """A file lies in its place, as nobody can make a directory there, root neither."""
@@ -152,18 +140,6 @@ def test_a_directory_that_cannot_be_made_is_named_with_a_way_out(place, monkeypa
         f"{place / where} cannot be used for the cache (Not a directory): set NXD_INFER_CACHE to a directory "
         "that you can write to"
     )
-
-
-def test_a_planted_library_does_not_run(built, place):
-    """What is in a directory that has been closed since may still be another's."""
-    library = cache_dir("native", native.source_hash()) / "libnxd.so"
-    shutil.copyfile(built, library)
-    others(library)
-    code = "from nxd_infer import native; native.load()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=child_environment(), capture_output=True, text=True, timeout=300
-    )
-    assert "UntrustedCacheError" in done.stderr and str(library) in done.stderr, done.stderr
 
 
 def test_a_planted_graph_is_not_taken(place, tmp_path):
