@@ -36,9 +36,8 @@ class Dropped(nn.Module):
 
 JOBS: dict[str, dict[str, Any]] = {
     "dp, ZeRO-1, dropout": {"model_fn": Dropped, "optimizer_config": {"zero_one_enabled": True}},
-    "dp, accumulated": {"model_fn": Dropped, "accumulate": 2},
+    "dp, accumulated, by steps": {"model_fn": Dropped, "accumulate": 2, "trainer": {"max_steps": 4, "max_epochs": -1}},
     "tp": {"tensor_parallel_size": 2},
-    "dp, by steps": {"model_fn": Dropped, "trainer": {"max_steps": 8, "max_epochs": -1}},
     "pp": {"pipeline_parallel_size": 2, "pipeline_config": {"auto_partition": True, "num_microbatches": 2}},
 }
 
@@ -75,7 +74,7 @@ def resumed_jobs(root: str) -> list[str]:
         whole = alone(run, folder, job)
         steps, batches = len(whole["losses"]), len(whole["rows"])
         middle = steps // 2
-        for tag in (f"step={middle - 1}", f"step={middle}", f"end-step={middle}"):
+        for tag in (f"step={middle - 1}", f"end-step={middle}"):
             rest = alone(run, f"{folder}/again", job, f"{folder}/{tag}.ckpt")
             step = int(tag.partition("=")[2])
             done = step * batches // steps

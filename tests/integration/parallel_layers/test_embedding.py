@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_infer.context import current_context
-from nxd_infer.errors import ParallelConfigError, ShardingError
+from nxd_infer.errors import ShardingError
 from nxd_infer.parallel_layers import ParallelEmbedding
 from tests.support.parallel_layers.compare import LIMITS, error, failures, own_part, piece
 from tests.support.ranks import run_ranks
@@ -35,18 +35,14 @@ def all_cases(dtype: torch.dtype) -> list[str]:
     weights: Tensor
     options = [
         {},
-        {"padding_idx": 0},
-        {"padding_idx": VOCABULARY - 1},
         {"padding_idx": -2},
-        {"max_norm": 1.5},
         {"max_norm": 2.0, "norm_type": 1.0},
         {"max_norm": 0.5, "norm_type": math.inf},
         {"max_norm": 1.5, "padding_idx": 3, "scale_grad_by_freq": True},
-        {"scale_grad_by_freq": True},
-        {"sparse": True},
         {"sparse": True, "padding_idx": 0},
     ]
-    for shape, across, shared in itertools.product(((6,), (4, 6), (2, 3, 4)), (False, True), options):
+    shapes = itertools.cycle(((6,), (4, 6), (2, 3, 4)))
+    for (across, shared), shape in zip(itertools.product((False, True), options), shapes, strict=False):
         name = f"{shape} across={across} {shared}"
         layer, reference = pair(dtype, options={"shard_across_embedding": across}, **shared)
         found[f"{name} init"] = 0.0 if torch.equal(layer.weight, own_part(layer, "weight", reference.weight)) else 9.0
@@ -95,10 +91,10 @@ def all_cases(dtype: torch.dtype) -> list[str]:
     return failures(found, LIMITS[dtype])
 
 
-def low_precision_cases() -> list[str]:
+def low_precision() -> list[str]:
     """The output has the table's type and its exact values: a sum with zeros rounds nothing."""
     bad = []
-    for dtype, across in itertools.product((torch.bfloat16, torch.float16), (False, True)):
+    for dtype, across in ((torch.bfloat16, False), (torch.float16, True)):
         layer, reference = pair(dtype, options={"shard_across_embedding": across})
         y, expected = layer(ids_of(3, 4)), reference(ids_of(3, 4))
         if y.dtype != dtype or not torch.equal(y, expected):
@@ -106,67 +102,20 @@ def low_precision_cases() -> list[str]:
     return bad
 
 
-def id_outside_vocabulary(bad: int, across: bool) -> str:
-    layer, _ = pair(torch.float32, options={"shard_across_embedding": across})
-    try:
-        layer(torch.tensor([1, bad]))
-    except IndexError as problem:
-        return str(problem)
-    return ""
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_equal_to_plain(tp: int, dtype: torch.dtype):
-    for rank, bad in enumerate(run_ranks(all_cases, tp, dtype) if tp > 1 else [all_cases(dtype)]):
-        assert not bad, f"rank {rank}: " + "; ".join(bad)
-
-
-def test_low_precision_is_kept():
-    assert run_ranks(low_precision_cases, 2) == [[], []]
-
-
-@pytest.mark.parametrize("across", [False, True])
-def test_id_outside_vocabulary(across: bool):
-    """The reference returns a zero vector at degree 2; ours is an IndexError at every degree."""
-    for bad in (VOCABULARY, -1):
-        assert all(run_ranks(id_outside_vocabulary, 2, bad, across))
-        assert id_outside_vocabulary(bad, across)
-    assert str(VOCABULARY) in run_ranks(id_outside_vocabulary, 2, VOCABULARY, False)[0]
-
-
-def test_padding_idx_zero_is_not_ignored():
-    layer, _ = pair(torch.float32, padding_idx=0)
-    assert not layer.weight[0].any()
-    layer(torch.tensor([0, 1])).sum().backward()
-    assert not layer.weight.grad[0].any() and layer.weight.grad[1].any()
-
-
-def test_device_as_text_and_positional_order():
-    layer = ParallelEmbedding(10, 4, nn.init.zeros_, torch.float64, "cpu")
-    assert layer.weight.dtype == torch.float64 and not layer.weight.any()
-    assert ParallelEmbedding(10, 4, nn.init.zeros_, device=torch.device("cpu")).weight.device.type == "cpu"
-    with pytest.raises(ParallelConfigError, match="padding_idx is a keyword"):
-        ParallelEmbedding(10, 4, 0)
-    with pytest.raises(ParallelConfigError, match="outside the vocabulary of 10"):
-        ParallelEmbedding(10, 4, padding_idx=10)
-
-
-def indivisible() -> list[str]:
-    messages = []
-    for layer in (ParallelEmbedding(9, 4), ParallelEmbedding(8, 5, shard_across_embedding=True)):
+def refused() -> list[str]:
+    """What is told of an id outside the vocabulary, split either way, and of sizes that do not divide."""
+    said = []
+    for layer, bad in (
+        (pair(torch.float32)[0], VOCABULARY),
+        (pair(torch.float32, options={"shard_across_embedding": True})[0], -1),
+        (ParallelEmbedding(9, 4), 1),
+        (ParallelEmbedding(8, 5, shard_across_embedding=True), 1),
+    ):
         try:
-            layer(torch.tensor([1]))
-        except ShardingError as problem:
-            messages.append(str(problem))
-    return messages
-
-
-def test_indivisible_size_is_reported_at_first_use():
-    for messages in run_ranks(indivisible, 2):
-        assert len(messages) == 2
-        assert "num_embeddings = 9 does not divide over 2 ranks" in messages[0]
-        assert "embedding_dim = 5 does not divide over 2 ranks" in messages[1]
+            layer(torch.tensor([1, bad]))
+        except (IndexError, ShardingError) as problem:
+            said.append(f"{type(problem).__name__}: {problem}")
+    return said
 
 
 def dropped_in_place() -> float:
@@ -176,5 +125,20 @@ def dropped_in_place() -> float:
     return layer.weight.grad.sum().item()
 
 
-def test_a_piece_may_be_changed_in_place():
-    assert run_ranks(dropped_in_place, 2) == [32.0, 32.0]
+@pytest.mark.parametrize(("tp", "dtype"), [(1, torch.float64), (2, torch.float32), (4, torch.float64)], ids=str)
+def test_equal_to_plain(tp: int, dtype: torch.dtype):
+    for rank, bad in enumerate(run_ranks(all_cases, tp, dtype) if tp > 1 else [all_cases(dtype)]):
+        assert not bad, f"rank {rank}: " + "; ".join(bad)
+
+
+def on_two_ranks() -> tuple[list[str], list[str], float]:
+    return low_precision(), refused(), dropped_in_place()
+
+
+def test_two_ranks():
+    """Types are kept, and an id outside the vocabulary is an IndexError: the reference returns zeros at degree 2."""
+    for low, (above, below, rows, width), summed in run_ranks(on_two_ranks, 2):
+        assert low == [] and summed == 32.0
+        assert above.startswith("IndexError") and str(VOCABULARY) in above and below.startswith("IndexError")
+        assert "ShardingError: " in rows and "num_embeddings = 9 does not divide over 2 ranks" in rows
+        assert "embedding_dim = 5 does not divide over 2 ranks" in width

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from nxd_infer.comm import register_collectives, unregister_collectives
 from nxd_infer.context import make_context, use_context
+from nxd_infer.errors import CollectiveError
 from nxd_infer.layout import AxisPlan
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers.layers import (
@@ -84,9 +87,8 @@ def exported(name: str, rank: int, grad: bool) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-def test_graphs_of_all_ranks_are_equal(name: str, grad: bool):
-    first, second = exported(name, 0, grad), exported(name, 1, grad)
+def test_graphs_of_all_ranks_are_equal(name: str):
+    first, second = (exported(name, rank, name in ("row", "column", "embedding")) for rank in range(2))
     assert first == second
     assert "torch.ops.nxd." in first
     assert "'tp'" in first
@@ -114,3 +116,53 @@ def test_exported_programs_compute_the_same():
 def test_degree_one_records_no_collective():
     program = torch.export.export(ColumnParallelLinear(8, 6), (floats(2, 8),))
     assert "nxd." not in program.graph_module.code
+
+
+def reduced_in(layer: nn.Module, x: Tensor) -> list[torch.dtype]:
+    """The types in which an exported layer's collectives sum."""
+    graph = torch.export.export(layer, (x,)).graph
+    sums = [node for node in graph.nodes if "reduce" in str(node.target)]
+    return [node.args[0].meta["val"].dtype for node in sums]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "wanted"),
+    [
+        (torch.bfloat16, {}, torch.float32),
+        (torch.float16, {"sequence_parallel_enabled": True}, torch.float32),
+        (torch.bfloat16, {"reduce_dtype": None}, torch.bfloat16),
+        (torch.bfloat16, {"reduce_dtype": torch.bfloat16, "sequence_parallel_enabled": True}, torch.bfloat16),
+        (torch.float64, {}, torch.float64),
+    ],
+)
+def test_sums_are_taken_in_reduce_dtype(dtype: torch.dtype, options: dict, wanted: torch.dtype):
+    """float32 by default for low precision, never less than the values have, and what is asked for otherwise."""
+    with use_context(make_context(2, 0, tp=2)):
+        layer = RowParallelLinear(8, 4, dtype=dtype, input_is_parallel=True, **options)
+        assert reduced_in(layer, torch.ones(2, 4, dtype=dtype)) == [wanted]
+
+
+class Mirror:
+    """The transport of two ranks that hold the same."""
+
+    def all_reduce(self, x: Tensor, axis: str, op: str = "sum") -> Tensor:
+        return x * 2
+
+    def close(self) -> None: ...
+
+
+def test_a_compiled_layer_has_no_graph_break_and_keeps_to_its_degree():
+    register_collectives("mirror", cast(Any, Mirror()))
+    try:
+        with use_context(make_context(2, tp=2, collectives="mirror")):
+            layer = ParallelEmbedding(8, 6)
+            compiled = torch.compile(layer, backend="eager", fullgraph=True)
+            ids = torch.tensor([1, 7])
+            assert torch.equal(compiled(ids), layer(ids))
+        with (
+            use_context(make_context(4, tp=4, collectives="mirror")),
+            pytest.raises(CollectiveError, match="compiled at degree 2 of axis 'tp' is called at degree 4"),
+        ):
+            compiled(ids)
+    finally:
+        unregister_collectives("mirror")

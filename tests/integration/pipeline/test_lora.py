@@ -81,10 +81,9 @@ def saved(folder: str) -> dict[str, list[float]]:
     first = steps(model, optimizer, range(HALF))
     nxd.save_checkpoint(f"{folder}/ckpts", "half", model, optimizer)
     model.local_module().save_adapter(f"{folder}/adapter")
-    for pp, tp in ((4, 1), (1, 2)):
-        model, optimizer = job(pp, tp, LORA)
-        nxd.load_checkpoint(f"{folder}/ckpts", "half", model, optimizer)
-        found[f"pp {pp} tp {tp}"] = first + steps(model, optimizer, range(HALF, STEPS))
+    model, optimizer = job(4, 1, LORA)
+    nxd.load_checkpoint(f"{folder}/ckpts", "half", model, optimizer)
+    found["resumed"] = first + steps(model, optimizer, range(HALF, STEPS))
     started = {**LORA, "load_lora_from_ckpt": True, "lora_save_dir": f"{folder}/ckpts", "lora_load_tag": "half"}
     model, _ = job(2, 2, started)
     found["started from the adapter"] = [float(model.run_eval(**tokens(seed=HALF)))]
@@ -114,8 +113,7 @@ def test_adapters_are_trained_saved_and_loaded(tmp_path: Path):
     losses, names = alone(LORA)
     ranks = run_ranks(saved, 4, str(tmp_path), comm_timeout=120)
     for found in ranks:
-        for where in ("pp 4 tp 1", "pp 1 tp 2"):
-            assert found[where] == pytest.approx(losses, rel=1e-9), where
+        assert found["resumed"] == pytest.approx(losses, rel=1e-9)
         assert found["started from the adapter"] == pytest.approx([losses[HALF]], rel=1e-9)
         assert found["last"] == pytest.approx(alone(LAST)[0], rel=1e-9)
         assert found["head"] == pytest.approx(alone(HEAD, tied)[0], rel=1e-9)

@@ -12,11 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
-import nxd_infer as nxd
 from nxd_infer.errors import MissingPackageError, ParallelConfigError
 from nxd_infer.trainer import TensorBoardLogger, TrainingProgress
 from nxd_infer.trainer.progress import Pace
-from tests.support.ranks import run_ranks
 from tests.support.trainer.jobs import training
 from tests.support.trainer.models import tokens
 
@@ -59,13 +57,6 @@ def test_lines_where_there_is_no_terminal():
     assert second.startswith("training 67%  step 4/6  loss 1.25  ") and "tokens/s  bubble 13%  " in second
     assert last.startswith("training 67%  step 4/6  loss 1.25  "), "where it stopped"
     assert progress.steps == 4
-
-
-def test_a_resumed_job_shows_the_share_of_all_steps():
-    console, text = output(terminal=False)
-    with TrainingProgress(total=250, initial=200, console=console) as progress:
-        progress.step(1.0)
-    assert text.getvalue().startswith("training 80%  step 201/250  loss 1  ")
 
 
 def test_quiet_between_lines():
@@ -154,19 +145,3 @@ def test_without_the_package_there_is_a_hint(tmp_path: Path, monkeypatch):
 def test_impossible_options(bad):
     with pytest.raises(ParallelConfigError, match=r"must be above \d"):
         TrainingProgress(**bad)
-
-
-def shown_by_each(folder: str) -> str:
-    console, text = output(terminal=False)
-    with nxd.trainer.TrainingProgress(total=2, log_dir=folder, line_every=ALWAYS, console=console) as progress:
-        progress.step(1.0)
-        progress.step(2.0)
-    assert progress.steps == 2
-    return text.getvalue()
-
-
-def test_only_the_first_rank_shows_and_writes(tmp_path: Path):
-    first, second = run_ranks(shown_by_each, 2, str(tmp_path))
-    assert "step 2/2" in first and second == ""
-    assert len(list(tmp_path.iterdir())) == 1
-    assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 2.0)]

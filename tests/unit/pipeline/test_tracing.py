@@ -16,8 +16,7 @@ from nxd_infer.errors import InputMismatchError, ParallelConfigError
 from nxd_infer.pipeline.inputs import named_inputs
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.tracing import log_once, say_what_has_no_effect, trace_around_units
-from tests.support.pipeline.models import decoder, tokens
-from tests.support.ranks import run_ranks
+from tests.support.pipeline.models import decoder
 
 CUTS = ["layers.0"]
 
@@ -106,12 +105,10 @@ def traced(model: nn.Module, **options: Any) -> nn.Module:
     [
         (None, {}),
         (None, {"tracer_cls": "hf"}),
-        (None, {"tracer_cls": Noting}),
         (by_name, {"autowrap_functions": (deciding,), "autowrap_modules": (sys.modules[__name__],)}),
         (by_name, {"autowrap_modules": [deciding], "autowrap_functions": [sys.modules[__name__]]}),
         (by_module, {"autowrap_modules": [MODULE]}),
         (by_method, {"autowrap_obj_methods": {HEAD: ["apply"]}}),
-        (by_child, {"leaf_module_cls": ["Gate"]}),
         (by_child, {"leaf_module_cls": [Gate], "tracer_cls": Noting}),
     ],
 )
@@ -134,6 +131,10 @@ def test_the_inputs_are_those_that_were_named():
     found = traced(model, input_names=["x", "more"])
     assert torch.equal(found(x, x), model(x, x)) and torch.equal(found(x=x, more=x), model(x, x))
     assert list(inspect.signature(found.forward).parameters) == ["x", "more"]
+    with pytest.raises(ParallelConfigError, match="cannot trace the code around the layers of CausalLM"):
+        trace_around_units(
+            decoder(), ["model.layers.0"], PipelineOptions({"tracer_cls": "torch", "input_names": ["input_ids"]})
+        )
     with pytest.raises(InputMismatchError, match=r"'more' is not in the parameters of the model's forward: x$"):
         named_inputs(traced(model), None, (), {"x": x, "more": x})
 
@@ -170,26 +171,3 @@ def test_what_has_no_effect_is_said_once(caplog: pytest.LogCaptureFixture):
     ]
     say_what_has_no_effect(PipelineOptions({"autowrap_modules": [MODULE], "tracer_cls": "torch"}))
     assert len(caplog.records) == 2
-
-
-def stages() -> tuple[float, float, float]:
-    """A traced model on two stages: its loss, one process's, and how far the gradients are apart."""
-    from nxd_infer.pipeline import NxDPPModel
-
-    torch.set_default_dtype(torch.float64)
-    whole, x = Model(by_child), torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
-    loss = whole(x)
-    loss.backward()
-    options: dict[str, Any] = {"pipeline_cuts": ["layers.1"], "tracer_cls": Noting, "leaf_module_cls": [Gate]}
-    model = NxDPPModel(Model(by_child), num_microbatches=2, **options)
-    found = float(model.run_train(x))
-    apart = [float((p.grad - whole.get_parameter(n).grad).norm()) for n, p in model.local_named_parameters()]
-    with pytest.raises(ParallelConfigError, match="cannot trace the code around the layers of CausalLM"):
-        NxDPPModel(decoder(), auto_partition=True, tracer_cls="torch", input_names=["input_ids", "labels"])
-    assert tokens()["labels"].shape == tokens()["input_ids"].shape
-    return found, float(loss.detach()), max(apart)
-
-
-def test_on_two_stages():
-    for found, wanted, apart in run_ranks(stages, 2, pp=2):
-        assert found == pytest.approx(wanted, rel=1e-12) and apart < 1e-12
