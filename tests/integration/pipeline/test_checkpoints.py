@@ -6,15 +6,13 @@ import json
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import nxd_infer as nxd
 from nxd_infer import parallel_state
 from nxd_infer.checkpoint import reshard_checkpoint
 from nxd_infer.context import current_context
-from nxd_infer.trainer import gather_weights
-from tests.support.pipeline.jobs import F64, alone, job, train
-from tests.support.pipeline.models import decoder
+from tests.support.pipeline.jobs import alone, job, train
 from tests.support.ranks import run_ranks
 
 HALF, STEPS = 2, 4
@@ -52,30 +50,6 @@ def test_to_other_degrees(tmp_path: Path):
     records = sorted((tmp_path / "0").rglob("rank_*.json"))
     names = [name for one in records for name in json.loads(one.read_text()).get("model", {}).get("pieces", ())]
     assert len(names) == len(set(names)) and "model.embed_tokens.weight" in names
-
-
-def gathered(path: str) -> list[tuple[int, dict[str, Tensor], dict[str, Tensor]]]:
-    """Of the model as it began, and with the weights that ``path`` has."""
-    model, _ = job(2, 2)
-    found = [gather_weights(model)]
-    nxd.parallel_layers.load(path, model, sharded=False)
-    found.append(gather_weights(model))
-    rank = current_context().rank
-    parallel_state.destroy_model_parallel()
-    return [(rank, one, whole(seed) if rank == 0 else {}) for one, seed in zip(found, (3, 4), strict=True)]
-
-
-def whole(seed: int) -> dict[str, Tensor]:
-    torch.manual_seed(seed)
-    return decoder("tied", F64).state_dict()
-
-
-def test_gathered_weights_are_those_of_the_whole_model(tmp_path: Path):
-    torch.save(whole(4), tmp_path / "whole.pt")
-    for of_rank in run_ranks(gathered, 4, str(tmp_path / "whole.pt")):
-        for rank, found, wanted in of_rank:
-            assert found.keys() == wanted.keys() and (found or rank)
-            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def rates(folder: str) -> list[str]:

@@ -63,21 +63,30 @@ def test_optimizers_go_on(tmp_path: Path):
         nxd.load_checkpoint(tmp_path, "step_2", optimizer=job(1, family="llama")[1])
 
 
-def gathered(folder: str) -> dict[str, Tensor]:
+def gathered(folder: str) -> list[dict[str, Tensor]]:
+    """What rank 0 is given of a model as it began, with the reference's weights, and with those of one file."""
     model, _ = job(2, 2)
+    found = [nxd.trainer.gather_weights(model)]
     nxd.load_checkpoint(folder, "step_1", model)
-    held = nxd.trainer.gather_weights(model)
+    found.append(nxd.trainer.gather_weights(model))
+    nxd.parallel_layers.load(f"{folder}/whole.pt", model, sharded=False)
+    found.append(nxd.trainer.gather_weights(model))
     parallel_state.destroy_model_parallel()
-    return held if current_context().rank == 0 else {}
+    return found if current_context().rank == 0 else []
+
+
+def whole(seed: int) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    return decoder("tied", F64).state_dict()
 
 
 def test_both_stages_have_the_tied_embedding(tmp_path: Path):
-    torch.manual_seed(4)
-    wanted = decoder("tied", F64).state_dict()
     for stage in range(2):
-        part = {n: t.clone() for n, t in wanted.items() if "embed" in n or of_first_stage(n) is (stage == 0)}
+        part = {n: t.clone() for n, t in whole(4).items() if "embed" in n or of_first_stage(n) is (stage == 0)}
         path = tmp_path / f"step_1/tp_rank_00_pp_rank_{stage:02d}/checkpoint.pt"
         path.parent.mkdir(parents=True)
         torch.save({"model": part}, path)
-    held = run_ranks(gathered, 4, str(tmp_path))[0]
-    assert held.keys() == wanted.keys() and all(torch.equal(held[name], wanted[name]) for name in wanted)
+    torch.save(whole(5), tmp_path / "whole.pt")
+    for held, seed in zip(run_ranks(gathered, 4, str(tmp_path))[0], (3, 4, 5), strict=True):
+        wanted = whole(seed)
+        assert held.keys() == wanted.keys() and all(torch.equal(held[name], wanted[name]) for name in wanted)

@@ -91,8 +91,6 @@ def saved(folder: str) -> dict[str, list[float]]:
     model, optimizer = job(2, 2, LAST, model_init_config={"meta_device_init": True})
     found["last"] = steps(model, optimizer, range(STEPS))
     model.local_module().save_adapter(f"{folder}/last")
-    nxd.save_checkpoint(f"{folder}/last_ckpts", "a", model, optimizer)
-    nxd.load_checkpoint(f"{folder}/last_ckpts", "a", model, optimizer)
     # The module to save is the embedding, too, which is another stage's.
     model, optimizer = job(2, 2, HEAD, tied)
     found["head"] = steps(model, optimizer, range(STEPS))
@@ -124,8 +122,3 @@ def test_adapters_are_trained_saved_and_loaded(tmp_path: Path):
         stored = load_file(folder / "adapter_model.safetensors")
         assert len(stored) == len(names) > 20
         assert any(".layers.3." in name for name in stored) and any(".layers.0." in name for name in stored)
-    torch.manual_seed(3)
-    model = LoRAModel(decoder("llama", F64), LORA)
-    model.load_adapter(tmp_path / "adapter")
-    with torch.no_grad():
-        assert float(model(**tokens(seed=HALF))[0]) == pytest.approx(losses[HALF], rel=1e-9)

