@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from nxd_infer.context import make_context
-from nxd_infer.errors import ParallelConfigError
 from nxd_infer.pipeline.build import _FreeingOthers, _Needed, build_stage
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_models import registry
@@ -124,14 +123,3 @@ def test_the_memory_of_others_is_given_back():
         with pytest.raises(_Needed):
             own.copy_(second * 2)
     assert first.all() and not second[64].any() and own.all()
-
-
-def test_mistakes_are_told_as_without_stages():
-    def broken() -> nn.Module:
-        raise ZeroDivisionError("a mistake of the user's")
-
-    pp = make_context(8, 0, pp=8).pp
-    with pytest.raises(ZeroDivisionError, match="a mistake of the user's"):
-        build_stage(broken, OPTIONS, pp)
-    with pytest.raises(ParallelConfigError, match="8 pipeline stages, but the model has 4 transformer layers"):
-        build_stage(Restless, OPTIONS, pp)

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from nxd_infer.context import make_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.pipeline import NxDPPModel
+from nxd_infer.pipeline.build import build_stage
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.stage import StandIn
 from tests.support.pipeline.models import SPEC, Residual, data
@@ -40,3 +42,16 @@ def test_a_module_of_another_rank_is_moved_by_name_only():
 def test_one_number_or_several():
     with pytest.raises(ParallelConfigError, match="gives one number, so return_mb_loss must be False"):
         PipelineOptions({"return_mb_loss": True, "broadcast_and_average_loss": True})
+
+
+def test_what_is_told_without_ranks():
+    def broken() -> nn.Module:
+        raise ZeroDivisionError("a mistake of the user's")
+
+    with pytest.raises(ParallelConfigError, match="Linear has no module with weights inside"):
+        NxDPPModel(nn.Linear(4, 4))
+    pp, options = make_context(8, 0, pp=8).pp, PipelineOptions({"auto_partition": True})
+    with pytest.raises(ZeroDivisionError, match="a mistake of the user's"):
+        build_stage(broken, options, pp)
+    with pytest.raises(ParallelConfigError, match="8 pipeline stages, but the model has 4 transformer layers"):
+        build_stage(Residual, options, pp)

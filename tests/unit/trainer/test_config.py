@@ -22,42 +22,17 @@ from nxd_infer.trainer.config import TrainConfig
 from nxd_infer.util.options import defaults, table
 
 
-def test_documented_defaults():
+def test_documented_defaults_and_positions():
     config = nxd.neuronx_distributed_config()
-    assert config["tensor_parallel_size"] == config["pipeline_parallel_size"] == 1
-    documented = {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0}
-    assert {key: config["optimizer_config"][key] for key in documented} == documented
-    assert config["optimizer_config"]["on_nonfinite"] == "raise"
-    assert config["model_init_config"] == {
-        "sequential_move_factor": 11,
-        "meta_device_init": False,
-        "param_init_fn": None,
-    }
-    assert config["mixed_precision_config"] == {
-        "use_master_weights": False,
-        "use_fp32_grad_acc": False,
-        "use_master_weights_in_ckpt": False,
-    }
-    assert config["activation_checkpoint_config"] is None and config["lora_config"] is None
-    assert config["pad_model"] is False and config["sequence_parallel"] is False
     assert isinstance(config, dict) and json.loads(json.dumps(config)) == config
-
-
-def test_documented_positions():
+    assert config["optimizer_config"]["max_grad_norm"] == 1.0 and config["optimizer_config"]["on_nonfinite"] == "raise"
+    assert not any(config["mixed_precision_config"].values())
+    init = {"sequential_move_factor": 3}
     config = nxd.neuronx_distributed_config(
-        1,
-        1,
-        {"num_microbatches": 4},
-        {"zero_one_enabled": True},
-        "full",
-        True,
-        True,
-        {"sequential_move_factor": 3},
-        None,
+        1, 1, {"num_microbatches": 4}, {"zero_one_enabled": True}, "full", True, True, init, None
     )
     assert config["pipeline_config"] == {"num_microbatches": 4}
-    assert config["optimizer_config"]["zero_one_enabled"] is True
-    assert config["optimizer_config"]["max_grad_norm"] == 1.0
+    assert config["optimizer_config"]["zero_one_enabled"] and config["optimizer_config"]["max_grad_norm"] == 1.0
     assert config["mixed_precision_config"]["use_master_weights"] is True
     assert config["activation_checkpoint_config"] == "full"
     assert config["pad_model"] and config["sequence_parallel"]
@@ -65,11 +40,7 @@ def test_documented_positions():
 
 
 def test_the_callers_dicts_are_left_alone():
-    given = {
-        "optimizer_config": {"max_grad_norm": 2.0},
-        "model_init_config": {},
-        "pipeline_config": {"input_names": []},
-    }
+    given = {"optimizer_config": {"max_grad_norm": 2.0}, "model_init_config": {}, "pipeline_config": {}}
     before = copy.deepcopy(given)
     config = nxd.neuronx_distributed_config(**given)
     config["optimizer_config"]["max_grad_norm"] = 3.0
