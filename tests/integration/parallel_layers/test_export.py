@@ -45,25 +45,10 @@ def floats(*shape: int) -> Tensor:
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "embedding": (lambda: ParallelEmbedding(12, 8, padding_idx=7, max_norm=2.0), lambda: IDS),
     "embedding-across": (lambda: ParallelEmbedding(12, 8, shard_across_embedding=True, max_norm=2.0), lambda: IDS),
-    "embedding-sequence": (
-        lambda: ParallelEmbedding(12, 8, sequence_parallel_enabled=True, sequence_dimension=1),
-        lambda: IDS,
-    ),
     "column": (lambda: ColumnParallelLinear(8, 6), lambda: floats(2, 3, 8)),
-    "column-heads": (
-        lambda: ColumnParallelLinear(8, 10, output_plan=AxisPlan.heads(5, 2)),
-        lambda: floats(2, 3, 8),
-    ),
-    "column-sequence": (
-        lambda: ColumnParallelLinear(8, 6, gather_output=False, sequence_parallel_enabled=True),
-        lambda: floats(2, 3, 8),
-    ),
+    "column-heads": (lambda: ColumnParallelLinear(8, 10, output_plan=AxisPlan.heads(5, 2)), lambda: floats(2, 3, 8)),
     "row": (lambda: RowParallelLinear(8, 6), lambda: floats(2, 3, 8)),
-    "row-4-D": (lambda: RowParallelLinear(8, 6, input_is_parallel=True), lambda: floats(2, 2, 3, 4)),
-    "row-strided": (
-        lambda: RowParallelLinear(12, 6, input_plan=AxisPlan.strided(12, 3)),
-        lambda: floats(2, 3, 12),
-    ),
+    "row-strided": (lambda: RowParallelLinear(12, 6, input_plan=AxisPlan.strided(12, 3)), lambda: floats(2, 3, 12)),
     "row-sequence": (
         lambda: RowParallelLinear(8, 6, input_is_parallel=True, sequence_parallel_enabled=True),
         lambda: floats(4, 3, 4),

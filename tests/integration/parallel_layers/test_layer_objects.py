@@ -142,16 +142,6 @@ def backward_in_another_context() -> list[float]:
     return x.grad.tolist()
 
 
-def partial_sums() -> float:
-    torch.manual_seed(0)
-    layer = RowParallelLinear(8, 4, bias=False, reduce_output=False)
-    torch.manual_seed(0)
-    reference = nn.Linear(8, 4, bias=False)
-    x = torch.ones(2, 8)
-    whole = mappings.reduce_from_tensor_model_parallel_region(layer(x))
-    return error(whole, reference(x))
-
-
 def replaced() -> float:
     """replace_parameters: another plan and its tensors; the layer computes by them at once."""
     torch.manual_seed(0)
@@ -169,7 +159,7 @@ def on_two_ranks() -> dict[str, Any]:
     return {
         "initial": initialised(),
         "grad": backward_in_another_context(),
-        "errors": [replaced(), partial_sums()],
+        "error": replaced(),
     }
 
 
@@ -184,7 +174,7 @@ def test_two_ranks():
         assert torch.equal(drawn, after) and torch.equal(own, bias)
     for rank in ranks:
         assert rank["grad"] == [2.0] * 3
-        assert max(rank["errors"]) < 1e-6
+        assert rank["error"] < 1e-6
 
 
 def on_four_ranks() -> tuple[dict[str, float], dict[str, float]]:

@@ -46,40 +46,51 @@ def truth(good: bool) -> float:
     return 0.0 if good else float("inf")
 
 
-def compare_parameters(found: dict[str, float], name: str, layer: nn.Module, reference: nn.Module) -> None:
-    for parameter in ("weight", "bias"):
-        ours, theirs = getattr(layer, parameter), getattr(reference, parameter)
-        assert (ours is None) == (theirs is None)
-        if theirs is not None:
-            found[f"{name} {parameter}"] = truth(torch.equal(ours, own_part(layer, parameter, theirs.detach())))
-            found[f"{name} {parameter} grad"] = error(ours.grad, own_part(layer, parameter, theirs.grad))
+def check(
+    found: dict[str, float],
+    name: str,
+    pairs: list[tuple[nn.Module, nn.Module]],
+    x: Tensor,
+    split_in: int | None = None,
+    split_out: int | None = None,
+) -> None:
+    """Forward and backward through our layers and the plain ones; the dimensions of which a rank has its piece."""
+
+    def mine(whole: Tensor, dim: int | None) -> Tensor:
+        return whole if dim is None else piece(whole, dim)
+
+    expected = x_plain = x.detach().clone().requires_grad_()
+    y = x_mine = mine(x, split_in).detach().clone().requires_grad_()
+    for number, (layer, reference) in enumerate(pairs):
+        y, expected = layer(torch.tanh(y) if number else y), reference(torch.tanh(expected) if number else expected)
+        if isinstance(y, tuple):  # skip_bias_add
+            y = y[0] if y[1] is None else y[0] + y[1]
+    found[name] = error(y, mine(expected, split_out))
+    weights = torch.linspace(-1, 2, expected.numel(), dtype=x.dtype).view_as(expected)
+    (y * mine(weights, split_out)).sum().backward()
+    (expected * weights).sum().backward()
+    found[f"{name} input grad"] = error(x_mine.grad, mine(x_plain.grad, split_in))
+    for number, (layer, reference) in enumerate(pairs):
+        for parameter in ("weight", "bias"):
+            ours, theirs = getattr(layer, parameter), getattr(reference, parameter)
+            assert (ours is None) == (theirs is None)
+            if theirs is not None:
+                what = f"{name} {parameter} of {number}"
+                found[what] = truth(torch.equal(ours, own_part(layer, parameter, theirs.detach())))
+                found[f"{what} grad"] = error(ours.grad, own_part(layer, parameter, theirs.grad))
 
 
 def layer_cases(dtype: torch.dtype) -> dict[str, float]:
     """``whole``: gather a column's output, or split a row's input."""
     found: dict[str, float] = {}
     shapes = itertools.cycle(SHAPES)
-    for kind, bias, whole, skip in itertools.product(("column", "row"), (True, False), (True, False), (True, False)):
-        shape = next(shapes)
-        name = f"{kind} {shape} bias={bias} whole={whole} skip={skip}"
-        if kind == "column":
-            sizes, layer = (IN, OUT), column(dtype, bias, gather_output=whole, skip_bias_add=skip)
-        else:
-            sizes, layer = (OUT, IN), row(dtype, bias, input_is_parallel=not whole, skip_bias_add=skip)
-        split_input, split_output = kind == "row" and not whole, kind == "column" and not whole
-        reference = plain(dtype, bias, *sizes)
-        x_plain = random(*shape, sizes[0], dtype=dtype)
-        x = (piece(x_plain, -1) if split_input else x_plain).detach().clone().requires_grad_()
-        y, weights = layer(x), random(*shape, sizes[1], dtype=dtype).detach()
-        if skip:
-            y, left = y
-            y = y if left is None else y + left
-        expected = reference(x_plain)
-        found[name] = error(y, piece(expected, -1) if split_output else expected)
-        (y * (piece(weights, -1) if split_output else weights)).sum().backward()
-        (expected * weights).sum().backward()
-        found[f"{name} input grad"] = error(x.grad, piece(x_plain.grad, -1) if split_input else x_plain.grad)
-        compare_parameters(found, name, layer, reference)
+    for bias, whole, skip in itertools.product((True, False), repeat=3):
+        shape, split = next(shapes), None if whole else -1
+        name = f"{shape} bias={bias} whole={whole} skip={skip}"
+        up = column(dtype, bias, gather_output=whole, skip_bias_add=skip)
+        check(found, f"column {name}", [(up, plain(dtype, bias))], random(*shape, IN, dtype=dtype), split_out=split)
+        down, reference = row(dtype, bias, input_is_parallel=not whole, skip_bias_add=skip), plain(dtype, bias, OUT, IN)
+        check(found, f"row {name}", [(down, reference)], random(*shape, OUT, dtype=dtype), split_in=split)
     return found
 
 
@@ -88,28 +99,17 @@ def sequence_cases(dtype: torch.dtype) -> dict[str, float]:
     found: dict[str, float] = {}
     for dim, shape, bias in ((0, (8, 2), True), (1, (2, 8), False), (-2, (3, 8), True), (None, (4, 2, 3), False)):
         name = f"sequence dim={dim} bias={bias}"
-        first, second = plain(dtype, bias), plain(dtype, bias, OUT, IN)
         options = {"sequence_parallel_enabled": True, "sequence_dimension": dim}
         up = column(dtype, bias, gather_output=False, **options)
         down = row(dtype, bias, input_is_parallel=True, **options)
-        whole, x_plain = random(*shape, IN, dtype=dtype), random(*shape, IN, dtype=dtype)
-        at = dim or 0
-        x = piece(whole, at).detach().requires_grad_()
-        weights = random(*shape, IN, dtype=dtype).detach() * 0.5
-        y, expected = down(torch.tanh(up(x))), second(torch.tanh(first(x_plain)))
-        found[name] = error(y, piece(expected, at))
-        (y * piece(weights, at)).sum().backward()
-        (expected * weights).sum().backward()
-        found[f"{name} input grad"] = error(x.grad, piece(x_plain.grad, at))
-        compare_parameters(found, f"{name} up", up, first)
-        compare_parameters(found, f"{name} down", down, second)
+        x, at = random(*shape, IN, dtype=dtype), dim or 0
+        check(found, name, [(up, plain(dtype, bias)), (down, plain(dtype, bias, OUT, IN))], x, at, at)
         gathered = column(dtype, True, gather_output=True, **options)
-        found[f"{name} gathered"] = error(gathered(piece(whole, at)), plain(dtype, True)(whole))
+        found[f"{name} gathered"] = error(gathered(piece(x, at)), plain(dtype, True)(x))
         alone = row(dtype, False, input_is_parallel=True, reduce_output=False, **options)
         parts = alone(piece(random(*shape, OUT, dtype=dtype), -1))
         summed = mappings.reduce_from_tensor_model_parallel_region(parts)
-        expected = plain(dtype, False, OUT, IN)(random(*shape, OUT, dtype=dtype))
-        found[f"{name} partial"] = error(summed, expected)
+        found[f"{name} partial"] = error(summed, plain(dtype, False, OUT, IN)(random(*shape, OUT, dtype=dtype)))
     return found
 
 
@@ -122,24 +122,16 @@ def plan_cases(dtype: torch.dtype) -> dict[str, float]:
         "strided": AxisPlan.strided(24, 3),
         "sections": AxisPlan.sections([AxisPlan.heads(3, 2), AxisPlan.heads(1, 4)]),
     }
+    x = random(3, IN, dtype=dtype)
     for (name, plan), gather in itertools.product(plans.items(), (True, False)):
         size = plan.size
         first, second = plain(dtype, True, IN, size), plain(dtype, True, size, IN)
         up = column(dtype, True, IN, size, gather_output=gather, output_plan=plan)
         down = row(dtype, True, size, IN, input_is_parallel=not gather, input_plan=plan)
-        x, x_plain = random(3, IN, dtype=dtype), random(3, IN, dtype=dtype)
-        middle = up(x)
         if gather:
-            found[f"plan {name} gathered"] = error(middle, first(x_plain))
-        y, expected = down(torch.tanh(middle)), second(torch.tanh(first(x_plain)))
-        y.square().sum().backward()
-        expected.square().sum().backward()
-        found[f"plan {name} gather={gather}"] = error(y, expected)
-        found[f"plan {name} gather={gather} input grad"] = error(x.grad, x_plain.grad)
-        compare_parameters(found, f"plan {name} gather={gather} up", up, first)
-        compare_parameters(found, f"plan {name} gather={gather} down", down, second)
+            found[f"plan {name} gathered"] = error(up(x), first(x))
+        check(found, f"plan {name} gather={gather}", [(up, first), (down, second)], x)
     # stride= and pad= are short for plans
-    x = random(3, IN, dtype=dtype)
     layer = column(dtype, True, IN, 24, stride=3, gather_output=True)
     found["stride"] = error(layer(x), plain(dtype, True, IN, 24)(x))
     layer = column(dtype, False, IN, 10, pad=True, pad_alignment_size_per_rank=8, keep_padded_output=True)
@@ -207,16 +199,9 @@ def conv_cases(dtype: torch.dtype) -> dict[str, float]:
         options = {"gather_output": whole} if output else {"input_is_parallel": not whole}
         shared = {"bias": bias, "dtype": dtype, **geometry}
         layer = make(kind, *sizes, **shared, **options, partition_pad=pad)
-        reference = make(nn.Conv2d, *sizes, **shared)
-        x_plain = image(sizes[0], dtype).requires_grad_()
-        split_input = not output and not whole
-        x = (piece(x_plain, 1) if split_input else x_plain).detach().clone().requires_grad_()
-        y, expected = layer(x), reference(x_plain)
-        found[name] = error(y, piece(expected, 1) if output and not whole else expected)
-        y.pow(3).sum().backward()
-        expected.pow(3).sum().backward()
-        found[f"{name} input grad"] = error(x.grad, piece(x_plain.grad, 1) if split_input else x_plain.grad)
-        compare_parameters(found, name, layer, reference)
+        ends = (None, 1) if output else (1, None)
+        pairs = [(layer, make(nn.Conv2d, *sizes, **shared))]
+        check(found, name, pairs, image(sizes[0], dtype), *((None, None) if whole else ends))
     single = make(OutputChannelParallelConv2d, 4, 8, 3, dtype=dtype)(image(4, dtype)[0])
     found["one image"] = error(single, make(nn.Conv2d, 4, 8, 3, dtype=dtype)(image(4, dtype)[0]))
     return found
