@@ -145,28 +145,6 @@ def test_lightnings_own_parts_work_on_two_ranks(tmp_path: Path):
     assert [tag for tag in scalars.Tags()["scalars"] if tag.startswith("lr-")] == ["lr-AdamW"]
 
 
-def shown(root: str) -> None:
-    """Write this rank's output of a job with a progress bar into a file."""
-    import contextlib
-
-    parallel_state.destroy_model_parallel()
-    config = nxd.neuronx_distributed_config(tensor_parallel_size=2)
-    rank = torch.distributed.get_rank()
-    with open(f"{root}/{rank}", "w") as file, contextlib.redirect_stdout(file):
-        trainer = trainer_of(
-            NeuronXLAStrategy(config), NeuronTQDMProgressBar(), enable_progress_bar=True, max_epochs=1, logger=True,
-            default_root_dir=root,
-        )  # fmt: skip
-        trainer.fit(module_of(config), DataLoader(Rows(), 4))
-
-
-def test_the_bar_is_shown_once(tmp_path: Path):
-    run_ranks(shown, 2, str(tmp_path))
-    bar = (tmp_path / "0").read_text()
-    assert "4/4" in bar and "loss=" in bar and "v_num" not in bar
-    assert (tmp_path / "1").read_text() == ""
-
-
 def adapted(root: str) -> list[float]:
     """Two epochs of an adapter in one fit, and in two with a checkpoint between."""
     parallel_state.destroy_model_parallel()

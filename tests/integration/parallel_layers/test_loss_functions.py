@@ -19,83 +19,67 @@ from tests.support.ranks import run_ranks
 VOCABULARY = 12
 
 
+def compare(
+    found: dict[str, float],
+    name: str,
+    logits: Tensor,
+    labels: Tensor,
+    smoothing: float,
+    real: int = VOCABULARY,
+    scale: float = 1.0,
+) -> Tensor:
+    """The losses and their gradients beside those of the whole vocabulary in ``real`` columns; the rank's gradient."""
+    mine = piece(logits, -1).clone().requires_grad_()
+    given = mine.detach().clone()
+    whole = logits[..., :real].to(torch.promote_types(logits.dtype, torch.float32)).clone().requires_grad_()
+    loss = parallel_cross_entropy(mine, labels, smoothing, vocab_size=real)
+    expected = F.cross_entropy(
+        whole.reshape(-1, real), labels.reshape(-1), reduction="none", label_smoothing=smoothing
+    ).view(labels.shape)
+    weights = torch.linspace(0.5, 2, loss.numel(), dtype=loss.dtype).view(labels.shape)
+    (loss * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert whole.grad is not None and mine.grad is not None
+    found[name] = error(loss / scale, expected / scale)
+    found[f"{name} grad"] = error(mine.grad, piece(F.pad(whole.grad, (0, VOCABULARY - real)), -1).to(logits.dtype))
+    found[f"{name} logits kept"] = 0.0 if torch.equal(mine.detach(), given) else 9.0
+    return mine.grad
+
+
 def loss_cases(dtype: torch.dtype) -> list[str]:
     found: dict[str, float] = {}
     shapes = itertools.cycle(((5,), (2, 3), (2, 3, 4)))
     for (smoothing, ignored), shape in zip(itertools.product((0.0, 0.1, 1.0), (False, True)), shapes, strict=False):
         torch.manual_seed(sum(shape))
-        whole = (torch.randn(*shape, VOCABULARY, dtype=dtype) * 3).requires_grad_()
         labels = torch.randint(0, VOCABULARY, shape)
         if ignored:
             labels.view(-1)[0] = -100
-        mine = piece(whole, -1).detach().clone().requires_grad_()
-        given = mine.detach().clone()
-        loss = parallel_cross_entropy(mine, labels, smoothing)
-        expected = F.cross_entropy(
-            whole.reshape(-1, VOCABULARY), labels.reshape(-1), reduction="none", label_smoothing=smoothing
-        ).view(shape)
-        weights = torch.linspace(0.5, 2, loss.numel(), dtype=dtype).view(shape)
-        (loss * weights).sum().backward()
-        (expected * weights).sum().backward()
         name = f"{shape} smoothing={smoothing} ignored={ignored}"
-        found[name] = error(loss, expected)
-        found[f"{name} grad"] = error(mine.grad, piece(whole.grad, -1))
-        found[f"{name} logits kept"] = 0.0 if torch.equal(mine.detach(), given) else 9.0
-    logits, tokens = torch.randn(2, 5, VOCABULARY, dtype=dtype), torch.randint(0, VOCABULARY, (2, 5))
-    expected = logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
-    found["logprobs"] = error(
-        from_parallel_logits_to_logprobs(vocab_parallel_logits=piece(logits, -1), target=tokens), expected
-    )
-    trained = piece(logits, -1).detach().clone().requires_grad_()
-    from_parallel_logits_to_logprobs(trained, tokens, inference=False).sum().backward()
-    whole = logits.clone().requires_grad_()
-    whole.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).sum().backward()
-    found["logprobs grad"] = error(trained.grad, piece(whole.grad, -1))
-    found |= padded_vocabulary(dtype)
+        compare(found, name, torch.randn(*shape, VOCABULARY, dtype=dtype) * 3, labels, smoothing)
+    for smoothing in (0.0, 0.1):  # filling at the end of the last ranks takes no part, and gets no gradient
+        labels = torch.randint(0, VOCABULARY - 3, (2, 3))
+        padded = torch.randn(2, 3, VOCABULARY, dtype=dtype)
+        compare(found, f"padded {smoothing}", padded, labels, smoothing, VOCABULARY - 3)
+    found |= logprobs(dtype)
     low, three = torch.randn(3, VOCABULARY).bfloat16(), torch.tensor([1, 2, 3])
     expected = F.cross_entropy(low.float(), three, reduction="none")
     in_float32 = {"bfloat16": error(parallel_cross_entropy(piece(low, -1), three), expected)}
-    in_float32 |= large_logits()
+    labels = torch.tensor([0, 3, -100, VOCABULARY - 1])
+    for kind, smoothing in ((torch.float32, 0.1), (torch.bfloat16, 0.0)):  # finite, and equal relative to the loss
+        large = (torch.randn(4, VOCABULARY) * 1e4).to(kind)
+        grad = compare(in_float32, f"1e4 {kind}", large, labels, smoothing, scale=1e4)
+        in_float32[f"1e4 {kind} ignored"] = grad[2].abs().sum().item()
     return failures(found, LIMITS[dtype]) + failures(in_float32, 1e-6)
 
 
-def padded_vocabulary(dtype: torch.dtype) -> dict[str, float]:
-    """Filling at the end of the last ranks takes no part in the loss and gets no gradient."""
-    found, real = {}, VOCABULARY - 3
-    for smoothing in (0.0, 0.1):
-        padded = torch.randn(2, 3, VOCABULARY, dtype=dtype)
-        whole = padded[..., :real].clone().requires_grad_()
-        mine = piece(padded, -1).detach().clone().requires_grad_()
-        labels = torch.randint(0, real, (2, 3))
-        loss = parallel_cross_entropy(mine, labels, smoothing, vocab_size=real)
-        expected = F.cross_entropy(
-            whole.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing
-        ).view(2, 3)
-        loss.sum().backward()
-        expected.sum().backward()
-        found[f"padded {smoothing}"] = error(loss, expected)
-        assert whole.grad is not None
-        found[f"padded {smoothing} grad"] = error(mine.grad, piece(F.pad(whole.grad, (0, 3)), -1))
-    return found
-
-
-def large_logits() -> dict[str, float]:
-    """Logits of 1e4 in float32 and bfloat16: finite, and equal in value and gradient (relative to the loss)."""
-    found = {}
-    labels = torch.tensor([0, 3, -100, VOCABULARY - 1])
-    for dtype, smoothing in ((torch.float32, 0.1), (torch.bfloat16, 0.0)):
-        large = (torch.randn(4, VOCABULARY) * 1e4).to(dtype)
-        mine = piece(large, -1).detach().clone().requires_grad_()
-        whole = large.float().requires_grad_()
-        loss = parallel_cross_entropy(mine, labels, smoothing)
-        expected = F.cross_entropy(whole, labels, reduction="none", label_smoothing=smoothing)
-        loss.sum().backward()
-        expected.sum().backward()
-        assert whole.grad is not None and mine.grad is not None
-        found[f"1e4 {dtype} {smoothing}"] = error(loss / 1e4, expected / 1e4)
-        found[f"1e4 {dtype} {smoothing} grad"] = error(mine.grad, piece(whole.grad, -1).to(dtype))
-        found[f"1e4 {dtype} {smoothing} ignored"] = mine.grad[2].abs().sum().item()
-    return found
+def logprobs(dtype: torch.dtype) -> dict[str, float]:
+    logits, ids = torch.randn(2, 5, VOCABULARY, dtype=dtype), torch.randint(0, VOCABULARY, (2, 5))
+    whole, mine = logits.clone().requires_grad_(), piece(logits, -1).clone().requires_grad_()
+    expected = whole.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
+    expected.sum().backward()
+    from_parallel_logits_to_logprobs(mine, ids, inference=False).sum().backward()
+    found = from_parallel_logits_to_logprobs(vocab_parallel_logits=piece(logits, -1), target=ids)
+    return {"logprobs": error(found, expected), "logprobs grad": error(mine.grad, piece(whole.grad, -1))}
 
 
 @pytest.mark.parametrize(("tp", "dtype"), [(1, torch.float64), (2, torch.float32), (4, torch.float64)], ids=str)

@@ -13,7 +13,6 @@ from nxd_infer.context import current_context
 from nxd_infer.layout import weight_layout
 from nxd_infer.layout.merge import merge_state_dicts
 from nxd_infer.modules.qkv_linear import PARTS, GQAQKVColumnParallelLinear
-from nxd_infer.parallel_layers import RowParallelLinear
 from tests.support.parallel_layers.compare import LIMITS, error, failures
 from tests.support.ranks import run_ranks
 
@@ -101,22 +100,7 @@ def all_cases(dtype: torch.dtype) -> list[str]:
         compare(found, f"multiplier {options}", module(16, 4, dtype, **options), x, options)
     options = {"sequence_parallel_enabled": True, "gather_output": False}
     compare(found, "sequence", module(16, 8, dtype, **options), x, options)
-    found |= attention_cases(dtype)
     return failures(found, LIMITS[dtype])
-
-
-def outputs_of_copies() -> list[Tensor]:
-    """What the document's call with two copies gives, on one rank."""
-    layer = module(16, 8, torch.float64, kv_size_multiplier=2)
-    return [y.detach() for y in layer(random(3, 2, HIDDEN, dtype=torch.float64, seed=1))]
-
-
-def test_copies_are_the_same_at_every_degree():
-    """A model with ``kv_size_multiplier`` and no ``head_dim`` is built and computes the same, also on one rank."""
-    whole = outputs_of_copies()
-    assert [y.shape[-1] for y in whole] == [16, 16, 16]
-    for found in run_ranks(outputs_of_copies, 4):
-        assert max(map(error, found, whole)) < 1e-10
 
 
 def attention_of_one_head_a_rank() -> float:
@@ -138,41 +122,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, d: int) -> Tensor:
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
-
-
-def attention_cases(dtype: torch.dtype) -> dict[str, float]:
-    """A rank's heads fit each other: their attention, summed by the output projection, is the plain attention."""
-    found: dict[str, float] = {}
-    d = 2
-    degree = current_context().tp.degree
-    for heads, kv_heads, multiplier in ((8, 4, 1), (6, 2, 1), (5, 1, 1), (3, 3, 1), (8, 4, 2), (4, 2, 2)):
-        x = random(2, 5, HIDDEN, dtype=dtype, seed=5)
-        x_plain = x.clone().requires_grad_()
-        x.requires_grad_()
-        options = {"gather_output": False, "kv_size_multiplier": multiplier, "head_dim": d}
-        layer, references = (
-            module(heads * d, kv_heads * d, dtype, **options),
-            plain(heads * d, kv_heads * d, True, dtype),
-        )
-        torch.manual_seed(4)
-        out = RowParallelLinear(heads * d, HIDDEN, input_is_parallel=True, dtype=dtype, input_plan=layer.q_plan)
-        torch.manual_seed(4)
-        out_plain = nn.Linear(heads * d, HIDDEN, dtype=dtype)
-        y = out(attention(*layer(x), d))
-        expected = out_plain(attention(*(references[part](x_plain) for part in PARTS), d))
-        y.square().sum().backward()
-        expected.square().sum().backward()
-        name = f"attention tp={degree} heads={heads} kv={kv_heads} x{multiplier}"
-        found[name] = error(y, expected)
-        found[f"{name} input grad"] = error(x.grad, x_plain.grad)
-        grads = grads_of(layer)
-        tp = current_context().tp
-        for part in PARTS:
-            index = (layer.q_plan if part == "q" else layer.kv_plan).rank_index(tp.degree, tp.rank)
-            whole = references[part].weight.grad
-            own = torch.cat([whole, whole.new_zeros(1, HIDDEN)]).index_select(0, index)
-            found[f"{name} {part} grad"] = error(logical_rows(layer, grads, part, "weight"), own)
-    return found
 
 
 @pytest.mark.filterwarnings("ignore:kv_size_multiplier")
