@@ -93,24 +93,15 @@ class Hooks(Callback):
         self.called.append("before step")
 
 
-def test_callbacks_see_the_gradients():
-    """As with any module that trains by manual_backward()."""
+def test_callbacks_see_the_gradients_and_a_validation_between_two_steps_is_logged(tmp_path: Path):
+    """As with any module that trains by manual_backward(). While gradients are accumulated, training writes nothing."""
     parallel_state.destroy_model_parallel()
-    config, hooks = nxd.neuronx_distributed_config(), Hooks()
-    trainer = trainer_of(NeuronXLAStrategy(config), hooks, max_epochs=1)
-    trainer.fit(module_of(config, accumulate=2), DataLoader(Rows(4), 1))
+    config, hooks, logger = nxd.neuronx_distributed_config(), Hooks(), NeuronTensorBoardLogger(tmp_path)
+    options: dict[str, Any] = {"max_epochs": 1, "val_check_interval": 1, "log_every_n_steps": 1}
+    trainer = trainer_of(NeuronXLAStrategy(config), hooks, logger=logger, num_sanity_val_steps=0, **options)
+    trainer.fit(module_of(config, accumulate=2), DataLoader(Rows(4), 1), DataLoader(Rows(2), 1))
     backward = ["before backward of a loss", "after backward, with gradients"]
     assert hooks.called == [*backward, *backward, "before step"] * 2
-
-
-def test_a_validation_between_two_steps_is_logged(tmp_path: Path):
-    """While gradients are accumulated, training writes nothing; a validation in between does."""
-    parallel_state.destroy_model_parallel()
-    config = nxd.neuronx_distributed_config()
-    options: dict[str, Any] = {"max_epochs": 1, "val_check_interval": 1, "log_every_n_steps": 1}
-    logger = NeuronTensorBoardLogger(tmp_path)
-    trainer = trainer_of(NeuronXLAStrategy(config), logger=logger, num_sanity_val_steps=0, **options)
-    trainer.fit(module_of(config, accumulate=2), DataLoader(Rows(4), 1), DataLoader(Rows(2), 1))
     found = EventAccumulator(logger.log_dir).Reload()
     assert [scalar.step for scalar in found.Scalars("val_loss")] == [0, 1, 1, 2]
     assert [scalar.step for scalar in found.Scalars("loss")] == [1, 2]
@@ -217,17 +208,12 @@ def test_a_scheduler_that_asks_for_the_number_of_steps_resumes_at_its_place(tmp_
     assert (rest.rows, rest.losses) == (whole.rows[3:], whole.losses[3:])
 
 
-def test_precision(tmp_path: Path):
+def test_precision():
     for precision, dtype in (("bf16-true", torch.bfloat16), ("bf16-mixed", torch.float32)):
         module, diary = small(), Diary()
-        options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-        trainer = Trainer(
-            strategy=NeuronXLAStrategy(module.nxd_config),
-            precision=precision,
-            max_epochs=3,
-            callbacks=[diary],
-            **options,
-        )
+        options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+        options |= {"enable_progress_bar": False, "max_epochs": 3, "callbacks": [diary]}
+        trainer = Trainer(strategy=NeuronXLAStrategy(module.nxd_config), precision=precision, **options)
         trainer.fit(module, DataLoader(Rows(), 4))
         assert {param.dtype for param in module.model.parameters()} == {dtype}
         assert diary.losses[-1] < diary.losses[0]
@@ -264,30 +250,24 @@ def test_hyperparameters_that_cannot_be_stored_are_left_out(tmp_path: Path):
     assert found["hyper_parameters"] == {"size": 3}
 
 
-def lonely_optimizer() -> str:
-    class Lonely(NeuronLTModule):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.model.parameters(), lr=0.1)
+class Lonely(NeuronLTModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.model.parameters(), lr=0.1)
 
+
+def refused() -> list[str]:
     parallel_state.destroy_model_parallel()
     config = nxd.neuronx_distributed_config()
-    try:
-        one(NeuronXLAStrategy(config)).fit(Lonely(llama, config, torch.optim.SGD, None), DataLoader(Rows(), 4))
-    except ParallelConfigError as error:
-        return str(error)
-    return "trained"
-
-
-def other_world() -> str:
-    try:
-        Trainer(strategy=NeuronXLAStrategy(), devices=4, accelerator="cpu")
-    except ParallelConfigError as error:
-        return str(error)
-    return "made"
-
-
-def refused() -> tuple[str, str]:
-    return lonely_optimizer(), other_world()
+    lonely = Lonely(llama, config, torch.optim.SGD, None)
+    told = []
+    for action in (
+        lambda: one(NeuronXLAStrategy(config)).fit(lonely, DataLoader(Rows(), 4)),
+        lambda: Trainer(strategy=NeuronXLAStrategy(), devices=4, accelerator="cpu"),
+    ):
+        with pytest.raises(ParallelConfigError) as caught:
+            action()
+        told.append(str(caught.value))
+    return told
 
 
 def test_what_the_launched_ranks_are_refused():

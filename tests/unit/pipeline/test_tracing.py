@@ -79,11 +79,6 @@ class Noting(fx.Tracer):
         return super().call_module(m, *args, **kwargs)
 
 
-class Bare(fx.Tracer):
-    def __init__(self):
-        super().__init__()
-
-
 def traced(model: nn.Module, **options: Any) -> nn.Module:
     model = copy.copy(model)
     trace_around_units(model, CUTS, PipelineOptions({"tracer_cls": "torch", **options}))
@@ -129,7 +124,6 @@ def test_the_inputs_are_those_that_were_named():
     [
         ({"tracer_cls": "fx"}, 'must be "hf", "torch", a class, or None'),
         ({"tracer_cls": Model}, "or a class derived from torch.fx.Tracer, got .*Model.*; or leave tracer_cls out"),
-        ({"tracer_cls": Bare, "autowrap_modules": [MODULE]}, "tracer_cls=Bare does not take autowrap_modules"),
         ({"autowrap_functions": deciding}, "must be a list or tuple of Python modules and func"),
         ({"autowrap_obj_methods": {HEAD: ["nothing"]}}, "a dict of objects with lists of the names of their methods"),
     ],

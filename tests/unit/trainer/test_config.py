@@ -83,7 +83,6 @@ def test_what_is_set_later_is_checked_then():
     for one in (config, copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         options = one["optimizer_config"]
         for change in (
-            lambda options=options: options.__setitem__("max_grad_norm", -1),
             lambda options=options: options.update(max_grad_norm=-1),
             lambda options=options: options.__ior__({"max_grad_norm": -1}),
             lambda one=one: one.update(optimizer_config={"max_grad_norm": -1}),

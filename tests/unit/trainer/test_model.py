@@ -85,23 +85,11 @@ def test_marks_of_parameters_are_those_of_what_replaces_them():
         assert all(param.nxd_name == name for name, param in twin.named_parameters())
 
 
-def traced() -> nn.Module:
-    return torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)))
-
-
-def test_a_module_that_copies_itself_is_copied_in_its_wrapper():
-    model = wrapped(traced)
-    twin = copy.deepcopy(model)
-    first = "0.weight"
-    assert isinstance(twin, NxDModel) and twin.get_parameter(first) is not model.get_parameter(first)
-    assert torch.equal(twin.run_train(torch.ones(1, 2)), model.run_train(torch.ones(1, 2)))
-
-
 @pytest.mark.parametrize("disabled", [torch.no_grad, torch.inference_mode])
 def test_training_without_gradients_is_refused(disabled: Any):
-    for model in (wrapped(traced), NxDPPModel(traced())):
+    for model in (wrapped(mlp), NxDPPModel(mlp())):
         with disabled(), pytest.raises(ParallelConfigError, match=r"run_train\(\) computes gradients"):
-            model.run_train(torch.ones(1, 2))
+            model.run_train(**vectors())
 
 
 def test_what_is_set_on_it_is_set_on_the_module():
