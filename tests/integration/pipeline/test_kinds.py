@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nxd_infer.comm import register_collectives, unregister_collectives
+from nxd_infer.comm.distributed import DistributedCollectives
 from nxd_infer.context import current_context, make_context
 from nxd_infer.errors import CollectiveError
 from nxd_infer.optimizer import NxDOptimizer
 from nxd_infer.pipeline import NxDPPModel
-from nxd_infer.pipeline.messages import StepMessages
+from nxd_infer.pipeline.messages import StepMessages, messages_for
 from nxd_infer.pipeline.schedule import schedule
 from tests.support.pipeline.models import (
     Called,
@@ -236,18 +241,30 @@ def in_lock_step() -> list[str]:
     return found
 
 
-def on_two_stages() -> tuple[float, str]:
+def chosen() -> str:
+    """What messages go over where the ranks have a process group of another library, which knows no tags."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers it
+    context = dataclasses.replace(current_context(), collectives="another library")
+    group = dist.new_group([0, 1], backend="fake")
+    register_collectives(context.collectives, DistributedCollectives(context, {"pp": group}, 5.0))
+    found = messages_for(context, schedule("1f1b", 2, 1), 2)
+    unregister_collectives(context.collectives)
+    return type(found).__name__
+
+
+def on_two_stages() -> tuple[float, str, str]:
     for zero1 in (False, True):
         partly_frozen(zero1)
     compared(Waves, "second", False)
     for cut in ("first", "second"):
         compared(Layers, cut, True)
-    return summed(64), handed()
+    return summed(64), handed(), chosen()
 
 
 def test_values_are_handed_on_with_their_gradients():
     """Complex ones, those of autocast, numbers, attributes; and a stage may train nothing."""
-    (rounded, first), (_, second) = run_ranks(on_two_stages, 2, tp=1, pp=2)
+    (rounded, first, messages), (_, second, _) = run_ranks(on_two_stages, 2, tp=1, pp=2)
+    assert messages == "StepMessages"
     assert rounded < 2**-8, "a borrowed weight's gradient is rounded once, when it goes back"
     assert first.startswith("InputMismatchError: 'first' gave the Python value ")
     assert first.endswith("where its shapes promised 0.0, and only tensors are handed to other stages: return a tensor")
