@@ -15,10 +15,9 @@ import torch
 import neuronx_distributed as nxd
 import neuronx_distributed.parallel_layers.layers as layers_module
 import sibling  # which lies beside the script, and that is not where it is started
-from neuronx_distributed.modules.qkv_linear import GQAQKVColumnParallelLinear
-from neuronx_distributed.parallel_layers import layers, mappings, parallel_state, utils as neuronx_dist_utils
+from neuronx_distributed.parallel_layers import layers, parallel_state
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
-from neuronx_distributed.parallel_layers.pad import get_number_of_extra_heads, pad_model
+from neuronx_distributed.parallel_layers.pad import pad_model
 
 class MLP(torch.nn.Module):
     def __init__(self):
@@ -38,8 +37,7 @@ nxd.parallel_layers.load(sys.argv[1], model)
 assert torch.equal(model(torch.tensor([1, 2, 3])), before)
 assert layers is layers_module and layers.ColumnParallelLinear is ColumnParallelLinear
 import nxd_infer.parallel_layers.layers
-assert layers is nxd_infer.parallel_layers.layers and nxd is nxd_infer
-assert nxd_infer.__spec__.name == "nxd_infer" and isinstance(model.up, nxd_infer.parallel_layers.ColumnParallelLinear)
+assert layers is nxd_infer.parallel_layers.layers and nxd is nxd_infer and nxd_infer.__spec__.name == "nxd_infer"
 print("ran", __name__, len(sys.argv))
 """
 

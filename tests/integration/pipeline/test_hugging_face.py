@@ -12,10 +12,8 @@ from torch import nn
 import nxd_infer as nxd
 from nxd_infer import comm
 from nxd_infer.context import current_context, make_context
-from nxd_infer.errors import ParallelConfigError
 from nxd_infer.pipeline.build import build_stage
 from nxd_infer.pipeline.options import PipelineOptions
-from nxd_infer.pipeline.tracing import trace_around_units
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("transformers")
@@ -104,14 +102,6 @@ def compare() -> list[str]:
 def test_models_in_two_stages():
     for rank, found in enumerate(run_ranks(compare, 2, pp=2, comm_timeout=120)):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:12])
-
-
-def test_no_tracer_follows_them():
-    """Their code around the layers takes any keywords; the error says what works."""
-    model, _ = models()["tied llama"]
-    given = PipelineOptions({"tracer_cls": "torch", "input_names": list(batch())})
-    with pytest.raises(ParallelConfigError, match=r"cannot trace the code around the layers .*leave tracer_cls out"):
-        trace_around_units(model, ["model.layers.1"], given)
 
 
 def test_a_stage_is_built_as_in_the_whole_model():
