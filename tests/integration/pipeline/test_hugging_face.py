@@ -33,26 +33,13 @@ def models() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
     """Each model with what is particular to its pipeline of two ranks."""
     import transformers as hf
 
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    t5 = hf.T5Config(
-        vocab_size=61,
-        d_model=16,
-        d_kv=8,
-        d_ff=24,
-        num_layers=4,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
+    sizes = {"vocab_size": 61, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 4, "num_heads": 2}
+    t5 = hf.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
     kv = {"num_key_value_heads": 1}
     return {
         "tied llama": (
             hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, **kv, tie_word_embeddings=True)),
             {"auto_partition": True, "transformer_layer_cls": "LlamaDecoderLayer", "schedule": "zero-bubble"},
-        ),
-        "bert": (
-            hf.BertForMaskedLM(hf.BertConfig(**SIZES, **no_dropout)),
-            {"pipeline_cuts": [f"bert.encoder.layer.{at}" for at in range(3)], "virtual_pipeline_size": 2},
         ),
         "t5 in both": (
             hf.T5ForConditionalGeneration(t5),

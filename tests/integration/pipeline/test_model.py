@@ -6,7 +6,6 @@ import copy
 import itertools
 import json
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from nxd_infer.errors import CollectiveError, InputMismatchError, ParallelConfig
 from nxd_infer.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
 from nxd_infer.pipeline import NxDPPModel
 from nxd_infer.pipeline.stage import StandIn
-from tests.support.pipeline.models import SPEC, Backwards, Block, Residual, data, decoder, residual, tokens
+from tests.support.pipeline.models import SPEC, Backwards, Block, Residual, data, residual
 from tests.support.ranks import run_ranks
-from tests.support.seeds.degrees import alone
 
 F64 = torch.float64
 
@@ -307,30 +305,3 @@ def test_how_stages_are_built():
     (wrong, first), (wrong_too, second) = run_ranks(built, 2, pp=2)
     assert wrong == wrong_too == []
     assert first[1] <= second[0] or second[1] <= first[0], "one after the other"
-
-
-def mixed(stages: int, microbatches: int) -> tuple[list[float], set[torch.dtype], set[torch.dtype]]:
-    """Losses of bfloat16 weights with float32 masters."""
-    config = nxd.neuronx_distributed_config(
-        pipeline_parallel_size=stages,
-        pipeline_config={"auto_partition": True, "num_microbatches": microbatches},
-        mixed_precision_config={"use_master_weights": True, "use_fp32_grad_acc": True},
-    )
-    torch.manual_seed(3)
-    model = nxd.initialize_parallel_model(config, partial(decoder, "tied", torch.bfloat16))
-    optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(5):
-        losses.append(float(model.run_train(**tokens(seed=step))))
-        optimizer.step()
-        optimizer.zero_grad()
-    masters = {piece.tensor.dtype for piece in optimizer.pieces}
-    return losses, {parameter.dtype for parameter in model.parameters()}, masters
-
-
-def test_mixed_precision():
-    """The whole batch at once computes what one process does."""
-    wanted, _, _ = alone(mixed, 1, 1)
-    for losses, weights, masters in run_ranks(mixed, 2, 2, 1, pp=2):
-        assert (weights, masters) == ({torch.bfloat16}, {torch.float32})
-        assert losses == pytest.approx(wanted, rel=1e-3) and len(set(losses)) == 5

@@ -13,7 +13,7 @@ pytest.importorskip("lightning")
 
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler
 
 import nxd_infer as nxd
 from nxd_infer.context import Axis, make_context
@@ -113,31 +113,12 @@ def test_samplers_of_the_user():
     assert batches(pairs, 2) == [[[0, 1, 2], [4, 5], [8]], [[3], [6, 7], [0, 1, 2]]]
     assert batches(DataLoader(numbers(4), batch_size=None), 2) == [[0, 2], [1, 3]]
 
-    class Endless(BatchSampler):
-        def __init__(self) -> None:
-            pass
-
-        def __iter__(self) -> Any:
-            while True:
-                yield [0, 1]
-
-        def __len__(self) -> int:
-            raise TypeError
-
-    endless = share_of(DataLoader(numbers(2), batch_sampler=Endless()), axis(0, 2), True)
-    assert next(iter(endless)).tolist() == [0, 1]
-
 
 def test_what_is_split_already_is_left():
     of_this_rank = DistributedSampler(numbers(8), num_replicas=2, rank=1, shuffle=False)
     mine = share_of(DataLoader(numbers(8), 2, sampler=of_this_rank), axis(1, 2), True)
     assert [batch.tolist() for batch in mine] == [[1, 3], [5, 7]]
     assert batches(DataLoader(numbers(4), 2), 2, splits=False) == [[[0, 1], [2, 3]]] * 2
-    shuffled = DistributedSampler(numbers(64), num_replicas=2, rank=1)
-    mine = share_of(DataLoader(numbers(64), 2, sampler=shuffled), axis(1, 2), True)
-    first = [batch.tolist() for batch in mine]
-    mine.sampler.set_epoch(1)
-    assert [batch.tolist() for batch in mine] != first
 
 
 def test_a_sampler_over_other_ranks_is_refused():

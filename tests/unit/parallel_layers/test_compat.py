@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +73,32 @@ def test_torch_neuronx_is_stood_in_for_where_it_is_absent_and_never_hidden(real:
     assert caught.value.name == "torch_neuronx.xla_impl"
     compat.uninstall()
     assert ("torch_neuronx" in sys.modules) is real
+
+
+SCRIPT = """
+import sys
+import neuronx_distributed as nxd
+import neuronx_distributed.parallel_layers.layers as layers_module
+import sibling  # which lies beside the script, and that is not where it is started
+from neuronx_distributed.parallel_layers import layers, parallel_state
+from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear
+import nxd_infer.parallel_layers.layers
+assert layers is layers_module is nxd_infer.parallel_layers.layers and nxd is nxd_infer
+assert ColumnParallelLinear is layers.ColumnParallelLinear and nxd_infer.__spec__.name == "nxd_infer"
+model = ColumnParallelLinear(4, 8 // parallel_state.get_tensor_model_parallel_size())
+nxd.parallel_layers.save({"model": model.state_dict()}, sys.argv[1])
+print("ran", __name__, len(sys.argv))
+"""
+
+
+def test_an_unchanged_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    script, out = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(SCRIPT)
+    (tmp_path / "sibling.py").touch()
+    monkeypatch.setattr(sys, "argv", ["compat", str(script), str(out)])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    runpy.run_module("nxd_infer.compat", run_name="__main__")
+    assert capsys.readouterr().out == "ran __main__ 2\n" and (out / "tp_rank_00_pp_rank_00").is_dir()
 
 
 def test_usage(monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,7 @@ from nxd_infer.checkpoint.stages_by_name import stages_of
 from nxd_infer.context import make_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.pipeline import NxDPPModel
-from nxd_infer.pipeline.build import build_stage
+from nxd_infer.pipeline.build import _FreeingOthers, _Needed, build_stage
 from nxd_infer.pipeline.deferred import DeferredWeights, Late, finish
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.stage import StandIn
@@ -114,6 +114,21 @@ def test_what_needs_other_ranks_values_is_built_whole(make: Callable[[], nn.Modu
         torch.manual_seed(5)
         model, _ = build_stage(make, OPTIONS, make_context(2, rank, pp=2).pp)
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_memory_of_others_is_given_back():
+    """64 KiB that another rank owns, until the next of them is written."""
+    freeing = _FreeingOthers()
+    first, second, own = (torch.ones(128, 128) for _ in range(3))
+    freeing.add(first)
+    assert first.all()
+    freeing.add(second)
+    assert not first[64].any() and second.all()
+    with freeing:
+        first.fill_(2)
+        with pytest.raises(_Needed):
+            own.copy_(second * 2)
+    assert first.all() and not second[64].any() and own.all()
 
 
 def test_without_other_stages():
