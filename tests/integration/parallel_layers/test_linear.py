@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -39,10 +40,28 @@ def ids_of(*shape: int) -> Tensor:
     return torch.randint(0, VOCABULARY, shape)
 
 
+def compare_tables(
+    found: dict[str, float], name: str, options: dict, ids: Tensor, dtype: torch.dtype, **shared
+) -> None:
+    """``shared``: what both layers are given; ``size``, ``width``: of the table."""
+    sizes = [shared.pop(key, default) for key, default in (("size", VOCABULARY), ("width", WIDTH))]
+    layer, reference = pair(dtype, *sizes, options, **shared)
+    dim = options.get("sequence_dimension")
+    found[f"{name} init"] = truth(torch.equal(layer.weight, own_part(layer, "weight", reference.weight)))
+    y, expected = layer(ids), reference(ids)
+    weights = torch.linspace(-1, 1, expected.numel(), dtype=dtype).view_as(expected)
+    (y * (weights if dim is None else piece(weights, dim))).sum().backward()
+    (expected * weights).sum().backward()
+    found[name] = error(y, expected if dim is None else piece(expected, dim))
+    found[f"{name} table"] = error(layer.weight, own_part(layer, "weight", reference.weight.detach()))
+    grads = [g.to_dense() if g.is_sparse else g for g in (layer.weight.grad, reference.weight.grad)]
+    found[f"{name} grad"] = error(grads[0], own_part(layer, "weight", grads[1]))
+    found[f"{name} sparse"] = truth(layer.weight.grad.is_sparse is shared.get("sparse", False))
+
+
 def embedding_cases(dtype: torch.dtype) -> list[str]:
     found: dict[str, float] = {}
-    weights: Tensor
-    options = [
+    tables = [
         {},
         {"padding_idx": -2},
         {"max_norm": 2.0, "norm_type": 1.0},
@@ -50,53 +69,20 @@ def embedding_cases(dtype: torch.dtype) -> list[str]:
         {"max_norm": 1.5, "padding_idx": 3, "scale_grad_by_freq": True},
         {"sparse": True, "padding_idx": 0},
     ]
-    shapes = itertools.cycle(((6,), (4, 6), (2, 3, 4)))
-    for (across, shared), shape in zip(itertools.product((False, True), options), shapes, strict=False):
-        name = f"{shape} across={across} {shared}"
-        layer, reference = pair(dtype, options={"shard_across_embedding": across}, **shared)
-        found[f"{name} init"] = 0.0 if torch.equal(layer.weight, own_part(layer, "weight", reference.weight)) else 9.0
-        ids = ids_of(*shape)
-        y, expected = layer(ids), reference(ids)
-        weights = torch.linspace(-1, 1, expected.numel(), dtype=dtype).view_as(expected)
-        (y * weights).sum().backward()
-        (expected * weights).sum().backward()
-        found[name] = error(y, expected)
-        found[f"{name} table"] = error(layer.weight, own_part(layer, "weight", reference.weight.detach()))
-        grads = [g.to_dense() if g.is_sparse else g for g in (layer.weight.grad, reference.weight.grad)]
-        found[f"{name} grad"] = error(grads[0], own_part(layer, "weight", grads[1]))
-        if shared.get("sparse"):
-            found[f"{name} grad is sparse"] = 0.0 if layer.weight.grad.is_sparse else 9.0
-    for dim, across in itertools.product((0, 1), (False, True)):
-        name = f"sequence {dim} across={across}"
-        extra = {"sequence_parallel_enabled": True, "sequence_dimension": dim, "shard_across_embedding": across}
-        layer, reference = pair(dtype, options=extra)
-        ids = ids_of(8, 4)
-        y, expected = layer(ids), reference(ids)
-        weights = torch.linspace(-1, 1, expected.numel(), dtype=dtype).view_as(expected)
-        (y * piece(weights, dim)).sum().backward()
-        (expected * weights).sum().backward()
-        found[name] = error(y, piece(expected, dim))
-        found[f"{name} grad"] = error(layer.weight.grad, own_part(layer, "weight", reference.weight.grad))
-    for across in (False, True):  # sizes that do not divide, padded
-        layer, reference = pair(dtype, 13, 7, options={"pad": True, "shard_across_embedding": across})
-        ids = torch.tensor([[0, 12, 5, 6], [12, 3, 7, 0]])
-        y, expected = layer(ids), reference(ids)
-        y.square().sum().backward()
-        expected.square().sum().backward()
-        found[f"pad across={across}"] = error(y, expected)
-        found[f"pad across={across} grad"] = error(layer.weight.grad, own_part(layer, "weight", reference.weight.grad))
-        layer, reference = pair(dtype, options={"collect_output": False, "shard_across_embedding": across})
-        part = layer(ids_of(5))
-        whole = reference(ids_of(5))
-        if across:
-            found["own slice"] = error(part, piece(whole, -1))
-        else:
-            held = whole.new_zeros(whole.shape)
-            tp = current_context().tp
-            rows = VOCABULARY // tp.degree
-            own = (ids_of(5) // rows) == tp.rank
-            held[own] = whole[own]
-            found["own rows"] = error(part, held)
+    for across in (False, True):
+        options: dict[str, Any] = {"shard_across_embedding": across}
+        for shape, shared in zip([(6,), (4, 6), (2, 3, 4)] * 2, tables, strict=True):
+            compare_tables(found, f"{shape} across={across} {shared}", options, ids_of(*shape), dtype, **shared)
+        for dim in (0, 1):
+            split = {"sequence_parallel_enabled": True, "sequence_dimension": dim, **options}
+            compare_tables(found, f"sequence {dim} across={across}", split, ids_of(8, 4), dtype)
+        ids = torch.tensor([[0, 12, 5, 6], [12, 3, 7, 0]])  # sizes that do not divide, padded
+        compare_tables(found, f"pad across={across}", {"pad": True, **options}, ids, dtype, size=13, width=7)
+        layer, reference = pair(dtype, options={"collect_output": False, **options})
+        part, whole, tp = layer(ids_of(5)), reference(ids_of(5)), current_context().tp
+        own = (ids_of(5) // (VOCABULARY // tp.degree)) == tp.rank
+        held = piece(whole, -1) if across else torch.where(own[:, None], whole, 0.0)
+        found[f"own part across={across}"] = error(part, held)
     return failures(found, LIMITS[dtype])
 
 

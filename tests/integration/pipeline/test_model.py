@@ -78,7 +78,7 @@ def facade() -> list[str]:
     with pytest.raises(ParallelConfigError, match="is on another pipeline stage: call run_train"):
         model(**data())
     gradients_of_backwards()
-    return errors(model)
+    return errors()
 
 
 def gradients_of_backwards() -> None:
@@ -94,58 +94,46 @@ def gradients_of_backwards() -> None:
         torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad)
 
 
-def errors(model: NxDPPModel) -> list[str]:
+class Deciding(Residual):
+    def forward(self, x: Tensor, y: Tensor, factor: float = 1.0) -> dict[str, Tensor]:
+        for block in self.blocks[: 2 if (y > 50).any() else 4]:
+            x = block(x)
+        return {"other": x, "the_loss": F.mse_loss(x, y)}
+
+
+def errors() -> list[str]:
     """What each mistake is told, on one rank."""
-
-    class Deciding(Residual):
-        def forward(self, x: Tensor, y: Tensor, factor: float = 1.0) -> dict[str, Tensor]:
-            for block in self.blocks[: 2 if (y > 50).any() else 4]:
-                x = block(x)
-            return {"other": x, "the_loss": F.mse_loss(x, y)}
-
-    def train(module: nn.Module, batch: dict[str, Any] | None = None, **options: Any) -> None:
-        options = {"output_loss_value_spec": SPEC, "num_microbatches": 2, **options}
-        NxDPPModel(module, **options).run_train(**(batch or data()))
-
-    def other_calls() -> None:
-        """The first microbatch has fewer calls than the second."""
-        batch = data()
-        batch["y"][:4] = 100
-        train(Deciding(), batch, pipeline_cuts=["blocks.0"])
-
-    def told(action: Any) -> str:
-        try:
-            action()
-        except (ParallelConfigError, InputMismatchError, CollectiveError) as error:
-            return str(error)
-        return "no error"
-
-    wanted = {
-        "needs 1 pipeline_cuts, one after each stage but the last, got 0": lambda: train(Residual()),
-        "nothing comes after 'blocks.3', so the last stage would be empty": lambda: train(
-            Residual(), pipeline_cuts=["blocks.3"]
-        ),
-        "'blocks.1.linear' lies inside 'blocks.1', a Block, which leaf_module_cls keeps whole": lambda: train(
-            Residual(), pipeline_cuts=["blocks.1.linear"], leaf_module_cls=["Block"]
-        ),
-        "'z' is not in input_names: x, y": lambda: train(
-            Residual(), {**data(), "z": 1}, pipeline_cuts=["blocks.1"], input_names=["x", "y"]
-        ),
-        "'blocks.1' was not called in this order; the model called blocks.3, blocks.2": lambda: train(
-            Backwards(), pipeline_cuts=["blocks.0", "blocks.1", "blocks.2"], virtual_pipeline_size=2
-        ),
-        "different inputs, of the same shapes, on this one train=True, training=True, x=((8, 6), ": lambda: train(
+    others = {**data(), "y": data()["y"] + current_context().pp.rank}
+    fewer = {**data(), "y": torch.cat([torch.full((4, 6), 100.0), data()["y"][4:]])}  # calls, in the first microbatch
+    inside = {"pipeline_cuts": ["blocks.1.linear"], "leaf_module_cls": ["Block"]}
+    three = {"pipeline_cuts": ["blocks.0", "blocks.1", "blocks.2"], "virtual_pipeline_size": 2}
+    mistakes: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = [
+        (
+            "needs 1 pipeline_cuts, one after each stage but the last, got 0",
             Residual(),
-            {**data(), "y": data()["y"] + current_context().pp.rank},
-            pipeline_cuts=["blocks.1"],
+            data(),
+            {"pipeline_cuts": None},
         ),
-        "blocks.2' where it came to \"the model's end\"": lambda: other_calls(),
-    }
-    return [
-        f"{message!r} is not in {found!r}"
-        for message, action in wanted.items()
-        if message not in (found := told(action))
+        ("nothing comes after 'blocks.3', so the last", Residual(), data(), {"pipeline_cuts": ["blocks.3"]}),
+        ("'blocks.1.linear' lies inside 'blocks.1', a Block, which leaf_module_cls keeps", Residual(), data(), inside),
+        ("'z' is not in input_names: x, y", Residual(), {**data(), "z": 1}, {"input_names": ["x", "y"]}),
+        ("'blocks.1' was not called in this order; the model called blocks.3", Backwards(), data(), three),
+        (
+            "different inputs, of the same shapes, on this one train=True, training=True, x=(",
+            Residual(),
+            others,
+            {},
+        ),
+        ("blocks.2' where it came to \"the model's end\"", Deciding(), fewer, {"pipeline_cuts": ["blocks.0"]}),
     ]
+    found = []
+    for message, module, batch, options in mistakes:
+        given = {"output_loss_value_spec": SPEC, "num_microbatches": 2, "pipeline_cuts": ["blocks.1"], **options}
+        with pytest.raises((ParallelConfigError, InputMismatchError, CollectiveError)) as caught:
+            NxDPPModel(module, **given).run_train(**batch)
+        if message not in str(caught.value):
+            found.append(f"{message!r} is not in {str(caught.value)!r}")
+    return found
 
 
 def test_two_stages():
