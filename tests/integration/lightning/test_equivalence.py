@@ -71,7 +71,7 @@ class Dropped(nn.Module):
         return nn.functional.cross_entropy(self.layers(input_ids).flatten(0, 1), labels.flatten())
 
 
-JOBS: dict[str, dict[str, Any]] = {
+RESUMED: dict[str, dict[str, Any]] = {
     "dp, ZeRO-1, dropout": {"model_fn": Dropped, "optimizer_config": {"zero_one_enabled": True}},
     "dp, accumulated, by steps": {"model_fn": Dropped, "accumulate": 2, "trainer": {"max_steps": 4, "max_epochs": -1}},
     "tp": {"tensor_parallel_size": 2},
@@ -106,7 +106,7 @@ def resumed_jobs(root: str) -> list[str]:
     """What differs between jobs that were resumed and the undisturbed ones."""
     parallel_state.destroy_model_parallel()
     wrong = []
-    for name, job in JOBS.items():
+    for name, job in RESUMED.items():
         folder = f"{root}/{name}"
         whole = alone(run, folder, job)
         steps, batches = len(whole["losses"]), len(whole["rows"])
