@@ -24,8 +24,8 @@ from nxd_infer.trainer import shutdown
 from nxd_infer.util.devices import transport_device
 from tests.integration.modules.test_lora_training import train_llama
 from tests.integration.pipeline import test_equivalence as pipelines
-from tests.integration.pipeline.test_model import SPEC, Residual, data
 from tests.integration.trainer import test_equivalence as trainer
+from tests.support.pipeline.models import SPEC, Residual, data
 from tests.support.recipes.jobs import losses_on_a_rank
 
 

@@ -1,58 +1,48 @@
-"""Losses under a Trainer are those of a plain loop, at any degree and with every option."""
+"""Losses under a Trainer are those of a plain loop, at any degree; a resumed job goes on bit for bit."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("lightning")
 
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import nxd_infer as nxd
 from nxd_infer import parallel_state
-from tests.support.lightning.jobs import fit, plain
+from nxd_infer.lightning import NeuronXLAStrategy
+from tests.support.lightning.jobs import Diary, Rows, fit, module_of, plain, trainer_of
 from tests.support.ranks import run_ranks
 from tests.support.seeds.degrees import alone
+from tests.support.trainer.models import llama
 
 ZERO1 = {"optimizer_config": {"zero_one_enabled": True, "bucket_cap_mb": 0.01}}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_one_rank_is_the_plain_loop(accumulate: int):
-    found = alone(fit, 4 // accumulate, {"accumulate": accumulate})
-    assert found["losses"] == pytest.approx(plain(4, accumulate=accumulate), rel=1e-6)
+def test_one_rank_is_the_plain_loop():
+    found = alone(fit, 2, {"accumulate": 2})
+    assert found["losses"] == pytest.approx(plain(4, accumulate=2), rel=1e-6)
 
 
-JOBS: dict[str, tuple[int, dict[str, Any]]] = {
-    "dp": (2, {}),
-    "dp, accumulated": (1, {"accumulate": 2}),
-    "dp, ZeRO-1": (2, ZERO1),
-    "tp": (4, {"tensor_parallel_size": 2}),
-    "tp, sequence parallel": (4, {"tensor_parallel_size": 2, "sequence_parallel": True}),
-    "pp": (
-        4,
-        {
-            "pipeline_parallel_size": 2,
-            "pipeline_config": {"auto_partition": True, "num_microbatches": 2},
-            "trainer": {"enable_model_summary": True, "max_steps": 8, "max_epochs": -1},
-        },
-    ),
+PIPELINE: dict[str, Any] = {
+    "pipeline_parallel_size": 2,
+    "pipeline_config": {"auto_partition": True, "num_microbatches": 2},
 }
-
-
-PIPELINE = {"auto_partition": True, "num_microbatches": 2}
+JOBS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp, ZeRO-1, accumulated": (1, {"accumulate": 2, **ZERO1}),
+    "tp, sequence parallel": (4, {"tensor_parallel_size": 2, "sequence_parallel": True}),
+    "pp": (4, {**PIPELINE, "trainer": {"enable_model_summary": True, "max_steps": 8, "max_epochs": -1}}),
+}
 JOBS_OF_FOUR: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp x pp": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "pipeline_config": PIPELINE}),
-    "tp x pp, sequence parallel": (
-        4,
-        {
-            "tensor_parallel_size": 2,
-            "pipeline_parallel_size": 2,
-            "pipeline_config": {"auto_partition": True, "num_microbatches": 4},
-            "sequence_parallel": True,
-        },
-    ),
-    "dp x pp, ZeRO-1": (2, {"pipeline_parallel_size": 2, "pipeline_config": PIPELINE, **ZERO1}),
-    "dp x tp, ZeRO-1, accumulated": (1, {"tensor_parallel_size": 2, "accumulate": 2, **ZERO1}),
+    "tp x pp, sequence parallel": (4, {**PIPELINE, "tensor_parallel_size": 2, "sequence_parallel": True}),
+    "dp x pp, ZeRO-1": (2, {**PIPELINE, **ZERO1}),
+    "dp x tp": (2, {"tensor_parallel_size": 2}),
 }
 
 
@@ -68,3 +58,72 @@ def test_several_ranks_are_the_plain_loop(ranks: int, jobs: dict[str, tuple[int,
     for found in run_ranks(all_jobs, ranks, jobs):
         for name, diary in found.items():
             assert diary["losses"] == pytest.approx(expected, rel=1e-6), name
+
+
+class Dropped(nn.Module):
+    """Draws random numbers in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Embedding(61, 8), nn.Dropout(0.5), nn.Linear(8, 61))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.layers(input_ids).flatten(0, 1), labels.flatten())
+
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "dp, ZeRO-1, dropout": {"model_fn": Dropped, "optimizer_config": {"zero_one_enabled": True}},
+    "dp, accumulated, by steps": {"model_fn": Dropped, "accumulate": 2, "trainer": {"max_steps": 4, "max_epochs": -1}},
+    "tp": {"tensor_parallel_size": 2},
+    "pp": {"pipeline_parallel_size": 2, "pipeline_config": {"auto_partition": True, "num_microbatches": 2}},
+}
+
+
+def run(root: str, job: dict[str, Any], resume: str | None = None) -> dict[str, Any]:
+    """Train two epochs; what this rank saw, and the weights of the end."""
+    job = dict(job)
+    model_fn, accumulate = job.pop("model_fn", llama), job.pop("accumulate", 1)
+    options = job.pop("trainer", {})
+    config = nxd.neuronx_distributed_config(**job)
+    diary = Diary()
+    steps = ModelCheckpoint(root, "{step}", every_n_train_steps=1, save_top_k=-1)
+    epochs = ModelCheckpoint(root, "end-{step}", every_n_epochs=1, save_top_k=-1, save_on_train_epoch_end=True)
+    trainer = trainer_of(NeuronXLAStrategy(config), diary, steps, epochs, enable_checkpointing=True, **options)
+    seed = 0 if resume is None else 99  # the checkpoint's random numbers count
+    torch.manual_seed(seed + 10 * parallel_state.get_data_parallel_rank())
+    module = module_of(config, model_fn, accumulate=accumulate)
+    trainer.fit(module, DataLoader(Rows(), 2, shuffle=True), ckpt_path=resume)
+    return {
+        "rows": diary.rows,
+        "losses": diary.losses,
+        "weights": dict(module.model.state_dict()),
+        "rates": [group["lr"] for group in trainer.optimizers[0].param_groups],
+        "at": (trainer.current_epoch, trainer.global_step),
+    }
+
+
+def resumed_jobs(root: str) -> list[str]:
+    """What differs between jobs that were resumed and the undisturbed ones."""
+    parallel_state.destroy_model_parallel()
+    wrong = []
+    for name, job in RESUMED.items():
+        folder = f"{root}/{name}"
+        whole = alone(run, folder, job)
+        steps, batches = len(whole["losses"]), len(whole["rows"])
+        middle = steps // 2
+        for tag in (f"step={middle - 1}", f"end-step={middle}"):
+            rest = alone(run, f"{folder}/again", job, f"{folder}/{tag}.ckpt")
+            step = int(tag.partition("=")[2])
+            done = step * batches // steps
+            if rest["rows"] != whole["rows"][done:] or rest["losses"] != whole["losses"][step:]:
+                wrong.append(f"{name}, {tag}: {rest['rows']} {rest['losses']}, not {whole['rows']} {whole['losses']}")
+            if any(not torch.equal(rest["weights"][key], value) for key, value in whole["weights"].items()):
+                wrong.append(f"{name}, {tag}: other weights")
+            if rest["rates"] != whole["rates"] or rest["at"] != whole["at"]:
+                wrong.append(f"{name}, {tag}: {rest['rates']} {rest['at']}, not {whole['rates']} {whole['at']}")
+    return wrong
+
+
+def test_a_resumed_job_goes_on_bit_for_bit(tmp_path: Path):
+    """Within an epoch and at its end, from the very next rows, on every rank."""
+    assert run_ranks(resumed_jobs, 2, str(tmp_path)) == [[], []]

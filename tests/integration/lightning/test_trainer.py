@@ -13,7 +13,6 @@ pytest.importorskip("lightning")
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,7 +21,7 @@ from nxd_infer import parallel_state
 from nxd_infer.checkpoint.api import wait_for_save
 from nxd_infer.checkpoint.folder import complete_checkpoints
 from nxd_infer.checkpoint.storage import storage_of
-from nxd_infer.errors import CheckpointError, NotInitializedError, NxdError, ParallelConfigError
+from nxd_infer.errors import ParallelConfigError
 from nxd_infer.lightning import NeuronLTModule, NeuronTensorBoardLogger, NeuronTQDMProgressBar, NeuronXLAStrategy
 from nxd_infer.modules.lora import LoraConfig
 from tests.support.lightning.jobs import Diary, Rows, module_of, trainer_of
@@ -94,25 +93,15 @@ class Hooks(Callback):
         self.called.append("before step")
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_callbacks_see_the_gradients(accumulate: int):
-    """As with any module that trains by manual_backward()."""
+def test_callbacks_see_the_gradients_and_a_validation_between_two_steps_is_logged(tmp_path: Path):
+    """As with any module that trains by manual_backward(). While gradients are accumulated, training writes nothing."""
     parallel_state.destroy_model_parallel()
-    config, hooks = nxd.neuronx_distributed_config(), Hooks()
-    trainer = trainer_of(NeuronXLAStrategy(config), hooks, max_epochs=1)
-    trainer.fit(module_of(config, accumulate=accumulate), DataLoader(Rows(4), 1))
-    backward = ["before backward of a loss", "after backward, with gradients"]
-    assert hooks.called == [*backward * accumulate, "before step"] * (4 // accumulate)
-
-
-def test_a_validation_between_two_steps_is_logged(tmp_path: Path):
-    """While gradients are accumulated, training writes nothing; a validation in between does."""
-    parallel_state.destroy_model_parallel()
-    config = nxd.neuronx_distributed_config()
+    config, hooks, logger = nxd.neuronx_distributed_config(), Hooks(), NeuronTensorBoardLogger(tmp_path)
     options: dict[str, Any] = {"max_epochs": 1, "val_check_interval": 1, "log_every_n_steps": 1}
-    logger = NeuronTensorBoardLogger(tmp_path)
-    trainer = trainer_of(NeuronXLAStrategy(config), logger=logger, num_sanity_val_steps=0, **options)
+    trainer = trainer_of(NeuronXLAStrategy(config), hooks, logger=logger, num_sanity_val_steps=0, **options)
     trainer.fit(module_of(config, accumulate=2), DataLoader(Rows(4), 1), DataLoader(Rows(2), 1))
+    backward = ["before backward of a loss", "after backward, with gradients"]
+    assert hooks.called == [*backward, *backward, "before step"] * 2
     found = EventAccumulator(logger.log_dir).Reload()
     assert [scalar.step for scalar in found.Scalars("val_loss")] == [0, 1, 1, 2]
     assert [scalar.step for scalar in found.Scalars("loss")] == [1, 2]
@@ -145,28 +134,6 @@ def test_lightnings_own_parts_work_on_two_ranks(tmp_path: Path):
     rates = {one.step: one.value for one in scalars.Scalars("lr-AdamW")}
     assert [rates[step] for step in (0, 1, 2)] == pytest.approx([1e-2, 0.9e-2, 0.81e-2])
     assert [tag for tag in scalars.Tags()["scalars"] if tag.startswith("lr-")] == ["lr-AdamW"]
-
-
-def shown(root: str) -> None:
-    """Write this rank's output of a job with a progress bar into a file."""
-    import contextlib
-
-    parallel_state.destroy_model_parallel()
-    config = nxd.neuronx_distributed_config(tensor_parallel_size=2)
-    rank = torch.distributed.get_rank()
-    with open(f"{root}/{rank}", "w") as file, contextlib.redirect_stdout(file):
-        trainer = trainer_of(
-            NeuronXLAStrategy(config), NeuronTQDMProgressBar(), enable_progress_bar=True, max_epochs=1, logger=True,
-            default_root_dir=root,
-        )  # fmt: skip
-        trainer.fit(module_of(config), DataLoader(Rows(), 4))
-
-
-def test_the_bar_is_shown_once(tmp_path: Path):
-    run_ranks(shown, 2, str(tmp_path))
-    bar = (tmp_path / "0").read_text()
-    assert "4/4" in bar and "loss=" in bar and "v_num" not in bar
-    assert (tmp_path / "1").read_text() == ""
 
 
 def adapted(root: str) -> list[float]:
@@ -241,17 +208,12 @@ def test_a_scheduler_that_asks_for_the_number_of_steps_resumes_at_its_place(tmp_
     assert (rest.rows, rest.losses) == (whole.rows[3:], whole.losses[3:])
 
 
-def test_precision(tmp_path: Path):
+def test_precision():
     for precision, dtype in (("bf16-true", torch.bfloat16), ("bf16-mixed", torch.float32)):
         module, diary = small(), Diary()
-        options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-        trainer = Trainer(
-            strategy=NeuronXLAStrategy(module.nxd_config),
-            precision=precision,
-            max_epochs=3,
-            callbacks=[diary],
-            **options,
-        )
+        options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+        options |= {"enable_progress_bar": False, "max_epochs": 3, "callbacks": [diary]}
+        trainer = Trainer(strategy=NeuronXLAStrategy(module.nxd_config), precision=precision, **options)
         trainer.fit(module, DataLoader(Rows(), 4))
         assert {param.dtype for param in module.model.parameters()} == {dtype}
         assert diary.losses[-1] < diary.losses[0]
@@ -273,11 +235,6 @@ def test_predictions_of_a_model_whose_optimizer_is_a_partial():
         torch.testing.assert_close(trainer.predict(module, DataLoader(rows, 1)), wanted)
 
 
-def test_the_class_cannot_build_its_model_from_a_checkpoint():
-    with pytest.raises(CheckpointError, match="build the module and pass ckpt_path="):
-        NeuronLTModule.load_from_checkpoint("last.ckpt")
-
-
 def test_hyperparameters_that_cannot_be_stored_are_left_out(tmp_path: Path):
     class Noted(NeuronLTModule):
         def __init__(self, model_fn: Any, size: int):
@@ -293,76 +250,28 @@ def test_hyperparameters_that_cannot_be_stored_are_left_out(tmp_path: Path):
     assert found["hyper_parameters"] == {"size": 3}
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"manual_opt": False}, "manual_opt=False is not supported"),
-        ({"grad_accum_steps": 0}, "grad_accum_steps must be a whole number of at least 1, got 0"),
-        ({"grad_accum_steps": True}, "grad_accum_steps must be a whole number of at least 1, got True"),
-        ({"opt_args": range(20)}, "opt_args has 20 values, but SGD takes"),
-        ({"grad_accum_steps": 2, "pp": 2}, "grad_accum_steps=2 with a pipeline: pass batches 2 times as large"),
-    ],
-)
-def test_arguments_that_are_refused(options: dict[str, Any], said: str):
-    config = {"pipeline_parallel_size": options.pop("pp", 1)}
-    with pytest.raises(ParallelConfigError, match=said):
-        NeuronLTModule(llama, config, torch.optim.SGD, None, **options)._named_opt_args()
+class Lonely(NeuronLTModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.model.parameters(), lr=0.1)
 
 
-def test_strategies_that_are_refused(tmp_path: Path):
-    with pytest.raises(ParallelConfigError, match="tensor_parallel_size=4, but nxd_config has 2: leave it out"):
-        NeuronXLAStrategy({"tensor_parallel_size": 2}, tensor_parallel_size=4)
-    assert NeuronXLAStrategy(None, 2, 1, False).nxd_config.tensor_parallel_size == 2
-    rows = DataLoader(Rows(), 4)
-    with pytest.raises(NxdError, match="tensor_parallel_size=2 needs 2 processes"):
-        one(NeuronXLAStrategy({"tensor_parallel_size": 2})).fit(small(), rows)
-    with pytest.raises(ParallelConfigError, match="NeuronLTModule cannot train with SingleDeviceStrategy"):
-        trainer_of("auto").fit(small(), rows)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ParallelConfigError, match="AsyncCheckpointIO cannot save ranks that share a model"):
-        one(NeuronXLAStrategy(checkpoint_io=AsyncCheckpointIO())).fit(small(), rows)
-    with pytest.raises(CheckpointError, match="nowhere is not a checkpoint of a Trainer"):
-        one().fit(small(), rows, ckpt_path=tmp_path / "nowhere")
-    nxd.save_checkpoint(tmp_path, "plain", llama(), user_content={"step": 1})
-    with pytest.raises(CheckpointError, match="plain was not saved by a Trainer: load it with"):
-        one().validate(small(), rows, ckpt_path=tmp_path / "plain")
-
-
-def test_xla_devices_are_refused(monkeypatch):
-    """By what the Trainer was given, and by what torch_xla was told: a single rank would train on the CPU silently."""
-    with pytest.raises(ParallelConfigError, match=r"does not train on xla:0 .*: leave accelerator out or pass"):
-        one(NeuronXLAStrategy(parallel_devices=[torch.device("xla", 0)]))
-    monkeypatch.setenv("PJRT_DEVICE", "NEURON")
-    with pytest.raises(NotInitializedError, match="PJRT_DEVICE=NEURON: training over XLA devices is not supported"):
-        one().fit(small(), DataLoader(Rows(), 4))
-
-
-def lonely_optimizer() -> str:
-    class Lonely(NeuronLTModule):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.model.parameters(), lr=0.1)
-
+def refused() -> list[str]:
     parallel_state.destroy_model_parallel()
     config = nxd.neuronx_distributed_config()
-    try:
-        one(NeuronXLAStrategy(config)).fit(Lonely(llama, config, torch.optim.SGD, None), DataLoader(Rows(), 4))
-    except ParallelConfigError as error:
-        return str(error)
-    return "trained"
+    lonely = Lonely(llama, config, torch.optim.SGD, None)
+    told = []
+    for action in (
+        lambda: one(NeuronXLAStrategy(config)).fit(lonely, DataLoader(Rows(), 4)),
+        lambda: Trainer(strategy=NeuronXLAStrategy(), devices=4, accelerator="cpu"),
+    ):
+        with pytest.raises(ParallelConfigError) as caught:
+            action()
+        told.append(str(caught.value))
+    return told
 
 
-def test_an_optimizer_that_would_train_each_rank_for_itself_is_refused():
-    for said in run_ranks(lonely_optimizer, 2):
-        assert "returned 1 optimizer(s) (SGD): return one, of nxd_infer.initialize_parallel_optimizer()" in said
-
-
-def other_world() -> str:
-    try:
-        Trainer(strategy=NeuronXLAStrategy(), devices=4, accelerator="cpu")
-    except ParallelConfigError as error:
-        return str(error)
-    return "made"
-
-
-def test_devices_that_the_launcher_did_not_start_are_refused():
-    for said in run_ranks(other_world, 2):
-        assert said == "Trainer(devices=4, num_nodes=1), but 2 ranks were launched: leave devices out"
+def test_what_the_launched_ranks_are_refused():
+    """An optimizer that would train each rank for itself, and devices that the launcher did not start."""
+    for lonely, other in run_ranks(refused, 2):
+        assert "returned 1 optimizer(s) (SGD): return one, of nxd_infer.initialize_parallel_optimizer()" in lonely
+        assert other == "Trainer(devices=4, num_nodes=1), but 2 ranks were launched: leave devices out"

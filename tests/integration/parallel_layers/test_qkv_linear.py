@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxd_infer.context import current_context, make_context, use_context
-from nxd_infer.errors import ParallelConfigError
+from nxd_infer.context import current_context
 from nxd_infer.layout import weight_layout
 from nxd_infer.layout.merge import merge_state_dicts
 from nxd_infer.modules.qkv_linear import PARTS, GQAQKVColumnParallelLinear
-from nxd_infer.parallel_layers import RowParallelLinear
 from tests.support.parallel_layers.compare import LIMITS, error, failures
 from tests.support.ranks import run_ranks
 
@@ -93,49 +90,17 @@ def compare(found: dict[str, float], name: str, layer: GQAQKVColumnParallelLinea
 def all_cases(dtype: torch.dtype) -> list[str]:
     found: dict[str, float] = {}
     x = random(8, 2, HIDDEN, dtype=dtype, seed=1)
-    for bias, gather, fuse in itertools.product((True, False), repeat=3):
+    sizes = [(16, 8, None), (16, 8, 2), (12, 4, 4), (20, 20, 4), (6, 2, 2)]
+    ways = itertools.cycle(itertools.product((True, False), repeat=3))  # each size with three of eight
+    for (q, kv, d), (bias, gather, fuse) in zip(sizes * 3, ways, strict=False):
         options = {"bias": bias, "gather_output": gather, "fuse_qkv": fuse}
-        for q, kv, d in ((16, 8, None), (16, 8, 2), (12, 4, 4), (20, 20, 4), (6, 2, 2)):
-            compare(found, f"{q}/{kv} d={d} {options}", module(q, kv, dtype, head_dim=d, **options), x, options)
-    for gather, degree_multiple in itertools.product((True, False), (1, 2)):
-        options = {"gather_output": gather, "kv_size_multiplier": 2 * degree_multiple, "head_dim": 2}
+        compare(found, f"{q}/{kv} d={d} {options}", module(q, kv, dtype, head_dim=d, **options), x, options)
+    for gather, multiplier, d in ((True, 2, 2), (False, 4, 2), (True, 4, None), (False, 2, None)):
+        options = {"gather_output": gather, "kv_size_multiplier": multiplier, "head_dim": d, "fuse_qkv": gather}
         compare(found, f"multiplier {options}", module(16, 4, dtype, **options), x, options)
-    for gather, multiplier in itertools.product((True, False), (2, 4)):  # head_dim left out
-        options = {"gather_output": gather, "kv_size_multiplier": multiplier, "fuse_qkv": gather}
-        compare(found, f"{options}", module(16, 4, dtype, **options), x, options)
     options = {"sequence_parallel_enabled": True, "gather_output": False}
     compare(found, "sequence", module(16, 8, dtype, **options), x, options)
-    found |= attention_cases(dtype)
     return failures(found, LIMITS[dtype])
-
-
-def outputs_of_copies(bias: bool) -> list[Tensor]:
-    """What the document's call with two copies gives, on one rank."""
-    layer = module(16, 8, torch.float64, bias=bias, kv_size_multiplier=2)
-    return [y.detach() for y in layer(random(3, 2, HIDDEN, dtype=torch.float64, seed=1))]
-
-
-def test_copies_are_the_same_at_every_degree():
-    """A model with ``kv_size_multiplier`` and no ``head_dim`` is built and computes the same, also on one rank."""
-    whole = outputs_of_copies(True)
-    assert [y.shape[-1] for y in whole] == [16, 16, 16]
-    for degree in (2, 4):
-        for found in run_ranks(outputs_of_copies, degree, True):
-            assert max(map(error, found, whole)) < 1e-10
-
-
-def test_local_heads_that_may_not_fit_are_told():
-    """Where a rank has a whole copy, nothing says where a head ends; with its size there is nothing to tell."""
-    with pytest.warns(UserWarning, match="pass head_dim="):
-        layer = module(16, 4, torch.float32, gather_output=False, kv_size_multiplier=2)
-    x = random(2, HIDDEN, dtype=torch.float32)
-    assert [y.shape[-1] for y in layer(x)] == [16, 8, 8]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*head_dim")  # torch 2.9 warns at each seed, of devices it lacks
-        module(16, 4, torch.float32, gather_output=False, kv_size_multiplier=2, head_dim=2)
-        module(16, 4, torch.float32, kv_size_multiplier=2)
-    with use_context(make_context(2, 0, tp=2, collectives="none")), pytest.warns(UserWarning, match="or all heads"):
-        module(16, 4, torch.float32, gather_output=False, kv_size_multiplier=2)
 
 
 def attention_of_one_head_a_rank() -> float:
@@ -159,77 +124,28 @@ def attention(q: Tensor, k: Tensor, v: Tensor, d: int) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
 
 
-def attention_cases(dtype: torch.dtype) -> dict[str, float]:
-    """A rank's heads fit each other: their attention, summed by the output projection, is the plain attention."""
-    found: dict[str, float] = {}
-    d = 2
-    degree = current_context().tp.degree
-    for heads, kv_heads, multiplier in ((8, 4, 1), (6, 2, 1), (5, 1, 1), (3, 3, 1), (8, 4, 2), (4, 2, 2)):
-        x = random(2, 5, HIDDEN, dtype=dtype, seed=5)
-        x_plain = x.clone().requires_grad_()
-        x.requires_grad_()
-        options = {"gather_output": False, "kv_size_multiplier": multiplier, "head_dim": d}
-        layer, references = (
-            module(heads * d, kv_heads * d, dtype, **options),
-            plain(heads * d, kv_heads * d, True, dtype),
-        )
-        torch.manual_seed(4)
-        out = RowParallelLinear(heads * d, HIDDEN, input_is_parallel=True, dtype=dtype, input_plan=layer.q_plan)
-        torch.manual_seed(4)
-        out_plain = nn.Linear(heads * d, HIDDEN, dtype=dtype)
-        y = out(attention(*layer(x), d))
-        expected = out_plain(attention(*(references[part](x_plain) for part in PARTS), d))
-        y.square().sum().backward()
-        expected.square().sum().backward()
-        name = f"attention tp={degree} heads={heads} kv={kv_heads} x{multiplier}"
-        found[name] = error(y, expected)
-        found[f"{name} input grad"] = error(x.grad, x_plain.grad)
-        grads = grads_of(layer)
-        tp = current_context().tp
-        for part in PARTS:
-            index = (layer.q_plan if part == "q" else layer.kv_plan).rank_index(tp.degree, tp.rank)
-            whole = references[part].weight.grad
-            own = torch.cat([whole, whole.new_zeros(1, HIDDEN)]).index_select(0, index)
-            found[f"{name} {part} grad"] = error(logical_rows(layer, grads, part, "weight"), own)
-    return found
-
-
 @pytest.mark.filterwarnings("ignore:kv_size_multiplier")
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("tp", "dtype"), [(1, torch.float64), (2, torch.float32), (4, torch.float64)], ids=str)
 def test_equal_to_plain(tp: int, dtype: torch.dtype):
     for rank, bad in enumerate(run_ranks(all_cases, tp, dtype) if tp > 1 else [all_cases(dtype)]):
         assert not bad, f"rank {rank}: " + "; ".join(bad)
 
 
-def state_of(fuse: bool, names: dict[str, str] | None) -> dict[str, Tensor]:
-    return module(16, 8, torch.float32, fuse_qkv=fuse, logical_names=names, head_dim=4).state_dict()
+def states_of(names: dict[str, str]) -> list[dict[str, Tensor]]:
+    return [named(fuse, names).state_dict() for fuse in (True, False)]
 
 
-@pytest.mark.parametrize("fuse", [True, False])
-def test_logical_names(fuse: bool):
+def named(fuse: bool, names: dict[str, str]) -> GQAQKVColumnParallelLinear:
+    return module(16, 8, torch.float32, fuse_qkv=fuse, logical_names=names, head_dim=4)
+
+
+def test_logical_names():
     """The ranks' fused or separate parameters merge into the same logical tensors under the names asked for."""
     names = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
-    states = run_ranks(state_of, 4, fuse, names)
-    layouts = weight_layout(module(16, 8, torch.float32, fuse_qkv=fuse, logical_names=names, head_dim=4))
-    merged = merge_state_dicts(states, layouts)
     references = plain(16, 8, True, torch.float32)
-    assert set(merged) == {f"{part}_proj.{kind}" for part in PARTS for kind in ("weight", "bias")}
-    for part in PARTS:
-        assert torch.equal(merged[f"{part}_proj.weight"], references[part].weight)
-        assert torch.equal(merged[f"{part}_proj.bias"], references[part].bias)
-
-
-def test_sizes():
-    assert GQAQKVColumnParallelLinear(8, 8).output_sizes == [8, 8]
-    assert GQAQKVColumnParallelLinear(8, output_sizes=(8, 4)).output_sizes == [8, 4]
-    for arguments in ({}, {"output_size": 8, "output_sizes": 8}, {"output_size": [8]}, {"output_size": [8, 0]}):
-        with pytest.raises(ParallelConfigError):
-            GQAQKVColumnParallelLinear(8, **arguments)
-    with use_context(make_context(3, 1, tp=3)), pytest.raises(ParallelConfigError, match="3 ranks; pass head_dim="):
-        GQAQKVColumnParallelLinear(8, [8, 4], kv_size_multiplier=2)
-    for multiplier in (0, True, 1.5):
-        with pytest.raises(ParallelConfigError, match="whole number of at least 1"):
-            GQAQKVColumnParallelLinear(8, [8, 4], kv_size_multiplier=multiplier)
-    with pytest.raises(ParallelConfigError, match="whole heads of 3"):
-        GQAQKVColumnParallelLinear(8, [8, 4], head_dim=3)
+    for fuse, states in zip((True, False), zip(*run_ranks(states_of, 4, names), strict=True), strict=True):
+        merged = merge_state_dicts(states, weight_layout(named(fuse, names)))
+        assert set(merged) == {f"{part}_proj.{kind}" for part in PARTS for kind in ("weight", "bias")}
+        for part in PARTS:
+            assert torch.equal(merged[f"{part}_proj.weight"], references[part].weight)
+            assert torch.equal(merged[f"{part}_proj.bias"], references[part].bias)

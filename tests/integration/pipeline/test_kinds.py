@@ -1,18 +1,37 @@
-"""Two stages of models with values and weights of several kinds: complex, of autocast, narrow and tied, frozen."""
+"""Two stages of models with values and weights of several kinds, over messages and in lock step."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import importlib
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxd_infer.context import current_context
+from nxd_infer.comm import register_collectives, unregister_collectives
+from nxd_infer.comm.distributed import DistributedCollectives
+from nxd_infer.context import current_context, make_context
+from nxd_infer.errors import CollectiveError
 from nxd_infer.optimizer import NxDOptimizer
 from nxd_infer.pipeline import NxDPPModel
+from nxd_infer.pipeline.messages import StepMessages, messages_for
+from nxd_infer.pipeline.schedule import schedule
+from tests.support.pipeline.models import (
+    Called,
+    Lazy,
+    Masked,
+    decoder,
+    encoder,
+    sentences,
+    tokens,
+)
 from tests.support.ranks import run_ranks
 
 MICROBATCHES = 2
@@ -87,11 +106,6 @@ def compared(make: Callable[[], nn.Module], cut: str, cast: bool) -> None:
         torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, msg=lambda text, n=name: n + text)
 
 
-def every_cut(make: Callable[[], nn.Module], cuts: list[str], cast: bool) -> None:
-    for cut in cuts:
-        compared(make, cut, cast)
-
-
 def partly_frozen(zero1: bool) -> None:
     """Only what the last stage has is trained, and only that is given to the optimizer."""
     torch.manual_seed(0)
@@ -115,11 +129,6 @@ def partly_frozen(zero1: bool) -> None:
         torch.testing.assert_close(parameter, whole.get_parameter(name))
 
 
-@pytest.mark.parametrize("zero1", [False, True])
-def test_a_stage_may_train_nothing(zero1: bool):
-    run_ranks(partly_frozen, 2, zero1, tp=1, pp=2)
-
-
 def summed(count: int) -> float:
     """The relative error of a tied weight's gradient over many microbatches, which is to be summed in float32."""
     torch.manual_seed(0)
@@ -138,13 +147,135 @@ def summed(count: int) -> float:
     return float((optimizer._reducer.gradient(0) - wanted).norm() / wanted.norm())
 
 
-def test_gradients_of_a_borrowed_weight_are_summed_in_float32():
-    assert run_ranks(summed, 2, 128, tp=1, pp=2)[0] < 2**-8  # it is rounded once, when it goes back
+class Counts(nn.Linear):
+    """Returns a number beside its tensor: ``of`` its input's values, or always the same."""
+
+    def __init__(self, of: bool):
+        super().__init__(4, 4)
+        self.of = of
+
+    def forward(self, input: Tensor) -> tuple[Tensor, float]:
+        return super().forward(input), float(input.sum()) if self.of else 2.0
 
 
-def test_complex_values_are_handed_on_with_their_gradients():
-    run_ranks(every_cut, 2, Waves, ["second"], False, tp=1, pp=2)
+def counted(model: Any, x: Tensor) -> Tensor:
+    x, number = model.first(x)
+    return model.last(model.second(x * number))
 
 
-def test_values_have_the_types_of_autocast():
-    run_ranks(every_cut, 2, Layers, ["first", "second"], True, tp=1, pp=2)
+def masked(model: Any, x: Tensor) -> Tensor:
+    x = model.first(x)
+    model.last.mask = torch.sigmoid(x)
+    return model.last(model.second(x))
+
+
+def gated(model: Any, x: Tensor) -> Tensor:
+    return model.last(model.second(model.gate(model.first(x))))
+
+
+class Gate(nn.Module):
+    """What a tracer cannot follow. Without weights, so it belongs to no stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def in_order(model: Any, x: Tensor) -> Tensor:
+    return model.last(model.second(model.first(x)))
+
+
+def handed() -> str:
+    """Compare with one process; return what the value of a number that cannot be handed is told."""
+    torch.set_default_dtype(torch.float64)
+    linears = [nn.Linear(4, 4) for _ in range(6)]
+    models: dict[str, tuple[Any, dict[str, Any]]] = {
+        "lazy": (Called(Lazy(), Lazy(True), in_order), {}),
+        "number": (Called(Counts(False), linears[0], counted), {}),
+        "attribute": (Called(linears[1], linears[2], masked), {}),
+        "traced": (Called(linears[3], linears[4], gated), {"tracer_cls": "torch", "leaf_module_cls": [Gate]}),
+    }
+    models["attribute"][0].last = Masked(4, 4)
+    models["traced"][0].gate = Gate()
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    for name, (model, options) in models.items():
+        pipelined = NxDPPModel(copy.deepcopy(model), num_microbatches=3, pipeline_cuts=["first"], **options)
+        loss = model(x)
+        loss.backward()
+        for _ in range(2):
+            pipelined.zero_grad()
+            torch.testing.assert_close(pipelined.run_train(x), loss.detach())
+        for path, parameter in pipelined.local_named_parameters():
+            torch.testing.assert_close(parameter.grad, model.get_parameter(path).grad, msg=f"{name} {path}")
+    wrong = NxDPPModel(Called(Counts(True), linears[5], counted), num_microbatches=3, pipeline_cuts=["first"])
+    try:
+        wrong.run_train(x)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    ("tied", 4, {"schedule": "gpipe"}),
+    ("bert", 8, {}),
+    ("tied", 4, {"schedule": "zero-bubble"}),
+    ("tied", 2, {"virtual_pipeline_size": 2}),
+]
+
+
+def in_lock_step() -> list[str]:
+    """Without messages between two ranks, over shared memory alone."""
+    found = []
+    for family, count, options in CASES:
+        torch.manual_seed(3)
+        make, given = (encoder, sentences()) if family == "bert" else (partial(decoder, family), tokens())
+        whole = make(torch.float64)
+        loss = whole(**given)[0]
+        loss.backward()
+        torch.manual_seed(3)
+        model = NxDPPModel(make(torch.float64), auto_partition=True, num_microbatches=count, **options)
+        got = float(model.run_train(**given))
+        apart = [float((p.grad - whole.get_parameter(n).grad).norm()) for n, p in model.local_named_parameters()]
+        evaluated = float(model.run_eval(**given))
+        if max(apart) > 1e-10 or max(abs(one - float(loss.detach())) for one in (got, evaluated)) > 1e-10:
+            found.append(f"{family} {count} {options}: {got}, {evaluated}, {float(loss)}, gradients {max(apart)}")
+    return found
+
+
+def chosen() -> str:
+    """What messages go over where the ranks have a process group of another library, which knows no tags."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers it
+    context = dataclasses.replace(current_context(), collectives="another library")
+    group = dist.new_group([0, 1], backend="fake")
+    register_collectives(context.collectives, DistributedCollectives(context, {"pp": group}, 5.0))
+    found = messages_for(context, schedule("1f1b", 2, 1), 2)
+    unregister_collectives(context.collectives)
+    return type(found).__name__
+
+
+def on_two_stages() -> tuple[float, str, str]:
+    for zero1 in (False, True):
+        partly_frozen(zero1)
+    compared(Waves, "second", False)
+    for cut in ("first", "second"):
+        compared(Layers, cut, True)
+    return summed(64), handed(), chosen()
+
+
+def test_values_are_handed_on_with_their_gradients():
+    """Complex ones, those of autocast, numbers, attributes; and a stage may train nothing."""
+    (rounded, first, messages), (_, second, _) = run_ranks(on_two_stages, 2, tp=1, pp=2)
+    assert messages == "StepMessages"
+    assert rounded < 2**-8, "a borrowed weight's gradient is rounded once, when it goes back"
+    assert first.startswith("InputMismatchError: 'first' gave the Python value ")
+    assert first.endswith("where its shapes promised 0.0, and only tensors are handed to other stages: return a tensor")
+    assert second.startswith("CollectiveError: pipeline stage 0 (rank 0) failed:\nTraceback") and first in second
+
+
+def test_in_lock_step():
+    assert run_ranks(in_lock_step, 2, collectives="shm", pp=2) == [[], []]
+
+
+def test_a_message_that_never_came():
+    messages = StepMessages(make_context(2, 0, pp=2), schedule("1f1b", 2, 1), 2)
+    with pytest.raises(CollectiveError, match="a message of pipeline rank 1 is not there in the tick that needs it"):
+        messages.recv(torch.empty(3), 1, 5).wait()

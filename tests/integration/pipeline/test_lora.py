@@ -81,19 +81,15 @@ def saved(folder: str) -> dict[str, list[float]]:
     first = steps(model, optimizer, range(HALF))
     nxd.save_checkpoint(f"{folder}/ckpts", "half", model, optimizer)
     model.local_module().save_adapter(f"{folder}/adapter")
-    for pp, tp in ((4, 1), (1, 2)):
-        model, optimizer = job(pp, tp, LORA)
-        nxd.load_checkpoint(f"{folder}/ckpts", "half", model, optimizer)
-        found[f"pp {pp} tp {tp}"] = first + steps(model, optimizer, range(HALF, STEPS))
+    model, optimizer = job(4, 1, LORA)
+    nxd.load_checkpoint(f"{folder}/ckpts", "half", model, optimizer)
+    found["resumed"] = first + steps(model, optimizer, range(HALF, STEPS))
     started = {**LORA, "load_lora_from_ckpt": True, "lora_save_dir": f"{folder}/ckpts", "lora_load_tag": "half"}
     model, _ = job(2, 2, started)
     found["started from the adapter"] = [float(model.run_eval(**tokens(seed=HALF)))]
     # Only the last stage has an adapter: the others have nothing to train.
     model, optimizer = job(2, 2, LAST, model_init_config={"meta_device_init": True})
     found["last"] = steps(model, optimizer, range(STEPS))
-    model.local_module().save_adapter(f"{folder}/last")
-    nxd.save_checkpoint(f"{folder}/last_ckpts", "a", model, optimizer)
-    nxd.load_checkpoint(f"{folder}/last_ckpts", "a", model, optimizer)
     # The module to save is the embedding, too, which is another stage's.
     model, optimizer = job(2, 2, HEAD, tied)
     found["head"] = steps(model, optimizer, range(STEPS))
@@ -114,20 +110,13 @@ def test_adapters_are_trained_saved_and_loaded(tmp_path: Path):
     losses, names = alone(LORA)
     ranks = run_ranks(saved, 4, str(tmp_path), comm_timeout=120)
     for found in ranks:
-        for where in ("pp 4 tp 1", "pp 1 tp 2"):
-            assert found[where] == pytest.approx(losses, rel=1e-9), where
+        assert found["resumed"] == pytest.approx(losses, rel=1e-9)
         assert found["started from the adapter"] == pytest.approx([losses[HALF]], rel=1e-9)
         assert found["last"] == pytest.approx(alone(LAST)[0], rel=1e-9)
         assert found["head"] == pytest.approx(alone(HEAD, tied)[0], rel=1e-9)
-    assert {f"base_model.model.{name}" for name in ("lm_head.weight", "model.embed_tokens.weight")} < load_file(
-        tmp_path / "head/adapter_model.safetensors"
-    ).keys()
+    stored = load_file(tmp_path / "head/adapter_model.safetensors")
+    assert {"base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"} < stored.keys()
     for folder in (tmp_path / "adapter", tmp_path / "ckpts/half/lora_adapter"):
         stored = load_file(folder / "adapter_model.safetensors")
         assert len(stored) == len(names) > 20
         assert any(".layers.3." in name for name in stored) and any(".layers.0." in name for name in stored)
-    torch.manual_seed(3)
-    model = LoRAModel(decoder("llama", F64), LORA)
-    model.load_adapter(tmp_path / "adapter")
-    with torch.no_grad():
-        assert float(model(**tokens(seed=HALF))[0]) == pytest.approx(losses[HALF], rel=1e-9)

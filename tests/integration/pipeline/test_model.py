@@ -1,10 +1,11 @@
-"""NxDPPModel: its arguments and methods, the loss it returns, dropout, adapters, timelines, and its errors."""
+"""NxDPPModel on stages: its methods, the loss it returns, dropout, a timeline, its errors, and how it is built."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
-import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,66 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxd_infer import parallel_state
+import nxd_infer as nxd
 from nxd_infer.context import current_context
 from nxd_infer.errors import CollectiveError, InputMismatchError, ParallelConfigError
 from nxd_infer.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
 from nxd_infer.pipeline import NxDPPModel
 from nxd_infer.pipeline.stage import StandIn
-from nxd_infer.trainer import initialize_parallel_model, neuronx_distributed_config
-from tests.support.pipeline.models import decoder, tokens
+from tests.support.pipeline.models import SPEC, Backwards, Block, Residual, data, residual
 from tests.support.ranks import run_ranks
 
 F64 = torch.float64
-
-
-class Block(nn.Module):
-    def __init__(self, size: int, rate: float):
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(size, size), nn.Dropout(rate)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(torch.tanh(self.linear(x)))
-
-
-class Residual(nn.Module):
-    """Blocks, a dropout between them that no stage owns, and a root parameter that the last one uses."""
-
-    def __init__(self, blocks: int = 4, size: int = 6, rate: float = 0.0):
-        super().__init__()
-        self.bias = nn.Parameter(torch.full((size,), 0.1))
-        self.blocks = nn.ModuleList(Block(size, rate) for _ in range(blocks))
-        self.between = nn.Dropout(rate)
-        self.register_buffer("scale", torch.tensor(2.0))
-
-    def forward(self, x: Tensor, y: Tensor, factor: float = 1.0) -> dict[str, Tensor]:
-        for block in self.blocks:
-            x = self.between(block(x))
-        x = (x + self.bias) * self.scale * factor
-        return {"other": x, "the_loss": F.mse_loss(x, y)}
-
-
-class Backwards(Residual):
-    """Its blocks are called in another order than they are defined, so weights are needed where they are not held."""
-
-    def forward(self, x: Tensor, y: Tensor, factor: float = 1.0) -> dict[str, Tensor]:
-        for block in reversed(self.blocks):
-            x = block(x)
-        return {"other": x, "the_loss": F.mse_loss(x, y)}
-
-
-SPEC = {"other": False, "the_loss": True}
-
-
-def data(rows: int = 8) -> dict[str, Tensor]:
-    x, y = torch.randn(2, rows, 6, generator=torch.Generator().manual_seed(2), dtype=torch.get_default_dtype())
-    return {"x": x, "y": y}
-
-
-def residual(rate: float = 0.0, **options: Any) -> NxDPPModel:
-    torch.manual_seed(5)
-    given = {"auto_partition": True, "num_microbatches": 4, "output_loss_value_spec": SPEC, **options}
-    return NxDPPModel(Residual(rate=rate), **given)
 
 
 # --- two stages: what run_train and run_eval give -----------------------------------------------------------
@@ -97,10 +48,11 @@ def facade() -> list[str]:
     }, sorted(held)
     assert list(map(id, model.local_parameters())) == list(map(id, held.values()))
     assert set(model.local_state_dict()) == {*held, "scale"}
-    assert {n for n, m in model.local_named_modules() if isinstance(m, Block)} == {
-        f"blocks.{2 * rank}",
-        f"blocks.{2 * rank + 1}",
-    }
+    held_blocks = {n for n, m in model.local_named_modules() if isinstance(m, Block)}
+    assert held_blocks == {f"blocks.{2 * rank}", f"blocks.{2 * rank + 1}"}
+    interleaved = residual(virtual_pipeline_size=2)  # a rank holds every other one of four stages
+    held_blocks = {n for n, m in interleaved.local_named_modules() if isinstance(m, Block)}
+    assert held_blocks == {f"blocks.{rank}", f"blocks.{rank + 2}"}
     assert model.blocks[rank * 2] in model.local_modules()
     assert dict(model.named_modules()) == dict(model.local_named_modules())
     assert list(model.modules()) == model.local_modules()
@@ -120,19 +72,21 @@ def facade() -> list[str]:
     assert not (model.blocks[1].dropout.training or model.blocks[3].dropout.training)
     assert model.blocks[1].training and model.blocks[2].dropout.training and model.between.training
     parts = [whole(*(t.chunk(4)[i] for t in data().values()))["the_loss"].detach() for i in range(4)]
-    several = residual(return_mb_loss=True).run_train(**data())
-    torch.testing.assert_close(torch.stack(several), torch.stack(parts))
+    one_by_one = residual(return_mb_loss=True)
+    for step in (one_by_one.run_train, one_by_one.run_eval):
+        torch.testing.assert_close(torch.stack(step(**data())), torch.stack(parts))
     with pytest.raises(ParallelConfigError, match="is on another pipeline stage: call run_train"):
         model(**data())
     gradients_of_backwards()
-    return errors(model)
+    return errors()
 
 
 def gradients_of_backwards() -> None:
     torch.manual_seed(5)
     whole = Backwards()
-    torch.manual_seed(5)
-    model = NxDPPModel(Backwards(), pipeline_cuts=["blocks.1"], num_microbatches=4, output_loss_value_spec=SPEC)
+    model = NxDPPModel(
+        copy.deepcopy(whole), pipeline_cuts=["blocks.1"], num_microbatches=4, output_loss_value_spec=SPEC
+    )
     loss = whole(**data())["the_loss"]
     loss.backward()
     torch.testing.assert_close(model.run_train(**data()), loss.detach())
@@ -140,114 +94,46 @@ def gradients_of_backwards() -> None:
         torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad)
 
 
-def errors(model: NxDPPModel) -> list[str]:
+class Deciding(Residual):
+    def forward(self, x: Tensor, y: Tensor, factor: float = 1.0) -> dict[str, Tensor]:
+        for block in self.blocks[: 2 if (y > 50).any() else 4]:
+            x = block(x)
+        return {"other": x, "the_loss": F.mse_loss(x, y)}
+
+
+def errors() -> list[str]:
     """What each mistake is told, on one rank."""
-
-    class Keeping(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            self.kept = super().forward(input)
-            return self.kept
-
-    class Leaking(nn.Module):
-        """A layer that keeps a value, which the model uses by and by."""
-
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = Keeping(6, 6), nn.Linear(6, 6)
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            self.first(x)
-            return F.mse_loss(self.second(self.first.kept * 2), y)
-
-    class Deciding(Residual):
-        def forward(self, x: Tensor, y: Tensor, factor: float = 1.0) -> dict[str, Tensor]:
-            for block in self.blocks[: 2 if (y > 50).any() else 4]:
-                x = block(x)
-            return {"other": x, "the_loss": F.mse_loss(x, y)}
-
-    def train(module: nn.Module, batch: dict[str, Any] | None = None, **options: Any) -> None:
-        options = {"output_loss_value_spec": SPEC, "num_microbatches": 2, **options}
-        NxDPPModel(module, **options).run_train(**(batch or data()))
-
-    def other_calls() -> None:
-        """The first microbatch has fewer calls than the second."""
-        batch = data()
-        batch["y"][:4] = 100
-        train(Deciding(), batch, pipeline_cuts=["blocks.0"])
-
-    def told(action: Any) -> str:
-        try:
-            action()
-        except (ParallelConfigError, InputMismatchError, CollectiveError) as error:
-            return str(error)
-        return "no error"
-
-    wanted = {
-        "the model has no module 'blocks.9'; did you mean blocks.": lambda: train(
-            Residual(), pipeline_cuts=["blocks.9"]
-        ),
-        "needs 1 pipeline_cuts, one after each stage but the last, got 0": lambda: train(Residual()),
-        "needs 1 pipeline_cuts, one after each stage but the last, got 2": lambda: train(
-            Residual(), pipeline_cuts=["blocks.0", "blocks.1"]
-        ),
-        "2 pipeline stages, but the model has 1 transformer layers: use at most 1": lambda: train(
-            Residual(1), auto_partition=True
-        ),
-        "nothing comes after 'blocks.3', so the last stage would be empty": lambda: train(
-            Residual(), pipeline_cuts=["blocks.3"]
-        ),
-        "'blocks.1.linear' lies inside 'blocks.1', a Block, which leaf_module_cls keeps whole": lambda: train(
-            Residual(), pipeline_cuts=["blocks.1.linear"], leaf_module_cls=["Block"]
-        ),
-        "the interleaved schedule needs 2 or more": lambda: train(
-            Residual(), pipeline_cuts=["blocks.1"], schedule="interleaved"
-        ),
-        "'z' is not in input_names: x, y": lambda: train(
-            Residual(), {**data(), "z": 1}, pipeline_cuts=["blocks.1"], input_names=["x", "y"]
-        ),
-        "'yy' is not in the parameters of the model's forward: x, y, factor": lambda: train(
-            Residual(), {"x": data()["x"], "yy": data()["y"]}, pipeline_cuts=["blocks.1"]
-        ),
-        "'x' has 7 rows, which num_microbatches=2 does not divide: use one of [1, 7]": lambda: train(
-            Residual(), data(7), pipeline_cuts=["blocks.1"]
-        ),
-        "a value leaves the layer 'first' by another way than its result, and is used outside of it (mul)": lambda: (
-            train(Leaking(), pipeline_cuts=["first"], output_loss_value_spec=None)
-        ),
-        "'blocks.1' was not called in this order; the model called blocks.3, blocks.2": lambda: train(
-            Backwards(), pipeline_cuts=["blocks.0", "blocks.1", "blocks.2"], virtual_pipeline_size=2
-        ),
-        "the stages of a pipeline got different inputs": lambda: train(
-            Residual(), data(4 + 4 * current_context().pp.rank), pipeline_cuts=["blocks.1"]
-        ),
-        "different inputs, of the same shapes, on this one train=True, training=True, x=((8, 6), ": lambda: train(
+    others = {**data(), "y": data()["y"] + current_context().pp.rank}
+    fewer = {**data(), "y": torch.cat([torch.full((4, 6), 100.0), data()["y"][4:]])}  # calls, in the first microbatch
+    inside = {"pipeline_cuts": ["blocks.1.linear"], "leaf_module_cls": ["Block"]}
+    three = {"pipeline_cuts": ["blocks.0", "blocks.1", "blocks.2"], "virtual_pipeline_size": 2}
+    mistakes: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = [
+        (
+            "needs 1 pipeline_cuts, one after each stage but the last, got 0",
             Residual(),
-            {**data(), "y": data()["y"] + current_context().pp.rank},
-            pipeline_cuts=["blocks.1"],
+            data(),
+            {"pipeline_cuts": None},
         ),
-        "blocks.2' where it came to \"the model's end\"": lambda: other_calls(),
-    }
-    return [
-        f"{message!r} is not in {found!r}"
-        for message, action in wanted.items()
-        if message not in (found := told(action))
+        ("nothing comes after 'blocks.3', so the last", Residual(), data(), {"pipeline_cuts": ["blocks.3"]}),
+        ("'blocks.1.linear' lies inside 'blocks.1', a Block, which leaf_module_cls keeps", Residual(), data(), inside),
+        ("'z' is not in input_names: x, y", Residual(), {**data(), "z": 1}, {"input_names": ["x", "y"]}),
+        ("'blocks.1' was not called in this order; the model called blocks.3", Backwards(), data(), three),
+        (
+            "different inputs, of the same shapes, on this one train=True, training=True, x=(",
+            Residual(),
+            others,
+            {},
+        ),
+        ("blocks.2' where it came to \"the model's end\"", Deciding(), fewer, {"pipeline_cuts": ["blocks.0"]}),
     ]
-
-
-def test_without_other_stages():
-    """At pp 1 it runs the same microbatches in this process, and is called like the module."""
-    torch.manual_seed(5)
-    whole = Residual()
-    torch.manual_seed(5)
-    model = NxDPPModel(Residual(), num_microbatches=4, output_loss_value_spec=SPEC)
-    loss = whole(**data())["the_loss"]
-    loss.backward()
-    torch.testing.assert_close(model.run_train(**data()), loss.detach())
-    for name, parameter in model.local_named_parameters():
-        torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad)
-    torch.testing.assert_close(model.run_eval(**data()), loss.detach())
-    torch.testing.assert_close(model(**data())["the_loss"], loss)
-    assert model.bubble is not None and 0 <= model.bubble < 1
+    found = []
+    for message, module, batch, options in mistakes:
+        given = {"output_loss_value_spec": SPEC, "num_microbatches": 2, "pipeline_cuts": ["blocks.1"], **options}
+        with pytest.raises((ParallelConfigError, InputMismatchError, CollectiveError)) as caught:
+            NxDPPModel(module, **given).run_train(**batch)
+        if message not in str(caught.value):
+            found.append(f"{message!r} is not in {str(caught.value)!r}")
+    return found
 
 
 def test_two_stages():
@@ -265,13 +151,8 @@ class OwnDropout(nn.Dropout):
             return super().forward(input)
 
 
-def dropped(
-    stages: int, schedule: str | None, chunks: int, own: bool = False
-) -> tuple[list[float], list[float], float]:
+def dropped(schedule: str | None, chunks: int, own: bool = False) -> tuple[list[float], list[float], float]:
     """Losses of two steps with dropout, twice from one seed, and a random number drawn afterwards."""
-    torch.set_default_dtype(F64)
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(1, stages)
     found = []
     for _ in range(2):
         model = residual(0.4, schedule=schedule, virtual_pipeline_size=chunks)
@@ -284,56 +165,24 @@ def dropped(
     return found[0], found[1], float(torch.rand(()))
 
 
+def all_dropped(ways: list[tuple[str | None, int, bool]]) -> list[tuple[list[float], list[float], float]]:
+    torch.set_default_dtype(F64)
+    return [dropped(*way) for way in ways]
+
+
 def test_dropout_is_the_same_at_any_number_of_stages_and_with_any_schedule():
-    of_two = [run_ranks(dropped, 2, 2, *how) for how in ((None, 1), ("gpipe", 1), (None, 2))]
-    of_four = run_ranks(dropped, 4, 4, None, 1)
-    first = of_two[0][0][0]
+    """Also in the stream of a rank's own, with any schedule."""
+    ways = [(None, 1, False), ("gpipe", 1, False), (None, 2, False), (None, 1, True), (None, 2, True)]
+    of_two = run_ranks(all_dropped, 2, ways, pp=2)
+    of_four = run_ranks(all_dropped, 4, ways[:1], pp=4)
+    first, own = of_two[0][0][0], of_two[0][3][0]
     assert len(set(first)) == 2, "two steps draw different numbers"
-    for ranks in (*of_two, of_four):
-        for once, again, _ in ranks:
+    assert len(set(own)) == 2 and own != first
+    for found in (*of_two, *of_four):
+        for (_, _, in_own), (once, again, _) in zip(ways, found, strict=False):
             assert once == again
-            assert once == pytest.approx(first, rel=1e-12)
-    assert len({number for _, _, number in of_four}) == 4, "ranks keep generators of their own"
-
-
-def test_dropout_of_a_ranks_own_stream_is_the_same_with_any_schedule():
-    (one, again), (other, _) = (run_ranks(dropped, 2, 2, None, chunks, True) for chunks in (1, 2))
-    assert one[0] == one[1] == again[0] and len(set(one[0])) == 2
-    assert other[0] == pytest.approx(one[0], rel=1e-12)
-
-
-def adapted() -> list[str]:
-    """LoRA on two stages: every adapter's gradient is that of the model in one process."""
-    from nxd_infer.modules.lora import LoRAModel
-
-    lora = {"enable_lora": True, "lora_rank": 2, "target_modules": ["q_proj", "embed_tokens", "down_proj"]}
-    config = neuronx_distributed_config(
-        pipeline_parallel_size=2,
-        pipeline_config={"auto_partition": True, "num_microbatches": 4},
-        lora_config=lora,
-    )
-    torch.manual_seed(3)
-    model = initialize_parallel_model(config, decoder, "tied", F64)
-    torch.manual_seed(3)
-    whole = LoRAModel(decoder("tied", F64), lora)
-    given = torch.Generator().manual_seed(1)
-    values = {n: torch.randn(p.shape, generator=given, dtype=F64) * 0.1 for n, p in whole.named_parameters()}
-    for several in (whole.named_parameters(), model.local_named_parameters()):
-        for name, parameter in several:
-            if parameter.requires_grad:
-                parameter.data.copy_(values[name])
-    loss = whole(**tokens())[0]
-    loss.backward()
-    torch.testing.assert_close(model.run_train(**tokens()), loss.detach(), rtol=1e-10, atol=0)
-    trained = [name for name, p in model.local_named_parameters() if p.requires_grad]
-    for name, parameter in model.local_named_parameters():
-        torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, rtol=1e-8, atol=1e-12)
-    return trained
-
-
-def test_adapters():
-    first, second = run_ranks(adapted, 2, pp=2)
-    assert first and second and not set(first) & set(second)
+            assert once == pytest.approx(own if in_own else first, rel=1e-12)
+    assert len({rank[0][2] for rank in of_four}) == 4, "ranks keep generators of their own"
 
 
 def averaged() -> tuple[float, float]:
@@ -355,12 +204,11 @@ def timeline(path: str) -> None:
 
 
 def test_a_timeline(tmp_path: Path):
+    """In the trace event format: complete events of one process, in microseconds, that do not overlap in a row."""
     path = tmp_path / "a folder that is not there" / "trace.json"
     run_ranks(timeline, 2, str(path), pp=2)
     trace = json.loads(path.read_text())
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert len(events) == 2 * 4 * 2 and all(event["dur"] > 0 for event in events)
-    # Of the trace event format: complete events of one process, in microseconds, that do not overlap in a row.
     for row in (0, 1):
         mine = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event["tid"] == row)
         assert len(mine) == 8 and all(before[1] <= after[0] for before, after in itertools.pairwise(mine))
@@ -371,16 +219,77 @@ def test_a_timeline(tmp_path: Path):
         before = (name, stage - 1) if name[0] == "F" else (name, stage + 1)
         # Not after its end: a pass sends what it has made before it ends.
         assert event["ts"] > began.get(before, -1.0), "nothing runs before what it waits for"
-    assert {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"} == {
-        "rank 0: stage 0",
-        "rank 1: stage 1",
-    }
-    assert 0 < trace["otherData"]["bubble"] < 1 and math.isfinite(trace["otherData"]["bubble"])
+    rows = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    assert rows == {"rank 0: stage 0", "rank 1: stage 1"}
+    assert 0 < trace["otherData"]["bubble"] < 1
 
 
-def test_a_module_of_another_rank_is_moved_by_name_only():
-    """It stays without memory, and takes the dtype."""
-    hidden = nn.Linear(2, 2, device="meta")
-    model = nn.Sequential(StandIn(hidden), nn.Linear(2, 2)).to("cpu", torch.bfloat16)
-    assert hidden.weight.is_meta and hidden.weight.dtype == model[1].weight.dtype == torch.bfloat16
-    assert model.float().to("cpu")[1].weight.device.type == "cpu" and hidden.weight.dtype == torch.float32
+# --- how it is built ---------------------------------------------------------------------------------------
+
+
+def fill(module: nn.Module) -> None:
+    """Fill the module's own parameters with random numbers."""
+    for parameter in module.parameters(recurse=False):
+        nn.init.normal_(parameter, std=0.3)
+
+
+def filled() -> list[str]:
+    """What ``param_init_fn`` fills otherwise than in one process, from the meta device."""
+    torch.set_default_dtype(F64)
+    torch.manual_seed(9)
+    whole = Residual()
+    torch.manual_seed(9)
+    for module in whole.modules():
+        fill(module)
+    options = {"auto_partition": True, "num_microbatches": 4, "output_loss_value_spec": SPEC}
+    with torch.device("meta"):
+        module = Residual()
+    module.scale = torch.tensor(2.0)
+    torch.manual_seed(9)
+    models = [NxDPPModel(module, **options, param_init_fn=fill)]
+    config = nxd.neuronx_distributed_config(
+        pipeline_parallel_size=2,
+        pipeline_config=options,
+        model_init_config={"meta_device_init": True, "param_init_fn": fill},
+    )
+    torch.manual_seed(9)
+    models.append(nxd.initialize_parallel_model(config, Residual))
+    return [
+        name
+        for model in models
+        for name, held in model.local_named_parameters()
+        if held.is_meta or not torch.equal(held, whole.get_parameter(name))
+    ]
+
+
+def built_at(factor: int) -> tuple[float, float]:
+    """When this rank began and ended to build its model; if ``factor`` ranks may, they wait there for each other."""
+    times = []
+
+    def get_model() -> nn.Module:
+        times.append(time.monotonic())
+        if factor == 2:
+            torch.distributed.barrier()
+        model = Residual()
+        times.append(time.monotonic())
+        return model
+
+    config = nxd.neuronx_distributed_config(
+        pipeline_parallel_size=2,
+        pipeline_config={"auto_partition": True, "output_loss_value_spec": SPEC},
+        model_init_config={"sequential_move_factor": factor},
+    )
+    nxd.initialize_parallel_model(config, get_model)
+    return times[0], times[-1]
+
+
+def built() -> tuple[list[str], tuple[float, float]]:
+    built_at(2)
+    return filled(), built_at(1)
+
+
+def test_how_stages_are_built():
+    """``sequential_move_factor`` of them at once."""
+    (wrong, first), (wrong_too, second) = run_ranks(built, 2, pp=2)
+    assert wrong == wrong_too == []
+    assert first[1] <= second[0] or second[1] <= first[0], "one after the other"

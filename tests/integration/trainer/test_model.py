@@ -1,187 +1,95 @@
-"""The model wrapper, padding, and activation checkpointing."""
+"""What needs ranks of a model under the trainer: how it is built, padding, recomputation, its position in the data."""
 
 from __future__ import annotations
 
-import copy
-import pickle
+import io
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor, nn
 
 import nxd_infer as nxd
-from nxd_infer.context import current_context
-from nxd_infer.errors import InputMismatchError, ParallelConfigError
-from nxd_infer.parallel_layers import ColumnParallelLinear
-from nxd_infer.parallel_layers.layer_norm import mark_sequence_parallel
+from nxd_infer import parallel_state
+from nxd_infer.context import LOCAL, current_context, use_context
+from nxd_infer.errors import CheckpointError
+from nxd_infer.layout import weight_layout
+from nxd_infer.parallel_layers import ColumnParallelLinear, RowParallelLinear
 from nxd_infer.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
-from nxd_infer.pipeline import NxDPPModel
-from nxd_infer.pipeline.stage import take_stage
-from nxd_infer.trainer import NxDModel
-from nxd_infer.trainer.activation_checkpoint import apply_activation_checkpoint, transformer_layers
-from nxd_models.llama.model import Attention, CausalLM, DecoderLayer, FeedForward
+from nxd_infer.trainer import ResumableLoader, load_checkpoint, save_checkpoint
 from tests.support.ranks import run_ranks
-from tests.support.trainer.jobs import wrapped
-from tests.support.trainer.models import MLP, decoder, llama, mlp, tokens, vectors
-
-# --- the wrapper ------------------------------------------------------------------------------------------
-
-
-def test_it_has_the_local_modules_names():
-    torch.manual_seed(0)
-    model = wrapped(decoder, "tied")  # model_args arrive
-    plain = model.local_module()
-    assert isinstance(plain, CausalLM) and model.local_modules() == [plain]
-    assert list(dict(model.named_parameters())) == list(dict(plain.named_parameters()))
-    assert [id(p) for p in model.parameters()] == [id(p) for p in plain.parameters()]
-    assert list(dict(model.named_modules())) == list(dict(plain.named_modules()))
-    assert list(model.modules()) == list(plain.modules())
-    assert list(dict(model.named_children())) == list(dict(plain.named_children()))
-    assert list(model.children()) == list(plain.children())
-    assert list(dict(model.named_buffers())) == list(dict(plain.named_buffers()))
-    assert [id(b) for b in model.buffers()] == [id(b) for b in plain.buffers()]
-    assert list(model.state_dict()) == list(plain.state_dict())
-    assert model.config is plain.config and model.dtype == torch.float32
-    assert model.nxd_config["tensor_parallel_size"] == 1
-    assert model.check_length if hasattr(plain, "check_length") else model.model is plain.model  # forwarded
-    with pytest.raises(AttributeError, match="name_or_path"):
-        _ = model.name_or_path
-    plain.name_or_path = "tiny"
-    assert model.name_or_path == "tiny"
-    assert all(param.nxd_name == name for name, param in model.named_parameters())
+from tests.support.trainer.jobs import training, wrapped
+from tests.support.trainer.models import Numbers, decoder, llama, tokens, vectors
+from tests.support.trainer.padded import UnpaddedModel
 
 
-def test_it_behaves_like_the_module():
-    torch.manual_seed(0)
-    model = wrapped(mlp)
-    batch = vectors()
-    assert torch.equal(model(**batch), model.local_module()(**batch))
-    assert model.training and model.local_module().training
-    model.eval()
-    assert not model.training and not model.local_module().up.training
-    model.train()
-    model.double()
-    assert model.dtype == torch.float64 == next(model.parameters()).dtype
-    model.float().requires_grad_(False)
-    assert not any(p.requires_grad for p in model.parameters())
-    seen: list = []
-    model.apply(lambda module: seen.append(type(module)))
-    assert MLP in seen and NxDModel not in seen
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(twin(**batch), model(**batch))
-    model.load_state_dict(model.state_dict())
+def told(action: Any) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
-class Marked(nn.Module):
-    """Its norm knows nothing of sequence parallelism."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
-        mark_sequence_parallel(self.norm.weight)
+# --- how it is built --------------------------------------------------------------------------------------
 
 
-def test_marks_of_parameters_are_those_of_what_replaces_them():
-    model = wrapped(Marked)
-    mark_sequence_parallel(model.norm.bias)  # also one that is marked after it was wrapped
-    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model]
-    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-    for twin in (*twins, copy.deepcopy(model).to("meta")):
-        marked = [name for name, p in twin.named_parameters() if getattr(p, "sequence_parallel_enabled", False)]
-        assert marked == ["norm.weight", "norm.bias"]
-        assert all(param.nxd_name == name for name, param in twin.named_parameters())
+def states(folder: str) -> dict[str, Any]:
+    """What a configuration makes of the parallel state; what cannot be built; whether seeds that agree are used up."""
+    found: dict[str, Any] = {"tp": parallel_state.get_tensor_model_parallel_size()}
+    found["mismatch"] = told(lambda: nxd.neuronx_distributed_config(tensor_parallel_size=1))
+    with use_context(LOCAL):
+        before = ColumnParallelLinear(4, 4)
+    found["built before"] = told(lambda: wrapped(lambda: before))
+    found["no sequence"] = told(lambda: wrapped(partial(nn.Linear, 2, 2), sequence_parallel=True))
+    found["odd"] = told(lambda: wrapped(llama, sequence_parallel=True).run_train(**tokens(2, 7)))
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    wrapped(llama)
+    found["seed used"] = not torch.equal(state, torch.get_rng_state())
+    parallel_state.destroy_model_parallel()
+    nxd.neuronx_distributed_config(tensor_parallel_size=1)
+    found["dp"] = parallel_state.get_data_parallel_size()
+    own = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    nn.init.constant_(own[1].weight, float(current_context().rank))  # pyright: ignore[reportArgumentType]
+    found["differs"] = told(lambda: wrapped(lambda: own))
+    text = io.StringIO()
+    with nxd.trainer.TrainingProgress(total=1, log_dir=folder, console=Console(file=text)) as progress:
+        progress.step(1.0)
+    found["shown"] = text.getvalue()
+    parallel_state.destroy_model_parallel()
+    found["indivisible"] = told(lambda: nxd.neuronx_distributed_config(tensor_parallel_size=3))
+    return found
 
 
-class Traced(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).mean()
-
-
-def test_a_module_that_copies_itself_is_copied_in_its_wrapper():
-    model = wrapped(lambda: torch.fx.symbolic_trace(Traced()))
-    twin = copy.deepcopy(model)
-    assert isinstance(twin, NxDModel) and twin.linear is not model.linear
-    assert torch.equal(twin.run_train(torch.ones(3, 2)), model.run_train(torch.ones(3, 2)))
-
-
-@pytest.mark.parametrize("disabled", [torch.no_grad, torch.inference_mode])
-def test_training_without_gradients_is_refused(disabled: Any):
-    for model in (wrapped(Traced), NxDPPModel(Traced())):
-        with disabled(), pytest.raises(ParallelConfigError, match=r"run_train\(\) computes gradients"):
-            model.run_train(torch.ones(3, 2))
+def test_two_ranks(tmp_path: Path):
+    """A model that was built elsewhere is not trained as several; only the first rank shows and writes its progress."""
+    for rank, found in enumerate(run_ranks(states, 2, str(tmp_path))):
+        assert (found["tp"], found["dp"], found["seed used"]) == (2, 2, True)
+        assert "tensor_parallel_size=1, but model parallelism is initialised with 2" in found["mismatch"]
+        assert "does not divide the world of 2 ranks" in found["indivisible"]
+        said = f"'ColumnParallelLinear' was built for rank 0 of 1 of the axis 'tp', and this is rank {rank} of 2: "
+        assert said in found["built before"]
+        assert "hold different values of 1 parameter(s), such as '1.weight': build the model in" in found["differs"]
+        assert "no layer of the model has sequence_parallel_enabled=True" in found["no sequence"]
+        assert found["odd"].startswith("CollectiveError") and "7" in found["odd"]
+        assert ("step 1/1" in found["shown"]) is (rank == 0)
+    assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_what_is_set_on_it_is_set_on_the_module():
-    model = wrapped(Wrapping, "tensor")
-    inner = model.local_module()
-    model.head = nn.Linear(1, 2)
-    model.how = "dict"
-    model.scale = nn.Parameter(torch.ones(1))
-    model.register_parameter("shift", nn.Parameter(torch.zeros(1)))
-    model.register_buffer("count", torch.zeros(2))
-    assert inner.head is model.head and inner.how == "dict"
-    names = {"weight", "head.weight", "head.bias", "scale", "shift", "count"}
-    assert set(model.state_dict()) == names and set(inner.state_dict()) == names
-    model.note = "own"
-    assert not hasattr(inner, "note")
-
-
-class Wrapping(nn.Module):
-    def __init__(self, how: str):
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([2.0]))
-        self.how = how
-
-    def forward(self, x: Tensor) -> Any:
-        loss = (self.weight * x).sum()
-        if self.how == "attribute":
-            return type("Output", (), {"loss": loss})()
-        forms = {"tensor": loss, "tuple": (loss, x), "dict": {"loss": loss}, "last": (x, loss), "none": x, "text": "a"}
-        forms["nested"] = {"x": x, "losses": (x, {"main": loss})}
-        return forms[self.how]
-
-
-@pytest.mark.parametrize("how", ["tensor", "tuple", "dict", "attribute", "last", "nested"])
-def test_run_train_finds_the_loss(how: str):
-    specs = {"last": (False, True), "nested": {"x": False, "losses": (False, {"main": True})}}
-    options = {"pipeline_config": {"output_loss_value_spec": specs[how]}} if how in specs else {}
-    model = wrapped(Wrapping, how, **options)
-    x = torch.tensor([3.0, 4.0])
-    loss = model.run_train(x)
-    assert loss == 14 and not loss.requires_grad
-    assert model.weight.grad == 7
-    model.run_train(x=x)
-    assert model.weight.grad == 14  # accumulated
-    assert model.run_eval(x) == 14 and model.weight.grad == 14 and model.training
-    model.zero_grad()
-    assert model.weight.grad is None
-
-
-def test_evaluation_leaves_each_module_in_its_mode():
-    """Such as a part of a model that is not trained."""
-    inner = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout(), nn.Linear(2, 1)))
-    model = wrapped(lambda: inner)
-    inner[1].eval()
-    model.run_eval(torch.ones(2))
-    assert [module.training for module in (model, inner, inner[0], *inner[1].modules())] == [True] * 3 + [False] * 3
-    model.eval()
-    model.run_eval(torch.ones(2))
-    assert not any(module.training for module in (model, *inner.modules()))
-
-
-@pytest.mark.parametrize(
-    ("how", "message"), [("none", r"a tensor of shape \(2,\)"), ("text", "str has no loss .found NoneType")]
-)
-def test_a_model_without_loss(how: str, message: str):
-    with pytest.raises(InputMismatchError, match=message):
-        wrapped(Wrapping, how).run_train(torch.ones(2))
+def built_in_turns() -> dict[str, Any]:
+    """Ranks with different seeds, one building at a time, build one model and keep their own random numbers."""
+    torch.manual_seed(100 + current_context().rank)
+    expected = torch.get_rng_state()
+    model = wrapped(llama, model_init_config={"sequential_move_factor": 1})
+    same_after = torch.equal(expected, torch.get_rng_state())
+    meta = wrapped(llama, model_init_config={"meta_device_init": True})
+    key = "model.layers.0.self_attn.k_proj.weight"
+    return {"own numbers": same_after, "heads": model.state_dict()[key], "meta": meta.state_dict()[key]}
 
 
 # --- padding ----------------------------------------------------------------------------------------------
@@ -189,19 +97,15 @@ def test_a_model_without_loss(how: str, message: str):
 
 def padded_heads() -> dict[str, Any]:
     """3 query heads on 2 ranks, AdamW with weight decay: the filling stays exactly zero, on both ways to pad."""
-    from nxd_infer.layout import weight_layout
-    from tests.support.trainer.padded import UnpaddedModel
-
     found: dict[str, Any] = {"filling": 0, "stood still": []}
     for model_fn, options in ((partial(decoder, "odd_heads"), {}), (UnpaddedModel, {"pad_model": True})):
         torch.manual_seed(0)
         model = wrapped(model_fn, **options)
-        config = model.nxd_config
         optimizer = nxd.initialize_parallel_optimizer(
-            config, torch.optim.AdamW, model.parameters(), lr=1e-2, weight_decay=0.1
+            model.nxd_config, torch.optim.AdamW, model.parameters(), lr=1e-2, weight_decay=0.1
         )
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        for _ in range(10):
+        for _ in range(4):
             model.run_train(**(tokens() if model_fn is not UnpaddedModel else vectors()))
             optimizer.step()
             optimizer.zero_grad()
@@ -217,8 +121,16 @@ def padded_heads() -> dict[str, Any]:
     return found
 
 
-def test_padded_heads_stay_zero():
-    found = run_ranks(padded_heads, 4)
+def on_four_ranks() -> dict[str, Any]:
+    return {**built_in_turns(), **padded_heads()}
+
+
+def test_one_model_whatever_the_seeds_and_padding_that_stays_zero():
+    found = run_ranks(on_four_ranks, 4)  # two key/value heads on four ranks: neighbours hold the same
+    assert all(rank["own numbers"] for rank in found)
+    for key in ("heads", "meta"):
+        assert torch.equal(found[0][key], found[1][key]) and torch.equal(found[2][key], found[3][key])
+        assert not torch.equal(found[0][key], found[2][key])
     assert all(rank["stood still"] == [] for rank in found)
     assert found[3]["filling"] > 1000
 
@@ -245,7 +157,7 @@ class Layer(nn.Module):
     def __init__(self):
         super().__init__()
         self.up = ColumnParallelLinear(16, 32, gather_output=False)
-        self.down = nxd.parallel_layers.RowParallelLinear(32, 16, input_is_parallel=True)
+        self.down = RowParallelLinear(32, 16, input_is_parallel=True)
 
     def forward(self, x: Tensor) -> Tensor:
         Layer.calls += 1
@@ -255,19 +167,21 @@ class Layer(nn.Module):
         return x + self.down(inner)
 
 
+OPTIONS = {"none": None, "full": "full", "class": Layer, "several": [Layer, ColumnParallelLinear]}
+
+
 def checkpointed_gradients() -> dict[str, list]:
     found = {}
-    for name, option in (
-        ("none", None),
-        ("full", "full"),
-        ("class", Layer),
-        ("several", [Layer, ColumnParallelLinear]),
-    ):
+    for name, option in OPTIONS.items():
         model_parallel_xla_manual_seed(1)
         model = wrapped(Dropping, activation_checkpoint_config=option)
         Layer.calls = 0
         losses = [model.run_train(**vectors()) for _ in range(2)]
-        found[name] = [*losses, *(p.grad for p in model.parameters()), torch.rand(2), torch.tensor(Layer.calls)]
+        calls = Layer.calls
+        graph = model(**vectors())  # passed backward twice, with the same random numbers each time
+        graph.backward(retain_graph=True)
+        graph.backward()
+        found[name] = [*losses, *(p.grad for p in model.parameters()), torch.rand(2), torch.tensor(calls)]
     return found
 
 
@@ -280,94 +194,114 @@ def test_checkpointed_gradients_are_bit_equal():
             assert all(torch.equal(a, b) for a, b in pairs), name
 
 
-def test_a_graph_is_passed_backward_twice():
-    """Its layers are recomputed each time, with the same random numbers."""
-    gradients = []
-    for option in (None, "full"):
-        model_parallel_xla_manual_seed(1)
-        model = wrapped(Dropping, activation_checkpoint_config=option)
-        loss = model(**vectors())
-        loss.backward(retain_graph=True)
-        loss.backward()
-        gradients.append([param.grad for param in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-class Named(nn.Module):
-    def forward(self, x: Tensor, early_stop: bool = False, preserve_rng_state: float = 1.0, debug: int = 0) -> Tensor:
-        return x * (preserve_rng_state + debug) if early_stop else x
-
-
-def test_arguments_named_like_those_of_the_checkpoint():
-    layer = Named()
-    apply_activation_checkpoint(nn.Sequential(layer), Named)
-    x = torch.ones(1, requires_grad=True)
-    assert float(layer(x, early_stop=True, preserve_rng_state=2.0, debug=3).detach()) == 5.0
-
-
-def test_which_modules_are_checkpointed():
-    model = decoder("llama")
-    layers = [m for m in model.modules() if isinstance(m, DecoderLayer)]
-    assert transformer_layers(model) == layers
-    assert len(transformer_layers(model, FeedForward)) == 2
-    model._no_split_modules = ["Attention"]  # pyright: ignore[reportAttributeAccessIssue]
-    assert all(isinstance(m, Attention) for m in transformer_layers(model))
-    with pytest.raises(ParallelConfigError, match=r"found no transformer layers, which .*MLP"):
-        wrapped(mlp, activation_checkpoint_config="full")
-    with pytest.raises(ParallelConfigError, match=r"found no transformer layers of the class 'Layer', .* one of .*MLP"):
-        transformer_layers(mlp(), "Layer")
-    with pytest.raises(ParallelConfigError, match=r"the model has no Conv2d; its classes are .*DecoderLayer"):
-        wrapped(llama, activation_checkpoint_config=nn.Conv2d)
-
-
-def test_a_stage_without_layers_checkpoints_nothing():
-    """Such as one with the head alone: it does not fail where the other stages go on."""
-    stages = [take_stage(decoder("llama"), ["model.layers.1"], rank, 2).module for rank in range(2)]
-    for config, options in (("full", {"transformer_layer_cls": "DecoderLayer"}), (FeedForward, None)):
-        assert [apply_activation_checkpoint(stage, config, options) for stage in stages] == [2, 0]
-    with pytest.raises(ParallelConfigError, match=r"found no transformer layers of the class 'Layer', .*DecoderLayer"):
-        apply_activation_checkpoint(stages[1], "full", {"transformer_layer_cls": "Layer"})
-
-
-def test_a_checkpointed_model_is_the_same_model():
-    torch.manual_seed(0)
-    model = wrapped(llama, activation_checkpoint_config="full")
-    torch.manual_seed(0)
-    plain = llama()
-    assert list(model.state_dict()) == list(plain.state_dict())
-    batch = tokens()
-    for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        twin.run_train(**batch)
-        assert all(p.grad is not None for p in twin.parameters())
+def test_a_checkpointed_model_is_exported():
+    model = wrapped(llama, activation_checkpoint_config="full").local_module().eval()
+    ids = tokens()["input_ids"]
+    exported = torch.export.export(model, (ids,))
     with torch.no_grad():
-        assert torch.equal(model(batch["input_ids"]), plain(batch["input_ids"]))
-    exported = torch.export.export(model.local_module().eval(), (batch["input_ids"],))
-    assert torch.allclose(exported.module()(batch["input_ids"]), plain(batch["input_ids"]))
+        assert torch.allclose(exported.module()(ids), model(ids))
 
 
-def test_a_forward_that_was_replaced_stays():
-    layers = nn.ModuleList([nn.Linear(2, 2)])
-    layers[0].forward = lambda x: x * 3
-    apply_activation_checkpoint(layers, nn.Linear)
-    x = torch.ones(2, requires_grad=True)
-    assert torch.equal(layers[0](x), 3 * x)
+class Dropped(nn.Module):
+    """Learns with dropout, so that every step draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layers(x) - x).square().mean()
 
 
-def test_checkpointing_keeps_less():
-    """What the backward pass keeps of a deep model falls by more than half."""
+Job = tuple[Any, Any, ResumableLoader]
 
-    def kept(option: Any) -> int:
-        torch.manual_seed(0)
-        model = wrapped(decoder, "llama", activation_checkpoint_config=option)
-        sizes: dict[int, int] = {}
 
-        def pack(tensor: Tensor) -> Tensor:
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
+def job(batch_size: int, seed: int, num_workers: int = 0) -> Job:
+    model, optimizer = training(Dropped, seed=seed, optimizer_config={"zero_one_enabled": True})
+    torch.manual_seed(100 + seed + current_context().rank)
+    return model, optimizer, ResumableLoader(Numbers(), batch_size, shuffle=True, seed=3, num_workers=num_workers)
 
-        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model(**tokens(8, 32))
-        return sum(size for at, size in sizes.items() if at not in own)
 
-    assert kept("full") < kept(None) / 2
+def train(parts: Job, epochs: int, root: str = "", save_at: int = -1) -> list[tuple[int, list[int], float]]:
+    """Train to the end of the last epoch; the epoch, this rank's samples and its loss of every step."""
+    model, optimizer, loader = parts
+    done = []
+    for epoch in range(loader.epoch, epochs):
+        for batch in loader:
+            loss = model.run_train(x=batch["x"])
+            optimizer.step()
+            optimizer.zero_grad()
+            done.append((epoch, batch["index"].tolist(), float(loss)))
+            if len(done) == save_at:
+                save_checkpoint(root, "middle", model, optimizer, dataloader=loader, user_content=len(done))
+    return done
+
+
+def stopped_and_resumed(root: str, num_workers: int) -> tuple[list, list]:
+    whole = train(job(2, 0, num_workers), 2, root, save_at=7)
+    again = job(2, 1, num_workers)
+    assert load_checkpoint(root, None, *again[:2], dataloader=again[2]) == 7
+    return whole, train(again, 2)
+
+
+def resumed(root: str, batch_size: int) -> list:
+    parts = job(batch_size, 2)
+    load_checkpoint(root, None, *parts[:2], dataloader=parts[2])
+    return train(parts, 2)
+
+
+def test_the_data_go_on_where_they_were(tmp_path: Path):
+    """Saved in the second epoch at dp 2: bit by bit at dp 2, dropout included; the same samples a step at dp 1."""
+    ranks = run_ranks(stopped_and_resumed, 2, str(tmp_path), 0, tp=1)
+    for whole, again in ranks:
+        assert len(whole) == 10 and again == whole[7:]
+    steps = list(zip(*(whole for whole, _ in ranks), strict=True))
+    for epoch in (0, 1):
+        samples = [index for first, second in steps if first[0] == epoch for index in first[1] + second[1]]
+        assert len(set(samples)) == 20  # the two that fill no step are left out
+    (alone,) = run_ranks(resumed, 1, str(tmp_path), 4)
+    assert [(epoch, samples) for epoch, samples, _ in alone] == [
+        (first[0], first[1] + second[1]) for first, second in steps[7:]
+    ]
+
+
+def test_what_workers_fetched_ahead_is_not_lost(tmp_path: Path):
+    whole, again = stopped_and_resumed(str(tmp_path), num_workers=2)
+    assert len(whole) == 22 and again == whole[7:]
+
+
+def test_each_rank_of_another_loader_gets_its_own(tmp_path: Path):
+    """Anything with ``state_dict()`` will do; positions that differ between ranks go on at their degrees only."""
+    for found in run_ranks(positions_of_ranks, 2, str(tmp_path), tp=1):
+        assert found
+    with pytest.raises(
+        CheckpointError, match=r"another position in the data for each rank, .*'dp': 2.*ResumableLoader"
+    ):
+        load_checkpoint(tmp_path, "own", dataloader=Position())
+    with pytest.raises(CheckpointError, match=r"no position in the data; it was saved without dataloader="):
+        load_checkpoint(tmp_path, "none", dataloader=Position())
+    same = Position()
+    load_checkpoint(tmp_path, "same", dataloader=same)
+    assert same.state == {"at": 5, "seen": [1, 2]}
+
+
+class Position:
+    state: Any = None
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def positions_of_ranks(root: str) -> bool:
+    mine, empty = Position(), Position()
+    mine.state = {"at": current_context().rank, "queue": torch.arange(3) + current_context().rank}
+    save_checkpoint(root, "own", dataloader=mine)
+    save_checkpoint(root, "none")
+    load_checkpoint(root, "own", dataloader=empty)
+    same = empty.state["at"] == mine.state["at"] and torch.equal(empty.state["queue"], mine.state["queue"])
+    mine.state = {"at": 5, "seen": [1, 2]}
+    save_checkpoint(root, "same", dataloader=mine)
+    return same

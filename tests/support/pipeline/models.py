@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nxd_infer.pipeline import NxDPPModel
 from nxd_models.bert.config import BertConfig
 from nxd_models.bert.model import Encoder
 from nxd_models.llama.model import CausalLM
@@ -62,3 +65,93 @@ def sentences(rows: int = 8, length: int = 6) -> dict[str, Tensor]:
     mask[1::2, -2:] = 0
     labels = (batch["labels"] % 5).masked_fill(mask == 0, -100)
     return {"input_ids": batch["input_ids"], "attention_mask": mask, "labels": labels}
+
+
+class Block(nn.Module):
+    def __init__(self, size: int, rate: float):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(size, size), nn.Dropout(rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(torch.tanh(self.linear(x)))
+
+
+class Residual(nn.Module):
+    """Blocks, a dropout between them that no stage owns, and a root parameter that the last one uses."""
+
+    def __init__(self, blocks: int = 4, size: int = 6, rate: float = 0.0):
+        super().__init__()
+        self.bias = nn.Parameter(torch.full((size,), 0.1))
+        self.blocks = nn.ModuleList(Block(size, rate) for _ in range(blocks))
+        self.between = nn.Dropout(rate)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: Tensor, y: Tensor, factor: float = 1.0) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = self.between(block(x))
+        x = (x + self.bias) * self.scale * factor
+        return {"other": x, "the_loss": F.mse_loss(x, y)}
+
+
+class Backwards(Residual):
+    """Its blocks are called in another order than they are defined, so weights are needed where they are not held."""
+
+    def forward(self, x: Tensor, y: Tensor, factor: float = 1.0) -> dict[str, Tensor]:
+        for block in reversed(self.blocks):
+            x = block(x)
+        return {"other": x, "the_loss": F.mse_loss(x, y)}
+
+
+SPEC = {"other": False, "the_loss": True}
+
+
+def data(rows: int = 8) -> dict[str, Tensor]:
+    x, y = torch.randn(2, rows, 6, generator=torch.Generator().manual_seed(2), dtype=torch.get_default_dtype())
+    return {"x": x, "y": y}
+
+
+def residual(rate: float = 0.0, **options: Any) -> NxDPPModel:
+    torch.manual_seed(5)
+    given = {"auto_partition": True, "num_microbatches": 4, "output_loss_value_spec": SPEC, **options}
+    return NxDPPModel(Residual(rate=rate), **given)
+
+
+class Called(nn.Module):
+    """Three layers of width 4, called as a test says."""
+
+    def __init__(self, first: nn.Module, second: nn.Module, call: Callable[[Any, Tensor], Tensor]):
+        super().__init__()
+        self.first, self.second, self.last = first, second, nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.call(self, x).square().mean()
+
+
+class Lazy(nn.Linear):
+    """Makes a table at its first call, after something that the meta device cannot do."""
+
+    def __init__(self, decides: bool = False):
+        super().__init__(4, 4)
+        self.decides = decides
+        self.tables: dict[int, Tensor] = {}
+        self.seen: list[Tensor] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        if 4 not in self.tables:
+            self.tables[4] = torch.arange(4, dtype=input.dtype, device=input.device)
+        self.seen.append(input)
+        if self.decides and float(input.sum()) > 1e9:
+            return input
+        return super().forward(input) + self.tables[4]
+
+
+class Masked(nn.Linear):
+    """Takes a value from an attribute that the model sets."""
+
+    mask: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * self.mask

@@ -89,3 +89,16 @@ def mlp() -> MLP:
 def vectors(dtype: torch.dtype = torch.float32, rows: int = 4) -> dict[str, Tensor]:
     x, y = torch.randn(2, rows, 8, 16, dtype=dtype, generator=torch.Generator().manual_seed(3))
     return {"x": x, "y": y}
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Sample i is i and a vector made of it."""
+
+    def __init__(self, count: int = 22):
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"index": torch.tensor(index), "x": torch.full((6,), index / 7.0).sin()}

@@ -14,7 +14,7 @@ from nxd_infer.pipeline.schedule import Action, bubble, forward_only, schedule, 
 
 
 def cases():
-    for ranks, microbatches in itertools.product((1, 2, 3, 4, 8), range(1, 13)):
+    for ranks, microbatches in itertools.product((1, 2, 3, 8), (1, 2, 3, 5, 12)):
         yield "1f1b", ranks, microbatches, 1
         yield "gpipe", ranks, microbatches, 1
         yield "zero-bubble", ranks, microbatches, 1
@@ -31,7 +31,7 @@ def in_flight(actions: list[Action]) -> int:
     return most
 
 
-def test_every_pass_runs_once_and_all_end():
+def test_every_pass_runs_once_in_order_and_all_end():
     for kind, ranks, microbatches, chunks in cases():
         actions = schedule(kind, ranks, microbatches, chunks)
         stages = ranks * chunks
@@ -40,19 +40,15 @@ def test_every_pass_runs_once_and_all_end():
         found = [action for mine in actions for action in mine]
         assert len(found) == len(wanted) and set(found) == wanted
         assert all(action.stage % ranks == rank for rank, mine in enumerate(actions) for action in mine)
+        for mine in actions:
+            for stage, kind_of_pass in {(action.stage, action.name[0]) for action in mine}:
+                order = [a.microbatch for a in mine if (a.stage, a.name[0]) == (stage, kind_of_pass)]
+                assert order == list(range(microbatches))
         timetable(actions, [1.0] * stages, [2.0] * stages)
         timetable(forward_only(actions), [1.0] * stages, [2.0] * stages)
 
 
-def test_microbatches_are_in_order_for_each_stage():
-    for kind, ranks, microbatches, chunks in cases():
-        for mine in schedule(kind, ranks, microbatches, chunks):
-            for stage, kind_of_pass in {(action.stage, action.name[0]) for action in mine}:
-                order = [a.microbatch for a in mine if (a.stage, a.name[0]) == (stage, kind_of_pass)]
-                assert order == list(range(microbatches))
-
-
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (2, 8), (4, 4), (4, 8), (4, 12)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 4), (4, 12)])
 def test_bubbles_are_those_of_the_formulas(ranks: int, microbatches: int):
     def share(kind: str, chunks: int) -> float:
         actions = schedule(kind, ranks, microbatches, chunks)
@@ -61,13 +57,9 @@ def test_bubbles_are_those_of_the_formulas(ranks: int, microbatches: int):
     assert share("1f1b", 1) == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
     assert share("gpipe", 1) == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
     assert share("interleaved", 2) == pytest.approx((ranks - 1) / (2 * microbatches + ranks - 1))
-
-
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (2, 8), (4, 4), (4, 8), (4, 12)])
-def test_a_third_of_the_bubble_remains_if_weights_fill_it(ranks: int, microbatches: int):
     actions = schedule("zero-bubble", ranks, microbatches)
     table = timetable(actions, [1.0] * ranks, [2.0] * ranks)
-    assert max(span.end for spans in table for span in spans) == 3 * microbatches + ranks - 1
+    assert max(span.end for spans in table for span in spans) == 3 * microbatches + ranks - 1, "a third remains"
     for mine in actions:
         now = [sum(-1 if a.late else not a.backward for a in mine[: end + 1]) for end in range(len(mine))]
         assert max(now) <= ranks + 1 and now[-1] == 0
@@ -91,7 +83,6 @@ def test_a_circle_is_found():
         ("zigzag", 4, 1, "schedule must be one of '1f1b', 'gpipe', 'interleaved', 'zero-bubble', got 'zigzag'"),
         ("1f1b", 0, 1, "num_microbatches must be at least 1, got 0"),
         ("1f1b", 4, 2, "schedule '1f1b' with virtual_pipeline_size=2"),
-        ("zero-bubble", 4, 2, "schedule 'zero-bubble' with virtual_pipeline_size=2"),
         ("interleaved", 4, 1, "the interleaved schedule needs 2 or more"),
     ],
 )

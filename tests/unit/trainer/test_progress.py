@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 import sys
 from pathlib import Path
@@ -12,11 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
-import nxd_infer as nxd
 from nxd_infer.errors import MissingPackageError, ParallelConfigError
 from nxd_infer.trainer import TensorBoardLogger, TrainingProgress
 from nxd_infer.trainer.progress import Pace
-from tests.support.ranks import run_ranks
 from tests.support.trainer.jobs import training
 from tests.support.trainer.models import tokens
 
@@ -42,10 +39,8 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def test_speed_is_that_of_the_last_steps():
     pace = Pace(100.0, window=2)
     assert pace.tokens_per_second == pace.steps_per_second == 0
-    pace.add(110.0, 50)  # slow: it leaves the window
-    assert (pace.steps_per_second, pace.tokens_per_second) == (0.1, 5.0)
-    pace.add(111.0, 50)
-    pace.add(112.0, 70)
+    for now, count in ((110.0, 50), (111.0, 50), (112.0, 70)):  # the first is slow: it leaves the window
+        pace.add(now, count)
     assert (pace.steps_per_second, pace.tokens_per_second) == (1.0, 60.0)
 
 
@@ -59,13 +54,6 @@ def test_lines_where_there_is_no_terminal():
     assert second.startswith("training 67%  step 4/6  loss 1.25  ") and "tokens/s  bubble 13%  " in second
     assert last.startswith("training 67%  step 4/6  loss 1.25  "), "where it stopped"
     assert progress.steps == 4
-
-
-def test_a_resumed_job_shows_the_share_of_all_steps():
-    console, text = output(terminal=False)
-    with TrainingProgress(total=250, initial=200, console=console) as progress:
-        progress.step(1.0)
-    assert text.getvalue().startswith("training 80%  step 201/250  loss 1  ")
 
 
 def test_quiet_between_lines():
@@ -83,8 +71,7 @@ def test_a_bar_on_a_terminal():
     with TrainingProgress(total=2, console=console) as progress:
         progress.step(3.0, tokens=10)
         progress.step(2.0, tokens=10)
-    assert "100%" in text.getvalue() and "step 2/2  loss 2 " in text.getvalue()
-    assert "0:00:00 left" in text.getvalue()
+    assert "100%" in text.getvalue() and "step 2/2  loss 2 " in text.getvalue() and "0:00:00 left" in text.getvalue()
 
 
 def test_a_time_instead_of_steps():
@@ -98,13 +85,11 @@ def test_a_time_instead_of_steps():
 
 
 def test_the_documented_loop(tmp_path: Path, monkeypatch, capsys):
-    blocks = re.findall(
-        r"```python\n(from nxd_infer.parallel_state [^`]*?TrainingProgress[^`]*?)```", DOCS.read_text(), re.DOTALL
-    )
-    assert len(blocks) == 1
+    loop = r"```python\n(from nxd_infer.parallel_state [^`]*?TrainingProgress[^`]*?)```"
+    (block,) = re.findall(loop, DOCS.read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     model, optimizer = training()
-    exec(blocks[0], {"model": model, "optimizer": optimizer, "data": [tokens(), tokens()]})
+    exec(block, {"model": model, "optimizer": optimizer, "data": [tokens(), tokens()]})
     assert "step 2/1000" in capsys.readouterr().err
     found = scalars(tmp_path / "runs/first")
     assert sorted(found) == ["grad_norm", "loss", "tokens_per_second"]
@@ -119,27 +104,21 @@ def test_scalars_are_those_that_were_given(tmp_path: Path):
     found = scalars(tmp_path)
     assert found["loss"] == [(2, 0.5), (4, 0.25), (6, pytest.approx(1 / 6))]
     assert found["grad_norm"] == [(2, 0.5), (6, 1.5)]
-    assert [step for step, _ in found["tokens_per_second"]] == [2, 4, 6]
-    assert all(value > 0 and math.isfinite(value) for _, value in found["tokens_per_second"])
+    assert [step for step, speed in found["tokens_per_second"] if speed > 0] == [2, 4, 6]
 
 
 def test_a_resumed_job_hides_what_was_written_after_its_checkpoint(tmp_path: Path):
+    """And what was flushed is there though the first job was killed."""
     first = TensorBoardLogger(tmp_path)
     for step in (1, 2, 3):
         first.log(step, loss=10.0)
+    first.flush()
+    assert scalars(tmp_path)["loss"] == [(1, 10.0), (2, 10.0), (3, 10.0)]
     first.close()
     second = TensorBoardLogger(tmp_path, initial=1)
     second.log(2, loss=5.0)
     second.close()
     assert scalars(tmp_path)["loss"] == [(1, 10.0), (2, 5.0)]
-
-
-def test_what_was_flushed_is_in_the_file_of_a_job_that_is_killed(tmp_path: Path):
-    logger = TensorBoardLogger(tmp_path)
-    logger.log(1, loss=10.0)
-    logger.flush()
-    assert scalars(tmp_path)["loss"] == [(1, 10.0)]
-    logger.close()
 
 
 def test_without_the_package_there_is_a_hint(tmp_path: Path, monkeypatch):
@@ -154,19 +133,3 @@ def test_without_the_package_there_is_a_hint(tmp_path: Path, monkeypatch):
 def test_impossible_options(bad):
     with pytest.raises(ParallelConfigError, match=r"must be above \d"):
         TrainingProgress(**bad)
-
-
-def shown_by_each(folder: str) -> str:
-    console, text = output(terminal=False)
-    with nxd.trainer.TrainingProgress(total=2, log_dir=folder, line_every=ALWAYS, console=console) as progress:
-        progress.step(1.0)
-        progress.step(2.0)
-    assert progress.steps == 2
-    return text.getvalue()
-
-
-def test_only_the_first_rank_shows_and_writes(tmp_path: Path):
-    first, second = run_ranks(shown_by_each, 2, str(tmp_path))
-    assert "step 2/2" in first and second == ""
-    assert len(list(tmp_path.iterdir())) == 1
-    assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 2.0)]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from nxd_infer.cli.demo.training import CONFIG
 from tests.support.e2e.command import nxd_infer_here, refused
 from tests.support.recipes.jobs import write
 from tests.support.tiny_models import write_tiny
@@ -72,11 +71,6 @@ def test_the_document_shows_what_the_command_prints(tmp_path: Path, capsys, monk
     done = nxd_infer_here(capsys, monkeypatch, "pipeline", "plan", "./llama", *options.split())
     assert done.status == 0, done.err
     assert [line.strip() for line in done.out.splitlines() if line.strip()] == shown.strip().splitlines()
-    ((where, options),) = re.findall(r"`nxd-infer pipeline plan (demo/model) (.*)`", text)
-    Path(where).mkdir(parents=True)
-    Path(where, "config.json").write_text(json.dumps(CONFIG))
-    done = nxd_infer_here(capsys, monkeypatch, "pipeline", "plan", where, *options.split())
-    assert done.status == 0 and "rank 2" in done.out, (done.out, done.err)
 
 
 def test_stages_of_ones_own_and_what_does_not_fit(model_dir: Path, capsys, monkeypatch):
