@@ -7,16 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from bench.process_groups import tree
-from nxd_infer.cli.demo.optimizer import Float32Muon, MuonAndAdamW, groups_of, orthogonalized
-from nxd_infer.cli.demo.run import too_little
-from nxd_infer.cli.demo.training import Trained
+from nxd_infer.cli.demo.optimizer import MuonAndAdamW, groups_of
 from nxd_infer.errors import RankFailedError
 from nxd_infer.recipes.rank_processes import run_ranks
 from nxd_infer.trainer import load_checkpoint, save_checkpoint
@@ -83,35 +79,9 @@ def trained_and_resumed(root: str) -> tuple[list[float], list[float]]:
     return whole, rest
 
 
-def test_without_bfloat16_the_optimizer_does_what_pytorchs_does():
-    torch.manual_seed(0)
-    start, gradients = torch.randn(24, 40), torch.randn(3, 24, 40)
-    moved = []
-    for shape in (start.shape, start.T.shape):
-        for make in (partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw"), Float32Muon):
-            weight = start.reshape(shape).clone().requires_grad_(True)
-            optimizer = make([weight], lr=0.1)
-            for gradient in gradients:
-                weight.grad = gradient.reshape(shape).clone()
-                optimizer.step()
-            moved.append((weight - start.reshape(shape)).detach())
-    for theirs, ours in zip(moved[::2], moved[1::2], strict=True):
-        assert (ours - theirs).norm() < 0.02 * theirs.norm()  # bfloat16 has 8 bits
-    values = torch.linalg.svdvals(orthogonalized(start))
-    assert values.min() > 0.6 and values.max() < 1.3
-
-
 def test_the_optimizer_goes_on_where_it_was(tmp_path: Path):
     for whole, rest in run_test_ranks(trained_and_resumed, 2, str(tmp_path), collectives="shared"):
         assert rest == whole[2:] and whole[3] < whole[2] < whole[1] < whole[0]
-
-
-def test_a_model_that_had_no_time_to_learn_is_told_of():
-    def note(loss):
-        return too_little(Trained(17, 8.4, loss, 7.0, 800.0), 60)
-
-    assert note(2.3) == ""
-    assert "17 steps in 60 s leave a loss of 6.49" in note(6.49) and "--seconds 300" in note(6.49)
 
 
 def test_ctrl_c_ends_the_demo_with_all_it_started(tmp_path: Path):

@@ -73,19 +73,8 @@ def layer_calls() -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_layers(tp: int):
-    expected = {
-        "embedding": (2, 2, 8),
-        "column": (2, 4, 16),
-        "row": (2, 4, 8),
-        "row of all": (2, 8),
-        "sequence": (4 // tp, 2, 8),
-    }
-    assert at_degree(tp, layer_calls) == [expected] * tp
-
-
 def qkv_calls() -> list[tuple[int, ...]]:
+    """``bias=True``, the documented default, crashes the reference."""
     x, shapes = torch.ones(2, 3, 8), []
     for qkv in (
         GQAQKVColumnParallelLinear(8, [16, 8]),
@@ -111,14 +100,6 @@ def qkv_calls() -> list[tuple[int, ...]]:
     return shapes
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_qkv(tp: int):
-    """``bias=True``, the documented default, crashes the reference."""
-    # Not gathered, a rank holds its share of the queries, and of the keys and their copies.
-    apart = (16 // tp, 8 * 2 // tp)
-    assert at_degree(tp, qkv_calls) == [[(16, 8), (16, 8), (16, 8), apart, (16, 16)]] * tp
-
-
 def loss_calls() -> tuple[list[float], list[float]]:
     """The losses of a rank's part of the logits, and of the whole ones as PyTorch computes them."""
     torch.manual_seed(0)
@@ -133,12 +114,6 @@ def loss_calls() -> tuple[list[float], list[float]]:
         for smoothing in (0.0, 0.1)
     ]
     return [float(loss.mean()) for loss in found], [float(loss) for loss in expected]
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_losses(tp: int):
-    for found, expected in at_degree(tp, loss_calls):
-        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def clip_calls() -> list[float]:
@@ -158,14 +133,6 @@ def clip_calls() -> list[float]:
         nxd.parallel_layers.clip_grad_norm(model.parameters(), 1e9),
     ]
     return [float(norm) for norm in norms]
-
-
-def test_clip_grad_norm():
-    expected = alone(clip_calls)
-    assert expected[0] == expected[1] == expected[4] > max(expected[2], expected[3])
-    assert expected[5] == pytest.approx(1, rel=1e-4)
-    for norms in at_degree(2, clip_calls):
-        assert norms == pytest.approx(expected, rel=1e-5)
 
 
 def checkpoint_calls(folder: str) -> None:
@@ -196,9 +163,28 @@ def checkpoint_calls(folder: str) -> None:
     assert torch.equal(model.weight, part)
 
 
+def every_call(folder: str):
+    checkpoint_calls(folder)
+    return layer_calls(), qkv_calls(), loss_calls(), clip_calls()
+
+
 @pytest.mark.parametrize("tp", [1, 2])
-def test_checkpoints(tp: int, tmp_path: Path):
-    at_degree(tp, checkpoint_calls, str(tmp_path))
+def test_the_calls(tp: int, tmp_path: Path):
+    whole_norms = alone(clip_calls)
+    assert whole_norms[0] == whole_norms[1] == whole_norms[4] > max(whole_norms[2], whole_norms[3])
+    assert whole_norms[5] == pytest.approx(1, rel=1e-4)
+    for shapes, qkv, (losses, expected), norms in at_degree(tp, every_call, str(tmp_path)):
+        assert shapes == {
+            "embedding": (2, 2, 8),
+            "column": (2, 4, 16),
+            "row": (2, 4, 8),
+            "row of all": (2, 8),
+            "sequence": (4 // tp, 2, 8),
+        }
+        # Not gathered, a rank holds its share of the queries, and of the keys and their copies.
+        assert qkv == [(16, 8), (16, 8), (16, 8), (16 // tp, 8 * 2 // tp), (16, 16)]
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert norms == pytest.approx(whole_norms, rel=1e-5)
     folders = {f"tp_rank_{rank:02d}_pp_rank_00" for rank in range(tp)}
     assert folders <= {path.name for path in (tmp_path / "plain").iterdir()}
     assert folders | {f"{name}.tensors" for name in folders} <= {path.name for path in (tmp_path / "xser").iterdir()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nxd_infer.recipes.convert import as_yaml, convert
 from nxd_infer.recipes.recipe import check
 from nxd_infer.recipes.yaml_text import parse_yaml
-from tests.support.e2e.command import nxd_infer_here
+from tests.support.e2e.command import here
 
 NEURONX_NEMO_MEGATRON = """name: megatron_llama
 restore_from_path: null
@@ -160,20 +160,20 @@ def test_nemo():
     assert len(left_out) == 3
 
 
-def test_the_command_prints_a_recipe(tmp_path, capsys, monkeypatch):
+def test_the_command_prints_a_recipe(tmp_path):
     (tmp_path / "old.yaml").write_text(NEMO)
-    done = nxd_infer_here(capsys, monkeypatch, "train", tmp_path / "old.yaml", "--convert")
+    done = here("train", tmp_path / "old.yaml", "--convert")
     assert done.status == 0
     assert check(parse_yaml(done.out, "printed")).recipe.name == "megatron_gpt"
     assert f"# left out, {tmp_path / 'old.yaml'}:4: model.mcore_gpt = True" in done.out
 
 
-def test_arguments_that_would_change_nothing_are_refused(tmp_path, capsys, monkeypatch):
+def test_arguments_that_would_change_nothing_are_refused(tmp_path):
     (tmp_path / "old.yaml").write_text(NEMO)
     for more, told in (
         (("--convert", "trainer.max_steps=3"), "it prints CONFIG as it is"),
         (("--convert", "--check"), "it prints CONFIG as it is"),
         (("--chip", "trn1"), "the device of --check's plan"),
     ):
-        done = nxd_infer_here(capsys, monkeypatch, "train", tmp_path / "old.yaml", *more)
+        done = here("train", tmp_path / "old.yaml", *more)
         assert done.status == 2 and told in " ".join(done.err.split()), done.err
