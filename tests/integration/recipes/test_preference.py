@@ -1,4 +1,4 @@
-"""Preference losses and their gradients are those of trl, on the same batch."""
+"""Preference losses and their gradients are those of trl, on the same batch; a rate is that of transformers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from nxd_infer.context import make_context, use_context
 from nxd_infer.parallel_layers.loss_functions import IGNORED
 from nxd_infer.recipes.job import make_model
+from nxd_infer.recipes.model_schema import Sched
+from nxd_infer.recipes.optim import Rate
 from nxd_infer.recipes.preference import PreferenceModel
 from nxd_infer.recipes.schema import Dpo, Orpo
 from tests.support.ranks import run_ranks
@@ -110,3 +112,13 @@ def test_two_ranks_have_the_loss_of_one(folders):
     with use_context(make_context()):
         expected = partial(rank_loss, str(policy))(reference)
     assert run_ranks(rank_loss, 2, str(policy), reference, tp=2) == pytest.approx([expected] * 2, abs=1e-5)
+
+
+def test_the_linear_rate_is_that_of_transformers():
+    """Which NxD Training's schedule of this name is."""
+    import transformers
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs = transformers.get_linear_schedule_with_warmup(optimizer, 3, 12)
+    ours = Rate(Sched(warmup_steps=3), lr=1.0, steps=12)
+    assert [ours(step) for step in range(14)] == pytest.approx([theirs.lr_lambdas[0](step) for step in range(14)])

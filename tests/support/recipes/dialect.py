@@ -265,10 +265,9 @@ DEFAULTS = {
 }
 MEGATRON = {"source": "megatron", "optimizer": "adamw", "schedule": "CosineAnnealing", "strategy": ""}
 
+LLAMA3_70B = {"config": "llama3_70b.json", "layers": 80, "hidden": 8192, "nodes": 16, "pp": 8}
 KINDS: dict[str, dict] = {
-    "hf_llama3_8B": LLAMA3_8B,
-    "hf_llama3_8B_sr": {**LLAMA3_8B, "precision": "mixed_precisionSR"},
-    "hf_llama3_8B_SFT": {**LLAMA3_8B, "alignment": SFT, "batch": 64, "steps": 1000, "lr": "5e-6"},
+    "hf_llama3_8B": {**LLAMA3_8B, "precision": "mixed_precisionSR"},
     "hf_llama3_8B_SFT_lora": {
         **LLAMA3_8B,
         "alignment": SFT + PEFT,
@@ -279,34 +278,11 @@ KINDS: dict[str, dict] = {
     },
     "hf_llama3_8B_DPO": {**LLAMA3_8B, "alignment": DPO, "batch": 64, "lr": "5e-7", "lnc": "  lnc: 2"},
     "hf_llama3_8B_ORPO": {**LLAMA3_8B, "alignment": ORPO, "batch": 64, "lr": "5e-6"},
-    "hf_llama3_70B": {
-        "config": "llama3_70b.json", "layers": 80, "hidden": 8192, "nodes": 16, "pp": 8, "recompute": "full",
-    },
-    "hf_llama3_70B_interleaved": {
-        "config": "llama3_70b.json", "layers": 80, "hidden": 8192, "nodes": 16, "pp": 8, "vpp": 2, "recompute": "full",
-    },
-    "hf_llama3_70B_SFT": {
-        "config": "llama3_70b.json", "layers": 80, "hidden": 8192, "nodes": 16, "pp": 8, "alignment": SFT,
-    },
     "hf_llama3_8B_CP": {**LLAMA3_8B, "tp": 8, "strategy": "  context_parallel_size: 4", "ring": "True"},
-    "hf_llama2_7B": {"config": "llama2_7b.json", "layers": 32, "hidden": 4096, "length": 4096, "tp": 8, "strategy": ""},
+    "hf_llama3_70B": {**LLAMA3_70B, "recompute": "full"},
+    "hf_llama3_70B_SFT": {**LLAMA3_70B, "vpp": 2, "alignment": SFT},
     "hf_mistral_7B": {"config": "mistral_7b.json", "layers": 32, "hidden": 4096, "more": "  sliding_window_size: 4096"},
-    "hf_mistral_7B_lora": {
-        "config": "mistral_7b.json",
-        "layers": 32,
-        "hidden": 4096,
-        "alignment": "model_alignment_strategy:\n" + PEFT,
-        "zero1": "False",
-        "precision": "autocast",
-    },
     "hf_mixtral_8x7B": {
-        "config": "mixtral_8x7b.json",
-        "layers": 32,
-        "hidden": 4096,
-        "more": MOE.format(capacity="0.0", dropless="True"),
-        "strategy": "  expert_model_parallel_size: 1",
-    },
-    "hf_mixtral_8x7B_capacity": {
         "config": "mixtral_8x7b.json",
         "layers": 32,
         "hidden": 4096,
@@ -314,25 +290,18 @@ KINDS: dict[str, dict] = {
         "strategy": "  expert_model_parallel_size: 2\n  token_shuffle_group_size: 8",
         "tp": 16,
     },
-    "megatron_llama_7B": {**MEGATRON, "layers": 32, "hidden": 4096, "length": 4096, "tp": 8},
     "megatron_llama_70B": {
         **MEGATRON, "layers": 80, "hidden": 8192, "inner": 28672, "heads": 64, "groups": 8, "pp": 8, "nodes": 16,
-        "length": 4096,
+        "length": 4096, "precision": "bf16SR",
         "strategy": "  kv_replicator: 4",
     },
-    "megatron_llama_bf16SR": {**MEGATRON, "layers": 32, "hidden": 4096, "length": 4096, "tp": 8, "precision": "bf16SR"},
-    "megatron_llama_manual": {**MEGATRON, "layers": 32, "hidden": 4096, "length": 4096, "tp": 8, "precision": "manual"},
     "megatron_gpt_6.7B": {
-        **MEGATRON, "layers": 32, "hidden": 4096, "inner": 16384, "length": 2048, "tp": 8,
+        **MEGATRON, "layers": 32, "hidden": 4096, "inner": 16384, "length": 2048, "tp": 8, "precision": "manual",
         "norm": "layernorm", "positions": "learned_absolute", "activation": "gelu", "bias": "True",
     },
     "megatron_mixtral_8x7B": {
-        **MEGATRON, "layers": 32, "hidden": 4096, "inner": 14336, "groups": 8, "length": 4096,
+        **MEGATRON, "layers": 32, "hidden": 4096, "inner": 14336, "groups": 8, "length": 4096, "precision": "fp32",
         "more": MOE.format(capacity="0.0", dropless="True"), "strategy": "  expert_model_parallel_size: 1",
-    },
-    "megatron_llama_fp32": {
-        **MEGATRON, "layers": 16, "hidden": 2048, "inner": 8192, "heads": 32, "groups": 8, "length": 2048, "tp": 4,
-        "nodes": 1, "batch": 64, "precision": "fp32", "optimizer": "adamw",
     },
 }  # fmt: skip
 
@@ -356,7 +325,6 @@ CONFIGS = {
     "llama3_70b.json": {
         **LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80,
     },
-    "llama2_7b.json": {**LLAMA, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000},
     "mistral_7b.json": {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "vocab_size": 32000},
     "mixtral_8x7b.json": {**LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
 }  # fmt: skip

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from nxd_infer.context import make_context, use_context
 from nxd_infer.recipes.loop import Training
 from nxd_infer.recipes.prepare import prepare
 from nxd_infer.recipes.recipe import load
@@ -47,6 +49,12 @@ def losses_on_a_rank(file: str, overrides: list[str], steps: int) -> list[float]
     found.append(float(training.parameter_norm()))
     training.logs.close()
     return found
+
+
+def alone(file: Path, overrides: Sequence[str] = (), steps: int = 3) -> list[float]:
+    """The same of one rank, in this process."""
+    with use_context(make_context()):
+        return losses_on_a_rank(str(file), [*overrides], steps)
 
 
 def sizes_on_a_rank(file: str, overrides: list[str], steps: int) -> list[tuple[float, float]]:
