@@ -16,8 +16,8 @@ from torch import Tensor
 from nxd_infer.backends.compiler_args import WORDS
 from nxd_infer.backends.neuron import compiler, runtime
 from nxd_infer.backends.neuron.runtime import Taken
-from tests.integration.neuron.hlo_samples import lowered, samples
-from tests.integration.neuron.machines import REAL, TARGET, described
+from tests.support.neuron.hlo_samples import lowered, samples
+from tests.support.neuron.machines import REAL, TARGET, described
 
 F32, I64 = torch.float32, torch.int64
 SHAPE = (2, 4)

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.integration.neuron.machines import REAL
+from tests.support.neuron.machines import REAL
 
 ALONE = "NEURON_TEST_ALONE"
 TAKE_CORES = {"installed", "tools", "load"}
@@ -22,7 +22,7 @@ SECONDS = 800
 @pytest.fixture(scope="session", autouse=True)
 def real_signatures() -> None:
     if REAL and ALONE not in os.environ:
-        command = [sys.executable, "-m", "tests.integration.neuron.contract"]
+        command = [sys.executable, "-m", "tests.support.neuron.contract"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         if done.returncode or done.stdout.strip():
             said = done.stdout.strip() or done.stderr.strip()[-3000:]

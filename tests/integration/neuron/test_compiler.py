@@ -14,7 +14,7 @@ from nxd_infer.backends.compiler_args import arguments_of
 from nxd_infer.backends.neuron import compiler, cores
 from nxd_infer.backends.quantization import check_quantize
 from nxd_infer.errors import BackendUnavailableError, TraceConfigError, TraceError
-from tests.integration.neuron.machines import FAKE, described
+from tests.support.neuron.machines import FAKE, described
 
 BACKEND = registry.get("neuron")
 

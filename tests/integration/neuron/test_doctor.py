@@ -14,8 +14,8 @@ from nxd_infer.backends.hlo import installed
 from nxd_infer.backends.neuron import backend, compiler, cores, sdk
 from nxd_infer.backends.xla.training import train_on_replicas
 from nxd_infer.errors import ArtifactVersionError, BackendUnavailableError
-from tests.integration.neuron.machines import FAKE, described
 from tests.support.e2e.command import nxd_infer_here
+from tests.support.neuron.machines import FAKE, described
 
 
 @pytest.fixture

@@ -32,9 +32,9 @@ from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank_process.rank import Runtime
 from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
 from nxd_infer.trace import BucketModelConfig
-from tests.integration.neuron.machines import HAS_XLA, NEEDS_XLA, REAL, TARGET, neuron_machine
 from tests.support import tiny_models
 from tests.support import traced_models as models
+from tests.support.neuron.machines import HAS_XLA, NEEDS_XLA, REAL, TARGET, neuron_machine
 
 pytestmark = pytest.mark.skipif(not HAS_XLA, reason=NEEDS_XLA)
 stand_in = pytest.mark.skipif(REAL, reason="it needs a machine that can be described as one likes")

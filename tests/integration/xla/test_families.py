@@ -1,12 +1,10 @@
-"""Each family at each degree behind the real server, whose replicas load its artifact's HLO, and no model code.
+"""Families behind the real server, whose replicas load an artifact's HLO, and no model code; test_lowering has all.
 
 Greedy, drawn with a seed, and after a prompt of two pieces, it says what eager says, alone and with others beside it.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,12 +23,10 @@ from nxd_models.serving.eager_generation import Generated, generate_eager  # noq
 from nxd_server.http.openai.logprobs import legacy_name  # noqa: E402
 from nxd_server.text.tokenizer import Tokenizer  # noqa: E402
 from tests.integration.xla.rig import lower_here  # noqa: E402
-from tests.support.adapter_files import merge, write_adapter  # noqa: E402
 from tests.support.http.http_artifacts import real_server, trace_tiny  # noqa: E402
-from tests.support.http.http_servers import ServerProcess, is_error, wait_for  # noqa: E402
+from tests.support.http.http_servers import ServerProcess  # noqa: E402
 from tests.support.models.helpers import prompts_of  # noqa: E402
 
-DEGREES = (1, 2, 4)
 PIECE, NEW = 4, 5
 SHAPES: dict[str, Any] = {"batch_sizes": [4], "prompt_buckets": [PIECE], "max_len": 64}
 PROMPTS = [*prompts_of((3, PIECE + 2, 3), 280, seed=30), [20, 21, 22] * 3]
@@ -45,13 +41,10 @@ BODIES: list[dict[str, Any]] = [
     {"prompt": prompt, **{name: values[row] for name, values in SAMPLING.items()}} for row, prompt in enumerate(PROMPTS)
 ]
 ENCODERS = {
-    "bert": ("embed", "embedding"),
     "roberta": ("embed", "embedding"),
     "bert_classifier": ("classify", "logits"),
 }
 """Their tasks and outputs."""
-SAME = {"prompt": [5, 6], "max_tokens": 50, "logit_bias": {"7": 100}, "temperature": 0}
-"""All guesses are right: of so many some are verified, however slow that was when the server measured it."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,8 +95,7 @@ def process_of(server: ServerProcess, degree: int) -> int:
     return pid
 
 
-@pytest.mark.parametrize("degree", DEGREES)
-@pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("family", "degree"), [("mistral", 1), ("qwen2", 4)])
 def test_a_decoder_says_what_eager_says(family: str, degree: int, tmp_path: Path) -> None:
     artifact = trace_tiny(family, "generate", tmp_path, tp=degree, backend="xla", **SHAPES)
     wanted = eager(tmp_path / "model", PROMPTS, **SAMPLING)
@@ -113,33 +105,7 @@ def test_a_decoder_says_what_eager_says(family: str, degree: int, tmp_path: Path
             check(say(server, BODIES), wanted, tmp_path / "model")
 
 
-@pytest.mark.parametrize("degree", DEGREES)
-def test_slots_for_adapters_and_guesses_change_nothing_and_survive_a_fault(degree: int, tmp_path: Path) -> None:
-    features = {"speculate": 2, "lora_slots": 1, "lora_rank": 4}
-    artifact = trace_tiny("llama", "generate", tmp_path, tp=degree, backend="xla", **SHAPES, **features)
-    model, adapter = tmp_path / "model", write_adapter(tmp_path / "x", tmp_path / "model", rank=4)
-    adapted = eager(merge(model, adapter, tmp_path / "merged"), PROMPTS[:2])
-    bodies = [*BODIES, *({"prompt": prompt, "temperature": 0, "model": "x"} for prompt in PROMPTS[:2])]
-    wanted = [*eager(model, PROMPTS, **SAMPLING), *adapted]
-    assert all(ours.tokens != theirs.tokens for ours, theirs in zip(wanted, adapted, strict=False))
-    options = ("--speculate", "2", "--lora", f"x={adapter}", "--recovery-timeout", "300")
-    with real_server(artifact, *options) as server:
-        for say in (alone, at_once):
-            check(say(server, bodies), wanted, model)
-        (repeated,) = {tuple(answer["tokens"]) for answer in at_once(server, [SAME] * 3)}
-        assert len(repeated) == 50 and len(set(repeated)) == 1
-        assert server.metric("nxd_spec_decode_num_accepted_tokens_total") > 0
-        before = process_of(server, degree)
-        os.kill(before, signal.SIGKILL)
-        wait_for(lambda: server.get("/readyz").status_code == 503, message="nobody noticed")
-        is_error(server.post("/v1/completions", {"prompt": "a", "max_tokens": 2}), 503)
-        wait_for(lambda: server.get("/readyz").status_code == 200, 600.0, "it did not recover")
-        assert process_of(server, degree) != before
-        check(at_once(server, bodies), wanted, model)
-
-
-@pytest.mark.parametrize("degree", DEGREES)
-@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize(("family", "degree"), [("bert_classifier", 2), ("roberta", 4)])
 def test_an_encoder_gives_eagers_numbers(family: str, degree: int, tmp_path: Path) -> None:
     task, output = ENCODERS[family]
     shapes: dict[str, Any] = {"batch_sizes": [4], "prompt_buckets": [8]}

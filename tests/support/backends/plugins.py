@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nxd_infer.backends import registry
-from tests.integration.neuron.machines import neuron_machine
+from tests.support.neuron.machines import neuron_machine
 
 PLUGIN = str(Path(__file__).with_name("plugin"))
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +11,7 @@ import pytest
 
 from nxd_infer.backends.neuron import backend, cores, runtime
 from nxd_infer.errors import BackendUnavailableError, TraceConfigError
-from tests.integration.neuron.machines import described
+from tests.support.neuron.machines import described
 
 taken: list[cores.Claim] = []
 
@@ -141,20 +138,6 @@ def test_a_degree_that_the_instance_lacks(tmp_path: Path) -> None:
 def test_without_a_device_it_says_where_one_is(tmp_path: Path) -> None:
     with pytest.raises(BackendUnavailableError, match=r"no Neuron device \(/dev/neuron0\): run on an Inf2 or Trn1"):
         cores.claim(1)
-
-
-def test_another_process_keeps_its_cores_until_it_ends(tmp_path: Path) -> None:
-    described(tmp_path, "inf2.xlarge", 1)
-    code = "from nxd_infer.backends.neuron import cores\nc = cores.claim(2)\nprint(c.cores, flush=True)\ninput()"
-    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert other.stdout is not None and re.match(r"range\(0, 2\)", other.stdout.readline())
-        with pytest.raises(BackendUnavailableError, match="in use by other processes, which keep them until they end"):
-            cores.claim(1)
-    finally:
-        other.kill()
-        other.communicate(timeout=60)
-    assert claimed(2) == "0-1"
 
 
 def test_cores_are_not_kept_where_the_runtime_cannot_be_started(

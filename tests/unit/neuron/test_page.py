@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from nxd_infer.backends.neuron import backend, cores
-from tests.integration.neuron.contract import contract
+from tests.support.neuron.contract import contract
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/neuron.md").read_text()

@@ -1,6 +1,6 @@
 """Small HLO modules as torch_xla writes them: those that break a limit of Neuron's, and those that break none.
 
-``python -m tests.integration.neuron.hlo_samples`` writes them anew beside this file, where torch_xla 2.9 is installed;
+``python -m tests.support.neuron.hlo_samples`` writes them anew beside this file, where torch_xla 2.9 is installed;
 the tests of the lint read them everywhere.
 """
 

@@ -9,8 +9,7 @@ import pytest
 from nxd_infer.backends.neuron import lint
 from nxd_infer.backends.neuron.hlo import Module
 from nxd_infer.errors import TraceError
-from tests.integration.neuron.hlo_samples import FOLDER, made, plain, stored
-from tests.integration.neuron.machines import HAS_XLA, NEEDS_XLA
+from tests.support.neuron.hlo_samples import FOLDER, stored
 
 TYPES = "types of NeuronCore-v2"
 BREAKING = {
@@ -78,9 +77,3 @@ def test_a_number_of_float64_counts_where_something_is_computed_in_it() -> None:
 def test_the_error_names_every_rule_and_place() -> None:
     with pytest.raises(TraceError, match=r"(?s)cannot run on a NeuronCore.*at convert\.\d+: NeuronCore-v2 has no F64"):
         lint.check(Module(stored("float64")), {})
-
-
-@pytest.mark.skipif(not HAS_XLA, reason=NEEDS_XLA)
-@pytest.mark.parametrize("name", [*BREAKING, *SOUND])
-def test_the_stored_modules_are_those_that_torch_xla_makes(name: str) -> None:
-    assert plain(made(name)) == plain(stored(name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import inspect
 import json
@@ -34,18 +33,6 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     else:
         for key, entry in items:
             yield from leaves(entry, (*path, key))
-
-
-def changed(contract: dict[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:
-    """The contract with one value changed."""
-    new = copy.deepcopy(contract)
-    *way, last = path
-    inner: Any = new
-    for key in way:
-        inner = inner[key]
-    value = inner[last]
-    inner[last] = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else f"{value}, other"
-    return new
 
 
 def ours() -> dict[str, Any]:
