@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -24,4 +24,6 @@ def shown(parameter: inspect.Parameter) -> str:
     default = parameter.default
     if default is parameter.empty:
         return parameter.name
+    if isinstance(default, Mapping):
+        default = dict(default)
     return f"{parameter.name}={default.__name__ if inspect.isfunction(default) else repr(default)}"

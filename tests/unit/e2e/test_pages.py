@@ -26,7 +26,7 @@ def test_every_path_that_a_page_names_is_there():
         for page, text in texts.items()
         for path in re.findall(r"`((?:nxd_infer|tests|docs|models|server|deploy|examples)/[\w./]*)`", text)
     ]
-    assert len(paths) > 60 and [(page, path) for page, path in paths if not (ROOT / path).exists()] == []
+    assert len(paths) > 30 and [(page, path) for page, path in paths if not (ROOT / path).exists()] == []
 
 
 def test_every_torchrun_over_machines_says_how_they_meet():

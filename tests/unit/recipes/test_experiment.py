@@ -175,7 +175,7 @@ def test_a_logger_whose_package_is_missing_is_one_sentence(package, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     Path("r.yaml").write_text(
         f"trainer: {{max_steps: 1}}\ndata: {{train_dir: x}}\nexp_manager: {{create_{package}_logger: true}}\n"
-        "model: {num_layers: 1, hidden_size: 8, num_attention_heads: 2}\n"
+        "model: {num_layers: 1, hidden_size: 8, num_attention_heads: 2}\nprecision: {type: fp32}\n"
     )
     told = f"r.yaml:3: exp_manager.create_{package}_logger: needs the package {package}: pip install {package}, or set"
     refused(here("train", "r.yaml"), told)
