@@ -103,11 +103,7 @@ def test_user_data_runs_the_server_on_every_device(devices: int, target: str, tp
         assert old in text
         text = text.replace(old, new)
     done = subprocess.run(
-        ["bash", "-c", text],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"},
+        ["bash", "-c", text], capture_output=True, text=True, timeout=60, env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
     )
     calls = [shlex.split(line) for line in (tmp_path / "calls").read_text().splitlines()]
     if not devices:

@@ -25,10 +25,7 @@ from tests.support.seeds.model import get_model, tokens
 def train(tp: int) -> list[float]:
     """The model of the tests has one module for q, k and v; its name is the word to find. Losses of four steps."""
     lora_config = printed_config(target_modules=["qkv_proj"], lora_dropout=0.0)
-    nxd_config = neuronx_distributed.neuronx_distributed_config(
-        tensor_parallel_size=tp,
-        lora_config=lora_config,
-    )
+    nxd_config = neuronx_distributed.neuronx_distributed_config(tensor_parallel_size=tp, lora_config=lora_config)
     torch.manual_seed(0)
     model = neuronx_distributed.initialize_parallel_model(nxd_config, get_model)
     assert isinstance(model.local_module(), LoRAModel)
@@ -89,10 +86,7 @@ def save_and_load(checkpoint_dir: str, tp: int, config_in_adapter: bool) -> None
         started = lora_config
         if mode["merge_lora"]:  # nothing of an adapter is left in it
             lora_config = None
-        nxd_config = nxd.neuronx_distributed_config(
-            tensor_parallel_size=tp,
-            lora_config=lora_config,
-        )
+        nxd_config = nxd.neuronx_distributed_config(tensor_parallel_size=tp, lora_config=lora_config)
         torch.manual_seed(1 if mode["save_lora_base"] else 0)
         model = nxd.initialize_parallel_model(nxd_config, get_model)
         if mode["save_lora_base"]:

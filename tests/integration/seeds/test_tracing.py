@@ -78,10 +78,7 @@ def test_every_argument_by_place_and_by_name(tmp_path: Path):
     work, words = tmp_path / "some" / "work", ["--model-type=transformer", "-O1"]
     by_place = (get_logits, ids(), work, words, True, None, 1, None)
     by_name = (get_logits, ids(), str(work), " ".join(words), True, None, 2, 1)
-    for place, arguments, named in (
-        ("place", by_place, {}),
-        ("name", (), dict(zip(DOCUMENTED, by_name, strict=True))),
-    ):
+    for place, arguments, named in (("place", by_place, {}), ("name", (), dict(zip(DOCUMENTED, by_name, strict=True)))):
         with parallel_model_trace(*arguments, **named, backend="eager") as model:
             assert isinstance(model, nxd.trace.TensorParallelModel)
             assert close(model(ids()), ids())

@@ -107,11 +107,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "full": {
         "activation_checkpoint_config": "full",
         "pipeline_config": {"transformer_layer_cls": LlamaDecoderLayer},
+        "pad_model": True,
     },
-    "selective": {"activation_checkpoint_config": CoreAttention},
-    "padded": {"pad_model": True},
-    "zero": {"optimizer_config": {"zero_one_enabled": True}},
-    "in turns": {"model_init_config": {"sequential_move_factor": 1}},
+    "selective": {
+        "activation_checkpoint_config": CoreAttention,
+        "optimizer_config": {"zero_one_enabled": True},
+        "model_init_config": {"sequential_move_factor": 1},
+    },
     "meta": {"model_init_config": {"meta_device_init": True, "param_init_fn": init_weights}},
 }
 
@@ -205,14 +207,8 @@ def zero_sample(folder: str, tp: int) -> list[float]:
     param_optimizer = list(model.named_parameters())
 
     optimizer_grouped_parameters = [
-        {
-            "params": [p for n, p in param_optimizer if not any(nd in n for nd in no_decay)],
-            "weight_decay": 0.01,
-        },
-        {
-            "params": [p for n, p in param_optimizer if any(nd in n for nd in no_decay)],
-            "weight_decay": 0.0,
-        },
+        {"params": [p for n, p in param_optimizer if not any(nd in n for nd in no_decay)], "weight_decay": 0.01},
+        {"params": [p for n, p in param_optimizer if any(nd in n for nd in no_decay)], "weight_decay": 0.0},
     ]
 
     optimizer = NeuronZero1Optimizer(
@@ -260,46 +256,26 @@ def checkpoint_calls(folder: str, tp: int) -> None:
     before = float(model.run_eval(tokens()))
 
     nxd.trainer.save_checkpoint(folder, "positions", model, optimizer, scheduler, {"epoch": 1}, 8, False, None, False)
-    nxd.trainer.save_checkpoint(
-        path=folder,
-        tag="names",
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        user_content={"epoch": 2},
-        num_workers=8,
-        use_xser=True,
-        num_kept_ckpts=3,
-        async_save=True,
-        zero1_optimizer=True,
-    )
-    nxd.trainer.save_checkpoint(folder, tag="parts", model=model)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     nxd.trainer.save_checkpoint(folder, tag="dicts", zero1_optimizer=True, num_kept_ckpts=3, **state)
-    tags = sorted(path.name for path in Path(folder).iterdir() if path.is_dir())
-    assert tags == ["dicts", "names", "parts"], tags
-
+    nxd.trainer.save_checkpoint(folder, tag="parts", model=model)
+    job = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "num_workers": 8}
+    nxd.trainer.save_checkpoint(
+        path=folder, tag="names", user_content={"epoch": 2}, use_xser=True, num_kept_ckpts=3, async_save=True,
+        zero1_optimizer=True, **job,
+    )  # fmt: skip
+    load = nxd.trainer.load_checkpoint
     for call, content in (
-        (lambda: nxd.trainer.load_checkpoint(folder, "names", model, optimizer, scheduler, 8, True), {"epoch": 2}),
-        (
-            lambda: nxd.trainer.load_checkpoint(
-                path=folder,
-                tag="names",
-                model=model,
-                optimizer=optimizer,
-                scheduler=scheduler,
-                num_workers=8,
-                strict=True,
-            ),
-            {"epoch": 2},
-        ),
-        (lambda: nxd.trainer.load_checkpoint(folder, "parts", model=model, strict=False), None),
-        (lambda: nxd.trainer.load_checkpoint(folder, model=model, optimizer=optimizer), None),  # the newest
+        (lambda: load(folder, "names", model, optimizer, scheduler, 8, True), {"epoch": 2}),
+        (lambda: load(path=folder, tag="names", strict=True, **job), {"epoch": 2}),
+        (lambda: load(folder, "parts", model=model, strict=False), None),
+        (lambda: load(folder, model=model, optimizer=optimizer), {"epoch": 2}),  # the newest
     ):
         for param in model.parameters():
             nn.init.zeros_(param)
         assert call() == content
         assert float(model.run_eval(tokens())) == before
+    assert sorted(path.name for path in Path(folder).iterdir() if path.is_dir()) == ["dicts", "names", "parts"]
 
 
 def test_checkpoints(tmp_path: Path):

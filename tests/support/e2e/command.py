@@ -52,11 +52,7 @@ def here(*arguments: object, columns: int = 160) -> Done:
 
     out, err, status = io.StringIO(), io.StringIO(), 0
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-    ):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", ["nxd-infer", *map(str, arguments)])
         patch.setenv("COLUMNS", str(columns))
         for one in (console, aside):  # it took its width when it was made, perhaps by an earlier test

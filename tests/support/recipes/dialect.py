@@ -20,19 +20,14 @@ trainer:
   log_every_n_steps: {every}
   val_check_interval: {steps}
   check_val_every_n_epoch: null
-  num_sanity_val_steps: 0
   limit_val_batches: 1
-  limit_test_batches: 1
   gradient_clip_val: 1.0
 {lnc}
 exp_manager:
-  log_local_rank_0_only: True
   create_tensorboard_logger: True
   explicit_log_dir: null
-  exp_dir: null
   name: {name}
   resume_if_exists: True
-  resume_ignore_no_checkpoint: True
   create_checkpoint_callback: True
   checkpoint_callback_params:
     monitor: step
@@ -44,11 +39,7 @@ exp_manager:
     every_n_train_steps: 200
     use_master_weights_in_ckpt: False
   log_parameter_norm: True
-  log_gradient_norm: True
-  enable_recovery_time_instrumentation: False
   save_xser: True
-  load_xser: True
-  save_bf16: False
   async_checkpointing: False
   resume_from_checkpoint: null
   ckpt_ptl_version: "2.5.0"
@@ -80,12 +71,8 @@ MEGATRON_DATA = """data:
   tokenizer:
     library: huggingface
     type: $HOME/models/llama
-    model: null
-    vocab_file: null
     merge_file: null
-    delimiter: null
     sentencepiece_legacy: False
-    use_fast: False
   data_prefix:
     - 1.0
     - $HOME/examples_datasets/book.jsonl-processed_text_document
@@ -93,15 +80,11 @@ MEGATRON_DATA = """data:
   data_impl: mmap
   splits_string: 980,10,10
   seq_length: ${{model.encoder_seq_length}}
-  skip_warmup: True
   num_workers: 1
   dataloader_type: single
   reset_position_ids: False
-  reset_attention_mask: False
   eod_mask_loss: False
-  validation_drop_last: True
   no_seqlen_plus_one_input_tokens: False
-  pad_samples_to_global_batch_size: False
 {data}
 """
 
@@ -129,16 +112,11 @@ MEGATRON_MODEL = """model:
   num_attention_heads: {heads}
   num_kv_heads: {groups}
   init_method_std: 0.021
-  use_scaled_init_method: True
   hidden_dropout: 0.0
-  attention_dropout: 0.0
-  ffn_dropout: 0.0
-  apply_query_key_layer_scaling: True
   normalization: {norm}
   layernorm_epsilon: 1e-5
   do_layer_norm_weight_decay: False
   make_vocab_size_divisible_by: 8
-  persist_layer_norm: True
   share_embeddings_and_output_weights: False
   position_embedding_type: {positions}
   rotary_percentage: 1.0
@@ -160,7 +138,6 @@ OPTIM = """  fusions:
     name: {optimizer}
     lr: {lr}
     weight_decay: 0.01
-    capturable: False
     betas:
     - 0.9
     - 0.999
@@ -179,16 +156,11 @@ precision:
   master_weights: True
   fp32_grad_acc: True
   xla_use_bf16: '0'
-  xla_downcast_bf16: '0'
-  neuron_rt_stochastic_rounding_en: '0'
   parallel_layers_reduce_dtype: bf16
 {alignment}
 compiler_flags: '--model-type transformer'
-compiler_cache_url: null
 aync_exec_max_inflight_requests: 5
 bucket_size_collectives: 1024
-neuron_rt_exec_timeout: 100
-neuron_experimental_compress_rg: False
 """
 
 SFT = "model_alignment_strategy:\n  sft:\n    packing: True\n"
@@ -197,13 +169,9 @@ PEFT = """  peft:
     lora_alpha: 32
     lora_dropout: 0.05
     lora_bias: "none"
-    lora_verbose: True
     target_modules: ["qkv_proj"]
-    load_lora_from_ckpt: False
-    save_lora_base: False
     merge_lora: False
     save_lora_config_adapter: True
-    merge_sharded_lora: False
 """
 DPO = """model_alignment_strategy:
   dpo:
@@ -219,7 +187,6 @@ ORPO = (
 MOE = """  moe:
     num_experts: 8
     frequency: 1
-    dropout: 0.0
     capacity_factor: {capacity}
     dropless: {dropless}
     routing_algorithm: top_k

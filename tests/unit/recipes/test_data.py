@@ -37,19 +37,15 @@ def tokenizer(model_dir) -> Tokenizer:
         ("x.jsonl", '{"text": "a"}\n7\n', "x.jsonl:2 is a record of type int"),
         ("x.json", "[1", "is not JSON"),
         ("x.bin", "", "is of no kind that is read"),
+        ("none", None, "is not there"),
+        ("", None, "has no file"),
     ],
 )
-def test_a_damaged_file_is_named_with_its_line(tmp_path, name, text, message):
-    (tmp_path / name).write_text(text)
+def test_a_damaged_file_is_named_with_its_line_and_a_missing_one(tmp_path, name, text, message):
+    if text is not None:
+        (tmp_path / name).write_text(text)
     with pytest.raises(RecipeError, match=message):
         list(records(tmp_path / name))
-
-
-def test_nothing_there_is_said(tmp_path):
-    with pytest.raises(RecipeError, match="is not there"):
-        list(records(tmp_path / "none"))
-    with pytest.raises(RecipeError, match="has no file"):
-        list(records(tmp_path))
 
 
 # --- records ------------------------------------------------------------------------------------------------
@@ -64,10 +60,7 @@ def counted(example: Example, tokenizer: Tokenizer) -> str:
 def test_only_the_answer_counts(model_dir, tokenizer):
     encoder = Encoder(tokenizer, ChatTemplate.from_dir(model_dir))
     end = tokenizer.id_to_token(EOS) or ""
-    for record in (
-        {"prompt": "What? ", "completion": "That."},
-        {"input": "What? ", "output": "That."},
-    ):
+    for record in ({"prompt": "What? ", "completion": "That."}, {"input": "What? ", "output": "That."}):
         (found,) = encoder.examples(record, 0)
         assert tokenizer.decode(found.ids) == "What? That."
         assert counted(found, tokenizer) == "That." + end
