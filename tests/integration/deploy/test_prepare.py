@@ -233,21 +233,24 @@ def test_what_is_damaged_in_a_bucket_or_has_no_room_is_refused_and_not_kept(
     assert kept(tmp_path) == []
 
 
-def test_what_is_no_model_is_named(bucket, tmp_path: Path):
-    bucket["models/other/readme.txt"] = b"x"
-    with pytest.raises(
-        ArtifactError, match=r"s3://models/other is neither an artifact, which has a manifest.json, nor"
-    ):
-        prepare("s3://models/other", settings(tmp_path))
-    with pytest.raises(ArtifactError, match=r"s3://models/nothing holds no files"):
-        prepare("s3://models/nothing", settings(tmp_path))
-    with pytest.raises(CheckpointError, match=r"nowhere://a: Protocol not known"):
-        prepare("nowhere://a", settings(tmp_path))
-    with pytest.raises(CheckpointError, match=r"'s3://' names no bucket; give s3://bucket/prefix"):
-        prepare("s3://", settings(tmp_path))
-    with pytest.raises(CheckpointError, match=r"s3://forbidden"):
-        bucket["forbidden/manifest.json"] = b"{}"
-        prepare("s3://forbidden", settings(tmp_path))
+@pytest.mark.parametrize(
+    ("given", "kind", "told"),
+    [
+        (
+            "s3://models/other",
+            ArtifactError,
+            "is neither an artifact, which has a manifest.json, nor",
+        ),
+        ("s3://models/nothing", ArtifactError, "s3://models/nothing holds no files"),
+        ("nowhere://a", CheckpointError, "nowhere://a: Protocol not known"),
+        ("s3://", CheckpointError, "'s3://' names no bucket; give s3://bucket/prefix"),
+        ("s3://forbidden", CheckpointError, "s3://forbidden"),
+    ],
+)
+def test_what_is_no_model_is_named(bucket, tmp_path: Path, given, kind, told):
+    bucket.update({"models/other/readme.txt": b"x", "forbidden/manifest.json": b"{}"})
+    with pytest.raises(kind, match=told):
+        prepare(given, settings(tmp_path))
 
 
 def test_a_trace_that_fails_says_where_its_options_come_from(model: Path, tmp_path: Path, capfd):

@@ -11,27 +11,14 @@ from nxd_infer.parallel_layers.parallel_state import get_tensor_model_parallel_s
 HEADS, HIDDEN = 4, 32
 
 
-def bert_config():
-    from transformers import BertConfig
-
-    return BertConfig(
-        vocab_size=96,
-        hidden_size=HIDDEN,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        intermediate_size=64,
-        max_position_embeddings=32,
-        num_labels=3,
-        attn_implementation="eager",
-    )
-
-
 def plain_bert():
     """What ``from_pretrained`` would give, without a download: a seeded model."""
-    from transformers import BertForSequenceClassification
+    from transformers import BertConfig, BertForSequenceClassification
 
+    sizes = {"vocab_size": 96, "hidden_size": HIDDEN, "intermediate_size": 64, "max_position_embeddings": 32}
+    parts = {"num_hidden_layers": 2, "num_attention_heads": HEADS, "num_labels": 3}
     torch.manual_seed(0)
-    return BertForSequenceClassification(bert_config()).eval()
+    return BertForSequenceClassification(BertConfig(**sizes, **parts, attn_implementation="eager")).eval()
 
 
 def get_bert(checkpoint: str):
