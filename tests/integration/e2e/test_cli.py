@@ -135,8 +135,9 @@ def test_a_checkpoint_is_traced_in_eight_bits_and_verified(model_dir, tmp_path):
     done = here("trace", model_dir, *source, "--out", out, *options)
     assert done.status == 0 and "linear layers keep their weights in int8" in done.out, done
     done = here("verify", out, model_dir, *source)
-    assert done.status == 0 and "weights rounded to int8" in done.out, done
-    assert f"{tmp_path / 'ckpts'}(first)" in "".join(done.out.split())  # wherever the title is cut into lines
+    assert done.status == 0, done
+    title = "".join(done.out.split())  # wherever it is cut into lines
+    assert f"{tmp_path / 'ckpts'}(first)" in title and "weightsroundedtoint8" in title, done.out
     for others in ((), source[:2]):  # the directory's, and the newest checkpoint
         assert here("verify", out, model_dir, *others).status == 1
     refused(here("verify", out, model_dir, "--tag", "first"), "--checkpoint")
