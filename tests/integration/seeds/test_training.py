@@ -1,4 +1,4 @@
-"""Configurations, the wrappers of model and optimizer, ZeRO-1 and checkpoints of a job, as the documents call them."""
+"""Configurations, the wrappers of model and optimizer, and ZeRO-1, as the documents call them."""
 
 from __future__ import annotations
 
@@ -241,42 +241,3 @@ def test_the_zero1_sample(tmp_path: Path):
     assert expected == sorted(expected, reverse=True)
     for losses in run_ranks(zero_sample, 2, str(tmp_path / "two"), 1, tp=1):  # all ranks have the same rows
         assert losses == pytest.approx(expected, rel=1e-4)
-
-
-# --- checkpoints --------------------------------------------------------------------------------------------
-
-
-def checkpoint_calls(folder: str, tp: int) -> None:
-    nxd_config = nxd.neuronx_distributed_config(tp, optimizer_config={"zero_one_enabled": True})
-    model = nxd.initialize_parallel_model(nxd_config, get_model)
-    optimizer = nxd.initialize_parallel_optimizer(nxd_config, AdamW, model.parameters(), lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    model.run_train(tokens())
-    optimizer.step()
-    before = float(model.run_eval(tokens()))
-
-    nxd.trainer.save_checkpoint(folder, "positions", model, optimizer, scheduler, {"epoch": 1}, 8, False, None, False)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    nxd.trainer.save_checkpoint(folder, tag="dicts", zero1_optimizer=True, num_kept_ckpts=3, **state)
-    nxd.trainer.save_checkpoint(folder, tag="parts", model=model)
-    job = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "num_workers": 8}
-    nxd.trainer.save_checkpoint(
-        path=folder, tag="names", user_content={"epoch": 2}, use_xser=True, num_kept_ckpts=3, async_save=True,
-        zero1_optimizer=True, **job,
-    )  # fmt: skip
-    load = nxd.trainer.load_checkpoint
-    for call, content in (
-        (lambda: load(folder, "names", model, optimizer, scheduler, 8, True), {"epoch": 2}),
-        (lambda: load(path=folder, tag="names", strict=True, **job), {"epoch": 2}),
-        (lambda: load(folder, "parts", model=model, strict=False), None),
-        (lambda: load(folder, model=model, optimizer=optimizer), {"epoch": 2}),  # the newest
-    ):
-        for param in model.parameters():
-            nn.init.zeros_(param)
-        assert call() == content
-        assert float(model.run_eval(tokens())) == before
-    assert sorted(path.name for path in Path(folder).iterdir() if path.is_dir()) == ["dicts", "names", "parts"]
-
-
-def test_checkpoints(tmp_path: Path):
-    at_degree(2, checkpoint_calls, str(tmp_path), 2)

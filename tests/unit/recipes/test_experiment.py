@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ import torch
 from nxd_infer.checkpoint.api import save_checkpoint
 from nxd_infer.checkpoint.folder import complete_checkpoints
 from nxd_infer.checkpoint.storage import storage_of
-from nxd_infer.errors import RecipeError
+from nxd_infer.errors import RankFailedError, RecipeError
 from nxd_infer.recipes.experiment import Keeper, Patience, checkpoint_name, log_dir_of, saves, validates
 from nxd_infer.recipes.launch import check_world, first_host, is_a_rank, variables_of_slurm
 from nxd_infer.recipes.model_schema import RATES, Optim, Sched
 from nxd_infer.recipes.optim import OPTIMIZERS, Rate, optimizer_arguments, parameter_groups
+from nxd_infer.recipes.rank_processes import _raise_first_failure
 from nxd_infer.recipes.recipe import check
 from nxd_infer.recipes.schema import CheckpointCallback, EarlyStopping, ExpManager, Trainer
 from nxd_infer.recipes.yaml_text import parse_yaml
@@ -180,3 +182,11 @@ def test_a_logger_whose_package_is_missing_is_one_sentence(package, tmp_path, mo
     plan = here("train", "r.yaml", "--check")
     assert plan.status == 0 and f"cannot be trained here: {told}" in plan.out
     assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"]
+
+
+def test_of_ranks_that_have_failed_at_once_the_one_that_was_killed_is_named(tmp_path):
+    """The others may have failed because of it."""
+    ranks = [SimpleNamespace(returncode=code, explain=lambda code=code: f"has {code}") for code in (0, 1, -9)]
+    (tmp_path / "log").write_text("what they said\n")
+    with pytest.raises(RankFailedError, match="rank 2 has -9"):
+        _raise_first_failure(ranks, tmp_path / "log")
