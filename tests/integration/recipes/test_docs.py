@@ -8,67 +8,57 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nxd_infer.context import make_context, use_context
 from nxd_infer.recipes.loop import train
-from nxd_infer.recipes.recipe import check, load
-from nxd_infer.recipes.schema import Recipe
-from nxd_infer.recipes.yaml_text import parse_yaml
-from nxd_infer.util.options import table
-from tests.support.e2e.command import ROOT, nxd_infer_here
+from nxd_infer.recipes.recipe import load
+from tests.support.e2e.command import ROOT, here
 from tests.support.tiny_models import VOCAB_SIZE, write_tiny
 
 PAGE = (ROOT / "docs/recipes.md").read_text()
 VOCABULARY = 2048
 """Of pretrain.yaml's tokenizer."""
-EXAMPLES = sorted(path.name for path in (ROOT / "examples/recipes").glob("*.yaml"))
 
 
-def test_the_table_is_that_of_the_keys():
-    assert PAGE.split("## Keys\n")[1].strip() == table(Recipe, "key", python=False).strip()
-
-
-def test_the_example_in_the_text_is_a_recipe(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    loaded = check(parse_yaml(PAGE.split("```yaml\n")[1].split("```")[0], "page.yaml"))
-    assert loaded.recipe.exp_manager.name == "my_model" and loaded.recipe.data.train_dir == "/home/me/data/train.jsonl"
-    assert loaded.recipe.model.optim.lr == 3e-4 and loaded.unused == {}
-
-
-def test_the_examples_are_recipes():
-    assert EXAMPLES == ["dpo.yaml", "llama3_70b.yaml", "llama3_8b.yaml", "lora.yaml", "pretrain.yaml", "sft.yaml"]
-    for name in EXAMPLES:
-        load(ROOT / "examples/recipes" / name)
-
-
-def test_the_first_commands_can_be_followed(tmp_path, capsys, monkeypatch):
-    """As they stand, where the examples are: the data is written, the plan misses nothing, the others are recipes."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+@pytest.fixture(scope="module")
+def commands() -> list[list[str]]:
+    """Those that the page begins with."""
     lines = PAGE.split("```console\n")[1].split("```")[0].splitlines()
-    _, (_, *script), *commands, serve = [shlex.split(line.removeprefix("$ "), comments=True) for line in lines]
-    subprocess.run([sys.executable, *script], check=True, capture_output=True, timeout=300)
-    for program, command, recipe, *arguments in commands:
+    return [shlex.split(line.removeprefix("$ "), comments=True) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def pretrained(commands, tmp_path_factory):
+    """A folder in which the commands of the examples have run so far, on few steps and a part of the data."""
+    folder = tmp_path_factory.mktemp("examples")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    subprocess.run([sys.executable, *commands[1][1:]], check=True, capture_output=True, timeout=300, cwd=folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        losses_of_two_steps("pretrain")
+    return folder
+
+
+def test_the_first_commands_can_be_followed(pretrained, commands, monkeypatch):
+    """As they stand, where the examples are: the data is written, the plan misses nothing, the others are recipes."""
+    monkeypatch.chdir(pretrained)
+    _, _, *training, serve = commands
+    for program, command, recipe, *arguments in training:
         assert (program, command) == ("nxd-infer", "train")
         load(recipe, [one for one in arguments if "=" in one])
-    plan = nxd_infer_here(capsys, monkeypatch, *commands[0][1:])
-    assert commands[0][-1] == "--check" and plan.status == 0 and "is not there" not in plan.out
-    assert serve == ["nxd-infer", "serve", commands[-1][-1]]
-    check_data(tmp_path / "data")
-
-
-def check_data(folder: Path) -> None:
+    plan = here(*training[0][1:])
+    assert training[0][-1] == "--check" and plan.status == 0 and "is not there" not in plan.out
+    assert serve == ["nxd-infer", "serve", training[-1][-1]]
     for kind, columns in (
         ("pretrain", {"text"}),
         ("sft", {"prompt", "completion"}),
         ("dpo", {"prompt", "chosen", "rejected"}),
     ):
         for part in (f"{kind}.jsonl", f"{kind}.val.jsonl"):
-            rows = [json.loads(line) for line in (folder / part).read_text().splitlines()]
+            rows = [json.loads(line) for line in (pretrained / "data" / part).read_text().splitlines()]
             assert len(rows) >= 4 and all(set(row) == columns for row in rows)
 
 
@@ -93,24 +83,13 @@ def test_the_files_of_an_experiment_are_those_of_the_page(pretrained):
     assert names - found == {"ranks.log", "reference.safetensors"} and found - names == {"version_0"}
 
 
-@pytest.fixture(scope="module")
-def pretrained(tmp_path_factory):
-    """A folder in which the commands of the examples have run so far."""
-    folder = tmp_path_factory.mktemp("examples")
-    script = ROOT / "examples/recipes/python_text.py"
-    subprocess.run([sys.executable, str(script), "data"], check=True, capture_output=True, timeout=300, cwd=folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        losses_of_two_steps("pretrain")
-    return folder
-
-
 def losses_of_two_steps(name: str) -> list[float]:
     """Train an example on one rank and a part of its data."""
     few = ["trainer.max_steps=2", "model.optim.sched.warmup_steps=0", "trainer.log_every_n_steps=1"]
     alone = ["trainer.devices=1", "distributed_strategy.tensor_model_parallel_size=1", "data.dev_choose_samples=100"]
+    plain = ["precision.type=fp32"]  # most processors are slow at bfloat16
     with use_context(make_context()):
-        log_dir = train(load(ROOT / f"examples/recipes/{name}.yaml", [*few, *alone])).log_dir
+        log_dir = train(load(ROOT / f"examples/recipes/{name}.yaml", [*few, *alone, *plain])).log_dir
     return [scalar.value for scalar in EventAccumulator(str(log_dir)).Reload().Scalars("loss")]
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from nxd_infer.recipes import loop
+from nxd_infer.errors import RankFailedError
+from nxd_infer.recipes import loop, rank_processes
 from nxd_infer.recipes.loop import Training, train
 from nxd_infer.recipes.recipe import load
 from tests.support.ranks import run_ranks
@@ -31,3 +34,9 @@ def test_a_process_trains_again_after_a_failure(tmp_path):
     write_tiny("llama", tmp_path / "model")
     write_pairs(tmp_path)
     assert run_ranks(trained_after_a_failure, 2, str(write(tmp_path, 2)), tp=1) == [2, 2]
+
+
+def test_what_several_ranks_say_is_told_once(tmp_path):
+    said = "import sys; print('of one\\nerror: of both\\nerror: of both', file=sys.stderr); sys.exit(1)"
+    with pytest.raises(RankFailedError, match=r"ranks\.log:\nof one\nerror: of both\Z"):
+        rank_processes.run_ranks([sys.executable, "-c", said], 1, tmp_path / "ranks.log", timeout=60)

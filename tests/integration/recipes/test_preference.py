@@ -1,8 +1,6 @@
-"""Preference losses and their gradients are those of trl, on the same batch."""
+"""Preference losses and their gradients are those of trl, on the same batch; a rate is that of transformers."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import pytest
 import torch
@@ -10,11 +8,27 @@ import torch
 from nxd_infer.context import make_context, use_context
 from nxd_infer.parallel_layers.loss_functions import IGNORED
 from nxd_infer.recipes.job import make_model
+from nxd_infer.recipes.model_schema import Sched
+from nxd_infer.recipes.optim import Rate
 from nxd_infer.recipes.preference import PreferenceModel
 from nxd_infer.recipes.schema import Dpo, Orpo
-from tests.support.ranks import run_ranks
-from tests.support.recipes.pairs import LENGTH, PAIRS, batch, rank_loss
-from tests.support.tiny_models import PAD, write_tiny
+from tests.support.tiny_models import PAD, VOCAB_SIZE, write_tiny
+
+PAIRS, LENGTH = 3, 24
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Pairs of answers of different lengths: rows [2 * pairs, S], a chosen one, then its rejected one."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(5, VOCAB_SIZE, (2 * PAIRS, LENGTH), generator=generator)
+    mask, targets = torch.ones_like(ids), ids.clone()
+    for row in range(2 * PAIRS):
+        prompt, size = 4 + row // 2, 12 + 2 * row
+        ids[row, :prompt] = ids[row // 2 * 2, :prompt]
+        mask[row, size:] = 0
+        ids[row, size:] = PAD
+        targets[row, :prompt] = targets[row, size:] = IGNORED
+    return {"input_ids": ids, "attention_mask": mask, "targets": torch.where(targets == IGNORED, targets, ids)}
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +118,11 @@ def test_orpo_is_trls(folders, tmp_path):
     compare(found, loss, trainer.model)
 
 
-def test_two_ranks_have_the_loss_of_one(folders):
-    policy, _ = folders
-    reference = torch.linspace(-20, -10, 2 * PAIRS)
-    with use_context(make_context()):
-        expected = partial(rank_loss, str(policy))(reference)
-    assert run_ranks(rank_loss, 2, str(policy), reference, tp=2) == pytest.approx([expected] * 2, abs=1e-5)
+def test_the_linear_rate_is_that_of_transformers():
+    """Which NxD Training's schedule of this name is."""
+    import transformers
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs = transformers.get_linear_schedule_with_warmup(optimizer, 3, 12)
+    ours = Rate(Sched(warmup_steps=3), lr=1.0, steps=12)
+    assert [ours(step) for step in range(14)] == pytest.approx([theirs.lr_lambdas[0](step) for step in range(14)])

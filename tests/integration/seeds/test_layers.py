@@ -25,98 +25,60 @@ from neuronx_distributed.parallel_layers.parallel_state import (
 from tests.support.seeds.degrees import alone, at_degree
 
 
-def layer_calls() -> dict[str, tuple[int, ...]]:
-    """By position, by keyword, with every documented argument."""
-    shapes = {}
-    tokens, x = torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 4, 8)
-    for embedding in (
+def layer_calls() -> dict[str, set[tuple[int, ...]]]:
+    """Shapes of the results of layers made by position and by keyword, with every documented argument."""
+    tokens, x, f32 = torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 4, 8), torch.float32
+    by_name = {"sequence_parallel_enabled": False, "dtype": f32}
+    embeddings = (
         parallel_layers.ParallelEmbedding(16, 8),
-        parallel_layers.ParallelEmbedding(16, 8, init.normal_, torch.float32, None),
+        parallel_layers.ParallelEmbedding(16, 8, init.normal_, f32, None),
         parallel_layers.ParallelEmbedding(
-            num_embeddings=16, embedding_dim=8, init_method=init.xavier_normal_, dtype=torch.float32, device="cpu"
+            num_embeddings=16, embedding_dim=8, init_method=init.xavier_normal_, dtype=f32, device="cpu"
         ),
-    ):
-        shapes["embedding"] = tuple(embedding(tokens).shape)
-    for column in (
+    )
+    columns = (
         parallel_layers.ColumnParallelLinear(8, 16),
-        parallel_layers.ColumnParallelLinear(8, 16, True, True, False, torch.float32, torch.device("cpu")),
+        parallel_layers.ColumnParallelLinear(8, 16, True, True, False, f32, torch.device("cpu")),
         parallel_layers.ColumnParallelLinear(
-            input_size=8,
-            output_size=16,
-            bias=False,
-            gather_output=True,
-            sequence_parallel_enabled=False,
-            dtype=torch.float32,
-            device=None,
+            input_size=8, output_size=16, bias=False, gather_output=True, device=None, **by_name
         ),
-    ):
-        shapes["column"] = tuple(column(x).shape)
-    column = parallel_layers.ColumnParallelLinear(8, 16, gather_output=False)
-    for row in (
-        parallel_layers.RowParallelLinear(16, 8, True, True, False, torch.float32, False),
+    )
+    rows = (
+        parallel_layers.RowParallelLinear(16, 8, True, True, False, f32, False),
         parallel_layers.RowParallelLinear(
-            input_size=16,
-            output_size=8,
-            bias=True,
-            input_is_parallel=True,
-            sequence_parallel_enabled=False,
-            dtype=torch.float32,
-            device=False,
+            input_size=16, output_size=8, bias=True, input_is_parallel=True, device=False, **by_name
         ),
-    ):
-        shapes["row"] = tuple(row(column(x)).shape)
-    shapes["row of all"] = tuple(parallel_layers.RowParallelLinear(16, 8)(torch.ones(2, 16)).shape)
-    size = get_tensor_model_parallel_size()
+    )
+    column = parallel_layers.ColumnParallelLinear(8, 16, gather_output=False)
     up = parallel_layers.ColumnParallelLinear(8, 16, gather_output=False, sequence_parallel_enabled=True)
     down = parallel_layers.RowParallelLinear(16, 8, input_is_parallel=True, sequence_parallel_enabled=True)
-    shapes["sequence"] = tuple(down(up(torch.ones(4 // size, 2, 8))).shape)
-    return shapes
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_layers(tp: int):
-    expected = {
-        "embedding": (2, 2, 8),
-        "column": (2, 4, 16),
-        "row": (2, 4, 8),
-        "row of all": (2, 8),
-        "sequence": (4 // tp, 2, 8),
+    return {
+        "embedding": {tuple(layer(tokens).shape) for layer in embeddings},
+        "column": {tuple(layer(x).shape) for layer in columns},
+        "row": {tuple(layer(column(x)).shape) for layer in rows},
+        "row of all": {tuple(parallel_layers.RowParallelLinear(16, 8)(torch.ones(2, 16)).shape)},
+        "sequence": {tuple(down(up(torch.ones(4 // get_tensor_model_parallel_size(), 2, 8))).shape)},
     }
-    assert at_degree(tp, layer_calls) == [expected] * tp
 
 
 def qkv_calls() -> list[tuple[int, ...]]:
+    """``bias=True``, the documented default, crashes the reference."""
     x, shapes = torch.ones(2, 3, 8), []
     for qkv in (
         GQAQKVColumnParallelLinear(8, [16, 8]),
         GQAQKVColumnParallelLinear(8, [16, 8], True, True, False, torch.float32, None, 1, True),
         GQAQKVColumnParallelLinear(8, output_sizes=[16, 8], bias=True),
         GQAQKVColumnParallelLinear(
-            input_size=8,
-            output_size=[16, 8],
-            bias=True,
-            gather_output=False,
-            sequence_parallel_enabled=False,
-            init_method=init.normal_,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            kv_size_multiplier=2,
+            input_size=8, output_size=[16, 8], bias=True, gather_output=False, sequence_parallel_enabled=False,
+            init_method=init.normal_, dtype=torch.float32, device=torch.device("cpu"), kv_size_multiplier=2,
             fuse_qkv=False,
         ),
         GQAQKVColumnParallelLinear(8, 16, bias=False),
-    ):
+    ):  # fmt: skip
         q, k, v = qkv(x)
         assert k.shape == v.shape
         shapes.append((q.shape[-1], k.shape[-1]))
     return shapes
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_qkv(tp: int):
-    """``bias=True``, the documented default, crashes the reference."""
-    # Not gathered, a rank holds its share of the queries, and of the keys and their copies.
-    apart = (16 // tp, 8 * 2 // tp)
-    assert at_degree(tp, qkv_calls) == [[(16, 8), (16, 8), (16, 8), apart, (16, 16)]] * tp
 
 
 def loss_calls() -> tuple[list[float], list[float]]:
@@ -133,12 +95,6 @@ def loss_calls() -> tuple[list[float], list[float]]:
         for smoothing in (0.0, 0.1)
     ]
     return [float(loss.mean()) for loss in found], [float(loss) for loss in expected]
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_losses(tp: int):
-    for found, expected in at_degree(tp, loss_calls):
-        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def clip_calls() -> list[float]:
@@ -158,14 +114,6 @@ def clip_calls() -> list[float]:
         nxd.parallel_layers.clip_grad_norm(model.parameters(), 1e9),
     ]
     return [float(norm) for norm in norms]
-
-
-def test_clip_grad_norm():
-    expected = alone(clip_calls)
-    assert expected[0] == expected[1] == expected[4] > max(expected[2], expected[3])
-    assert expected[5] == pytest.approx(1, rel=1e-4)
-    for norms in at_degree(2, clip_calls):
-        assert norms == pytest.approx(expected, rel=1e-5)
 
 
 def checkpoint_calls(folder: str) -> None:
@@ -196,9 +144,28 @@ def checkpoint_calls(folder: str) -> None:
     assert torch.equal(model.weight, part)
 
 
+def every_call(folder: str):
+    checkpoint_calls(folder)
+    return layer_calls(), qkv_calls(), loss_calls(), clip_calls()
+
+
 @pytest.mark.parametrize("tp", [1, 2])
-def test_checkpoints(tp: int, tmp_path: Path):
-    at_degree(tp, checkpoint_calls, str(tmp_path))
+def test_the_calls(tp: int, tmp_path: Path):
+    whole_norms = alone(clip_calls)
+    assert whole_norms[0] == whole_norms[1] == whole_norms[4] > max(whole_norms[2], whole_norms[3])
+    assert whole_norms[5] == pytest.approx(1, rel=1e-4)
+    for shapes, qkv, (losses, expected), norms in at_degree(tp, every_call, str(tmp_path)):
+        assert shapes == {
+            "embedding": {(2, 2, 8)},
+            "column": {(2, 4, 16)},
+            "row": {(2, 4, 8)},
+            "row of all": {(2, 8)},
+            "sequence": {(4 // tp, 2, 8)},
+        }
+        # Not gathered, a rank holds its share of the queries, and of the keys and their copies.
+        assert qkv == [(16, 8), (16, 8), (16, 8), (16 // tp, 8 * 2 // tp), (16, 16)]
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert norms == pytest.approx(whole_norms, rel=1e-5)
     folders = {f"tp_rank_{rank:02d}_pp_rank_00" for rank in range(tp)}
     assert folders <= {path.name for path in (tmp_path / "plain").iterdir()}
     assert folders | {f"{name}.tensors" for name in folders} <= {path.name for path in (tmp_path / "xser").iterdir()}

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parents[3]
-TEXT = (ROOT / "docs/migration.md").read_text()
+TEXT = (Path(__file__).parents[3] / "docs/migration.md").read_text()
 
 SCRIPT = """
 import torch
@@ -29,14 +25,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("launcher", ["python", "torchrun"])
-def test_the_commands_of_the_page_start_a_script_as_it_is(launcher: str, tmp_path: Path):
-    """One that traces, which imports it again in every rank, with a module of its own beside it."""
-    (command,) = re.findall(rf"`({launcher} -m nxd_infer\.compat script\.py)`", TEXT)
+def test_the_command_of_the_page_starts_a_script_as_it_is(tmp_path: Path):
+    """One that traces, which imports it again in every rank, with a module of its own beside it. The same under
+    torchrun is :mod:`test_training`'s sample usage."""
+    command = "python -m nxd_infer.compat script.py"
+    assert f"`{command}`" in TEXT and f"`torchrun{command.removeprefix('python')}`" in TEXT
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("SIZE = 4\n")
-    program, *arguments = command.split()
     done = subprocess.run(
-        [Path(sys.executable).with_name(program), *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [sys.executable, *command.split()[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0 and done.stdout == "traced (1, 4)\n", done.stderr

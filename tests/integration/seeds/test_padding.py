@@ -77,11 +77,7 @@ def pad_calls() -> list[torch.Tensor]:
 
     model = get_model(config=desired_config)
     model = pad_model(
-        model,
-        tp_degree=degree,
-        n_heads=desired_config.num_heads,
-        wrapped_classes=[MyAttention],
-        pad_hook_fn=my_hook,
+        model, tp_degree=degree, n_heads=desired_config.num_heads, wrapped_classes=[MyAttention], pad_hook_fn=my_hook
     )
     assert model.attention.split_size == 12 * (3 + get_number_of_extra_heads(3, degree)) // 3
     outputs.append(model(x))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from neuronx_distributed.pipeline import NxDPPModel
 
 from tests.support.ranks import run_ranks
 from tests.support.seeds.degrees import alone
+from tests.support.seeds.guide import guide_config
 from tests.support.seeds.model import Config, LlamaDecoderLayer, LlamaForCausalLM, LlamaRMSNorm, get_model, tokens
 
 STEPS = 3
@@ -28,8 +28,8 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
-def chapter(auto: bool) -> tuple[list[float], list[str], float]:
-    """``NxDPPModel`` with every documented argument; losses, this rank's layers, the loss of an evaluation."""
+def chapter(auto: bool) -> tuple[list[float], list[str]]:
+    """``NxDPPModel`` with every documented argument; losses, the last an evaluation's, and this rank's layers."""
     torch.manual_seed(0)
     model = NxDPPModel(
         get_model(),
@@ -56,7 +56,11 @@ def chapter(auto: bool) -> tuple[list[float], list[str], float]:
         losses.append(float(model.run_train(**batch())))
         optimizer.step()
     modules = [name for name, module in model.local_named_modules() if isinstance(module, LlamaDecoderLayer)]
-    return losses, modules, float(model.run_eval(**batch()))
+    return [*losses, float(model.run_eval(**batch()))], modules
+
+
+def both_chapters() -> list[tuple[list[float], list[str]]]:
+    return [chapter(auto) for auto in (True, False)]
 
 
 def one_process() -> list[float]:
@@ -73,43 +77,18 @@ def one_process() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("auto", [True, False])
-def test_the_chapter(auto: bool):
+def test_the_chapter():
     expected = alone(one_process)
-    for rank, (losses, modules, evaluated) in enumerate(run_ranks(chapter, 2, auto, pp=2)):
-        assert losses == pytest.approx(expected[:STEPS], rel=1e-5)
-        assert evaluated == pytest.approx(expected[STEPS], rel=1e-5)
-        assert modules == [f"layers.{rank}"]
+    for rank, found in enumerate(run_ranks(both_chapters, 2, pp=2)):
+        for losses, modules in found:
+            assert losses == pytest.approx(expected, rel=1e-5)
+            assert modules == [f"layers.{rank}"]
 
 
-def wrapper_guide(folder: str, tp: int, pp: int) -> list[float]:
-    """The guide's configuration and loop, as in :mod:`test_training`, with stages."""
+def wrapper_guide(folder: str, pp: int) -> list[float]:
+    """The guide's loop, as in :mod:`test_training`, with stages."""
     nxd.parallel_state.destroy_model_parallel()
-    args = SimpleNamespace(num_microbatches=2, trace_file_path=f"{folder}/trace.json", use_zero1_optimizer=1)
-    pipeline_cuts = ["layers.0"]
-    nxd_config = nxd.neuronx_distributed_config(
-        tensor_parallel_size=tp,
-        pipeline_parallel_size=pp,
-        pipeline_config={
-            "transformer_layer_cls": LlamaDecoderLayer,
-            "num_microbatches": args.num_microbatches,
-            "output_loss_value_spec": (True, False),
-            "input_names": ["input_ids", "attention_mask", "labels"],
-            "pipeline_cuts": pipeline_cuts,
-            "trace_file_path": args.trace_file_path,
-            "param_init_fn": None,
-            "leaf_module_cls": [LlamaRMSNorm.__name__],
-            "autowrap_modules": [mappings],
-            "use_zero1_optimizer": args.use_zero1_optimizer > 0,
-            "use_optimizer_wrapper": True,
-        },
-        optimizer_config={
-            "zero_one_enabled": args.use_zero1_optimizer > 0,
-            "grad_clipping": True,
-            "max_grad_norm": 1.0,
-        },
-        activation_checkpoint_config="full",
-    )
+    nxd_config = guide_config(1, pp, ["layers.0"], 2, True, False, f"{folder}/trace.json")
     config, inputs = Config(), tuple(batch().values())
     torch.manual_seed(0)
     model = nxd.initialize_parallel_model(nxd_config, get_model, config)
@@ -126,8 +105,8 @@ def wrapper_guide(folder: str, tp: int, pp: int) -> list[float]:
 
 
 def test_the_wrapper_guide_with_stages(tmp_path: Path):
-    (expected,) = run_ranks(wrapper_guide, 1, str(tmp_path), 1, 1)
+    expected = alone(wrapper_guide, str(tmp_path), 1)
     assert expected[0] > expected[-2]
-    for losses in run_ranks(wrapper_guide, 4, str(tmp_path), 2, 2):
+    for losses in run_ranks(wrapper_guide, 2, str(tmp_path), 2, pp=2):
         assert losses == pytest.approx(expected, rel=1e-4)
     assert (tmp_path / "trace.json").exists()

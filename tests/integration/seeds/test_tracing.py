@@ -1,4 +1,4 @@
-"""Tracing, saving and loading a model for inference, as the API reference calls it: every argument, at both degrees."""
+"""Tracing, saving and loading a model for inference, as the API reference calls it: every argument."""
 
 from __future__ import annotations
 
@@ -73,45 +73,38 @@ DOCUMENTED = [
 ]
 
 
-@pytest.mark.parametrize(("tp_degree", "backend"), [(1, {"backend": "eager"}), (2, {})])
-def test_every_argument_by_place_and_by_name(tp_degree: int, backend: dict[str, str], tmp_path: Path):
+def test_every_argument_by_place_and_by_name(tmp_path: Path):
     """Words for the Neuron compiler are ignored and named; what is saved is what is loaded."""
     work, words = tmp_path / "some" / "work", ["--model-type=transformer", "-O1"]
-    by_place = (get_logits, ids(), work, words, True, None, tp_degree, None)
-    by_name = (get_logits, ids(), str(work), " ".join(words), True, None, tp_degree, 1)
-    for place, arguments, named in (
-        ("place", by_place, {}),
-        ("name", (), dict(zip(DOCUMENTED, by_name, strict=True))),
-    ):
-        with parallel_model_trace(*arguments, **named, **backend) as model:
+    by_place = (get_logits, ids(), work, words, True, None, 1, None)
+    by_name = (get_logits, ids(), str(work), " ".join(words), True, None, 2, 1)
+    for place, arguments, named in (("place", by_place, {}), ("name", (), dict(zip(DOCUMENTED, by_name, strict=True)))):
+        with parallel_model_trace(*arguments, **named, backend="eager") as model:
             assert isinstance(model, nxd.trace.TensorParallelModel)
             assert close(model(ids()), ids())
             assert model.trace_report["ignored_compiler_args"] == words and work.is_dir()
-            parallel_model_save(model, tmp_path / place)
-            nxd.trace.parallel_model_save(model=model, save_dir=str(tmp_path / "again"))
-    for model in (parallel_model_load(tmp_path / "place"), nxd.trace.parallel_model_load(load_dir=tmp_path / "again")):
+            if place == "place":
+                parallel_model_save(model, tmp_path / place)
+            else:
+                nxd.trace.parallel_model_save(model=model, save_dir=str(tmp_path / place))
+    for model in (parallel_model_load(tmp_path / "place"), nxd.trace.parallel_model_load(load_dir=tmp_path / "name")):
         with model:
             assert close(model(ids()), ids())
 
 
-@pytest.mark.parametrize("tp_degree", [1, 2])
-def test_buckets(tp_degree: int, tmp_path: Path):
+def test_buckets(tmp_path: Path):
     """``example_inputs`` is a list with the inputs of each bucket; the buckets share weights that are not inlined."""
-    bucket_config = BucketModelConfig(bucket_kernel=smallest_that_fits)
-    model = nxd.trace.parallel_model_trace(
+    with nxd.trace.parallel_model_trace(
         get_logits,
         [(ids(8),), (ids(12),)],
         compiler_workdir=tmp_path / "work",
         compiler_args=["--model-type=transformer"],
         inline_weights_to_neff=False,
-        bucket_config=bucket_config,
-        tp_degree=tp_degree,
+        bucket_config=BucketModelConfig(bucket_kernel=smallest_that_fits),
+        tp_degree=1,
         max_parallel_compilations=1,
         backend="eager",
-    )
-    nxd.trace.parallel_model_save(model, tmp_path / "saved")
-    model.close()
-    with nxd.trace.parallel_model_load(tmp_path / "saved") as model:
+    ) as model:
         for length in (8, 12):
             assert close(model(ids(length)), ids(length))
 

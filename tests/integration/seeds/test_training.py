@@ -1,10 +1,11 @@
-"""Configurations, the wrappers of model and optimizer, ZeRO-1 and checkpoints of a job, as the documents call them."""
+"""Configurations, the wrappers of model and optimizer, and ZeRO-1, as the documents call them."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -23,65 +24,63 @@ compat.install()
 
 import neuronx_distributed as nxd
 from neuronx_distributed.optimizer import NeuronZero1Optimizer
-from neuronx_distributed.parallel_layers import mappings, parallel_state
+from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed.trainer.model import NxDModel
 
 from tests.support.ranks import run_ranks
+from tests.support.seeds import model as model_of_seeds
 from tests.support.seeds.degrees import alone, at_degree
-from tests.support.seeds.model import (
-    Config,
-    CoreAttention,
-    LlamaDecoderLayer,
-    LlamaForCausalLM,
-    LlamaRMSNorm,
-    get_model,
-    tokens,
-)
+from tests.support.seeds.guide import guide_config
+from tests.support.seeds.model import Config, CoreAttention, LlamaDecoderLayer, LlamaForCausalLM, get_model, tokens
 
-SEEDS = Path(__file__).parent
+SEEDS = Path(model_of_seeds.__file__).parent
 
 
 # --- "Sample usage" -----------------------------------------------------------------------------------------
 
 
-def sample_usage(folder: Path, *launcher: str, tp: int) -> list[str]:
-    """What every process of one start of the job printed; ``folder`` holds the script, and its model beside it."""
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", "nxd_infer.compat", "sample_usage.py", str(tp)],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    return re.findall(r"found .*", done.stdout)
+def figures(output: str) -> list[tuple[str, float, str]]:
+    """What each process says: the content that it found, its loss, and its rate and degrees."""
+    lines = re.findall(r"found (.*) loss (\S+) (.*)", output)
+    return [(content, float(loss), rest) for content, loss, rest in lines]
 
 
-@pytest.mark.timeout(3600)
-def test_sample_usage(tmp_path: Path):
-    """One process, and two that torchrun starts, tensor or data parallel: one model, one loss, one checkpoint."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    found = {}
-    for name, launcher, tp in (("one", (), 1), ("tp", torchrun, 2), ("dp", torchrun, 1)):
-        folder = tmp_path / name
+def test_sample_usage(tmp_path: Path, capsys, monkeypatch):
+    """One process, and two that torchrun starts, tensor parallel, then data parallel from the checkpoint of those: one
+    model, one loss, one checkpoint."""
+    folders = {name: tmp_path / name for name in ("one", "two")}
+    for folder in folders.values():
         folder.mkdir()
         for file in ("sample_usage.py", "model.py"):
             shutil.copy(SEEDS / file, folder)
-        first, second = (sample_usage(folder, *launcher, tp=tp) for _ in range(2))
-        size = 1 if not launcher else 2
-        degrees = f"dp {size // tp} tp {tp}"
-        for texts, content, lr in ((first, "None", "0.00025"), (second, "{'total_steps': 2}", "6.25e-05")):
-            assert len(texts) == size
-            for text in texts:
-                assert text.startswith(f"found {content} loss") and text.endswith(f"lr {lr} {degrees}"), text
-        found[name] = [
-            sum(float(re.findall(r"loss (\S+)", text)[0]) for text in texts) / size for texts in (first, second)
-        ]
-        (manifest,) = (folder / "ckpts").rglob("manifest.json")  # the second save replaced the first
+    monkeypatch.chdir(folders["one"])
+    monkeypatch.syspath_prepend(str(folders["one"]))
+    monkeypatch.setattr(sys, "argv", ["sample_usage.py", "1"])
+    expected = []
+    for content, rate in (("None", "0.00025"), ("{'total_steps': 2}", "6.25e-05")):
+        alone(runpy.run_path, "sample_usage.py")
+        ((found, loss, rest),) = figures(capsys.readouterr().out)
+        assert (found, rest) == (content, f"lr {rate} dp 1 tp 1")
+        expected.append((content, loss, rate))
+    assert expected[1][1] < expected[0][1]
+
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "nxd_infer.compat")
+    for (content, loss, rate), tp in zip(expected, (2, 1), strict=True):
+        done = subprocess.run(
+            [sys.executable, *torchrun, "sample_usage.py", str(tp)],
+            cwd=folders["two"],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr
+        both = figures(done.stdout)
+        assert [(found, rest) for found, _, rest in both] == [(content, f"lr {rate} dp {2 // tp} tp {tp}")] * 2
+        assert sum(one for _, one, _ in both) / 2 == pytest.approx(loss, rel=1e-4)  # of its own rows, or of all
+    for name, size in (("one", 1), ("two", 2)):
+        (manifest,) = (folders[name] / "ckpts").rglob("manifest.json")  # the second save replaced the first
         assert json.loads(manifest.read_text())["world_size"] == size
-    assert found["one"][1] < found["one"][0]
-    assert found["tp"] == pytest.approx(found["one"], rel=1e-4) == found["dp"]
 
 
 # --- configurations -----------------------------------------------------------------------------------------
@@ -108,11 +107,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "full": {
         "activation_checkpoint_config": "full",
         "pipeline_config": {"transformer_layer_cls": LlamaDecoderLayer},
+        "pad_model": True,
     },
-    "selective": {"activation_checkpoint_config": CoreAttention},
-    "padded": {"pad_model": True},
-    "zero": {"optimizer_config": {"zero_one_enabled": True}},
-    "in turns": {"model_init_config": {"sequential_move_factor": 1}},
+    "selective": {
+        "activation_checkpoint_config": CoreAttention,
+        "optimizer_config": {"zero_one_enabled": True},
+        "model_init_config": {"sequential_move_factor": 1},
+    },
     "meta": {"model_init_config": {"meta_device_init": True, "param_init_fn": init_weights}},
 }
 
@@ -147,39 +148,8 @@ def test_configurations():
 
 
 def wrapper_guide(tp: int, selective: bool, zero1: bool) -> list[float]:
-    args = SimpleNamespace(
-        num_microbatches=1,
-        trace_file_path=None,
-        use_zero1_optimizer=int(zero1),
-        use_selective_checkpoint=int(selective),
-        lr=1e-2,
-        beta1=0.9,
-        beta2=0.95,
-        weight_decay=0.1,
-    )
-    pipeline_cuts = []
-    nxd_config = nxd.neuronx_distributed_config(
-        tensor_parallel_size=tp,
-        pipeline_config={
-            "transformer_layer_cls": LlamaDecoderLayer,
-            "num_microbatches": args.num_microbatches,
-            "output_loss_value_spec": (True, False),
-            "input_names": ["input_ids", "attention_mask", "labels"],
-            "pipeline_cuts": pipeline_cuts,
-            "trace_file_path": args.trace_file_path,
-            "param_init_fn": None,
-            "leaf_module_cls": [LlamaRMSNorm.__name__],
-            "autowrap_modules": [mappings],
-            "use_zero1_optimizer": args.use_zero1_optimizer > 0,
-            "use_optimizer_wrapper": True,
-        },
-        optimizer_config={
-            "zero_one_enabled": args.use_zero1_optimizer > 0,
-            "grad_clipping": True,
-            "max_grad_norm": 1.0,
-        },
-        activation_checkpoint_config=CoreAttention if args.use_selective_checkpoint > 0 else "full",
-    )
+    args = SimpleNamespace(lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
+    nxd_config = guide_config(tp, 1, [], 1, zero1, selective)
     config, inputs = Config(), (tokens(), torch.ones(2, 8), tokens())
     torch.manual_seed(0)
     model = nxd.initialize_parallel_model(nxd_config, get_model, config)
@@ -237,14 +207,8 @@ def zero_sample(folder: str, tp: int) -> list[float]:
     param_optimizer = list(model.named_parameters())
 
     optimizer_grouped_parameters = [
-        {
-            "params": [p for n, p in param_optimizer if not any(nd in n for nd in no_decay)],
-            "weight_decay": 0.01,
-        },
-        {
-            "params": [p for n, p in param_optimizer if any(nd in n for nd in no_decay)],
-            "weight_decay": 0.0,
-        },
+        {"params": [p for n, p in param_optimizer if not any(nd in n for nd in no_decay)], "weight_decay": 0.01},
+        {"params": [p for n, p in param_optimizer if any(nd in n for nd in no_decay)], "weight_decay": 0.0},
     ]
 
     optimizer = NeuronZero1Optimizer(
@@ -275,66 +239,5 @@ def zero_sample(folder: str, tp: int) -> list[float]:
 def test_the_zero1_sample(tmp_path: Path):
     expected = alone(zero_sample, str(tmp_path / "one"), 1)
     assert expected == sorted(expected, reverse=True)
-    for tp in (2, 1):  # all ranks have the same rows
-        for losses in run_ranks(zero_sample, 2, str(tmp_path / f"tp{tp}"), tp, tp=tp):
-            assert losses == pytest.approx(expected, rel=1e-4)
-
-
-# --- checkpoints --------------------------------------------------------------------------------------------
-
-
-def checkpoint_calls(folder: str, tp: int) -> None:
-    nxd_config = nxd.neuronx_distributed_config(tp, optimizer_config={"zero_one_enabled": True})
-    model = nxd.initialize_parallel_model(nxd_config, get_model)
-    optimizer = nxd.initialize_parallel_optimizer(nxd_config, AdamW, model.parameters(), lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    model.run_train(tokens())
-    optimizer.step()
-    before = float(model.run_eval(tokens()))
-
-    nxd.trainer.save_checkpoint(folder, "positions", model, optimizer, scheduler, {"epoch": 1}, 8, False, None, False)
-    nxd.trainer.save_checkpoint(
-        path=folder,
-        tag="names",
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        user_content={"epoch": 2},
-        num_workers=8,
-        use_xser=True,
-        num_kept_ckpts=3,
-        async_save=True,
-        zero1_optimizer=True,
-    )
-    nxd.trainer.save_checkpoint(folder, tag="parts", model=model)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    nxd.trainer.save_checkpoint(folder, tag="dicts", zero1_optimizer=True, num_kept_ckpts=3, **state)
-    tags = sorted(path.name for path in Path(folder).iterdir() if path.is_dir())
-    assert tags == ["dicts", "names", "parts"], tags
-
-    for call, content in (
-        (lambda: nxd.trainer.load_checkpoint(folder, "names", model, optimizer, scheduler, 8, True), {"epoch": 2}),
-        (
-            lambda: nxd.trainer.load_checkpoint(
-                path=folder,
-                tag="names",
-                model=model,
-                optimizer=optimizer,
-                scheduler=scheduler,
-                num_workers=8,
-                strict=True,
-            ),
-            {"epoch": 2},
-        ),
-        (lambda: nxd.trainer.load_checkpoint(folder, "parts", model=model, strict=False), None),
-        (lambda: nxd.trainer.load_checkpoint(folder, model=model, optimizer=optimizer), None),  # the newest
-    ):
-        for param in model.parameters():
-            nn.init.zeros_(param)
-        assert call() == content
-        assert float(model.run_eval(tokens())) == before
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_checkpoints(tp: int, tmp_path: Path):
-    at_degree(tp, checkpoint_calls, str(tmp_path), tp)
+    for losses in run_ranks(zero_sample, 2, str(tmp_path / "two"), 1, tp=1):  # all ranks have the same rows
+        assert losses == pytest.approx(expected, rel=1e-4)

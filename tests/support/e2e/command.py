@@ -1,13 +1,17 @@
-"""Run the real command line in a process of its own, with a hard time limit."""
+"""Run the command line in this process, or in one of its own with a hard time limit."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[3]
 
@@ -20,7 +24,7 @@ class Done:
 
 
 def nxd_infer(*arguments: object, timeout: float = 600, cwd: Path | None = None, columns: int = 160) -> Done:
-    """``nxd-infer ARGUMENTS``; the environment is wide enough that tables are not wrapped."""
+    """``nxd-infer ARGUMENTS`` as a process; the environment is wide enough that tables are not wrapped."""
     command = [sys.executable, "-m", "nxd_infer.cli.main", *map(str, arguments)]
     done = subprocess.run(
         command,
@@ -41,22 +45,28 @@ def refused(done: Done, *words: str) -> None:
         assert word in done.err, (word, done.err)
 
 
-def nxd_infer_here(capsys, monkeypatch, *arguments: object) -> Done:
-    """The same entry point in this process: for what ends before any work begins, where a start costs seconds."""
-    from nxd_infer.cli.console import console
+def here(*arguments: object, columns: int = 160) -> Done:
+    """The same entry point in this process, where a start costs seconds."""
+    from nxd_infer.cli.console import aside, console
     from nxd_infer.cli.main import main
 
-    monkeypatch.setattr(sys, "argv", ["nxd-infer", *map(str, arguments)])
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setattr(console, "width", 160)  # it took its width when it was made, perhaps by an earlier test
-    status = 0
+    out, err, status = io.StringIO(), io.StringIO(), 0
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        main()
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    finally:
-        for number, handler in handlers.items():  # the command's would outlive it, and end a later test
-            signal.signal(number, handler)
-    told = capsys.readouterr()
-    return Done(status, told.out, told.err)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", ["nxd-infer", *map(str, arguments)])
+        patch.setenv("COLUMNS", str(columns))
+        for one in (console, aside):  # it took its width when it was made, perhaps by an earlier test
+            patch.setattr(one, "width", columns)
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        finally:
+            for number, handler in handlers.items():  # the command's would outlive it, and end a later test
+                signal.signal(number, handler)
+    return Done(status, out.getvalue(), err.getvalue())
+
+
+def nxd_infer_here(capsys, monkeypatch, *arguments: object) -> Done:
+    """``here``, for tests that have these fixtures."""
+    return here(*arguments)

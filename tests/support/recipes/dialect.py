@@ -20,19 +20,14 @@ trainer:
   log_every_n_steps: {every}
   val_check_interval: {steps}
   check_val_every_n_epoch: null
-  num_sanity_val_steps: 0
   limit_val_batches: 1
-  limit_test_batches: 1
   gradient_clip_val: 1.0
 {lnc}
 exp_manager:
-  log_local_rank_0_only: True
   create_tensorboard_logger: True
   explicit_log_dir: null
-  exp_dir: null
   name: {name}
   resume_if_exists: True
-  resume_ignore_no_checkpoint: True
   create_checkpoint_callback: True
   checkpoint_callback_params:
     monitor: step
@@ -44,11 +39,7 @@ exp_manager:
     every_n_train_steps: 200
     use_master_weights_in_ckpt: False
   log_parameter_norm: True
-  log_gradient_norm: True
-  enable_recovery_time_instrumentation: False
   save_xser: True
-  load_xser: True
-  save_bf16: False
   async_checkpointing: False
   resume_from_checkpoint: null
   ckpt_ptl_version: "2.5.0"
@@ -80,12 +71,8 @@ MEGATRON_DATA = """data:
   tokenizer:
     library: huggingface
     type: $HOME/models/llama
-    model: null
-    vocab_file: null
     merge_file: null
-    delimiter: null
     sentencepiece_legacy: False
-    use_fast: False
   data_prefix:
     - 1.0
     - $HOME/examples_datasets/book.jsonl-processed_text_document
@@ -93,15 +80,11 @@ MEGATRON_DATA = """data:
   data_impl: mmap
   splits_string: 980,10,10
   seq_length: ${{model.encoder_seq_length}}
-  skip_warmup: True
   num_workers: 1
   dataloader_type: single
   reset_position_ids: False
-  reset_attention_mask: False
   eod_mask_loss: False
-  validation_drop_last: True
   no_seqlen_plus_one_input_tokens: False
-  pad_samples_to_global_batch_size: False
 {data}
 """
 
@@ -129,16 +112,11 @@ MEGATRON_MODEL = """model:
   num_attention_heads: {heads}
   num_kv_heads: {groups}
   init_method_std: 0.021
-  use_scaled_init_method: True
   hidden_dropout: 0.0
-  attention_dropout: 0.0
-  ffn_dropout: 0.0
-  apply_query_key_layer_scaling: True
   normalization: {norm}
   layernorm_epsilon: 1e-5
   do_layer_norm_weight_decay: False
   make_vocab_size_divisible_by: 8
-  persist_layer_norm: True
   share_embeddings_and_output_weights: False
   position_embedding_type: {positions}
   rotary_percentage: 1.0
@@ -160,7 +138,6 @@ OPTIM = """  fusions:
     name: {optimizer}
     lr: {lr}
     weight_decay: 0.01
-    capturable: False
     betas:
     - 0.9
     - 0.999
@@ -179,16 +156,11 @@ precision:
   master_weights: True
   fp32_grad_acc: True
   xla_use_bf16: '0'
-  xla_downcast_bf16: '0'
-  neuron_rt_stochastic_rounding_en: '0'
   parallel_layers_reduce_dtype: bf16
 {alignment}
 compiler_flags: '--model-type transformer'
-compiler_cache_url: null
 aync_exec_max_inflight_requests: 5
 bucket_size_collectives: 1024
-neuron_rt_exec_timeout: 100
-neuron_experimental_compress_rg: False
 """
 
 SFT = "model_alignment_strategy:\n  sft:\n    packing: True\n"
@@ -197,13 +169,9 @@ PEFT = """  peft:
     lora_alpha: 32
     lora_dropout: 0.05
     lora_bias: "none"
-    lora_verbose: True
     target_modules: ["qkv_proj"]
-    load_lora_from_ckpt: False
-    save_lora_base: False
     merge_lora: False
     save_lora_config_adapter: True
-    merge_sharded_lora: False
 """
 DPO = """model_alignment_strategy:
   dpo:
@@ -219,7 +187,6 @@ ORPO = (
 MOE = """  moe:
     num_experts: 8
     frequency: 1
-    dropout: 0.0
     capacity_factor: {capacity}
     dropless: {dropless}
     routing_algorithm: top_k
@@ -265,10 +232,9 @@ DEFAULTS = {
 }
 MEGATRON = {"source": "megatron", "optimizer": "adamw", "schedule": "CosineAnnealing", "strategy": ""}
 
+LLAMA3_70B = {"config": "llama3_70b.json", "layers": 80, "hidden": 8192, "nodes": 16, "pp": 8}
 KINDS: dict[str, dict] = {
-    "hf_llama3_8B": LLAMA3_8B,
-    "hf_llama3_8B_sr": {**LLAMA3_8B, "precision": "mixed_precisionSR"},
-    "hf_llama3_8B_SFT": {**LLAMA3_8B, "alignment": SFT, "batch": 64, "steps": 1000, "lr": "5e-6"},
+    "hf_llama3_8B": {**LLAMA3_8B, "precision": "mixed_precisionSR"},
     "hf_llama3_8B_SFT_lora": {
         **LLAMA3_8B,
         "alignment": SFT + PEFT,
@@ -279,34 +245,11 @@ KINDS: dict[str, dict] = {
     },
     "hf_llama3_8B_DPO": {**LLAMA3_8B, "alignment": DPO, "batch": 64, "lr": "5e-7", "lnc": "  lnc: 2"},
     "hf_llama3_8B_ORPO": {**LLAMA3_8B, "alignment": ORPO, "batch": 64, "lr": "5e-6"},
-    "hf_llama3_70B": {
-        "config": "llama3_70b.json", "layers": 80, "hidden": 8192, "nodes": 16, "pp": 8, "recompute": "full",
-    },
-    "hf_llama3_70B_interleaved": {
-        "config": "llama3_70b.json", "layers": 80, "hidden": 8192, "nodes": 16, "pp": 8, "vpp": 2, "recompute": "full",
-    },
-    "hf_llama3_70B_SFT": {
-        "config": "llama3_70b.json", "layers": 80, "hidden": 8192, "nodes": 16, "pp": 8, "alignment": SFT,
-    },
     "hf_llama3_8B_CP": {**LLAMA3_8B, "tp": 8, "strategy": "  context_parallel_size: 4", "ring": "True"},
-    "hf_llama2_7B": {"config": "llama2_7b.json", "layers": 32, "hidden": 4096, "length": 4096, "tp": 8, "strategy": ""},
+    "hf_llama3_70B": {**LLAMA3_70B, "recompute": "full"},
+    "hf_llama3_70B_SFT": {**LLAMA3_70B, "vpp": 2, "alignment": SFT},
     "hf_mistral_7B": {"config": "mistral_7b.json", "layers": 32, "hidden": 4096, "more": "  sliding_window_size: 4096"},
-    "hf_mistral_7B_lora": {
-        "config": "mistral_7b.json",
-        "layers": 32,
-        "hidden": 4096,
-        "alignment": "model_alignment_strategy:\n" + PEFT,
-        "zero1": "False",
-        "precision": "autocast",
-    },
     "hf_mixtral_8x7B": {
-        "config": "mixtral_8x7b.json",
-        "layers": 32,
-        "hidden": 4096,
-        "more": MOE.format(capacity="0.0", dropless="True"),
-        "strategy": "  expert_model_parallel_size: 1",
-    },
-    "hf_mixtral_8x7B_capacity": {
         "config": "mixtral_8x7b.json",
         "layers": 32,
         "hidden": 4096,
@@ -314,25 +257,18 @@ KINDS: dict[str, dict] = {
         "strategy": "  expert_model_parallel_size: 2\n  token_shuffle_group_size: 8",
         "tp": 16,
     },
-    "megatron_llama_7B": {**MEGATRON, "layers": 32, "hidden": 4096, "length": 4096, "tp": 8},
     "megatron_llama_70B": {
         **MEGATRON, "layers": 80, "hidden": 8192, "inner": 28672, "heads": 64, "groups": 8, "pp": 8, "nodes": 16,
-        "length": 4096,
+        "length": 4096, "precision": "bf16SR",
         "strategy": "  kv_replicator: 4",
     },
-    "megatron_llama_bf16SR": {**MEGATRON, "layers": 32, "hidden": 4096, "length": 4096, "tp": 8, "precision": "bf16SR"},
-    "megatron_llama_manual": {**MEGATRON, "layers": 32, "hidden": 4096, "length": 4096, "tp": 8, "precision": "manual"},
     "megatron_gpt_6.7B": {
-        **MEGATRON, "layers": 32, "hidden": 4096, "inner": 16384, "length": 2048, "tp": 8,
+        **MEGATRON, "layers": 32, "hidden": 4096, "inner": 16384, "length": 2048, "tp": 8, "precision": "manual",
         "norm": "layernorm", "positions": "learned_absolute", "activation": "gelu", "bias": "True",
     },
     "megatron_mixtral_8x7B": {
-        **MEGATRON, "layers": 32, "hidden": 4096, "inner": 14336, "groups": 8, "length": 4096,
+        **MEGATRON, "layers": 32, "hidden": 4096, "inner": 14336, "groups": 8, "length": 4096, "precision": "fp32",
         "more": MOE.format(capacity="0.0", dropless="True"), "strategy": "  expert_model_parallel_size: 1",
-    },
-    "megatron_llama_fp32": {
-        **MEGATRON, "layers": 16, "hidden": 2048, "inner": 8192, "heads": 32, "groups": 8, "length": 2048, "tp": 4,
-        "nodes": 1, "batch": 64, "precision": "fp32", "optimizer": "adamw",
     },
 }  # fmt: skip
 
@@ -356,7 +292,6 @@ CONFIGS = {
     "llama3_70b.json": {
         **LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80,
     },
-    "llama2_7b.json": {**LLAMA, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000},
     "mistral_7b.json": {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "vocab_size": 32000},
     "mixtral_8x7b.json": {**LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
 }  # fmt: skip

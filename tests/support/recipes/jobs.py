@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from nxd_infer.context import make_context, use_context
 from nxd_infer.recipes.loop import Training
 from nxd_infer.recipes.prepare import prepare
 from nxd_infer.recipes.recipe import load
@@ -40,22 +42,23 @@ def write_pairs(folder: Path, count: int = 24) -> None:
 
 
 def losses_on_a_rank(file: str, overrides: list[str], steps: int) -> list[float]:
-    """The losses of the first steps, and the norm of the parameters after them."""
+    """Of the first steps the losses, the tokens, and the sums of the documents' squared lengths; then the norm of the
+    parameters."""
     loaded = load(file, overrides)
     training = Training(loaded, prepare(loaded, Path(file).parent / "prepared"), Path(file).parent / "log")
-    found = [float(training.train_step(batch).loss) for batch in itertools.islice(training.loader, steps)]
+    found: list[float] = []
+    for batch in itertools.islice(training.loader, steps):
+        step = training.train_step(batch)
+        found += [float(step.loss), float(step.tokens), float(step.squares)]
     found.append(float(training.parameter_norm()))
     training.logs.close()
     return found
 
 
-def sizes_on_a_rank(file: str, overrides: list[str], steps: int) -> list[tuple[float, float]]:
-    """What a rank says of steps: their tokens, and the sum of the squared lengths of documents."""
-    loaded = load(file, overrides)
-    training = Training(loaded, prepare(loaded, Path(file).parent / "prepared"), Path(file).parent / "log")
-    taken = [training.train_step(batch) for batch in itertools.islice(training.loader, steps)]
-    training.logs.close()
-    return [(float(step.tokens), float(step.squares)) for step in taken]
+def alone(file: Path, overrides: Sequence[str] = (), steps: int = 3) -> list[float]:
+    """The same of one rank, in this process."""
+    with use_context(make_context()):
+        return losses_on_a_rank(str(file), [*overrides], steps)
 
 
 def trained_lora(file: str) -> tuple[float, list[str]]:

@@ -35,12 +35,7 @@ optimizer = nxd.initialize_parallel_optimizer(nxd_config, AdamW, model.parameter
 scheduler = StepLR(optimizer, 1, 0.5)
 
 # loading checkpoint (auto-resume)
-user_content = nxd.load_checkpoint(
-    "ckpts",
-    model=model,
-    optimizer=optimizer,
-    scheduler=scheduler,
-)
+user_content = nxd.load_checkpoint("ckpts", model=model, optimizer=optimizer, scheduler=scheduler)
 
 for _ in range(2):
     loss = model.run_train(inputs)

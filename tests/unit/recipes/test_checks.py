@@ -10,7 +10,7 @@ import pytest
 from nxd_infer.cli import recipe_plan
 from nxd_infer.recipes import checks
 from nxd_infer.util import machine
-from tests.support.e2e.command import nxd_infer_here, refused
+from tests.support.e2e.command import ROOT, here, refused
 
 RECIPE = """trainer: {devices: 2, max_steps: 1}
 data:
@@ -35,29 +35,42 @@ exp_manager:
         ("exp_manager.files_to_copy", "[notes.txt]", "names notes.txt, which is not a file"),
     ],
 )
-def test_a_missing_file_is_named_by_its_key(tmp_path, capsys, monkeypatch, key, value, told):
+def test_a_missing_file_is_named_by_its_key(tmp_path, monkeypatch, key, value, told):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     Path("r.yaml").write_text(RECIPE)
     more = ["~data.train_dir"] if key == "data.data_prefix" else []
-    plan = nxd_infer_here(capsys, monkeypatch, "train", "r.yaml", "--check", f"{key}={value}", *more)
+    plan = here("train", "r.yaml", "--check", f"{key}={value}", *more)
     assert plan.status == 0, plan.err
     (note,) = [line for line in plan.out.splitlines() if line.startswith("note: ")]
     where = "r.yaml:5: data.tokenizer" if "tokenizer" in key else f"command line: {key}"
     assert note.startswith(f"note: {where} ") and told in note
-    done = nxd_infer_here(capsys, monkeypatch, "train", "r.yaml", f"{key}={value}", *more)
+    done = here("train", "r.yaml", f"{key}={value}", *more)
     refused(done, note.removeprefix("note: "))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "r.yaml"]
 
 
-def test_a_plan_without_missing_files_notes_none(tmp_path, capsys, monkeypatch):
+def test_a_plan_is_printed_and_nothing_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("r.yaml").write_text(RECIPE)
-    plan = nxd_infer_here(capsys, monkeypatch, "train", "r.yaml", "--check")
-    assert plan.status == 0 and "note:" not in plan.out
+    done = here("train", ROOT / "examples/recipes/llama3_70b.yaml", "--check")
+    assert done.status == 0, done.err
+    for word in ("70,553,706,496", "memory per rank", "tokens per step", "8,388,608", "estimated time", "Trainium 1"):
+        assert word in done.out, (word, done.out)
+    assert done.out.count("kv_replicator") == 1 and "no effect" in done.out
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_processor_without_bfloat16_is_slow_at_it(tmp_path, capsys, monkeypatch):
+def test_a_mistake_is_one_sentence(tmp_path):
+    file, out = tmp_path / "recipe.yaml", ("--trace", tmp_path / "out")
+    file.write_text(RECIPE.replace("max_steps:", "max_step:"))
+    refused(here("train", file), f"{file}:1: trainer has no key 'max_step'", "max_steps")
+    file.write_text(RECIPE + "trace: {max_len: 64}\n")
+    refused(here("train", file), "trace.out is missing", "--trace OUT")
+    refused(here("train", file, "data.seq_length=many", *out), "command line: data.seq_length must be a whole number")
+    refused(here("train", file, "trainer.num_nodes=2", "data.global_batch_size=4", *out), "by torchrun or srun")
+
+
+def test_a_processor_without_bfloat16_is_slow_at_it(tmp_path, monkeypatch):
     """Said of the key, also where the recipe leaves it at its default; not where the plan is for a chip."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recipe_plan, "matmul_peak", lambda dtype: 3.456e9)
@@ -66,7 +79,7 @@ def test_a_processor_without_bfloat16_is_slow_at_it(tmp_path, capsys, monkeypatc
     told = "precision.type = mixed_precision: this processor has no bfloat16 instructions; fp32 is several times"
 
     def notes(*arguments: str) -> str:
-        return nxd_infer_here(capsys, monkeypatch, "train", "r.yaml", *arguments).out
+        return here("train", "r.yaml", *arguments).out
 
     for features, slow in (({"avx2"}, True), ({"avx2", "avx512_bf16"}, False), ({"amx_bf16"}, False), (set(), False)):
         monkeypatch.setattr(machine, "cpu_features", partial(frozenset, features))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nxd_infer.recipes.convert import as_yaml, convert
 from nxd_infer.recipes.recipe import check
 from nxd_infer.recipes.yaml_text import parse_yaml
-from tests.support.e2e.command import nxd_infer_here
+from tests.support.e2e.command import here
 
 NEURONX_NEMO_MEGATRON = """name: megatron_llama
 restore_from_path: null
@@ -15,100 +15,52 @@ trainer:
   accelerator: tpu
   precision: 32
   logger: False
-  enable_checkpointing: False
   replace_sampler_ddp: False
   max_epochs: null
   max_steps: 10000
-  log_every_n_steps: 1
-  val_check_interval: 10000
-  limit_val_batches: 1
-  limit_test_batches: 1
   accumulate_grad_batches: 1
   gradient_clip_val: 1.0
-  benchmark: False
-  enable_model_summary: False
 exp_manager:
   explicit_log_dir: null
-  exp_dir: null
   name: megatron_llama
-  create_wandb_logger: False
   wandb_logger_kwargs: {project: null, name: null}
-  resume_if_exists: False
-  resume_ignore_no_checkpoint: False
-  create_checkpoint_callback: False
   checkpoint_callback_params:
-    monitor: step
     save_top_k: 1
-    mode: max
-    save_last: False
     filename: 'megatron_llama--{step}-{consumed_samples}'
     model_parallel_size: ${multiply:${model.tensor_model_parallel_size}, ${model.pipeline_model_parallel_size}}
-    every_n_train_steps: 200
-  log_parameter_norm: True
-  log_gradient_norm: True
-  enable_recovery_time_instrumentation: False
 model:
   micro_batch_size: 1
   global_batch_size: 1024
   rampup_batch_size: null
   tensor_model_parallel_size: 8
   pipeline_model_parallel_size: 1
-  virtual_pipeline_model_parallel_size: 1
   encoder_seq_length: 4096
   max_position_embeddings: ${.encoder_seq_length}
   num_layers: 32
   hidden_size: 4096
   ffn_hidden_size: 11008
   num_attention_heads: 32
-  init_method_std: 0.021
-  use_scaled_init_method: True
-  hidden_dropout: 0
-  attention_dropout: 0
   kv_channels: null
-  apply_query_key_layer_scaling: True
-  normalization: rmsnorm
   layernorm_epsilon: 1e-5
-  make_vocab_size_divisible_by: 8
-  share_embeddings_and_output_weights: False
-  position_embedding_type: rope
   rotary_percentage: 1
-  activation: swiglu
-  has_bias: False
-  tokenizer:
-    library: huggingface
-    type: $HOME/llamav2_weights
-    model: null
+  tokenizer: {library: huggingface, type: $HOME/llamav2_weights, model: null}
   megatron_amp_O2: False
   grad_allreduce_chunk_size_mb: 125
   seed: 1234
-  use_cpu_initialization: True
   onnx_safe: False
   sequence_parallel: True
   wrap_with_zero: True
   data:
     data_prefix: [1.0, $HOME/book.jsonl-processed_text_document]
-    index_mapping_dir: null
-    data_impl: mmap
     splits_string: 980,10,10
     seq_length: ${model.encoder_seq_length}
-    skip_warmup: True
-    num_workers: 1
-    dataloader_type: single
-    reset_position_ids: False
-    reset_attention_mask: False
-    eod_mask_loss: False
   nsys_profile: {enabled: False, ranks: [0]}
   optim:
     name: adamw
     lr: 3e-4
-    weight_decay: 0.1
     capturable: True
     betas: [0.9, 0.95]
-    sched:
-      name: CosineAnnealing
-      warmup_steps: 2000
-      constant_steps: 0
-      min_lr: 3.0e-5
+    sched: {name: CosineAnnealing, warmup_steps: 2000, min_lr: 3.0e-5}
 """
 NEMO = """name: megatron_gpt
 trainer: {devices: 8, num_nodes: 1, accelerator: gpu, precision: bf16-mixed, max_steps: 100, gradient_clip_val: 1.0}
@@ -160,20 +112,20 @@ def test_nemo():
     assert len(left_out) == 3
 
 
-def test_the_command_prints_a_recipe(tmp_path, capsys, monkeypatch):
+def test_the_command_prints_a_recipe(tmp_path):
     (tmp_path / "old.yaml").write_text(NEMO)
-    done = nxd_infer_here(capsys, monkeypatch, "train", tmp_path / "old.yaml", "--convert")
+    done = here("train", tmp_path / "old.yaml", "--convert")
     assert done.status == 0
     assert check(parse_yaml(done.out, "printed")).recipe.name == "megatron_gpt"
     assert f"# left out, {tmp_path / 'old.yaml'}:4: model.mcore_gpt = True" in done.out
 
 
-def test_arguments_that_would_change_nothing_are_refused(tmp_path, capsys, monkeypatch):
+def test_arguments_that_would_change_nothing_are_refused(tmp_path):
     (tmp_path / "old.yaml").write_text(NEMO)
     for more, told in (
         (("--convert", "trainer.max_steps=3"), "it prints CONFIG as it is"),
         (("--convert", "--check"), "it prints CONFIG as it is"),
         (("--chip", "trn1"), "the device of --check's plan"),
     ):
-        done = nxd_infer_here(capsys, monkeypatch, "train", tmp_path / "old.yaml", *more)
+        done = here("train", tmp_path / "old.yaml", *more)
         assert done.status == 2 and told in " ".join(done.err.split()), done.err

@@ -46,12 +46,18 @@ def test_sequences_that_no_layer_would_split_are_refused(tmp_path):
         make_job(load(file, ["distributed_strategy.sequence_parallel=false"]), tmp_path, Begin(), 1)
 
 
-def test_adapters_that_cannot_be_merged_are_refused_before_the_first_step(tmp_path):
-    """The model that a job leaves has them merged."""
+@pytest.mark.parametrize(
+    ("targets", "told"),
+    [
+        ("q_proj, embed_tokens", "be merged into it: leave it out of target_modules$"),  # the model that a job leaves
+        ("nothing", r"\bq_proj\b"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused_before_the_first_step(tmp_path, targets, told):
     write_tiny("llama", tmp_path / "model", tie_word_embeddings=True)
-    more = "model_alignment_strategy:\n  peft:\n    lora_rank: 4\n    target_modules: [q_proj, embed_tokens]\n"
+    more = f"model_alignment_strategy:\n  peft:\n    lora_rank: 4\n    target_modules: [{targets}]\n"
     loaded = load(write(tmp_path, 1, more))
-    told = r"\.yaml:13: .*\.target_modules does not fit the model: .*be merged into it: leave it out of target_modules$"
+    told = rf"\.yaml:13: model_alignment_strategy\.peft\.target_modules does not fit the model: .*{told}"
     for refused in (lambda: plan_of(loaded), lambda: make_job(loaded, tmp_path / "model", Begin(), 1)):
         with pytest.raises(RecipeError, match=told), use_context(make_context()):
             refused()

@@ -92,11 +92,10 @@ def repeated(line: str, reference: str, between: str = ", ") -> str:
         ("- 1", "r.yaml:1: a recipe is a mapping of sections"),
         ("", "r.yaml is empty"),
         ("a: &x [*x]", "contains itself"),
-        ("a: " + "[" * 64, "r.yaml:1: not YAML: it is nested more than 64 levels deep"),
         ("a: " + "[" * 8000, "r.yaml:1: not YAML: it is nested more than 64 levels deep"),
         ("a0: &a0 [1]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}]\n" for n in range(100)),
          "not YAML that is read: it is nested more than 64 levels deep"),
-        ("a0: &a0 {x: 1}\n" + "".join(f"a{n + 1}: &a{n + 1} {{<<: *a{n}}}\n" for n in range(9000)) + "<<: *a9000",
+        ("a0: &a0 {x: 1}\n" + "".join(f"a{n + 1}: &a{n + 1} {{<<: *a{n}}}\n" for n in range(2000)) + "<<: *a2000",
          "r.yaml: not YAML that is read: too many merges (<<) lead to each other"),
         ("b: 1\na: 2024-99-99", "r.yaml:2: '2024-99-99' is not a value of YAML"),
         ("a: x\x01", "r.yaml: not YAML: special characters are not allowed"),
@@ -123,14 +122,18 @@ def test_a_number_that_is_too_large_is_told_the_limit(number):
         check(parse_yaml(f"data: {{dev_choose_samples: {number}}}\n", "x.yaml"))
 
 
-@pytest.mark.parametrize("key", ["trainer.max_time", "exp_manager.max_time_per_run"])
 @pytest.mark.parametrize(
     ("text", "seconds"), [("1:00:00:00", 86400), ("2:30", 150), ('"00:01:00:00"', 3600), ("90", 90), ("1.5", 1.5)]
 )
-def test_a_time_is_of_days_hours_minutes_and_seconds(key, text, seconds):
-    section, name = key.split(".")
-    values = parsed(f"{section}: {{{name}: {text}}}")
-    assert seconds_of(values.values[section][name], values, (section, name)) == seconds
+def test_a_time_is_of_days_hours_minutes_and_seconds(text, seconds):
+    values = parsed(f"a: {text}")
+    assert seconds_of(values.values["a"], values, ("a",)) == seconds
+
+
+def test_a_time_has_no_weeks():
+    values = parsed("a: 1:2:3:4:5")
+    with pytest.raises(RecipeError, match=r"r.yaml:1: a = '1:2:3:4:5' is not a time"):
+        seconds_of(values.values["a"], values, ("a",))
 
 
 @pytest.mark.parametrize(
@@ -144,9 +147,3 @@ def test_a_time_is_of_days_hours_minutes_and_seconds(key, text, seconds):
 )
 def test_the_shorter_time_is_the_limit(tmp_path, overrides, seconds):
     assert time_limit(load(write(tmp_path), overrides)) == seconds
-
-
-def test_a_time_has_no_weeks():
-    values = parsed("a: 1:2:3:4:5")
-    with pytest.raises(RecipeError, match=r"r.yaml:1: a = '1:2:3:4:5' is not a time"):
-        seconds_of(values.values["a"], values, ("a",))

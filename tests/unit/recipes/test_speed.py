@@ -16,8 +16,7 @@ from nxd_infer.recipes.plan import model_flops
 from nxd_infer.recipes.speed import Speed, Step, count_parameters, matmul_peak
 from nxd_models import registry
 from nxd_server.text.tokenizer import Tokenizer
-from tests.support.ranks import run_ranks
-from tests.support.recipes.jobs import sizes_on_a_rank, write, write_pairs
+from tests.support.recipes.jobs import alone, write, write_pairs
 from tests.support.tiny_models import VOCAB_SIZE, write_tiny
 
 
@@ -30,26 +29,17 @@ def test_padding_does_not_count():
     assert sizes_of(pairs).tolist() == [7, 25 + 4]
 
 
-SFT = "model_alignment_strategy: {sft: {}}\n"
-
-
-def test_a_step_counts_the_tokens_of_all_ranks(tmp_path):
-    """Rows of several lengths, which ranks and microbatches share in any way."""
+def test_a_step_counts_the_tokens_of_all_microbatches(tmp_path):
+    """As many ranks do: ``integration/recipes/test_train.py`` compares them with one."""
     write_tiny("llama", tmp_path / "model")
     write_pairs(tmp_path, 12)
-    in_order = ["data.shuffle=false"]
-    with use_context(make_context()):
-        alone = sizes_on_a_rank(str(write(tmp_path, 1, SFT)), in_order, 3)
+    found = alone(write(tmp_path, 1, "model_alignment_strategy: {sft: {}}\n"), ["data.shuffle=false"])
     rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
     tokenizer = Tokenizer.from_dir(tmp_path / "model")
     lengths = [len(tokenizer.encode(row["prompt"] + row["completion"])) + 1 for row in rows]  # and its end
     steps = [lengths[at : at + 4] for at in range(0, 12, 4)]
-    assert alone == [(sum(step), sum(size**2 for size in step)) for step in steps]
-    file = str(write(tmp_path, 2, SFT))
-    for tp, pp in ((1, 1), (2, 1), (1, 2)):
-        sizes = {"tensor": tp, "pipeline": pp}
-        degrees = [f"distributed_strategy.{name}_model_parallel_size={size}" for name, size in sizes.items()]
-        assert run_ranks(sizes_on_a_rank, 2, file, [*degrees, *in_order], 3, tp=tp, pp=pp) == [alone, alone]
+    assert found[1:-1:3] == [sum(step) for step in steps]
+    assert found[2:-1:3] == [sum(size**2 for size in step) for step in steps]
 
 
 def counted(model, ids) -> int:
@@ -59,9 +49,8 @@ def counted(model, ids) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_operations_are_those_that_torch_counts(tmp_path, tied):
-    folder = write_tiny("llama", tmp_path, tie_word_embeddings=tied, num_hidden_layers=8)
+def test_the_operations_are_those_that_torch_counts(tmp_path):
+    folder = write_tiny("llama", tmp_path, tie_word_embeddings=True, num_hidden_layers=8)
     raw = json.loads((folder / "config.json").read_text())
     ids = torch.randint(5, VOCAB_SIZE, (2, 24), generator=torch.Generator().manual_seed(0))
     with use_context(make_context()):

@@ -1,20 +1,17 @@
-"""`deploy/sagemaker/endpoint.py` against SageMaker's control plane as moto has it, and against a real server."""
+"""`deploy/sagemaker/endpoint.py` against SageMaker's control plane as moto and botocore have it."""
 
 from __future__ import annotations
 
 import importlib.util
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import io
 from pathlib import Path
 from types import ModuleType
 
 import boto3
 import pytest
+from botocore.response import StreamingBody
 from botocore.stub import ANY, Stubber
 from moto import mock_aws
-
-from tests.support.http.http_servers import toy_server
 
 FILE = Path(__file__).parents[3] / "deploy/sagemaker/endpoint.py"
 GIVEN = {
@@ -90,36 +87,9 @@ def test_instances_with_neuron_devices_get_their_image(endpoint):
         calls.assert_no_pending_responses()
 
 
-@pytest.fixture
-def runtime() -> Iterator[str]:
-    """SageMaker's data plane before a real server: `/endpoints/NAME/invocations` is its `/invocations`."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, format: str, *args: object) -> None:
-            """Quiet."""
-
-        def do_POST(self) -> None:
-            assert self.path == "/endpoints/llama/invocations"
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            answer = server.post("/invocations", content=body, headers={"Content-Type": "application/json"})
-            self.send_response(answer.status_code)
-            self.send_header("Content-Type", answer.headers["Content-Type"])
-            self.end_headers()
-            self.wfile.write(answer.content)
-
-    with toy_server() as server:
-        front = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        thread = threading.Thread(target=front.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{front.server_port}"
-        finally:
-            front.shutdown()
-            thread.join()
-            front.server_close()
-
-
-def test_an_endpoint_answers(endpoint, runtime: str):
-    client = boto3.client("sagemaker-runtime", endpoint_url=runtime)
-    answer = endpoint.invoke(client, "llama", '{"prompt": "ab", "max_tokens": 2}')
-    assert '"choices"' in answer
+def test_an_endpoint_is_asked_in_json(endpoint):
+    client, asked, said = boto3.client("sagemaker-runtime"), b'{"prompt": "ab"}', b'{"choices": []}'
+    form = {"EndpointName": "llama", "ContentType": "application/json", "Accept": "application/json", "Body": asked}
+    with Stubber(client) as calls:
+        calls.add_response("invoke_endpoint", {"Body": StreamingBody(io.BytesIO(said), len(said))}, form)
+        assert endpoint.invoke(client, "llama", asked.decode()) == said.decode()

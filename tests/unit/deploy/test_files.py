@@ -1,0 +1,82 @@
+"""Dockerfile, compose file and manifests are held to what the server is; `make lint` runs the tools of each kind."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+from nxd_infer.util.options import declared
+from nxd_server.settings import ServerSettings
+
+ROOT = Path(__file__).parents[3]
+DEPLOY = ROOT / "deploy"
+KUBERNETES = DEPLOY / "kubernetes"
+
+
+def dockerfile_stages() -> dict[str, list[str]]:
+    """The instructions of each stage, joined to one line each."""
+    text = re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*\n", "", (ROOT / "Dockerfile").read_text()))
+    stages: dict[str, list[str]] = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        if line.startswith("FROM "):
+            stages[line.split()[-1]] = lines = []
+        elif stages:
+            lines.append(re.sub(r"\s+", " ", line))
+    return stages
+
+
+def test_both_targets_end_alike_and_the_default_is_the_cpu():
+    stages = dockerfile_stages()
+    assert list(stages) == ["wheel", "neuron", "cpu"]
+    start = "ENV PATH=/opt/venv/bin:$PATH"
+    ends = [
+        lines[next(n for n, line in enumerate(lines) if line.startswith(start)) :]
+        for name, lines in stages.items()
+        if name != "wheel"
+    ]
+    assert ends[0] == ends[1] and 'CMD ["serve"]' in ends[0] and "USER 10001:10001" in ends[0]
+    variables = re.findall(r"NXD_INFER_([A-Z_]+)=", "\n".join(line for line in ends[0] if line.startswith("ENV")))
+    assert set(variables) - {"ARTIFACT", "CACHE"} <= {name.upper() for name in declared(ServerSettings)}
+
+
+def test_what_the_image_is_built_of_is_in_the_context():
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = {word for line in dockerfile_stages()["wheel"] if line.startswith("COPY") for word in line.split()[1:-1]}
+    assert copied == kept and all((ROOT / name).exists() for name in kept)
+
+
+def test_the_compose_file_names_what_there_is():
+    file = DEPLOY / "docker/compose.yaml"
+    services = yaml.safe_load(file.read_text())["services"]
+    stages = dockerfile_stages()
+    for service in services.values():
+        assert service["build"]["target"] in stages
+        assert (file.parent / service["build"]["context"]).resolve() == ROOT
+        assert service["read_only"] and service["cap_drop"] == ["ALL"]
+        names = {name.removeprefix("NXD_INFER_").lower() for name in service["environment"] if name.startswith("NXD")}
+        assert names - {"artifact"} <= set(declared(ServerSettings))
+
+
+MANIFESTS = sorted(path for path in KUBERNETES.rglob("*.yaml") if path.name != "kustomization.yaml")
+
+
+def test_every_file_that_a_kustomization_names_is_there_and_every_file_is_named():
+    named = set()
+    for file in KUBERNETES.rglob("kustomization.yaml"):
+        found = yaml.safe_load(file.read_text())
+        for entry in [*found.get("resources", ()), *(patch.get("path") for patch in found.get("patches", ()))]:
+            if entry is not None:
+                place = (file.parent / entry).resolve()
+                assert (place / "kustomization.yaml" if place.is_dir() else place).is_file(), f"{file}: {entry}"
+                named.add(place)
+    assert named >= {path.resolve() for path in MANIFESTS}
+
+
+def test_autoscalers_name_a_metric_that_the_server_has():
+    metrics = (ROOT / "server/nxd_server/http/ops/metrics.py").read_text()
+    scaler = yaml.safe_load((KUBERNETES / "base/autoscaler.yaml").read_text())
+    name = scaler["spec"]["metrics"][0]["pods"]["metric"]["name"]
+    assert f'GaugeMetricFamily("{name}"' in metrics
+    assert f"sum({name})" in (KUBERNETES / "components/keda/scaled-object.yaml").read_text()

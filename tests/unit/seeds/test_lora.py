@@ -1,0 +1,53 @@
+"""LoRA's configuration and wrapper, as the training API calls them."""
+
+from __future__ import annotations
+
+import torch
+
+from nxd_infer import compat
+
+compat.install()
+
+import neuronx_distributed as nxd
+from neuronx_distributed.modules.lora import LoraConfig, LoRAModel, LoraModel, get_lora_model
+
+from tests.support.seeds.lora import printed_config
+from tests.support.seeds.model import get_model
+
+
+def test_the_printed_configuration_finds_the_printed_names():
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                setattr(self, name, nxd.parallel_layers.ColumnParallelLinear(4, 4))
+
+    model = LoRAModel(Attention(), printed_config())
+    assert "LoraModel(" in str(model) and model.get_base_model() is model.module
+    assert LoraModel is LoRAModel and isinstance(get_lora_model(Attention(), printed_config()), LoRAModel)
+    assert {name.split(".")[0] for name, p in model.named_parameters() if p.requires_grad} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+    }
+
+
+def test_every_flag():
+    for more, scaling in (({}, 2.0), ({"use_rslora": True}, 8.0)):
+        lora_config = LoraConfig(
+            enable_lora=True,
+            lora_rank=16,
+            lora_alpha=32,
+            lora_dropout=0.05,
+            bias="lora_only",
+            target_modules=["qkv_proj"],
+            init_lora_weights="gaussian",
+            **more,
+        )
+        assert lora_config.scaling == scaling
+        LoRAModel(get_model(), lora_config)
+    by_position = LoraConfig(True, 16, 32, 0.05, "none", ["q_proj", "v_proj", "k_proj"], False, "default")
+    assert by_position == printed_config() and LoraConfig(True, 16) == LoraConfig(enable_lora=True, lora_rank=16)
+    assert by_position.save_lora_base is False and by_position.merge_lora is False
+    off = nxd.neuronx_distributed_config(lora_config=LoraConfig(enable_lora=False))
+    assert not isinstance(nxd.initialize_parallel_model(off, get_model).local_module(), LoRAModel)
