@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from nxd_server.__main__ import main
+from nxd_server.errors import EngineUnavailableError
 from nxd_server.settings import ServerSettings
 from tests.support.engine.toy_model import ToyModel
 from tests.support.http.http_servers import (
@@ -48,6 +49,14 @@ def test_the_collector_does_not_look_through_what_was_loaded():
     finally:
         service.close()
         gc.unfreeze()
+
+
+def test_a_server_that_became_ready_since_it_was_looked_at_does_not_say_so_in_a_refusal(monkeypatch):
+    service = ToyService(ServerSettings(), None, ToyModel, {}, None, None, 0.0)  # pyright: ignore
+    monkeypatch.setattr(ToyService, "readiness", lambda self: (True, "ready", ""))
+    with pytest.raises(EngineUnavailableError, match="ready again") as caught:
+        service.require_ready()
+    assert caught.value.state == "recovering" and caught.value.retry_after
 
 
 def test_it_lives_at_once_and_is_ready_when_warm(tmp_path):
@@ -260,6 +269,20 @@ def test_ranks_that_fail_more_often_than_is_allowed_end_the_server_with_the_way_
         assert server.wait() == 1
         (last,) = [line for line in server.lines if "giving up" in line]
         assert words in last and "Traceback" not in server.log
+
+
+def test_a_recovery_that_cannot_be_in_time_is_not_begun(tmp_path):
+    """As where a model takes longer to load than an operator has allowed for."""
+    file = tmp_path / "fail"
+    arguments = ("--fail-file", str(file), "--ranks-seconds", "24")
+    with toy_server(arguments=arguments, recovery_timeout=15) as server:
+        wait_for(lambda: "ranks that are lost will not be started again: recovery_timeout is 15 s" in server.log)
+        file.write_text("once")
+        is_error(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}), 503)
+        assert server.wait() == 1
+        (last,) = [line for line in server.lines if "giving up" in line]
+        assert "rank 0 ended with signal 9" in last and "leave it out to have it derived" in last
+        assert "starting the ranks again" not in server.log and "Traceback" not in server.log
 
 
 def test_a_recovery_that_takes_too_long_ends_the_server_with_status_1(tmp_path):

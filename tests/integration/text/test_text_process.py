@@ -17,7 +17,7 @@ from nxd_server.text import text_process as process
 from nxd_server.text import text_process_jobs
 from nxd_server.text.chat_template import TemplateSources
 from nxd_server.text.field_bounds import ANY, Bounds
-from nxd_server.text.text_process import NICENESS, Setup, TextProcess
+from nxd_server.text.text_process import NICENESS, JobFailed, Setup, TextProcess
 from nxd_server.text.text_process_jobs import BoundedJson, BoundedTemplate, BoundedTokenizer
 from tests.support import tiny_models
 from tests.support.http.http_toy import toy_tokenizer

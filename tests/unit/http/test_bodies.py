@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import threading
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
@@ -18,6 +19,7 @@ from nxd_server.http.connections import most_connections
 from nxd_server.http.error_responses import ApiError
 from nxd_server.http.middleware import InFlight, RequestMiddleware
 from nxd_server.http.openai.completions import check_choices
+from nxd_server.http.openai.embeddings import tokens_of
 from nxd_server.http.openai.schemas import SamplingBody
 from nxd_server.http.predict import PredictBody
 from nxd_server.http.request_body import Bodies, ClientLeft, default_limit
@@ -25,7 +27,7 @@ from nxd_server.http.request_context import json_body
 from nxd_server.http.tokenize import DetokenizeBody, TokenizeBody
 from nxd_server.settings import ServerSettings
 from nxd_server.text.field_bounds import ANY
-from nxd_server.text.text_process_jobs import BoundedJson
+from nxd_server.text.text_process_jobs import BoundedJson, ConcurrencyLimit
 
 
 def test_the_limit_of_a_body_follows_from_the_models_length(tmp_path):
@@ -178,6 +180,33 @@ def test_a_large_body_whose_request_is_over_is_not_parsed(left):
 
     asyncio.run(main())
     assert ends == ["ended"]
+
+
+def test_of_texts_to_encode_none_is_begun_after_their_client_has_left():
+    """A list of 2,048 was worked off to its end, and so were the lists of a hundred clients that had left."""
+    began: list[str] = []
+    first, left = threading.Event(), threading.Event()
+
+    class Encoder:
+        def tokens(self, text, **_):
+            began.append(text)
+            first.set()
+            assert left.wait(120)
+
+    async def main():
+        context = SimpleNamespace(encoders=ConcurrencyLimit("prompts", 1, 1))
+        texts = ["a" * 3000] * 64
+        work = asyncio.create_task(tokens_of(context, Encoder(), texts, lambda place: "input"))  # pyright: ignore
+        assert await asyncio.to_thread(first.wait, 120)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        left.set()
+        while context.encoders.inside:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert len(began) == 1
 
 
 def test_more_choices_than_a_number_can_be_written_of_are_400():
