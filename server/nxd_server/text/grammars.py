@@ -76,6 +76,7 @@ class Grammars:
     def _compile(self, asked: StructuredOutputs) -> CompiledGrammar:
         try:
             from llguidance import LLMatcher, LLParserLimits
+            from llguidance.gbnf_to_lark import GbnfToLarkError  # no ValueError
         except ImportError:
             raise RequestError(
                 asked.where, "this server was installed without llguidance: pip install 'nxd-infer[server]'"
@@ -84,7 +85,7 @@ class Grammars:
         try:
             with no_panics():
                 matcher = LLMatcher(tokenizer, _grammar(asked), log_level=0, limits=LLParserLimits(**LIMITS))
-        except (ValueError, LibraryPanic) as error:
+        except (ValueError, GbnfToLarkError, LibraryPanic) as error:
             raise asked.error(asked.form, _reason(str(error))) from None
         if matcher.is_error():
             raise asked.error(asked.form, _reason(matcher.get_error()))

@@ -124,19 +124,6 @@ def test_a_slot_is_free_when_its_last_request_has_ended(llm, expected, adapters)
         llm.remove_adapter(name)
 
 
-def test_an_adapter_is_loaded_while_others_generate(llm, expected, adapters):
-    llm.load_adapter("x", adapters["x"])
-    long = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    alone = llm.generate(PROMPTS[0], long, adapter="x")[0].outputs[0].token_ids
-    events = llm.stream(PROMPTS[0], long, adapter="x")
-    first = next(events)
-    llm.load_adapter("y", adapters["y"])
-    assert [first.token, *(event.token for event in events if not isinstance(event, FinishEvent))] == alone
-    check(llm, expected, "y")
-    for name in ("x", "y"):
-        llm.remove_adapter(name)
-
-
 def test_refused_adapters_leave_their_slot_free(llm, model_dir, adapters, tmp_path):
     for number in range(3):
         with pytest.raises(RequestError, match=r"rank is 5 .* at most 4"):

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from nxd_infer.errors import RankDiedError, RankTimeoutError
+from nxd_infer.errors import RankDiedError
 from nxd_infer.layout import as_source
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank_model import RankModel
@@ -146,12 +146,3 @@ def test_who_waits_for_a_swap_goes_on_waiting_until_the_ranks_are_ready_or_given
             assert "could not be started again: rank 1 of 2 was ended by SIGKILL" in engine.verdict
             assert "as often as max_restarts allows (1 in 600 s)" in engine.verdict
             assert engine.restarts.count == 1 and engine.health().recovering_for is None
-
-
-def test_a_library_s_restart_is_bounded_by_what_a_start_took_here(model):
-    """A first start may take minutes, as nothing is known: one that hangs after it is noticed much sooner."""
-    model.plagues = [("loading", STOP)]
-    with pytest.raises(RankTimeoutError, match=r"rank 1 of 2 did not finish its start within 1\.2"):
-        model.restart()
-    assert model.bounds.start > 300
-    assert [rank.alive for rank in model.restart().health()] == [True, True]

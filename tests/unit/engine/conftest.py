@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nxd_server.engine import Engine
+from nxd_server.engine import Engine, OneShotEngine
 from tests.support.engine.toy_model import ToyModel
+from tests.support.engine.toy_oneshot import ToyOneShot
 
 
 @pytest.fixture(autouse=True)
@@ -32,3 +33,22 @@ def engines():
         assert engine.stats().slots_free == engine.slots
         assert engine.parts.queue.inside == engine.parts.queue.unreported == engine.stats().waiting_tokens == 0
         assert not engine.parts.gate._begun and not engine.parts.gate.wanted
+
+
+@pytest.fixture
+def oneshot_engines():
+    """The same of engines for models of one step."""
+    made = []
+
+    def make(model=None, **options):
+        model = model or ToyOneShot()
+        engine = OneShotEngine(model, **{"costs": model.costs, "restart_limit": 1, "idle_probe": None, **options})
+        made.append(engine)
+        engine.start()
+        model.calls.clear()  # of the warm-up
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()
+        assert engine.parts.queue.inside == engine.parts.queue.unreported == 0 and not engine.parts.gate._begun

@@ -83,17 +83,6 @@ def test_random_traffic_with_cancellations_gives_everyone_their_own_tokens(engin
     assert stats.running == stats.waiting == stats.waiting_tokens == 0 and stats.kv_usage == 0
 
 
-def test_a_seeded_answer_is_the_same_alone_and_in_a_crowd(engines):
-    engine = engines(ToyModel(delay=0.001))
-    params = SamplingParams(max_tokens=20, temperature=1.2, seed=42, ignore_eos=True)
-    prompt = [3, 1, 4, 1, 5]
-    alone = ask(engine, prompt, params).tokens[0]
-    crowd = [Listener() for _ in range(7)]
-    for number, listener in enumerate(crowd):
-        engine.submit([number] * (number + 3), SamplingParams(max_tokens=30, seed=number), listener)
-    assert ask(engine, prompt, params).tokens[0] == alone
-
-
 def test_n_choices_have_seeds_of_their_own_and_the_first_has_the_requests(engines):
     engine = engines()
     params = SamplingParams(max_tokens=10, temperature=1.0, seed=7, n=6, ignore_eos=True)

@@ -117,13 +117,6 @@ def test_min_tokens_holds_off_stop_strings_too(engine):
     assert len(late.tokens[0]) >= 10
 
 
-def test_every_choice_has_a_text_of_its_own(engine):
-    params = SamplingParams(max_tokens=20, temperature=1.0, seed=5, n=3, ignore_eos=True)
-    result = ask(engine, [1, 2], params)
-    for index in range(3):
-        assert result.text[index] == engine.tokenizer.decode(result.tokens[index])
-
-
 def test_the_tokenizers_end_token_ends_an_answer_too():
     """A chat model's turn ends with <|im_end|>, its tokenizer's, where its configuration names <|endoftext|>."""
     model, tokenizer = ToyModel(), make_tokenizer()

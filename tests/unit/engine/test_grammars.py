@@ -108,6 +108,7 @@ WRONG = [
     ({"regex": 3}, "structured_outputs.regex", "a string"),
     ({"choice": []}, "structured_outputs.choice", "one or more"),
     ({"choice": "yes"}, "structured_outputs.choice", "a list"),
+    ({"grammar": "hello"}, "structured_outputs.grammar", "Expected ::="),
     ({"grammar": "start: nothing"}, "structured_outputs.grammar", '"nothing"'),
 ]
 
@@ -128,7 +129,7 @@ HOSTILE = {
     + rules(60, "t{number}: A?"),
     "a chain of rules": rules(4000, "a{number}: a{next}").replace("a0:", "start:") + '\na4000: "x"',
     "a chain of tokens": "start: A0\n" + rules(4000, "A{number}: A{next}") + '\nA4000: "x"',
-    "its notation": 'root ::= "a" b0\n' + rules(3000, 'b{number} ::= "a" b{next}') + '\nb3000 ::= "x"',
+    "its notation": 'root ::= "a" b0\n' + rules(500, 'b{number} ::= "a" b{next}') + '\nb500 ::= "x"',
 }  # fmt: skip
 
 

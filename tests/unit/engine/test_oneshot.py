@@ -34,21 +34,8 @@ from tests.support.processes import wait_until
 
 
 @pytest.fixture
-def engines():
-    made = []
-
-    def make(model=None, **options):
-        model = model or ToyOneShot()
-        engine = OneShotEngine(model, **{"costs": model.costs, "restart_limit": 1, "idle_probe": None, **options})
-        made.append(engine)
-        engine.start()
-        model.calls.clear()
-        return engine
-
-    yield make
-    for engine in made:
-        engine.close()
-        assert engine.parts.queue.inside == engine.parts.queue.unreported == 0
+def engines(oneshot_engines):
+    return oneshot_engines
 
 
 def request(rows, length, seed=0):

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from nxd_infer.errors import ModelClosedError, RankDiedError, RankFailedError, RankStartError
-from nxd_server.engine import OneShotEngine
 from nxd_server.engine.rank_restarts import RankRestarts
 from nxd_server.errors import EngineFailedError, GenerationError, forget_frames, ranks_failed, summary
 from nxd_server.http.error_responses import as_api_error
@@ -40,7 +39,7 @@ class Fragile(ToyOneShot):
 
     def _lose_ranks(self, name, inputs):
         live = inputs["input_ids"][inputs["attention_mask"].sum(1) > 0]
-        if len(live):
+        if len(live):  # and not the warm-up
             self.batches.append(live[:, 0].tolist())
         if self.gate is not None:
             self.entered.set()
@@ -55,21 +54,8 @@ class Fragile(ToyOneShot):
 
 
 @pytest.fixture
-def engines():
-    made = []
-
-    def make(**options):
-        model = Fragile()
-        engine = OneShotEngine(model, idle_probe=None, costs=model.costs, **options)
-        made.append(engine)
-        engine.start()
-        engine.model.batches.clear()  # of the warm-up
-        return engine
-
-    yield make
-    for engine in made:
-        engine.close()
-        assert engine.parts.queue.inside == engine.parts.queue.unreported == 0
+def engines(oneshot_engines):
+    return lambda **options: oneshot_engines(Fragile(), **options)
 
 
 def request(first):

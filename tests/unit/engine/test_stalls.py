@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.support.engine.schedules import arrive, decoding, scheduler, sequence, steps
 
 
@@ -57,27 +55,6 @@ def test_decoding_alone_leaves_the_graph_with_more_rows_than_slots_to_prompts():
     subject.remove(next(subject.sequences()))
     subject.admit()
     assert subject.next_step().graph.name == "decode_b20"
-
-
-WIDE = {"decode_b1": 0.0057, "decode_b4": 0.007, "decode_b16": 0.0105, "decode_b32": 0.0172, "prefill_s32": 0.0146}
-
-
-@pytest.mark.parametrize(
-    ("streams", "graph", "seconds"),
-    [
-        (1, "decode_b16", WIDE),
-        (8, "decode_b16", WIDE),
-        (9, "decode_b32", WIDE),
-        (1, "decode_b20", {"decode_b1": 0.010, "decode_b4": 0.014, "decode_b20": 0.040, "prefill_s32": 0.060}),
-    ],
-)
-def test_streams_are_not_held_up_beyond_the_bound_unless_prompts_crawl(streams, graph, seconds):
-    """Three quarters of four steps are planned: 17.1 ms of 5.7."""
-    batches = tuple(int(name.removeprefix("decode_b")) for name in seconds if name.startswith("decode"))
-    subject = scheduler(batches[-2], batches, (32,), seconds=seconds, mixes=True)
-    decoding(subject, streams)
-    arrive(subject, sequence(9, 128))
-    assert next(step.graph.name for step in steps(subject) if step.kind == "mixed") == graph
 
 
 def test_a_burst_of_prompts_keeps_to_the_bound_at_little_cost():

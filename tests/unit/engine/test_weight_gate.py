@@ -13,7 +13,7 @@ import torch
 
 from nxd_infer.errors import RankFailedError, WeightSchemaError
 from nxd_server import LLM
-from nxd_server.engine import OneShotEngine, SamplingParams
+from nxd_server.engine import SamplingParams
 from nxd_server.engine.weight_gate import WholeRequest
 from nxd_server.errors import EngineUnavailableError, WeightsBusyError
 from tests.support.engine.asking import BOTH_WAYS
@@ -224,30 +224,24 @@ def test_weights_that_were_cut_when_the_engine_ended_are_told_so_at_once(engines
     assert made[0].closed and engine.model.weights == 0
 
 
-def test_texts_in_waves_are_of_one_version():
+def test_texts_in_waves_are_of_one_version(oneshot_engines):
     """The second wave of a request passes what waits for the swap, and a full queue does not stop it."""
-    model = ToyOneShot(batches=(1,), delay=0.01)
-    engine = OneShotEngine(model, max_queued_requests=1)
-    engine.start()
-    try:
-        row = torch.tensor([[1, 2, 3]])
-        inputs = {"input_ids": row, "attention_mask": torch.ones_like(row)}
-        with WholeRequest() as whole:
-            early = engine.submit(inputs, whole=whole).result(60)
-            thread, results = swapping(engine, 1)
-            wait_until(lambda: engine.parts.gate.wanted)
-            others = [engine.submit(inputs) for _ in range(2)]  # the slot and the queue are full now
-            late = engine.submit(inputs, whole=whole, continuing=True).result(60)
-            assert model.weights == 0 and not any(other.done() for other in others)
-        thread.join(60)
-        assert results == [1] and whole.version == 0
-        want = expected(row[0])
-        for got, version in [(early, 0), (late, 0), *((other.result(60), 1) for other in others)]:
-            assert torch.equal(got["embedding"][0], want + version)
-        cancelled = WholeRequest()
-        engine.submit(inputs, whole=cancelled).cancel()
-        cancelled.close()
-        assert engine.update_weights(7, timeout=60) == 2  # what was cancelled holds up nothing
-    finally:
-        engine.close()
-    assert engine.parts.queue.inside == engine.parts.queue.unreported == 0 and not engine.parts.gate._begun
+    engine = oneshot_engines(model := ToyOneShot(batches=(1,), delay=0.01), max_queued_requests=1)
+    row = torch.tensor([[1, 2, 3]])
+    inputs = {"input_ids": row, "attention_mask": torch.ones_like(row)}
+    with WholeRequest() as whole:
+        early = engine.submit(inputs, whole=whole).result(60)
+        thread, results = swapping(engine, 1)
+        wait_until(lambda: engine.parts.gate.wanted)
+        others = [engine.submit(inputs) for _ in range(2)]  # the slot and the queue are full now
+        late = engine.submit(inputs, whole=whole, continuing=True).result(60)
+        assert model.weights == 0 and not any(other.done() for other in others)
+    thread.join(60)
+    assert results == [1] and whole.version == 0
+    want = expected(row[0])
+    for got, version in [(early, 0), (late, 0), *((other.result(60), 1) for other in others)]:
+        assert torch.equal(got["embedding"][0], want + version)
+    cancelled = WholeRequest()
+    engine.submit(inputs, whole=cancelled).cancel()
+    cancelled.close()
+    assert engine.update_weights(7, timeout=60) == 2  # what was cancelled holds up nothing
