@@ -10,7 +10,7 @@ from nxd_infer.layout import load_weights, merge_state_dicts, weight_layout
 from nxd_infer.parallel_layers.layers import ColumnParallelLinear
 from nxd_infer.parallel_layers.pad import pad_model
 from tests.support.layout.attention import Shape, logical_weights
-from tests.support.layout.pad_blocks import BertLayer, BertOutput, BertSelf, Gathered
+from tests.support.layout.pad_blocks import BertLayer, BertOutput, BertSelf, Gathered, Mlp
 from tests.support.layout.pad_models import (
     F64,
     STYLES,

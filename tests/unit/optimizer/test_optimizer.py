@@ -119,7 +119,7 @@ def test_what_it_refuses_later():
     (frozen * 2).sum().backward()
     with pytest.raises(ParallelConfigError, match="frozen when the optimizer was created"):
         optimizer.step()
-    other = NxDOptimizer([nn.Parameter(torch.ones(1))], SGD)
+    other = NxDOptimizer([nn.Parameter(torch.ones(1)) for _ in range(3)], SGD)
     for state in (other.state_dict(), {"a": 1}, {"state": {}, "param_groups": []}):
         with pytest.raises(CheckpointError, match="it does not fit this optimizer"):
             optimizer.load_state_dict(state)
