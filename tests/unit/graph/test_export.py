@@ -25,8 +25,8 @@ from nxd_infer.graph.export import Step
 from nxd_infer.graph.names import named_inputs
 from nxd_infer.graph.stored import ir_text, read_ir
 from nxd_infer.modules.nxd_model import NxDModel
-from nxd_infer.ops import cache_attention
 from tests.support.graph.exporting import entries, follow, load, loaded, lowered, operators
+from tests.support.ops.native_attention import Attend
 
 
 def test_decision_5_dtype_shape_and_stride_of_everything_are_checked(tmp_path):
@@ -159,25 +159,18 @@ class Masks(nn.Module):
             return torch.vmap(lambda row: table[row])(rows) + 1
 
 
-class Attends(nn.Module):
-    """A composite operator."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("k", torch.zeros(2, 1, 8, 4))
-        self.register_buffer("v", torch.zeros(2, 1, 8, 4))
-
-    def forward(self, q: Tensor, start: Tensor) -> Tensor:
-        table = torch.zeros(1, 1, dtype=torch.int64)
-        return cache_attention(q, q, q, self.k, self.v, table, start, torch.ones_like(start), 0.5)
-
-
 @pytest.mark.parametrize(
     ("module", "calls"),
     [
         (Nested(), [(torch.randn(2, 3),)]),
         (Masks(), [(torch.randn(5), torch.tensor([3, 0, 4]))]),
-        (Attends(), [(torch.randn(1, 1, 1, 4), torch.tensor([i])) for i in range(3)]),
+        (
+            Attend(),
+            [
+                (torch.randn(2, 3, 8, 16), torch.tensor([[1], [0]]), torch.full((2,), start), torch.tensor([3, 3]))
+                for start in (0, 3, 6)
+            ],
+        ),
     ],
     ids=["autocast", "a Python function", "a composite operator"],
 )
