@@ -26,9 +26,13 @@ def forget() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
+    """And other tests of this process keep the names that they have."""
+    finders, modules = sys.meta_path[:], {name: sys.modules[name] for name in sys.modules if name.startswith(NAMES)}
     forget()
     yield
     forget()
+    sys.meta_path[:] = finders
+    sys.modules.update(modules)
 
 
 def package(folder: Path, name: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
