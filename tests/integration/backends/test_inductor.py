@@ -66,6 +66,7 @@ def flat(outputs: dict[str, Any]) -> list[Tensor]:
     return torch.utils._pytree.tree_leaves(outputs)
 
 
+@pytest.mark.smoke
 def test_it_computes_what_pytorch_does_with_any_number_of_threads(traced: Any) -> None:
     before, found = torch.get_num_threads(), []
     try:
@@ -176,6 +177,7 @@ def graph_of(net: Path) -> tuple[str, Path]:
     return digest, artifact.graph_dir(digest)
 
 
+@pytest.mark.smoke
 def test_ranks_share_one_graph_that_is_compiled_once_and_never_again(net: Path, cache: Path, tmp_path: Path) -> None:
     report = json.loads((net / "report.json").read_text())
     assert (report["graphs"], report["compiled"]) == (1, 1)

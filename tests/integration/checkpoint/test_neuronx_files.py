@@ -90,6 +90,7 @@ def loaded(root: str, options: dict[str, Any], with_scheduler: bool) -> list[flo
     return go_on(parts)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("form", ["trainer-xser", "layers"])
 def test_training_goes_on_at_any_degree(tmp_path: Path, form: str):
     """Written at tp 2, loaded at tp 2 and at tp 1, with the state of the optimizer: the same losses."""

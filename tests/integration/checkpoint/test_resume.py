@@ -79,6 +79,7 @@ def resumed_elsewhere(root: str, options: dict[str, Any]) -> list[float]:
     return go_on(parts, 3)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_training_goes_on(tmp_path: Path, dtype: torch.dtype):
     """Bit by bit at the degrees of the save, to 1e-9 at any others; in bfloat16 with float32 masters."""

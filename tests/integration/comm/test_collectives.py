@@ -214,10 +214,12 @@ def assert_same_bits(results: list[list[Tensor]]) -> None:
             assert torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
 
 
+@pytest.mark.smoke
 def test_shared_memory_collectives_equal_a_plain_computation():
     assert_same_bits(run_ranks(everything_in_shared_memory, 4, (*SHAPES, BIG), collectives="shm", capacity=16384))
 
 
+@pytest.mark.smoke
 def test_distributed_collectives_equal_a_plain_computation():
     assert_same_bits(run_ranks(everything, 4, (*SHAPES, BIG), False))
 

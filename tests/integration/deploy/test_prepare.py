@@ -107,6 +107,7 @@ def test_another_compiler_makes_another_artifact(model: Path, tmp_path: Path, mo
     assert made[0] != made[1] and made[0] == made[2] and made[3] != made[4] and made[3] == made[5]
 
 
+@pytest.mark.smoke
 def test_serve_takes_a_model_directory_from_the_environment_as_a_container_does(traced, model: Path):
     keep, _, _ = traced
     variables = {"ARTIFACT": str(model), "KEEP": str(keep), "TRACE_OPTIONS": TRACE, "HOST": "127.0.0.1", "PORT": "0"}

@@ -26,6 +26,7 @@ def run(folder: Path, command: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.smoke
 def test_the_program_and_the_command(tmp_path: Path):
     Case("llama", 3, 1, LOOSE).build().save_pretrained(tmp_path / "llama")
     (tmp_path / "tune.py").write_text(PROGRAM)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from nxd_infer.runtime.load import load_artifact
 from tests.support.e2e.command import here, refused
 from tests.support.tiny_models import write_tiny
@@ -11,6 +13,7 @@ from tests.support.tiny_models import write_tiny
 EAGER = ("--backend", "eager", "--dtype", "float32", "--batch-sizes", "2", "--prompt-buckets", "8", "--max-len", 32)
 
 
+@pytest.mark.smoke
 def test_a_llama_in_two_stages_is_planned_traced_verified_and_generates(tmp_path):
     model_dir, out = write_tiny("llama", tmp_path / "model", num_hidden_layers=3), tmp_path / "artifact"
     done = here("trace", model_dir, "--out", out, "--pp", 2, "--tp", 2, *EAGER, "--plan-only")

@@ -28,12 +28,14 @@ PORT = "8000"
 VENV = re.findall(r"^VENV \?= (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0]
 
 
+@pytest.mark.smoke
 def test_the_make_commands_are_targets():
     targets = re.findall(r"^make ([\w-]+)", README.split("```")[1], re.MULTILINE)
     assert targets == ["demo", "test"]
     subprocess.run(["make", "-n", *targets, "check", "bench", "soak", "lint"], cwd=ROOT, check=True, timeout=600)
 
 
+@pytest.mark.smoke
 def test_the_console_session_runs_as_written(tmp_path, monkeypatch):
     """Commands run in this process, but for the server."""
     monkeypatch.chdir(tmp_path)

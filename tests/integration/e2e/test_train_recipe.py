@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from nxd_infer.recipes import launch
 from nxd_infer.util.ports import free_port
 from tests.support.e2e.command import here, refused
@@ -66,6 +68,7 @@ def losses(folder: Path, which: str) -> dict[int, float]:
     return {event.step: event.value for event in events.Scalars("loss")}
 
 
+@pytest.mark.smoke
 def test_killed_resumed_traced_and_asked(tmp_path):
     """It ends as the same job does that is left alone: one that Slurm starts."""
     (tmp_path / "recipe.yaml").write_text(RECIPE)

@@ -96,6 +96,7 @@ def swap(server, path: str, **more):
     return server.post("/v1/weights", {"path": path, **more}, headers=ADMIN, timeout=600)
 
 
+@pytest.mark.smoke
 def test_trained_traced_served_and_swapped(workplace, texts):
     artifact, root = workplace / "artifact", workplace / "root"
     write_tiny("llama", root / "wider", intermediate_size=64, **ONE_LAYER)

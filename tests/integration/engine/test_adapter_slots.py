@@ -73,6 +73,7 @@ def check(llm, expected, *names):
             assert answers[prompt, name] == tokens, (prompt, name)
 
 
+@pytest.mark.smoke
 def test_requests_with_several_adapters_share_steps(llm, expected, adapters):
     check(llm, expected, None)
     llm.load_adapter("x", adapters["x"])

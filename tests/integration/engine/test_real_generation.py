@@ -82,6 +82,7 @@ def together(engine):
     return [listener.tokens[0] for listener in listeners]
 
 
+@pytest.mark.smoke
 def test_greedy_tokens_equal_those_of_transformers_for_every_kind_of_length(llm, reference):
     prompts = [prompt_of(length) for length in LENGTHS]
     outputs = llm.generate(prompts, [GREEDY.replace(max_tokens=min(16, llm.room(prompt))) for prompt in prompts])

@@ -53,6 +53,7 @@ def compare(llms, prompts, params):
     return guessing
 
 
+@pytest.mark.smoke
 def test_greedy_answers_are_the_same_and_take_fewer_steps(llms):
     plain, guessing = llms
     params = [GREEDY, FEW, FEW, FEW.replace(max_tokens=40), GREEDY, FEW, GREEDY]

@@ -67,6 +67,7 @@ def _bytes(tokenizer, token):
     return b"" if text is None or token in tokenizer.special_ids else byte_level_bytes(text)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("prompt", ["the", "for 3", "import os"])
 def test_a_choice_is_the_one_that_a_naive_search_finds(llm, prompt):
     from transformers import AutoModelForCausalLM

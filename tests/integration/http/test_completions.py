@@ -25,6 +25,7 @@ def chat_text(messages, suffix="assistant:"):
     return "".join(f"{m['role']}:{m['content']};" for m in messages) + suffix
 
 
+@pytest.mark.smoke
 def test_a_completion_through_the_official_client(client, toy, expect):
     answer = client.completions.create(model="toy", prompt="hello", max_tokens=9, temperature=0)
     _, text, reason = expect("hello", max_tokens=9)
@@ -173,6 +174,7 @@ def _array(tokens):
     return np.array(tokens)
 
 
+@pytest.mark.smoke
 def test_chat_through_the_official_client(client, expect):
     messages = [
         {"role": "developer", "content": "brief"},
@@ -188,6 +190,7 @@ def test_chat_through_the_official_client(client, expect):
     assert answer.usage.prompt_tokens == len(prompt)
 
 
+@pytest.mark.smoke
 def test_a_chat_stream_has_openais_chunks(client, toy, expect):
     messages = [{"role": "user", "content": "hello"}]
     ask = {"model": "toy", "messages": messages, "max_tokens": 7, "temperature": 0, "n": 2, "stream": True}
@@ -278,6 +281,7 @@ def test_tokenize_and_detokenize(toy, tokenizer):
     assert answer["tokens"] == tokenizer.encode("user:hi;assistant:")
 
 
+@pytest.mark.smoke
 def test_sagemakers_routes(toy, expect):
     assert toy.get("/ping").status_code == 200
     _, text, _ = expect("hello", max_tokens=5)

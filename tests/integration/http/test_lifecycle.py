@@ -59,6 +59,7 @@ def test_a_server_that_became_ready_since_it_was_looked_at_does_not_say_so_in_a_
     assert caught.value.state == "recovering" and caught.value.retry_after
 
 
+@pytest.mark.smoke
 def test_it_lives_at_once_and_is_ready_when_warm(tmp_path):
     with toy_server(wait=False, arguments=("--start-file", str(tmp_path / "go"))) as server:
         assert server.get("/livez").status_code == 200
@@ -83,6 +84,7 @@ def test_it_lives_at_once_and_is_ready_when_warm(tmp_path):
         assert server.stop() == 0
 
 
+@pytest.mark.smoke
 def test_a_signal_lets_what_runs_finish_and_exits_0(tokenizer, tmp_path):
     from tests.support.engine.toy_model import naive_generate
 

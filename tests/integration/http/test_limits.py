@@ -97,6 +97,7 @@ def test_an_early_refusal_reaches_a_client_that_is_still_writing(locked):
     assert any(refused() for _ in range(3))
 
 
+@pytest.mark.smoke
 def test_a_full_queue_is_429_with_retry_after_and_free_room_is_used(limited, hold):
     """A request that does not fit takes no room from others: those of its prompts that fitted filled the queue."""
     short = {"prompt": "hello", "max_tokens": 2}
@@ -146,6 +147,7 @@ def test_a_deadline_is_504_or_cuts_the_stream(hasty):
     wait_for(lambda: hasty.metric("nxd_slots_free") == 1)
 
 
+@pytest.mark.smoke
 def test_with_keys_everything_but_the_health_routes_needs_one(locked):
     for path in OPEN:
         assert locked.get(path).status_code == 200, path

@@ -62,6 +62,7 @@ def remove(server, name, **more):
     return server._client.delete(f"{server.url}/v1/adapters/{name}", **more)
 
 
+@pytest.mark.smoke
 def test_adapters_come_and_go_while_the_model_is_served(server, texts):
     assert server.get("/v1/models").json()["data"][0]["generation_defaults"] == {"stop_token_ids": [EOS, 200]}
     assert [card["id"] for card in server.get("/v1/adapters").json()["data"]] == ["x"]

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.support.http.http_artifacts import PROMPTS, real_server
 from tests.support.http.http_servers import events_of, is_error, wait_for
@@ -24,6 +25,7 @@ def holds_torch(pid):
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
+@pytest.mark.smoke
 def test_greedy_answers_are_those_of_the_plain_model(real_llama, real_client, llama_texts):
     for prompt in PROMPTS[:6]:
         assert real_llama.post(COMPLETIONS, body_of(prompt)).json()["choices"][0]["text"] == llama_texts[prompt]
@@ -86,6 +88,7 @@ def test_long_prompts_go_in_pieces_up_to_the_maximum(real_llama):
     is_error(real_llama.post(COMPLETIONS, body_of([5] * 257)), 400, code="context_length_exceeded")
 
 
+@pytest.mark.smoke
 def test_a_rank_killed_under_load(llama, llama_texts):
     """Nobody gets a wrong answer, the server is ready again, and its new ranks end with it."""
     with real_server(llama, *PATIENT) as server:

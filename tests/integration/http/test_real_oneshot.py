@@ -49,6 +49,7 @@ def reference(model_dir, texts):
     return torch.stack(rows)
 
 
+@pytest.mark.smoke
 def test_embeddings_equal_transformers_in_both_encodings(encoder):
     server, model_dir = encoder
     expected = reference(model_dir, TEXTS)
@@ -177,6 +178,7 @@ def test_wrong_tensors_are_400s_that_name_them(affine, body, param):
     is_error(affine.post(PREDICT, body), 400, param)
 
 
+@pytest.mark.smoke
 def test_a_classifier_scores_texts_and_pairs(tmp_path):
     """A cross-encoder among them: its label is the relevance of the second text for the first."""
     _, artifact = trace_encoder(tmp_path / "three", "bert_classifier", "classify")

@@ -23,6 +23,7 @@ def idle(server):
     return server.metric("nxd_num_requests_running") == 0 and server.metric("nxd_slots_free") == 4
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("stream", "reset", "next_request"),
     [(True, False, b""), (True, True, b"G"), (False, True, b""), (False, False, b"G")],

@@ -36,6 +36,7 @@ def text_of(server, route, body):
     return choice["message"]["content"] if route == CHAT else choice["text"]
 
 
+@pytest.mark.smoke
 def test_openais_client_parses_an_answer_into_a_class(real_client):
     for seed in range(2):
         answer = real_client.chat.completions.parse(

@@ -62,6 +62,7 @@ def joined(deltas):
     return calls
 
 
+@pytest.mark.smoke
 def test_an_answer_is_a_call_and_the_next_one_reads_its_result(client):
     (choice,) = create(client, [ASKED]).choices
     (call,) = choice.message.tool_calls

@@ -52,6 +52,7 @@ def all_jobs(jobs: dict[str, tuple[int, dict[str, Any]]]) -> dict[str, Any]:
     return {name: alone(fit, rows, job) for name, (rows, job) in jobs.items()}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("ranks", "jobs"), [(2, JOBS), (4, JOBS_OF_FOUR)], ids=["two", "four"])
 def test_several_ranks_are_the_plain_loop(ranks: int, jobs: dict[str, tuple[int, dict[str, Any]]]):
     expected = plain(4)

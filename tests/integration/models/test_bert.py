@@ -89,6 +89,7 @@ def test_an_input_beyond_the_position_table_and_an_unknown_pooling_are_refused(t
         registry.build(path, pooling="cls+median")
 
 
+@pytest.mark.smoke
 @torch.no_grad()
 def test_real_minilm_embeddings_equal_transformers():
     import tokenizers

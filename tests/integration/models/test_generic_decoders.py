@@ -129,6 +129,7 @@ def told_by_verify(path: Path, artifact: Path, capsys, degree: int, plan=None) -
     return found and found[1]
 
 
+@pytest.mark.smoke
 def test_it_is_traced_verified_and_served(directory, tmp_path, capsys):
     path, artifact = directory("gpt2"), tmp_path / "artifact"
     assert told_by_verify(path, artifact, capsys, 2, plan_of(path)) is None

@@ -85,6 +85,7 @@ def train_step(paths: list[str], ids: torch.Tensor):
     return found
 
 
+@pytest.mark.smoke
 def test_gradients_on_two_ranks_are_those_of_the_plain_model(paths):
     """Of a model that is cut unevenly, and of one whose head is its embedding."""
     trained = [paths["qwen3-odd"], paths["llama3"]]

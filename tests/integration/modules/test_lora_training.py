@@ -41,6 +41,7 @@ def train_llama(dp: int, options: dict[str, Any]) -> list[float]:
     return losses
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("tp", "dp", "options"),
     [

@@ -33,6 +33,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.smoke
 @settings(max_examples=30)
 @given(
     **SHAPES,

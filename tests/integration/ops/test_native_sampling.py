@@ -25,6 +25,7 @@ def library() -> Any:
     return native.load()
 
 
+@pytest.mark.smoke
 @settings(max_examples=40)
 @given(
     st.integers(1, 40),

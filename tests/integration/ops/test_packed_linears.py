@@ -43,6 +43,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return KINDS[request.param]
 
 
+@pytest.mark.smoke
 @settings(max_examples=40)
 @given(SHAPES, st.sampled_from(list(KINDS.values())), st.sampled_from(DTYPES), st.booleans(), st.integers(0, 1000))
 def test_the_product_is_that_of_float64(shape, kind, dtype, bias, seed) -> None:

@@ -146,6 +146,7 @@ def resumed(folder: str, dtype: torch.dtype) -> list:
     return found
 
 
+@pytest.mark.smoke
 def test_a_sharded_state_is_saved_and_loaded(tmp_path: Path):
     assert run_ranks(resumed, 4, str(tmp_path), torch.bfloat16, tp=2) == [[True] * 4] * 4
     names = [f"optim.dp_rank_0{dp}.tp_rank_0{tp}.pp_rank_00" for dp in range(2) for tp in range(2)]

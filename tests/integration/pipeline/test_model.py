@@ -136,6 +136,7 @@ def errors() -> list[str]:
     return found
 
 
+@pytest.mark.smoke
 def test_two_stages():
     assert run_ranks(facade, 2, pp=2) == [[], []]
 

@@ -65,6 +65,7 @@ def assert_closed(model: TensorParallelModel, pids: list[int], reason: str, *, r
         assert model(X)["count"].item() == 1
 
 
+@pytest.mark.smoke
 def test_a_rank_killed_during_a_call(model):
     pids = pids_of(model)
     os.kill(pids[1], signal.SIGSTOP)  # so that the call is under way when the other dies

@@ -38,6 +38,7 @@ def model(request, artifacts):
         yield model
 
 
+@pytest.mark.smoke
 def test_every_bucket_computes_what_the_plain_model_does(model):
     for batch, length in ((1, 1), (2, 4), (1, 5), (2, 8), (3, 3), (4, 8)):
         x = torch.randn(batch, length, toy.HIDDEN)
@@ -70,6 +71,7 @@ def test_a_result_belongs_to_its_caller(model):
     assert model(x)["memory"].min() > 0
 
 
+@pytest.mark.smoke
 def test_states_are_shared_by_all_buckets_and_can_be_reset(model):
     model.reset_states()
     shapes = ((2, 4), (2, 8), (4, 8), (1, 1))
@@ -202,6 +204,7 @@ def test_a_users_kernel_chooses_the_bucket(tmp_path, monkeypatch, where):
 # --- new weights ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_new_weights_are_swapped_in_place(model, tmp_path):
     x = torch.randn(2, 4, toy.HIDDEN)
     model.reset_states()

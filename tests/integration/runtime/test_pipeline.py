@@ -101,6 +101,7 @@ def decode(model, number=0):
     return inputs
 
 
+@pytest.mark.smoke
 def test_tokens_equal_those_of_one_stage_drawn_and_greedy(model, plain, model_dir):
     plan = plan_of(model_dir, lora_slots=1, lora_rank=4)
     step = hf.load(plan.func(**plan.func_kwargs), plan.checkpoint_loader_callable())

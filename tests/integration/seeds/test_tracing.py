@@ -92,6 +92,7 @@ def test_every_argument_by_place_and_by_name(tmp_path: Path):
             assert close(model(ids()), ids())
 
 
+@pytest.mark.smoke
 def test_buckets(tmp_path: Path):
     """``example_inputs`` is a list with the inputs of each bucket; the buckets share weights that are not inlined."""
     with nxd.trace.parallel_model_trace(

@@ -45,6 +45,7 @@ def figures(output: str) -> list[tuple[str, float, str]]:
     return [(content, float(loss), rest) for content, loss, rest in lines]
 
 
+@pytest.mark.smoke
 def test_sample_usage(tmp_path: Path, capsys, monkeypatch):
     """One process, and two that torchrun starts, tensor parallel, then data parallel from the checkpoint of those: one
     model, one loss, one checkpoint."""

@@ -33,6 +33,7 @@ def trace(func, examples, config, **more):
 EXAMPLES = [(torch.zeros(2, 4),), (torch.zeros(5, 4),)]
 
 
+@pytest.mark.smoke
 def test_without_a_kernel_the_smallest_bucket_that_fits_pads_what_is_declared():
     with trace(models.counter, EXAMPLES, BucketModelConfig(names=["small", "large"])) as model:
         assert [bucket.name for bucket in model.buckets] == ["small", "large"]

@@ -47,6 +47,7 @@ def traced():
     assert descendants(os.getpid()) <= before
 
 
+@pytest.mark.smoke
 def test_the_traced_model_equals_plain_pytorch_and_keeps_its_cache(traced):
     model, _ = traced
     steps = [(torch.tensor([i, i + 3]), torch.tensor([i, (2 * i) % models.LENGTH])) for i in range(4)]
@@ -57,6 +58,7 @@ def test_the_traced_model_equals_plain_pytorch_and_keeps_its_cache(traced):
         assert (got[0] - want).abs().max() <= 1e-5 * want.abs().max()
 
 
+@pytest.mark.smoke
 def test_one_graph_for_both_ranks_and_every_fact_in_the_manifest(traced):
     model, said = traced
     manifest = model.manifest

@@ -43,6 +43,7 @@ def close(model: Any, seed: int, degree: int) -> None:
     torch.testing.assert_close(model(TOKENS), expected(seed, degree), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.smoke
 def test_a_traced_model_computes_with_the_rounded_weights(tmp_path: Path) -> None:
     with trace(tp_degree=2) as model:
         encodings = {spec.name: spec.encoding for spec in model.manifest.weights if spec.encoding}

@@ -83,6 +83,7 @@ def test_the_document_shows_the_example():
     assert "torchrun --nproc_per_node=2 examples/train.py ./llama ckpts --steps 20" in EXAMPLE.read_text()
 
 
+@pytest.mark.smoke
 def test_the_example_trains_and_goes_on_where_it_was(trained: tuple[Path, str]):
     """On two pipeline stages, and with the reference's names, for a script that is ported by its imports alone."""
     cwd, first = trained
