@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -132,8 +133,11 @@ def test_a_checkpoint_is_traced_in_eight_bits_and_verified(model_dir, tmp_path):
         save_checkpoint(tmp_path / "ckpts", tag, trained)
     out, source = tmp_path / "artifact", ("--checkpoint", tmp_path / "ckpts", "--tag", "first")
     options = (*EAGER, "--batch-sizes", 1, "--prompt-buckets", 8, "--quantize", "int8")
+    options += ("--compiler-args", "nxd_packed=1")  # small as they are
     done = here("trace", model_dir, *source, "--out", out, *options)
     assert done.status == 0 and "linear layers keep their weights in int8" in done.out, done
+    count = re.search(r"int8: each rank holds (\d+) of its (\d+) weights so, [0-9.]+ KiB instead of [0-9.]+", done.out)
+    assert count and 0 < int(count[1]) < int(count[2]), done.out
     done = here("verify", out, model_dir, *source)
     assert done.status == 0, done
     title = "".join(done.out.split())  # wherever it is cut into lines

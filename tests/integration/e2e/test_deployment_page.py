@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 
@@ -14,7 +13,6 @@ from tests.integration.e2e.test_readme import PORT
 from tests.support.e2e.command import ROOT
 from tests.support.e2e.serving import serving
 from tests.support.http.taught_model import taught
-from tests.support.shared import shared
 
 PAGE = (ROOT / "docs/deployment.md").read_text()
 SHORTER = {"--max-len 2048": "--max-len 320 --batch-sizes 1 --prompt-buckets 128 --dtype float32 --backend eager"}
@@ -24,7 +22,7 @@ SHORTER = {"--max-len 2048": "--max-len 320 --batch-sizes 1 --prompt-buckets 128
 def test_the_programs_run_against_the_command(tmp_path):
     """With a tiny model in place of the one that the command before it downloads. What it says is its own affair."""
     ((name, serve),) = re.findall(r"^hf download \S+ --local-dir (\S+)\n(nxd-infer serve .*)$", PAGE, re.MULTILINE)
-    shutil.copytree(shared("taught_model", taught), tmp_path / name)
+    taught(tmp_path / name)
     programs = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert len(programs) == 4 and all(word in "".join(programs) for word in ("tools=", "reasoning_content", "parse("))
     port = free_port()

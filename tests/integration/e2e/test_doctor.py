@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,10 +16,10 @@ from nxd_infer.errors import BackendUnavailableError
 from nxd_infer.trace.check import tracing_backend
 from nxd_models import registry as models
 from tests.support.backends.plugins import installed
-from tests.support.e2e.command import here
+from tests.support.e2e.command import ROOT, here
 from tests.support.needs import HAS_NATIVE
 
-PACKAGES = Path(__file__).parents[2] / "models" / "foreign"
+PACKAGES = ROOT / "tests/support/models/foreign"
 
 
 class Breaks:
