@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from nxd_infer import parallel_state
 from nxd_infer.context import LOCAL, current_context, use_context
 from nxd_infer.layout import shard_state_dict, weight_layout
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_infer.optimizer import NxDOptimizer
 from nxd_infer.parallel_layers.grads import clip_grad_norm, get_grad_norm
 from tests.support.ranks import run_ranks
 from tests.support.trainer.models import MLP, decoder
@@ -112,3 +114,30 @@ def test_copies_on_one_rank_count_once(head_dim: int | None):
     give(layer, logical)
     wanted = torch.nn.utils.get_total_norm(list(logical.values()))
     assert torch.allclose(get_grad_norm(layer.parameters()), wanted, rtol=1e-12)
+
+
+def norms_of_pieces() -> list[str]:
+    """get_grad_norm over what ZeRO-1 steps of bfloat16 weights, after two backward passes, against torch."""
+    found = []
+    for masters in (True, False):
+        torch.manual_seed(current_context().dp.rank)
+        params = [nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in ((5, 3), (), (7,))]
+        options: Any = {"zero1": True, "master_weights": masters, "fp32_grad_acc": masters, "bucket_cap_mb": 1e-4}
+        optimizer = NxDOptimizer(params, torch.optim.SGD, max_grad_norm=0.1, defaults={"lr": 1.0}, **options)
+        for _ in range(2):
+            torch.stack([(p * torch.randn_like(p)).sum() for p in params]).sum().backward()
+        whole = list(optimizer.named_gradients().values())
+        for order in (1, 2, "inf"):
+            wanted = torch.nn.utils.get_total_norm([g.float() for g in whole], float(order))
+            norm = get_grad_norm([piece.tensor for piece in optimizer.pieces], order, zero1_optimizer=True)
+            if norm.dtype != torch.float32 or not torch.allclose(norm, wanted, rtol=1e-6):
+                found.append(f"masters={masters} {order}: {norm} for {wanted}")
+        optimizer.step()
+        length = torch.cat([p.detach().float().flatten() for p in params]).norm()
+        if abs(float(length) - 0.1) > 1e-3:
+            found.append(f"masters={masters}: stepped by {length}")
+    return found
+
+
+def test_norms_of_narrow_pieces():
+    assert run_ranks(norms_of_pieces, 2, tp=1) == [[], []]

@@ -12,6 +12,7 @@ import nxd_infer as nxd
 from nxd_infer import parallel_state
 from nxd_infer.context import current_context
 from nxd_infer.optimizer import NxDOptimizer
+from nxd_infer.parallel_layers.grads import allreduce_sequence_parallel_gradients
 from nxd_infer.parallel_layers.layer_norm import LayerNorm
 from tests.support.ranks import run_ranks
 from tests.support.trainer.jobs import mine, training
@@ -88,3 +89,20 @@ def clipped_by_hand() -> float:
 
 def test_clipping_by_hand():
     assert max(run_ranks(clipped_by_hand, 4)) < 1e-7
+
+
+def summed_without_the_wrapper() -> list[float]:
+    """allreduce_sequence_parallel_gradients gives a plain optimizer what the wrapper has."""
+    model, optimizer = training(llama, sequence_parallel=True)
+    model.run_train(**tokens())
+    allreduce_sequence_parallel_gradients(torch.optim.SGD(model.parameters(), lr=1.0))
+    mine_ = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    optimizer.zero_grad()
+    model.run_train(**tokens())
+    whole = optimizer.named_gradients()
+    return [float((whole[name] - grad).abs().max()) for name, grad in mine_.items()]
+
+
+def test_sequence_parallel_gradients_without_the_wrapper():
+    for gaps in run_ranks(summed_without_the_wrapper, 2):
+        assert max(gaps) < 1e-7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -194,3 +195,17 @@ def test_save_links_a_temporary_artifact_which_goes_with_its_owner(tmp_path):
 def test_save_wants_a_traced_model(tmp_path):
     with pytest.raises(ArtifactError, match="got Linear"):
         parallel_model_save(torch.nn.Linear(1, 1), tmp_path / "x")  # pyright: ignore[reportArgumentType]
+
+
+def test_directories_without_locks_can_be_written(tmp_path, monkeypatch):
+    """NFS wants a descriptor that may be written for an exclusive lock, which a directory never has."""
+
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr("nxd_infer.artifact.writer.fcntl.flock", flock)
+    monkeypatch.setattr("nxd_infer.artifact.writer._YOUNG", 0.0)
+    in_use = tmp_path / ".artifact.tmp-other"
+    in_use.mkdir()
+    load_artifact(toy.build(tmp_path / "artifact"))
+    assert in_use.is_dir()  # perhaps somebody's

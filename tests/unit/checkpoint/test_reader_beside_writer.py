@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -125,3 +127,25 @@ def test_a_tag_that_is_saved_again_at_each_try_is_named(tmp_path: Path, monkeypa
     with pytest.raises(CheckpointError, match=r"last was removed or saved again while it was read: .*num_kept_ckpts"):
         load_checkpoint(tmp_path, "last", model)
     assert torch.equal(model.weight, before)
+
+
+def test_a_reader_keeps_files_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """On NFS their names stay, so that their folder cannot be removed: the save is complete, the next ones tidy up."""
+    real = os.rmdir
+    held = [".removing-1", ".removing-last"]
+
+    def rmdir(path: Any, **options: Any) -> None:
+        if any(os.fspath(path).rpartition("/")[2].startswith(name) for name in held):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", path)
+        real(path, **options)
+
+    save(tmp_path, "1", 1.0)
+    save(tmp_path, "last", 2.0)
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    for _ in range(2):
+        save(tmp_path, "last", 3.0, num_kept_ckpts=1)
+    assert load_checkpoint(tmp_path) == 3.0
+    assert sorted(path.name[:10] for path in tmp_path.iterdir()) == [".removing-"] * 3 + ["last"]
+    held.clear()
+    save(tmp_path, "last", 3.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]

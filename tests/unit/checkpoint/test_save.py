@@ -15,8 +15,9 @@ from torch import nn
 import nxd_infer as nxd
 from nxd_infer.checkpoint import save as checkpoint_write
 from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint, wait_for_save
+from nxd_infer.checkpoint.contents import Content
 from nxd_infer.checkpoint.folder import rank_stem
-from nxd_infer.checkpoint.save import wait_for_ranks
+from nxd_infer.checkpoint.save import wait_for_ranks, write_rank
 from nxd_infer.checkpoint.storage import LocalStorage, RemoteStorage, storage_of
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from tests.support.trainer.jobs import AdamW, trained_mlp, training
@@ -253,3 +254,22 @@ def test_a_store_that_fsspec_brings():
     assert load_checkpoint(root, model=other) == 2
     save_checkpoint(root, "step_2", model, user_content="again")
     assert storage.folders() == ["step_2.00000005"] and load_checkpoint(root) == "again"
+
+
+def test_a_rank_says_that_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """While it reads a large file for its checksum, a small file grows; it goes before the rank's JSON."""
+    monkeypatch.setattr(checkpoint_write, "HEARTBEAT_SECONDS", 0.0)
+    content = Content({"model.tp_rank_00.pp_rank_00.safetensors": {"a": torch.zeros(1 << 22)}}, {"place": {}})
+    seen: list[int] = []
+    storage = LocalStorage(tmp_path)
+    (tmp_path / "a").mkdir()
+    own = storage.write
+
+    def write(name: str, data: bytes) -> None:
+        own(name, data)
+        seen.append(storage.files("a")["rank_00001.alive"])
+
+    monkeypatch.setattr(storage, "write", write)
+    write_rank(storage, "a", 1, content)
+    assert seen == list(range(1, len(seen) + 1)) and len(seen) > 3
+    assert sorted(storage.files("a")) == [*content.files, "rank_00001.json"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from nxd_infer.checkpoint import compare, compare_checkpoints, consolidate_checkpoint, reshard_checkpoint
 from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
 from nxd_infer.checkpoint.compare import difference_of
+from nxd_infer.cli.console import slow_bar
 from nxd_infer.errors import ParallelConfigError, ShardingError
 from nxd_infer.layout.describe import read_plans
 from nxd_infer.modules.lora import LoraConfig
@@ -180,3 +182,23 @@ def test_a_comparison_says_of_what(tmp_path: Path, run):
     assert done.status == 0 and "only A" not in done.out
     done = run("diff", tmp_path / "ckpts", tmp_path / "ckpts", "--tag", "old", "--other-tag", "old")
     assert done.status == 0 and f"A: {tmp_path}/ckpts/old" in done.out and f"B: {tmp_path}/ckpts/old" in done.out
+
+
+def test_a_bar_after_a_while_only(capsys):
+    with slow_bar(after=600) as progress:
+        progress("quick", 1, 2)
+    assert capsys.readouterr().out == ""
+    with slow_bar(after=0.01) as progress:
+        for thread in threading.enumerate():
+            if isinstance(thread, threading.Timer):
+                thread.join(60)
+        progress("slow", 1, 2)
+    assert "slow" in capsys.readouterr().out
+
+
+def test_weights_that_are_there_are_kept(tmp_path: Path, run):
+    save_checkpoint(tmp_path / "ckpts", "a", torch.nn.Linear(2, 2))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").write_text("mine")
+    refused(run("consolidate", tmp_path / "ckpts", "--out", tmp_path / "out"), "already exists", "choose another")
+    assert (tmp_path / "out" / "model.safetensors").read_text() == "mine"

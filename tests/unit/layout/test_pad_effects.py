@@ -16,13 +16,15 @@ from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers import pad
 from nxd_infer.parallel_layers.layers import (
     ColumnParallelLinear,
+    InputChannelParallelConv2d,
+    OutputChannelParallelConv2d,
     RowParallelLinear,
 )
 from nxd_infer.parallel_layers.pad import generate_padding_mask, get_number_of_extra_heads, pad_model
 from tests.support.layout.attention import Shape
 from tests.support.layout.pad_blocks import BertSelf, Gathered, Mlp
-from tests.support.layout.pad_models import F64, ParallelAttention
-from tests.support.layout.threads import run_threads
+from tests.support.layout.pad_models import F64, ParallelAttention, difference
+from tests.support.layout.threads import built, run_threads
 
 
 def test_sizes_attributes_and_flags_follow():
@@ -139,3 +141,18 @@ def test_ties_between_padded_layers_hold_and_others_are_refused():
             pad_model(other, 2, 3)
 
     run_threads(tied, 2)
+
+
+def test_channels_of_convolutions_are_filled_up():
+    def make():
+        return nn.Sequential(
+            OutputChannelParallelConv2d(2, 5, 3, gather_output=False, dtype=F64),
+            InputChannelParallelConv2d(5, 2, 1, input_is_parallel=True, dtype=F64),
+        )
+
+    def convolve():
+        model = pad_model(built(make), current_context().tp.degree, 3)
+        return model(torch.ones(1, 2, 4, 4, dtype=F64)).detach()
+
+    (expected,) = run_threads(convolve, 1)
+    assert all(difference(y, expected) < 1e-10 for y in run_threads(convolve, 2))
