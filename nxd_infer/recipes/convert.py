@@ -79,6 +79,8 @@ def convert(tree: Tree) -> tuple[dict[str, Any], list[str]]:
         place = _spelled(new)
         if place in RECIPE_SECTIONS and not value:
             continue  # an empty section
+        if any("." in str(part) for part in path):
+            place = None  # in a recipe it would be another key, inside a section
         if place is None or place in RECIPE_SECTIONS or (place not in known and not _inside(place, known)):
             left_out.append(f"{tree.where(path)}: {old} = {value!r}")
         elif not (isinstance(value, str) and value == "???"):

@@ -179,9 +179,9 @@ def test_wrong_tensors_are_400s_that_name_them(affine, body, param):
 
 
 @pytest.mark.smoke
-def test_a_classifier_scores_texts_and_pairs(tmp_path):
+def test_a_classifier_scores_texts_and_pairs():
     """A cross-encoder among them: its label is the relevance of the second text for the first."""
-    _, artifact = trace_encoder(tmp_path / "three", "bert_classifier", "classify")
+    _, artifact = trace_encoder("bert_classifier", "classify")
     with real_server(artifact) as server:
         answer = server.post(CLASSIFY, {"input": TEXTS[:2], "annotations": [], "store": False}).json()
         for item in answer["data"]:
@@ -190,7 +190,7 @@ def test_a_classifier_scores_texts_and_pairs(tmp_path):
         assert server.post("/invocations", {"input": TEXTS[0]}).json()["data"][0]["label"]
         is_error(server.post(EMBEDDINGS, {"input": "a"}), 400, code="task_not_supported")
     one = {"id2label": {"0": "relevant"}, "label2id": {"relevant": 0}}
-    _, artifact = trace_encoder(tmp_path / "one", "bert_classifier", "classify", **one)
+    _, artifact = trace_encoder("bert_classifier", "classify", **one)
     pairs = [["raise", "A raise statement"], ["x", "while " * 60]]
     with real_server(artifact) as server:
         is_error(server.post(CLASSIFY, {"input": pairs}), 400, "input[1]", "context_length_exceeded")
