@@ -1,4 +1,4 @@
-"""examples/train_to_serve.py, unchanged, on every backend that can run here."""
+"""examples/train_to_serve.py, unchanged, on devices and on the CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.write_tiny("llama", tmp_path_factory.mktemp("model"), num_hidden_layers=1)
 
 
-@pytest.mark.parametrize("backend", list(registry.BUILT_IN))
+@pytest.mark.parametrize("backend", ["eager", "xla", "neuron"])
 def test_it_trains_traces_saves_loads_and_serves(backend: str, model_dir: Path, tmp_path: Path) -> None:
     """The same greedy tokens everywhere: what it was taught."""
     with installed():
