@@ -21,6 +21,7 @@ def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(cores.ROOT, str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(backend, "_claims", [])  # of models that this process ran before
     for name in (cores.VISIBLE, cores.COUNT):
         monkeypatch.delenv(name, raising=False)
     yield
