@@ -134,3 +134,19 @@ def test_a_tokenizer_that_is_not_read_in_time_ends_the_start(tmp_path, monkeypat
     finally:
         hold.set()
         service.close()
+
+
+def test_a_file_that_is_written_to_while_it_is_verified_is_refused(artifact, monkeypatch):
+    """By its own contents again, so that the hash alone would not tell."""
+    from nxd_infer.artifact import verified
+
+    def hash_open_file(file, algorithm):
+        found = hash_(file, algorithm)
+        Path(file.name).write_bytes(Path(file.name).read_bytes())
+        return found
+
+    hash_ = verified.hash_open_file
+    loaded = load_artifact(artifact, verify=False)
+    monkeypatch.setattr(verified, "hash_open_file", hash_open_file)
+    with pytest.raises(ArtifactCorruptError, match="was written to while it was verified"):
+        loaded.verify()

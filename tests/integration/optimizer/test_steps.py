@@ -367,3 +367,7 @@ def test_replicas_stay_bit_equal():
     first, second = run_ranks(replicated_only, 2, tp=2)
     assert first[0].dtype == torch.float32
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(first, second, strict=True))
+
+
+def test_nonfinite_gradients_in_one_process():
+    assert poisoned(False) == poisoned(True) == [NAMES, 1]

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from nxd_infer.context import current_context
 from nxd_infer.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 
 F64 = torch.float64
@@ -63,3 +64,24 @@ class Mlp(nn.Module):
 
     def forward(self, x):
         return self.down(torch.sigmoid(self.up(x)))
+
+
+class StridedBlock(nn.Module):
+    """A fused c_attn of three sections in one logical tensor, and a gated MLP whose gate and up are one layer."""
+
+    def __init__(self, heads=3, head_dim=2, inner=9):
+        super().__init__()
+        size = heads * head_dim
+        self.head_dim = head_dim
+        self.c_attn = ColumnParallelLinear(size, 3 * size, stride=3, gather_output=False, dtype=F64)
+        self.c_proj = RowParallelLinear(size, size, input_is_parallel=True, dtype=F64)
+        self.gate_up = ColumnParallelLinear(size, 2 * inner, stride=2, gather_output=False, dtype=F64)
+        self.down = RowParallelLinear(inner, size, input_is_parallel=True, dtype=F64)
+        self.split_size = size // current_context().tp.degree
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.c_attn(x).split(self.split_size, -1))
+        out = torch.einsum("hij,jhd->ihd", torch.einsum("ihd,jhd->hij", q, k).softmax(-1), v)
+        x = self.c_proj(out.flatten(1))
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(torch.sigmoid(gate) * up)

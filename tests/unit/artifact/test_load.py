@@ -171,6 +171,8 @@ def test_a_manifest_that_does_not_hold_together(artifact):
         ({"buckets": [{**manifest["buckets"][0], "structure": 3}]}, "output '3' of bucket"),
         ({"layout": {"weights": {"table": {"logical": {"table": 3}, "ranks": [{}, {}]}}}}, "what 'table' is made of"),
         ({"target": {**manifest["target"], "cpu_features": 7}}, "its cpu_features are 7"),
+        ({"tp_degree": 0, "layout": {}}, "tp degree 0"),
+        ({"layout": {"unread": 3}}, "'unread' is not a list"),
         ({"buckets": []}, "no buckets"),
         ({"buckets": [manifest["buckets"][0]] * 2}, "bucket 'b2_s4' twice"),
         ({"graphs": {}}, "of bucket 'b2_s4'"),

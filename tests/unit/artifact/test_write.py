@@ -209,3 +209,43 @@ def test_directories_without_locks_can_be_written(tmp_path, monkeypatch):
     in_use.mkdir()
     load_artifact(toy.build(tmp_path / "artifact"))
     assert in_use.is_dir()  # perhaps somebody's
+
+
+def test_the_second_rename_failing_puts_the_old_artifact_back(tmp_path, monkeypatch):
+    old = toy.build(tmp_path / "artifact")
+    digest = artifact_digest(old)
+    monkeypatch.setattr("nxd_infer.artifact.writer._exchange", lambda *_: False)
+    rename, calls = os.rename, []
+
+    def fails_once(source, target):
+        calls.append(target)
+        if len(calls) == 3:  # the first finds an artifact there
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fails_once)
+    with pytest.raises(ArtifactError, match="Input/output error"):
+        toy.build(tmp_path / "artifact", weights=toy.logical_weights(1))
+    assert artifact_digest(old) == digest
+    assert leftovers(tmp_path) == []
+
+
+def test_what_another_writer_finishes_meanwhile_is_kept_unless_it_may_be_replaced(tmp_path):
+    """The other one finishes between this one's look at the target and its rename."""
+    target = tmp_path / "artifact"
+
+    class Late(ArtifactWriter):
+        def check_target(self) -> None:
+            super().check_target()
+            if self._path is not None:
+                toy.build(target, weights=toy.logical_weights(1))
+
+    source = toy.build(tmp_path / "source")
+    with Late(target, replace=False) as writer:
+        manifest = load_artifact(source).manifest
+        for name in manifest.files:
+            writer.add(name, source / name)
+        with pytest.raises(ArtifactError, match="appeared meanwhile"):
+            writer.commit(manifest)
+    assert load_artifact(target).digest != artifact_digest(source)
+    assert leftovers(tmp_path) == []

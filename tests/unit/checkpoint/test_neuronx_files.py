@@ -315,3 +315,11 @@ def test_what_the_tensors_show(tmp_path: Path):
     assert shapes(infer_layouts(archive(tmp_path / "two", *ranks))) == wanted
     alone = archive(tmp_path / "one", {"q.bias": torch.zeros(4)})
     assert shapes(infer_layouts(alone)) == {"q.bias": [4]}
+
+
+def test_a_tensor_whose_name_is_no_text(tmp_path: Path):
+    torch.save({"model": {7: torch.ones(1), "w": torch.ones(1)}}, _place(tmp_path))
+    archive = open_reference(tmp_path / "a", None)
+    archive.know({})
+    with pytest.raises(CheckpointError, match="named 7, which is not text"):
+        archive.pieces("model")

@@ -130,3 +130,14 @@ def test_weights_are_those_of_the_tag(tmp_path: Path):
     other = nn.Linear(3, 3)
     load_checkpoint(tmp_path / "moved", model=other)
     assert has_checkpoint(tmp_path / "moved") and torch.equal(other.weight, model.weight)
+
+
+def test_what_was_saved_again_is_not_replaced_by_what_was_before(tmp_path: Path):
+    """A whole save that was never renamed (it was damaged then, and restored now) is older than its tag."""
+    save_checkpoint(tmp_path, "a", user_content="before")
+    shutil.copytree(tmp_path / "a", tmp_path / "aside")
+    save_checkpoint(tmp_path, "a", user_content="again")
+    (tmp_path / "aside").rename(tmp_path / ".saving-00000001")
+    saved(tmp_path, "b")
+    assert load_checkpoint(tmp_path, "a") == "again"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]

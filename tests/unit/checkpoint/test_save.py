@@ -169,6 +169,8 @@ def test_a_failed_save_is_raised_by_the_next_call_once(tmp_path: Path, monkeypat
             save_checkpoint(tmp_path, "a", model, async_save=True)
             with pytest.raises(CheckpointError, match=said):
                 call()
+            with pytest.raises(CheckpointError, match="the disk is full"):  # at once, where it is not beside
+                save_checkpoint(tmp_path, "a", model)
     save_checkpoint(tmp_path, "b", model, user_content=2, async_save=True)
     wait_for_save()
     assert load_checkpoint(tmp_path) == 2 and not has_checkpoint(tmp_path, "a")

@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nxd_infer.checkpoint import compare, compare_checkpoints, consolidate_checkpoint, reshard_checkpoint
 from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
 from nxd_infer.checkpoint.compare import difference_of
 from nxd_infer.cli.console import slow_bar
 from nxd_infer.errors import ParallelConfigError, ShardingError
-from nxd_infer.layout.describe import read_plans
-from nxd_infer.modules.lora import LoraConfig
+from nxd_infer.layout import AxisPlan, ParamLayout, weight_layout
+from nxd_infer.layout.describe import describe_plans, read_plans
+from nxd_infer.modules.lora import LoraConfig, LoRAModel
+from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.optimizer import NxDOptimizer
 from tests.support.checkpoint.older import without_checksums
 from tests.support.e2e.command import nxd_infer_here, refused
@@ -155,7 +158,13 @@ def test_how_much_two_tensors_differ(monkeypatch, a: list[float], b: list[float]
     assert difference_of(torch.tensor(a), torch.tensor(b)) == (largest, relative)
 
 
-def test_plans_written_down_by_others_are_refused():
+def test_plans_written_down():
+    """They are the same plans, and nothing else is taken for one."""
+    for layout in (
+        ParamLayout.of([AxisPlan.padded(61, 8, fill=float("-inf")), 5], "x"),
+        *weight_layout(decoder("odd_heads")).values(),
+    ):
+        assert read_plans(json.loads(json.dumps(describe_plans(layout)))) == layout
     for broken in ({}, {"axes": [1], "sources": []}, {"axes": [{"$": "Popen"}], "sources": []}, None):
         with pytest.raises(ShardingError, match="not the description of a weight's plans"):
             read_plans(broken)
@@ -202,3 +211,16 @@ def test_weights_that_are_there_are_kept(tmp_path: Path, run):
     (tmp_path / "out" / "model.safetensors").write_text("mine")
     refused(run("consolidate", tmp_path / "ckpts", "--out", tmp_path / "out"), "already exists", "choose another")
     assert (tmp_path / "out" / "model.safetensors").read_text() == "mine"
+
+
+def test_an_adapter_of_a_joint_layer_is_none_of_pefts(tmp_path: Path):
+    """Its factors have the names of q, k and v, as those of PEFT have their adapter's."""
+    qkv = GQAQKVColumnParallelLinear(4, [4, 2], bias=False, gather_output=False)
+    model = LoRAModel(
+        torch.nn.ModuleDict({"qkv": qkv}), {"lora_rank": 2, "target_modules": ["qkv"], "save_lora_base": True}
+    )
+    save_checkpoint(tmp_path, "a", model)
+    (tmp_path / "config.json").write_text("{}")
+    done = consolidate_checkpoint(tmp_path, tmp_path / "out")
+    assert "unmerged adapter: qkv.lora_A.k.weight" in done.notes[0]
+    assert {"qkv.lora_A.q.weight", "qkv.lora_B.v.weight"} <= load_file(done.weights).keys()

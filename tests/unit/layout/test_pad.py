@@ -10,7 +10,7 @@ from nxd_infer.layout import load_weights, merge_state_dicts, weight_layout
 from nxd_infer.parallel_layers.layers import ColumnParallelLinear
 from nxd_infer.parallel_layers.pad import pad_model
 from tests.support.layout.attention import Shape, logical_weights
-from tests.support.layout.pad_blocks import BertLayer, BertOutput, BertSelf, Gathered, Mlp
+from tests.support.layout.pad_blocks import BertLayer, BertOutput, BertSelf, Gathered, Mlp, StridedBlock
 from tests.support.layout.pad_models import (
     F64,
     STYLES,
@@ -116,15 +116,6 @@ def test_an_indivisible_layer_says_what_to_do_at_its_first_use():
 # --- other ways to write it ---------------------------------------------------------------------------------
 
 
-def test_the_hook_of_the_guide():
-    def hooked():
-        calls, model = [], nn.Sequential(Mlp(), Mlp())
-        pad_model(model, 2, 3, wrapped_classes=[Mlp], pad_hook_fn=lambda *told: calls.append(told))
-        assert calls == [(model[0], 4 / 3), (model[1], 4 / 3)]
-
-    run_threads(hooked, 2)
-
-
 def bert(kv):
     model = nn.Sequential(built(BertLayer, kv), built(BertLayer, kv))
     pad_model(model, current_context().tp.degree, 3)
@@ -145,7 +136,36 @@ def test_wrapped_classes_that_part_a_pair_are_refused_before_anything_changes():
         with pytest.raises(ShardingError, match=r"'attention.self.query' is inside wrapped_classes.*'attention.output"):
             pad_model(model, 2, 3, wrapped_classes=(BertSelf,))
         assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-        pad_model(model, 2, 3, wrapped_classes=[BertSelf, BertOutput])
-        assert model.attention["self"].query.output_size == 8 and model.intermediate.output_size == 10
+        pad_model(model, 2, 3, wrapped_classes=[BertSelf, BertOutput, ColumnParallelLinear])
 
     run_threads(part, 2)
+
+
+def strided():
+    model = built(StridedBlock)
+    degree = current_context().tp.degree
+    calls = []
+
+    def hook(block, ratio):
+        calls.append((block, ratio))
+        block.split_size = int(6 * ratio) // degree
+
+    pad_model(model, degree, 3, wrapped_classes=[StridedBlock], pad_hook_fn=hook)
+    assert [(block is model, ratio) for block, ratio in calls] == [(True, (3 + -3 % degree) / 3)]
+    x = torch.randn(4, 6, dtype=F64, generator=torch.Generator().manual_seed(3))
+    return model(x).detach()
+
+
+def test_strided_layers_and_the_hook_of_the_guide():
+    (expected,) = run_threads(strided, 1)
+    assert all(difference(y, expected) < 1e-10 for y in run_threads(strided, 4))
+
+
+def test_only_wrapped_classes_are_padded():
+    def only():
+        model = nn.ModuleDict({"attention": ParallelAttention(Shape(3, 3), "separate"), "mlp": Mlp(), "mlp2": Mlp()})
+        pad_model(model, 2, 3, wrapped_classes=ParallelAttention)
+        assert model["attention"].q.output_size == 8 and model["mlp"].up.output_size == 12
+        assert model["mlp"].up.weight.shape == (6, 6)
+
+    run_threads(only, 2)

@@ -114,6 +114,7 @@ def test_an_axis_that_does_not_divide_says_so_and_lists_what_does():
         plan.require_exact(4, "output_size")
     AxisPlan.padded(10).require_exact(4, "output_size")
     assert not AxisPlan.strided(10, 2).exact(2)
+    assert AxisPlan.recut(plan, 5).exact(5)
 
 
 def test_what_makes_no_plan_is_refused():

@@ -10,8 +10,10 @@ from nxd_infer.errors import CheckpointError, ShardingError, WeightMismatchError
 from nxd_infer.layout import (
     AxisPlan,
     DictSource,
+    Fill,
     MergedSource,
     ParamLayout,
+    Run,
     attach_layout,
     check_weights,
     gqa_plan,
@@ -299,3 +301,11 @@ def test_a_layout_that_does_not_fit_its_parameter_is_refused():
         ParamLayout.of([AxisPlan.even(8), AxisPlan.even(6)], "w")
     with pytest.raises(ShardingError, match="climbs above the root"):
         ParamLayout.of([4], "../../w").resolved("a", "w")
+
+
+def test_a_layout_that_drops_elements_cannot_be_merged():
+    layout = ParamLayout.of([AxisPlan.from_runs([Run("", 2, 6), Run("", 0, 1), Fill(0.0, 1)])], "w")
+    logical = {"w": torch.randn(6)}
+    ranks = [{"p": shard_tensor(logical, layout.rank_layout(2, rank))} for rank in range(2)]
+    with pytest.raises(CheckpointError, match="hold only 5 of the 6 requested elements"):
+        merge_state_dicts(ranks, {"p": layout})

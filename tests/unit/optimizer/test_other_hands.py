@@ -91,3 +91,19 @@ def test_master_weights_follow_replaced_memory():
         layer.weight.data = torch.frombuffer(memory, dtype=BF16).view(4, 4)
         optimizer.step()
     assert torch.equal(layer.weight, torch.full((4, 4), 0.25, dtype=BF16))
+
+
+def test_shared_parameters_outlive_the_second_optimizer():
+    first, shared = linear(), linear()
+    options: dict[str, Any] = {"master_weights": True, "fp32_grad_acc": True}
+    optimizer = sgd([*first.parameters(), *shared.parameters()], **options)
+    second: Any = sgd(shared.parameters(), **options)
+    for _ in range(3):
+        backward(first, shared)
+        assert moved(shared.weight, optimizer)
+        second = None
+    second = sgd(shared.parameters(), lr=0.25)
+    backward(first, shared)
+    with pytest.raises(ParallelConfigError, match=r"shape \(4, 4\) in another place or dtype"):
+        optimizer.step()
+    assert moved(shared.weight, second)

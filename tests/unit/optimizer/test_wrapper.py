@@ -130,3 +130,12 @@ def copied(dtype: torch.dtype, options: dict, how: str) -> list[bool]:
 def test_a_copy_goes_on_alike(dtype: torch.dtype, how: str):
     for options in SETTINGS:
         assert copied(dtype, options, how) == [True] * 4
+
+
+def test_attributes_are_deleted_where_they_are():
+    _, optimizer = momentum()
+    optimizer.mine = 3
+    del optimizer.mine, optimizer.kind
+    assert not hasattr(optimizer, "mine") and not hasattr(optimizer.optimizer, "kind")
+    with pytest.raises(AttributeError, match=r"neither .*Optimizer nor the Momentum in it"):
+        del optimizer.kind
