@@ -17,7 +17,6 @@ OF_A_MACHINE = (
     r"needs two cores, and the time of all that there are",
     r"ranks of two threads do not keep to cores here",
     r"this machine's best instructions are ",
-    r"mounting a small tmpfs is not allowed here",
     r"needs root, to make network namespaces",
     r"needs ip and unshare ",
     r"kubectl is not installed",
@@ -28,7 +27,6 @@ OF_AN_OLDER_TORCH = (
 )
 WITHOUT_XLA = (r"torch_xla is not installed", r"it lacks .*\btorch_xla 2\.9")
 ON_NEURON = (
-    r"it changes the stand-in",
     r"it asks the stand-in",
     r"it needs a machine that can be described as one likes",
 )
@@ -62,7 +60,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     found = {reason_of(report) for report in skipped}
     wrong = sorted(reason for reason in found if not any(pattern.match(reason) for pattern in patterns))
     if wrong:
-        reporter.section("skipped for a reason that tests/skips.py does not have here", red=True)
+        reporter.section("skipped for a reason that tests/support/skips.py does not have here", red=True)
         for reason in wrong:
             reporter.line(reason)
         session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED

@@ -249,3 +249,13 @@ def test_what_another_writer_finishes_meanwhile_is_kept_unless_it_may_be_replace
             writer.commit(manifest)
     assert load_artifact(target).digest != artifact_digest(source)
     assert leftovers(tmp_path) == []
+
+
+def test_weights_that_the_disk_has_no_room_for_are_refused_before_they_are_written(tmp_path):
+    much = torch.zeros(1, dtype=torch.uint8).expand(1 << 60)
+    with (
+        pytest.raises(ArtifactError, match=r"no space left while writing .*GiB free.*free space or choose another"),
+        ArtifactWriter(tmp_path / "artifact") as writer,
+    ):
+        writer.write_safetensors("weights/rank_00.safetensors", {"w": much})
+    assert list(tmp_path.iterdir()) == []
