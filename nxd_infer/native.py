@@ -8,25 +8,16 @@ it was built on. Building needs a compiler and torch's headers; loading a built 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import hashlib
-import json
-import logging
 import mmap
 import os
 import platform
 import re
-import shutil
 import struct
-import subprocess
 import sys
-import tempfile
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,15 +27,10 @@ import torch
 from nxd_infer import ops as _ops
 from nxd_infer.comm import ops as _comm_ops
 from nxd_infer.errors import ArtifactCorruptError, ArtifactError, ArtifactVersionError, BackendUnavailableError
-from nxd_infer.util.cache_dir import cache_dir, opened
-from nxd_infer.util.locks import only_one
+from nxd_infer.util.cpp_library import CppLibrary, find_compiler, no_compiler
 from nxd_infer.util.processors import processors
 
-log = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "csrc"
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall")
-BUILD_TIMEOUT = 600.0
-"""Seconds to wait for the compiler, or for another process building the same library."""
 
 _IDENTITY = re.compile(rb"NXD-NATIVE-LIBRARY:([0-9a-f]{16}):END")
 _OTHER_VERSION = re.compile(r"undefined symbol|version `[^']*' not found|cannot open shared object file")
@@ -120,27 +106,30 @@ def availability() -> Availability:
         return Availability(False, f"the native operators need a little-endian machine, this is {platform.machine()}")
     if not has_stable_abi():
         return Availability(False, f"the native operators need torch 2.13 or newer, this is {torch.__version__}")
-    if _loaded or (_folder() / "libnxd.so").is_file():
+    if _loaded or operators().is_built():
         return Availability(True)
     if find_compiler() is None:
-        return Availability(False, _no_compiler())
-    if not (_torch_root() / "include/torch/csrc/stable/library.h").is_file():
+        return Availability(False, no_compiler())
+    if not (torch_root() / "include/torch/csrc/stable/library.h").is_file():
         return Availability(False, f"torch {torch.__version__} comes without its C++ headers")
     return Availability(True)
 
 
 def is_built() -> bool:
     """Return whether the library exists, so that :func:`load` need not compile anything."""
-    return availability().ok and (source_hash() in _loaded or (_folder() / "libnxd.so").is_file())
+    return availability().ok and (source_hash() in _loaded or operators().is_built())
 
 
 def builders() -> int:
     """Return how many C++ compilers :func:`load` would run in parallel; 0 if the library exists or cannot be built."""
-    return 0 if is_built() or not availability().ok else min(len(_sources()), processors())
+    return 0 if is_built() or not availability().ok else min(len(operators().sources()), processors())
 
 
-def _sources() -> list[Path]:
-    return sorted(SOURCES.glob("*.cpp"))
+def operators() -> CppLibrary:
+    """Return the sources of the operators, as what is built of them here."""
+    release = ".".join(torch.__version__.split(".")[:2])
+    takes = "one to three minutes on two cores"
+    return CppLibrary(SOURCES, "native operators", takes, "nxd", ("-O3",), torch_root(), release)
 
 
 def load() -> NativeLibrary:
@@ -156,14 +145,8 @@ def load() -> NativeLibrary:
         state = availability()
         if not state.ok:
             raise BackendUnavailableError(f"no native operators: {state.reason}")
-        target = _folder() / "libnxd.so"
-        seconds = None
         try:
-            with _only_builder(_folder()):
-                if not target.is_file():
-                    seconds = _build(digest, target)
-            with opened(target):  # rejects a file that another user created or can write to
-                pass
+            target, seconds = operators().built()
         except BackendUnavailableError as error:
             _failure = str(error)
             raise
@@ -177,7 +160,7 @@ def load_file(path: str | os.PathLike[str], *, build_seconds: float | None = Non
     trust. Raises ArtifactCorruptError if it is not a native library of this package, ArtifactVersionError if it needs
     another torch or C++ runtime than this process has, and ArtifactError with the loader's reason otherwise.
     """
-    path = Path(path).absolute()
+    path = Path(path).resolve()
     with _lock:
         digest = read_hash(path)
         if digest in _loaded:
@@ -201,11 +184,6 @@ def load_file(path: str | os.PathLike[str], *, build_seconds: float | None = Non
         _register_fakes(library)
         _loaded[digest] = library
         return library
-
-
-def link_name(digest: str) -> str:
-    """Return the library name that compiled graphs are linked with, as for ``-l``."""
-    return f"nxd_{digest}"
 
 
 def read_hash(path: str | os.PathLike[str]) -> str:
@@ -235,19 +213,7 @@ def _elf_size(content: mmap.mmap) -> int:
 
 def source_hash() -> str:
     """Return the content hash of what :func:`load` builds: sources, flags, torch's release, machine."""
-    digest = hashlib.sha256()
-    for part in (*FLAGS, ".".join(map(str, _torch_version())), platform.machine()):
-        digest.update(part.encode() + b"\0")
-    for file in sorted(SOURCES.iterdir()):
-        if file.suffix in (".cpp", ".h"):
-            content = file.read_bytes()
-            digest.update(f"{file.name}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()[:16]
-
-
-def _torch_version() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
+    return operators().hash
 
 
 @functools.cache
@@ -256,91 +222,13 @@ def has_stable_abi() -> bool:
 
     The newest of them came with torch 2.13. The headers of 2.10 to 2.12 lack some of what the operators need.
     """
-    library = _torch_root() / "lib/libtorch_cpu.so"
+    library = torch_root() / "lib/libtorch_cpu.so"
     return not library.is_file() or hasattr(ctypes.CDLL(str(library)), "torch_exception_get_what")
 
 
-def _torch_root() -> Path:
+def torch_root() -> Path:
+    """Return the folder of the torch package."""
     return Path(torch.__file__).parent
-
-
-def _folder() -> Path:
-    return cache_dir("native", source_hash())
-
-
-def find_compiler() -> str | None:
-    """Return the C++ compiler that builds the operators here, or None if there is none."""
-    chosen = os.environ.get("CXX")
-    return shutil.which(chosen) if chosen else shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-
-
-def _no_compiler() -> str:
-    chosen = os.environ.get("CXX")
-    if chosen:
-        return f"the C++ compiler CXX={chosen!r} is not on the PATH"
-    return "no C++ compiler (g++, c++ or clang++) on the PATH; install one, or set CXX"
-
-
-@contextlib.contextmanager
-def _only_builder(folder: Path) -> Iterator[None]:
-    """Hold the lock of ``folder`` against other processes; the kernel releases it when the holder ends."""
-    path = folder.with_name(folder.name + ".lock")
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(only_one(path, BUILD_TIMEOUT))
-        except TimeoutError:
-            raise BackendUnavailableError(
-                f"another process has been building the native operators for {BUILD_TIMEOUT:.0f} s; it holds {path}"
-            ) from None
-        yield
-
-
-def _build(digest: str, target: Path) -> float:
-    """Compile and link in a temporary folder beside ``target``, then rename. Returns the duration in seconds."""
-    compiler = find_compiler()
-    if compiler is None:
-        raise BackendUnavailableError(f"no native operators: {_no_compiler()}")
-    log.warning(
-        "building the native operators, only this once: one to three minutes on two cores (into %s)", target.parent
-    )
-    begin = time.monotonic()
-    root = _torch_root()
-    definitions = (f"-DNXD_NAMESPACE=nxd_{digest[:8]}", f"-DNXD_HASH={digest}", f"-isystem{root / 'include'}")
-    own = f".build-{digest}-"
-    for left in target.parent.parent.glob(f"{own}*"):  # leftovers of a killed builder: we hold the lock
-        shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=own, dir=target.parent.parent) as scratch:
-        sources = _sources()
-        objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
-
-        def compile_one(source: Path, output: Path) -> None:
-            _run([compiler, *FLAGS, *definitions, "-c", str(source), "-o", str(output)])
-
-        with ThreadPoolExecutor(max_workers=min(len(sources), processors())) as pool:
-            list(pool.map(compile_one, sources, objects))
-        built = Path(scratch) / "libnxd.so"
-        # Compiled graphs name their library by its content (``shims``), so a copy loaded earlier is reused.
-        name = f"-Wl,-soname,lib{link_name(digest)}.so"
-        _run([compiler, "-shared", name, *map(str, objects), f"-L{root / 'lib'}", "-ltorch_cpu", "-o", str(built)])
-        seconds = time.monotonic() - begin
-        record = {"hash": digest, "compiler": compiler, "flags": FLAGS, "torch": torch.__version__, "seconds": seconds}
-        (Path(scratch) / "build.json").write_text(json.dumps(record, indent=2))
-        built.chmod(0o700)  # whatever the umask: a file that others can write to is rejected
-        os.replace(Path(scratch) / "build.json", target.parent / "build.json")
-        os.replace(built, target)  # last: the file's existence means that the build is complete
-    return seconds
-
-
-def _run(command: list[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT)  # nosec B603  # a compiler
-    except subprocess.TimeoutExpired:
-        raise BackendUnavailableError(f"{command[0]} took longer than {BUILD_TIMEOUT:.0f} s") from None
-    except OSError as error:
-        raise BackendUnavailableError(f"{command[0]} cannot be run: {error}") from error
-    if done.returncode:
-        output = (done.stderr or done.stdout).strip()
-        raise BackendUnavailableError(f"{' '.join(command)}\nended with status {done.returncode}:\n{output[-4000:]}")
 
 
 _fakes: list[torch.library.Library] = []

@@ -186,11 +186,11 @@ def _value_number(value: Any, known: int) -> int:
     return value
 
 
-def _damaged(error: Exception) -> ArtifactCorruptError:
+def damaged(error: Exception) -> ArtifactCorruptError:
     return ArtifactCorruptError(f"a graph is damaged: {type(error).__name__}: {str(error)[:200]}")
 
 
-_DAMAGES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+DAMAGES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 """Errors of Python and torch for values that we never write; too deep nesting is a RuntimeError."""
 
 
@@ -239,11 +239,11 @@ def ir_to_graph(ir: dict[str, Any]) -> fx.GraphModule:
         return fx.GraphModule(root, graph)
     except ArtifactCorruptError:
         raise
-    except _DAMAGES as error:
-        raise _damaged(error) from error
+    except DAMAGES as error:
+        raise damaged(error) from error
 
 
-class _Value:
+class Value:
     """Index of a value in a program's table."""
 
     __slots__ = ("index",)
@@ -253,7 +253,10 @@ class _Value:
 
 
 class Program:
-    """Runs a graph node by node, without generated code; a value is dropped after its last use."""
+    """Runs a graph node by node, without generated code; a value is dropped after its last use.
+
+    ``steps`` are (function, arguments, named arguments, values that die); a :class:`Value` stands for a value.
+    """
 
     def __init__(self, ir: dict[str, Any]):
         """Raises ArtifactCorruptError if ``ir`` is not a graph."""
@@ -261,13 +264,13 @@ class Program:
             self._build(ir)
         except ArtifactCorruptError:
             raise
-        except _DAMAGES as error:
-            raise _damaged(error) from error
+        except DAMAGES as error:
+            raise damaged(error) from error
 
     def _build(self, ir: dict[str, Any]) -> None:
         self.inputs, nodes, outputs = _parts(ir)
         known = self.inputs
-        self._steps: list[tuple[Any, tuple, dict[str, Any], tuple[int, ...]]] = []
+        self.steps: list[tuple[Any, tuple, dict[str, Any], tuple[int, ...]]] = []
         last: dict[int, int] = {}
         used: set[int] = set()
 
@@ -275,7 +278,7 @@ class Program:
             if isinstance(value, dict) and "$" in value:
                 number = _value_number(value["$"], known)
                 used.add(number)
-                return _Value(number)
+                return Value(number)
             if isinstance(value, dict) and "graph" in value:
                 return Program(value["graph"])
             return _decode_constant(value, decode)
@@ -287,34 +290,35 @@ class Program:
             known += 1
             last.update(dict.fromkeys(used, number))
             last.setdefault(self.inputs + number, number)
-            target = _run_cond if name == COND else resolve_operator(name)
-            self._steps.append((target, args, kwargs, ()))
+            target = run_cond if name == COND else resolve_operator(name)
+            self.steps.append((target, args, kwargs, ()))
         used.clear()
-        self._outputs = [decode(o) for o in outputs]
+        self.outputs = [decode(o) for o in outputs]
         for index in used:
             last.pop(index, None)
         dead: dict[int, list[int]] = {}
         for index, number in last.items():
             dead.setdefault(number, []).append(index)
-        self._steps = [(t, a, k, tuple(dead.get(n, ()))) for n, (t, a, k, _) in enumerate(self._steps)]
+        self.steps = [(t, a, k, tuple(dead.get(n, ()))) for n, (t, a, k, _) in enumerate(self.steps)]
 
     def __call__(self, *values: Any) -> list[Any]:
         """Run on the placeholders' values in order; return the flat outputs."""
         table: list[Any] = list(values)
-        for target, args, kwargs, dead in self._steps:
+        for target, args, kwargs, dead in self.steps:
             table.append(target(*[_fill(a, table) for a in args], **{k: _fill(v, table) for k, v in kwargs.items()}))
             for index in dead:
                 table[index] = None
-        return [_fill(o, table) for o in self._outputs]
+        return [_fill(o, table) for o in self.outputs]
 
 
 def _fill(value: Any, table: list[Any]) -> Any:
-    if type(value) is _Value:
+    if type(value) is Value:
         return table[value.index]
     if type(value) is list:
         return [_fill(v, table) for v in value]
     return value
 
 
-def _run_cond(condition: Any, if_true: Program, if_false: Program, operands: Sequence[Any] = ()) -> list[Any]:
+def run_cond(condition: Any, if_true: Program, if_false: Program, operands: Sequence[Any] = ()) -> list[Any]:
+    """Do what ``torch.cond`` does."""
     return (if_true if bool(condition) else if_false)(*operands)

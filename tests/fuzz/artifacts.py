@@ -15,9 +15,10 @@ from torch import Tensor
 from nxd_infer.artifact.manifest import MANIFEST_NAME, WeightSpec
 from nxd_infer.artifact.rank_weights import load_weights
 from nxd_infer.artifact.writer import CHECKSUM_KEY, manifest_bytes, manifest_checksum
+from nxd_infer.backends.cpu import program
 from nxd_infer.errors import ArtifactCorruptError, ArtifactError, CheckpointError
 from nxd_infer.graph.canonical import stored_graph
-from nxd_infer.graph.ir import Program, graph_to_ir, ir_to_graph
+from nxd_infer.graph.ir import graph_to_ir, ir_to_graph
 from nxd_infer.graph.stored import GRAPH_FILE, IR_FILE, ir_text, read_graph, read_ir
 from nxd_infer.layout.sources import SafetensorsSource
 from nxd_infer.runtime.load import load_artifact
@@ -63,7 +64,7 @@ def graph(place: Path) -> Target:
         for name, file in (("graph", GRAPH_FILE), ("ir", IR_FILE)):
             (folder / file).write_text(json.dumps(both[name]))
         ir = read_ir(folder)
-        Program(ir)
+        program.load(ir)
         again = graph_to_ir(ir_to_graph(ir))
         assert ir_text(graph_to_ir(ir_to_graph(again))) == ir_text(again)
         read_graph(folder)

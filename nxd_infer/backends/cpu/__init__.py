@@ -1,4 +1,4 @@
-"""The backends of a plain CPU: inductor (compiled) and eager (node by node).
+"""The backends of a plain CPU: inductor (compiled) and eager (a prebuilt loop runs the graph).
 
 The modules in this folder need torch and are imported on first use: a server's process, which does not import torch,
 reads a backend's facts and calls ``check_target``.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from nxd_infer.util.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from nxd_infer.backends.cpu import compiling, executable, lower, operators, package, placement
+    from nxd_infer.backends.cpu import compiling, executable, lower, operators, package, placement, program
 
-__all__ = ["compiling", "executable", "lower", "operators", "package", "placement"]
+__all__ = ["compiling", "executable", "lower", "operators", "package", "placement", "program"]
 __getattr__, __dir__ = lazy_names(__name__, modules=__all__)

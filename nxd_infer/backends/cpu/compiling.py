@@ -18,7 +18,7 @@ from nxd_infer.backends.cpu.packing import encoded_spec
 from nxd_infer.backends.cpu.serial_loops import keep_small_loops_serial
 from nxd_infer.graph.ir import ir_to_graph
 from nxd_infer.graph.stored import GRAPH_FILE, read_graph
-from nxd_infer.native import link_name
+from nxd_infer.util.cpp_library import link_name
 
 
 def compile_here(graph_dir: Path, settings: Mapping[str, Any], code: Path, simdlen: int) -> None:

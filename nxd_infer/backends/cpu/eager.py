@@ -1,4 +1,4 @@
-"""The eager backend: runs the stored graph node by node. No compiler, the reference for the others."""
+"""The eager backend: runs the stored graph step by step, without compiling anything for it."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ class EagerBackend(CpuBackend):
     def has_option(self, name: str) -> bool:
         return name == PACKED_OPTION
 
+    def prepare_trace(self, tp_degree: int, options: Mapping[str, Any]) -> None:
+        super().prepare_trace(tp_degree, options)
+        cpu.program.prepare()
+
     def options(self, given: Mapping[str, Any], quantize: str | None = None) -> dict[str, Any]:
         if given.keys() - {PACKED_OPTION}:
             raise TraceConfigError(
@@ -50,8 +54,8 @@ class EagerBackend(CpuBackend):
     def load(self, ranks: Sequence[RankGraph], runtime: RankRuntime) -> Executable:
         (rank,) = ranks
         graph = backends.checks.checked_graph(rank, runtime)
-        program = cpu.lower.load_program(rank.directory)
-        return cpu.executable.CpuExecutable(graph, rank.states, rank.weights, lambda values: program(*values))
+        program = cpu.program.load(cpu.lower.read_program(rank.directory))
+        return cpu.executable.CpuExecutable(graph, rank.states, rank.weights, program)
 
 
 BACKEND = EagerBackend()

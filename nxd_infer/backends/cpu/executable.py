@@ -9,26 +9,28 @@ from torch import Tensor
 
 from nxd_infer.backends.checks import InputChecks, checked_tensors
 from nxd_infer.backends.cpu.packing import encoded_spec
+from nxd_infer.backends.cpu.program import Runs
 from nxd_infer.errors import InputMismatchError, ModelClosedError, WeightSchemaError
 from nxd_infer.graph.stored import GraphFile
 
 
 class CpuExecutable:
-    """A loaded graph; ``run`` takes states, inputs and weights in one list."""
+    """A loaded graph."""
 
     def __init__(
         self,
         graph: GraphFile,
         states: Mapping[str, Tensor],
         weights: Mapping[str, Tensor],
-        run: Callable[[list[Tensor]], Sequence[Tensor]],
+        program: Runs,
     ):
         self.graph = graph
-        self._run: Callable[[list[Tensor]], Sequence[Tensor]] | None = run
+        self._program: Runs | None = program
         self._states = checked_tensors(graph.states, states, "state", InputMismatchError)
         self._specs = [encoded_spec(spec, spec.encoding) for spec in graph.weights]
         self._weights = checked_tensors(self._specs, weights, "weight", WeightSchemaError)
         self._checked = InputChecks(graph)
+        program.hold(self._states, self._weights)
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         return self.bind(inputs)()
@@ -37,10 +39,8 @@ class CpuExecutable:
         ready = self._checked(inputs)
 
         def run() -> list[Tensor]:
-            if self._run is None:
-                raise ModelClosedError(f"graph {self.graph.digest} was closed")
             with torch.no_grad():
-                return list(self._run([*self._states, *ready, *self._weights]))
+                return self._open().run(ready)
 
         return run
 
@@ -51,7 +51,13 @@ class CpuExecutable:
             raise WeightSchemaError(f"the graph reads no weight {unknown[0]!r}")
         current = dict(zip((w.name for w in self.graph.weights), self._weights, strict=True))
         self._weights = checked_tensors(self._specs, {**current, **weights}, "weight", WeightSchemaError)
+        self._open().hold(self._states, self._weights)
+
+    def _open(self) -> Runs:
+        if self._program is None:
+            raise ModelClosedError(f"graph {self.graph.digest} was closed")
+        return self._program
 
     def close(self) -> None:
-        self._run = None
+        self._program = None
         self._states, self._weights = [], []

@@ -169,7 +169,7 @@ class InductorBackend(CpuBackend):
             raise ArtifactCorruptError(f"{package} cannot be loaded: {error}") from error
         if loader.get_constant_fqns():
             raise ArtifactCorruptError(f"{package} holds constants of its own; it was not written by this package")
-        return cpu.executable.CpuExecutable(graph, rank.states, rank.weights, loader.run)
+        return cpu.executable.CpuExecutable(graph, rank.states, rank.weights, cpu.program.Function(loader.run))
 
 
 @functools.cache

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nxd_infer.native import NativeLibrary, link_name
+from nxd_infer.native import NativeLibrary
+from nxd_infer.util.cpp_library import link_name
 
 _C_TYPES = {
     "Tensor": "AtenTensorHandle",

@@ -1,4 +1,4 @@
-"""The passes of the CPU backends: from canonical graphs to the ones that are compiled, or run node by node.
+"""The passes of the CPU backends: from canonical graphs to the ones that are compiled, or run step by step.
 
 States are changed in place. Native operators are inserted, and composite operators without a native one become their
 plain PyTorch references. Weights are packed if every bucket can read them so (:mod:`nxd_infer.backends.cpu.packing`).
@@ -19,7 +19,7 @@ from nxd_infer.backends.cpu.options import PACKED_OPTION, QUANTIZE
 from nxd_infer.graph import passes
 from nxd_infer.graph.canonical import Graph, weight_nodes
 from nxd_infer.graph.functional import in_place
-from nxd_infer.graph.ir import IN_PLACE, Program, graph_to_ir
+from nxd_infer.graph.ir import IN_PLACE, graph_to_ir
 from nxd_infer.graph.stored import IR_FILE, Lowered, ir_text, read_ir
 from nxd_infer.ops import COMPOSITE
 
@@ -86,8 +86,3 @@ def _encode(module: fx.GraphModule, graph: Graph, encodings: Mapping[str, str], 
 def read_program(graph_dir: Path) -> dict[str, Any]:
     """Read what :func:`lower` made of a stored graph. In artifacts of format 1.0 that was the stored graph."""
     return read_ir(graph_dir, PROGRAM_FILE if (graph_dir / PROGRAM_FILE).exists() else IR_FILE)
-
-
-def load_program(graph_dir: Path) -> Program:
-    """Return what :func:`lower` made of a stored graph, ready to be called node by node."""
-    return Program(read_program(graph_dir))

@@ -1,0 +1,169 @@
+"""A stored graph, ready to run: by a loop in C++ (``csrc/program``), without Python and without its lock, or by the one
+in Python (:class:`nxd_infer.graph.ir.Program`), which is slower, where the former cannot be built."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nxd_infer import native
+from nxd_infer.errors import BackendUnavailableError
+from nxd_infer.graph.ir import DAMAGES, Program, Value, damaged, run_cond
+from nxd_infer.util.cpp_library import CppLibrary
+
+log = logging.getLogger(__name__)
+SOURCES = native.SOURCES / "program"
+_CONSTANT, _VALUE, _VALUES, _DEFAULT = range(4)
+"""Kinds of arguments, as ``csrc/program/program.h`` has them."""
+_MEMORY_FORMATS = {
+    torch.contiguous_format: 0,
+    torch.preserve_format: 1,
+    torch.channels_last: 2,
+    torch.channels_last_3d: 3,
+}
+"""torch's own numbers of them, as its operators take them."""
+
+
+class Runs(Protocol):
+    """What :class:`nxd_infer.backends.cpu.executable.CpuExecutable` calls."""
+
+    def hold(self, states: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        """Use these in all later runs."""
+        ...
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the outputs."""
+        ...
+
+
+class Function:
+    """A function of all of a graph's tensors: states, inputs and weights in one list."""
+
+    def __init__(self, function: Callable[[list[Tensor]], Sequence[Tensor]]):
+        self._function = function
+        self._states: Sequence[Tensor] = ()
+        self._weights: Sequence[Tensor] = ()
+
+    def hold(self, states: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        self._states, self._weights = states, weights
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        return list(self._function([*self._states, *inputs, *self._weights]))
+
+
+class NativeProgram:
+    """A graph in C++."""
+
+    def __init__(self, program: Program):
+        """Raises BackendUnavailableError if the loop cannot be built, ArtifactCorruptError for a damaged graph."""
+        kind = _registered()
+        try:
+            self._program = _converted(program, kind)
+        except DAMAGES as error:
+            raise damaged(error) from error
+        self._first_input = 0
+
+    def hold(self, states: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        self._first_input = len(states)
+        self._program.hold(0, list(states))
+        self._program.hold(self._program.placeholders() - len(weights), list(weights))
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        return self._program.run(self._first_input, list(inputs))
+
+
+def load(ir: dict[str, Any]) -> Runs:
+    """Return the graph ready to run. Raises ArtifactCorruptError if it is not one."""
+    program = Program(ir)
+    return NativeProgram(program) if prepare() else Function(lambda values: program(*values))
+
+
+def prepare() -> bool:
+    """Build the loop unless it is built; return whether there is one."""
+    if not native.availability().ok:
+        return False
+    try:
+        _registered()
+    except BackendUnavailableError as error:
+        log.warning("graphs are run by a slower loop, in Python: %s", error)
+        return False
+    return True
+
+
+def library() -> CppLibrary:
+    """Return the loop's sources. It calls torch's C++ interface, so it belongs to one release of torch, and to this
+    package rather than to artifacts."""
+    takes = "half a minute on two cores"
+    links = ("-ltorch_cpu", "-lc10")
+    return CppLibrary(
+        SOURCES,
+        "loop of native programs",
+        takes,
+        "nxd_program",
+        ("-O2",),
+        native.torch_root(),
+        torch.__version__,
+        links,
+    )
+
+
+@functools.cache
+def _registered() -> Any:
+    """Build and register the loop; return its class of programs. Raises BackendUnavailableError."""
+    built = library()
+    path, _ = built.built()
+    torch.classes.load_library(str(path))
+    return getattr(torch.classes, f"nxd_program_{built.hash[:8]}").Program
+
+
+def _converted(program: Program, kind: Any) -> Any:
+    made = kind(program.inputs)
+    for target, args, kwargs, _ in program.steps:
+        if target is operator.getitem:
+            value, index = args
+            made.add_getitem(value.index, index)
+        elif target is run_cond:
+            condition, if_true, if_false, *rest = args
+            branches = (_converted(branch, kind) for branch in (if_true, if_false))
+            made.add_cond(condition.index, *branches, [value.index for value in (rest[0] if rest else ())])
+        else:
+            arguments = _arguments(target._schema, args, kwargs)
+            name, overload = target._schema.name, target._schema.overload_name
+            made.add_operator(name, overload, [a[0] for a in arguments], [a[1] for a in arguments])
+    made.finish([value.index for value in program.outputs])
+    return made
+
+
+def _arguments(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[int, Any]]:
+    """Return an operator's arguments in the order of its schema, each with its kind."""
+    parameters = schema.arguments
+    positional = [parameter.name for parameter in parameters if not parameter.kwarg_only]
+    if len(args) > len(positional):
+        raise TypeError(f"{schema.name} takes {len(positional)} arguments, not {len(args)}")
+    found = dict(zip(positional, args, strict=False))
+    unknown = (kwargs.keys() & found.keys()) | (kwargs.keys() - {parameter.name for parameter in parameters})
+    if unknown:
+        raise TypeError(f"{schema.name} takes no {sorted(unknown)[0]!r} here")
+    found |= kwargs
+    return [_argument(found[p.name]) if p.name in found else (_DEFAULT, None) for p in parameters]
+
+
+def _argument(value: Any) -> tuple[int, Any]:
+    if type(value) is Value:
+        return _VALUE, value.index
+    if type(value) is list:
+        if not value or any(type(v) is Value for v in value):
+            return _VALUES, [-1 if v is None else v.index for v in value]
+        return _CONSTANT, _tuples(value)
+    return _CONSTANT, _MEMORY_FORMATS.get(value, value) if type(value) is torch.memory_format else value
+
+
+def _tuples(value: Any) -> Any:
+    """Lists as tuples, whose elements may be of different types."""
+    return tuple(_tuples(v) for v in value) if type(value) is list else value

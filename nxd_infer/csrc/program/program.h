@@ -1,0 +1,73 @@
+// A graph as a list of steps over a table of values, run without Python: operators are found once, arguments that are
+// constants are converted once, and a value is dropped after its last use.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
+#include <torch/custom_class.h>
+
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace nxd {
+
+class Program;
+
+// An argument of a step, or an output of the program: a constant, a value of the table, or a list of values (-1: None).
+struct Argument {
+  c10::IValue constant;
+  int64_t value = -1;
+  std::vector<int64_t> values;
+  enum { kConstant, kValue, kTensors, kOptionalTensors } kind = kConstant;
+};
+
+struct Step {
+  std::optional<c10::OperatorHandle> op;  // of an operator
+  int64_t index = 0;                      // of a getitem, which has no operator and one argument
+  c10::intrusive_ptr<Program> branches[2];  // of a cond: if true, if false
+  std::vector<Argument> arguments;
+  std::vector<int64_t> dead;  // values whose last use this is
+};
+
+// Values are numbered: the placeholders, then one for each step. Steps are added in order, then `finish` is called.
+class Program : public torch::CustomClassHolder {
+ public:
+  explicit Program(int64_t placeholders);
+
+  // An argument is described by a kind and what belongs to it: 0 and a constant, 1 and a value's number, 2 and a list of
+  // numbers, 3: the operator's default.
+  void add_operator(
+      const std::string& name, const std::string& overload, const std::vector<int64_t>& kinds,
+      const std::vector<c10::IValue>& arguments);
+  void add_getitem(int64_t value, int64_t index);
+  void add_cond(
+      int64_t condition, const c10::intrusive_ptr<Program>& if_true, const c10::intrusive_ptr<Program>& if_false,
+      const std::vector<int64_t>& operands);
+  void finish(const std::vector<int64_t>& outputs);
+
+  int64_t placeholders() const { return placeholders_; }
+  // Sets the placeholders from `first` on, for all later runs.
+  void hold(int64_t first, const std::vector<at::Tensor>& values);
+  // Sets the placeholders from `first` on for one run, whose outputs it returns. Calls of several threads take turns.
+  std::vector<at::Tensor> run(int64_t first, const std::vector<at::Tensor>& values);
+
+ private:
+  int64_t defined(int64_t value) const;
+  void call(const Step& step);
+  c10::IValue get(const Argument& argument) const;
+  std::vector<at::Tensor> run_steps();
+
+  int64_t placeholders_;
+  bool finished_ = false;
+  std::vector<Step> steps_;
+  std::vector<int64_t> outputs_;
+  std::vector<c10::IValue> table_;
+  torch::jit::Stack stack_;
+  std::mutex mutex_;
+};
+
+} // namespace nxd

@@ -1,0 +1,167 @@
+"""A library of C++ sources that is compiled where it is first needed, once, and kept in the cache by its content."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from nxd_infer.errors import BackendUnavailableError
+from nxd_infer.util.cache_dir import cache_dir, opened
+from nxd_infer.util.locks import only_one
+from nxd_infer.util.processors import processors
+
+log = logging.getLogger(__name__)
+FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall")
+BUILD_TIMEOUT = 600.0
+"""Seconds to wait for the compiler, or for another process building the same library."""
+
+
+def find_compiler() -> str | None:
+    """Return the C++ compiler that builds the operators here, or None if there is none."""
+    chosen = os.environ.get("CXX")
+    return shutil.which(chosen) if chosen else shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+
+
+def no_compiler() -> str:
+    """Return why :func:`find_compiler` found none, and what to do."""
+    chosen = os.environ.get("CXX")
+    if chosen:
+        return f"the C++ compiler CXX={chosen!r} is not on the PATH"
+    return "no C++ compiler (g++, c++ or clang++) on the PATH; install one, or set CXX"
+
+
+@dataclass(frozen=True)
+class CppLibrary:
+    """The C++ files of a folder, linked with torch. Its code finds its own hash in ``NXD_HASH``, and in
+    ``NXD_NAMESPACE`` a namespace for what it registers with torch."""
+
+    folder: Path
+    kind: str
+    """What it is called in messages, in the plural."""
+    takes: str
+    """How long a build takes, as a user reads it."""
+    namespace: str
+    """Prefix of its namespace, before the hash."""
+    flags: tuple[str, ...]
+    torch: Path
+    """torch's folder, with ``include`` and ``lib``."""
+    torch_version: str
+    """Of torch, as far as the compiled code depends on it."""
+    links: tuple[str, ...] = ("-ltorch_cpu",)
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """Sixteen hexadecimal digits of what is built: sources, flags, torch's release, machine."""
+        digest = hashlib.sha256()
+        for part in (*FLAGS, *self.flags, self.torch_version, platform.machine()):
+            digest.update(part.encode() + b"\0")
+        for file in sorted(self.folder.iterdir()):
+            if file.suffix in (".cpp", ".h"):
+                content = file.read_bytes()
+                digest.update(f"{file.name}\0{len(content)}\0".encode() + content)
+        return digest.hexdigest()[:16]
+
+    def sources(self) -> list[Path]:
+        """Return the files that are compiled, each by a compiler of its own."""
+        return sorted(self.folder.glob("*.cpp"))
+
+    def file(self) -> Path:
+        """Return where the library is, or would be."""
+        return cache_dir("native", self.hash) / "libnxd.so"
+
+    def is_built(self) -> bool:
+        """Return whether :meth:`built` need not compile anything."""
+        return self.file().is_file()
+
+    def built(self) -> tuple[Path, float | None]:
+        """Return the library's file, and the seconds that building it took if this call did.
+
+        Raises BackendUnavailableError with the reason (no compiler, or the compiler's output), UntrustedCacheError if
+        another user created the file or can write to it.
+        """
+        target, seconds = self.file(), None
+        with _only_builder(target.parent, self.kind):
+            if not target.is_file():
+                seconds = self._build(target)
+        with opened(target):
+            pass
+        return target, seconds
+
+    def _build(self, target: Path) -> float:
+        """Compile and link in a temporary folder beside ``target``, then rename."""
+        compiler = find_compiler()
+        if compiler is None:
+            raise BackendUnavailableError(f"no {self.kind}: {no_compiler()}")
+        log.warning("building the %s, only this once: %s (into %s)", self.kind, self.takes, target.parent)
+        begin = time.monotonic()
+        definitions = (f"-DNXD_NAMESPACE={self.namespace}_{self.hash[:8]}", f"-DNXD_HASH={self.hash}")
+        include = f"-isystem{self.torch / 'include'}"
+        own = f".build-{self.hash}-"
+        for left in target.parent.parent.glob(f"{own}*"):  # leftovers of a killed builder: we hold the lock
+            shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=own, dir=target.parent.parent) as scratch:
+            sources = self.sources()
+            objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
+
+            def compile_one(source: Path, output: Path) -> None:
+                run([compiler, *FLAGS, *self.flags, *definitions, include, "-c", str(source), "-o", str(output)])
+
+            with ThreadPoolExecutor(max_workers=min(len(sources), processors())) as pool:
+                list(pool.map(compile_one, sources, objects))
+            built = Path(scratch) / "libnxd.so"
+            # Compiled graphs name their library by its content (``link_name``), so a copy loaded earlier is reused.
+            name = f"-Wl,-soname,lib{link_name(self.hash)}.so"
+            links = [f"-L{self.torch / 'lib'}", *self.links]
+            run([compiler, "-shared", name, *map(str, objects), *links, "-o", str(built)])
+            seconds = time.monotonic() - begin
+            record = {"hash": self.hash, "compiler": compiler, "flags": self.flags, "torch": self.torch_version}
+            (Path(scratch) / "build.json").write_text(json.dumps({**record, "seconds": seconds}, indent=2))
+            built.chmod(0o700)  # whatever the umask: a file that others can write to is rejected
+            os.replace(Path(scratch) / "build.json", target.parent / "build.json")
+            os.replace(built, target)  # last: the file's existence means that the build is complete
+        return seconds
+
+
+def link_name(digest: str) -> str:
+    """Return the library name that compiled graphs are linked with, as for ``-l``."""
+    return f"nxd_{digest}"
+
+
+@contextlib.contextmanager
+def _only_builder(folder: Path, kind: str) -> Iterator[None]:
+    """Hold the lock of ``folder`` against other processes; the kernel releases it when the holder ends."""
+    path = folder.with_name(folder.name + ".lock")
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(only_one(path, BUILD_TIMEOUT))
+        except TimeoutError:
+            raise BackendUnavailableError(
+                f"another process has been building the {kind} for {BUILD_TIMEOUT:.0f} s; it holds {path}"
+            ) from None
+        yield
+
+
+def run(command: Sequence[str]) -> None:
+    """Run a compiler. Raises BackendUnavailableError with the end of its output."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT)  # nosec B603  # a compiler
+    except subprocess.TimeoutExpired:
+        raise BackendUnavailableError(f"{command[0]} took longer than {BUILD_TIMEOUT:.0f} s") from None
+    except OSError as error:
+        raise BackendUnavailableError(f"{command[0]} cannot be run: {error}") from error
+    if done.returncode:
+        output = (done.stderr or done.stdout).strip()
+        raise BackendUnavailableError(f"{' '.join(command)}\nended with status {done.returncode}:\n{output[-4000:]}")

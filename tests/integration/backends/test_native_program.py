@@ -1,0 +1,259 @@
+"""Stored graphs run by the loop in C++, compared bit by bit with the one in Python, which calls PyTorch's operators."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nxd_infer.backends.cpu.program import NativeProgram
+from nxd_infer.errors import ArtifactCorruptError
+from nxd_infer.graph.ir import Program
+
+STATE, INPUTS = 0, (1, 2, 3)
+
+
+def placeholders() -> list[Tensor]:
+    """A state and three inputs: a matrix, a row, a column of integers."""
+    torch.manual_seed(0)
+    return [torch.randn(4, 3), torch.randn(4, 3), torch.randn(3), torch.arange(3).view(3, 1)]
+
+
+BRANCH = {"ir": 1, "inputs": 2, "outputs": [{"$": 2}, {"$": 0}]}
+BRANCHES = [{**BRANCH, "nodes": [[f"aten.{name}.Tensor", [{"$": 0}, {"$": 1}]]]} for name in ("add", "sub")]
+NODES: list[tuple[str, list[Any], dict[str, Any]]] = [
+    ("aten.add.Tensor", ["x", "x"], {"alpha": 2}),
+    ("aten.mul.Tensor", ["x", "x"], {}),
+    ("aten.mul.Tensor", ["x", 3], {}),
+    ("aten.mul.Tensor", ["x", 0.5], {}),
+    ("aten.sub.Scalar", ["x", 1.5], {}),
+    ("aten.div.Tensor_mode", ["x", 2], {"rounding_mode": "floor"}),
+    ("aten.clamp.default", ["x", None, 0.75], {}),
+    ("aten.where.self", ["condition", "x", "x"], {}),
+    ("aten.gt.Tensor", ["x", "x"], {}),
+    ("aten.to.dtype", ["x", {"dtype": "bfloat16"}], {}),
+    ("aten.to.dtype", ["x", {"dtype": "float64"}], {}),
+    (
+        "aten._to_copy.default",
+        ["x"],
+        {"dtype": {"dtype": "int32"}, "memory_format": {"memory_format": "preserve_format"}},
+    ),
+    ("aten.clone.default", ["x"], {"memory_format": {"memory_format": "contiguous_format"}}),
+    ("aten.full.default", [[4, 3], {"float": "-inf"}], {"dtype": {"dtype": "float32"}, "device": {"device": "cpu"}}),
+    ("aten.arange.default", [3], {"dtype": None, "layout": {"layout": "strided"}, "pin_memory": False}),
+    ("aten.unsqueeze.default", ["x", 0], {}),
+    ("aten.t.default", ["x"], {}),
+    ("aten.reshape.default", ["x", [-1]], {}),
+    ("aten.slice.Tensor", ["x", 0, 1, 9223372036854775807], {}),
+    ("aten.select.int", ["x", 0, -1], {}),
+    ("aten.expand.default", ["x", [2, -1, -1]], {}),
+    ("aten.sum.dim_IntList", ["x", [0], True], {}),
+    ("aten.mean.dim", ["x", [-1]], {"dtype": {"dtype": "float32"}}),
+    ("aten.softmax.int", ["x", -1, {"dtype": "float64"}], {}),
+    ("aten.max.dim", ["x", 0], {}),
+    ("aten.split.Tensor", ["x", 2], {}),
+    ("aten.unbind.int", ["x", -1], {}),
+    ("getitem", ["several", 0], {}),
+    ("getitem", ["several", -1], {}),
+    ("aten.cat.default", [["x", "x"], 0], {}),
+    ("aten.stack.default", [["x", "x"]], {}),
+    ("aten.index.Tensor", ["x", ["indices"]], {}),
+    ("aten.index.Tensor", ["x", [None, "indices"]], {}),
+    ("aten.add_.Tensor", ["state", "x"], {}),
+    ("aten.copy_.default", ["state", "x"], {}),
+    ("aten.index_put_.default", ["state", ["indices"], "x"], {}),
+    ("aten.new_zeros.default", ["x", [2, 2]], {}),
+    ("aten.linear.default", ["x", "x", None], {}),
+    ("aten.any.default", ["x"], {}),
+    ("higher_order.cond", ["flag", {"graph": BRANCHES[0]}, {"graph": BRANCHES[1]}, ["x", "x"]], {}),
+]
+
+
+class Grown:
+    """A graph that is grown node by node; what PyTorch refuses is not added."""
+
+    def __init__(self):
+        self.nodes: list[list[Any]] = []
+        self.values: list[Any] = placeholders()
+
+    def suits(self, kind: str, number: int) -> bool:
+        value = self.values[number]
+        if kind == "state":
+            return number == STATE
+        if kind == "several":
+            return isinstance(value, (list, tuple))
+        if not isinstance(value, Tensor):
+            return False
+        if kind == "flag":
+            return value.numel() == 1
+        return kind == "x" or value.dtype == {"condition": torch.bool, "indices": torch.int64}[kind]
+
+    def add(self, choose: Callable[[list[int]], int], name: str, args: list[Any], kwargs: dict[str, Any]) -> None:
+        def filled(value: Any) -> Any:
+            if isinstance(value, str):
+                known = [number for number in range(len(self.values)) if self.suits(value, number)]
+                if not known:
+                    raise LookupError(value)
+                return {"$": choose(known)}
+            return [filled(v) for v in value] if isinstance(value, list) else value
+
+        try:
+            node = [name, filled(args), kwargs]
+            ir = {"ir": 1, "inputs": len(self.values), "nodes": [node], "outputs": [{"$": len(self.values)}]}
+            (value,) = Program(ir)(*self.values)
+        except (RuntimeError, LookupError, TypeError, ValueError):
+            return
+        self.values.append(value)
+        self.nodes.append(node)
+
+    def ir(self) -> dict[str, Any]:
+        tensors = [number for number, value in enumerate(self.values) if isinstance(value, Tensor)]
+        return {"ir": 1, "inputs": 4, "nodes": self.nodes, "outputs": [{"$": number} for number in tensors]}
+
+
+def native(ir: dict[str, Any], values: list[Tensor]) -> list[Tensor]:
+    """Run once, with the state held and the last placeholder as a weight."""
+    made = NativeProgram(Program(ir))
+    made.hold(values[:1], values[3:])
+    return made.run(values[1:3])
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    bits = [x.contiguous().reshape(-1).view(torch.uint8) if x.dim() else x.reshape(1).view(torch.uint8) for x in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride() and torch.equal(*bits)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_random_graphs_have_the_bits_of_pytorch(data):
+    """Views, states changed in place, types, broadcasts, lists, branches, several results."""
+    grown = Grown()
+    for _ in range(data.draw(st.integers(1, 25))):
+        grown.add(lambda known: data.draw(st.sampled_from(known)), *data.draw(st.sampled_from(NODES)))
+    ir = json.loads(json.dumps(grown.ir()))
+    one, other = placeholders(), placeholders()
+    expected, found = Program(ir)(*one), native(ir, other)
+    assert all(map(same, found, expected)) and len(found) == len(expected)
+    assert same(one[STATE], other[STATE])
+
+
+@pytest.mark.parametrize("node", NODES, ids=lambda node: node[0])
+def test_each_kind_of_node_is_among_the_random_ones(node):
+    """Each can be added to some graph, or the test above would say nothing of it."""
+    before = [
+        ("aten.gt.Scalar", ["x", 0], {}),
+        ("aten.any.default", ["condition"], {}),
+        ("aten.unbind.int", ["x", 0], {}),
+    ]
+    for seed in range(100):
+        grown = Grown()
+        for one in (*before, node):
+            grown.add(random.Random(seed).choice, *one)
+        if len(grown.nodes) == 4:
+            break
+    assert [entry[0] for entry in grown.nodes][3:] == [node[0]]
+
+
+def test_a_failing_step_is_named_and_the_program_runs_again():
+    ir = {"ir": 1, "inputs": 2, "nodes": [["aten.add.Tensor", [{"$": 0}, {"$": 1}]]], "outputs": [{"$": 2}]}
+    made = NativeProgram(Program(ir))
+    made.hold([], [])
+    with pytest.raises(RuntimeError, match=r"size of tensor a \(2\).*in step 0 of a graph, aten::add.Tensor"):
+        made.run([torch.ones(2), torch.ones(3)])
+    assert made.run([torch.ones(2), torch.ones(2)])[0].tolist() == [2, 2]
+
+
+DAMAGED = {
+    "an operator that is none": ["aten.no_such.default", [{"$": 0}]],
+    "too many arguments": ["aten.relu.default", [{"$": 0}, {"$": 0}]],
+    "an unknown name": ["aten.relu.default", [{"$": 0}], {"inplace": True}],
+    "an argument twice": ["aten.relu.default", [{"$": 0}], {"self": {"$": 0}}],
+    "none where one is needed": ["aten.add.Tensor", [{"$": 0}]],
+    "a word for a number": ["aten.add.Scalar", [{"$": 0}, "one"]],
+    "a number for a list of tensors": ["aten.cat.default", [1]],
+    "tensors for numbers": ["aten.sum.dim_IntList", [{"$": 0}, [{"$": 0}]]],
+    "a constant among tensors": ["aten.cat.default", [[{"$": 0}, 3]]],
+    "None among tensors": ["aten.cat.default", [[{"$": 0}, None]]],
+    "a dtype that is none": ["aten.to.dtype", [{"$": 0}, "float32"]],
+    "a later value": ["aten.relu.default", [{"$": 9}]],
+    "an item of no number": ["getitem", [{"$": 0}, "a"]],
+    "an item of a constant": ["getitem", [[1, 2], 0]],
+    "branches that are none": ["higher_order.cond", [{"$": 0}, 1, 2, []]],
+    "branches of other operands": ["higher_order.cond", [{"$": 0}, *({"graph": b} for b in BRANCHES), [{"$": 0}]]],
+}
+
+
+@pytest.mark.parametrize("node", DAMAGED.values(), ids=DAMAGED.keys())
+def test_a_damaged_graph_is_refused(node):
+    with pytest.raises(ArtifactCorruptError, match="graph"):
+        NativeProgram(Program({"ir": 1, "inputs": 1, "nodes": [node], "outputs": [{"$": 1}]}))
+
+
+WRONG_AT_A_RUN = {
+    "an item that is missing": ([["aten.unbind.int", [{"$": 0}, 0]], ["getitem", [{"$": 1}, 7]]], IndexError),
+    "an item of a tensor": ([["aten.relu.default", [{"$": 0}]], ["getitem", [{"$": 1}, 0]]], RuntimeError),
+    "several results as one": ([["aten.unbind.int", [{"$": 0}, 0]], ["aten.relu.default", [{"$": 1}]]], RuntimeError),
+    "one result as several": ([["aten.relu.default", [{"$": 0}]], ["aten.cat.default", [{"$": 1}]]], RuntimeError),
+    "a number as a result": ([["aten.relu.default", [{"$": 0}]], ["aten.item.default", [{"$": 1}]]], RuntimeError),
+}
+
+
+@pytest.mark.parametrize("nodes, error", WRONG_AT_A_RUN.values(), ids=WRONG_AT_A_RUN.keys())
+def test_what_only_a_run_can_see_is_an_error_of_the_run(nodes, error):
+    made = NativeProgram(Program({"ir": 1, "inputs": 1, "nodes": nodes, "outputs": [{"$": len(nodes)}]}))
+    made.hold([], [])
+    with pytest.raises(error):
+        made.run([torch.ones(1)])
+
+
+def test_threads_take_turns_and_steps_leave_nothing_behind():
+    """Ten thousand steps over two programs of one process, from four threads, with a step that fails now and then."""
+    nodes = [
+        ["aten.mul.Tensor", [{"$": 0}, {"$": 1}]],
+        ["aten.split.Tensor", [{"$": 2}, 100]],
+        ["getitem", [{"$": 3}, 1]],
+        ["higher_order.cond", [{"$": 4}, *({"graph": branch} for branch in BRANCHES), [{"$": 0}, {"$": 2}]]],
+        ["getitem", [{"$": 5}, 0]],
+    ]
+    ir = {"ir": 1, "inputs": 2, "nodes": nodes, "outputs": [{"$": 6}]}
+    programs = [NativeProgram(Program(ir)) for _ in range(2)]
+    for factor, program in zip((2.0, 3.0), programs, strict=True):
+        program.hold([], [torch.tensor(factor)])
+    wrong: list[Any] = []
+
+    def steps(count: int, start: float) -> None:
+        x = torch.full((101,), start)
+        for number in range(count):
+            if number % 50 == 0:
+                with pytest.raises(RuntimeError):
+                    programs[0].run([torch.ones(1000)])
+            for factor, program in zip((2.0, 3.0), programs, strict=True):
+                (y,) = program.run([x])
+                if not torch.equal(y, x * (1 + factor)):
+                    wrong.append((y, factor))
+
+    def both(count: int) -> None:
+        threads = [threading.Thread(target=steps, args=(count, 1.0 + n)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(300)
+
+    both(50)
+    before = resident()
+    both(1200)
+    assert not wrong
+    assert resident() - before < 4 << 20  # each step makes 1.2 KB; none is left
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
