@@ -233,9 +233,6 @@ class _Pool:
 _pool = _Pool()
 
 
-# --- inside a rank ------------------------------------------------------------------------------------
-
-
 def _serve(connection: Any) -> None:
     """Run jobs until the parent goes away."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the server, which dies with pytest

@@ -7,18 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from nxd_infer.checkpoint import compare_checkpoints, reshard_checkpoint
 from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
-from tests.support.e2e.command import nxd_infer_here
+from tests.support.e2e.command import here
 from tests.support.ranks import run_ranks
 from tests.support.trainer.jobs import ZERO1, losses_of, training
 from tests.support.trainer.models import decoder
 
+run = partial(here, "ckpt")
 FAMILY = "odd_heads"  # padded at tp 2, padded and replicated at tp 4
 
 
@@ -49,11 +49,6 @@ def saved_again(root: str, out: str, options: dict[str, Any]) -> None:
     save_checkpoint(out, "trained", *parts)
 
 
-@pytest.fixture
-def run(capsys, monkeypatch):
-    return partial(nxd_infer_here, capsys, monkeypatch, "ckpt")
-
-
 def same_files(first: Path, second: Path, pattern: str) -> None:
     names = sorted(path.name for path in first.glob(pattern))
     assert names and names == sorted(path.name for path in second.glob(pattern))
@@ -63,7 +58,7 @@ def same_files(first: Path, second: Path, pattern: str) -> None:
         assert all(torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a), name
 
 
-def test_resharded_is_what_a_job_would_have_saved(tmp_path: Path, run):
+def test_resharded_is_what_a_job_would_have_saved(tmp_path: Path):
     """tp 2 -> tp 1 dp 2 (ZeRO-1 stays unsharded) -> tp 4 -> tp 2: tensor for tensor, and the two ends are equal."""
     start = tmp_path / "start"
     run_ranks(saved, 2, str(start), {}, tp=2)
@@ -85,7 +80,7 @@ def test_resharded_is_what_a_job_would_have_saved(tmp_path: Path, run):
         assert losses == again
 
 
-def test_a_sharded_optimizer(tmp_path: Path, run):
+def test_a_sharded_optimizer(tmp_path: Path):
     """ZeRO-1 over two ranks -> tp 2 dp 1 and tp 2 dp 3, whose losses are those of loading the original."""
     start = tmp_path / "start"
     run_ranks(saved, 2, str(start), ZERO1, tp=1)

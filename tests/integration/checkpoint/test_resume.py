@@ -187,8 +187,6 @@ def test_modules_with_an_extra_state(tmp_path: Path, capsys, monkeypatch):
         load_checkpoint(tmp_path, "without", model)
 
 
-# --- killed -----------------------------------------------------------------------------------------------
-
 CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 

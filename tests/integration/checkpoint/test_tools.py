@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -16,12 +15,13 @@ from torch import Tensor
 from nxd_infer.checkpoint.api import save_checkpoint
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_models import registry
-from tests.support.e2e.command import nxd_infer_here, refused
+from tests.support.e2e.command import here, refused
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import write_tiny
 from tests.support.trainer.jobs import training
 from tests.support.trainer.models import tokens
 
+run = partial(here, "ckpt")
 IDS = tokens()["input_ids"]
 
 
@@ -39,12 +39,7 @@ def trained(model_dir: str, root: str) -> Tensor:
         return model(input_ids=IDS)
 
 
-@pytest.fixture
-def run(capsys, monkeypatch):
-    return partial(nxd_infer_here, capsys, monkeypatch, "ckpt")
-
-
-def test_exported_weights(tmp_path: Path, run):
+def test_exported_weights(tmp_path: Path):
     """With a vocabulary and widths that are padded at tp 2; qwen2 is tied and has biases."""
     config = write_tiny("qwen2", tmp_path / "model", intermediate_size=45, vocab_size=289)
     root, out = tmp_path / "ckpts", tmp_path / "exported"
@@ -75,7 +70,7 @@ def adapted(config: Path, root: Path, **options: Any) -> Path:
     return root
 
 
-def test_an_adapter_is_no_model(tmp_path: Path, run):
+def test_an_adapter_is_no_model(tmp_path: Path):
     """Transformers would take every weight that is missing at random, and pass over factors it does not know."""
     config, out = write_tiny("llama", tmp_path / "model"), tmp_path / "out"
     alone = adapted(config, tmp_path / "alone")
@@ -104,7 +99,7 @@ def test_an_adapter_is_no_model(tmp_path: Path, run):
     assert load_file(out / "model.safetensors").keys() == load_file(config / "model.safetensors").keys()
 
 
-def test_an_export_is_of_the_model_of_its_configuration(tmp_path: Path, run):
+def test_an_export_is_of_the_model_of_its_configuration(tmp_path: Path):
     config = write_tiny("llama", tmp_path / "model")
     save_checkpoint(tmp_path / "ckpts", "a", registry.build(config))
     other = write_tiny("llama", tmp_path / "other", num_hidden_layers=3)

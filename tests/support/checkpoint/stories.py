@@ -109,9 +109,6 @@ def masters_are_the_weights(root: str, zero1: bool) -> None:
         assert same_weights(model, other), how
 
 
-# --- what does not fit ------------------------------------------------------------------------------------
-
-
 def by_decay(model: nn.Module, swapped: bool = False) -> list[dict[str, Any]]:
     """Weights decay, biases and norms do not."""
     named = list(model.named_parameters())

@@ -53,9 +53,3 @@ def layouts_of(q: AxisPlan, kv: AxisPlan, hidden: int) -> dict[str, ParamLayout]
         out[f"{name}.weight"] = ParamLayout.of([plan, hidden], f"{name}.weight")
         out[f"{name}.bias"] = ParamLayout.of([plan], f"{name}.bias")
     return out
-
-
-def torn_layouts(shape: Shape, degree: int) -> dict[str, ParamLayout]:
-    """What layers built before padding hold: equal pieces that ignore where a head ends."""
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return layouts_of(AxisPlan.even(q), AxisPlan.even(kv), shape.hidden)

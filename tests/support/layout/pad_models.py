@@ -56,11 +56,8 @@ class ParallelAttention(nn.Module):
 
 
 def inputs(shape: Shape) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return (
-        torch.randn(shape.length, shape.hidden, dtype=F64, generator=generator),
-        torch.randn(shape.length, shape.hidden, dtype=F64, generator=generator),
-    )
+    x, seen = torch.randn(2, shape.length, shape.hidden, dtype=F64, generator=torch.Generator().manual_seed(5))
+    return x, seen
 
 
 def reference(shape: Shape) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -73,8 +70,8 @@ def reference(shape: Shape) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return y.detach(), x.grad, {name: tensor.grad for name, tensor in weights.items()}
 
 
-def run_padded(shape: Shape, style: str, loaded: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """On one rank: build, load before or after padding, pad, forward and backward."""
+def padded_with_layouts(shape: Shape, style: str, loaded: str) -> tuple[Any, dict[str, ParamLayout]]:
+    """On one rank: build, load before or after padding, pad, forward and backward; the results, and the layouts."""
     tp = current_context().tp
     model = ParallelAttention(shape, style)
     logical = logical_weights(shape)
@@ -87,15 +84,7 @@ def run_padded(shape: Shape, style: str, loaded: str) -> tuple[Tensor, Tensor, d
     x.requires_grad_()
     y = model(x)
     y.backward(seen)
-    return y.detach(), x.grad, {name: p.grad for name, p in model.named_parameters()}
-
-
-def padded_with_layouts(shape: Shape, style: str, loaded: str) -> tuple[Any, dict[str, ParamLayout]]:
-    """What :func:`run_padded` finds, and the layouts of such a model."""
-    result = run_padded(shape, style, loaded)
-    model = ParallelAttention(shape, style)
-    pad_model(model, current_context().tp.degree, shape.heads)
-    return result, weight_layout(model)
+    return (y.detach(), x.grad, {name: p.grad for name, p in model.named_parameters()}), weight_layout(model)
 
 
 def compare(results: list, shape: Shape, layouts: dict) -> float:

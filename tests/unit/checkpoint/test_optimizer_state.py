@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import nn
 
 from nxd_infer.checkpoint import reshard_checkpoint
 from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
-from nxd_infer.checkpoint.load_optimizer import groups_of
 from nxd_infer.checkpoint.reshard import Resharding
 from nxd_infer.errors import NotInitializedError
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
@@ -44,9 +42,6 @@ def linears() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
 
 
-# --- files ------------------------------------------------------------------------------------------------
-
-
 def test_nothing_keeps_the_files_open(tmp_path: Path):
     """A mapped file stays on the disk when its checkpoint is removed, and on NFS its folder cannot be removed."""
     model, optimizer = stepped(linears())
@@ -58,9 +53,6 @@ def test_nothing_keeps_the_files_open(tmp_path: Path):
     gc.collect()
     assert content["seen"].tolist() == list(range(5)) and len(states(optimizer)) == 4
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
-
-
-# --- which parameters -------------------------------------------------------------------------------------
 
 
 def test_an_optimizer_that_is_not_there_yet(tmp_path: Path):
@@ -91,40 +83,6 @@ def test_a_layer_that_is_fused_now_and_was_not(tmp_path: Path):
             step(*one)
         x = torch.ones(1, 4)
         torch.testing.assert_close(model(x), other(x))  # a fused product may round otherwise
-
-
-# --- groups of pipeline stages ----------------------------------------------------------------------------
-
-
-class Stages:
-    """The optimizer's records of an archive: per stage, the rate and the names of each group."""
-
-    def __init__(self, *stages: list[tuple[float, list[str]]]):
-        self._stages = stages
-
-    def parts(self, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        for rank, stage in enumerate(self._stages):
-            yield rank, {"param_groups": [{"lr": lr} for lr, _ in stage], "group_names": [names for _, names in stage]}
-
-
-def test_groups_are_those_of_the_stage_that_saved_them():
-    archive: Any = Stages([(0.1, ["a"]), (0.2, ["b"])], [(0.3, ["c"])], [(0.4, []), (0.5, ["d"])])
-    for own, rates in (
-        ([["a"], ["b"]], [0.1, 0.2]),
-        ([[], ["d"]], [0.4, 0.5]),
-        ([["a", "c"], ["b", "d"]], [0.1, 0.2]),
-        ([["c"], ["d"]], [0.3, 0.5]),
-    ):
-        found = groups_of(archive, own)
-        assert [group["lr"] for group in found["param_groups"]] == rates, own
-        assert found["group_names"] == [["a", "c"], ["b", "d"]][: len(rates)]
-    assert groups_of(archive, [["x"]], {"c": ["x", "y"]}) == {
-        "param_groups": [{"lr": 0.3}],
-        "group_names": [["a", "x", "y"]],
-    }
-
-
-# --- kinds of state ---------------------------------------------------------------------------------------
 
 
 class Counting(torch.optim.Optimizer):

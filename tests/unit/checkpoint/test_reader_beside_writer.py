@@ -106,13 +106,6 @@ def test_at_every_moment(
     raise AssertionError("reading does not end")
 
 
-def test_what_is_open_is_read_although_it_is_saved_again(tmp_path: Path):
-    save(tmp_path, "last", 1.0)
-    source = weight_source(tmp_path)
-    save(tmp_path, "last", 9.0)
-    assert source.read("weight").unique().tolist() == source.read("bias").unique().tolist() == [1.0]
-
-
 def test_a_tag_that_is_saved_again_at_each_try_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save(tmp_path, "last", 1.0)
     verify = Archive.verify

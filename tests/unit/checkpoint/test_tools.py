@@ -23,14 +23,11 @@ from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.optimizer import NxDOptimizer
 from tests.support.checkpoint.older import without_checksums
-from tests.support.e2e.command import nxd_infer_here, refused
+from tests.support.e2e.command import here, refused
 from tests.support.trainer.jobs import losses_of, training
 from tests.support.trainer.models import decoder
 
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    return partial(nxd_infer_here, capsys, monkeypatch, "ckpt")
+run = partial(here, "ckpt")
 
 
 def parts_of(options: dict[str, Any], seed: int) -> tuple[Any, Any]:
@@ -47,7 +44,7 @@ def alone(root: Path, tag: str = "a", change: float = 0.0, **options: Any) -> No
     save_checkpoint(root, tag, *parts)
 
 
-def test_what_differs_is_listed(tmp_path: Path, run):
+def test_what_differs_is_listed(tmp_path: Path):
     alone(tmp_path / "a", "one")
     alone(tmp_path / "a", "two", 1e-3)
     two = (tmp_path / "a" / "one", tmp_path / "a" / "two")
@@ -94,7 +91,7 @@ def test_as_calls(tmp_path: Path):
     assert not (tmp_path / "d").exists()
 
 
-def test_what_cannot_be_resharded(tmp_path: Path, run):
+def test_what_cannot_be_resharded(tmp_path: Path):
     alone(tmp_path / "a")
     before = sorted(path.name for path in (tmp_path / "a").rglob("*"))
     for out in (tmp_path / "a", tmp_path / "a" / "a", tmp_path / "a" / "a" / "x"):
@@ -124,7 +121,7 @@ def test_what_cannot_be_resharded(tmp_path: Path, run):
     assert before == sorted(path.name for path in (tmp_path / "a").rglob("*"))
 
 
-def test_an_adapter_goes_along(tmp_path: Path, run):
+def test_an_adapter_goes_along(tmp_path: Path):
     """Of a model with LoRA: its factors and its optimizer at other degrees, PEFT's files as they are."""
     config = LoraConfig(enable_lora=True, lora_rank=4, target_modules=["q_proj", "down_proj"], save_lora_base=True)
     alone(tmp_path / "a", lora_config=config)
@@ -170,14 +167,14 @@ def test_plans_written_down():
             read_plans(broken)
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path, run):
+def test_a_folder_that_is_not_there(tmp_path: Path):
     done = run("inspect", tmp_path / "nope")
     refused(done, "nope does not exist")
     assert "has_checkpoint" not in done.err
     refused(run("diff", tmp_path / "nope", tmp_path), "nope does not exist")
 
 
-def test_a_comparison_says_of_what(tmp_path: Path, run):
+def test_a_comparison_says_of_what(tmp_path: Path):
     model = torch.nn.Linear(2, 2)
     optimizer = NxDOptimizer(model.parameters(), torch.optim.AdamW)
     model(torch.ones(1, 2)).sum().backward()
@@ -205,7 +202,7 @@ def test_a_bar_after_a_while_only(capsys):
     assert "slow" in capsys.readouterr().out
 
 
-def test_weights_that_are_there_are_kept(tmp_path: Path, run):
+def test_weights_that_are_there_are_kept(tmp_path: Path):
     save_checkpoint(tmp_path / "ckpts", "a", torch.nn.Linear(2, 2))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.safetensors").write_text("mine")

@@ -6,25 +6,18 @@ import pytest
 import torch
 
 from nxd_infer.errors import ShardingError
-from nxd_infer.layout import MergedSource, gqa_plan, shard_tensor, sum_duplicates
-from tests.support.layout.attention import Shape, layouts_of, logical_weights, plain_attention, torn_layouts
+from nxd_infer.layout import gqa_plan, shard_tensor, sum_duplicates
+from tests.support.layout.attention import Shape, layouts_of, logical_weights, plain_attention
 
 
 def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-CASES = [
-    (1, 6, 3, 0),
-    *((2, heads, kv, 0) for heads, kv in ((1, 1), (3, 3), (5, 1), (12, 4))),
-    *((3, heads, kv, 0) for heads, kv in ((4, 2), (6, 3), (8, 2), (16, 4))),
-    *((4, heads, kv, 0) for heads, kv in ((1, 1), (6, 3), (10, 2), (16, 16))),
-    *((8, heads, kv, 0) for heads, kv in ((3, 1), (12, 3), (14, 7))),
-    *((4, 8, 2, 2), (4, 8, 2, 4), (2, 6, 3, 2), (8, 12, 4, 2), (8, 16, 2, 8)),
-]
-
-
-@pytest.mark.parametrize(("degree", "heads", "kv_heads", "multiplier"), CASES)
+@pytest.mark.parametrize(
+    ("degree", "heads", "kv_heads", "multiplier"),
+    [(1, 6, 3, 0), (2, 5, 1, 0), (3, 16, 4, 0), (4, 16, 16, 0), (8, 14, 7, 0), (4, 8, 2, 4), (8, 12, 4, 2)],
+)
 def test_forward_and_backward_equal_the_plain_ones(degree: int, heads: int, kv_heads: int, multiplier: int):
     shape = Shape(heads, kv_heads)
     plan = gqa_plan(heads, kv_heads, degree, kv_size_multiplier=multiplier)
@@ -34,25 +27,11 @@ def test_forward_and_backward_equal_the_plain_ones(degree: int, heads: int, kv_h
     expected = plain_attention(x, reference, shape, shape.heads, shape.kv_heads)
     expected.backward(seen)
 
-    # Loaded after padding: logical weights straight into padded shards.
     layouts = layouts_of(plan.q_axis(shape.head_dim), plan.kv_axis(shape.head_dim), shape.hidden)
     ranks = [
         {name: shard_tensor(logical, layout.rank_layout(degree, rank)) for name, layout in layouts.items()}
         for rank in range(degree)
     ]
-    # Loaded before padding: unpadded shards, with heads torn over ranks, merged and cut again.
-    torn = torn_layouts(shape, degree)
-    before = MergedSource(
-        [
-            {name: shard_tensor(logical, layout.rank_layout(degree, rank)) for name, layout in torn.items()}
-            for rank in range(degree)
-        ],
-        torn,
-    )
-    for rank in range(degree):
-        for name, layout in layouts.items():
-            assert torch.equal(shard_tensor(before, layout.rank_layout(degree, rank)), ranks[rank][name])
-
     for rank in ranks:
         for tensor in rank.values():
             tensor.requires_grad_()

@@ -43,11 +43,8 @@ from tests.support.layout.threads import built, run_threads
 def test_heads_of_every_style(degree, shape, style):
     """Loaded before padding and after it, in turns."""
     for loaded in ("before", "after") if degree == 4 else (("before", "after")[shape.heads % 2],):
-        check(run_threads(padded_with_layouts, degree, shape, style, loaded), shape)
-
-
-def check(found, shape):
-    assert compare([result for result, _ in found], shape, found[0][1]) < 1e-10
+        found = run_threads(padded_with_layouts, degree, shape, style, loaded)
+        assert compare([result for result, _ in found], shape, found[0][1]) < 1e-10
 
 
 def test_a_trained_padded_model_merges_to_what_plain_training_gives():
@@ -77,9 +74,6 @@ def train_once(shape):
     return model.state_dict(), layouts
 
 
-# --- layers that give or take whole features ----------------------------------------------------------------
-
-
 def gathered(pads):
     model = built(Gathered)
     if pads:
@@ -100,20 +94,6 @@ def test_gathered_outputs_with_bias_keep_their_width(degree):
         assert difference(y, expected) < 1e-10
     merged = merge_state_dicts([grads for _, grads, _, _, _ in found], found[0][2])
     assert all(difference(merged[name], gradients[name]) < 1e-10 for name in merged)
-
-
-def test_an_indivisible_layer_says_what_to_do_at_its_first_use():
-    def use():
-        layer = ColumnParallelLinear(4, 9, gather_output=False)
-        with pytest.raises(ShardingError, match=r"9 does not divide over 2 ranks.*pad_model"):
-            layer(torch.ones(1, 4))
-        pad_model(layer, 2, 3)
-        return layer(torch.ones(1, 4)).shape[-1]
-
-    assert run_threads(use, 2) == [5, 5]
-
-
-# --- other ways to write it ---------------------------------------------------------------------------------
 
 
 def bert(kv):

@@ -62,44 +62,6 @@ def test_json_that_describes_no_layout_is_refused(data: Any):
         TensorLayout.from_json(data)
 
 
-PLANS = {
-    "replicated": AxisPlan.replicated(12),
-    "even": AxisPlan.even(24),
-    "uneven": AxisPlan.even(7),
-    "fewer than ranks": AxisPlan.even(2),
-    "padded": AxisPlan.padded(10, 4, -3.0),
-    "heads": AxisPlan.heads(3, 4),
-    "strided": AxisPlan.strided(24, 3),
-    "strided uneven": AxisPlan.strided(10, 2),
-    "sections": AxisPlan.sections([AxisPlan.heads(3, 2), AxisPlan.heads(1, 2), AxisPlan.even(8)]),
-    "fused": AxisPlan.fused({"q": AxisPlan.heads(3, 2), "k": AxisPlan.heads(1, 2)}),
-    "gate up": AxisPlan.fused([AxisPlan.even(8), AxisPlan.even(8)]),
-    "gqa query": gqa_plan(6, 3, 1).q_axis(2),
-    "gqa key": gqa_plan(6, 3, 1).kv_axis(2),
-    "spelled": AxisPlan.from_runs([Run("", 4, 8), Fill(0.0, 4), Run("", 0, 4), Run("", 0, 4)]),
-    "recut": AxisPlan.recut(gqa_plan(6, 2, 4).kv_axis(2), 4),
-}
-
-
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_a_plan_covers_its_axis_in_equal_pieces_and_indices_lay_it_out_and_back(plan: AxisPlan):
-    x = torch.arange(1.0, plan.size + 1)
-    filled = torch.cat([x, torch.zeros(1)])
-    for degree in range(1, 9):
-        ranks = [plan.runs(degree, rank) for rank in range(degree)]
-        assert {axis_length(axis) for axis in ranks} == {plan.local_size(degree)}
-        held = {element for axis in ranks for element in elements(axis) if isinstance(element, tuple)}
-        assert held == {(name, i) for name, size in plan.parts.items() for i in range(size)}
-
-        scatter, gather = plan.scatter_index(degree), plan.gather_index(degree)
-        gathered = x if scatter is None else filled[scatter]
-        assert gathered.numel() == plan.padded_size(degree)
-        if plan.sharded:
-            for rank, piece in enumerate(gathered.chunk(degree) if gathered.numel() else []):
-                assert torch.equal(piece, filled[plan.rank_index(degree, rank)])
-        assert torch.equal(gathered if gather is None else gathered[gather], x)
-
-
 def test_duplicates_are_told_from_replication():
     assert not AxisPlan.replicated(8).duplicated(4)
     assert not AxisPlan.even(8).duplicated(4)

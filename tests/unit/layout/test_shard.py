@@ -25,6 +25,7 @@ from nxd_infer.layout import (
     shard_tensor,
     weight_layout,
 )
+from nxd_infer.layout.runs import axis_length
 
 GQA = gqa_plan(6, 3, 1)
 
@@ -154,12 +155,31 @@ def test_any_composition_of_plans_goes_there_and_back(plan, degree, last):
     check_round_trip(ParamLayout.of([2, plan] if last else [plan, 2], sources), degree)
 
 
+SPELLED = AxisPlan.from_runs([Run("", 4, 8), Fill(0.0, 4), Run("", 0, 4), Run("", 0, 4)])
+
+
+@given(ANY_PLAN | st.sampled_from([AxisPlan.replicated(12), SPELLED]), st.integers(1, 8))
+def test_a_plan_covers_its_axis_in_equal_pieces_and_indices_lay_it_out_and_back(plan, degree):
+    ranks = [plan.runs(degree, rank) for rank in range(degree)]
+    assert {axis_length(axis) for axis in ranks} == {plan.local_size(degree)}
+    runs = [piece for axis in ranks for piece in axis if isinstance(piece, Run)]
+    held = {(run.name, i) for run in runs for i in range(run.start, run.stop)}
+    assert held == {(name, i) for name, size in plan.parts.items() for i in range(size)}
+    x = torch.arange(1.0, plan.size + 1)
+    filled = torch.cat([x, torch.zeros(1)])
+    scatter, gather = plan.scatter_index(degree), plan.gather_index(degree)
+    gathered = x if scatter is None else filled[scatter]
+    assert gathered.numel() == plan.padded_size(degree)
+    if plan.sharded:
+        for rank, piece in enumerate(gathered.chunk(degree)):
+            assert torch.equal(piece, filled[plan.rank_index(degree, rank)])
+    assert torch.equal(gathered if gather is None else gathered[gather], x)
+
+
 def test_owners_alone_are_enough():
     layout = LAYOUTS["replicated"]
     logical = logical_of(layout)
-    ranks = [dict(logical), {}, {}]
-    ranks[0] = {"p": logical["w"]}
-    assert torch.equal(merge_state_dicts(ranks, {"p": layout})["w"], logical["w"])
+    assert torch.equal(merge_state_dicts([{"p": logical["w"]}, {}, {}], {"p": layout})["w"], logical["w"])
     with pytest.raises(CheckpointError, match="no tensor 'p'"):
         merge_state_dicts([{}, {"p": logical["w"]}], {"p": layout})
 
@@ -190,9 +210,6 @@ def test_a_shard_never_shares_memory_with_its_source():
     tensor = torch.ones(4, 3)
     shard_tensor({"w": tensor}, ParamLayout.of([4, 3], "w").rank_layout(1, 0)).zero_()
     assert tensor.sum() == 12
-
-
-# --- modules ------------------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):

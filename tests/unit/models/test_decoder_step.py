@@ -187,8 +187,6 @@ def test_the_plan_of_an_encoder(tmp_path):
         tasks.plan(tmp_path, max_len=127)
 
 
-# --- steps that verify guesses ----------------------------------------------------------------------------------
-
 GUESSES = 4
 DRAWN = {"temperature": 1.1, "top_p": 0.9, "seed": 9}
 

@@ -16,12 +16,9 @@ from torch import nn
 import nxd_infer as nxd
 from nxd_infer.errors import CheckpointError, ParallelConfigError, WeightMismatchError
 from nxd_infer.modules.lora import LoraConfig, LoRAModel, load_adapter
-from nxd_infer.modules.lora.layers import lora_layer
 from nxd_infer.modules.lora.peft import collect_adapter, read_config, write_adapter
-from tests.support.modules.lora import ALL, MERGED, Shared, batch, lora, net
+from tests.support.modules.lora import ALL, MERGED, batch, lora, net
 from tests.support.parallel_layers.compare import error
-
-# --- configuration and targets ----------------------------------------------------------------------------
 
 
 def test_targets_are_words_in_names():
@@ -81,9 +78,6 @@ def test_scaling_and_initial_values():
     assert abs(factor.std().item() * 64 - 1) < 0.05
 
 
-# --- what is trained --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
 def test_only_what_is_named_is_trained(bias: str):
     model = lora(filled=False, target_modules=["up_proj"], bias=bias, modules_to_save=["head"])
@@ -101,9 +95,6 @@ def test_only_what_is_named_is_trained(bias: str):
     changed = {name for name, param in model.named_parameters() if not torch.equal(param, before[name])}
     assert changed == wanted
     assert set(model.state_dict()) == wanted
-
-
-# --- state dicts ------------------------------------------------------------------------------------------
 
 
 def test_the_three_ways_to_save():
@@ -130,18 +121,6 @@ def test_the_three_ways_to_save():
     other = lora(seed=1, filled=False)  # and into an adapted one, whose adapter does nothing yet
     other.load_state_dict(trained.state_dict())
     assert error(other(ids).detach(), expected) < 1e-5
-
-
-def test_merged_is_every_name_of_a_layer_and_what_is_no_weight_stays():
-    torch.manual_seed(0)
-    model = LoRAModel(Shared(), LoraConfig(lora_rank=2, target_modules=["a", "b"], **MERGED))
-    with torch.no_grad():
-        for name in model.adapter_names:
-            model.module.get_parameter(name).normal_()
-    other, x = Shared(), torch.randn(3, 4)
-    assert torch.equal(model.state_dict()["a.weight"], model.state_dict()["b.weight"])
-    other.load_state_dict(model.state_dict())
-    assert error(other(x).detach(), model(x).detach()) < 1e-5
 
 
 def test_the_configuration_may_lie_in_the_state_dict():
@@ -179,17 +158,16 @@ def test_merged_equals_unmerged_and_unmerging_is_exact():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     expected = model(ids).detach()
     assert error(model.merge()(ids).detach().float(), expected.float()) < 0.1
+    assert not torch.equal(model.merge()(ids), expected)  # twice is once
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    model.unmerge()
-    assert torch.equal(model(ids), expected)
+    with pytest.raises(ParallelConfigError, match=r"call unmerge\(\) first"):
+        model.train()(ids)
+    assert torch.equal(model.eval().unmerge()(ids), expected)
     copy = pickle.loads(pickle.dumps(model))
     assert torch.equal(copy(ids), expected)
     wide = lora().eval()
     expected = wide(ids).detach()
     assert error(wide.merge()(ids).detach(), expected) < 1e-5
-
-
-# --- files ------------------------------------------------------------------------------------------------
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path: Path):
@@ -222,20 +200,3 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path):
             load_adapter(model, tmp_path)
     with pytest.raises(CheckpointError, match="has no adapter"):
         load_adapter(model, tmp_path / "nowhere")
-
-
-# --- layers -----------------------------------------------------------------------------------------------
-
-
-def test_a_merged_layer_cannot_be_trained_and_bf16_comes_back_exactly():
-    base = nn.Linear(12, 16, dtype=torch.bfloat16)
-    layer = lora_layer(base.requires_grad_(False), LoraConfig(lora_rank=3))
-    nn.init.normal_(layer.get_parameter("lora_B.weight"))
-    weight = base.weight.detach().clone()
-    layer.merge()
-    assert not torch.equal(base.weight, weight)
-    layer.merge()  # twice is once
-    with pytest.raises(ParallelConfigError, match=r"call unmerge\(\) first"):
-        layer(torch.ones(1, 12, dtype=torch.bfloat16))
-    layer.unmerge()
-    assert torch.equal(base.weight, weight)

@@ -27,9 +27,6 @@ def tokenizer(model_dir) -> Tokenizer:
     return Tokenizer.from_dir(model_dir)
 
 
-# --- files --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -46,9 +43,6 @@ def test_a_damaged_file_is_named_with_its_line_and_a_missing_one(tmp_path, name,
         (tmp_path / name).write_text(text)
     with pytest.raises(RecipeError, match=message):
         list(records(tmp_path / name))
-
-
-# --- records ------------------------------------------------------------------------------------------------
 
 
 def counted(example: Example, tokenizer: Tokenizer) -> str:
@@ -134,9 +128,6 @@ def test_a_record_of_no_known_columns_is_shown():
         list(Encoder(None).examples({"text": "a"}, 0))
 
 
-# --- rows ---------------------------------------------------------------------------------------------------
-
-
 def stored(folder, documents) -> TokenStore:
     write_store(folder, [Example(ids, [token % 2 == 0 for token in ids]) for ids in documents])
     return TokenStore(folder)
@@ -185,9 +176,6 @@ def test_a_pair_is_two_rows(tmp_path):
     assert len(pairs) == 2
     assert pairs[1]["input_ids"].tolist() == [[1, 6, 0], [1, 8, 0]]
     assert pairs[1]["targets"].tolist() == [[-100, 6, -100], [-100, 8, -100]]
-
-
-# --- Megatron's files ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint16, np.int64])

@@ -21,8 +21,6 @@ from nxd_models.llama.model import Attention, CausalLM, DecoderLayer, FeedForwar
 from tests.support.trainer.jobs import wrapped
 from tests.support.trainer.models import MLP, decoder, llama, mlp, tokens, vectors
 
-# --- the wrapper ------------------------------------------------------------------------------------------
-
 
 def test_it_has_the_local_modules_names():
     torch.manual_seed(0)
@@ -154,9 +152,6 @@ def test_a_model_without_loss(how: str, message: str):
         wrapped(Wrapping, how).run_train(torch.ones(2))
 
 
-# --- how it is built --------------------------------------------------------------------------------------
-
-
 def test_what_a_model_function_returns():
     with pytest.raises(ParallelConfigError, match=r"'<lambda>' must return a torch.nn.Module, got int"):
         wrapped(lambda: 3)
@@ -203,9 +198,6 @@ def test_meta_device_keeps_buffers_or_says_that_it_cannot():
 
     model = wrapped(Buffered, False, model_init_config={"meta_device_init": True, "param_init_fn": fill})
     assert torch.equal(model.turn.inv_freq, torch.full((4,), 2.0))
-
-
-# --- activation checkpointing -----------------------------------------------------------------------------
 
 
 class Named(nn.Module):
