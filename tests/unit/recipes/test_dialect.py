@@ -81,10 +81,7 @@ def line(pattern: str, replacement: str) -> Callable[[str], tuple[str, int]]:
 
 BROKEN = {
     "a key of the trainer": (line("  max_steps:", "  max_stepps:"), "max_stepps", "the nearest is max_steps"),
-    "a section": (line("^exp_manager:", "exp_manger:"), "exp_manger", "the nearest is exp_manager"),
     "a key deep inside": (line("warmup_steps:", "warmup_step:"), "warmup_step", "the nearest is warmup_steps"),
-    "a key of the callback": (line("save_top_k:", "save_top:"), "save_top", "the nearest is save_top_k"),
-    "an optimizer": (line("name: adamw.*", "name: adamww"), "model.optim.name", "the nearest is adamw"),
     "a precision": (
         line("^  type: (mixed|auto|bf16|fp32|manual).*", "  type: mixed_precison"),
         "precision.type",
