@@ -25,9 +25,3 @@ def require_native() -> None:
     """Skip the test that is running, or the module that is being collected."""
     if not HAS_NATIVE:
         pytest.skip(NO_NATIVE, allow_module_level=True)
-
-
-def require_backend(name: str) -> None:
-    """Skip the test that is running if it is for a backend that this release of torch has not."""
-    if name == "inductor" and not HAS_INDUCTOR:
-        pytest.skip(NO_INDUCTOR)

@@ -24,8 +24,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace as Job
 from typing import Any, Literal
 
 from tests.support.needs import require_native
@@ -38,25 +38,6 @@ GRACE = 20.0
 
 class RankTestError(AssertionError):
     """A rank raised, died or did not end in time; the message holds its traceback."""
-
-
-@dataclass
-class Job:
-    """What one rank is told to do."""
-
-    module: str
-    function: str
-    arguments: tuple
-    rank: int
-    world_size: int
-    degrees: dict[str, int]
-    collectives: Transport
-    rendezvous: str
-    timeout: float
-    comm_timeout: float
-    stacks: str
-    segments: dict[str, str]
-    """By axis, the file of the memory that its group shares: one of the parent's descriptors."""
 
 
 def run_ranks(
@@ -96,18 +77,18 @@ def run_ranks(
             for rank, worker in enumerate(workers):
                 worker.submit(
                     Job(
-                        fn.__module__,
-                        fn.__qualname__,
-                        args,
-                        rank,
-                        world_size,
-                        degrees,
-                        collectives,
-                        f"{folder}/store",
-                        timeout,
-                        comm_timeout,
-                        f"{folder}/stack{rank}",
-                        segments[rank],
+                        module=fn.__module__,
+                        function=fn.__qualname__,
+                        arguments=args,
+                        rank=rank,
+                        world_size=world_size,
+                        degrees=degrees,
+                        collectives=collectives,
+                        rendezvous=f"{folder}/store",
+                        timeout=timeout,
+                        comm_timeout=comm_timeout,
+                        stacks=f"{folder}/stack{rank}",
+                        segments=segments[rank],
                     )
                 )
             results = _collect(workers, deadline, timeout, set(lost), folder)

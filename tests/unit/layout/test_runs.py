@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nxd_infer.errors import ParallelConfigError, ShardingError
-from nxd_infer.layout import AxisPlan, Fill, ParamLayout, Run, TensorLayout, gqa_plan
+from nxd_infer.layout import AxisPlan, Fill, ParamLayout, Run, TensorLayout
 from nxd_infer.layout.flat import flat_index, flat_rectangles, moved, overlap, relative
 from nxd_infer.layout.runs import axis_length, coalesce, cut
 
@@ -60,13 +60,6 @@ def test_cut_coalesce_and_json_keep_the_elements(axis: Any, other: Any, data: st
 def test_json_that_describes_no_layout_is_refused(data: Any):
     with pytest.raises(ShardingError):
         TensorLayout.from_json(data)
-
-
-def test_duplicates_are_told_from_replication():
-    assert not AxisPlan.replicated(8).duplicated(4)
-    assert not AxisPlan.even(8).duplicated(4)
-    assert gqa_plan(4, 2, 4).kv_axis(2).duplicated(4)
-    assert not gqa_plan(4, 2, 2).kv_axis(2).duplicated(2)
 
 
 def test_an_axis_that_does_not_divide_says_so_and_lists_what_does():

@@ -20,6 +20,7 @@ from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.trainer import gather_weights
 from tests.support.modules.lora import ALL, IDS, MERGED, Net, Pair, Shared, adapted, batch, net
 from tests.support.parallel_layers.compare import error
+from tests.support.trainer.jobs import train
 from tests.support.trainer.models import decoder, tokens
 
 
@@ -31,10 +32,7 @@ def job(**options: Any) -> tuple[Any, Any]:
 
 
 def trained(model: Any, optimizer: Any) -> float:
-    for _ in range(3):
-        model.run_train(**batch())
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, batch(), 3)
     return loss(model)
 
 
