@@ -1,7 +1,5 @@
-"""Skips for what this release of torch cannot do, with the library's own words as the reason; for nothing else.
-
-They look for the feature, not for ``availability()`` or a probe: a machine without a compiler fails these tests.
-"""
+"""Skips for what this release of torch cannot do, with the library's own words; for nothing else: they look for the
+feature, not for ``availability()`` or a probe, so a machine without a compiler fails these tests."""
 
 from __future__ import annotations
 

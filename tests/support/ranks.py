@@ -1,9 +1,5 @@
-"""Run a test function on several real rank processes: ``run_ranks(fn, world_size, *args)``.
-
-The processes are forked from one server that has imported torch already, and kept for the next call (importing torch
-takes seconds). Every call gets a new process group and a new default context; after a failure, a timeout or a lost
-rank, all processes of the call are killed and the next call gets fresh ones.
-"""
+"""Run a test function on several real rank processes, which are forked from one server that has imported torch, and
+kept for the next call, with a new process group; after a failure or a lost rank the next call gets fresh ones."""
 
 from __future__ import annotations
 
@@ -152,8 +148,6 @@ def _collect(workers: list[_Worker], deadline: float, timeout: float, lost: set[
 
 
 class _Worker:
-    """The parent's end of one rank process."""
-
     def __init__(self, context: Any):
         self.connection, theirs = context.Pipe(duplex=True)
         self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -215,7 +209,6 @@ _pool = _Pool()
 
 
 def _serve(connection: Any) -> None:
-    """Run jobs until the parent goes away."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the server, which dies with pytest
     os.setpgid(0, 0)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

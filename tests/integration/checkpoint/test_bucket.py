@@ -83,7 +83,6 @@ def saved(endpoint: str) -> None:
 
 
 def untouched(endpoint: str) -> str:
-    """This rank's error, for a model and an optimizer that must stay unchanged."""
     reached(endpoint)
     model, optimizer = training(mlp, seed=4, **ZERO1)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -141,8 +141,6 @@ def test_over_two_ranks(tmp_path: Path, story: Callable[[str, bool], None]):
 
 
 class Counting(nn.Module):
-    """Holds more than tensors."""
-
     def __init__(self, seen: int = 0):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))

@@ -85,10 +85,6 @@ def test_an_adapter_is_no_model(tmp_path: Path):
     assert done.status == 0 and "only an adapter" in done.out
     done = run("consolidate", beside, "--out", tmp_path / "both")
     assert done.status == 0 and "only an adapter" not in done.out and "unmerged" in done.out
-    shutil.copy(config / "config.json", beside)
-    done = run("consolidate", beside, "--out", tmp_path / "directory")
-    assert done.status == 0 and "unmerged" in done.out
-
     shutil.copyfile(config / "config.json", beside / "config.json")
     done = run("consolidate", beside, "--out", beside)  # where its configuration is already
     assert done.status == 0 and "unmerged" in done.out and (beside / "model.safetensors").is_file(), done.err

@@ -108,7 +108,6 @@ def masters_are_the_weights(root: str, zero1: bool) -> None:
 
 
 def by_decay(model: nn.Module, swapped: bool = False) -> list[dict[str, Any]]:
-    """Weights decay, biases and norms do not."""
     named = list(model.named_parameters())
     flat = [param for name, param in named if param.dim() == 1]
     groups = [

@@ -1,7 +1,4 @@
-"""Recipes as NxD Training's users write them: one per kind, made of blocks that are written out here.
-
-``write(folder)`` writes all of them, with the configurations of Hugging Face that they name.
-"""
+"""Recipes as NxD Training's users write them, one per kind; ``write(folder)`` writes them and the files they name."""
 
 from __future__ import annotations
 
@@ -292,7 +289,6 @@ CONFIGS = {
 
 
 def text_of(name: str) -> str:
-    """The recipe of one kind."""
     values = {**DEFAULTS, **KINDS[name], "name": name}
     data, model = (HF_DATA, HF_MODEL) if values["source"] == "hf" else (MEGATRON_DATA, MEGATRON_MODEL)
     return "".join(block.format(**values) for block in (TOP, data, model, OPTIM, END))

@@ -187,7 +187,6 @@ def test_cycles_and_what_stands_in_many_places(tmp_path: Path):
 
 
 def test_a_file_that_unpacks_to_more_than_it_is(tmp_path: Path):
-    """Compressed, or the same bytes under several names."""
     torch.save({"model": torch.zeros(100_000)}, tmp_path / "plain")
     read_pickle(tmp_path / "plain")
     with zipfile.ZipFile(tmp_path / "plain") as plain, zipfile.ZipFile(tmp_path / "small", "w", 8) as small:
@@ -242,7 +241,6 @@ def shapes(layouts: dict[str, ParamLayout]) -> dict[str, list[int]]:
 
 
 def two(shape: tuple[int, ...], value: float | None = None) -> tuple[Tensor, Tensor]:
-    """Two ranks' tensors: constant, or of different numbers."""
     if value is not None:
         return torch.full(shape, value), torch.full(shape, value)
     return torch.randn(shape), torch.randn(shape)

@@ -235,7 +235,6 @@ def test_a_store_whose_package_is_absent_names_it(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_store_that_fsspec_brings():
-    """As in a bucket, without a package of its own."""
     root = "memory://jobs/run"
     assert not has_checkpoint(root) and load_checkpoint(root) is None
     model, other = MLP(), MLP()

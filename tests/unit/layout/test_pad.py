@@ -48,7 +48,6 @@ def test_heads_of_every_style(degree, shape, style):
 
 
 def test_a_trained_padded_model_merges_to_what_plain_training_gives():
-    """A step of SGD on the padded ranks equals one on the plain weights: filling never learns."""
     shape, degree = Shape(3, 1), 2
     (_, _, gradients) = reference(shape)
     expected = {name: tensor - 0.1 * gradients[name] for name, tensor in logical_weights(shape).items()}

@@ -54,7 +54,6 @@ def padded_leaves_alone(model, degree, heads):
 
 
 def test_what_needs_no_padding_is_left_alone():
-    """A model that is padded already, one that divides, and one that laid its heads out itself."""
 
     def twice():
         model = ParallelAttention(Shape(4, 2), "fused")

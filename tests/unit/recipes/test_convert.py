@@ -16,17 +16,13 @@ trainer:
   precision: 32
   logger: False
   replace_sampler_ddp: False
-  max_epochs: null
   max_steps: 10000
   accumulate_grad_batches: 1
   gradient_clip_val: 1.0
 exp_manager:
-  explicit_log_dir: null
   name: megatron_llama
   wandb_logger_kwargs: {project: null, name: null}
   checkpoint_callback_params:
-    save_top_k: 1
-    filename: 'megatron_llama--{step}-{consumed_samples}'
     model_parallel_size: ${multiply:${model.tensor_model_parallel_size}, ${model.pipeline_model_parallel_size}}
 model:
   micro_batch_size: 1
@@ -42,7 +38,6 @@ model:
   num_attention_heads: 32
   kv_channels: null
   layernorm_epsilon: 1e-5
-  rotary_percentage: 1
   tokenizer: {library: huggingface, type: $HOME/llamav2_weights, model: null}
   megatron_amp_O2: False
   grad_allreduce_chunk_size_mb: 125

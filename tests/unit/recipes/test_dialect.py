@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,56 +66,30 @@ def test_its_plan_counts_the_adapters(files):
     assert plan.trained == layers * rank * (3 * width + width + 2 * keys)  # of queries, keys and values
 
 
-def line(pattern: str, replacement: str) -> Callable[[str], tuple[str, int]]:
-    """Change the first line that has ``pattern``; the result also has its number."""
-
-    def change(text: str) -> tuple[str, int]:
-        lines = text.split("\n")
-        number = next(place for place, one in enumerate(lines) if re.search(pattern, one))
-        lines[number] = re.sub(pattern, replacement, lines[number])
-        return "\n".join(lines), number + 1
-
-    return change
-
-
-BROKEN = {
-    "a key of the trainer": (line("  max_steps:", "  max_stepps:"), "max_stepps", "the nearest is max_steps"),
-    "a key deep inside": (line("warmup_steps:", "warmup_step:"), "warmup_step", "the nearest is warmup_steps"),
-    "a precision": (
-        line("^  type: (mixed|auto|bf16|fp32|manual).*", "  type: mixed_precison"),
-        "precision.type",
-        "mixed_precision",
-    ),
-    "a batch": (
-        line("global_batch_size: .*", "global_batch_size: 1023"),
-        "data.global_batch_size",
-        r"the nearest is \d+",
-    ),
-    "a degree": (
-        line("tensor_model_parallel_size: .*", "tensor_model_parallel_size: 30"),
-        "tensor_model_parallel_size",
-        "the nearest is 32",
-    ),
-    "a reference": (
-        line(r"\$\{trainer.max_steps\}", "${trainer.max_step}"),
-        "sched.max_steps",
-        "the nearest is trainer.max_steps",
-    ),
-    "a limit": (line("micro_batch_size: .*", "micro_batch_size: 0"), "data.micro_batch_size", "the nearest is 1"),
-    "a type": (line("  num_nodes: .*", "  num_nodes: many"), "trainer.num_nodes", "a whole number"),
-}
+BROKEN = [
+    ("  max_steps:", "  max_stepps:", "max_stepps", "the nearest is max_steps"),
+    ("^exp_manager:", "exp_manger:", "exp_manger", "the nearest is exp_manager"),
+    ("warmup_steps:", "warmup_step:", "warmup_step", "the nearest is warmup_steps"),
+    ("^  type: (mixed|bf16).*", "  type: mixed_precison", "precision.type", "mixed_precision"),
+    ("global_batch_size: .*", "global_batch_size: 1023", "data.global_batch_size", r"the nearest is \d+"),
+    ("tensor_model_parallel_size: .*", "tensor_model_parallel_size: 30", "tensor_model_parallel_size", "nearest is 32"),
+    (r"\$\{trainer.max_steps\}", "${trainer.max_step}", "sched.max_steps", "the nearest is trainer.max_steps"),
+    ("micro_batch_size: .*", "micro_batch_size: 0", "data.micro_batch_size", "the nearest is 1"),
+    ("  num_nodes: .*", "  num_nodes: many", "trainer.num_nodes", "a whole number"),
+]
+"""What the first line that has a pattern becomes; the key that the error names, and what it says."""
 
 
 @pytest.mark.parametrize("name", ["hf_llama3_8B", "megatron_llama_70B"])
 def test_each_mistake_is_one_sentence_with_key_line_and_the_nearest(files, name):
-    original = files[name].read_text()
-    for what, (change, key, near) in BROKEN.items():
-        text, number = change(original)
-        file = files[name].with_name(f"broken_{name}.yaml")
-        file.write_text(text)
+    lines, file = files[name].read_text().split("\n"), files[name].with_name(f"broken_{name}.yaml")
+    for pattern, replacement, key, near in BROKEN:
+        number = next(place for place, one in enumerate(lines) if re.search(pattern, one))
+        changed = re.sub(pattern, replacement, lines[number])
+        file.write_text("\n".join([*lines[:number], changed, *lines[number + 1 :]]))
         with pytest.raises(RecipeError) as told:
             load(file)
         message = str(told.value)
-        assert message.startswith(f"{file}:{number}: "), (what, message)
-        assert key in message and re.search(near, message), (what, message)
+        assert message.startswith(f"{file}:{number + 1}: "), (changed, message)
+        assert key in message and re.search(near, message), (changed, message)
         assert "\n" not in message and ". " not in message.removeprefix(str(file)), message

@@ -170,7 +170,6 @@ def test_ranks_come_from_slurm_or_torchrun():
 
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])
 def test_a_logger_whose_package_is_missing_is_one_sentence(package, tmp_path, monkeypatch):
-    """Before anything is written, with its line; and a plan says it, too."""
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     monkeypatch.chdir(tmp_path)
     Path("r.yaml").write_text(

@@ -72,7 +72,6 @@ def test_overrides_are_values_of_yaml_and_make_sections():
 
 
 def repeated(line: str, reference: str, between: str = ", ") -> str:
-    """A few lines, of which each has the one before ten times."""
     lines = [f"a0: {line.format(0, 'x' * 10)}"]
     lines += [f"a{n}: {line.format(n, between.join([reference.format(n - 1)] * 10))}" for n in range(1, 9)]
     return "\n".join(lines)

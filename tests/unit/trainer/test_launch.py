@@ -120,8 +120,6 @@ def test_an_iterator_that_another_has_replaced_moves_nothing():
 
 
 class Large(nn.Module):
-    """Its gradient is its input."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(2**21))
@@ -138,8 +136,6 @@ def test_the_norm_of_a_large_parameter():
 
 
 class Idle(nn.Module):
-    """No loss and no gradient."""
-
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
@@ -154,17 +150,13 @@ def test_a_model_that_learns_nothing():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("model", "options", "message"),
     [
-        ({"pp": 2, "accumulate": 2}, "accumulate=2: a pipeline accumulates over its microbatches"),
-        ({"dp": 3}, "the batch's 'x' has 4 rows, which do not divide into 3 equal parts"),
+        (mlp, {"pp": 2, "accumulate": 2}, "accumulate=2: a pipeline accumulates over its microbatches"),
+        (mlp, {"dp": 3}, "the batch's 'x' has 4 rows, which do not divide into 3 equal parts"),
+        (lambda: mlp(), {}, r"cannot import .*<lambda>.*: pass a function defined at the top"),
     ],
 )
-def test_what_does_not_fit(options: dict[str, Any], message: str):
+def test_what_does_not_fit(model: Any, options: dict[str, Any], message: str):
     with pytest.raises(ParallelConfigError, match=message):
-        assert_parallel_equivalent(mlp, vectors(), **options)
-
-
-def test_functions_that_other_processes_cannot_import():
-    with pytest.raises(ParallelConfigError, match=r"cannot import .*<lambda>.*: pass a function defined at the top"):
-        assert_parallel_equivalent(lambda: mlp(), vectors())
+        assert_parallel_equivalent(model, vectors(), **options)

@@ -160,7 +160,6 @@ def test_what_a_model_function_returns():
 
 
 def test_meta_device():
-    """Built on the meta device with the modules' own initialisation: the same model, ties included."""
     torch.manual_seed(3)
     plain = decoder("tied")
     torch.manual_seed(3)
@@ -206,7 +205,6 @@ class Named(nn.Module):
 
 
 def test_forwards_that_are_wrapped():
-    """Arguments named like those of the checkpoint arrive, and a forward that was replaced stays."""
     layers = nn.Sequential(Named(), nn.Linear(2, 2))
     layers[1].forward = lambda x: x * 3
     apply_activation_checkpoint(layers, [Named, nn.Linear])
