@@ -26,8 +26,6 @@ from typing import Any, Literal
 
 from tests.support.needs import require_native
 
-Transport = Literal["gloo", "shm", "shared"]
-"""Process groups alone; shared memory alone, as compiled graphs have it; process groups whose ranks share memory."""
 GRACE = 20.0
 """Seconds the other ranks have to report after the first one failed."""
 
@@ -41,7 +39,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     timeout: float = 600,
-    collectives: Transport = "gloo",
+    collectives: Literal["gloo", "shm", "shared"] = "gloo",
     tp: int | None = None,
     pp: int = 1,
     cp: int = 1,
@@ -54,6 +52,7 @@ def run_ranks(
 
     Each rank has one thread, a seeded generator and a default ParallelContext of the given degrees (``tp`` defaults to
     what ``pp`` and ``cp`` leave). ``fn`` is a module-level function; arguments and results are pickled.
+    ``collectives``: of process groups, of shared memory as compiled graphs have it, of groups that share memory.
     ``comm_timeout``: seconds a collective waits for its peers. ``lost``: ranks that are expected to die or to stop;
     the call ends when all others have answered, and a lost rank's result is None. ``capacity``: bytes of a slot of
     shared memory. ``fresh``: in processes that have run nothing yet, for what depends on what was freed before.

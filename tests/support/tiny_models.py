@@ -101,18 +101,17 @@ def write_tiny(
     directory: str | Path,
     *,
     seed: int = 0,
-    shards: int = 1,
     generation: dict[str, Any] | None = None,
     template: str = "",
     **overrides: Any,
 ) -> Path:
-    """Write a model directory and return its path. ``shards > 1`` writes an index and that many weight files;
-    ``generation``: further fields of generation_config.json; ``template``: what follows in the chat template."""
+    """Write a model directory and return its path. ``generation``: further fields of generation_config.json;
+    ``template``: what follows in the chat template."""
     config = {**FAMILIES[family], **overrides}
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=2))
-    _write_weights(path, tiny_state_dict(config, seed), shards)
+    save_file(tiny_state_dict(config, seed), path / "model.safetensors", {"format": "pt"})
     _write_tokenizer(path, config, template)
     if "num_key_value_heads" in config:
         own = {"bos_token_id": config["bos_token_id"], "eos_token_id": [config["eos_token_id"]]}
@@ -212,24 +211,6 @@ def _encoder_shapes(c: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
         yield from linear(f"{prefix}pooler.dense", hidden, hidden)
         if classifier:
             yield from linear("classifier", labels, hidden)
-
-
-def _write_weights(path: Path, tensors: dict[str, torch.Tensor], shards: int) -> None:
-    metadata = {"format": "pt"}
-    if shards == 1:
-        save_file(tensors, str(path / "model.safetensors"), metadata)
-        return
-    names = list(tensors)
-    weight_map: dict[str, str] = {}
-    for shard in range(shards):
-        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        part = {name: tensors[name] for name in names[shard::shards]}
-        weight_map.update(dict.fromkeys(part, file))
-        save_file(part, str(path / file), metadata)
-    total = sum(t.nbytes for t in tensors.values())
-    (path / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-    )
 
 
 def _write_tokenizer(path: Path, config: dict[str, Any], template: str) -> None:

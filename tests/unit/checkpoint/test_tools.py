@@ -166,13 +166,6 @@ def test_plans_written_down():
             read_plans(broken)
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path):
-    done = run("inspect", tmp_path / "nope")
-    refused(done, "nope does not exist")
-    assert "has_checkpoint" not in done.err
-    refused(run("diff", tmp_path / "nope", tmp_path), "nope does not exist")
-
-
 def test_a_bar_after_a_while_only(capsys):
     with slow_bar(after=600) as progress:
         progress("quick", 1, 2)
@@ -185,12 +178,16 @@ def test_a_bar_after_a_while_only(capsys):
     assert "slow" in capsys.readouterr().out
 
 
-def test_weights_that_are_there_are_kept(tmp_path: Path):
-    save_checkpoint(tmp_path / "ckpts", "a", torch.nn.Linear(2, 2))
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "model.safetensors").write_text("mine")
-    refused(run("consolidate", tmp_path / "ckpts", "--out", tmp_path / "out"), "already exists", "choose another")
-    assert (tmp_path / "out" / "model.safetensors").read_text() == "mine"
+def test_what_is_not_there_and_what_is(tmp_path: Path):
+    done = run("inspect", tmp_path / "nope")
+    refused(done, "nope does not exist")
+    assert "has_checkpoint" not in done.err
+    refused(run("diff", tmp_path / "nope", tmp_path), "nope does not exist")
+    save_checkpoint(tmp_path, "a", torch.nn.Linear(2, 2))
+    weights = tmp_path / "model.safetensors"
+    weights.write_text("mine")
+    refused(run("consolidate", tmp_path, "--out", tmp_path), "already exists", "choose another")
+    assert weights.read_text() == "mine"
 
 
 def test_an_adapter_of_a_joint_layer_is_none_of_pefts(tmp_path: Path):

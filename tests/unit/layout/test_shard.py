@@ -28,6 +28,7 @@ from nxd_infer.layout import (
     owned_blocks,
     shard_state_dict,
     shard_tensor,
+    sum_duplicates,
     weight_layout,
 )
 from nxd_infer.layout.flat import flat_index, flat_rectangles, moved, overlap, relative
@@ -258,15 +259,6 @@ def test_a_module_is_loaded_and_merged_back():
         module.load_state_dict(state)
 
 
-def test_a_tied_weight_may_be_stored_under_its_other_name():
-    logical = attention_logical()
-    logical["head.weight"] = logical.pop("embed.weight")
-    state = shard_state_dict(Attention(), logical, 1, 2)
-    assert torch.equal(state["embed.weight"][:2], logical["head.weight"][3:])
-    both = logical | {"embed.weight": logical["head.weight"]}
-    shard_state_dict(Attention(), both, 0, 2)
-
-
 def test_weights_of_another_model_are_refused_with_names_and_shapes():
     logical = attention_logical()
     del logical["norm.bias"]
@@ -420,3 +412,43 @@ def test_rectangles_in_each_other():
     assert overlap(((0, 4), (2, 5)), ((4, 6), (0, 3))) is None
     assert relative(((3, 4), (2, 3)), ((1, 4), (2, 5))) == (slice(2, 3), slice(0, 1))
     assert moved(((3, 4), (2, 3)), ((3, 6), (0, 3)), ((10, 13), (20, 23))) == ((10, 11), (22, 23))
+
+
+def test_gradients_of_duplicates_are_summed_and_those_of_replicas_taken_once():
+    layout = ParamLayout.of([gqa_plan(4, 2, 4).kv_axis(1), 3], "k")  # on the ranks: head 0, 0, 1, 1
+    assert sum_duplicates([torch.full((1, 3), 2.0**rank) for rank in range(4)], layout)["k"][:, 0].tolist() == [3, 12]
+    replicated = ParamLayout.of([2], "norm")
+    assert sum_duplicates([torch.ones(2)] * 4, replicated)["norm"].tolist() == [1, 1]
+
+
+def test_a_rank_has_the_fewest_query_heads_and_then_the_fewest_kv_heads():
+    """The chosen numbers against a search over all of them, and against the formula of the API guide."""
+    for degree in range(1, 9):
+        for heads in range(1, 13):
+            for kv_heads in (n for n in range(1, heads + 1) if heads % n == 0):
+                plan = gqa_plan(heads, kv_heads, degree)
+                possible = [
+                    (k * g, k)
+                    for k in range(1, heads + 1)
+                    for g in range(1, heads + 1)
+                    if kv_heads * -(-heads // kv_heads // g) <= degree * k
+                ]
+                assert (plan.heads_per_rank, plan.kv_heads_per_rank) == min(possible)
+                assert plan.heads_per_rank * degree == heads + (-heads % degree)
+                held = [h for rank in range(degree) for h in plan.query_heads(rank)]
+                assert sorted(h for h in held if h is not None) == list(range(heads))
+                assert {h for rank in range(degree) for h in plan.key_value_heads(rank)} - {None} == set(
+                    range(kv_heads)
+                )
+
+
+def test_a_multiplier_sets_the_kv_heads_of_a_rank_where_it_costs_no_query_head():
+    assert gqa_plan(8, 2, 4, kv_size_multiplier=2).kv_heads_per_rank == 1
+    assert gqa_plan(8, 2, 4, kv_size_multiplier=4).kv_heads_per_rank == 2
+    assert gqa_plan(20, 4, 4, kv_size_multiplier=2).kv_heads_per_rank == 1, "2 would need 6 query heads a rank, not 5"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 3), (0, 1), (4, 0), (2, 4)])
+def test_heads_that_cannot_share_are_refused(heads: int, kv_heads: int):
+    with pytest.raises(ShardingError, match="kv heads must be one of"):
+        gqa_plan(heads, kv_heads, 2)

@@ -151,3 +151,7 @@ def test_files_that_cannot_be_written_or_understood(tmp_path: Path):
     described.write_text(text)
     optimizer.load_sharded_state_dict(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".json") == [described.name]
+    optimizer.save_sharded_state_dict(tmp_path)
+    described.write_text(text)  # as if it had been killed between the two files
+    with pytest.raises(CheckpointError, match="is of another save than"):
+        optimizer.load_sharded_state_dict(tmp_path)
