@@ -53,7 +53,7 @@ def test_tags_in_a_bucket(bucket):
     assert next(call for call in calls if call.startswith("DELETE")).endswith("/done")
     other = MLP()
     assert load_checkpoint(root, model=other) == 3 and torch.equal(other.unused, model.unused)
-    with pytest.raises(CheckpointError, match="the tag 'x'; complete are: 'step_3', 'step_2'"):
+    with pytest.raises(CheckpointError, match="the tag 'x'; complete are: 'step_2', 'step_3'"):
         load_checkpoint(root, "x")
 
 
