@@ -22,24 +22,16 @@ from tests.support import toy_artifacts as toy
 def test_files_are_readable_as_the_umask_says(tmp_path):
     before = os.umask(0o027)
     try:
-        path = toy.build(tmp_path / "artifact")
+        path = toy.build(tmp_path / "deep" / "artifact")
     finally:
         os.umask(before)
     assert {stat.S_IMODE(file.stat().st_mode) for file in path.rglob("*") if file.is_file()} == {0o640}
     assert stat.S_IMODE(path.stat().st_mode) == 0o750
+    assert load_artifact(path).digest == artifact_digest(path)
 
 
 def leftovers(directory: Path) -> list[str]:
     return [name for name in os.listdir(directory) if name.startswith(".")]
-
-
-def test_writes_and_loads(tmp_path):
-    path = toy.build(tmp_path / "deep" / "artifact")
-    artifact = load_artifact(path)
-    assert artifact.manifest.tp_degree == 2
-    assert set(artifact.manifest.files) >= {"weights/rank_00.safetensors", "weights/rank_01.safetensors"}
-    assert artifact.digest == artifact_digest(path)
-    assert leftovers(path.parent) == []
 
 
 def test_leaving_without_commit_leaves_nothing(tmp_path):

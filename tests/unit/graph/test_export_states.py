@@ -82,15 +82,11 @@ def _shifted_by_index(self: Cache, x: Tensor, at: Tensor) -> Any:
     return x + 1, cache.index_put((torch.arange(2), at), old)
 
 
-def _old_value(self: Cache, x: Tensor, at: Tensor) -> Any:
-    return self.cache, self.cache + x
-
-
 def _part_of_the_old_value(self: Cache, x: Tensor, at: Tensor) -> Any:
     return self.cache[:, 1:3], self.cache + x
 
 
-@pytest.mark.parametrize("update", [_shifted, _shifted_by_index, _old_value, _part_of_the_old_value])
+@pytest.mark.parametrize("update", [_shifted, _shifted_by_index, _part_of_the_old_value])
 def test_what_reads_or_returns_the_old_value_of_a_state_gets_the_old_value(update, tmp_path):
     module = Cache(update)
     module.cache.normal_()
@@ -195,16 +191,12 @@ class Keeps(nn.Module):
         self.seen: list[Tensor] = []
         self.register_buffer("empty", None)
         self.sum = torch.zeros(3)
-        self.last = torch.zeros(3)
 
     def forward(self, x: Tensor) -> Tensor:
         y = x
         if self.where == "sum":
             self.sum += x
             y = x + self.sum
-        elif self.where == "last":
-            self.last = self.last + x
-            y = x + self.last
         elif self.where == "previous":
             y = x if self.previous is None else x + self.previous
             self.previous = x
@@ -220,7 +212,7 @@ class Keeps(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")  # export warns of some of them as well
-@pytest.mark.parametrize("where", ["sum", "last", "previous", "seen", "new", "empty"])
+@pytest.mark.parametrize("where", ["sum", "previous", "seen", "new", "empty"])
 def test_decision_1_a_tensor_kept_outside_of_states_is_refused_by_name(where):
     with pytest.raises(TraceError, match=f"'{where}'.*register"):
         lowered(Keeps(where), torch.ones(3))

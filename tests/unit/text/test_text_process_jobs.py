@@ -12,6 +12,10 @@ from nxd_server.text.concurrency_limit import ConcurrencyLimit
 from nxd_server.threads import Workers
 
 
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
+
+
 def test_there_are_no_more_threads_than_allowed_and_what_waits_is_done():
     gate, inside, most = threading.Event(), 0, 0
     lock = threading.Lock()
@@ -38,9 +42,6 @@ def test_there_are_no_more_threads_than_allowed_and_what_waits_is_done():
 
 
 def test_a_thread_that_cannot_be_started_takes_no_turn_with_it(monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
     async def main():
         limit = ConcurrencyLimit("texts", 2, 4)
         with monkeypatch.context() as patched:
@@ -55,9 +56,6 @@ def test_a_thread_that_cannot_be_started_takes_no_turn_with_it(monkeypatch):
 
 
 def test_work_waits_for_another_thread_if_none_can_be_started(monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
     async def main():
         workers, gate = Workers(2, "worker"), threading.Event()
         first = workers.run(lambda: gate.wait(120))
