@@ -12,20 +12,13 @@ from tests.support.engine.toy_model import EOS, TOP, VOCAB, Listener, ToyModel, 
 from tests.support.processes import wait_until
 
 
-def find_prompt(condition):
-    """A short prompt whose naive greedy answer fulfils ``condition``."""
-    for number in range(5000):
-        prompt = [number % VOCAB, number // VOCAB]
-        if condition(naive_generate(prompt, max_tokens=30)):
-            return prompt
-    raise AssertionError("no such prompt")
-
-
 @BOTH_WAYS
 def test_an_answer_ends_with_a_stop_token_unless_it_is_ignored_or_kept_away(engines):
     engine = engines()
-    prompt = find_prompt(lambda tokens: 3 <= len(tokens) < 5 and tokens[-1] in EOS)
-    expected = naive_generate(prompt, max_tokens=12)
+    answers = (
+        (prompt, naive_generate(prompt, max_tokens=12)) for prompt in ([n % VOCAB, n // VOCAB] for n in range(5000))
+    )
+    prompt, expected = next((prompt, tokens) for prompt, tokens in answers if 3 <= len(tokens) < 5)
     result = ask(engine, prompt, GREEDY.replace(ignore_eos=False))
     assert result.tokens[0] == expected
     assert result.end.reason == "stop" and result.end.stop is None

@@ -3,8 +3,6 @@ model's answer depends on every token in its slot, so one stale entry changes it
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,9 +10,10 @@ from hypothesis import strategies as st
 from nxd_infer.errors import InputMismatchError, RankDiedError
 from nxd_server.engine import SamplingParams
 from nxd_server.engine.core.slots import FEWEST_REUSED, SlotPool
-from nxd_server.errors import EngineUnavailableError, GenerationError, RequestError
+from nxd_server.errors import GenerationError, RequestError
 from tests.support.engine.asking import GREEDY, SYSTEM, ask
 from tests.support.engine.toy_model import ToyModel, naive_generate
+from tests.support.processes import wait_until
 
 LONG = GREEDY.replace(max_tokens=6)
 
@@ -25,17 +24,6 @@ def naive(prompt, **more):
 
 def cached(answer):
     return answer.end.usage.cached_tokens
-
-
-def once_ready(call):
-    """The result of ``call``, which an engine that recovers refuses."""
-    end = time.monotonic() + 60
-    while True:
-        try:
-            return call()
-        except EngineUnavailableError:
-            assert time.monotonic() < end
-            time.sleep(0.001)
 
 
 # --- slots ---------------------------------------------------------------------------------------------
@@ -120,7 +108,8 @@ def test_new_weights_and_new_ranks_find_nothing(engines):
 
     model.fail = fail
     assert not hasattr(ask(engine, [1, 2], LONG).end, "reason")
-    answer = once_ready(lambda: ask(engine, SYSTEM, LONG))
+    wait_until(lambda: model.restarts == 1 and engine.state == "ready")
+    answer = ask(engine, SYSTEM, LONG)
     assert answer.tokens[0] == naive(SYSTEM, weights=5) and cached(answer) == 0
 
 
