@@ -54,17 +54,14 @@ def masked(logits: np.ndarray, allowed: np.ndarray, bias_ids: np.ndarray, bias_v
 
 
 def naive_generate(
-    prompt, *, max_tokens, temperature=0.0, top_k=0, seed=0, max_len=10**6, ignore_eos=False, min_tokens=0,
-    stop_ids=(), weights=0,
-):  # fmt: skip
+    prompt, *, max_tokens, temperature=0.0, top_k=0, seed=0, max_len=10**6, ignore_eos=False, min_tokens=0, weights=0
+):
     """The tokens the model gives, one at a time from the whole prefix; includes the stopping token."""
-    tokens, output = list(prompt), []
+    tokens, output, stops = list(prompt), [], [] if ignore_eos else list(EOS)
     while len(output) < min(max_tokens, max(1, max_len - len(prompt))):
         logits = logits_of(np.array(tokens), weights)
-        stops = {*stop_ids, *(() if ignore_eos else EOS)}
         if len(output) < min_tokens:
-            logits = logits.copy()
-            logits[list(stops)] = -np.inf
+            logits[stops] = -np.inf
         token = choose(logits, temperature, top_k, seed, len(tokens))
         tokens.append(token)
         output.append(token)

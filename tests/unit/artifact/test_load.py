@@ -23,13 +23,12 @@ from nxd_infer.util.reading import unique_keys
 from tests.support import toy_artifacts as toy
 
 
-def edit(artifact: Path, *, sign: bool = True, **fields) -> None:
-    """Change fields of the manifest; ``sign`` makes its own checksum right again, as a foreign writer would."""
+def edit(artifact: Path, **fields) -> None:
+    """Change fields of the manifest and make its own checksum right again, as a foreign writer would."""
     path = artifact / MANIFEST_NAME
     data = json.loads(path.read_text())
     data.update(fields)
-    if sign:
-        data[CHECKSUM_KEY] = manifest_checksum(data)
+    data[CHECKSUM_KEY] = manifest_checksum(data)
     path.write_text(json.dumps(data))
 
 
@@ -142,7 +141,7 @@ def test_other_backends(artifact):
 
 def test_a_manifest_that_does_not_hold_together(artifact):
     manifest = json.loads((artifact / MANIFEST_NAME).read_text())
-    files = manifest["files"]
+    files, (first, *others) = manifest["files"], manifest["weights"]
     weight = weight_name(1)
     for fields, text in [
         ({"tp_degree": 3, "layout": {}}, "has 2 graphs for 3 ranks"),
@@ -159,13 +158,15 @@ def test_a_manifest_that_does_not_hold_together(artifact):
         ({"files": {k: v for k, v in files.items() if k != weight}}, f"file {weight} is not listed"),
         ({"ops": ["abc"]}, "file ops/abc.so is not listed"),
         ({"requires": ["bucket-kernel"]}, "bucket_kernel.pt is not listed"),
+        ({"tp_degree": "two"}, "tp_degree"),
+        ({"weights": [{**first, "dtype": "float33"}, *others]}, r"weights\.0: .*'float33' is not a torch dtype"),
+        ({"weights": [{**first, "dtype": "Tensor"}, *others]}, r"weights\.0: .*'Tensor' is not a torch dtype"),
+        ({"weights": [{**first, "stride": []}, *others]}, r"weights\.0: .*no tensor has the shape \[8, 8\] with"),
+        ({"weights": [{**first, "shape": [-4], "stride": [1]}, *others]}, r"no tensor has the shape \[-4\] with"),
     ]:
         edit(artifact, **{**manifest, **fields})
         with pytest.raises(ArtifactCorruptError, match=text):
             load_artifact(artifact)
-    edit(artifact, **{**manifest, "tp_degree": "two"})
-    with pytest.raises(ArtifactCorruptError, match="tp_degree"):
-        load_artifact(artifact)
 
 
 def test_a_key_that_stands_twice_and_half_a_character_are_refused(artifact):
@@ -184,19 +185,6 @@ def test_a_key_that_stands_twice_is_found_in_one_pass():
     """A file of a megabyte may end with one: to look for it once a key took a minute."""
     with pytest.raises(ValueError, match="'399999' stands twice"):
         unique_keys([(str(number), 1) for number in (*range(400_000), 399_999)])
-
-
-def test_tensors_that_cannot_be_are_refused(artifact):
-    weights = json.loads((artifact / MANIFEST_NAME).read_text())["weights"]
-    for change, text in [
-        ({"dtype": "float33"}, "'float33' is not a torch dtype"),
-        ({"dtype": "Tensor"}, "'Tensor' is not a torch dtype"),
-        ({"shape": [-4], "stride": [1]}, r"no tensor has the shape \[-4\] with the strides \[1\]"),
-        ({"stride": []}, "no tensor has the shape"),
-    ]:
-        edit(artifact, weights=[{**weights[0], **change}, *weights[1:]])
-        with pytest.raises(ArtifactCorruptError, match=rf"manifest\.json is damaged: weights\.0: .*{text}"):
-            load_artifact(artifact)
 
 
 def test_paths_that_lead_out_are_refused(artifact, tmp_path):

@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -47,13 +48,9 @@ def test_leaving_without_commit_leaves_nothing(tmp_path):
 def test_an_interrupt_during_commit_keeps_the_old_artifact(tmp_path, monkeypatch, stage):
     old = toy.build(tmp_path / "artifact")
     before = artifact_digest(old)
-
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
     if stage == "os.rename":
         monkeypatch.setattr("nxd_infer.artifact.writer._exchange", lambda *_: False)
-    monkeypatch.setattr(stage, interrupted)
+    monkeypatch.setattr(stage, Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         toy.build(tmp_path / "artifact", weights=toy.logical_weights(1))
     monkeypatch.undo()
@@ -191,11 +188,8 @@ def test_save_wants_a_traced_model(tmp_path):
 
 def test_directories_without_locks_can_be_written(tmp_path, monkeypatch):
     """NFS wants a descriptor that may be written for an exclusive lock, which a directory never has."""
-
-    def flock(fd: int, operation: int) -> None:
-        raise OSError(errno.EBADF, "Bad file descriptor")
-
-    monkeypatch.setattr("nxd_infer.artifact.writer.fcntl.flock", flock)
+    refused = OSError(errno.EBADF, "Bad file descriptor")
+    monkeypatch.setattr("nxd_infer.artifact.writer.fcntl.flock", Mock(side_effect=refused))
     monkeypatch.setattr("nxd_infer.artifact.writer._YOUNG", 0.0)
     in_use = tmp_path / ".artifact.tmp-other"
     in_use.mkdir()

@@ -16,6 +16,7 @@ def takes_steps(request, monkeypatch):
 
 
 def _made(kind, toy):
+    """Makes engines and closes them; each must end empty, with every slot free."""
     made = []
 
     def make(model=None, **options):
@@ -36,11 +37,9 @@ def _made(kind, toy):
 
 @pytest.fixture
 def engines():
-    """Makes engines and closes them; each must end empty, with every slot free."""
     yield from _made(Engine, ToyModel)
 
 
 @pytest.fixture
 def oneshot_engines():
-    """The same of engines for models of one step."""
     yield from _made(OneShotEngine, ToyOneShot)

@@ -34,7 +34,6 @@ def test_greedy_tokens_equal_the_naive_ones_for_every_kind_of_length(engines, le
 @BOTH_WAYS
 @pytest.mark.parametrize(("seed", "prompt_rows"), [(0, 0), (1, 5)])
 def test_random_traffic_with_cancellations_gives_everyone_their_own_tokens(engines, seed, prompt_rows):
-    """From several threads at once: lengths, beginnings in common, parameters, seeds, cancellations at any moment."""
     model = ToyModel(slots=3, max_len=48, prompt_buckets=(4, 8), delay=0.0002, prompt_rows=prompt_rows)
     engine = engines(model, max_queued_requests=10**6)
     together = threading.Barrier(9)  # all slots are taken from the first step on
@@ -113,20 +112,6 @@ def test_every_graph_runs_before_the_engine_is_ready_and_no_slot_is_touched():
     assert engine.state == "closed"
     with pytest.raises(EngineUnavailableError):
         engine.submit([1], GREEDY, Listener())
-
-
-def test_draining_finishes_what_there_is_and_takes_nothing_new(engines):
-    engine = engines(ToyModel(slots=1, delay=0.002))
-    listeners = [Listener() for _ in range(4)]
-    for number, listener in enumerate(listeners):
-        engine.submit([number], GREEDY, listener)
-    drained = ThreadPoolExecutor(1).submit(engine.drain, 60)
-    wait_until(lambda: engine.state == "draining")
-    with pytest.raises(EngineUnavailableError, match="draining"):
-        engine.submit([1], GREEDY, Listener())
-    assert drained.result(60)
-    for number, listener in enumerate(listeners):
-        assert listener.tokens[0] == naive_generate([number], max_tokens=12, ignore_eos=True)
 
 
 def test_a_drain_that_takes_too_long_ends_and_closing_fails_the_rest():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -69,11 +70,7 @@ def test_what_goes_wrong_with_one_row_ends_its_own_request_only(engines, monkeyp
 
 def test_a_listener_that_raises_loses_its_own_request_only(engines):
     engine = engines(ToyModel(delay=0.001))
-
-    def broken(event):
-        raise RuntimeError("client code")
-
-    ticket = engine.submit([1, 2], GREEDY, broken)
+    ticket = engine.submit([1, 2], GREEDY, Mock(side_effect=RuntimeError("client code")))
     assert ask(engine, [3, 4]).tokens[0] == naive_generate([3, 4], max_tokens=12, ignore_eos=True)
     assert ticket.wait(60)
     assert engine.state == "ready"
@@ -117,11 +114,7 @@ def test_dead_ranks_fail_every_request_with_a_typed_error_and_come_back(engines)
 def test_a_restart_that_fails_leaves_the_engine_failed(engines):
     model = ToyModel()
     engine = engines(model)
-
-    def no_restart():
-        raise RankDiedError("it will not start", 0)
-
-    model.restart = no_restart
+    model.restart = Mock(side_effect=RankDiedError("it will not start", 0))
     listener = Listener()
     with held(model):
         ticket = engine.submit([1], GREEDY, listener)
@@ -150,11 +143,7 @@ def test_an_idle_engine_makes_sure_that_its_ranks_still_answer(engines):
 
 def test_a_warm_up_that_fails_is_an_error_of_start(caplog):
     model = ToyModel()
-
-    def fail(name, inputs):
-        raise RankDiedError("rank 0 died", 0)
-
-    model.fail = fail
+    model.fail = Mock(side_effect=RankDiedError("rank 0 died", 0))
     engine = Engine(model)
     with pytest.raises(EngineUnavailableError, match="rank 0 died"):
         engine.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from unittest.mock import Mock
 
 import pytest
 
@@ -66,10 +67,7 @@ def test_a_token_on_which_the_library_panics_fails_its_own_request_only():
 
 
 def test_a_cancelled_text_that_cannot_be_completed_fails_its_own_request_only(monkeypatch):
-    def fail(stream, *, may_stop=True):
-        raise ValueError("no such text")
-
-    monkeypatch.setattr(TextStream, "flush", fail)
+    monkeypatch.setattr(TextStream, "flush", Mock(side_effect=ValueError("no such text")))
     with Engine(ToyModel(max_len=10**5, delay=0.001), make_tokenizer()) as engine:
         listener = Listener()
         ticket = engine.submit([3, 4], SamplingParams(max_tokens=None, ignore_eos=True), listener)

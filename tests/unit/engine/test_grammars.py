@@ -44,8 +44,6 @@ def drawn(tokenizer, grammar, rng, most):
 INTEGER = {"type": "integer", "minimum": -99, "maximum": 401}
 SCHEMAS = [
     INTEGER,
-    {"type": "integer", "minimum": 7, "maximum": 7},
-    {"type": "string", "minLength": 2, "maxLength": 5},
     {"type": "string", "pattern": "[a-c]+[0-9]{2}", "maxLength": 8},
     {"enum": ["a b", 'é"', True, None, -3, 1.5]},
     {"const": {"a": [1, {"b c": None}]}},
@@ -65,7 +63,7 @@ def test_json_of_a_schema_is_accepted_by_a_validator(schema):
     texts = [drawn(byte_level(), grammar, random.Random(seed), 2000) for seed in range(8)]
     for text in texts:
         jsonschema.validate(json.loads(text), schema)
-    assert "const" in schema or schema.get("minimum") == 7 or len(set(texts)) > 1
+    assert "const" in schema or len(set(texts)) > 1
 
 
 WRONG = [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,7 +34,6 @@ def swapping(engine, weights, **options):
 
 @BOTH_WAYS
 def test_every_request_is_of_one_version_and_none_is_lost(engines):
-    """Swap after swap while requests of several choices and several prompts come from several threads."""
     engine = engines(ToyModel(slots=4), max_queued_requests=10_000)
     draw = random.Random(0)
     asked, stop = [], threading.Event()
@@ -48,14 +49,14 @@ def test_every_request_is_of_one_version_and_none_is_lost(engines):
                     asked.append((engine.submit(prompt, params, listener, whole=whole), listener))
             time.sleep(own.random() * 0.02)
 
-    pool = ThreadPoolExecutor(3)
-    clients = pool.map(client, range(3))
     versions = []
-    for number in range(1, 4):
-        enough = sum(engine.stats().finished.values()) + draw.randint(1, 15)
-        wait_until(lambda enough=enough: sum(engine.stats().finished.values()) >= enough)
-        versions.append(engine.update_weights(number, timeout=60))
-    stop.set()
+    with ThreadPoolExecutor(3) as pool, contextlib.ExitStack() as at_end:
+        at_end.callback(stop.set)
+        clients = pool.map(client, range(3))
+        for number in range(1, 4):
+            enough = sum(engine.stats().finished.values()) + draw.randint(1, 15)
+            wait_until(lambda enough=enough: sum(engine.stats().finished.values()) >= enough)
+            versions.append(engine.update_weights(number, timeout=60))
     list(clients)
     for ticket, listener in asked:
         assert ticket.wait(60)
@@ -68,7 +69,6 @@ def test_every_request_is_of_one_version_and_none_is_lost(engines):
 
 
 def test_a_request_that_has_begun_is_finished_on_the_old_weights(engines):
-    """One of two prompts runs, the other waits for its slot: a swap between them waits for both."""
     model = ToyModel(slots=1, delay=0.01)
     engine = engines(model)
     first, second, third = Listener(), Listener(), Listener()
@@ -92,7 +92,6 @@ def test_a_request_that_has_begun_is_finished_on_the_old_weights(engines):
 
 
 def test_one_call_of_an_llm_is_of_one_version(engines):
-    """Prompts that wait for a slot when a swap comes are of the call that has begun."""
     llm = LLM.__new__(LLM)  # around the toy, which is no artifact on disk
     llm.engine = engine = engines(ToyModel(slots=1, delay=0.005))
     prompts = [[7 + number, 8] for number in range(6)]
@@ -125,11 +124,7 @@ def test_weights_that_are_refused_change_nothing(engines):
     engine = engines()
     with pytest.raises(WeightSchemaError):
         engine.update_weights("no number")
-
-    def refuse():
-        raise WeightSchemaError("a rank refused the new weights")
-
-    engine.model.fail_update = refuse
+    engine.model.fail_update = Mock(side_effect=WeightSchemaError("a rank refused the new weights"))
     with pytest.raises(WeightSchemaError, match="a rank refused"):
         engine.update_weights(1)
     assert engine.model.weights == engine.parts.gate.version == engine.model.restarts == 0
@@ -140,11 +135,7 @@ def test_weights_that_are_refused_change_nothing(engines):
 def test_ranks_that_fail_over_new_weights_start_again_with_the_old_and_requests_wait(engines):
     model = ToyModel(slots=1, delay=0.01)
     engine = engines(model)
-
-    def half_way():
-        raise RankFailedError("new weights replaced only some of the old ones", 0)
-
-    model.fail_update = half_way
+    model.fail_update = Mock(side_effect=RankFailedError("new weights replaced only some of the old ones", 0))
     running, waiting = Listener(), Listener()
     with WholeRequest() as whole:
         engine.submit([7], GREEDY, running, whole=whole)

@@ -78,7 +78,6 @@ class Constants(nn.Module):
 
 
 def test_decision_7_no_constant_is_in_the_graph(tmp_path):
-    """Graphs of other constants are equal, and the values are those given at load."""
     module, other = Constants(1.0), Constants(7.0)
     x = torch.randn(2, 3)
     entry, other_entry = (lowered(one, x)[0] for one in (module, other))
@@ -155,9 +154,6 @@ def test_decision_8_what_is_nested_in_a_graph_is_inlined(module, calls, tmp_path
     assert not any(word in names for word in ("higher_order", "flat_apply", "nxd."))
 
 
-# --- names and structure ------------------------------------------------------------------------------
-
-
 class Many(nn.Module):
     def forward(self, a: Tensor, *rest: Tensor, pair: tuple[Tensor, Tensor] | None = None) -> Any:
         total = a + sum(rest)
@@ -215,9 +211,6 @@ def test_a_branch_on_a_value_is_a_trace_error():
 
     with pytest.raises(TraceError, match="Branch cannot be exported"):
         lowered(Branch(), torch.ones(3))
-
-
-# --- the stored graph ---------------------------------------------------------------------------------
 
 
 class Odd(nn.Module):

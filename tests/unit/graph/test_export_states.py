@@ -62,7 +62,6 @@ def _in_place(self: Cache, x: Tensor, at: Tensor) -> Any:
 def test_decision_1_and_4_a_state_keeps_its_value_and_is_updated_in_place_where_it_can(
     update, declared, operator, tmp_path
 ):
-    """Aliased, assigned or in place, declared or found."""
     entry, step = follow(
         Cache(update), tmp_path, CALLS, {1: "cache"} if declared else {}, ["cache"] if declared else []
     )
@@ -161,7 +160,6 @@ def test_decision_1_what_a_module_changes_becomes_its_states(module, aliases, st
 
 @pytest.mark.parametrize("cut", [0, 1])
 def test_decision_4_a_scatter_rewritten_is_the_same_for_every_index(cut, tmp_path):
-    """General indices, index smaller than source: the rewrite is exact."""
     torch.manual_seed(10 * cut)
 
     class Scatter(nn.Module):
@@ -264,9 +262,6 @@ def test_states_are_named_by_name_or_by_tensor_and_must_be_registered():
             state_name(module, wrong)
 
 
-# --- writes that no operator's schema declares --------------------------------------------------------
-
-
 def test_a_tensor_that_forward_makes_of_numbers_may_be_changed_there(tmp_path):
     class Writes(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -321,9 +316,6 @@ def test_a_write_through_a_view_that_no_schema_declares_is_found(tmp_path):
             assert torch.equal(found, torch.full((1, 3), 2.0 + call)), name
             assert torch.equal(states[name], torch.full((1, 3), float(call))), name
             assert torch.equal(x, torch.ones(1, 3)), name
-
-
-# --- states that share memory with another tensor -----------------------------------------------------
 
 
 class Shows(nn.Module):

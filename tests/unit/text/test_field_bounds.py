@@ -38,10 +38,9 @@ def test_a_field_that_holds_more_is_named(body, field, says):
 @pytest.mark.parametrize("name", ["outputs", "tokens", "user"])
 def test_where_tensors_are_taken_nothing_else_is_as_large(name):
     """400,000 names of outputs were looked at one by one, in the event loop."""
+    body = {"inputs": {"x": [0.5] * 90_000}, name: [0.5] * 70_000}
     with pytest.raises(RequestError, match=f"at most {MOST_IDS if name == 'tokens' else ''}") as caught:
-        parse_json(
-            json.dumps({"inputs": {"x": [0.5] * 90_000}, name: [0.5] * 70_000}).encode(), body_bounds("", 0, 64, None)
-        )
+        parse_json(json.dumps(body).encode(), body_bounds("", 0, 64, None))
     assert caught.value.field == name
 
 
