@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,6 @@ _SCRIPT = {
 
 def contract() -> dict[str, Any]:
     return json.loads(FILE.read_text())
-
-
-def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every single value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
-    if items is None:
-        yield path
-    else:
-        for key, entry in items:
-            yield from leaves(entry, (*path, key))
 
 
 def ours() -> dict[str, Any]:
@@ -71,22 +60,6 @@ def ours() -> dict[str, Any]:
             "source": documents,
         },
     }
-
-
-def differences(contract: dict[str, Any]) -> list[str]:
-    """Where the package's code has something else than ``contract``."""
-    mine = ours()
-    paths = dict.fromkeys([*leaves(contract), *leaves(mine)])
-    return [".".join(map(str, path)) for path in paths if _at(contract, path) != _at(mine, path)]
-
-
-def _at(value: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        try:
-            value = value[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return value
 
 
 def installed_differences(contract: dict[str, Any]) -> list[str]:
