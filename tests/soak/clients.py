@@ -39,11 +39,11 @@ def client(soak: Soak, rng: random.Random, until: float) -> None:
             time.sleep(rng.expovariate(20))
 
 
-def _question(soak: Soak, place: int | None, asked: Question, stream: bool, **how: Any) -> None:
+def put(soak: Soak, place: int | None, asked: Question, stream: bool, **how: Any) -> None:
     version = soak.version
     answer = soak.ask("POST", asked.path, asked.bytes(stream), **how)
     soak.judge(place, asked, answer, version)
-    if answer.status in (429, 503):
+    if answer.status_code in (429, 503):
         time.sleep(0.1)
 
 
@@ -56,13 +56,13 @@ def ask(soak: Soak, rng: random.Random) -> None:
     """One request, or some after each other over one connection; some answers are read with pauses."""
     wire, pause = soak.connection(), rng.uniform(0.0, 0.04) if rng.random() < 0.05 else 0.0
     for _ in range(rng.choice((1, 1, 1, 1, 1, 1, 2, 3))):
-        _question(soak, *_known(soak, rng), rng.random() < 0.5, wire=wire, pause=pause)
+        put(soak, *_known(soak, rng), rng.random() < 0.5, wire=wire, pause=pause)
     wire.close()
 
 
 def unseeded(soak: Soak, rng: random.Random) -> None:
     asked = question(rng, exact=False, model=rng.choice((None, None, "x", "z")))
-    _question(soak, None, asked, rng.random() < 0.5)
+    put(soak, None, asked, rng.random() < 0.5)
 
 
 def burst(soak: Soak, rng: random.Random) -> None:
@@ -70,7 +70,7 @@ def burst(soak: Soak, rng: random.Random) -> None:
     asked = [_known(soak, rng) for _ in range(rng.randint(5, 25))]
     giants = [(None, question(rng, exact=False, long=True)) for _ in range(rng.randint(0, 5))]
     with ThreadPoolExecutor(len(asked) + len(giants)) as threads:
-        for _ in threads.map(lambda one: _question(soak, *one, rng.random() < 0.5), [*asked, *giants]):
+        for _ in threads.map(lambda one: put(soak, *one, rng.random() < 0.5), [*asked, *giants]):
             pass
 
 
@@ -135,7 +135,7 @@ def look(soak: Soak, rng: random.Random) -> None:
     answer = soak.ask("GET", path)
     soak.allow(answer, path, 200)
     if path == "/metrics":
-        metrics = read_metrics(answer.body.decode())
+        metrics = read_metrics(answer.text)
         names = ("nxd_slots_free", "nxd_num_requests_running", "nxd_num_requests_waiting")
         free, running, waiting = (total(metrics, name) for name in names)
         right = free + running == SLOTS and 0 <= free <= SLOTS and 0 <= waiting <= SLOTS + QUEUE
@@ -162,21 +162,21 @@ def swap(soak: Soak, timeout: float = CHANGE_SECONDS) -> None:
     coming, other = soak.version + 1, 1 - soak.checkpoints[soak.version]
     soak.checkpoints[coming] = other  # an answer may name it before the swap's own answer is here
     answer = _change(soak, "POST", "/v1/weights", path=CHECKPOINTS[other], timeout=timeout)
-    if answer.status == 200:
+    if answer.status_code == 200:
         soak.version = coming
-        assert json.loads(answer.body)["version"] == coming
+        assert answer.json()["version"] == coming
     else:
         del soak.checkpoints[coming]
 
 
 def load(soak: Soak, name: str) -> None:
-    if _change(soak, "POST", "/v1/adapters", name=name, path=f"adapters/{name}").status == 200:
+    if _change(soak, "POST", "/v1/adapters", name=name, path=f"adapters/{name}").status_code == 200:
         soak.adapters[name] = time.monotonic()
 
 
 def unload(soak: Soak, name: str) -> None:
     since = soak.adapters.pop(name)
-    if _change(soak, "DELETE", f"/v1/adapters/{name}").status != 200:
+    if _change(soak, "DELETE", f"/v1/adapters/{name}").status_code != 200:
         soak.adapters[name] = since
 
 
@@ -211,7 +211,7 @@ def breaker(soak: Soak, rng: random.Random, until: float) -> None:
 def _recovered(soak: Soak) -> bool:
     time.sleep(0.2)
     restarts = total(soak.metrics(), "nxd_engine_restarts_total")
-    return restarts >= soak.books.restarts and soak.ask("GET", "/readyz").status == 200
+    return restarts >= soak.books.restarts and soak.ask("GET", "/readyz").status_code == 200
 
 
 def _pause(seconds: float, until: float) -> bool:

@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.http.http_servers import events_of
@@ -26,16 +27,13 @@ CLOSE = 2e-3
 """Log-probabilities of one token in batches of different shapes differ by roundings."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    status: int
-    headers: dict[str, str]
-    body: bytes
-    begun: float
-    ended: float
+class Answer(httpx.Response):
+    def __init__(self, status: int, headers: Any, body: bytes, begun: float, ended: float):
+        super().__init__(status, headers=headers, content=body)
+        self.begun, self.ended = begun, ended
 
     def __str__(self) -> str:
-        return f"{self.status} after {self.ended - self.begun:.2f} s: {self.body[-600:]!r}"
+        return f"{self.status_code} after {self.ended - self.begun:.2f} s: {self.content[-600:]!r}"
 
 
 @dataclass(frozen=True)
@@ -139,12 +137,12 @@ def _text(rng: random.Random, words: int) -> str:
 def told(asked: Question, answer: Answer) -> Told | str:
     """What an answer of status 200 says; the type of the error in its stream where that was cut."""
     if answer.headers["content-type"].startswith("text/event-stream"):
-        *events, last = events_of(answer.body.decode())
+        *events, last = events_of(answer.text)
         if last != "[DONE]":
             assert "[DONE]" not in events
             return last["error"]["type"]
     else:
-        events = [json.loads(answer.body)]
+        events = [answer.json()]
     choices = [Choice() for _ in range(asked.choices)]
     for event in events:
         for part in event["choices"]:

@@ -11,6 +11,7 @@ from typing import Any
 from nxd_server.errors import DEADLINE_GRACE
 from tests.soak.books import Books, read_metrics
 from tests.soak.questions import Answer, Question, Told, told
+from tests.support.http.http_servers import is_error
 
 SLOTS, QUEUE, BODY_BYTES = 8, 32, 1024 * 1024
 REQUEST_TIMEOUT, CALL_TIMEOUT = 5.0, 6.0
@@ -72,23 +73,22 @@ class Soak:
             raise AssertionError(f"{what}: not answered within {end - begun:g} s") from None
         except (OSError, http.client.HTTPException) as error:
             raise AssertionError(f"{what} was cut off ({error!r})") from error
-        headers = {name.lower(): value for name, value in response.getheaders()}
-        answer = Answer(response.status, headers, b"".join(parts), begun, time.monotonic())
-        self.books.add(self.books.seen, answer.status)
-        if answer.status >= 400 and not what.startswith(("GET /readyz", "GET /health")):
+        answer = Answer(response.status, response.getheaders(), b"".join(parts), begun, time.monotonic())
+        self.books.add(self.books.seen, answer.status_code)
+        if answer.status_code >= 400 and not what.startswith(("GET /readyz", "GET /health")):
             refused(answer)
         return answer
 
     def allow(self, answer: Answer, what: Any, *statuses: int) -> None:
         """It has one of these statuses, or is a 503 while something is broken, or a 504 when the time is over."""
-        late = answer.status == 504 and answer.ended - answer.begun >= REQUEST_TIMEOUT - 0.1
-        broken = answer.status == 503 and self.books.faulty(answer.begun, answer.ended)
-        assert answer.status in statuses or broken or late, f"not one of {statuses} for {what}: {answer}"
+        late = answer.status_code == 504 and answer.ended - answer.begun >= REQUEST_TIMEOUT - 0.1
+        broken = answer.status_code == 503 and self.books.faulty(answer.begun, answer.ended)
+        assert answer.status_code in statuses or broken or late, f"not one of {statuses} for {what}: {answer}"
 
     def judge(self, place: int | None, asked: Question, answer: Answer, least_version: int) -> Told | None:
         """What the answer to a question says, if it is complete. ``place``: where its known answers are, if there are
         any; ``least_version``: what was served when it was asked."""
-        if answer.status != 200:
+        if answer.status_code != 200:
             self.books.incomplete(asked)
             since = self.adapters.get(asked.model, math.inf) if asked.model else -math.inf
             # 404 if the adapter was not there all the time
@@ -102,7 +102,7 @@ class Soak:
             self.books.incomplete(asked)
             status = STATUS.get(said, 500)
             self.books.add(self.books.kinds, f"cut {status}")
-            self.allow(Answer(status, {}, answer.body, answer.begun, answer.ended), asked.body)
+            self.allow(Answer(status, {}, answer.content, answer.begun, answer.ended), asked.body)
             return None
         self.books.complete(said)
         known = said.version >= least_version and said.version in self.checkpoints
@@ -118,23 +118,15 @@ class Soak:
     def metrics(self) -> list[Any]:
         answer = self.ask("GET", "/metrics")
         self.allow(answer, "/metrics", 200)
-        return read_metrics(answer.body.decode())
+        return read_metrics(answer.text)
 
     def rank_pids(self) -> list[int]:
-        health = json.loads(self.ask("GET", "/health").body)
+        health = self.ask("GET", "/health").json()
         return [rank["pid"] for rank in health["ranks"] if rank["pid"]]
 
 
 def refused(answer: Answer) -> None:
     """It is a refusal of OpenAI's shape, and no defect."""
-    try:
-        error = json.loads(answer.body)["error"]
-        good = (
-            set(error) == {"message", "type", "param", "code"}
-            and all(isinstance(error[name], str) and error[name] for name in ("message", "type", "code"))
-            and bool(answer.headers["x-request-id"])
-            and (answer.status != 429 or int(answer.headers["retry-after"]) >= 1)
-        )
-    except (ValueError, KeyError, TypeError):
-        good = False
-    assert good and answer.status != 500, f"no proper refusal: {answer} {answer.headers}"
+    is_error(answer, answer.status_code)
+    after = int(answer.headers["retry-after"]) if answer.status_code == 429 else 1
+    assert answer.status_code != 500 and after >= 1, f"no proper refusal: {answer}"

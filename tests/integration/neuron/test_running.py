@@ -139,44 +139,24 @@ def test_the_command_line_compiles_for_another_machine(tmp_path: Path) -> None:
 # --- where it cannot run ------------------------------------------------------------------------------
 
 
+NO_DEVICE = r"cannot run here: there is no Neuron device \(/dev/neuron0"
+OF_TESTS = r"2.26.6360.0\+fake, a stand-in of tests, and runs on no"
+OF_INF2 = r"for inf2 and this trn1.2xlarge is trn1: trace it again"
+
+
 @stand_in
 @pytest.mark.parametrize(
-    ("instance", "devices", "version", "error", "text"),
+    ("described", "version", "error", "text"),
     [
-        (
-            "m7i.large",
-            0,
-            "2.9.0.2.15+fake",
-            ArtifactBackendError,
-            r"cannot run here: there is no Neuron device \(/dev/neuron0",
-        ),
-        (
-            "inf2.xlarge",
-            1,
-            "2.9.0.2.15",
-            ArtifactVersionError,
-            r"2.26.6360.0\+fake, a stand-in of tests, and runs on no",
-        ),
-        (
-            "trn1.2xlarge",
-            1,
-            "2.9.0.2.15+fake",
-            ArtifactVersionError,
-            r"for inf2 and this trn1.2xlarge is trn1: trace it again",
-        ),
+        (("m7i.large", 0), "2.9.0.2.15+fake", ArtifactBackendError, NO_DEVICE),
+        (("inf2.xlarge", 1), "2.9.0.2.15", ArtifactVersionError, OF_TESTS),
+        (("trn1.2xlarge", 1), "2.9.0.2.15+fake", ArtifactVersionError, OF_INF2),
     ],
 )
 def test_where_it_cannot_run_one_sentence_says_why(
-    saved: Path,
-    machine: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    instance: str,
-    devices: int,
-    version: str,
-    error: type[Exception],
-    text: str,
+    saved: Path, machine: Any, monkeypatch: pytest.MonkeyPatch, described: Any, version: str, error: Any, text: str
 ) -> None:
-    machine(instance, devices)
+    machine(*described)
     monkeypatch.setattr(sdk, "installed", lambda: version)
     with pytest.raises(error, match=text):
         load_artifact(saved)
