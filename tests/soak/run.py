@@ -128,6 +128,8 @@ class Run:
             self._soak.books.base = self._soak.metrics()
             self._learn(count=round(min(100.0, 15 + seconds / 3)))
             print(f"{len(self._soak.questions)} questions, each asked alone of both checkpoints", flush=True)
+            self._calm()  # while every answer was seen whole, so that the counters are known exactly
+            self._first = {}
             left, length = seconds, min(ROUND_SECONDS, seconds / 3)
             while left > 0:
                 self._round(min(left, length))
