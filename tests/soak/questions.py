@@ -46,10 +46,6 @@ class Question:
     def most_tokens(self) -> int:
         return self.choices * self.body["max_tokens"]
 
-    @property
-    def model(self) -> str | None:
-        return self.body.get("model")
-
     def bytes(self, stream: bool = False) -> bytes:
         more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
         return json.dumps(self.body | more).encode()

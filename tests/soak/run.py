@@ -147,10 +147,10 @@ class Run:
             if turn != soak.checkpoints[soak.version]:
                 traffic.swap(soak)
             for place, asked in enumerate(soak.questions):
-                if asked.model and asked.model not in soak.adapters:
+                if (model := asked.body.get("model")) and model not in soak.adapters:
                     if len(soak.adapters) == len(ADAPTERS) - 1:
                         traffic.unload(soak, next(iter(soak.adapters)))
-                    traffic.load(soak, asked.model)
+                    traffic.load(soak, model)
                 said = self._alone(asked)
                 again = soak.known.setdefault((place, turn), said).same(said)
                 assert again, f"weights that came back answer {asked.body} with {said}"

@@ -90,7 +90,7 @@ class Soak:
         any; ``least_version``: what was served when it was asked."""
         if answer.status_code != 200:
             self.books.incomplete(asked)
-            since = self.adapters.get(asked.model, math.inf) if asked.model else -math.inf
+            since = self.adapters.get(asked.body["model"], math.inf) if "model" in asked.body else -math.inf
             # 404 if the adapter was not there all the time
             self.allow(answer, asked.body, 429, *([404] if since > answer.begun else []))
             return None
