@@ -12,10 +12,9 @@ import traceback
 import warnings
 from pathlib import Path
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import Phase
 
 from tests.fuzz import TARGETS
-from tests.fuzz.mutations import changed
 from tests.fuzz.target import Target
 
 EXAMPLES = 500
@@ -31,31 +30,22 @@ def _stalled(*_: object) -> None:
 def fuzz(target: Target, seconds: float, number: int) -> str:
     """Try mutations for so long, or until one breaks the target; what was found, smaller if that could be, or ""."""
     end, tried, taken, last = time.monotonic() + seconds, 0, 0, b""
-    while time.monotonic() < end:
 
-        @seed(number)
-        @settings(
-            max_examples=EXAMPLES,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate, Phase.shrink],
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(changed(target.seeds(), target.form))
-        def attempt(example: bytes) -> None:
-            nonlocal tried, taken, last
-            if time.monotonic() > end and not last:
-                return
-            last = example
-            signal.alarm(SECONDS)
-            try:
-                taken += target.check(example)
-            finally:
-                signal.alarm(0)
-            tried, last = tried + 1, b""
-
+    def attempt(example: bytes) -> None:
+        nonlocal tried, taken, last
+        if time.monotonic() > end and not last:
+            return
+        last = example
+        signal.alarm(SECONDS)
         try:
-            attempt()
+            taken += target.check(example)
+        finally:
+            signal.alarm(0)
+        tried, last = tried + 1, b""
+
+    while time.monotonic() < end:
+        try:
+            target.try_mutations(number, EXAMPLES, attempt, Phase.generate, Phase.shrink)
         except Exception:
             return f"{traceback.format_exc()}\n{target.name}: kept as {target.keep(last)}"
         number += 1
@@ -68,19 +58,19 @@ def main() -> int:
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"default: all of {', '.join(TARGETS)}")
     parser.add_argument("--minutes", type=float, default=5.0, help="of each target, default: %(default)g")
     parser.add_argument("--seed", type=int, help="default: a random one, which is printed")
-    given_ = parser.parse_args()
-    if unknown := set(given_.targets) - set(TARGETS):
+    given = parser.parse_args()
+    if unknown := set(given.targets) - set(TARGETS):
         parser.error(f"there is no target {sorted(unknown)[0]!r}; there are {', '.join(TARGETS)}")
-    number = random.SystemRandom().randrange(10**6) if given_.seed is None else given_.seed
+    number = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
     signal.signal(signal.SIGALRM, _stalled)
     warnings.simplefilter("ignore")  # of libraries, about files that nobody would write
     broken = 0
     with tempfile.TemporaryDirectory(prefix="nxd-fuzz-") as folder:
-        for name in given_.targets or TARGETS:
+        for name in given.targets or TARGETS:
             place = Path(folder) / name
             place.mkdir()
-            print(f"{name}: {given_.minutes:g} minutes, --seed {number}", flush=True)
-            found = fuzz(TARGETS[name](place), given_.minutes * 60, number)
+            print(f"{name}: {given.minutes:g} minutes, --seed {number}", flush=True)
+            found = fuzz(TARGETS[name](place), given.minutes * 60, number)
             broken += bool(found)
             print(found, end="\n" if found else "", flush=True)
     return int(broken > 0)

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.fuzz.mutations import JSON, Form
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from tests.fuzz.mutations import JSON, Form, changed
 
 CORPUS = Path(__file__).parent / "corpus"
 MEMORY = 2 << 30
@@ -31,9 +33,8 @@ class Target:
     examples: int = 200
     """How many mutations a test makes."""
 
-    @property
-    def folder(self) -> Path:
-        return CORPUS / self.name
+    def __post_init__(self) -> None:
+        self.folder = CORPUS / self.name
 
     def seeds(self) -> list[bytes]:
         """The corpus, and what was made."""
@@ -48,6 +49,13 @@ class Target:
                 assert str(error), f"{type(error).__name__} without a word"
                 return False
         return True
+
+    def try_mutations(self, number: int, examples: int, attempt: Callable[[bytes], None], *phases: Phase) -> None:
+        """So many, which follow from a number."""
+        limits = settings(
+            max_examples=examples, deadline=None, database=None, phases=phases, suppress_health_check=list(HealthCheck)
+        )
+        seed(number)(limits(given(changed(self.seeds(), self.form))(attempt)))()
 
     def keep(self, example: bytes) -> Path:
         """Put what was found into the corpus."""

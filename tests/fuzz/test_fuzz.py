@@ -1,15 +1,11 @@
-"""Every parser of what others have written: the corpus, and some mutations of it that are always the same.
-
-``make fuzz`` looks for more; what it finds is kept in the corpus.
-"""
+"""Every parser of what others have written: the corpus, and some mutations of it that are always the same."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import Phase
 
 from tests.fuzz import TARGETS
-from tests.fuzz.mutations import changed
 from tests.fuzz.target import CORPUS
 
 
@@ -25,15 +21,7 @@ def test_nothing_breaks_it(name, tmp_path):
         assert taken or not path.name.startswith("good"), path
     assert all(target.check(example) for example in target.made)
 
-    @seed(1)
-    @settings(
-        max_examples=target.examples,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(changed(target.seeds(), target.form))
     def attempt(example: bytes) -> None:
         target.check(example)
 
-    attempt()
+    target.try_mutations(1, target.examples, attempt, Phase.generate)

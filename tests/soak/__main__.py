@@ -9,7 +9,6 @@ import sys
 
 from tests.soak.run import soak
 from tests.soak.state import GRACE
-from tests.soak.wire import waiting
 
 OVERHEAD_SECONDS = 500
 """For the trace, the known answers and the end."""
@@ -20,22 +19,15 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="of traffic, default: %(default)g")
     parser.add_argument("--seed", type=int, help="default: a random one, which is printed")
     parser.add_argument("--clients", type=int, default=12, help="at once, default: %(default)s")
-    parser.add_argument(
-        "--grace", type=float, default=GRACE, help="%(default)g s beyond its deadline an answer may take"
-    )
+    help_of_grace = "%(default)g s beyond its deadline an answer may take"
+    parser.add_argument("--grace", type=float, default=GRACE, help=help_of_grace)
     given = parser.parse_args()
     limit = round(given.minutes * 120) + OVERHEAD_SECONDS
-    signal.signal(signal.SIGALRM, lambda *_: stop(f"not over after {limit} s"))
-    signal.signal(signal.SIGTERM, lambda *_: stop(128 + signal.SIGTERM))  # as Ctrl-C: the server is ended
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"not over after {limit} s"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C: the server is ended
     signal.alarm(limit)
     seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
     return soak(given.minutes, seed, given.clients, given.grace)
-
-
-def stop(status: str | int) -> None:
-    """End before the end, and say what would have had to come."""
-    print(waiting(), flush=True)
-    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,5 @@
-"""How long each file of tests takes, measured: ``pytest --write-durations`` writes ``tests/durations.json``.
-
-pytest-xdist gives whole files to a few processes as these become free. A long one that is begun last would leave the
-others without work; a file that is missing costs balance alone, and so does a wrong figure.
-"""
+"""``pytest --write-durations`` writes ``tests/durations.json``: the longest files begin first, so that pytest-xdist,
+which gives whole files away, leaves no process without work. A missing or wrong figure costs balance alone."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ _SECONDS: dict[str, float] = json.loads(FILE.read_text())
 
 
 def seconds(nodeid: str) -> float:
-    """Of the file of a test."""
     return _SECONDS.get(nodeid.partition("::")[0], 0.0)
 
 

@@ -1,7 +1,5 @@
-"""Skips for what this release of torch cannot do, with the library's own words as the reason; for nothing else.
-
-They look for the feature, not for ``availability()`` or a probe: a machine without a compiler fails these tests.
-"""
+"""Skips for what this release of torch cannot do, with the library's own words; for nothing else: they look for the
+feature, not for ``availability()`` or a probe, so a machine without a compiler fails these tests."""
 
 from __future__ import annotations
 
@@ -25,9 +23,3 @@ def require_native() -> None:
     """Skip the test that is running, or the module that is being collected."""
     if not HAS_NATIVE:
         pytest.skip(NO_NATIVE, allow_module_level=True)
-
-
-def require_backend(name: str) -> None:
-    """Skip the test that is running if it is for a backend that this release of torch has not."""
-    if name == "inductor" and not HAS_INDUCTOR:
-        pytest.skip(NO_INDUCTOR)

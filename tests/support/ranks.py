@@ -1,9 +1,5 @@
-"""Run a test function on several real rank processes: ``run_ranks(fn, world_size, *args)``.
-
-The processes are forked from one server that has imported torch already, and kept for the next call (importing torch
-takes seconds). Every call gets a new process group and a new default context; after a failure, a timeout or a lost
-rank, all processes of the call are killed and the next call gets fresh ones.
-"""
+"""Run a test function on several real rank processes, which are forked from one server that has imported torch, and
+kept for the next call, with a new process group; after a failure or a lost rank the next call gets fresh ones."""
 
 from __future__ import annotations
 
@@ -24,14 +20,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace as Job
 from typing import Any, Literal
 
 from tests.support.needs import require_native
 
-Transport = Literal["gloo", "shm", "shared"]
-"""Process groups alone; shared memory alone, as compiled graphs have it; process groups whose ranks share memory."""
 GRACE = 20.0
 """Seconds the other ranks have to report after the first one failed."""
 
@@ -40,31 +34,12 @@ class RankTestError(AssertionError):
     """A rank raised, died or did not end in time; the message holds its traceback."""
 
 
-@dataclass
-class Job:
-    """What one rank is told to do."""
-
-    module: str
-    function: str
-    arguments: tuple
-    rank: int
-    world_size: int
-    degrees: dict[str, int]
-    collectives: Transport
-    rendezvous: str
-    timeout: float
-    comm_timeout: float
-    stacks: str
-    segments: dict[str, str]
-    """By axis, the file of the memory that its group shares: one of the parent's descriptors."""
-
-
 def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
     timeout: float = 600,
-    collectives: Transport = "gloo",
+    collectives: Literal["gloo", "shm", "shared"] = "gloo",
     tp: int | None = None,
     pp: int = 1,
     cp: int = 1,
@@ -77,6 +52,7 @@ def run_ranks(
 
     Each rank has one thread, a seeded generator and a default ParallelContext of the given degrees (``tp`` defaults to
     what ``pp`` and ``cp`` leave). ``fn`` is a module-level function; arguments and results are pickled.
+    ``collectives``: of process groups, of shared memory as compiled graphs have it, of groups that share memory.
     ``comm_timeout``: seconds a collective waits for its peers. ``lost``: ranks that are expected to die or to stop;
     the call ends when all others have answered, and a lost rank's result is None. ``capacity``: bytes of a slot of
     shared memory. ``fresh``: in processes that have run nothing yet, for what depends on what was freed before.
@@ -96,18 +72,18 @@ def run_ranks(
             for rank, worker in enumerate(workers):
                 worker.submit(
                     Job(
-                        fn.__module__,
-                        fn.__qualname__,
-                        args,
-                        rank,
-                        world_size,
-                        degrees,
-                        collectives,
-                        f"{folder}/store",
-                        timeout,
-                        comm_timeout,
-                        f"{folder}/stack{rank}",
-                        segments[rank],
+                        module=fn.__module__,
+                        function=fn.__qualname__,
+                        arguments=args,
+                        rank=rank,
+                        world_size=world_size,
+                        degrees=degrees,
+                        collectives=collectives,
+                        rendezvous=f"{folder}/store",
+                        timeout=timeout,
+                        comm_timeout=comm_timeout,
+                        stacks=f"{folder}/stack{rank}",
+                        segments=segments[rank],
                     )
                 )
             results = _collect(workers, deadline, timeout, set(lost), folder)
@@ -171,8 +147,6 @@ def _collect(workers: list[_Worker], deadline: float, timeout: float, lost: set[
 
 
 class _Worker:
-    """The parent's end of one rank process."""
-
     def __init__(self, context: Any):
         self.connection, theirs = context.Pipe(duplex=True)
         self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -233,11 +207,7 @@ class _Pool:
 _pool = _Pool()
 
 
-# --- inside a rank ------------------------------------------------------------------------------------
-
-
 def _serve(connection: Any) -> None:
-    """Run jobs until the parent goes away."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the server, which dies with pytest
     os.setpgid(0, 0)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

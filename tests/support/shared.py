@@ -1,7 +1,5 @@
-"""What a run of the tests makes once, for all of its processes: traced artifacts, above all.
-
-Whoever needs it first makes it, and others wait for that. It stays as it is: a test that changes it takes a copy.
-"""
+"""What a run of the tests makes once, for all of its processes: traced artifacts, above all. It stays as it is: a test
+that changes it takes a copy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Why a test may be skipped. A skip for any other reason fails the run: what is left untested is listed here.
-
-A pytest plugin, which the conftest has.
-"""
+"""A pytest plugin: why a test may be skipped. A skip for any other reason fails the run."""
 
 from __future__ import annotations
 

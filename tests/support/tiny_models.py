@@ -1,13 +1,5 @@
-"""Tiny seeded model directories in the Hugging Face layout: config.json, model.safetensors, a real tokenizer.
-
-``write_tiny("llama", directory)`` writes one without transformers; every test that needs a model starts from here.
-Weights depend on (family, name, shape, seed) alone, so two directories of the same configuration are equal.
-
-    write_tiny("qwen3", tmp_path / "model", num_attention_heads=6, num_key_value_heads=3)
-
-Families: llama, llama3, mistral, qwen2, qwen3 (decoders); bert, roberta (encoders); bert_classifier,
-roberta_classifier (three labels). Overrides are fields of config.json.
-"""
+"""Tiny seeded model directories in the Hugging Face layout, made without transformers: ``write_tiny("llama", folder)``.
+Weights depend on (family, name, shape, seed) alone; overrides are fields of config.json."""
 
 from __future__ import annotations
 
@@ -67,54 +59,35 @@ _ENCODER: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 _LABELS = {"id2label": {"0": "bad", "1": "fair", "2": "good"}, "label2id": {"bad": 0, "fair": 1, "good": 2}}
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {**_DECODER, "model_type": "llama", "architectures": ["LlamaForCausalLM"]},
-    "llama3": {
-        **_DECODER,
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "rope_theta": 500000.0,
-        "rope_scaling": _LLAMA3_ROPE,
-        "tie_word_embeddings": True,
+
+def _family(base: dict[str, Any], model_type: str, architecture: str, **more: Any) -> dict[str, Any]:
+    return {**base, "model_type": model_type, "architectures": [architecture], **more}
+
+
+_LLAMA3 = {
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
     },
-    "mistral": {
-        **_DECODER,
-        "model_type": "mistral",
-        "architectures": ["MistralForCausalLM"],
-        "sliding_window": None,
-        "head_dim": 16,
-    },
-    "qwen2": {
-        **_DECODER,
-        "model_type": "qwen2",
-        "architectures": ["Qwen2ForCausalLM"],
-        "use_sliding_window": False,
-        "tie_word_embeddings": True,
-    },
-    "qwen3": {**_DECODER, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
-    "bert": {**_ENCODER, "model_type": "bert", "architectures": ["BertModel"]},
-    "roberta": {
-        **_ENCODER,
-        "model_type": "roberta",
-        "architectures": ["RobertaModel"],
-        "type_vocab_size": 1,
-        "pad_token_id": BOS,  # as the real one: begin is 0 and padding 1, and positions count from padding + 1
-        "bos_token_id": PAD,
-    },
+    "tie_word_embeddings": True,
 }
-FAMILIES["bert_classifier"] = {**FAMILIES["bert"], "architectures": ["BertForSequenceClassification"], **_LABELS}
-FAMILIES["roberta_classifier"] = {
-    **FAMILIES["roberta"],
-    "architectures": ["RobertaForSequenceClassification"],
-    **_LABELS,
+# As the real one: begin is 0 and padding 1, and positions count from padding + 1.
+_ROBERTA = {"type_vocab_size": 1, "pad_token_id": BOS, "bos_token_id": PAD}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _family(_DECODER, "llama", "LlamaForCausalLM"),
+    "llama3": _family(_DECODER, "llama", "LlamaForCausalLM", **_LLAMA3),
+    "mistral": _family(_DECODER, "mistral", "MistralForCausalLM", sliding_window=None, head_dim=16),
+    "qwen2": _family(_DECODER, "qwen2", "Qwen2ForCausalLM", use_sliding_window=False, tie_word_embeddings=True),
+    "qwen3": _family(_DECODER, "qwen3", "Qwen3ForCausalLM", head_dim=16),
+    "bert": _family(_ENCODER, "bert", "BertModel"),
+    "roberta": _family(_ENCODER, "roberta", "RobertaModel", **_ROBERTA),
+    "bert_classifier": _family(_ENCODER, "bert", "BertForSequenceClassification", **_LABELS),
+    "roberta_classifier": _family(_ENCODER, "roberta", "RobertaForSequenceClassification", **_ROBERTA, **_LABELS),
 }
 DECODERS = ("llama", "llama3", "mistral", "qwen2", "qwen3")
 ENCODERS = ("bert", "roberta")
@@ -128,18 +101,17 @@ def write_tiny(
     directory: str | Path,
     *,
     seed: int = 0,
-    shards: int = 1,
     generation: dict[str, Any] | None = None,
     template: str = "",
     **overrides: Any,
 ) -> Path:
-    """Write a model directory and return its path. ``shards > 1`` writes an index and that many weight files;
-    ``generation``: further fields of generation_config.json; ``template``: what follows in the chat template."""
+    """Write a model directory and return its path. ``generation``: further fields of generation_config.json;
+    ``template``: what follows in the chat template."""
     config = {**FAMILIES[family], **overrides}
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=2))
-    _write_weights(path, tiny_state_dict(config, seed), shards)
+    save_file(tiny_state_dict(config, seed), path / "model.safetensors", {"format": "pt"})
     _write_tokenizer(path, config, template)
     if "num_key_value_heads" in config:
         own = {"bos_token_id": config["bos_token_id"], "eos_token_id": [config["eos_token_id"]]}
@@ -172,12 +144,8 @@ def _tensor(name: str, shape: Shape, seed: int) -> torch.Tensor:
 
 
 def _decoder_shapes(c: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
-    hidden, ffn, heads, kv = (
-        c["hidden_size"],
-        c["intermediate_size"],
-        c["num_attention_heads"],
-        c["num_key_value_heads"],
-    )
+    hidden, ffn, heads = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"]
+    kv = c["num_key_value_heads"]
     dim = c.get("head_dim") or hidden // heads
     qwen2 = c["model_type"] == "qwen2"
     qkv_bias, o_bias = qwen2 or c.get("attention_bias", False), c.get("attention_bias", False)
@@ -243,24 +211,6 @@ def _encoder_shapes(c: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
         yield from linear(f"{prefix}pooler.dense", hidden, hidden)
         if classifier:
             yield from linear("classifier", labels, hidden)
-
-
-def _write_weights(path: Path, tensors: dict[str, torch.Tensor], shards: int) -> None:
-    metadata = {"format": "pt"}
-    if shards == 1:
-        save_file(tensors, str(path / "model.safetensors"), metadata)
-        return
-    names = list(tensors)
-    weight_map: dict[str, str] = {}
-    for shard in range(shards):
-        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        part = {name: tensors[name] for name in names[shard::shards]}
-        weight_map.update(dict.fromkeys(part, file))
-        save_file(part, str(path / file), metadata)
-    total = sum(t.nbytes for t in tensors.values())
-    (path / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-    )
 
 
 def _write_tokenizer(path: Path, config: dict[str, Any], template: str) -> None:

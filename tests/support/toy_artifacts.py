@@ -1,8 +1,5 @@
-"""Small artifacts for the tests of saving, loading and calling: written directly, without tracing a module.
-
-``y = all_reduce(x @ up @ down)`` with ``up`` split by columns and ``down`` by rows, a state ``count`` that grows with
-every call of every bucket, a state ``memory`` that does not start as zeros, and ``shift``, a constant of each rank.
-"""
+"""Small artifacts, written without tracing: ``y = all_reduce(x @ up @ down)``, with a state ``count`` that grows with
+every call of every bucket, a state ``memory`` that does not start as zeros, and a constant ``shift`` of each rank."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ from nxd_infer.backends.cpu.target import describe_target
 from nxd_infer.graph import ir
 from nxd_infer.graph.functional import functional
 from nxd_infer.graph.stored import GRAPH_FILE, IR_FILE, GraphFile, ir_text
-from nxd_infer.layout import AxisPlan, ParamLayout
+from nxd_infer.layout import AxisPlan, ParamLayout, shard_tensor
 from nxd_infer.util.machine import versions
 
 HIDDEN, INNER, VOCABULARY = 8, 16, 12
@@ -108,7 +105,8 @@ def build(
     logical = weights or logical_weights()
     states = [TensorSpec.of("count", torch.zeros(1)), TensorSpec.of("memory", torch.zeros(3))]
     shards = [
-        {name: _cut(tensor, LAYOUTS[name], degree, rank) for name, tensor in logical.items()} for rank in range(degree)
+        {name: shard_tensor(logical, LAYOUTS[name].rank_layout(degree, rank)) for name in logical}
+        for rank in range(degree)
     ]
     for rank, shard in enumerate(shards):
         shard["shift"] = torch.tensor([(shifts or {}).get(rank, 0)])
@@ -171,9 +169,3 @@ def build(
         if change is not None:
             change(manifest)
         return writer.commit(manifest)
-
-
-def _cut(tensor: Tensor, layout: ParamLayout, degree: int, rank: int) -> Tensor:
-    from nxd_infer.layout import shard_tensor
-
-    return shard_tensor(dict.fromkeys(layout.logical_names, tensor), layout.rank_layout(degree, rank))

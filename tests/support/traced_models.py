@@ -64,9 +64,6 @@ def state_dict(seed: int = 0) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in net(seed=seed)[0].state_dict().items()}
 
 
-# --- functions that do one thing, good or bad ---------------------------------------------------------
-
-
 class Plus(nn.Module):
     def __init__(self, value: float | int = 1.0):
         super().__init__()

@@ -62,13 +62,15 @@ def describe(value: object) -> list[str]:
 
 
 def snapshot() -> str:
-    lines = []
+    lines, seen = [], set()  # methods are listed where a class comes first
     for name in MODULES:
         module = importlib.import_module(name)
         lines.append(f"[{name}]")
         for public in public_names(module):
-            first, *rest = describe(getattr(module, public))
-            lines += [f"{public}{first}", *rest]
+            value = getattr(module, public)
+            first, *rest = describe(value)
+            lines += [f"{public}{first}", *([] if id(value) in seen else rest)]
+            seen.add(id(value))
         lines.append("")
     return "\n".join(lines)
 

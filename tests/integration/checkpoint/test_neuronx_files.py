@@ -18,10 +18,10 @@ from nxd_infer.context import current_context
 from nxd_infer.layout import iter_shards, weight_layout
 from nxd_models import registry
 from tests.support.checkpoint.reference import write
-from tests.support.e2e.command import nxd_infer_here
+from tests.support.e2e.command import here
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import write_tiny
-from tests.support.trainer.jobs import ZERO1, mine, training
+from tests.support.trainer.jobs import ZERO1, mine, train, training
 from tests.support.trainer.models import MLP, vectors
 
 WIDE = partial(MLP, torch.float64)
@@ -41,22 +41,12 @@ def sharded_state(state: dict[str, Any], shapes: list[torch.Size], rank: int, ra
     return {"state": {}, "param_groups": state["param_groups"], "base_state": base}
 
 
-def go_on(parts: tuple[Any, Any], count: int = 3) -> list[float]:
-    model, optimizer = parts
-    losses = []
-    for _ in range(count):
-        losses.append(float(model.run_train(**mine(BATCH))))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
 def written(root: str, form: str, zero1: bool) -> list[float]:
     """Train, write what the reference would have written, and go on."""
     context = current_context()
     model, optimizer = training(WIDE)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    go_on((model, optimizer), 2)
+    train(model, optimizer, mine(BATCH), 2)
     inner = optimizer.state_dict()
     if zero1:
         shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
@@ -78,7 +68,7 @@ def written(root: str, form: str, zero1: bool) -> list[float]:
     elif context.dp.rank == 0:
         value = {"model": model.state_dict(), "optimizer": inner, **content}
         write(Path(root) / rank if xser else Path(root) / rank / "checkpoint.pt", value, xser)
-    return go_on((model, optimizer))
+    return train(model, optimizer, mine(BATCH), 3)
 
 
 def loaded(root: str, options: dict[str, Any], with_scheduler: bool) -> list[float]:
@@ -87,7 +77,7 @@ def loaded(root: str, options: dict[str, Any], with_scheduler: bool) -> list[flo
     assert has_checkpoint(root)
     found = load_checkpoint(root, None, *parts, scheduler if with_scheduler else None)
     assert found["total_steps"] == 2 and found["names"] == ["a", None]
-    return go_on(parts)
+    return train(*parts, mine(BATCH), 3)
 
 
 @pytest.mark.smoke
@@ -126,26 +116,22 @@ def of_a_llama(root: str, directory: str) -> None:
     write(Path(root) / f"tp_rank_{context.tp.rank:02d}_pp_rank_00" / "checkpoint.pt", {"model": state}, False)
 
 
-def test_offline_with_a_configuration(tmp_path: Path, capsys, monkeypatch):
+def test_offline_with_a_configuration(tmp_path: Path):
     """Cut for two ranks with a padded vocabulary, put together again: the very weights of the directory; and loaded."""
     directory = write_tiny("qwen2", tmp_path / "model", vocab_size=289)
     theirs = tmp_path / "theirs"
     run_ranks(of_a_llama, 2, str(theirs), str(directory), tp=2)
-    run = partial(nxd_infer_here, capsys, monkeypatch, "ckpt")
+    run = partial(here, "ckpt")
     assert "it cannot be seen: " in run("reshard", theirs, tmp_path / "ours", "--tp", 1).err
     done = run("export-hf", theirs, "--config", directory, "--out", tmp_path / "out")
     assert done.status == 0, done.err
     assert run("reshard", theirs, tmp_path / "ours", "--tp", 3, "--config", directory).status == 0
     whole = load_file(directory / "model.safetensors")
-    for found in (load_file(tmp_path / "out" / "model.safetensors"), merged(tmp_path / "ours", tmp_path / "one", run)):
+    assert run("consolidate", tmp_path / "ours", "--out", tmp_path / "one").status == 0
+    for found in (load_file(tmp_path / name / "model.safetensors") for name in ("out", "one")):
         assert found.keys() == whole.keys()
         assert all(torch.equal(found[name], value) for name, value in whole.items())
     model = registry.build(directory, dtype=torch.float32)
     load_checkpoint(theirs, model=model)  # into fused projections
     wanted = registry.load_model(directory, dtype=torch.float32).state_dict()
     assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
-
-
-def merged(root: Path, out: Path, run: Any) -> dict[str, Tensor]:
-    assert run("consolidate", root, "--out", out).status == 0
-    return load_file(out / "model.safetensors")

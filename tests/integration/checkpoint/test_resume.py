@@ -24,7 +24,7 @@ from nxd_infer.errors import CheckpointError, NxdError
 from nxd_infer.trainer.data import ResumableLoader
 from tests.support.checkpoint import stories
 from tests.support.checkpoint.stories import same_weights, stepped
-from tests.support.e2e.command import nxd_infer_here
+from tests.support.e2e.command import here
 from tests.support.ranks import run_ranks
 from tests.support.trainer.jobs import ZERO1, mine, training
 from tests.support.trainer.models import MLP, decoder, mlp, tokens
@@ -141,8 +141,6 @@ def test_over_two_ranks(tmp_path: Path, story: Callable[[str, bool], None]):
 
 
 class Counting(nn.Module):
-    """Holds more than tensors."""
-
     def __init__(self, seen: int = 0):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
@@ -166,7 +164,7 @@ def extra_of(root: str) -> list[Any]:
     return found
 
 
-def test_modules_with_an_extra_state(tmp_path: Path, capsys, monkeypatch):
+def test_modules_with_an_extra_state(tmp_path: Path):
     """It comes back to each rank; at other degrees where it is the same on all; and is never lost in silence."""
     assert run_ranks(extra_of, 2, str(tmp_path), tp=1) == [[0, 5], [1, 5]]
     model = nn.Sequential(Counting())
@@ -176,7 +174,7 @@ def test_modules_with_an_extra_state(tmp_path: Path, capsys, monkeypatch):
     assert model[0].seen == 0
     load_checkpoint(tmp_path / "same", "a", model)
     assert model[0].seen == 5
-    reshard = partial(nxd_infer_here, capsys, monkeypatch, "ckpt", "reshard")
+    reshard = partial(here, "ckpt", "reshard")
     assert reshard(tmp_path / "same", tmp_path / "one", "--tp", 1, "--dp", 1).status == 0
     model[0].seen = 0
     load_checkpoint(tmp_path / "one", "a", model)
@@ -186,8 +184,6 @@ def test_modules_with_an_extra_state(tmp_path: Path, capsys, monkeypatch):
     with pytest.raises(CheckpointError, match=r"holds no extra state of modules; .* pass strict=False"):
         load_checkpoint(tmp_path, "without", model)
 
-
-# --- killed -----------------------------------------------------------------------------------------------
 
 CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 

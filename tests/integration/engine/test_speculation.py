@@ -167,19 +167,6 @@ def test_an_answer_ends_in_the_middle_of_right_guesses(llms, length):
     compare(llms, REPETITIVE[2], GREEDY.replace(stop=[text[-2:]]))
 
 
-def test_a_stream_gives_the_tokens_one_by_one(llms):
-    events, expected = (list(llm.stream(REPETITIVE[1], GREEDY)) for llm in reversed(llms))
-    assert [getattr(e, "token", None) for e in events] == [getattr(e, "token", None) for e in expected]
-    assert "".join(e.text for e in events) == "".join(e.text for e in expected)
-
-
-def test_without_a_guess_the_plain_graph_runs(llms):
-    guessing = llms[1]
-    before = counted(guessing, "verify")
-    guessing.generate([[40], [50]], GREEDY.replace(max_tokens=2))
-    assert counted(guessing, "verify") == before
-
-
 def test_what_an_artifact_cannot_verify_is_refused_with_the_fix(llms):
     with pytest.raises(ModelConfigError, match=r"speculate = 3: .* was traced without .* again with --speculate 3"):
         Engine(ToyModel(), speculate=3)

@@ -34,7 +34,6 @@ def llm(artifact):
 
 
 def answers(llm, prompts, **params):
-    """The texts and the reasons for their end."""
     params = SamplingParams(**{"max_tokens": TOKENS, "temperature": 0, **params})
     return [(one.text, one.finish_reason) for output in llm.generate(prompts, params) for one in output.outputs]
 
@@ -101,13 +100,6 @@ def test_answers_are_the_same_in_any_company_and_however_steps_are_run(llm, arti
         assert (other.engine.stats().accepted_tokens > 0) == guesses
 
 
-def test_a_slot_that_a_bound_answer_leaves_binds_nobody(llm):
-    free = llm.generate("the", FREE)[0].outputs[0].token_ids
-    for _ in range(3):
-        answers(llm, ["a"] * 4, structured_outputs={"choice": ["yes", "no"]})
-        assert [output.outputs[0].token_ids for output in llm.generate(["the"] * 4, FREE)] == [free] * 4
-
-
 def test_how_an_answer_ends(llm):
     digits = {"regex": "[0-9]{4}"}
     assert [reason for _, reason in answers(llm, "if", structured_outputs=digits)] == ["stop"]
@@ -120,31 +112,6 @@ def test_how_an_answer_ends(llm):
         assert answers(llm, "if", structured_outputs={"choice": ["yes"]}, **more) == [("yes", "stop")]
     (late,) = answers(llm, "if", structured_outputs={"regex": "[ab]*"}, min_tokens=30, temperature=1, seed=1)
     assert re.fullmatch("[ab]*", late[0]) and len(late[0]) >= 30
-
-
-def test_logit_bias_chooses_among_what_is_allowed(llm):
-    (yes,) = llm.tokenizer.encode("y", add_special_tokens=False)
-    for bias, want in ((100, "y"), (-100, "n")):
-        asked = {"structured_outputs": {"choice": ["y", "n"]}, "logit_bias": {yes: bias}}
-        assert answers(llm, "if", **asked)[0][0] == want
-
-
-def test_what_is_refused_runs_nothing_and_what_is_too_complex_fails_alone(llm):
-    steps = sum(llm.engine.stats().bucket_steps.values())
-    with pytest.raises(RequestError, match="unclosed group"):
-        answers(llm, "if", structured_outputs={"regex": "(a"})
-    grammars, llm.engine._grammars = llm.engine._grammars, None
-    try:
-        with pytest.raises(RequestError, match="needs a tokenizer"):
-            answers(llm, "if", structured_outputs={"regex": "a"})
-    finally:
-        llm.engine._grammars = grammars
-    assert sum(llm.engine.stats().bucket_steps.values()) == steps
-    ambiguous = "start: s\ns: " + " | ".join(f"s s t{number}" for number in range(60)) + " | A\nA: /[a-z]{1,3}/\n"
-    ambiguous += "\n".join(f"t{number}: A?" for number in range(60))
-    with pytest.raises(RequestError, match="too complex"):
-        answers(llm, "if", structured_outputs={"grammar": ambiguous})
-    assert answers(llm, "if", structured_outputs={"choice": ["yes"]}) == [("yes", "stop")]
 
 
 def test_an_answer_whose_masks_take_too_long_is_ended_alone(llm, monkeypatch):

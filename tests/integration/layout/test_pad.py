@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.layout.attention import Shape
-from tests.support.layout.pad_models import compare, padded_with_layouts
+from tests.support.layout.pad_models import Shape, compare, padded_with_layouts
 from tests.support.ranks import run_ranks
 
 CASES = [

@@ -161,29 +161,18 @@ def test_what_tracing_and_training_lack(
     assert str(caught.value) == xla
 
 
-def test_where_it_can_neither_run_nor_trace_both_say_why(
-    machine: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.mark.parametrize("runs", [False, True])
+def test_without_neuronx_cc_it_cannot_trace(
+    machine: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, runs: bool
 ) -> None:
     """A machine that compiles for others needs no device and no runtime: it is told what it lacks for that."""
-    machine("m7i.large", 0, package="")
+    machine() if runs else machine("m7i.large", 0, package="")
     monkeypatch.setattr(installed, "probe", lambda: Availability(True))
     monkeypatch.setenv("PATH", str(tmp_path))
-    said = [line for line in nxd_infer_here(capsys, monkeypatch, "doctor").out.splitlines() if "neuron: " in line]
-    assert [line.partition(": install")[0] for line in said] == [
-        "neuron: cannot run: torch_neuronx is not installed",
-        "neuron: cannot trace: the compiler neuronx-cc was not found",
-    ]
-    assert "torch_neuronx" not in backend.BACKEND.probe().versions
-
-
-def test_without_neuronx_cc_it_runs_and_cannot_trace(
-    machine: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    machine()
-    monkeypatch.setattr(installed, "probe", lambda: Availability(True))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    said = nxd_infer_here(capsys, monkeypatch, "doctor").out
-    (line,) = [line for line in said.splitlines() if line.startswith("neuron: cannot trace: ")]
-    assert "neuronx-cc was not found: install that of the Neuron SDK" in line
+    said = nxd_infer_here(capsys, monkeypatch, "doctor").out.splitlines()
+    lacks = ["run: torch_neuronx is not installed"] * (not runs) + ["trace: the compiler neuronx-cc was not found"]
+    told = [line.partition(": install that of the Neuron SDK")[0] for line in said if line.startswith("neuron: cannot")]
+    assert told == [f"neuron: cannot {what}" for what in lacks]
+    assert ("torch_neuronx" in backend.BACKEND.probe().versions) == runs
     monkeypatch.setenv("PATH", os.pathsep.join([str(FAKE / "bin"), "/usr/bin", "/bin"]))
     assert backend.BACKEND.probe_compiler().versions[compiler.PROGRAM] == "2.26.6360.0+fake"

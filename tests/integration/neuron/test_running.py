@@ -79,17 +79,12 @@ def kept(work: Path) -> dict[str, set[str]]:
 
 
 @stand_in
-def test_a_machine_without_a_device_compiles_and_keeps_the_files(saved: Path) -> None:
+def test_a_machine_without_a_device_compiles_and_keeps_the_files_also_from_the_cache(
+    tmp_path: Path, saved: Path
+) -> None:
     target = load_artifact(saved, runs_here=False).manifest.target
     assert target == {"platform": "inf2", "compiler": "2.26.6360.0+fake", "revision": neuron.REVISION}
     assert [*kept(saved.parent / "work").values()] == [FILES]
-    (line,) = (saved.parent / "work").glob("bucket_0-*/neuronx-cc.txt")
-    assert line.read_text().startswith("neuronx-cc compile neuron.hlo --framework XLA --target inf2 --auto-cast=none ")
-    assert line.read_text().endswith(" --model-type=transformer -O1 --output graph.neff\n")
-
-
-@stand_in
-def test_a_graph_from_the_cache_leaves_its_files_too(tmp_path: Path, saved: Path) -> None:
     with neuron_machine(tmp_path / "machine", "m7i.large", 0):
         again = nxd.trace.parallel_model_trace(
             models.net,
@@ -144,53 +139,24 @@ def test_the_command_line_compiles_for_another_machine(tmp_path: Path) -> None:
 # --- where it cannot run ------------------------------------------------------------------------------
 
 
+NO_DEVICE = r"cannot run here: there is no Neuron device \(/dev/neuron0"
+OF_TESTS = r"2.26.6360.0\+fake, a stand-in of tests, and runs on no"
+OF_INF2 = r"for inf2 and this trn1.2xlarge is trn1: trace it again"
+
+
 @stand_in
 @pytest.mark.parametrize(
-    ("instance", "devices", "version", "error", "text"),
+    ("described", "version", "error", "text"),
     [
-        (
-            "m7i.large",
-            0,
-            "2.9.0.2.15+fake",
-            ArtifactBackendError,
-            r"cannot run here: there is no Neuron device \(/dev/neuron0",
-        ),
-        ("inf2.xlarge", 1, "", ArtifactBackendError, r"torch_neuronx is not installed: install that of the Neuron SDK"),
-        (
-            "inf2.xlarge",
-            1,
-            "2.7.0.2.9",
-            ArtifactBackendError,
-            r"torch_neuronx 2.7.0.2.9 is not for torch 2.9, the last",
-        ),
-        ("inf2.xlarge", 1, "2.10.0", ArtifactBackendError, r"torch_neuronx 2.10.0 is not for torch 2.9, the last one"),
-        (
-            "inf2.xlarge",
-            1,
-            "2.9.0.2.15",
-            ArtifactVersionError,
-            r"2.26.6360.0\+fake, a stand-in of tests, and runs on no",
-        ),
-        (
-            "trn1.2xlarge",
-            1,
-            "2.9.0.2.15+fake",
-            ArtifactVersionError,
-            r"for inf2 and this trn1.2xlarge is trn1: trace it again",
-        ),
+        (("m7i.large", 0), "2.9.0.2.15+fake", ArtifactBackendError, NO_DEVICE),
+        (("inf2.xlarge", 1), "2.9.0.2.15", ArtifactVersionError, OF_TESTS),
+        (("trn1.2xlarge", 1), "2.9.0.2.15+fake", ArtifactVersionError, OF_INF2),
     ],
 )
 def test_where_it_cannot_run_one_sentence_says_why(
-    saved: Path,
-    machine: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    instance: str,
-    devices: int,
-    version: str,
-    error: type[Exception],
-    text: str,
+    saved: Path, machine: Any, monkeypatch: pytest.MonkeyPatch, described: Any, version: str, error: Any, text: str
 ) -> None:
-    machine(instance, devices)
+    machine(*described)
     monkeypatch.setattr(sdk, "installed", lambda: version)
     with pytest.raises(error, match=text):
         load_artifact(saved)

@@ -1,16 +1,5 @@
 """The call forms of the five documents this package implements, each run as printed, as ``neuronx_distributed``.
 
-Every documented signature is in ``tests/unit/seeds/test_signatures.py``; the printed calls run in the modules beside
-this one, at degree 1 without a process group and on two ranks. The documents, and where their calls are:
-
-* the training API: :mod:`test_training`, :mod:`test_lora`, :mod:`test_layers` (checkpoints, norms, the QKV module)
-* the guide of the model and optimizer wrapper: :mod:`test_training`, :mod:`test_pipeline`
-* the API reference: this module (parallel state), :mod:`test_layers`, :mod:`test_padding`, :mod:`test_training`,
-  :mod:`test_tracing`
-* Lightning, in the training API and in the API reference: :mod:`test_lightning`
-* Optimum Neuron Distributed: the tests of ``nxd_infer.distributed``. The overview of NxD
-  Training prints no call; its YAML files are the recipes.
-
 Corrected, since it is no valid Python or names what is not there:
 
 * Degrees of 8 and 32 are the test's; ``...`` is left out or filled in; ``(training loop):`` is a loop.
@@ -54,42 +43,24 @@ def state_calls(tp: int) -> list[object]:
     """Every helper of the chapter "Parallel Model State"; it has groups where ``torch.distributed`` is initialised."""
     nxd.parallel_state.destroy_model_parallel()
     nxd.parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=1)
-    sizes = [
-        nxd.parallel_state.get_data_parallel_size(),
-        nxd.parallel_state.get_tensor_model_parallel_size(),
-        nxd.parallel_state.get_pipeline_model_parallel_size(),
-    ]
-    ranks = [
-        nxd.parallel_state.get_data_parallel_rank(),
-        nxd.parallel_state.get_tensor_model_parallel_rank(),
-        nxd.parallel_state.get_pipeline_model_parallel_rank(),
-    ]
-    lists = [
-        nxd.parallel_state.get_data_parallel_group(as_list=True),
-        nxd.parallel_state.get_tensor_model_parallel_group(as_list=True),
-        nxd.parallel_state.get_pipeline_model_parallel_group(as_list=True),
-    ]
-    if torch.distributed.is_initialized():
-        for number, group in enumerate(
-            (
-                nxd.parallel_state.get_data_parallel_group(as_list=False),
-                nxd.parallel_state.get_tensor_model_parallel_group(),
-                nxd.parallel_state.get_pipeline_model_parallel_group(),
-            )
-        ):
-            assert torch.distributed.get_world_size(group) == sizes[number]
+    found = []
+    for axis in ("data", "tensor_model", "pipeline_model"):
+        group = getattr(nxd.parallel_state, f"get_{axis}_parallel_group")
+        size = getattr(nxd.parallel_state, f"get_{axis}_parallel_size")()
+        if torch.distributed.is_initialized():
+            assert torch.distributed.get_world_size(group(as_list=False)) == size
+        found.append([size, getattr(nxd.parallel_state, f"get_{axis}_parallel_rank")(), group(as_list=True)])
     layer = nxd.parallel_layers.ColumnParallelLinear(2, 4)
     nxd.parallel_state.move_model_to_device(layer, "cpu")
     assert layer.weight.tensor_model_parallel
     assert parallel_state.get_tensor_model_parallel_size is nxd.parallel_state.get_tensor_model_parallel_size
-    return [sizes, ranks, lists]
+    return found
 
 
 def test_parallel_state():
-    one = [[0]]
-    assert alone(state_calls, 1) == [[1, 1, 1], [0, 0, 0], [one, one, one]]
-    both, each = [[0, 1]], [[0], [1]]
+    one, both, each = [[0]], [[0, 1]], [[0], [1]]
+    assert alone(state_calls, 1) == [[1, 0, one]] * 3
     for rank, found in enumerate(run_ranks(state_calls, 2, 2)):
-        assert found == [[1, 2, 1], [0, rank, 0], [each, both, each]]
+        assert found == [[1, 0, each], [2, rank, both], [1, 0, each]]
     for rank, found in enumerate(run_ranks(state_calls, 2, 1)):
-        assert found == [[2, 1, 1], [rank, 0, 0], [both, each, each]]
+        assert found == [[2, rank, both], [1, 0, each], [1, 0, each]]

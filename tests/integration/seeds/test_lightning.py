@@ -64,21 +64,10 @@ def documented_job(folder: str, tp: int, by_degree: bool = False) -> list[float]
             losses.append(float(self.loss))
 
     torch.manual_seed(0)
-    model = Module(
-        get_model,
-        nxd_config,
-        torch.optim.AdamW,
-        torch.optim.lr_scheduler.StepLR,
-        (),
-        {"config": Config()},
-        (1e-2,),
-        {"weight_decay": 0.1},
-        (1,),
-        {"gamma": 0.5},
-        1,
-        False,
-        True,
-    )
+    of_model, of_optimizer = ((), {"config": Config()}), ((1e-2,), {"weight_decay": 0.1})
+    of_scheduler, others = ((1,), {"gamma": 0.5}), (1, False, True)
+    classes = (torch.optim.AdamW, torch.optim.lr_scheduler.StepLR)
+    model = Module(get_model, nxd_config, *classes, *of_model, *of_optimizer, *of_scheduler, *others)
     strategy = NeuronXLAStrategy(None, tp, 1, True) if by_degree else NeuronXLAStrategy(nxd_config=nxd_config)
     trainer = Trainer(
         strategy=strategy,

@@ -1,4 +1,4 @@
-"""Fine-tuning with LoRA, as the training API calls it: the configuration, the wrapper, saving and loading."""
+"""Fine-tuning with LoRA, as the training API calls it: the wrapper, saving and loading."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.optim import AdamW
 
 from nxd_infer import compat
 
@@ -17,37 +16,8 @@ import neuronx_distributed
 import neuronx_distributed as nxd
 from neuronx_distributed.modules.lora import LoraConfig, LoRAModel
 
-from tests.support.seeds.degrees import alone, at_degree
-from tests.support.seeds.lora import printed_config
+from tests.support.seeds.degrees import at_degree
 from tests.support.seeds.model import get_model, tokens
-
-
-def train(tp: int) -> list[float]:
-    """The model of the tests has one module for q, k and v; its name is the word to find. Losses of four steps."""
-    lora_config = printed_config(target_modules=["qkv_proj"], lora_dropout=0.0)
-    nxd_config = neuronx_distributed.neuronx_distributed_config(tensor_parallel_size=tp, lora_config=lora_config)
-    torch.manual_seed(0)
-    model = neuronx_distributed.initialize_parallel_model(nxd_config, get_model)
-    assert isinstance(model.local_module(), LoRAModel)
-    trained = [name for name, param in model.named_parameters() if param.requires_grad]
-    assert trained and all("qkv_proj" in name and "lora" in name for name in trained)
-    optimizer = nxd.initialize_parallel_optimizer(nxd_config, AdamW, model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(4):
-        losses.append(float(model.run_train(tokens())))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def test_a_model_is_adapted_and_trains_as_in_one_process():
-    expected = alone(train, 1)
-    assert expected[-1] < expected[0]
-    for losses in at_degree(2, train, 2):
-        assert losses == pytest.approx(expected, rel=1e-4)
-
-
-# --- saving and loading -------------------------------------------------------------------------------------
 
 MODES = [
     {"save_lora_base": False, "merge_lora": False},
@@ -73,6 +43,9 @@ def save_and_load(checkpoint_dir: str, tp: int, config_in_adapter: bool) -> None
         for param in model.parameters():
             if param.requires_grad:
                 torch.nn.init.constant_(param, 0.1)
+        assert isinstance(model.local_module(), LoRAModel)
+        trained = [name for name, param in model.named_parameters() if param.requires_grad]
+        assert trained and all("qkv_proj" in name and "lora" in name for name in trained)
         expected = float(model.run_eval(tokens()))
         tag = f"mode{number}"
         neuronx_distributed.trainer.save_checkpoint(checkpoint_dir, tag, model)

@@ -64,24 +64,16 @@ def pad_calls() -> list[torch.Tensor]:
     torch.manual_seed(1)
     x, outputs = torch.randn(2, 5, 12), []
 
-    model = get_model(config=desired_config)
-    model = pad_model(model, tp_degree=degree, n_heads=desired_config.num_heads)
-    outputs.append(model(x))
-
-    model = get_model(config=desired_config)
-    model = pad_model(model, tp_degree=degree, n_heads=desired_config.num_heads, wrapped_classes=[MyAttention])
-    outputs.append(model(x))
-
     def my_hook(attention_to_pad, tgt_src_ratio):
         attention_to_pad.split_size = int(attention_to_pad.split_size * tgt_src_ratio)
 
-    model = get_model(config=desired_config)
-    model = pad_model(
-        model, tp_degree=degree, n_heads=desired_config.num_heads, wrapped_classes=[MyAttention], pad_hook_fn=my_hook
-    )
+    wrapped = {"wrapped_classes": [MyAttention]}
+    for options in ({}, wrapped, {**wrapped, "pad_hook_fn": my_hook}):
+        model = get_model(config=desired_config)
+        model = pad_model(model, tp_degree=degree, n_heads=desired_config.num_heads, **options)
+        outputs.append(model(x).detach())
     assert model.attention.split_size == 12 * (3 + get_number_of_extra_heads(3, degree)) // 3
-    outputs.append(model(x))
-    return [y.detach() for y in outputs]
+    return outputs
 
 
 def test_pad_model():

@@ -61,24 +61,15 @@ def close(found: Any, x: Tensor) -> bool:
     return torch.allclose(found, expected(x), atol=1e-5)
 
 
-DOCUMENTED = [
-    "func",
-    "example_inputs",
-    "compiler_workdir",
-    "compiler_args",
-    "inline_weights_to_neff",
-    "bucket_config",
-    "tp_degree",
-    "max_parallel_compilations",
-]
-
-
 def test_every_argument_by_place_and_by_name(tmp_path: Path):
     """Words for the Neuron compiler are ignored and named; what is saved is what is loaded."""
     work, words = tmp_path / "some" / "work", ["--model-type=transformer", "-O1"]
     by_place = (get_logits, ids(), work, words, True, None, 1, None)
-    by_name = (get_logits, ids(), str(work), " ".join(words), True, None, 2, 1)
-    for place, arguments, named in (("place", by_place, {}), ("name", (), dict(zip(DOCUMENTED, by_name, strict=True)))):
+    by_name = {
+        "func": get_logits, "example_inputs": ids(), "compiler_workdir": str(work), "compiler_args": " ".join(words),
+        "inline_weights_to_neff": True, "bucket_config": None, "tp_degree": 2, "max_parallel_compilations": 1,
+    }  # fmt: skip
+    for place, arguments, named in (("place", by_place, {}), ("name", (), by_name)):
         with parallel_model_trace(*arguments, **named, backend="eager") as model:
             assert isinstance(model, nxd.trace.TensorParallelModel)
             assert close(model(ids()), ids())

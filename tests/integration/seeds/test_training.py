@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,7 +148,6 @@ def test_configurations():
 
 
 def wrapper_guide(tp: int, selective: bool, zero1: bool) -> list[float]:
-    args = SimpleNamespace(lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
     nxd_config = guide_config(tp, 1, [], 1, zero1, selective)
     config, inputs = Config(), (tokens(), torch.ones(2, 8), tokens())
     torch.manual_seed(0)
@@ -162,26 +160,18 @@ def wrapper_guide(tp: int, selective: bool, zero1: bool) -> list[float]:
     losses.append(loss[0].item())
     assert isinstance(model, NxDModel) and isinstance(model.local_module(), LlamaForCausalLM)
     assert (model.dtype, model.config, model.name_or_path) == (torch.float32, config, "tiny")
-    for name in ("named_parameters", "named_buffers", "named_modules", "named_children"):
-        assert dict(getattr(model, name)()) == dict(getattr(model.local_module(), name)())
+    inner = model.local_module()
     for name in ("parameters", "buffers", "modules", "children"):
-        theirs = getattr(model.local_module(), name)()
-        assert [id(one) for one in getattr(model, name)()] == [id(one) for one in theirs]
+        assert dict(getattr(model, f"named_{name}")()) == dict(getattr(inner, f"named_{name}")())
+        assert [id(one) for one in getattr(model, name)()] == [id(one) for one in getattr(inner, name)()]
 
     param_groups = [{"params": list(model.parameters())}]
-    optimizer = nxd.initialize_parallel_optimizer(
-        nxd_config,
-        torch.optim.AdamW,
-        param_groups,
-        lr=args.lr,
-        betas=(args.beta1, args.beta2),
-        weight_decay=args.weight_decay,
-    )
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    optimizer = nxd.initialize_parallel_optimizer(nxd_config, torch.optim.AdamW, param_groups, **settings)
     assert isinstance(optimizer, torch.optim.Optimizer) and optimizer.grad_norm is None
     optimizer.step()
     losses.append(float(optimizer.grad_norm))
-    group = optimizer.param_groups[0]
-    assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-2, (0.9, 0.95), 0.1)
+    assert settings.items() <= optimizer.param_groups[0].items()
     nxd_config["optimizer_config"]["grad_clipping"] = False
     optimizer = nxd.initialize_parallel_optimizer(nxd_config, torch.optim.AdamW, model.parameters())
     optimizer.step()
@@ -202,20 +192,18 @@ def test_the_wrapper_guide():
 
 
 def zero_sample(folder: str, tp: int) -> list[float]:
-    flags, no_decay = SimpleNamespace(lr=1e-2), ["norm"]
+    no_decay = ["norm"]
     torch.manual_seed(0)
     model = nxd.initialize_parallel_model(nxd.neuronx_distributed_config(tp), get_model)
     param_optimizer = list(model.named_parameters())
-
     optimizer_grouped_parameters = [
         {"params": [p for n, p in param_optimizer if not any(nd in n for nd in no_decay)], "weight_decay": 0.01},
         {"params": [p for n, p in param_optimizer if any(nd in n for nd in no_decay)], "weight_decay": 0.0},
     ]
-
     optimizer = NeuronZero1Optimizer(
         optimizer_grouped_parameters,
         AdamW,
-        lr=flags.lr,
+        lr=1e-2,
         pin_layout=False,
         sharding_groups=parallel_state.get_data_parallel_group(as_list=True),
         grad_norm_groups=parallel_state.get_tensor_model_parallel_group(as_list=True),
@@ -232,7 +220,7 @@ def zero_sample(folder: str, tp: int) -> list[float]:
             optimizer.param_groups[0]["lr"] = 0.0
             optimizer.load_sharded_state_dict(folder)
             optimizer.load_sharded_state_dict(folder, num_workers_per_step=8)
-            assert optimizer.param_groups[0]["lr"] == flags.lr
+            assert optimizer.param_groups[0]["lr"] == 1e-2
     losses.append(float(model.run_train(tokens())))
     return losses
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nxd_infer.backends import registry
-from nxd_infer.trace import assemble
 from nxd_infer.util.python_command import child_environment
 
 SECONDS = 800
@@ -25,20 +21,6 @@ def require() -> None:
     found = registry.get("xla").probe()
     if not found:
         pytest.skip(found.reason, allow_module_level=True)
-
-
-@contextlib.contextmanager
-def lower_here() -> Iterator[None]:
-    """Traces inside the block lower their graphs in this process: each would start two, which import torch_xla."""
-
-    def compile_graphs(backend: str, graph_dirs: Sequence[Path], options: Mapping[str, Any], **more: Any) -> None:
-        for graph_dir in graph_dirs:
-            registry.get(backend).compile(graph_dir, options)
-            more["report"](graph_dir, 0.0)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "compile_graphs", compile_graphs)
-        yield
 
 
 def in_a_process(module: str, *arguments: str, status: int = 0) -> Any:

@@ -14,10 +14,16 @@ from nxd_infer.backends.xla.training import Replica, train_on_replicas
 from nxd_infer.errors import BackendUnavailableError, CollectiveError
 
 
+def replicas_and_api(count: int) -> tuple[Any, Any]:
+    replicas = replicas_of(count)
+    from nxd_infer.backends.hlo import xla_api  # which needs torch_xla started
+
+    return replicas, xla_api
+
+
 def collectives() -> Any:
     """Each of them, on four replicas."""
-    replicas = replicas_of(4)
-    from nxd_infer.backends.hlo import xla_api as xla
+    replicas, xla = replicas_and_api(4)
 
     def work(rank: int) -> list[Any]:
         x = (torch.arange(8.0).reshape(2, 4) + rank).to(replicas.devices[rank])
@@ -37,8 +43,7 @@ def collectives() -> Any:
 
 def infinity() -> Any:
     """An infinity is gathered before other values are."""
-    replicas = replicas_of(2)
-    from nxd_infer.backends.hlo import xla_api as xla
+    replicas, xla = replicas_and_api(2)
 
     def work(rank: int) -> Any:
         device = replicas.devices[rank]
@@ -52,9 +57,7 @@ def infinity() -> Any:
 
 def many() -> Any:
     """Collectives that do not wait for each other, on more replicas than there are processors."""
-    replicas = replicas_of(4)
-    from nxd_infer.backends.hlo import xla_api as xla
-
+    replicas, xla = replicas_and_api(4)
     given = [[torch.ones(64, 64).to(device) for _ in range(20)] for device in replicas.devices]
 
     def work(rank: int) -> float:
@@ -70,9 +73,7 @@ def many() -> Any:
 
 def in_place() -> Any:
     """Tensors that each step writes where they are."""
-    replicas = replicas_of(2)
-    from nxd_infer.backends.hlo import xla_api as xla
-
+    replicas, xla = replicas_and_api(2)
     states = [torch.zeros(64, 64).to(device) for device in replicas.devices]
 
     def work(rank: int) -> None:
@@ -86,16 +87,12 @@ def in_place() -> Any:
 
 def stuck() -> Any:
     """One replica does not come to a collective."""
-    replicas = replicas_of(2)
-    from nxd_infer.backends.hlo import xla_api as xla
+    replicas, xla = replicas_and_api(2)
 
     def work(rank: int) -> None:
-        if rank == 0:
-            kept = xla.all_reduce(torch.ones(2).to(replicas.devices[rank]), "tp", "sum", 2)
-            assert kept is not None
-            replicas.step()
-        else:
-            replicas.step()
+        kept = None if rank else xla.all_reduce(torch.ones(2).to(replicas.devices[rank]), "tp", "sum", 2)
+        replicas.step()
+        assert (kept is None) == bool(rank)
 
     return replicas.run(work)
 

@@ -16,6 +16,7 @@ require()
 from nxd_infer.backends.hlo.collectives import check_collectives  # noqa: E402
 from nxd_infer.errors import TraceError  # noqa: E402
 from tests.integration.xla.cases import CASES, Case, write_case  # noqa: E402
+from tests.support.neuron.hlo_samples import made, plain, samples, stored  # noqa: E402
 from tests.support.tiny_models import DECODERS  # noqa: E402
 
 
@@ -33,27 +34,17 @@ def ran(written: tuple[Path, dict[str, Case]]) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_ranks_have_one_program(written: tuple[Path, dict[str, Case]], name: str) -> None:
+def test_all_ranks_have_one_program_that_breaks_no_limit(written: tuple[Path, dict[str, Case]], name: str) -> None:
+    """Its collectives are those that are listed, and its states take their own memory."""
     case = written[1][name]
     assert len(set(case.hlo)) == 1
     kinds = {parameter.name.partition("_")[0].partition(":")[0] for parameter in case.table.parameters}
     assert kinds <= {"given", "made", "rank", "token"}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_its_collectives_are_those_that_are_listed(written: tuple[Path, dict[str, Case]], name: str) -> None:
-    case = written[1][name]
     assert sorted(case.table.collectives) == sorted(case.listed)
     with pytest.raises(TraceError, match=r"lacks 1 x all_"):
         check_collectives(case.table.collectives[:-1], case.listed)
     with pytest.raises(TraceError, match=r"has 1 x all_"):
         check_collectives(case.table.collectives, case.listed[:-1])
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_it_breaks_no_limit_of_neurons(written: tuple[Path, dict[str, Case]], name: str) -> None:
-    """And its states take their own memory."""
-    case = written[1][name]
     assert case.findings == []
     assert len(case.aliases) == (2 if CASES[name][0] in DECODERS else 0), "the keys and values of one layer"
 
@@ -68,3 +59,9 @@ def test_from_its_hlo_alone_it_computes_what_eager_does(ran: dict[str, Any], nam
 def test_each_program_is_compiled_once(ran: dict[str, Any]) -> None:
     """No value of any rank or step is in a program: it would be compiled again for another one."""
     assert ran["compiled"] == len(ran["cases"])
+
+
+@pytest.mark.parametrize("name", samples())
+def test_a_stored_module_is_the_one_that_torch_xla_makes(name: str) -> None:
+    """Those of tests/support/neuron/hlo, which tests of the lint read."""
+    assert plain(made(name)) == plain(stored(name))

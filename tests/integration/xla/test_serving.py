@@ -1,4 +1,4 @@
-"""A model on XLA's replicas behind the real server: it says what the eager backend says of the same artifact."""
+"""Models on XLA's replicas behind the real server, which say what the eager backend or plain PyTorch does."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.integration.xla.rig import require
 
@@ -16,10 +18,13 @@ require()
 
 from nxd_infer.runtime.load import load_artifact  # noqa: E402
 from nxd_infer.trace.recompile import parallel_model_recompile  # noqa: E402
+from nxd_models.hf import weights as hf  # noqa: E402
+from nxd_models.serving import tasks  # noqa: E402
 from tests.support.adapter_files import merge, write_adapter  # noqa: E402
 from tests.support.e2e.command import nxd_infer  # noqa: E402
 from tests.support.http.http_artifacts import PROMPTS, real_server, trace_tiny  # noqa: E402
 from tests.support.http.http_servers import ServerProcess, is_error, wait_for  # noqa: E402
+from tests.support.models.helpers import prompts_of  # noqa: E402
 
 ADMIN = {"authorization": "Bearer admin"}
 COMPLETIONS = "/v1/completions"
@@ -133,3 +138,32 @@ def test_a_killed_process_is_answered_by_503_and_recovery(server: ServerProcess)
     assert [ask(server, **request) for request in requests()] == before
     (after,) = {rank["pid"] for rank in server.get("/health").json()["ranks"]}
     assert after != pid
+
+
+@pytest.mark.parametrize(
+    ("family", "degree", "task", "output"),
+    [("bert_classifier", 2, "classify", "logits"), ("roberta", 4, "embed", "embedding")],
+)
+def test_an_encoder_gives_eagers_numbers(family: str, degree: int, task: str, output: str, tmp_path: Path) -> None:
+    shapes: dict[str, Any] = {"batch_sizes": [4], "prompt_buckets": [8]}
+    artifact = trace_tiny(family, task, tmp_path, tp=degree, backend="xla", **shapes)
+    rows = [torch.tensor([ids]) for ids in prompts_of((6, 3, 8), 280, seed=3)]
+    given = [
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
+        for ids in rows
+    ]
+    plan = tasks.plan(tmp_path / "model", task, dtype=torch.float32, **shapes)
+    module = hf.load(plan.func(**plan.func_kwargs), plan.checkpoint_loader_callable())  # at degree 1
+    with torch.no_grad():
+        wanted = torch.cat([module(*inputs.values())[output] for inputs in given])
+
+    def numbers(inputs: dict[str, Tensor]) -> Tensor:
+        body = {"inputs": {name: value.tolist() for name, value in inputs.items()}}
+        answer = server.post("/v1/predict", body)
+        assert answer.status_code == 200, answer.text
+        return torch.tensor(answer.json()["outputs"][output]["data"])
+
+    with real_server(artifact) as server, ThreadPoolExecutor(len(given)) as threads:
+        assert len(server.get("/health").json()["ranks"]) == degree
+        for found in (map(numbers, given), threads.map(numbers, given)):
+            torch.testing.assert_close(torch.cat(list(found)), wanted, atol=1e-5, rtol=1e-5)

@@ -14,7 +14,7 @@ from tests.integration.xla.rig import in_a_process, require
 
 require()
 
-from nxd_infer import comm  # noqa: E402
+from nxd_infer import comm, trace  # noqa: E402
 from nxd_infer.backends import neuron  # noqa: E402
 from nxd_infer.backends.compile.pool import compile_graphs  # noqa: E402
 from nxd_infer.backends.hlo.files import BODY_FILE, HLO_FILE, PARTS_FILE, PartsFile, read  # noqa: E402
@@ -23,7 +23,9 @@ from nxd_infer.backends.hlo.parts import lower_graphs  # noqa: E402
 from nxd_infer.context import current_context, make_context, use_context  # noqa: E402
 from nxd_infer.errors import TraceError  # noqa: E402
 from nxd_infer.graph.stored import read_ir, write_graph  # noqa: E402
+from nxd_infer.trace.recompile import parallel_model_recompile  # noqa: E402
 from tests.integration.xla.cases import lower, write_ranks  # noqa: E402
+from tests.support import traced_models as models  # noqa: E402
 from tests.support.backends.canonical import Rank, ranks_of  # noqa: E402
 
 
@@ -48,11 +50,22 @@ class Calls(nn.Module):
         return self.function(x)
 
 
+def calls(function: Callable[..., Tensor], x: Tensor) -> Rank:
+    return ranks(lambda: Calls(function), 1, (x,))[0]
+
+
+def written(rank: Rank, directory: Path) -> Path:
+    (lowered,) = lower_graphs([rank.graph])
+    return write_graph(rank.graph.ir(), lowered, directory)
+
+
 # --- replicas -----------------------------------------------------------------------------------------
 
 
-def test_collectives_are_done_and_not_left_out() -> None:
-    """Replicas that nobody has announced have a world of one, in which an all_reduce does nothing."""
+def test_collectives_are_done_and_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas that nobody has announced have a world of one, in which an all_reduce does nothing; and the program
+    of each holds one of the threads of torch_xla's pool, which has one for each processor."""
+    monkeypatch.setenv("XLA_THREAD_POOL_SIZE", "1")
     given = [torch.arange(8.0).reshape(2, 4) + rank for rank in range(4)]
     total = torch.stack(given).sum(0)
     for rank, found in enumerate(in_a_process("run_trap", "collectives")):
@@ -60,41 +73,31 @@ def test_collectives_are_done_and_not_left_out() -> None:
         assert found == [tensor.tolist() for tensor in wanted]
 
 
-def test_an_infinity_spoils_no_later_collective() -> None:
-    """torch_xla multiplies a gathered value into the token, which it adds to what is exchanged next."""
-    assert in_a_process("run_trap", "infinity") == [[2.0, 2.0]] * 2
+TOTAL = [16.0 * 6.0, [0.0, 16.0, 32.0, 48.0], True]
+TRAPS: dict[str, object] = {
+    # torch_xla multiplies a gathered value into the token, which it adds to what is exchanged next.
+    "infinity": [[2.0, 2.0]] * 2,
+    "many": [[1.0] * 4] * 5,
+    # With aliasing, which is the default, the first step that takes a tensor's memory waits for ever.
+    "in_place": [40.0, 40.0],
+    "raises": ["ValueError", "ValueError"],
+    # Reading compiles on the spot; a view is cut out in the program that reads it, at another place on each rank.
+    "reads": [[6.0, *TOTAL], [10.0, *TOTAL]],
+    # The threads of torch_xla's own pool are joined when the interpreter ends.
+    "ends": [[1.0]],
+}
 
 
-def test_collectives_that_depend_on_nothing_are_done_in_one_order() -> None:
-    assert in_a_process("run_trap", "many") == [[1.0] * 4] * 5
-
-
-def test_a_tensor_that_is_written_in_place_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With aliasing, which is the default, the first step that takes a tensor's memory waits for ever."""
+@pytest.mark.parametrize("name", TRAPS)
+def test_what_replicas_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_ENABLE_PARAM_ALIASING", "1")
-    assert in_a_process("run_trap", "in_place") == [40.0, 40.0]
-
-
-def test_more_replicas_than_threads_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch_xla's pool has a thread for each processor, and each replica's program holds one."""
-    monkeypatch.setenv("XLA_THREAD_POOL_SIZE", "1")
-    assert len(in_a_process("run_trap", "collectives")) == 4
+    assert in_a_process("run_trap", name) == TRAPS[name]
 
 
 def test_replicas_that_wait_in_vain_end_their_process() -> None:
     """So they have one of their own, whose end and last words the supervisor tells."""
     said = in_a_process("run_trap", "stuck", status=-signal.SIGABRT)
     assert "Termination timeout" in said
-
-
-def test_what_one_replica_raises_is_raised_and_ends_the_use_of_all() -> None:
-    assert in_a_process("run_trap", "raises") == ["ValueError", "ValueError"]
-
-
-def test_a_value_may_be_read_between_collectives() -> None:
-    """That compiles on the spot; and a view is cut out in the program that reads it, at another place on each rank."""
-    total = [6.0 + 10.0, 16.0 * 6.0, [0.0, 16.0, 32.0, 48.0], True]
-    assert in_a_process("run_trap", "reads") == [[6.0, *total[1:]], [10.0, *total[1:]]]
 
 
 def test_replicas_that_train_apart_are_told() -> None:
@@ -114,11 +117,6 @@ def test_devices_are_counted_once() -> None:
     assert "with 1 devices, and the artifact needs 2" in said
 
 
-def test_a_program_that_closes_nothing_ends() -> None:
-    """The threads of torch_xla's own pool are joined when the interpreter ends."""
-    assert in_a_process("run_trap", "ends") == [[1.0]]
-
-
 # --- programs -----------------------------------------------------------------------------------------
 
 
@@ -136,20 +134,18 @@ class Scalars(nn.Module):
         return comm.all_reduce(x * self.factor + self.count, current_context())
 
 
-def test_tensors_without_dimensions_are_data(tmp_path: Path) -> None:
-    case = write_ranks(ranks(Scalars, 2, (torch.ones(3), torch.tensor(1.0))), tmp_path / "scalars")
-    assert len(set(case.hlo)) == 1
-    done = in_a_process("run_cases", str(tmp_path))
-    assert done["cases"]["scalars"] == {"outputs": 0.0, "states": 0.0}
-    assert done["compiled"] == 1
-
-
-def test_a_vocabulary_that_does_not_divide_is_one_program(tmp_path: Path) -> None:
-    """Only the last rank holds padding."""
-    case = write_ranks(ranks_of("llama", 2, tmp_path, vocabulary=289), tmp_path / "cases" / "odd")
-    assert len(set(case.hlo)) == 1
+def test_one_program_runs_on_all_ranks(tmp_path: Path) -> None:
+    """Tensors without dimensions are data; and where a vocabulary does not divide, only the last rank holds padding."""
+    built = {
+        "scalars": ranks(Scalars, 2, (torch.ones(3), torch.tensor(1.0))),
+        "odd": ranks_of("llama", 2, tmp_path, vocabulary=289),
+    }
+    for name, each in built.items():
+        assert len(set(write_ranks(each, tmp_path / "cases" / name).hlo)) == 1
     done = in_a_process("run_cases", str(tmp_path / "cases"))
+    assert done["cases"]["scalars"] == {"outputs": 0.0, "states": 0.0}
     assert max(done["cases"]["odd"].values()) <= 1e-5
+    assert done["compiled"] == 2
 
 
 @pytest.mark.parametrize(
@@ -161,35 +157,28 @@ def test_a_vocabulary_that_does_not_divide_is_one_program(tmp_path: Path) -> Non
     ids=["a shift that widens", "an infinity for another"],
 )
 def test_what_xla_does_otherwise_is_refused(function: Callable[..., Tensor], words: str, tmp_path: Path) -> None:
-    (rank,) = ranks(lambda: Calls(function), 1, (torch.ones(4),))
     with pytest.raises(TraceError, match=words):
-        lower(rank, tmp_path)
+        lower(calls(function, torch.ones(4)), tmp_path)
 
 
 def test_an_operator_that_ends_the_process_is_named(tmp_path: Path) -> None:
     """Where XLA has none, torch_xla runs the host's, on memory that a tensor has not got while a graph is lowered."""
-    (rank,) = ranks(lambda: Calls(lambda x: torch.bucketize(x, x)), 1, (torch.ones(4),))
-    (lowered,) = lower_graphs([rank.graph])
-    directory = write_graph(rank.graph.ir(), lowered, tmp_path / "graph")
+    directory = written(calls(lambda x: torch.bucketize(x, x), torch.ones(4)), tmp_path / "graph")
     with pytest.raises(TraceError, match=r"was ended by SIG(.|\n)*lowering aten\.bucketize\.Tensor"):
         compile_graphs("xla", [directory], {})
 
 
 def test_a_type_that_the_neuron_runtime_has_no_tensors_of_is_refused(tmp_path: Path) -> None:
     """Cores compute in it, so that the compiler takes it, and loading would be the first to find out."""
-    (rank,) = ranks(lambda: Calls(lambda x: x.float() * 2), 1, (torch.ones(4, dtype=torch.uint32),))
-    (lowered,) = lower_graphs([rank.graph])
-    directory = write_graph(rank.graph.ir(), lowered, tmp_path / "graph")
+    directory = written(calls(lambda x: x.float() * 2, torch.ones(4, dtype=torch.uint32)), tmp_path / "graph")
     with pytest.raises(TraceError, match=r"is uint32\[4\], and the Neuron runtime has no tensors of that type: take"):
         neuron.lower.lower_directory(directory)
 
 
 def test_variables_of_training_scripts_do_not_change_the_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """AWS' scripts for Trainium set them, and torch_xla writes bfloat16, or 32 bits, where the graph has others."""
-    function = lambda x: (x @ x)[torch.arange(2)] + 0.3  # noqa: E731
-    (rank,) = ranks(lambda: Calls(function), 1, (torch.ones(4, 4),))
-    (lowered,) = lower_graphs([rank.graph])
-    directories = [write_graph(rank.graph.ir(), lowered, tmp_path / name) for name in ("without", "with")]
+    rank = calls(lambda x: (x @ x)[torch.arange(2)] + 0.3, torch.ones(4, 4))
+    directories = [written(rank, tmp_path / name) for name in ("without", "with")]
     compile_graphs("xla", directories[:1], {})
     for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_32BIT_LONG"):
         monkeypatch.setenv(name, "1")
@@ -206,3 +195,20 @@ def test_the_rank_is_in_no_program(tmp_path: Path) -> None:
     _, table = lower_body(read_ir(tmp_path / "graph", BODY_FILE), parts)
     assert [value.name for value in table.parameters if value.name.startswith("rank")] == ["rank:tp"]
     assert [value.shape for value in table.parameters if value.name == "rank:tp"] == [[1]]
+
+
+# --- models whose ranks need different graphs, which replicas cannot run ------------------------------
+
+
+def test_ranks_with_different_graphs_are_refused(tmp_path: Path) -> None:
+    def traced(backend: str) -> trace.TensorParallelModel:
+        return trace.parallel_model_trace(
+            models.baked_rank, (torch.ones(2, 4),), tp_degree=2, backend=backend, inline_weights_to_neff=False
+        )
+
+    with pytest.raises(TraceError, match=r"another graph on rank 1 than on rank 0, which the xla backend forbids"):
+        traced("xla")
+    with traced("eager") as model:
+        trace.parallel_model_save(model, tmp_path / "eager")
+    with pytest.raises(TraceError, match=r"have 2 graphs, and the xla backend runs one on all of them"):
+        parallel_model_recompile(tmp_path / "eager", tmp_path / "xla", backend="xla")

@@ -58,7 +58,7 @@ def reference_of(root: Path, states: list[dict[str, Any]], tag: str = "a") -> Pa
     for rank, state in enumerate(states):
         write(root / tag / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt", state, False)
     (root / tag / "checkpoint").touch()
-    (root / tag / "done").touch()
+    (root / tag / "done").write_text("1")
     return root / tag
 
 

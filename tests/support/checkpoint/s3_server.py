@@ -123,18 +123,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(404, "NoSuchBucket")
             return
         bucket, prefix, delimiter = self._key(), query.get("prefix", ""), query.get("delimiter", "")
-        entries = set()
-        for key in list(self.objects):  # others may put and delete meanwhile
+        entries: dict[str, bytes | None] = {}
+        for key, data in dict(self.objects).items():  # others may put and delete meanwhile
             name = key.removeprefix(f"{bucket}/")
             if name != key and name.startswith(prefix):
-                rest = name[len(prefix) :]
-                folder = delimiter and delimiter in rest
-                entries.add(
-                    (prefix + rest.split(delimiter)[0] + delimiter, None) if folder else (name, self.objects[key])
-                )
-        rows = sorted(
-            (entry for entry in entries if entry[0] > query.get("continuation-token", "")), key=lambda row: row[0]
-        )
+                first, inside, _ = name[len(prefix) :].partition(delimiter or "//")
+                entries[prefix + first + inside] = None if inside else data
+        rows = [(name, entries[name]) for name in sorted(entries) if name > query.get("continuation-token", "")]
         body = "".join(
             f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
             if data is None

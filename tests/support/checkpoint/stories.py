@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler as schedules
 import nxd_infer as nxd
 from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
 from nxd_infer.errors import CheckpointError
-from tests.support.trainer.jobs import ZERO1, mine, training
+from tests.support.trainer.jobs import ZERO1, mine, train, training
 from tests.support.trainer.models import MLP, mlp, vectors
 
 Optimizer = torch.optim.Optimizer
@@ -51,9 +51,7 @@ def go_on(parts: tuple[Any, Any, Any], count: int) -> list[float]:
     model, optimizer, scheduler = parts
     losses = []
     for _ in range(count):
-        losses.append(float(model.run_train(**mine(vectors(model.dtype)))))
-        optimizer.step()
-        optimizer.zero_grad()
+        losses += train(model, optimizer, mine(vectors(model.dtype)))
         if scheduler is not None:
             scheduler.step()
     return losses
@@ -109,11 +107,7 @@ def masters_are_the_weights(root: str, zero1: bool) -> None:
         assert same_weights(model, other), how
 
 
-# --- what does not fit ------------------------------------------------------------------------------------
-
-
 def by_decay(model: nn.Module, swapped: bool = False) -> list[dict[str, Any]]:
-    """Weights decay, biases and norms do not."""
     named = list(model.named_parameters())
     flat = [param for name, param in named if param.dim() == 1]
     groups = [

@@ -22,6 +22,15 @@ def ask(engine, prompt, params=GREEDY, timeout=60.0, **options):
     return listener
 
 
+def ask_all(engine, prompts):
+    """The answers to ``prompts``, all of which are there before the first step."""
+    listeners = [Listener() for _ in prompts]
+    with held(engine.model):
+        tickets = [engine.submit(prompt, GREEDY, one) for prompt, one in zip(prompts, listeners, strict=True)]
+    assert all(ticket.wait(60) for ticket in tickets)
+    return listeners
+
+
 @contextlib.contextmanager
 def held(model):
     """Hold the next step of ``model``, and all after it, until the end of this block."""

@@ -7,15 +7,9 @@ from nxd_server.engine.core.sequence import Sequence
 from nxd_server.engine.core.step_costs import Graph, StepCosts
 from nxd_server.engine.sampling_params import SamplingParams
 
-PARAMS = SamplingParams()
-
-
-def graphs(batches=(1, 2, 4), lengths=(8, 16)):
-    return [Graph(f"decode_b{b}", b, 1) for b in batches] + [Graph(f"prefill_s{s}", 1, s) for s in lengths]
-
 
 def scheduler(slots=4, batches=(1, 2, 4), lengths=(8, 16), seconds=None, ratio=4.0, mixes=False, groups=1, **more):
-    all_graphs = graphs(batches, lengths)
+    all_graphs = [Graph(f"decode_b{b}", b, 1) for b in batches] + [Graph(f"prefill_s{s}", 1, s) for s in lengths]
     costs = StepCosts(all_graphs)
     for graph in all_graphs:
         costs.set(graph.name, (seconds or {}).get(graph.name, 0.001 * graph.batch**0.5 * graph.length**0.8))
@@ -23,7 +17,7 @@ def scheduler(slots=4, batches=(1, 2, 4), lengths=(8, 16), seconds=None, ratio=4
 
 
 def sequence(identity, prompt=4, new=4):
-    return Sequence(identity, list(range(prompt)), PARAMS, new)
+    return Sequence(identity, list(range(prompt)), SamplingParams(), new)
 
 
 def steps(subject, count=20):

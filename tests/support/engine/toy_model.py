@@ -10,6 +10,7 @@ With arrays it needs no torch, whose import would be most of the start of a toy 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -53,17 +54,14 @@ def masked(logits: np.ndarray, allowed: np.ndarray, bias_ids: np.ndarray, bias_v
 
 
 def naive_generate(
-    prompt, *, max_tokens, temperature=0.0, top_k=0, seed=0, max_len=10**6, ignore_eos=False, min_tokens=0,
-    stop_ids=(), weights=0,
-):  # fmt: skip
+    prompt, *, max_tokens, temperature=0.0, top_k=0, seed=0, max_len=10**6, ignore_eos=False, min_tokens=0, weights=0
+):
     """The tokens the model gives, one at a time from the whole prefix; includes the stopping token."""
-    tokens, output = list(prompt), []
+    tokens, output, stops = list(prompt), [], [] if ignore_eos else list(EOS)
     while len(output) < min(max_tokens, max(1, max_len - len(prompt))):
         logits = logits_of(np.array(tokens), weights)
-        stops = {*stop_ids, *(() if ignore_eos else EOS)}
         if len(output) < min_tokens:
-            logits = logits.copy()
-            logits[list(stops)] = -np.inf
+            logits[stops] = -np.inf
         token = choose(logits, temperature, top_k, seed, len(tokens))
         tokens.append(token)
         output.append(token)
@@ -96,24 +94,79 @@ class ToyStep:
         return outputs
 
 
-class ToyModel:
+class Toy:
     """In-process stand-in for a TensorParallelModel. ``fail`` (a callable) may raise in place of a step, and
-    ``fail_update`` in place of new weights, which are a number or a file that holds one. With ``prompt_rows``, a graph
-    has so many rows more than slots, and rows of one token may share a slot. With ``ahead``, it takes arrays, and a
-    second step before the first one's result is taken."""
+    ``fail_update`` in place of new weights, which are a number or a file that holds one."""
+
+    spare_cores, lead_cores, steps = 1, (), ()
+
+    def __init__(self, delay):
+        self.delay, self.dead, self.restarts, self.weights = delay, False, 0, 0
+        self.fail = lambda name, inputs: None
+        self.fail_update = lambda: None
+        self.running = threading.Lock()
+
+    @contextlib.contextmanager
+    def taking(self, name, inputs):
+        if self.dead:
+            raise ModelClosedError("the toy is dead")
+        assert self.running.acquire(blocking=False), "two steps at the same time"
+        try:
+            self.fail(name, inputs)
+            time.sleep(self.delay)
+            yield
+        finally:
+            self.running.release()
+
+    def cut_weights(self, weights, tag=None):
+        try:
+            text = Path(weights).read_text() if isinstance(weights, os.PathLike) else weights
+            require_unchanged(weights)
+            return ToyWeights(int(text))
+        except ValueError as error:
+            raise WeightSchemaError(f"different: {error}") from error
+
+    def update_weights(self, new):
+        assert self.running.acquire(blocking=False), "new weights in the middle of a step"
+        try:
+            self.fail_update()
+            self.weights = new.seed
+        finally:
+            self.running.release()
+
+    def restart(self):
+        self.restarts += 1
+        self.dead = False
+
+    def health(self):
+        """Its one rank is no process."""
+        state, steps = "ended" if self.dead else "running", len(self.steps)
+        return [RankHealth(0, None, not self.dead, state, steps, collectives=0, busy_seconds=0.0, last_step_age=None)]
+
+    @property
+    def failure(self):
+        return RankDiedError("the toy is dead", 0) if self.dead else None
+
+    def close(self):
+        self.dead = True
+
+
+class ToyModel(Toy):
+    """With ``prompt_rows``, a graph has so many rows more than slots, and rows of one token may share a slot. With
+    ``ahead``, it takes arrays, and a second step before the first one's result is taken."""
 
     ahead = False
-    spare_cores, lead_cores = 1, ()
 
     def __init__(
         self, slots=4, max_len=64, prompt_buckets=(8, 16), batch_sizes=(1, 2, 4), delay=0.0, omit=(), lora_slots=0,
         prompt_rows=0, ahead=None, sampling_defaults=None,
     ):  # fmt: skip
+        super().__init__(delay)
         ahead = self.ahead if ahead is None else ahead
         self.arrays = ahead
         self.begun: list[ToyStep] = []
         self.most_begun = 0
-        self.slots, self.max_len, self.delay = slots, max_len, delay
+        self.slots, self.max_len = slots, max_len
         shapes = {f"decode_b{b}": (b, 1) for b in batch_sizes} | {f"prefill_s{s}": (1, s) for s in prompt_buckets}
         if prompt_rows:
             shapes[f"mixed_b{slots + prompt_rows}"] = (slots + prompt_rows, 1)
@@ -135,12 +188,6 @@ class ToyModel:
         """What an engine of a test takes the steps to cost: which ones it chooses hangs on no measured time."""
         self.steps: list[tuple[str, list[int]]] = []
         """Bucket and slots of every step that had a row of a request."""
-        self.fail = lambda name, inputs: None
-        self.fail_update = lambda: None
-        self.weights = 0
-        self.restarts = 0
-        self.dead = False
-        self.running = threading.Lock()
         self._forget()
 
     def _forget(self):
@@ -165,16 +212,8 @@ class ToyModel:
         return self._run(name, inputs)
 
     def _run(self, name, inputs):
-        if self.dead:
-            raise ModelClosedError("the toy is dead")
-        assert self.running.acquire(blocking=False), "two steps at the same time"
-        try:
-            self.fail(name, inputs)
-            if self.delay:
-                time.sleep(self.delay)
+        with self.taking(name, inputs):
             return self._step(self.manifest.bucket(name), inputs)
-        finally:
-            self.running.release()
 
     def _step(self, bucket, inputs):
         arrays = {}
@@ -223,50 +262,17 @@ class ToyModel:
             logits, float(arrays["temperature"][row]), int(arrays["top_k"][row]), int(arrays["seed"][row]), position
         )
 
-    def cut_weights(self, weights, tag=None):
-        try:
-            text = Path(weights).read_text() if isinstance(weights, os.PathLike) else weights
-            require_unchanged(weights)
-            return ToyWeights(int(text))
-        except ValueError as error:
-            raise WeightSchemaError(f"different: {error}") from error
-
     def cut_adapter(self, slot, folder):
         """Never returns, as if ``folder`` lay on a file system that does not answer any more."""
         Path(str(folder), "entered").touch()
         threading.Event().wait()
 
-    def update_weights(self, new):
-        assert self.running.acquire(blocking=False), "new weights in the middle of a step"
-        try:
-            self.fail_update()
-            self.weights = new.seed
-        finally:
-            self.running.release()
-
     def reset_states(self):
         self._forget()
 
     def restart(self):
-        self.restarts += 1
-        self.dead = False
+        super().restart()
         self._forget()
-
-    def health(self):
-        return [toy_rank(not self.dead, len(self.steps))]
-
-    @property
-    def failure(self):
-        return RankDiedError("the toy is dead", 0) if self.dead else None
-
-    def close(self):
-        self.dead = True
-
-
-def toy_rank(alive, steps=0):
-    """The one rank of a toy, which is no process."""
-    state = "running" if alive else "ended"
-    return RankHealth(0, None, alive, state, steps, collectives=0, busy_seconds=0.0, last_step_age=None)
 
 
 def _tensors(arrays):

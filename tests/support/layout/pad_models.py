@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxd_infer.context import current_context
@@ -13,9 +15,7 @@ from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from nxd_infer.parallel_layers.pad import get_number_of_extra_heads, pad_model
 from nxd_infer.parallel_layers.utils import divide
-from tests.support.layout.attention import Shape, logical_weights, plain_attention
 
-STYLES = ("separate", "fused", "unfused")
 F64 = torch.float64
 
 
@@ -56,11 +56,8 @@ class ParallelAttention(nn.Module):
 
 
 def inputs(shape: Shape) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return (
-        torch.randn(shape.length, shape.hidden, dtype=F64, generator=generator),
-        torch.randn(shape.length, shape.hidden, dtype=F64, generator=generator),
-    )
+    x, seen = torch.randn(2, shape.length, shape.hidden, dtype=F64, generator=torch.Generator().manual_seed(5))
+    return x, seen
 
 
 def reference(shape: Shape) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -73,8 +70,8 @@ def reference(shape: Shape) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return y.detach(), x.grad, {name: tensor.grad for name, tensor in weights.items()}
 
 
-def run_padded(shape: Shape, style: str, loaded: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """On one rank: build, load before or after padding, pad, forward and backward."""
+def padded_with_layouts(shape: Shape, style: str, loaded: str) -> tuple[Any, dict[str, ParamLayout]]:
+    """On one rank: build, load before or after padding, pad, forward and backward; the results, and the layouts."""
     tp = current_context().tp
     model = ParallelAttention(shape, style)
     logical = logical_weights(shape)
@@ -87,15 +84,7 @@ def run_padded(shape: Shape, style: str, loaded: str) -> tuple[Tensor, Tensor, d
     x.requires_grad_()
     y = model(x)
     y.backward(seen)
-    return y.detach(), x.grad, {name: p.grad for name, p in model.named_parameters()}
-
-
-def padded_with_layouts(shape: Shape, style: str, loaded: str) -> tuple[Any, dict[str, ParamLayout]]:
-    """What :func:`run_padded` finds, and the layouts of such a model."""
-    result = run_padded(shape, style, loaded)
-    model = ParallelAttention(shape, style)
-    pad_model(model, current_context().tp.degree, shape.heads)
-    return result, weight_layout(model)
+    return (y.detach(), x.grad, {name: p.grad for name, p in model.named_parameters()}), weight_layout(model)
 
 
 def compare(results: list, shape: Shape, layouts: dict) -> float:
@@ -113,3 +102,38 @@ def compare(results: list, shape: Shape, layouts: dict) -> float:
 def difference(found: Tensor, expected: Tensor) -> float:
     # Gradients of key biases are zero in exact arithmetic: softmax ignores what all scores share.
     return ((found - expected).abs().max() / expected.abs().max().clamp(min=1.0)).item()
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    head_dim: int = 2
+    hidden: int = 5
+    length: int = 3
+
+
+def logical_weights(shape: Shape, seed: int = 0) -> dict[str, Tensor]:
+    """q, k, v with biases and the output projection with its own, float64."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, dtype=torch.float64, generator=generator)
+
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sizes = {"q": (q, shape.hidden), "k": (kv, shape.hidden), "v": (kv, shape.hidden), "o": (shape.hidden, q)}
+    weights = {f"{name}.weight": draw(*size) for name, size in sizes.items()}
+    return weights | {f"{name}.bias": draw(size[0]) for name, size in sizes.items()}
+
+
+def plain_attention(x: Tensor, w: dict[str, Tensor], shape: Shape, heads: int, kv_heads: int) -> Tensor:
+    """Causal softmax attention of ``x`` [length, hidden] without the output bias; head i attends with i // group."""
+    q = F.linear(x, w["q.weight"], w["q.bias"]).view(-1, heads, shape.head_dim)
+    k = F.linear(x, w["k.weight"], w["k.bias"]).view(-1, kv_heads, shape.head_dim)
+    v = F.linear(x, w["v.weight"], w["v.bias"]).view(-1, kv_heads, shape.head_dim)
+    k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) / shape.head_dim**0.5
+    mask = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(mask, float("-inf")).softmax(-1)
+    out = torch.einsum("hij,jhd->ihd", weights, v).reshape(len(x), -1)
+    return F.linear(out, w["o.weight"])

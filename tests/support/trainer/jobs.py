@@ -38,20 +38,23 @@ def training(model_fn: Any = llama, groups: Any = None, seed: int = 0, optimizer
 def trained_mlp() -> tuple[Any, Any]:
     """A small model and its optimizer, which have made a step."""
     model, optimizer = training(mlp)
-    model.run_train(**vectors())
-    optimizer.step()
-    optimizer.zero_grad()
+    train(model, optimizer, vectors())
     return model, optimizer
+
+
+def train(model: Any, optimizer: Any, batch: dict[str, Tensor], count: int = 1) -> list[float]:
+    """Make ``count`` steps; their losses."""
+    losses = []
+    for _ in range(count):
+        losses.append(float(model.run_train(**batch)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 def losses_of(model: Any, optimizer: Any, count: int) -> list[float]:
     """Train ``count`` steps on this rank's tokens."""
-    losses = []
-    for _ in range(count):
-        losses.append(float(model.run_train(**mine(tokens()))))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return train(model, optimizer, mine(tokens()), count)
 
 
 def mine(batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -17,5 +17,4 @@ def original(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def artifact(original, tmp_path) -> Path:
-    """A copy."""
     return Path(shutil.copytree(original, tmp_path / "artifact"))

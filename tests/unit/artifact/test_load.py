@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -16,29 +17,19 @@ from nxd_infer.artifact.manifest import MANIFEST_NAME, FileSpec
 from nxd_infer.artifact.names import weight_name
 from nxd_infer.artifact.reader import artifact_digest
 from nxd_infer.artifact.writer import CHECKSUM_KEY, ArtifactWriter, manifest_checksum
-from nxd_infer.errors import (
-    ArtifactBackendError,
-    ArtifactCorruptError,
-    ArtifactError,
-    ArtifactVersionError,
-)
+from nxd_infer.errors import ArtifactBackendError, ArtifactCorruptError, ArtifactError, ArtifactVersionError
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.util.reading import unique_keys
 from tests.support import toy_artifacts as toy
 
 
-def edit(artifact: Path, *, sign: bool = True, **fields) -> None:
-    """Change fields of the manifest; ``sign`` makes its own checksum right again, as a foreign writer would."""
+def edit(artifact: Path, **fields) -> None:
+    """Change fields of the manifest and make its own checksum right again, as a foreign writer would."""
     path = artifact / MANIFEST_NAME
     data = json.loads(path.read_text())
     data.update(fields)
-    if sign:
-        data[CHECKSUM_KEY] = manifest_checksum(data)
+    data[CHECKSUM_KEY] = manifest_checksum(data)
     path.write_text(json.dumps(data))
-
-
-def all_files(artifact: Path) -> list[str]:
-    return sorted(json.loads((artifact / MANIFEST_NAME).read_text())["files"])
 
 
 def test_what_is_no_artifact(tmp_path):
@@ -52,7 +43,7 @@ def test_what_is_no_artifact(tmp_path):
 
 
 def test_every_file_missing_truncated_or_flipped_is_named(artifact):
-    for name in all_files(artifact):
+    for name in load_artifact(artifact).manifest.files:
         path = artifact / name
         data = path.read_bytes()
         path.unlink()
@@ -123,27 +114,20 @@ def test_older_artifacts_are_verified_by_their_sha256(artifact, tmp_path):
 
 def test_other_versions(artifact):
     manifest = json.loads((artifact / MANIFEST_NAME).read_text())
-    edit(artifact, format="2.0")
-    with pytest.raises(ArtifactVersionError, match=r"has format 2\.0; this package reads 1\.x"):
-        load_artifact(artifact)
-    edit(artifact, format="1.7", from_the_future={"a": 1})
-    load_artifact(artifact)
-    edit(artifact, format="1.0", requires=["bucket-kernel", "time-travel"])
-    with pytest.raises(ArtifactVersionError, match="requires time-travel"):
-        load_artifact(artifact)
-    for found in ("2.4.1+cpu", "1.13", ""):
-        edit(artifact, requires=[], versions={"torch": found})
-        with pytest.raises(ArtifactVersionError, match="compiled with torch"):
-            load_artifact(artifact)
     major, minor = torch.__version__.split(".")[:2]
-    edit(artifact, versions={"torch": f"{major}.{minor}.99+cu"})
-    load_artifact(artifact)
-    edit(artifact, target={**manifest["target"], "cpu_features": ["sse2", "quantum512"]})
-    with pytest.raises(ArtifactVersionError, match="a CPU with quantum512"):
-        load_artifact(artifact)
-    edit(artifact, target={**manifest["target"], "arch": "s390x"})
-    with pytest.raises(ArtifactVersionError, match="compiled for s390x"):
-        load_artifact(artifact)
+    for fields, text in [
+        ({"format": "1.7", "from_the_future": {"a": 1}}, ""),
+        ({"format": "2.0"}, r"has format 2\.0; this package reads 1\.x"),
+        ({"requires": ["bucket-kernel", "time-travel"]}, "requires time-travel"),
+        ({"versions": {"torch": f"{major}.{minor}.99+cu"}}, ""),
+        ({"versions": {"torch": "2.4.1+cpu"}}, "compiled with torch"),
+        ({"versions": {"torch": ""}}, "compiled with torch"),
+        ({"target": {**manifest["target"], "cpu_features": ["sse2", "quantum512"]}}, "a CPU with quantum512"),
+        ({"target": {**manifest["target"], "arch": "s390x"}}, "compiled for s390x"),
+    ]:
+        edit(artifact, **{**manifest, **fields})
+        with pytest.raises(ArtifactVersionError, match=text) if text else contextlib.nullcontext():
+            load_artifact(artifact)
 
 
 def test_other_backends(artifact):
@@ -155,15 +139,9 @@ def test_other_backends(artifact):
         load_artifact(artifact)
 
 
-def test_a_manifest_changed_by_hand_is_refused(artifact):
-    edit(artifact, sign=False, metadata={"task": "other"})
-    with pytest.raises(ArtifactCorruptError, match="differ from its own checksum"):
-        load_artifact(artifact)
-
-
 def test_a_manifest_that_does_not_hold_together(artifact):
     manifest = json.loads((artifact / MANIFEST_NAME).read_text())
-    files = manifest["files"]
+    files, (first, *others) = manifest["files"], manifest["weights"]
     weight = weight_name(1)
     for fields, text in [
         ({"tp_degree": 3, "layout": {}}, "has 2 graphs for 3 ranks"),
@@ -180,13 +158,15 @@ def test_a_manifest_that_does_not_hold_together(artifact):
         ({"files": {k: v for k, v in files.items() if k != weight}}, f"file {weight} is not listed"),
         ({"ops": ["abc"]}, "file ops/abc.so is not listed"),
         ({"requires": ["bucket-kernel"]}, "bucket_kernel.pt is not listed"),
+        ({"tp_degree": "two"}, "tp_degree"),
+        ({"weights": [{**first, "dtype": "float33"}, *others]}, r"weights\.0: .*'float33' is not a torch dtype"),
+        ({"weights": [{**first, "dtype": "Tensor"}, *others]}, r"weights\.0: .*'Tensor' is not a torch dtype"),
+        ({"weights": [{**first, "stride": []}, *others]}, r"weights\.0: .*no tensor has the shape \[8, 8\] with"),
+        ({"weights": [{**first, "shape": [-4], "stride": [1]}, *others]}, r"no tensor has the shape \[-4\] with"),
     ]:
         edit(artifact, **{**manifest, **fields})
         with pytest.raises(ArtifactCorruptError, match=text):
             load_artifact(artifact)
-    edit(artifact, **{**manifest, "tp_degree": "two"})
-    with pytest.raises(ArtifactCorruptError, match="tp_degree"):
-        load_artifact(artifact)
 
 
 def test_a_key_that_stands_twice_and_half_a_character_are_refused(artifact):
@@ -203,33 +183,8 @@ def test_a_key_that_stands_twice_and_half_a_character_are_refused(artifact):
 
 def test_a_key_that_stands_twice_is_found_in_one_pass():
     """A file of a megabyte may end with one: to look for it once a key took a minute."""
-    asked = 0
-
-    class Key(str):
-        __hash__ = str.__hash__
-
-        def __eq__(self, other):
-            nonlocal asked
-            asked += 1
-            return str.__eq__(self, other)
-
-    pairs = [(Key(number), 1) for number in (*range(999), 998)]
-    with pytest.raises(ValueError, match="'998' stands twice"):
-        unique_keys(pairs)
-    assert asked < 10 * len(pairs)  # hashes may be alike in part
-
-
-def test_tensors_that_cannot_be_are_refused(artifact):
-    weights = json.loads((artifact / MANIFEST_NAME).read_text())["weights"]
-    for change, text in [
-        ({"dtype": "float33"}, "'float33' is not a torch dtype"),
-        ({"dtype": "Tensor"}, "'Tensor' is not a torch dtype"),
-        ({"shape": [-4], "stride": [1]}, r"no tensor has the shape \[-4\] with the strides \[1\]"),
-        ({"stride": []}, "no tensor has the shape"),
-    ]:
-        edit(artifact, weights=[{**weights[0], **change}, *weights[1:]])
-        with pytest.raises(ArtifactCorruptError, match=rf"manifest\.json is damaged: weights\.0: .*{text}"):
-            load_artifact(artifact)
+    with pytest.raises(ValueError, match="'399999' stands twice"):
+        unique_keys([(str(number), 1) for number in (*range(400_000), 399_999)])
 
 
 def test_paths_that_lead_out_are_refused(artifact, tmp_path):
@@ -248,6 +203,10 @@ def test_paths_that_lead_out_are_refused(artifact, tmp_path):
     with pytest.raises(ArtifactCorruptError, match="is a link or not a regular file"):
         load_artifact(artifact)
     weights.unlink()
+    os.mkfifo(weights)  # which must not block
+    with pytest.raises(ArtifactCorruptError, match="not a regular file"):
+        load_artifact(artifact)
+    weights.unlink()
     shutil.move(tmp_path / "moved", weights)
     shutil.move(artifact / "weights", tmp_path / "weights")
     (artifact / "weights").symlink_to(tmp_path / "weights")
@@ -255,14 +214,6 @@ def test_paths_that_lead_out_are_refused(artifact, tmp_path):
         load_artifact(artifact)
     os.rename(artifact / MANIFEST_NAME, tmp_path / MANIFEST_NAME)
     (artifact / MANIFEST_NAME).symlink_to(tmp_path / MANIFEST_NAME)
-    with pytest.raises(ArtifactCorruptError, match="not a regular file"):
-        load_artifact(artifact)
-
-
-def test_a_fifo_in_place_of_a_file_does_not_block(artifact):
-    weights = artifact / weight_name(0)
-    weights.unlink()
-    os.mkfifo(weights)
     with pytest.raises(ArtifactCorruptError, match="not a regular file"):
         load_artifact(artifact)
 

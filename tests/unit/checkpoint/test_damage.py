@@ -1,8 +1,10 @@
-"""Files that are missing, damaged, there twice or made by hand: what is wrong is named, never a raw error."""
+"""Files that are missing, damaged, there twice or made by hand are named; and which checkpoint is the newest."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
+from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint
 from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.errors import CheckpointError
 from tests.support.checkpoint.older import with_sha256, without_checksums
-from tests.support.trainer.jobs import AdamW, trained_mlp, training
+from tests.support.trainer.jobs import trained_mlp, training
 from tests.support.trainer.models import mlp
 
 
@@ -62,15 +64,6 @@ def test_damage_is_named(tmp_path: Path, file: str, damage: Callable[[Path], obj
     load_checkpoint(tmp_path, None, model, optimizer)
 
 
-def test_an_older_checkpoint_that_is_damaged_stands_in_nobodys_way(tmp_path: Path):
-    for tag in ("a", "b"):
-        save_checkpoint(tmp_path, tag, nn.Linear(2, 2), user_content=tag)
-    flip(tmp_path / "a" / "manifest.json")
-    assert load_checkpoint(tmp_path) == "b"
-    with pytest.raises(CheckpointError, match=r"a/manifest.json differs from its checksum"):
-        load_checkpoint(tmp_path, "a")
-
-
 def test_what_is_not_read_is_not_verified(tmp_path: Path):
     model, optimizer = trained_mlp()
     save_checkpoint(tmp_path, "a", model, optimizer, user_content=1)
@@ -88,7 +81,6 @@ def test_a_copy_beside_the_checkpoint_is_refused(tmp_path: Path):
 
 
 def test_elements_that_two_ranks_claim_are_refused(tmp_path: Path):
-    """A second rank that says it holds what the first one holds, in a checkpoint without checksums."""
     model, _ = trained_mlp()
     save_checkpoint(tmp_path, "a", model)
     folder = tmp_path / "a"
@@ -101,36 +93,23 @@ def test_elements_that_two_ranks_claim_are_refused(tmp_path: Path):
 def test_older_checkpoints_are_verified_by_their_sha256(tmp_path: Path):
     model, _ = trained_mlp()
     save_checkpoint(tmp_path, "a", model, user_content=7)
-    folder = tmp_path / "a"
-    names = with_sha256(folder)
-    assert names == sorted(json.loads((folder / "manifest.json").read_text())["files"])
-    assert load_checkpoint(tmp_path, "a", training(mlp, seed=3, optimizer_class=AdamW)[0]) == 7
+    names = with_sha256(tmp_path / "a")
+    assert names == sorted(json.loads((tmp_path / "a" / "manifest.json").read_text())["files"])
+    other = training(mlp, seed=3)[0]
+    assert load_checkpoint(tmp_path, "a", other) == 7
     for name in names:
-        data = (folder / name).read_bytes()
-        (folder / name).write_bytes(data[:-1] + bytes([data[-1] ^ 4]))
+        flip(tmp_path / "a" / name)
         with pytest.raises(CheckpointError, match=rf"{name} differs from its checksum \(sha256 "):
-            load_checkpoint(tmp_path, "a", training(mlp, seed=3, optimizer_class=AdamW)[0])
-        (folder / name).write_bytes(data)
-
-
-def test_a_checkpoint_of_the_first_version(tmp_path: Path):
-    """Without checksums and the names of groups, with an empty ``done``."""
-    model, optimizer = trained_mlp()
-    save_checkpoint(tmp_path, "a", model, optimizer, user_content=7)
-    path = tmp_path / "a" / "rank_00000.json"
-    record = json.loads(path.read_text())
-    del record["optimizer"]["group_names"], record["blake3"]
-    path.write_text(json.dumps(record))
-    without_checksums(tmp_path / "a")
-    assert load_checkpoint(tmp_path, None, *training(mlp, seed=3, optimizer_class=AdamW)) == 7
+            load_checkpoint(tmp_path, "a", other)
+        flip(tmp_path / "a" / name)
 
 
 RECORD = "rank_00000.json"
 
-Change = Callable[[Any], Any]
+Change = Callable[[str], str]
 
 
-def bare(root: Path, change: Callable[[str], str]) -> None:
+def bare(root: Path, change: Change) -> None:
     """A checkpoint as the first version wrote it, without checksums, with a changed record."""
     save_checkpoint(root, "a", *trained_mlp(), user_content=1)
     folder = root / "a"
@@ -141,18 +120,23 @@ def bare(root: Path, change: Callable[[str], str]) -> None:
 def put(*path: str, value: Any = None, drop: bool = False) -> Change:
     """A record with another value at a place, or without it."""
 
-    def change(record: Any) -> Any:
-        *outer, last = path
-        inner = record
-        for key in outer:
+    def change(text: str) -> str:
+        inner = record = json.loads(text)
+        for key in path[:-1]:
             inner = inner[key]
+        inner[path[-1]] = value
         if drop:
-            del inner[last]
-        else:
-            inner[last] = value
-        return record
+            del inner[path[-1]]
+        return json.dumps(record)
 
     return change
+
+
+def test_a_checkpoint_of_the_first_version(tmp_path: Path):
+    """Without checksums and the names of groups, with an empty ``done``."""
+    without_names, without_checks = put("optimizer", "group_names", drop=True), put("blake3", drop=True)
+    bare(tmp_path, lambda text: without_names(without_checks(text)))
+    assert load_checkpoint(tmp_path, None, *training(mlp, seed=3)) == 1
 
 
 PIECE = ("model", "pieces", "unused")
@@ -161,7 +145,7 @@ PIECE = ("model", "pieces", "unused")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda record: [record], "must hold an object"),
+        (lambda text: f"[{text}]", "must hold an object"),
         (put("place", drop=True), "'place' must be an object with a whole number for tp and dp, got None"),
         (put("model", value=3), "'model' must be an object with the name of a file, got 3"),
         (put("model", "file", value="../a"), "would lie outside of it"),
@@ -187,7 +171,7 @@ PIECE = ("model", "pieces", "unused")
     ],
 )
 def test_a_record_made_by_hand(tmp_path: Path, change: Change, message: str):
-    bare(tmp_path, lambda text: json.dumps(change(json.loads(text))))
+    bare(tmp_path, change)
     with pytest.raises(CheckpointError, match=message) as raised:
         load_checkpoint(tmp_path, "a", *training(mlp, seed=1))
     assert str(tmp_path / "a") in str(raised.value) or "structure" in message
@@ -219,7 +203,124 @@ def test_a_record_that_is_nested_deeply(tmp_path: Path, depth: int):
 
 
 def test_memory_is_for_what_the_files_hold(tmp_path: Path):
-    """A record that claims a tensor of terabytes: the claim is compared with the files before memory is allocated."""
-    bare(tmp_path, lambda text: json.dumps(put(*PIECE, "logical", value={"unused": [2**40]})(json.loads(text))))
+    bare(tmp_path, put(*PIECE, "logical", value={"unused": [2**40]}))
     with pytest.raises(CheckpointError, match="'unused': the checkpoint holds 3 of the 1099511627776 elements"):
         weight_source(tmp_path, "a").read("unused")
+
+
+def saved(root: Path, *tags: str) -> None:
+    for tag in tags:
+        save_checkpoint(root, tag, nn.Linear(2, 2), user_content=tag)
+
+
+def claim(folder: Path, counter: int) -> None:
+    """Damage the manifest where it says which number it is."""
+    path = folder / "manifest.json"
+    path.write_bytes(re.sub(rb'"counter": \d+', b'"counter": %d' % counter, path.read_bytes()))
+
+
+def counter_of(folder: Path) -> int:
+    return json.loads((folder / "manifest.json").read_text())["counter"]
+
+
+def test_a_damaged_manifest_is_not_believed_about_its_number(tmp_path: Path):
+    """An old one that says it is the newest hides nothing; the newest that says it is old is not passed over."""
+    saved(tmp_path / "old", "a", "b")
+    claim(tmp_path / "old" / "a", 9)
+    assert load_checkpoint(tmp_path / "old") == "b"
+    with pytest.raises(CheckpointError, match=r"a/manifest.json differs from its checksum"):
+        load_checkpoint(tmp_path / "old", "a")
+    saved(tmp_path / "new", "a", "b")
+    claim(tmp_path / "new" / "b", 0)
+    with pytest.raises(CheckpointError, match=r"b/manifest.json differs from its checksum"):
+        load_checkpoint(tmp_path / "new")
+    assert load_checkpoint(tmp_path / "new", "a") == "a"
+
+
+def test_a_new_save_is_above_whatever_is_there(tmp_path: Path):
+    saved(tmp_path, "a", "b", "c")
+    (tmp_path / "b" / "done").unlink()
+    claim(tmp_path / "c" / "", 1)
+    saved(tmp_path, "d")
+    assert counter_of(tmp_path / "d") == 4
+    assert load_checkpoint(tmp_path) == "d"
+    (tmp_path / ".saving-00000009").mkdir()
+    saved(tmp_path, "e")
+    assert counter_of(tmp_path / "e") == 10 and not (tmp_path / ".saving-00000009").exists()
+
+
+def no_file(mark: Path) -> None:
+    mark.unlink()
+    mark.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda mark: mark.write_bytes(b""), "b/done is empty"),
+        (lambda mark: mark.write_bytes(b"\xff" + mark.read_bytes()[1:]), "b"),
+        (no_file, "b"),
+    ],
+)
+def test_a_damaged_mark_of_the_newest_is_no_missing_checkpoint(tmp_path: Path, damage: Any, message: str):
+    """As of a file system that lost the last write: neither is an older one loaded, nor a first start believed."""
+    saved(tmp_path, "a", "b")
+    damage(tmp_path / "b" / "done")
+    for tag in (None, "b"):
+        with pytest.raises(CheckpointError, match=message):
+            load_checkpoint(tmp_path, tag)
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"format": "nxd-checkpoint 2.0"},
+            r"format 'nxd-checkpoint 2.0'; this release reads nxd-checkpoint 1.0 and",
+        ),
+        ({"counter": 1 << 70}, r"'counter' must be a whole number from 1 to 2\^62, got 118059162"),
+        ({"degrees": {"tp": 1}}, r"'degrees' must"),
+        ({"saved_at": "now"}, r"'saved_at' must be a time in seconds, got 'now'"),
+        ({"sha256": ["x"]}, r"'sha256' must be an object of strings, got \['x'\]"),
+        ({"world_size": "two"}, r"'world_size' must be a whole number of at least 1, got 'two'"),
+    ],
+)
+def test_a_manifest_that_cannot_be_meant_is_named(tmp_path: Path, change: dict[str, object], message: str):
+    """It is the newest, so an older one must not silently replace it; with and without its own checksum."""
+    saved(tmp_path, "a", "b")
+    path = tmp_path / "b" / "manifest.json"
+    text = json.dumps({**json.loads(path.read_text()), **change}).encode()
+    path.write_bytes(text)
+    (tmp_path / "b" / "done").write_text(hashlib.sha256(text).hexdigest())
+    for tag in (None, "b"):
+        with pytest.raises(CheckpointError, match=message):
+            load_checkpoint(tmp_path, tag)
+    assert load_checkpoint(tmp_path, "a") == "a"
+
+
+def test_has_checkpoint_says_what_load_does(tmp_path: Path):
+    assert not has_checkpoint(tmp_path) and not has_checkpoint(tmp_path, "a")
+    saved(tmp_path, "a", "5")
+    assert has_checkpoint(tmp_path / "a") and load_checkpoint(tmp_path / "a", model=nn.Linear(2, 2)) == "a"
+    assert has_checkpoint(tmp_path, 5) and load_checkpoint(tmp_path, 5) == "5"  # pyright: ignore
+    assert not has_checkpoint(tmp_path, "b")
+    for tag in ("a", "5"):
+        path = tmp_path / tag / "manifest.json"
+        path.write_bytes(path.read_bytes()[:-9])
+    assert has_checkpoint(tmp_path) and has_checkpoint(tmp_path, "a")  # there is one, and it is damaged
+    with pytest.raises(CheckpointError, match="differs from its checksum"):
+        load_checkpoint(tmp_path)
+
+
+def test_what_was_saved_again_is_not_replaced_by_what_was_before(tmp_path: Path):
+    """A whole save that was never renamed (it was damaged then, and restored now) is older than its tag."""
+    save_checkpoint(tmp_path, "a", user_content="before")
+    shutil.copytree(tmp_path / "a", tmp_path / "aside")
+    save_checkpoint(tmp_path, "a", user_content="again")
+    (tmp_path / "aside").rename(tmp_path / ".saving-00000001")
+    saved(tmp_path, "b")
+    assert load_checkpoint(tmp_path, "a") == "again"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]

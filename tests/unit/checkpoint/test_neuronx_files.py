@@ -15,40 +15,26 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint
-from nxd_infer.checkpoint.neuronx.archive import open_reference
+from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
+from nxd_infer.checkpoint.neuronx.archive import ReferenceArchive, open_reference
 from nxd_infer.checkpoint.neuronx.layouts import infer_layouts
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import AxisPlan, MergedSource, ParamLayout, iter_shards, weight_layout
 from nxd_infer.layout.files.pickles import read_pickle, read_reference_xser
 from nxd_infer.trainer import ResumableLoader
 from tests.support.checkpoint.reference import TensorReference, cut, plain, reference_of, write
-from tests.support.e2e.command import nxd_infer_here
+from tests.support.e2e.command import here
 from tests.support.trainer.jobs import training
 from tests.support.trainer.models import MLP
 
 WIDE = partial(MLP, torch.float64)
 
 
-def test_a_mark_that_holds_a_text(tmp_path: Path):
-    """It is no checksum of a manifest that is missing; a checksum is one."""
-    whole, model = plain(), nn.ModuleDict({"up": nn.Linear(3, 4), "down": nn.Linear(4, 3, bias=False)})
-    folder = reference_of(tmp_path, [whole])
-    (folder / "done").write_text("1")
-    assert has_checkpoint(tmp_path)
-    for tag in (None, "a"):
-        load_checkpoint(tmp_path, tag, model)
-        assert torch.equal(model["up"].weight, whole["up.weight"])
-    (folder / "done").write_text(64 * "a")
-    with pytest.raises(CheckpointError, match=r"manifest.json is missing"):
-        load_checkpoint(tmp_path, model=model)
-
-
-def test_offline_with_rules(tmp_path: Path, capsys, monkeypatch):
+def test_offline_with_rules(tmp_path: Path):
     """What the tensors show is used, what they do not is asked for; then it is a checkpoint like any other."""
     whole, norm = plain(), torch.rand(3)
     folder = reference_of(tmp_path / "theirs", cut(whole, norm))
-    run = partial(nxd_infer_here, capsys, monkeypatch, "ckpt")
+    run = partial(here, "ckpt")
     shown = run("inspect", folder.parent)
     assert "written by neuronx_distributed, degrees tp 2" in shown.out and "[2, 3]" in shown.out
     refused = run("consolidate", folder.parent, "--out", tmp_path / "out")
@@ -166,22 +152,12 @@ def test_heads_replicated_in_another_order(tmp_path: Path):
         load_checkpoint(tmp_path / "blocks", model=other)
 
 
-def cyclic(depth: int = 1) -> list[Any]:
-    outer: list[Any] = []
-    inner = outer
-    for _ in range(depth - 1):
-        inner.append([])
-        inner = inner[0]
-    inner.append(outer)
-    return outer
-
-
-def doubled(levels: int) -> Any:
-    """2^levels leaves, and as many objects as levels."""
-    value: Any = [torch.ones(1)]
-    for _ in range(levels):
-        value = [value, value]
-    return value
+def archive(root: Path, *ranks: dict[Any, Tensor], **more: Any) -> ReferenceArchive:
+    for tp, state in enumerate(ranks):
+        folder = root / f"tp_rank_{tp:02d}_pp_rank_00"
+        folder.mkdir(parents=True)
+        torch.save({"model": state, **more}, folder / "checkpoint.pt")
+    return open_reference(root, None)
 
 
 @pytest.mark.parametrize("tid", ["../../x", -1, True, 1 << 40, {}], ids=repr)
@@ -194,17 +170,23 @@ def test_a_tensor_of_no_number(tmp_path: Path, tid: Any):
 
 def test_cycles_and_what_stands_in_many_places(tmp_path: Path):
     """A list that holds itself has no end, and one that holds one twice, that holds one twice, ends too late."""
-    for depth in (1, 3):
-        torch.save({"model": cyclic(depth)}, tmp_path / "cyclic")
+    alone: list[Any] = []
+    alone.append(alone)
+    nested: list[Any] = [[]]
+    nested[0].append(nested)
+    for value in (alone, nested):
+        torch.save({"model": value}, tmp_path / "cyclic")
         with pytest.raises(CheckpointError, match="contains itself"):
             read_reference_xser(tmp_path / "cyclic")
-    torch.save(doubled(60), tmp_path / "doubled")
+    doubled: Any = [torch.ones(1)]
+    for _ in range(60):
+        doubled = [doubled, doubled]
+    torch.save(doubled, tmp_path / "doubled")
     value = read_reference_xser(tmp_path / "doubled")
     assert value[0] is value[1]
 
 
 def test_a_file_that_unpacks_to_more_than_it_is(tmp_path: Path):
-    """Compressed, or the same bytes under several names."""
     torch.save({"model": torch.zeros(100_000)}, tmp_path / "plain")
     read_pickle(tmp_path / "plain")
     with zipfile.ZipFile(tmp_path / "plain") as plain, zipfile.ZipFile(tmp_path / "small", "w", 8) as small:
@@ -240,27 +222,18 @@ def test_a_rank_of_any_number(tmp_path: Path):
     ids=str,
 )
 def test_an_optimizer_that_is_none(tmp_path: Path, optimizer: dict[str, Any]):
-    torch.save({"model": {"w": torch.ones(1)}, "optimizer": optimizer}, _place(tmp_path))
-    archive = open_reference(tmp_path / "a", None)
-    archive.know({}, ["w"])
-    with pytest.raises(CheckpointError, match="the optimizer's '"):
-        list(archive.parts("optimizer"))
-    with pytest.raises(CheckpointError, match="the optimizer's '"):
-        archive.pieces("optimizer")
+    found = archive(tmp_path, {"w": torch.ones(1)}, optimizer=optimizer)
+    found.know({}, ["w"])
+    for read in (found.parts, found.pieces):
+        with pytest.raises(CheckpointError, match="the optimizer's '"):
+            list(read("optimizer"))
 
 
-def _place(root: Path) -> Path:
-    folder = root / "a" / "tp_rank_00_pp_rank_00"
-    folder.mkdir(parents=True)
-    return folder / "checkpoint.pt"
-
-
-def archive(root: Path, *ranks: dict[str, Tensor]):
-    for tp, state in enumerate(ranks):
-        folder = root / f"tp_rank_{tp:02d}_pp_rank_00"
-        folder.mkdir(parents=True)
-        torch.save({"model": state}, folder / "checkpoint.pt")
-    return open_reference(root, None)
+def test_a_tensor_whose_name_is_no_text(tmp_path: Path):
+    found = archive(tmp_path, {7: torch.ones(1), "w": torch.ones(1)})
+    found.know({})
+    with pytest.raises(CheckpointError, match="named 7, which is not text"):
+        found.pieces("model")
 
 
 def shapes(layouts: dict[str, ParamLayout]) -> dict[str, list[int]]:
@@ -268,7 +241,6 @@ def shapes(layouts: dict[str, ParamLayout]) -> dict[str, list[int]]:
 
 
 def two(shape: tuple[int, ...], value: float | None = None) -> tuple[Tensor, Tensor]:
-    """Two ranks' tensors: constant, or of different numbers."""
     if value is not None:
         return torch.full(shape, value), torch.full(shape, value)
     return torch.randn(shape), torch.randn(shape)
@@ -315,11 +287,3 @@ def test_what_the_tensors_show(tmp_path: Path):
     assert shapes(infer_layouts(archive(tmp_path / "two", *ranks))) == wanted
     alone = archive(tmp_path / "one", {"q.bias": torch.zeros(4)})
     assert shapes(infer_layouts(alone)) == {"q.bias": [4]}
-
-
-def test_a_tensor_whose_name_is_no_text(tmp_path: Path):
-    torch.save({"model": {7: torch.ones(1), "w": torch.ones(1)}}, _place(tmp_path))
-    archive = open_reference(tmp_path / "a", None)
-    archive.know({})
-    with pytest.raises(CheckpointError, match="named 7, which is not text"):
-        archive.pieces("model")

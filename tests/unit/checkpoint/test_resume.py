@@ -1,8 +1,9 @@
-"""Training goes on bit for bit on one rank; what does not fit is refused before anything changes."""
+"""Training goes on bit for bit on one rank, an optimizer as it was; what does not fit is refused before a change."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import os
 import re
@@ -15,8 +16,12 @@ import torch
 from torch import nn
 
 import nxd_infer as nxd
+from nxd_infer.checkpoint import reshard_checkpoint
 from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint, wait_for_save
-from nxd_infer.errors import CheckpointError, WeightMismatchError
+from nxd_infer.checkpoint.reshard import Resharding
+from nxd_infer.errors import CheckpointError, NotInitializedError, WeightMismatchError
+from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.trainer.data import ResumableLoader
 from tests.support.checkpoint.stories import (
     masters_are_the_weights,
@@ -64,7 +69,6 @@ def test_a_group_that_cannot_be_saved_is_named(tmp_path: Path):
 
 
 def test_what_was_not_saved_or_refuses_its_state_is_told_before_anything_changes(tmp_path: Path):
-    """Also the position in another dataset, and the state of another kind of schedule."""
     model, optimizer = stepped()
     save_checkpoint(tmp_path, "bare", model, optimizer)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -95,7 +99,6 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_two_weights_that_are_one_here(tmp_path: Path, strict: bool):
-    """Different ones cannot be; equal ones, and a checkpoint of the tied model, are loaded."""
     apart, tied = Tied(False), Tied(True)
     save_checkpoint(tmp_path, "apart", apart)
     before = tied.embed.weight.detach().clone()
@@ -124,3 +127,123 @@ def test_a_tied_weight_of_another_shape(tmp_path: Path, names: list[str]):
         with pytest.raises(WeightMismatchError, match=r"of another shape: head.weight is \[1, 3\], wanted \[5, 3\]"):
             load_checkpoint(tmp_path, "a", tied, strict=strict)
         assert torch.equal(tied.embed.weight, before)
+
+
+AdamW = torch.optim.AdamW
+
+
+def optimized(model: nn.Module, optimizer_class: type[torch.optim.Optimizer] = AdamW) -> tuple[nn.Module, NxDOptimizer]:
+    optimizer = NxDOptimizer(model.named_parameters(), optimizer_class)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: NxDOptimizer) -> None:
+    x = torch.linspace(-1, 1, 8, dtype=next(model.parameters()).dtype).view(2, 4)
+    found = model(x)
+    torch.cat(found if isinstance(found, tuple) else (found,), dim=-1).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def states(optimizer: NxDOptimizer) -> list[dict[str, Any]]:
+    return list(optimizer.optimizer.state.values())
+
+
+def linears() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+
+def test_nothing_keeps_the_files_open(tmp_path: Path):
+    """A mapped file stays on the disk when its checkpoint is removed, and on NFS its folder cannot be removed."""
+    model, optimizer = optimized(linears())
+    save_checkpoint(tmp_path / "ours", "a", model, optimizer, user_content={"seen": torch.arange(5)})
+    plain = torch.optim.SGD(model.parameters(), momentum=0.5)
+    save_checkpoint(tmp_path / "dictionary", "a", model.state_dict(), plain.state_dict())
+    content = load_checkpoint(tmp_path / "ours", "a", model, optimizer)
+    load_checkpoint(tmp_path / "dictionary", "a", model, plain)
+    gc.collect()
+    assert content["seen"].tolist() == list(range(5)) and len(states(optimizer)) == 4
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+def test_an_optimizer_that_is_not_there_yet(tmp_path: Path):
+    model, optimizer = optimized(linears())
+    save_checkpoint(tmp_path, "a", model, optimizer)
+    lazy = NxDOptimizer(model.named_parameters(), AdamW, lazy_init=True)
+    for call in (load_checkpoint, save_checkpoint):
+        with pytest.raises(NotInitializedError, match=r"lazy_init=True: call init_zero\(\) before"):
+            call(tmp_path, "a", model, lazy)
+    lazy.init_zero()
+    load_checkpoint(tmp_path, "a", model, lazy)
+    assert len(states(lazy)) == 4
+
+
+def test_a_layer_that_is_fused_now_and_was_not(tmp_path: Path):
+
+    def build(fused: bool) -> nn.Module:
+        torch.manual_seed(3)
+        return GQAQKVColumnParallelLinear(4, [4, 2], bias=True, gather_output=False, fuse_qkv=fused)
+
+    for fused in (True, False):
+        model, optimizer = optimized(build(fused))
+        save_checkpoint(tmp_path, f"{fused}", model, optimizer)
+        other, fresh = optimized(build(not fused))
+        load_checkpoint(tmp_path, f"{fused}", other, fresh)
+        for one in ((model, optimizer), (other, fresh)):
+            step(*one)
+        x = torch.ones(1, 4)
+        torch.testing.assert_close(model(x), other(x))  # a fused product may round otherwise
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts in a tensor of shape (1,), and sums in float32 whatever the dtype of the weights."""
+
+    def __init__(self, params: Any, lr: float = 0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state.setdefault("step", torch.zeros(1)).add_(1)
+                state.setdefault("sum", torch.zeros_like(param, dtype=torch.float32)).add_(param.grad.float() * 1.001)
+                param -= (group["lr"] * state["sum"]).to(param.dtype)
+
+
+def test_a_count_of_one_element_is_not_one_per_element(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also in pieces of one element, as sharding over three ranks makes of the bias."""
+    model, optimizer = optimized(nn.Linear(4, 3), Counting)
+    save_checkpoint(tmp_path / "a", "a", model, optimizer)
+    monkeypatch.setattr(Resharding, "_is_zero1", lambda self: True)
+    reshard_checkpoint(tmp_path / "a", tmp_path / "b", tp=1, dp=3)
+    for root in (tmp_path / "a", tmp_path / "b"):
+        load_checkpoint(root, "a", *optimized(nn.Linear(4, 3), Counting))
+        other, fresh = optimized(nn.Linear(4, 3), Counting)
+        load_checkpoint(root, "a", other, fresh)
+        assert [state["step"].tolist() for state in states(fresh)] == [[1.0], [1.0]]
+        for mine, theirs in zip(states(optimizer), states(fresh), strict=True):
+            assert torch.equal(mine["sum"], theirs["sum"])
+
+
+def test_state_that_is_wider_than_its_weights(tmp_path: Path):
+    """As it was saved; if the weights have another dtype now, it is what PyTorch makes of it."""
+
+    def build(dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, NxDOptimizer]:
+        torch.manual_seed(0)
+        return optimized(nn.Linear(4, 3, dtype=dtype), Counting)
+
+    model, optimizer = build()
+    save_checkpoint(tmp_path / "a", "a", model, optimizer)
+    reshard_checkpoint(tmp_path / "a", tmp_path / "b", tp=1)
+    for root in (tmp_path / "a", tmp_path / "b"):
+        other, fresh = build()
+        load_checkpoint(root, "a", other, fresh)
+        for mine, theirs in zip(states(optimizer), states(fresh), strict=True):
+            assert theirs["sum"].dtype == torch.float32 and torch.equal(mine["sum"], theirs["sum"])
+    wide, optimizer = optimized(nn.Linear(4, 3))
+    save_checkpoint(tmp_path / "c", "c", wide, optimizer)
+    narrow, fresh = optimized(nn.Linear(4, 3, dtype=torch.bfloat16))
+    load_checkpoint(tmp_path / "c", "c", narrow, fresh)
+    assert {state["exp_avg"].dtype for state in states(fresh)} == {torch.bfloat16}

@@ -21,16 +21,12 @@ from nxd_infer.layout import AxisPlan, ParamLayout, weight_layout
 from nxd_infer.layout.describe import describe_plans, read_plans
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
-from nxd_infer.optimizer import NxDOptimizer
 from tests.support.checkpoint.older import without_checksums
-from tests.support.e2e.command import nxd_infer_here, refused
+from tests.support.e2e.command import here, refused
 from tests.support.trainer.jobs import losses_of, training
 from tests.support.trainer.models import decoder
 
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    return partial(nxd_infer_here, capsys, monkeypatch, "ckpt")
+run = partial(here, "ckpt")
 
 
 def parts_of(options: dict[str, Any], seed: int) -> tuple[Any, Any]:
@@ -47,12 +43,14 @@ def alone(root: Path, tag: str = "a", change: float = 0.0, **options: Any) -> No
     save_checkpoint(root, tag, *parts)
 
 
-def test_what_differs_is_listed(tmp_path: Path, run):
+def test_what_differs_is_listed(tmp_path: Path):
     alone(tmp_path / "a", "one")
     alone(tmp_path / "a", "two", 1e-3)
     two = (tmp_path / "a" / "one", tmp_path / "a" / "two")
     done = run("diff", *two)
     assert done.status == 1 and "0.001" in done.out and "weights" in done.out and "exp_avg" not in done.out
+    assert f"A: {two[0]}" in done.out and f"B: {two[1]}" in done.out
+    assert run("diff", tmp_path / "a", tmp_path / "a", "--tag", "one", "--other-tag", "one").status == 0
     assert run("diff", *two, "--tolerance", 1).status == 0
     assert run("diff", *two, "--tolerance", 1e-4).status == 1
     weights = tmp_path / "weights"
@@ -62,7 +60,8 @@ def test_what_differs_is_listed(tmp_path: Path, run):
     assert done.status == 1 and "type float32 and bfloat16" in done.out
     assert run(*half, "--tolerance", 1e-2).status == 0
     done = run("diff", two[0], weights, "--tolerance", 1)
-    assert done.status == 1 and "only in A" in done.out  # the optimizer's state
+    assert done.status == 1 and "only in A" in done.out
+    assert "only A has optimizer state: pass --weights-only" in done.out
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     save_checkpoint(tmp_path / "b", "one", model)
     save_checkpoint(tmp_path / "c", "one", torch.nn.Sequential(torch.nn.Linear(3, 2)))
@@ -71,7 +70,6 @@ def test_what_differs_is_listed(tmp_path: Path, run):
 
 
 def test_as_calls(tmp_path: Path):
-    """With progress for each tensor, and what the command prints as data."""
     alone(tmp_path / "a")
     seen: list[tuple[Any, ...]] = []
     made = reshard_checkpoint(tmp_path / "a", tmp_path / "b", tp=2, progress=lambda *told: seen.append(told[:3]))
@@ -94,7 +92,7 @@ def test_as_calls(tmp_path: Path):
     assert not (tmp_path / "d").exists()
 
 
-def test_what_cannot_be_resharded(tmp_path: Path, run):
+def test_what_cannot_be_resharded(tmp_path: Path):
     alone(tmp_path / "a")
     before = sorted(path.name for path in (tmp_path / "a").rglob("*"))
     for out in (tmp_path / "a", tmp_path / "a" / "a", tmp_path / "a" / "a" / "x"):
@@ -124,8 +122,7 @@ def test_what_cannot_be_resharded(tmp_path: Path, run):
     assert before == sorted(path.name for path in (tmp_path / "a").rglob("*"))
 
 
-def test_an_adapter_goes_along(tmp_path: Path, run):
-    """Of a model with LoRA: its factors and its optimizer at other degrees, PEFT's files as they are."""
+def test_an_adapter_goes_along(tmp_path: Path):
     config = LoraConfig(enable_lora=True, lora_rank=4, target_modules=["q_proj", "down_proj"], save_lora_base=True)
     alone(tmp_path / "a", lora_config=config)
     for before, out, tp in (("a", "b", 2), ("b", "c", 1)):
@@ -159,7 +156,6 @@ def test_how_much_two_tensors_differ(monkeypatch, a: list[float], b: list[float]
 
 
 def test_plans_written_down():
-    """They are the same plans, and nothing else is taken for one."""
     for layout in (
         ParamLayout.of([AxisPlan.padded(61, 8, fill=float("-inf")), 5], "x"),
         *weight_layout(decoder("odd_heads")).values(),
@@ -168,29 +164,6 @@ def test_plans_written_down():
     for broken in ({}, {"axes": [1], "sources": []}, {"axes": [{"$": "Popen"}], "sources": []}, None):
         with pytest.raises(ShardingError, match="not the description of a weight's plans"):
             read_plans(broken)
-
-
-def test_a_folder_that_is_not_there(tmp_path: Path, run):
-    done = run("inspect", tmp_path / "nope")
-    refused(done, "nope does not exist")
-    assert "has_checkpoint" not in done.err
-    refused(run("diff", tmp_path / "nope", tmp_path), "nope does not exist")
-
-
-def test_a_comparison_says_of_what(tmp_path: Path, run):
-    model = torch.nn.Linear(2, 2)
-    optimizer = NxDOptimizer(model.parameters(), torch.optim.AdamW)
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    save_checkpoint(tmp_path / "ckpts", "old", model)
-    save_checkpoint(tmp_path / "ckpts", "new", model, optimizer)
-    done = run("diff", tmp_path / "ckpts", tmp_path / "ckpts" / "old")
-    assert done.status == 1 and f"A: {tmp_path}/ckpts/new" in done.out and f"B: {tmp_path}/ckpts/old" in done.out
-    assert "only A has optimizer state: pass --weights-only" in done.out
-    done = run("diff", tmp_path / "ckpts", tmp_path / "ckpts" / "old", "--weights-only")
-    assert done.status == 0 and "only A" not in done.out
-    done = run("diff", tmp_path / "ckpts", tmp_path / "ckpts", "--tag", "old", "--other-tag", "old")
-    assert done.status == 0 and f"A: {tmp_path}/ckpts/old" in done.out and f"B: {tmp_path}/ckpts/old" in done.out
 
 
 def test_a_bar_after_a_while_only(capsys):
@@ -205,12 +178,16 @@ def test_a_bar_after_a_while_only(capsys):
     assert "slow" in capsys.readouterr().out
 
 
-def test_weights_that_are_there_are_kept(tmp_path: Path, run):
-    save_checkpoint(tmp_path / "ckpts", "a", torch.nn.Linear(2, 2))
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "model.safetensors").write_text("mine")
-    refused(run("consolidate", tmp_path / "ckpts", "--out", tmp_path / "out"), "already exists", "choose another")
-    assert (tmp_path / "out" / "model.safetensors").read_text() == "mine"
+def test_what_is_not_there_and_what_is(tmp_path: Path):
+    done = run("inspect", tmp_path / "nope")
+    refused(done, "nope does not exist")
+    assert "has_checkpoint" not in done.err
+    refused(run("diff", tmp_path / "nope", tmp_path), "nope does not exist")
+    save_checkpoint(tmp_path, "a", torch.nn.Linear(2, 2))
+    weights = tmp_path / "model.safetensors"
+    weights.write_text("mine")
+    refused(run("consolidate", tmp_path, "--out", tmp_path), "already exists", "choose another")
+    assert weights.read_text() == "mine"
 
 
 def test_an_adapter_of_a_joint_layer_is_none_of_pefts(tmp_path: Path):

@@ -15,14 +15,13 @@ def takes_steps(request, monkeypatch):
     monkeypatch.setattr(ToyModel, "ahead", getattr(request, "param", True))
 
 
-@pytest.fixture
-def engines():
+def _made(kind, toy):
     """Makes engines and closes them; each must end empty, with every slot free."""
     made = []
 
     def make(model=None, **options):
-        model = model or ToyModel()
-        engine = Engine(model, **{"costs": model.costs, "restart_limit": 1, "idle_probe": None, **options})
+        model = model or toy()
+        engine = kind(model, **{"costs": model.costs, "restart_limit": 1, "idle_probe": None, **options})
         made.append(engine)
         engine.start()
         return engine
@@ -30,25 +29,17 @@ def engines():
     yield make
     for engine in made:
         engine.close()
-        assert engine.stats().slots_free == engine.slots
-        assert engine.parts.queue.inside == engine.parts.queue.unreported == engine.stats().waiting_tokens == 0
-        assert not engine.parts.gate._begun and not engine.parts.gate.wanted
+        parts = engine.parts
+        assert parts.queue.inside == parts.queue.unreported == 0 and not parts.gate._begun and not parts.gate.wanted
+        stats = engine.stats()
+        assert stats.slots_free == stats.slots and stats.waiting_tokens == 0
+
+
+@pytest.fixture
+def engines():
+    yield from _made(Engine, ToyModel)
 
 
 @pytest.fixture
 def oneshot_engines():
-    """The same of engines for models of one step."""
-    made = []
-
-    def make(model=None, **options):
-        model = model or ToyOneShot()
-        engine = OneShotEngine(model, **{"costs": model.costs, "restart_limit": 1, "idle_probe": None, **options})
-        made.append(engine)
-        engine.start()
-        model.calls.clear()  # of the warm-up
-        return engine
-
-    yield make
-    for engine in made:
-        engine.close()
-        assert engine.parts.queue.inside == engine.parts.queue.unreported == 0 and not engine.parts.gate._begun
+    yield from _made(OneShotEngine, ToyOneShot)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -33,10 +34,8 @@ def test_greedy_tokens_equal_the_naive_ones_for_every_kind_of_length(engines, le
 @BOTH_WAYS
 @pytest.mark.parametrize(("seed", "prompt_rows"), [(0, 0), (1, 5)])
 def test_random_traffic_with_cancellations_gives_everyone_their_own_tokens(engines, seed, prompt_rows):
-    """From several threads at once: lengths, beginnings in common, parameters, seeds, cancellations at any moment."""
     model = ToyModel(slots=3, max_len=48, prompt_buckets=(4, 8), delay=0.0002, prompt_rows=prompt_rows)
     engine = engines(model, max_queued_requests=10**6)
-    failures = []
     together = threading.Barrier(9)  # all slots are taken from the first step on
 
     def client(number):
@@ -61,22 +60,17 @@ def test_random_traffic_with_cancellations_gives_everyone_their_own_tokens(engin
             if cancelled:
                 time.sleep(rng.random() * 0.01)
                 ticket.cancel()
-            if not ticket.wait(60):
-                failures.append("never finished")
-            elif listener.end.reason == "cancelled":
-                if not cancelled or listener.tokens[0] != expected[: len(listener.tokens[0])]:
-                    failures.append((expected, listener.tokens[0]))
-            elif listener.tokens[0] != expected:
-                failures.append((expected, listener.tokens[0]))
+            assert ticket.wait(60)
+            if listener.end.reason == "cancelled":
+                assert cancelled
+                expected = expected[: len(listener.tokens[0])]
+            assert listener.tokens[0] == expected
 
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(8)]
-    with held(model):
-        for thread in threads:
-            thread.start()
-        together.wait(60)
-    for thread in threads:
-        thread.join(60)
-    assert not failures
+    with ThreadPoolExecutor(8) as pool:
+        with held(model):
+            clients = pool.map(client, range(8))
+            together.wait(60)
+        list(clients)
     assert any(len(set(slots)) < len(slots) for _, slots in model.steps) == (prompt_rows > 0)
     stats = engine.stats()
     assert stats.reused_tokens > 0 and sum(stats.finished.values()) == stats.submitted == 40
@@ -120,23 +114,6 @@ def test_every_graph_runs_before_the_engine_is_ready_and_no_slot_is_touched():
         engine.submit([1], GREEDY, Listener())
 
 
-def test_draining_finishes_what_there_is_and_takes_nothing_new(engines):
-    engine = engines(ToyModel(slots=1, delay=0.002))
-    listeners = [Listener() for _ in range(4)]
-    for number, listener in enumerate(listeners):
-        engine.submit([number], GREEDY, listener)
-    result = []
-    drainer = threading.Thread(target=lambda: result.append(engine.drain(60)))
-    drainer.start()
-    wait_until(lambda: engine.state == "draining")
-    with pytest.raises(EngineUnavailableError, match="draining"):
-        engine.submit([1], GREEDY, Listener())
-    drainer.join(60)
-    assert result == [True]
-    for number, listener in enumerate(listeners):
-        assert listener.tokens[0] == naive_generate([number], max_tokens=12, ignore_eos=True)
-
-
 def test_a_drain_that_takes_too_long_ends_and_closing_fails_the_rest():
     engine = Engine(model := ToyModel())
     engine.start()
@@ -161,18 +138,6 @@ def test_steps_are_counted_by_bucket_with_their_padding(engines):
     assert stats.padding_tokens == {"prefill_s16": 6, "decode_b2": 3}
     assert (stats.prompt_tokens, stats.generated_tokens) == (10, 4)
     assert set(stats.step_seconds) == {"decode_b2", "prefill_s8", "prefill_s16"}
-
-
-def test_a_burst_of_prompts_does_not_stall_a_running_stream(engines):
-    model = ToyModel(slots=8, max_len=512, batch_sizes=(8,), prompt_buckets=(16,))
-    engine = engines(model)
-    with held(model):
-        stream = engine.submit([1], SamplingParams(max_tokens=200, temperature=0, ignore_eos=True), Listener())
-        tickets = [engine.submit([2] * 160, GREEDY, Listener()) for _ in range(7)]
-    assert all(ticket.wait(60) for ticket in tickets) and stream.wait(60)
-    names = [name for name, _ in model.steps]
-    first, last = names.index("decode_b8"), len(names) - names[::-1].index("prefill_s16")
-    assert "prefill_s16 prefill_s16" not in " ".join(names[first:last])
 
 
 def test_a_step_is_begun_while_the_one_before_it_runs(engines):

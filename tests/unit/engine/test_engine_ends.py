@@ -12,19 +12,11 @@ from tests.support.engine.toy_model import EOS, TOP, VOCAB, Listener, ToyModel, 
 from tests.support.processes import wait_until
 
 
-def find_prompt(condition):
-    """A short prompt whose naive greedy answer fulfils ``condition``."""
-    for number in range(5000):
-        prompt = [number % VOCAB, number // VOCAB]
-        if condition(naive_generate(prompt, max_tokens=30)):
-            return prompt
-    raise AssertionError("no such prompt")
-
-
 @BOTH_WAYS
 def test_an_answer_ends_with_a_stop_token_unless_it_is_ignored_or_kept_away(engines):
     engine = engines()
-    prompt = find_prompt(lambda tokens: 3 <= len(tokens) < 5 and tokens[-1] in EOS)
+    prompts = ([number % VOCAB, number // VOCAB] for number in range(5000))
+    prompt = next(prompt for prompt in prompts if 3 <= len(naive_generate(prompt, max_tokens=12)) < 5)
     expected = naive_generate(prompt, max_tokens=12)
     result = ask(engine, prompt, GREEDY.replace(ignore_eos=False))
     assert result.tokens[0] == expected
@@ -107,6 +99,7 @@ def test_a_deadline_ends_a_request_wherever_it_is(engines, waiting):
         ([1], {"logit_bias": dict.fromkeys(range(5), 1)}, "logit_bias"),
         ([1], {"stop_token_ids": [VOCAB]}, "stop_token_ids"),
         ([1], {"n": 15}, "n"),
+        ([1], {"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),  # without a tokenizer
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_by_field_and_nothing_is_queued(engines, prompt, params, field):
@@ -173,21 +166,22 @@ def test_waiting_prompt_tokens_can_be_limited_too(engines):
         assert ticket.wait(60)
 
 
-@pytest.mark.parametrize("meta", [{"task": "embed"}, {"task": "generate"}])
-def test_an_artifact_of_another_kind_is_refused(meta):
-    model = ToyModel()
-    model.manifest.metadata = meta
-    with pytest.raises(ModelConfigError):
-        Engine(model)
+def unfed(manifest):
+    spec = manifest.buckets[0].inputs[-1]
+    manifest.buckets[0].inputs.append(spec.model_copy(update={"name": "pixels", "default": None}))
 
 
-def test_an_input_that_nobody_feeds_is_refused_by_name():
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda manifest: manifest.metadata.update(task="embed"), "task is 'embed'"),
+        (lambda manifest: manifest.metadata.pop("slots"), "lacks 'slots'"),
+        (lambda manifest: manifest.buckets[0].inputs.pop(1), "start"),
+        (unfed, "pixels"),
+    ],
+)
+def test_an_artifact_of_another_kind_is_refused_by_what_it_lacks(change, words):
     model = ToyModel()
-    spec = model.manifest.buckets[0].inputs[-1]
-    model.manifest.buckets[0].inputs.append(spec.model_copy(update={"name": "pixels", "default": None}))
-    with pytest.raises(ModelConfigError, match="pixels"):
-        Engine(model)
-    model = ToyModel()
-    model.manifest.buckets[0].inputs = [s for s in model.manifest.buckets[0].inputs if s.name != "start"]
-    with pytest.raises(ModelConfigError, match="start"):
+    change(model.manifest)
+    with pytest.raises(ModelConfigError, match=words):
         Engine(model)

@@ -3,90 +3,74 @@
 from __future__ import annotations
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 
 from nxd_infer.errors import RankDiedError
 from nxd_server.engine import Engine
 from nxd_server.errors import EngineFailedError, EngineUnavailableError, GenerationError
-from tests.support.engine.asking import BOTH_WAYS, GREEDY, ask, held
+from tests.support.engine.asking import BOTH_WAYS, GREEDY, ask, ask_all, held
 from tests.support.engine.toy_model import VOCAB, Listener, ToyModel, naive_generate
 from tests.support.processes import wait_until
 
 
-@BOTH_WAYS
-def test_a_step_that_fails_ends_its_own_requests_only(engines):
-    model = ToyModel(slots=4, batch_sizes=(1,), delay=0.001)
-    engine = engines(model)
-
+def poisoned(engine, monkeypatch):
     def fail(name, inputs):
         if int(inputs["tokens"][0, 0]) == 77 and int(inputs["start"][0]) == 0:
             raise ValueError("this prompt is poison")
 
-    model.fail = fail
-    good = [Listener() for _ in range(3)]
-    tickets = [engine.submit([number, 1], GREEDY, listener) for number, listener in enumerate(good)]
-    bad = ask(engine, [77, 1, 2])
-    assert isinstance(bad.end.error, GenerationError) and "poison" in str(bad.end.error)
-    for number, (ticket, listener) in enumerate(zip(tickets, good, strict=True)):
-        assert ticket.wait(60)
-        assert listener.tokens[0] == naive_generate([number, 1], max_tokens=12, ignore_eos=True)
-    assert engine.state == "ready" and model.restarts == 0
+    engine.model.fail = fail
 
 
-def test_a_row_that_cannot_be_written_fails_alone_and_its_place_is_free_for_others(engines, monkeypatch):
-    engine = engines(ToyModel(slots=3, batch_sizes=(4,), delay=0.001))
+def unwritable(engine, monkeypatch):
     for inputs in engine._batcher._steps.inputs.values():
-        put = inputs.put
 
-        def refuse(place, row, sampler, put=put):
+        def refuse(place, row, sampler, put=inputs.put):
             if row.sequence.prompt[0] == 77 and row.sequence.output:
                 raise OverflowError("no such number in float32")
             put(place, row, sampler)
 
         monkeypatch.setattr(inputs, "put", refuse)
-    listeners = [Listener() for _ in range(3)]
-    tickets = [engine.submit([first, 1], GREEDY, one) for first, one in zip((77, 2, 3), listeners, strict=True)]
-    assert all(ticket.wait(60) for ticket in tickets)
-    assert isinstance(listeners[0].end.error, GenerationError) and "no such number" in str(listeners[0].end.error)
-    for first, listener in zip((2, 3), listeners[1:], strict=True):
-        assert listener.tokens[0] == naive_generate([first, 1], max_tokens=12, ignore_eos=True)
+
+
+def spoilt(output, value):
+    def damage(engine, monkeypatch):
+        step = engine.model._step
+
+        def damaged(bucket, inputs):
+            outputs = step(bucket, inputs)
+            outputs[output][(inputs["block_table"][:, 0] == 0) & (inputs["start"] > 4)] = value
+            return outputs
+
+        engine.model._step = damaged
+
+    return damage
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (poisoned, "poison"),
+        (unwritable, "no such number"),
+        (spoilt("logprob", float("nan")), "no valid"),
+        (spoilt("token", VOCAB), "no valid"),
+    ],
+)
+def test_what_goes_wrong_with_one_row_ends_its_own_request_only(engines, monkeypatch, damage, words):
+    engine = engines(ToyModel(slots=4, batch_sizes=(1,) if damage is poisoned else (4,), delay=0.001))
+    damage(engine, monkeypatch)
+    bad, *good = ask_all(engine, [[77, 1], [1, 1], [2, 1], [3, 1]])
+    assert isinstance(bad.end.error, GenerationError) and words in str(bad.end.error)
+    for number, listener in enumerate(good, 1):
+        assert listener.tokens[0] == naive_generate([number, 1], max_tokens=12, ignore_eos=True)
     assert engine.state == "ready" and engine.model.restarts == 0
-
-
-@pytest.mark.parametrize("damage", ["nan", "range"])
-def test_a_row_without_a_valid_token_fails_alone(engines, damage):
-    model = ToyModel(slots=4, batch_sizes=(4,), delay=0.001)
-    engine = engines(model)
-    step = model._step
-
-    def damaged(bucket, inputs):
-        outputs = step(bucket, inputs)
-        for row in range(inputs["tokens"].shape[0]):
-            if int(inputs["block_table"][row, 0]) == 0 and int(inputs["start"][row]) > 4:
-                if damage == "nan":
-                    outputs["logprob"][row] = float("nan")
-                else:
-                    outputs["token"][row] = VOCAB
-        return outputs
-
-    model._step = damaged
-    listeners = [Listener() for _ in range(4)]
-    with held(model):  # so that no other request gets the first one's slot after it
-        tickets = [engine.submit([number, 1], GREEDY, listener) for number, listener in enumerate(listeners)]
-    assert all(ticket.wait(60) for ticket in tickets)
-    assert isinstance(listeners[0].end.error, GenerationError)
-    for number in (1, 2, 3):
-        assert listeners[number].tokens[0] == naive_generate([number, 1], max_tokens=12, ignore_eos=True)
 
 
 def test_a_listener_that_raises_loses_its_own_request_only(engines):
     engine = engines(ToyModel(delay=0.001))
-
-    def broken(event):
-        raise RuntimeError("client code")
-
-    ticket = engine.submit([1, 2], GREEDY, broken)
+    ticket = engine.submit([1, 2], GREEDY, Mock(side_effect=RuntimeError("client code")))
     assert ask(engine, [3, 4]).tokens[0] == naive_generate([3, 4], max_tokens=12, ignore_eos=True)
     assert ticket.wait(60)
     assert engine.state == "ready"
@@ -130,11 +114,7 @@ def test_dead_ranks_fail_every_request_with_a_typed_error_and_come_back(engines)
 def test_a_restart_that_fails_leaves_the_engine_failed(engines):
     model = ToyModel()
     engine = engines(model)
-
-    def no_restart():
-        raise RankDiedError("it will not start", 0)
-
-    model.restart = no_restart
+    model.restart = Mock(side_effect=RankDiedError("it will not start", 0))
     listener = Listener()
     with held(model):
         ticket = engine.submit([1], GREEDY, listener)
@@ -163,11 +143,7 @@ def test_an_idle_engine_makes_sure_that_its_ranks_still_answer(engines):
 
 def test_a_warm_up_that_fails_is_an_error_of_start(caplog):
     model = ToyModel()
-
-    def fail(name, inputs):
-        raise RankDiedError("rank 0 died", 0)
-
-    model.fail = fail
+    model.fail = Mock(side_effect=RankDiedError("rank 0 died", 0))
     engine = Engine(model)
     with pytest.raises(EngineUnavailableError, match="rank 0 died"):
         engine.start()

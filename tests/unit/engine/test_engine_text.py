@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,6 +13,7 @@ from nxd_server.engine.events import TokenEvent
 from nxd_server.errors import GenerationError
 from nxd_server.text.detokenize import TextStream, _byte_of_char
 from nxd_server.text.tokenizer import Tokenizer
+from tests.support.engine.asking import ask
 from tests.support.engine.toy_model import EOS, VOCAB, Listener, ToyModel, naive_generate
 
 
@@ -37,12 +39,6 @@ def make_tokenizer():
 def engine():
     with Engine(ToyModel(max_len=256), make_tokenizer()) as engine:
         yield engine
-
-
-def ask(engine, prompt, params):
-    listener = Listener(params.n)
-    assert engine.submit(prompt, params, listener).wait(60)
-    return listener
 
 
 def test_the_pieces_join_to_the_decoded_tokens(engine):
@@ -71,10 +67,7 @@ def test_a_token_on_which_the_library_panics_fails_its_own_request_only():
 
 
 def test_a_cancelled_text_that_cannot_be_completed_fails_its_own_request_only(monkeypatch):
-    def fail(stream, *, may_stop=True):
-        raise ValueError("no such text")
-
-    monkeypatch.setattr(TextStream, "flush", fail)
+    monkeypatch.setattr(TextStream, "flush", Mock(side_effect=ValueError("no such text")))
     with Engine(ToyModel(max_len=10**5, delay=0.001), make_tokenizer()) as engine:
         listener = Listener()
         ticket = engine.submit([3, 4], SamplingParams(max_tokens=None, ignore_eos=True), listener)
@@ -97,15 +90,6 @@ def test_a_stop_string_anywhere_in_the_answer_ends_it_there(engine, seed):
     assert result.tokens[0] == tokens[: len(result.tokens[0])] and len(result.tokens[0]) < 80
     shown = "".join(event.text for event in result.events[0] if isinstance(event, TokenEvent))
     assert text.startswith(shown), "nothing is shown that has to be taken back"
-
-
-def test_held_back_text_comes_with_the_end_when_no_stop_string_follows(engine):
-    tokens = naive_generate([3, 3], max_tokens=12, ignore_eos=True)
-    text = engine.tokenizer.decode(tokens)
-    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, stop=[text[-3:] + "zzzz"])
-    result = ask(engine, [3, 3], params)
-    assert result.text[0] == text and result.end.reason == "length"
-    assert result.end.text.endswith(text[-3:])
 
 
 def test_min_tokens_holds_off_stop_strings_too(engine):

@@ -20,8 +20,6 @@ from nxd_server.text.structured_outputs import MOST_CHARACTERS, StructuredOutput
 from nxd_server.text.tokenizer import Tokenizer
 from tests.support.text.text_tokenizers import byte_level, compiled
 
-CHOICES = ["yes", "yes, but", "no", "nö", "maybe 🤔", "maybe 🤗"]
-
 
 @pytest.fixture(autouse=True)
 def slow_cores_may_take_longer(monkeypatch):
@@ -46,8 +44,6 @@ def drawn(tokenizer, grammar, rng, most):
 INTEGER = {"type": "integer", "minimum": -99, "maximum": 401}
 SCHEMAS = [
     INTEGER,
-    {"type": "integer", "minimum": 7, "maximum": 7},
-    {"type": "string", "minLength": 2, "maxLength": 5},
     {"type": "string", "pattern": "[a-c]+[0-9]{2}", "maxLength": 8},
     {"enum": ["a b", 'é"', True, None, -3, 1.5]},
     {"const": {"a": [1, {"b c": None}]}},
@@ -67,43 +63,19 @@ def test_json_of_a_schema_is_accepted_by_a_validator(schema):
     texts = [drawn(byte_level(), grammar, random.Random(seed), 2000) for seed in range(8)]
     for text in texts:
         jsonschema.validate(json.loads(text), schema)
-    assert "const" in schema or schema.get("minimum") == 7 or len(set(texts)) > 1
-
-
-def balanced(text):
-    return re.fullmatch(r"\(+\)+", text) and text.count("(") == text.count(")")
-
-
-PLATE, FEW = "[a-f]{3,9}-[0-9]{2}", {"type": "array", "items": {"enum": ["x", 1]}, "maxItems": 3}
-FORMS = {
-    "json": (FEW, lambda text: isinstance(json.loads(text), list)),
-    "regex": (PLATE, lambda text: re.fullmatch(PLATE, text)),
-    "choice": (CHOICES, lambda text: text in CHOICES),
-    "grammar": ('start: "(" [start] ")"', balanced),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_is_kept_to(form):
-    asked, right = FORMS[form]
-    grammar = compiled(byte_level(), **{form: asked})
-    texts = [drawn(byte_level(), grammar, random.Random(seed), 200) for seed in range(5)]
-    assert all(map(right, texts))
+    assert "const" in schema or len(set(texts)) > 1
 
 
 WRONG = [
-    ({}, "structured_outputs", "exactly one"),
     ({"json": {}, "regex": "a"}, "structured_outputs", "json and regex"),
     ({"schema": {}}, "structured_outputs", "'schema'"),
     ([1], "structured_outputs", "must be an object"),
     ({"json": 3}, "structured_outputs.json", "a JSON schema"),
     ({"json": "[1"}, "structured_outputs.json", "an object, or its text"),
-    ({"json": {"not": {}}}, "structured_outputs.json", '"not"'),
     ({"json": {"enum": []}}, "structured_outputs.json", "Unsatisfiable"),
     ({"json_object": False}, "structured_outputs.json_object", "must be true"),
     ({"regex": "(a"}, "structured_outputs.regex", "unclosed group"),
     ({"regex": "a\\"}, "structured_outputs.regex", "ends with a backslash"),
-    ({"regex": "(?=a)b"}, "structured_outputs.regex", "look-ahead"),
     ({"regex": "x" * (MOST_CHARACTERS + 1)}, "structured_outputs.regex", "at most"),
     ({"regex": 3}, "structured_outputs.regex", "a string"),
     ({"choice": []}, "structured_outputs.choice", "one or more"),
@@ -128,8 +100,6 @@ HOSTILE = {
     "ambiguous": "start: s\ns: " + " | ".join(f"s s t{number}" for number in range(60)) + " | A\nA: /[a-z]{1,3}/\n"
     + rules(60, "t{number}: A?"),
     "a chain of rules": rules(4000, "a{number}: a{next}").replace("a0:", "start:") + '\na4000: "x"',
-    "a chain of tokens": "start: A0\n" + rules(4000, "A{number}: A{next}") + '\nA4000: "x"',
-    "its notation": 'root ::= "a" b0\n' + rules(500, 'b{number} ::= "a" b{next}') + '\nb500 ::= "x"',
 }  # fmt: skip
 
 

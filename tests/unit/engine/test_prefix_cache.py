@@ -3,7 +3,8 @@ model's answer depends on every token in its slot, so one stale entry changes it
 
 from __future__ import annotations
 
-import time
+from itertools import chain, repeat
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from nxd_infer.errors import InputMismatchError, RankDiedError
 from nxd_server.engine import SamplingParams
 from nxd_server.engine.core.slots import FEWEST_REUSED, SlotPool
-from nxd_server.errors import EngineUnavailableError, GenerationError, RequestError
+from nxd_server.errors import GenerationError, RequestError
 from tests.support.engine.asking import GREEDY, SYSTEM, ask
 from tests.support.engine.toy_model import ToyModel, naive_generate
+from tests.support.processes import wait_until
 
 LONG = GREEDY.replace(max_tokens=6)
 
@@ -25,20 +27,6 @@ def naive(prompt, **more):
 
 def cached(answer):
     return answer.end.usage.cached_tokens
-
-
-def once_ready(call):
-    """The result of ``call``, which an engine that recovers refuses."""
-    end = time.monotonic() + 60
-    while True:
-        try:
-            return call()
-        except EngineUnavailableError:
-            assert time.monotonic() < end
-            time.sleep(0.001)
-
-
-# --- slots ---------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=50)
@@ -82,9 +70,6 @@ def test_a_prompt_gets_the_slot_that_holds_most_of_it_else_the_one_that_was_free
         SlotPool(1).allocate() and pool.allocate() and pool.allocate()
 
 
-# --- the engine ------------------------------------------------------------------------------------------
-
-
 def test_a_conversation_computes_only_what_is_new(engines):
     model = ToyModel(slots=2, max_len=128)
     engine = engines(model)
@@ -113,26 +98,17 @@ def test_new_weights_and_new_ranks_find_nothing(engines):
     answer = ask(engine, SYSTEM, LONG)
     assert answer.tokens[0] == naive(SYSTEM, weights=5) and cached(answer) == 0
     assert cached(ask(engine, SYSTEM, LONG)) == 19
-
-    def fail(name, inputs):
-        model.fail = lambda name, inputs: None
-        raise RankDiedError("killed", 0)
-
-    model.fail = fail
+    model.fail = Mock(side_effect=chain([RankDiedError("killed", 0)], repeat(None)))
     assert not hasattr(ask(engine, [1, 2], LONG).end, "reason")
-    answer = once_ready(lambda: ask(engine, SYSTEM, LONG))
+    wait_until(lambda: model.restarts == 1 and engine.state == "ready")
+    answer = ask(engine, SYSTEM, LONG)
     assert answer.tokens[0] == naive(SYSTEM, weights=5) and cached(answer) == 0
 
 
 def test_what_a_refused_step_should_have_written_is_not_used(engines):
     model = ToyModel(slots=1, max_len=64)
     engine = engines(model)
-
-    def fail(name, inputs):
-        model.fail = lambda name, inputs: None
-        raise InputMismatchError("no")
-
-    model.fail = fail
+    model.fail = Mock(side_effect=chain([InputMismatchError("no")], repeat(None)))
     assert isinstance(ask(engine, SYSTEM, LONG).end.error, GenerationError)
     answer = ask(engine, SYSTEM, LONG)
     assert answer.tokens[0] == naive(SYSTEM) and cached(answer) == 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import threading
 import time
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from nxd_infer.errors import ModelClosedError, RankDiedError, RankFailedError, R
 from nxd_server.engine.rank_restarts import RankRestarts
 from nxd_server.errors import EngineFailedError, GenerationError, forget_frames, ranks_failed, summary
 from nxd_server.http.error_responses import as_api_error
+from tests.support.engine.asking import held
 from tests.support.engine.toy_oneshot import ToyOneShot, expected
 from tests.support.processes import wait_until
 
@@ -31,8 +32,6 @@ class Fragile(ToyOneShot):
     def __init__(self):
         super().__init__(batches=(4,))
         self.die = False
-        self.gate: threading.Event | None = None
-        self.entered = threading.Event()
         self.batches: list[list[int]] = []
         """First ids of the live rows of every step, in order."""
         self.fail = self._lose_ranks
@@ -41,10 +40,6 @@ class Fragile(ToyOneShot):
         live = inputs["input_ids"][inputs["attention_mask"].sum(1) > 0]
         if len(live):  # and not the warm-up
             self.batches.append(live[:, 0].tolist())
-        if self.gate is not None:
-            self.entered.set()
-            assert self.gate.wait(60)
-            self.gate = None
         if self.die:
             self.die, self.dead = False, True
             raise RankDiedError("rank 0 died", 0)
@@ -64,7 +59,6 @@ def request(first):
 
 
 def settled(engine):
-    """The state once the recovery is over."""
     wait_until(lambda: engine.state != "recovering")
     return engine.state
 
@@ -88,12 +82,14 @@ def die(engine):
     return settled(engine)
 
 
-def test_a_bad_request_after_good_ones_uses_up_no_restart_and_a_rank_that_died_does(engines):
+def test_bad_requests_use_up_no_restart_and_a_rank_that_died_does(engines):
+    """A step that worked before them is repeated after each restart: the ranks are well."""
     engine = engines(restart_limit=1)
-    for restarts in (1, 2, 3):
-        assert works(engine)
-        assert poison(engine) == ("ready", GenerationError)
-        assert engine.model.restarts == engine.stats().restarts == restarts
+    assert works(engine)
+    engine.model.batches.clear()
+    assert [poison(engine) for _ in range(5)] == [("ready", GenerationError)] * 5
+    assert engine.model.batches == [[POISON], [HARMLESS]] * 5
+    assert engine.model.restarts == engine.stats().restarts == 5
     assert works(engine)
     assert die(engine) == "ready", "the restarts for bad requests were counted against the machine"
     assert works(engine)
@@ -106,15 +102,6 @@ def test_a_graph_that_has_never_worked_is_the_machines_fault(engines):
     assert poison(engine)[0] == "ready"
     assert poison(engine)[0] == "failed"
     assert engine.model.restarts == 1
-
-
-def test_bad_requests_in_a_row_use_up_no_restart(engines):
-    """A step that worked before is repeated after each restart: the ranks are well."""
-    engine = engines(restart_limit=1)
-    assert works(engine)
-    engine.model.batches.clear()
-    assert [poison(engine) for _ in range(5)] == [("ready", GenerationError)] * 5
-    assert engine.model.batches == [[POISON], [HARMLESS]] * 5
 
 
 def test_work_before_a_restart_says_nothing_of_ranks_that_cannot_repeat_it(engines):
@@ -173,12 +160,11 @@ def test_failures_longer_ago_than_the_window_are_forgotten(engines):
 
 def test_a_failure_while_draining_is_the_end(engines):
     engine = engines(restart_limit=5)
-    engine.model.gate = gate = threading.Event()
-    future = engine.submit(request(HARMLESS))
-    assert engine.model.entered.wait(60)
-    engine.model.die = True
-    assert engine.drain(0) is False
-    gate.set()
+    with held(engine.model):
+        future = engine.submit(request(HARMLESS))
+        wait_until(lambda: engine.health().step_running is not None)
+        engine.model.die = True
+        assert engine.drain(0) is False
     with pytest.raises(EngineFailedError):
         future.result(60)
     assert engine.wait_failed(60) and engine.model.restarts == 0
@@ -188,12 +174,11 @@ def test_whoever_shared_the_failed_step_goes_alone_and_before_all_others(engines
     """One of four broke the step: the four are tried one by one in their order; later ones share steps again. After
     each restart the last step that worked is repeated."""
     engine = engines(restart_limit=1)
-    engine.model.gate = gate = threading.Event()
-    futures = [engine.submit(request(HARMLESS))]
-    assert engine.model.entered.wait(60)
-    firsts, others = [1, 2, POISON, 4], [11, 12, 13, 14]  # all of them wait while the first step runs
-    futures += [engine.submit(request(first)) for first in firsts + others]
-    gate.set()
+    firsts, others = [1, 2, POISON, 4], [11, 12, 13, 14]
+    with held(engine.model):
+        futures = [engine.submit(request(HARMLESS))]
+        wait_until(lambda: engine.health().step_running is not None)
+        futures += [engine.submit(request(first)) for first in firsts + others]
     with pytest.raises(GenerationError, match="index out of range"):
         futures[1 + firsts.index(POISON)].result(60)
     for future in (*futures[:3], *futures[4:]):
@@ -253,9 +238,6 @@ def test_a_client_is_told_what_ended_the_ranks_and_errors_that_cause_each_other_
     assert lost.__traceback__ is None and refused.__traceback__ is None
 
 
-# --- the restarts by themselves -------------------------------------------------------------------------
-
-
 def short_of(number: int) -> RankStartError:
     error = RankStartError("the system does not let the ranks start")
     error.__cause__ = OSError(number, os.strerror(number))
@@ -272,11 +254,8 @@ def test_ranks_for_which_the_system_has_no_room_now_are_tried_again_as_long_as_t
         spent.append(seconds)
         return "too late" if len(spent) > late_after else ""
 
-    def start():
-        if len(spent) < 6:
-            raise short_of(number)
-
     restarts.hopeless = hopeless
+    start = Mock(side_effect=[*[short_of(number)] * 6, None])
     assert restarts.run(start, False, str) is None and restarts.count == 7
     assert spent == sorted(spent) and spent[0] > 0
     restarts.end()
@@ -284,7 +263,7 @@ def test_ranks_for_which_the_system_has_no_room_now_are_tried_again_as_long_as_t
     assert not restarts.refusal(True)
     spent.clear()
     late_after = 3
-    found = restarts.run(start, False, str)
+    found = restarts.run(Mock(side_effect=short_of(number)), False, str)
     assert found is not None and found[1] == "the system does not let the ranks start; too late"
 
 
@@ -301,10 +280,6 @@ def test_ranks_for_which_the_system_has_no_room_now_are_tried_again_as_long_as_t
 )
 def test_a_start_that_another_one_would_not_help_is_the_last(error, why):
     restarts = RankRestarts(limit=3, window=600.0)
-
-    def start():
-        raise error
-
-    found = restarts.run(start, False, lambda: why)
+    found = restarts.run(Mock(side_effect=error), False, lambda: why)
     assert found is not None and found[0] is error and found[1] == "; ".join(filter(None, (str(error), why)))
     assert restarts.count == 1 and restarts.took is None

@@ -57,32 +57,6 @@ def test_decoding_alone_leaves_the_graph_with_more_rows_than_slots_to_prompts():
     assert subject.next_step().graph.name == "decode_b20"
 
 
-def test_a_burst_of_prompts_keeps_to_the_bound_at_little_cost():
-    times = {"decode_b1": 0.0057, "decode_b4": 0.007, "decode_b16": 0.0105, "decode_b32": 0.0172}
-    times |= {"prefill_s32": 0.0146, "prefill_s128": 0.0538}
-
-    def burst(batches, mixes):
-        """Seconds until all answers are there, and the longest wait of the stream in steps of its own."""
-        subject = scheduler(16, batches, (32, 128), seconds=times, mixes=mixes)
-        decoding(subject, 1)
-        arrive(subject, *(sequence(identity, 128, 64) for identity in range(1, 16)))
-        total = since = longest = 0.0
-        while subject.running > 1:
-            (step,) = steps(subject, 1)
-            seconds = times[step.graph.name]
-            total, since = total + seconds, since + seconds
-            for row in step.rows:
-                row.sequence.output += [7] * row.samples
-                if row.sequence.id == 0:
-                    longest, since = max(longest, since), 0.0
-                elif len(row.sequence.output) == 64:
-                    subject.remove(row.sequence)
-        return total, longest / times["decode_b1"]
-
-    (plain, stall), (mixed, bounded) = burst((1, 4, 16), False), burst((1, 4, 16, 32), True)
-    assert bounded <= 3 and stall > 4 and mixed < 1.15 * plain
-
-
 def test_a_piece_is_never_shorter_than_the_shortest_bucket_and_the_bound_can_be_lifted():
     times = {"decode_b1": 0.010, "prefill_s128": 0.1, "prefill_s512": 0.5}
     subject = scheduler(lengths=(128, 512), batches=(1,), seconds=times)

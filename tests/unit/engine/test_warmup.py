@@ -10,13 +10,7 @@ import pytest
 
 from nxd_server.engine import warmup
 from nxd_server.engine.core.step_costs import Graph, StepCosts
-from nxd_server.engine.core.step_runner import (
-    FIRST_SECONDS,
-    OVERDUE_FACTOR,
-    OVERDUE_SECONDS,
-    WARM_SECONDS,
-    StepRunner,
-)
+from nxd_server.engine.core.step_runner import FIRST_SECONDS, OVERDUE_FACTOR, OVERDUE_SECONDS, WARM_SECONDS, StepRunner
 from nxd_server.engine.warmup import WARM_UP_SECONDS, warm_up, when_idle
 
 GUIDE = Path(__file__).parents[3] / "docs/deployment.md"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,28 +28,12 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
 
 def swapping(engine, weights, **options):
-    """A swap in a thread: ``(thread, results)``; what comes out, an error included, is the one result."""
-    results = []
-
-    def swap():
-        try:
-            results.append(engine.update_weights(weights, **options))
-        except Exception as error:
-            results.append(error)
-
-    thread = threading.Thread(target=swap)
-    thread.start()
-    return thread, results
-
-
-def wanted_of(ticket):
-    """The text that all choices of a greedy request must have, given the reported version."""
-    return naive_generate(ticket.choices[0].prompt, max_tokens=6, ignore_eos=True, weights=ticket.whole.version)
+    """A swap in a thread."""
+    return ThreadPoolExecutor(1).submit(engine.update_weights, weights, **options)
 
 
 @BOTH_WAYS
 def test_every_request_is_of_one_version_and_none_is_lost(engines):
-    """Swap after swap while requests of several choices and several prompts come from several threads."""
     engine = engines(ToyModel(slots=4), max_queued_requests=10_000)
     draw = random.Random(0)
     asked, stop = [], threading.Event()
@@ -62,20 +49,19 @@ def test_every_request_is_of_one_version_and_none_is_lost(engines):
                     asked.append((engine.submit(prompt, params, listener, whole=whole), listener))
             time.sleep(own.random() * 0.02)
 
-    clients = [threading.Thread(target=client, args=(seed,)) for seed in range(3)]
-    for thread in clients:
-        thread.start()
     versions = []
-    for number in range(1, 4):
-        enough = sum(engine.stats().finished.values()) + draw.randint(1, 15)
-        wait_until(lambda enough=enough: sum(engine.stats().finished.values()) >= enough)
-        versions.append(engine.update_weights(number, timeout=60))
-    stop.set()
-    for thread in clients:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool, contextlib.ExitStack() as at_end:
+        at_end.callback(stop.set)
+        clients = pool.map(client, range(3))
+        for number in range(1, 4):
+            enough = sum(engine.stats().finished.values()) + draw.randint(1, 15)
+            wait_until(lambda enough=enough: sum(engine.stats().finished.values()) >= enough)
+            versions.append(engine.update_weights(number, timeout=60))
+    list(clients)
     for ticket, listener in asked:
         assert ticket.wait(60)
-        want = wanted_of(ticket)
+        prompt, version = ticket.choices[0].prompt, ticket.whole.version
+        want = naive_generate(prompt, max_tokens=6, ignore_eos=True, weights=version)
         assert listener.tokens == [want] * len(ticket.choices)
         assert all(end.reason == "length" for end in listener.ends)
     assert versions == [1, 2, 3] and engine.model.weights == 3
@@ -83,14 +69,13 @@ def test_every_request_is_of_one_version_and_none_is_lost(engines):
 
 
 def test_a_request_that_has_begun_is_finished_on_the_old_weights(engines):
-    """One of two prompts runs, the other waits for its slot: a swap between them waits for both."""
     model = ToyModel(slots=1, delay=0.01)
     engine = engines(model)
     first, second, third = Listener(), Listener(), Listener()
     with WholeRequest() as whole:
         engine.submit([7, 8], GREEDY.replace(max_tokens=30), first, whole=whole)
         wait_until(lambda: first.tokens[0])
-        thread, results = swapping(engine, 1)
+        swap = swapping(engine, 1)
         wait_until(lambda: engine.parts.gate.wanted)
         later = engine.submit([9], GREEDY, third)
         assert engine.submit([7, 9], GREEDY, second, whole=whole).wait(60)  # passes the one that came before it
@@ -99,8 +84,7 @@ def test_a_request_that_has_begun_is_finished_on_the_old_weights(engines):
             engine.update_weights(2)
         time.sleep(0.05)
         assert engine.parts.gate.wanted  # a third prompt may still come
-    thread.join(60)
-    assert results == [1] and later.wait(60)
+    assert swap.result(60) == 1 and later.wait(60)
     assert first.tokens[0] == naive_generate([7, 8], max_tokens=30, ignore_eos=True)
     assert second.tokens[0] == naive_generate([7, 9], max_tokens=6, ignore_eos=True)
     assert third.tokens[0] == naive_generate([9], max_tokens=6, ignore_eos=True, weights=1)
@@ -108,18 +92,14 @@ def test_a_request_that_has_begun_is_finished_on_the_old_weights(engines):
 
 
 def test_one_call_of_an_llm_is_of_one_version(engines):
-    """Prompts that wait for a slot when a swap comes are of the call that has begun."""
     llm = LLM.__new__(LLM)  # around the toy, which is no artifact on disk
     llm.engine = engine = engines(ToyModel(slots=1, delay=0.005))
     prompts = [[7 + number, 8] for number in range(6)]
-    answers = []
-    call = threading.Thread(target=lambda: answers.extend(llm.generate(prompts, GREEDY)))
-    call.start()
+    call = ThreadPoolExecutor(1).submit(llm.generate, prompts, GREEDY)
     wait_until(lambda: engine.stats().generated_tokens)
     assert llm.update_weights(1) == 1
-    call.join(60)
     wanted = [naive_generate(prompt, max_tokens=6, ignore_eos=True) for prompt in prompts]
-    assert [answer.outputs[0].token_ids for answer in answers] == wanted
+    assert [answer.outputs[0].token_ids for answer in call.result(60)] == wanted
     (later,) = llm.generate(prompts[0], GREEDY)
     assert later.outputs[0].token_ids == naive_generate(prompts[0], max_tokens=6, ignore_eos=True, weights=1)
 
@@ -129,11 +109,11 @@ def test_requests_that_take_too_long_keep_the_old_weights(engines):
     running, waiting = Listener(), Listener()
     with WholeRequest() as whole:  # which may always have one more prompt
         assert engine.submit([7], GREEDY, running, whole=whole).wait(60)
-        thread, results = swapping(engine, 1, timeout=0.3)
-        wait_until(lambda: engine.parts.gate.wanted or results)
+        swap = swapping(engine, 1, timeout=0.3)
+        wait_until(lambda: engine.parts.gate.wanted or swap.done())
         ticket = engine.submit([8], GREEDY, waiting)  # mostly while the swap waits
-        thread.join(60)
-        assert isinstance(results[0], WeightsBusyError) and "1 requests" in str(results[0])
+        with pytest.raises(WeightsBusyError, match="1 requests"):
+            swap.result(60)
         assert ticket.wait(60)
     assert engine.model.weights == 0 and ticket.whole.version == 0
     assert waiting.tokens[0] == naive_generate([8], max_tokens=6, ignore_eos=True)
@@ -144,11 +124,7 @@ def test_weights_that_are_refused_change_nothing(engines):
     engine = engines()
     with pytest.raises(WeightSchemaError):
         engine.update_weights("no number")
-
-    def refuse():
-        raise WeightSchemaError("a rank refused the new weights")
-
-    engine.model.fail_update = refuse
+    engine.model.fail_update = Mock(side_effect=WeightSchemaError("a rank refused the new weights"))
     with pytest.raises(WeightSchemaError, match="a rank refused"):
         engine.update_weights(1)
     assert engine.model.weights == engine.parts.gate.version == engine.model.restarts == 0
@@ -159,20 +135,15 @@ def test_weights_that_are_refused_change_nothing(engines):
 def test_ranks_that_fail_over_new_weights_start_again_with_the_old_and_requests_wait(engines):
     model = ToyModel(slots=1, delay=0.01)
     engine = engines(model)
-
-    def half_way():
-        raise RankFailedError("new weights replaced only some of the old ones", 0)
-
-    model.fail_update = half_way
+    model.fail_update = Mock(side_effect=RankFailedError("new weights replaced only some of the old ones", 0))
     running, waiting = Listener(), Listener()
     with WholeRequest() as whole:
         engine.submit([7], GREEDY, running, whole=whole)
         wait_until(lambda: running.tokens[0])
-        thread, results = swapping(engine, 1)
+        swap = swapping(engine, 1)
         wait_until(lambda: engine.parts.gate.wanted)
         ticket = engine.submit([8], GREEDY, waiting)
-    thread.join(60)
-    assert isinstance(results[0], RankFailedError)
+    assert isinstance(swap.exception(60), RankFailedError)
     assert ticket.wait(60) and waiting.tokens[0] == naive_generate([8], max_tokens=6, ignore_eos=True)
     assert model.restarts == 1 and engine.parts.gate.version == 0
     wait_until(lambda: engine.state == "ready")
@@ -215,12 +186,13 @@ def test_weights_that_were_cut_when_the_engine_ended_are_told_so_at_once(engines
         return made[0]
 
     engine.model.cut_weights = cut_weights
-    thread, results = swapping(engine, 1, timeout=float("inf"))  # if it waited, it would do so for ever
+    swap = swapping(engine, 1, timeout=float("inf"))  # if it waited, it would do so for ever
     assert cut.wait(60)
     assert engine.drain(60) if end == "draining" else engine.close() is None
     go.set()
-    thread.join(60)
-    assert isinstance(results[0], EngineUnavailableError) and results[0].state == end
+    with pytest.raises(EngineUnavailableError) as told:
+        swap.result(60)
+    assert told.value.state == end
     assert made[0].closed and engine.model.weights == 0
 
 
@@ -231,13 +203,12 @@ def test_texts_in_waves_are_of_one_version(oneshot_engines):
     inputs = {"input_ids": row, "attention_mask": torch.ones_like(row)}
     with WholeRequest() as whole:
         early = engine.submit(inputs, whole=whole).result(60)
-        thread, results = swapping(engine, 1)
+        swap = swapping(engine, 1)
         wait_until(lambda: engine.parts.gate.wanted)
         others = [engine.submit(inputs) for _ in range(2)]  # the slot and the queue are full now
         late = engine.submit(inputs, whole=whole, continuing=True).result(60)
         assert model.weights == 0 and not any(other.done() for other in others)
-    thread.join(60)
-    assert results == [1] and whole.version == 0
+    assert swap.result(60) == 1 and whole.version == 0
     want = expected(row[0])
     for got, version in [(early, 0), (late, 0), *((other.result(60), 1) for other in others)]:
         assert torch.equal(got["embedding"][0], want + version)

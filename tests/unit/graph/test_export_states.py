@@ -62,7 +62,6 @@ def _in_place(self: Cache, x: Tensor, at: Tensor) -> Any:
 def test_decision_1_and_4_a_state_keeps_its_value_and_is_updated_in_place_where_it_can(
     update, declared, operator, tmp_path
 ):
-    """Aliased, assigned or in place, declared or found."""
     entry, step = follow(
         Cache(update), tmp_path, CALLS, {1: "cache"} if declared else {}, ["cache"] if declared else []
     )
@@ -82,15 +81,11 @@ def _shifted_by_index(self: Cache, x: Tensor, at: Tensor) -> Any:
     return x + 1, cache.index_put((torch.arange(2), at), old)
 
 
-def _old_value(self: Cache, x: Tensor, at: Tensor) -> Any:
-    return self.cache, self.cache + x
-
-
 def _part_of_the_old_value(self: Cache, x: Tensor, at: Tensor) -> Any:
     return self.cache[:, 1:3], self.cache + x
 
 
-@pytest.mark.parametrize("update", [_shifted, _shifted_by_index, _old_value, _part_of_the_old_value])
+@pytest.mark.parametrize("update", [_shifted, _shifted_by_index, _part_of_the_old_value])
 def test_what_reads_or_returns_the_old_value_of_a_state_gets_the_old_value(update, tmp_path):
     module = Cache(update)
     module.cache.normal_()
@@ -165,7 +160,6 @@ def test_decision_1_what_a_module_changes_becomes_its_states(module, aliases, st
 
 @pytest.mark.parametrize("cut", [0, 1])
 def test_decision_4_a_scatter_rewritten_is_the_same_for_every_index(cut, tmp_path):
-    """General indices, index smaller than source: the rewrite is exact."""
     torch.manual_seed(10 * cut)
 
     class Scatter(nn.Module):
@@ -195,16 +189,12 @@ class Keeps(nn.Module):
         self.seen: list[Tensor] = []
         self.register_buffer("empty", None)
         self.sum = torch.zeros(3)
-        self.last = torch.zeros(3)
 
     def forward(self, x: Tensor) -> Tensor:
         y = x
         if self.where == "sum":
             self.sum += x
             y = x + self.sum
-        elif self.where == "last":
-            self.last = self.last + x
-            y = x + self.last
         elif self.where == "previous":
             y = x if self.previous is None else x + self.previous
             self.previous = x
@@ -220,7 +210,7 @@ class Keeps(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")  # export warns of some of them as well
-@pytest.mark.parametrize("where", ["sum", "last", "previous", "seen", "new", "empty"])
+@pytest.mark.parametrize("where", ["sum", "previous", "seen", "new", "empty"])
 def test_decision_1_a_tensor_kept_outside_of_states_is_refused_by_name(where):
     with pytest.raises(TraceError, match=f"'{where}'.*register"):
         lowered(Keeps(where), torch.ones(3))
@@ -270,9 +260,6 @@ def test_states_are_named_by_name_or_by_tensor_and_must_be_registered():
     for wrong in ("cash", torch.zeros(2), 3):
         with pytest.raises(TraceConfigError, match="not a buffer or parameter"):
             state_name(module, wrong)
-
-
-# --- writes that no operator's schema declares --------------------------------------------------------
 
 
 def test_a_tensor_that_forward_makes_of_numbers_may_be_changed_there(tmp_path):
@@ -329,9 +316,6 @@ def test_a_write_through_a_view_that_no_schema_declares_is_found(tmp_path):
             assert torch.equal(found, torch.full((1, 3), 2.0 + call)), name
             assert torch.equal(states[name], torch.full((1, 3), float(call))), name
             assert torch.equal(x, torch.ones(1, 3)), name
-
-
-# --- states that share memory with another tensor -----------------------------------------------------
 
 
 class Shows(nn.Module):

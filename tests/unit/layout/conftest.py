@@ -1,5 +1,1 @@
-"""Tests of layout use tiny tensors, many of them."""
-
-from tests.support.one_thread import one_thread
-
-__all__ = ["one_thread"]
+from tests.support.one_thread import one_thread as one_thread

@@ -165,9 +165,6 @@ def test_views_that_negate_are_stored_each_by_itself(down_cast: bool):
     assert [float(found[0]) for found in unpack(structure, tensors.__getitem__)] == [-i for i in range(8)]
 
 
-# --- classes ----------------------------------------------------------------------------------------------
-
-
 def test_classes_come_back_where_they_are_allowed():
     """Their fields are set; nothing of them is called. Elsewhere they are namespaces, tuples and values."""
     value = {Key("a"): Settings(0.5, Point(1, Color.RED)), "level": Level.LOW}
@@ -196,9 +193,6 @@ def test_nothing_that_a_file_names_is_imported_or_run(tmp_path: Path, name: str)
         assert found.args == f"touch {tmp_path}/run"
     assert unpack({"enum": [name, f"touch {tmp_path}/run"]}, torch.empty) == f"touch {tmp_path}/run"
     assert "antigravity" not in sys.modules and not MADE and not list(tmp_path.iterdir())
-
-
-# --- what only a pickle could hold --------------------------------------------------------------------------
 
 
 class Thing:
@@ -262,9 +256,6 @@ def test_what_is_nested_too_deeply_to_be_read_is_not_written(wrap: Any):
 
     with pytest.raises(CheckpointError, match=r"user_content[\[.].* is nested too deeply"):
         deeper(sys.getrecursionlimit() - 200)  # the caller is deep in calls itself
-
-
-# --- files that are old or damaged --------------------------------------------------------------------------
 
 
 def test_what_was_written_before_is_read():

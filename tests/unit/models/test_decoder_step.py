@@ -160,10 +160,15 @@ def test_the_driver_respects_its_limits(step):
 
 
 def test_the_plan_of_a_decoder(path):
-    plan = tasks.plan(path, batch_sizes=[4, 1], prompt_buckets=[16, 512], max_len=64, dtype=torch.float32)
-    assert plan.bucket_names == ["decode_b1", "decode_b4", "mixed_b20", "prefill_s16", "prefill_s64"]
-    assert [tuple(e["tokens"].shape) for e in plan.example_inputs] == [(1, 1), (4, 1), (20, 1), (1, 16), (1, 64)]
+    options = {"batch_sizes": [4, 1], "prompt_buckets": [16, 512], "max_len": 64, "dtype": torch.float32}
+    shapes = {"decode_b1": (1, 1), "decode_b4": (4, 1), "mixed_b20": (20, 1), "prefill_s16": (1, 16)}
+    shapes["prefill_s64"] = (1, 64)
+    for speculate, more in ((0, {}), (4, {"verify_b1": (1, 5), "verify_b4": (4, 5)})):
+        plan = tasks.plan(path, speculate=speculate, **options)
+        found = [tuple(inputs["tokens"].shape) for inputs in plan.example_inputs]
+        assert dict(zip(plan.bucket_names, found, strict=True)) == {**shapes, **more}
     wanted = {"max_len": 64, "slots": 4, "prompt_buckets": [16, 64], "batch_sizes": [1, 4], "eos_token_ids": [2]}
+    wanted["speculate"] = 4
     assert {name: plan.metadata[name] for name in wanted} == wanted
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= set(plan.files_to_copy)
     for options, message in (
@@ -186,8 +191,6 @@ def test_the_plan_of_an_encoder(tmp_path):
     with pytest.raises(ModelConfigError, match="at most 126"):
         tasks.plan(tmp_path, max_len=127)
 
-
-# --- steps that verify guesses ----------------------------------------------------------------------------------
 
 GUESSES = 4
 DRAWN = {"temperature": 1.1, "top_p": 0.9, "seed": 9}
@@ -237,13 +240,6 @@ def test_a_row_without_guesses_keeps_its_penalties(verifying):
         made.append(int(run(verifying, [row], length, prompt_length=len(prompt), **settings)["token"][0, 0]))
         row, length = (2, len(prompt) + len(made) - 1, [made[-1]]), GUESSES + 1
     assert made == expected
-
-
-def test_the_plan_has_a_graph_that_verifies_for_every_batch(path):
-    plan = tasks.plan(path, batch_sizes=[1, 4], prompt_buckets=[16], max_len=64, speculate=4)
-    shapes = {name: tuple(e["tokens"].shape) for name, e in zip(plan.bucket_names, plan.example_inputs, strict=True)}
-    assert (shapes["verify_b1"], shapes["verify_b4"]) == ((1, 5), (4, 5))
-    assert plan.metadata["speculate"] == 4
 
 
 def test_what_cannot_be_speculated_with_is_refused(path, tmp_path):

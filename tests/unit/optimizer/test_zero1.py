@@ -142,10 +142,6 @@ def test_files_that_cannot_be_written_or_understood(tmp_path: Path):
     optimizer.save_sharded_state_dict(tmp_path)
     described = tmp_path / "optim.dp_rank_00.tp_rank_00.pp_rank_00.json"
     text = described.read_text()
-    two_groups = [{"params": [p]} for p in model.parameters()]
-    other = NeuronZero1Optimizer(two_groups, AdamW)
-    with pytest.raises(CheckpointError, match="has 1 parameter groups, this optimizer"):
-        other.load_sharded_state_dict(tmp_path)
     optimizer = NeuronZero1Optimizer(model.parameters(), AdamW)
     for damaged in ("[]", "{", text.replace('"pieces"', '"peaces"'), text.replace('"values": {}', '"values": 3')):
         assert damaged != text

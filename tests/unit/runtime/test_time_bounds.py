@@ -67,17 +67,6 @@ def test_killed_ranks_have_the_time_to_free_their_memory():
     assert all(until_ended(size * GIB) > 5.0 + 5 * size / 3 for size in (6, 60, 600))
 
 
-def test_a_slow_step_is_forgotten():
-    """The first one after a start may read weights from disk; what hangs later must not be waited for as long."""
-    subject = bounds()
-    subject.loaded(8.0)
-    subject.called(ONE, 100.0)
-    assert subject.call(ONE) == subject.call(FOUR) == subject.longest_call, "and no step is waited for longer"
-    for _ in range(100):
-        subject.called(ONE, 0.05)
-    assert subject.call(ONE) == 10.0
-
-
 @pytest.mark.parametrize(
     ("call", "options"), [(None, {}), (10.0, {"start_timeout": 20.0}), (250.0, {"start_timeout": 9000.0})]
 )

@@ -11,8 +11,18 @@ compat.install()
 import neuronx_distributed as nxd
 from neuronx_distributed.modules.lora import LoraConfig, LoRAModel, LoraModel, get_lora_model
 
-from tests.support.seeds.lora import printed_config
 from tests.support.seeds.model import get_model
+
+
+def printed_config() -> LoraConfig:
+    return LoraConfig(
+        enable_lora=True,
+        lora_rank=16,
+        lora_alpha=32,
+        lora_dropout=0.05,
+        bias="none",
+        target_modules=["q_proj", "v_proj", "k_proj"],
+    )
 
 
 def test_the_printed_configuration_finds_the_printed_names():

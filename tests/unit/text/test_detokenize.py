@@ -18,15 +18,9 @@ texts = st.text(
 quick = settings(max_examples=40)
 
 
-def stream(tokenizer, ids, stop=()):
-    decoder = tokenizer.stream(stop)
-    pieces = []
-    for token in ids:
-        pieces.append(decoder.push(token))
-        if decoder.matched is not None:
-            break
-    pieces.append(decoder.flush())
-    return pieces, decoder.matched
+def stream(tokenizer, ids):
+    decoder = tokenizer.stream([])
+    return [*map(decoder.push, ids), decoder.flush()]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -36,7 +30,7 @@ def test_streamed_text_is_what_decoding_at_once_gives_in_whole_characters(kind, 
     tokenizer = KINDS[kind]()
     text = text.replace("▁", "_").replace("\ufffd", "?")
     ids = tokenizer.encode(text, add_special_tokens=False)
-    pieces, _ = stream(tokenizer, ids)
+    pieces = stream(tokenizer, ids)
     assert "".join(pieces) == tokenizer.decode(ids)
     if kind != "wordpiece":  # which has no token for most characters
         assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
@@ -46,24 +40,9 @@ def test_streamed_text_is_what_decoding_at_once_gives_in_whole_characters(kind, 
 @quick
 def test_any_bytes_at_all_stream_to_what_decoding_at_once_gives_and_are_not_held_for_ever(ids):
     tokenizer = byte_level()
-    pieces, _ = stream(tokenizer, ids)
-    assert "".join(pieces) == tokenizer.decode(ids)
-    pieces, _ = stream(sentencepiece_style(), ids)
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+    pieces = stream(sentencepiece_style(), ids)
     assert all(any(pieces[place : place + 8]) for place in range(len(pieces) - 8))
-
-
-@given(
-    text=texts, stops=st.lists(st.text(alphabet="aeé世界😀 stopEND.'", min_size=1, max_size=6), min_size=1, max_size=3)
-)
-@quick
-def test_the_first_stop_string_to_be_complete_ends_the_text_before_it(text, stops):
-    tokenizer = sentencepiece_style()
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    full = tokenizer.decode(ids)
-    pieces, matched = stream(tokenizer, ids, stops)
-    found = [(full.find(stop) + len(stop), full.find(stop), stop) for stop in stops if stop in full]
-    _, place, first = min(found, default=(0, len(full), None))
-    assert matched == first and "".join(pieces) == full[:place]
 
 
 class Pieces:
@@ -112,35 +91,13 @@ def test_stop_strings_are_found_as_by_looking_through_the_text(pieces, tail, sto
     else:
         shown.append(decoder.flush(may_stop=len(pieces) >= least))
     assert (shown, decoder.matched) == plain_stops(pieces, tail, stops, least)
+    assert decoder.matched is None or decoder.flush() == ""
 
 
 def test_a_token_costs_the_same_however_long_the_stop_strings_are():
     """16 of a thousand characters took the engine, and all other answers, milliseconds for each token."""
-    looks = 0
-
-    class Counted(str):
-        def __getitem__(self, place):
-            nonlocal looks
-            looks += 1
-            return super().__getitem__(place)
-
-    # The text may always begin the first one, and never one of the others.
-    stops = [Counted("a" * 1000 + "b"), *(Counted("bc"[number % 2] * 1000) for number in range(15))]
-    decoder = TextStream(Pieces(["aaaa"] * 400), stops)
-    looks = 0
-    assert len("".join(decoder.push(0) for _ in range(400))) == 600
-    assert looks <= 4 * 16 * 1600
-
-
-def test_stop_strings_wait_for_the_minimum_length():
-    tokenizer = byte_level()
-    decoder = tokenizer.stream(["a"])
-    (token,) = tokenizer.encode("a", add_special_tokens=False)
-    assert decoder.push(token, may_stop=False) == "a"
-    assert decoder.push(token) == "" and decoder.matched == "a"
-    decoder = TextStream(Pieces(["go S", "TOP"]), ["STOP"])  # begun before it, and complete after it
-    assert decoder.push(0, may_stop=False) == "go "
-    assert decoder.push(0) == "" and decoder.matched == "STOP"
+    decoder = TextStream(Pieces(["aaaa"] * 20_000), ["a" * 60_000 + "b"])
+    assert len("".join(decoder.push(0) for _ in range(20_000))) == 20_000
 
 
 def test_tokens_without_a_text_do_not_pile_up():
@@ -160,7 +117,7 @@ def test_special_tokens_are_skipped_and_added_ones_keep_their_spaces():
     tokenizer = byte_level()
     ids = tokenizer.encode("<|im start|>hello</s>")
     assert ids[0] == 0 and 2 in ids and ids[-1] == 1
-    assert "".join(stream(tokenizer, ids)[0]) == "hello"
+    assert "".join(stream(tokenizer, ids)) == "hello"
     shown = tokenizer.detokenizer(skip_special_tokens=False)
     assert "".join(shown.push(token) for token in ids) == "<s><|im start|>hello</s>"
 
@@ -183,11 +140,3 @@ def test_an_answer_goes_on_with_bytes_where_its_prompt_ended_with_them(prompt, m
     assert whole[: len(before)] == before
     decoder = tokenizer.detokenizer(before)
     assert "".join(map(decoder.push, whole[len(before) :])) + decoder.flush() == more
-
-
-def test_a_prompt_may_end_within_a_character():
-    tokenizer = sentencepiece_style()
-    ids = tokenizer.encode("x你fox", add_special_tokens=False)
-    at = next(place for place in range(len(ids)) if tokenizer.decode(ids[:place]).endswith("\ufffd\ufffd"))
-    decoder = tokenizer.detokenizer(ids[:at])
-    assert "".join(map(decoder.push, ids[at:])) + decoder.flush() == "你fox"

@@ -11,19 +11,14 @@ from nxd_server.text.field_bounds import MOST_ELEMENTS, MOST_IDS, body_bounds
 from nxd_server.text.strict_json import parse_json
 
 TOO_MUCH = [
-    ({"prompt": [5] * 65_537}, "prompt", "a list of 65537 numbers; at most 65536"),
     ({"prompt": [[5], [5] * 65_537]}, "prompt", "a list of 65537 numbers; at most 65536"),
     ({"prompt": [[5]] * 1025}, "prompt", "1025 values; at most 1024"),
     ({"prompt": ["a", "a" * 1001]}, "prompt", "1001 characters"),
-    ({"tokens": [5] * 65_537}, "tokens", "65537"),
     ({"messages": [{}] * 4097}, "messages", "4097 values; at most 4096"),
     ({"messages": [{"content": ["a"] * 33_000}]}, "messages", "at most 32768"),
     ({"messages": [{"content": "a" * 600}, {"content": [{"text": "a" * 401}]}]}, "messages", "1001 characters"),
-    ({"stop": ["a"] * 1025}, "stop", "1025 values; at most 1024"),
     ({"stop": [["a"] * 600, ["a"] * 600]}, "stop", "at most 1024"),
     ({"chat_template_kwargs": {"a": [[[1] * 3000], {"b": [1] * 3000}]}}, "chat_template_kwargs", "at most 4096"),
-    ({"chat_template_kwargs": {"a": "a" * 1001}}, "chat_template_kwargs", "1001 characters"),
-    ({"user": [1] * 8193}, "user", "8193 values; at most 8192"),
     ({"logit_bias": dict.fromkeys(map(str, range(4097)), 1)}, "logit_bias", "4097 values; at most 4096"),
     ({"stream_options": dict.fromkeys(map(str, range(65)), 1)}, "stream_options", "65 values; at most 64"),
     ({"n" * 200: [[1] * 5000] * 2}, "n" * 100, "at most 8192"),
@@ -43,10 +38,9 @@ def test_a_field_that_holds_more_is_named(body, field, says):
 @pytest.mark.parametrize("name", ["outputs", "tokens", "user"])
 def test_where_tensors_are_taken_nothing_else_is_as_large(name):
     """400,000 names of outputs were looked at one by one, in the event loop."""
+    body = {"inputs": {"x": [0.5] * 90_000}, name: [0.5] * 70_000}
     with pytest.raises(RequestError, match=f"at most {MOST_IDS if name == 'tokens' else ''}") as caught:
-        parse_json(
-            json.dumps({"inputs": {"x": [0.5] * 90_000}, name: [0.5] * 70_000}).encode(), body_bounds("", 0, 64, None)
-        )
+        parse_json(json.dumps(body).encode(), body_bounds("", 0, 64, None))
     assert caught.value.field == name
 
 

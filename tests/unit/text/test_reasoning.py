@@ -21,9 +21,7 @@ ANSWERS = [
     (BEFORE, "<think>cut o", "cut o", ""),
     (INSIDE, "a </thi", "a </thi", ""),
     (INSIDE, "</think>x</think>", "", "x</think>"),
-    (BEFORE, "<think>\n\n</think>\n\nFour.", "", "Four."),
     (INSIDE, "\n<think>\na</think>b", "a", "b"),
-    (INSIDE, "a<think>b</think>c", "a<think>b", "c"),
     (BEFORE, "<think>a</think>\r\n\n    b\n", "a", "    b\n"),
 ]
 
@@ -44,10 +42,8 @@ def test_reasoning_is_told_from_the_answer(place, answer, thought, said):
     [
         (BEFORE, "<think>\nTwo.\n</think>\n\nFour.", 6),
         (BEFORE, "Four. <think>x</think>", 0),
-        (BEFORE, "<think>cut o", 5),
         (BEFORE, " " * 80 + "<think>a", 0),
         (INSIDE, "a <<b </think> <think>c", 6),
-        (INSIDE, "a </thi", 7),
         ("over", "a</think>", 0),
     ],
 )
@@ -64,10 +60,6 @@ def test_tokens_between_the_tags_are_counted(place, answer, count):
     assert counter.count == count
 
 
-def test_what_a_format_asks_for_behind_the_reasoning_is_left_as_it_is():
-    assert read(BEFORE, "<think>a</think>\n b", exact=True) == ("a", "\n b")
-
-
 @given(st.sampled_from([BEFORE, INSIDE]), st.data())
 def test_pieces_make_no_difference(place, data):
     parts = ["<think>", "</think>", "<", "</", "think", ">", "\n", " ", "x"]
@@ -82,14 +74,8 @@ def test_pieces_make_no_difference(place, data):
 
 def test_reasoning_is_shown_as_it_comes():
     reader = ReasoningReader(THINK, BEFORE)
-    assert [reader.feed(piece) for piece in ("<think>", "\n", "a", " ", "b<", "c")] == [
-        ("", ""),
-        ("", ""),
-        ("a", ""),
-        ("", ""),
-        (" b", ""),
-        ("<c", ""),
-    ]
+    shown = [reader.feed(piece)[0] for piece in ("<think>", "\n", "a", " ", "b<", "c")]
+    assert shown == ["", "", "a", "", " b", "<c"]
 
 
 def test_the_prompt_and_the_template_say_how_the_answer_begins():
@@ -135,7 +121,7 @@ def test_the_reader_and_the_grammar_agree_where_the_reasoning_ends(shown):
     tokenizer = with_tags_shown(with_tokens(*shown), shown)
     free = free_reasoning(tokenizer, tokenizer.vocab_size, THINK, INSIDE)
     grammar = compiled(tokenizer, choice=[" yes"]).behind(free)
-    answer = "a </think> yes"
+    answer = "a </think> yes"  # whose blank the format asks for
     assert taken(tokenizer, grammar, answer) == "all"
     assert read(INSIDE, [answer], exact=True) == ("a", " yes")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,36 +12,29 @@ from nxd_server.errors import EngineUnavailableError
 from nxd_server.text.concurrency_limit import ConcurrencyLimit
 from nxd_server.threads import Workers
 
+refuse = Mock(side_effect=RuntimeError("can't start new thread"))
+
 
 def test_there_are_no_more_threads_than_allowed_and_what_waits_is_done():
-    gate, inside, most = threading.Event(), 0, 0
-    lock = threading.Lock()
+    gate, begun = threading.Event(), []
 
     def work():
-        nonlocal inside, most
-        with lock:
-            inside += 1
-            most = max(most, inside)
+        begun.append(threading.get_ident())
         gate.wait(120)
-        with lock:
-            inside -= 1
-        return threading.get_ident()
 
     async def main():
         workers = Workers(2, "worker")
         several = [workers.run(work) for _ in range(5)]
         await asyncio.sleep(0.05)
+        assert len(begun) <= 2
         gate.set()
-        return await asyncio.gather(*several)
+        await asyncio.gather(*several)
 
-    assert len(set(asyncio.run(main()))) <= 2
-    assert most <= 2
+    asyncio.run(main())
+    assert len(begun) == 5 and len(set(begun)) <= 2
 
 
 def test_a_thread_that_cannot_be_started_takes_no_turn_with_it(monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
     async def main():
         limit = ConcurrencyLimit("texts", 2, 4)
         with monkeypatch.context() as patched:
@@ -55,9 +49,6 @@ def test_a_thread_that_cannot_be_started_takes_no_turn_with_it(monkeypatch):
 
 
 def test_work_waits_for_another_thread_if_none_can_be_started(monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
     async def main():
         workers, gate = Workers(2, "worker"), threading.Event()
         first = workers.run(lambda: gate.wait(120))

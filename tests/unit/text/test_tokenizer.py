@@ -31,14 +31,10 @@ def test_ids_and_text_equal_those_of_transformers(family, tmp_path):
 
 
 def test_a_truncation_in_the_file_is_not_applied_silently(tmp_path):
-    raw = byte_level().raw
-    spec = json.loads(raw.to_str())
-    spec["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
-    spec["padding"] = {
-        "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None,
-        "pad_id": 0, "pad_type_id": 0, "pad_token": "<s>",
-    }  # fmt: skip
-    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    raw = type(byte_level().raw).from_str(byte_level().raw.to_str())
+    raw.enable_truncation(4)
+    raw.enable_padding(length=64)
+    raw.save(str(tmp_path / "tokenizer.json"))
     assert len(Tokenizer.from_dir(tmp_path).encode("one two three four five", add_special_tokens=False)) > 4
 
 
@@ -57,16 +53,8 @@ def test_a_vocabulary_file_alone_makes_a_bert_tokenizer(tmp_path):
         assert one.encode_with_types("the quick fox", "the dog") == (ids, expected)
 
 
-@pytest.mark.parametrize(
-    ("kind", "names"),
-    [
-        (None, None),
-        (None, ["input_ids", "token_type_ids"]),
-        ("BertTokenizer", None),
-        ("BertTokenizerFast", ["input_ids"]),
-        *((kind, names) for kind in GENERIC for names in (None, ["input_ids"])),
-    ],
-)
+@pytest.mark.parametrize("kind", [None, "BertTokenizer", *GENERIC])
+@pytest.mark.parametrize("names", [None, ["input_ids"], ["input_ids", "token_type_ids"]])
 def test_the_type_of_a_second_text_is_that_of_transformers(tmp_path, kind, names):
     transformers = pytest.importorskip("transformers", "5")
     wordpiece().raw.save(str(tmp_path / "tokenizer.json"))
@@ -94,50 +82,44 @@ def test_vocabulary_and_merges_make_a_byte_level_tokenizer(tmp_path, cls):
     assert Tokenizer.from_dir(tmp_path).encode("quick 你好") == ([0, *ids, 1] if cls else ids)
 
 
-@pytest.mark.parametrize("files", [{}, {"tokenizer.json": "{}"}, {"tokenizer.json": "not json"}])
-def test_a_directory_without_a_readable_tokenizer_is_refused_by_name(tmp_path, files):
-    for name, content in files.items():
-        (tmp_path / name).write_text(content)
-    with pytest.raises(ModelConfigError, match=r"tokenizer\.json"):
+def damaged(**parts):
+    return json.dumps(json.loads(byte_level().raw.to_str()) | parts)
+
+
+# The library would go through all ids between, and end the process where memory does.
+GAP = {"type": "WordLevel", "vocab": {"a": 0, "b": 4_000_000_000}, "unk_token": "a"}
+# It panics; sentencepiece models without normalization were converted to such a map.
+EMPTY_MAP = {"type": "Precompiled", "precompiled_charsmap": ""}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.json", "{}", r"no tokenizer\.json"),
+        ("tokenizer.json", "{}", r"tokenizer\.json"),
+        ("tokenizer.json", "not json", r"tokenizer\.json"),
+        ("tokenizer.json", damaged(added_tokens=[], model=GAP), "its 2 tokens have ids up to 4000000000"),
+        ("tokenizer.json", damaged(normalizer=EMPTY_MAP), r"tokenizer\.json.*precompiled_charsmap"),
+        ("tokenizer.model", "\n\x0e", "save_pretrained"),
+    ],
+)
+def test_what_is_no_readable_tokenizer_is_refused_by_name(tmp_path, name, content, words):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ModelConfigError, match=words):
         Tokenizer.from_dir(tmp_path)
-
-
-def test_a_vocabulary_with_a_gap_of_billions_is_refused(tmp_path):
-    """The library would go through all ids between, and end the process where memory does."""
-    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 4_000_000_000}, "unk_token": "a"}
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
-    with pytest.raises(ModelConfigError, match="its 2 tokens have ids up to 4000000000"):
-        Tokenizer.from_dir(tmp_path)
-
-
-def damaged(tmp_path, **parts):
-    spec = json.loads(byte_level().raw.to_str()) | parts
-    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-    return tmp_path
-
-
-def test_a_file_on_which_the_library_panics_is_refused_by_name(tmp_path):
-    """Sentencepiece models without normalization were converted to an empty map."""
-    with pytest.raises(ModelConfigError, match=r"tokenizer\.json.*precompiled_charsmap"):
-        Tokenizer.from_dir(damaged(tmp_path, normalizer={"type": "Precompiled", "precompiled_charsmap": ""}))
 
 
 def test_a_text_or_ids_on_which_the_library_panics_are_an_error_of_their_own(tmp_path):
     decoder = {"type": "Strip", "content": "q", "start": 1, "stop": 1}
     normalizer = {"type": "Precompiled", "precompiled_charsmap": "AQAAAA=="}
-    tokenizer = Tokenizer.from_dir(damaged(tmp_path, normalizer=normalizer, decoder=decoder))
+    (tmp_path / "tokenizer.json").write_text(damaged(normalizer=normalizer, decoder=decoder))
+    tokenizer = Tokenizer.from_dir(tmp_path)
     with pytest.raises(RequestError, match=r"prompt\[1\].*index out of bounds"):
         tokenizer.encode("quick", field="prompt[1]")
     ids = [tokenizer.token_to_id(token) for token in ("a", "q")]
     assert tokenizer.decode(ids[:1]) == "a"
     with pytest.raises(LibraryPanic, match="slice index"):
         tokenizer.decode(ids)
-
-
-def test_a_sentencepiece_model_says_how_to_convert_it(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e")
-    with pytest.raises(ModelConfigError, match="save_pretrained"):
-        Tokenizer.from_dir(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["\ud83d", "ok \udc00 ok", 3, b"bytes"])

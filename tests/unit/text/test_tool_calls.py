@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nxd_server.text.forced_calls import ForcedCallReader
 from nxd_server.text.tool_call_rules import call_rules
-from nxd_server.text.tool_calls import CLOSE, FORMATS, MOST_FAILURES, OPEN, MistralReader, ToolCall, format_of
+from nxd_server.text.tool_calls import CLOSE, FORMATS, OPEN, ToolCall, format_of
 from tests.support.text.text_tokenizers import compiled, taken, with_tokens
 
 NAMES = ("weather", "clock")
@@ -35,10 +35,8 @@ ANSWERS = [
     ("hermes", "Look: " + tagged(call("weather", BERN)), "Look: ", [("weather", BERN)]),
     ("hermes", tagged(call("weather", BERN), call("clock", {})) + "\n Done. ", "Done. ", [("weather", BERN), CLOCKED]),
     ("hermes", "<tool_call>" + call("clock", {}), "", [CLOCKED]),  # the end tag was cut off
-    ("hermes", tagged('{"name": "clock"}'), "", [CLOCKED]),
     ("hermes", "<think>Use <tool_call>.</think>\n" + tagged(call("clock", {})), "<think>Use <tool_call>.</think>\n",
      [CLOCKED]),
-    ("hermes", tagged(call("weather", {"city": OPEN})), "", [("weather", {"city": OPEN})]),
     ("hermes", tagged(call("weather", {"city": f'"{CLOSE}\\\n'})) + "c", "c", [("weather", {"city": f'"{CLOSE}\\\n'})]),
     ("hermes", f'<tool_call>{{"x{CLOSE}' + tagged(call("clock", {})), f'<tool_call>{{"x{CLOSE}', [CLOCKED]),
     ("hermes", tagged('{"x": 1} <tool_call> ' + call("clock", {})), '<tool_call>\n{"x": 1} ', [CLOCKED]),
@@ -56,7 +54,6 @@ ANSWERS = [
     ("mistral", "[TOOL_CALLS]" + " " * 64 + "clock{}", "", [CLOCKED]),
 ]  # fmt: skip
 TEXTS = [
-    ("hermes", "Hello <b>there</b>. "),
     ("hermes", "<tool_call>" + call("clock", {})[:-1]),
     ("hermes", "a <tool_call>x</tool_call> b"),
     ("hermes", "a <tool_ca"),
@@ -67,9 +64,7 @@ TEXTS = [
     ("hermes", OPEN + " " * 100),
     ("hermes", tagged('{"name": "clock", "arguments": {"x": 1e999}}')),
     ("hermes", tagged('{"name": "clock", "arguments": {"x": "\\ud83d"}}')),
-    ("llama3_json", "Hello {there}"),
     ("llama3_json", " " * 100 + call("clock", {})),
-    ("llama3_json", '{"city": "Bern"}'),
     ("llama3_json", call("clock", {}) + " and more"),
     ("llama3_json", '{"name": "clock", "parameters": {"x": NaN}}'),
     ("llama3_json", '{"name":' * 100_000),
@@ -77,11 +72,9 @@ TEXTS = [
     ("mistral", "[TOOL_CALLS]tide[ARGS]{}"),
     ("mistral", "[TOOL_CALLS]clock[ARGS][1]"),
     ("mistral", f"[TOOL_CALLS][{call('clock', {})}, {call('tide', {})}]"),
-    ("mistral", "[TOOL_CALLS][1]"),
     ("mistral", "[TOOL_CALLS]" + call("clock", {})),
     ("mistral", "a [TOOL_ b [TOOL_CALLS] c"),
     ("mistral", "[TOOL_CALLS]" + " " * 65 + "clock{}"),
-    ("mistral", "[TOOL_CALLS]clo"),
     ("mistral", "[TOOL_CALLS]" + "[" * 100_000),
 ]
 
@@ -130,23 +123,11 @@ def test_what_can_be_decoded_and_not_encoded_again_is_text():
         assert bool(said) != bool(calls)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["[TOOL_CALLS]clock" + "[TOOL_CALLS]" * 50_000, "[TOOL_CALLS]clock{" * 50_000, '[TOOL_CALLS][{"a":[' * 50_000],
-)
+@pytest.mark.parametrize("text", ["[TOOL_CALLS]", "[TOOL_CALLS]clock{", '[TOOL_CALLS][{"a":['])
 def test_an_answer_of_tags_is_not_read_again_from_each_of_them(text):
     """That took 6 seconds of the one thread that serves everyone for 32,000 tags, and four times as long for twice."""
-
-    class Counted(MistralReader):
-        count = 0
-
-        def _calls(self, data, place):
-            self.count += 1
-            return super()._calls(data, place)
-
-    reader = Counted(NAMES)
-    said, calls = reader.feed(text), reader.end()
-    assert said[0] + calls[0] == text and not calls[1] and reader.count <= MOST_FAILURES
+    answer = "[TOOL_CALLS]clock" + text * 1_000_000
+    assert read("mistral", [answer]) == (answer, [])
 
 
 def test_the_format_is_that_of_the_template():
@@ -219,11 +200,9 @@ def test_a_call_that_was_cut_has_its_name_and_the_arguments_so_far(kind, tokens,
 def test_a_call_within_the_arguments_of_a_call_that_was_cut_is_none():
     inner = call("clock", {"x": call("clock", {})})
     arguments = '{"a": ' + inner + ', "b": ' + json.dumps(inner + '\\" }')
-    for pieces in ([], list(arguments)):
-        assert written(['{"name": "weather", "arguments": ', *(pieces or [arguments])]) == (
-            [("weather", arguments)],
-            True,
-        )
+    for pieces in ([arguments], arguments):
+        calls, inside = written(['{"name": "weather", "arguments": ', *pieces])
+        assert calls == [("weather", arguments)] and inside
 
 
 def test_a_tag_that_the_model_has_no_token_for_is_text():

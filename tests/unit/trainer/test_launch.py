@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,52 +120,37 @@ def test_an_iterator_that_another_has_replaced_moves_nothing():
     assert (loader.epoch, loader.state_dict()["samples"]) == (1, 6)
 
 
-class Large(nn.Module):
-    """Its gradient is its input."""
+class Product(nn.Module):
+    """Its gradient is ``scale`` times its input."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int, scale: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2**21))
+        self.weight, self.scale = nn.Parameter(torch.ones(size)), scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.weight * x).sum()
+        return (self.weight * x).sum() * self.scale
 
 
 def test_the_norm_of_a_large_parameter():
     """Right training was told to be wrong: PyTorch's norm is wrong by 3e-5 here, and by less for each rank's part."""
     x = torch.randn(2**21)
-    plain = train_single(Large, (x,), Training(steps=1))
+    plain = train_single(partial(Product, 2**21, 1.0), (x,), Training(steps=1))
     assert plain.norms == [pytest.approx(float(x.double().norm()), rel=5e-6)]
 
 
-class Idle(nn.Module):
-    """No loss and no gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return (self.weight * x[0, 0, :2] * 0).sum()
-
-
 def test_a_model_that_learns_nothing():
-    reference = train_single(Idle, vectors(), Training(steps=2))
-    assert compare_with(reference, Idle, vectors(), Training(steps=2)) == []
+    idle, batch = partial(Product, 2, 0.0), (torch.ones(2),)
+    assert compare_with(train_single(idle, batch, Training(steps=2)), idle, batch, Training(steps=2)) == []
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("model", "options", "message"),
     [
-        ({"pp": 2, "accumulate": 2}, "accumulate=2: a pipeline accumulates over its microbatches"),
-        ({"dp": 3}, "the batch's 'x' has 4 rows, which do not divide into 3 equal parts"),
+        (mlp, {"pp": 2, "accumulate": 2}, "accumulate=2: a pipeline accumulates over its microbatches"),
+        (mlp, {"dp": 3}, "the batch's 'x' has 4 rows, which do not divide into 3 equal parts"),
+        (lambda: mlp(), {}, r"cannot import .*<lambda>.*: pass a function defined at the top"),
     ],
 )
-def test_what_does_not_fit(options: dict[str, Any], message: str):
+def test_what_does_not_fit(model: Any, options: dict[str, Any], message: str):
     with pytest.raises(ParallelConfigError, match=message):
-        assert_parallel_equivalent(mlp, vectors(), **options)
-
-
-def test_functions_that_other_processes_cannot_import():
-    with pytest.raises(ParallelConfigError, match=r"cannot import .*<lambda>.*: pass a function defined at the top"):
-        assert_parallel_equivalent(lambda: mlp(), vectors())
+        assert_parallel_equivalent(model, vectors(), **options)

@@ -21,8 +21,6 @@ from nxd_models.llama.model import Attention, CausalLM, DecoderLayer, FeedForwar
 from tests.support.trainer.jobs import wrapped
 from tests.support.trainer.models import MLP, decoder, llama, mlp, tokens, vectors
 
-# --- the wrapper ------------------------------------------------------------------------------------------
-
 
 def test_it_has_the_local_modules_names():
     torch.manual_seed(0)
@@ -154,9 +152,6 @@ def test_a_model_without_loss(how: str, message: str):
         wrapped(Wrapping, how).run_train(torch.ones(2))
 
 
-# --- how it is built --------------------------------------------------------------------------------------
-
-
 def test_what_a_model_function_returns():
     with pytest.raises(ParallelConfigError, match=r"'<lambda>' must return a torch.nn.Module, got int"):
         wrapped(lambda: 3)
@@ -165,7 +160,6 @@ def test_what_a_model_function_returns():
 
 
 def test_meta_device():
-    """Built on the meta device with the modules' own initialisation: the same model, ties included."""
     torch.manual_seed(3)
     plain = decoder("tied")
     torch.manual_seed(3)
@@ -205,16 +199,12 @@ def test_meta_device_keeps_buffers_or_says_that_it_cannot():
     assert torch.equal(model.turn.inv_freq, torch.full((4,), 2.0))
 
 
-# --- activation checkpointing -----------------------------------------------------------------------------
-
-
 class Named(nn.Module):
     def forward(self, x: Tensor, early_stop: bool = False, preserve_rng_state: float = 1.0, debug: int = 0) -> Tensor:
         return x * (preserve_rng_state + debug) if early_stop else x
 
 
 def test_forwards_that_are_wrapped():
-    """Arguments named like those of the checkpoint arrive, and a forward that was replaced stays."""
     layers = nn.Sequential(Named(), nn.Linear(2, 2))
     layers[1].forward = lambda x: x * 3
     apply_activation_checkpoint(layers, [Named, nn.Linear])
