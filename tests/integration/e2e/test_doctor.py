@@ -19,8 +19,6 @@ from tests.support.backends.plugins import installed
 from tests.support.e2e.command import ROOT, here
 from tests.support.needs import HAS_NATIVE
 
-PACKAGES = ROOT / "tests/support/models/foreign"
-
 
 def lines(out: str, start: str) -> list[str]:
     return [line for line in out.splitlines() if line.startswith(start)]
@@ -48,7 +46,7 @@ def test_every_backend_has_a_row_and_every_model_type_is_named():
 def test_a_broken_backend_or_model_harms_no_other(monkeypatch):
     real, breaks = registry.get, Mock(**{"probe.side_effect": RuntimeError("its library is for another torch")})
     monkeypatch.setattr(registry, "get", lambda name: breaks if name == "lockstep" else real(name))
-    monkeypatch.syspath_prepend(PACKAGES)
+    monkeypatch.syspath_prepend(ROOT / "tests/support/models/foreign")
     with installed():
         done = here("doctor")
     assert done.status == 0, done.out

@@ -18,8 +18,6 @@ LONG = {"prompt": "hello", "max_tokens": 3900, "temperature": 0, "ignore_eos": T
 KEYS = ["first-key", "schlüssel-中", "third"]
 OPEN = ("/livez", "/readyz", "/health", "/ping", "/metrics")
 CLOSED = ("/v1/models", "/v1/buckets", "/version", "/openapi.json", "/nope")
-
-
 ONE_SLOT = {"slots": 1, "max_len": 4000, "batch_sizes": [1]}
 
 
