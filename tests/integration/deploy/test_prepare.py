@@ -126,12 +126,11 @@ def test_serve_takes_a_model_directory_from_the_environment_as_a_container_does(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
 def test_a_trace_that_is_ended_leaves_nothing_that_a_start_would_find(number, model: Path, tmp_path: Path, monkeypatch):
     """SIGTERM goes to the server alone, as tini sends it, and a kill to all, as the end of a container does."""
-    process = started("-m", "nxd_server", model, "--keep", tmp_path, "--trace-options", TRACE)
-    wait_for(
-        lambda: any(path.name.startswith(".nxd-trace-") for path in tmp_path.iterdir()) or process.poll() is not None,
-        300,
-        "",
-    )
+    keep, temporary = tmp_path / "keep", tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    process = started("-m", "nxd_server", model, "--keep", keep, "--trace-options", TRACE)
+    wait_for(lambda: list(keep.glob(".nxd-trace-*")) or process.poll() is not None)
     assert process.poll() is None, process.communicate()
     (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     if number == signal.SIGKILL:
@@ -142,23 +141,20 @@ def test_a_trace_that_is_ended_leaves_nothing_that_a_start_would_find(number, mo
     assert process.returncode == (128 + number if number == signal.SIGTERM else -number)
     wait_for(lambda: not Path(f"/proc/{child}").exists(), 30, "the trace goes on")
     if number == signal.SIGTERM:
-        assert f"stopped before {model} could be served" in log and kept(tmp_path) == []
+        assert f"stopped before {model} could be served" in log
+        assert kept(keep) == [] and not list(temporary.glob("nxd*"))
     made: list[Path] = []
     monkeypatch.setattr("nxd_server.app.prepare._trace", lambda source, out, settings: made.append(out))
-    assert [prepare(str(model), settings(tmp_path))] == made  # traced again
+    assert [prepare(str(model), settings(keep))] == made  # traced again
 
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, bytes]]:
     pytest.importorskip("s3fs")
     with s3_server() as (endpoint, objects, _):
-        for name, value in {
-            "AWS_ENDPOINT_URL": endpoint,
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }.items():
-            monkeypatch.setenv(name, value)
+        keys = {"ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "DEFAULT_REGION": "us-east-1"}
+        for name, value in {"ENDPOINT_URL": endpoint, **keys}.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
         yield objects
 
 
@@ -237,11 +233,7 @@ def test_what_is_damaged_in_a_bucket_or_has_no_room_is_refused_and_not_kept(
 @pytest.mark.parametrize(
     ("given", "kind", "told"),
     [
-        (
-            "s3://models/other",
-            ArtifactError,
-            "is neither an artifact, which has a manifest.json, nor",
-        ),
+        ("s3://models/other", ArtifactError, "is neither an artifact, which has a manifest.json, nor"),
         ("s3://models/nothing", ArtifactError, "s3://models/nothing holds no files"),
         ("nowhere://a", CheckpointError, "nowhere://a: Protocol not known"),
         ("s3://", CheckpointError, "'s3://' names no bucket; give s3://bucket/prefix"),

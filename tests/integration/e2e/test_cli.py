@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch
 from nxd_infer.artifact.writer import CHECKSUM_KEY, manifest_checksum
 from tests.support import toy_artifacts as toy
 from tests.support.e2e.command import ROOT, here, nxd_infer, refused
-from tests.support.processes import wait_until
 from tests.support.shared import shared
 from tests.support.tiny_models import write_tiny
 
@@ -66,17 +64,16 @@ def test_generate_binds_an_answer_to_a_form(artifact, tmp_path):
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2}')
     forms = [
-        (("--choice", "left", "--choice", "right"), ("left", "right")),
-        (("--regex", "[0-9]{4}"), [f"{number:04}" for number in range(10_000)]),
-        (("--json-schema", schema, "--temperature", 1, "--seed", 1), None),
-        (("--json-schema", '{"const": [true]}'), None),
+        (("--choice", "left", "--choice", "right"), "left|right"),
+        (("--regex", "[0-9]{4}"), "[0-9]{4}"),
+        (("--json-schema", schema, "--temperature", 1, "--seed", 1), r"\[\s*([12](,\s*[12])?)?\s*\]"),
+        (("--json-schema", '{"const": [true]}'), r"\[\s*true\s*\]"),
     ]
     for words, right in forms:
         done = here("generate", artifact, "def", *words, "--max-tokens", 50, "--json")
         assert done.status == 0, done.err
         record = json.loads(done.out)
-        assert record["finish_reason"] == "stop"
-        assert record["text"] in right if right else isinstance(json.loads(record["text"]), list)
+        assert record["finish_reason"] == "stop" and re.fullmatch(right, record["text"].strip()), record
     for words, why in (
         (("--regex", "a", "--choice", "b"), "alternatives"),
         (("--json-schema", tmp_path / "none.json"), "--json-schema"),
@@ -147,13 +144,12 @@ def test_a_checkpoint_is_traced_in_eight_bits_and_verified(model_dir, tmp_path):
     refused(here("verify", out, model_dir, "--tag", "first"), "--checkpoint")
 
 
-def test_serve_refuses_as_the_others_do(model_dir, tmp_path):
+def test_serve_refuses_as_the_others_do(tmp_path):
     """It sets up logging, and would in the process of the tests: in one of its own."""
 
     def kernel(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
         return tensors, torch.tensor([0])
 
-    refused(nxd_infer("serve", model_dir, "--port", 99999), "--port", "99999", "65535")
     refused(nxd_infer("serve", "/no/such/artifact"), "/no/such/artifact", "`nxd-infer trace --out` wrote")
     path = toy.build(tmp_path / "kernel", degree=1, kernel=kernel)
     refused(nxd_infer("serve", path, "--port", 0, "--no-kernel"), "bucket_kernel.pt, which is code, and")
@@ -206,22 +202,3 @@ def test_shells_complete_commands_and_options():
         words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
         done = python(code, _NXD_INFER_COMPLETE="complete_bash", **words)
         assert done.stdout.split() == found, done.stderr
-
-
-def test_a_trace_that_is_told_to_end_leaves_nothing_behind(model_dir, tmp_path):
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    command = [sys.executable, "-m", "nxd_infer.cli.main", "trace", str(model_dir), "--out", str(tmp_path / "a"),
-               "--max-len", "64", "--prompt-buckets", "8", "--dtype", "float32"]  # fmt: skip
-    env = {**os.environ, "TMPDIR": str(temporary), "NXD_INFER_CACHE": str(tmp_path / "cache")}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-    def compiles():
-        names = [path.name for path in tmp_path.iterdir()]
-        return "cache" in names and any(name.startswith(".nxd-trace") for name in names)
-
-    wait_until(lambda: process.poll() is not None or compiles(), 600)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 128 + signal.SIGTERM
-    assert [path.name for path in temporary.iterdir() if path.name.startswith("nxd")] == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "tmp"]

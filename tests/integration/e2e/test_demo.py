@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from bench.process_groups import tree
 from nxd_infer.errors import RankFailedError
 from nxd_infer.recipes.rank_processes import run_ranks
 from nxd_infer.util.process_state import process_state
+from tests.support.processes import wait_until
 
 STUBBORN = """
 import os, signal, sys, time
@@ -42,10 +42,8 @@ def test_ctrl_c_ends_the_demo_with_all_it_started(tmp_path: Path):
     with log.open("wb") as output:
         demo = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
-        deadline = time.monotonic() + 600
-        while "step" not in log.read_text(errors="replace"):  # it trains
-            assert demo.poll() is None and time.monotonic() < deadline, log.read_text(errors="replace")
-            time.sleep(0.1)
+        wait_until(lambda: "step" in log.read_text(errors="replace") or demo.poll() is not None, 600)  # it trains
+        assert demo.poll() is None, log.read_text(errors="replace")
         started = tree(demo.pid)
         assert len(started) >= 3, "two ranks"
         demo.send_signal(signal.SIGINT)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
 from nxd_infer import native
 from nxd_infer.backends import registry
-from nxd_infer.backends.base import Availability
 from nxd_infer.backends.cpu import inductor
 from nxd_infer.errors import BackendUnavailableError
 from nxd_infer.trace.check import tracing_backend
@@ -18,13 +18,6 @@ from nxd_models import registry as models
 from tests.support.backends.plugins import installed
 from tests.support.e2e.command import ROOT, here
 from tests.support.needs import HAS_NATIVE
-
-PACKAGES = ROOT / "tests/support/models/foreign"
-
-
-class Breaks:
-    def probe(self) -> Availability:
-        raise RuntimeError("its library is for another torch")
 
 
 def lines(out: str, start: str) -> list[str]:
@@ -51,9 +44,9 @@ def test_every_backend_has_a_row_and_every_model_type_is_named():
 
 
 def test_a_broken_backend_or_model_harms_no_other(monkeypatch):
-    real = registry.get
-    monkeypatch.setattr(registry, "get", lambda name: Breaks() if name == "lockstep" else real(name))
-    monkeypatch.syspath_prepend(PACKAGES)
+    real, breaks = registry.get, Mock(**{"probe.side_effect": RuntimeError("its library is for another torch")})
+    monkeypatch.setattr(registry, "get", lambda name: breaks if name == "lockstep" else real(name))
+    monkeypatch.syspath_prepend(ROOT / "tests/support/models/foreign")
     with installed():
         done = here("doctor")
     assert done.status == 0, done.out

@@ -14,10 +14,8 @@ from tests.support.http.http_servers import http_request, is_error, raw, read_al
 COMPLETIONS = "/v1/completions"
 HALF_HEAD = b"GET /livez HTTP/1.1\r\nHost: x\r\nX-A: "
 HALF_BODY = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode()
-_BODY = b'{"prompt": "a", "max_tokens": 1}'
-LARGE_BODY = http_request(COMPLETIONS, b" " * (2 * BODY_PIECE) + _BODY, "Connection: close")[
-    : -2 * BODY_PIECE - len(_BODY)
-]
+_BODY = b" " * (2 * BODY_PIECE) + b'{"prompt": "a", "max_tokens": 1}'
+LARGE_BODY = http_request(COMPLETIONS, _BODY, "Connection: close").removesuffix(_BODY)
 LIVEZ = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
 LIVEZ_ONCE = b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
@@ -136,7 +134,7 @@ def test_the_one_that_owes_for_longest_makes_room_whatever_it_trickles():
             assert closed(trickling)
         third.sendall(b"\r\nConnection: close\r\n\r\n")
         assert read_all(third).startswith(b"HTTP/1.1 200 ")
-        body.sendall(b" " * BODY_PIECE + _BODY)
+        body.sendall(_BODY[BODY_PIECE:])
         assert read_all(body).startswith(b"HTTP/1.1 200 ")
         assert ended(server, "evicted") == 2
 

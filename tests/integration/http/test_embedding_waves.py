@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_server.settings import ServerSettings
 from tests.support.engine.toy_oneshot import expected
 from tests.support.http.http_servers import is_error, toy_server, wait_for
 
@@ -50,10 +49,8 @@ def test_the_deadline_is_of_the_request_and_not_of_each_wave():
 
 
 def test_a_list_that_is_longer_than_the_queue_is_answered_in_order(patient):
-    assert 4 * WAVES > 8 + 4, "more than the queue and a step hold"
     data = patient.post(EMBEDDINGS, {"input": texts(4 * WAVES)}).json()["data"]
     assert [one["embedding"] for one in data] == [expected(torch.tensor(ids)).tolist() for ids in texts(4 * WAVES)]
-    assert ServerSettings().request_timeout > 4 * WAVES * STEP
 
 
 def test_a_long_list_that_runs_is_finished_after_a_signal():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
-import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,14 +12,8 @@ from tests.support.http.http_servers import events_of, http_request, is_error, r
 from tests.support.http.json_values import values
 
 GOOD = {"max_tokens": 3, "temperature": 0}
+HELLO = [{"role": "user", "content": "hello"}]
 quick = settings(max_examples=20, suppress_health_check=list(HealthCheck))
-
-
-def fields(kind):
-    names = sorted({*kind.model_fields, *kind.NEUTRAL, *kind.HARMLESS} - {"prompt", "messages"})
-    return st.dictionaries(st.sampled_from(names), values, max_size=3)
-
-
 messages = st.lists(
     st.fixed_dictionaries(
         {"role": st.sampled_from(["user", "assistant", "system", "tool", "x"]) | values},
@@ -32,10 +23,11 @@ messages = st.lists(
 )
 
 
-@pytest.fixture(scope="module")
-def client(toy):
-    with httpx.Client(base_url=toy.url, timeout=60) as client:
-        yield client
+ROUTES = {
+    "/v1/completions": (CompletionBody, "prompt", st.just("hello") | values),
+    "/v1/chat/completions": (ChatBody, "messages", st.just(HELLO) | values | messages),
+    "/tokenize": (TokenizeBody, "prompt", st.just("hello") | values),
+}
 
 
 def check(response):
@@ -49,24 +41,22 @@ def check(response):
         assert response.json()
 
 
+@pytest.mark.parametrize("route", ROUTES)
 @quick
-@given(extra=fields(CompletionBody), prompt=st.one_of(st.just("hello"), values))
-def test_completions(client, extra, prompt):
-    check(client.post("/v1/completions", json={**GOOD, **extra, "prompt": prompt}))
+@given(data=st.data())
+def test_bodies(toy, route, data):
+    kind, subject, subjects = ROUTES[route]
+    names = sorted({*kind.model_fields, *kind.NEUTRAL, *kind.HARMLESS} - {"prompt", "messages"})
+    good = GOOD if kind is not TokenizeBody else {}
+    more = data.draw(st.dictionaries(st.sampled_from(names), values, max_size=3))
+    check(toy.post(route, {**good, **more, subject: data.draw(subjects)}))
 
 
 @quick
-@given(extra=fields(ChatBody), messages=st.one_of(st.just([{"role": "user", "content": "hello"}]), values, messages))
-def test_chat(client, extra, messages):
-    check(client.post("/v1/chat/completions", json={**GOOD, **extra, "messages": messages}))
-
-
-@quick
-@given(extra=fields(TokenizeBody), data=st.binary(max_size=40))
-def test_tokenize_and_bytes_that_are_no_json(client, extra, data):
-    check(client.post("/tokenize", json={"prompt": "a", **extra}))
-    check(client.post("/detokenize", content=data))
-    check(client.post("/invocations", content=json.dumps(extra).encode()[: len(data)]))
+@given(data=st.binary(max_size=40))
+def test_bytes_that_are_no_json(toy, data):
+    check(toy.post("/detokenize", content=data))
+    check(toy.post("/invocations", content=b'{"prompt": "' + data))
 
 
 @quick

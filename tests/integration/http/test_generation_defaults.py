@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from nxd_server import LLM, SamplingParams
-from tests.support.e2e.command import nxd_infer_here
+from tests.support.e2e.command import here
 from tests.support.http.http_artifacts import SAMPLED, real_server, trace_sampled
 from tests.support.http.http_servers import toy_server
 from tests.support.tiny_models import EOS
@@ -18,11 +16,6 @@ ASKED = {"prompt": "while True", "max_tokens": 16, "seed": 7}
 HELLO = [{"role": "user", "content": "while True"}]
 
 
-@pytest.fixture(scope="module")
-def artifact():
-    return trace_sampled()
-
-
 def text(server, route=COMPLETIONS, **more):
     body = {**ASKED, **more} if route == COMPLETIONS else {**ASKED, "prompt": None, "messages": HELLO, **more}
     answer = server.post(route, body)
@@ -31,7 +24,8 @@ def text(server, route=COMPLETIONS, **more):
     return choice["text"] if route == COMPLETIONS else choice["message"]["content"]
 
 
-def test_requests_that_say_nothing_are_sampled_as_the_model_says(artifact, capsys, monkeypatch):
+def test_requests_that_say_nothing_are_sampled_as_the_model_says():
+    artifact = trace_sampled()
     with real_server(artifact) as server:
         (card,) = server.get("/v1/models").json()["data"]
         assert card["generation_defaults"] == {**SAMPLED, "stop_token_ids": [EOS, 200]}
@@ -39,9 +33,8 @@ def test_requests_that_say_nothing_are_sampled_as_the_model_says(artifact, capsy
             silent, said = text(server, route), text(server, route, **SAMPLED)
             assert silent == said != text(server, route, **NEUTRAL)
             # What is said counts, and only that is replaced.
-            assert text(server, route, top_k=3, temperature=2) == text(
-                server, route, **{**SAMPLED, "top_k": 3, "temperature": 2}
-            )
+            mine = {"top_k": 3, "temperature": 2}
+            assert text(server, route, **mine) == text(server, route, **{**SAMPLED, **mine})
             greedy = text(server, route, temperature=0)
             assert greedy == text(server, route, temperature=0, repetition_penalty=1.4, seed=8)
         assert server.post("/invocations", ASKED).json()["choices"][0]["text"] == text(server)
@@ -57,8 +50,8 @@ def test_requests_that_say_nothing_are_sampled_as_the_model_says(artifact, capsy
         silent, greedy = llm.generate(ASKED["prompt"]), llm.generate(ASKED["prompt"], mine.replace(temperature=0))
         assert silent[0].outputs[0].token_ids == greedy[0].outputs[0].token_ids
     asked = ("generate", artifact, ASKED["prompt"], "--max-tokens", 16, "--seed", 7, "--json")
-    assert json.loads(nxd_infer_here(capsys, monkeypatch, *asked).out)["text"] == expected
-    assert json.loads(nxd_infer_here(capsys, monkeypatch, *asked, "--no-generation-defaults").out)["text"] == plain
+    assert json.loads(here(*asked).out)["text"] == expected
+    assert json.loads(here(*asked, "--no-generation-defaults").out)["text"] == plain
 
 
 def test_a_model_that_does_not_sample_is_greedy(expect):

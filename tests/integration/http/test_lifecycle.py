@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import errno
-import gc
 import json
 import pathlib
 import re
@@ -16,9 +15,10 @@ import httpx
 import pytest
 
 from nxd_server.__main__ import main
+from nxd_server.app.run import FLUSH_SECONDS
 from nxd_server.errors import EngineUnavailableError
 from nxd_server.settings import ServerSettings
-from tests.support.engine.toy_model import ToyModel
+from tests.support.engine.toy_model import ToyModel, naive_generate
 from tests.support.http.http_servers import (
     events_of,
     http_request,
@@ -36,19 +36,6 @@ LONG = {"prompt": "hello", "max_tokens": 36, "temperature": 0, "ignore_eos": Tru
 SLOW = {"delay": 0.1, "max_len": 4000}
 ENDLESS = {**LONG, "max_tokens": 3900}
 """It does not end by itself while a test looks at it: a step of SLOW takes 0.1 s."""
-
-
-def test_the_collector_does_not_look_through_what_was_loaded():
-    """With torch it held everybody up for 0.2 s and more, now and then."""
-    gc.unfreeze()
-    service = ToyService(ServerSettings(), None, ToyModel, {"ahead": True}, None, None, 0.0)  # pyright: ignore
-    try:
-        service.start()
-        wait_for(lambda: service.load_seconds is not None)
-        assert gc.get_freeze_count() > 1000
-    finally:
-        service.close()
-        gc.unfreeze()
 
 
 def test_a_server_that_became_ready_since_it_was_looked_at_does_not_say_so_in_a_refusal(monkeypatch):
@@ -86,8 +73,6 @@ def test_it_lives_at_once_and_is_ready_when_warm(tmp_path):
 
 @pytest.mark.smoke
 def test_a_signal_lets_what_runs_finish_and_exits_0(tokenizer, tmp_path):
-    from tests.support.engine.toy_model import naive_generate
-
     text = tokenizer.decode(naive_generate(tokenizer.encode("hello"), max_tokens=36, ignore_eos=True))
     hold = tmp_path / "hold"
     arguments = ("--fail-file", str(hold))
@@ -128,8 +113,6 @@ def test_what_does_not_finish_in_time_is_cut_and_says_so():
 
 def test_a_slow_reader_gets_its_whole_answer_while_the_server_drains():
     """The engine is done with it long before; what waits in the server's memory must not be lost."""
-    from nxd_server.app.run import FLUSH_SECONDS
-
     body = json.dumps({**LONG, "max_tokens": 2000, "n": 4, "logprobs": 5, "stream": True}).encode()
     toy = {"delay": 0.0, "max_len": 2100}
     request = http_request(COMPLETIONS, body, "Connection: close")

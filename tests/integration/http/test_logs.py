@@ -16,7 +16,9 @@ COMPLETIONS = "/v1/completions"
 
 def test_logs_as_json_are_one_object_a_line():
     with toy_server(log_format="json") as server:
-        server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}, headers={"X-Request-Id": "abc"})
+        server.post(
+            COMPLETIONS, {"prompt": "a", "max_tokens": 2}, headers={"X-Request-Id": "abc", "X-Forwarded-For": "8.8.8.8"}
+        )
         server.get("/nope%0Aforged line")
         for body in ({"prompt": "a", "max_tokens": 9999}, {"prompt": "a", "my secret words": 1}, {"prompt": ["a", 5]}):
             server.post(COMPLETIONS, body, headers={"X-Request-Id": "refused", "Authorization": "Bearer sesame"})
@@ -37,15 +39,17 @@ def test_logs_as_json_are_one_object_a_line():
     (missing,) = [record for record in access if record["status"] == 404]
     assert missing["error_code"] == "not_found" and "param" not in missing
     assert not any(word in server.log for word in ("secret", "sesame", "9999")), "what was asked is nobody's to read"
+    assert mine["client"] and "8.8.8.8" not in server.log, "unless a proxy is trusted, a client names no other"
 
 
 def test_a_log_that_nobody_reads_stops_no_answer():
     """The requests fill the smallest pipe many times over."""
     with toy_server(log_format="json") as server:
-        server.stop_reading()
+        server.reads.clear()  # what it logs stays in the smallest pipe there is
+        fcntl.fcntl(server.process.stderr, fcntl.F_SETPIPE_SZ, 4096)
         for _ in range(200):
             assert server.get("/version").status_code == 200
-        server.read_on()
+        server.reads.set()
         wait_for(lambda: server.log.count('"/version"') == 200)
         assert server.stop() == 0
 

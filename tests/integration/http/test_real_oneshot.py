@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import concurrent.futures
 
 import openai
 import pytest
@@ -11,6 +10,7 @@ import torch
 from safetensors.torch import load, save
 
 from nxd_server.__main__ import main
+from nxd_server.text.tokenizer import Tokenizer
 from tests.support.engine.real_artifacts import trace_encoder
 from tests.support.http.http_artifacts import real_server, trace_affine, trace_tiny
 from tests.support.http.http_servers import is_error, logged
@@ -33,36 +33,25 @@ def affine():
         yield server
 
 
-def reference(model_dir, texts):
-    """Mean-pooled, normalised embeddings by transformers."""
+@pytest.mark.smoke
+def test_embeddings_equal_transformers_in_both_encodings(encoder):
     from transformers import AutoModel
 
-    from nxd_server.text.tokenizer import Tokenizer
-
-    tokenizer, model = Tokenizer.from_dir(model_dir), AutoModel.from_pretrained(model_dir).eval()
-    rows = []
-    for text in texts:
+    server, model_dir = encoder
+    tokenizer, model, expected = Tokenizer.from_dir(model_dir), AutoModel.from_pretrained(model_dir).eval(), []
+    for text in TEXTS:
         ids, types = tokenizer.encode_with_types(text)
         with torch.no_grad():
             hidden = model(torch.tensor([ids]), token_type_ids=torch.tensor([types])).last_hidden_state[0]
-        rows.append(torch.nn.functional.normalize(hidden.mean(0), dim=0))
-    return torch.stack(rows)
-
-
-@pytest.mark.smoke
-def test_embeddings_equal_transformers_in_both_encodings(encoder):
-    server, model_dir = encoder
-    expected = reference(model_dir, TEXTS)
+        expected.append(torch.nn.functional.normalize(hidden.mean(0), dim=0))
     with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
         for form in ("float", "base64"):
             answer = client.embeddings.create(model="tiny-bert", input=TEXTS, encoding_format=form)
             rows = [item.embedding for item in answer.data]
-            if isinstance(rows[0], str):
-                rows = [
-                    torch.frombuffer(bytearray(base64.b64decode(row)), dtype=torch.float32).tolist() for row in rows
-                ]
+            if form == "base64":
+                rows = [list(memoryview(base64.b64decode(row)).cast("f")) for row in rows]
             assert [item.index for item in answer.data] == list(range(len(TEXTS)))
-            torch.testing.assert_close(torch.tensor(rows), expected, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(torch.tensor(rows), torch.stack(expected), atol=1e-5, rtol=1e-4)
         assert answer.usage.prompt_tokens == answer.usage.total_tokens > len(TEXTS)
         one = client.embeddings.create(model="tiny-bert", input=TEXTS[0], dimensions=32)
         torch.testing.assert_close(torch.tensor(one.data[0].embedding), expected[0], atol=1e-5, rtol=1e-4)
@@ -83,11 +72,9 @@ def test_embeddings_of_token_ids_and_through_invocations(encoder):
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({}, "input"), ({"input": ["a", ""]}, "input[1]"), ({"input": []}, "input"),
-        ({"input": [[1], "a"]}, "input[1]"), ({"input": [999999]}, "input"),
+        ({}, "input"), ({"input": ["a", ""]}, "input[1]"), ({"input": [999999]}, "input"),
         ({"input": "a", "dimensions": 16}, "dimensions"), ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
-        ({"input": "a", "frobnicate": 1}, "frobnicate"), ({"input": "a " * 200}, "input"),
-        ({"input": ["a"] * 2049}, "input"),
+        ({"input": "a " * 200}, "input"), ({"input": ["a"] * 2049}, "input"),
     ],
 )  # fmt: skip
 def test_wrong_embedding_bodies_are_400s_that_name_the_field(encoder, body, param):
@@ -101,21 +88,6 @@ def test_routes_of_other_tasks_say_which_to_use(encoder, affine):
     error = is_error(affine.post(EMBEDDINGS, {"input": "a"}), 400, code="task_not_supported")
     assert "/v1/predict" in error["message"]
     is_error(affine.post("/tokenize", {"prompt": "a"}), 400)
-
-
-def test_many_concurrent_embeddings_are_batched_and_each_its_own(encoder):
-    server, _ = encoder
-    texts = [f"text number {i} {'x' * (i % 17)}" for i in range(20)]
-    alone = {text: server.post(EMBEDDINGS, {"input": text}).json()["data"][0]["embedding"] for text in texts}
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda i: server.post(EMBEDDINGS, {"input": texts[i % 20]}).json(), range(60)))
-    for number, answer in enumerate(answers):
-        assert answer["data"][0]["embedding"] == pytest.approx(alone[texts[number % 20]], abs=1e-5)
-    before = server.metric("nxd_bucket_executions_total")
-    many = server.post(EMBEDDINGS, {"input": texts * 8}).json()["data"]  # more than fit the queue at once
-    assert len(many) == 160
-    assert server.metric("nxd_bucket_executions_total") - before < 160
-    assert all(item["embedding"] == pytest.approx(alone[texts[item["index"] % 20]], abs=1e-5) for item in many)
 
 
 def test_predict_on_an_encoder_equals_its_embedding(encoder):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 
+import httpx
 import pytest
 
 from tests.support.http.http_servers import events_of, http_request, is_error, raw, read_all
@@ -20,71 +20,44 @@ BODIES = [
     (COMPLETIONS, {"prompt": ["a", 1]}, "prompt[0]"),
     (COMPLETIONS, {"prompt": ["a", ""]}, "prompt[1]"),
     (COMPLETIONS, {"prompt": [[1], []]}, "prompt[1]"),
-    (COMPLETIONS, {"prompt": [3, 1.0]}, "prompt[1]"),
     (COMPLETIONS, {"prompt": [[3], [3, -1]]}, "prompt[1][1]"),
     (COMPLETIONS, {"prompt": [97]}, "prompt"),
-    (COMPLETIONS, {"prompt": [True]}, "prompt[0]"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": 64}, "max_tokens"),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": True}, "max_tokens"),
-    (COMPLETIONS, {"prompt": "a", "temperature": 2.1}, "temperature"),
-    (COMPLETIONS, {"prompt": "a", "top_p": 1.1}, "top_p"),
-    (COMPLETIONS, {"prompt": "a", "top_k": -2}, "top_k"),
-    (COMPLETIONS, {"prompt": "a", "min_p": 2}, "min_p"),
-    (COMPLETIONS, {"prompt": "a", "seed": 2**70}, "seed"),
     (COMPLETIONS, {"prompt": "a", "n": 0}, "n"),
     (COMPLETIONS, {"prompt": "a", "n": 65}, "n"),
     (COMPLETIONS, {"prompt": ["a"] * 40, "n": 2}, "prompt"),
-    (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop"),
     (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 3 + [3]}, "stop[3]"),
-    (COMPLETIONS, {"prompt": "a", "stop": [str(i) for i in range(17)]}, "stop"),
     (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs"),
-    (COMPLETIONS, {"prompt": "a", "logprobs": True}, "logprobs"),
     (COMPLETIONS, {"prompt": "a", "logprobs": 1, "echo": True}, "echo"),
     (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of"),
     (COMPLETIONS, {"prompt": "a", "suffix": "z"}, "suffix"),
-    (COMPLETIONS, {"prompt": "a", "presence_penalty": 3}, "presence_penalty"),
-    (COMPLETIONS, {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
-    (COMPLETIONS, {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"97": 1}}, "logit_bias"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(9)}}, "logit_bias"),
-    (COMPLETIONS, {"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids"),
     (COMPLETIONS, {"prompt": "a", "min_tokens": 9, "max_tokens": 5}, "min_tokens"),
+    (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop"),
+    (COMPLETIONS, {"prompt": "a", "stop": [str(i) for i in range(17)]}, "stop"),
     (COMPLETIONS, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
     (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
-    (COMPLETIONS, {"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type"),
     (COMPLETIONS, {"prompt": "a", "messages": HELLO}, "messages"),
-    (CHAT, {}, "messages"),
-    (CHAT, {"messages": ["hello"]}, "messages[0]"),
-    (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
     (CHAT, {"messages": [{"role": "user", "content": "x", "mood": "bad"}]}, "messages[0].mood"),
     (CHAT, {"messages": [{"role": "user", "content": "x", "name": 3}]}, "messages[0].name"),
-    (CHAT, {"messages": HELLO, "prompt": "a"}, "prompt"),
     (CHAT, {"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),
     (CHAT, {"messages": HELLO, "max_completion_tokens": 4, "max_tokens": 5}, "max_tokens"),
     (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
     (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    (CHAT, {"messages": HELLO, "logprobs": 3}, "logprobs"),
-    (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     (CHAT, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages[0].tool_calls"),
     ("/tokenize", {"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
     (CHAT, {"messages": HELLO, "functions": [{}]}, "functions"),
-    (CHAT, {"messages": HELLO, "audio": {"voice": "x"}}, "audio"),
-    (CHAT, {"messages": HELLO, "modalities": ["audio"]}, "modalities"),
     (CHAT, {"messages": HELLO, "reasoning_effort": "high"}, "reasoning_effort"),
-    (CHAT, {"messages": HELLO, "store": True}, "store"),
-    (CHAT, {"messages": HELLO, "service_tier": "flex"}, "service_tier"),
-    (CHAT, {"messages": HELLO, "prediction": {"type": "content"}}, "prediction"),
     (CHAT, {"messages": HELLO, "web_search_options": {}}, "web_search_options"),
     (CHAT, {"messages": HELLO, "chat_template": "{{ x }}"}, "chat_template"),
-    (CHAT, {"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ("/v1/embeddings", {"input": "a"}, None),
     ("/v1/classify", {"input": "a"}, None),
     ("/v1/predict", {"inputs": {"x": [1]}}, None),
@@ -94,7 +67,6 @@ BODIES = [
     ("/tokenize", {"messages": HELLO, "add_special_tokens": True}, "add_special_tokens"),
     ("/detokenize", {}, "tokens"),
     ("/detokenize", {"tokens": [97]}, "tokens"),
-    ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
     ("/invocations", {}, None),
 ]
 
@@ -114,7 +86,6 @@ def test_a_wrong_body_is_a_400_that_names_the_field(toy, route, body, param):
         (COMPLETIONS, {"prompt": "a", "max_new_tokens": 5}, "`max_new_tokens`; did you mean max_tokens?"),
         (COMPLETIONS, {"prompt": "a", "repeat_penalty": 1.3}, "not supported by this server: use `repetition_penalty`"),
         (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, "`temperature` must be a number, got 'hot'"),
-        (COMPLETIONS, {"prompt": "a", "max_tokens": "many"}, "`max_tokens` must be a whole number, got 'many'"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": 1.5}, "`max_tokens` must be a whole number, got 1.5"),
         (COMPLETIONS, {"prompt": "a", "stream": "yes"}, "`stream` must be true or false, got 'yes'"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": [5]}, "`max_tokens` must be a whole number"),
@@ -134,7 +105,6 @@ RAW_BODIES = [
     (b"", "invalid_json"),
     (b"{", "invalid_json"),
     (b"[]", "invalid_json"),
-    (b"null", "invalid_json"),
     (b'{"prompt": "a"} x', "invalid_json"),
     (b'{"prompt": "a", "temperature": NaN}', "invalid_json"),
     (b'{"prompt": "a", "temperature": 1e999}', None),
@@ -144,11 +114,6 @@ RAW_BODIES = [
     (b'{"\\udfff": 1}', "invalid_json"),
     (b"\xfe\xff\x00{\x00}", "invalid_json"),
     (b'{"prompt": "a\x01"}', "invalid_json"),
-    (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "body_too_complex"),
-    (b'{"prompt": "a", "prompt": "b"}', "invalid_json"),
-    (b'{"a":' * 10_000, "invalid_json"),
-    (b'{"prompt": ' + b"9" * 10_000 + b"}", "invalid_json"),
-    (gzip.compress(b'{"prompt": "a"}', mtime=0), "invalid_json"),
 ]
 
 
@@ -161,17 +126,12 @@ def test_a_body_that_is_not_strict_json_is_a_400(toy, data, code):
     ("method", "path", "status"),
     [
         ("GET", "/", 404),
-        ("GET", "/v1/completions/", 404),
-        ("GET", "/v1/models/other", 404),
         ("GET", "/v1/models/to%0Ay", 404),
         ("GET", "/%ED%A0%80", 404),
         ("GET", "/v1/completions", 405),
-        ("DELETE", "/v1/models", 405),
     ],
 )
 def test_unknown_routes_and_methods(toy, method, path, status):
-    import httpx
-
     response = httpx.request(method, toy.url + path, timeout=60)
     is_error(response, status)
     if status == 405:
@@ -195,7 +155,6 @@ LONG = [{"role": "user", "content": "a" * 65}]
         (COMPLETIONS, {"prompt": [[2], [2] * 65]}, "prompt[1]"),
         (COMPLETIONS, {"prompt": "a" * 60, "max_tokens": 5}, "max_tokens"),
         (CHAT, {"messages": LONG}, "messages"),
-        (CHAT, {"messages": LONG, "max_completion_tokens": 5}, "messages"),
         (CHAT, {"messages": HELLO, "max_completion_tokens": 64}, "max_completion_tokens"),
         (CHAT, {"messages": HELLO, "max_tokens": 64}, "max_tokens"),
     ],

@@ -9,12 +9,11 @@ import struct
 import time
 
 import httpx
-import openai
 import pytest
 
 from tests.support.http.http_servers import events_of, http_request, is_error, raw, read_all, toy_server, wait_for
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "hello", "max_tokens": 7900, "temperature": 0, "ignore_eos": True}
 """It does not end by itself while a test looks at it."""
 
@@ -34,8 +33,9 @@ def test_a_client_that_leaves_frees_its_slot(slow_toy, stream, reset, next_reque
     body = json.dumps({**LONG, "stream": stream}).encode()
     with raw(slow_toy, http_request(COMPLETIONS, body)) as connection:
         slow_toy.wait_metric("nxd_num_requests_running", 1)
-        while stream and b"data: " not in connection.recv(65536):  # the head may come alone
-            continue
+        data = b""
+        while stream and data.count(b"data: ") < 10:  # one by one: the end is minutes away
+            data += connection.recv(65536)
         connection.sendall(next_request)  # no more is read until the answer is complete
         if reset:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -53,12 +53,8 @@ def test_all_of_a_requests_choices_are_cancelled_and_the_queue_too(slow_toy):
     wait_for(lambda: idle(slow_toy) and slow_toy.metric("nxd_num_requests_waiting") == 0)
 
 
-@pytest.mark.parametrize("chunked", [True, False])
-def test_a_client_that_leaves_in_the_middle_of_its_body(slow_toy, chunked):
-    if chunked:
-        data = f'POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{{"pro'.encode()
-    else:
-        data = http_request(COMPLETIONS, b'{"prompt": ').replace(b"Content-Length: 11", b"Content-Length: 5000")
+def test_a_client_that_leaves_in_the_middle_of_its_body(slow_toy):
+    data = http_request(COMPLETIONS, b'{"prompt": ').replace(b"Content-Length: 11", b"Content-Length: 5000")
     there = slow_toy.metric("nxd_connections")
     with raw(slow_toy, data):
         slow_toy.wait_metric("nxd_connections", there + 1)
@@ -66,17 +62,6 @@ def test_a_client_that_leaves_in_the_middle_of_its_body(slow_toy, chunked):
     assert slow_toy.get("/readyz").status_code == 200
     assert "Traceback" not in slow_toy.log and " 500 " not in slow_toy.log
     assert idle(slow_toy)
-
-
-def test_tokens_arrive_one_by_one(slow_toy):
-    """Not all at the end, which is minutes away."""
-    with httpx.stream("POST", slow_toy.url + COMPLETIONS, json={**LONG, "stream": True}, timeout=60) as response:
-        lines = (line for line in response.iter_lines() if line.startswith("data: {"))
-        assert [json.loads(next(lines).removeprefix("data: "))["choices"][0]["finish_reason"] for _ in range(10)] == (
-            [None] * 10
-        )
-        assert slow_toy.metric("nxd_num_requests_running") == 1
-    wait_for(lambda: idle(slow_toy))
 
 
 def test_a_silent_stream_is_kept_open_by_comments(tmp_path):
@@ -162,14 +147,6 @@ def test_a_stream_that_a_failure_cuts_has_no_end_to_mistake(failing):
     assert b"[DONE]" not in data and b'"finish_reason":"' not in data
     server.wait_ready()
     assert server.metric("nxd_engine_restarts_total") >= 1
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
-        stream = client.completions.create(model="toy", prompt="hello", max_tokens=7900, stream=True,
-                                           extra_body={"ignore_eos": True})  # fmt: skip
-        with pytest.raises(openai.APIError):
-            for count, _ in enumerate(stream):
-                if count == 2:
-                    file.write_text("once")
-    server.wait_ready()
 
 
 def test_a_failure_before_the_first_token_is_a_status_of_its_own(failing):

@@ -10,15 +10,17 @@ import pytest
 from pydantic import BaseModel, Field
 
 from tests.support.http.http_servers import is_error
+from tests.support.http.taught_model import VERDICT
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
-SCHEMA = {
-    "type": "object",
-    "properties": {"ok": {"type": "boolean"}},
-    "required": ["ok"],
-    "additionalProperties": False,
-}
+
+
+def described(**form):
+    return {"type": "json_schema", "json_schema": form}
+
+
+DESCRIBED = described(name="answer", strict=True, schema=VERDICT)
 
 
 class Report(BaseModel):
@@ -48,37 +50,25 @@ def test_openais_client_parses_an_answer_into_a_class(real_client):
 
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
 def test_both_routes_take_every_form(real_llama, route):
-    described = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": SCHEMA}}
-    assert set(json.loads(text_of(real_llama, route, {"response_format": described}))) == {"ok"}
+    assert set(json.loads(text_of(real_llama, route, {"response_format": DESCRIBED}))) == {"ok"}
     assert isinstance(json.loads(text_of(real_llama, route, {"response_format": {"type": "json_object"}})), dict)
-    assert set(json.loads(text_of(real_llama, route, {"structured_outputs": {"json": SCHEMA}}))) == {"ok"}
+    assert set(json.loads(text_of(real_llama, route, {"structured_outputs": {"json": VERDICT}}))) == {"ok"}
     assert text_of(real_llama, route, {"structured_outputs": {"choice": ["left", "right"]}}) in ("left", "right")
     assert re.fullmatch("[0-9]{5}", text_of(real_llama, route, {"structured_outputs": {"regex": "[0-9]{5}"}}))
     assert text_of(real_llama, route, {"structured_outputs": {"grammar": 'start: "a" "b"', "json": None}}) == "ab"
     free = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    nothings = (
+    for nothing in (
         {"response_format": {"type": "text", "json_schema": None}},
-        {"structured_outputs": {}},
         {"structured_outputs": {"json_object": False, "regex": None, "disable_any_whitespace": False}},
-        {},
-    )
-    for nothing in nothings:
+    ):
         body = {"messages": HELLO} if route == CHAT else {"prompt": "Hello"}
         (choice,) = real_llama.post(route, {**body, **free, **nothing}).json()["choices"]
         assert choice["finish_reason"] == "length"
 
 
 def test_a_stream_and_n_choices_are_of_that_form(real_client):
-    chunks = real_client.chat.completions.create(
-        model="tiny-llama",
-        messages=HELLO,
-        n=3,
-        stream=True,
-        temperature=1,
-        seed=1,
-        max_tokens=200,
-        response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}},
-    )
+    ask = {"model": "tiny-llama", "messages": HELLO, "n": 3, "temperature": 1, "seed": 1, "max_tokens": 200}
+    chunks = real_client.chat.completions.create(**ask, response_format=DESCRIBED, stream=True)
     texts, reasons = ["", "", ""], []
     for chunk in chunks:
         for choice in chunk.choices:
@@ -92,14 +82,8 @@ WRONG = [
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "mood": 1}}},
-        "response_format.json_schema.mood",
-    ),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
-        "response_format.json_schema.schema",
-    ),
+    ({"response_format": described(schema={}, mood=1)}, "response_format.json_schema.mood"),
+    ({"response_format": described(schema={"not": {}})}, "response_format.json_schema.schema"),
     ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "response_format"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),

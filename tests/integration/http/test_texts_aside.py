@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.http.http_servers import http_request, is_error, new_child, raw, toy_server, wait_for
+from tests.support.http.http_servers import http_request, is_error, raw, toy_server, wait_for
 from tests.support.processes import descendants, gone, stopped
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -107,7 +107,12 @@ def test_abandoned_tokenisations_end_and_the_queue_of_them_is_bounded(crowded):
     large_body(crowded)
     before = descendants(crowded.process.pid)
     for _ in range(2):
-        with raw(crowded, data), stopped(new_child(crowded, before)), raw(crowded, data):
+        with contextlib.ExitStack() as all:
+            all.enter_context(raw(crowded, data))
+            wait_for(lambda: descendants(crowded.process.pid) - before)
+            (child,) = descendants(crowded.process.pid) - before
+            all.enter_context(stopped(child))
+            all.enter_context(raw(crowded, data))
             crowded.wait_metric("nxd_texts_aside", 2.0, kind="texts")
             is_error(crowded.post("/tokenize", TEXT), 429, code="queue_full")
         crowded.wait_metric("nxd_texts_aside", 0.0, kind="texts")

@@ -22,7 +22,6 @@ ONE_LAYER = {"num_hidden_layers": 1}
 """Exported in half the time of two, which tests/models traces."""
 PROMPTS = [f"{WORDS[number % 10]} {number}" for number in range(40)]
 
-
 LLAMA = {"batch_sizes": [1, 4], "prompt_buckets": [16], "max_len": 256}
 """What tests trace that need no other shapes: it is done once for all of them."""
 
@@ -33,7 +32,6 @@ def trace_tiny(
     directory: Path | None = None,
     *,
     tp: int = 2,
-    pp: int = 1,
     backend="eager",
     model: dict | None = None,
     **shapes,
@@ -41,7 +39,7 @@ def trace_tiny(
     """``directory/artifact``, traced of a tiny model of ``family`` in ``directory/model``, of one layer (``model``:
     other options of write_tiny). A run of the tests traces the same once: without ``directory`` nobody may change it.
     """
-    arguments = (family, task, tp, pp, backend, {**ONE_LAYER, **(model or {})}, dict(sorted(shapes.items())))
+    arguments = (family, task, tp, backend, {**ONE_LAYER, **(model or {})}, dict(sorted(shapes.items())))
     make = functools.partial(_trace_tiny, *arguments)
     if VARIABLE in os.environ:
         made = shared(f"tiny/{family}-{hashlib.sha256(repr(arguments).encode()).hexdigest()[:16]}", make)
@@ -64,15 +62,13 @@ def trace_sampled(directory: Path | None = None) -> Path:
     return trace_tiny("llama", "generate", directory, tp=1, model=model, **shapes)
 
 
-def _trace_tiny(
-    family: str, task: str, tp: int, pp: int, backend: str, model: dict, shapes: dict, directory: Path
-) -> None:
+def _trace_tiny(family: str, task: str, tp: int, backend: str, model: dict, shapes: dict, directory: Path) -> None:
     from nxd_infer import trace
     from nxd_models.serving import tasks
 
     model_dir = tiny_models.write_tiny(family, directory / "model", **model)
     plan = tasks.plan(model_dir, task, dtype=torch.float32, model_name=f"tiny-{family}", **shapes)
-    arguments = {**plan.trace_arguments(), "tp_degree": tp, "pp_degree": pp, "backend": backend}
+    arguments = {**plan.trace_arguments(), "tp_degree": tp, "backend": backend}
     _trace(trace, arguments, directory / "artifact")
 
 

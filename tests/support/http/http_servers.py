@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -19,10 +18,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.processes import descendants
-
 ROOT = Path(__file__).resolve().parents[3]
-START_SECONDS = 600.0
 
 
 class ServerProcess:
@@ -41,8 +37,9 @@ class ServerProcess:
             env={**clean, "PYTHONUNBUFFERED": "1", **(env or {})},
         )
         self._listening = threading.Event()
-        self._reads = threading.Event()
-        self._reads.set()
+        self.reads = threading.Event()
+        """While it is not set, what the server logs stays unread."""
+        self.reads.set()
         self.port = 0
         # One client for all: making one loads certificates, which costs more than most requests here. No connection
         # expires: of many threads, one would close what the pool has just given to another.
@@ -65,14 +62,14 @@ class ServerProcess:
     def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            self._reads.wait()
+            self.reads.wait()
             self.lines.append(line.rstrip("\n"))
             if (found := re.search(r"listening on http://[^ \"]*:(\d+)", line)) is not None:
                 self.port = int(found.group(1))
                 self._listening.set()
         self._listening.set()
 
-    def wait_ready(self, seconds: float = START_SECONDS) -> ServerProcess:
+    def wait_ready(self, seconds: float = 600.0) -> ServerProcess:
         def ready() -> bool:
             try:
                 return self.get("/readyz").status_code == 200
@@ -104,15 +101,6 @@ class ServerProcess:
 
     def wait_metric(self, name: str, value: float, seconds: float = 120.0, **labels: str) -> None:
         wait_for(lambda: self.metric(name, **labels) == value, seconds, f"{name} is not {value}")
-
-    def stop_reading(self) -> None:
-        """Leave what it logs unread in the smallest pipe there is."""
-        assert self.process.stderr is not None
-        self._reads.clear()
-        fcntl.fcntl(self.process.stderr, fcntl.F_SETPIPE_SZ, 4096)
-
-    def read_on(self) -> None:
-        self._reads.set()
 
     @property
     def inside(self) -> float:
@@ -237,10 +225,3 @@ def is_error(response: httpx.Response, status: int, param: str | None = None, co
     if code is not None:
         assert error["code"] == code, error
     return error
-
-
-def new_child(server: ServerProcess, before: set[int]) -> int:
-    """The process that works on a text, once there is one."""
-    wait_for(lambda: descendants(server.process.pid) - before)
-    (child,) = descendants(server.process.pid) - before
-    return child

@@ -57,9 +57,8 @@ class Load:
             self._note(prompt, stream, response)
 
     def _note(self, prompt, stream, response):
-        now = time.monotonic()
         if response.status_code != 200:
-            (self.refused if response.status_code == 503 else self.wrong).append((now, response.status_code))
+            (self.refused if response.status_code == 503 else self.wrong).append(response.status_code)
             time.sleep(0.02)
             return
         if not stream:
@@ -69,7 +68,7 @@ class Load:
             events = events_of(response.text)
             if events[-1] != "[DONE]":
                 assert "error" in events[-1] and '"finish_reason":"' not in response.text
-                self.cut.append(now)
+                self.cut.append(prompt)
                 return
             text, version = "".join(event["choices"][0]["text"] for event in events[:-1]), events[0]["weight_version"]
-        (self.answers if text == self.texts[version][prompt] else self.wrong).append((now, text))
+        (self.answers if text == self.texts[version][prompt] else self.wrong).append((prompt, text))

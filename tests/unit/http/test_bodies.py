@@ -31,35 +31,22 @@ from nxd_server.text.text_process_jobs import BoundedJson, ConcurrencyLimit
 
 
 def test_the_limit_of_a_body_follows_from_the_models_length(tmp_path):
-    """64 prompts of 64 tokens need no more than the two megabytes that every server takes."""
-
     def limit(**metadata):
         service = ServedModel(tmp_path, ServerSettings())
         service._manifest = type("Manifest", (), {"metadata": metadata})  # pyright: ignore
         return default_limit(service)
 
-    assert limit(task="generate", max_len=64) == 2 * 2**20
+    assert limit(task="generate", max_len=64) == 2 * 2**20  # 64 prompts of 64 tokens need no more
     assert limit(task="generate", max_len=16384) == 6 * 64 * 16384
     assert limit(task="generate", max_len=10**6) == limit(task="embed") == limit() == 16 * 2**20
 
 
-def body_of(*chunks: bytes | None) -> Request:
-    """A request whose body comes in ``chunks``; None is a client that leaves."""
-    left = list(chunks)
-
-    async def receive():
-        await asyncio.sleep(0)
-        chunk = left.pop(0)
-        return (
-            {"type": "http.disconnect"}
-            if chunk is None
-            else {"type": "http.request", "body": chunk, "more_body": bool(left)}
-        )
-
-    return Request({"type": "http", "headers": []}, receive)
+def part(data, more=False):
+    return {"type": "http.request", "body": data, "more_body": more}
 
 
-def reading(bodies, request):
+def reading(bodies, receive):
+    request = Request({"type": "http", "headers": []}, receive)
     return asyncio.create_task(bodies.read_json(request, 1000, 600, ANY, BoundedJson(5, 1).parse))
 
 
@@ -70,14 +57,12 @@ def test_where_bodies_have_no_more_room_the_slowest_makes_it_and_a_small_one_nee
     async def main():
         asyncio.get_running_loop().time = lambda: now
         bodies, pieces = Bodies(most=100, free=10), [asyncio.Queue() for _ in range(3)]
-        silent, trickling, steady = [
-            reading(bodies, Request({"type": "http", "headers": []}, queue.get)) for queue in pieces
-        ]
+        silent, trickling, steady = [reading(bodies, queue.get) for queue in pieces]
 
         async def send(queue, data, more=True):
             nonlocal now
             now += 1
-            queue.put_nowait({"type": "http.request", "body": data, "more_body": more})
+            queue.put_nowait(part(data, more))
             for _ in range(9):
                 await asyncio.sleep(0)
 
@@ -87,7 +72,7 @@ def test_where_bodies_have_no_more_room_the_slowest_makes_it_and_a_small_one_nee
             await send(pieces[1], b" ")
         await send(pieces[2], b" " * 11)
         assert bodies.held == 95 and not silent.done()
-        assert await reading(bodies, body_of(b"  {}      ")) == {}
+        assert await reading(bodies, AsyncMock(return_value=part(b"  {}      "))) == {}
         await send(pieces[2], b" " * 11)
         refused = silent.exception()
         assert isinstance(refused, ApiError) and (refused.status, refused.code) == (503, "busy")
@@ -98,7 +83,7 @@ def test_where_bodies_have_no_more_room_the_slowest_makes_it_and_a_small_one_nee
         await send(pieces[2], b"{}", more=False)
         assert await steady == {} and bodies.held == 0
         with pytest.raises(ClientLeft):
-            await reading(bodies, body_of(b" " * 30, None))
+            await reading(bodies, AsyncMock(side_effect=[part(b" " * 30, True), {"type": "http.disconnect"}]))
         assert bodies.held == 0
 
     asyncio.run(main())
@@ -121,7 +106,7 @@ def test_what_was_parsed_of_a_large_body_counts_until_the_request_ends():
         middleware = RequestMiddleware(app, Mock(), Mock(), InFlight(), access_log=False)
         for path, size in (("/", 2**17), ("/fails", 2**17), ("/", 2)):
             scope = {"type": "http", "method": "POST", "path": path, "headers": [], "http_version": "1.1"}
-            await middleware(scope, body_of(b" " * (size - 2) + b"{}").receive, AsyncMock())
+            await middleware(scope, AsyncMock(return_value=part(b" " * (size - 2) + b"{}")), AsyncMock())
             assert bodies.held == 0
 
     asyncio.run(main())
@@ -170,7 +155,7 @@ def test_a_large_body_whose_request_is_over_is_not_parsed(left):
         settings = ServerSettings(max_body_bytes=2**20, request_timeout=60 if left else 0.05)
         context = SimpleNamespace(service=service, settings=settings, bodies=Bodies(), metrics=Mock())
         messages = asyncio.Queue()
-        messages.put_nowait({"type": "http.request", "body": b" " * 2**17})
+        messages.put_nowait(part(b" " * 2**17))
         if left:
             messages.put_nowait({"type": "http.disconnect"})
         scope = {"type": "http", "headers": [], "app": SimpleNamespace(state=SimpleNamespace(context=context))}

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import time
 import weakref
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -18,11 +19,6 @@ from nxd_server.text.concurrency_limit import ConcurrencyLimit
 
 class Body:
     """Stands for megabytes."""
-
-
-class Uncounted:
-    def http(self, *_):
-        pass
 
 
 async def refused(body):
@@ -47,21 +43,15 @@ async def refused_in_a_lane(body):
 @pytest.mark.parametrize("handler", [refused, refused_because, refused_in_a_lane])
 def test_what_a_refused_request_held_is_free_once_it_is_answered(handler):
     kept: list[weakref.ref[Body]] = []
-    sent: list[dict] = []
+    receive, send = AsyncMock(return_value={"type": "http.request"}), AsyncMock()
 
     async def app(scope, receive, send):
         body = Body()
         kept.append(weakref.ref(body))
         await handler(body)
 
-    async def receive():
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message):
-        sent.append(message)
-
     async def main():
-        middleware = RequestMiddleware(app, Keys([], None), Uncounted(), InFlight(), access_log=False)  # pyright: ignore
+        middleware = RequestMiddleware(app, Keys([], None), Mock(), InFlight(), access_log=False)
         scope = {"type": "http", "headers": [], "path": "/x", "method": "POST", "http_version": "1.1"}
         await middleware(scope, receive, send)
         end = time.monotonic() + 60
@@ -75,4 +65,4 @@ def test_what_a_refused_request_held_is_free_once_it_is_answered(handler):
         asyncio.run(main())
     finally:
         gc.enable()
-    assert sent[0]["status"] in (400, 413)
+    assert send.await_args_list[0].args[0]["status"] in (400, 413)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from hypothesis import given
@@ -20,10 +21,9 @@ CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
 class Held:
     """A generation whose tokens, one in 20 ms, all belong to a call that is held back."""
 
-    weight_version, usage, unfinished = 0, None, True
+    weight_version, usage, unfinished, left = 0, None, True, 12
 
     async def __aenter__(self):
-        self.left = 12
         return self
 
     async def __aexit__(self, *error):
@@ -42,27 +42,11 @@ class Held:
         pass
 
 
-class Silent:
-    """A writer of chunks that has nothing to say yet."""
-
-    def begin(self, version):
-        return b"data: begun"
-
-    def event(self, choice, event):
-        return b""
-
-    def usage(self, usage):
-        return b""
-
-
 def test_a_held_call_is_no_silence():
-    sent = []
-
-    async def send(message):
-        sent.append(message.get("body", b""))
-
-    stream = EventStream(Held(), Silent(), keep_alive=0.1, request_id="x")
+    nothing_yet = {"begin.return_value": b"data: begun", "event.return_value": b"", "usage.return_value": b""}
+    stream, send = EventStream(Held(), Mock(**nothing_yet), keep_alive=0.1, request_id="x"), AsyncMock()
     asyncio.run(stream({"type": "http"}, None, send))
+    sent = [call.args[0].get("body", b"") for call in send.await_args_list]
     assert sent[1] == b"data: begun" and sent[-1].endswith(b"[DONE]\n\n")
     assert sent[2:-1] and set(sent[2:-1]) == {KEEP_ALIVE}
 
@@ -72,9 +56,8 @@ def test_a_call_in_reasoning_that_is_left_open_is_made(size):
     """As some models do; in reasoning that is closed it is a thought."""
     call = f"Look.\n<tool_call>\n{CALL}\n</tool_call>"
     for text, names, reason in ((call, ["weather"], "tool_calls"), (f"{call}</think>No.", [], "stop")):
-        parts = MessageParts(
-            ReasoningReader(FORMATS["think"], "inside"), True, ChoiceCalls("hermes", ["weather"], True)
-        )
+        reader = ReasoningReader(FORMATS["think"], "inside")
+        parts = MessageParts(reader, True, ChoiceCalls("hermes", ["weather"], True))
         found = [parts.take(text[place : place + size]) for place in range(0, len(text), size)]
         found.append(parts.take("", ended=True))
         calls = [call["function"]["name"] for part in found for call in part.get("tool_calls", [])]
