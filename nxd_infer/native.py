@@ -14,7 +14,6 @@ import mmap
 import os
 import platform
 import re
-import struct
 import sys
 import threading
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ import torch
 from nxd_infer import ops as _ops
 from nxd_infer.comm import ops as _comm_ops
 from nxd_infer.errors import ArtifactCorruptError, ArtifactError, ArtifactVersionError, BackendUnavailableError
-from nxd_infer.util.cpp_library import CppLibrary, find_compiler, no_compiler
+from nxd_infer.util.cpp_library import CppLibrary, find_compiler, is_whole, no_compiler
 from nxd_infer.util.processors import processors
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -192,7 +191,7 @@ def read_hash(path: str | os.PathLike[str]) -> str:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             found = _IDENTITY.search(content)
             digest = found.group(1).decode() if found else None
-            whole = len(content) >= _elf_size(content)
+        whole = is_whole(Path(path))
     except (OSError, ValueError) as error:
         raise ArtifactCorruptError(f"native library {os.fspath(path)} cannot be read: {error}") from error
     if digest is None:
@@ -200,15 +199,6 @@ def read_hash(path: str | os.PathLike[str]) -> str:
     if not whole:
         raise ArtifactCorruptError(f"native library {os.fspath(path)} is cut short")
     return digest
-
-
-def _elf_size(content: mmap.mmap) -> int:
-    """Return the minimum size of an ELF file: linkers put the section headers last. Loading a shorter one may crash."""
-    if len(content) < 64 or content[:5] != b"\x7fELF\x02":
-        return 64
-    (start,) = struct.unpack_from("<Q", content, 40)
-    size, count = struct.unpack_from("<HH", content, 58)
-    return start + size * count
 
 
 def source_hash() -> str:

@@ -10,6 +10,7 @@ import logging
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import tempfile
 import time
@@ -50,7 +51,7 @@ class CppLibrary:
 
     folder: Path
     kind: str
-    """What it is called in messages, in the plural."""
+    """What it is called in messages."""
     takes: str
     """How long a build takes, as a user reads it."""
     namespace: str
@@ -66,7 +67,7 @@ class CppLibrary:
     def hash(self) -> str:
         """Sixteen hexadecimal digits of what is built: sources, flags, torch's release, machine."""
         digest = hashlib.sha256()
-        for part in (*FLAGS, *self.flags, self.torch_version, platform.machine()):
+        for part in (*FLAGS, *self.flags, *self.links, self.namespace, self.torch_version, platform.machine()):
             digest.update(part.encode() + b"\0")
         for file in sorted(self.folder.iterdir()):
             if file.suffix in (".cpp", ".h"):
@@ -94,7 +95,7 @@ class CppLibrary:
         """
         target, seconds = self.file(), None
         with _only_builder(target.parent, self.kind):
-            if not target.is_file():
+            if not target.is_file() or not is_whole(target):
                 seconds = self._build(target)
         with opened(target):
             pass
@@ -130,9 +131,23 @@ class CppLibrary:
             record = {"hash": self.hash, "compiler": compiler, "flags": self.flags, "torch": self.torch_version}
             (Path(scratch) / "build.json").write_text(json.dumps({**record, "seconds": seconds}, indent=2))
             built.chmod(0o700)  # whatever the umask: a file that others can write to is rejected
+            with built.open("rb") as file:
+                os.fsync(file.fileno())
             os.replace(Path(scratch) / "build.json", target.parent / "build.json")
             os.replace(built, target)  # last: the file's existence means that the build is complete
         return seconds
+
+
+def is_whole(path: Path) -> bool:
+    """Whether an ELF file has what its header says: linkers put the section headers last. Loading a shorter one may end
+    the process."""
+    with path.open("rb") as file:
+        header = file.read(64)
+        if len(header) < 64 or header[:5] != b"\x7fELF\x02":
+            return False
+        (start,) = struct.unpack_from("<Q", header, 40)
+        size, count = struct.unpack_from("<HH", header, 58)
+        return os.fstat(file.fileno()).st_size >= start + size * count
 
 
 def link_name(digest: str) -> str:
@@ -157,7 +172,7 @@ def _only_builder(folder: Path, kind: str) -> Iterator[None]:
 def run(command: Sequence[str]) -> None:
     """Run a compiler. Raises BackendUnavailableError with the end of its output."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT)  # nosec B603  # a compiler
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=BUILD_TIMEOUT)  # nosec B603  # a compiler
     except subprocess.TimeoutExpired:
         raise BackendUnavailableError(f"{command[0]} took longer than {BUILD_TIMEOUT:.0f} s") from None
     except OSError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from nxd_infer.backends.checks import InputChecks, checked_tensors
@@ -39,19 +38,19 @@ class CpuExecutable:
         ready = self._checked(inputs)
 
         def run() -> list[Tensor]:
-            with torch.no_grad():
-                return self._open().run(ready)
+            return self._open().run(ready)
 
         return run
 
     def update_weights(self, weights: Mapping[str, Tensor], rank: int = 0) -> None:
+        program = self._open()
         names = {weight.name for weight in self.graph.weights}
         unknown = [name for name in weights if name not in names]
         if unknown:
             raise WeightSchemaError(f"the graph reads no weight {unknown[0]!r}")
         current = dict(zip((w.name for w in self.graph.weights), self._weights, strict=True))
         self._weights = checked_tensors(self._specs, {**current, **weights}, "weight", WeightSchemaError)
-        self._open().hold(self._states, self._weights)
+        program.hold(self._states, self._weights)
 
     def _open(self) -> Runs:
         if self._program is None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nxd_infer import native
-from nxd_infer.errors import BackendUnavailableError
+from nxd_infer.errors import ArtifactCorruptError, NxdError
 from nxd_infer.graph.ir import DAMAGES, Program, Value, damaged, run_cond
 from nxd_infer.util.cpp_library import CppLibrary
 
@@ -54,46 +54,41 @@ class Function:
         self._states, self._weights = states, weights
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        return list(self._function([*self._states, *inputs, *self._weights]))
+        with torch.no_grad():
+            return list(self._function([*self._states, *inputs, *self._weights]))
 
 
 class NativeProgram:
     """A graph in C++."""
 
     def __init__(self, program: Program):
-        """Raises BackendUnavailableError if the loop cannot be built, ArtifactCorruptError for a damaged graph."""
-        kind = _registered()
+        """Only where :func:`prepare` returns True. Raises ArtifactCorruptError for what cannot be run."""
         try:
-            self._program = _converted(program, kind)
+            self._program = _converted(program, _registered())
         except DAMAGES as error:
             raise damaged(error) from error
-        self._first_input = 0
 
     def hold(self, states: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-        self._first_input = len(states)
-        self._program.hold(0, list(states))
-        self._program.hold(self._program.placeholders() - len(weights), list(weights))
+        self._program.hold(list(states), list(weights))
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        return self._program.run(self._first_input, list(inputs))
+        return self._program.run(list(inputs))
 
 
 def load(ir: dict[str, Any]) -> Runs:
     """Return the graph ready to run. Raises ArtifactCorruptError if it is not one."""
     program = Program(ir)
-    return NativeProgram(program) if prepare() else Function(lambda values: program(*values))
+    if prepare():
+        try:
+            return NativeProgram(program)
+        except ArtifactCorruptError as error:  # if it is, Python's loop says so when it gets there
+            log.warning("a graph is run by the slower loop in Python: %s", error)
+    return Function(lambda values: program(*values))
 
 
 def prepare() -> bool:
     """Build the loop unless it is built; return whether there is one."""
-    if not native.availability().ok:
-        return False
-    try:
-        _registered()
-    except BackendUnavailableError as error:
-        log.warning("graphs are run by a slower loop, in Python: %s", error)
-        return False
-    return True
+    return _registered() is not None
 
 
 def library() -> CppLibrary:
@@ -114,12 +109,19 @@ def library() -> CppLibrary:
 
 
 @functools.cache
-def _registered() -> Any:
-    """Build and register the loop; return its class of programs. Raises BackendUnavailableError."""
-    built = library()
-    path, _ = built.built()
-    torch.classes.load_library(str(path))
-    return getattr(torch.classes, f"nxd_program_{built.hash[:8]}").Program
+def _registered() -> Any | None:
+    """Build and register the loop; return its class of programs, None where that fails: a cache or a compiler is not
+    needed to serve."""
+    try:
+        if not native.availability().ok:
+            return None
+        built = library()
+        path, _ = built.built()
+        torch.classes.load_library(str(path))
+        return getattr(torch.classes, f"nxd_program_{built.hash[:8]}").Program
+    except (NxdError, OSError, RuntimeError) as error:
+        log.warning("graphs are run by the slower loop in Python: %s", error)
+        return None
 
 
 def _converted(program: Program, kind: Any) -> Any:
@@ -159,7 +161,7 @@ def _argument(value: Any) -> tuple[int, Any]:
         return _VALUE, value.index
     if type(value) is list:
         if not value or any(type(v) is Value for v in value):
-            return _VALUES, [-1 if v is None else v.index for v in value]
+            return _VALUES, [-1 if v is None else v.index for v in value] or None
         return _CONSTANT, _tuples(value)
     return _CONSTANT, _MEMORY_FORMATS.get(value, value) if type(value) is torch.memory_format else value
 

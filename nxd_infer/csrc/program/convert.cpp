@@ -20,13 +20,6 @@ int64_t integer(const c10::IValue& value, const c10::TypePtr& type) {
   return value.toInt();
 }
 
-c10::IValue tensor(const c10::IValue& value, const c10::TypePtr& type) {
-  if (value.isTensor()) return value;
-  at::Tensor result = c10::scalar_to_tensor(number(value, type));
-  result.unsafeGetTensorImpl()->set_wrapped_number(true);  // takes part in type promotion as a number does
-  return result;
-}
-
 c10::IValue list(const c10::IValue& value, const c10::ListType& type, std::optional<int32_t> length) {
   const c10::TypePtr& element = type.getElementType();
   std::vector<c10::IValue> elements;
@@ -46,12 +39,19 @@ c10::IValue list(const c10::IValue& value, const c10::ListType& type, std::optio
 
 } // namespace
 
+c10::IValue number_as_tensor(const c10::IValue& number) {
+  at::Tensor result = c10::scalar_to_tensor(number.toScalar());
+  result.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return result;
+}
+
 c10::IValue convert(const c10::IValue& value, const c10::TypePtr& type, std::optional<int32_t> length) {
   switch (type->kind()) {
     case c10::TypeKind::OptionalType:
       return value.isNone() ? value : convert(value, type->expectRef<c10::OptionalType>().getElementType(), length);
     case c10::TypeKind::TensorType:
-      return tensor(value, type);
+      if (value.isTensor()) return value;
+      return number_as_tensor(number(value, type));
     case c10::TypeKind::NumberType:
       return c10::IValue(number(value, type));
     case c10::TypeKind::FloatType:

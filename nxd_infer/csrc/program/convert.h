@@ -10,4 +10,7 @@ namespace nxd {
 // become tensors, a number becomes a list of `length` numbers. Throws c10::TypeError for what does not fit.
 c10::IValue convert(const c10::IValue& value, const c10::TypePtr& type, std::optional<int32_t> length);
 
+// Returns a new tensor that takes part in type promotion as the number does.
+c10::IValue number_as_tensor(const c10::IValue& number);
+
 } // namespace nxd

@@ -14,29 +14,60 @@ template <typename... Parts>
   C10_THROW_ERROR(ValueError, c10::str(parts...));
 }
 
-bool holds_tensors(const c10::TypePtr& type, bool& optional) {
-  const auto* list = type->castRaw<c10::ListType>();
-  if (!list) return false;
-  const c10::TypePtr& element = list->getElementType();
-  optional = element->kind() == c10::TypeKind::OptionalType;
-  const c10::TypePtr& inner = optional ? element->expectRef<c10::OptionalType>().getElementType() : element;
-  return inner->kind() == c10::TypeKind::TensorType;
-}
-
 c10::TypePtr without_optional(const c10::TypePtr& type) {
   const auto* optional = type->castRaw<c10::OptionalType>();
   return optional ? optional->getElementType() : type;
+}
+
+bool is_tensor(const c10::TypePtr& type) { return without_optional(type)->kind() == c10::TypeKind::TensorType; }
+
+// A function over autograd's keys, or of somebody else's library, may have a kernel of its own for them.
+bool needs_no_autograd(const c10::OperatorHandle& op) {
+  const std::string& name = op.operator_name().name;
+  return name.rfind("aten::", 0) == 0 || name.rfind("nxd", 0) == 0;
+}
+
+c10::IValue get(const Argument& argument, const std::vector<c10::IValue>& table) {
+  switch (argument.kind) {
+    case Argument::kConstant:
+    case Argument::kValue: {
+      const c10::IValue& value = argument.kind == Argument::kValue ? table[argument.value] : argument.constant;
+      return argument.tensor && value.isScalar() ? number_as_tensor(value) : value;
+    }
+    case Argument::kTensors: {
+      c10::List<at::Tensor> tensors;
+      tensors.reserve(argument.values.size());
+      for (const int64_t value : argument.values) tensors.push_back(table[value].toTensor());
+      return tensors;
+    }
+    case Argument::kOptionalTensors: {
+      c10::List<std::optional<at::Tensor>> tensors;
+      tensors.reserve(argument.values.size());
+      for (const int64_t value : argument.values) {
+        tensors.push_back(value < 0 ? std::optional<at::Tensor>() : table[value].toTensor());
+      }
+      return tensors;
+    }
+  }
+  return {};
+}
+
+c10::IValue item(const c10::IValue& value, int64_t index) {
+  const c10::ArrayRef<c10::IValue> elements = value.isTuple() ? value.toTupleRef().elements() : value.toListRef();
+  const int64_t count = static_cast<int64_t>(elements.size()), place = index < 0 ? index + count : index;
+  TORCH_CHECK_INDEX(place >= 0 && place < count, "item ", index, " of ", count);
+  return elements[place];
 }
 
 } // namespace
 
 Program::Program(int64_t placeholders) : placeholders_(placeholders) {
   if (placeholders < 0 || placeholders > (1 << 20)) damaged("a graph of ", placeholders, " placeholders");
-  table_.resize(placeholders);
 }
 
 int64_t Program::defined(int64_t value) const {
   const int64_t known = placeholders_ + static_cast<int64_t>(steps_.size());
+  if (finished_) damaged("it is finished already");
   if (value < 0 || value >= known) damaged("it refers to value ", value, ", and has ", known, " by then");
   return value;
 }
@@ -44,8 +75,10 @@ int64_t Program::defined(int64_t value) const {
 void Program::add_operator(
     const std::string& name, const std::string& overload, const std::vector<int64_t>& kinds,
     const std::vector<c10::IValue>& arguments) {
+  if (finished_) damaged("it is finished already");
   Step step;
   step.op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+  step.plain = needs_no_autograd(*step.op);
   const std::vector<c10::Argument>& parameters = step.op->schema().arguments();
   if (kinds.size() != parameters.size() || arguments.size() != parameters.size()) {
     damaged("it has ", arguments.size(), " arguments, and takes ", parameters.size());
@@ -54,23 +87,27 @@ void Program::add_operator(
     const c10::Argument& parameter = parameters[i];
     const c10::TypePtr type = without_optional(parameter.type());
     Argument argument;
-    bool optional = false;
+    argument.tensor = is_tensor(type);
     if (kinds[i] == 0) {
-      argument.constant = convert(arguments[i], parameter.type(), parameter.N());
+      // What may be written or returned must be new at each call.
+      const bool kept = !(argument.tensor && parameter.alias_info() && arguments[i].isScalar());
+      argument.constant = kept ? convert(arguments[i], parameter.type(), parameter.N()) : arguments[i];
     } else if (kinds[i] == 1) {
       argument.kind = Argument::kValue;
       argument.value = defined(arguments[i].toInt());
     } else if (kinds[i] == 2) {
-      argument.values = arguments[i].toIntVector();
-      if (holds_tensors(type, optional)) {
+      const auto* list = type->castRaw<c10::ListType>();
+      if (!arguments[i].isNone()) argument.values = arguments[i].toIntVector();
+      if (list && is_tensor(list->getElementType())) {
+        const bool optional = list->getElementType()->kind() == c10::TypeKind::OptionalType;
         argument.kind = optional ? Argument::kOptionalTensors : Argument::kTensors;
-      } else if (argument.values.empty()) {
-        argument.constant = convert(c10::ivalue::Tuple::create(std::vector<c10::IValue>()), type, parameter.N());
+        for (const int64_t value : argument.values) {
+          if (value != -1 || !optional) defined(value);
+        }
+      } else if (list && argument.values.empty()) {
+        argument.constant = c10::impl::GenericList(list->getElementType());
       } else {
         damaged("a list of tensors where it takes ", type->str());
-      }
-      for (const int64_t value : argument.values) {
-        if (value != -1 || !optional) defined(value);
       }
     } else if (parameter.default_value()) {
       argument.constant = *parameter.default_value();
@@ -111,117 +148,81 @@ void Program::add_cond(
 }
 
 void Program::finish(const std::vector<int64_t>& outputs) {
-  if (finished_) damaged("it is finished already");
   for (const int64_t value : outputs) outputs_.push_back(defined(value));
-  const int64_t values = placeholders_ + static_cast<int64_t>(steps_.size());
-  std::vector<int64_t> last(values, -1);
+  std::vector<int64_t> last(steps_.size(), -1);  // the step that uses a step's result last
+  const auto used = [&](int64_t value, int64_t step) {
+    if (value >= placeholders_) last[value - placeholders_] = step;
+  };
   for (size_t i = 0; i < steps_.size(); i++) {
-    last[placeholders_ + i] = i;
+    last[i] = i;
     for (const Argument& argument : steps_[i].arguments) {
-      if (argument.kind == Argument::kValue) last[argument.value] = i;
-      for (const int64_t value : argument.values) {
-        if (value >= 0) last[value] = i;
-      }
+      used(argument.value, i);
+      for (const int64_t value : argument.values) used(value, i);
     }
   }
-  for (const int64_t value : outputs_) last[value] = -1;
-  for (int64_t value = placeholders_; value < values; value++) {
-    if (last[value] >= 0) steps_[last[value]].dead.push_back(value);
+  for (const int64_t value : outputs_) used(value, -1);
+  for (size_t i = 0; i < last.size(); i++) {
+    if (last[i] >= 0) steps_[last[i]].dead.push_back(placeholders_ + i);
   }
-  table_.resize(values);
   finished_ = true;
 }
 
-void Program::hold(int64_t first, const std::vector<at::Tensor>& values) {
-  const std::lock_guard<std::mutex> turn(mutex_);
-  const int64_t count = static_cast<int64_t>(values.size());
-  if (first < 0 || first + count > placeholders_) damaged("values for ", first + count, " of ", placeholders_, " placeholders");
-  for (int64_t i = 0; i < count; i++) table_[first + i] = values[i];
+void Program::hold(const std::vector<at::Tensor>& first, const std::vector<at::Tensor>& last) {
+  const std::lock_guard<std::mutex> turn(holding_);
+  if (first.size() + last.size() > static_cast<size_t>(placeholders_)) {
+    damaged(first.size() + last.size(), " values for ", placeholders_, " placeholders");
+  }
+  first_ = first;
+  last_ = last;
 }
 
-std::vector<at::Tensor> Program::run(int64_t first, const std::vector<at::Tensor>& values) {
-  const int64_t count = static_cast<int64_t>(values.size());
-  if (!finished_ || first < 0 || first + count > placeholders_) damaged("values for ", first + count, " of ", placeholders_, " placeholders");
-  const std::lock_guard<std::mutex> turn(mutex_);
-  const at::AutoDispatchBelowADInplaceOrView below;
-  const at::NoGradGuard no_gradients;
-  for (int64_t i = 0; i < count; i++) table_[first + i] = values[i];
-  struct Cleared {  // also after an error: what a run made must not outlive it
-    Program& program;
-    int64_t first, count;
-    ~Cleared() {
-      program.stack_.clear();
-      for (int64_t i = 0; i < count; i++) program.table_[first + i] = c10::IValue();
-      for (size_t i = program.placeholders_; i < program.table_.size(); i++) program.table_[i] = c10::IValue();
+std::vector<at::Tensor> Program::run(const std::vector<at::Tensor>& values) {
+  if (!finished_) damaged("it is not finished");
+  Table table;
+  table.reserve(placeholders_ + steps_.size());
+  {
+    const std::lock_guard<std::mutex> turn(holding_);
+    for (const std::vector<at::Tensor>* part : {&std::as_const(first_), &values, &std::as_const(last_)}) {
+      table.insert(table.end(), part->begin(), part->end());
     }
-  } cleared{*this, first, count};
-  return run_steps();
-}
-
-std::vector<at::Tensor> Program::run_steps() {
+  }
+  if (table.size() != static_cast<size_t>(placeholders_)) {
+    damaged(table.size(), " values for ", placeholders_, " placeholders");
+  }
+  const at::NoGradGuard no_gradients;
   for (size_t i = 0; i < steps_.size(); i++) {
     const Step& step = steps_[i];
     try {
-      call(step);
+      table.push_back(call(step, table));
     } catch (c10::Error& error) {
       const std::string name = step.op ? toString(step.op->operator_name()) : step.branches[0] ? "cond" : "getitem";
       error.add_context(c10::str("in step ", i, " of a graph, ", name));
       throw;
     }
-    table_[placeholders_ + i] = stack_.empty() ? c10::IValue() : std::move(stack_.back());
-    stack_.clear();
-    for (const int64_t value : step.dead) table_[value] = c10::IValue();
+    for (const int64_t value : step.dead) table[value] = c10::IValue();
   }
   std::vector<at::Tensor> outputs;
   outputs.reserve(outputs_.size());
-  for (const int64_t value : outputs_) outputs.push_back(table_[value].toTensor());
+  for (const int64_t value : outputs_) outputs.push_back(table[value].toTensor());
   return outputs;
 }
 
-// Leaves the step's result alone on the stack.
-void Program::call(const Step& step) {
-  stack_.clear();
+c10::IValue Program::call(const Step& step, const Table& table) const {
   if (step.op) {
-    for (const Argument& argument : step.arguments) stack_.push_back(get(argument));
-    step.op->callBoxed(stack_);
-    if (stack_.size() > 1) stack_ = {c10::ivalue::Tuple::create(std::move(stack_))};
-  } else if (step.branches[0]) {
-    Program& branch = *step.branches[table_[step.arguments[0].value].toTensor().item<bool>() ? 0 : 1];
-    std::vector<at::Tensor> operands;
-    for (const int64_t value : step.arguments[1].values) operands.push_back(table_[value].toTensor());
-    stack_.emplace_back(branch.run(0, operands));
-  } else {
-    const c10::IValue& value = table_[step.arguments[0].value];
-    const c10::ArrayRef<c10::IValue> elements = value.isTuple() ? value.toTupleRef().elements() : value.toListRef();
-    const int64_t count = static_cast<int64_t>(elements.size());
-    const int64_t index = step.index < 0 ? step.index + count : step.index;
-    TORCH_CHECK_INDEX(index >= 0 && index < count, "item ", step.index, " of ", count);
-    stack_.push_back(elements[index]);
+    torch::jit::Stack stack;
+    stack.reserve(step.arguments.size());
+    for (const Argument& argument : step.arguments) stack.push_back(get(argument, table));
+    std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+    if (step.plain) below.emplace();
+    step.op->callBoxed(stack);
+    if (stack.size() > 1) return c10::ivalue::Tuple::create(std::move(stack));
+    return stack.empty() ? c10::IValue() : std::move(stack.front());
   }
-}
-
-c10::IValue Program::get(const Argument& argument) const {
-  switch (argument.kind) {
-    case Argument::kConstant:
-      return argument.constant;
-    case Argument::kValue:
-      return table_[argument.value];
-    case Argument::kTensors: {
-      c10::List<at::Tensor> tensors;
-      tensors.reserve(argument.values.size());
-      for (const int64_t value : argument.values) tensors.push_back(table_[value].toTensor());
-      return tensors;
-    }
-    case Argument::kOptionalTensors: {
-      c10::List<std::optional<at::Tensor>> tensors;
-      tensors.reserve(argument.values.size());
-      for (const int64_t value : argument.values) {
-        tensors.push_back(value < 0 ? std::optional<at::Tensor>() : table_[value].toTensor());
-      }
-      return tensors;
-    }
-  }
-  return {};
+  if (!step.branches[0]) return item(table[step.arguments[0].value], step.index);
+  Program& branch = *step.branches[table[step.arguments[0].value].toTensor().item<bool>() ? 0 : 1];
+  std::vector<at::Tensor> operands;
+  for (const int64_t value : step.arguments[1].values) operands.push_back(table[value].toTensor());
+  return branch.run(operands);
 }
 
 } // namespace nxd
@@ -236,7 +237,6 @@ NXD_LIBRARY(m) {
       .def("add_getitem", &nxd::Program::add_getitem)
       .def("add_cond", &nxd::Program::add_cond)
       .def("finish", &nxd::Program::finish)
-      .def("placeholders", &nxd::Program::placeholders)
       .def("hold", &nxd::Program::hold)
       .def("run", &nxd::Program::run);
 }

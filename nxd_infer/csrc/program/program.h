@@ -17,16 +17,18 @@ namespace nxd {
 
 class Program;
 
-// An argument of a step, or an output of the program: a constant, a value of the table, or a list of values (-1: None).
+// An argument of a step: a constant, a value of the table, or a list of values (-1: None).
 struct Argument {
   c10::IValue constant;
   int64_t value = -1;
   std::vector<int64_t> values;
   enum { kConstant, kValue, kTensors, kOptionalTensors } kind = kConstant;
+  bool tensor = false;  // it must be a tensor: a number becomes a new one at each call
 };
 
 struct Step {
   std::optional<c10::OperatorHandle> op;  // of an operator
+  bool plain = false;                     // an operator that needs nothing of autograd
   int64_t index = 0;                      // of a getitem, which has no operator and one argument
   c10::intrusive_ptr<Program> branches[2];  // of a cond: if true, if false
   std::vector<Argument> arguments;
@@ -39,7 +41,7 @@ class Program : public torch::CustomClassHolder {
   explicit Program(int64_t placeholders);
 
   // An argument is described by a kind and what belongs to it: 0 and a constant, 1 and a value's number, 2 and a list of
-  // numbers, 3: the operator's default.
+  // numbers (None: an empty one), 3: the operator's default.
   void add_operator(
       const std::string& name, const std::string& overload, const std::vector<int64_t>& kinds,
       const std::vector<c10::IValue>& arguments);
@@ -49,25 +51,23 @@ class Program : public torch::CustomClassHolder {
       const std::vector<int64_t>& operands);
   void finish(const std::vector<int64_t>& outputs);
 
-  int64_t placeholders() const { return placeholders_; }
-  // Sets the placeholders from `first` on, for all later runs.
-  void hold(int64_t first, const std::vector<at::Tensor>& values);
-  // Sets the placeholders from `first` on for one run, whose outputs it returns. Calls of several threads take turns.
-  std::vector<at::Tensor> run(int64_t first, const std::vector<at::Tensor>& values);
+  // Sets the first and the last placeholders, for all later runs.
+  void hold(const std::vector<at::Tensor>& first, const std::vector<at::Tensor>& last);
+  // Runs on the other placeholders; several threads may run at once, and an operator may run its own program.
+  std::vector<at::Tensor> run(const std::vector<at::Tensor>& values);
 
  private:
+  using Table = std::vector<c10::IValue>;
+
   int64_t defined(int64_t value) const;
-  void call(const Step& step);
-  c10::IValue get(const Argument& argument) const;
-  std::vector<at::Tensor> run_steps();
+  c10::IValue call(const Step& step, const Table& table) const;
 
   int64_t placeholders_;
   bool finished_ = false;
   std::vector<Step> steps_;
   std::vector<int64_t> outputs_;
-  std::vector<c10::IValue> table_;
-  torch::jit::Stack stack_;
-  std::mutex mutex_;
+  std::mutex holding_;
+  std::vector<at::Tensor> first_, last_;
 };
 
 } // namespace nxd

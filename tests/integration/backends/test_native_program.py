@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nxd_infer.backends.cpu.program import NativeProgram
+from nxd_infer.backends.cpu.program import NativeProgram, library
 from nxd_infer.errors import ArtifactCorruptError
 from nxd_infer.graph.ir import Program
 
@@ -48,6 +51,11 @@ NODES: list[tuple[str, list[Any], dict[str, Any]]] = [
     ),
     ("aten.clone.default", ["x"], {"memory_format": {"memory_format": "contiguous_format"}}),
     ("aten.full.default", [[4, 3], {"float": "-inf"}], {"dtype": {"dtype": "float32"}, "device": {"device": "cpu"}}),
+    ("aten.full.default", [[], 2], {}),
+    ("aten.sum.dim_IntList", ["x", []], {}),
+    ("aten.item.default", ["flag"], {}),
+    ("aten.mul.Tensor", ["x", "number"], {}),
+    ("aten.add.Scalar", ["x", "number"], {}),
     ("aten.arange.default", [3], {"dtype": None, "layout": {"layout": "strided"}, "pin_memory": False}),
     ("aten.unsqueeze.default", ["x", 0], {}),
     ("aten.t.default", ["x"], {}),
@@ -88,8 +96,8 @@ class Grown:
         value = self.values[number]
         if kind == "state":
             return number == STATE
-        if kind == "several":
-            return isinstance(value, (list, tuple))
+        if kind in ("several", "number"):
+            return isinstance(value, (list, tuple) if kind == "several" else (bool, int, float))
         if not isinstance(value, Tensor):
             return False
         if kind == "flag":
@@ -151,15 +159,16 @@ def test_each_kind_of_node_is_among_the_random_ones(node):
     before = [
         ("aten.gt.Scalar", ["x", 0], {}),
         ("aten.any.default", ["condition"], {}),
+        ("aten.item.default", ["flag"], {}),
         ("aten.unbind.int", ["x", 0], {}),
     ]
     for seed in range(100):
         grown = Grown()
         for one in (*before, node):
             grown.add(random.Random(seed).choice, *one)
-        if len(grown.nodes) == 4:
+        if len(grown.nodes) == 5:
             break
-    assert [entry[0] for entry in grown.nodes][3:] == [node[0]]
+    assert [entry[0] for entry in grown.nodes][4:] == [node[0]]
 
 
 def test_a_failing_step_is_named_and_the_program_runs_again():
@@ -169,6 +178,38 @@ def test_a_failing_step_is_named_and_the_program_runs_again():
     with pytest.raises(RuntimeError, match=r"size of tensor a \(2\).*in step 0 of a graph, aten::add.Tensor"):
         made.run([torch.ones(2), torch.ones(3)])
     assert made.run([torch.ones(2), torch.ones(2)])[0].tolist() == [2, 2]
+    with pytest.raises(ValueError, match="1 values for 2 placeholders"):
+        made.run([torch.ones(2)])
+
+
+def test_a_number_that_is_written_to_is_new_in_each_run():
+    ir = {"ir": 1, "inputs": 1, "nodes": [["aten.add_.Tensor", [2.0, {"$": 0}]]], "outputs": [{"$": 1}]}
+    made = NativeProgram(Program(ir))
+    assert [float(made.run([torch.tensor(1.0)])[0]) for _ in range(2)] == [3, 3]
+
+
+@pytest.mark.parametrize("why", ["no cache", "no compiler", "a cut library"])
+def test_where_the_loop_cannot_be_built_graphs_run_in_python(tmp_path, why):
+    cache = "/proc/nothing" if why == "no cache" else str(tmp_path)
+    tmp_path.chmod(0o700)
+    if why == "a cut library":
+        built = library().file()
+        place = tmp_path / "native" / built.parent.name / built.name
+        place.parent.mkdir(parents=True, mode=0o700)
+        place.write_bytes(built.read_bytes()[:9000])
+        place.chmod(0o700)
+    code = """
+from nxd_infer.backends.cpu import program
+ir = {"ir": 1, "inputs": 1, "nodes": [["aten.relu.default", [{"$": 0}]]], "outputs": [{"$": 1}]}
+for _ in range(2):
+    loaded = program.load(ir)
+    loaded.hold([], [])
+    print(type(loaded).__name__, loaded.run([program.torch.tensor([-1.0, 2.0])])[0].tolist())
+"""
+    env = {**os.environ, "NXD_INFER_CACHE": cache, "CXX": "false"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    assert done.stdout == "Function [0.0, 2.0]\n" * 2, done.stderr
+    assert done.stderr.count("slower loop in Python") == 1
 
 
 DAMAGED = {
