@@ -242,48 +242,11 @@ def trace(func: Any, example: Any, loader: Any, *, packed: Any = 1, tp_degree: i
 TOKENS = torch.tensor([[1, 5, 63], [0, 7, 32]])
 
 
-def test_a_packed_model_computes_as_the_plain_one_also_with_new_weights(tmp_path: Path) -> None:
-    def close(model: Any, plain: nn.Module) -> None:
-        torch.testing.assert_close(model(TOKENS), plain(TOKENS).detach(), rtol=1e-5, atol=1e-5)
-
-    with trace(packed_models.tied, TOKENS, packed_models.tied_checkpoint, tp_degree=2) as model:
-        assert {w.name for w in model.manifest.weights if w.encoding} == packed_models.PACKED_OF_TIED
-        assert "packed-weights" in model.manifest.requires
-        close(model, packed_models.tied())
-        model.update_weights(packed_models.tied_weights(5))
-        mixed = packed_models.tied(5)
-        close(model, mixed)
-        part = {name: tensor for name, tensor in packed_models.tied_weights(6).items() if name == "up.weight"}
-        mixed.load_state_dict(part, strict=False)
-        model.update_weights(part, strict=False)
-        close(model, mixed)
-        model.restart()
-        close(model, mixed)
-        parallel_model_save(model, tmp_path / "saved")
-    with nxd.trace.parallel_model_load(tmp_path / "saved") as loaded:  # files hold plain weights
-        close(loaded, mixed)
-
-
 @pytest.fixture(scope="module")
 def small() -> Iterator[Any]:
     """At degree 1, in this process."""
     with trace(packed_models.tied, TOKENS, packed_models.tied_checkpoint) as model:
         yield model
-
-
-def test_new_weights_are_packed_where_the_old_ones_are(small: Any) -> None:
-    small(TOKENS)
-    places = addresses(small)
-    small.update_weights(packed_models.tied_weights(5))
-    expected = packed_models.tied(5)(TOKENS).detach()
-    torch.testing.assert_close(small(TOKENS), expected, rtol=1e-5, atol=1e-5)
-    assert places and places == addresses(small)
-
-
-def addresses(model: Any) -> dict[str, int]:
-    rank = model._ranks._rank
-    (place,) = rank._places
-    return {name: place.weights[name].data_ptr() for name in place._packed.specs}
 
 
 def test_a_rank_whose_packing_failed_half_way_does_not_run_again(small: Any, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from nxd_infer.comm import all_gather, all_reduce, barrier
-from nxd_infer.comm.shm import RankCounters, create_segment, read_counters
 from nxd_infer.context import current_context
 from nxd_infer.errors import CollectiveError, CollectiveTimeoutError
 from tests.support.processes import wait_until
@@ -88,29 +87,3 @@ def test_ranks_that_go_apart_get_an_error_instead_of_each_others_data():
     for kind in ("operation", "size", "dtype"):
         first, second = run_ranks(disagree, 2, kind, collectives="shm")
         assert first.startswith("CollectiveError: nxd: the ranks of axis 'tp' went apart") and first == second
-
-
-def count(calls: int) -> int:
-    here = current_context()
-    for _ in range(calls):
-        all_reduce(torch.ones(3), here)
-    barrier(here)
-    with open("/proc/self/maps") as maps:
-        assert "nxd-collectives-2" in maps.read()
-    return os.getpid()
-
-
-def test_the_parent_sees_how_far_each_rank_is(monkeypatch):
-    from nxd_infer.comm import shm
-
-    kept = []
-
-    def create(degree, capacity):
-        fd = create_segment(degree, capacity)
-        kept.append(os.dup(fd))
-        return fd
-
-    monkeypatch.setattr(shm, "create_segment", create)
-    pid0, pid1 = run_ranks(count, 2, 5, collectives="shm")
-    assert read_counters(kept[0]) == [RankCounters(0, pid0, 6), RankCounters(1, pid1, 6)]
-    os.close(kept[0])

@@ -33,13 +33,11 @@ def in_fresh_process(code: str, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def quick_compiler(tmp_path_factory) -> str:
-    """The compiler without its optimiser, for tests of how libraries are built rather than of what they do."""
-    script = tmp_path_factory.mktemp("compiler") / "quick-g++"
-    script.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} "$@" -O0\n')
-    script.chmod(0o755)
-    return str(script)
+def script(path: Path, text: str) -> str:
+    """A program that stands for the compiler."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
 
 
 def test_loading_registers_the_operators_once():
@@ -49,22 +47,6 @@ def test_loading_registers_the_operators_once():
     assert native.read_hash(library.path) == library.hash
     with pytest.raises(KeyError, match="no operator 'nothing'; it has"):
         library.op("nothing")
-
-
-def test_operators_are_those_of_a_graph_and_take_fake_tensors():
-    library = native.load()
-    for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "shard", "axis_rank"):
-        ours, plain = library.op(name), getattr(torch.ops.nxd, name).default
-        assert str(ours._schema).split("::")[1] == str(plain._schema).split("::")[1]
-        assert torch.Tag.nondeterministic_seeded in ours.tags and torch.Tag.nondeterministic_seeded in plain.tags
-    with torch._subclasses.FakeTensorMode():
-        x = torch.empty(4, 6, dtype=torch.bfloat16)
-        assert library.op("all_reduce")(x, "tp", "sum", 2).shape == (4, 6)
-        assert library.op("all_gather")(x, "tp", 1, 4).shape == (4, 24)
-        assert library.op("reduce_scatter")(x, "tp", 0, 2).shape == (2, 6)
-        assert library.op("shard")(x, "tp", 1, 3).shape == (4, 2)
-        assert library.op("broadcast")(x, "tp", 0, 2).dtype == torch.bfloat16
-        assert library.op("axis_rank")("tp").shape == ()
 
 
 class HeapUse(ctypes.Structure):
@@ -106,7 +88,7 @@ def test_misuse_is_an_error_that_says_so(call, said):
 
 
 @pytest.fixture(scope="module")
-def other_release(tmp_path_factory, quick_compiler):
+def other_release(tmp_path_factory):
     """Sources that differ from ours, and the cache that holds what two builders at once made of them, after one that
     was killed. The collectives are enough: all sources take the compiler most of a minute."""
     root = tmp_path_factory.mktemp("release")
@@ -115,16 +97,15 @@ def other_release(tmp_path_factory, quick_compiler):
     shutil.copytree(native.SOURCES, changed, ignore=others)
     with (changed / "reduce.cpp").open("a") as file:
         file.write("\n// another release\n")
-    slow = root / "slow-g++"
-    slow.write_text("#!/bin/sh\nsleep 600\n")
-    slow.chmod(0o755)
+    slow = script(root / "slow-g++", "sleep 600")
+    quick = script(root / "quick-g++", f'exec {shutil.which("g++")} "$@" -O0')
     folder = root / "cache" / "native"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "NXD_INFER_CACHE": str(root / "cache")}
     code = (
         "from pathlib import Path; from nxd_infer import native\n"
         f"native.SOURCES = Path({str(changed)!r}); print(native.load().build_seconds)"
     )
-    builder = subprocess.Popen([sys.executable, "-c", code], env={**env, "CXX": str(slow)}, start_new_session=True)
+    builder = subprocess.Popen([sys.executable, "-c", code], env={**env, "CXX": slow}, start_new_session=True)
     wait_until(lambda: list(folder.glob(".build-*")))
     os.killpg(builder.pid, 9)
     builder.wait(60)
@@ -137,7 +118,7 @@ def other_release(tmp_path_factory, quick_compiler):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**env, "CXX": quick_compiler},
+            env={**env, "CXX": quick},
         )
         for _ in range(2)
     ]
@@ -228,9 +209,7 @@ except UntrustedCacheError as error:
 
 
 def test_a_failing_compiler_is_quoted_and_remembered(tmp_path):
-    broken = tmp_path / "broken-g++"
-    broken.write_text("#!/bin/sh\necho 'error: the disk is on fire' >&2\nexit 3\n")
-    broken.chmod(0o755)
+    broken = script(tmp_path / "broken-g++", "echo 'error: the disk is on fire' >&2\nexit 3")
     code = """
 from nxd_infer import native
 from nxd_infer.errors import BackendUnavailableError
@@ -241,7 +220,7 @@ except BackendUnavailableError as error:
     print("disk is on fire" in str(error), "status 3" in str(error))
 print(native.availability().ok, "disk is on fire" in native.availability().reason)
 """
-    printed = in_fresh_process(code, NXD_INFER_CACHE=str(tmp_path / "cache"), CXX=str(broken)).split()
+    printed = in_fresh_process(code, NXD_INFER_CACHE=str(tmp_path / "cache"), CXX=broken).split()
     assert printed == ["True", "True", "False", "True"]
 
 

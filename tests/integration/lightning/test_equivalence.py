@@ -12,15 +12,11 @@ pytest.importorskip("lightning")
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-import nxd_infer as nxd
 from nxd_infer import parallel_state
-from nxd_infer.lightning import NeuronXLAStrategy
-from tests.support.lightning.jobs import Diary, Rows, fit, module_of, plain, trainer_of
+from tests.support.lightning.jobs import fit, plain
 from tests.support.ranks import run_ranks
 from tests.support.seeds.degrees import alone
-from tests.support.trainer.models import llama
 
 ZERO1 = {"optimizer_config": {"zero_one_enabled": True, "bucket_cap_mb": 0.01}}
 
@@ -76,31 +72,21 @@ RESUMED: dict[str, dict[str, Any]] = {
     "dp, ZeRO-1, dropout": {"model_fn": Dropped, "optimizer_config": {"zero_one_enabled": True}},
     "dp, accumulated, by steps": {"model_fn": Dropped, "accumulate": 2, "trainer": {"max_steps": 4, "max_epochs": -1}},
     "tp": {"tensor_parallel_size": 2},
+    "tp, an adapter": {
+        "tensor_parallel_size": 2,
+        "lora_config": {"enable_lora": True, "lora_rank": 2, "target_modules": ["q_proj", "down_proj"]},
+    },
     "pp": {"pipeline_parallel_size": 2, "pipeline_config": {"auto_partition": True, "num_microbatches": 2}},
 }
 
 
 def run(root: str, job: dict[str, Any], resume: str | None = None) -> dict[str, Any]:
-    """Train two epochs; what this rank saw, and the weights of the end."""
-    job = dict(job)
-    model_fn, accumulate = job.pop("model_fn", llama), job.pop("accumulate", 1)
-    options = job.pop("trainer", {})
-    config = nxd.neuronx_distributed_config(**job)
-    diary = Diary()
+    """A job that saves after each step and each epoch. Where all weights are in its checkpoint, they count."""
     steps = ModelCheckpoint(root, "{step}", every_n_train_steps=1, save_top_k=-1)
     epochs = ModelCheckpoint(root, "end-{step}", every_n_epochs=1, save_top_k=-1, save_on_train_epoch_end=True)
-    trainer = trainer_of(NeuronXLAStrategy(config), diary, steps, epochs, enable_checkpointing=True, **options)
-    seed = 0 if resume is None else 99  # the checkpoint's random numbers count
-    torch.manual_seed(seed + 10 * parallel_state.get_data_parallel_rank())
-    module = module_of(config, model_fn, accumulate=accumulate)
-    trainer.fit(module, DataLoader(Rows(), 2, shuffle=True), ckpt_path=resume)
-    return {
-        "rows": diary.rows,
-        "losses": diary.losses,
-        "weights": dict(module.model.state_dict()),
-        "rates": [group["lr"] for group in trainer.optimizers[0].param_groups],
-        "at": (trainer.current_epoch, trainer.global_step),
-    }
+    seed = 0 if resume is None or "lora_config" in job else 99
+    saving = {"shuffle": True, **job, "trainer": {"enable_checkpointing": True, **job.get("trainer", {})}}
+    return fit(2, saving, steps, epochs, seed=seed + 10 * parallel_state.get_data_parallel_rank(), resume=resume)
 
 
 def resumed_jobs(root: str) -> list[str]:
@@ -128,3 +114,4 @@ def resumed_jobs(root: str) -> list[str]:
 def test_a_resumed_job_goes_on_bit_for_bit(tmp_path: Path):
     """Within an epoch and at its end, from the very next rows, on every rank."""
     assert run_ranks(resumed_jobs, 2, str(tmp_path)) == [[], []]
+    assert (tmp_path / "tp, an adapter/end-step=8.ckpt/lora_adapter/adapter_config.json").exists()

@@ -23,7 +23,6 @@ from nxd_infer.checkpoint.folder import complete_checkpoints
 from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.lightning import NeuronLTModule, NeuronTensorBoardLogger, NeuronTQDMProgressBar, NeuronXLAStrategy
-from nxd_infer.modules.lora import LoraConfig
 from tests.support.lightning.jobs import Diary, Rows, module_of, trainer_of
 from tests.support.ranks import run_ranks
 from tests.support.trainer.models import llama
@@ -134,30 +133,6 @@ def test_lightnings_own_parts_work_on_two_ranks(tmp_path: Path):
     rates = {one.step: one.value for one in scalars.Scalars("lr-AdamW")}
     assert [rates[step] for step in (0, 1, 2)] == pytest.approx([1e-2, 0.9e-2, 0.81e-2])
     assert [tag for tag in scalars.Tags()["scalars"] if tag.startswith("lr-")] == ["lr-AdamW"]
-
-
-def adapted(root: str) -> list[float]:
-    """Two epochs of an adapter in one fit, and in two with a checkpoint between."""
-    parallel_state.destroy_model_parallel()
-    lora = LoraConfig(enable_lora=True, lora_rank=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.0)
-    config = nxd.neuronx_distributed_config(tensor_parallel_size=2, lora_config=lora)
-    losses = []
-    for name, epochs, resume in (("whole", 2, None), ("first", 1, None), ("second", 2, f"{root}/first.ckpt")):
-        torch.manual_seed(0)
-        diary, module = Diary(), module_of(config)
-        trainer = trainer_of(NeuronXLAStrategy(config), diary, max_epochs=epochs)
-        trainer.fit(module, DataLoader(Rows(), 4), ckpt_path=resume)
-        trainer.save_checkpoint(f"{root}/{name}.ckpt")
-        losses += diary.losses
-    trained = [name for name, param in module.model.named_parameters() if param.requires_grad]
-    assert trained and all("lora" in name for name in trained)
-    return losses
-
-
-def test_an_adapter_is_trained_and_resumed(tmp_path: Path):
-    for losses in run_ranks(adapted, 2, str(tmp_path)):
-        assert losses[:8] == losses[8:] and losses[4] < losses[0]  # the same rows in both epochs
-    assert (tmp_path / "first.ckpt/lora_adapter/adapter_config.json").exists()
 
 
 # --- one rank ---------------------------------------------------------------------------------------------

@@ -9,14 +9,7 @@ from nxd_models.hf import weights as hf
 from nxd_models.llama.family import LlamaStep
 from nxd_models.serving import tasks
 from nxd_models.serving.eager_generation import generate_eager
-from tests.support.models.helpers import (
-    ODD,
-    assert_greedy,
-    greedy_reference,
-    prompts_of,
-    reference,
-    relative_difference,
-)
+from tests.support.models.helpers import ODD, prompts_of, reference, relative_difference
 from tests.support.tiny_models import DECODERS, VOCAB_SIZE, write_tiny
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
@@ -68,35 +61,27 @@ def test_logits_and_gradients_equal_transformers(directories, name):
 
 
 @pytest.mark.parametrize("name", [*DECODERS, "llama-dynamic", "llama-odd-sizes"])
-def test_greedy_tokens_equal_generate(directories, name):
+def test_a_prompt_in_pieces_at_offsets_equals_the_uncached_forward(directories, name):
     path = directories[name]
     spec = registry.load_config(path)
-    max_len = min(48, spec.config.usual_length)
-    step = hf.load(LlamaStep(spec.config, slots=3, max_len=max_len), registry.weights(path))
-    prompts = prompts_of([min(length, max_len - 12) for length in (1, 9, 30)], 280, seed=1)
-    results = generate_eager(step, prompts, 12, bias_ids=2, bias_values=[[-1e9] + [0.0] * 299] * 3)
-    for prompt, result in zip(prompts, results, strict=True):
-        assert_greedy(result.tokens, *greedy_reference(path, prompt, 12))
-
-
-def test_a_prompt_in_pieces_at_offsets_equals_the_uncached_forward(directories):
-    path = directories["qwen3"]
-    spec = registry.load_config(path)
     plain = registry.load_model(path)
-    prompts = prompts_of([21, 10], VOCAB_SIZE, seed=2)
+    max_len = min(48, spec.config.usual_length)
+    prompts = prompts_of([min(length, max_len - 6) for length in (1, 10, 30)], 280, seed=2)
     for piece in (1, 8, None):
-        step = hf.load(LlamaStep(spec.config, slots=2, max_len=64), registry.weights(path))
-        results = generate_eager(step, prompts, 4, piece=piece)
+        step = hf.load(LlamaStep(spec.config, slots=3, max_len=max_len), registry.weights(path))
+        results = generate_eager(step, prompts, 6, piece=piece, bias_ids=2, bias_values=[[-1e9] + [0.0] * 299] * 3)
         for prompt, result in zip(prompts, results, strict=True):
             with torch.no_grad():
                 logits = plain(torch.tensor([prompt + result.tokens]))[0].double().log_softmax(-1)
+            assert len(result.tokens) == 6
             for at, (token, logprob) in enumerate(zip(result.tokens, result.logprobs, strict=True)):
                 row = logits[len(prompt) + at - 1]
-                assert token == row.argmax().item()
+                allowed = row.index_fill(0, torch.tensor(2), -torch.inf)  # the end of the text is banned
+                assert token == allowed.argmax().item()
                 assert abs(logprob - row[token].item()) < 1e-5
                 best = row.topk(20)
                 assert list(result.top[at]) == best.indices.tolist()
-                assert max(abs(result.top[at][i] - row[i].item()) for i in result.top[at]) < 1e-5
+                assert list(result.top[at].values()) == pytest.approx(best.values.tolist(), rel=1e-5, abs=1e-5)
 
 
 def test_bfloat16_stays_close_to_transformers(directories):
@@ -113,21 +98,12 @@ def test_bfloat16_stays_close_to_transformers(directories):
     assert rotary.inv_freq.dtype == torch.float32, "frequencies are never rounded"
 
 
-def test_fresh_weights_train(directories):
-    """The build the demo trains: finite, near the uniform loss at first, and lower after a few steps."""
+def test_fresh_weights_have_nearly_the_uniform_loss(directories):
     torch.manual_seed(0)
     model = registry.build(directories["llama"], task="generate", dtype=torch.float32)
     ids = torch.tensor(prompts_of([32], VOCAB_SIZE))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(20):
-        loss, _ = model(ids, labels=ids)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert abs(losses[0] - torch.tensor(float(VOCAB_SIZE)).log().item()) < 0.2
-    assert losses[-1] < losses[0] - 1
+    loss, _ = model(ids, labels=ids)
+    assert abs(loss.item() - torch.tensor(float(VOCAB_SIZE)).log().item()) < 0.2
 
 
 def test_a_context_beyond_the_model_is_refused_by_field(directories):

@@ -1,8 +1,7 @@
-"""T5 against transformers: logits, tokens and penalties of `generate`; traced, verified, served, from its directory."""
+"""T5 against transformers: logits, tokens and penalties of `generate`; traced, verified, in an engine."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import json
 from pathlib import Path
@@ -26,9 +25,9 @@ from nxd_models.serving import tasks
 from nxd_models.serving.eager_generation import generate_eager
 from nxd_models.t5.family import T5
 from nxd_server import LLM, SamplingParams
+from nxd_server.errors import RequestError
 from nxd_server.text.tokenizer import Tokenizer
 from tests.support.e2e.command import nxd_infer_here
-from tests.support.http.http_artifacts import real_server
 from tests.support.models.helpers import GAP, assert_greedy, prompts_of, relative_difference
 from tests.support.tiny_models import EOS, VOCAB_SIZE, tokenizer_json
 
@@ -164,51 +163,38 @@ def artifact(directory, tmp_path_factory) -> Path:
     return path
 
 
-def test_it_is_verified_and_generates(directory, artifact, monkeypatch):
-    path = directory("untied, gated")
-    assert verify.run(artifact, path, None, seed=0) == 0
-    prompts = [prompt for prompt, *_ in expected(path)]
-    params = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True, logit_bias={EOS: -100})
-    with LLM(artifact, speculate=2) as llm:
-        answers = llm.generate(prompts, params)
-        sampled = [llm.generate(prompts[k:], SamplingParams(max_tokens=NEW, seed=5))[0] for k in (0, 0, 2)]
-    for answer, (_, tokens, gaps) in zip(answers, expected(path), strict=True):
-        assert_greedy(list(answer.outputs[0].token_ids), tokens, gaps)
-    first, again, other = (one.outputs[0].token_ids for one in sampled)
-    assert first == again != other
-    monkeypatch.setattr("nxd_infer.artifact.reader.KNOWN_REQUIREMENTS", frozenset({"pipeline"}))
-    with pytest.raises(ArtifactError, match=r"requires .*whole-prompts"):  # a version that may cut prompts
-        load_artifact(artifact)
-
-
-def test_a_server_answers_several_at_once_with_log_probabilities_and_stops(directory, artifact):
+@torch.no_grad()
+@pytest.mark.parametrize("speculate", [0, 2])
+def test_it_generates_for_several_at_once_with_log_probabilities_and_stops(directory, artifact, speculate):
     path = directory("untied, gated")
     decode = Tokenizer.from_dir(path).decode
-    with (
-        real_server(artifact, "--speculate", "0") as server,
-        concurrent.futures.ThreadPoolExecutor(len(LENGTHS)) as clients,
-    ):
-
-        def ask(prompt: list[int], **more) -> dict:
-            body = {"prompt": prompt, "max_tokens": NEW, "temperature": 0, "logit_bias": {str(EOS): -100}, **more}
-            return server.post("/v1/completions", body).json()
-
-        answers = list(clients.map(ask, [prompt for prompt, *_ in expected(path)]))
-        for answer, (prompt, tokens, gaps) in zip(answers, expected(path), strict=True):
-            assert min(gaps) > GAP, "choose a prompt whose answer is clear"
-            assert answer["choices"][0]["text"] == decode(tokens)
-            assert answer["usage"]["prompt_tokens"] == len(prompt)
-        prompt, tokens, _ = expected(path)[3]
-        told = ask(prompt, logprobs=2)["choices"][0]["logprobs"]
-        states = torch.tensor([[START, *tokens[:-1]]])
-        with torch.no_grad():
-            logits = whole(path)(input_ids=torch.tensor([prompt]), decoder_input_ids=states).logits
+    prompts = [prompt for prompt, *_ in expected(path)]
+    greedy = {"max_tokens": NEW, "temperature": 0.0, "logit_bias": {EOS: -100}}
+    stop = decode(expected(path)[3][1][2:3])
+    with LLM(artifact, speculate=speculate) as llm:
+        answers = llm.generate(prompts, SamplingParams(**greedy, logprobs=2))
+        (cut,) = llm.generate(prompts[3:4], SamplingParams(**greedy, stop=[stop]))[0].outputs
+        sampled = [llm.generate(prompts[k:], SamplingParams(max_tokens=NEW, seed=5))[0] for k in (0, 0, 2)]
+        with pytest.raises(RequestError, match=f"{MAX_LEN}"):
+            llm.generate([[5] * (MAX_LEN + 1)])
+    for answer, (prompt, tokens, gaps) in zip(answers, expected(path), strict=True):
+        assert min(gaps) > GAP, "choose a prompt whose answer is clear"
+        (found,) = answer.outputs
+        assert list(found.token_ids) == tokens and found.text == decode(tokens)
+        fed = torch.tensor([[START, *tokens[:-1]]])
+        logits = whole(path)(input_ids=torch.tensor([prompt]), decoder_input_ids=fed).logits
         wanted = logits.log_softmax(-1)[0, torch.arange(NEW), torch.tensor(tokens)]
-        torch.testing.assert_close(torch.tensor(told["token_logprobs"]), wanted, atol=1e-4, rtol=1e-4)
-        stop = decode(tokens[2:3])
-        cut = ask(prompt, stop=[stop])["choices"][0]
-        assert cut["finish_reason"] == "stop" and cut["text"] == decode(tokens).split(stop)[0]
-        assert server.post("/v1/completions", {"prompt": [5] * (MAX_LEN + 1)}).status_code == 400
+        torch.testing.assert_close(torch.tensor([one.logprob for one in found.logprobs]), wanted, atol=1e-4, rtol=1e-4)
+    assert cut.finish_reason == "stop" and cut.text == decode(expected(path)[3][1]).split(stop)[0]
+    first, again, other = (one.outputs[0].token_ids for one in sampled)
+    assert first == again != other
+
+
+def test_it_is_verified_and_refused_by_a_version_that_may_cut_prompts(directory, artifact, monkeypatch):
+    assert verify.run(artifact, directory("untied, gated"), None, seed=0) == 0
+    monkeypatch.setattr("nxd_infer.artifact.reader.KNOWN_REQUIREMENTS", frozenset({"pipeline"}))
+    with pytest.raises(ArtifactError, match=r"requires .*whole-prompts"):
+        load_artifact(artifact)
 
 
 # --- limits, refusals, files -------------------------------------------------------------------------------

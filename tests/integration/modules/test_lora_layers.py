@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxd_infer.context import current_context
 from nxd_infer.layout import AxisPlan, layout_of
 from nxd_infer.modules.lora import LoraConfig
 from nxd_infer.modules.lora.base import LoraLayer
@@ -18,7 +17,7 @@ from nxd_infer.modules.lora.layers import lora_layer
 from nxd_infer.modules.qkv_linear import PARTS, GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, mappings
 from nxd_infer.parallel_layers.layer_norm import mark_sequence_parallel
-from tests.support.parallel_layers.compare import LIMITS, error, failures, own_part, piece
+from tests.support.parallel_layers.compare import LIMITS, as_on_ranks, error, failures, own_part, piece
 from tests.support.ranks import run_ranks
 
 IN, OUT, RANK, ROWS = 12, 16, 3, 8
@@ -227,9 +226,9 @@ def qkv_cases(dtype: torch.dtype) -> Found:
 
 def compare_qkv(found: Found, name: str, base: GQAQKVColumnParallelLinear) -> None:
     """Against three linear layers and a weight in the loss for every place on the ranks."""
-    dtype, tp = base.get_parameter(base._parameter_names("weight")[0]).dtype, current_context().tp
+    dtype = next(base.parameters()).dtype
     torch.manual_seed(3)
-    plain = {part: nn.Linear(IN, base._plan(part).size, dtype=dtype) for part in PARTS}
+    plain = {part: nn.Linear(IN, base.q_size if part == "q" else base.kv_size, dtype=dtype) for part in PARTS}
     layer, factors = adapted(base)
     x_plain = random(ROWS, 2, IN, dtype=dtype).requires_grad_()
     whole_in = rows if base.sequence_parallel_enabled else whole
@@ -238,16 +237,7 @@ def compare_qkv(found: Found, name: str, base: GQAQKVColumnParallelLinear) -> No
     for part, y in zip(PARTS, layer(x), strict=True):
         a, b = factors[part]
         expected = plain[part](x_plain) + CONFIG.scaling * F.linear(F.linear(x_plain, a), b)
-        if base.gather_output:
-            copies = base.kv_size_multiplier if part != "q" else 1
-            if base.head_dim is None:  # whole copies
-                expected = torch.cat([expected] * copies, -1)
-            else:
-                expected = expected.unflatten(-1, (-1, base.head_dim)).repeat_interleave(copies, -2).flatten(-2)
-            mine = whole
-        else:
-            index = torch.cat([base._plan(part).rank_index(tp.degree, rank) for rank in range(tp.degree)])
-            expected, mine = F.pad(expected, (0, 1)).index_select(-1, index), columns
+        expected, mine = as_on_ranks(base, part, expected)
         weights = random(*expected.shape, dtype=dtype, seed=9)
         found[f"{name} {part}"] = error(y, mine(expected))
         loss, loss_plain = loss + (y * mine(weights)).sum(), loss_plain + (expected * weights).sum()

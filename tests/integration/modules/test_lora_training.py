@@ -13,6 +13,7 @@ from nxd_infer import trainer
 from nxd_infer.context import current_context
 from nxd_infer.modules.lora import LoraConfig
 from tests.support.ranks import run_ranks
+from tests.support.trainer.jobs import mine
 from tests.support.trainer.models import llama, tokens
 
 
@@ -30,8 +31,7 @@ def train_llama(dp: int, options: dict[str, Any]) -> list[float]:
     torch.manual_seed(0)
     model = nxd.initialize_parallel_model(config, llama)
     optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=1e-2)
-    device = next(model.parameters()).device
-    rows = {name: value.chunk(place.dp.degree)[place.dp.rank].to(device) for name, value in tokens().items()}
+    rows = mine(tokens())
     torch.manual_seed(1)
     losses = []
     for _ in range(5):

@@ -128,18 +128,13 @@ def compared(zero1: bool) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("zero1", [False, True])
-def test_steps_on_one_rank(zero1: bool):
-    assert compared(zero1) == []
-
-
 def both_ways() -> list[str]:
     return compared(False) + compared(True)
 
 
-def test_steps_over_ranks():
-    for rank, found in enumerate(run_ranks(both_ways, 2, tp=1)):
-        assert not found, f"rank {rank}:\n" + "\n".join(found)
+def test_steps_on_one_rank_and_over_two():
+    for found in (both_ways(), *run_ranks(both_ways, 2, tp=1)):
+        assert not found, "\n".join(found)
 
 
 # --- odd habits ---------------------------------------------------------------------------------------------
@@ -367,7 +362,3 @@ def test_replicas_stay_bit_equal():
     first, second = run_ranks(replicated_only, 2, tp=2)
     assert first[0].dtype == torch.float32
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(first, second, strict=True))
-
-
-def test_nonfinite_gradients_in_one_process():
-    assert poisoned(False) == poisoned(True) == [NAMES, 1]

@@ -13,7 +13,7 @@ from nxd_infer.context import current_context
 from nxd_infer.layout import weight_layout
 from nxd_infer.layout.merge import merge_state_dicts
 from nxd_infer.modules.qkv_linear import PARTS, GQAQKVColumnParallelLinear
-from tests.support.parallel_layers.compare import LIMITS, error, failures
+from tests.support.parallel_layers.compare import LIMITS, as_on_ranks, error, failures
 from tests.support.ranks import run_ranks
 
 HIDDEN = 12
@@ -35,18 +35,12 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=dtype)
 
 
-def grads_of(layer: nn.Module) -> dict[str, Tensor]:
-    return {name: param.grad for name, param in layer.named_parameters()}
-
-
-def logical_rows(layer: GQAQKVColumnParallelLinear, grads: dict[str, Tensor], part: str, kind: str) -> Tensor | None:
-    """This rank's gradient of one projection, and the logical rows it stands for."""
-    name = f"{kind}_qkv" if layer.fuse_qkv else f"{kind}_{part}"
-    grad = grads[name]
+def grad_of(layer: GQAQKVColumnParallelLinear, part: str, kind: str) -> Tensor:
+    """This rank's gradient of one projection."""
     if not layer.fuse_qkv:
-        return grad
+        return layer.get_parameter(f"{kind}_{part}").grad
     q, kv = layer.q_output_size_per_partition, layer.kv_output_size_per_partition
-    return grad.split([q, kv, kv])[PARTS.index(part)]
+    return layer.get_parameter(f"{kind}_qkv").grad.split([q, kv, kv])[PARTS.index(part)]
 
 
 def compare(found: dict[str, float], name: str, layer: GQAQKVColumnParallelLinear, x: Tensor, options: dict) -> None:
@@ -57,34 +51,20 @@ def compare(found: dict[str, float], name: str, layer: GQAQKVColumnParallelLinea
     x_plain = x.clone().requires_grad_()
     outputs, loss, loss_plain = layer(mine), 0.0, 0.0
     for part, y in zip(PARTS, outputs, strict=True):
-        expected, plan = references[part](x_plain), layer.q_plan if part == "q" else layer.kv_plan
-        if layer.gather_output:
-            copies = layer.kv_size_multiplier if part != "q" else 1
-            if layer.head_dim is None:  # whole copies
-                expected = torch.cat([expected] * copies, -1)
-            else:
-                expected = expected.unflatten(-1, (-1, layer.head_dim)).repeat_interleave(copies, -2).flatten(-2)
-            weights = random(*expected.shape, dtype=dtype, seed=9)
-            found[f"{name} {part}"] = error(y, expected)
-            loss, loss_plain = loss + (y * weights).sum(), loss_plain + (expected * weights).sum()
-            continue
+        expected, place = as_on_ranks(layer, part, references[part](x_plain))
         # Every place on the ranks has its own weight in the loss; an element counts as often as it is there.
-        index = torch.cat([plan.rank_index(tp.degree, rank) for rank in range(tp.degree)])
-        weights = random(*x.shape[:-1], index.numel(), dtype=dtype, seed=9)
-        extended = F.pad(expected, (0, 1)).index_select(-1, index)
-        found[f"{name} {part}"] = error(y, extended.chunk(tp.degree, -1)[tp.rank])
-        loss = loss + (y * weights.chunk(tp.degree, -1)[tp.rank]).sum()
-        loss_plain = loss_plain + (extended * weights).sum()
+        weights = random(*expected.shape, dtype=dtype, seed=9)
+        found[f"{name} {part}"] = error(y, place(expected))
+        loss, loss_plain = loss + (y * place(weights)).sum(), loss_plain + (expected * weights).sum()
     loss.backward()
     loss_plain.backward()
     grad = x_plain.grad.chunk(tp.degree)[tp.rank] if sequence else x_plain.grad
     found[f"{name} input grad"] = error(mine.grad, grad)
-    grads = grads_of(layer)
     for part, kind in itertools.product(PARTS, ("weight", "bias") if layer.use_bias else ("weight",)):
         index = (layer.q_plan if part == "q" else layer.kv_plan).rank_index(tp.degree, tp.rank)
         whole = getattr(references[part], kind).grad
         own = torch.cat([whole, whole.new_zeros(1, *whole.shape[1:])]).index_select(0, index)
-        found[f"{name} {part} {kind} grad"] = error(logical_rows(layer, grads, part, kind), own)
+        found[f"{name} {part} {kind} grad"] = error(grad_of(layer, part, kind), own)
 
 
 def all_cases(dtype: torch.dtype) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from nxd_infer import parallel_state
 from nxd_infer.testing.compare import Reference, Training, compare_with, train_single
@@ -25,6 +26,8 @@ def pipeline(microbatches: int, **more: Any) -> dict[str, Any]:
 
 
 INTERLEAVED = {"virtual_pipeline_size": 2}
+BY_CLASS = {"transformer_layer_cls": "LlamaDecoderLayer"}
+CUTS = ["encoder.block.1", "encoder.block.3", "decoder.block.1"]
 # A key's bias has no gradient but rounding, which Adam would scale to a step of full size.
 SGD = {"optimizer_class": torch.optim.SGD, "optimizer_options": {"lr": 0.1, "momentum": 0.9}}
 CASES: dict[tuple[int, int, int], list[Case]] = {
@@ -35,6 +38,8 @@ CASES: dict[tuple[int, int, int], list[Case]] = {
         ("biases", F64, {"pipeline": pipeline(8, schedule="zero-bubble"), "activation_checkpoint": "full"}),
         ("tied", F64, {"pipeline": pipeline(2, schedule="gpipe"), "max_grad_norm": None}),
         ("bert", torch.float32, {**SGD, "pipeline": pipeline(6, **INTERLEAVED)}),
+        ("hf llama", torch.float32, {**SGD, "pipeline": pipeline(3, schedule="zero-bubble", **BY_CLASS)}),
+        ("hf t5", torch.float32, {**SGD, "pipeline": {"num_microbatches": 3, "pipeline_cuts": CUTS, **INTERLEAVED}}),
     ],
     (1, 4, 1): [
         ("tied", F64, {"pipeline": pipeline(5)}),
@@ -57,9 +62,24 @@ CASES: dict[tuple[int, int, int], list[Case]] = {
 }
 
 
+def hugging_face(model: str, dtype: torch.dtype) -> nn.Module:
+    """As transformers builds it."""
+    import transformers as hf
+
+    if model == "hf t5":
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 4, "num_heads": 2}
+        config = hf.T5Config(vocab_size=61, **sizes, dropout_rate=0.0, decoder_start_token_id=0)
+        return hf.T5ForConditionalGeneration(config).to(dtype)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "max_position_embeddings": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=61, **sizes, **heads, tie_word_embeddings=True)).to(dtype)
+
+
 def builder(model: str, dtype: torch.dtype):
     if model == "padded":
         return UnpaddedModel
+    if model.startswith("hf"):
+        return partial(hugging_face, model, dtype)
     return partial(encoder, dtype) if model == "bert" else partial(decoder, model, dtype)
 
 
@@ -71,6 +91,10 @@ def batch_for(case: Case, dp: int) -> dict[str, Any]:
     if case[0] == "padded":
         x, y = torch.randn(2, rows(case, dp), 6, HIDDEN, generator=torch.Generator().manual_seed(2))
         return {"x": x, "y": y}
+    if case[0].startswith("hf"):
+        batch = tokens(rows(case, dp))
+        mask = (torch.arange(6) < 6 - torch.arange(rows(case, dp))[:, None] % 3).long()
+        return {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
     # Of one data-parallel rank: the mean over ranks is not weighted by their labels, as without a pipeline.
     return sentences(rows(case, dp)) if case[0] == "bert" else tokens(rows(case, dp), uneven=dp == 1)
 

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 import nxd_infer as nxd
 from nxd_infer import parallel_state
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.modules.lora import LoRAModel
+from tests.support.pipeline import jobs
+from tests.support.pipeline.jobs import F64, train, train_alone
 from tests.support.pipeline.models import decoder, tokens
 from tests.support.ranks import run_ranks
 
-F64 = torch.float64
 STEPS, HALF = 4, 2
 LORA = {"enable_lora": True, "lora_rank": 2, "target_modules": ["q_proj", "embed_tokens", "down_proj", "layers.3.mlp"]}
 LAST: dict[str, Any] = {**LORA, "target_modules": ["layers.3."], "modules_to_save": ["norm"]}
@@ -36,41 +36,12 @@ def tied() -> Any:
 
 
 def job(pp: int, tp: int, lora: dict[str, Any], make: Any = untied, **options: Any) -> tuple[Any, Any]:
-    parallel_state.destroy_model_parallel()
-    config = nxd.neuronx_distributed_config(
-        tensor_parallel_size=tp,
-        pipeline_parallel_size=pp,
-        pipeline_config={"auto_partition": True, "num_microbatches": 4},
-        lora_config=lora,
-        optimizer_config={"grad_clipping": False, "zero_one_enabled": True},
-        **options,
-    )
-    torch.manual_seed(3)
-    model = nxd.initialize_parallel_model(config, make)
-    return model, nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=1e-2)
-
-
-def steps(model: Any, optimizer: Any, which: range) -> list[float]:
-    losses = []
-    for step in which:
-        optimizer.zero_grad()
-        losses.append(float(model.run_train(**tokens(seed=step))))
-        optimizer.step()
-    return losses
+    return jobs.job(pp, tp, True, make, lora_config=lora, **options)
 
 
 def alone(lora: dict[str, Any], make: Any = untied) -> tuple[list[float], set[str]]:
     """Losses in one process, and the names of the adapter's file."""
-    torch.manual_seed(3)
-    model = LoRAModel(make(), lora)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(**tokens(seed=step))[0]
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
+    model, _, losses = train_alone(lambda: LoRAModel(make(), lora), STEPS)
     return losses, set(model.state_dict())
 
 
@@ -78,21 +49,21 @@ def saved(folder: str) -> dict[str, list[float]]:
     """Half the steps at pp 2 and tp 2, the others after loading at other degrees; and PEFT's files."""
     found = {}
     model, optimizer = job(2, 2, LORA)
-    first = steps(model, optimizer, range(HALF))
+    first = train(model, optimizer, range(HALF))
     nxd.save_checkpoint(f"{folder}/ckpts", "half", model, optimizer)
     model.local_module().save_adapter(f"{folder}/adapter")
     model, optimizer = job(4, 1, LORA)
     nxd.load_checkpoint(f"{folder}/ckpts", "half", model, optimizer)
-    found["resumed"] = first + steps(model, optimizer, range(HALF, STEPS))
+    found["resumed"] = first + train(model, optimizer, range(HALF, STEPS))
     started = {**LORA, "load_lora_from_ckpt": True, "lora_save_dir": f"{folder}/ckpts", "lora_load_tag": "half"}
     model, _ = job(2, 2, started)
     found["started from the adapter"] = [float(model.run_eval(**tokens(seed=HALF)))]
     # Only the last stage has an adapter: the others have nothing to train.
     model, optimizer = job(2, 2, LAST, model_init_config={"meta_device_init": True})
-    found["last"] = steps(model, optimizer, range(STEPS))
+    found["last"] = train(model, optimizer, range(STEPS))
     # The module to save is the embedding, too, which is another stage's.
     model, optimizer = job(2, 2, HEAD, tied)
-    found["head"] = steps(model, optimizer, range(STEPS))
+    found["head"] = train(model, optimizer, range(STEPS))
     model.local_module().save_adapter(f"{folder}/head")
     # Merged, one weight would be two on different stages.
     for make, text in ((tied, "one weight, which pipeline stages share"), (partial(decoder, "tied", F64), "head is")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import os
@@ -23,7 +22,7 @@ from nxd_infer.runtime.ipc.channel import Channel
 from nxd_infer.runtime.save_load import parallel_model_load
 from nxd_infer.runtime.supervisor.rank_processes import RankProcesses
 from tests.support.processes import descendants, gone, wait_until
-from tests.support.runtime.rank_processes import LIMIT, X, call_in_thread, pids_of, started, until_busy
+from tests.support.runtime.rank_processes import LIMIT, X, call_in_thread, pids_of, raising, started, until_busy
 
 
 def test_close_ends_a_call_that_is_stuck(path):
@@ -84,15 +83,15 @@ def test_a_parent_that_ends_takes_its_ranks_along(tmp_path, path, how):
 def test_what_ends_a_start_leaves_no_rank(path, delay, how):
     before = descendants(os.getpid())
     model = parallel_model_load(path, call_timeout=LIMIT, start_timeout=600)
-    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
     closing = threading.Timer(delay, model.close)
-    try:
-        with contextlib.suppress(ModelClosedError, KeyboardInterrupt):  # or the start was faster
+    with raising(signal.SIGALRM):
+        try:
             closing.start() if how == "closed" else signal.setitimer(signal.ITIMER_REAL, delay + 1e-3)
             model.start()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
+        except (ModelClosedError, KeyboardInterrupt):
+            pass  # or the start was faster
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
     if how == "closed":
         closing.join(60)
         with pytest.raises(ModelClosedError):
@@ -146,22 +145,30 @@ def test_a_child_forked_during_a_call_neither_waits_nor_calls_nor_ends_the_ranks
     assert model(X)["count"].item() == 1
 
 
+class Before(TorchDispatchMode):
+    """Stands for a signal handler: runs in the calling thread, between two operators of the graph."""
+
+    def __init__(self, operator, handler):
+        super().__init__()
+        self.operator, self.handler = operator, handler
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is self.operator:
+            self.handler()
+        return func(*args, **(kwargs or {}))
+
+
 def test_a_signal_handler_may_close_a_model_in_the_middle_of_a_call_in_process(artifacts):
     model = started(artifacts[1])
 
-    class Handler(TorchDispatchMode):
-        """Stands for a signal handler: runs in the calling thread, between two operators."""
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten.add_.Tensor:  # the graph's
-                with pytest.raises(ModelClosedError, match="middle of one of its calls"):
-                    model(X)
-                model.close()
-            return func(*args, **(kwargs or {}))
+    def handler() -> None:
+        with pytest.raises(ModelClosedError, match="middle of one of its calls"):
+            model(X)
+        model.close()
 
     faulthandler.dump_traceback_later(60, exit=True)
     try:
-        with Handler():
+        with Before(torch.ops.aten.add_.Tensor, handler):
             assert model(X)["count"].item() == 1
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -173,13 +180,10 @@ def test_a_signal_handler_may_close_a_model_in_the_middle_of_a_call_in_process(a
 def test_ctrl_c_in_the_middle_of_a_graph_in_process_closes_a_model_with_states(artifacts):
     model = started(artifacts[1])
 
-    class Interrupt(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten.clone.default:
-                raise KeyboardInterrupt  # after the states were changed
-            return func(*args, **(kwargs or {}))
+    def handler() -> None:
+        raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), Interrupt():
+    with pytest.raises(KeyboardInterrupt), Before(torch.ops.aten.clone.default, handler):  # the states have changed
         model(X)
     with pytest.raises(ModelClosedError, match=r"KeyboardInterrupt; call restart\(\)"):
         model(X)

@@ -29,7 +29,6 @@ def test_a_model_of_processes_is_not_copied(path):
 @pytest.mark.parametrize(
     "options",
     [
-        {"call_timeout": 0},
         {"call_timeout": float("nan")},
         {"start_timeout": float("inf")},
         {"threads_per_rank": 0},
@@ -46,9 +45,3 @@ def test_ranks_wait_for_each_other_longer_than_a_call_for_them(path):
     for settings in ({}, {"start_timeout": 20.0}, {"call_timeout": 500.0}):
         model = parallel_model_load(path, **settings)
         assert model._new_ranks()._processes._collective_timeout > model.bounds.longest_call
-
-
-def test_a_first_call_may_take_as_long_as_a_first_start_unless_it_is_set(path):
-    found = parallel_model_load(path).bounds
-    assert found.call(0) == found.start
-    assert parallel_model_load(path, call_timeout=7.0).bounds.call(0) == 7.0

@@ -20,7 +20,6 @@ from nxd_infer.errors import (
     InputMismatchError,
     InputRangeError,
     RankDiedError,
-    RankTimeoutError,
     StepsPendingError,
     TraceConfigError,
 )
@@ -36,7 +35,6 @@ from tests.support import traced_models
 from tests.support.adapter_files import write_adapter
 from tests.support.backends import plugins
 from tests.support.models.helpers import prompts_of, traced_run
-from tests.support.runtime.rank_processes import until_stopped
 from tests.support.tiny_models import write_tiny
 
 BUCKET, MAX_LEN, NEW, ROWS = 8, 32, 5, 2
@@ -208,7 +206,7 @@ def test_new_weights_reach_every_stage_and_an_adapter_its_tables(model, plain, r
         np.testing.assert_array_equal(saved.run_bucket(name, decode(saved, 7))["top_ids"][0], wanted["top_ids"][0])
 
 
-def test_a_stage_that_dies_or_stops_ends_the_others_with_its_name(model):
+def test_a_stage_that_dies_ends_the_others_with_its_name(model):
     name = f"decode_b{ROWS}"
     wanted = model.run_bucket(name, decode(model, 7))["token"].copy()
     pid = model.health()[0].pid
@@ -217,11 +215,6 @@ def test_a_stage_that_dies_or_stops_ends_the_others_with_its_name(model):
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(RankDiedError, match="rank 0 of 2"):
         step.result()
-    model.restart()
-    os.kill(model.health()[1].pid, signal.SIGSTOP)
-    until_stopped(model, 1)
-    with pytest.raises(RankTimeoutError, match="rank 1 of 2 did not finish its step within 1 s"):
-        model.run_bucket(name, decode(model, 7), timeout=1.0)
     model.restart()
     np.testing.assert_array_equal(model.run_bucket(name, decode(model, 7))["token"], wanted)
 

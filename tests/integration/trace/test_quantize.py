@@ -27,11 +27,12 @@ def trace(*, tp_degree: int = 1, quantize: Any = "int8", packed: Any = 1, **more
     return compiled.trace(packed_models.tied, TOKENS, packed_models.tied_checkpoint, quantize=quantize, **options)
 
 
-def expected(seed: int, degree: int) -> Tensor:
+def expected(seed: int, degree: int, up: int) -> Tensor:
     """What the plain model gives with the weights that ``degree`` ranks compute with: each rounds what it holds."""
     model = packed_models.tied(seed)
+    model.load_state_dict({"up.weight": packed_models.tied_weights(up)["up.weight"]}, strict=False)
     with torch.no_grad():
-        for name in packed_models.PACKED_OF_TIED:
+        for name in packed_models.PACKED_OF_TIED if degree else ():
             parts, dim = (degree, 1) if name == "down.weight" else (1, 0)
             weight = model.get_parameter(name)
             cut = [quantize(part.contiguous()) for part in weight.chunk(parts, dim)]
@@ -39,26 +40,35 @@ def expected(seed: int, degree: int) -> Tensor:
     return model(TOKENS).detach()
 
 
-def close(model: Any, seed: int, degree: int) -> None:
-    torch.testing.assert_close(model(TOKENS), expected(seed, degree), rtol=1e-5, atol=1e-5)
+def close(model: Any, seed: int, degree: int, up: int | None = None) -> None:
+    """``degree``: 0 where nothing is rounded. ``up``: the seed of one weight, if it has one of its own."""
+    wanted = expected(seed, degree, seed if up is None else up)
+    torch.testing.assert_close(model(TOKENS), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.smoke
-def test_a_traced_model_computes_with_the_rounded_weights(tmp_path: Path) -> None:
-    with trace(tp_degree=2) as model:
+@pytest.mark.parametrize(
+    ("form", "encoding", "degree"), [("int8", PACKED_INT8, 2), pytest.param(None, PACKED, 0, marks=needs_native)]
+)
+def test_a_traced_model_computes_with_its_packed_weights(tmp_path: Path, form: Any, encoding: str, degree: int) -> None:
+    with trace(tp_degree=2, quantize=form) as model:
         encodings = {spec.name: spec.encoding for spec in model.manifest.weights if spec.encoding}
-        assert encodings == dict.fromkeys(packed_models.PACKED_OF_TIED, PACKED_INT8)
+        assert encodings == dict.fromkeys(packed_models.PACKED_OF_TIED, encoding)
         assert {spec.dtype for spec in model.manifest.weights} == {"float32"}  # files hold the plain tensors
-        close(model, 0, 2)
+        assert "packed-weights" in model.manifest.requires
+        close(model, 0, degree)
         plain = packed_models.tied(0)(TOKENS).detach()
-        assert 0 < float((model(TOKENS) - plain).abs().max()) < 0.02 * float(plain.abs().max())
+        apart = float((model(TOKENS) - plain).abs().max()) / float(plain.abs().max())
+        assert (1e-4 < apart < 0.02) == (form == "int8")
         model.update_weights(packed_models.tied_weights(5))
-        close(model, 5, 2)
+        close(model, 5, degree)
+        model.update_weights({"up.weight": packed_models.tied_weights(6)["up.weight"]}, strict=False)
+        close(model, 5, degree, up=6)
         model.restart()
-        close(model, 5, 2)
+        close(model, 5, degree, up=6)
         nxd.trace.parallel_model_save(model, tmp_path / "saved")
     with nxd.trace.parallel_model_load(tmp_path / "saved") as loaded:
-        close(loaded, 5, 2)
+        close(loaded, 5, degree, up=6)
 
 
 @needs_inductor

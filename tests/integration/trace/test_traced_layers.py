@@ -1,10 +1,12 @@
-"""Every layer inside one traced model against plain PyTorch on the same logical weights."""
+"""Every layer inside one traced model, at more ranks than it has heads of keys, against the same one at degree 1."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from nxd_infer import trace
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
@@ -15,8 +17,9 @@ from nxd_infer.parallel_layers.layers import (
     ParallelEmbedding,
     RowParallelLinear,
 )
+from tests.support.parallel_layers.compare import error
 
-HIDDEN, KV_HEADS = 16, 2
+HIDDEN, DEGREE, COPIES = 16, 4, 2
 
 
 class Layers(nn.Module):
@@ -30,15 +33,9 @@ class Layers(nn.Module):
         self.up = ColumnParallelLinear(HIDDEN, 32, gather_output=False)
         self.down = RowParallelLinear(32, HIDDEN, input_is_parallel=True)
         self.row = RowParallelLinear(HIDDEN, 12)
-        self.qkv = GQAQKVColumnParallelLinear(HIDDEN, [16, 8], kv_size_multiplier=self.copies(), head_dim=4)
+        self.qkv = GQAQKVColumnParallelLinear(HIDDEN, [16, 8], kv_size_multiplier=COPIES, head_dim=4)
         self.conv_out = OutputChannelParallelConv2d(3, 8, 3, padding=1, gather_output=False)
         self.conv_in = InputChannelParallelConv2d(8, 5, 3, padding=1, input_is_parallel=True)
-
-    @staticmethod
-    def copies() -> int:
-        from nxd_infer.parallel_state import get_tensor_model_parallel_size
-
-        return max(1, get_tensor_model_parallel_size() // KV_HEADS)
 
     def forward(self, ids, image):
         x = self.embedding(ids) + self.by_width(ids)
@@ -50,10 +47,8 @@ class Layers(nn.Module):
             "gathered": self.gathered(x),
             "mlp": mlp,
             "row": self.row(x),
-            "q": q,
-            "k": k,
-            "v": v,
-            "picture": picture,
+            "qkv": (q, k, v),
+            "image": picture,
         }
 
 
@@ -62,34 +57,15 @@ def get_layers():
     return Layers().eval(), {}
 
 
-def plain(model: Layers, ids: torch.Tensor, image: torch.Tensor, copies: int) -> dict[str, torch.Tensor]:
-    """The same computation from the logical weights, with PyTorch's own functions."""
-    w = {name: value.detach() for name, value in model.state_dict().items()}
-    linear = lambda x, name: F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))  # noqa: E731
-    x = F.embedding(ids, w["embedding.weight"]) + F.embedding(ids, w["by_width.weight"])
-    qkv = F.linear(x, w["qkv.weight_qkv"], w["qkv.bias_qkv"])
-    k, v = (t.unflatten(-1, (KV_HEADS, 4)) for t in (qkv[..., 16:24], qkv[..., 24:]))
-    picture = torch.relu(F.conv2d(image, w["conv_out.weight"], w["conv_out.bias"], padding=1))
-    return {
-        "x": x,
-        "gathered": linear(x, "gathered"),
-        "mlp": linear(F.gelu(linear(x, "up")), "down"),
-        "row": linear(x, "row"),
-        "q": qkv[..., :16],
-        "k": k.repeat_interleave(copies, 2).flatten(2),  # each copy of a head beside the first
-        "v": v.repeat_interleave(copies, 2).flatten(2),
-        "picture": F.conv2d(picture, w["conv_in.weight"], w["conv_in.bias"], padding=1),
-    }
-
-
-def test_every_layer_traced_equals_plain_pytorch():
-    tp = 4  # more than there are heads of keys
+@pytest.mark.filterwarnings("ignore:kv_size_multiplier")
+def test_every_layer_traced_equals_the_whole_one():
+    """Which tests/integration/parallel_layers compares with plain PyTorch."""
     ids = torch.randint(40, (2, 5), generator=torch.Generator().manual_seed(1))
     image = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(2))
-    expected = plain(get_layers()[0], ids, image, copies=tp // KV_HEADS)
-    with trace.parallel_model_trace(get_layers, (ids, image), tp_degree=tp, backend="eager") as model:
+    with torch.no_grad():
+        expected = get_layers()[0](ids, image)
+    with trace.parallel_model_trace(get_layers, (ids, image), tp_degree=DEGREE, backend="eager") as model:
         ours = model(ids, image)
     assert ours.keys() == expected.keys()
-    for name, value in expected.items():
-        assert ours[name].shape == value.shape, name
-        assert (ours[name] - value).abs().max() / value.abs().max() < 1e-5, name
+    for found, value in zip(tree_leaves(ours), tree_leaves(expected), strict=True):
+        assert error(found, value) < 1e-5

@@ -26,37 +26,37 @@ def batch_for(model: str, dtype: torch.dtype) -> dict[str, Any]:
     return vectors(dtype) if model == "mlp" else tokens()
 
 
-Case = tuple[str, str, torch.dtype, dict[str, Any]]
+Case = tuple[str, torch.dtype, dict[str, Any]]
 
 
 def cases(degrees: list[tuple[int, int]]) -> list[Case]:
-    """(name, model, dtype, options of Training) for every degree."""
+    """(model, dtype, options of Training) for every degree."""
     found: list[Case] = []
     for tp, dp in degrees:
         here = {"tp": tp, "dp": dp}
         all_of_it = {**here, "sequence_parallel": tp > 1, "zero1": dp > 1}
-        found.append(("", "llama", torch.float32, {**all_of_it, "steps": STEPS}))
-        found.append(("", "mlp", F64, {**all_of_it, "steps": STEPS, "accumulate": 2}))
+        found.append(("llama", torch.float32, {**all_of_it, "steps": STEPS}))
+        found.append(("mlp", F64, {**all_of_it, "steps": STEPS, "accumulate": 2}))
         few = {**all_of_it, "steps": 3}
-        found.append(("", "odd_heads", F64, {**few, "activation_checkpoint": "full"}))
-        found += [("", model, F64, few) for model in ("tied", "qwen3", "biases")]
+        found.append(("odd_heads", F64, {**few, "activation_checkpoint": "full"}))
+        found += [(model, F64, few) for model in ("tied", "qwen3", "biases")]
         # Some of what these degrees have; no clipping, momentum; and checkpointing of chosen classes with all the rest.
         if dp > 1:
-            found.append(("", "mlp", F64, {**few, "zero1": False, "accumulate": 2}))
+            found.append(("mlp", F64, {**few, "zero1": False, "accumulate": 2}))
         sgd = {"optimizer_class": torch.optim.SGD, "optimizer_options": {"lr": 0.1, "momentum": 0.9}}
-        found.append(("", "llama", F64, {**few, **sgd, "sequence_parallel": False, "max_grad_norm": None}))
+        found.append(("llama", F64, {**few, **sgd, "sequence_parallel": False, "max_grad_norm": None}))
         chosen = {"activation_checkpoint": (Attention, FeedForward), "accumulate": 2}
-        found.append(("", "llama", torch.float32, {**few, **chosen}))
+        found.append(("llama", torch.float32, {**few, **chosen}))
     return found
 
 
 def name_of(case: Case) -> str:
-    _, model, dtype, options = case
+    model, dtype, options = case
     return f"{model} {str(dtype)[6:]} " + " ".join(f"{k}={v}" for k, v in options.items() if v)
 
 
 def reference_of(case: Case, kept: dict[Any, Reference]) -> Reference:
-    _, model, dtype, options = case
+    model, dtype, options = case
     key = model, dtype, options["steps"], options.get("optimizer_class"), options.get("max_grad_norm", 1.0)
     if key not in kept:
         kept[key] = train_single(builder(model, dtype), batch_for(model, dtype), Training(**options))
@@ -67,7 +67,7 @@ def run(degrees: list[tuple[int, int]]) -> list[str]:
     """On one rank: every case, in a context of its own; what differs, and how many cases there were."""
     found, kept = [], {}
     for case in cases(degrees):
-        _, model, dtype, options = case
+        model, dtype, options = case
         reference = reference_of(case, kept)
         parallel_state.destroy_model_parallel()
         differences = compare_with(reference, builder(model, dtype), batch_for(model, dtype), Training(**options))

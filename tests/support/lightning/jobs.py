@@ -77,20 +77,29 @@ def trainer_of(strategy: NeuronXLAStrategy, *callbacks: Callback, **options: Any
     )
 
 
-def fit(rows: int, job: dict[str, Any]) -> dict[str, Any]:
+def fit(
+    rows: int, job: dict[str, Any], *callbacks: Callback, seed: int = 0, resume: str | None = None
+) -> dict[str, Any]:
     """Two epochs under a Trainer, ``rows`` a batch on each data-parallel rank; ``job`` has options of all kinds.
 
-    Returns what this rank's diary holds.
+    Returns what this rank saw, and its weights, rates and place at the end.
     """
     job = dict(job)
     model_fn, accumulate, shuffle = job.pop("model_fn", llama), job.pop("accumulate", 1), job.pop("shuffle", False)
     options = job.pop("trainer", {})
-    torch.manual_seed(0)
     config = nxd.neuronx_distributed_config(**job)
     diary = Diary()
-    trainer = trainer_of(NeuronXLAStrategy(config), diary, **options)
-    trainer.fit(module_of(config, model_fn, accumulate=accumulate), DataLoader(Rows(), rows, shuffle=shuffle))
-    return {"rows": diary.rows, "losses": diary.losses}
+    trainer = trainer_of(NeuronXLAStrategy(config), diary, *callbacks, **options)
+    torch.manual_seed(seed)
+    module = module_of(config, model_fn, accumulate=accumulate)
+    trainer.fit(module, DataLoader(Rows(), rows, shuffle=shuffle), ckpt_path=resume)
+    return {
+        "rows": diary.rows,
+        "losses": diary.losses,
+        "weights": dict(module.model.state_dict()),
+        "rates": [group["lr"] for group in trainer.optimizers[0].param_groups],
+        "at": (trainer.current_epoch, trainer.global_step),
+    }
 
 
 def plain(rows: int, model_fn: Any = llama, accumulate: int = 1, epochs: int = 2) -> list[float]:

@@ -29,18 +29,6 @@ ODD = {
 }
 """Sizes of a Llama whose heads, inner size and vocabulary do not divide over any degree."""
 
-DRAWN = {
-    "temperature": [0.0, 0.8, 1.2, 1.0],
-    "top_k": [0, 20, 0, 5],
-    "top_p": [1.0, 1.0, 0.95, 0.9],
-    "min_p": [0.0, 0.0, 0.05, 0.0],
-    "seed": [1, 2, -4, 2**40],
-    "frequency_penalty": 0.4,
-    "presence_penalty": 0.2,
-    "repetition_penalty": 1.2,
-}
-"""Settings of four rows that are sampled, each in its own way."""
-
 
 @contextlib.contextmanager
 def installed_package(folder: Path) -> Iterator[None]:
@@ -104,14 +92,6 @@ def assert_greedy(found: list[int], expected: list[int], gaps: list[float]) -> N
         if gap < GAP:
             return
         assert a == b, f"token {at}: {a} instead of {b} (gap {gap:.3g}): {found} / {expected}"
-
-
-def assert_same_draws(found, expected) -> None:
-    """The same seed draws the same tokens at every degree and backend."""
-    for one, other in zip(found, expected, strict=True):
-        assert one.tokens == other.tokens
-        assert max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True)) < 1e-4
-        assert [list(top) for top in one.top] == [list(top) for top in other.top]
 
 
 def without_mixed(plan):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxd_infer.context import current_context
 from nxd_infer.layout import layout_of
+from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers.initialization import keep_own_part
 
 LIMITS = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2}
@@ -35,6 +39,19 @@ def piece(x: Tensor, dim: int) -> Tensor:
     """This rank's equal piece of ``x``."""
     tp = current_context().tp
     return x.chunk(tp.degree, dim)[tp.rank]
+
+
+def as_on_ranks(layer: GQAQKVColumnParallelLinear, part: str, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """A projection's plain output with all places that it has on the ranks, and what takes this rank's of them."""
+    if not layer.gather_output:
+        degree = current_context().tp.degree
+        plan = layer.q_plan if part == "q" else layer.kv_plan
+        index = torch.cat([plan.rank_index(degree, rank) for rank in range(degree)])
+        return F.pad(x, (0, 1)).index_select(-1, index), lambda places: piece(places, -1)
+    copies = layer.kv_size_multiplier if part != "q" else 1
+    if layer.head_dim is None:  # whole copies
+        return torch.cat([x] * copies, -1), lambda places: places
+    return x.unflatten(-1, (-1, layer.head_dim)).repeat_interleave(copies, -2).flatten(-2), lambda places: places
 
 
 def failures(found: dict[str, float], limit: float) -> list[str]:

@@ -21,16 +21,20 @@ def _groups(model: Any) -> list[dict[str, Any]]:
     return [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
 
 
-def job(pp: int, tp: int = 1, zero1: bool = False, family: str = "tied", chunks: int = 1) -> tuple[Any, Any]:
+def job(
+    pp: int, tp: int = 1, zero1: bool = False, make: Any = "tied", chunks: int = 1, **options: Any
+) -> tuple[Any, Any]:
+    """``make``: what builds the model, or the family of a decoder."""
     parallel_state.destroy_model_parallel()
     config = nxd.neuronx_distributed_config(
         tensor_parallel_size=tp,
         pipeline_parallel_size=pp,
         pipeline_config={"auto_partition": True, "num_microbatches": 4, "virtual_pipeline_size": chunks},
         optimizer_config={"zero_one_enabled": zero1},
+        **options,
     )
     torch.manual_seed(3)
-    model = nxd.initialize_parallel_model(config, partial(decoder, family, F64))
+    model = nxd.initialize_parallel_model(config, partial(decoder, make, F64) if isinstance(make, str) else make)
     return model, nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, _groups(model), lr=1e-2)
 
 
@@ -44,10 +48,10 @@ def train(model: Any, optimizer: Any, steps: range) -> list[float]:
     return losses
 
 
-def train_alone(family: str, steps: int) -> tuple[Any, torch.optim.AdamW, list[float]]:
+def train_alone(make: Any, steps: int) -> tuple[Any, torch.optim.AdamW, list[float]]:
     """Trained here, in one process without groups."""
     torch.manual_seed(3)
-    model = decoder(family, F64)
+    model = make()
     optimizer = torch.optim.AdamW(_groups(model), lr=1e-2)
     losses = []
     for step in range(steps):
@@ -62,4 +66,4 @@ def train_alone(family: str, steps: int) -> tuple[Any, torch.optim.AdamW, list[f
 
 @functools.cache
 def alone(family: str, steps: int) -> list[float]:
-    return train_alone(family, steps)[2]
+    return train_alone(partial(decoder, family, F64), steps)[2]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -47,6 +49,16 @@ def interrupt_the_wait(number: int = signal.SIGINT) -> None:
         os.kill(os.getpid(), number)
 
     threading.Thread(target=interrupt, daemon=True).start()
+
+
+@contextlib.contextmanager
+def raising(number: int) -> Iterator[None]:
+    """A signal raises KeyboardInterrupt, whatever has handled it before."""
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def until_stopped(model: TensorParallelModel, rank: int) -> None:
