@@ -9,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import nxd_infer
 from nxd_infer.cli.console import bar
 from nxd_infer.cli.trace import TraceProgress
 from nxd_infer.verify.cases import generation_cases
@@ -33,6 +34,10 @@ def test_help_shows_an_example(command):
     assert f"nxd-infer {command}" in done.out.replace("\n", " ").split("Example:")[1]
     shown = {"serve": ("--admin-key", "--weights-root"), "trace": ("--checkpoint", "--tag")}.get(command, ())
     assert all(option in done.out for option in shown)
+
+
+def test_the_version():
+    assert here("--version").out == f"{nxd_infer.__version__}\n"
 
 
 def test_a_prompt_may_have_its_former_name():
@@ -99,6 +104,7 @@ def test_a_plan_says_what_a_model_lacks_and_writes_nothing(tmp_path):
     trace = ("trace", model, "--tp", 4, "--out", tmp_path / "a", *options)
     done = here(*trace, "--plan-only")
     assert done.status == 0 and "graphs to compile" in done.out and "tokenizer.json" not in done.out, done
+    assert "verify_b1" in here(*trace, "--speculate", 2, "--plan-only").out
     (model / "tokenizer.json").unlink()
     done = here(*trace, "--plan-only")
     assert done.status == 0 and "has no tokenizer.json" in done.out and "save_pretrained" in done.out

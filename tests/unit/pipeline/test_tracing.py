@@ -79,6 +79,13 @@ class Noting(fx.Tracer):
         return super().call_module(m, *args, **kwargs)
 
 
+class Plain(fx.Tracer):
+    """One that is made without arguments."""
+
+    def __init__(self):
+        super().__init__()
+
+
 def traced(model: nn.Module, **options: Any) -> nn.Module:
     model = copy.copy(model)
     trace_around_units(model, CUTS, PipelineOptions({"tracer_cls": "torch", **options}))
@@ -94,6 +101,7 @@ def traced(model: nn.Module, **options: Any) -> nn.Module:
         (by_name, {"autowrap_modules": [deciding], "autowrap_functions": [sys.modules[__name__]]}),
         (by_method, {"autowrap_obj_methods": {HEAD: ["apply"]}}),
         (by_child, {"leaf_module_cls": [Gate], "tracer_cls": Noting}),
+        (None, {"tracer_cls": Plain}),
     ],
 )
 def test_what_is_traced_runs_as_before(between: Any, options: dict[str, Any]):
@@ -124,6 +132,7 @@ def test_the_inputs_are_those_that_were_named():
     [
         ({"tracer_cls": "fx"}, 'must be "hf", "torch", a class, or None'),
         ({"tracer_cls": Model}, "or a class derived from torch.fx.Tracer, got .*Model.*; or leave tracer_cls out"),
+        ({"tracer_cls": Plain, "autowrap_functions": [deciding]}, "tracer_cls=Plain does not take autowrap_modules"),
         ({"autowrap_functions": deciding}, "must be a list or tuple of Python modules and func"),
         ({"autowrap_obj_methods": {HEAD: ["nothing"]}}, "a dict of objects with lists of the names of their methods"),
     ],

@@ -104,6 +104,9 @@ def test_what_a_loader_refuses():
             other.load_state_dict(state)
     with pytest.raises(CheckpointError, match="from a loader with shuffle False, but this one has True"):
         ResumableLoader(Numbers(), 2, seed=1, shuffle=True).load_state_dict(state)
+    for bad in ({**state, "samples": -1}, {"epoch": 1}, None):
+        with pytest.raises(CheckpointError, match="is not a position of a ResumableLoader"):
+            ResumableLoader(Numbers(), 2, seed=1).load_state_dict(bad)
 
 
 def test_an_iterator_that_another_has_replaced_moves_nothing():
