@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -85,6 +86,25 @@ def test_one_compiled_graph_serves_every_rank_for_many_rounds(package):
         assert constant.tolist() == [6, 6], "a collective of a constant is not computed while compiling"
         assert piece.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]][rank]
         assert (sent == last + 1).all()
+
+
+def lose_a_peer(path: str) -> str:
+    native.load()
+    step = torch._inductor.aoti_load_package(path)
+    x = torch.ones(4, 16)
+    step(x)
+    if current_context().rank == 1:
+        os._exit(3)
+    try:
+        step(x)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_lost_peer_ends_a_compiled_step_with_an_error_that_names_it(package):
+    message, _ = run_ranks(lose_a_peer, 2, package, collectives="shm", comm_timeout=600, lost=(1,))
+    assert "nxd: rank(s) [1] did not reach all_gather" in message
 
 
 class Views(torch.nn.Module):

@@ -49,7 +49,16 @@ def wanted(traced):
 @pytest.mark.parametrize("speculate", [0, 2])
 def test_greedy_and_seeded_answers_are_those_of_one_stage_while_steps_overlap(traced, wanted, speculate):
     with LLM(traced[1], costs=costs_of(traced[1]), speculate=speculate, restart_limit=9) as llm:
+        steps, most = llm.engine.parts.steps, 0
+
+        def begin(*args, _begin=steps.begin, **kwargs):
+            nonlocal most
+            _begin(*args, **kwargs)
+            most = max(most, len(steps.in_flight))
+
+        steps.begin = begin
         assert answers(llm) == wanted
+        assert most == 3, "a step per stage, and one that waits"
         ran = llm.engine.stats().bucket_steps
         assert ran["decode_b4"] > ran.get("mixed_b24", 0), "eight streams decode in two shares of four"
         if speculate:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import errno
+import gc
 import json
 import pathlib
 import re
@@ -47,6 +48,19 @@ def test_a_server_that_became_ready_since_it_was_looked_at_does_not_say_so_in_a_
 
 
 @pytest.mark.smoke
+def test_the_collector_does_not_look_through_what_was_loaded():
+    """With torch it held everybody up for 0.2 s and more, now and then."""
+    gc.unfreeze()
+    service = ToyService(ServerSettings(), None, ToyModel, {"ahead": True}, None, None, 0.0)  # pyright: ignore
+    try:
+        service.start()
+        wait_for(lambda: service.load_seconds is not None)
+        assert gc.get_freeze_count() > 1000
+    finally:
+        service.close()
+        gc.unfreeze()
+
+
 def test_it_lives_at_once_and_is_ready_when_warm(tmp_path):
     with toy_server(wait=False, arguments=("--start-file", str(tmp_path / "go"))) as server:
         assert server.get("/livez").status_code == 200

@@ -41,6 +41,10 @@ BAD = {
     "a null in a name": get("X\0A: b"),
     "no host": get(host=False),
     "two hosts": get("Host: y"),
+    "a length with an underscore": post("Content-Length: 1_5"),
+    "identity": post("Transfer-Encoding: identity", LENGTH),
+    "a name with a parenthesis": get("X(A: b"),
+    "a null in the path": get(line="GET /livez\0 HTTP/1.1"),
     "small letters": get(line="GET /livez http/1.1"),
     "the preface of HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9),
     "a head without an end": get("X-A: " + "a" * 100_000),
@@ -49,6 +53,7 @@ BAD = {
 BAD_CHUNKS = {
     "a size with 0x": b"0xf\r\n" + BODY + b"\r\n0\r\n\r\n",
     "a space after a size": b"f \r\n" + BODY + b"\r\n0\r\n\r\n",
+    "a size beyond 64 bits": b"1000000000000000f\r\n" + BODY + b"\r\n0\r\n\r\n",
     "a bare newline after the data": b"f\r\n" + BODY + b"\n0\r\n\r\n",
     "a byte in each chunk": b"1\r\n \r\n" * 40_000,
 }

@@ -68,6 +68,15 @@ def test_a_rank_killed_under_load(llama, llama_texts):
             wait_for(lambda pid=pid: gone(pid), message=f"rank process {pid} outlived the server")
 
 
+def test_a_stopped_rank_is_noticed_while_nobody_asks(llama):
+    with real_server(llama, "--call-timeout", "4") as server:
+        pids = rank_pids(server)
+        os.kill(pids[1], signal.SIGSTOP)
+        wait_for(lambda: "the ranks failed" in server.log)
+        wait_for(lambda: "ready again" in server.log)
+        assert gone(pids[1])
+
+
 def test_a_signal_while_the_ranks_start_leaves_nothing_behind(llama):
     with real_server(llama, wait=False) as server:
         wait_for(lambda: len(server.get("/health").json()["ranks"]) == 2)

@@ -58,6 +58,10 @@ BODIES = [
     (CHAT, {"messages": HELLO, "reasoning_effort": "high"}, "reasoning_effort"),
     (CHAT, {"messages": HELLO, "web_search_options": {}}, "web_search_options"),
     (CHAT, {"messages": HELLO, "chat_template": "{{ x }}"}, "chat_template"),
+    (CHAT, {"messages": HELLO, "audio": {"voice": "x"}}, "audio"),
+    (CHAT, {"messages": HELLO, "modalities": ["audio"]}, "modalities"),
+    (CHAT, {"messages": HELLO, "service_tier": "flex"}, "service_tier"),
+    (CHAT, {"messages": HELLO, "prediction": {"type": "content"}}, "prediction"),
     ("/v1/embeddings", {"input": "a"}, None),
     ("/v1/classify", {"input": "a"}, None),
     ("/v1/predict", {"inputs": {"x": [1]}}, None),
@@ -74,6 +78,8 @@ BODIES = [
 @pytest.mark.parametrize(("route", "body", "param"), BODIES, ids=lambda value: json.dumps(value)[:60])
 def test_a_wrong_body_is_a_400_that_names_the_field(toy, route, body, param):
     error = is_error(toy.post(route, body), 400, param)
+    if not body and param:
+        assert error["code"] == "missing_parameter"
     assert param is None or param.split(".")[-1].split("[")[0] in error["message"], error
 
 

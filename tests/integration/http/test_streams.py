@@ -9,6 +9,7 @@ import struct
 import time
 
 import httpx
+import openai
 import pytest
 
 from tests.support.http.http_servers import events_of, http_request, is_error, raw, read_all, toy_server, wait_for
@@ -147,6 +148,14 @@ def test_a_stream_that_a_failure_cuts_has_no_end_to_mistake(failing):
     assert b"[DONE]" not in data and b'"finish_reason":"' not in data
     server.wait_ready()
     assert server.metric("nxd_engine_restarts_total") >= 1
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
+        more = {"ignore_eos": True}
+        stream = client.completions.create(model="toy", prompt="hello", max_tokens=7900, stream=True, extra_body=more)
+        with pytest.raises(openai.APIError):
+            for count, _ in enumerate(stream):
+                if count == 2:
+                    file.write_text("once")
+    server.wait_ready()
 
 
 def test_a_failure_before_the_first_token_is_a_status_of_its_own(failing):

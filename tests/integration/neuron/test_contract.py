@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,23 @@ from tests.support.neuron.machines import HAS_XLA, NEEDS_XLA, REAL, neuron_machi
 
 def test_the_package_uses_what_the_contract_says() -> None:
     assert ours() == contract()
+
+
+def test_one_module_reaches_torch_neuronx_by_its_symbols() -> None:
+    """No other one imports it, names its device or its classes; nothing imports libneuronxla."""
+    own = Path(runtime.__file__)
+    for path in own.parents[2].rglob("*.py"):
+        text = path.read_text()
+        imports = [
+            ast.unparse(node) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        assert not re.search(r"(import|from) (torch_neuronx|libneuronxla)\b", "\n".join(imports)), path
+        assert path == own or not re.search(r"torch\.classes\.neuron|torch\.ops\.neuron|privateuseone", text), path
+    code = own.read_text().partition("SYMBOLS = (")[2].partition("\n)\n")[2]
+    assert set(re.findall(r"(?<![\w\"])torch\.(?:classes|ops)\.[\w.]+", code)) == {"torch.ops.neuron._parallel_load"}
+    methods = set(re.findall(r"\bmodel\.(\w+)\(", code))
+    assert methods == {"initialize", "is_initialized", "forward"}
+    assert {f"torch.classes.neuron.SPMDModel.{one}" for one in methods} <= {symbol.name for symbol in runtime.SYMBOLS}
 
 
 @pytest.fixture(scope="module")

@@ -74,6 +74,7 @@ WRONG = [
     ({"json": "[1"}, "structured_outputs.json", "an object, or its text"),
     ({"json": {"enum": []}}, "structured_outputs.json", "Unsatisfiable"),
     ({"json_object": False}, "structured_outputs.json_object", "must be true"),
+    ({"regex": "(?=a)b"}, "structured_outputs.regex", "look-ahead"),
     ({"regex": "(a"}, "structured_outputs.regex", "unclosed group"),
     ({"regex": "a\\"}, "structured_outputs.regex", "ends with a backslash"),
     ({"regex": "x" * (MOST_CHARACTERS + 1)}, "structured_outputs.regex", "at most"),
