@@ -242,7 +242,9 @@ def load_checkpoint(
 
     if not _read_whole(storage, tag, context, verify, read):
         if context.rank == 0:
-            logger.warning("%s holds no checkpoint: nothing is loaded, training starts from the beginning", path)
+            logger.warning(
+                "%s holds no checkpoint yet: nothing is loaded, the model keeps the weights that it has", path
+            )
         return None
     # No rank changes anything unless all have checked what they read.
     in_turns(context, num_workers, _typed_errors(storage, change), of_world=True)

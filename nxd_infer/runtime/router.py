@@ -108,7 +108,9 @@ class Router:
         given = ", ".join(f"{name}: {dtype_name(t.dtype)}{list(t.shape)}" for name, t in inputs.items())
         shapes = [{spec.name: list(spec.shape) for spec in bucket.inputs} for bucket in self.buckets]
         return BucketError(
-            f"no bucket fits {given}. The buckets (<= marks dimensions that are padded):\n{bucket_table(self.buckets)}",
+            f"no bucket fits {given}. The buckets (<= marks dimensions that are padded):\n"
+            f"{bucket_table(self.buckets)}\n"
+            "Trace a bucket of that shape, or declare in nxd_inputs which dimensions may be padded",
             shapes,
         )
 

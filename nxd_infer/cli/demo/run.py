@@ -23,6 +23,7 @@ from nxd_infer.cli.demo.client import Answer, ServerError, stream_completion
 from nxd_infer.cli.demo.training import CHECKPOINTS, MODEL, TOKENS
 from nxd_infer.errors import ArtifactError
 from nxd_infer.recipes.rank_processes import run_ranks
+from nxd_infer.trace.check import tracing_backend
 from nxd_infer.util.child_process import ChildProcess, end_all, end_of_log
 from nxd_infer.util.ports import free_port
 from nxd_infer.util.python_command import child_environment, python_module
@@ -128,7 +129,7 @@ def too_little(trained: Trained, seconds: float) -> str:
         return ""
     return (
         f"note: {trained.steps} steps in {seconds:g} s leave a loss of {trained.last_loss:.2f}. Answers are "
-        f"loose words and newlines above {WRITES_PHRASES:g}: --seconds {5 * seconds:g} trains a better model"
+        f"loose words and newlines above a loss of {WRITES_PHRASES:g}: --seconds {5 * seconds:g} trains a better model"
     )
 
 
@@ -141,6 +142,7 @@ def parameters(model_dir: Path) -> int:
 def run(directory: Path | None, seconds: float, tp: int, backend: str) -> None:
     """Run the demo in ``directory`` (default: a temporary one) and print the results."""
     start = time.monotonic()
+    tracing_backend(backend)  # before a minute of training
     with contextlib.ExitStack() as stack:
         if directory is not None:
             check_directory(directory)

@@ -56,7 +56,7 @@ def test_the_documented_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         assert names["step"] == scheduler.last_epoch == 6 * start + 6
     assert sorted(os.listdir("ckpts")) == ["step_14", "step_16", "step_18"]
     (warning,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
-    assert "holds no checkpoint: nothing is loaded, training starts from the beginning" in warning
+    assert "holds no checkpoint yet: nothing is loaded, the model keeps the weights that it has" in warning
 
 
 def test_a_group_that_cannot_be_saved_is_named(tmp_path: Path):

@@ -159,6 +159,7 @@ TRACE = ["trace", "MODEL", "--out", "a"]
         (["verify", "/etc", "MODEL", "--seed", NINES], ["--seed", NINES]),
         (["pipeline", "plan", "MODEL", "--microbatches", "200000"], ["--microbatches", "200000"]),
         (["demo", "--dir", "/etc/hostname", "--seconds", "1"], ["is not a directory", "/etc/hostname"]),
+        (["demo", "--backend", "neuron"], ["'neuron' cannot trace here"]),
         (["recompile", "/no/such/artifact", "--out", "a"], ["/no/such/artifact"]),
         (["recompile", "MODEL", "--out", "a"], ["is not an artifact"]),
         (["recompile", "MODEL", "--out", "/etc/hostname/a"], ["/etc/hostname is not a directory", "choose another"]),
