@@ -142,11 +142,11 @@ def parameters(model_dir: Path) -> int:
 def run(directory: Path | None, seconds: float, tp: int, backend: str) -> None:
     """Run the demo in ``directory`` (default: a temporary one) and print the results."""
     start = time.monotonic()
-    tracing_backend(backend)  # before a minute of training
     with contextlib.ExitStack() as stack:
         if directory is not None:
             check_directory(directory)
-        else:
+        tracing_backend(backend)  # before a minute of training
+        if directory is None:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nxd-infer-demo-")))
         run_in(directory, seconds, tp, backend, start)
 
