@@ -127,8 +127,15 @@ def builders() -> int:
 def operators() -> CppLibrary:
     """Return the sources of the operators, as what is built of them here."""
     release = ".".join(torch.__version__.split(".")[:2])
-    takes = "one to three minutes on two cores"
-    return CppLibrary(SOURCES, "native operators", takes, "nxd", ("-O3",), torch_root(), release)
+    return CppLibrary(
+        folder=SOURCES,
+        kind="native operators",
+        takes="one to three minutes on two cores",
+        namespace="nxd",
+        flags=("-O3",),
+        torch=torch_root(),
+        torch_version=release,
+    )
 
 
 def load() -> NativeLibrary:

@@ -94,17 +94,15 @@ def prepare() -> bool:
 def library() -> CppLibrary:
     """Return the loop's sources. It calls torch's C++ interface, so it belongs to one release of torch, and to this
     package rather than to artifacts."""
-    takes = "half a minute on two cores"
-    links = ("-ltorch_cpu", "-lc10")
     return CppLibrary(
-        SOURCES,
-        "loop of native programs",
-        takes,
-        "nxd_program",
-        ("-O2",),
-        native.torch_root(),
-        torch.__version__,
-        links,
+        folder=SOURCES,
+        kind="loop of native programs",
+        takes="half a minute on two cores",
+        namespace="nxd_program",
+        flags=("-O2",),
+        torch=native.torch_root(),
+        torch_version=torch.__version__,
+        links=("-ltorch_cpu", "-lc10"),
     )
 
 

@@ -24,7 +24,7 @@ bool is_tensor(const c10::TypePtr& type) { return without_optional(type)->kind()
 // A function over autograd's keys, or of somebody else's library, may have a kernel of its own for them.
 bool needs_no_autograd(const c10::OperatorHandle& op) {
   const std::string& name = op.operator_name().name;
-  return name.rfind("aten::", 0) == 0 || name.rfind("nxd", 0) == 0;
+  return name.rfind("aten::", 0) == 0 || name.rfind("nxd::", 0) == 0 || name.rfind("nxd_", 0) == 0;
 }
 
 c10::IValue get(const Argument& argument, const std::vector<c10::IValue>& table) {

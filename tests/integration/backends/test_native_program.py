@@ -188,6 +188,15 @@ def test_a_number_that_is_written_to_is_new_in_each_run():
     assert [float(made.run([torch.tensor(1.0)])[0]) for _ in range(2)] == [3, 3]
 
 
+def test_an_operator_of_others_may_have_a_kernel_for_autograd_alone():
+    with torch.library._scoped_library("program_of_others", "DEF") as others:
+        others.define("twice(Tensor x) -> Tensor")
+        others.impl("twice", lambda x: x + x, "Autograd")
+        nodes = [["program_of_others.twice.default", [{"$": 0}]]]
+        made = NativeProgram(Program({"ir": 1, "inputs": 1, "nodes": nodes, "outputs": [{"$": 1}]}))
+        assert made.run([torch.ones(2)])[0].tolist() == [2, 2]
+
+
 @pytest.mark.parametrize("why", ["no cache", "no compiler", "a cut library"])
 def test_where_the_loop_cannot_be_built_graphs_run_in_python(tmp_path, why):
     cache = "/proc/nothing" if why == "no cache" else str(tmp_path)
