@@ -147,6 +147,7 @@ def test_random_graphs_have_the_bits_of_pytorch(data):
     for _ in range(data.draw(st.integers(1, 25))):
         grown.add(lambda known: data.draw(st.sampled_from(known)), *data.draw(st.sampled_from(NODES)))
     ir = json.loads(json.dumps(grown.ir()))
+    ir["outputs"] = [value for value in ir["outputs"] if data.draw(st.booleans())]  # others die after their last use
     one, other = placeholders(), placeholders()
     expected, found = Program(ir)(*one), native(ir, other)
     assert all(map(same, found, expected)) and len(found) == len(expected)
