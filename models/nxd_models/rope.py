@@ -7,7 +7,7 @@ Both spellings in configuration files are read: ``rope_theta`` + ``rope_scaling`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +130,12 @@ class Rotary(nn.Module):
         length = total_B.clamp(min=c.original_max_position).float()
         growth = (c.factor * length / c.original_max_position - (c.factor - 1)).pow(d / (d - 2))
         return self.inv_freq * torch.exp(-self.exponents * growth.log()[:, None])
+
+
+def share_rotary(attentions: Sequence[Any]) -> None:
+    """Give all layers' attentions the :class:`Rotary` of the first, so that a step makes its tables once."""
+    for attention in attentions[1:]:
+        attention.rotary = attentions[0].rotary
 
 
 def inverse_frequencies(head_dim: int, c: RopeConfig) -> Tensor:

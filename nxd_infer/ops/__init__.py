@@ -22,6 +22,7 @@ from nxd_infer.ops.attention import (
     cache_attention_reference,
     masked_cache_attention,
 )
+from nxd_infer.ops.fused import fused_fake
 from nxd_infer.ops.packed import (
     packed_embedding,
     packed_embedding_fake,
@@ -77,6 +78,7 @@ to the bit (64-bit integers and floats), which devices for matrices do not have.
 
 FAKES: dict[str, Callable[..., Any]] = {
     "cache_attention": cache_attention_fake,
+    "fused": fused_fake,
     "packed_embedding": packed_embedding_fake,
     "packed_int8_embedding": packed_int8_embedding_fake,
     "packed_int8_linear": packed_linear_fake,

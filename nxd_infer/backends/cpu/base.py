@@ -24,6 +24,7 @@ class CpuBackend:
     """Base class of ``inductor`` and ``eager``."""
 
     native = True
+    compiles: bool
     one_process = False
     one_program = False
     compile_imports = ""
@@ -57,7 +58,7 @@ class CpuBackend:
         return {}
 
     def passes(self, graphs: Sequence[Graph], options: Mapping[str, Any]) -> list[Lowered]:
-        return cpu.lower.lower(graphs, options, cpu.operators.native_library())
+        return cpu.lower.lower(graphs, options, cpu.operators.native_library(), fused=not self.compiles)
 
     def check_target(self, target: Mapping[str, Any], versions: Mapping[str, str]) -> None:
         check_cpu(target)

@@ -14,6 +14,7 @@ from torch import fx
 
 from nxd_infer.backends.cpu import packing
 from nxd_infer.backends.cpu.encodings import PACKED, PACKED_INT8, QUANTIZATIONS
+from nxd_infer.backends.cpu.fuse import fuse
 from nxd_infer.backends.cpu.in_place import scatter_to_index_put, update_in_place
 from nxd_infer.backends.cpu.options import PACKED_OPTION, QUANTIZE
 from nxd_infer.graph import passes
@@ -27,10 +28,10 @@ PROGRAM_FILE = "program.json"
 """File beside ``ir.json``: the graph after these passes."""
 
 
-def lower(graphs: Sequence[Graph], options: Mapping[str, Any], library: Any) -> list[Lowered]:
+def lower(graphs: Sequence[Graph], options: Mapping[str, Any], library: Any, *, fused: bool = False) -> list[Lowered]:
     """Lower the graphs of one rank's buckets together, because a weight has one form for all of them.
 
-    ``library``: the native operators, None: without any.
+    ``library``: the native operators, None: without any. ``fused``: no compiler will fuse what is left.
     """
     modules = [in_place(graph.module, len(graph.file.states)) for graph in graphs]
     native = [_lower(module, library) for module in modules]
@@ -38,6 +39,7 @@ def lower(graphs: Sequence[Graph], options: Mapping[str, Any], library: Any) -> 
     lowered = []
     for graph, module, calls in zip(graphs, modules, native, strict=True):
         calls |= _encode(module, graph, encodings, library)
+        calls |= fused and fuse(module, library)
         file = graph.file.model_copy(deep=True)
         file.ops = [library.hash] if calls else []
         for weight in file.weights:

@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include "convert.h"
+#include "shortcuts.h"
 
 namespace nxd {
 namespace {
@@ -76,10 +77,9 @@ void Program::add_operator(
     const std::string& name, const std::string& overload, const std::vector<int64_t>& kinds,
     const std::vector<c10::IValue>& arguments) {
   if (finished_) damaged("it is finished already");
-  Step step;
-  step.op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
-  step.plain = needs_no_autograd(*step.op);
-  const std::vector<c10::Argument>& parameters = step.op->schema().arguments();
+  std::vector<Argument> found;
+  const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+  const std::vector<c10::Argument>& parameters = op.schema().arguments();
   if (kinds.size() != parameters.size() || arguments.size() != parameters.size()) {
     damaged("it has ", arguments.size(), " arguments, and takes ", parameters.size());
   }
@@ -114,37 +114,40 @@ void Program::add_operator(
     } else {
       damaged("it lacks its argument ", parameter.name());
     }
-    step.arguments.push_back(std::move(argument));
+    found.push_back(std::move(argument));
   }
-  steps_.push_back(std::move(step));
+  Step& step = steps_.emplace_back();
+  step.op = op;
+  step.plain = needs_no_autograd(op);
+  step.arguments = std::move(found);
 }
 
 void Program::add_getitem(int64_t value, int64_t index) {
-  Step step;
+  Argument argument;
+  argument.kind = Argument::kValue;
+  argument.value = defined(value);
+  Step& step = steps_.emplace_back();
   step.index = index;
-  step.arguments.emplace_back();
-  step.arguments[0].kind = Argument::kValue;
-  step.arguments[0].value = defined(value);
-  steps_.push_back(std::move(step));
+  step.arguments.push_back(std::move(argument));
 }
 
 void Program::add_cond(
     int64_t condition, const c10::intrusive_ptr<Program>& if_true, const c10::intrusive_ptr<Program>& if_false,
     const std::vector<int64_t>& operands) {
-  Step step;
-  int i = 0;
   for (const auto& branch : {if_true, if_false}) {
     if (!branch->finished_ || branch->placeholders_ != static_cast<int64_t>(operands.size())) {
       damaged("a branch takes ", branch->placeholders_, " operands, and gets ", operands.size());
     }
-    step.branches[i++] = branch;
   }
-  step.arguments.resize(2);
-  step.arguments[0].kind = Argument::kValue;
-  step.arguments[0].value = defined(condition);
-  step.arguments[1].kind = Argument::kTensors;
-  for (const int64_t value : operands) step.arguments[1].values.push_back(defined(value));
-  steps_.push_back(std::move(step));
+  std::vector<Argument> arguments(2);
+  arguments[0].kind = Argument::kValue;
+  arguments[0].value = defined(condition);
+  arguments[1].kind = Argument::kTensors;
+  for (const int64_t value : operands) arguments[1].values.push_back(defined(value));
+  Step& step = steps_.emplace_back();
+  step.branches[0] = if_true;
+  step.branches[1] = if_false;
+  step.arguments = std::move(arguments);
 }
 
 void Program::finish(const std::vector<int64_t>& outputs) {
@@ -210,19 +213,34 @@ std::vector<at::Tensor> Program::run(const std::vector<at::Tensor>& values) {
 c10::IValue Program::call(const Step& step, const Table& table) const {
   if (step.op) {
     torch::jit::Stack stack;
+    if (const Shortcut* shortcut = step.shortcut.load(std::memory_order_acquire)) {
+      c10::IValue result = shortcut->call(step, table);
+      if (!result.isNone()) return result;
+    }
     stack.reserve(step.arguments.size());
     for (const Argument& argument : step.arguments) stack.push_back(get(argument, table));
     std::optional<at::AutoDispatchBelowADInplaceOrView> below;
     if (step.plain) below.emplace();
     step.op->callBoxed(stack);
     if (stack.size() > 1) return c10::ivalue::Tuple::create(std::move(stack));
-    return stack.empty() ? c10::IValue() : std::move(stack.front());
+    if (stack.empty()) return {};
+    learn(step, table, stack.front());
+    return std::move(stack.front());
   }
   if (!step.branches[0]) return item(table[step.arguments[0].value], step.index);
   Program& branch = *step.branches[table[step.arguments[0].value].toTensor().item<bool>() ? 0 : 1];
   std::vector<at::Tensor> operands;
   for (const int64_t value : step.arguments[1].values) operands.push_back(table[value].toTensor());
   return branch.run(operands);
+}
+
+void Program::learn(const Step& step, const Table& table, const c10::IValue& result) const {
+  if (step.learned.exchange(true)) return;
+  std::unique_ptr<const Shortcut> found = shortcut(step, table, result);
+  if (found == nullptr) return;
+  const std::lock_guard<std::mutex> turn(learning_);
+  step.shortcut.store(found.get(), std::memory_order_release);
+  shortcuts_.push_back(std::move(found));
 }
 
 } // namespace nxd

@@ -7,7 +7,10 @@
 #include <ATen/core/stack.h>
 #include <torch/custom_class.h>
 
+#include <atomic>
 #include <cstdint>
+#include <deque>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -16,6 +19,8 @@
 namespace nxd {
 
 class Program;
+struct Step;
+using Table = std::vector<c10::IValue>;
 
 // An argument of a step: a constant, a value of the table, or a list of values (-1: None).
 struct Argument {
@@ -26,6 +31,14 @@ struct Argument {
   bool tensor = false;  // it must be a tensor: a number becomes a new one at each call
 };
 
+// What a step's first call has shown of later ones whose tensors have the same sizes and strides.
+class Shortcut {
+ public:
+  virtual ~Shortcut() = default;
+  // None where the tensors differ from those of the first call.
+  virtual c10::IValue call(const Step& step, const Table& table) const = 0;
+};
+
 struct Step {
   std::optional<c10::OperatorHandle> op;  // of an operator
   bool plain = false;                     // an operator that needs nothing of autograd
@@ -33,6 +46,8 @@ struct Step {
   c10::intrusive_ptr<Program> branches[2];  // of a cond: if true, if false
   std::vector<Argument> arguments;
   std::vector<int64_t> dead;  // values whose last use this is
+  mutable std::atomic<bool> learned{false};
+  mutable std::atomic<const Shortcut*> shortcut{nullptr};
 };
 
 // Values are numbered: the placeholders, then one for each step. Steps are added in order, then `finish` is called.
@@ -57,15 +72,16 @@ class Program : public torch::CustomClassHolder {
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& values);
 
  private:
-  using Table = std::vector<c10::IValue>;
-
   int64_t defined(int64_t value) const;
   c10::IValue call(const Step& step, const Table& table) const;
+  void learn(const Step& step, const Table& table, const c10::IValue& result) const;
 
   int64_t placeholders_;
   bool finished_ = false;
-  std::vector<Step> steps_;
+  std::deque<Step> steps_;
   std::vector<int64_t> outputs_;
+  mutable std::mutex learning_;
+  mutable std::vector<std::unique_ptr<const Shortcut>> shortcuts_;
   std::mutex holding_;
   std::vector<at::Tensor> first_, last_;
 };

@@ -128,8 +128,10 @@ class Grown:
 
 
 def native(ir: dict[str, Any], values: list[Tensor]) -> list[Tensor]:
-    """Run once, with the state held and the last placeholder as a weight."""
+    """Run with the state held and the last placeholder as a weight; before that on copies, of which it learns."""
     made = NativeProgram(Program(ir))
+    made.hold([value.clone() for value in values[:1]], values[3:])
+    made.run([value.clone() for value in values[1:3]])
     made.hold(values[:1], values[3:])
     return made.run(values[1:3])
 

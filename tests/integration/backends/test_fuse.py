@@ -1,0 +1,152 @@
+"""What is fused in graphs of plain PyTorch: the results are those of the operators one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nxd_infer import native
+from nxd_infer.backends.cpu.program import NativeProgram
+from nxd_infer.graph.export import Step
+from nxd_infer.graph.ir import Program
+from tests.support.graph.exporting import Entry, entries
+from tests.support.needs import needs_native
+
+pytestmark = needs_native
+
+WIDTH = 24
+VIEWS = {"view", "slice", "transpose", "unsqueeze", "chunk", "split", "getitem", "select", "reshape"}
+Forward = Callable[[Any, Tensor, Tensor], Any]
+
+
+class Block(nn.Module):
+    """Weights, a state [4, 24], and what ``forward`` makes of them and of x, y [2, 3, 24]."""
+
+    def __init__(self, forward: Forward, dtype: torch.dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.rand(WIDTH).to(dtype) + 0.5)
+        self.bias = nn.Parameter(torch.randn(WIDTH).to(dtype))
+        self.matrix = nn.Parameter(torch.randn(WIDTH, WIDTH).to(dtype))
+        self.register_buffer("cos", torch.rand(1, 3, 1, 4).to(dtype))
+        self.register_buffer("sin", torch.rand(1, 3, 1, 4).to(dtype))
+        self.register_buffer("state", torch.randn(2, 3, WIDTH).to(dtype))
+        self.how = forward
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.how(self, x, y)
+
+
+def rms(m: Any, x: Tensor) -> Tensor:
+    wide = x.float()
+    return m.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def norm_after_sum(m: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    together = x + y
+    return together, F.linear(rms(m, together), m.matrix)
+
+
+def halves(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Rotary as our families write it."""
+    first, second = x.view(2, 3, 3, 8).chunk(2, -1)
+    return torch.cat((first * m.cos - second * m.sin, second * m.cos + first * m.sin), -1)
+
+
+def turned(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Rotary as transformers writes it, of heads before positions."""
+    heads = x.view(2, 3, 3, 8).transpose(1, 2)
+    cos, sin = (torch.cat((table, table), -1).transpose(1, 2) for table in (m.cos, m.sin))
+    rotated = torch.cat((-heads[..., 4:], heads[..., :4]), -1)
+    return ((heads * cos) + (rotated * sin)).transpose(1, 2)
+
+
+def gelu_new(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.044715 * torch.pow(x, 3.0)))) * y
+
+
+def twice(m: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The tables of two layers are computed once."""
+    return tuple(one * torch.cos(y * 3).exp() + torch.cos(y * 3).exp() for one in (x, x + 1))  # pyright: ignore[reportReturnType]
+
+
+def pieces_for_others(m: Any, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    together = (x + y) * m.weight
+    first, second = together.chunk(2, -1)
+    return first.contiguous() @ first.mT, second * 2 + first
+
+
+def state_between(m: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """What is read before a state is written, and after."""
+    before = m.state * 2 + x
+    m.state.copy_(before + y)
+    return before, m.state * 2 + x
+
+
+def branches(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda a, b: F.silu(a) * b + b, lambda a, b: a * b - b, (x, y))
+
+
+CASES: dict[str, tuple[Forward, int, int]] = {
+    # the function; operators that are left besides fused ones and views; calls of the fused operator
+    "RMSNorm after a sum": (norm_after_sum, 1, 1),
+    "torch's RMSNorm": (lambda m, x, y: F.rms_norm(x + y, (WIDTH,), m.weight, 1e-5), 0, 1),
+    "LayerNorm after a sum": (lambda m, x, y: F.layer_norm(x + y, (WIDTH,), m.weight, m.bias), 0, 1),
+    "LayerNorm of nothing else": (lambda m, x, y: F.layer_norm(x * y, (WIDTH,)), 0, 1),
+    "gate with SiLU": (lambda m, x, y: F.silu(x) * y, 0, 1),
+    "gate with GELU": (lambda m, x, y: F.gelu(x) * y, 0, 1),
+    "gate with GELU by tanh": (lambda m, x, y: F.gelu(x, approximate="tanh") * y, 0, 1),
+    "GELU of GPT-2": (gelu_new, 0, 1),
+    "rotary by halves": (halves, 0, 1),
+    "rotary turned": (turned, 2, 1),
+    "softmax with a bias": (lambda m, x, y: torch.softmax(x * 0.3 + m.bias, -1).to(x.dtype), 0, 1),
+    "numbers": (lambda m, x, y: (1 - x) / 4 + 2 / (y.square() + 1), 1, 1),
+    "columns for others": (pieces_for_others, 3, 2),
+    "what is computed twice": (twice, 2, 1),
+    "a state between": (state_between, 4, 1),
+    "branches": (branches, 3, 0),
+    "one operator alone": (lambda m, x, y: F.linear(torch.tanh(x), m.matrix), 2, 0),
+}
+
+
+def run(entry: Entry, module: Block, inputs: list[Tensor], kind: Any) -> list[Tensor]:
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    states = [own[spec.name].detach().clone() for spec in entry.graph.states]
+    weights = [own[spec.name].detach() for spec in entry.graph.weights]
+    program = Program(entry.ir)
+    if kind is Program:
+        return [*program(*states, *inputs, *weights), *states]
+    made = NativeProgram(program)
+    made.hold([state.clone() for state in states], weights)
+    made.run(inputs)  # of which it learns
+    made.hold(states, weights)
+    return [*made.run(inputs), *states]
+
+
+def operators(ir: dict[str, Any]) -> list[str]:
+    return [node[0].split(".")[-2] if "." in node[0] else node[0] for node in ir["nodes"]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_fused_computes_the_same(name: str, dtype: torch.dtype) -> None:
+    forward, others, calls = CASES[name]
+    module = Block(forward, dtype)
+    x, y = torch.randn(2, 3, WIDTH).to(dtype), torch.randn(2, 3, WIDTH).to(dtype)
+    step = [Step(module, {"x": x, "y": y}, states=["state"] if name == "a state between" else [])]
+    (plain,), (fused,) = entries(step), entries(step, native.load(), fused=True)
+    expected = run(plain, module, [x, y], Program)
+    for kind in (Program, NativeProgram):
+        for a, b in zip(run(fused, module, [x, y], kind), expected, strict=True):
+            assert a.dtype == b.dtype and a.shape == b.shape
+            assert torch.allclose(a.float(), b.float(), rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+            if name in ("rotary by halves", "rotary turned", "columns for others", "a state between"):
+                assert torch.equal(a, b)
+    left = operators(fused.ir)
+    assert left.count("fused") == calls
+    assert len([one for one in left if one not in VIEWS | {"fused"}]) == others, left
