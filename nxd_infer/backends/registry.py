@@ -19,13 +19,20 @@ if TYPE_CHECKING:
 
 GROUP = "nxd_infer.backends"
 BUILT_IN = {
+    "cpu": "nxd_infer.backends.cpu.backend",
     "inductor": "nxd_infer.backends.cpu.inductor",
-    "eager": "nxd_infer.backends.cpu.eager",
     "xla": "nxd_infer.backends.xla.backend",
     "neuron": "nxd_infer.backends.neuron.backend",
 }
 DEFAULT = next(iter(BUILT_IN))
 """The backend if none is named."""
+_FORMERLY = {"eager": "cpu"}
+"""What a backend was called, in artifacts and programs."""
+
+
+def canonical(name: str) -> str:
+    """Return today's name of a backend."""
+    return _FORMERLY.get(name, name)
 
 
 def names() -> tuple[str, ...]:
@@ -36,6 +43,7 @@ def names() -> tuple[str, ...]:
 def get(name: str) -> Backend:
     """Return the backend ``name``. Raises ArtifactBackendError if there is none (lists the existing ones) or its
     import fails (with the reason)."""
+    name = canonical(name)
     if name in BUILT_IN:
         return importlib.import_module(BUILT_IN[name]).BACKEND
     others = _others()

@@ -102,7 +102,7 @@ def run() -> int:
         (
             "C++ compiler",
             native.find_compiler()
-            or f"missing: install g++ to trace with the {registry.DEFAULT} backend (serving needs none)",
+            or "missing: install g++ to build the native operators, without which everything is slower",
         ),
     ]
     try:

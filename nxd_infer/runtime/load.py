@@ -58,7 +58,7 @@ def _check_torch(root: Path, manifest: Manifest) -> None:
 def _check_backend(root: Path, manifest: Manifest, backend: str | None, probe: bool) -> None:
     """Raise ArtifactBackendError for another backend than ``backend``, or one that cannot run here (checked if
     ``probe``), and ArtifactVersionError for a machine that lacks what the graphs need."""
-    if backend is not None and backend != manifest.backend:
+    if backend is not None and registry.canonical(backend) != registry.canonical(manifest.backend):
         raise ArtifactBackendError(
             f"the artifact {root} was traced for the backend {manifest.backend!r}, not {backend!r}: "
             f"load it without a backend, or trace again with backend={backend!r}"

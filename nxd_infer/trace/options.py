@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def _known_backend(_: str, backend: str) -> str:
-    if backend not in registry.BUILT_IN and backend not in (known := registry.names()):
+    if registry.canonical(backend) not in registry.BUILT_IN and backend not in (known := registry.names()):
         raise TraceConfigError(f"there is no backend {backend!r}; backends are {', '.join(known)}")
     return backend
 

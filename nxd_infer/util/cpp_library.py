@@ -1,4 +1,5 @@
-"""A library of C++ sources that is compiled where it is first needed, once, and kept in the cache by its content."""
+"""A library of C++ sources that a wheel carries, or that is compiled where it is first needed, once, and kept in the cache
+by its content."""
 
 from __future__ import annotations
 
@@ -25,6 +26,9 @@ from nxd_infer.util.locks import only_one
 from nxd_infer.util.processors import processors
 
 log = logging.getLogger(__name__)
+FILE = "libnxd.so"
+PREBUILT = Path(__file__).parents[1] / "prebuilt"
+"""Folder of what a wheel carries, by hash."""
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall")
 BUILD_TIMEOUT = 600.0
 """Seconds to wait for the compiler, or for another process building the same library."""
@@ -81,7 +85,8 @@ class CppLibrary:
 
     def file(self) -> Path:
         """Return where the library is, or would be."""
-        return cache_dir("native", self.hash) / "libnxd.so"
+        prebuilt = PREBUILT / self.hash / FILE
+        return prebuilt if prebuilt.is_file() else cache_dir("native", self.hash) / FILE
 
     def is_built(self) -> bool:
         """Return whether :meth:`built` need not compile anything."""
@@ -94,6 +99,8 @@ class CppLibrary:
         another user created the file or can write to it.
         """
         target, seconds = self.file(), None
+        if PREBUILT in target.parents:
+            return target, None
         with _only_builder(target.parent, self.kind):
             if not target.is_file() or not is_whole(target):
                 seconds = self._build(target)
@@ -122,7 +129,7 @@ class CppLibrary:
 
             with ThreadPoolExecutor(max_workers=min(len(sources), processors())) as pool:
                 list(pool.map(compile_one, sources, objects))
-            built = Path(scratch) / "libnxd.so"
+            built = Path(scratch) / FILE
             # Compiled graphs name their library by its content (``link_name``), so a copy loaded earlier is reused.
             name = f"-Wl,-soname,lib{link_name(self.hash)}.so"
             links = [f"-L{self.torch / 'lib'}", *self.links]

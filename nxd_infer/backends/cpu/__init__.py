@@ -1,4 +1,4 @@
-"""The backends of a plain CPU: inductor (compiled) and eager (a prebuilt loop runs the graph).
+"""The backends of a plain CPU: cpu (a prebuilt loop runs the graph) and inductor (compiled).
 
 The modules in this folder need torch and are imported on first use: a server's process, which does not import torch,
 reads a backend's facts and calls ``check_target``.

@@ -75,7 +75,7 @@ class InductorBackend(CpuBackend):
 
     def probe(self) -> Availability:
         if _loader_class() is None or not takes_march():
-            reason = f"it needs torch 2.13 or newer, this is {torch_version()}: install that, or use backend='eager'"
+            reason = f"it needs torch 2.13 or newer, this is {torch_version()}: install that, or use backend='cpu'"
             return Availability(False, reason, {"torch": torch_version()})
         return self.available()
 
@@ -84,7 +84,7 @@ class InductorBackend(CpuBackend):
         compiler = _compiler()
         if shutil.which(compiler) is None:
             return Availability(
-                False, f"the C++ compiler {compiler!r} was not found: install g++, set CXX, or use backend='eager'"
+                False, f"the C++ compiler {compiler!r} was not found: install g++, set CXX, or use backend='cpu'"
             )
         return self.probe()
 
@@ -123,7 +123,7 @@ class InductorBackend(CpuBackend):
         if cpu.operators.native_library() is None and tp_degree > 1:
             raise BackendUnavailableError(
                 f"the {self.name} backend needs the native collectives for tp_degree={tp_degree}: "
-                f"{cpu.operators.reason_for_none()}; use backend='eager'"
+                f"{cpu.operators.reason_for_none()}; use backend='cpu'"
             )
 
     def target(self, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The eager backend: runs the stored graph step by step, without compiling anything for it."""
+"""The CPU's own backend: a prebuilt loop runs the stored graph, and nothing is compiled for it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from nxd_infer.backends.cpu.target import describe_target
 from nxd_infer.errors import TraceConfigError
 
 
-class EagerBackend(CpuBackend):
-    """``backend="eager"``: compiles nothing. Its only option is ``nxd_packed``: False keeps weights plain."""
+class NativeBackend(CpuBackend):
+    """``backend="cpu"``, also known as ``"eager"``: compiles nothing. Its only option is ``nxd_packed``: False keeps
+    weights plain."""
 
-    name = "eager"
+    name = "cpu"
     compiles = False
 
     def probe(self) -> Availability:
@@ -39,7 +40,7 @@ class EagerBackend(CpuBackend):
     def options(self, given: Mapping[str, Any], quantize: str | None = None) -> dict[str, Any]:
         if given.keys() - {PACKED_OPTION}:
             raise TraceConfigError(
-                f"the eager backend compiles nothing and takes no compiler_args but {PACKED_OPTION!r}, got "
+                f"the cpu backend compiles nothing and takes no compiler_args but {PACKED_OPTION!r}, got "
                 f"{dict(given)!r}; leave them out, or trace with backend='inductor'"
             )
         options: dict[str, Any] = {PACKED_OPTION: packed_option(given.get(PACKED_OPTION, True))}
@@ -58,4 +59,4 @@ class EagerBackend(CpuBackend):
         return cpu.executable.CpuExecutable(graph, rank.states, rank.weights, program)
 
 
-BACKEND = EagerBackend()
+BACKEND = NativeBackend()
