@@ -3,7 +3,7 @@
 ``torch.ops.nxd_<hash8>.*`` are the CPU operators of ``csrc/``. The namespace contains a hash of the sources and build
 flags, so different libraries (for example of two artifacts) can live in one process, and copies of a library count as
 one. They use torch's stable ABI and choose the instruction set at run time, so the file does not depend on the machine
-it was built on. A wheel carries them. Building needs a compiler and torch's headers; loading a built file needs neither.
+it was built on. Building needs a compiler and torch's headers; loading a built file, such as a wheel's, needs neither.
 """
 
 from __future__ import annotations

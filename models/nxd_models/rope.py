@@ -7,7 +7,7 @@ Both spellings in configuration files are read: ``rope_theta`` + ``rope_scaling`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,10 +132,14 @@ class Rotary(nn.Module):
         return self.inv_freq * torch.exp(-self.exponents * growth.log()[:, None])
 
 
-def share_rotary(attentions: Sequence[Any]) -> None:
-    """Give all layers' attentions the :class:`Rotary` of the first, so that a step makes its tables once."""
-    for attention in attentions[1:]:
-        attention.rotary = attentions[0].rotary
+def share_rotary(model: nn.Module) -> None:
+    """Let layers that rotate alike have one :class:`Rotary`, so that a step makes its tables once. Not for training,
+    where a pipeline's stage drops the tensors of other stages' layers."""
+    first: dict[tuple[int, RopeConfig], Rotary] = {}
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, Rotary):
+                setattr(parent, name, first.setdefault((child.head_dim, child.config), child))
 
 
 def inverse_frequencies(head_dim: int, c: RopeConfig) -> Tensor:

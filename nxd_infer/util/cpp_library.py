@@ -1,5 +1,5 @@
-"""A library of C++ sources that a wheel carries, or that is compiled where it is first needed, once, and kept in the cache
-by its content."""
+"""A library of C++ sources that a wheel carries, or that is compiled where it is first needed, once, and kept in the
+cache by its content."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from nxd_models.causal import causal_loss, seen, whole_logits
 from nxd_models.gpt_neox.config import NeoXConfig
 from nxd_models.gpt_neox.parallel_plan import tensor_parallel_plan
 from nxd_models.layers import ACTIVATIONS, first_linear, last_linear, normal_init, zero_biases
-from nxd_models.rope import Rotary, rotate, share_rotary
+from nxd_models.rope import Rotary, rotate
 from nxd_models.serving.kv_cache import LayerCache
 
 
@@ -106,7 +106,6 @@ class Decoder(nn.Module):
         init = normal_init(config.initializer_range)
         self.embed_in = ParallelEmbedding(config.vocab_size, config.hidden_size, init, dtype, pad=True)
         self.layers = nn.ModuleList(Layer(config, dtype) for _ in range(config.num_layers))
-        share_rotary([layer.attention for layer in self.layers])
         self.final_layer_norm = nn.LayerNorm(config.hidden_size, config.norm_eps, dtype=dtype)
 
     def forward(

@@ -27,7 +27,7 @@ from nxd_models.causal import causal_loss, seen, whole_logits
 from nxd_models.layers import ACTIVATIONS, SEQUENCE, RMSNorm, first_linear, last_linear, normal_init, zero_biases
 from nxd_models.llama.config import LlamaConfig
 from nxd_models.llama.parallel_plan import tensor_parallel_plan
-from nxd_models.rope import Rotary, rotate, share_rotary
+from nxd_models.rope import Rotary, rotate
 from nxd_models.serving.kv_cache import LayerCache
 
 
@@ -169,7 +169,6 @@ class Decoder(nn.Module):
             sequence_dimension=SEQUENCE,
         )
         self.layers = nn.ModuleList(DecoderLayer(config, dtype, sequence_parallel) for _ in range(config.num_layers))
-        share_rotary([layer.self_attn for layer in self.layers])
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, sequence_parallel)
 
     def forward(

@@ -18,6 +18,7 @@ from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout import gqa_plan
 from nxd_infer.modules.lora import AdapterRows
 from nxd_infer.ops import remember_tokens
+from nxd_models.rope import share_rotary
 from nxd_models.serving.adapter_slots import AdapterSlots
 from nxd_models.serving.kv_cache import LayerCache, StateList
 from nxd_models.serving.sampling import allowed_words, sample
@@ -104,6 +105,7 @@ class DecoderStep(nn.Module):
         config.check_cached_length(max_len)
         if draft_tokens:
             config.check_drafts(max_len)
+        share_rotary(self)
         self.draft_tokens = draft_tokens
         self.slots, self.max_len, self.bias_slots = slots, max_len, bias_slots
         largest = {

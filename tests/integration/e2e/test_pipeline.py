@@ -27,7 +27,7 @@ def test_a_llama_in_two_stages_is_planned_traced_verified_and_generates(tmp_path
     assert done.status == 0, done.err
     assert load_artifact(out).manifest.metadata["slots"] == 4, "a batch for each stage"
     done = here("verify", out, model_dir)
-    assert done.status == 0 and "(tp 1, pp 2, eager)" in done.out, done.out + done.err
+    assert done.status == 0 and "(tp 1, pp 2, cpu)" in done.out, done.out + done.err
     done = here("generate", out, "def f", "--max-tokens", 8)
     assert done.status == 0 and done.out.startswith("def f"), done
     done = here("trace", model_dir, "--out", tmp_path / "a", "--pp", 4, *EAGER)
