@@ -16,7 +16,6 @@ import importlib
 import os
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import ModelConfigError

@@ -1,4 +1,4 @@
-"""``nxd-infer trace``: turn a Hugging Face directory or a GGUF file into an artifact; print the plan before anything compiles.
+"""``nxd-infer trace``: turn a model into an artifact; print the plan before anything compiles.
 
 Most of its options are declared in :mod:`nxd_infer.trace.options`.
 """

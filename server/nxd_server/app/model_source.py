@@ -125,7 +125,7 @@ def source_of(given: str) -> Source:
 
 
 def kind_of(source: Source) -> str | None:
-    """Which of MANIFEST_NAME (an artifact) and CONFIG (a model to trace, be it a GGUF file) the source holds, or None."""
+    """Which of MANIFEST_NAME (an artifact) and CONFIG (a model to trace, also a GGUF file) it holds, or None."""
     if isinstance(source, LocalSource) and source.gguf is not None:
         return CONFIG
     return next((name for name in (MANIFEST_NAME, CONFIG) if source.has(name)), None)
