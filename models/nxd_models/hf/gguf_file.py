@@ -134,11 +134,13 @@ def _convert(file: Path, reader: Any, out: Path) -> None:
     kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     dtype = getattr(torch, _UNQUANTISED.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16")
     architecture = _field(reader, "general.architecture")
-    where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    unpacked = {"quantization_config": hf.GgufConfig(dequantize=True)} if hasattr(hf, "GgufConfig") else {}
+    where: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    unpacked: dict[str, Any] = {}
+    if hasattr(hf, "GgufConfig"):  # releases without it unpack in any case
+        unpacked["quantization_config"] = hf.GgufConfig(dequantize=True)
     try:
         config = hf.AutoConfig.from_pretrained(**where)
-        kind = hf.AutoModelForSeq2SeqLM if config.is_encoder_decoder else hf.AutoModelForCausalLM
+        kind: Any = hf.AutoModelForSeq2SeqLM if config.is_encoder_decoder else hf.AutoModelForCausalLM
         _require_same_rotation(file, reader, config)
         model, info = kind.from_pretrained(**where, **unpacked, dtype=dtype, output_loading_info=True)
         if _field(reader, "tokenizer.ggml.model") is not None:
