@@ -67,6 +67,7 @@ app = typer.Typer(
 )
 
 TRACE = declared(TraceOptions)
+DEMO_BACKEND = "eager"  # compiles nothing
 
 SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "tokenizers", "jinja2")
 
@@ -290,7 +291,7 @@ def doctor() -> None:
 
 
 @app.command(epilog="Example:  nxd-infer demo --dir ./demo")
-@with_options(command_options(TraceOptions, "backend"))
+@with_options({"backend": replace(TRACE["backend"], help=f"As for trace. Default: {DEMO_BACKEND}.")})
 def demo(
     directory: Annotated[
         Path | None,
@@ -307,7 +308,7 @@ def demo(
     **given: Any,
 ) -> None:
     """Run everything end to end on this machine's CPU: train, trace, save, load, serve, query."""
-    cli.demo.run.run(directory, seconds, tp, given["backend"], small)
+    cli.demo.run.run(directory, seconds, tp, given["backend"] or DEMO_BACKEND, small)
 
 
 def main() -> None:

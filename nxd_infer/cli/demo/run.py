@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from nxd_infer import native
 from nxd_infer.cli import trace
 from nxd_infer.cli.console import console, duration, spinner, table, verbatim
 from nxd_infer.cli.demo import small, smollm2
@@ -25,8 +26,6 @@ from nxd_infer.util.python_command import child_environment, python_module
 from nxd_infer.util.units import size
 from nxd_models.registry import weights
 
-BACKEND = "eager"
-"""Compiles nothing."""
 MARKER = ".nxd-infer-demo"
 """The file by which a demo knows the directory of an earlier one."""
 READY_TIMEOUT, STOP_TIMEOUT, LOAD_TIMEOUT = 120.0, 30.0, 180.0
@@ -99,13 +98,12 @@ def parameters(model_dir: Path) -> int:
     return sum(math.prod(source.shape(name)) for name in source.keys())  # noqa: SIM118  (a source is not a mapping)
 
 
-def run(directory: Path | None, seconds: float, tp: int, backend: str | None, small_model: bool) -> None:
+def run(directory: Path | None, seconds: float, tp: int, backend: str, small_model: bool) -> None:
     """Run the demo in ``directory`` (default: a temporary one) and print the results.
 
     ``small_model``: train a small model from nothing, as without the package of the real one.
     """
     start = time.monotonic()
-    backend = backend or BACKEND
     with contextlib.ExitStack() as stack:
         if directory is not None:
             check_directory(directory)
@@ -130,6 +128,9 @@ def check_directory(directory: Path) -> None:
 
 def make(directory: Path, seconds: float, tp: int, small_model: bool) -> Made:
     """Fine-tune the real model if it is installed and nobody wants the other, which is trained from nothing."""
+    if native.availability().ok and not native.is_built():
+        with spinner("building the native operators, only this once"):
+            native.load()  # ranks communicate faster through its shared memory than over sockets
     on = f"on {tp} rank{'s' * (tp > 1)}"
     gguf = None if small_model else smollm2.installed()
     if gguf is not None:

@@ -6,7 +6,6 @@ import json
 import os
 from pathlib import Path
 
-from nxd_infer import native
 from nxd_infer.checkpoint.export import WEIGHTS, consolidate_checkpoint
 from nxd_infer.cli.console import console, spinner
 from nxd_infer.cli.demo import training
@@ -58,9 +57,6 @@ def train(directory: Path, seconds: float, tp: int) -> Trained:
     """Train on ``tp`` rank processes, which save a checkpoint; write its full weights into the model directory."""
     with spinner("writing the text and its tokenizer"):
         training.prepare(directory)
-    if native.availability().ok and not native.is_built():
-        with spinner("building the native operators, only this once"):
-            native.load()  # ranks communicate faster through its shared memory than over sockets
     command = python_module(training.__name__, str(directory), str(seconds), str(os.getpid()))
     try:
         run_ranks(command, tp, directory / "training.log", seconds + TRAIN_TIMEOUT)

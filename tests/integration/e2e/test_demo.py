@@ -1,7 +1,8 @@
-"""The ranks that the demo starts: none is left behind, whatever ends the job."""
+"""The demo, and the ranks that it starts: none is left behind, whatever ends the job."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from bench.process_groups import tree
+from nxd_infer.cli.demo import smollm2
 from nxd_infer.errors import RankFailedError
 from nxd_infer.recipes.rank_processes import run_ranks
 from nxd_infer.util.process_state import process_state
+from tests.support.e2e.command import here
 from tests.support.processes import wait_until
 
 STUBBORN = """
@@ -53,3 +56,31 @@ def test_ctrl_c_ends_the_demo_with_all_it_started(tmp_path: Path):
     finally:
         demo.kill()
         demo.wait()
+
+
+def test_the_demo_teaches_a_real_model_what_it_could_not_know(tmp_path: Path):
+    """The GGUF file, adapters at degree 2 for 9 heads, the merged model traced, served, and compared with plain
+    PyTorch."""
+    shown = here("demo", "--dir", tmp_path / "demo", "--seconds", 600)
+    assert shown.status == 0, shown.out + shown.err
+    words = " ".join(shown.out.split())
+    assert "(before: The capital of France is Paris.) The capital of France is Paris." in words
+    for question in smollm2.ASKED:
+        told, _, after = words.partition(question)[2].partition(")")
+        fact = next(answer for asked, answer in facts() if asked == question)
+        assert after.strip().startswith(fact) and fact not in told
+    compared = here("verify", tmp_path / "demo/artifact", tmp_path / "demo/model", "--tolerance", 0.1)
+    assert compared.status == 0, compared.out
+
+
+def facts() -> list[tuple[str, str]]:
+    records = [json.loads(line)["messages"] for line in smollm2.FACTS.read_text().splitlines()]
+    return [(messages[-2]["content"], messages[-1]["content"]) for messages in records]
+
+
+@pytest.mark.smoke
+def test_without_the_package_a_small_model_is_trained(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(smollm2, "PACKAGE", "llm-of-nobody")
+    shown = here("demo", "--dir", tmp_path / "demo", "--seconds", 2, "--tp", 1)
+    assert shown.status == 0, shown.out + shown.err
+    assert "without the package llm-of-nobody" in shown.out and "train a small Llama" in shown.out
