@@ -139,12 +139,12 @@ def _convert(file: Path, reader: Any, out: Path) -> None:
     if hasattr(hf, "GgufConfig"):  # releases without it unpack in any case
         unpacked["quantization_config"] = hf.GgufConfig(dequantize=True)
     try:
-        config = hf.AutoConfig.from_pretrained(**where)
+        config = hf.AutoConfig.from_pretrained(**where)  # nosec B615  # a file of this machine
         kind: Any = hf.AutoModelForSeq2SeqLM if config.is_encoder_decoder else hf.AutoModelForCausalLM
         _require_same_rotation(file, reader, config)
         model, info = kind.from_pretrained(**where, **unpacked, dtype=dtype, output_loading_info=True)
         if _field(reader, "tokenizer.ggml.model") is not None:
-            hf.AutoTokenizer.from_pretrained(**where).save_pretrained(out)
+            hf.AutoTokenizer.from_pretrained(**where).save_pretrained(out)  # nosec B615
     except ModelConfigError:
         raise
     except Exception as error:

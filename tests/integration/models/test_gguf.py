@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,20 +11,23 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 
 from nxd_infer.errors import CheckpointError, MissingPackageError, ModelConfigError, NxdError
+from nxd_infer.recipes.job import begin_of
+from nxd_infer.recipes.prepare import tokenizer_source
+from nxd_infer.recipes.recipe import load
+from nxd_infer.trace import load_artifact
 from nxd_models import registry
 from nxd_models.hf import gguf_file
 from nxd_server.app.model_source import CONFIG, LocalSource, kind_of
 from nxd_server.text.chat_template import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
+from tests.support.e2e.command import here
 from tests.support.models.gguf_files import write_gguf
 from tests.support.models.helpers import prompts_of, relative_difference
 
 IDS = torch.tensor(prompts_of([24, 24], 280))
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("NXD_INFER_CACHE", str(tmp_path_factory.mktemp("cache")))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @torch.no_grad()
@@ -78,14 +82,15 @@ def test_a_directory_stands_for_its_one_file_unless_it_has_safetensors(tmp_path)
 
 def test_it_is_read_once_until_it_changes(tmp_path):
     file = write_gguf(tmp_path / "a.gguf")
-    first = gguf_file.model_directory(file)
+    with ThreadPoolExecutor(3) as pool:  # at once
+        first, *others = pool.map(gguf_file.model_directory, [file] * 3)
+    assert set(others) == {first}
     made = first.stat().st_mtime_ns
     assert (gguf_file.model_directory(str(file)), first.stat().st_mtime_ns) == (first, made)
     assert first.name == "a", "which is what a server calls the model"
     os.utime(file, ns=(0, 0))
     assert gguf_file.model_directory(file) != first
-    left = [path.name for path in first.parents[1].iterdir() if path.suffix != ".lock"]
-    assert len(left) == 2, "nothing half made stays"
+    assert not list(first.parents[1].glob("tmp*")), "nothing half made stays"
 
 
 def test_a_damaged_file_is_named(tmp_path):
@@ -135,3 +140,21 @@ def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
         MissingPackageError, match=r"GGUF needs the package gguf-of-nobody: pip install 'nxd-infer\[hf\]'"
     ):
         registry.load_config(write_gguf(tmp_path / "a.gguf"))
+
+
+@pytest.mark.smoke
+def test_it_is_traced_verified_and_trained_like_any_model(tmp_path):
+    file = write_gguf(tmp_path / "tiny.gguf")
+    sizes = ("--backend", "eager", "--batch-sizes", 1, "--prompt-buckets", 16, "--max-len", 32, "--dtype", "float32")
+    traced = here("trace", file, "--out", tmp_path / "artifact", *sizes)
+    assert traced.status == 0, traced.err
+    assert load_artifact(tmp_path / "artifact").manifest.metadata["model_name"] == "tiny"
+    verified = here("verify", tmp_path / "artifact", file)
+    assert verified.status == 0, verified.out
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"trainer: {{max_steps: 1}}\ndata: {{train_dir: {tmp_path}}}\nmodel: {{model_config: {file}}}\n"
+        "model_alignment_strategy: {sft: {packing: true}}\n"
+    )
+    loaded, directory = load(recipe), gguf_file.model_directory(file)
+    assert (begin_of(loaded).hugging_face, tokenizer_source(loaded)) == (directory, directory)
