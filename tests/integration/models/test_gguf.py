@@ -31,10 +31,11 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @torch.no_grad()
-def test_quantised_weights_are_those_of_transformers_in_bfloat16(tmp_path):
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_quantised_weights_are_those_of_transformers_in_bfloat16(tmp_path, family):
     import transformers
 
-    file = write_gguf(tmp_path / "tiny.gguf")
+    file = write_gguf(tmp_path / "tiny.gguf", family=family)
     unpacked = {"quantization_config": transformers.GgufConfig(dequantize=True)}
     read = transformers.AutoModelForCausalLM.from_pretrained
     theirs = read(tmp_path, gguf_file=file.name, dtype=torch.bfloat16, **unpacked)

@@ -17,12 +17,13 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "
 QUANTISED = (Kind.Q4_0, Kind.Q8_0, Kind.Q4_1, Kind.F16, Kind.F32)
 
 
-def write_gguf(path: Path, kinds: tuple[Kind, ...] = QUANTISED, **metadata: int | str) -> Path:
-    """Write a tiny Llama whose matrices have ``kinds`` in turn, with its byte-level tokenizer and chat template;
+def write_gguf(path: Path, kinds: tuple[Kind, ...] = QUANTISED, family: str = "llama", **metadata: int | str) -> Path:
+    """Write a tiny model whose matrices have ``kinds`` in turn, with its byte-level tokenizer and chat template;
     ``metadata`` are further numbers and texts, ``__`` for a dot. Return ``path``."""
-    source = write_tiny("llama", path.parent / f"{path.stem}-source", **SIZES)
+    sizes = {**SIZES, "head_dim": 128} if family == "qwen3" else SIZES  # as transformers takes all of them to have
+    source = write_tiny(family, path.parent / f"{path.stem}-source", **sizes)
     config = json.loads((source / "config.json").read_text())
-    writer = gguf.GGUFWriter(str(path), "llama")
+    writer = gguf.GGUFWriter(str(path), family)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -30,19 +31,19 @@ def write_gguf(path: Path, kinds: tuple[Kind, ...] = QUANTISED, **metadata: int 
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
-    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_key_length(config.get("head_dim", config["hidden_size"] // heads))
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     _add_tokenizer(writer, source, config)
     for name, value in metadata.items():
         (writer.add_uint32 if isinstance(value, int) else writer.add_string)(name.replace("__", "."), value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config["num_hidden_layers"])
     for number, (name, tensor) in enumerate(sorted(load_file(source / "model.safetensors").items())):
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
+        if family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             tensor = _interleaved(tensor, heads if "q_proj" in name else kv_heads)
         kind = Kind.F32 if tensor.ndim == 1 else kinds[number % len(kinds)]
         data = gguf.quantize(tensor.astype(np.float32), kind)
-        writer.add_tensor(names.get_name(name, (".weight",)), data, raw_dtype=kind)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
