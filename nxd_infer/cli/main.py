@@ -300,7 +300,9 @@ def demo(
             help="Keep everything here; replaces an earlier demo. Default: a temporary directory.",
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="How long to train, at most.")] = 60,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="How long to train, at most. Default: 30 steps; of --small, a minute.")
+    ] = None,
     tp: Annotated[int, typer.Option(min=1, help=TRACE["tp_degree"].help)] = 2,
     small: Annotated[
         bool, typer.Option("--small", help="Train a small model from nothing, not a real one that answers questions.")

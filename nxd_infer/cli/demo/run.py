@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import math
+import shutil
 import subprocess
 import tempfile
 import time
@@ -17,7 +18,7 @@ from nxd_infer.cli import trace
 from nxd_infer.cli.console import console, duration, spinner, table, verbatim
 from nxd_infer.cli.demo import small, smollm2
 from nxd_infer.cli.demo.client import Answer, ServerError, stream_answer
-from nxd_infer.cli.demo.made import Made, Question
+from nxd_infer.cli.demo.made import MODEL, Made, Question
 from nxd_infer.errors import ArtifactError
 from nxd_infer.trace.check import tracing_backend
 from nxd_infer.util.child_process import ChildProcess, end_all, end_of_log
@@ -98,7 +99,7 @@ def parameters(model_dir: Path) -> int:
     return sum(math.prod(source.shape(name)) for name in source.keys())  # noqa: SIM118  (a source is not a mapping)
 
 
-def run(directory: Path | None, seconds: float, tp: int, backend: str, small_model: bool) -> None:
+def run(directory: Path | None, seconds: float | None, tp: int, backend: str, small_model: bool) -> None:
     """Run the demo in ``directory`` (default: a temporary one) and print the results.
 
     ``small_model``: train a small model from nothing, as without the package of the real one.
@@ -126,11 +127,12 @@ def check_directory(directory: Path) -> None:
         )
 
 
-def make(directory: Path, seconds: float, tp: int, small_model: bool) -> Made:
+def make(directory: Path, seconds: float | None, tp: int, small_model: bool) -> Made:
     """Fine-tune the real model if it is installed and nobody wants the other, which is trained from nothing."""
     if native.availability().ok and not native.is_built():
         with spinner("building the native operators, only this once"):
             native.load()  # ranks communicate faster through its shared memory than over sockets
+    shutil.rmtree(directory / MODEL, ignore_errors=True)  # of an earlier demo
     on = f"on {tp} rank{'s' * (tp > 1)}"
     gguf = None if small_model else smollm2.installed()
     if gguf is not None:
@@ -142,10 +144,10 @@ def make(directory: Path, seconds: float, tp: int, small_model: bool) -> Made:
             "that answers questions: a small one is trained instead"
         )
     console.rule(f"1. train a small Llama on the Python language reference, {on}")
-    return small.make(directory, seconds, tp)
+    return small.make(directory, seconds or small.SECONDS, tp)
 
 
-def run_in(directory: Path, seconds: float, tp: int, backend: str, small_model: bool, start: float) -> None:
+def run_in(directory: Path, seconds: float | None, tp: int, backend: str, small_model: bool, start: float) -> None:
     artifact = directory / "artifact"
     made = make(directory, seconds, tp, small_model)
 

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from nxd_infer.checkpoint.export import WEIGHTS, consolidate_checkpoint
+from nxd_infer.checkpoint.export import consolidate_checkpoint
 from nxd_infer.cli.console import console, spinner
 from nxd_infer.cli.demo import training
 from nxd_infer.cli.demo.made import MODEL, Made, Question
@@ -23,7 +23,7 @@ PROMPTS = (
 )
 WRITES_PHRASES = 4.0
 """A loss, in nats per token, above which answers are loose words and newlines."""
-TRAIN_TIMEOUT = 180.0
+SECONDS, TRAIN_TIMEOUT = 60.0, 180.0
 
 
 def make(directory: Path, seconds: float, tp: int) -> Made:
@@ -62,7 +62,6 @@ def train(directory: Path, seconds: float, tp: int) -> Trained:
         run_ranks(command, tp, directory / "training.log", seconds + TRAIN_TIMEOUT)
     finally:
         console.show_cursor()  # a killed rank leaves it hidden
-    (directory / MODEL / WEIGHTS).unlink(missing_ok=True)  # from an earlier demo in this directory
     consolidate_checkpoint(directory / CHECKPOINTS, directory / MODEL)
     return Trained(**json.loads((directory / FIGURES).read_text()))
 

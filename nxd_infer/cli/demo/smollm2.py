@@ -66,8 +66,8 @@ def answers(model_dir: Path, asked: Sequence[Messages]) -> list[str]:
     return [tokenizer.decode([token for token in one.tokens if token not in ends]) for one in found]
 
 
-def make(gguf: Path, directory: Path, seconds: float, tp: int) -> Made:
-    """Fine-tune the model on ``tp`` ranks for at most ``seconds``, with adapters that are merged at the end."""
+def make(gguf: Path, directory: Path, seconds: float | None, tp: int) -> Made:
+    """Fine-tune the model on ``tp`` ranks, for at most ``seconds``, with adapters that are merged at the end."""
     start = time.monotonic()
     with spinner(f"reading {gguf.name}"):
         base = model_directory(gguf)
