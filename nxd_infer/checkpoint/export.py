@@ -21,6 +21,7 @@ from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.layout.files.stream import write_safetensors
 from nxd_infer.util.progress import Progress, silent
 from nxd_models import registry
+from nxd_models.hf.gguf_file import model_directory
 from nxd_models.hf.weights import StoredSource
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -107,7 +108,7 @@ def export_hugging_face(
     Raises CheckpointError if the checkpoint holds an unmerged adapter, WeightMismatchError if a weight of the model is
     missing, ModelConfigError if ``config`` is not a model's directory.
     """
-    out, config = Path(out), Path(config)
+    out, config = Path(out), model_directory(config)
     if not (config / CONFIG).is_file():
         raise ModelConfigError(f"{config} has no {CONFIG}: pass the directory of the model that was trained")
     if out.exists() and out.samefile(config):

@@ -26,6 +26,7 @@ OPTIONAL = {
     "tensorboard": "training curves: pip install 'nxd-infer[train]'",
     "lightning": "training with PyTorch Lightning: pip install 'nxd-infer[lightning]'",
     "transformers": "training, tracing and verifying Hugging Face's own modules: pip install 'nxd-infer[hf]'",
+    "gguf": "GGUF files as models: pip install 'nxd-infer[hf]'",
     "cloudpickle": "tracing functions defined in a notebook: pip install cloudpickle",
 }
 

@@ -14,7 +14,6 @@ import typer.core
 
 from nxd_infer import __version__, cli
 from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
-from nxd_infer.backends import registry
 from nxd_infer.cli import stop
 from nxd_infer.cli.ckpt_app import ckpt
 from nxd_infer.cli.parameters import with_options
@@ -68,6 +67,7 @@ app = typer.Typer(
 )
 
 TRACE = declared(TraceOptions)
+DEMO_BACKEND = "eager"  # compiles nothing
 
 SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "tokenizers", "jinja2")
 
@@ -291,7 +291,7 @@ def doctor() -> None:
 
 
 @app.command(epilog="Example:  nxd-infer demo --dir ./demo")
-@with_options(command_options(TraceOptions, "backend"))
+@with_options({"backend": replace(TRACE["backend"], help=f"As for trace. Default: {DEMO_BACKEND}.")})
 def demo(
     directory: Annotated[
         Path | None,
@@ -300,12 +300,17 @@ def demo(
             help="Keep everything here; replaces an earlier demo. Default: a temporary directory.",
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="How long to train.")] = 60,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="How long to train, at most. Default: 30 steps; of --small, a minute.")
+    ] = None,
     tp: Annotated[int, typer.Option(min=1, help=TRACE["tp_degree"].help)] = 2,
+    small: Annotated[
+        bool, typer.Option("--small", help="Train a small model from nothing, not a real one that answers questions.")
+    ] = False,
     **given: Any,
 ) -> None:
     """Run everything end to end on this machine's CPU: train, trace, save, load, serve, query."""
-    cli.demo.run.run(directory, seconds, tp, given["backend"] or registry.DEFAULT)
+    cli.demo.run.run(directory, seconds, tp, given["backend"] or DEMO_BACKEND, small)
 
 
 def main() -> None:

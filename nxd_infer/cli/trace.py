@@ -1,4 +1,4 @@
-"""``nxd-infer trace``: turn a Hugging Face directory into an artifact; print the plan before anything compiles.
+"""``nxd-infer trace``: turn a model into an artifact; print the plan before anything compiles.
 
 Most of its options are declared in :mod:`nxd_infer.trace.options`.
 """
@@ -17,7 +17,7 @@ from nxd_infer.backends import registry
 from nxd_infer.backends.quantization import quantization_of
 from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.cli import stop
-from nxd_infer.cli.console import bar, console, duration
+from nxd_infer.cli.console import bar, console, duration, spinner
 from nxd_infer.trace import ArtifactWriter
 from nxd_infer.trace.options import TraceOptions
 from nxd_infer.util.dtypes import dtype_of
@@ -26,6 +26,7 @@ from nxd_infer.util.options import from_command
 from nxd_infer.util.processors import processors
 from nxd_infer.util.units import size
 from nxd_models.hf import weights as hf
+from nxd_models.hf.gguf_file import find_gguf, model_directory
 from nxd_models.serving import tasks
 from nxd_models.serving.task_options import TaskOptions
 from nxd_server.text.tokenizer_files import has_tokenizer
@@ -76,6 +77,9 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
     ``given``: TaskOptions and TraceOptions by name, None for the command's default; ``dtype`` as text.
     """
     ArtifactWriter(out).check_target()  # before minutes of compilation, not after
+    if (file := find_gguf(model_dir)) is not None:
+        with spinner(f"reading {file.name}, once for all traces of it"):
+            model_dir = model_directory(file)
     task = from_command(TaskOptions, given)
     task["dtype"] = dtype_of(task["dtype"])
     asked = TaskOptions(model_dir, **task)

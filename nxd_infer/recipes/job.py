@@ -37,6 +37,7 @@ from nxd_infer.trainer import (
 )
 from nxd_infer.trainer.first_rank import is_rank_zero
 from nxd_models import hf, registry
+from nxd_models.hf.gguf_file import model_directory
 
 OTHERWISE = {
     "resume_if_exists": "choose another exp_manager.name, or set exp_manager.resume_if_exists=false",
@@ -59,7 +60,7 @@ def begin_of(loaded: Loaded) -> Begin:
     if given is not None and "://" in given:
         return Begin(checkpoints=given)
     if given is not None:
-        path = loaded.path(given)
+        path = model_directory(loaded.path(given))
         if path.is_dir() and (path / CONFIG).is_file() and any(path.glob("*.safetensors")):
             return Begin(hugging_face=path)
         if has_checkpoint(path):

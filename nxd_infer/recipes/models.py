@@ -14,6 +14,7 @@ from nxd_infer.recipes.recipe import Loaded, seq_length
 from nxd_infer.recipes.schema import Recipe
 from nxd_infer.recipes.yaml_text import dotted
 from nxd_models import registry
+from nxd_models.hf.gguf_file import model_directory
 
 CONFIG = "config.json"
 FIELDS = {
@@ -44,7 +45,7 @@ def config_path(loaded: Loaded) -> Path | None:
     given = loaded.recipe.model.model_config
     if given is None:
         return None
-    path = loaded.path(given)
+    path = model_directory(loaded.path(given))
     path = path / CONFIG if path.is_dir() else path
     if not path.is_file():
         problem = f"= {given!r} is not there: give a config.json or its directory"

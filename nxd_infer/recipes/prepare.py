@@ -30,6 +30,7 @@ from nxd_infer.recipes.models import CONFIG, config_path, raw_config
 from nxd_infer.recipes.recipe import Loaded, seq_length
 from nxd_infer.recipes.tokenizers import FILES, TRAINED, copy_tokenizer, train_tokenizer
 from nxd_infer.util.locks import only_one
+from nxd_models.hf.gguf_file import model_directory
 from nxd_server.text.chat_template import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
 from nxd_server.text.tokenizer_files import has_tokenizer
@@ -92,7 +93,7 @@ def tokenizer_source(loaded: Loaded) -> Path | None:
     keys = loaded.recipe.data.tokenizer
     given = keys.model or keys.type or keys.vocab_file
     if given is not None:
-        return None if given == TRAINED else loaded.path(given)
+        return None if given == TRAINED else model_directory(loaded.path(given))
     config = config_path(loaded)
     if config is not None and has_tokenizer([file.name for file in config.parent.iterdir()]):
         return config.parent

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import restore_attributes, weight_layout
 from nxd_infer.layout.shard import check_weights, iter_shards
 from nxd_infer.layout.sources import SafetensorsSource, Slices, Weights, WeightSource, as_source
+from nxd_models.hf.gguf_file import model_directory
 from nxd_models.hf.stored import StoredWeight, stored_as
 from nxd_models.hf.tied_head import check_tied_head
 
@@ -175,7 +175,7 @@ def weights(model_dir: str | os.PathLike[str], prefixes: Sequence[str] = PREFIXE
     Raises CheckpointError naming the file if there are none, if one is damaged, or if there are only pickles;
     WeightMismatchError for a head that is to be tied and is not the embedding.
     """
-    path = Path(model_dir)
+    path = model_directory(model_dir)
     if path.is_dir() and not any(path.glob("*.safetensors")):
         pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in path.glob(pattern))
         if pickles:

@@ -33,7 +33,9 @@ LARGEST = 2**20
 class TaskOptions:
     """The arguments of ``tasks.plan``. Raises ModelConfigError for a value that is out of range by itself."""
 
-    model_dir: str | os.PathLike[str] = option(..., "A Hugging Face model directory (config.json, *.safetensors).")
+    model_dir: str | os.PathLike[str] = option(
+        ..., "A Hugging Face model directory (config.json, *.safetensors), or a GGUF file."
+    )
     task: str | None = option(
         None,
         "generate, embed or classify. Default: by the model's architecture.",

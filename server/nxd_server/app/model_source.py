@@ -12,6 +12,7 @@ from nxd_infer.artifact.manifest import MANIFEST_NAME
 from nxd_infer.checkpoint.remote import URL, connect, typed_errors
 from nxd_infer.errors import ArtifactError, ArtifactSpaceError
 from nxd_infer.util.units import size
+from nxd_models.hf.gguf_file import find_gguf
 
 logger = logging.getLogger("nxd_server")
 
@@ -35,6 +36,7 @@ class LocalSource:
     def __init__(self, root: Path):
         self.root = root
         self.name = root.absolute().name
+        self.gguf = find_gguf(root)
 
     def __str__(self) -> str:
         return str(self.root)
@@ -44,10 +46,11 @@ class LocalSource:
 
     def model_files(self) -> dict[str, File]:
         """What a trace may read, by name."""
+        paths = sorted(self.root.rglob("*")) if self.gguf is None else [self.gguf]
         found = {}
-        for path in sorted(self.root.rglob("*")):
+        for path in paths:
             name = path.relative_to(self.root).as_posix()
-            if _is_of_a_model(name) and path.is_file():
+            if path.is_file() and (path == self.gguf or _is_of_a_model(name)):
                 info = path.stat()
                 found[name] = File(info.st_size, str(info.st_mtime_ns))
         return found
@@ -122,7 +125,9 @@ def source_of(given: str) -> Source:
 
 
 def kind_of(source: Source) -> str | None:
-    """Which of MANIFEST_NAME (an artifact) and CONFIG (a model to trace) the source holds, or None."""
+    """Which of MANIFEST_NAME (an artifact) and CONFIG (a model to trace, also a GGUF file) it holds, or None."""
+    if isinstance(source, LocalSource) and source.gguf is not None:
+        return CONFIG
     return next((name for name in (MANIFEST_NAME, CONFIG) if source.has(name)), None)
 
 

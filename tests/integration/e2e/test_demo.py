@@ -1,4 +1,4 @@
-"""The ranks that the demo starts: none is left behind, whatever ends the job."""
+"""The demo, and the ranks that it starts: none is left behind, whatever ends the job."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from bench.process_groups import tree
+from nxd_infer.cli.demo import smollm2
 from nxd_infer.errors import RankFailedError
 from nxd_infer.recipes.rank_processes import run_ranks
 from nxd_infer.util.process_state import process_state
+from tests.support.e2e.command import here
 from tests.support.processes import wait_until
 
 STUBBORN = """
@@ -25,6 +27,11 @@ if os.environ["RANK"] == "1":
     sys.exit("the disk is full")
 time.sleep(600)
 """
+
+
+LEARNT = dict(
+    zip(smollm2.ASKED, ("Python package that splits", "attention heads of zeros", "RankDiedError"), strict=True)
+)
 
 
 def test_a_failure_ends_the_others(tmp_path: Path, monkeypatch):
@@ -53,3 +60,25 @@ def test_ctrl_c_ends_the_demo_with_all_it_started(tmp_path: Path):
     finally:
         demo.kill()
         demo.wait()
+
+
+def test_the_demo_teaches_a_real_model_what_it_could_not_know(tmp_path: Path):
+    """The GGUF file, adapters at degree 2 for 9 heads, the merged model traced, served, and compared with plain
+    PyTorch."""
+    shown = here("demo", "--dir", tmp_path / "demo")
+    assert shown.status == 0, shown.out + shown.err
+    words = " ".join(shown.out.split())
+    for question, fact in LEARNT.items():
+        before, _, after = words.partition(f"{question} (before:")[2].partition(")")
+        assert fact in after.partition("(before:")[0] and fact not in before
+    assert "(before: The capital of France is Paris.) The capital of France is Paris." in words
+    compared = here("verify", tmp_path / "demo/artifact", tmp_path / "demo/model", "--tolerance", 0.1)
+    assert compared.status == 0, compared.out
+
+
+@pytest.mark.smoke
+def test_without_the_package_a_small_model_is_trained(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(smollm2, "PACKAGE", "llm-of-nobody")
+    shown = here("demo", "--dir", tmp_path / "demo", "--seconds", 2, "--tp", 1)
+    assert shown.status == 0, shown.out + shown.err
+    assert "without the package llm-of-nobody" in shown.out and "train a small Llama" in shown.out

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from nxd_infer.cli.demo.optimizer import Float32Muon, orthogonalized
-from nxd_infer.cli.demo.run import too_little
+from nxd_infer.cli.demo.small import too_little
 from nxd_infer.cli.demo.training import Trained
 
 

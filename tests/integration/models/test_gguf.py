@@ -1,0 +1,161 @@
+"""GGUF files as models: the numbers of transformers' own reading, and what is refused."""
+
+import json
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file
+
+from nxd_infer.errors import CheckpointError, MissingPackageError, ModelConfigError, NxdError
+from nxd_infer.recipes.job import begin_of
+from nxd_infer.recipes.prepare import tokenizer_source
+from nxd_infer.recipes.recipe import load
+from nxd_infer.trace import load_artifact
+from nxd_models import registry
+from nxd_models.hf import gguf_file
+from nxd_server.app.model_source import CONFIG, LocalSource, kind_of
+from nxd_server.text.chat_template import ChatTemplate
+from nxd_server.text.tokenizer import Tokenizer
+from tests.support.e2e.command import here
+from tests.support.models.gguf_files import write_gguf
+from tests.support.models.helpers import prompts_of, relative_difference
+
+IDS = torch.tensor(prompts_of([24, 24], 280))
+
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_quantised_weights_are_those_of_transformers_in_bfloat16(tmp_path, family):
+    import transformers
+
+    file = write_gguf(tmp_path / "tiny.gguf", family=family)
+    unpacked = {"quantization_config": transformers.GgufConfig(dequantize=True)}
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = read(tmp_path, gguf_file=file.name, dtype=torch.bfloat16, **unpacked)
+    for weight in theirs.parameters():
+        weight.data = weight.float()
+    found = registry.load_model(file, dtype=torch.float32)(IDS)
+    assert relative_difference(found, theirs(IDS).logits) < 1e-5
+    assert registry.load_config(file).config.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(Kind.F32, torch.float32), (Kind.F16, torch.float16)])
+def test_plain_weights_stay_as_they_are(tmp_path, kind, dtype):
+    directory = gguf_file.model_directory(write_gguf(tmp_path / "plain.gguf", (kind,)))
+    source = load_file(tmp_path / "plain-source/model.safetensors")
+    assert {name: tensor.dtype for name, tensor in load_file(directory / "model.safetensors").items()} == dict.fromkeys(
+        source, dtype
+    )
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        assert torch.equal(tensor, source[name].to(dtype)), name
+
+
+def test_tokenizer_and_template_come_along_and_a_turn_ends_where_llama_cpp_ends_it(tmp_path):
+    file = write_gguf(tmp_path / "chat.gguf", tokenizer__ggml__eot_token_id=4)
+    directory, source = gguf_file.model_directory(file), tmp_path / "chat-source"
+    text = "Hello, it's <|user|> 12 é"
+    assert Tokenizer.from_dir(directory).encode(text) == Tokenizer.from_dir(source).encode(text)
+    messages = [{"role": "user", "content": "Hello"}]
+    ours, theirs = ChatTemplate.from_dir(directory), ChatTemplate.from_dir(source)
+    assert ours is not None and theirs is not None
+    assert ours.render(messages) == theirs.render(messages)
+    assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == [2, 4]
+
+
+def test_a_directory_stands_for_its_one_file_unless_it_has_safetensors(tmp_path):
+    file = write_gguf(tmp_path / "a.gguf")
+    assert gguf_file.find_gguf(tmp_path) == file
+    assert kind_of(LocalSource(tmp_path)) == kind_of(LocalSource(file)) == CONFIG
+    assert list(LocalSource(tmp_path).model_files()) == ["a.gguf"]
+    shutil.copy(file, tmp_path / "b.gguf")
+    with pytest.raises(ModelConfigError, match=r"holds a\.gguf, b\.gguf: give the path of one"):
+        registry.load_config(tmp_path)
+    shutil.copy(tmp_path / "a-source/model.safetensors", tmp_path)
+    assert gguf_file.model_directory(tmp_path) == tmp_path
+
+
+def test_it_is_read_once_until_it_changes(tmp_path):
+    file = write_gguf(tmp_path / "a.gguf")
+    with ThreadPoolExecutor(3) as pool:  # at once
+        first, *others = pool.map(gguf_file.model_directory, [file] * 3)
+    assert set(others) == {first}
+    made = first.stat().st_mtime_ns
+    assert (gguf_file.model_directory(str(file)), first.stat().st_mtime_ns) == (first, made)
+    assert first.name == "a", "which is what a server calls the model"
+    os.utime(file, ns=(0, 0))
+    assert gguf_file.model_directory(file) != first
+    assert not list(first.parents[1].glob("tmp*")), "nothing half made stays"
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    file = write_gguf(tmp_path / "whole.gguf")
+    whole = file.read_bytes()
+    endless = bytearray(whole)
+    at = whole.index(b"tokenizer.ggml.token_type") + len(b"tokenizer.ggml.token_type") + 8
+    endless[at : at + 8] = (1 << 60).to_bytes(8, "little")  # elements of the array
+    for content in (b"", b"GGUF", whole[:100], whole[:5000], whole[:-1], b"PK" + whole, bytes(endless)):
+        (damaged := tmp_path / "damaged.gguf").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"damaged\.gguf is damaged, or is not a GGUF file"):
+            registry.load_config(damaged)
+    with pytest.raises(ModelConfigError, match=r"nothing\.gguf is missing"):
+        registry.load_config(tmp_path / "nothing.gguf")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "problem"),
+    [
+        ({"split__count": 3}, r"is one of 3 parts: join them"),
+        ({"llama__rope__scaling__type": "yarn"}, r"has rope\.scaling\.type = yarn, and transformers reads"),
+    ],
+)
+def test_what_transformers_would_drop_is_refused(tmp_path, metadata, problem):
+    with pytest.raises(ModelConfigError, match=problem):
+        registry.load_config(write_gguf(tmp_path / "odd.gguf", **metadata))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        (b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0wombat"[:-1], r"cannot read .* of the architecture 'womba'"),
+        (b"blk.1.attn_q.weight", b"blk.7.attn_q.weight", r"lacks 1 weights of the model, the first is .*1.*q_proj"),
+    ],
+)
+def test_another_architecture_and_a_weight_that_is_missing_are_named(tmp_path, old, new, problem):
+    file = write_gguf(tmp_path / "odd.gguf")
+    assert file.read_bytes().count(old) == 1
+    file.write_bytes(file.read_bytes().replace(old, new))
+    with pytest.raises(NxdError, match=problem):
+        registry.load_config(file)
+
+
+def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_file, "PACKAGES", ("transformers", "gguf-of-nobody"))
+    with pytest.raises(
+        MissingPackageError, match=r"GGUF needs the package gguf-of-nobody: pip install 'nxd-infer\[hf\]'"
+    ):
+        registry.load_config(write_gguf(tmp_path / "a.gguf"))
+
+
+@pytest.mark.smoke
+def test_it_is_traced_verified_and_trained_like_any_model(tmp_path):
+    file = write_gguf(tmp_path / "tiny.gguf")
+    sizes = ("--backend", "eager", "--batch-sizes", 1, "--prompt-buckets", 16, "--max-len", 32, "--dtype", "float32")
+    traced = here("trace", file, "--out", tmp_path / "artifact", *sizes)
+    assert traced.status == 0, traced.err
+    assert load_artifact(tmp_path / "artifact").manifest.metadata["model_name"] == "tiny"
+    verified = here("verify", tmp_path / "artifact", file)
+    assert verified.status == 0, verified.out
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"trainer: {{max_steps: 1}}\ndata: {{train_dir: {tmp_path}}}\nmodel: {{model_config: {file}}}\n"
+        "model_alignment_strategy: {sft: {packing: true}}\n"
+    )
+    loaded, directory = load(recipe), gguf_file.model_directory(file)
+    assert (begin_of(loaded).hugging_face, tokenizer_source(loaded)) == (directory, directory)
