@@ -14,6 +14,7 @@ import typer.core
 
 from nxd_infer import __version__, cli
 from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
+from nxd_infer.backends import registry
 from nxd_infer.cli import stop
 from nxd_infer.cli.ckpt_app import ckpt
 from nxd_infer.cli.parameters import with_options
@@ -67,7 +68,6 @@ app = typer.Typer(
 )
 
 TRACE = declared(TraceOptions)
-DEMO_BACKEND = "eager"  # compiles nothing
 
 SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "tokenizers", "jinja2")
 
@@ -291,7 +291,7 @@ def doctor() -> None:
 
 
 @app.command(epilog="Example:  nxd-infer demo --dir ./demo")
-@with_options({"backend": replace(TRACE["backend"], help=f"As for trace. Default: {DEMO_BACKEND}.")})
+@with_options(command_options(TraceOptions, "backend"))
 def demo(
     directory: Annotated[
         Path | None,
@@ -310,7 +310,7 @@ def demo(
     **given: Any,
 ) -> None:
     """Run everything end to end on this machine's CPU: train, trace, save, load, serve, query."""
-    cli.demo.run.run(directory, seconds, tp, given["backend"] or DEMO_BACKEND, small)
+    cli.demo.run.run(directory, seconds, tp, given["backend"] or registry.DEFAULT, small)
 
 
 def main() -> None:
