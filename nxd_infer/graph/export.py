@@ -19,6 +19,7 @@ from nxd_infer.errors import NxdError, TraceConfigError, TraceError
 from nxd_infer.graph import passes
 from nxd_infer.graph.functional_call import not_registered, swapped
 from nxd_infer.graph.names import key_text, shared_memory
+from nxd_infer.graph.repeats import Repeats
 from nxd_infer.layout.shard import named_tensors
 
 _PREFIX = "module."
@@ -80,6 +81,7 @@ class _Traced(nn.Module):
         self.step = step
         self.clone_inputs = clone_inputs
         self.seen = _Seen()
+        self.repeats = Repeats()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         step = self.step
@@ -92,7 +94,7 @@ class _Traced(nn.Module):
         seen = states
         if step.views is not None:
             seen = dict(zip(step.states, step.views(list(states.values())), strict=True))
-        with swapped(self.module, seen) as changed:
+        with swapped(self.module, seen) as changed, self.repeats.watched(self.module):
             args, kwargs = _call_arguments(step, values)
             result = self.module(*args, **kwargs)
         self.seen.reassigned = [name for name in changed if name not in seen]
@@ -272,6 +274,7 @@ def _flat_graph(program: torch.export.ExportedProgram, wrapper: _Traced, step: S
     from torch.export.graph_signature import InputKind
 
     module = program.graph_module
+    wrapper.repeats.write_out(module)
     passes.flatten_nested(module)
     passes.simplify(module)
     user: list[fx.Node] = []

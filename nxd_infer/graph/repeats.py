@@ -1,0 +1,164 @@
+"""Layers that repeat are traced once: a later one is recorded as a call of the first one's operators.
+
+A module whose class (or that itself) has ``nxd_repeats = True`` promises that its forward depends on nothing but the
+module and its arguments, and changes nothing but tensors among them. While a model is exported, such a module that is
+like an earlier one (:mod:`nxd_infer.graph.likeness`) does not run: one node stands for it, and export takes as long as
+for a model of one layer. Afterwards each such node becomes the operators of the first, on the later one's tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils import _pytree as pytree
+
+from nxd_infer.comm.ops import EFFECT, LIBRARY
+from nxd_infer.graph import passes
+from nxd_infer.graph.likeness import alike
+
+LIBRARY.define("repeated(Tensor[] inputs, Tensor[] like, int body) -> Tensor[]", tags=EFFECT)
+REPEATED = torch.ops.nxd.repeated.default
+"""Stands for the operators of body number ``body``; its results have the forms of ``like``. Only export calls it."""
+
+
+@torch.library.register_fake("nxd::repeated", lib=LIBRARY)
+def _repeated(inputs: list[Tensor], like: list[Tensor], body: int) -> list[Tensor]:
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in like]
+
+
+@dataclass
+class _Body:
+    """The first layer of a kind: its call, and what it recorded."""
+
+    called: tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+    number: int
+    inputs: list[Tensor]
+    """The tensors of the call that ``graph`` takes."""
+    graph: fx.GraphModule
+    """Returns the tensors among the results."""
+    results: list[Any]
+    """The results, flattened."""
+    structure: pytree.TreeSpec
+
+    def again(self, pairs: list[tuple[Tensor, Tensor]]) -> Any:
+        """Record a call of the graph on the second tensors of ``pairs``, whose first ones the first call had."""
+        tensors = {id(first): second for first, second in pairs}
+        like = [value for value in self.results if isinstance(value, Tensor)]
+        made = iter(REPEATED([tensors[id(tensor)] for tensor in self.inputs], like, self.number))
+        results = [next(made) if isinstance(value, Tensor) else value for value in self.results]
+        return pytree.tree_unflatten(results, self.structure)
+
+
+class Repeats:
+    """The repeating layers of one export."""
+
+    def __init__(self) -> None:
+        self._bodies: list[_Body] = []
+
+    @contextlib.contextmanager
+    def watched(self, module: nn.Module) -> Iterator[None]:
+        """Inside the block, let calls of repeating layers in ``module`` be recorded once."""
+        layers = [m for m in module.modules() if getattr(m, "nxd_repeats", False) and "forward" not in vars(m)]
+        for layer in layers:
+            vars(layer)["forward"] = partial(self._call, layer)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del vars(layer)["forward"]
+
+    def _call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        called = (layer, args, kwargs)
+        for body in self._bodies:
+            if type(body.called[0]) is type(layer) and (pairs := alike(body.called, called, _FREE)) is not None:
+                return body.again(pairs)
+        mode, own = get_proxy_mode(), alike(called, called, _FREE)
+        last = None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)))
+        result = type(layer).forward(layer, *args, **kwargs)
+        if mode is not None and own is not None:
+            self._record(called, [tensor for tensor, _ in own], result, mode.tracer, last)
+        return result
+
+    def _record(self, called: Any, tensors: list[Tensor], result: Any, tracer: Any, last: fx.Node | None) -> None:
+        """Keep what the tracer recorded after ``last``, unless it is more than operators on ``tensors``."""
+        known: dict[fx.Node, Tensor] = {}
+        for tensor in tensors:
+            slot = get_proxy_slot(tensor, tracer, None)
+            if slot is not None:
+                if slot.constant is not None:
+                    return  # forward can read its value
+                known.setdefault(slot.proxy.node, tensor)
+        nodes = list(itertools.takewhile(lambda node: node is not last, reversed(tracer.graph.nodes)))[::-1]
+        own = set(nodes)
+        used = {source for node in nodes for source in node.all_input_nodes} - own
+        if not used <= known.keys() or not all(_is_operator(node) for node in nodes):
+            return
+        results, structure = pytree.tree_flatten(result)
+        slots = [get_proxy_slot(value, tracer, None) for value in results if isinstance(value, Tensor)]
+        returned = [None if slot is None else slot.proxy.node for slot in slots]
+        memory = [key for node in returned if node in own for key in passes.storages(node)]
+        taken = {key for node in used for key in passes.storages(node)}
+        # Each result has memory of its own, as the results of REPEATED have.
+        if not own.issuperset(returned) or len(set(memory)) < len(returned) or not taken.isdisjoint(memory):
+            return
+        if not all(isinstance(value, (Tensor, bool, int, float, str, type(None))) for value in results):
+            return
+        graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        inputs = [node for node in known if node in used]
+        for node in inputs:
+            values[node] = graph.placeholder(node.name)
+            values[node].meta["val"] = node.meta["val"]
+        for node in nodes:
+            values[node] = graph.node_copy(node, lambda n: values[n])
+        graph.output(tuple(values[node] for node in returned))
+        number = len(self._bodies)
+        module = passes.Nodes(nn.Module(), graph)
+        self._bodies.append(_Body(called, number, [known[node] for node in inputs], module, results, structure))
+
+    def write_out(self, module: fx.GraphModule) -> None:
+        """Replace the calls of bodies in ``module`` by the bodies' operators."""
+        calls = [node for node in module.graph.nodes if node.target is REPEATED]
+        while calls:
+            for node in calls:
+                body = self._bodies[node.args[2]].graph
+                passes.inline(node, body, node.args[0], _Fresh(body, node.args[0]))
+            calls = [node for node in module.graph.nodes if node.target is REPEATED]
+
+
+_FREE = (Repeats,)
+
+
+def _is_operator(node: fx.Node) -> bool:
+    return node.op == "call_function" and (
+        isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+    )
+
+
+class _Fresh:
+    """Gives copied nodes fake tensors with memory of their own, shared among them as among the originals'."""
+
+    def __init__(self, body: fx.GraphModule, arguments: Sequence[fx.Node]):
+        self.memory: dict[int, torch.UntypedStorage] = {}
+        for place, argument in zip(passes.placeholders(body.graph), arguments, strict=True):
+            self.memory[place.meta["val"].untyped_storage()._cdata] = argument.meta["val"].untyped_storage()
+
+    def __call__(self, node: fx.Node) -> None:
+        node.meta["val"] = pytree.tree_map_only(Tensor, self._fresh, node.meta.get("val"))
+
+    def _fresh(self, fake: Any) -> Any:
+        old = fake.untyped_storage()
+        new = self.memory.get(old._cdata)
+        if new is None:
+            new = self.memory[old._cdata] = torch.UntypedStorage(old.nbytes(), device="meta")
+        own = torch.empty(0, dtype=fake.dtype, device="meta").set_(new, fake.storage_offset(), fake.shape, fake.stride())
+        return type(fake)(fake.fake_mode, own, fake.device)
