@@ -30,11 +30,13 @@ def alike(first: Any, second: Any, free: tuple[type, ...] = ()) -> list[tuple[Te
     """Return the tensors at equal places of two object graphs, each pair once; None if the graphs are not alike.
 
     Paired tensors have the same class, dtype, shape, strides and device, and share memory with one another in the same
-    way. What is one object in one graph is one object in the other. Objects of the classes ``free`` are not read.
+    way. What is one object in one graph is one object in the other. Objects of the classes ``free`` are not
+    read, nor whether there is one or None.
     """
     walk = _Walk(free)
     try:
-        return walk.tensors if walk.alike(first, second) and walk.share_alike() else None
+        with torch._C.DisableTorchFunction():  # a tracer's mode would see each look at a tensor
+            return walk.tensors if walk.alike(first, second) and walk.share_alike() else None
     except RecursionError:
         return None
 
@@ -51,7 +53,7 @@ class _Walk:
     def alike(self, a: Any, b: Any) -> bool:
         kind = type(a)
         if kind is not type(b):
-            return False
+            return self._is_free(a, b) or self._is_free(b, a)
         if kind in _PLAIN:
             return a == b
         if kind is float:
@@ -70,6 +72,9 @@ class _Walk:
         if compare is not None:
             return compare(self, a, b)
         return self._objects(a, b, kind)
+
+    def _is_free(self, a: Any, b: Any) -> bool:
+        return isinstance(a, self.free) and b is None
 
     def each(self, a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(self.alike, a, b))

@@ -17,7 +17,6 @@ from nxd_infer.errors import TraceError
 from nxd_infer.graph.stored import write_graph
 from nxd_infer.layout import ParamLayout, layout_of, weight_layout
 from nxd_infer.layout.files.stream import STORED_DTYPES, write_safetensors
-from nxd_infer.layout.shard import named_tensors
 from nxd_infer.modules.lora.slots import AdapterTables
 from nxd_infer.trace.ranks.rank_graphs import RankGraphs, is_symbolic
 from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
@@ -107,11 +106,11 @@ def initial_states(request: TraceRequest, graphs: RankGraphs) -> dict[str, Tenso
     """Return the states that do not start as zeros."""
     shared = dict(zip(shared_names(request, graphs), request.shared_states or (), strict=True))
     values: dict[str, Tensor] = {}
+    tables = [graphs.tensors(index) for index in range(len(graphs.built))]
     for name in graphs.states:
         tensor = shared.get(name)
         if tensor is None:
-            owner = next(b.module for b in graphs.built if name in named_tensors(b.module))
-            tensor = named_tensors(owner)[name].detach()
+            tensor = next(table for table in tables if name in table)[name].detach()
         if not is_symbolic(tensor) and tensor.numel() and bool(tensor.ne(0).any()):
             values[name] = tensor.contiguous()
     return values
@@ -137,7 +136,9 @@ def layouts(graphs: RankGraphs) -> dict[str, Any]:
     tables: dict[int, Any] = {}
     for name, (index, own) in graphs.origin.items():
         module = graphs.built[index].module
-        table = tables.setdefault(id(module), weight_layout(module))
+        table = tables.get(id(module))
+        if table is None:
+            table = tables[id(module)] = weight_layout(module)
         if own in table:
             found[name] = table[own]
             # Other names under which a checkpoint may hold a tied weight; the graph may use any of them.

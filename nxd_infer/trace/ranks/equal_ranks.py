@@ -1,0 +1,110 @@
+"""Ranks whose graphs are equal are exported once.
+
+All ranks are built the same way. If Python code could not tell a rank's module from that of the first rank, and neither
+``func`` nor ``forward`` has read the rank as a number, both have the same graphs; only the values of parameters, buffers
+and states differ. In doubt a rank is exported by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nxd_infer.context import Axis, ParallelContext
+from nxd_infer.graph.likeness import alike
+from nxd_infer.layout.shard import named_tensors
+from nxd_infer.parallel_layers.mappings import Elements
+from nxd_infer.trace.ranks.rank_graphs import Built, RankGraphs, is_symbolic
+
+
+class Watch:
+    """Whether something has read the rank: while ``tracing`` anything, else code outside of this package."""
+
+    def __init__(self) -> None:
+        self.tracing = False
+        self.read = False
+
+    def note(self) -> None:
+        self.read = self.read or self.tracing or _reader().partition(".")[0] != __name__.partition(".")[0]
+
+
+def _reader() -> str:
+    """Return the module of the code that asked for the rank, which may have asked a function that hands it on."""
+    frame: Any = sys._getframe(2)
+    while frame.f_globals["__name__"] in _HAND_ON or frame.f_code.co_name == "rank":
+        frame = frame.f_back
+    return frame.f_globals["__name__"]
+
+
+_HAND_ON = (__name__, "nxd_infer.context", "nxd_infer.parallel_state")
+
+
+class WatchedContext(ParallelContext):
+    """A rank's context that notes when the rank is read."""
+
+    watch: Watch
+
+    @classmethod
+    def of(cls, context: ParallelContext, watch: Watch) -> WatchedContext:
+        own = cls(**{field.name: getattr(context, field.name) for field in dataclasses.fields(context)})
+        object.__setattr__(own, "watch", watch)
+        return own
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("rank", "collectives") and "watch" in vars(self):
+            self.watch.note()
+        return super().__getattribute__(name)
+
+    def axis(self, name: str) -> Axis:
+        found = _WatchedAxis(*dataclasses.astuple(self.layout.axis(name, vars(self)["rank"])))
+        object.__setattr__(found, "watch", self.watch)
+        return found
+
+
+class _WatchedAxis(Axis):
+    watch: Watch
+
+    def __getattribute__(self, name: str) -> Any:
+        # Tensor parallel ranks of one stage are one group.
+        if (name == "rank" or (name == "ranks" and self.name != "tp")) and "watch" in vars(self):
+            self.watch.note()
+        return super().__getattribute__(name)
+
+
+_FREE = (WatchedContext, Elements)
+"""Elements describe gradients: export does not read them."""
+
+
+class EqualRanks:
+    """The first rank's graphs, for the ranks that have the same."""
+
+    def __init__(self) -> None:
+        self._built: list[Built] = []
+        self._stages: list[RankGraphs] = []
+
+    def traced(self, built: list[Built], watch: Watch, trace: Callable[[], list[RankGraphs]]) -> list[RankGraphs]:
+        """Return the first rank's graphs with the values of ``built``, or else the result of ``trace()``."""
+        if self._stages and not watch.read and _equal(self._built, built):
+            return [dataclasses.replace(graphs, built=built, _tensors={}) for graphs in self._stages]
+        watch.tracing = True
+        stages = trace()
+        if not self._stages and not watch.read:
+            self._built, self._stages = built, stages
+        return stages
+
+
+def _equal(first: list[Built], other: list[Built]) -> bool:
+    """Return whether two ranks have the same graphs. Not known if there are several modules, which share their weights
+    by values."""
+    if any(built is not ranks[0] for ranks in (first, other) for built in ranks):
+        return False
+    pairs = alike(first[0], other[0], _FREE)
+    if pairs is None:
+        return False
+    registered = {id(tensor) for tensor in named_tensors(first[0].module).values()}
+    constants = [pair for pair in pairs if id(pair[0]) not in registered]
+    return all(not is_symbolic(a) and not is_symbolic(b) and torch.equal(a, b) for a, b in constants)
