@@ -7,6 +7,7 @@ state, a plain tensor attribute is rejected by name.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,7 +82,8 @@ class _Traced(nn.Module):
         self.step = step
         self.clone_inputs = clone_inputs
         self.seen = _Seen()
-        self.repeats = Repeats()
+        self.repeats: Repeats | None = Repeats()
+        """None: every layer is traced."""
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         step = self.step
@@ -94,7 +96,8 @@ class _Traced(nn.Module):
         seen = states
         if step.views is not None:
             seen = dict(zip(step.states, step.views(list(states.values())), strict=True))
-        with swapped(self.module, seen) as changed, self.repeats.watched(self.module):
+        repeats = contextlib.nullcontext() if self.repeats is None else self.repeats.watched(self.module)
+        with swapped(self.module, seen) as changed, repeats:
             args, kwargs = _call_arguments(step, values)
             result = self.module(*args, **kwargs)
         self.seen.reassigned = [name for name in changed if name not in seen]
@@ -243,9 +246,11 @@ def _run_export(wrapper: _Traced, step: Step) -> torch.export.ExportedProgram:
     try:
         with torch.no_grad():
             program = torch.export.export(wrapper, args, strict=False)
-            if any(node.target is torch.ops.higher_order.flat_apply for node in program.graph.nodes):
-                return program.run_decompositions({})  # which puts the called Python function's operators in
-            return program
+            if not any(node.target is torch.ops.higher_order.flat_apply for node in program.graph.nodes):
+                return program
+            # Decompositions put the called Python function's operators in, and must see those of all layers.
+            wrapper.repeats = None
+            return torch.export.export(wrapper, args, strict=False).run_decompositions({})
     except NxdError:
         raise
     except Exception as error:
@@ -274,7 +279,8 @@ def _flat_graph(program: torch.export.ExportedProgram, wrapper: _Traced, step: S
     from torch.export.graph_signature import InputKind
 
     module = program.graph_module
-    wrapper.repeats.write_out(module)
+    if wrapper.repeats is not None:
+        wrapper.repeats.write_out(module)
     passes.flatten_nested(module)
     passes.simplify(module)
     user: list[fx.Node] = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,11 +35,16 @@ def _repeated(inputs: list[Tensor], like: list[Tensor], body: int) -> list[Tenso
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in like]
 
 
+_Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+"""A module, and the arguments of its forward."""
+
+
 @dataclass
 class _Body:
     """The first layer of a kind: its call, and what it recorded."""
 
-    called: tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+    called: _Call
+    tracer: Any
     number: int
     inputs: list[Tensor]
     """The tensors of the call that ``graph`` takes."""
@@ -77,18 +82,24 @@ class Repeats:
                 del vars(layer)["forward"]
 
     def _call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        called = (layer, args, kwargs)
+        called: _Call = (layer, args, kwargs)
+        mode = get_proxy_mode()
+        if mode is None:
+            return type(layer).forward(layer, *args, **kwargs)
+        tracer: Any = mode.tracer
         for body in self._bodies:
-            if type(body.called[0]) is type(layer) and (pairs := alike(body.called, called, _FREE)) is not None:
-                return body.again(pairs)
-        mode, own = get_proxy_mode(), alike(called, called, _FREE)
-        last = None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)))
+            if body.tracer is tracer and type(body.called[0]) is type(layer):
+                pairs = alike(body.called, called, _FREE)
+                if pairs is not None:
+                    return body.again(pairs)
+        own = alike(called, called, _FREE)
+        last = next(iter(reversed(tracer.graph.nodes)))
         result = type(layer).forward(layer, *args, **kwargs)
-        if mode is not None and own is not None:
-            self._record(called, [tensor for tensor, _ in own], result, mode.tracer, last)
+        if own is not None:
+            self._record(called, [tensor for tensor, _ in own], result, tracer, last)
         return result
 
-    def _record(self, called: Any, tensors: list[Tensor], result: Any, tracer: Any, last: fx.Node | None) -> None:
+    def _record(self, called: _Call, tensors: list[Tensor], result: Any, tracer: Any, last: fx.Node) -> None:
         """Keep what the tracer recorded after ``last``, unless it is more than operators on ``tensors``."""
         known: dict[fx.Node, Tensor] = {}
         for tensor in tensors:
@@ -123,16 +134,16 @@ class Repeats:
         graph.output(tuple(values[node] for node in returned))
         number = len(self._bodies)
         module = passes.Nodes(nn.Module(), graph)
-        self._bodies.append(_Body(called, number, [known[node] for node in inputs], module, results, structure))
+        self._bodies.append(_Body(called, tracer, number, [known[node] for node in inputs], module, results, structure))
 
     def write_out(self, module: fx.GraphModule) -> None:
-        """Replace the calls of bodies in ``module`` by the bodies' operators."""
-        calls = [node for node in module.graph.nodes if node.target is REPEATED]
-        while calls:
-            for node in calls:
-                body = self._bodies[node.args[2]].graph
-                passes.inline(node, body, node.args[0], _Fresh(body, node.args[0]))
-            calls = [node for node in module.graph.nodes if node.target is REPEATED]
+        """Replace the calls of bodies in ``module`` and its nested graphs by the bodies' operators."""
+        for graph in [child.graph for child in module.modules() if isinstance(child, fx.GraphModule)]:
+            while calls := [node for node in graph.nodes if node.target is REPEATED]:
+                for node in calls:
+                    number: Any = node.args[2]
+                    body = self._bodies[number].graph
+                    passes.inline(node, body, passes.tensors_of(node.args[0]), _Fresh(body, node))
 
 
 _FREE = (Repeats,)
@@ -147,9 +158,9 @@ def _is_operator(node: fx.Node) -> bool:
 class _Fresh:
     """Gives copied nodes fake tensors with memory of their own, shared among them as among the originals'."""
 
-    def __init__(self, body: fx.GraphModule, arguments: Sequence[fx.Node]):
+    def __init__(self, body: fx.GraphModule, call: fx.Node):
         self.memory: dict[int, torch.UntypedStorage] = {}
-        for place, argument in zip(passes.placeholders(body.graph), arguments, strict=True):
+        for place, argument in zip(passes.placeholders(body.graph), passes.tensors_of(call.args[0]), strict=True):
             self.memory[place.meta["val"].untyped_storage()._cdata] = argument.meta["val"].untyped_storage()
 
     def __call__(self, node: fx.Node) -> None:
