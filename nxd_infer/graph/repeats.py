@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.utils import _pytree as pytree
 
 from nxd_infer.comm.ops import EFFECT, LIBRARY
@@ -49,17 +49,21 @@ class _Body:
     inputs: list[Tensor]
     """The tensors of the call that ``graph`` takes."""
     graph: fx.GraphModule
-    """Returns the tensors among the results."""
+    """Returns the tensors among the results, then those that ``changed`` have become."""
     results: list[Any]
     """The results, flattened."""
     structure: pytree.TreeSpec
+    changed: list[Tensor]
+    """Tensors of the call that the tracer knows, after an operator in place, as that operator's result."""
 
     def again(self, pairs: list[tuple[Tensor, Tensor]]) -> Any:
         """Record a call of the graph on the second tensors of ``pairs``, whose first ones the first call had."""
         tensors = {id(first): second for first, second in pairs}
-        like = [value for value in self.results if isinstance(value, Tensor)]
+        like = [value for value in self.results if isinstance(value, Tensor)] + self.changed
         made = iter(REPEATED([tensors[id(tensor)] for tensor in self.inputs], like, self.number))
         results = [next(made) if isinstance(value, Tensor) else value for value in self.results]
+        for tensor, now in zip(self.changed, made, strict=True):
+            set_proxy_slot(tensors[id(tensor)], self.tracer, get_proxy_slot(now, self.tracer))
         return pytree.tree_unflatten(results, self.structure)
 
 
@@ -83,8 +87,8 @@ class Repeats:
 
     def _call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         called: _Call = (layer, args, kwargs)
-        mode = get_proxy_mode()
-        if mode is None:
+        mode = None if torch.compiler.is_dynamo_compiling() else get_proxy_mode()
+        if mode is None:  # a branch of torch.cond, which Dynamo runs
             return type(layer).forward(layer, *args, **kwargs)
         tracer: Any = mode.tracer
         for body in self._bodies:
@@ -92,49 +96,49 @@ class Repeats:
                 pairs = alike(body.called, called, _FREE)
                 if pairs is not None:
                     return body.again(pairs)
-        own = alike(called, called, _FREE)
+        own = alike(called, called, _FREE) or []
+        known = {tensor: slot for tensor, _ in own if (slot := get_proxy_slot(tensor, tracer, None)) is not None}
         last = next(iter(reversed(tracer.graph.nodes)))
         result = type(layer).forward(layer, *args, **kwargs)
-        if own is not None:
-            self._record(called, [tensor for tensor, _ in own], result, tracer, last)
+        if not any(slot.constant is not None for slot in known.values()):  # of which forward can read the value
+            self._record(called, {slot.proxy.node: tensor for tensor, slot in known.items()}, result, tracer, last)
         return result
 
-    def _record(self, called: _Call, tensors: list[Tensor], result: Any, tracer: Any, last: fx.Node) -> None:
-        """Keep what the tracer recorded after ``last``, unless it is more than operators on ``tensors``."""
-        known: dict[fx.Node, Tensor] = {}
-        for tensor in tensors:
-            slot = get_proxy_slot(tensor, tracer, None)
-            if slot is not None:
-                if slot.constant is not None:
-                    return  # forward can read its value
-                known.setdefault(slot.proxy.node, tensor)
+    def _record(
+        self, called: _Call, known: dict[fx.Node, Tensor], result: Any, tracer: Any, last: fx.Node
+    ) -> None:
+        """Keep what the tracer recorded after ``last``, unless it is more than operators on the ``known`` tensors."""
+
+        def node_of(tensor: Tensor) -> fx.Node | None:
+            return get_proxy_slot(tensor, tracer, None, lambda slot: slot.proxy.node)
+
         nodes = list(itertools.takewhile(lambda node: node is not last, reversed(tracer.graph.nodes)))[::-1]
         own = set(nodes)
         used = {source for node in nodes for source in node.all_input_nodes} - own
         if not used <= known.keys() or not all(_is_operator(node) for node in nodes):
             return
         results, structure = pytree.tree_flatten(result)
-        slots = [get_proxy_slot(value, tracer, None) for value in results if isinstance(value, Tensor)]
-        returned = [None if slot is None else slot.proxy.node for slot in slots]
+        if not all(isinstance(value, (Tensor, bool, int, float, str, type(None))) for value in results):
+            return
+        returned = [node_of(value) for value in results if isinstance(value, Tensor)]
         memory = [key for node in returned if node in own for key in passes.storages(node)]
         taken = {key for node in used for key in passes.storages(node)}
         # Each result has memory of its own, as the results of REPEATED have.
-        if not own.issuperset(returned) or len(set(memory)) < len(returned) or not taken.isdisjoint(memory):
+        if len(set(memory)) < len(returned) or not taken.isdisjoint(memory):
             return
-        if not all(isinstance(value, (Tensor, bool, int, float, str, type(None))) for value in results):
-            return
+        changed = [tensor for node, tensor in known.items() if node_of(tensor) is not node]
         graph = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
+        values: dict[fx.Node | None, fx.Node] = {}
         inputs = [node for node in known if node in used]
         for node in inputs:
             values[node] = graph.placeholder(node.name)
             values[node].meta["val"] = node.meta["val"]
         for node in nodes:
             values[node] = graph.node_copy(node, lambda n: values[n])
-        graph.output(tuple(values[node] for node in returned))
-        number = len(self._bodies)
-        module = passes.Nodes(nn.Module(), graph)
-        self._bodies.append(_Body(called, tracer, number, [known[node] for node in inputs], module, results, structure))
+        graph.output(tuple(values[node] for node in (*returned, *map(node_of, changed))))
+        takes = [known[node] for node in inputs]
+        body = passes.Nodes(nn.Module(), graph)
+        self._bodies.append(_Body(called, tracer, len(self._bodies), takes, body, results, structure, changed))
 
     def write_out(self, module: fx.GraphModule) -> None:
         """Replace the calls of bodies in ``module`` and its nested graphs by the bodies' operators."""
