@@ -7,17 +7,18 @@ tensors that they find. What this module does not know how to compare is unlike,
 from __future__ import annotations
 
 import enum
+import functools
+import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _HEAP_TYPE = 1 << 9
-"""Flag of classes that are written in Python, whose instances hold nothing but their attributes."""
+"""The flag of classes that are made while the program runs, as those in Python are."""
 _PLAIN = (
     *(type(None), bool, int, str, bytes, complex, range, type(Ellipsis)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -103,7 +104,7 @@ class _Walk:
         return self.items(_own_attributes(a), _own_attributes(b))
 
     def _objects(self, a: Any, b: Any, kind: type) -> bool:
-        bases = [base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE and base is not object]
+        bases = [base for base in kind.__mro__ if not _in_python(base) and base is not object]
         if any(base not in _COMPARED for base in bases):
             return a is b
         if bases and not _COMPARED[bases[0]](self, a, b):
@@ -139,7 +140,7 @@ _COMPARED: dict[type, Callable[[_Walk, Any, Any], bool]] = {
     types.MappingProxyType: _Walk.items,
     types.FunctionType: _Walk.functions,
     types.MethodType: lambda walk, a, b: walk.attributes(a, b, "__func__", "__self__"),
-    partial: lambda walk, a, b: walk.attributes(a, b, "func", "args", "keywords"),
+    functools.partial: lambda walk, a, b: walk.attributes(a, b, "func", "args", "keywords"),
 }
 
 
@@ -170,6 +171,17 @@ def _fake_attributes(tensor: Any) -> set[str]:
 
 _fake: set[str] = set()
 """Names of the attributes that every fake tensor has."""
+
+
+@functools.cache
+def _in_python(kind: type) -> bool:
+    """Return whether a class is written in Python, so that its instances hold nothing but their attributes."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return (
+        bool(kind.__flags__ & _HEAP_TYPE)
+        and file.endswith(".py")
+        and ("__slots__" in vars(kind) or kind.__dictoffset__ != 0)
+    )
 
 
 def _slots(kind: type) -> tuple[str, ...]:

@@ -104,9 +104,7 @@ class Repeats:
             self._record(called, {slot.proxy.node: tensor for tensor, slot in known.items()}, result, tracer, last)
         return result
 
-    def _record(
-        self, called: _Call, known: dict[fx.Node, Tensor], result: Any, tracer: Any, last: fx.Node
-    ) -> None:
+    def _record(self, called: _Call, known: dict[fx.Node, Tensor], result: Any, tracer: Any, last: fx.Node) -> None:
         """Keep what the tracer recorded after ``last``, unless it is more than operators on the ``known`` tensors."""
 
         def node_of(tensor: Tensor) -> fx.Node | None:
@@ -175,5 +173,7 @@ class _Fresh:
         new = self.memory.get(old._cdata)
         if new is None:
             new = self.memory[old._cdata] = torch.UntypedStorage(old.nbytes(), device="meta")
-        own = torch.empty(0, dtype=fake.dtype, device="meta").set_(new, fake.storage_offset(), fake.shape, fake.stride())
+        own = torch.empty(0, dtype=fake.dtype, device="meta").set_(
+            new, fake.storage_offset(), fake.shape, fake.stride()
+        )
         return type(fake)(fake.fake_mode, own, fake.device)
