@@ -310,16 +310,17 @@ def _flat_graph(program: torch.export.ExportedProgram, wrapper: _Traced, step: S
                 constants[name] = value
         else:
             raise TraceError(f"the model holds {spec.target!r} of a kind that cannot be traced ({spec.kind.name})")
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    for node in [*user, *(node for _, node in weights)]:
-        values[node] = graph.placeholder(node.name)
-        values[node].meta = {"val": node.meta["val"]}
-    for node in module.graph.nodes:
-        if node.op == "output":
-            graph.output(fx.map_arg(tuple(node.args[0]), lambda n: values[n]))
-        elif node.op != "placeholder":
-            values[node] = graph.node_copy(node, lambda n: values[n])
+    graph = module.graph
+    taken = [*user, *(node for _, node in weights)]
+    for node in set(passes.placeholders(graph)).difference(taken):
+        graph.erase_node(node)
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in taken:
+        first.prepend(node)
+    for node in graph.nodes:
+        node.meta = {"val": node.meta["val"]} if "val" in node.meta else {}
+    output = passes.output_of(graph)
+    output.args = (tuple(output.args[0]),)
     return Exported(
         module=passes.Nodes(module, graph),
         states=list(step.states),

@@ -18,21 +18,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    set_proxy_slot,
+    track_tensor_tree,
+)
 from torch.utils import _pytree as pytree
 
 from nxd_infer.comm.ops import EFFECT, LIBRARY
 from nxd_infer.graph import passes
 from nxd_infer.graph.likeness import alike
 
-LIBRARY.define("repeated(Tensor[] inputs, Tensor[] like, int body) -> Tensor[]", tags=EFFECT)
+LIBRARY.define("repeated(Tensor[] inputs, int body) -> Tensor[]", tags=EFFECT)
 REPEATED = torch.ops.nxd.repeated.default
-"""Stands for the operators of body number ``body``; its results have the forms of ``like``. Only export calls it."""
-
-
-@torch.library.register_fake("nxd::repeated", lib=LIBRARY)
-def _repeated(inputs: list[Tensor], like: list[Tensor], body: int) -> list[Tensor]:
-    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in like]
+"""Stands for the operators of body number ``body``. Nothing ever runs it."""
 
 
 _Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -58,12 +59,18 @@ class _Body:
 
     def again(self, pairs: list[tuple[Tensor, Tensor]]) -> Any:
         """Record a call of the graph on the second tensors of ``pairs``, whose first ones the first call had."""
-        tensors = {id(first): second for first, second in pairs}
-        like = [value for value in self.results if isinstance(value, Tensor)] + self.changed
-        made = iter(REPEATED([tensors[id(tensor)] for tensor in self.inputs], like, self.number))
-        results = [next(made) if isinstance(value, Tensor) else value for value in self.results]
-        for tensor, now in zip(self.changed, made, strict=True):
-            set_proxy_slot(tensors[id(tensor)], self.tracer, get_proxy_slot(now, self.tracer))
+        tensors, tracer = {id(first): second for first, second in pairs}, self.tracer
+        inputs = [get_proxy_slot(tensors[id(tensor)], tracer).proxy for tensor in self.inputs]
+        with disable_proxy_modes_tracing():
+            made = [
+                torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+                for like in (*filter(torch.is_tensor, self.results), *self.changed)
+            ]
+        call = tracer.create_proxy("call_function", REPEATED, (inputs, self.number), {})
+        fresh = iter(track_tensor_tree(made, call, constant=None, tracer=tracer))
+        results = [next(fresh) if isinstance(value, Tensor) else value for value in self.results]
+        for tensor, now in zip(self.changed, fresh, strict=True):
+            set_proxy_slot(tensors[id(tensor)], tracer, get_proxy_slot(now, tracer))
         return pytree.tree_unflatten(results, self.structure)
 
 
@@ -119,9 +126,9 @@ class Repeats:
         if not all(isinstance(value, (Tensor, bool, int, float, str, type(None))) for value in results):
             return
         returned = [node_of(value) for value in results if isinstance(value, Tensor)]
-        memory = [key for node in returned if node in own for key in passes.storages(node)]
+        memory = [key for node in returned if node is not None and node in own for key in passes.storages(node)]
         taken = {key for node in used for key in passes.storages(node)}
-        # Each result has memory of its own, as the results of REPEATED have.
+        # Each result has memory of its own, as those of a repeated call have.
         if len(set(memory)) < len(returned) or not taken.isdisjoint(memory):
             return
         changed = [tensor for node, tensor in known.items() if node_of(tensor) is not node]
@@ -133,6 +140,7 @@ class Repeats:
             values[node].meta["val"] = node.meta["val"]
         for node in nodes:
             values[node] = graph.node_copy(node, lambda n: values[n])
+            values[node].meta = {"val": node.meta.get("val")}
         graph.output(tuple(values[node] for node in (*returned, *map(node_of, changed))))
         takes = [known[node] for node in inputs]
         body = passes.Nodes(nn.Module(), graph)
@@ -143,7 +151,7 @@ class Repeats:
         for graph in [child.graph for child in module.modules() if isinstance(child, fx.GraphModule)]:
             while calls := [node for node in graph.nodes if node.target is REPEATED]:
                 for node in calls:
-                    number: Any = node.args[2]
+                    number: Any = node.args[1]
                     body = self._bodies[number].graph
                     passes.inline(node, body, passes.tensors_of(node.args[0]), _Fresh(body, node))
 
@@ -166,7 +174,7 @@ class _Fresh:
             self.memory[place.meta["val"].untyped_storage()._cdata] = argument.meta["val"].untyped_storage()
 
     def __call__(self, node: fx.Node) -> None:
-        node.meta["val"] = pytree.tree_map_only(Tensor, self._fresh, node.meta.get("val"))
+        node.meta["val"] = pytree.tree_map_only(Tensor, self._fresh, node.meta["val"])
 
     def _fresh(self, fake: Any) -> Any:
         old = fake.untyped_storage()
