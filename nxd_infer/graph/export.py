@@ -244,7 +244,7 @@ def _run_export(wrapper: _Traced, step: Step) -> torch.export.ExportedProgram:
     ]
     args = tuple(states) + tuple(step.inputs.values())
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _no_stack_traces():
             program = torch.export.export(wrapper, args, strict=False)
             if not any(node.target is torch.ops.higher_order.flat_apply for node in program.graph.nodes):
                 return program
@@ -255,6 +255,21 @@ def _run_export(wrapper: _Traced, step: Step) -> torch.export.ExportedProgram:
         raise
     except Exception as error:
         raise TraceError(f"{type(step.module).__name__} cannot be exported: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _no_stack_traces() -> Iterator[None]:
+    """Keep the tracer from looking up where in Python each node was made, which nobody reads (since torch 2.13)."""
+    config: Any = getattr(torch.fx, "config", None)
+    before = getattr(config, "do_not_emit_stack_traces", None)
+    if before is None:
+        yield
+        return
+    config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        config.do_not_emit_stack_traces = before
 
 
 def _refuse_overlap(step: Step, own: dict[str, Tensor]) -> None:
@@ -314,9 +329,9 @@ def _flat_graph(program: torch.export.ExportedProgram, wrapper: _Traced, step: S
     taken = [*user, *(node for _, node in weights)]
     for node in set(passes.placeholders(graph)).difference(taken):
         graph.erase_node(node)
-    first = next(node for node in graph.nodes if node.op != "placeholder")
+    start = next(node for node in graph.nodes if node.op != "placeholder")
     for node in taken:
-        first.prepend(node)
+        start.prepend(node)
     for node in graph.nodes:
         node.meta = {"val": node.meta["val"]} if "val" in node.meta else {}
     output = passes.output_of(graph)

@@ -1,15 +1,14 @@
 """Ranks whose graphs are equal are exported once.
 
-All ranks are built the same way. If Python code could not tell a rank's module from that of the first rank, and neither
-``func`` nor ``forward`` has read the rank as a number, both have the same graphs; only the values of parameters, buffers
-and states differ. In doubt a rank is exported by itself.
+All ranks are built the same way. If Python code could not tell a rank's module from that of the first rank, and
+neither ``func`` nor ``forward`` has read the rank as a number, both have the same graphs: only the values of
+parameters, buffers and states differ. In doubt a rank is exported by itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -86,15 +85,20 @@ class EqualRanks:
         self._built: list[Built] = []
         self._stages: list[RankGraphs] = []
 
-    def traced(self, built: list[Built], watch: Watch, trace: Callable[[], list[RankGraphs]]) -> list[RankGraphs]:
-        """Return the first rank's graphs with the values of ``built``, or else the result of ``trace()``."""
-        if self._stages and not watch.read and _equal(self._built, built):
-            return [dataclasses.replace(graphs, built=built, _tensors={}) for graphs in self._stages]
-        watch.tracing = True
-        stages = trace()
+    @property
+    def kept(self) -> bool:
+        return bool(self._stages)
+
+    def keep(self, built: list[Built], watch: Watch, stages: list[RankGraphs]) -> None:
+        """Keep the graphs of a rank that has been traced, if they may be those of others."""
         if not self._stages and not watch.read:
             self._built, self._stages = built, stages
-        return stages
+
+    def of(self, built: list[Built], watch: Watch) -> list[RankGraphs]:
+        """Return the kept graphs with the values of ``built``; [] if its graphs may differ."""
+        if not self._stages or watch.read or not _equal(self._built, built):
+            return []
+        return [dataclasses.replace(graphs, built=built, _tensors={}) for graphs in self._stages]
 
 
 def _equal(first: list[Built], other: list[Built]) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nxd_infer.artifact.layouts import describe_layout
@@ -111,9 +112,16 @@ def initial_states(request: TraceRequest, graphs: RankGraphs) -> dict[str, Tenso
         tensor = shared.get(name)
         if tensor is None:
             tensor = next(table for table in tables if name in table)[name].detach()
-        if not is_symbolic(tensor) and tensor.numel() and bool(tensor.ne(0).any()):
+        if not is_symbolic(tensor) and bool(_words(tensor).any()):
             values[name] = tensor.contiguous()
     return values
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return the memory of ``tensor`` as int64 if it can be read so, which is several times faster for large caches."""
+    size = tensor.element_size()
+    whole = tensor.is_contiguous() and tensor.dim() > 0 and tensor.shape[-1] * size % 8 == 0
+    return tensor.view(torch.int64) if whole and tensor.storage_offset() * size % 8 == 0 else tensor.ne(0)
 
 
 def shared_names(request: TraceRequest, graphs: RankGraphs) -> list[str]:

@@ -64,8 +64,12 @@ def trace_ranks_here(
 
         with _as_rank(request, rank) as watch:
             results += _trace(request, rank, build, source, report, equal, watch)
-        gc.collect()  # graphs are cycles; free them before the next rank or the compilers
+        if not equal.kept:
+            gc.collect()  # graphs are cycles; free them before the next rank or the compilers
         give_back()
+    if equal.kept:
+        del equal
+        gc.collect()
     progress("trace ranks", total, total, "")
     return sorted(results, key=lambda result: result.rank)
 
@@ -104,7 +108,13 @@ def _trace(
     start = time.monotonic()
     with _weightless(), UntouchedZeros():
         built = _build(request, rank)
-    stages = equal.traced(built, watch, lambda: one_rank.trace_buckets(request, built, report))
+    stages = equal.of(built, watch)
+    if stages:
+        report(len(request.buckets) - 1)
+    else:
+        watch.tracing = True
+        stages = one_rank.trace_buckets(request, built, report)
+        equal.keep(built, watch, stages)
     found = []
     read: set[str] = set()
     for graphs in stages:

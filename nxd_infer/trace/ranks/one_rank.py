@@ -27,6 +27,7 @@ from nxd_infer.trace.ranks.rank_graphs import Built, RankGraphs, is_symbolic, va
 from nxd_infer.trace.ranks.stages import require_one_rounding, split_rank
 from nxd_infer.trace.request import TracedBucket, TraceRequest
 from nxd_infer.util.devices import on_host
+from nxd_infer.util.memory import no_collections
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ def require_values(module: nn.Module) -> None:
     make_contiguous(module)
 
 
+@no_collections()
 def trace_buckets(
     request: TraceRequest, built: list[Built], report: Callable[[int], None] | None = None
 ) -> list[RankGraphs]:
