@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _HEAP_TYPE = 1 << 9
 """The flag of classes that are made while the program runs, as those in Python are."""
+_HOOKS = frozenset(name for name, value in vars(nn.Module()).items() if "hooks" in name and isinstance(value, dict))
 _PLAIN = (
     *(type(None), bool, int, str, bytes, complex, range, type(Ellipsis)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -31,7 +32,7 @@ def alike(first: Any, second: Any, free: tuple[type, ...] = ()) -> list[tuple[Te
     """Return the tensors at equal places of two object graphs, each pair once; None if the graphs are not alike.
 
     Paired tensors have the same class, dtype, shape, strides and device, and share memory with one another in the same
-    way. What is one object in one graph is one object in the other. Objects of the classes ``free`` are not
+    way. What is one object in one graph, containers aside, is one in the other. Objects of the classes ``free`` are not
     read, nor whether there is one or None.
     """
     walk = _Walk(free)
@@ -48,6 +49,10 @@ class _Walk:
         self.tensors: list[tuple[Tensor, Tensor]] = []
         self.forth: dict[int, int] = {}
         self.back: dict[int, int] = {}
+        self.compared: set[tuple[int, int]] = set()
+        """Containers: two equal ones are as good as one, unless forward changes them, which no graph can show."""
+        self.numbers: dict[int, int] = {}
+        """Of hooks."""
         self.kept: list[Any] = []
         """Keeps what was made on the way, so that no number is used twice."""
 
@@ -61,10 +66,15 @@ class _Walk:
             return repr(a) == repr(b)  # which distinguishes -0.0 and is equal for NaN
         if isinstance(a, _ITSELF):
             return a is b
+        self.kept += (a, b)
+        if kind in _CONTAINERS:
+            if (id(a), id(b)) in self.compared:
+                return True
+            self.compared.add((id(a), id(b)))
+            return _COMPARED[kind](self, a, b)
         if id(a) in self.forth or id(b) in self.back:
             return self.forth.get(id(a)) == id(b) and self.back.get(id(b)) == id(a)
         self.forth[id(a)], self.back[id(b)] = id(b), id(a)
-        self.kept += (a, b)
         if isinstance(a, self.free):
             return True
         if isinstance(a, Tensor):
@@ -82,6 +92,11 @@ class _Walk:
 
     def items(self, a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
         return self.each(list(a), list(b)) and all(map(self.alike, a.values(), b.values()))
+
+    def hooks(self, a: Mapping[int, Any], b: Mapping[int, Any]) -> bool:
+        """Compare tables of hooks, whose keys are numbers that no two hooks of a process share."""
+        same = all(self.numbers.setdefault(x, y) == y for x, y in zip(a, b, strict=False))
+        return same and self.each(list(a.values()), list(b.values()))
 
     def members(self, a: Any, b: Any) -> bool:
         return a == b and all(type(member) in _PLAIN for member in a)
@@ -113,7 +128,14 @@ class _Walk:
         return (
             all(hasattr(a, name) == hasattr(b, name) for name in slots)
             and self.attributes(a, b, *(name for name in slots if hasattr(a, name)))
-            and self.items(getattr(a, "__dict__", {}), getattr(b, "__dict__", {}))
+            and self._dictionaries(getattr(a, "__dict__", {}), getattr(b, "__dict__", {}), issubclass(kind, nn.Module))
+        )
+
+    def _dictionaries(self, a: dict[str, Any], b: dict[str, Any], of_modules: bool) -> bool:
+        if not of_modules:
+            return self.items(a, b)
+        return list(a) == list(b) and all(
+            self.hooks(a[name], b[name]) if name in _HOOKS else self.alike(a[name], b[name]) for name in a
         )
 
     def share_alike(self) -> bool:
@@ -142,6 +164,9 @@ _COMPARED: dict[type, Callable[[_Walk, Any, Any], bool]] = {
     types.MethodType: lambda walk, a, b: walk.attributes(a, b, "__func__", "__self__"),
     functools.partial: lambda walk, a, b: walk.attributes(a, b, "func", "args", "keywords"),
 }
+
+
+_CONTAINERS = (dict, OrderedDict, list, tuple, deque, set, frozenset, torch.Size)
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:

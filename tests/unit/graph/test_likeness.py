@@ -56,6 +56,13 @@ def tied(names: int) -> nn.Module:
     return module
 
 
+def hooked(value: int, kwargs: bool = False) -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_forward_pre_hook(adds(1))
+    module.register_forward_pre_hook(adds(value), with_kwargs=kwargs)
+    return module
+
+
 T = torch.arange(12.0)
 
 
@@ -91,6 +98,9 @@ T = torch.arange(12.0)
         (tied(2), tied(2), True),
         (tied(2), tied(3), False),
         (tied(1), tied(2), False),
+        (hooked(1), hooked(1), True),
+        (hooked(1), hooked(2), False),
+        (hooked(1), hooked(1, kwargs=True), False),
         (T, T.double(), False),
         (T[:6].view(2, 3), T[:6].view(3, 2).t(), False),
         (T[1:3], T[2:4], False),
