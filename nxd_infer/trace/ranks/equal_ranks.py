@@ -42,39 +42,55 @@ def _reader() -> str:
 _HAND_ON = (__name__, "nxd_infer.context", "nxd_infer.parallel_state")
 
 
-class WatchedContext(ParallelContext):
-    """A rank's context that notes when the rank is read."""
+class _Watched:
+    """A description of the rank that notes when the rank is read. A copy is the same object, so that it notes it, too;
+    a pickle holds the plain description."""
 
     watch: Watch
+    plain: type
+    says: tuple[str, ...]
+    """Attributes that differ between the ranks."""
 
     @classmethod
-    def of(cls, context: ParallelContext, watch: Watch) -> WatchedContext:
-        own = cls(**{field.name: getattr(context, field.name) for field in dataclasses.fields(context)})
-        object.__setattr__(own, "watch", watch)
+    def of(cls, plain: Any, watch: Watch) -> Any:
+        own = cls(**{field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)})
+        vars(own)["watch"] = watch
         return own
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("rank", "collectives") and "watch" in vars(self):
+        if name in type(self).says:
             self.watch.note()
         return super().__getattribute__(name)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __reduce__(self) -> Any:
+        return self.plain, tuple(vars(self)[field.name] for field in dataclasses.fields(self.plain))
+
+
+class WatchedContext(_Watched, ParallelContext):
+    """A rank's context. One that other code makes of it (``dataclasses.replace``) has a watch that nobody asks, but its
+    maker has read the rank."""
+
+    watch = Watch()
+    plain = ParallelContext
+    says = ("rank", "collectives")
 
     def axis(self, name: str) -> Axis:
-        found = _WatchedAxis(*dataclasses.astuple(self.layout.axis(name, vars(self)["rank"])))
-        object.__setattr__(found, "watch", self.watch)
-        return found
+        return _WatchedAxis.of(self.layout.axis(name, vars(self)["rank"]), self.watch)
 
 
-class _WatchedAxis(Axis):
-    watch: Watch
-
-    def __getattribute__(self, name: str) -> Any:
-        # Tensor parallel ranks of one stage are one group.
-        if (name == "rank" or (name == "ranks" and self.name != "tp")) and "watch" in vars(self):
-            self.watch.note()
-        return super().__getattribute__(name)
+class _WatchedAxis(_Watched, Axis):
+    watch = Watch()
+    plain = Axis
+    says = ("rank", "ranks")
 
 
-_FREE = (WatchedContext, Elements)
+_FREE = (_Watched, Elements)
 """Elements describe gradients: export does not read them."""
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 from typing import Any
 
 import pytest
@@ -81,6 +83,30 @@ class OwnContext(Base):
         return y + self.context.tp.rank
 
 
+class Copied(Base):
+    def prepare(self) -> None:
+        self.copied = copy.deepcopy(self.up)
+
+    def change(self, y: Tensor) -> Tensor:
+        return y + self.copied.rank
+
+
+class Pickled(Base):
+    def prepare(self) -> None:
+        self.pickled = pickle.loads(pickle.dumps(self.context))
+
+    def change(self, y: Tensor) -> Tensor:
+        return y + self.pickled.tp.rank
+
+
+class OwnAxis(Base):
+    def prepare(self) -> None:
+        self.axis = self.context.tp
+
+    def change(self, y: Tensor) -> Tensor:
+        return y + self.axis.rank
+
+
 class OfALayer(Base):
     def change(self, y: Tensor) -> Tensor:
         return y + self.up.rank
@@ -148,7 +174,7 @@ def test_equal_ranks_are_exported_once(tmp_path):
 
 @pytest.mark.parametrize(
     "func",
-    [Attribute, Nested, Function, Forward, OwnContext, OfALayer, Global, closure],
+    [Attribute, Nested, Function, Forward, OwnContext, Copied, Pickled, OwnAxis, OfALayer, Global, closure],
     ids=lambda func: func.__name__,
 )
 def test_a_rank_that_is_a_number_gives_a_graph_of_its_own(func, tmp_path):
