@@ -51,8 +51,8 @@ class _Walk:
         self.back: dict[int, int] = {}
         self.compared: set[tuple[int, int]] = set()
         """Containers: two equal ones are as good as one, unless forward changes them, which no graph can show."""
-        self.numbers: dict[int, int] = {}
-        """Of hooks."""
+        self.numbers: dict[tuple[int, int], int] = {}
+        """Of hooks: from the first graph (1) to the second, and back (2)."""
         self.kept: list[Any] = []
         """Keeps what was made on the way, so that no number is used twice."""
 
@@ -95,7 +95,11 @@ class _Walk:
 
     def hooks(self, a: Mapping[int, Any], b: Mapping[int, Any]) -> bool:
         """Compare tables of hooks, whose keys are numbers that no two hooks of a process share."""
-        same = all(self.numbers.setdefault(x, y) == y for x, y in zip(a, b, strict=False))
+        numbers = self.numbers
+        same = all(
+            numbers.setdefault((1, x), y) == y and numbers.setdefault((2, y), x) == x
+            for x, y in zip(a, b, strict=False)
+        )
         return same and self.each(list(a.values()), list(b.values()))
 
     def members(self, a: Any, b: Any) -> bool:
@@ -128,14 +132,12 @@ class _Walk:
         return (
             all(hasattr(a, name) == hasattr(b, name) for name in slots)
             and self.attributes(a, b, *(name for name in slots if hasattr(a, name)))
-            and self._dictionaries(getattr(a, "__dict__", {}), getattr(b, "__dict__", {}), issubclass(kind, nn.Module))
+            and (self._modules if issubclass(kind, nn.Module) else self.items)(_dictionary(a), _dictionary(b))
         )
 
-    def _dictionaries(self, a: dict[str, Any], b: dict[str, Any], of_modules: bool) -> bool:
-        if not of_modules:
-            return self.items(a, b)
+    def _modules(self, a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
         return list(a) == list(b) and all(
-            self.hooks(a[name], b[name]) if name in _HOOKS else self.alike(a[name], b[name]) for name in a
+            (self.hooks if name in _HOOKS else self.alike)(a[name], b[name]) for name in a
         )
 
     def share_alike(self) -> bool:
@@ -207,6 +209,10 @@ def _in_python(kind: type) -> bool:
         and file.endswith(".py")
         and ("__slots__" in vars(kind) or kind.__dictoffset__ != 0)
     )
+
+
+def _dictionary(value: Any) -> dict[str, Any]:
+    return getattr(value, "__dict__", {})
 
 
 def _slots(kind: type) -> tuple[str, ...]:

@@ -56,10 +56,11 @@ def tied(names: int) -> nn.Module:
     return module
 
 
-def hooked(value: int, kwargs: bool = False) -> nn.Module:
+def hooked(value: int, kwargs: int = 2) -> nn.Module:
+    """``kwargs``: which hook takes named arguments."""
     module = nn.Linear(2, 2)
-    module.register_forward_pre_hook(adds(1))
-    module.register_forward_pre_hook(adds(value), with_kwargs=kwargs)
+    for i, added in enumerate((1, value, 3)):
+        module.register_forward_pre_hook(adds(added), with_kwargs=i == kwargs)
     return module
 
 
@@ -100,7 +101,8 @@ T = torch.arange(12.0)
         (tied(1), tied(2), False),
         (hooked(1), hooked(1), True),
         (hooked(1), hooked(2), False),
-        (hooked(1), hooked(1, kwargs=True), False),
+        (hooked(1), hooked(1, 1), False),
+        (hooked(1), hooked(1, 3), False),
         (T, T.double(), False),
         (T[:6].view(2, 3), T[:6].view(3, 2).t(), False),
         (T[1:3], T[2:4], False),
