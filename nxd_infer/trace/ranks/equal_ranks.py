@@ -21,25 +21,28 @@ from nxd_infer.trace.ranks.rank_graphs import Built, RankGraphs, is_symbolic
 
 
 class Watch:
-    """Whether something has read the rank: while ``tracing`` anything, else code outside of this package."""
+    """Whether something has read the rank: while ``tracing`` anything, else code that may tell others."""
 
     def __init__(self) -> None:
         self.tracing = False
         self.read = False
 
     def note(self) -> None:
-        self.read = self.read or self.tracing or _reader().partition(".")[0] != __name__.partition(".")[0]
+        self.read = self.read or self.tracing or not _read_by_a_layer()
 
 
-def _reader() -> str:
-    """Return the module of the code that asked for the rank, which may have asked a function that hands it on."""
-    frame: Any = sys._getframe(2)
-    while frame.f_globals["__name__"] in _HAND_ON or frame.f_code.co_name == "rank":
+def _read_by_a_layer() -> bool:
+    """Return whether a layer of ours asks for the rank, to find its part of a tensor, and not for somebody else."""
+    frame = sys._getframe(2)
+    name = __name__
+    while frame is not None and (name in _HAND_ON or frame.f_code.co_name == "rank"):  # the layers' property
         frame = frame.f_back
-    return frame.f_globals["__name__"]
+        name = "" if frame is None else frame.f_globals.get("__name__", "")
+    return name.startswith(_LAYERS)
 
 
-_HAND_ON = (__name__, "nxd_infer.context", "nxd_infer.parallel_state")
+_HAND_ON = (__name__, "nxd_infer.context")
+_LAYERS = ("nxd_infer.parallel_layers.", "nxd_infer.modules.", "nxd_infer.distributed.")
 
 
 class _Watched:

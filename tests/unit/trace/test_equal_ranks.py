@@ -18,6 +18,7 @@ from nxd_infer.parallel_layers import ColumnParallelLinear, ParallelEmbedding, R
 from nxd_infer.parallel_state import get_tensor_model_parallel_rank
 
 RUNS: list[int] = []
+BUILT: list[int] = []
 GLOBAL = {"rank": 0}
 
 
@@ -26,7 +27,7 @@ def rank() -> int:
 
 
 class Base(nn.Module):
-    """Column and row parallel layers, padded, and a buffer whose value is the rank: equal graphs."""
+    """Column and row parallel layers, padded, the rank as data, and a buffer of other values on each: equal graphs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +35,8 @@ class Base(nn.Module):
         self.up = ColumnParallelLinear(8, 5, gather_output=False, pad=True)
         self.down = RowParallelLinear(5, 8, input_is_parallel=True, pad=True)
         self.context = current_context()
-        self.register_buffer("offset", comm.axis_rank(self.context).float())
+        self.register_buffer("offset", torch.full((8,), float(len(BUILT))))
+        BUILT.append(1)
         self.prepare()
 
     def prepare(self) -> None:
@@ -42,7 +44,8 @@ class Base(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         RUNS.append(1)
-        y = self.down(torch.relu(self.up(self.embed(x)))) * self.context.tp.degree + self.offset
+        y = self.down(torch.relu(self.up(self.embed(x)))) * self.context.tp.degree
+        y = y + self.offset + comm.axis_rank(self.context)
         return self.change(y)
 
     def change(self, y: Tensor) -> Tensor:
@@ -120,6 +123,11 @@ class Global(Base):
         return y + GLOBAL["rank"]
 
 
+class GlobalData(Global):
+    def prepare(self) -> None:
+        GLOBAL["rank"] = int(comm.axis_rank(self.context))
+
+
 class Constant(Base):
     def prepare(self) -> None:
         self.constant = self.offset.clone()
@@ -150,6 +158,7 @@ def traced(func: Any, degree: int, tmp_path: Any, **more: Any) -> tuple[Any, int
     shapes = {"embed.weight": (7, 8), "up.weight": (5, 8), "up.bias": (5,), "down.weight": (8, 5), "down.bias": (8,)}
     weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     RUNS.clear()
+    BUILT.clear()
     model = nxd.trace.parallel_model_trace(
         func,
         [{"x": torch.tensor([1, 6])}, {"x": torch.tensor([1, 2, 3])}],
@@ -174,7 +183,7 @@ def test_equal_ranks_are_exported_once(tmp_path):
 
 @pytest.mark.parametrize(
     "func",
-    [Attribute, Nested, Function, Forward, OwnContext, Copied, Pickled, OwnAxis, OfALayer, Global, closure],
+    [Attribute, Nested, Function, Forward, OwnContext, Copied, Pickled, OwnAxis, OfALayer, Global, GlobalData, closure],
     ids=lambda func: func.__name__,
 )
 def test_a_rank_that_is_a_number_gives_a_graph_of_its_own(func, tmp_path):
