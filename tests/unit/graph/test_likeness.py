@@ -110,7 +110,6 @@ T = torch.arange(12.0)
         ([T[:6], T[:6].view(2, 3)], [T[:6], T[:6].clone().view(2, 3)], False),  # one memory, or two
         ([T[:6], T[:6].view(2, 3)], [T[:6].clone()] * 2, False),
     ],
-    ids=str,
 )
 def test_likeness(first, second, same):
     assert (alike(first, second) is not None) == same
