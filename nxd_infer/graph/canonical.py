@@ -56,8 +56,9 @@ def trace_graph(step: Step) -> Graph:
     passes.eliminate_dead_code(exported.module)
     passes.clone_aliased_outputs(exported.module)
     _drop_unused_weights(exported)
+    specs = _specs(exported, step)
     module = functional(exported.module, len(exported.states))
-    return Graph(module, _specs(exported, step), exported.constants, exported.structure)
+    return Graph(module, specs, exported.constants, exported.structure)
 
 
 def _drop_unused_weights(exported: Exported) -> None:

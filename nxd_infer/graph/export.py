@@ -7,6 +7,7 @@ state, a plain tensor attribute is rejected by name.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from nxd_infer.errors import NxdError, TraceConfigError, TraceError
 from nxd_infer.graph import passes
 from nxd_infer.graph.functional_call import not_registered, swapped
 from nxd_infer.graph.names import key_text, shared_memory
+from nxd_infer.graph.repeats import Repeats
 from nxd_infer.layout.shard import named_tensors
 
 _PREFIX = "module."
@@ -80,6 +82,8 @@ class _Traced(nn.Module):
         self.step = step
         self.clone_inputs = clone_inputs
         self.seen = _Seen()
+        self.repeats: Repeats | None = Repeats()
+        """None: every layer is traced."""
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         step = self.step
@@ -92,7 +96,8 @@ class _Traced(nn.Module):
         seen = states
         if step.views is not None:
             seen = dict(zip(step.states, step.views(list(states.values())), strict=True))
-        with swapped(self.module, seen) as changed:
+        repeats = contextlib.nullcontext() if self.repeats is None else self.repeats.watched(self.module)
+        with swapped(self.module, seen) as changed, repeats:
             args, kwargs = _call_arguments(step, values)
             result = self.module(*args, **kwargs)
         self.seen.reassigned = [name for name in changed if name not in seen]
@@ -239,15 +244,32 @@ def _run_export(wrapper: _Traced, step: Step) -> torch.export.ExportedProgram:
     ]
     args = tuple(states) + tuple(step.inputs.values())
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _no_stack_traces():
             program = torch.export.export(wrapper, args, strict=False)
-            if any(node.target is torch.ops.higher_order.flat_apply for node in program.graph.nodes):
-                return program.run_decompositions({})  # which puts the called Python function's operators in
-            return program
+            if not any(node.target is torch.ops.higher_order.flat_apply for node in program.graph.nodes):
+                return program
+            # Decompositions put the called Python function's operators in, and must see those of all layers.
+            wrapper.repeats = None
+            return torch.export.export(wrapper, args, strict=False).run_decompositions({})
     except NxdError:
         raise
     except Exception as error:
         raise TraceError(f"{type(step.module).__name__} cannot be exported: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _no_stack_traces() -> Iterator[None]:
+    """Keep the tracer from looking up where in Python each node was made, which nobody reads (since torch 2.13)."""
+    config: Any = getattr(torch.fx, "config", None)
+    before = getattr(config, "do_not_emit_stack_traces", None)
+    if before is None:
+        yield
+        return
+    config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        config.do_not_emit_stack_traces = before
 
 
 def _refuse_overlap(step: Step, own: dict[str, Tensor]) -> None:
@@ -272,6 +294,8 @@ def _flat_graph(program: torch.export.ExportedProgram, wrapper: _Traced, step: S
     from torch.export.graph_signature import InputKind
 
     module = program.graph_module
+    if wrapper.repeats is not None:
+        wrapper.repeats.write_out(module)
     passes.flatten_nested(module)
     passes.simplify(module)
     user: list[fx.Node] = []
@@ -301,16 +325,17 @@ def _flat_graph(program: torch.export.ExportedProgram, wrapper: _Traced, step: S
                 constants[name] = value
         else:
             raise TraceError(f"the model holds {spec.target!r} of a kind that cannot be traced ({spec.kind.name})")
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    for node in [*user, *(node for _, node in weights)]:
-        values[node] = graph.placeholder(node.name)
-        values[node].meta = {"val": node.meta["val"]}
-    for node in module.graph.nodes:
-        if node.op == "output":
-            graph.output(fx.map_arg(tuple(node.args[0]), lambda n: values[n]))
-        elif node.op != "placeholder":
-            values[node] = graph.node_copy(node, lambda n: values[n])
+    graph = module.graph
+    taken = [*user, *(node for _, node in weights)]
+    for node in set(passes.placeholders(graph)).difference(taken):
+        graph.erase_node(node)
+    start = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in taken:
+        start.prepend(node)
+    for node in graph.nodes:
+        node.meta = {"val": node.meta["val"]} if "val" in node.meta else {}
+    output = passes.output_of(graph)
+    output.args = (tuple(output.args[0]),)
     return Exported(
         module=passes.Nodes(module, graph),
         states=list(step.states),

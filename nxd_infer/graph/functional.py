@@ -17,9 +17,8 @@ _COPY = aten.clone.default
 
 
 def functional(module: fx.GraphModule, states: int) -> fx.GraphModule:
-    """Return a graph whose first ``states`` placeholders are never written: after the outputs it returns the new value
-    of each, which is the placeholder itself if nothing writes it."""
-    module = copied(module)
+    """Change a graph so that its first ``states`` placeholders are never written, and return it: after the outputs it
+    returns the new value of each, which is the placeholder itself if nothing writes it."""
     graph = module.graph
     places = placeholders(graph)[:states]
     changed = mutated_placeholders(graph)

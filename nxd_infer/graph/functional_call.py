@@ -108,7 +108,7 @@ def _attributes(module: nn.Module) -> dict[str, tuple[nn.Module, str, Any, list[
 def _tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, (list, tuple, dict, collections.deque)):
+    if isinstance(value, (list, tuple, dict, collections.deque)) and value:
         return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     return []
 

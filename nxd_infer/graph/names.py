@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -109,21 +109,29 @@ def shared_memory(module: nn.Module) -> dict[str, str]:
     return found
 
 
-def state_name(module: nn.Module, key: Any) -> str:
-    """Return the qualified name of a state given by name or as the tensor. Raises TraceConfigError if it has none."""
+def state_names(module: nn.Module, keys: Iterable[Any]) -> list[str]:
+    """Return the qualified names of states given by name or as tensors. Raises TraceConfigError for one without."""
     tensors = named_tensors(module)
-    if isinstance(key, str):
-        if key in tensors:
-            return next(name for name, tensor in tensors.items() if tensor is tensors[key])  # the first of its names
-        raise TraceConfigError(
-            f"the state {key!r} is not a buffer or parameter of {type(module).__name__}; it has "
-            f"{', '.join(list(tensors)[:12]) or 'none'}{', ...' if len(tensors) > 12 else ''}"
-        )
+    names: dict[int, str] = {}
     for name, tensor in tensors.items():
-        if tensor is key:
-            return name
+        names.setdefault(id(tensor), name)  # the first of its names
+    found = []
+    for key in keys:
+        name = names.get(id(tensors.get(key) if isinstance(key, str) else key))
+        if name is None:
+            raise TraceConfigError(_unknown_state(module, key, list(tensors)))
+        found.append(name)
+    return found
+
+
+def _unknown_state(module: nn.Module, key: Any, names: list[str]) -> str:
+    if isinstance(key, str):
+        return (
+            f"the state {key!r} is not a buffer or parameter of {type(module).__name__}; it has "
+            f"{', '.join(names[:12]) or 'none'}{', ...' if len(names) > 12 else ''}"
+        )
     kind = f"a {type(key).__name__}" if not isinstance(key, Tensor) else f"a tensor of shape {tuple(key.shape)}"
-    raise TraceConfigError(
+    return (
         f"{kind} is given as a state but is not a buffer or parameter of {type(module).__name__}: "
         "register it with register_buffer, so that it stays with the rank"
     )

@@ -56,8 +56,13 @@ def tensors_of(value: Any) -> list[fx.Node]:
     return found
 
 
-def inline(node: fx.Node, body: fx.GraphModule, args: Iterable[Any]) -> None:
-    """Replace ``node`` by the nodes of ``body`` called on ``args``; a tuple result is read through its getitems."""
+def inline(
+    node: fx.Node, body: fx.GraphModule, args: Iterable[Any], copied: Callable[[fx.Node], None] = lambda node: None
+) -> None:
+    """Replace ``node`` by the nodes of ``body`` called on ``args``; a tuple result is read through its getitems.
+
+    ``copied`` is called with each new node.
+    """
     graph = node.graph
     values: dict[fx.Node, Any] = {}
     arguments = iter(args)
@@ -72,6 +77,7 @@ def inline(node: fx.Node, body: fx.GraphModule, args: Iterable[Any]) -> None:
                 values[inner] = _move_attribute(node, body, inner)
             else:
                 values[inner] = graph.node_copy(inner, lambda n: values[n])
+                copied(values[inner])
     if isinstance(result, (tuple, list)):
         for user in list(node.users):
             if user.target is not operator.getitem:

@@ -53,4 +53,5 @@ class UntouchedZeros(TorchFunctionMode):
         shape = func(*args, **{**kwargs, "device": "meta"})
         if device.type != HOST.type or shape.nbytes < _LARGE:
             return func(*args, **kwargs)
-        return Memory(shape.nbytes).bytes.view(shape.dtype).view(shape.shape)
+        # Reading a large page that nobody has written costs one page fault.
+        return Memory(shape.nbytes, large=True).bytes.view(shape.dtype).view(shape.shape)

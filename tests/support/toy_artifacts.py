@@ -131,9 +131,9 @@ def build(
             graph = GraphFile(digest=digest, inputs=inputs, outputs=outputs, states=states, weights=specs)
             folder = f"graphs/{digest}"
             writer.write_bytes(f"{folder}/{GRAPH_FILE}", graph.model_dump_json().encode())
+            writer.write_bytes(f"{folder}/{PROGRAM_FILE}", ir_text(ir.graph_to_ir(traced)).encode())
             canonical = ir.graph_to_ir(functional(traced, len(states)), ir.FUNCTIONAL)
             writer.write_bytes(f"{folder}/{IR_FILE}", ir_text(canonical).encode())
-            writer.write_bytes(f"{folder}/{PROGRAM_FILE}", ir_text(ir.graph_to_ir(traced)).encode())
             graphs[digest] = graph.spec()
             bucket_specs.append(
                 BucketSpec(

@@ -118,6 +118,8 @@ class Intermediate(nn.Module):
 class EncoderLayer(nn.Module):
     """One block: hidden [B, S, E] in and out."""
 
+    nxd_repeats = True
+
     def __init__(self, config: BertConfig, dtype: torch.dtype):
         super().__init__()
         self.attention = AttentionBlock(config, dtype)

@@ -75,6 +75,8 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """One block; all arguments except the hidden state are optional."""
 
+    nxd_repeats = True
+
     def __init__(self, config: NeoXConfig, dtype: torch.dtype):
         super().__init__()
         self.input_layernorm = nn.LayerNorm(config.hidden_size, config.norm_eps, dtype=dtype)

@@ -123,6 +123,8 @@ class FeedForward(ParallelBlock):
 class DecoderLayer(nn.Module):
     """One transformer block; all arguments except the hidden state are optional."""
 
+    nxd_repeats = True
+
     def __init__(self, config: LlamaConfig, dtype: torch.dtype, sequence_parallel: bool = False):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype, sequence_parallel)

@@ -180,6 +180,8 @@ class ForwardLayer(nn.Module):
 class Block(nn.Module):
     """One block of a stack; that of a decoder attends to the prompt besides. ``first``: it has the stack's table."""
 
+    nxd_repeats = True
+
     def __init__(self, config: T5Config, dtype: torch.dtype, *, first: bool, decodes: bool):
         super().__init__()
         cross = [CrossLayer(config, dtype)] if decodes else []

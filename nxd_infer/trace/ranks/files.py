@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nxd_infer.artifact.layouts import describe_layout
@@ -17,7 +18,6 @@ from nxd_infer.errors import TraceError
 from nxd_infer.graph.stored import write_graph
 from nxd_infer.layout import ParamLayout, layout_of, weight_layout
 from nxd_infer.layout.files.stream import STORED_DTYPES, write_safetensors
-from nxd_infer.layout.shard import named_tensors
 from nxd_infer.modules.lora.slots import AdapterTables
 from nxd_infer.trace.ranks.rank_graphs import RankGraphs, is_symbolic
 from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
@@ -107,14 +107,21 @@ def initial_states(request: TraceRequest, graphs: RankGraphs) -> dict[str, Tenso
     """Return the states that do not start as zeros."""
     shared = dict(zip(shared_names(request, graphs), request.shared_states or (), strict=True))
     values: dict[str, Tensor] = {}
+    tables = [graphs.tensors(index) for index in range(len(graphs.built))]
     for name in graphs.states:
         tensor = shared.get(name)
         if tensor is None:
-            owner = next(b.module for b in graphs.built if name in named_tensors(b.module))
-            tensor = named_tensors(owner)[name].detach()
-        if not is_symbolic(tensor) and tensor.numel() and bool(tensor.ne(0).any()):
+            tensor = next(table for table in tables if name in table)[name].detach()
+        if not is_symbolic(tensor) and bool(_words(tensor).any()):
             values[name] = tensor.contiguous()
     return values
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return the memory of ``tensor`` as int64 if it can be read so, which is several times faster for large caches."""
+    size = tensor.element_size()
+    whole = tensor.is_contiguous() and tensor.dim() > 0 and tensor.shape[-1] * size % 8 == 0
+    return tensor.view(torch.int64) if whole and tensor.storage_offset() * size % 8 == 0 else tensor.ne(0)
 
 
 def shared_names(request: TraceRequest, graphs: RankGraphs) -> list[str]:
@@ -137,7 +144,9 @@ def layouts(graphs: RankGraphs) -> dict[str, Any]:
     tables: dict[int, Any] = {}
     for name, (index, own) in graphs.origin.items():
         module = graphs.built[index].module
-        table = tables.setdefault(id(module), weight_layout(module))
+        table = tables.get(id(module))
+        if table is None:
+            table = tables[id(module)] = weight_layout(module)
         if own in table:
             found[name] = table[own]
             # Other names under which a checkpoint may hold a tied weight; the graph may use any of them.

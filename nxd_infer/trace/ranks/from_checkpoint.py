@@ -1,8 +1,9 @@
 """Loader mode: all ranks are traced in this process on parameters without memory, weights come from a checkpoint.
 
-``func`` builds the module of each rank in turn. A parameter loses its memory as soon as the module registers it;
-buffers, which hold computed values (rotary frequencies, masks, rank offsets), stay real. For export the parameters
-become fake CPU tensors. Each rank's weights are then read from the checkpoint slice by slice and written.
+``func`` builds the module of each rank in turn; ranks that cannot be told apart are exported once. A parameter loses
+its memory as soon as the module registers it; buffers, which hold computed values (rotary frequencies, masks, rank
+offsets), stay real. For export the parameters become fake CPU tensors. Each rank's weights are then read from the
+checkpoint slice by slice and written.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from nxd_infer.layout import ParamLayout, check_weights, shard_tensor
 from nxd_infer.layout.shard import stored_layout
 from nxd_infer.trace.ranks import files as rank_files
 from nxd_infer.trace.ranks import one_rank
+from nxd_infer.trace.ranks.equal_ranks import EqualRanks, Watch, WatchedContext
 from nxd_infer.trace.ranks.rank_graphs import Built, RankGraphs, value_of
 from nxd_infer.trace.request import TracedRank, TraceRequest, tracing_context
 from nxd_infer.util.devices import HOST
@@ -52,6 +54,7 @@ def trace_ranks_here(
         raise TraceError(f"checkpoint_loader_callable raised {type(error).__name__}: {error}") from error
     total = request.tp_degree * len(request.buckets)
     results = []
+    equal = EqualRanks()
     progress("trace ranks", 0, total, "")
     for rank in range(request.tp_degree):
         done = rank * len(request.buckets)
@@ -59,22 +62,31 @@ def trace_ranks_here(
         def report(index: int, rank: int = rank, done: int = done) -> None:
             progress("trace ranks", done + index + 1, total, f"rank {rank}: {request.buckets[index].name}")
 
-        with _as_rank(request, rank):
-            results += _trace(request, rank, build, source, report)
-        gc.collect()  # graphs are cycles; free them before the next rank or the compilers
+        with _as_rank(request, rank) as watch:
+            results += _trace(request, rank, build, source, report, equal, watch)
+        if not equal.kept:
+            gc.collect()  # graphs are cycles; free them before the next rank or the compilers
         give_back()
+    if equal.kept:
+        del equal
+        gc.collect()
     progress("trace ranks", total, total, "")
     return sorted(results, key=lambda result: result.rank)
 
 
 @contextlib.contextmanager
-def _as_rank(request: TraceRequest, rank: int) -> Iterator[None]:
-    """Make this thread ``rank`` inside the block; a collective that is not being exported is an error."""
+def _as_rank(request: TraceRequest, rank: int) -> Iterator[Watch]:
+    """Make this thread ``rank`` inside the block; a collective that is not being exported is an error.
+
+    Yields what notes whether the rank is read.
+    """
     key = f"loader-{id(request)}-{rank}"
     register_collectives(key, _NoCollectives())
+    watch = Watch()
+    context = tracing_context(request.tp_degree, request.pp_degree, rank, key)
     try:
-        with use_context(tracing_context(request.tp_degree, request.pp_degree, rank, key)):
-            yield
+        with use_context(WatchedContext.of(context, watch)):
+            yield watch
     except NxdError as error:
         if isinstance(error, TraceError) and error.rank is None and request.tp_degree > 1:
             error.rank = rank
@@ -84,13 +96,25 @@ def _as_rank(request: TraceRequest, rank: int) -> Iterator[None]:
 
 
 def _trace(
-    request: TraceRequest, rank: int, build: Path, source: Any, report: Callable[[int], None]
+    request: TraceRequest,
+    rank: int,
+    build: Path,
+    source: Any,
+    report: Callable[[int], None],
+    equal: EqualRanks,
+    watch: Watch,
 ) -> list[TracedRank]:
     """Trace one tensor parallel rank; return its pipeline stages."""
     start = time.monotonic()
     with _weightless(), UntouchedZeros():
         built = _build(request, rank)
-    stages = one_rank.trace_buckets(request, built, report)
+    stages = equal.of(built, watch)
+    if stages:
+        report(len(request.buckets) - 1)
+    else:
+        watch.tracing = True
+        stages = one_rank.trace_buckets(request, built, report)
+        equal.keep(built, watch, stages)
     found = []
     read: set[str] = set()
     for graphs in stages:

@@ -19,7 +19,7 @@ from nxd_infer.backends import registry
 from nxd_infer.errors import NxdError, TraceConfigError, TraceError
 from nxd_infer.graph.canonical import Graph, configuration, name_lowered, trace_graph
 from nxd_infer.graph.export import Step
-from nxd_infer.graph.names import named_inputs, shared_memory, state_name
+from nxd_infer.graph.names import named_inputs, shared_memory, state_names
 from nxd_infer.graph.stored import GraphFile
 from nxd_infer.layout.shard import named_tensors
 from nxd_infer.trace.buckets import Bucket, scripted, wants_bucket_rank
@@ -27,6 +27,7 @@ from nxd_infer.trace.ranks.rank_graphs import Built, RankGraphs, is_symbolic, va
 from nxd_infer.trace.ranks.stages import require_one_rounding, split_rank
 from nxd_infer.trace.request import TracedBucket, TraceRequest
 from nxd_infer.util.devices import on_host
+from nxd_infer.util.memory import no_collections
 
 log = logging.getLogger(__name__)
 
@@ -74,20 +75,20 @@ def _call(request: TraceRequest, kwargs: dict[str, Any], prepare: Callable[[nn.M
         )
     if not isinstance(aliases, Mapping):
         raise TraceConfigError(f"the aliases that func returned must be a dictionary, got {type(aliases).__name__}")
-    by_output: dict[int, str] = {}
+    by_output: dict[int, Any] = {}
     for key, index in aliases.items():
         if not isinstance(index, int) or isinstance(index, bool):
             raise TraceConfigError(f"an alias maps a state tensor to the number of an output, got {index!r}")
         if index in by_output:
             raise TraceConfigError(f"output {index} becomes two states; give each state an output of its own")
-        by_output[index] = state_name(module, key)
-    declared = [*getattr(module, "nxd_states", ()), *request.states]
-    states = list(dict.fromkeys([*by_output.values(), *(state_name(module, key) for key in declared)]))
+        by_output[index] = key
+    names = state_names(module, [*by_output.values(), *getattr(module, "nxd_states", ()), *request.states])
+    by_output = dict(zip(by_output, names, strict=False))
     module.eval()
     overlaps = shared_memory(module)
     if prepare is not None:
         prepare(module)
-    return Built(module, by_output, states, overlaps)
+    return Built(module, by_output, list(dict.fromkeys(names)), overlaps)
 
 
 def make_contiguous(module: nn.Module) -> None:
@@ -116,6 +117,7 @@ def require_values(module: nn.Module) -> None:
     make_contiguous(module)
 
 
+@no_collections()
 def trace_buckets(
     request: TraceRequest, built: list[Built], report: Callable[[int], None] | None = None
 ) -> list[RankGraphs]:

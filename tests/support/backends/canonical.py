@@ -19,7 +19,7 @@ from nxd_infer.context import make_context, use_context
 from nxd_infer.graph.canonical import Graph, trace_graph
 from nxd_infer.graph.export import Step
 from nxd_infer.graph.ir import FUNCTIONAL, Program, graph_to_ir
-from nxd_infer.graph.names import named_inputs, state_name
+from nxd_infer.graph.names import named_inputs, state_names
 from nxd_infer.layout.shard import named_tensors
 from tests.support import tiny_models
 
@@ -45,7 +45,7 @@ class Rank:
 
     def __init__(self, module: nn.Module, example: Any, states: Sequence[Any], rank: int):
         inputs, keyword = named_inputs(module, example)
-        step = Step(module, inputs, keyword, [state_name(module, state) for state in states])
+        step = Step(module, inputs, keyword, state_names(module, states))
         self.graph: Graph = trace_graph(step)
         own = named_tensors(module)
         generator = torch.Generator().manual_seed(rank)

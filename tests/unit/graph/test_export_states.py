@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_infer.errors import TraceConfigError, TraceError
-from nxd_infer.graph.names import state_name
+from nxd_infer.graph.names import state_names
 from nxd_infer.graph.passes import mutated_placeholders
 from tests.support.graph.exporting import follow, loaded, lowered, operators
 
@@ -256,10 +256,10 @@ def test_an_alias_that_cannot_be_is_refused(aliases, message):
 
 def test_states_are_named_by_name_or_by_tensor_and_must_be_registered():
     module = Cache(_scatter)
-    assert state_name(module, module.cache) == state_name(module, "cache") == "cache"
+    assert state_names(module, [module.cache, "cache"]) == ["cache", "cache"]
     for wrong in ("cash", torch.zeros(2), 3):
         with pytest.raises(TraceConfigError, match="not a buffer or parameter"):
-            state_name(module, wrong)
+            state_names(module, [wrong])
 
 
 def test_a_tensor_that_forward_makes_of_numbers_may_be_changed_there(tmp_path):
