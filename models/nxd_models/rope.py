@@ -133,13 +133,11 @@ class Rotary(nn.Module):
 
 
 def share_rotary(model: nn.Module) -> None:
-    """Let layers that rotate alike have one :class:`Rotary`, so that a step makes its tables once. Not for training,
-    where a pipeline's stage drops the tensors of other stages' layers."""
+    """Let layers that rotate alike share their frequencies, so that a step makes its tables once."""
     first: dict[tuple[int, RopeConfig], Rotary] = {}
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, Rotary):
-                setattr(parent, name, first.setdefault((child.head_dim, child.config), child))
+    for module in model.modules():
+        if isinstance(module, Rotary):
+            module.inv_freq = first.setdefault((module.head_dim, module.config), module).inv_freq
 
 
 def inverse_frequencies(head_dim: int, c: RopeConfig) -> Tensor:
