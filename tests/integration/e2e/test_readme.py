@@ -18,10 +18,9 @@ from tests.support.e2e.serving import serving
 README = (ROOT / "README.md").read_text()
 # Made shorter, not left out: a test need not train for a minute, nor compile what other tests compile.
 SHORTER = {
-    "--seconds 60": "--seconds 2 --tp 1 --small",
+    "--dir demo": "--dir demo --seconds 2 --tp 1 --small",
     "--tp 2": "--tp 1",
     "--batch-sizes 1,4 --prompt-buckets 32,128 --max-len 256": "--batch-sizes 1 --prompt-buckets 32 --max-len 64",
-    "--dtype float32": "--dtype float32 --backend eager",
     "--max-tokens 24": "--max-tokens 8",
 }
 PORT = "8000"
