@@ -96,7 +96,8 @@ class _Traced(nn.Module):
         seen = states
         if step.views is not None:
             seen = dict(zip(step.states, step.views(list(states.values())), strict=True))
-        repeats = contextlib.nullcontext() if self.repeats is None else self.repeats.watched(self.module)
+        # Not self.module, which is the tracer's stand-in if a module has several names.
+        repeats = contextlib.nullcontext() if self.repeats is None else self.repeats.watched(step.module)
         with swapped(self.module, seen) as changed, repeats:
             args, kwargs = _call_arguments(step, values)
             result = self.module(*args, **kwargs)

@@ -126,6 +126,19 @@ def in_branches(stack: Stack, x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, both, lambda x: stack.layers[1](x), (stack.layers[0](x),))
 
 
+class Sharing(Layer):
+    """Has a part that the other layers have too."""
+
+    part = nn.Linear(SIZE, SIZE)
+
+    def __init__(self):
+        super().__init__()
+        self.shared = Sharing.part
+
+    def run(self, x: Tensor) -> Any:
+        return self.shared(self.linear(x))
+
+
 def tied(stack: Stack, x: Tensor) -> Tensor:
     return stack.layers[0](stack.layers[0](stack.layers[1](x)))
 
@@ -138,9 +151,10 @@ def tied(stack: Stack, x: Tensor) -> Tensor:
         (under_autocast, Layer, 1),
         (in_turn, Outer, 2),
         (tied, Layer, 1),
+        (in_turn, Sharing, 1),
         (in_branches, Layer, 1),
     ],
-    ids=["plain", "states", "regions", "nested", "one layer twice", "branches"],
+    ids=["plain", "states", "regions", "nested", "one layer twice", "a shared part", "branches"],
 )
 def test_layers_that_repeat_run_once_and_give_the_same_graph(calls, kind, runs):
     compare(Stack(calls, [kind() for _ in range(LAYERS)]), runs)
