@@ -192,6 +192,8 @@ NXD_UNARY(tangents, hyperbolic_tangent(x))
 NXD_UNARY(gelu, x * 0.5f * (1.0f + error_function(x * 0.70710678118654752f)))
 NXD_UNARY(gelu_tanh, gelu_by_tanh(x))
 NXD_UNARY(relu, x < 0.0f ? 0.0f : x)
+NXD_UNARY(cosines, std::cos(x))
+NXD_UNARY(sines, std::sin(x))
 NXD_UNARY(copy, x)
 
 NXD_REDUCTION(sum, 0.0f, value, p + q)
@@ -219,6 +221,7 @@ const UnaryLoops* unary_loops(const std::string& name) {
       {"exp", &exponentials_loops}, {"reciprocal", &reciprocal_loops}, {"sigmoid", &sigmoid_loops},
       {"silu", &silu_loops},       {"tanh", &tangents_loops},         {"gelu", &gelu_loops},
       {"gelu_tanh", &gelu_tanh_loops}, {"relu", &relu_loops},
+      {"cos", &cosines_loops},     {"sin", &sines_loops},
   };
   return find(table, name);
 }

@@ -1,6 +1,7 @@
 // The sampling operators: each row is processed by one thread, so that its result depends on nothing else. Schemas and
 // meanings are those of torch.ops.nxd.* in nxd_infer/ops/sampling.py and adjust.py.
 #include "adjust.h"
+#include "columns.h"
 #include "parallel.h"
 #include "registration.h"
 #include "sample_row.h"
@@ -17,35 +18,10 @@
 namespace nxd {
 namespace {
 
-using torch::headeronly::ScalarType;
 using Maybe = std::optional<Tensor>;
 using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 constexpr int64_t kGrain = 32 * 1024;  // logits that justify a thread
-
-// The contiguous tensor, of this type and shape.
-Tensor checked(const Tensor& x, const char* name, ScalarType dtype, const std::vector<int64_t>& shape) {
-  if (x.scalar_type() != dtype || shape_of(x) != shape) {
-    throw std::runtime_error(
-        std::string("nxd: sample: ") + name + " has dtype number " + std::to_string(static_cast<int>(x.scalar_type())) +
-        " and shape " + text(shape_of(x)) + "; expected dtype number " + std::to_string(static_cast<int>(dtype)) +
-        " and shape " + text(shape));
-  }
-  return contiguous(x);
-}
-
-void check_slot(int64_t slot, int64_t slots) {
-  if (slot < 0 || slot >= slots) {
-    throw std::runtime_error("nxd: sample: slot " + std::to_string(slot) + " is not one of " + std::to_string(slots));
-  }
-}
-
-template <typename T>
-struct Column {  // one value per row
-  Column(const Tensor& x, const char* name, ScalarType dtype, int64_t rows) : tensor(checked(x, name, dtype, {rows})) {}
-  const T& operator[](int64_t row) const { return static_cast<const T*>(tensor.data_ptr())[row]; }
-  Tensor tensor;
-};
 
 struct Settings {
   Settings(

@@ -51,6 +51,14 @@ from nxd_infer.ops.sampling import (
     sample_fake,
     sample_reference,
 )
+from nxd_infer.ops.step import (
+    remember_last,
+    remember_last_fake,
+    remember_last_reference,
+    step_rows,
+    step_rows_fake,
+    step_rows_reference,
+)
 
 COMPOSITE: dict[Any, Callable[..., Any]] = {
     torch.ops.nxd.cache_attention.default: cache_attention_reference,
@@ -60,11 +68,16 @@ COMPOSITE: dict[Any, Callable[..., Any]] = {
     torch.ops.nxd.packed_int8_linears.default: packed_int8_linears_reference,
     torch.ops.nxd.packed_linear.default: packed_linear_reference,
     torch.ops.nxd.packed_linears.default: packed_linears_reference,
+    torch.ops.nxd.remember_last.default: remember_last_reference,
     torch.ops.nxd.remember_tokens.default: remember_tokens_reference,
     torch.ops.nxd.sample.default: sample_reference,
     torch.ops.nxd.sample_adjusted.default: sample_adjusted_reference,
+    torch.ops.nxd.step_rows.default: step_rows_reference,
 }
 """``OpOverload -> reference``. Both take the same positional arguments."""
+
+FOR_THE_LOOP: frozenset[Any] = frozenset({torch.ops.nxd.remember_last.default, torch.ops.nxd.step_rows.default})
+"""Operators of which a compiler makes more by their references."""
 
 HOST: frozenset[Any] = frozenset(
     {
@@ -85,9 +98,11 @@ FAKES: dict[str, Callable[..., Any]] = {
     "packed_int8_linears": packed_linears_fake,
     "packed_linear": packed_linear_fake,
     "packed_linears": packed_linears_fake,
+    "remember_last": remember_last_fake,
     "remember_tokens": remember_tokens_fake,
     "sample": sample_fake,
     "sample_adjusted": sample_adjusted_fake,
+    "step_rows": step_rows_fake,
 }
 """Fake kernels (shapes only), shared with the native operators of the same names."""
 
@@ -105,10 +120,12 @@ __all__ = [
     "packed_int8_linears",
     "packed_linear",
     "packed_linears",
+    "remember_last",
     "remember_tokens",
     "remember_tokens_reference",
     "sample",
     "sample_adjusted",
     "sample_adjusted_reference",
     "sample_reference",
+    "step_rows",
 ]

@@ -43,6 +43,8 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "relu": torch.relu,
+    "cos": torch.cos,
+    "sin": torch.sin,
     "copy": lambda x: x,
 }
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -14,6 +14,8 @@ from nxd_infer.util.control_groups import GROUPS, MOUNTS, control_groups
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE = 1 << 20
 """Blocks of at least this size are mapped separately: larger than any read of a socket."""
+_MOST = 32 << 20
+"""The largest threshold that glibc takes."""
 
 _FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
@@ -54,10 +56,24 @@ def keep_little() -> None:
 
     By default it adapts to what is freed, and keeps up to 64 MiB per thread, which :func:`give_back` cannot release.
     """
+    _keep(_LARGE, 2 * _LARGE)
+
+
+def keep_much() -> None:
+    """Make the C library keep what is freed, up to half a GiB, for what is allocated next; call at a process's start.
+
+    A step allocates the same blocks again and again. Given back in between, their pages are cleared each time: a
+    twentieth of the time of a prompt of 512 tokens.
+    """
+    _keep(_MOST, 16 * _MOST)
+
+
+def _keep(separate: int, rest: int) -> None:
+    """Map blocks of ``separate`` bytes or more one by one; give back what is free at the end once it is ``rest``."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE)
-        mallopt(_M_TRIM_THRESHOLD, 2 * _LARGE)
+        mallopt(_M_MMAP_THRESHOLD, separate)
+        mallopt(_M_TRIM_THRESHOLD, rest)
 
 
 def give_back() -> None:

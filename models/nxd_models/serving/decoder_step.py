@@ -17,7 +17,7 @@ from nxd_infer.context import current_context
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout import gqa_plan
 from nxd_infer.modules.lora import AdapterRows
-from nxd_infer.ops import remember_tokens
+from nxd_infer.ops import remember_last, remember_tokens, step_rows
 from nxd_models.rope import share_rotary
 from nxd_models.serving.adapter_slots import AdapterSlots
 from nxd_models.serving.kv_cache import LayerCache, StateList
@@ -183,25 +183,20 @@ class DecoderStep(nn.Module):
         tokens, start, length, prompt_length = self.fed(tokens, start, length, block_table, prompt_length)
         B, S = tokens.shape
         verifies = self.draft_tokens > 0 and self.draft_tokens + 1 == S
-        slot_B = torch.where(length > 0, block_table[:, 0], self.slots)
-        ids = tokens
-        if self.remembers_last:
-            ids = torch.where(tokens < 0, self.last_token.index_select(0, slot_B)[:, None], tokens)
-        ids = ids.clamp(0, self.config.vocab_size - 1)
-        positions = start[:, None] + torch.arange(S, device=tokens.device)
+        last_token = self.last_token if self.remembers_last else None
+        ids, positions, slot_B, output_BS, end_B, next_B = step_rows(
+            tokens, start, length, block_table, last_token, prompt_length, self.config.vocab_size, self.slots
+        )
         caches = [
             LayerCache(self.k_cache[i], self.v_cache[i], block_table, start, length)
             for i in range(self.config.num_layers)
         ]
-        end_B11 = (length - 1).clamp(min=0)[:, None, None]
         with self.adapter_rows.use(adapter):
             hidden_BQE = self.hidden_states(ids, positions, caches)
-            if not verifies:
-                hidden_BQE = hidden_BQE.gather(1, end_B11.expand(-1, 1, hidden_BQE.shape[-1]))
+            if not verifies and S > 1:
+                hidden_BQE = hidden_BQE.gather(1, end_B[:, None, None].expand(-1, 1, hidden_BQE.shape[-1]))
             logits_RV = self.logits(hidden_BQE).flatten(0, 1)
 
-        guess = (tokens < 0) | (start > 0)[:, None] if S == 1 else tokens < 0
-        output_BS = torch.where((prompt_length >= 0)[:, None], positions >= prompt_length[:, None], guess)
         remember_tokens(self.token_counts, self.prompt_seen, ids, output_BS, start, length, slot_B)
 
         def each(x_B: Tensor) -> Tensor:
@@ -215,7 +210,7 @@ class DecoderStep(nn.Module):
             each(top_p),
             each(min_p),
             each(seed),
-            (positions + 1).flatten() if verifies else start + length,
+            (positions + 1).flatten() if verifies else next_B,
             each(allowed),
             each(bias_ids),
             each(bias_values),
@@ -228,7 +223,8 @@ class DecoderStep(nn.Module):
         )
         token_BQ = token.unflatten(0, (B, -1))
         if self.remembers_last:
-            self._remember_last(self._last(token_BQ, ids, length) if verifies else token, start, slot_B, S)
+            last_B = self._last(token_BQ, ids, length) if verifies else token
+            remember_last(self.last_token, last_B, start, slot_B, self.slots, S == 1)
         return {
             "token": token_BQ,
             "logprob": logprob.unflatten(0, (B, -1)),
@@ -241,13 +237,6 @@ class DecoderStep(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return what the decoder is fed for a step's tokens, as they are named there."""
         return tokens, start, length, prompt_length
-
-    def _remember_last(self, token_B: Tensor, start_B: Tensor, slot_B: Tensor, length: int) -> None:
-        last_B = slot_B
-        if length == 1:  # of the rows of one slot, the one with the highest position
-            behind_BB = (slot_B[:, None] == slot_B) & (start_B[:, None] < start_B)
-            last_B = torch.where(behind_BB.any(1), self.slots, slot_B)
-        torch.ops.aten.index_put_(self.last_token, [last_B], token_B)
 
     def _last(self, token_BS: Tensor, ids_BS: Tensor, length_B: Tensor) -> Tensor:
         """Return the token [B] after the last right guess of each row."""

@@ -196,6 +196,8 @@ _UNARY = {
     "silu": aten.silu.default,
     "tanh": aten.tanh.default,
     "relu": aten.relu.default,
+    "cos": aten.cos.default,
+    "sin": aten.sin.default,
 }
 for _name, _targets in _BINARY.items():
     for _target in _targets:

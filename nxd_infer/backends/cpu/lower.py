@@ -6,7 +6,7 @@ plain PyTorch references. Weights are packed if every bucket can read them so (:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from nxd_infer.graph.canonical import Graph, weight_nodes
 from nxd_infer.graph.functional import in_place
 from nxd_infer.graph.ir import IN_PLACE, graph_to_ir
 from nxd_infer.graph.stored import IR_FILE, Lowered, ir_text, read_ir
-from nxd_infer.ops import COMPOSITE
+from nxd_infer.ops import COMPOSITE, FOR_THE_LOOP
 
 PROGRAM_FILE = "program.json"
 """File beside ``ir.json``: the graph after these passes."""
@@ -34,7 +34,7 @@ def lower(graphs: Sequence[Graph], options: Mapping[str, Any], library: Any, *, 
     ``library``: the native operators, None: without any. ``fused``: no compiler will fuse what is left.
     """
     modules = [in_place(graph.module, len(graph.file.states)) for graph in graphs]
-    native = [_lower(module, library) for module in modules]
+    native = [_lower(module, library, () if fused else FOR_THE_LOOP) for module in modules]
     encodings = _choose(modules, graphs, options, library)
     lowered = []
     for graph, module, calls in zip(graphs, modules, native, strict=True):
@@ -48,10 +48,10 @@ def lower(graphs: Sequence[Graph], options: Mapping[str, Any], library: Any, *, 
     return lowered
 
 
-def _lower(module: fx.GraphModule, library: Any) -> bool:
+def _lower(module: fx.GraphModule, library: Any, inlined: Collection[Any]) -> bool:
     """Change one bucket's graph; True if it calls native operators."""
     scatter_to_index_put(module)
-    native = passes.insert_operators(module, library, COMPOSITE)
+    native = passes.insert_operators(module, library, COMPOSITE, inlined)
     passes.simplify(module)
     passes.eliminate_dead_code(module)
     update_in_place(module)

@@ -25,10 +25,12 @@ from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank_process.config import RankConfig
 from nxd_infer.runtime.rank_process.handover import Handover
 from nxd_infer.runtime.rank_process.rank import Rank, Runtime
+from nxd_infer.util.memory import keep_much
 
 
 def run(config: RankConfig) -> int:
     """Run the rank of ``config``; return the exit status."""
+    keep_much()
     torch.set_num_threads(config.threads)
     if config.crew:
         os.sched_setaffinity(0, config.cores[:1])
