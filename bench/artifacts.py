@@ -89,8 +89,6 @@ def artifact(
     if further or batches != BATCHES:
         arguments += further
         name += f"-b{max(batches)}-{'-'.join(further).strip('-') or 'family'}"
-    if options.model == "tiny":
-        arguments += ["--backend", "eager"]
     if root != ROOT:
         name += f"-{hashlib.sha256(str(root).encode()).hexdigest()[:8]}"
     key = f"{sources_digest(root)} {model.with_name(model.name + '.stamp').read_text()} {arguments}"

@@ -26,7 +26,7 @@ class Options:
     degrees: tuple[int, ...] = (1, 2)
     repetitions: int = 5
     model: str = "common"
-    """``common`` (254 M parameters, compiled) or ``tiny`` (eager, ready in seconds: for work on the benchmarks)."""
+    """``common`` (254 M parameters) or ``tiny`` (ready in seconds: for work on the benchmarks)."""
 
     sizes: tuple[str, ...] = SIZES
     attacks: tuple[str, ...] = ()

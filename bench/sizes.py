@@ -97,8 +97,6 @@ def _model(folder: Path, name: str, sizes: Mapping[str, int]) -> Path:
 def _artifact(options: Options, folder: Path, name: str, model: Path) -> Path:
     arguments: list[Any] = ["trace", model, "--tp", DEGREE, "--batch-sizes", BATCHES, "--prompt-buckets", PROMPTS]
     arguments += ["--max-len", 2048, "--dtype", "bfloat16"]
-    if options.model == "tiny":
-        arguments += ["--backend", "eager"]
 
     def make(path: Path) -> None:
         peak = Peak()

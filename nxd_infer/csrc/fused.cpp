@@ -315,6 +315,13 @@ class Plan {
       results_.push_back({static_cast<int64_t>(output.strides.size()), nullptr, output.strides.data(), value.half});
     }
     for (size_t i = 0; i < results_.size(); i++) results_[i].sizes = shapes_[i].data();
+    for (const size_t d : dims_) {
+      for (size_t i = 0; i < operands_.size(); i++) moves_.push_back(operands_[i][d] * itemsize(i));
+    }
+    for (const auto& [value, number] : program_.constants) {
+      constants_.emplace_back(program_.values[value].place, number);
+    }
+    for (const Step& step : program_.steps) add(step);
   }
 
   const std::vector<FusedResult>& results() const { return results_; }
@@ -332,21 +339,54 @@ class Plan {
   }
 
  private:
-  void rows(char* const* data, int64_t begin, int64_t end) const {
-    thread_local std::vector<char> memory;
-    if (static_cast<int64_t>(memory.size()) < program_.bytes + 64) memory.resize(program_.bytes + 64);
-    char* const base = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64);
-    for (const auto& [value, number] : program_.constants) {
-      *reinterpret_cast<float*>(base + program_.values[value].place) = number;
+  // Where a value's first row of a tile is: in the thread's memory (0) or in operand number `base` - 1.
+  struct Place {
+    int64_t base, offset;  // bytes
+    int64_t step;          // elements from one row to the next
+  };
+
+  // A call of a loop; without one, `n` bytes of each row are copied. All that a step needs lies together: the weights
+  // push it out of the caches before the next one.
+  struct Action {
+    Loop loop;
+    Place to, first, second;
+    int64_t n;
+    bool dense;  // the rows of all operands are one
+  };
+
+  Place place(int64_t value) const {
+    const Value& one = program_.values[value];
+    const Value& root = program_.values[one.root];
+    const int64_t skipped = one.begin * (one.half ? 2 : 4);
+    if (root.in == In::memory) return {0, root.place + skipped, root.same ? 0 : root.width};
+    const int64_t operand = root.place + (root.in == In::output ? program_.inputs : 0);
+    return {operand + 1, skipped, dims_.empty() ? 0 : operands_[operand][dims_.back()]};
+  }
+
+  void add(const Step& step) {
+    const Place to = place(step.to);
+    if (step.loop == nullptr) {
+      const int64_t itemsize = program_.values[step.to].half ? 2 : 4;
+      int64_t begin = 0;
+      for (const int64_t part : step.of) {
+        Place from = place(part), there = to;
+        const int64_t bytes = program_.values[part].width * itemsize;
+        there.offset += begin;
+        begin += bytes;
+        if (from.base == there.base && from.offset == there.offset) continue;  // it was made there
+        from.step *= itemsize;
+        there.step *= itemsize;
+        actions_.push_back({nullptr, there, from, from, bytes, false});
+      }
+      return;
     }
-    const int64_t run = sizes_.empty() ? 1 : sizes_.back();
-    thread_local std::vector<char*> at;
-    at.resize(operands_.size());
-    for (int64_t row = begin, count; row < end; row += count) {
-      count = std::min({program_.tile, run - row % run, end - row});
-      for (size_t i = 0; i < at.size(); i++) at[i] = data[i] + offset(operands_[i], row) * itemsize(i);
-      for (const Step& step : program_.steps) take(base, at.data(), step, count);
-    }
+    const Place first = place(step.of[0]), second = place(step.of.back());
+    const int64_t n = program_.values[step.reduces ? step.of[0] : step.to].width;
+    const auto whole = [&](const Place& rows, int64_t value) {
+      return rows.step == n && program_.values[value].width == n;
+    };
+    const bool dense = !step.reduces && to.step == n && whole(first, step.of[0]) && whole(second, step.of.back());
+    actions_.push_back({step.loop, to, first, second, n, dense});
   }
 
   int64_t itemsize(size_t operand) const {
@@ -355,51 +395,37 @@ class Plan {
     return program_.values[value].half ? 2 : 4;
   }
 
-  int64_t offset(const Strides& strides, int64_t row) const {
-    int64_t found = 0;
-    for (size_t i = sizes_.size(); i-- > 0; row /= sizes_[i]) found += row % sizes_[i] * strides[dims_[i]];
-    return found;
+  void rows(char* const* data, int64_t begin, int64_t end) const {
+    thread_local std::vector<char> memory;
+    thread_local std::vector<char*> at;  // the places of the thread's memory, and of the operands' rows
+    if (static_cast<int64_t>(memory.size()) < program_.bytes + 64) memory.resize(program_.bytes + 64);
+    at.resize(operands_.size() + 1);
+    at[0] = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64);
+    for (const auto& [place, number] : constants_) *reinterpret_cast<float*>(at[0] + place) = number;
+    const int64_t run = sizes_.empty() ? 1 : sizes_.back();
+    for (int64_t row = begin, count; row < end; row += count) {
+      count = std::min({program_.tile, run - row % run, end - row});
+      std::copy_n(data, operands_.size(), at.data() + 1);
+      int64_t left = row;
+      for (size_t d = sizes_.size(); d-- > 0; left /= sizes_[d]) {
+        for (size_t i = 0; i < operands_.size(); i++) at[i + 1] += left % sizes_[d] * moves_[d * operands_.size() + i];
+      }
+      for (const Action& action : actions_) take(at.data(), action, count);
+    }
   }
 
-  // Where a value's first row of the tile is, and elements from it to the next.
-  Target find(char* base, char* const* at, int64_t value) const {
-    const Value& one = program_.values[value];
-    const Value& root = program_.values[one.root];
-    const int64_t skipped = one.begin * (one.half ? 2 : 4);
-    if (root.in == In::memory) return {base + root.place + skipped, root.same ? 0 : root.width};
-    const size_t operand = root.place + (root.in == In::output ? program_.inputs : 0);
-    return {at[operand] + skipped, dims_.empty() ? 0 : operands_[operand][dims_.back()]};
-  }
-
-  void take(char* base, char* const* at, const Step& step, int64_t count) const {
-    const Target to = find(base, at, step.to);
-    if (step.loop == nullptr) {
-      concatenate(base, at, step, to, count);
+  static void take(char* const* at, const Action& action, int64_t count) {
+    char* to = at[action.to.base] + action.to.offset;
+    const char *first = at[action.first.base] + action.first.offset,
+               *second = at[action.second.base] + action.second.offset;
+    if (action.loop == nullptr) {
+      for (int64_t r = 0; r < count; r++) {
+        std::copy_n(first + r * action.first.step, action.n, to + r * action.to.step);
+      }
       return;
     }
-    const Target first = find(base, at, step.of[0]), second = find(base, at, step.of.back());
-    const int64_t n = program_.values[step.reduces ? step.of[0] : step.to].width;
-    const auto whole = [&](const Target& rows, int64_t value) {
-      return rows.step == n && program_.values[value].width == n;
-    };
-    const bool dense = !step.reduces && to.step == n && whole(first, step.of[0]) && whole(second, step.of.back());
-    step.loop(
-        to, {first.at, first.step}, {second.at, second.step}, dense ? 1 : count, dense ? n * count : n);
-  }
-
-  void concatenate(char* base, char* const* at, const Step& step, const Target& to, int64_t count) const {
-    const int64_t itemsize = program_.values[step.to].half ? 2 : 4;
-    int64_t begin = 0;
-    for (const int64_t part : step.of) {
-      const Target from = find(base, at, part);
-      const int64_t bytes = program_.values[part].width * itemsize;
-      const auto* x = static_cast<const char*>(from.at);
-      char* y = static_cast<char*>(to.at) + begin;
-      for (int64_t r = 0; r < count && x != y; r++) {
-        std::copy_n(x + r * from.step * itemsize, bytes, y + r * to.step * itemsize);
-      }
-      begin += bytes;
-    }
+    const int64_t rows = action.dense ? 1 : count, n = action.dense ? action.n * count : action.n;
+    action.loop({to, action.to.step}, {first, action.first.step}, {second, action.second.step}, rows, n);
   }
 
   const std::shared_ptr<const Program> kept_;
@@ -407,6 +433,9 @@ class Plan {
   std::vector<Strides> operands_;  // inputs, then outputs
   std::vector<int64_t> sizes_;     // of the merged dimensions
   std::vector<size_t> dims_;       // the last outer dimension in each of them
+  std::vector<int64_t> moves_;     // bytes from one row to the next in each of them, by operand
+  std::vector<std::pair<int64_t, float>> constants_;  // by their place in the thread's memory
+  std::vector<Action> actions_;
   std::vector<std::vector<int64_t>> shapes_;
   std::vector<FusedResult> results_;
 };

@@ -3,18 +3,27 @@
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 
+#include <algorithm>
+
 #include "../fused_functions.h"
 
 namespace nxd {
 namespace {
 
+// Of a tensor; in one piece of memory.
 struct Layout {
-  std::vector<int64_t> sizes, strides;
+  static constexpr int64_t kMost = 6;
+  int64_t dims, sizes[kMost], strides[kMost];
   c10::ScalarType dtype;
 
-  explicit Layout(const at::Tensor& x) : sizes(x.sizes().vec()), strides(x.strides().vec()), dtype(x.scalar_type()) {}
+  explicit Layout(const at::Tensor& x) : dims(x.dim()), dtype(x.scalar_type()) {
+    std::copy_n(x.sizes().begin(), dims, sizes);
+    std::copy_n(x.strides().begin(), dims, strides);
+  }
+  static bool holds(const at::Tensor& x) { return x.dim() <= kMost; }
   bool of(const at::Tensor& x) const {
-    return x.scalar_type() == dtype && x.sizes() == sizes && x.strides() == strides && x.device().is_cpu();
+    return x.scalar_type() == dtype && x.sizes() == c10::IntArrayRef(sizes, dims) &&
+        x.strides() == c10::IntArrayRef(strides, dims) && x.device().is_cpu();
   }
 };
 
@@ -29,8 +38,9 @@ class View : public Shortcut {
     if (!from_.of(x)) return {};
     at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
         c10::TensorImpl::VIEW, c10::Storage(x.storage()), x.key_set(), x.dtype());
+    const auto dims = static_cast<size_t>(to_.dims);
     view.unsafeGetTensorImpl()->set_storage_offset(x.storage_offset() + offset_);
-    view.unsafeGetTensorImpl()->set_sizes_and_strides(to_.sizes, to_.strides);
+    view.unsafeGetTensorImpl()->set_sizes_and_strides({to_.sizes, dims}, {to_.strides, dims});
     return view;
   }
 
@@ -94,7 +104,7 @@ const FusedFunctions* functions_of(const c10::OperatorHandle& op) {
 
 bool plain(const at::Tensor& x) {
   return x.defined() && x.layout() == at::kStrided && x.device().is_cpu() && !x.is_conj() && !x.is_neg() &&
-      !x.requires_grad();
+      !x.requires_grad() && Layout::holds(x);
 }
 
 std::unique_ptr<const Shortcut> fused(const Step& step, const Table& table) {
