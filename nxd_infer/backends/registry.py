@@ -74,6 +74,6 @@ def _others() -> dict[str, EntryPoint]:
 
     found: dict[str, EntryPoint] = {}
     for entry in entry_points(group=GROUP):
-        if entry.name not in BUILT_IN:
+        if canonical(entry.name) not in BUILT_IN:
             found.setdefault(entry.name, entry)
     return found

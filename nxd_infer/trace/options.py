@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
 
 def _known_backend(_: str, backend: str) -> str:
-    if registry.canonical(backend) not in registry.BUILT_IN and backend not in (known := registry.names()):
+    name = registry.canonical(backend)
+    if name not in registry.BUILT_IN and name not in (known := registry.names()):
         raise TraceConfigError(f"there is no backend {backend!r}; backends are {', '.join(known)}")
-    return backend
+    return name
 
 
 @dataclass(eq=False)

@@ -105,7 +105,8 @@ class DecoderStep(nn.Module):
         config.check_cached_length(max_len)
         if draft_tokens:
             config.check_drafts(max_len)
-        share_rotary(self)
+        if current_context().pp.degree == 1:  # a later stage would be handed the tables of the first
+            share_rotary(self)
         self.draft_tokens = draft_tokens
         self.slots, self.max_len, self.bias_slots = slots, max_len, bias_slots
         largest = {

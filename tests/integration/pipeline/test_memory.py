@@ -57,6 +57,7 @@ def peak(stages: int, meta: bool) -> int:
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     train(stages, 8, meta)  # what is imported and allocated once is not the model's
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests of this process have freed would be used again
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = status("VmRSS")
     train(stages, WIDTH, meta)
