@@ -18,7 +18,7 @@ OLDEST_HF_STAMP := $(OLDEST_HF)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo check lint test test-rest test-all test-hf test-xla xla-rig test-ray test-cuda test-image
-.PHONY: bench fuzz soak wheel clean
+.PHONY: bench fuzz soak asan wheel clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s'|'
@@ -125,5 +125,18 @@ fuzz: $(STAMP) ## mutations of the corpus for every parser of foreign data (MINU
 soak: $(STAMP) ## the server under random traffic, swaps and faults (MINUTES=10 of them; SEED=... repeats a run)
 	@$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
 
+# All native code is built again, in a cache of its own; the first error ends the process with a report. Freed memory is
+# kept for a while, which the test that measures memory would see.
+ASAN := $(CURDIR)/.asan
+ASAN_LIBRARIES = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-name=libstdc++.so.6)
+ON_ASAN := $(addprefix tests/integration/,ops/test_fused.py ops/test_native_step.py backends/test_fuse.py backends/test_native_program.py)
+
+asan: $(STAMP) ## tests of fused operators and of the loop with g++'s AddressSanitizer (five minutes)
+	@mkdir -p -m 700 $(ASAN)
+	@printf '#!/bin/sh\nexec g++ "$$@" -fsanitize=address -fno-omit-frame-pointer -g1 -O1\n' > $(ASAN)/g++
+	@chmod +x $(ASAN)/g++
+	@CXX=$(ASAN)/g++ NXD_INFER_CACHE=$(ASAN) LD_PRELOAD="$(ASAN_LIBRARIES)" ASAN_OPTIONS=detect_leaks=0 \
+		$(BIN)/python -m pytest -q -s -k "not leave_nothing_behind" $(ON_ASAN)
+
 clean: ## remove the virtual environments and caches
-	rm -rf $(VENV) $(XLA_VENV) $(RAY_VENV) $(OLDEST_HF) .pytest_cache .ruff_cache .hypothesis .demo
+	rm -rf $(VENV) $(XLA_VENV) $(RAY_VENV) $(OLDEST_HF) .pytest_cache .ruff_cache .hypothesis .demo .asan

@@ -17,10 +17,12 @@ import torch
 from torch import fx
 
 from nxd_infer.backends.cpu.fusible import NAMES, Writer, fusible, is_view, memory_order, shape
-from nxd_infer.graph.passes import branches, call, memory, native_operator, output_of, written
+from nxd_infer.graph.passes import branches, call, memory, native_operator, output_of, tensors_of, written
 
 _LEAST = 2
 """Operators of a group: torch runs a single one as fast."""
+_MOST = 256
+"""Nodes of a group, each with what it reads: a program has at most 4096 values."""
 
 
 def fuse(module: fx.GraphModule, library: Any) -> bool:
@@ -50,10 +52,11 @@ def _steady(node: fx.Node, changing: set[fx.Node]) -> bool:
 
 def _compute_once(graph: fx.Graph, changing: set[fx.Node]) -> None:
     """Merge nodes that compute the same: the tables of a rotary embedding are made once, not in each layer."""
-    returned = set(output_of(graph).all_input_nodes)  # each has memory of its own
+    makers = memory(graph)
+    returned = {maker for node in output_of(graph).all_input_nodes for maker in makers[node]}  # share no memory
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if not _repeatable(node) or not _steady(node, changing) or node in returned:
+        if not _repeatable(node) or not _steady(node, changing) or not makers[node].isdisjoint(returned):
             continue
         first = known.setdefault((node.target, _key(node.args), _key(node.kwargs)), node)
         if first is not node:
@@ -72,7 +75,8 @@ def _repeatable(node: fx.Node) -> bool:
 def _key(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((name, _key(one)) for name, one in sorted(value.items()))
-    return tuple(map(_key, value)) if isinstance(value, (list, tuple)) else (type(value), value)
+    # By its text: -0.0 is not 0.0. A node's is its name.
+    return tuple(map(_key, value)) if isinstance(value, (list, tuple)) else (type(value), str(value))
 
 
 @dataclass(eq=False)
@@ -95,10 +99,13 @@ class _Group:
             node = node.all_input_nodes[0]
         return node in self.members
 
-    def ends_before(self, end: int, order: dict[fx.Node, int]) -> bool:
-        """Whether others read what the group computes only after the place ``end``."""
+    def fits(self, end: int, order: dict[fx.Node, int]) -> bool:
+        """Whether one operator can compute the group: others read what it computes only after the place ``end``; it
+        reads tensors, not lists of them; it is not too large."""
         computed = (node for node in self.nodes if self.computed(node))
-        return all(user in self.members or order[user] > end for node in computed for user in node.users)
+        late = all(user in self.members or order[user] > end for node in computed for user in node.users)
+        whole = all(node.target is not operator.getitem or node.args[0] in self.members for node in self.nodes)
+        return late and whole and sum(1 + len(tensors_of(node.args)) for node in self.nodes) <= _MOST
 
 
 def _groups(graph: fx.Graph, changing: set[fx.Node]) -> list[_Group]:
@@ -113,9 +120,9 @@ def _groups(graph: fx.Graph, changing: set[fx.Node]) -> list[_Group]:
         for chosen in choices:
             nodes = [member for group in chosen for member in group.nodes]
             joined = _Group(sorted([*nodes, node], key=order.__getitem__))
-            if joined.ends_before(order[node], order):
+            if joined.fits(order[node], order):
+                group_of.update((member, joined) for member in joined.nodes)
                 break
-        group_of.update((member, joined) for member in joined.nodes)
     return [group for group in dict.fromkeys(group_of.values()) if len(group.operators) >= _LEAST]
 
 

@@ -13,7 +13,8 @@ from nxd_infer.graph.passes import aten
 from nxd_infer.ops.fused import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MOST_DIMS = 9
+_MOST_DIMS, _MOST_WIDTH = 9, 1 << 22
+"""Of a value, in ``csrc/fused.cpp``."""
 
 
 class Writer:
@@ -22,7 +23,7 @@ class Writer:
     def __init__(self) -> None:
         self.statements: list[str] = []
         self._values: dict[fx.Node, int] = {}
-        self._constants: dict[float, int] = {}
+        self._constants: dict[str, int] = {}
         self._squares: dict[int, int] = {}
         self._dtypes: list[str] = []
         self._new: set[int] = set()
@@ -40,9 +41,9 @@ class Writer:
         """Return the number of a node's value, or of a Python number's."""
         if isinstance(value, fx.Node):
             return self._values[value]
-        number = float(value)
+        number = repr(float(torch.tensor(value, dtype=torch.float32)))  # -0.0 is not 0.0
         if number not in self._constants:
-            self._constants[number] = self.add("constant", repr(number))
+            self._constants[number] = self.add("constant", number)
             self._new.remove(self._constants[number])
         return self._constants[number]
 
@@ -80,10 +81,10 @@ class Writer:
         return self.function("div", self.sum(value), float(width))
 
     def slice(self, value: int, begin: int, end: int) -> int:
-        """Add some columns of a value."""
+        """Add some columns of a value. A single one is float32."""
         made = self.add("slice", value, begin, end, dtype=self._dtypes[value])
         self._new.remove(made)
-        return made
+        return self.function("copy", made) if end - begin == 1 and self._dtypes[value] == "bfloat16" else made
 
     def add(self, *words: Any, dtype: str = "float32") -> int:
         """Add a statement; return the number of what it makes."""
@@ -110,10 +111,12 @@ def fusible(node: fx.Node) -> bool:
     values, sources = _tensors(node), [value for source in node.all_input_nodes for value in _tensors(source)]
     if not all(isinstance(one, torch.Tensor) and one.dtype in NAMES for one in [*values, *sources]):
         return False
-    if not all(0 < one.dim() <= _MOST_DIMS and one.numel() > 0 for one in values):
+    if not all(0 < one.dim() <= _MOST_DIMS for one in values):
         return False
-    if any(one.dtype == torch.bfloat16 and one.numel() and one.shape[-1:] in ((1,), ()) for one in [*values, *sources]):
-        return False  # a single value per row is float32
+    for one in [*values, *sources]:
+        *_, width = one.shape or (1,)
+        if one.numel() == 0 or width > _MOST_WIDTH or (width == 1 and one.dtype == torch.bfloat16):
+            return False  # a single value per row is float32
     return (is_view(node) or row_major(values[0])) and _RULES[node.target][0](node)
 
 
@@ -256,7 +259,12 @@ def _amax(to: Writer, node: fx.Node) -> int:
     return to.add("amax", to.read(node.args[0]))
 
 
-@_rule(aten.softmax.int, applies=lambda node: _last(node, node.args[1]))
+def _softmax_of_rows(node: fx.Node) -> bool:
+    wide = node.all_input_nodes[0].meta["val"].dtype == torch.float32 != node.meta["val"].dtype
+    return _last(node, node.args[1]) and not wide  # torch casts before it computes
+
+
+@_rule(aten.softmax.int, applies=_softmax_of_rows)
 def _softmax(to: Writer, node: fx.Node) -> int:
     x = to.read(node.args[0])
     weights = to.function("exp", to.function("sub", x, to.add("amax", x)))
@@ -304,7 +312,7 @@ def _normalised(to: Writer, node: fx.Node, x: int, width: int, eps: int, bias: A
 def _slice(to: Writer, node: fx.Node) -> int:
     source: Any = node.args[0]
     begin, width = _argument(node, 2, "start", 0) or 0, shape(source)[-1]
-    begin = min(begin + width if begin < 0 else begin, width)
+    begin = max(begin + width, 0) if begin < 0 else begin
     return to.slice(to.read(source), begin, begin + shape(node)[-1])
 
 

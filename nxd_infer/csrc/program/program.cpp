@@ -239,8 +239,8 @@ void Program::learn(const Step& step, const Table& table, const c10::IValue& res
   std::unique_ptr<const Shortcut> found = shortcut(step, table, result);
   if (found == nullptr) return;
   const std::lock_guard<std::mutex> turn(learning_);
-  step.shortcut.store(found.get(), std::memory_order_release);
   shortcuts_.push_back(std::move(found));
+  step.shortcut.store(shortcuts_.back().get(), std::memory_order_release);
 }
 
 } // namespace nxd

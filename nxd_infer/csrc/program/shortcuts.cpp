@@ -20,10 +20,14 @@ struct Layout {
     std::copy_n(x.sizes().begin(), dims, sizes);
     std::copy_n(x.strides().begin(), dims, strides);
   }
-  static bool holds(const at::Tensor& x) { return x.dim() <= kMost; }
+  // Whether a tensor is its memory and a layout, and nothing that only the dispatcher knows how to read.
+  static bool tells(const at::Tensor& x) {
+    return x.defined() && x.layout() == at::kStrided && x.device().is_cpu() && !x.is_conj() && !x.is_neg() &&
+        !x._is_zerotensor() && x.dim() <= kMost;
+  }
   bool of(const at::Tensor& x) const {
-    return x.scalar_type() == dtype && x.sizes() == c10::IntArrayRef(sizes, dims) &&
-        x.strides() == c10::IntArrayRef(strides, dims) && x.device().is_cpu();
+    return tells(x) && x.scalar_type() == dtype && x.sizes() == c10::IntArrayRef(sizes, dims) &&
+        x.strides() == c10::IntArrayRef(strides, dims);
   }
 };
 
@@ -102,10 +106,7 @@ const FusedFunctions* functions_of(const c10::OperatorHandle& op) {
   return reinterpret_cast<const FusedFunctions*>(stack.at(0).toInt());
 }
 
-bool plain(const at::Tensor& x) {
-  return x.defined() && x.layout() == at::kStrided && x.device().is_cpu() && !x.is_conj() && !x.is_neg() &&
-      !x.requires_grad() && Layout::holds(x);
-}
+bool plain(const at::Tensor& x) { return Layout::tells(x) && !x.requires_grad(); }
 
 std::unique_ptr<const Shortcut> fused(const Step& step, const Table& table) {
   const FusedFunctions* functions = functions_of(*step.op);
@@ -129,7 +130,9 @@ std::unique_ptr<const Shortcut> shortcut(const Step& step, const Table& table, c
   const c10::FunctionSchema& schema = step.op->schema();
   if (schema.is_mutable()) return nullptr;
   if (!result.isTensor()) return fused(step, table);
-  // What returns its argument's memory is known to do so by sizes and strides alone.
+  // What returns its argument's memory is known to do so by sizes and strides alone; but as_strided counts from the
+  // beginning of the memory.
+  if (step.op->operator_name().name == "aten::as_strided") return nullptr;
   const c10::AliasInfo* alias = schema.returns()[0].alias_info();
   if (alias == nullptr || alias->isWrite()) return nullptr;
   int64_t source = -1, tensors = 0;

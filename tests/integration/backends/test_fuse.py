@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nxd_infer import native
+from nxd_infer.backends.cpu.lower import PROGRAM_FILE, lower
 from nxd_infer.backends.cpu.program import NativeProgram
+from nxd_infer.graph.canonical import trace_graph
 from nxd_infer.graph.export import Step
 from nxd_infer.graph.ir import Program
 from tests.support.graph.exporting import Entry, entries
@@ -150,3 +156,116 @@ def test_what_is_fused_computes_the_same(name: str, dtype: torch.dtype) -> None:
     left = operators(fused.ir)
     assert left.count("fused") == calls
     assert len([one for one in left if one not in VIEWS | {"fused"}]) == others, left
+
+
+def bits(x: Tensor) -> Tensor:
+    x = x.masked_fill(x.isnan(), float("nan")) if x.is_floating_point() else x  # one of them
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def compare(forward: Forward, x: Tensor, y: Tensor) -> NativeProgram:
+    """Check that the fused graph has the bits of the one that is not, in both loops, at the first call and after."""
+    module = Block(forward, x.dtype)
+    graph = trace_graph(Step(module, {"x": x, "y": y}))
+    (plain,), (fused,) = lower([graph], {}, None), lower([graph], {}, native.load(), fused=True)
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers()), **graph.constants}
+    values = [x, y, *(own[spec.name].detach() for spec in fused.graph.weights)]
+    expected = Program(json.loads(plain.files[PROGRAM_FILE]))(*values)
+    program = Program(json.loads(fused.files[PROGRAM_FILE]))
+    made = NativeProgram(program)
+    made.hold([], values[2:])
+    for found in (program(*values), made.run([x, y]), made.run([x, y])):
+        for a, b in zip(found, expected, strict=True):
+            assert a.dtype == b.dtype and a.shape == b.shape
+            assert torch.equal(bits(a), bits(b))
+    return made
+
+
+def many(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Each part of bfloat16 is copied first."""
+    wide = x.float()
+    return y + sum(torch.cat([wide] * count, -1)[..., :WIDTH] for count in range(60, 110))
+
+
+EDGES: dict[str, Forward] = {
+    "parts of no width": lambda m, x, y: torch.cat([x[..., :0], x], -1) * 2 + 1,
+    "more columns than there are": lambda m, x, y: (x * 2)[..., -100:] + y[..., -100:100],
+    "one column of a wider type": lambda m, x, y: x.float()[..., :1] * x.float() + x.float().chunk(24, -1)[3],
+    "pieces of other dimensions": lambda m, x, y: sum(x.chunk(3, 1)) * 2 + sum((y * 3).split(1, 0)),
+    "zeros of both signs": lambda m, x, y: 1 / (x * 0.0 + 0.0) - 1 / (x.abs() * -0.0 + -0.0),
+    "a number that is too small": lambda m, x, y: x * 2 + 1e-320,
+    "a row that is too wide": lambda m, x, y: (x.reshape(-1)[:1].expand(5_000_000) * 2 + 1)[:2],
+    "more than a program holds": many,
+    "softmax of what is rounded first": lambda m, x, y: torch.softmax(x * 8, -1, dtype=torch.bfloat16) + 1,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", EDGES)
+def test_edges(name: str, dtype: torch.dtype) -> None:
+    compare(EDGES[name], torch.randn(2, 3, WIDTH).to(dtype), torch.randn(2, 3, WIDTH).to(dtype))
+
+
+def test_equal_results_are_computed_apart() -> None:
+    """A caller may change one of them."""
+    x = torch.randn(2, 3, WIDTH)
+    one, other = compare(lambda m, x, y: ((x @ y.mT).view(-1), (x @ y.mT).view(-1)), x, x).run([x, x])
+    assert one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+
+
+def test_memory_with_the_negative_of_its_values() -> None:
+    x, y = torch.randn(2, 3, WIDTH), torch.randn(2, 3, WIDTH)
+    negative = torch.ops.aten._neg_view(y)  # as the imaginary part of what is conjugated is
+    made = compare(lambda m, x, y: x * 2 + y, x, y)
+    assert torch.equal(made.run([x, negative])[0], made.run([x, -y])[0])
+
+
+def grown(seed: int) -> Forward:
+    """A random function of x and y [2, 3, 24], of operators that are exact. What PyTorch refuses in the first call is
+    left out in others."""
+    refused: set[int] = set()
+
+    def forward(m: Any, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        choose, made = random.Random(seed), [x + y, x * m.weight]
+        values = [one.clone() for one in (x, y, m.weight, m.cos)]
+        for number in range(choose.randint(4, 24)):
+            apply = random_operator(choose, choose.choice(values + made[-4:]), choose.choice(values + made[-4:]))
+            try:
+                made += [] if number in refused else [apply()]
+            except (RuntimeError, IndexError):
+                refused.add(number)
+        return (*(one * 1 for one in made if choose.random() < 0.4), made[-1] + 1)
+
+    return forward
+
+
+def random_operator(choose: random.Random, a: Tensor, b: Tensor) -> Callable[[], Tensor]:
+    dim, number = choose.choice([-1, -1, -1, 0, 1]), choose.choice([0.5, 2, -0.0, 0, -3.25, True])
+    begin, end = choose.choice([None, 1, -2, -50]), choose.choice([None, 2, -1, 50])
+    columns = (..., slice(begin, end), *([slice(None)] * choose.choice([0, 0, 1])))
+    dtype = choose.choice([torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64])
+    arithmetic = [
+        *(lambda: a + b, lambda: a - b, lambda: a * b, lambda: a * b + a, lambda: a * number, lambda: a - number),
+        *(lambda: a / (b.abs() + 1), lambda: number - a, lambda: torch.add(a, b, alpha=2), lambda: -a),
+        *(lambda: a.relu(), lambda: a.abs(), lambda: a.square(), lambda: a.amax(dim, keepdim=True)),
+    ]
+    columns_of = [
+        *(lambda: a[columns], lambda: a[columns], lambda: a.chunk(3, dim)[1], lambda: a.split(5, dim)[-1]),
+        *(lambda: torch.cat([a, b], dim), lambda: torch.cat([a, a * 2], dim), lambda: a.to(dtype), lambda: a.to(dtype)),
+    ]
+    others = [
+        *(lambda: a.transpose(0, dim), lambda: a.unsqueeze(0), lambda: a.reshape(-1, 4), lambda: a.flatten()),
+        *(lambda: a.expand(2, 3, 24), lambda: (a > b).long(), lambda: a.clone().add_(b), lambda: (a * 1).mul_(2)),
+        *(lambda: a.amax() + b, lambda: torch.maximum(a, b), lambda: a.mul_(2), lambda: a.add_(b)),
+    ]
+    return choose.choice(choose.choice([arithmetic, arithmetic, columns_of, others]))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 1 << 30), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_random_functions(seed: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(seed)
+    x, y, forward = torch.randn(2, 3, WIDTH).to(dtype), torch.randn(2, 3, WIDTH).to(dtype), grown(seed)
+    with torch.no_grad():
+        forward(Block(forward, dtype), x, y)
+    compare(forward, x, y)

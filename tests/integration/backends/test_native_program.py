@@ -191,6 +191,13 @@ def test_a_number_that_is_written_to_is_new_in_each_run():
     assert [float(made.run([torch.tensor(1.0)])[0]) for _ in range(2)] == [3, 3]
 
 
+def test_what_counts_from_the_beginning_of_memory_has_no_shortcut():
+    nodes = [["aten.as_strided.default", [{"$": 0}, [2], [1], 3]], ["aten.mul.Tensor", [{"$": 1}, 1]]]
+    made = NativeProgram(Program({"ir": 1, "inputs": 1, "nodes": nodes, "outputs": [{"$": 2}]}))
+    memory = torch.arange(16.0)
+    assert [made.run([part])[0].tolist() for part in (memory[:8], memory[8:])] == [[3, 4]] * 2
+
+
 def test_an_operator_of_others_may_have_a_kernel_for_autograd_alone():
     with torch.library._scoped_library("program_of_others", "DEF") as others:
         others.define("twice(Tensor x) -> Tensor")
