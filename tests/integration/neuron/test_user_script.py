@@ -21,7 +21,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.write_tiny("llama", tmp_path_factory.mktemp("model"), num_hidden_layers=1)
 
 
-@pytest.mark.parametrize("backend", ["eager", "xla", "neuron"])
+@pytest.mark.parametrize("backend", ["cpu", "xla", "neuron"])
 def test_it_trains_traces_saves_loads_and_serves(backend: str, model_dir: Path, tmp_path: Path) -> None:
     """The same greedy tokens everywhere: what it was taught."""
     with installed():
