@@ -43,7 +43,7 @@ def plugin() -> Iterator[None]:
 @pytest.fixture(scope="module", params=NAMES)
 def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``models.net`` at degree 2."""
-    if request.param == "eager":
+    if request.param == "cpu":
         return compiled.eager_net()
     if request.param == "inductor":
         return compiled.compiled_net() / "artifact"

@@ -70,9 +70,9 @@ def first(
 def test_a_model_is_traced_by_one_container_and_served_by_both(first):
     volume, logs, answer = first
     assert answer["usage"]["completion_tokens"] == 4
-    assert sorted("graphs to compile       2" in log for log in logs) == [False, True], logs
+    assert sorted("graphs to compile       none" in log for log in logs) == [False, True], logs
     (artifact,) = [path for path in volume.iterdir() if (path / "manifest.json").exists()]
-    assert read_artifact(artifact).manifest.backend == "inductor" and list((artifact / "ops").glob("*.so"))
+    assert read_artifact(artifact).manifest.backend == "cpu" and list((artifact / "ops").glob("*.so"))
     assert artifact.stat().st_uid == 10001
     assert sorted(path.name for path in volume.iterdir()) == [f".{artifact.name}.lock", "cache", artifact.name]
 
