@@ -103,7 +103,7 @@ def run() -> int:
         (
             "C++ compiler",
             native.find_compiler()
-            or "missing: install g++ to build the native operators, without which everything is slower",
+            or "missing: install g++ to build the native operators, unless a wheel has brought them (next rows)",
         ),
     ]
     try:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from nxd_infer import native
 from nxd_infer.backends.cpu import program
+from nxd_infer.errors import NxdError
 
 
 def main() -> int:
@@ -17,7 +18,10 @@ def main() -> int:
         return 0
     with ThreadPoolExecutor() as pool:
         for built in [pool.submit(library.built) for library in (program.library(), native.operators())]:
-            built.result()
+            try:
+                built.result()
+            except NxdError as error:
+                print(f"not built: {error}", file=sys.stderr)
     return 0
 
 
