@@ -132,7 +132,7 @@ def operators() -> CppLibrary:
         kind="native operators",
         takes="one to three minutes on two cores",
         namespace="nxd",
-        flags=("-O3", "-fno-math-errno"),
+        flags=("-O3", "-fno-math-errno", "-fno-trapping-math"),  # else loops with conditions are not vectorized
         torch=torch_root(),
         torch_version=release,
     )

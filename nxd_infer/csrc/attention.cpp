@@ -4,6 +4,7 @@
 #include "cpu.h"
 #include "large_pages.h"
 #include "parallel.h"
+#include "plans.h"
 #include "registration.h"
 #include "scalar.h"
 #include "tensors.h"
@@ -272,64 +273,112 @@ void attend(const Attention& x, int64_t B) {
   });
 }
 
-Tensor cache_attention(
-    Tensor q_in, Tensor k_in, Tensor v_in, Tensor k_cache, Tensor v_cache, Tensor table_in, Tensor start_in,
-    Tensor length_in, double scale) {
-  if (q_in.dim() != 4 || k_in.dim() != 4 || k_cache.dim() != 4 || table_in.dim() != 2) {
-    refuse("q, k and the caches have four dimensions and block_table has two");
-  }
-  const int64_t B = q_in.size(0), S = q_in.size(1), H = q_in.size(2), D = q_in.size(3);
-  const int64_t KH = k_in.size(2), N = k_cache.size(0), L = k_cache.size(2), n = table_in.size(1);
-  if (KH < 1 || H % KH != 0) {
-    refuse(std::to_string(H) + " query heads do not divide by " + std::to_string(KH) + " key/value heads");
-  }
-  check_shape(k_in, {B, S, KH, D}, "k");
-  check_shape(v_in, {B, S, KH, D}, "v");
-  check_shape(k_cache, {N, KH, L, D}, "k_cache");
-  check_shape(v_cache, {N, KH, L, D}, "v_cache");
-  check_shape(table_in, {B, n}, "block_table");
-  check_shape(start_in, {B}, "start");
-  check_shape(length_in, {B}, "length");
-  for (const Tensor* x : {&q_in, &k_in, &v_in, &k_cache, &v_cache}) check_floating(*x, "an operand");
-  if (v_cache.scalar_type() != k_cache.scalar_type()) refuse("the caches differ in dtype");
-  if (D > 1 && (k_cache.stride(3) != 1 || v_cache.stride(3) != 1)) refuse("the caches' last dimension is not dense");
+// A call with its operands checked and made dense where they must be.
+struct Checked {
+  Tensor q, k, v, k_cache, v_cache, table, start, length, out;
+  double scale;
 
-  Tensor out = new_like(q_in, {B, S, H, D});
-  if (out.numel() == 0) {
-    return out;
+  Checked(
+      const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& k_cache_in, const Tensor& v_cache_in,
+      const Tensor& table_in, const Tensor& start_in, const Tensor& length_in, double scale_in)
+      : q(q_in), k(k_in), v(v_in), k_cache(k_cache_in), v_cache(v_cache_in), table(table_in), start(start_in),
+        length(length_in), out(q_in), scale(scale_in) {
+    if (q.dim() != 4 || k.dim() != 4 || k_cache.dim() != 4 || table.dim() != 2) {
+      refuse("q, k and the caches have four dimensions and block_table has two");
+    }
+    const int64_t B = q.size(0), S = q.size(1), H = q.size(2), D = q.size(3);
+    const int64_t KH = k.size(2), N = k_cache.size(0), L = k_cache.size(2), n = table.size(1);
+    if (KH < 1 || H % KH != 0) {
+      refuse(std::to_string(H) + " query heads do not divide by " + std::to_string(KH) + " key/value heads");
+    }
+    check_shape(k, {B, S, KH, D}, "k");
+    check_shape(v, {B, S, KH, D}, "v");
+    check_shape(k_cache, {N, KH, L, D}, "k_cache");
+    check_shape(v_cache, {N, KH, L, D}, "v_cache");
+    check_shape(table, {B, n}, "block_table");
+    check_shape(start, {B}, "start");
+    check_shape(length, {B}, "length");
+    for (const Tensor* x : {&q, &k, &v, &k_cache, &v_cache}) check_floating(*x, "an operand");
+    if (v_cache.scalar_type() != k_cache.scalar_type()) refuse("the caches differ in dtype");
+    if (D > 1 && (k_cache.stride(3) != 1 || v_cache.stride(3) != 1)) refuse("the caches' last dimension is not dense");
+    out = new_like(q, {B, S, H, D});
+    if (out.numel() == 0) return;
+    for (Tensor* x : {&q, &k, &v}) *x = with_dense_rows(*x);
+    table = integers(table, "block_table");
+    start = integers(start, "start");
+    length = integers(length, "length");
   }
-  const Tensor q = with_dense_rows(q_in), k = with_dense_rows(k_in), v = with_dense_rows(v_in);
-  const Tensor table = integers(table_in, "block_table"), start = integers(start_in, "start");
-  const Tensor length = integers(length_in, "length");
-  const Attention x{
-      q.scalar_type(),
-      k_cache.scalar_type(),
-      S,
-      KH,
-      H / KH,
-      D,
-      L,
-      n,
-      scale,
-      strided(q),
-      strided(out),
-      strided(k_cache),
-      strided(v_cache),
-      static_cast<const int64_t*>(table.data_ptr()),
-      static_cast<const int64_t*>(start.data_ptr()),
-      static_cast<const int64_t*>(length.data_ptr()),
-  };
-  const ManyRows elsewhere(B * S);
-  check_rows(x, B, N);
-  write(x, strided(k), k.scalar_type(), x.k_cache, B);
-  write(x, strided(v), v.scalar_type(), x.v_cache, B);
-  enlarge_pages(x, x.k_cache, B);
-  enlarge_pages(x, x.v_cache, B);
-  for (int64_t b = 0; b < B; b++) {  // the results of padding
-    for (int64_t s = live(x, b); s < S; s++) std::memset(x.out.at(b, s, 0), 0, x.out.stride[1]);
+
+  Attention attention() const {
+    return {
+        q.scalar_type(), k_cache.scalar_type(), q.size(1), k.size(2), q.size(2) / k.size(2), q.size(3),
+        k_cache.size(2), table.size(1), scale, strided(q), strided(out), strided(k_cache), strided(v_cache),
+        static_cast<const int64_t*>(table.data_ptr()), static_cast<const int64_t*>(start.data_ptr()),
+        static_cast<const int64_t*>(length.data_ptr()),
+    };
   }
-  attend(x, B);
-  return out;
+};
+
+// What a call reads and writes, without tensors.
+struct Call {
+  Attention x;
+  Strided k, v;
+  ScalarType k_type, v_type;
+  int64_t B, N;
+
+  explicit Call(const Checked& all)
+      : x(all.attention()), k(strided(all.k)), v(strided(all.v)), k_type(all.k.scalar_type()),
+        v_type(all.v.scalar_type()), B(all.q.size(0)), N(all.k_cache.size(0)) {}
+
+  void run() const {
+    const ManyRows elsewhere(B * x.S);
+    check_rows(x, B, N);
+    write(x, k, k_type, x.k_cache, B);
+    write(x, v, v_type, x.v_cache, B);
+    enlarge_pages(x, x.k_cache, B);
+    enlarge_pages(x, x.v_cache, B);
+    for (int64_t b = 0; b < B; b++) {  // the results of padding
+      for (int64_t s = live(x, b); s < x.S; s++) std::memset(x.out.at(b, s, 0), 0, x.out.stride[1]);
+    }
+    attend(x, B);
+  }
+};
+
+Tensor cache_attention(
+    Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor table, Tensor start, Tensor length,
+    double scale) {
+  const Checked all(q, k, v, k_cache, v_cache, table, start, length, scale);
+  if (all.out.numel() > 0) Call(all).run();
+  return all.out;
+}
+
+class PlannedAttention : public Planned {
+ public:
+  explicit PlannedAttention(const Checked& all) : call_(all) {}
+  void point(char* const* data) override {
+    for (Strided* to : {&call_.x.q, &call_.k, &call_.v, &call_.x.k_cache, &call_.x.v_cache}) to->data = *data++;
+    for (const int64_t** to : {&call_.x.table, &call_.x.start, &call_.x.length}) {
+      *to = reinterpret_cast<const int64_t*>(*data++);
+    }
+    call_.x.out.data = *data;
+  }
+  void run() override { call_.run(); }
+
+ private:
+  Call call_;
+};
+
+std::unique_ptr<Planned> plan_attention(const PlannedArgument* given) {
+  const auto tensor = [&](int64_t i) { return tensor_of(given[i]); };
+  for (int64_t i : {0, 1, 2}) {
+    if (tensor(i).dim() != 4 || (tensor(i).stride(3) != 1 && tensor(i).size(3) != 1)) return nullptr;
+  }
+  for (int64_t i : {5, 6, 7}) {
+    if (!tensor(i).is_contiguous()) return nullptr;
+  }
+  const Checked all(
+      tensor(0), tensor(1), tensor(2), tensor(3), tensor(4), tensor(5), tensor(6), tensor(7), given[8].number);
+  return all.out.numel() > 0 ? std::make_unique<PlannedAttention>(all) : nullptr;
 }
 
 } // namespace
@@ -342,6 +391,8 @@ NXD_LIBRARY(m) {
 }
 
 NXD_IMPL(CPU, m) { m.impl("cache_attention", TORCH_BOX(&nxd::cache_attention)); }
+
+NXD_PLAN(cache_attention, nxd::plan_attention);
 
 NXD_SHIM(cache_attention)(
     AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, AtenTensorHandle k_cache, AtenTensorHandle v_cache,

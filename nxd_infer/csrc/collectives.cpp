@@ -1,6 +1,7 @@
 // The collective operators over shared memory. Each sends its tensor in pieces of at most one slot; slots are
 // double-buffered, so one barrier per piece is enough. Schemas are those of torch.ops.nxd.*.
 #include "connection.h"
+#include "plans.h"
 #include "reduce.h"
 #include "registration.h"
 #include "tensors.h"
@@ -91,54 +92,88 @@ std::vector<int64_t> piece_shape(const Tensor& x, int64_t dim, int64_t degree, c
   return shape;
 }
 
+// An all-reduce of `total` bytes that lie together.
+struct AllReduce {
+  std::string axis;
+  int64_t degree;
+  Reduction reduction;
+  torch::headeronly::ScalarType dtype;
+  Call call;
+  int64_t width, total;  // bytes of an element, of all
+
+  AllReduce(const Tensor& x, std::string axis, const std::string& op, int64_t degree)
+      : axis(std::move(axis)), degree(degree), reduction(reduction_named(op)), dtype(x.scalar_type()),
+        call(describe(Op::all_reduce, x, static_cast<int64_t>(reduction))),
+        width(static_cast<int64_t>(x.element_size())), total(byte_count(x)) {
+    check_reducible(dtype, reduction);
+  }
+
+  void run(const char* from, char* to) const {
+    auto link = connection(axis, degree);
+    if (total == 0) return;
+    const std::lock_guard<std::mutex> guard(link->mutex());
+    link->check();
+    const char* sources[kMaxDegree];
+    for (int64_t begin = 0; begin < total; begin += link->capacity()) {
+      const int64_t bytes = std::min(link->capacity(), total - begin);
+      std::memcpy(link->next_slot(), from + begin, bytes);
+      link->meet(call);
+      for (int r = 0; r < degree; r++) {
+        sources[r] = link->slot(r);
+      }
+      if (bytes < kShareWork) {
+        reduce(dtype, reduction, sources, static_cast<int>(degree), to + begin, bytes / width);
+        continue;
+      }
+      // Worth a second barrier: each rank reduces one stretch and copies the other stretches from the other ranks.
+      const int64_t stretch = (bytes + 64 * degree - 1) / (64 * degree) * 64;  // rounded up: no byte is left over
+      auto first = [&](int64_t r) { return std::min(r * stretch, bytes); };
+      const int64_t mine = first(link->rank());
+      for (int r = 0; r < degree; r++) {
+        sources[r] += mine;
+      }
+      const int64_t count = (first(link->rank() + 1) - mine) / width;
+      reduce(dtype, reduction, sources, static_cast<int>(degree), link->next_slot(), count);
+      link->meet(call);
+      for (int r = 0; r < degree; r++) {
+        std::memcpy(to + begin + first(r), link->slot(r), first(r + 1) - first(r));
+      }
+    }
+    link->count_collective();
+  }
+};
+
 Tensor all_reduce(Tensor x_in, Text axis, Text op, int64_t degree) {
-  const Reduction reduction = reduction_named(op);
-  const auto dtype = x_in.scalar_type();
-  check_reducible(dtype, reduction);
+  const AllReduce work(x_in, axis, op, degree);
   if (degree == 1) {
     return copy_of(x_in);
   }
-  auto link = connection(axis, degree);
   const Tensor x = contiguous(x_in);
   Tensor y = new_like(x, shape_of(x));
-  if (x.numel() == 0) {
-    return y;
-  }
-  const std::lock_guard<std::mutex> guard(link->mutex());
-  link->check();
-  const auto width = static_cast<int64_t>(x.element_size());
-  const Call call = describe(Op::all_reduce, x, static_cast<int64_t>(reduction));
-  const char* from = static_cast<const char*>(x.data_ptr());
-  char* to = static_cast<char*>(y.data_ptr());
-  const char* sources[kMaxDegree];
-  const int64_t total = byte_count(x);
-  for (int64_t begin = 0; begin < total; begin += link->capacity()) {
-    const int64_t bytes = std::min(link->capacity(), total - begin);
-    std::memcpy(link->next_slot(), from + begin, bytes);
-    link->meet(call);
-    for (int r = 0; r < degree; r++) {
-      sources[r] = link->slot(r);
-    }
-    if (bytes < kShareWork) {
-      reduce(dtype, reduction, sources, static_cast<int>(degree), to + begin, bytes / width);
-      continue;
-    }
-    // Worth a second barrier: each rank reduces one stretch and copies the other stretches from the other ranks.
-    const int64_t stretch = (bytes + 64 * degree - 1) / (64 * degree) * 64;  // rounded up, so that no byte is left over
-    auto first = [&](int64_t r) { return std::min(r * stretch, bytes); };
-    const int64_t mine = first(link->rank());
-    for (int r = 0; r < degree; r++) {
-      sources[r] += mine;
-    }
-    const int64_t count = (first(link->rank() + 1) - mine) / width;
-    reduce(dtype, reduction, sources, static_cast<int>(degree), link->next_slot(), count);
-    link->meet(call);
-    for (int r = 0; r < degree; r++) {
-      std::memcpy(to + begin + first(r), link->slot(r), first(r + 1) - first(r));
-    }
-  }
-  link->count_collective();
+  work.run(static_cast<const char*>(x.data_ptr()), static_cast<char*>(y.data_ptr()));
   return y;
+}
+
+class PlannedAllReduce : public Planned {
+ public:
+  explicit PlannedAllReduce(AllReduce work) : work_(std::move(work)) {}
+  void point(char* const* data) override {
+    from_ = data[0];
+    to_ = data[1];
+  }
+  void run() override { work_.run(from_, to_); }
+
+ private:
+  const AllReduce work_;
+  const char* from_ = nullptr;
+  char* to_ = nullptr;
+};
+
+std::unique_ptr<Planned> plan_all_reduce(const PlannedArgument* arguments) {
+  const Tensor x = tensor_of(arguments[0]);
+  const int64_t degree = arguments[3].integer;
+  if (degree == 1 || !x.is_contiguous()) return nullptr;
+  return std::make_unique<PlannedAllReduce>(AllReduce(x, arguments[1].text, arguments[2].text, degree));
 }
 
 Tensor all_gather(Tensor x_in, Text axis, int64_t dim, int64_t degree) {
@@ -382,6 +417,8 @@ NXD_IMPL(CompositeExplicitAutograd, m) {
   m.impl("comm_close", TORCH_BOX(&nxd::comm_close));
   m.impl("comm_step", TORCH_BOX(&nxd::comm_step));
 }
+
+NXD_PLAN(all_reduce, nxd::plan_all_reduce);
 
 NXD_SHIM(all_reduce)(AtenTensorHandle x, const char* axis, const char* op, int64_t degree, AtenTensorHandle* out) {
   *out = nxd::all_reduce(nxd::Tensor::borrow(x), axis, op, degree).release();

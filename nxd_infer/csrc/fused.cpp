@@ -5,7 +5,7 @@
 // and write results where they are; other values have a place in the memory of the thread.
 #include "fused_loops.h"
 #include "parallel.h"
-#include "fused_functions.h"
+#include "plans.h"
 #include "registration.h"
 #include "tensors.h"
 
@@ -287,6 +287,13 @@ std::shared_ptr<const Program> parse(const std::string& text) {
 // Elements from one row of an input or output to the next in each outer dimension.
 using Strides = std::vector<int64_t>;
 
+// The strides of its dimensions are in elements.
+struct Result {
+  int64_t dims;
+  const int64_t *sizes, *strides;
+  bool half;  // bfloat16, else float32
+};
+
 // A program for inputs of certain strides.
 class Plan {
  public:
@@ -324,7 +331,7 @@ class Plan {
     for (const Step& step : program_.steps) add(step);
   }
 
-  const std::vector<FusedResult>& results() const { return results_; }
+  const std::vector<Result>& results() const { return results_; }
 
   // `data`: of the inputs, then of the outputs.
   void run(char* const* data) const {
@@ -437,7 +444,7 @@ class Plan {
   std::vector<std::pair<int64_t, float>> constants_;  // by their place in the thread's memory
   std::vector<Action> actions_;
   std::vector<std::vector<int64_t>> shapes_;
-  std::vector<FusedResult> results_;
+  std::vector<Result> results_;
 };
 
 int32_t dtype_of(const Value& value) {
@@ -487,7 +494,7 @@ std::vector<Tensor> fused(std::vector<Tensor> inputs, std::string text) {
   for (Tensor& x : inputs) x = in_pieces(x) ? contiguous(x) : x;
   const Plan plan = plan_of(text, inputs);
   std::vector<Tensor> results;
-  for (const FusedResult& one : plan.results()) {
+  for (const Result& one : plan.results()) {
     AtenTensorHandle handle = nullptr;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
         one.dims, one.sizes, one.strides, one.half ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32(),
@@ -502,39 +509,30 @@ std::vector<Tensor> fused(std::vector<Tensor> inputs, std::string text) {
   return results;
 }
 
-const FusedFunctions functions = {
-    [](const char* text, void* const* inputs, int64_t count) -> void* {
-      std::vector<Tensor> tensors;
-      for (int64_t i = 0; i < count; i++) {
-        tensors.push_back(Tensor::borrow(static_cast<AtenTensorHandle>(inputs[i])));
-        if (in_pieces(tensors.back())) return nullptr;
-      }
-      try {
-        return new Plan(plan_of(text, tensors));
-      } catch (const std::runtime_error&) {
-        return nullptr;
-      }
-    },
-    [](void* plan) { delete static_cast<Plan*>(plan); },
-    [](const void* plan, const FusedResult** results) {
-      const std::vector<FusedResult>& found = static_cast<const Plan*>(plan)->results();
-      *results = found.data();
-      return static_cast<int64_t>(found.size());
-    },
-    [](const void* plan, char* const* data) { static_cast<const Plan*>(plan)->run(data); },
+class PlannedFused : public Planned {
+ public:
+  PlannedFused(Plan plan, int64_t operands) : plan_(std::move(plan)), data_(operands) {}
+  void point(char* const* data) override { std::copy_n(data, data_.size(), data_.begin()); }
+  void run() override { plan_.run(data_.data()); }
+
+ private:
+  const Plan plan_;
+  std::vector<char*> data_;
 };
 
-int64_t fused_functions(int64_t version) {
-  return version == kFusedFunctions ? reinterpret_cast<int64_t>(&functions) : 0;
+std::unique_ptr<Planned> plan_fused(const PlannedArgument* arguments) {
+  const std::vector<Tensor> inputs = tensors_of(arguments[0]);
+  if (std::any_of(inputs.begin(), inputs.end(), in_pieces)) return nullptr;
+  Plan plan = plan_of(arguments[1].text, inputs);
+  const auto operands = static_cast<int64_t>(inputs.size() + plan.results().size());
+  return std::make_unique<PlannedFused>(std::move(plan), operands);
 }
 
 } // namespace
 } // namespace nxd
 
-NXD_LIBRARY(m) {
-  m.def("fused(Tensor[] inputs, str program) -> Tensor[]");
-  m.def("fused_functions(int version) -> int");
-}
+NXD_LIBRARY(m) { m.def("fused(Tensor[] inputs, str program) -> Tensor[]"); }
 
 NXD_IMPL(CPU, m) { m.impl("fused", TORCH_BOX(&nxd::fused)); }
-NXD_IMPL(CompositeExplicitAutograd, m) { m.impl("fused_functions", TORCH_BOX(&nxd::fused_functions)); }
+
+NXD_PLAN(fused, nxd::plan_fused);

@@ -36,24 +36,31 @@ void check_type(int32_t dtype, const char* what) {
   }
 }
 
-template <typename T>
-void product(const Operands& all, const Kernel<T>& wide) {
-  const T* x = static_cast<const T*>(all.x.data_ptr());
+// Calls use(kernel) with the one for so many rows: with more groups every block would be widened more often.
+template <typename T, typename Use>
+auto with_kernel(const Operands& all, const Kernel<T>& wide, const Use& use) {
   const Kernel<int8_t>& narrow = int8_kernel<T>();
-  if (all.M <= 2 * narrow.width) {  // with more groups every block would be widened more often
-    multiply(narrow, x, all.layers<T, int8_t>(), all.M, all.K);
-  } else {
-    multiply(wide, x, all.layers<T, int8_t>(), all.M, all.K);
-  }
+  return all.M <= 2 * narrow.width ? use(narrow) : use(wide);
 }
 
-std::vector<Tensor> packed_int8_linears(Tensor x, std::vector<Tensor> layers, bool biased) {
+template <typename T>
+void product(const Operands& all, const Kernel<T>& wide) {
+  with_kernel(all, wide, [&](const auto& kernel) {
+    multiply(kernel, static_cast<const T*>(all.x.data_ptr()), all.layers<T, int8_t>(), all.M, all.K);
+  });
+}
+
+Operands checked_operands(const Tensor& x, const std::vector<Tensor>& layers, bool biased) {
   const char* what = "packed_int8_linear";
   check_type(x.dtype(), what);
-  Operands all = operands(what, x, layers, biased, kScaleBytes, [&](const Tensor& weight) {
+  return operands(what, x, layers, biased, kScaleBytes, [&](const Tensor& weight) {
     check_packed(weight, what);
     return x.dtype();
   });
+}
+
+std::vector<Tensor> packed_int8_linears(Tensor x, std::vector<Tensor> layers, bool biased) {
+  Operands all = checked_operands(x, layers, biased);
   if (all.M == 0) return std::move(all.results);
   if (all.dtype == aoti_torch_dtype_float32()) {
     product<float>(all, float_kernel());
@@ -61,6 +68,17 @@ std::vector<Tensor> packed_int8_linears(Tensor x, std::vector<Tensor> layers, bo
     product<BFloat16>(all, bfloat16_kernel());
   }
   return std::move(all.results);
+}
+
+template <bool several>
+std::unique_ptr<Planned> plan_linears(const PlannedArgument* arguments) {
+  const PlannedLayers given(arguments, several);
+  if (!given.whole) return nullptr;
+  const Operands all = checked_operands(given.x, given.layers, given.biased);
+  if (all.dtype == aoti_torch_dtype_float32()) {
+    return with_kernel(all, float_kernel(), [&](const auto& kernel) { return planned<float, int8_t>(kernel, all); });
+  }
+  return with_kernel(all, bfloat16_kernel(), [&](const auto& kernel) { return planned<BFloat16, int8_t>(kernel, all); });
 }
 
 Tensor packed_int8_linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
@@ -193,6 +211,9 @@ NXD_IMPL(CPU, m) {
   m.impl("packed_int8_embedding", TORCH_BOX(&nxd::packed_int8_embedding));
   m.impl("pack_int8", TORCH_BOX(&nxd::pack_int8));
 }
+
+NXD_PLAN(packed_int8_linear, nxd::plan_linears<false>);
+NXD_PLAN(packed_int8_linears, nxd::plan_linears<true>);
 
 NXD_SHIM_LINEAR(packed_int8_linear, nxd::packed_int8_linears)
 NXD_SHIM_LINEARS(packed_int8_linears, nxd::packed_int8_linears)

@@ -33,9 +33,13 @@ int32_t check_weight(const Tensor& weight, const char* what) {
   return dtype;
 }
 
-std::vector<Tensor> packed_linears(Tensor x, std::vector<Tensor> layers, bool biased) {
-  Operands all = operands(
+Operands checked_operands(const Tensor& x, const std::vector<Tensor>& layers, bool biased) {
+  return operands(
       "packed_linear", x, layers, biased, 0, [](const Tensor& weight) { return check_weight(weight, "packed_linear"); });
+}
+
+std::vector<Tensor> packed_linears(Tensor x, std::vector<Tensor> layers, bool biased) {
+  Operands all = checked_operands(x, layers, biased);
   if (all.M == 0) return std::move(all.results);
   const void* rows = all.x.data_ptr();
   if (all.dtype == aoti_torch_dtype_float32()) {
@@ -44,6 +48,15 @@ std::vector<Tensor> packed_linears(Tensor x, std::vector<Tensor> layers, bool bi
     multiply(bfloat16_kernel(), static_cast<const BFloat16*>(rows), all.layers<BFloat16, BFloat16>(), all.M, all.K);
   }
   return std::move(all.results);
+}
+
+template <bool several>
+std::unique_ptr<Planned> plan_linears(const PlannedArgument* arguments) {
+  const PlannedLayers given(arguments, several);
+  if (!given.whole) return nullptr;
+  const Operands all = checked_operands(given.x, given.layers, given.biased);
+  if (all.dtype == aoti_torch_dtype_float32()) return planned<float, float>(float_kernel(), all);
+  return planned<BFloat16, BFloat16>(bfloat16_kernel(), all);
 }
 
 Tensor packed_linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
@@ -179,6 +192,9 @@ NXD_IMPL(CPU, m) {
   m.impl("pack", TORCH_BOX(&nxd::pack));
   m.impl("unpack", TORCH_BOX(&nxd::unpack));
 }
+
+NXD_PLAN(packed_linear, nxd::plan_linears<false>);
+NXD_PLAN(packed_linears, nxd::plan_linears<true>);
 
 NXD_SHIM_LINEAR(packed_linear, nxd::packed_linears)
 NXD_SHIM_LINEARS(packed_linears, nxd::packed_linears)

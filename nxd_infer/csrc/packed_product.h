@@ -6,6 +6,7 @@
 #include "packed_int8.h"
 #include "packed_left.h"
 #include "parallel.h"
+#include "plans.h"
 #include "registration.h"
 #include "tensors.h"
 
@@ -294,6 +295,55 @@ Operands operands(
   }
   return all;
 }
+
+// A planned call: the layers and x have been checked, and lie where the last `point` said.
+template <typename P, typename T, typename W>
+class PlannedLinears : public Planned {
+ public:
+  PlannedLinears(const Kernel<P>& kernel, const Operands& all)
+      : kernel_(kernel), layers_(all.layers<T, W>()), biased_(!all.biases.empty()), M_(all.M), K_(all.K) {}
+
+  void point(char* const* data) override {
+    const size_t count = layers_.size();
+    x_ = reinterpret_cast<const T*>(data[0]);
+    char* const* biases = data + 1 + count;
+    char* const* results = biased_ ? biases + count : biases;
+    for (size_t i = 0; i < count; i++) {
+      layers_[i].weight = reinterpret_cast<const W*>(data[1 + i]);
+      if (biased_) layers_[i].bias = reinterpret_cast<const T*>(biases[i]);
+      layers_[i].y = reinterpret_cast<T*>(results[i]);
+    }
+  }
+  void run() override { multiply(kernel_, x_, layers_, M_, K_); }
+
+ private:
+  const Kernel<P>& kernel_;
+  std::vector<Layer<T, W>> layers_;
+  const bool biased_;
+  const int64_t M_, K_;
+  const T* x_ = nullptr;
+};
+
+template <typename T, typename W, typename P>
+std::unique_ptr<Planned> planned(const Kernel<P>& kernel, const Operands& all) {
+  return std::make_unique<PlannedLinears<P, T, W>>(kernel, all);
+}
+
+// Of the arguments of an operator for one layer (x, weight, bias) or for several (x, layers, biased): the latter's.
+struct PlannedLayers {
+  Tensor x;
+  std::vector<Tensor> layers;
+  bool biased;
+  bool whole;  // nothing has to be copied first
+
+  PlannedLayers(const PlannedArgument* arguments, bool several)
+      : x(tensor_of(arguments[0])), layers(tensors_of(arguments[1])) {
+    biased = several ? arguments[2].integer != 0 : arguments[2].count > 0;
+    if (!several && biased) layers.push_back(tensor_of(arguments[2]));
+    whole = x.numel() > 0 && x.is_contiguous();
+    for (const Tensor& layer : layers) whole = whole && layer.is_contiguous();
+  }
+};
 
 // The ids of rows to gather from a table of N. Throws for an id out of range.
 inline std::vector<int64_t> row_numbers(const std::string& what, const Tensor& ids, int64_t N) {

@@ -2,8 +2,9 @@
 
 Between two matrix products a transformer does little arithmetic in many operators: a norm with the addition before it,
 a rotary embedding, a gate. Each such group becomes a call of ``fused`` (:mod:`nxd_infer.ops.fused`), whoever wrote the
-model: a group is found by what its operators are, not by a pattern of them. The values of a group have the same
-dimensions but the last, and nothing between its first and its last operator reads what it computes.
+model: a group is found by what its operators are, not by a pattern of them. A single operator is one, too: its call is
+planned, and the rank's own threads share its work. The values of a group have the same dimensions but the last, and
+nothing between its first and its last operator reads what it computes.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from torch import fx
 from nxd_infer.backends.cpu.fusible import NAMES, Writer, fusible, is_view, memory_order, shape
 from nxd_infer.graph.passes import branches, call, memory, native_operator, output_of, tensors_of, written
 
-_LEAST = 2
-"""Operators of a group: torch runs a single one as fast."""
 _MOST = 256
 """Nodes of a group, each with what it reads: a program has at most 4096 values."""
 
@@ -123,7 +122,7 @@ def _groups(graph: fx.Graph, changing: set[fx.Node]) -> list[_Group]:
             if joined.fits(order[node], order):
                 group_of.update((member, joined) for member in joined.nodes)
                 break
-    return [group for group in dict.fromkeys(group_of.values()) if len(group.operators) >= _LEAST]
+    return [group for group in dict.fromkeys(group_of.values()) if group.operators]
 
 
 def _outer(node: fx.Node) -> tuple[int, ...]:

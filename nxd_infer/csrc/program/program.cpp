@@ -5,7 +5,6 @@
 #include <ATen/core/grad_mode.h>
 
 #include "convert.h"
-#include "shortcuts.h"
 
 namespace nxd {
 namespace {
@@ -181,50 +180,66 @@ void Program::hold(const std::vector<at::Tensor>& first, const std::vector<at::T
 
 std::vector<at::Tensor> Program::run(const std::vector<at::Tensor>& values) {
   if (!finished_) damaged("it is not finished");
-  Table table;
-  table.reserve(placeholders_ + steps_.size());
-  {
-    const std::lock_guard<std::mutex> turn(holding_);
-    for (const std::vector<at::Tensor>* part : {&std::as_const(first_), &values, &std::as_const(last_)}) {
-      table.insert(table.end(), part->begin(), part->end());
-    }
-  }
-  if (table.size() != static_cast<size_t>(placeholders_)) {
-    damaged(table.size(), " values for ", placeholders_, " placeholders");
-  }
   const at::NoGradGuard no_gradients;
-  for (size_t i = 0; i < steps_.size(); i++) {
-    const Step& step = steps_[i];
-    try {
-      table.push_back(call(step, table));
-    } catch (c10::Error& error) {
-      const std::string name = step.op ? toString(step.op->operator_name()) : step.branches[0] ? "cond" : "getitem";
-      error.add_context(c10::str("in step ", i, " of a graph, ", name));
-      throw;
+  struct Turn {
+    std::atomic_flag& taken;
+    const bool own = !taken.test_and_set(std::memory_order_acquire);
+    ~Turn() {
+      if (own) taken.clear(std::memory_order_release);
     }
-    for (const int64_t value : step.dead) table[value] = c10::IValue();
+  } const turn{framing_};
+  Table placeholders;
+  {
+    const std::lock_guard<std::mutex> guard(holding_);
+    const size_t count = first_.size() + values.size() + last_.size();
+    if (count != static_cast<size_t>(placeholders_)) damaged(count, " values for ", placeholders_, " placeholders");
+    bool taken = turn.own && frame_ != nullptr;
+    size_t i = 0;
+    for (const std::vector<at::Tensor>* part : {&std::as_const(first_), &values, &std::as_const(last_)}) {
+      for (const at::Tensor& x : *part) taken = taken && frame_->take(i++, x, part != &values);
+    }
+    if (!taken) {
+      placeholders.reserve(count);
+      for (const std::vector<at::Tensor>* part : {&std::as_const(first_), &values, &std::as_const(last_)}) {
+        placeholders.insert(placeholders.end(), part->begin(), part->end());
+      }
+    }
+  }
+  if (placeholders.empty() && frame_ != nullptr && turn.own) return frame_->run();
+  return run_anew(placeholders, turn.own);
+}
+
+// Without the frame; makes a new one of what it shows, for later runs.
+std::vector<at::Tensor> Program::run_anew(const Table& placeholders, bool framing) {
+  if (framing) frame_.reset();
+  Table table = placeholders;
+  table.reserve(placeholders_ + steps_.size());
+  Record record(placeholders);
+  for (size_t i = 0; i < steps_.size(); i++) {
+    c10::IValue result = call(steps_[i], i, table);
+    if (framing) record.see(steps_[i], table, result);
+    table.push_back(std::move(result));
+    for (const int64_t value : steps_[i].dead) table[value] = c10::IValue();
   }
   std::vector<at::Tensor> outputs;
   outputs.reserve(outputs_.size());
   for (const int64_t value : outputs_) outputs.push_back(table[value].toTensor());
+  if (framing) frame_ = std::make_unique<Frame>(steps_, outputs_, record, placeholders);
   return outputs;
 }
 
-c10::IValue Program::call(const Step& step, const Table& table) const {
+namespace {
+
+c10::IValue called(const Step& step, const Table& table) {
   if (step.op) {
     torch::jit::Stack stack;
-    if (const Shortcut* shortcut = step.shortcut.load(std::memory_order_acquire)) {
-      c10::IValue result = shortcut->call(step, table);
-      if (!result.isNone()) return result;
-    }
     stack.reserve(step.arguments.size());
     for (const Argument& argument : step.arguments) stack.push_back(get(argument, table));
     std::optional<at::AutoDispatchBelowADInplaceOrView> below;
     if (step.plain) below.emplace();
     step.op->callBoxed(stack);
-    if (stack.size() > 1) return c10::ivalue::Tuple::create(std::move(stack));
     if (stack.empty()) return {};
-    learn(step, table, stack.front());
+    if (stack.size() > 1) return c10::ivalue::Tuple::create(std::move(stack));
     return std::move(stack.front());
   }
   if (!step.branches[0]) return item(table[step.arguments[0].value], step.index);
@@ -234,13 +249,16 @@ c10::IValue Program::call(const Step& step, const Table& table) const {
   return branch.run(operands);
 }
 
-void Program::learn(const Step& step, const Table& table, const c10::IValue& result) const {
-  if (step.learned.exchange(true)) return;
-  std::unique_ptr<const Shortcut> found = shortcut(step, table, result);
-  if (found == nullptr) return;
-  const std::lock_guard<std::mutex> turn(learning_);
-  shortcuts_.push_back(std::move(found));
-  step.shortcut.store(shortcuts_.back().get(), std::memory_order_release);
+} // namespace
+
+c10::IValue call(const Step& step, int64_t number, const Table& table) {
+  try {
+    return called(step, table);
+  } catch (c10::Error& error) {
+    const std::string name = step.op ? toString(step.op->operator_name()) : step.branches[0] ? "cond" : "getitem";
+    error.add_context(c10::str("in step ", number, " of a graph, ", name));
+    throw;
+  }
 }
 
 } // namespace nxd

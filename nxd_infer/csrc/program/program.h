@@ -16,11 +16,11 @@
 #include <string>
 #include <vector>
 
+#include "frame.h"
+
 namespace nxd {
 
 class Program;
-struct Step;
-using Table = std::vector<c10::IValue>;
 
 // An argument of a step: a constant, a value of the table, or a list of values (-1: None).
 struct Argument {
@@ -31,14 +31,6 @@ struct Argument {
   bool tensor = false;  // it must be a tensor: a number becomes a new one at each call
 };
 
-// What a step's first call has shown of later ones whose tensors have the same sizes and strides.
-class Shortcut {
- public:
-  virtual ~Shortcut() = default;
-  // None where the tensors differ from those of the first call.
-  virtual c10::IValue call(const Step& step, const Table& table) const = 0;
-};
-
 struct Step {
   std::optional<c10::OperatorHandle> op;  // of an operator
   bool plain = false;                     // an operator that needs nothing of autograd
@@ -46,9 +38,10 @@ struct Step {
   c10::intrusive_ptr<Program> branches[2];  // of a cond: if true, if false
   std::vector<Argument> arguments;
   std::vector<int64_t> dead;  // values whose last use this is
-  mutable std::atomic<bool> learned{false};
-  mutable std::atomic<const Shortcut*> shortcut{nullptr};
 };
+
+// Calls step number `number` by torch's dispatcher.
+c10::IValue call(const Step& step, int64_t number, const Table& table);
 
 // Values are numbered: the placeholders, then one for each step. Steps are added in order, then `finish` is called.
 class Program : public torch::CustomClassHolder {
@@ -73,17 +66,16 @@ class Program : public torch::CustomClassHolder {
 
  private:
   int64_t defined(int64_t value) const;
-  c10::IValue call(const Step& step, const Table& table) const;
-  void learn(const Step& step, const Table& table, const c10::IValue& result) const;
+  std::vector<at::Tensor> run_anew(const Table& placeholders, bool framing);
 
   int64_t placeholders_;
   bool finished_ = false;
   std::deque<Step> steps_;
   std::vector<int64_t> outputs_;
-  mutable std::mutex learning_;
-  mutable std::vector<std::unique_ptr<const Shortcut>> shortcuts_;
   std::mutex holding_;
   std::vector<at::Tensor> first_, last_;
+  std::atomic_flag framing_ = ATOMIC_FLAG_INIT;  // a run uses the frame
+  std::unique_ptr<Frame> frame_;
 };
 
 } // namespace nxd

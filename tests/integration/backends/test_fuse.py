@@ -109,14 +109,14 @@ CASES: dict[str, tuple[Forward, int, int]] = {
     "gate with GELU by tanh": (lambda m, x, y: F.gelu(x, approximate="tanh") * y, 0, 1),
     "GELU of GPT-2": (gelu_new, 0, 1),
     "rotary by halves": (halves, 0, 1),
-    "rotary turned": (turned, 2, 1),
+    "rotary turned": (turned, 0, 3),
     "softmax with a bias": (lambda m, x, y: torch.softmax(x * 0.3 + m.bias, -1).to(x.dtype), 0, 1),
     "numbers": (lambda m, x, y: (1 - x) / 4 + 2 / (y.square() + 1), 1, 1),
     "columns for others": (pieces_for_others, 3, 2),
-    "what is computed twice": (twice, 2, 1),
-    "a state between": (state_between, 4, 1),
+    "what is computed twice": (twice, 1, 2),
+    "a state between": (state_between, 3, 2),
     "branches": (branches, 3, 0),
-    "one operator alone": (lambda m, x, y: F.linear(torch.tanh(x), m.matrix), 2, 0),
+    "one operator alone": (lambda m, x, y: F.linear(torch.tanh(x), m.matrix), 1, 1),
 }
 
 
