@@ -46,7 +46,7 @@ ENTRYPOINT ["tini", "--", "nxd-infer"]
 CMD ["serve"]
 
 FROM ${CPU_BASE} AS cpu
-# A C++ compiler, for models that are traced here; an artifact brings its compiled code.
+# A C++ compiler builds the native operators, once, for models that are traced here; an artifact brings its own.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ tini \
     && rm -rf /var/lib/apt/lists/* \

@@ -1,7 +1,7 @@
 """From training to serving, the same on every backend: python examples/train_to_serve.py BACKEND MODEL OUT
 
 Teaches the model of a Hugging Face directory the alphabet, traces what was trained for two ranks of BACKEND (cpu,
-inductor, xla or neuron), saves, loads and serves it, and prints what the server says after "abcd".
+xla or neuron), saves, loads and serves it, and prints what the server says after "abcd".
 """
 
 import json

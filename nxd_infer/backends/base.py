@@ -159,8 +159,6 @@ class Backend(Protocol):
     """Whether all ranks run one graph: a model whose ranks need different ones is refused when it is traced."""
     compiles: bool
     """Whether graphs are compiled, in separate processes and with a cache; False if stored graphs are run directly."""
-    compile_imports: str
-    """Module with all that compiling imports, if a process that has imported it can be forked; else ""."""
     cross_compiles: bool
     """Whether it compiles for other machines; then its results need not be able to run here."""
     neuron_arguments: bool
@@ -175,8 +173,6 @@ class Backend(Protocol):
     """Values of ``quantize``: the encodings that round weights."""
     unpacked: Mapping[str, Any]
     """Options with which graphs read all weights in the stored form; empty if they always do."""
-    same_rounding: Mapping[str, Any]
-    """Options with which graphs of all shapes give a token the same bits; empty if they always do."""
     kept: tuple[str, ...]
     """Files of a compiled graph that ``compiler_workdir`` also gets, whether compiled now or taken from the cache."""
 

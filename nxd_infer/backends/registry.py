@@ -20,13 +20,12 @@ if TYPE_CHECKING:
 GROUP = "nxd_infer.backends"
 BUILT_IN = {
     "cpu": "nxd_infer.backends.cpu.backend",
-    "inductor": "nxd_infer.backends.cpu.inductor",
     "xla": "nxd_infer.backends.xla.backend",
     "neuron": "nxd_infer.backends.neuron.backend",
 }
 DEFAULT = next(iter(BUILT_IN))
 """The backend if none is named."""
-_FORMERLY = {"eager": "cpu"}
+_FORMERLY = {"eager": "cpu", "inductor": "cpu"}
 """What a backend was called, in artifacts and programs."""
 
 

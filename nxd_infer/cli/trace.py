@@ -95,9 +95,6 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
         hf.weights(model_dir)  # raises if there are none, before a plan is printed
     arguments = {**plan.trace_arguments(), **arguments}
     backend = registry.get(arguments.get("backend", registry.DEFAULT))
-    if task.get("speculate"):  # a draft is verified with decode's numbers
-        rounding = [f"{name}={value}" for name, value in backend.same_rounding.items()]
-        arguments["compiler_args"] = [*rounding, *arguments.get("compiler_args", ())]
     start = time.monotonic()
     planned = trace.trace_plan(**arguments)
     console.print(planned.table(), markup=False)

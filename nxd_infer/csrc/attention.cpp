@@ -331,7 +331,6 @@ struct Call {
         v_type(all.v.scalar_type()), B(all.q.size(0)), N(all.k_cache.size(0)) {}
 
   void run() const {
-    const ManyRows elsewhere(B * x.S);
     check_rows(x, B, N);
     write(x, k, k_type, x.k_cache, B);
     write(x, v, v_type, x.v_cache, B);
@@ -393,14 +392,3 @@ NXD_LIBRARY(m) {
 NXD_IMPL(CPU, m) { m.impl("cache_attention", TORCH_BOX(&nxd::cache_attention)); }
 
 NXD_PLAN(cache_attention, nxd::plan_attention);
-
-NXD_SHIM(cache_attention)(
-    AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, AtenTensorHandle k_cache, AtenTensorHandle v_cache,
-    AtenTensorHandle table, AtenTensorHandle start, AtenTensorHandle length, double scale, AtenTensorHandle* out) {
-  const auto borrow = nxd::Tensor::borrow;
-  *out = nxd::cache_attention(
-             borrow(q), borrow(k), borrow(v), borrow(k_cache), borrow(v_cache), borrow(table), borrow(start),
-             borrow(length), scale)
-             .release();
-  return 0;
-}

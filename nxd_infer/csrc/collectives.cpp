@@ -419,18 +419,3 @@ NXD_IMPL(CompositeExplicitAutograd, m) {
 }
 
 NXD_PLAN(all_reduce, nxd::plan_all_reduce);
-
-NXD_SHIM(all_reduce)(AtenTensorHandle x, const char* axis, const char* op, int64_t degree, AtenTensorHandle* out) {
-  *out = nxd::all_reduce(nxd::Tensor::borrow(x), axis, op, degree).release();
-  return 0;
-}
-
-NXD_SHIM(all_gather)(AtenTensorHandle x, const char* axis, int64_t dim, int64_t degree, AtenTensorHandle* out) {
-  *out = nxd::all_gather(nxd::Tensor::borrow(x), axis, dim, degree).release();
-  return 0;
-}
-
-NXD_SHIM(reduce_scatter)(AtenTensorHandle x, const char* axis, int64_t dim, int64_t degree, AtenTensorHandle* out) {
-  *out = nxd::reduce_scatter(nxd::Tensor::borrow(x), axis, dim, degree).release();
-  return 0;
-}

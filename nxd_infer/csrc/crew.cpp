@@ -29,7 +29,6 @@ constexpr int64_t kMost = 8 << 20;      // the best of 2, 4, 8, 16 and 32 MiB pe
 constexpr int64_t kGulp = 512;          // bytes between two polls for work
 constexpr int64_t kAwake = 1 << 18;     // polls without work until a thread sleeps: a few milliseconds
 constexpr int64_t kPatience = 1 << 10;  // polls until a thread yields its core: about 20 microseconds
-constexpr int64_t kFew = 32;            // most rows of a decode step
 constexpr size_t kRemembered = 4096;    // pieces of work whose successors are remembered
 
 // A piece of work, identified by the first memory that it reads.
@@ -84,7 +83,6 @@ int64_t most_ahead(int64_t size) {
 }
 
 thread_local bool inside = false;
-thread_local bool apart = false;  // from the crew, temporarily
 
 // One word, so that joining is atomic: the number of a piece of work, whether it can be joined, its workers, and how
 // many have joined.
@@ -304,16 +302,12 @@ Crew* crew = nullptr;
 } // namespace
 
 bool crew_works(int64_t workers, Work work, void* context) {
-  return crew != nullptr && !inside && !apart && crew->share(workers, work, context);
+  return crew != nullptr && !inside && crew->share(workers, work, context);
 }
 
 bool in_crew() { return inside; }
 
-ManyRows::ManyRows(int64_t rows) : before_(apart) { apart = apart || rows > kFew; }
-
-ManyRows::~ManyRows() { apart = before_; }
-
-int64_t crew_size() { return crew == nullptr || apart ? 0 : crew->size(); }
+int64_t crew_size() { return crew == nullptr ? 0 : crew->size(); }
 
 Spans* begins(const void* begin) { return crew_size() == 0 ? nullptr : crew->begins(begin); }
 

@@ -46,24 +46,12 @@ bool crew_works(int64_t workers, Work work, void* context);
 // Whether this thread is inside such work: then it does not share work.
 bool in_crew();
 
-// During its lifetime, if `rows` exceeds a decode step's, this thread's work goes to torch's threads: they run the
-// loops of a compiled graph between the operators, and would have to be woken for each.
-class ManyRows {
- public:
-  explicit ManyRows(int64_t rows);
-  ManyRows(const ManyRows&) = delete;
-  ~ManyRows();
-
- private:
-  const bool before_;
-};
-
-// Threads of the crew, including this one; 0 without a crew, or if this thread must not use it.
+// Threads of the crew, including this one; 0 without a crew.
 int64_t crew_size();
 
 // The spans of the work that this thread starts now, which reads the memory at `begin`; the caller sets those of all
 // crew threads. From here on, waiting threads prefetch the spans of the work that followed this one last time. nullptr
-// if they do not: they follow only the thread that engaged the crew, and no work of many rows.
+// if they do not: they follow only the thread that engaged the crew.
 Spans* begins(const void* begin);
 
 } // namespace nxd

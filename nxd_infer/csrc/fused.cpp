@@ -341,7 +341,6 @@ class Plan {
       rows(data, 0, program_.rows);
       return;
     }
-    const ManyRows elsewhere(program_.rows);
     parallel_for(0, program_.rows, grain, [&](int64_t begin, int64_t end) { rows(data, begin, end); });
   }
 

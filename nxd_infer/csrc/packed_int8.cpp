@@ -171,7 +171,6 @@ void unpack_row(const int8_t* packed, int64_t N, int64_t K, int64_t row, T* to) 
 
 template <typename T>
 void gather(const int8_t* packed, int64_t N, int64_t K, const std::vector<int64_t>& rows, T* to) {
-  const ManyRows elsewhere(static_cast<int64_t>(rows.size()));
   parallel_for(0, static_cast<int64_t>(rows.size()), std::max<int64_t>(1, 8192 / K), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) unpack_row(packed, N, K, rows[i], to + i * K);
   });
@@ -214,11 +213,3 @@ NXD_IMPL(CPU, m) {
 
 NXD_PLAN(packed_int8_linear, nxd::plan_linears<false>);
 NXD_PLAN(packed_int8_linears, nxd::plan_linears<true>);
-
-NXD_SHIM_LINEAR(packed_int8_linear, nxd::packed_int8_linears)
-NXD_SHIM_LINEARS(packed_int8_linears, nxd::packed_int8_linears)
-
-NXD_SHIM(packed_int8_embedding)(AtenTensorHandle weight, AtenTensorHandle ids, int32_t bfloat16, AtenTensorHandle* out) {
-  *out = nxd::packed_int8_embedding(nxd::Tensor::borrow(weight), nxd::Tensor::borrow(ids), bfloat16 != 0).release();
-  return 0;
-}

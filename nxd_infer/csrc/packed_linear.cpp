@@ -167,7 +167,6 @@ Tensor packed_embedding(Tensor weight, Tensor ids_in) {
   Tensor y = new_like(weight, shape);
   const char* from = static_cast<const char*>(weight.data_ptr());
   char* to = static_cast<char*>(y.data_ptr());
-  const ManyRows elsewhere(count);
   parallel_for(0, count, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, row_bytes)), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) unpack_row(from, N, row_bytes, rows[i], to + i * row_bytes);
   });
@@ -195,11 +194,3 @@ NXD_IMPL(CPU, m) {
 
 NXD_PLAN(packed_linear, nxd::plan_linears<false>);
 NXD_PLAN(packed_linears, nxd::plan_linears<true>);
-
-NXD_SHIM_LINEAR(packed_linear, nxd::packed_linears)
-NXD_SHIM_LINEARS(packed_linears, nxd::packed_linears)
-
-NXD_SHIM(packed_embedding)(AtenTensorHandle weight, AtenTensorHandle ids, AtenTensorHandle* out) {
-  *out = nxd::packed_embedding(nxd::Tensor::borrow(weight), nxd::Tensor::borrow(ids)).release();
-  return 0;
-}

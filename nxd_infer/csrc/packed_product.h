@@ -11,7 +11,6 @@
 #include "tensors.h"
 
 #include <algorithm>
-#include <cstdarg>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -188,7 +187,6 @@ void announce(const std::vector<Layer<T, W>>& layers, int64_t blocks, int64_t wo
 // Layers of one x, as if their weights were stacked: threads start and synchronise once for all of them.
 template <typename P, typename T, typename W>
 void multiply(const Kernel<P>& kernel, const T* x, const std::vector<Layer<T, W>>& layers, int64_t M, int64_t K) {
-  const ManyRows elsewhere(M);
   int64_t blocks = 0;
   for (const Layer<T, W>& layer : layers) blocks += layer.blocks();
   const int64_t row_bytes = round_up(K, kernel.step) * static_cast<int64_t>(kernel.widened ? 4 : sizeof(T));
@@ -365,27 +363,3 @@ inline std::vector<int64_t> row_numbers(const std::string& what, const Tensor& i
 
 } // namespace
 } // namespace nxd
-
-// The C functions (registration.h) of the operators for one linear layer and for several, both calling the latter.
-#define NXD_SHIM_LINEAR(name, linears)                                                                              \
-  NXD_SHIM(name)(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle* bias, AtenTensorHandle* out) {       \
-    std::vector<nxd::Tensor> layer;                                                                                 \
-    layer.reserve(2);                                                                                               \
-    layer.push_back(nxd::Tensor::borrow(weight));                                                                   \
-    if (bias != nullptr) layer.push_back(nxd::Tensor::borrow(*bias));                                               \
-    *out = linears(nxd::Tensor::borrow(x), std::move(layer), bias != nullptr)[0].release();                         \
-    return 0;                                                                                                       \
-  }
-// After `biased`: an AtenTensorHandle* for every result.
-#define NXD_SHIM_LINEARS(name, linears)                                                                             \
-  NXD_SHIM(name)(AtenTensorHandle x, const AtenTensorHandle* handles, int64_t count, int32_t biased, ...) {          \
-    std::vector<nxd::Tensor> layers;                                                                                \
-    layers.reserve(count);                                                                                          \
-    for (int64_t i = 0; i < count; i++) layers.push_back(nxd::Tensor::borrow(handles[i]));                          \
-    auto results = linears(nxd::Tensor::borrow(x), std::move(layers), biased != 0);                                 \
-    va_list outs;                                                                                                   \
-    va_start(outs, biased);                                                                                         \
-    for (nxd::Tensor& result : results) *va_arg(outs, AtenTensorHandle*) = result.release();                        \
-    va_end(outs);                                                                                                   \
-    return 0;                                                                                                       \
-  }

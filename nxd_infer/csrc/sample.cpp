@@ -68,7 +68,6 @@ Results sample_rows(const Tensor& raw, const Settings& settings, int64_t top, co
   auto* logprobs = static_cast<float*>(logprob.data_ptr());
   auto* ids = static_cast<int64_t*>(top_ids.data_ptr());
   auto* values = static_cast<float*>(top_logprobs.data_ptr());
-  const ManyRows elsewhere(rows);
   parallel_for(0, rows, std::max<int64_t>(1, kGrain / vocabulary), [&](int64_t begin, int64_t end) {
     static thread_local SampleScratch scratch;
     for (int64_t row = begin; row < end; row++) {
@@ -211,34 +210,4 @@ NXD_IMPL(CPU, m) {
   m.impl("sample", TORCH_BOX(&nxd::sample));
   m.impl("sample_adjusted", TORCH_BOX(&nxd::sample_adjusted));
   m.impl("remember_tokens", TORCH_BOX(&nxd::remember_tokens));
-}
-
-NXD_SHIM(remember_tokens)(
-    AtenTensorHandle counts, AtenTensorHandle seen, AtenTensorHandle ids, AtenTensorHandle output,
-    AtenTensorHandle start, AtenTensorHandle length, AtenTensorHandle slot, ...) {
-  const auto borrow = nxd::Tensor::borrow;
-  nxd::remember_tokens(
-      borrow(counts), borrow(seen), borrow(ids), borrow(output), borrow(start), borrow(length), borrow(slot));
-  return 0;
-}
-
-NXD_SHIM(sample_adjusted)(
-    AtenTensorHandle logits, AtenTensorHandle temperature, AtenTensorHandle top_k, AtenTensorHandle top_p,
-    AtenTensorHandle min_p, AtenTensorHandle seed, AtenTensorHandle position, int64_t top, AtenTensorHandle* allowed,
-    AtenTensorHandle* bias_ids, AtenTensorHandle* bias_values, AtenTensorHandle* counts, AtenTensorHandle* seen,
-    AtenTensorHandle* slot, AtenTensorHandle* presence, AtenTensorHandle* frequency, AtenTensorHandle* repetition,
-    AtenTensorHandle* token, AtenTensorHandle* logprob, AtenTensorHandle* top_ids, AtenTensorHandle* top_logprobs) {
-  const auto borrow = nxd::Tensor::borrow;
-  const auto maybe = [](AtenTensorHandle* handle) {
-    return handle == nullptr ? std::nullopt : std::optional(nxd::Tensor::borrow(*handle));
-  };
-  auto results = nxd::sample_adjusted(
-      borrow(logits), borrow(temperature), borrow(top_k), borrow(top_p), borrow(min_p), borrow(seed), borrow(position),
-      top, maybe(allowed), maybe(bias_ids), maybe(bias_values), maybe(counts), maybe(seen), maybe(slot),
-      maybe(presence), maybe(frequency), maybe(repetition));
-  *token = std::get<0>(results).release();
-  *logprob = std::get<1>(results).release();
-  *top_ids = std::get<2>(results).release();
-  *top_logprobs = std::get<3>(results).release();
-  return 0;
 }

@@ -7,7 +7,7 @@ tensor in ``meta["val"]``. Order matters: nested graphs are flattened first, so 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -169,14 +169,8 @@ def native_operator(library: Any, name: str) -> Any | None:
     return found.default if isinstance(found, torch._ops.OpOverloadPacket) else found
 
 
-def insert_operators(
-    module: fx.GraphModule,
-    library: Any,
-    composite: Mapping[Any, Callable[..., Any]],
-    inlined: Collection[Any] = (),
-) -> bool:
-    """Replace ``nxd::`` operators by native ones; inline composites without one, and those of ``inlined``. Return
-    whether any is native."""
+def insert_operators(module: fx.GraphModule, library: Any, composite: Mapping[Any, Callable[..., Any]]) -> bool:
+    """Replace ``nxd::`` operators by native ones; inline composites without one. Return whether any is native."""
     native = False
     changed = True
     while changed:
@@ -186,7 +180,7 @@ def insert_operators(
             if node.op != "call_function" or getattr(target, "namespace", None) != "nxd":
                 continue
             name = target._schema.name.partition("::")[2]
-            found = None if target in inlined else native_operator(library, name)
+            found = native_operator(library, name)
             if found is not None:
                 node.target = found
                 native = True
@@ -195,7 +189,7 @@ def insert_operators(
                 inline(node, retrace(composite[target], args), tensors_of(args))
                 changed = True
     # Not a generator, because every branch must be visited.
-    return any([insert_operators(branch, library, composite, inlined) for branch in branches(module)]) or native  # noqa: C419
+    return any([insert_operators(branch, library, composite) for branch in branches(module)]) or native  # noqa: C419
 
 
 def _positional(node: fx.Node) -> list[Any]:

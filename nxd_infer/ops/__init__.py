@@ -76,9 +76,6 @@ COMPOSITE: dict[Any, Callable[..., Any]] = {
 }
 """``OpOverload -> reference``. Both take the same positional arguments."""
 
-FOR_THE_LOOP: frozenset[Any] = frozenset({torch.ops.nxd.remember_last.default, torch.ops.nxd.step_rows.default})
-"""Operators of which a compiler makes more by their references."""
-
 HOST: frozenset[Any] = frozenset(
     {
         torch.ops.nxd.sample.default,

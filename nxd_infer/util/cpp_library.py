@@ -130,10 +130,8 @@ class CppLibrary:
             with ThreadPoolExecutor(max_workers=min(len(sources), processors())) as pool:
                 list(pool.map(compile_one, sources, objects))
             built = Path(scratch) / FILE
-            # Compiled graphs name their library by its content (``link_name``), so a copy loaded earlier is reused.
-            name = f"-Wl,-soname,lib{link_name(self.hash)}.so"
             links = [f"-L{self.torch / 'lib'}", *self.links]
-            run([compiler, "-shared", name, *map(str, objects), *links, "-o", str(built)])
+            run([compiler, "-shared", *map(str, objects), *links, "-o", str(built)])
             seconds = time.monotonic() - begin
             record = {"hash": self.hash, "compiler": compiler, "flags": self.flags, "torch": self.torch_version}
             (Path(scratch) / "build.json").write_text(json.dumps({**record, "seconds": seconds}, indent=2))
@@ -155,11 +153,6 @@ def is_whole(path: Path) -> bool:
         (start,) = struct.unpack_from("<Q", header, 40)
         size, count = struct.unpack_from("<HH", header, 58)
         return os.fstat(file.fileno()).st_size >= start + size * count
-
-
-def link_name(digest: str) -> str:
-    """Return the library name that compiled graphs are linked with, as for ``-l``."""
-    return f"nxd_{digest}"
 
 
 @contextlib.contextmanager

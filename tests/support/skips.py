@@ -18,10 +18,7 @@ OF_A_MACHINE = (
     r"needs ip and unshare ",
     r"kubectl is not installed",
 )
-OF_AN_OLDER_TORCH = (
-    r"the native operators need torch 2\.13 or newer",
-    r"(inductor: )?it needs torch 2\.13 or newer",
-)
+OF_AN_OLDER_TORCH = (r"the native operators need torch 2\.13 or newer",)
 WITHOUT_XLA = (r"torch_xla is not installed", r"it lacks .*\btorch_xla 2\.9")
 ON_NEURON = (
     r"it asks the stand-in",

@@ -10,6 +10,7 @@ import select
 import shutil
 import signal
 import socket
+import subprocess  # nosec B404
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from nxd_infer.util.child_process import END_SECONDS, ChildProcess
 from nxd_infer.util.memory import available_memory
 from nxd_infer.util.processors import processors
 from nxd_infer.util.python_command import child_environment, python_module
-from nxd_infer.util.start_program import start_program
 from nxd_infer.util.temporary import temporary_name
 
 
@@ -142,21 +142,14 @@ def _start(backend: str, place: Path) -> _Worker:
     chosen = registry.get(backend)
     environment = child_environment(**chosen.environment(place), TMPDIR=str(temporary), PYTHONWARNINGS="ignore")
     environment = registry.with_import_path(environment, backend)
-    # Where compilers put their files is read when they do.
-    importing = {name: value for name, value in environment.items() if str(place) not in value}
     log = place / f"compile-{secrets.token_hex(4)}.log"
     channel, theirs = socket.socketpair()
     number = theirs.fileno()
     command = python_module("nxd_infer.backends.compile.worker", backend, str(number), str(os.getpid()))
     try:
         with open(log, "wb") as output:
-            process = start_program(
-                command,
-                chosen.compile_imports,
-                importing=importing,
-                environment=environment,
-                inherit=[number],
-                output=output,
+            process = ChildProcess(
+                command, environment=environment, inherit=[number], stdout=output, stderr=subprocess.STDOUT
             )
     except BaseException:
         channel.close()

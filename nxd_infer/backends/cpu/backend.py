@@ -1,30 +1,52 @@
-"""The CPU's own backend: a prebuilt loop runs the stored graph, and nothing is compiled for it."""
+"""The CPU's backend: a prebuilt loop runs the stored graph, and nothing is compiled for it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nxd_infer import backends
+from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.backends import cpu
-from nxd_infer.backends.base import Availability, Executable, RankGraph, RankRuntime
-from nxd_infer.backends.cpu.base import CpuBackend
+from nxd_infer.backends.base import Availability, Executable, Placement, Quantization, RankGraph, RankRuntime
+from nxd_infer.backends.cpu.encodings import ENCODINGS, QUANTIZATIONS
 from nxd_infer.backends.cpu.options import PACKED_OPTION, packed_option, quantize_option
-from nxd_infer.backends.cpu.target import describe_target
+from nxd_infer.backends.cpu.target import check_cpu, describe_target
 from nxd_infer.errors import TraceConfigError
+from nxd_infer.util.machine import architecture, torch_version
+from nxd_infer.util.processors import available_cores
+
+if TYPE_CHECKING:
+    from nxd_infer.graph.canonical import Graph
+    from nxd_infer.graph.stored import Lowered
 
 
-class NativeBackend(CpuBackend):
-    """``backend="cpu"``, also known as ``"eager"``: compiles nothing. Its only option is ``nxd_packed``: False keeps
-    weights plain."""
+class CpuBackend:
+    """``backend="cpu"``: compiles nothing. Its only option is ``nxd_packed``: False keeps weights plain."""
 
     name = "cpu"
+    native = True
     compiles = False
+    one_process = False
+    one_program = False
+    cross_compiles = False
+    neuron_arguments = False
+    target_option = ""
+    targets: tuple[str, ...] = ()
+    encodings = ENCODINGS
+    quantizations: Mapping[str, Quantization] = QUANTIZATIONS
+    unpacked: Mapping[str, Any] = {PACKED_OPTION: False}
+    kept: tuple[str, ...] = ()
 
     def probe(self) -> Availability:
         why = cpu.operators.why_unsupported()
-        return self.available(f"operators and collectives are PyTorch's own, which is slower: {why}" if why else "")
+        return Availability(
+            True,
+            versions={"torch": torch_version()},
+            devices={f"{architecture()} processor": len(available_cores())},
+            limits=f"operators and collectives are PyTorch's own, which is slower: {why}" if why else "",
+        )
 
     def probe_compiler(self) -> Availability:
         """There is none to look for."""
@@ -34,23 +56,39 @@ class NativeBackend(CpuBackend):
         return name == PACKED_OPTION
 
     def prepare_trace(self, tp_degree: int, options: Mapping[str, Any]) -> None:
-        super().prepare_trace(tp_degree, options)
+        """Build the native operators and the loop before any rank needs them."""
+        cpu.operators.native_library()
         cpu.program.prepare()
+
+    def compiler(self) -> str:
+        return ""
+
+    def environment(self, workdir: Path) -> Mapping[str, str]:
+        return {}
 
     def options(self, given: Mapping[str, Any], quantize: str | None = None) -> dict[str, Any]:
         if given.keys() - {PACKED_OPTION}:
             raise TraceConfigError(
                 f"the cpu backend compiles nothing and takes no compiler_args but {PACKED_OPTION!r}, got "
-                f"{dict(given)!r}; leave them out, or trace with backend='inductor'"
+                f"{dict(given)!r}; leave them out"
             )
         options: dict[str, Any] = {PACKED_OPTION: packed_option(given.get(PACKED_OPTION, True))}
         return {**options, **quantize_option(quantize, options)}
+
+    def passes(self, graphs: Sequence[Graph], options: Mapping[str, Any]) -> list[Lowered]:
+        return cpu.lower.lower(graphs, options, cpu.operators.native_library())
 
     def compile(self, graph_dir: Path, options: Mapping[str, Any]) -> None:
         """Do nothing: the lowered graph is what runs."""
 
     def target(self, options: Mapping[str, Any]) -> dict[str, Any]:
         return describe_target()
+
+    def check_target(self, target: Mapping[str, Any], versions: Mapping[str, str]) -> None:
+        check_cpu(target)
+
+    def place(self, manifest: Manifest, weight_file: Path, runtime: RankRuntime) -> Placement:
+        return cpu.placement.HostPlacement(manifest, weight_file, runtime)
 
     def load(self, ranks: Sequence[RankGraph], runtime: RankRuntime) -> Executable:
         (rank,) = ranks
@@ -59,4 +97,4 @@ class NativeBackend(CpuBackend):
         return cpu.executable.CpuExecutable(graph, rank.states, rank.weights, program)
 
 
-BACKEND = NativeBackend()
+BACKEND = CpuBackend()

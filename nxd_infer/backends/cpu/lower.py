@@ -1,12 +1,13 @@
-"""The passes of the CPU backends: from canonical graphs to the ones that are compiled, or run step by step.
+"""The passes of the CPU backend: from canonical graphs to the ones that are run step by step.
 
-States are changed in place. Native operators are inserted, and composite operators without a native one become their
-plain PyTorch references. Weights are packed if every bucket can read them so (:mod:`nxd_infer.backends.cpu.packing`).
+States are changed in place. Native operators are inserted, composite operators without a native one become their plain
+PyTorch references, and what lies between products is fused. Weights are packed if every bucket can read them so
+(:mod:`nxd_infer.backends.cpu.packing`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +23,24 @@ from nxd_infer.graph.canonical import Graph, weight_nodes
 from nxd_infer.graph.functional import in_place
 from nxd_infer.graph.ir import IN_PLACE, graph_to_ir
 from nxd_infer.graph.stored import IR_FILE, Lowered, ir_text, read_ir
-from nxd_infer.ops import COMPOSITE, FOR_THE_LOOP
+from nxd_infer.ops import COMPOSITE
 
 PROGRAM_FILE = "program.json"
 """File beside ``ir.json``: the graph after these passes."""
 
 
-def lower(graphs: Sequence[Graph], options: Mapping[str, Any], library: Any, *, fused: bool = False) -> list[Lowered]:
+def lower(graphs: Sequence[Graph], options: Mapping[str, Any], library: Any) -> list[Lowered]:
     """Lower the graphs of one rank's buckets together, because a weight has one form for all of them.
 
-    ``library``: the native operators, None: without any. ``fused``: no compiler will fuse what is left.
+    ``library``: the native operators, None: without any.
     """
     modules = [in_place(graph.module, len(graph.file.states)) for graph in graphs]
-    native = [_lower(module, library, () if fused else FOR_THE_LOOP) for module in modules]
+    native = [_lower(module, library) for module in modules]
     encodings = _choose(modules, graphs, options, library)
     lowered = []
     for graph, module, calls in zip(graphs, modules, native, strict=True):
         calls |= _encode(module, graph, encodings, library)
-        calls |= fused and fuse(module, library)
+        calls |= fuse(module, library)
         file = graph.file.model_copy(deep=True)
         file.ops = [library.hash] if calls else []
         for weight in file.weights:
@@ -48,10 +49,10 @@ def lower(graphs: Sequence[Graph], options: Mapping[str, Any], library: Any, *, 
     return lowered
 
 
-def _lower(module: fx.GraphModule, library: Any, inlined: Collection[Any]) -> bool:
+def _lower(module: fx.GraphModule, library: Any) -> bool:
     """Change one bucket's graph; True if it calls native operators."""
     scatter_to_index_put(module)
-    native = passes.insert_operators(module, library, COMPOSITE, inlined)
+    native = passes.insert_operators(module, library, COMPOSITE)
     passes.simplify(module)
     passes.eliminate_dead_code(module)
     update_in_place(module)

@@ -22,11 +22,9 @@ class HloBackend:
     one_process = True
     one_program = True
     compiles = True
-    compile_imports = ""
     encodings: frozenset[str] = frozenset()
     quantizations: Mapping[str, Quantization] = {}
     unpacked: Mapping[str, Any] = {}
-    same_rounding: Mapping[str, Any] = {}
 
     def passes(self, graphs: Sequence[Graph], options: Mapping[str, Any]) -> list[Lowered]:
         return hlo.parts.lower_graphs(graphs)

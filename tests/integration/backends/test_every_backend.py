@@ -23,7 +23,7 @@ from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.model import TensorParallelModel
 from nxd_infer.runtime.save_load import parallel_model_load
 from tests.support import traced_models as models
-from tests.support.backends import compiled
+from tests.support.backends import small_traces
 from tests.support.backends.manifests import changed
 from tests.support.backends.plugins import NAMES, installed
 
@@ -44,11 +44,9 @@ def plugin() -> Iterator[None]:
 def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``models.net`` at degree 2."""
     if request.param == "cpu":
-        return compiled.eager_net()
-    if request.param == "inductor":
-        return compiled.compiled_net() / "artifact"
+        return small_traces.net()
     path = tmp_path_factory.mktemp(request.param) / "artifact"
-    compiled.trace_net(backend=request.param, artifact_dir=path).close()
+    small_traces.trace_net(backend=request.param, artifact_dir=path).close()
     return path
 
 
@@ -113,7 +111,7 @@ def test_new_weights_replace_the_old_ones_states_stay_and_a_killed_process_is_an
 
 
 def test_another_target_is_refused(artifact: Path, tmp_path: Path) -> None:
-    copy = compiled.copied(artifact, tmp_path / "copy")
+    copy = small_traces.copied(artifact, tmp_path / "copy")
     with changed(copy) as manifest:
         manifest["target"] = {**manifest["target"], "arch": "z80", "revision": 7}
     with pytest.raises(ArtifactVersionError, match=r"the artifact /.*(z80|another revision)"):

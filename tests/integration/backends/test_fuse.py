@@ -145,7 +145,7 @@ def test_what_is_fused_computes_the_same(name: str, dtype: torch.dtype) -> None:
     module = Block(forward, dtype)
     x, y = torch.randn(2, 3, WIDTH).to(dtype), torch.randn(2, 3, WIDTH).to(dtype)
     step = [Step(module, {"x": x, "y": y}, states=["state"] if name == "a state between" else [])]
-    (plain,), (fused,) = entries(step), entries(step, native.load(), fused=True)
+    (plain,), (fused,) = entries(step), entries(step, native.load())
     expected = run(plain, module, [x, y], Program)
     for kind in (Program, NativeProgram):
         for a, b in zip(run(fused, module, [x, y], kind), expected, strict=True):
@@ -167,7 +167,7 @@ def compare(forward: Forward, x: Tensor, y: Tensor) -> NativeProgram:
     """Check that the fused graph has the bits of the one that is not, in both loops, at the first call and after."""
     module = Block(forward, x.dtype)
     graph = trace_graph(Step(module, {"x": x, "y": y}))
-    (plain,), (fused,) = lower([graph], {}, None), lower([graph], {}, native.load(), fused=True)
+    (plain,), (fused,) = lower([graph], {}, None), lower([graph], {}, native.load())
     own = {**dict(module.named_parameters()), **dict(module.named_buffers()), **graph.constants}
     values = [x, y, *(own[spec.name].detach() for spec in fused.graph.weights)]
     expected = Program(json.loads(plain.files[PROGRAM_FILE]))(*values)

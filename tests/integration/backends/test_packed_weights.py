@@ -25,7 +25,7 @@ from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank_process.rank import Rank, Runtime
 from nxd_infer.runtime.save_load import parallel_model_save
 from nxd_infer.runtime.updates.weights import WeightUpdate
-from tests.support.backends import compiled, packed_models
+from tests.support.backends import packed_models, small_traces
 from tests.support.backends.manifests import changed
 from tests.support.backends.packed_models import Siblings, three_of_one_input, with_and_without_a_bias
 from tests.support.graph.exporting import entries, joined_calls
@@ -236,7 +236,7 @@ def test_small_weights_stay_plain_unless_asked_for() -> None:
 
 def trace(func: Any, example: Any, loader: Any, *, packed: Any = 1, tp_degree: int = 1) -> Any:
     options = {"compiler_args": {"nxd_packed": packed}, "tp_degree": tp_degree, "backend": "eager"}
-    return compiled.trace(func, example, loader, **options)
+    return small_traces.trace(func, example, loader, **options)
 
 
 TOKENS = torch.tensor([[1, 5, 63], [0, 7, 32]])

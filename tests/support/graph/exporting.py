@@ -46,11 +46,10 @@ def entries(
     library: Any = None,
     options: Mapping[str, Any] | None = None,
     configuration: Mapping[str, Any] | None = None,
-    fused: bool = False,
 ) -> list[Entry]:
     """The buckets of one rank. ``options``: the backend's, by default none is packed."""
     graphs = [trace_graph(step) for step in steps]
-    made = lower(graphs, options or {}, library, fused=fused)
+    made = lower(graphs, options or {}, library)
     return [Entry(graph, lowered, configuration or {}) for graph, lowered in zip(graphs, made, strict=True)]
 
 

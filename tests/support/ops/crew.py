@@ -87,16 +87,12 @@ def check_sizes() -> None:
     assert has_threads(ALONE) and digest() == BEFORE
 
 
-def check_that_threads_come_for_decoding_only() -> None:
-    """Torch's do the loops of a prompt's graph, so its operators are theirs too."""
+def check_that_threads_come_for_a_step_and_for_a_prompt() -> None:
     library.engage_crew(2)
-    many, few, weight = draw(33, 2048), draw(32, 2048), draw(8192, 2048)
-    joins = library.crew_joins()
-    for _ in range(20):
-        linear(many, weight, None)
-        embed(weight, torch.arange(33))
-    assert library.crew_joins() == joins
-    until_joined(lambda: linear(few, weight, None))
+    weight = draw(8192, 2048)
+    for rows in (1, 33):
+        x = draw(rows, 2048)
+        until_joined(lambda x=x: linear(x, weight, None))
 
 
 def check_that_work_is_done_without_those_who_do_not_come() -> None:
@@ -185,7 +181,7 @@ def check_that_a_forked_process_works_alone() -> None:
 def check_all() -> None:
     """Leaves a crew, which must not keep its process from ending."""
     for check in (
-        check_that_threads_come_for_decoding_only,
+        check_that_threads_come_for_a_step_and_for_a_prompt,
         check_that_work_is_done_without_those_who_do_not_come,
         check_that_threads_may_call_at_once,
         check_that_threads_sleep_and_wake,

@@ -131,8 +131,8 @@ def test_other_versions(artifact):
 
 
 def test_other_backends(artifact):
-    with pytest.raises(ArtifactBackendError, match="traced for the backend 'eager', not 'inductor'"):
-        load_artifact(artifact, backend="inductor")
+    with pytest.raises(ArtifactBackendError, match="traced for the backend 'eager', not 'xla'"):
+        load_artifact(artifact, backend="xla")
     load_artifact(artifact, backend="eager")
     edit(artifact, backend="abacus")
     with pytest.raises(ArtifactBackendError, match=r"needs the backend .abacus.*there is no backend"):

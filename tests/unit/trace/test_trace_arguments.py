@@ -17,7 +17,6 @@ from nxd_infer.trace import BucketModelConfig, trace_plan
 from nxd_infer.util.units import size
 from tests.support import toy_artifacts as toy
 from tests.support import traced_models as models
-from tests.support.needs import needs_inductor
 
 X = torch.zeros(4)
 
@@ -50,18 +49,14 @@ X = torch.zeros(4)
         ({"compiler_args": "-O9"}, "compiler_args: -O of neuronx-cc takes 1, 2, 3; got '9'"),
         ({"compiler_args": "--tensorizer-options='--one"}, "the quotation mark ' is not closed"),
         ({"compiler_args": 1}, "must be a dictionary, a list of words or a text"),
-        ({"compiler_args": {"--model-type": "transformer"}}, "no option '--model-type'"),
-        ({"compiler_args": "--freezing=True"}, "'freezing' is set to False by this package"),
+        ({"compiler_args": {"--model-type": "transformer"}}, "got {'--model-type': 'transformer'}"),
         ({"compiler_args": {"-O1": None}, "backend": "eager"}, "takes no compiler_args"),
         ({"compiler_workdir": f"{__file__}/work", "backend": "eager"}, "cannot be made: Not a directory; choose"),
-        ({"compiler_args": {"cpp.thread": 2}}, "no option 'cpp.thread'; did you mean cpp.threads"),
-        ({"compiler_args": {"cpp.threads": "two"}}, "cpp.threads='two' must be int"),
-        ({"compiler_args": "cpu_target=z80"}, "there is no cpu_target 'z80'"),
+        ({"compiler_args": {"cpp.threads": 2}}, "takes no compiler_args but 'nxd_packed', got {'cpp.threads': 2}"),
+        ({"compiler_args": {"nxd_packed": "much"}}, "nxd_packed='much' must be True, False, or the number of bytes"),
     ],
 )
-@needs_inductor
 def test_contradictions_are_refused(arguments, message):
-    arguments = {"backend": "inductor", **arguments}
     # The plan makes no directory.
     for call in (nxd.trace.parallel_model_trace, trace_plan)[: 1 if "compiler_workdir" in arguments else 2]:
         with pytest.raises(TraceConfigError, match=message):
@@ -72,17 +67,17 @@ def test_contradictions_are_refused(arguments, message):
     ("given", "options", "neuron"),
     [
         (None, {}, []),
-        ({"cpp.threads": 2}, {"cpp.threads": 2}, []),
-        ("--cpp.threads=2 max_autotune=True", {"cpp.threads": 2, "max_autotune": True}, []),
+        ({"nxd_packed": 2}, {"nxd_packed": 2}, []),
+        ("--nxd_packed=2", {"nxd_packed": 2}, []),
         ("--model-type=transformer -O1", {}, ["--model-type=transformer", "-O1"]),
         (["--auto-cast", "none", "-O", "2"], {}, ["--auto-cast", "none", "-O", "2"]),
         (
-            "--enable-saturate-infinity cpu_target=native --target trn1",
-            {"cpu_target": "native"},
+            "--enable-saturate-infinity nxd_packed=False --target trn1",
+            {"nxd_packed": False},
             ["--enable-saturate-infinity", "--target", "trn1"],
         ),
         ("--tensorizer-options='--one --two=3' -O1", {}, ["--tensorizer-options='--one --two=3'", "-O1"]),
-        ('cpp.cxx=["g++"]', {"cpp.cxx": ["g++"]}, []),
+        ("nxd_packed=[1]", {"nxd_packed": [1]}, []),
         ("-lnc 1 -lnc=2", {}, ["-lnc", "1", "-lnc=2"]),
         *(
             (words, {}, words.split())
@@ -93,17 +88,13 @@ def test_contradictions_are_refused(arguments, message):
         ),
     ],
 )
-@needs_inductor
 def test_words_of_the_neuron_compiler_are_told_from_options_of_the_backend(given, options, neuron):
-    assert arguments_of(given, registry.get("inductor")) == (options, neuron)
+    assert arguments_of(given, registry.get("cpu")) == (options, neuron)
 
 
-@needs_inductor
 def test_the_plan_names_once_what_is_ignored():
-    table = trace_plan(models.plus, X, backend="inductor", compiler_args="--model-type=transformer -O1").table()
-    assert (
-        table.count("the inductor backend ignores what is for the Neuron compiler: --model-type=transformer -O1") == 1
-    )
+    table = trace_plan(models.plus, X, compiler_args="--model-type=transformer -O1").table()
+    assert table.count("the cpu backend ignores what is for the Neuron compiler: --model-type=transformer -O1") == 1
 
 
 def test_more_ranks_than_a_machine_can_be_meant_to_hold_are_refused(monkeypatch, tmp_path):
@@ -156,15 +147,12 @@ def test_the_plan_counts_bytes_without_memory_for_weights():
         assert text in table
 
 
-@needs_inductor
 def test_the_plan_without_a_loader_does_not_run_func():
     def never():
         raise AssertionError
 
-    plan = trace_plan(
-        never, [(torch.zeros(2, 4),), (torch.zeros(5, 4),)], None, None, False, BucketModelConfig(), backend="inductor"
-    )
-    assert plan.weight_bytes is None and plan.graphs == 2
+    plan = trace_plan(never, [(torch.zeros(2, 4),), (torch.zeros(5, 4),)], None, None, False, BucketModelConfig())
+    assert plan.weight_bytes is None
     assert "known once func has run" in plan.table() and "[5, 4]" in plan.table()
 
 

@@ -176,7 +176,6 @@ class Backend:
     native = False
     one_process = True
     one_program = False
-    compile_imports = ""
     compiles = True
     cross_compiles = False
     neuron_arguments = False
@@ -185,7 +184,6 @@ class Backend:
     encodings = frozenset()
     quantizations = {}
     unpacked = {}
-    same_rounding = {}
     kept = ()
 
     def probe(self):

@@ -1,12 +1,7 @@
-"""What tests of compiled graphs share: two models that are compiled once for a run, and one that runs as exported.
-
-Each folder holds the ``artifact``, the compiler's files (``work``), the trace's report and the ``cache`` of compiled
-graphs, which has one entry.
-"""
+"""Small models that several tests trace."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,32 +39,18 @@ def trace(func: Any, example: Any, loader: Any, **more: Any) -> Any:
 
 def trace_net(**more: Any) -> Any:
     """``traced_models.net`` at degree 2."""
-    arguments = {"tp_degree": 2, "backend": "inductor", **more}
+    arguments = {"tp_degree": 2, **more}
     return trace(traced_models.net, traced_models.inputs(), traced_models.state_dict, **arguments)
 
 
-def _write(folder: Path, model: Any) -> None:
-    with model:
-        nxd.trace.parallel_model_save(model, folder / "artifact")
-        (folder / "report.json").write_text(json.dumps(model.trace_report, default=str))
+def net() -> Path:
+    """Its artifact on the CPU."""
 
-
-def eager_net() -> Path:
-    return shared("eager-net", lambda folder: _write(folder, trace_net(backend="eager"))) / "artifact"
-
-
-def compiled_net() -> Path:
     def make(folder: Path) -> None:
-        work = folder / "work"
-        (work / "inductor").mkdir(parents=True)  # as somebody would put it there who knows where compilers look
-        with cache_at(folder / "cache"):
-            _write(folder, trace_net(compiler_workdir=work))
+        with trace_net() as model:
+            nxd.trace.parallel_model_save(model, folder / "artifact")
 
-    return shared("compiled-net", make)
-
-
-def copy_of_cache(folder: Path, target: Path) -> Path:
-    return shutil.copytree(folder / "cache", target, symlinks=True)
+    return shared("net", make) / "artifact"
 
 
 def copied(artifact: Path, target: Path) -> Path:
@@ -81,12 +62,9 @@ def norm(x: Tensor) -> Tensor:
 
 
 class Everything(nn.Module):
-    """One of all that compiled code must get right, in one graph because compiling takes long.
-
-    Uniform weights, small constants and scalars, which a compiler likes to bake in; a state; rows that are summed over,
-    one large enough for two threads; an index that is checked between loops of threads; packed linears of one input;
-    attention over caches; the sampler and its memory.
-    """
+    """All that a graph may hold: uniform weights, small constants and scalars; a state; rows that are summed over, one
+    large enough for two threads; an index; packed linears of one input; attention over caches; the sampler and its
+    memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +103,6 @@ def everything() -> nn.Module:
 
 
 def everything_weights() -> dict[str, Tensor]:
-    """What the compiler sees are ones and zeros where it could fold them."""
     return {name: tensor.detach() for name, tensor in everything().state_dict().items()}
 
 
@@ -147,15 +124,3 @@ def everything_steps(count: int = 3) -> list[list[Tensor]]:
             ]
         )
     return steps
-
-
-def compiled_everything() -> Path:
-    """At degree 1, with every linear packed."""
-
-    def make(folder: Path) -> None:
-        more = {"backend": "inductor", "compiler_args": ["nxd_packed=1"], "compiler_workdir": folder / "work"}
-        with cache_at(folder / "cache"):
-            example = tuple(everything_steps(1)[0])
-            _write(folder, trace(everything, example, everything_weights, tp_degree=1, **more))
-
-    return shared("compiled-everything", make)
