@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from nxd_infer.backends.cpu import packing
-from nxd_infer.backends.cpu.encodings import PACKED, PACKED_INT8, QUANTIZATIONS
+from nxd_infer.backends.cpu.encodings import PACKED, PACKED_ACROSS, PACKED_INT8, QUANTIZATIONS
 from nxd_infer.backends.cpu.fuse import fuse
 from nxd_infer.backends.cpu.in_place import scatter_to_index_put, update_in_place
 from nxd_infer.backends.cpu.options import PACKED_OPTION, QUANTIZE
@@ -67,13 +67,14 @@ def _choose(
     nodes = [weight_nodes(module, graph.file) for module, graph in zip(modules, graphs, strict=True)]
     if kept := {weight.name for graph in graphs for weight in graph.file.weights if weight.encoding}:
         found = packing.choose(nodes, 1, PACKED_INT8)
-        return {name: form for name, form in found.items() if name in kept}
+        return {name: form for name, form in found.items() if name in kept or form == PACKED_ACROSS}
     minimum = options.get(PACKED_OPTION, 0)
     quantization = QUANTIZATIONS.get(options.get(QUANTIZE, ""))
     form = PACKED if quantization is None else quantization.encoding
-    if not minimum or (library is None and form == PACKED):  # slower than plain without the native operators
-        return {}
-    return packing.choose(nodes, minimum, form)
+    found = packing.choose(nodes, minimum, form)
+    if library is None:  # then packed weights are slower than plain ones
+        return {name: form for name, form in found.items() if form == PACKED_INT8}
+    return found
 
 
 def _encode(module: fx.GraphModule, graph: Graph, encodings: Mapping[str, str], library: Any) -> bool:

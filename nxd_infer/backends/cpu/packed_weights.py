@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from nxd_infer.artifact.manifest import WeightSpec
-from nxd_infer.backends.cpu.encodings import PACKED_INT8
+from nxd_infer.backends.cpu.encodings import PACKED_ACROSS, PACKED_INT8
 from nxd_infer.backends.cpu.packing import encoded_spec
 from nxd_infer.ops import packed, packed_int8
 from nxd_infer.util.mapped_memory import Memory
@@ -39,4 +39,5 @@ class PackedWeights:
         """Pack the plain tensors that ``read`` returns, one at a time, over the present ones. Default: all."""
         for name in self.specs if names is None else names:
             pack = packed_int8.pack_int8 if self.specs[name].encoding == PACKED_INT8 else packed.pack
-            pack(read(name), out=self.tensors[name], library=self._library)
+            plain = read(name).t() if self.specs[name].encoding == PACKED_ACROSS else read(name)
+            pack(plain, out=self.tensors[name], library=self._library)

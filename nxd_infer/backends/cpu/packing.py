@@ -2,8 +2,9 @@
 
 An encoding is chosen once per weight, over all buckets of a rank: packed only if every use in every bucket is a
 linear, ``x @ W.T (+ b)`` in one of the forms that export leaves of it, or (of a table that is a linear's weight too) an
-embedding. Otherwise the weight stays plain everywhere. Values do not matter, so ranks with equal graphs agree.
-A trace that quantises packs the same weights in eight bits: a tied table, too, so that there is one copy of it.
+embedding; or if every use is ``x @ W (+ b)``, of its transpose. Otherwise the weight stays plain everywhere. Values do
+not matter, so ranks with equal graphs agree. A trace that quantises packs the former in eight bits: a tied table, too,
+so that there is one copy of it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 
 from nxd_infer.artifact.manifest import WeightSpec
-from nxd_infer.backends.cpu.encodings import PACKED, PACKED_INT8
+from nxd_infer.backends.cpu.encodings import PACKED, PACKED_ACROSS, PACKED_INT8
 from nxd_infer.graph.passes import call, native_operator, placeholders, written
 from nxd_infer.ops.packed import packable
 from nxd_infer.ops.packed_int8 import packed_shape
@@ -27,6 +28,7 @@ aten = torch.ops.aten
 
 _OPERATORS = {
     PACKED: ("packed_linear", "packed_linears", "packed_embedding"),
+    PACKED_ACROSS: ("packed_linear", "packed_linears", "packed_embedding"),
     PACKED_INT8: ("packed_int8_linear", "packed_int8_linears", "packed_int8_embedding"),
 }
 _LINEAR = aten.linear.default
@@ -45,18 +47,22 @@ class Use:
     x: fx.Node | None = None
     bias: fx.Node | None = None
     ids: fx.Node | None = None
+    across: bool = False
+    """``x @ W + bias`` instead."""
 
 
 def choose(buckets: Sequence[Mapping[str, fx.Node]], minimum: int, form: str = PACKED) -> dict[str, str]:
-    """``{weight: form}`` for placeholders by weight name, one mapping per bucket; empty for a ``minimum`` of 0."""
+    """``{weight: form}`` for placeholders by weight name, one mapping per bucket; empty for a ``minimum`` of 0.
+    Weights that are used across have a form of their own, which rounds nothing."""
     chosen: dict[str, str] = {}
     for name in dict.fromkeys(name for bucket in buckets for name in bucket) if minimum else ():
         found = [uses(bucket[name]) for bucket in buckets if name in bucket]
         known = [use for some in found for use in some or ()]
         if all(some is not None for some in found) and any(use.x is not None for use in known):
             value = next(bucket[name] for bucket in buckets if name in bucket).meta["val"]
-            if value.numel() * value.element_size() >= minimum:
-                chosen[name] = form
+            across = {use.across for use in known}
+            if value.numel() * value.element_size() >= minimum and len(across) == 1:
+                chosen[name] = PACKED_ACROSS if across == {True} else form
     return chosen
 
 
@@ -67,8 +73,8 @@ def insert(weights: Mapping[str, fx.Node], encodings: Mapping[str, str], library
         form = encodings.get(name, "")
         if form in _OPERATORS:
             found = uses(weight) or ()
-            if form == PACKED_INT8:
-                _hold_int8(weight, found)
+            if form != PACKED:
+                _hold(weight, found, form)
             for use in found:
                 _replace(use, form, library, replaced)
     for graph in dict.fromkeys(node.graph for node in replaced.values()):
@@ -84,18 +90,23 @@ def _operator(library: Any, name: str) -> Any:
 
 def encoded_spec(spec: WeightSpec, form: str) -> WeightSpec:
     """What a graph takes for a weight of ``spec`` in ``form``."""
+    if form == PACKED_ACROSS:
+        return spec.model_copy(update={"encoding": form, "shape": spec.shape[::-1], "stride": [spec.shape[0], 1]})
     if form != PACKED_INT8 or spec.dtype == "int8":  # as artifacts of format 1.0 have it
         return spec.model_copy(update={"encoding": form})
     N, row = packed_shape(spec.shape)
     return spec.model_copy(update={"encoding": form, "dtype": "int8", "shape": [N, row], "stride": [row, 1]})
 
 
-def _hold_int8(weight: fx.Node, found: Iterable[Use]) -> None:
+def _hold(weight: fx.Node, found: Iterable[Use], form: str) -> None:
     """Give the placeholders of a weight the type and shape of its packed form."""
     for node in {weight, *(use.weight for use in found)}:
         value = node.meta["val"]
         with value.fake_mode:
-            node.meta["val"] = torch.empty(packed_shape(value.shape), dtype=torch.int8)
+            if form == PACKED_INT8:
+                node.meta["val"] = torch.empty(packed_shape(value.shape), dtype=torch.int8)
+            else:
+                node.meta["val"] = value.new_empty(value.shape[::-1])
 
 
 def _join(graph: fx.Graph, single: Any, several: Any) -> None:
@@ -154,6 +165,9 @@ def _uses_by(node: fx.Node, weight: fx.Node) -> Iterable[Use] | None:
         return [use] if use is not None and _fits(use, weight) else None
     if node.target is _COND:
         return _in_branches(node, weight)
+    if (use := _product(node, weight, weight)) is not None:
+        use.across = True
+        return [use] if _fits(use, weight) else None
     if _transposes(node):
         found = [_product(user, node, weight) for user in node.users]
         good = [use for use in found if use is not None and _fits(use, weight)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import nxd_infer as nxd
 from nxd_infer import native
-from nxd_infer.backends.cpu.encodings import PACKED
+from nxd_infer.backends.cpu.encodings import PACKED, PACKED_ACROSS
 from nxd_infer.backends.cpu.options import PACKED_OPTION, packed_option
 from nxd_infer.context import LOCAL
 from nxd_infer.errors import ArtifactVersionError, ModelClosedError, TraceConfigError
@@ -51,6 +51,11 @@ class Form(nn.Module):
         return self.how(self, x)
 
 
+def held(weight: Tensor, encoding: str) -> Tensor:
+    plain = weight.t().contiguous() if encoding == PACKED_ACROSS else weight
+    return packed.pack(plain) if encoding else plain
+
+
 def encoded(module: nn.Module, *inputs: dict[str, Tensor]) -> tuple[dict[str, str], list[Tensor]]:
     """What is chosen over buckets with these inputs, and what each bucket's graph returns with the packed weights."""
     results = []
@@ -63,10 +68,7 @@ def encoded(module: nn.Module, *inputs: dict[str, Tensor]) -> tuple[dict[str, st
         changed = {spec.name: spec.encoding for spec in lowered.graph.weights if spec.encoding}
         chosen.update(changed)
         assert (lowered.digest != before.digest) == bool(changed)
-        values = [
-            packed.pack(tensors[spec.name].detach()) if spec.encoding else tensors[spec.name].detach()
-            for spec in lowered.graph.weights
-        ]
+        values = [held(tensors[spec.name].detach(), spec.encoding) for spec in lowered.graph.weights]
         states = [module.get_buffer(spec.name).clone() for spec in lowered.graph.states]
         results += Program(lowered.ir)(*states, *one.values(), *values)
     return chosen, results
@@ -124,8 +126,24 @@ def test_every_form_of_a_linear_is_packed() -> None:
     assert chosen == {f"forms.{number}.weight": PACKED for number in range(len(LINEARS))}, list(LINEARS)
 
 
+ACROSS: dict[str, Forward] = {
+    "x @ W": lambda m, x: x[..., :6] @ m.weight,
+    "mm": lambda m, x: x[0, :, :6].mm(m.weight),
+    "addmm, as in GPT-2": lambda m, x: torch.addmm(m.square[0], x.reshape(-1, 8)[:, :6], m.weight),
+    "twice": lambda m, x: x[..., :6] @ m.weight + x[..., 2:] @ m.weight,
+    "condition": lambda m, x: torch.cond(
+        x.sum() > 0, lambda y, w: y @ w, lambda y, w: 2 * torch.matmul(y, w), (x[..., :6].contiguous(), m.weight)
+    ),
+}
+
+
+def test_a_weight_that_is_not_transposed_is_packed_across() -> None:
+    _, chosen = check({name: Form(forward) for name, forward in ACROSS.items()}, torch.randn(3, 5, 8))
+    assert chosen == {f"forms.{number}.weight": PACKED_ACROSS for number in range(len(ACROSS))}, list(ACROSS)
+
+
 OTHERS: dict[str, Forward] = {
-    "x @ W": lambda m, x: x @ m.square,
+    "both ways": lambda m, x: x @ m.square + F.linear(x, m.square),
     "element-wise": lambda m, x: F.linear(x, m.square) + m.square.sum(),
     "the weight times itself": lambda m, x: F.linear(m.square, m.square) + x[0, :1, :1],
     "einsum over the other axis": lambda m, x: torch.einsum("bsk,kn->bsn", x, m.square),
