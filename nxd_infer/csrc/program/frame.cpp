@@ -399,7 +399,11 @@ void Frame::run_part(const Part& part) {
     }
     if (!fits) {  // it lies otherwise than in the first run
       size_t i = 0;
-      each_tensor(call(*part.step, part.number, table_), [&](const at::Tensor& x) { part.results.at(i++).copy_(x); });
+      each_tensor(call(*part.step, part.number, table_), [&](const at::Tensor& x) {
+        const at::Tensor& result = part.results.at(i++);
+        TORCH_CHECK(result.sizes() == x.sizes(), "step ", part.number, " of a graph has results of another shape now");
+        result.copy_(x);
+      });
       return;
     }
     point(part);

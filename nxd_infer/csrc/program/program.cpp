@@ -166,34 +166,37 @@ void Program::finish(const std::vector<int64_t>& outputs) {
   for (size_t i = 0; i < last.size(); i++) {
     if (last[i] >= 0) steps_[last[i]].dead.push_back(placeholders_ + i);
   }
+  for (const Step& step : steps_) {
+    const bool free = step.op && (step.op->hasTag(at::Tag::dynamic_output_shape) ||
+                                  step.op->hasTag(at::Tag::data_dependent_output));
+    steady_ = steady_ && !free;
+  }
   finished_ = true;
 }
 
 void Program::hold(const std::vector<at::Tensor>& first, const std::vector<at::Tensor>& last) {
-  const std::lock_guard<std::mutex> turn(holding_);
+  const std::lock_guard<std::mutex> guard(holding_);
   if (first.size() + last.size() > static_cast<size_t>(placeholders_)) {
     damaged(first.size() + last.size(), " values for ", placeholders_, " placeholders");
   }
   first_ = first;
   last_ = last;
+  if (const Turn own(framing_); own.own) frame_.reset();  // it holds what was held before
 }
+
+// Frames in vain, from which on a run makes none: its tensors lie otherwise each time.
+constexpr int64_t kTries = 8;
 
 std::vector<at::Tensor> Program::run(const std::vector<at::Tensor>& values) {
   if (!finished_) damaged("it is not finished");
   const at::NoGradGuard no_gradients;
-  struct Turn {
-    std::atomic_flag& taken;
-    const bool own = !taken.test_and_set(std::memory_order_acquire);
-    ~Turn() {
-      if (own) taken.clear(std::memory_order_release);
-    }
-  } const turn{framing_};
+  const Turn turn(framing_);
   Table placeholders;
+  bool taken = turn.own && frame_ != nullptr;
   {
     const std::lock_guard<std::mutex> guard(holding_);
     const size_t count = first_.size() + values.size() + last_.size();
     if (count != static_cast<size_t>(placeholders_)) damaged(count, " values for ", placeholders_, " placeholders");
-    bool taken = turn.own && frame_ != nullptr;
     size_t i = 0;
     for (const std::vector<at::Tensor>* part : {&std::as_const(first_), &values, &std::as_const(last_)}) {
       for (const at::Tensor& x : *part) taken = taken && frame_->take(i++, x, part != &values);
@@ -205,8 +208,11 @@ std::vector<at::Tensor> Program::run(const std::vector<at::Tensor>& values) {
       }
     }
   }
-  if (placeholders.empty() && frame_ != nullptr && turn.own) return frame_->run();
-  return run_anew(placeholders, turn.own);
+  if (taken) {
+    tries_ = 0;
+    return frame_->run();
+  }
+  return run_anew(placeholders, turn.own && steady_ && tries_++ < kTries);
 }
 
 // Without the frame; makes a new one of what it shows, for later runs.

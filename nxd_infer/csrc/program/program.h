@@ -43,6 +43,21 @@ struct Step {
 // Calls step number `number` by torch's dispatcher.
 c10::IValue call(const Step& step, int64_t number, const Table& table);
 
+// Held by one user of what it guards at a time; others do without.
+class Turn {
+ public:
+  explicit Turn(std::atomic_flag& taken) : own(!taken.test_and_set(std::memory_order_acquire)), taken_(taken) {}
+  ~Turn() {
+    if (own) taken_.clear(std::memory_order_release);
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+  const bool own;
+
+ private:
+  std::atomic_flag& taken_;
+};
+
 // Values are numbered: the placeholders, then one for each step. Steps are added in order, then `finish` is called.
 class Program : public torch::CustomClassHolder {
  public:
@@ -70,12 +85,14 @@ class Program : public torch::CustomClassHolder {
 
   int64_t placeholders_;
   bool finished_ = false;
+  bool steady_ = true;  // no result's shape depends on values
   std::deque<Step> steps_;
   std::vector<int64_t> outputs_;
   std::mutex holding_;
   std::vector<at::Tensor> first_, last_;
-  std::atomic_flag framing_ = ATOMIC_FLAG_INIT;  // a run uses the frame
+  std::atomic_flag framing_ = ATOMIC_FLAG_INIT;  // a run uses what follows
   std::unique_ptr<Frame> frame_;
+  int64_t tries_ = 0;  // frames that were made since a run could use one
 };
 
 } // namespace nxd

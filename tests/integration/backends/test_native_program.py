@@ -383,3 +383,14 @@ def test_threads_take_turns_and_steps_leave_nothing_behind():
 def resident() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
+
+
+def test_what_was_held_before_is_not_kept():
+    nodes = [["aten.sum.default", [{"$": 1}]], ["aten.add.Tensor", [{"$": 0}, {"$": 2}]]]
+    made = NativeProgram(Program({"ir": 1, "inputs": 2, "nodes": nodes, "outputs": [{"$": 3}]}))
+    made.hold([], [torch.ones(1 << 24)])
+    assert [made.run([torch.zeros(1)])[0].item() for _ in range(2)] == [1 << 24] * 2
+    before = resident()
+    made.hold([], [torch.ones(2)])
+    assert before - resident() > 60 << 20
+    assert made.run([torch.zeros(1)])[0].item() == 2
