@@ -3,6 +3,7 @@
 #include "packed_int8.h"
 #include "packed_product.h"
 #include "parallel.h"
+#include "plans.h"
 #include "registration.h"
 #include "tensors.h"
 

@@ -3,6 +3,7 @@
 #include "packed.h"
 #include "packed_product.h"
 #include "parallel.h"
+#include "plans.h"
 #include "registration.h"
 #include "tensors.h"
 

@@ -9,7 +9,7 @@ namespace nxd {
 
 constexpr int64_t kPlannedVersion = 1;  // of this file: another number with every change
 
-// Tensors (AtenTensorHandles; none where an optional one is missing), or a constant.
+// Tensors (AtenTensorHandles; a count of 0 where an optional one is missing), or a constant.
 struct PlannedArgument {
   void* const* tensors;
   int64_t count;

@@ -1,4 +1,5 @@
 #include "plans.h"
+#include "registration.h"
 
 #include <exception>
 #include <map>
@@ -8,8 +9,8 @@ namespace nxd {
 namespace {
 
 std::map<std::string, Planner>& planners() {
-  static std::map<std::string, Planner> all;
-  return all;
+  static auto* all = new std::map<std::string, Planner>;  // outlives every thread
+  return *all;
 }
 
 const PlannedFunctions functions = {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "planned.h"
-#include "registration.h"
 #include "tensors.h"
 
 #include <memory>

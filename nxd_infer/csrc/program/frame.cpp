@@ -4,7 +4,6 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
-#include <mutex>
 
 #include "program.h"
 
@@ -36,6 +35,7 @@ void each_operand(const Step& step, const Visit& visit) {
 }
 
 // The value that a step is a view of: it has no other tensor, and says by sizes and strides alone what it is. -1: none.
+// No program with operators that change those of a tensor in place has a frame.
 int64_t viewed(const Step& step) {
   if (!step.op || !step.plain) return -1;
   const c10::FunctionSchema& schema = step.op->schema();
@@ -130,7 +130,7 @@ Seen::Seen(const at::Tensor& x, int64_t memory)
   offset = x.storage_offset();
   dtype = x.scalar_type();
   bytes = x.storage().nbytes();
-  plain = !x.is_conj() && !x.is_neg() && !x._is_zerotensor() && !x.requires_grad() && !x.is_inference();
+  plain = !x.is_conj() && !x.is_neg() && !x._is_zerotensor() && !x.requires_grad();
 }
 
 bool Seen::like(const at::Tensor& x) const {
@@ -167,40 +167,45 @@ void Record::see(const Step& step, const Table& table, const c10::IValue& result
 
 // --- memory ---
 
-namespace {
-
-std::mutex turn;
-std::vector<std::pair<c10::DataPtr, size_t>>& free_memory() {
-  static auto* all = new std::vector<std::pair<c10::DataPtr, size_t>>;  // outlives every thread
-  return *all;
+std::shared_ptr<Pool> Pool::shared() {
+  static std::mutex mutex;
+  static auto* last = new std::weak_ptr<Pool>;  // outlives every thread
+  const std::lock_guard<std::mutex> guard(mutex);
+  std::shared_ptr<Pool> found = last->lock();
+  if (found == nullptr) *last = found = std::make_shared<Pool>();
+  return found;
 }
 
-} // namespace
-
-Scratch::Scratch(size_t bytes, const void* preferred) {
-  const std::lock_guard<std::mutex> guard(turn);
-  auto& all = free_memory();
-  auto found = std::find_if(
-      all.begin(), all.end(), [&](const auto& one) { return one.first.get() == preferred && one.second >= bytes; });
-  if (found == all.end()) {
-    found = std::max_element(
-        all.begin(), all.end(), [](const auto& one, const auto& other) { return one.second < other.second; });
+Pool::Piece Pool::take(size_t bytes, const void* preferred) {
+  if (bytes == 0) return {};
+  const std::lock_guard<std::mutex> guard(mutex_);
+  auto chosen = free_.end();  // the preferred one, else the smallest that is large enough, else the largest
+  for (auto one = free_.begin(); one != free_.end(); one++) {
+    const auto better = [&](const Piece& a, const Piece& b) {
+      const bool fits = a.second >= bytes, other = b.second >= bytes;
+      return fits != other ? fits : fits ? a.second < b.second : a.second > b.second;
+    };
+    if (one->second >= bytes && one->first.get() == preferred) {
+      chosen = one;
+      break;
+    }
+    if (chosen == free_.end() || better(*one, *chosen)) chosen = one;
   }
-  if (found != all.end()) {
-    memory_ = std::move(found->first);
-    bytes_ = found->second;
-    all.erase(found);
+  Piece piece;
+  if (chosen != free_.end()) {
+    piece = std::move(*chosen);
+    free_.erase(chosen);
   }
-  if (bytes_ >= bytes) return;
-  memory_.clear();
-  memory_ = c10::GetCPUAllocator()->allocate(bytes);
-  bytes_ = bytes;
+  if (piece.second < bytes) {
+    piece.first.clear();
+    piece = {c10::GetCPUAllocator()->allocate(bytes), bytes};
+  }
+  return piece;
 }
 
-Scratch::~Scratch() {
-  if (!memory_) return;
-  const std::lock_guard<std::mutex> guard(turn);
-  free_memory().emplace_back(std::move(memory_), bytes_);
+void Pool::give(Piece piece) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  if (piece.second > 0) free_.push_back(std::move(piece));
 }
 
 // --- the frame ---
@@ -208,7 +213,7 @@ Scratch::~Scratch() {
 Frame::Frame(
     const std::deque<Step>& steps, const std::vector<int64_t>& outputs, const Record& record,
     const Table& placeholders)
-    : outputs_(outputs), table_(placeholders) {
+    : steps_(steps), outputs_(outputs), table_(placeholders) {
   const auto first = static_cast<int64_t>(placeholders.size()), count = static_cast<int64_t>(steps.size());
   const auto& values = record.values;
   for (int64_t i = 0; i < first; i++) {
@@ -227,7 +232,9 @@ Frame::Frame(
   for (int64_t i = count - 1; i >= 0; i--) {
     const int64_t value = first + i;
     last[value] = std::max(last[value], i);
-    const int64_t until = may_alias(steps[i], values, value) ? last[value] : i;
+    // An operator of others may keep what it is given.
+    const bool kept = steps[i].op && !steps[i].plain;
+    const int64_t until = kept ? kAtTheEnd : may_alias(steps[i], values, value) ? last[value] : i;
     const bool item = !steps[i].op && !steps[i].branches[0];
     each_operand(steps[i], [&](int64_t operand) {
       last[operand] = std::max(last[operand], until);
@@ -236,7 +243,8 @@ Frame::Frame(
   }
 
   // What stays: results of calls that can be planned, their items, and views of what stays.
-  std::vector<bool> stays(first + count, false);
+  std::vector<bool>& stays = stays_;
+  stays.assign(first + count, false);
   std::fill_n(stays.begin(), first, true);
   std::vector<Placed> placed;
   for (int64_t i = 0; i < count; i++) {
@@ -386,48 +394,57 @@ void Frame::point(const Part& part) const {
   part.functions->point(part.plan.get(), data.data());
 }
 
-void Frame::run_part(const Part& part) {
+// False, and nothing done, if an operand lies otherwise than in the first run.
+bool Frame::run_part(const Part& part) {
   if (!part.plan) {
     table_[part.value] = call(*part.step, part.number, table_);
-    return;
+    return true;
   }
   if (part.moving) {
-    bool fits = true;
     for (size_t i = 0; i < part.operands.size(); i++) {
       const c10::IValue& operand = table_[part.operands[i]];
-      fits = fits && operand.isTensor() && part.lies[i].like(operand.toTensor());
-    }
-    if (!fits) {  // it lies otherwise than in the first run
-      size_t i = 0;
-      each_tensor(call(*part.step, part.number, table_), [&](const at::Tensor& x) {
-        const at::Tensor& result = part.results.at(i++);
-        TORCH_CHECK(result.sizes() == x.sizes(), "step ", part.number, " of a graph has results of another shape now");
-        result.copy_(x);
-      });
-      return;
+      if (!operand.isTensor() || !part.lies[i].like(operand.toTensor())) return false;
     }
     point(part);
   }
   part.functions->run(part.plan.get());
+  return true;
+}
+
+// The rest of a run, from a step on.
+std::vector<at::Tensor> Frame::run_without(int64_t from) {
+  good_ = false;
+  const auto first = static_cast<int64_t>(placeholders_.size()), count = static_cast<int64_t>(steps_.size());
+  Table table = table_;
+  for (int64_t i = from; i < count; i++) {
+    const Step& step = steps_[i];
+    const bool item = !step.op && !step.branches[0];
+    if (item && stays_[first + i] && step.arguments[0].value < first + from) continue;  // of a planned call: it is there
+    table[first + i] = call(step, i, table);
+  }
+  std::vector<at::Tensor> outputs;
+  for (const int64_t value : outputs_) outputs.push_back(table[value].toTensor());
+  return outputs;
 }
 
 std::vector<at::Tensor> Frame::run() {
-  struct Clearing {  // of what was made in this run, however it ends
+  struct Run {  // what it leaves, however it ends
     Frame& frame;
-    ~Clearing() {
+    Pool::Piece piece;
+    ~Run() {
       for (const Part& part : frame.parts_) {
         if (!part.plan) frame.table_[part.value] = c10::IValue();
       }
+      frame.pool_->give(std::move(piece));
     }
-  } const clearing{*this};
-  const Scratch scratch(bytes_, memory_.data());
-  if (scratch.get() != memory_.data()) {
-    memory_.set_data_ptr_noswap(c10::DataPtr(scratch.get(), c10::kCPU));
+  } const run{*this, pool_->take(bytes_, memory_.data())};
+  if (run.piece.first.get() != memory_.data()) {
+    memory_.set_data_ptr_noswap(c10::DataPtr(run.piece.first.get(), c10::kCPU));
     stale_ = true;
   }
   if (stale_) refresh();
   for (const Part& part : parts_) {
-    run_part(part);
+    if (!run_part(part)) return run_without(part.number);
     for (const int64_t value : part.dead) table_[value] = c10::IValue();
   }
   std::vector<at::Tensor> outputs;

@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <mutex>
+#include <utility>
 #include <vector>
 
 #include "../planned.h"
@@ -47,19 +49,18 @@ class Record {
   int64_t memories_ = 0;
 };
 
-// A piece of memory for the results of one run at a time; programs share it.
-class Scratch {
+// Memory for the results of runs, which all frames of the process share: a piece for each run that is going on.
+class Pool {
  public:
-  Scratch() = default;
-  Scratch(size_t bytes, const void* preferred);
-  ~Scratch();
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  void* get() const { return memory_.get(); }
+  using Piece = std::pair<c10::DataPtr, size_t>;  // and its size
+  static std::shared_ptr<Pool> shared();
+  // The piece at `preferred` if it is free and large enough.
+  Piece take(size_t bytes, const void* preferred);
+  void give(Piece piece);
 
  private:
-  c10::DataPtr memory_;
-  size_t bytes_ = 0;
+  std::mutex mutex_;
+  std::vector<Piece> free_;
 };
 
 class Frame {
@@ -71,8 +72,10 @@ class Frame {
   // Whether placeholder number `i` may be this tensor, which it then is. `held`: it is never changed but by another
   // tensor in its place.
   bool take(size_t i, const at::Tensor& x, bool held);
-  // After all placeholders were taken.
+  // After all placeholders were taken. If a value lies otherwise than in the first run, this run goes on without the
+  // frame, which is then no longer `good`.
   std::vector<at::Tensor> run();
+  bool good() const { return good_; }
 
  private:
   struct View {
@@ -97,17 +100,22 @@ class Frame {
   bool plan(Part& part, const Record& record);
   void point(const Part& part) const;
   void refresh();
-  void run_part(const Part& part);
+  bool run_part(const Part& part);
+  std::vector<at::Tensor> run_without(int64_t from);
 
+  const std::deque<Step>& steps_;
   const std::vector<int64_t> outputs_;
   std::vector<Seen> placeholders_;
+  std::vector<bool> stays_;        // values that have a tensor of their own for all runs
   std::vector<const void*> data_;  // of the placeholders
   Table table_;
   std::vector<View> views_;
   std::vector<Part> parts_;
   size_t bytes_ = 0;
-  c10::Storage memory_;  // of a Scratch, in a run
-  bool stale_ = true;    // plans do not know where tensors lie
+  const std::shared_ptr<Pool> pool_ = Pool::shared();
+  c10::Storage memory_;  // a piece of the pool's in a run; between runs, that of the last one
+  bool stale_ = true;    // views and plans are of tensors that lie elsewhere
+  bool good_ = true;
 };
 
 } // namespace nxd

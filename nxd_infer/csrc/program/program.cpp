@@ -27,6 +27,12 @@ bool needs_no_autograd(const c10::OperatorHandle& op) {
   return name.rfind("aten::", 0) == 0 || name.rfind("nxd::", 0) == 0 || name.rfind("nxd_", 0) == 0;
 }
 
+// In place: the sizes and strides of a tensor, or its memory.
+bool changes_layout(const c10::OperatorHandle& op) {
+  const std::string& name = op.operator_name().name;
+  return op.hasTag(at::Tag::inplace_view) || name == "aten::set_" || name == "aten::resize_";
+}
+
 c10::IValue get(const Argument& argument, const std::vector<c10::IValue>& table) {
   switch (argument.kind) {
     case Argument::kConstant:
@@ -166,11 +172,7 @@ void Program::finish(const std::vector<int64_t>& outputs) {
   for (size_t i = 0; i < last.size(); i++) {
     if (last[i] >= 0) steps_[last[i]].dead.push_back(placeholders_ + i);
   }
-  for (const Step& step : steps_) {
-    const bool free = step.op && (step.op->hasTag(at::Tag::dynamic_output_shape) ||
-                                  step.op->hasTag(at::Tag::data_dependent_output));
-    steady_ = steady_ && !free;
-  }
+  for (const Step& step : steps_) steady_ = steady_ && !(step.op && changes_layout(*step.op));
   finished_ = true;
 }
 
@@ -181,7 +183,22 @@ void Program::hold(const std::vector<at::Tensor>& first, const std::vector<at::T
   }
   first_ = first;
   last_ = last;
-  if (const Turn own(framing_); own.own) frame_.reset();  // it holds what was held before
+  forget();
+}
+
+// Lets go of what was held before.
+void Program::forget() {
+  tries_ = 0;
+  if (const Turn turn(framing_); turn.own) {
+    frame_.reset();
+  } else {
+    forget_ = true;  // the run that uses it does
+  }
+  for (const Step& step : steps_) {
+    for (const auto& branch : step.branches) {
+      if (branch) branch->forget();
+    }
+  }
 }
 
 // Frames in vain, from which on a run makes none: its tensors lie otherwise each time.
@@ -208,11 +225,19 @@ std::vector<at::Tensor> Program::run(const std::vector<at::Tensor>& values) {
       }
     }
   }
+  std::vector<at::Tensor> outputs;
   if (taken) {
-    tries_ = 0;
-    return frame_->run();
+    outputs = frame_->run();
+    if (frame_->good()) {
+      tries_ = 0;
+    } else {
+      frame_.reset();
+    }
+  } else {
+    outputs = run_anew(placeholders, turn.own && steady_ && tries_ < kTries);
   }
-  return run_anew(placeholders, turn.own && steady_ && tries_++ < kTries);
+  if (turn.own && forget_.exchange(false)) frame_.reset();
+  return outputs;
 }
 
 // Without the frame; makes a new one of what it shows, for later runs.
@@ -220,17 +245,25 @@ std::vector<at::Tensor> Program::run_anew(const Table& placeholders, bool framin
   if (framing) frame_.reset();
   Table table = placeholders;
   table.reserve(placeholders_ + steps_.size());
-  Record record(placeholders);
+  std::optional<Record> record;
+  if (framing) record.emplace(placeholders);
   for (size_t i = 0; i < steps_.size(); i++) {
     c10::IValue result = call(steps_[i], i, table);
-    if (framing) record.see(steps_[i], table, result);
+    if (framing) record->see(steps_[i], table, result);
     table.push_back(std::move(result));
     for (const int64_t value : steps_[i].dead) table[value] = c10::IValue();
   }
   std::vector<at::Tensor> outputs;
   outputs.reserve(outputs_.size());
   for (const int64_t value : outputs_) outputs.push_back(table[value].toTensor());
-  if (framing) frame_ = std::make_unique<Frame>(steps_, outputs_, record, placeholders);
+  if (framing) {
+    tries_++;
+    try {
+      frame_ = std::make_unique<Frame>(steps_, outputs_, *record, placeholders);
+    } catch (const std::exception&) {  // the run has done its work
+      steady_ = false;
+    }
+  }
   return outputs;
 }
 

@@ -81,18 +81,20 @@ class Program : public torch::CustomClassHolder {
 
  private:
   int64_t defined(int64_t value) const;
+  void forget();
   std::vector<at::Tensor> run_anew(const Table& placeholders, bool framing);
 
   int64_t placeholders_;
   bool finished_ = false;
-  bool steady_ = true;  // no result's shape depends on values
+  bool steady_ = true;  // a frame may be made
   std::deque<Step> steps_;
   std::vector<int64_t> outputs_;
   std::mutex holding_;
   std::vector<at::Tensor> first_, last_;
   std::atomic_flag framing_ = ATOMIC_FLAG_INIT;  // a run uses what follows
   std::unique_ptr<Frame> frame_;
-  int64_t tries_ = 0;  // frames that were made since a run could use one
+  std::atomic<int64_t> tries_{0};  // frames that were made since a run could use one
+  std::atomic<bool> forget_{false};
 };
 
 } // namespace nxd

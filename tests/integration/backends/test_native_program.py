@@ -394,3 +394,53 @@ def test_what_was_held_before_is_not_kept():
     made.hold([], [torch.ones(2)])
     assert before - resident() > 60 << 20
     assert made.run([torch.zeros(1)])[0].item() == 2
+
+
+DOUBLED = [
+    [f"{OWN}.fused.default", [[{"$": 0}], "1 3 float32 3 ; add float32 0 0 ; -> 1 0"]],
+    ["getitem", [{"$": 1}, 0]],
+]
+
+
+@pytest.mark.parametrize("change", ["t_", "unsqueeze_"])
+def test_what_turns_a_tensor_in_place_turns_it_once_in_each_run(change: str):
+    turned = [f"aten.{change}.default", [{"$": 2}, *([0] if change == "unsqueeze_" else [])]]
+    nodes = [*DOUBLED, turned, ["aten.mul.Tensor", [{"$": 2}, {"$": 0}]]]
+    made = NativeProgram(Program({"ir": 1, "inputs": 1, "nodes": nodes, "outputs": [{"$": 4}]}))
+    x = torch.arange(9.0).view(3, 3)
+    expected = (x.T if change == "t_" else x[None]) * 2 * x
+    assert all(torch.equal(made.run([x])[0], expected) for _ in range(5))
+
+
+def test_shapes_that_depend_on_values_may_be_others_in_each_run():
+    linear = [f"{OWN}.packed_linear.default", [{"$": 4}, {"$": 1}, None]]
+    nodes = [
+        ["aten.where.default", [{"$": 0}]],
+        ["getitem", [{"$": 2}, 0]],
+        ["aten.index_select.default", [{"$": 1}, 0, {"$": 3}]],
+        linear,
+        ["aten.neg.default", [{"$": 5}]],
+    ]
+    made = NativeProgram(Program({"ir": 1, "inputs": 2, "nodes": nodes, "outputs": [{"$": 6}]}))
+    weight = torch.randn(32, 32)
+    plain = getattr(torch.ops, OWN).packed_linear
+    for count in (3, 3, 3, 1, 1, 1, 30, 2, 2, 0, 5, 5):
+        mask = torch.arange(32) < count
+        assert torch.equal(made.run([mask, weight])[0], -plain(weight[mask], weight, None))
+
+
+def test_an_operator_of_others_may_keep_its_argument():
+    kept: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x + 1
+
+    with torch.library._scoped_library("program_of_keepers", "DEF") as others:
+        others.define("keep(Tensor x) -> Tensor")
+        others.impl("keep", keep, "CPU")
+        nodes = [*DOUBLED, ["program_of_keepers.keep.default", [{"$": 2}]]]
+        made = NativeProgram(Program({"ir": 1, "inputs": 1, "nodes": nodes, "outputs": [{"$": 3}]}))
+        for number in range(4):
+            made.run([torch.full((3, 3), float(number))])
+    assert [x[0, 0].item() for x in kept] == [0, 2, 4, 6]
