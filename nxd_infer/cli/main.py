@@ -269,7 +269,9 @@ def verify(
     tolerance: Annotated[
         float | None,
         typer.Option(
-            min=0.0, help="Largest max|a-b| / max|b| to accept. Default: 1e-4 for float32, 3e-2 for bfloat16."
+            min=0.0,
+            help="Largest max|a-b| / max|b| to accept. Default: 1e-4 for float32; 3e-2 for bfloat16, more for over "
+            "eight layers.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Seed of the inputs.")] = 0,

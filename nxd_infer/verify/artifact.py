@@ -7,6 +7,7 @@ accuracy is measured separately.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass
@@ -32,6 +33,15 @@ from nxd_models.serving import tasks
 from nxd_server.engine.classifier_scores import probabilities, scores_of
 
 TOLERANCES = {"float32": 1e-4, "float64": 1e-8, "bfloat16": 3e-2, "float16": 1e-2}
+"""Of models of at most :data:`FEW_LAYERS` layers."""
+FEW_LAYERS = 8
+
+
+def default_tolerance(dtype: str, layers: int) -> float:
+    """Return the tolerance of a model: in half precision each layer rounds, and independent errors add up by their
+    squares. PyTorch's own bfloat16 is 0.05 from float32 after 30 layers."""
+    deep = math.sqrt(max(1.0, layers / FEW_LAYERS)) if dtype in ("bfloat16", "float16") else 1.0
+    return TOLERANCES[dtype] * deep
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,7 @@ def verify_artifact(
     Args:
         artifact: is loaded, and each of its buckets run.
         model_dir: the Hugging Face directory of the model, whose weights it is compared with.
-        tolerance: largest ``max|a-b| / max|b|`` of the outputs to accept. Default: by the dtype (``TOLERANCES``).
+        tolerance: largest ``max|a-b| / max|b|`` of the outputs to accept. Default: :func:`default_tolerance`.
         seed: of the inputs.
         checkpoint, tag: take the weights of this training checkpoint instead, as for ``trace``.
         allow_kernel: False rejects an artifact that chooses its buckets with its own code.
@@ -113,10 +123,10 @@ def verify_artifact(
     with trace.parallel_model_load(str(artifact), allow_kernel=allow_kernel) as model:
         manifest = model.manifest
         eager = reference_of(manifest, model_dir, weights)()
-        limit = TOLERANCES[manifest.metadata["dtype"]] if tolerance is None else tolerance
         generates, classifies = (manifest.metadata["task"] == task for task in ("generate", "classify"))
         cases = generation_cases if generates else one_shot_cases
         config = registry.load_config(model_dir, manifest.metadata.get("model_impl")).config
+        limit = default_tolerance(manifest.metadata["dtype"], config.num_layers) if tolerance is None else tolerance
         seen: list[tuple[Tensors, Tensors]] = []
         for bucket, steps in cases(manifest, torch.Generator().manual_seed(seed)):
             progress("comparing", len(rows), len(manifest.buckets), bucket)
