@@ -78,7 +78,7 @@ def insert(weights: Mapping[str, fx.Node], encodings: Mapping[str, str], library
             for use in found:
                 _replace(use, form, library, replaced)
     for graph in dict.fromkeys(node.graph for node in replaced.values()):
-        for single, several, _ in _OPERATORS.values():
+        for single, several, _ in dict.fromkeys(_OPERATORS.values()):
             _join(graph, _operator(library, single), _operator(library, several))
     return bool(replaced)
 

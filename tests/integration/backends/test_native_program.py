@@ -402,6 +402,21 @@ DOUBLED = [
 ]
 
 
+def test_a_result_keeps_its_place_while_a_view_of_it_is_used():
+    squared = "1 3 float32 3 ; mul float32 0 0 ; -> 1 0"
+    nodes = [
+        *DOUBLED,
+        ["aten.view.default", [{"$": 2}, [9]]],
+        [f"{OWN}.fused.default", [[{"$": 0}], squared]],
+        ["getitem", [{"$": 4}, 0]],
+        ["aten.view.default", [{"$": 5}, [9]]],
+        ["aten.sub.Tensor", [{"$": 3}, {"$": 6}]],
+    ]
+    made = NativeProgram(Program({"ir": 1, "inputs": 1, "nodes": nodes, "outputs": [{"$": 7}]}))
+    x = torch.arange(9.0).view(3, 3)
+    assert all(torch.equal(made.run([x])[0], (2 * x - x * x).view(9)) for _ in range(3))
+
+
 @pytest.mark.parametrize("change", ["t_", "unsqueeze_"])
 def test_what_turns_a_tensor_in_place_turns_it_once_in_each_run(change: str):
     turned = [f"aten.{change}.default", [{"$": 2}, *([0] if change == "unsqueeze_" else [])]]
