@@ -202,7 +202,10 @@ def _transposes(node: fx.Node) -> bool:
 
 
 def _product(node: fx.Node, transposed: fx.Node, weight: fx.Node) -> Use | None:
-    """``node`` as ``x @ transposed`` or ``bias + x @ transposed``."""
+    """``node`` as ``x @ transposed`` or ``bias + x @ transposed``, or as a linear layer of ``transposed``."""
+    if node.target is _LINEAR and node.args[1] is transposed and transposed is not weight:
+        x, _, *bias = node.args
+        return Use(node, weight, _node(x), _node(bias[0]) if bias else None, across=True)
     if node.target in _PRODUCTS and node.args[1] is transposed and node.args[0] is not transposed:
         return Use(node, weight, _node(node.args[0]))
     if node.target is aten.addmm.default and node.args[2] is transposed and transposed not in node.args[:2]:

@@ -130,7 +130,8 @@ ACROSS: dict[str, Forward] = {
     "x @ W": lambda m, x: x[..., :6] @ m.weight,
     "mm": lambda m, x: x[0, :, :6].mm(m.weight),
     "addmm, as in GPT-2": lambda m, x: torch.addmm(m.square[0], x.reshape(-1, 8)[:, :6], m.weight),
-    "twice": lambda m, x: x[..., :6] @ m.weight + x[..., 2:] @ m.weight,
+    "linear of the transpose": lambda m, x: F.linear(x[..., :6], m.weight.T, m.square[0]),
+    "twice": lambda m, x: x[..., :6] @ m.weight + F.linear(x[..., 2:], m.weight.t()),
     "condition": lambda m, x: torch.cond(
         x.sum() > 0, lambda y, w: y @ w, lambda y, w: 2 * torch.matmul(y, w), (x[..., :6].contiguous(), m.weight)
     ),
