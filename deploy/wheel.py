@@ -17,6 +17,8 @@ from nxd_infer.backends.cpu import program
 from nxd_infer.util.cpp_library import FILE, PREBUILT
 
 ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 600.0
+"""How long pip, and what packs the wheel, may take."""
 
 
 def main() -> None:
@@ -43,7 +45,7 @@ def main() -> None:
 
 
 def _run(*command: object) -> None:
-    subprocess.run([sys.executable, "-m", *map(str, command)], check=True)
+    subprocess.run([sys.executable, "-m", *map(str, command)], check=True, timeout=SECONDS)
 
 
 if __name__ == "__main__":

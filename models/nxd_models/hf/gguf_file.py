@@ -31,6 +31,9 @@ _UNQUANTISED = {"F32": "float32", "F16": "float16"}
 _END_OF_TURN = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 """Tokens that end an answer besides the end of the text, as in llama.cpp; transformers leaves them out."""
 
+_LLAMA_3 = (1.0, 4.0, 8192)
+"""Of the releases of Llama 3: low and high frequency factor, and the context of the pre-training."""
+
 
 def find_gguf(path: str | os.PathLike[str]) -> Path | None:
     """Return the GGUF file that ``path`` is, or that a directory without safetensors holds; None if there is none.
@@ -141,7 +144,7 @@ def _convert(file: Path, reader: Any, out: Path) -> None:
     try:
         config = hf.AutoConfig.from_pretrained(**where)  # nosec B615  # a file of this machine
         kind: Any = hf.AutoModelForSeq2SeqLM if config.is_encoder_decoder else hf.AutoModelForCausalLM
-        _require_same_rotation(file, reader, config)
+        scaling = _dropped_scaling(file, reader, config)
         model, info = kind.from_pretrained(**where, **unpacked, dtype=dtype, output_loading_info=True)
         if _field(reader, "tokenizer.ggml.model") is not None:
             hf.AutoTokenizer.from_pretrained(**where).save_pretrained(out)  # nosec B615
@@ -158,6 +161,10 @@ def _convert(file: Path, reader: Any, out: Path) -> None:
     ends = [*(known if isinstance(known, list) else [known]), *(_field(reader, name) for name in _END_OF_TURN)]
     if model.generation_config is not None:
         model.generation_config.eos_token_id = list(dict.fromkeys(end for end in ends if end is not None))
+    if getattr(model.config, "rope_parameters", None):  # transformers 5
+        model.config.rope_parameters = {**model.config.rope_parameters, **scaling}
+    elif scaling:
+        model.config.rope_scaling = scaling
     model.save_pretrained(out)
 
 
@@ -166,15 +173,36 @@ def _field(reader: Any, name: str) -> Any:
     return None if found is None else found.contents()
 
 
-def _require_same_rotation(file: Path, reader: Any, config: Any) -> None:
-    """Raise ModelConfigError if transformers has dropped the scaling of the rotary positions."""
+def _dropped_scaling(file: Path, reader: Any, config: Any) -> dict[str, Any]:
+    """Return the scaling of the rotary positions that transformers does not read: that of Llama 3.1, 3.2 and 3.3, of
+    which the file has the factors of the frequencies alone. Raises ModelConfigError for any other."""
+    import torch  # a server asks what a path is without torch
+
+    from nxd_models.rope import RopeConfig, inverse_frequencies
+
     kept = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if kept.get("rope_type", "default") != "default":
-        return
+        return {}
     named = _field(reader, f"{_field(reader, 'general.architecture')}.rope.scaling.type")
-    tensors = [tensor.name for tensor in reader.tensors if tensor.name.startswith(("rope_freqs", "rope_factors"))]
-    if dropped := [f"rope.scaling.type = {named}"] * (named not in (None, "none")) + tensors:
+    tensors = {
+        tensor.name: tensor.data for tensor in reader.tensors if tensor.name.startswith(("rope_freqs", "rope_factors"))
+    }
+    if named in (None, "none") and list(tensors) == ["rope_freqs.weight"]:
+        factors = torch.tensor(tensors["rope_freqs.weight"])
+        theta = kept.get("rope_theta") or config.rope_theta
+        plain, llama3 = RopeConfig(theta=theta), RopeConfig("llama3", theta, float(factors.max()), *_LLAMA_3)
+        plain_inv_freq, scaled = (inverse_frequencies(2 * len(factors), rope) for rope in (plain, llama3))
+        if torch.allclose(plain_inv_freq / factors, scaled, rtol=1e-4, atol=0):
+            return {
+                "rope_type": "llama3",
+                "factor": llama3.factor,
+                "low_freq_factor": llama3.low_freq_factor,
+                "high_freq_factor": llama3.high_freq_factor,
+                "original_max_position_embeddings": llama3.original_max_position,
+            }
+    if dropped := [f"rope.scaling.type = {named}"] * (named not in (None, "none")) + list(tensors):
         raise ModelConfigError(
             f"{file} has {dropped[0]}, and transformers reads its rotary positions without that scaling: use the "
             "model's Hugging Face directory"
         )
+    return {}

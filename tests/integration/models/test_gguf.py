@@ -5,8 +5,10 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 
@@ -33,8 +35,6 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_quantised_weights_are_those_of_transformers_in_bfloat16(tmp_path, family):
-    import transformers
-
     file = write_gguf(tmp_path / "tiny.gguf", family=family)
     unpacked = {"quantization_config": transformers.GgufConfig(dequantize=True)}
     read = transformers.AutoModelForCausalLM.from_pretrained
@@ -118,6 +118,34 @@ def test_a_damaged_file_is_named(tmp_path):
 def test_what_transformers_would_drop_is_refused(tmp_path, metadata, problem):
     with pytest.raises(ModelConfigError, match=problem):
         registry.load_config(write_gguf(tmp_path / "odd.gguf", **metadata))
+
+
+def factors_as_llama_cpp_writes_them(factor: float, theta: float = 10000.0, head_dim: int = 16) -> np.ndarray:
+    """Of a Llama 3 (``LlamaModel.generate_extra_tensors`` of its converter)."""
+    waves = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((8192 / waves - 1) / (4 - 1), 0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_the_rotary_scaling_of_llama_3_is_found_in_its_factors(tmp_path, factor):
+    file = write_gguf(tmp_path / "llama3.gguf", (Kind.F32,), rope_factors=factors_as_llama_cpp_writes_them(factor))
+    source = tmp_path / "llama3-source"
+    config = json.loads((source / "config.json").read_text())
+    frequencies = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **frequencies}
+    (source / "config.json").write_text(json.dumps(config))
+    expected = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    assert relative_difference(registry.load_model(file, dtype=torch.float32)(IDS), expected(IDS).logits) < 1e-5
+    assert registry.load_config(file).config.rope == registry.load_config(source).config.rope
+
+
+def test_other_factors_are_refused(tmp_path):
+    factors = factors_as_llama_cpp_writes_them(8.0)
+    factors[3] *= 1.01
+    with pytest.raises(ModelConfigError, match=r"has rope_freqs\.weight, and transformers reads"):
+        registry.load_config(write_gguf(tmp_path / "odd.gguf", rope_factors=factors))
 
 
 @pytest.mark.parametrize(

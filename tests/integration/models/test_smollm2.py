@@ -74,6 +74,15 @@ def numbers(path: str, ids: torch.Tensor) -> torch.Tensor:
     return registry.load_model(path, dtype=torch.float32)(ids)
 
 
+def answers_of(path: str, prompts: list[list[int]]) -> list[list[int]]:
+    """The likeliest answers, at the degree of this process."""
+    directory = registry.load_config(path)
+    made = directory.make("generate", torch.float32, step=True, slots=len(prompts), max_len=80)
+    step = hf.load(made, registry.weights(path)).eval()
+    ends = directory.config.eos_token_ids
+    return [one.tokens for one in generate_eager(step, prompts, TOKENS, eos_token_ids=ends)]
+
+
 @torch.no_grad()
 def test_perplexity_logits_and_answers_equal_transformers(gguf, theirs, tokenizer, text):
     exact = perplexity(theirs(text).logits, text)
@@ -92,12 +101,8 @@ def test_perplexity_logits_and_answers_equal_transformers(gguf, theirs, tokenize
         chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
     answered = theirs.generate(**asked, max_new_tokens=TOKENS, do_sample=False)[:, -TOKENS:].tolist()
-    directory = registry.load_config(gguf)
-    made = directory.make("generate", torch.float32, step=True, slots=len(QUESTIONS), max_len=80)
-    step = hf.load(made, registry.weights(gguf)).eval()
     prompts = [row[mask.bool()].tolist() for row, mask in zip(asked["input_ids"], asked["attention_mask"], strict=True)]
-    answers = [
-        one.tokens for one in generate_eager(step, prompts, TOKENS, eos_token_ids=directory.config.eos_token_ids)
-    ]
-    assert answers == [expected[: len(ours)] for ours, expected in zip(answers, answered, strict=True)]
-    assert "Paris" in tokenizer.decode(answers[0])
+    for degree in (1, 2, 3):
+        for answers in run_ranks(answers_of, degree, str(gguf), prompts):
+            assert answers == [expected[: len(ours)] for ours, expected in zip(answers, answered, strict=True)]
+            assert "Paris" in tokenizer.decode(answers[0])

@@ -17,9 +17,16 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "
 QUANTISED = (Kind.Q4_0, Kind.Q8_0, Kind.Q4_1, Kind.F16, Kind.F32)
 
 
-def write_gguf(path: Path, kinds: tuple[Kind, ...] = QUANTISED, family: str = "llama", **metadata: int | str) -> Path:
+def write_gguf(
+    path: Path,
+    kinds: tuple[Kind, ...] = QUANTISED,
+    family: str = "llama",
+    rope_factors: np.ndarray | None = None,
+    **metadata: int | str,
+) -> Path:
     """Write a tiny model whose matrices have ``kinds`` in turn, with its byte-level tokenizer and chat template;
-    ``metadata`` are further numbers and texts, ``__`` for a dot. Return ``path``."""
+    ``rope_factors`` divide the frequencies of the rotary positions, ``metadata`` are further numbers and texts, ``__``
+    for a dot. Return ``path``."""
     sizes = {**SIZES, "head_dim": 128} if family == "qwen3" else SIZES  # as transformers takes all of them to have
     source = write_tiny(family, path.parent / f"{path.stem}-source", **sizes)
     config = json.loads((source / "config.json").read_text())
@@ -44,6 +51,8 @@ def write_gguf(path: Path, kinds: tuple[Kind, ...] = QUANTISED, family: str = "l
         kind = Kind.F32 if tensor.ndim == 1 else kinds[number % len(kinds)]
         data = gguf.quantize(tensor.astype(np.float32), kind)
         writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=kind)
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", rope_factors.astype(np.float32), raw_dtype=Kind.F32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
