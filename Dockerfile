@@ -25,7 +25,6 @@ RUN apt-get update \
     # Over the image's packages: what we add replaces nothing that AWS has put together.
     && python -m venv --system-site-packages /opt/venv
 ENV NXD_INFER_TRACE_OPTIONS="--backend neuron"
-# From here on as below.
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONNOUSERSITE=1
 # More packages for this image, such as gcsfs or adlfs for models in other stores than S3.
 ARG PACKAGES=""
@@ -34,6 +33,7 @@ RUN --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
     && groupadd --gid 10001 nxd \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp nxd \
     && install --directory --owner 10001 --group 10001 /var/lib/nxd-infer
+# From here on as below.
 ENV NXD_INFER_ARTIFACT=/opt/ml/model NXD_INFER_HOST=0.0.0.0 NXD_INFER_PORT=8080 \
     NXD_INFER_KEEP=/var/lib/nxd-infer NXD_INFER_CACHE=/var/lib/nxd-infer/cache
 USER 10001:10001
@@ -45,25 +45,34 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=2h \
 ENTRYPOINT ["tini", "--", "nxd-infer"]
 CMD ["serve"]
 
-FROM ${CPU_BASE} AS cpu
-# A C++ compiler builds the native operators, once, for models that are traced here; an artifact brings its own.
+# Everything that the CPU's image holds, with the native operators built: the image needs no C++ compiler.
+FROM ${CPU_BASE} AS built
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends g++ tini \
+    && apt-get install -y --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/* \
     && python -m venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH
 ARG TORCH="torch==2.13.0"
 # Where pip finds a CPU build of torch; without it, Linux gets the build for CUDA, which is several GB larger.
 ARG TORCH_INDEX=""
-RUN /opt/venv/bin/pip install --no-cache-dir ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} "${TORCH}"
-# From here on as above.
-ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONNOUSERSITE=1
+RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} "${TORCH}"
 # More packages for this image, such as gcsfs or adlfs for models in other stores than S3.
 ARG PACKAGES=""
 RUN --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
     pip install --no-cache-dir "$(echo /wheel/*.whl)[server,s3]" ${PACKAGES} \
+    && NXD_INFER_CACHE=/tmp/cache python -m nxd_infer.backends.cpu --prebuilt \
+    && rm -r /tmp/cache
+
+FROM ${CPU_BASE} AS cpu
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends tini \
+    && rm -rf /var/lib/apt/lists/* \
     && groupadd --gid 10001 nxd \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp nxd \
     && install --directory --owner 10001 --group 10001 /var/lib/nxd-infer
+COPY --from=built /opt/venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONNOUSERSITE=1
+# From here on as above.
 ENV NXD_INFER_ARTIFACT=/opt/ml/model NXD_INFER_HOST=0.0.0.0 NXD_INFER_PORT=8080 \
     NXD_INFER_KEEP=/var/lib/nxd-infer NXD_INFER_CACHE=/var/lib/nxd-infer/cache
 USER 10001:10001

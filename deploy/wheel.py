@@ -12,10 +12,6 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from nxd_infer import native
-from nxd_infer.backends.cpu import program
-from nxd_infer.util.cpp_library import FILE, PREBUILT
-
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 600.0
 """How long pip, and what packs the wheel, may take."""
@@ -32,11 +28,7 @@ def main() -> None:
         (wheel,) = plain.glob("*.whl")
         _run("wheel", "unpack", "--dest", scratch, wheel)
         (content,) = Path(scratch).glob("nxd_infer-*")
-        for library in (native.operators(), program.library()):
-            path, _ = library.built()
-            target = content / PREBUILT.parent.name / PREBUILT.name / library.hash / FILE
-            target.parent.mkdir(parents=True)
-            target.write_bytes(path.read_bytes())
+        _run("nxd_infer.backends.cpu", "--prebuilt", cwd=content)  # of the package that lies there
         (told,) = content.glob("*.dist-info/WHEEL")
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         text = told.read_text().replace("Root-Is-Purelib: true", "Root-Is-Purelib: false")
@@ -44,8 +36,8 @@ def main() -> None:
         _run("wheel", "pack", "--dest-dir", out, content)
 
 
-def _run(*command: object) -> None:
-    subprocess.run([sys.executable, "-m", *map(str, command)], check=True, timeout=SECONDS)
+def _run(*command: object, cwd: Path | None = None) -> None:
+    subprocess.run([sys.executable, "-m", *map(str, command)], check=True, timeout=SECONDS, cwd=cwd)
 
 
 if __name__ == "__main__":
