@@ -1,6 +1,6 @@
 """The native operators: built once with the C++ compiler, cached by content, registered once per process.
 
-``torch.ops.nxd_<hash8>.*`` are the CPU operators of ``csrc/``. The namespace contains a hash of the sources and build
+``torch.ops.nxd_<hash8>.*`` are the CPU operators of ``csrc/operators``. The namespace contains a hash of the sources and build
 flags, so different libraries (for example of two artifacts) can live in one process, and copies of a library count as
 one. They use torch's stable ABI and choose the instruction set at run time, so the file does not depend on the machine
 it was built on. Building needs a compiler and torch's headers; loading a built file, such as a wheel's, needs neither.
@@ -29,7 +29,7 @@ from nxd_infer.errors import ArtifactCorruptError, ArtifactError, ArtifactVersio
 from nxd_infer.util.cpp_library import CppLibrary, find_compiler, is_whole, no_compiler
 from nxd_infer.util.processors import processors
 
-SOURCES = Path(__file__).parent / "csrc"
+SOURCES = Path(__file__).parent / "csrc/operators"
 
 _IDENTITY = re.compile(rb"NXD-NATIVE-LIBRARY:([0-9a-f]{16}):END")
 _OTHER_VERSION = re.compile(r"undefined symbol|version `[^']*' not found|cannot open shared object file")
@@ -77,7 +77,7 @@ class NativeLibrary:
         return found
 
     def engage_crew(self, threads: int, cores: Sequence[int] = ()) -> None:
-        """Replace torch's threads in the operators by a crew of ``threads`` threads (``csrc/crew.h``): the calling
+        """Replace torch's threads in the operators by a crew of ``threads`` threads (``csrc/operators/machine/crew.h``): the calling
         thread and new ones that poll for work. 1 goes back to torch's threads.
 
         ``cores`` gives a core per thread; the new threads are pinned to theirs. Only for a process that only runs

@@ -34,7 +34,7 @@ DEFAULT_TIMEOUT = 30.0
 MAIL_CAPACITY = 1 << 16
 MAX_DEGREE = 64
 
-# The layout of csrc/segment.h.
+# The layout of csrc/operators/collectives/segment.h.
 _MAGIC = 0x31304D485344584E
 _PAGE = 4096
 _HEADER = struct.Struct("<QIIQQ")

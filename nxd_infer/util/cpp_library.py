@@ -66,6 +66,8 @@ class CppLibrary:
     torch_version: str
     """Of torch, as far as the compiled code depends on it."""
     links: tuple[str, ...] = ("-ltorch_cpu",)
+    includes: tuple[Path, ...] = ()
+    """Folders of further headers."""
 
     @functools.cached_property
     def hash(self) -> str:
@@ -73,7 +75,7 @@ class CppLibrary:
         digest = hashlib.sha256()
         for part in (*FLAGS, *self.flags, *self.links, self.namespace, self.torch_version, platform.machine()):
             digest.update(part.encode() + b"\0")
-        for file in sorted(self.folder.iterdir()):
+        for file in sorted(path for place in (self.folder, *self.includes) for path in place.rglob("*")):
             if file.suffix in (".cpp", ".h"):
                 content = file.read_bytes()
                 digest.update(f"{file.name}\0{len(content)}\0".encode() + content)
@@ -81,7 +83,7 @@ class CppLibrary:
 
     def sources(self) -> list[Path]:
         """Return the files that are compiled, each by a compiler of its own."""
-        return sorted(self.folder.glob("*.cpp"))
+        return sorted(self.folder.rglob("*.cpp"))
 
     def file(self) -> Path:
         """Return where the library is, or would be."""
@@ -116,16 +118,16 @@ class CppLibrary:
         log.warning("building the %s, only this once: %s (into %s)", self.kind, self.takes, target.parent)
         begin = time.monotonic()
         definitions = (f"-DNXD_NAMESPACE={self.namespace}_{self.hash[:8]}", f"-DNXD_HASH={self.hash}")
-        include = f"-isystem{self.torch / 'include'}"
+        includes = [*(f"-I{place}" for place in (self.folder, *self.includes)), f"-isystem{self.torch / 'include'}"]
         own = f".build-{self.hash}-"
         for left in target.parent.parent.glob(f"{own}*"):  # leftovers of a killed builder: we hold the lock
             shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=own, dir=target.parent.parent) as scratch:
             sources = self.sources()
-            objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
+            objects = [Path(scratch) / f"{number}.o" for number in range(len(sources))]
 
             def compile_one(source: Path, output: Path) -> None:
-                run([compiler, *FLAGS, *self.flags, *definitions, include, "-c", str(source), "-o", str(output)])
+                run([compiler, *FLAGS, *self.flags, *definitions, *includes, "-c", str(source), "-o", str(output)])
 
             with ThreadPoolExecutor(max_workers=min(len(sources), processors())) as pool:
                 list(pool.map(compile_one, sources, objects))

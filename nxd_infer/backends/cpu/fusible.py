@@ -14,7 +14,7 @@ from nxd_infer.ops.fused import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_DIMS, _MOST_WIDTH = 9, 1 << 22
-"""Of a value, in ``csrc/fused.cpp``."""
+"""Of a value, in ``csrc/operators/fused``."""
 
 
 class Writer:

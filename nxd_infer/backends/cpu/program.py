@@ -18,7 +18,7 @@ from nxd_infer.graph.ir import DAMAGES, Program, Value, damaged, run_cond
 from nxd_infer.util.cpp_library import CppLibrary
 
 log = logging.getLogger(__name__)
-SOURCES = native.SOURCES / "program"
+SOURCES = native.SOURCES.parent / "program"
 _CONSTANT, _VALUE, _VALUES, _DEFAULT = range(4)
 """Kinds of arguments, as ``csrc/program/program.h`` has them."""
 _MEMORY_FORMATS = {
@@ -103,6 +103,7 @@ def library() -> CppLibrary:
         torch=native.torch_root(),
         torch_version=torch.__version__,
         links=("-ltorch_cpu", "-lc10"),
+        includes=(native.SOURCES / "interface",),
     )
 
 

@@ -1,6 +1,6 @@
 // How a program runs again on tensors that lie like those of an earlier run, as those of a bucket always do: results
 // have their places in one piece of memory, planned by when they are used; views are made once; and operators that can
-// be planned (../planned.h) are called without torch's dispatcher.
+// be planned (../operators/interface/planned.h) are called without torch's dispatcher.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "../planned.h"
+#include "planned.h"
 
 namespace nxd {
 

@@ -45,7 +45,7 @@ _BEGIN_SECONDS = 0.5
 """How long a thread whose start was interrupted may take to begin."""
 
 MOST_THREADS = 64
-"""Maximum threads of a crew (``csrc/crew.h``); ranks with more use torch's threads."""
+"""Maximum threads of a crew (``csrc/operators/machine/crew.h``); ranks with more use torch's threads."""
 
 
 class Links(NamedTuple):

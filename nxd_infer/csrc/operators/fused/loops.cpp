@@ -1,0 +1,235 @@
+#include "fused/loops.h"
+
+#include <cmath>
+#include <cstring>
+#include <unordered_map>
+
+// A product that is added must be rounded first, as by two operators.
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#elif defined(__GNUC__)
+#pragma GCC optimize("fp-contract=off")
+#endif
+
+namespace nxd {
+namespace {
+
+NXD_INLINE float from_bits(uint32_t bits) {
+  float y;
+  std::memcpy(&y, &bits, 4);
+  return y;
+}
+
+NXD_INLINE uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+
+// The relative error is below 2e-7; NaN stays; 0 below -87.3.
+NXD_INLINE float exponential(float x) {
+  const float high = x > 88.7f ? 88.7f : x;
+  const float inside = high < -87.3f ? -87.3f : high;
+  const float shifted = inside * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
+  const float n = shifted - 12582912.0f;
+  const float r = (inside - n * 0.693359375f) - n * -2.12194440e-4f;
+  float y = 1.9875691500e-4f;
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = (y * (r * r) + r) + 1.0f;
+  // The low bits of `shifted` are n, which is at most 128: half of the power at a time.
+  const uint32_t whole = bits_of(shifted) - 0x4b400000u;
+  const uint32_t half = static_cast<uint32_t>(static_cast<int32_t>(whole) >> 1);
+  y = y * from_bits((half << 23) + 0x3f800000u) * from_bits(((whole - half) << 23) + 0x3f800000u);
+  y = x > 88.7228f ? INFINITY : y;
+  return x < -87.3f ? 0.0f : y;
+}
+
+NXD_INLINE float logistic(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+NXD_INLINE float hyperbolic_tangent(float x) {
+  const float size = std::fabs(x), z = x * x;
+  float small = -5.70498872745e-3f;
+  small = small * z + 2.06390887954e-2f;
+  small = small * z - 5.37397155531e-2f;
+  small = small * z + 1.33314422036e-1f;
+  small = small * z - 3.33332819422e-1f;
+  small = small * z * x + x;
+  const float large = 1.0f - 2.0f / (exponential(2.0f * size) + 1.0f);
+  return size < 0.625f ? small : std::copysign(large, x);
+}
+
+// A rational function, within 4e-7.
+NXD_INLINE float error_function(float x) {
+  const float low = x > 4.0f ? 4.0f : x;
+  const float inside = low < -4.0f ? -4.0f : low, z = inside * inside;
+  float p = -2.72614225801306e-10f;
+  p = p * z + 2.77068142495902e-08f;
+  p = p * z - 2.10102402082508e-06f;
+  p = p * z - 5.69250639462346e-05f;
+  p = p * z - 7.34990630326855e-04f;
+  p = p * z - 2.95459980854025e-03f;
+  p = p * z - 1.60960333262415e-02f;
+  float q = -1.45660718464996e-05f;
+  q = q * z - 2.13374055278905e-04f;
+  q = q * z - 1.68282697438203e-03f;
+  q = q * z - 7.37332916720468e-03f;
+  q = q * z - 1.42647390514189e-02f;
+  return std::fabs(x) > 3.92f ? std::copysign(1.0f, x) : inside * p / q;
+}
+
+NXD_INLINE float gelu_by_tanh(float x) {
+  return 0.5f * x * (1.0f + hyperbolic_tangent(0.7978845608028654f * (x + 0.044715f * (x * x * x))));
+}
+
+using Half = BFloat16;
+using Single = float;
+
+// R, P, Q: types of the result and the operands; A, B: i, or 0 for a single value per row.
+#define NXD_LOOP(name, value, R, P, Q, A, B)                                                                \
+  NXD_CLONES void name(const Target& to, const Rows& first, const Rows& second, int64_t rows, int64_t n) { \
+    for (int64_t r = 0; r < rows; r++) {                                                                    \
+      R* y = static_cast<R*>(to.at) + r * to.step;                                                          \
+      const P* a = static_cast<const P*>(first.at) + r * first.step;                                        \
+      const Q* b = static_cast<const Q*>(second.at) + r * second.step;                                      \
+      _Pragma("GCC ivdep") for (int64_t i = 0; i < n; i++) {                                                \
+        const float p = widen(a[A]), q = widen(b[B]);                                                       \
+        y[i] = narrow<R>(value);                                                                            \
+      }                                                                                                     \
+    }                                                                                                       \
+  }
+
+#define NXD_BINARY_OF(name, value, R)                            \
+  NXD_LOOP(name##_both_ff_##R, value, R, float, float, i, i)     \
+  NXD_LOOP(name##_both_fh_##R, value, R, float, Half, i, i)      \
+  NXD_LOOP(name##_both_hf_##R, value, R, Half, float, i, i)      \
+  NXD_LOOP(name##_both_hh_##R, value, R, Half, Half, i, i)       \
+  NXD_LOOP(name##_first_f_##R, value, R, Single, float, 0, i)    \
+  NXD_LOOP(name##_first_h_##R, value, R, Single, Half, 0, i)     \
+  NXD_LOOP(name##_second_f_##R, value, R, float, Single, i, 0)   \
+  NXD_LOOP(name##_second_h_##R, value, R, Half, Single, i, 0)
+
+#define NXD_BINARY(name, value)                                                                                \
+  NXD_BINARY_OF(name, value, float)                                                                            \
+  NXD_BINARY_OF(name, value, Half)                                                                             \
+  const Loops name##_loops = {                                                                                 \
+      {{{name##_both_ff_float, name##_both_ff_Half}, {name##_both_fh_float, name##_both_fh_Half}},             \
+       {{name##_both_hf_float, name##_both_hf_Half}, {name##_both_hh_float, name##_both_hh_Half}}},            \
+      {{name##_first_f_float, name##_first_f_Half}, {name##_first_h_float, name##_first_h_Half}},              \
+      {{name##_second_f_float, name##_second_f_Half}, {name##_second_h_float, name##_second_h_Half}},          \
+  };
+
+#define NXD_UNARY_LOOP(name, value, R, P)                                                          \
+  NXD_CLONES void name(const Target& to, const Rows& first, const Rows&, int64_t rows, int64_t n) { \
+    for (int64_t r = 0; r < rows; r++) {                                                           \
+      R* y = static_cast<R*>(to.at) + r * to.step;                                                 \
+      const P* a = static_cast<const P*>(first.at) + r * first.step;                               \
+      _Pragma("GCC ivdep") for (int64_t i = 0; i < n; i++) {                                       \
+        const float x = widen(a[i]);                                                               \
+        y[i] = narrow<R>(value);                                                                   \
+      }                                                                                            \
+    }                                                                                              \
+  }
+
+#define NXD_UNARY(name, value)                   \
+  NXD_UNARY_LOOP(name##_ff, value, float, float) \
+  NXD_UNARY_LOOP(name##_fh, value, Half, float)  \
+  NXD_UNARY_LOOP(name##_hf, value, float, Half)  \
+  NXD_UNARY_LOOP(name##_hh, value, Half, Half)   \
+  const UnaryLoops name##_loops = {{{name##_ff, name##_fh}, {name##_hf, name##_hh}}};
+
+// The result does not depend on the width of a vector.
+#define NXD_REDUCTION_LOOP(name, start, P, x, combined)                                               \
+  NXD_CLONES void name(const Target& to, const Rows& first, const Rows&, int64_t rows, int64_t n) {   \
+    for (int64_t r = 0; r < rows; r++) {                                                              \
+      const P* a = static_cast<const P*>(first.at) + r * first.step;                                  \
+      float parts[32];                                                                                \
+      for (float& part : parts) part = start;                                                         \
+      int64_t i = 0;                                                                                  \
+      for (; i + 32 <= n; i += 32) {                                                                  \
+        for (int j = 0; j < 32; j++) {                                                                \
+          const float p = parts[j], value = widen(a[i + j]), q = x;                                   \
+          parts[j] = combined;                                                                        \
+        }                                                                                             \
+      }                                                                                               \
+      for (int j = 0; i < n; i++, j++) {                                                              \
+        const float p = parts[j], value = widen(a[i]), q = x;                                         \
+        parts[j] = combined;                                                                          \
+      }                                                                                               \
+      for (int width = 16; width > 0; width /= 2) {                                                   \
+        for (int j = 0; j < width; j++) {                                                             \
+          const float p = parts[j], q = parts[j + width];                                             \
+          parts[j] = combined;                                                                        \
+        }                                                                                             \
+      }                                                                                               \
+      static_cast<float*>(to.at)[r * to.step] = parts[0];                                             \
+    }                                                                                                 \
+  }
+
+#define NXD_REDUCTION(name, start, x, combined)              \
+  NXD_REDUCTION_LOOP(name##_f, start, float, x, combined)    \
+  NXD_REDUCTION_LOOP(name##_h, start, Half, x, combined)     \
+  const ReductionLoops name##_loops = {{name##_f, name##_h}};
+
+NXD_BINARY(add, p + q)
+NXD_BINARY(sub, p - q)
+NXD_BINARY(mul, p * q)
+NXD_BINARY(divide, p / q)
+
+NXD_UNARY(negative, -x)
+NXD_UNARY(absolute, std::fabs(x))
+NXD_UNARY(square, x * x)
+NXD_UNARY(square_root, std::sqrt(x))
+NXD_UNARY(reciprocal_root, 1.0f / std::sqrt(x))
+NXD_UNARY(reciprocal, 1.0f / x)
+NXD_UNARY(exponentials, exponential(x))
+NXD_UNARY(sigmoid, logistic(x))
+NXD_UNARY(silu, x / (1.0f + exponential(-x)))
+NXD_UNARY(tangents, hyperbolic_tangent(x))
+NXD_UNARY(gelu, x * 0.5f * (1.0f + error_function(x * 0.70710678118654752f)))
+NXD_UNARY(gelu_tanh, gelu_by_tanh(x))
+NXD_UNARY(relu, x < 0.0f ? 0.0f : x)
+NXD_UNARY(cosines, std::cos(x))
+NXD_UNARY(sines, std::sin(x))
+NXD_UNARY(copy, x)
+
+NXD_REDUCTION(sum, 0.0f, value, p + q)
+NXD_REDUCTION(sum_of_squares, 0.0f, value * value, p + q)
+NXD_REDUCTION(largest, -INFINITY, value, (q > p || q != q) ? q : p)
+
+template <typename Found>
+const Found* find(const std::unordered_map<std::string, const Found*>& table, const std::string& name) {
+  const auto found = table.find(name);
+  return found == table.end() ? nullptr : found->second;
+}
+
+} // namespace
+
+const Loops* binary_loops(const std::string& name) {
+  static const std::unordered_map<std::string, const Loops*> table = {
+      {"add", &add_loops}, {"sub", &sub_loops}, {"mul", &mul_loops}, {"div", &divide_loops}};
+  return find(table, name);
+}
+
+const UnaryLoops* unary_loops(const std::string& name) {
+  static const std::unordered_map<std::string, const UnaryLoops*> table = {
+      {"copy", &copy_loops},       {"neg", &negative_loops},          {"abs", &absolute_loops},
+      {"square", &square_loops},   {"sqrt", &square_root_loops},      {"rsqrt", &reciprocal_root_loops},
+      {"exp", &exponentials_loops}, {"reciprocal", &reciprocal_loops}, {"sigmoid", &sigmoid_loops},
+      {"silu", &silu_loops},       {"tanh", &tangents_loops},         {"gelu", &gelu_loops},
+      {"gelu_tanh", &gelu_tanh_loops}, {"relu", &relu_loops},
+      {"cos", &cosines_loops},     {"sin", &sines_loops},
+  };
+  return find(table, name);
+}
+
+const ReductionLoops* reduction_loops(const std::string& name) {
+  static const std::unordered_map<std::string, const ReductionLoops*> table = {
+      {"sum", &sum_loops}, {"sum_of_squares", &sum_of_squares_loops}, {"amax", &largest_loops}};
+  return find(table, name);
+}
+
+} // namespace nxd
