@@ -1,8 +1,8 @@
 """The native operators: built once with the C++ compiler, cached by content, registered once per process.
 
-``torch.ops.nxd_<hash8>.*`` are the CPU operators of ``csrc/operators``. The namespace contains a hash of the sources and build
-flags, so different libraries (for example of two artifacts) can live in one process, and copies of a library count as
-one. They use torch's stable ABI and choose the instruction set at run time, so the file does not depend on the machine
+``torch.ops.nxd_<hash8>.*`` are the CPU operators of ``csrc/operators``. The namespace contains a hash of the sources and
+build flags, so different libraries (for example of two artifacts) can live in one process, and copies of a library
+count as one. They use torch's stable ABI and choose the instruction set at run time, so the file does not depend on the machine
 it was built on. Building needs a compiler and torch's headers; loading a built file, such as a wheel's, needs neither.
 """
 
@@ -77,8 +77,8 @@ class NativeLibrary:
         return found
 
     def engage_crew(self, threads: int, cores: Sequence[int] = ()) -> None:
-        """Replace torch's threads in the operators by a crew of ``threads`` threads (``csrc/operators/machine/crew.h``): the calling
-        thread and new ones that poll for work. 1 goes back to torch's threads.
+        """Replace torch's threads in the operators by a crew of ``threads`` threads: the calling thread and new ones
+        that poll for work (``csrc/operators/machine/crew.h``). 1 goes back to torch's threads.
 
         ``cores`` gives a core per thread; the new threads are pinned to theirs. Only for a process that only runs
         graphs, on cores of its own, and not while operators run. Raises ValueError for another number of cores.
