@@ -1,9 +1,10 @@
 """The native operators: built once with the C++ compiler, cached by content, registered once per process.
 
-``torch.ops.nxd_<hash8>.*`` are the CPU operators of ``csrc/operators``. The namespace contains a hash of the sources and
-build flags, so different libraries (for example of two artifacts) can live in one process, and copies of a library
-count as one. They use torch's stable ABI and choose the instruction set at run time, so the file does not depend on the machine
-it was built on. Building needs a compiler and torch's headers; loading a built file, such as a wheel's, needs neither.
+``torch.ops.nxd_<hash8>.*`` are the CPU operators of ``csrc/operators``. The namespace contains a hash of the sources
+and build flags, so different libraries (for example of two artifacts) can live in one process, and copies of a library
+count as one. They use torch's stable ABI and choose the instruction set at run time, so the file does not depend on the
+machine it was built on. Building needs a compiler and torch's headers; loading a built file, such as a wheel's, needs
+neither.
 """
 
 from __future__ import annotations
