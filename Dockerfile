@@ -1,5 +1,5 @@
 # nxd-infer as a container: `serve` is the default command (SageMaker gives it as the only argument), and every other
-# command of nxd-infer works as well. docs/deployment.md says how to give it a model.
+# command of nxd-infer works as well. docs/deploying.md says how to give it a model.
 #
 #   docker build -t nxd-infer:cpu .
 #   docker build -t nxd-infer:neuron --target neuron .

@@ -116,7 +116,7 @@ test-ray: $(RAY_STAMP) ## an artifact over the nodes of a Ray cluster on this ma
 test-cuda: $(STAMP) ## training over NCCL, on a GPU that all ranks share (4 minutes; .venv needs a torch with CUDA)
 	@$(BIN)/python -m pytest -q -n 7 --dist load tests/integration/cuda/checks.py
 
-bench: $(STAMP) ## the benchmarks, against their peers (under 40 minutes; see docs/benchmarks.md)
+bench: $(STAMP) ## the benchmarks, against their peers (under 40 minutes; see docs/results.md)
 	@$(BIN)/python -m bench
 
 fuzz: $(STAMP) ## mutations of the corpus for every parser of foreign data (MINUTES=5 each; TARGETS=..., SEED=...)

@@ -40,7 +40,7 @@ class Arguments(BaseModel):
     autoscaling: dict[str, Any] = {}
     """Fields of Ray Serve's AutoscalingConfig: `min_replicas`, `max_replicas`, `upscale_delay_s` ..."""
     settings: dict[str, Any] = {}
-    """Settings of the server (docs/deployment.md). Keys are better in a node's environment: NXD_INFER_API_KEYS."""
+    """Settings of the server (docs/deploying.md). Keys are better in a node's environment: NXD_INFER_API_KEYS."""
 
 
 def checked(arguments: Arguments) -> ServerSettings:

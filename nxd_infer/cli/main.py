@@ -135,6 +135,12 @@ def trace(
     cli.trace.run(model_dir, artifact_dir, plan_only=plan_only, **given)
 
 
+def _print_keys(wanted: bool) -> None:
+    if wanted:
+        cli.train.print_keys()
+        raise typer.Exit()
+
+
 @app.command(epilog="Example:  nxd-infer train recipe.yaml trainer.max_steps=100")
 def train(
     config: Annotated[Path, typer.Argument(help="A recipe: YAML with the keys of NxD Training.", show_default=False)],
@@ -152,6 +158,9 @@ def train(
     ] = None,
     convert: Annotated[
         bool, typer.Option("--convert", help="Print CONFIG, of NeMo or NeuronX-NeMo-Megatron, as a recipe.")
+    ] = False,
+    keys: Annotated[
+        bool, typer.Option("--keys", is_eager=True, callback=_print_keys, help="List the keys of a recipe, and stop.")
     ] = False,
 ) -> None:
     """Train a recipe. It starts its ranks on this machine; under torchrun or Slurm it is one of them."""

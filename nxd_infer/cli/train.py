@@ -15,8 +15,10 @@ from nxd_infer.recipes.convert import as_yaml, convert
 from nxd_infer.recipes.experiment import Keeper, log_dir_of
 from nxd_infer.recipes.loop import Outcome
 from nxd_infer.recipes.recipe import Loaded, load, world_size
+from nxd_infer.recipes.schema import Recipe
 from nxd_infer.recipes.yaml_text import read_yaml
 from nxd_infer.util.devices import has_accelerator
+from nxd_infer.util.options import table
 
 
 def run(file: Path, overrides: list[str], check: bool, chip: str | None, trace_out: Path | None) -> None:
@@ -39,6 +41,11 @@ def run(file: Path, overrides: list[str], check: bool, chip: str | None, trace_o
         if loaded.recipe.model_alignment_strategy.peft is None:  # else its adapters are merged in the directory
             traced["checkpoint"] = str(outcome.checkpoints)
         trace.run(outcome.model, traced.pop("out"), **traced)
+
+
+def print_keys() -> None:
+    """Print the keys of a recipe, with their defaults and what they do."""
+    verbatim(table(Recipe, "key", python=False), end="\n")
 
 
 def print_converted(file: Path) -> None:

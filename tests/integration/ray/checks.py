@@ -84,7 +84,7 @@ def body(prompt: str, **more: Any) -> dict[str, Any]:
 
 
 def streamed(prompt: str, begun: threading.Event | None = None) -> str | None:
-    """The text of a stream; None if it broke off or was refused, after which docs/deployment.md says to ask again."""
+    """The text of a stream; None if it broke off or was refused, after which docs/deploying.md says to ask again."""
     text, done = "", False
     try:
         with httpx.stream("POST", f"{URL}/v1/completions", json=body(prompt, stream=True), timeout=60) as answer:

@@ -33,7 +33,7 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # other programs of this machine may need its memory meanwhile
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
-    "RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING": "0",  # as docs/deployment.md has it
+    "RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING": "0",  # as docs/deploying.md has it
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
     "OMP_NUM_THREADS": "1",

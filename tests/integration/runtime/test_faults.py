@@ -213,7 +213,7 @@ def test_weights_that_were_cut_once_are_swapped_in_once(model, path):
     x = torch.randn(2, 4, toy.HIDDEN)
     new, other = model.cut_weights(toy.logical_weights(1)), model.cut_weights(toy.logical_weights(2))
     size = sum(os.fstat(file.fileno()).st_size for file in new.files)
-    assert 0 < size <= sum(file.stat().st_size for file in (path / "weights").iterdir())  # as deployment.md has it
+    assert 0 < size <= sum(file.stat().st_size for file in (path / "weights").iterdir())  # as docs/serving.md has it
     model.update_weights(new)
     with pytest.raises(WeightSchemaError, match="cut_weights"):
         model.update_weights(new)

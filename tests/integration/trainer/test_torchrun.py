@@ -1,4 +1,4 @@
-"""examples/train.py, which docs/training.md shows: under torchrun, resumed, and over two machines.
+"""examples/train.py, whose core docs/training.md shows: under torchrun, resumed, and over two machines.
 
 A machine is a namespace of the network, with a cable between the two, and one of processes, as shared memory joins all
 ranks that see one another (`One host` in docs/training.md); so every value goes over the cable, in gloo's sockets.
@@ -27,7 +27,7 @@ from nxd_infer.util.ports import free_port
 from nxd_models import registry
 from tests.support.tiny_models import VOCAB_SIZE, write_tiny
 
-DOCUMENT = Path(__file__).parents[3] / "docs/training.md"
+DOCUMENTS = Path(__file__).parents[3] / "docs"
 EXAMPLE = Path(__file__).parents[3] / "examples/train.py"
 STEPS = 6
 CABLE, ADDRESSES, PORT = "nxd0", ("10.213.7.1", "10.213.7.2"), 29511  # inside the namespaces alone
@@ -78,8 +78,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def test_the_document_shows_the_example():
-    (shown,) = re.findall(r"## The loop\n.*?```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    assert shown == EXAMPLE.read_text()
+    (shown,) = re.findall(r"## The loop\n.*?```python\n(.*?)```", (DOCUMENTS / "training.md").read_text(), re.DOTALL)
+    assert shown in EXAMPLE.read_text()
     assert "torchrun --nproc_per_node=2 examples/train.py ./llama ckpts --steps 20" in EXAMPLE.read_text()
 
 
@@ -111,7 +111,8 @@ def test_the_document_traces_checkpoints(tmp_path: Path):
     trained = registry.load_model(write_tiny("llama", tmp_path / "llama"))
     for tag in ("step_100", "step_200"):
         save_checkpoint(tmp_path / "ckpts", tag, trained)
-    (program,) = re.findall(r"```python\n([^`]*?def get_decoder.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    page = (DOCUMENTS / "tracing.md").read_text()
+    (program,) = re.findall(r"```python\n([^`]*?def get_decoder.*?)```", page, re.DOTALL)
     program = program.replace("tp_degree=4,", 'tp_degree=2, backend="eager",')
     (tmp_path / "serving.py").write_text(program)
     assert f"[1, 64, {VOCAB_SIZE}]" in train(tmp_path, [([sys.executable], {})], "serving.py")

@@ -40,9 +40,9 @@ def test_on_one_rank(tmp_path: Path, story: Callable[[str, bool], None]):
 
 
 def test_the_documented_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    """The loop of docs/training.md, started three times; each start trains two epochs of three steps more."""
+    """The loop of docs/checkpoints.md, started three times; each start trains two epochs of three steps more."""
     monkeypatch.chdir(tmp_path)
-    text = (Path(__file__).parents[3] / "docs/training.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/checkpoints.md").read_text()
     (loop,) = re.findall(r"```python\n(loader = .*?)```", text, re.DOTALL)
     for start in range(3):
         model, optimizer = training(mlp)
@@ -51,7 +51,7 @@ def test_the_documented_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         names = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataset": dataset, "nxd": nxd}
         names["epochs"] = 2 * start + 2
-        exec(compile(loop.replace("% 100", "% 2"), "docs/training.md", "exec"), names)
+        exec(compile(loop.replace("% 100", "% 2"), "docs/checkpoints.md", "exec"), names)
         wait_for_save()
         assert names["step"] == scheduler.last_epoch == 6 * start + 6
     assert sorted(os.listdir("ckpts")) == ["step_14", "step_16", "step_18"]

@@ -35,6 +35,6 @@ def test_the_file_names_the_application_and_its_arguments():
 
 
 def test_the_page_has_every_argument():
-    page = (ROOT / "docs/deployment.md").read_text()
+    page = (ROOT / "docs/deploying.md").read_text()
     table = re.search(r"^\| argument \|.*?\n\n", page, re.DOTALL | re.MULTILINE)
     assert table is not None and re.findall(r"^\| `(\w+)`", table[0], re.MULTILINE) == arguments()

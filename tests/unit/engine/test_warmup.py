@@ -13,7 +13,7 @@ from nxd_server.engine.core.step_costs import Graph, StepCosts
 from nxd_server.engine.core.step_runner import FIRST_SECONDS, OVERDUE_FACTOR, OVERDUE_SECONDS, WARM_SECONDS, StepRunner
 from nxd_server.engine.warmup import WARM_UP_SECONDS, warm_up, when_idle
 
-GUIDE = Path(__file__).parents[3] / "docs/deployment.md"
+GUIDE = Path(__file__).parents[3] / "docs/deploying.md"
 GRAPHS = [Graph(f"decode_b{b}", b, 1) for b in (1, 4, 16)] + [Graph(f"prefill_s{s}", 1, s) for s in (512, 128)]
 NAMES = [graph.name for graph in GRAPHS]
 LARGE = {"decode_b1": 0.35, "decode_b4": 0.4, "decode_b16": 0.6, "prefill_s128": 1.5, "prefill_s512": 6.0}

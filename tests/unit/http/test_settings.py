@@ -46,7 +46,7 @@ def test_the_librarys_own_variables_are_known_to_the_server():
     settings = {name.upper() for name in declared(ServerSettings)}
     assert {"CACHE", "PIN", "CPU_LEVEL"} <= read
     assert read - settings == set(OTHERS) and not settings & set(OTHERS)
-    told = re.findall(r"^\| `NXD_INFER_([A-Z_]+)` \|", (ROOT / "docs/deployment.md").read_text(), re.MULTILINE)
+    told = re.findall(r"^\| `NXD_INFER_([A-Z_]+)` \|", (ROOT / "docs/settings.md").read_text(), re.MULTILINE)
     assert sorted(told) == sorted(OTHERS)
 
 
@@ -204,4 +204,4 @@ def test_the_admin_key_is_a_secret_and_no_other_key(monkeypatch):
 
 
 def test_the_documentation_lists_every_setting_with_its_default_and_meaning():
-    assert table(ServerSettings, "setting", python=False) in (ROOT / "docs/deployment.md").read_text()
+    assert table(ServerSettings, "setting", python=False) in (ROOT / "docs/settings.md").read_text()

@@ -65,7 +65,7 @@ def test_the_document_shows_what_the_command_prints(tmp_path: Path, capsys, monk
     config = write_tiny("llama", tmp_path / "llama") / "config.json"
     raw = {**json.loads(config.read_text()), **sizes, "num_attention_heads": 32, "vocab_size": 32000, "head_dim": 64}
     config.write_text(json.dumps({**raw, "torch_dtype": "bfloat16", "dtype": "bfloat16"}))
-    text = (Path(__file__).parents[3] / "docs/training.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/pipelines.md").read_text()
     ((options, shown),) = re.findall(r"\$ nxd-infer pipeline plan \./llama (.*)\n([^`]*)```", text)
     monkeypatch.chdir(tmp_path)
     done = nxd_infer_here(capsys, monkeypatch, "pipeline", "plan", "./llama", *options.split())

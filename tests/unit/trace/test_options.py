@@ -1,10 +1,9 @@
-"""An option is declared once: signatures, commands and documents show what is declared, and nothing else."""
+"""An option is declared once: signatures, docstrings and commands show what is declared, and nothing else."""
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +15,13 @@ from nxd_infer.cli.main import app
 from nxd_infer.errors import ModelConfigError, TraceConfigError
 from nxd_infer.trace import parallel_model_load, parallel_model_recompile, parallel_model_trace, trace_plan
 from nxd_infer.trace.options import RecompileOptions, TraceOptions
-from nxd_infer.util.options import command_options, declared, defaults, from_command, table
+from nxd_infer.util.options import command_options, declared, defaults, from_command
 from nxd_models.serving import tasks
 from nxd_models.serving.task_options import TaskOptions
 from nxd_server import LLM
 from nxd_server.settings import ServerSettings
 from tests.support.e2e.command import nxd_infer_here, refused
 
-DOCUMENT = Path(__file__).parents[3] / "docs/api.md"
 OF_TRACE = {"--plan-only"}
 """What only the command has."""
 
@@ -52,8 +50,6 @@ def test_signature_and_documentation_are_the_declared_options(function, options)
     if function is not trace_plan:  # whose arguments are parallel_model_trace's
         told = " ".join(function.__doc__.split())
         assert all(f"{name}: {' '.join(one.help.split())}" in told for name, one in declared(options).items())
-    if function is not parallel_model_recompile:
-        assert table(options, "argument") in DOCUMENT.read_text()
 
 
 def test_the_command_offers_the_declared_options_and_three_of_its_own():

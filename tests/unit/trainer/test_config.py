@@ -111,11 +111,8 @@ def test_one_table_says_it_all():
     """The signature, the documentation and the guides."""
     signature = inspect.signature(nxd.neuronx_distributed_config).parameters
     assert {name: one.default for name, one in signature.items()} == defaults(TrainConfig)
-    shown = table(TrainConfig, "option")
-    assert shown in (nxd.neuronx_distributed_config.__doc__ or "")
-    documents = Path(__file__).parents[3] / "docs"
-    assert shown in (documents / "training.md").read_text()
-    assert table(LoraConfig, "option") in (documents / "lora.md").read_text()
+    assert table(TrainConfig, "option") in (nxd.neuronx_distributed_config.__doc__ or "")
+    assert table(LoraConfig, "option") in (Path(__file__).parents[3] / "docs/lora.md").read_text()
 
 
 def test_a_degree_without_processes():

@@ -1,4 +1,4 @@
-"""docs/deployment.md: its programs run, in their order, against the command that it prints for them."""
+"""docs/serving.md: its programs run, in their order, against the command that it prints for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.e2e.command import ROOT
 from tests.support.e2e.serving import serving
 from tests.support.http.taught_model import taught
 
-PAGE = (ROOT / "docs/deployment.md").read_text()
+PAGE = (ROOT / "docs/serving.md").read_text()
 SHORTER = {"--max-len 2048": "--max-len 320 --batch-sizes 1 --prompt-buckets 128 --dtype float32 --backend eager"}
 """For a model that is tiny."""
 
