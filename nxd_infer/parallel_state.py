@@ -32,7 +32,7 @@ from nxd_infer.context import (
     set_default_context,
 )
 from nxd_infer.errors import NotInitializedError, NxdError, ParallelConfigError
-from nxd_infer.layout.moving import move_model_to_device
+from nxd_infer.layout.params import move_model_to_device
 from nxd_infer.util.devices import HOST, group_exists, transport_device
 
 log = logging.getLogger(__name__)

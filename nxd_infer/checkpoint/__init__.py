@@ -10,9 +10,9 @@
     storage, folder, remote    storage; the names and numbers of checkpoints, and when one is complete
     contents, random_state     what one rank saves
     save, async_save           writing it, synchronously or asynchronously
-    archive, record            one checkpoint, open for reading; checks a rank's record of its files
+    archive                    one checkpoint, open for reading
     load, load_optimizer       what loading changes in a job
-    gather, source             weights of a model in training, or from any form that a caller has
+    source                     weights of a model in training, or from any form that a caller has
     neuronx/                   the folders of neuronx_distributed
 """
 

@@ -20,18 +20,19 @@ from nxd_infer.checkpoint.archive import TRIES, Archive
 from nxd_infer.checkpoint.async_save import outstanding
 from nxd_infer.checkpoint.contents import Content, collect
 from nxd_infer.checkpoint.load import (
-    data_position,
+    DATA,
     extra_change,
     load_state,
     model_change,
+    of_this_rank,
     optimizer_change,
     require_adapter,
     same_degrees,
 )
-from nxd_infer.checkpoint.neuronx.archive import AnyArchive, open_reference
+from nxd_infer.checkpoint.neuronx.archive import AnyArchive, ReferenceArchive
 from nxd_infer.checkpoint.neuronx.folder import reference_in
 from nxd_infer.checkpoint.random_state import restore_random_state
-from nxd_infer.checkpoint.save import wait_for_ranks, write_rank
+from nxd_infer.checkpoint.save import wait_for_ranks, write_content
 from nxd_infer.checkpoint.storage import LocalStorage, Storage, storage_of
 from nxd_infer.comm.launched import require_no_lonely_rank
 from nxd_infer.comm.turns import in_turns, largest
@@ -82,10 +83,8 @@ def save_checkpoint(
         optimizer: the optimizer, or its state as a dictionary (only for the same degrees). With ZeRO-1 every rank
             writes its share, including float32 masters.
         scheduler: anything whose ``state_dict()`` holds values like ``user_content``.
-        user_content: values as for ``torch.save``: tensors, arrays, numbers, text, bytes, dates, paths, and
-            collections and dataclasses of them; rank 0's is saved. A dataclass is restored as its class if
-            ``torch.serialization.add_safe_globals`` allows it, else as a namespace; see
-            :mod:`~nxd_infer.layout.files.values`.
+        user_content: plain values: tensors, NumPy arrays, numbers, text, bytes, and dictionaries, lists, tuples and
+            sets of them; rank 0's is saved. See :mod:`~nxd_infer.layout.files.values`.
         num_workers: ranks that write at the same time, 1 to 32.
         use_xser: all ranks write at the same time, whatever ``num_workers`` is.
         num_kept_ckpts: keep only this many newest checkpoints in ``path`` once this one is complete; None or -1: all.
@@ -109,20 +108,19 @@ def save_checkpoint(
     tag = folders.checked_tag(tag)
     require_no_lonely_rank("save_checkpoint")
     context, storage = current_context(), storage_of(path)
-    contents: list[Content] = []
 
-    def prepare() -> None:
+    def prepare() -> Content:
         outstanding.wait()
         values = {"user_content": user_content}
         if scheduler is not None:
             values["scheduler"] = scheduler.state_dict()
         own_values = {} if dataloader is None else {"dataloader": dataloader.state_dict()}
-        contents.append(collect(context, model, optimizer, zero1_optimizer, values, own_values, copy=async_save))
+        return collect(context, model, optimizer, zero1_optimizer, values, own_values, copy=async_save)
 
-    _together(context, prepare)
+    content = _together(context, prepare)
     inner = local_module(model) if isinstance(model, nn.Module) else None
     if isinstance(inner, LoRAModel):
-        contents[0].adapter = collect_adapter(inner)  # a collective
+        content.adapter = collect_adapter(inner)  # a collective
     counter = _number_of(context, _typed_errors(storage, lambda: folders.begin(storage, tag)))
     folder = folders.folder_of(storage, tag, counter)
     facts = {
@@ -132,7 +130,7 @@ def save_checkpoint(
     }
 
     def write() -> None:
-        write_rank(storage, folder, context.rank, contents[0])
+        write_content(storage, folder, context.rank, content)
 
     def finish() -> None:
         if context.rank == 0:
@@ -199,22 +197,18 @@ def load_checkpoint(
     context, storage = current_context(), storage_of(path)
     tag = None if tag is None else str(tag)
     _together(context, outstanding.wait)
-    wanted = {"model": model, "optimizer": optimizer}
-    kinds = ["values", *(kind for kind, target in wanted.items() if target is not None)]
-    user_content: list[Any] = []
-    changes: list[Callable[[], object]] = []
+    targets = {"model": model, "optimizer": optimizer}
+    kinds = ["values", *(kind for kind, target in targets.items() if target is not None)]
 
-    def verify_share(archive: AnyArchive) -> None:
-        archive.verify(kinds, context.rank, context.world_size)
-
-    def compare(archive: AnyArchive) -> None:
-        user_content.clear()
-        changes.clear()
+    def compare(archive: AnyArchive) -> tuple[Any, list[Callable[[], object]]]:
+        changes: list[Callable[[], object]] = []
         values = archive.value(0, "values")
         if scheduler is not None and "scheduler" not in values:
             raise CheckpointError(f"{archive.where} holds no scheduler; it was saved without")
         if dataloader is not None:  # steps that may reject their state come first
-            changes.append(partial(load_state, "position in the data", dataloader, data_position(archive, context)))
+            changes.append(
+                partial(load_state, "position in the data", dataloader, of_this_rank(archive, context, DATA))
+            )
         if scheduler is not None:
             changes.append(partial(load_state, "scheduler", scheduler, values["scheduler"]))
         if model is not None:
@@ -229,26 +223,27 @@ def load_checkpoint(
             random_state = archive.value(context.rank, "values").get("random")
             if random_state is not None:
                 changes.append(partial(restore_random_state, random_state, archive.where))
-        user_content.append(values["user_content"])
         archive.open(["model"] if model is not None else [])  # what is read only when it is changed
+        return values["user_content"], changes
 
-    def read(archive: AnyArchive) -> None:
-        for step in (verify_share, compare):
-            in_turns(context, num_workers, _typed_errors(storage, partial(step, archive)), of_world=True)
+    def take_turns(action: Callable[[], T]) -> T:
+        return in_turns(context, num_workers, _typed_errors(storage, action), of_world=True)
 
-    def change() -> None:
-        for one in changes:
-            one()
+    def read(archive: AnyArchive) -> tuple[Any, list[Callable[[], object]]]:
+        take_turns(lambda: archive.verify(kinds, context.rank, context.world_size))
+        return take_turns(lambda: compare(archive))
 
-    if not _read_whole(storage, tag, context, verify, read):
+    loaded = _read_whole(storage, tag, context, verify, read)
+    if loaded is None:
         if context.rank == 0:
             logger.warning(
                 "%s holds no checkpoint yet: nothing is loaded, the model keeps the weights that it has", path
             )
         return None
     # No rank changes anything unless all have checked what they read.
-    in_turns(context, num_workers, _typed_errors(storage, change), of_world=True)
-    return user_content[0]
+    user_content, changes = loaded
+    take_turns(lambda: [change() for change in changes])
+    return user_content
 
 
 def has_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> bool:
@@ -281,50 +276,41 @@ def _typed_errors(storage: Storage, action: Callable[[], T]) -> Callable[[], T]:
     return run
 
 
-def _together(context: ParallelContext, action: Callable[[], object]) -> None:
+def _together(context: ParallelContext, action: Callable[[], T]) -> T:
     """Run on all ranks at once; all wait, and all fail, together."""
-    in_turns(context, context.world_size, action, of_world=True)
+    return in_turns(context, context.world_size, action, of_world=True)
 
 
 def _number_of(context: ParallelContext, action: Callable[[], int]) -> int:
     """Return on every rank the number that ``action`` returns on rank 0."""
-    number: list[int] = []
-    _together(context, lambda: number.append(action()) if context.rank == 0 else None)
-    return largest(context, number[0] if number else 0)
+    return largest(context, _together(context, lambda: action() if context.rank == 0 else 0))
 
 
 def _read_whole(
-    storage: Storage, tag: str | None, context: ParallelContext, verify: bool, read: Callable[[AnyArchive], None]
-) -> bool:
-    """Have every rank ``read`` one checkpoint, again if a save replaces it meanwhile; return whether there is one."""
+    storage: Storage, tag: str | None, context: ParallelContext, verify: bool, read: Callable[[AnyArchive], T]
+) -> T | None:
+    """Have every rank ``read`` one checkpoint, again if a save replaces it meanwhile; None if there is none."""
     for _ in range(TRIES):
-        archive = _find_and_open(storage, tag, context, verify)
-        if archive is None:
-            return False
-        failure: Exception | None = None
-        try:
-            read(archive)
-        except Exception as error:  # on all ranks
-            failure = error
-        if not largest(context, int(archive.replaced())):
-            if failure is not None:
-                raise failure
-            return True
-    raise CheckpointError(f"the checkpoint {archive.where} {folders.WHILE_READ}")
-
-
-def _find_and_open(storage: Storage, tag: str | None, context: ParallelContext, verify: bool) -> AnyArchive | None:
-    """Open on every rank the checkpoint that rank 0 finds; None if there is none."""
-    for again in (True, False):
         counter = _number_of(context, _typed_errors(storage, lambda: _find(storage, tag)))
         if counter == NOTHING:
-            break
+            return None
+        archive: AnyArchive | None = None
+        failure: Exception | None = None
+        result: T | None = None
         try:
-            return _open(storage, counter, tag, context, verify)
-        except Exception:  # on all ranks; another job may have renamed or replaced it since it was found
-            if not again:
-                raise
-    return None
+            archive = _open(storage, counter, tag, context, verify)
+            result = read(archive)
+        except Exception as error:  # on all ranks
+            failure = error
+        # One that cannot be opened may have been renamed or replaced since it was found.
+        if not largest(context, int(archive is None or archive.replaced())):
+            if failure is not None:
+                raise failure
+            return result
+    if archive is not None or failure is None:
+        where = storage.where() if archive is None else archive.where
+        failure = CheckpointError(f"the checkpoint {where} {folders.WHILE_READ}")
+    raise failure
 
 
 def _find(storage: Storage, tag: str | None) -> int:
@@ -342,18 +328,15 @@ def _find(storage: Storage, tag: str | None) -> int:
 def _open(storage: Storage, counter: int, tag: str | None, context: ParallelContext, verify: bool) -> AnyArchive:
     """Open on every rank the checkpoint that rank 0 found."""
 
-    def find() -> None:
-        if counter == REFERENCE and isinstance(storage, LocalStorage):
-            found.append(open_reference(storage.root, tag))
-            return
+    def find() -> AnyArchive:
+        if counter == REFERENCE and (reference := reference_in(storage, tag)) is not None:
+            return ReferenceArchive(reference)
         checkpoint = folders.numbered_checkpoint(storage, tag, counter)
         if checkpoint is None:
             raise CheckpointError(
                 f"rank {context.rank} does not see the checkpoint number {counter} of {storage.where()} that rank 0 "
                 "has found: the folder must be on a file system that all ranks share"
             )
-        found.append(Archive(checkpoint, verify))
+        return Archive(checkpoint, verify)
 
-    found: list[AnyArchive] = []
-    _together(context, _typed_errors(storage, find))
-    return found[0]
+    return _together(context, _typed_errors(storage, find))

@@ -1,140 +1,22 @@
-"""Logical tensors from the ranks' files, read slice by slice through the runs, at any degrees.
-
-:class:`RunsSource` is a weight source like any other: a model of another degree reads its slices from it, and tools
-read full tensors one at a time.
-"""
+"""One checkpoint, open for reading."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from nxd_infer.checkpoint.folder import WHILE_READ, Checkpoint, find_checkpoint, rank_stem
-from nxd_infer.checkpoint.record import FIX, read_piece, read_record
 from nxd_infer.checkpoint.storage import Storage
-from nxd_infer.errors import CheckpointError
-from nxd_infer.layout.files.unpack import unpack
-from nxd_infer.layout.flat import Bounds, bounds_of, flat_index, flat_rectangles, moved, overlap, relative, slices_of
-from nxd_infer.layout.merge import Holding, shared_holdings
-from nxd_infer.layout.params import ParamLayout
+from nxd_infer.errors import CheckpointError, ShardingError
+from nxd_infer.layout.describe import read_plans
+from nxd_infer.layout.files.values import unpack
+from nxd_infer.layout.merge import Shard
 from nxd_infer.layout.runs import TensorLayout
-from nxd_infer.layout.sources import SafetensorsSource, Slices, WeightSource, WrappedSource, unknown_name
+from nxd_infer.layout.sources import SafetensorsSource, WeightSource, WrappedSource
 from nxd_infer.modules.lora.find import SUBFOLDER
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements ``start..stop`` of a rank's flattened tensor, with the runs of the complete tensor."""
-
-    param: str
-    tp_rank: int
-    file: WeightSource
-    layout: TensorLayout
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    logical: Mapping[str, tuple[int, ...]]
-    """The parameter's logical tensors, with their full shapes."""
-    values: Mapping[str, Any]
-    """State of the piece that is not a tensor."""
-    plans: ParamLayout | None = None
-    """The parameter's sharding at any other degree, if the checkpoint records it."""
-    dtype: str | None = None
-    """For a piece of an optimizer's state: the dtype of what the optimizer updates, if the checkpoint records it."""
-
-    def read_into(self, out: Tensor, rectangle: Bounds, key: str) -> int:
-        """Copy this piece's elements of a rectangle of the rank's tensor into ``out``; return how many."""
-        count = 0
-        if self.file.shape(key) == self.shape:
-            out.copy_(self.file.read(key, slices_of(rectangle)))
-            return out.numel()
-        for part in flat_rectangles(self.shape, self.start, self.stop):
-            both = overlap(part, rectangle)
-            if both is None:
-                continue
-            # The part is contiguous, and narrowing its first dimension with several elements keeps it so.
-            lead = 1 + next((dim for dim, (a, b) in enumerate(part) if b - a > 1), len(part) - 1)
-            part = (*both[:lead], *part[lead:])
-            sizes = [b - a for a, b in part]
-            at = flat_index(part, self.shape) - self.start
-            stored = self.file.read(key, [slice(at, at + math.prod(sizes))]).view(sizes)
-            out[relative(both, rectangle)] = stored[relative(both, part)]
-            count += math.prod(b - a for a, b in both)
-        return count
-
-
-class RunsSource:
-    """The logical tensors that ``pieces`` hold under ``key`` ("" is the parameter itself)."""
-
-    def __init__(self, pieces: Iterable[Piece], key: str = ""):
-        self._key = key
-        self._ranks: dict[str, dict[int, list[Piece]]] = {}
-        self._param_of: dict[str, str] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._holdings: dict[str, list[Holding]] = {}
-        for piece in pieces:
-            self._ranks.setdefault(piece.param, {}).setdefault(piece.tp_rank, []).append(piece)
-            for name, shape in piece.logical.items():
-                self._param_of[name] = piece.param
-                self._shapes[name] = shape
-
-    def keys(self) -> list[str]:
-        return list(self._param_of)
-
-    def _find(self, name: str) -> str:
-        try:
-            return self._param_of[name]
-        except KeyError:
-            raise unknown_name(name, self._param_of, "the checkpoint") from None
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        self._find(name)
-        return self._shapes[name]
-
-    def dtype(self, name: str) -> torch.dtype:
-        param = self._find(name)
-        return next(iter(self._ranks[param].values()))[0].file.dtype(self._stored(param))
-
-    def _stored(self, param: str) -> str:
-        return f"{param}|{self._key}" if self._key else param
-
-    def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """Return the logical tensor, or a slice of it. Raises CheckpointError if the files do not hold all of it."""
-        param = self._find(name)
-        ranks = list(self._ranks[param].values())
-        if param not in self._holdings:
-            self._holdings[param] = shared_holdings([pieces[0].layout for pieces in ranks])
-        shape, stored = self._shapes[name], self._stored(param)
-        wanted = bounds_of(slices, shape)
-        sizes = [stop - start for start, stop in wanted]
-        parts = [
-            (both, *holding.places[0], holding.logical)
-            for holding in self._holdings[param]
-            if holding.name == name and (both := overlap(holding.logical, wanted)) is not None
-        ]
-        held = sum(math.prod(piece.file.shape(stored)) for rank in {part[1] for part in parts} for piece in ranks[rank])
-        if held < math.prod(sizes):  # before memory of a size that only the record claims
-            raise self._incomplete(name, held, math.prod(sizes))
-        out = torch.empty(sizes, dtype=self.dtype(name))
-        covered = 0
-        for both, rank, local, logical in parts:
-            rectangle = moved(both, logical, local)
-            for piece in ranks[rank]:
-                covered += piece.read_into(out[relative(both, wanted)], rectangle, stored)
-        if covered != out.numel():
-            raise self._incomplete(name, covered, out.numel())
-        return out
-
-    def _incomplete(self, name: str, held: int, wanted: int) -> CheckpointError:
-        return CheckpointError(
-            f"{name!r}: the checkpoint holds {held} of the {wanted} elements asked for, so it is damaged"
-        )
+from nxd_infer.util.reading import parse_json
 
 
 def adapter_of(source: WeightSource) -> tuple[list[str], bool]:
@@ -195,18 +77,18 @@ def opened_whole(storage: Storage, tag: str | None, kinds: Collection[str]) -> A
     For one process; a job's ranks have to agree on what they read.
     """
     for _ in range(TRIES):
-        found = find_checkpoint(storage, tag)
+        checkpoint = find_checkpoint(storage, tag)
         try:
-            archive = Archive(found)
+            archive = Archive(checkpoint)
             archive.verify(kinds)
             archive.open(kinds)
         except (CheckpointError, OSError):
-            if not found.replaced():
+            if not checkpoint.replaced():
                 raise
             continue
-        if not found.replaced():
+        if not checkpoint.replaced():
             return archive
-    raise CheckpointError(f"the checkpoint {found.where} {WHILE_READ}")
+    raise CheckpointError(f"the checkpoint {checkpoint.where} {WHILE_READ}")
 
 
 class Archive:
@@ -269,33 +151,33 @@ class Archive:
         """Return a rank's record of its files."""
         if rank not in self._records:
             name = f"{rank_stem(rank)}.json"
-            self._records[rank] = read_record(self.checkpoint.read(name), f"{self.where}/{name}")
+            self._records[rank] = _read_record(self.checkpoint.read(name), f"{self.where}/{name}")
         return self._records[rank]
 
     def parts(self, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield ``(rank, description)`` of the model or the optimizer, for the ranks that saved a part of it."""
-        for rank in range(self.checkpoint.manifest["world_size"]):
+        for rank in range(self.checkpoint.manifest.world_size):
             part = self.record(rank).get(kind)
             if part is not None:
                 yield rank, part
 
-    def pieces(self, kind: str) -> list[Piece]:
+    def pieces(self, kind: str) -> list[Shard]:
         """Return all pieces of the model or the optimizer. Raises CheckpointError if there are none."""
-        found: list[Piece] = []
+        shards: list[Shard] = []
         saved = False
         for rank, part in self.parts(kind):
             saved = saved or "pieces" in part
             tp_rank = self.record(rank)["place"]["tp"]
             file, where = self.file(part["file"]), f"{self.where}/{rank_stem(rank)}.json"
             for name, piece in part.get("pieces", {}).items():
-                found.append(Piece(name, tp_rank, file, **read_piece(name, piece, where)))
+                shards.append(Shard(name, tp_rank, file, **_read_piece(name, piece, where)))
         if not saved:
             raise CheckpointError(f"{self.where} holds no {kind}, or not of a module; it was saved without")
-        return found
+        return shards
 
     def adapter_files(self) -> list[str]:
         """Return the files of the LoRA adapter beside the weights, in PEFT's format."""
-        return [name for name in self.checkpoint.manifest["files"] if name.startswith(f"{SUBFOLDER}/")]
+        return [name for name in self.checkpoint.manifest.files if name.startswith(f"{SUBFOLDER}/")]
 
     def file(self, name: str) -> _File:
         if name not in self._files:
@@ -305,13 +187,69 @@ class Archive:
 
     def value(self, rank: int, kind: str) -> Any:
         """Return what a rank saved without runs: ``"values"``, or a model or optimizer that was a dictionary."""
-        where, part = f"{self.where}/{rank_stem(rank)}.json", self.record(rank).get(kind)
-        if part is None:
-            raise CheckpointError(f"{where} holds no {kind!r}; {FIX}")
+        where, part = f"{self.where}/{rank_stem(rank)}.json", self.record(rank).get(kind, {})
         if "structure" not in part:
-            raise CheckpointError(f"{where}: {kind!r}: it has no 'structure'; {FIX}")
+            raise CheckpointError(f"{where} holds no {kind!r} with a 'structure'; {FIX}")
         # Clone: a tensor of the mapped file would keep a removed checkpoint on the disk.
-        found = unpack(part["structure"], lambda number: self.file(part["file"]).read(str(number)).clone())
-        if kind == "values" and not (isinstance(found, dict) and (rank or "user_content" in found)):
+        value = unpack(part["structure"], lambda number: self.file(part["file"]).read(number).clone())
+        if kind == "values" and not (isinstance(value, dict) and (rank or "user_content" in value)):
             raise CheckpointError(f"{where}: {kind!r}: it has no 'user_content'; {FIX}")
-        return found
+        return value
+
+
+KINDS = ("model", "optimizer", "values")
+FIX = "restore the file, or load another tag"
+DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, ShardingError)
+
+
+def _read_record(text: bytes, where: str) -> dict[str, Any]:
+    """Read a rank's JSON record. Raises CheckpointError if it is not a valid record.
+
+    Each of KINDS in it has ``file``, and either ``structure`` or ``pieces``; an optimizer's pieces also
+    ``param_groups``. ``place`` is the rank's place in the job.
+    """
+    try:
+        record = parse_json(text)
+        if not all(_whole(record["place"][axis]) for axis in ("tp", "dp")):
+            raise ValueError("'place' is not of numbers")
+        for kind in KINDS:
+            part = record.get(kind, {"file": ""})
+            if not isinstance(part["file"], str) or not isinstance(part.get("pieces", {}), dict):
+                raise ValueError(f"{kind!r} has no 'file' or no 'pieces'")
+    except DAMAGE as error:
+        raise CheckpointError(f"{where} is damaged: {error!r:.200}; {FIX}") from error
+    return record
+
+
+def _read_piece(name: str, piece: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the fields of an archive's ``Shard`` that are stored with it. Raises CheckpointError if one is invalid."""
+    try:
+        start, stop = _numbers(piece["range"])
+        layout, shape = TensorLayout.from_json(piece["layout"]), _numbers(piece["shape"])
+        logical = {key: _numbers(of_all) for key, of_all in piece["logical"].items()}
+        agree = layout.shape == shape and start <= stop <= math.prod(shape) and logical.keys() >= set(layout.names)
+        if not agree or any(len(of_all) != len(shape) for of_all in logical.values()):
+            raise ValueError("its layout, its shapes and its range do not agree")
+        return {
+            "layout": layout,
+            "shape": shape,
+            "start": start,
+            "stop": stop,
+            "logical": logical,
+            "values": dict(piece.get("values", {})),
+            "plans": read_plans(piece["plans"]) if piece.get("plans") else None,
+            "dtype": piece.get("dtype"),
+        }
+    except DAMAGE as error:
+        raise CheckpointError(f"{where}: {name!r} is damaged: {error!r:.200}; {FIX}") from error
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    """Return sizes or indices of a tensor."""
+    if not all(_whole(value) and value >= 0 for value in values):
+        raise ValueError(f"{values!r:.80} are not sizes")
+    return tuple(values)

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nxd_infer.checkpoint.archive import RunsSource
 from nxd_infer.checkpoint.folder import holds_checkpoint
 from nxd_infer.checkpoint.load_optimizer import classify
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive
@@ -17,6 +16,7 @@ from nxd_infer.checkpoint.neuronx.folder import reference_in
 from nxd_infer.checkpoint.open import PathLike, open_archive
 from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.layout import DictSource, SafetensorsSource, WeightSource
+from nxd_infer.layout.merge import RunsSource
 from nxd_infer.util.dtypes import dtype_name
 from nxd_infer.util.progress import Progress, silent
 

@@ -57,11 +57,11 @@ def collect(
     if model is not None and first:
         name = model_file(context)
         if isinstance(model, nn.Module):
-            stage = stage_of(model)
-            files[name], described = _describe_model(local_module(model), context, stage)
+            files[name], pieces = _describe_model(local_module(model), context, stage_of(model))
+            record["model"] = {"file": name, "pieces": pieces}
         else:
-            files[name], described = _packed(*pack(model, what="model"))
-        record["model"] = {"file": name, **described}
+            structure, files[name] = pack(model, what="model")
+            record["model"] = {"file": name, "structure": structure}
     sharded = optimizer.zero1 if isinstance(optimizer, NxDOptimizer) else zero1_optimizer
     if isinstance(optimizer, Mapping):
         sharded = sharded or bool(optimizer.get("zero1"))  # of a NxDOptimizer
@@ -69,17 +69,18 @@ def collect(
         name = f"{stem(context)}.safetensors"
         if isinstance(optimizer, NxDOptimizer):
             files[name], described = describe(optimizer)
+            record["optimizer"] = {"file": name, **described}
         else:
             state = optimizer.state_dict() if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-            files[name], described = _packed(*pack(state, what="optimizer"))
-        record["optimizer"] = {"file": name, **described}
+            structure, files[name] = pack(state, what="optimizer")
+            record["optimizer"] = {"file": name, "structure": structure}
     extra = modules_with_extra_state(local_module(model)) if isinstance(model, nn.Module) else {}
     if extra:
         own_values = {**own_values, EXTRA: {name: module.get_extra_state() for name, module in extra.items()}}
     name = f"{rank_stem(context.rank)}.safetensors"
     own_values = {**own_values, "random": random_state(), **(values if context.rank == 0 else {})}
-    files[name], described = _packed(*pack_named(own_values))
-    record["values"] = {"file": name, **described}
+    structure, files[name] = pack_named(own_values)
+    record["values"] = {"file": name, "structure": structure}
     return Content({name: storable(tensors, copy) for name, tensors in files.items()}, record)
 
 
@@ -108,16 +109,12 @@ def _describe_model(
         if is_saved_by(layout, degree, rank) and (stage is None or stage.saves(name)):
             tensors[name] = tensor.detach()
             pieces[name] = describe_piece(layout, degree, rank, tensor.shape, 0, tensor.numel())
-    return tensors, {"pieces": pieces}
+    return tensors, pieces
 
 
 def _weights(model: nn.Module) -> dict[str, tuple[Tensor, ParamLayout]]:
     """Return what is saved of a model: with LoRA what its configuration selects, else everything."""
     if isinstance(model, LoRAModel):
         return model.saved_weights()
-    here = named_tensors(model)
-    return {name: (here[name], layout) for name, layout in weight_layout(model).items()}
-
-
-def _packed(structure: Any, tensors: list[Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    return {str(number): tensor for number, tensor in enumerate(tensors)}, {"structure": structure}
+    tensors = named_tensors(model)
+    return {name: (tensors[name], layout) for name, layout in weight_layout(model).items()}

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nxd_infer.checkpoint.archive import Archive, RunsSource, adapter_of, require_no_adapter
+from nxd_infer.checkpoint.archive import Archive, adapter_of, require_no_adapter
 from nxd_infer.checkpoint.folder import SHARDS
 from nxd_infer.checkpoint.open import PathLike, open_archive
 from nxd_infer.checkpoint.peft_adapters import adapter_file, adapters_in
@@ -19,6 +19,7 @@ from nxd_infer.errors import CheckpointError, ModelConfigError
 from nxd_infer.layout import WeightSource, check_weights, weight_layout
 from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.layout.files.stream import write_safetensors
+from nxd_infer.layout.merge import RunsSource
 from nxd_infer.util.progress import Progress, silent
 from nxd_models import registry
 from nxd_models.hf.gguf_file import model_directory

@@ -18,7 +18,6 @@ folder. In a bucket, which cannot rename, the folder is ``step_100.00000007`` fr
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import time
@@ -30,9 +29,9 @@ from typing import Any
 from nxd_infer.checkpoint.storage import Storage
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CheckpointError, CheckpointTagError
-from nxd_infer.layout.files.manifest import DONE, FORMAT, MANIFEST, checksums_of, mark_of, marked_number, read_manifest
+from nxd_infer.layout.files.manifest import DONE, MANIFEST, Manifest, mark_of, marked_number, read_manifest
 from nxd_infer.util.beneath import AnyPath
-from nxd_infer.util.reading import BLAKE3, checksum_of, checksum_of_bytes
+from nxd_infer.util.reading import checksum_of, checksum_of_bytes
 
 WHILE_READ = "was removed or saved again while it was read: load again, or keep more of them (num_kept_ckpts)"
 UNTAGGED = "_untagged"
@@ -57,21 +56,20 @@ class Checkpoint:
 
     storage: Storage
     folder: str
-    manifest: Mapping[str, Any]
+    manifest: Manifest
 
     @property
     def tag(self) -> str:
-        return self.manifest["tag"]
+        return self.manifest.tag
 
     @property
     def counter(self) -> int:
-        """1 for the first checkpoint saved into the folder, and so on."""
-        return self.manifest["counter"]
+        return self.manifest.counter
 
     @property
     def degrees(self) -> dict[str, int]:
         """Degrees of the job that saved it, by axis."""
-        return self.manifest["degrees"]
+        return {**self.manifest.degrees}
 
     @property
     def where(self) -> str:
@@ -101,40 +99,39 @@ class Checkpoint:
             data = self.storage.read(_inside(self.folder, name))
         except OSError as error:
             raise CheckpointError(f"{self.where}/{name} cannot be read: {error}") from error
-        algorithm, known = checksums_of(self.manifest)
-        if name in known:
-            self._compare(name, algorithm, checksum_of_bytes(data, algorithm), known[name])
+        if name in self.manifest.blake3:
+            self._compare(name, checksum_of_bytes(data))
         return data
 
     def require_files(self) -> None:
         """Raise CheckpointError naming the files that are missing or have another size than recorded."""
-        there = self.storage.files(self.folder)
+        sizes = self.storage.files(self.folder)
         wrong = []
-        for name, size in self.manifest["files"].items():
-            if name not in there:
+        for name, size in self.manifest.files.items():
+            if name not in sizes:
                 wrong.append(f"{name} is missing")
-            elif there[name] != size:
-                wrong.append(f"{name} has {there[name]} bytes instead of {size}")
+            elif sizes[name] != size:
+                wrong.append(f"{name} has {sizes[name]} bytes instead of {size}")
         if wrong:
             shown = ", ".join(wrong[:8]) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
             raise CheckpointError(
-                f"the checkpoint {self.where} of {self.manifest['world_size']} ranks is damaged: {shown}; restore "
+                f"the checkpoint {self.where} of {self.manifest.world_size} ranks is damaged: {shown}; restore "
                 "the files, or load another tag"
             )
 
     def verify(self, names: Iterable[str]) -> None:
         """Raise CheckpointError if one of these files differs from its record, byte for byte."""
-        algorithm, known = checksums_of(self.manifest)
         for name in names:
-            if name in known:
-                self._compare(name, algorithm, checksum_of(self.path(name), algorithm), known[name])
+            if name in self.manifest.blake3:
+                self._compare(name, checksum_of(self.path(name)))
 
-    def _compare(self, name: str, algorithm: str, found: str, recorded: str) -> None:
-        if found != recorded:
+    def _compare(self, name: str, actual: str) -> None:
+        recorded = self.manifest.blake3[name]
+        if actual != recorded:
             raise CheckpointError(
-                f"{self.where}/{name} differs from its checksum ({algorithm} {found[:12]}..., recorded "
-                f"{recorded[:12]}...): it was damaged or changed after it was saved; restore the file, or "
-                "load another tag"
+                f"{self.where}/{name} differs from its checksum (blake3 {actual[:12]}..., recorded "
+                f"{recorded[:12]}...): it was damaged or changed after it was saved; restore the file, or load another "
+                "tag"
             )
 
 
@@ -145,11 +142,11 @@ def complete_checkpoints(storage: Storage) -> list[Checkpoint]:
 
 def holds_checkpoint(storage: Storage, tag: str | None = None) -> bool:
     """Whether there is a checkpoint, complete or damaged, that :func:`find_checkpoint` would return or name."""
-    there, damaged, _ = _survey(storage)
+    complete, damaged, _ = _survey(storage)
     if tag is not None:
-        return any(found.tag == tag for found in there) or any(_tag_of(storage, folder) == tag for folder in damaged)
+        return tag in [*(one.tag for one in complete), *(_tag_of(storage, folder) for folder in damaged)]
     try:
-        return bool(there or damaged) or _read(storage, "") is not None
+        return bool(complete or damaged) or _read(storage, "") is not None
     except CheckpointError:
         return True
 
@@ -163,8 +160,8 @@ def find_checkpoint(storage: Storage, tag: str | None) -> Checkpoint:
     itself = _read(storage, "") if tag is None else None
     if itself is not None:
         return itself
-    there, damaged, copies = _survey(storage)
-    fitting = [checkpoint for checkpoint in there if tag is None or checkpoint.tag == tag]
+    complete, damaged, copies = _survey(storage)
+    fitting = [checkpoint for checkpoint in complete if tag is None or checkpoint.tag == tag]
     last = fitting[-1].counter if fitting else 0
     for folder, error in damaged.items():
         number = _number_of(storage, folder)
@@ -181,7 +178,7 @@ def find_checkpoint(storage: Storage, tag: str | None) -> Checkpoint:
         return chosen
     if storage.local and not Path(storage.where()).exists():
         raise CheckpointError(f"{storage.where()} does not exist; give the folder that save_checkpoint() was given")
-    listed = ", ".join(repr(checkpoint.tag) for checkpoint in there[-8:]) or "none"
+    listed = ", ".join(repr(checkpoint.tag) for checkpoint in complete[-8:]) or "none"
     which, kind = ("", CheckpointError) if tag is None else (f" with the tag {tag!r}", CheckpointTagError)
     raise kind(f"{storage.where()} holds no complete checkpoint{which}; complete are: {listed}")
 
@@ -189,8 +186,8 @@ def find_checkpoint(storage: Storage, tag: str | None) -> Checkpoint:
 def numbered_checkpoint(storage: Storage, tag: str | None, counter: int) -> Checkpoint | None:
     """Return the checkpoint that :func:`find_checkpoint` has found elsewhere, even if there is a newer one by now."""
     itself = _read(storage, "") if tag is None else None
-    there = [itself] if itself is not None else _survey(storage)[0]
-    return next((checkpoint for checkpoint in there if checkpoint.counter == counter), None)
+    complete = [itself] if itself is not None else _survey(storage)[0]
+    return next((checkpoint for checkpoint in complete if checkpoint.counter == counter), None)
 
 
 Survey = tuple[list[Checkpoint], dict[str, CheckpointError], dict[int, list[str]]]
@@ -199,10 +196,10 @@ Survey = tuple[list[Checkpoint], dict[str, CheckpointError], dict[int, list[str]
 
 def _survey(storage: Storage, tries: int = 5) -> Survey:
     names = storage.folders()
-    found = _survey_of(storage, names)
+    survey = _survey_of(storage, names)
     if tries > 1 and storage.folders() != names:  # a save may have renamed a checkpoint before it was read
         return _survey(storage, tries - 1)
-    return found
+    return survey
 
 
 def _survey_of(storage: Storage, names: Iterable[str]) -> Survey:
@@ -211,29 +208,29 @@ def _survey_of(storage: Storage, names: Iterable[str]) -> Survey:
     folders: dict[int, list[str]] = {}
     for folder in names:
         try:
-            found = _read(storage, folder)
+            checkpoint = _read(storage, folder)
         except CheckpointError as error:
             damaged[folder] = error
             continue
-        if found is None:
+        if checkpoint is None:
             continue
-        folders.setdefault(found.counter, []).append(folder)
-        if found.tag not in newest or newest[found.tag].counter < found.counter:
-            newest[found.tag] = found
+        folders.setdefault(checkpoint.counter, []).append(folder)
+        if checkpoint.tag not in newest or newest[checkpoint.tag].counter < checkpoint.counter:
+            newest[checkpoint.tag] = checkpoint
     copies = {counter: names for counter, names in folders.items() if len(names) > 1}
     return sorted(newest.values(), key=lambda checkpoint: checkpoint.counter), damaged, copies
 
 
 def _read(storage: Storage, folder: str) -> Checkpoint | None:
     """Return a folder's checkpoint; None if it is incomplete or something else. Raises CheckpointError if damaged."""
+
+    def read() -> Manifest | None:
+        return read_manifest(_reader(storage, folder), lambda name: storage.where(_inside(folder, name)))
+
     try:
-        return _read_once(storage, folder)
-    except CheckpointError:  # a save may have removed or replaced the folder between its two files
-        return _read_once(storage, folder)
-
-
-def _read_once(storage: Storage, folder: str) -> Checkpoint | None:
-    manifest = read_manifest(_reader(storage, folder), lambda name: storage.where(_inside(folder, name)))
+        manifest = read()
+    except CheckpointError:  # a save may have replaced the folder between its two files
+        manifest = read()
     return None if manifest is None else Checkpoint(storage, folder, manifest)
 
 
@@ -242,7 +239,7 @@ def _reader(storage: Storage, folder: str) -> Callable[[str], bytes]:
 
 
 def _number_of(storage: Storage, folder: str) -> int | None:
-    """Return a damaged checkpoint's number from its folder's name or its DONE: its manifest cannot be trusted."""
+    """Return a checkpoint's number from its folder's name or its DONE: its manifest may be damaged."""
     named = _NUMBERED[storage.local].search(folder)
     return int(named[1]) if named else marked_number(_reader(storage, folder))
 
@@ -251,21 +248,6 @@ def _tag_of(storage: Storage, folder: str) -> str:
     """Return the tag that a folder is named after."""
     tag = folder if storage.local else _NUMBERED[False].sub("", folder)
     return "" if tag == UNTAGGED else tag
-
-
-def _highest_number(storage: Storage, folder: str) -> int:
-    """Return the highest number found in a folder: in its name, its DONE, or a possibly damaged manifest.
-
-    The next checkpoint's number must exceed it in any case.
-    """
-    found = [0, marked_number(_reader(storage, folder)) or 0]
-    named = _NUMBERED[storage.local].search(folder)
-    if named and (storage.local or any(map(_OURS.match, storage.files(folder)))):
-        found.append(int(named[1]))
-    with contextlib.suppress(OSError):
-        claimed = re.search(rb'"counter": (\d{1,15})\b', storage.read(_inside(folder, MANIFEST)))
-        found.append(int(claimed[1]) if claimed else 0)
-    return max(found)
 
 
 def rank_stem(rank: int) -> str:
@@ -293,17 +275,17 @@ def checked_tag(tag: Any) -> str:
 def begin(storage: Storage, tag: str) -> int:
     """Clean up, create the folder to write into, and return the checkpoint's number. One rank calls it."""
     storage.tidy_up()
-    highest = max((_highest_number(storage, folder) for folder in storage.folders()), default=0)
+    highest = max((_number_of(storage, folder) or 0 for folder in storage.folders()), default=0)
     for folder in storage.folders():
         if _unfinished(storage, folder):
             try:
-                found = _read(storage, folder)
+                complete = _read(storage, folder)
             except CheckpointError:  # damaged; keep it for a repair; loading will name it
                 continue
-            if found is None or _saved_since(found):
+            if complete is None:
                 storage.remove(folder)
             else:
-                _publish(found)
+                _publish(complete)
     target = tag or UNTAGGED
     if storage.local and _is_foreign(Path(storage.where(target))):
         raise CheckpointError(
@@ -326,21 +308,20 @@ def finish(
     ``checksums`` are those of all ranks' files, by file.
     """
     folder = folder_of(storage, tag, counter)
-    manifest = {
-        "format": FORMAT,
-        "tag": tag,
-        "counter": counter,
-        "saved_at": time.time(),
+    manifest = Manifest(
+        tag=tag,
+        counter=counter,
+        saved_at=time.time(),
+        files=storage.files(folder),
+        blake3=dict(checksums),
         **facts,
-        "files": storage.files(folder),
-        BLAKE3: dict(checksums),
-    }
-    text = json.dumps(manifest, indent=1).encode()
+    )
+    text = manifest.model_dump_json(indent=1).encode()
     storage.write(f"{folder}/{MANIFEST}", text)
     storage.write(f"{folder}/{DONE}", mark_of(text, counter))
     _publish(Checkpoint(storage, folder, manifest))
-    there = complete_checkpoints(storage)
-    for old in there[:-keep] if keep else ():
+    complete = complete_checkpoints(storage)
+    for old in complete[:-keep] if keep else ():
         storage.remove(old.folder)
 
 
@@ -357,12 +338,6 @@ def remove(storage: Storage, tag: str) -> None:
     for checkpoint in complete_checkpoints(storage):
         if checkpoint.tag == tag:
             storage.remove(checkpoint.folder)
-
-
-def _saved_since(checkpoint: Checkpoint) -> bool:
-    """Whether its tag was saved again: it was damaged at that save's clean-up, and was restored later."""
-    tag, counter = checkpoint.tag, checkpoint.counter
-    return any(one.tag == tag and one.counter > counter for one in complete_checkpoints(checkpoint.storage))
 
 
 def _publish(checkpoint: Checkpoint) -> None:
@@ -396,5 +371,4 @@ def _is_foreign(target: Path) -> bool:
     """Whether there is something at ``target`` that is not from one of our saves and must not be replaced."""
     if not target.is_dir():
         return target.exists()
-    ours = (target / MANIFEST).is_file() or ((target / DONE).is_file() and not (target / "checkpoint").exists())
-    return not ours and any(target.iterdir())
+    return any(target.iterdir()) and not any(target.glob(f"{rank_stem(0)}.*"))

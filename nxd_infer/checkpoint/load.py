@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nxd_infer.checkpoint.archive import Archive, RunsSource, adapter_of
+from nxd_infer.checkpoint.archive import Archive, adapter_of
 from nxd_infer.checkpoint.contents import EXTRA, modules_with_extra_state, stage_of
 from nxd_infer.checkpoint.load_optimizer import read_optimizer
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive, ReferenceArchive
@@ -19,6 +19,7 @@ from nxd_infer.context import AXES, ParallelContext
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, WeightSource, check_weights, fill_tensor, load_weights, weight_layout
 from nxd_infer.layout.files.values import pack
+from nxd_infer.layout.merge import RunsSource
 from nxd_infer.layout.shard import named_tensors
 from nxd_infer.layout.sources import SelectedSource
 from nxd_infer.modules.lora import LoRAModel
@@ -27,33 +28,25 @@ from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.optimizer.sharded_files import take_over
 from nxd_infer.pipeline.stage import Stage
 
-
-def data_position(archive: AnyArchive, context: ParallelContext) -> Any:
-    """Return the position in the data for this rank's data loader."""
-    return _of_this_rank(
-        archive,
-        context,
-        "dataloader",
+DATA = "dataloader"
+OF_RANKS = {
+    DATA: (
         "position in the data",
         "it was saved without dataloader=",
         "a trainer.data.ResumableLoader can go on at any",
-    )
-
-
-def extra_states(archive: AnyArchive, context: ParallelContext) -> Any:
-    """Return the results of each module's ``get_extra_state``, by name."""
-    return _of_this_rank(
-        archive,
-        context,
-        EXTRA,
+    ),
+    EXTRA: (
         "extra state of modules",
         "it was saved by a model without; pass strict=False to go on without",
         "pass strict=False to go on without",
-    )
+    ),
+}
+"""What every rank saves for itself: what it is, the reason why there is none, and what to do at other degrees."""
 
 
-def _of_this_rank(archive: AnyArchive, context: ParallelContext, key: str, what: str, without: str, fix: str) -> Any:
-    """Return what this rank saved under ``key``; at other degrees what all ranks saved, if it is equal."""
+def of_this_rank(archive: AnyArchive, context: ParallelContext, key: str) -> Any:
+    """Return what this rank saved under a key of OF_RANKS; at other degrees what all ranks saved, if it is equal."""
+    what, without, fix = OF_RANKS[key]
 
     def of(rank: int) -> Any:
         values = archive.value(rank, "values")
@@ -64,7 +57,7 @@ def _of_this_rank(archive: AnyArchive, context: ParallelContext, key: str, what:
     if same_degrees(archive, context):
         return of(context.rank)
     first, *others = (pack(of(rank)) for rank in range(math.prod(archive.degrees.values())))
-    if any(other[0] != first[0] or not all(map(torch.equal, other[1], first[1])) for other in others):
+    if any(other[0] != first[0] or not all(map(torch.equal, other[1].values(), first[1].values())) for other in others):
         raise CheckpointError(
             f"{archive.where} holds another {what} for each rank, so it goes on at the degrees of the save only, "
             f"{dict(archive.degrees)}; {fix}"
@@ -84,7 +77,7 @@ def extra_change(
     if not modules or isinstance(archive, ReferenceArchive):
         return None
     try:
-        states = extra_states(archive, context)
+        states = of_this_rank(archive, context, EXTRA)
         missing = sorted(modules.keys() - states.keys())
         if missing and strict:
             raise CheckpointError(f"{archive.where} holds no extra state of {missing[:8]}; pass strict=False")
@@ -127,16 +120,16 @@ def model_change(model: nn.Module, archive: AnyArchive, strict: bool, context: P
             raise CheckpointError(f"{archive.where} was written by the reference; it loads into models without LoRA")
         archive.know({**({} if stage is None else stage.layouts), **weight_layout(module)})
     source, degree, rank = _own_weights(archive, stage), context.tp.degree, context.tp.rank
-    layouts, here, names = weight_layout(module), named_tensors(module), set(source.keys())
+    layouts, tensors, names = weight_layout(module), named_tensors(module), set(source.keys())
     if isinstance(module, LoRAModel):
         module.weights_of(source, strict)
-        layouts, here = module.base_layouts, {module.base_name(name): tensor for name, tensor in here.items()}
+        layouts, tensors = module.base_layouts, {module.base_name(name): tensor for name, tensor in tensors.items()}
     elif strict:
         check_weights(layouts, source)
     present = {name: layout for name, layout in layouts.items() if set(layout.logical_names) <= names}
     # Check a tied weight under each of its names that exist.
     check_weights({name: replace(one, alias_of=None) for name, one in present.items()}, source, strict=False)
-    _require_equal_ties(present, here, source, context)
+    _require_equal_ties(present, tensors, source, context)
     if isinstance(module, LoRAModel):
         return partial(module.load_weights, source, rank, degree, strict, _is_merged(archive))
     if strict:
@@ -144,7 +137,7 @@ def model_change(model: nn.Module, archive: AnyArchive, strict: bool, context: P
 
     def fill() -> None:
         for name, layout in present.items():
-            fill_tensor(here[name], source, layout.rank_layout(degree, rank))
+            fill_tensor(tensors[name], source, layout.rank_layout(degree, rank))
 
     return fill
 
@@ -180,7 +173,7 @@ def require_adapter(model: nn.Module, archive: AnyArchive) -> None:
 
 
 def _require_equal_ties(
-    layouts: Mapping[str, ParamLayout], here: Mapping[str, Tensor], source: WeightSource, context: ParallelContext
+    layouts: Mapping[str, ParamLayout], tensors: Mapping[str, Tensor], source: WeightSource, context: ParallelContext
 ) -> None:
     """Raise WeightMismatchError if one weight of the model is two different ones in the checkpoint.
 
@@ -192,7 +185,7 @@ def _require_equal_ties(
             continue
         values = []
         for one in (layout, first):
-            values.append(torch.zeros_like(here[name]))
+            values.append(torch.zeros_like(tensors[name]))
             fill_tensor(values[-1], source, one.rank_layout(context.tp.degree, context.tp.rank))
         if not torch.equal(*values):
             raise WeightMismatchError(

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxd_infer.checkpoint.archive import Piece, RunsSource
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import DictSource, TensorLayout, check_weights
 from nxd_infer.layout.flat import flat_index, flat_rectangles, moved, overlap, relative, slices_of
+from nxd_infer.layout.merge import RunsSource, Shard
 from nxd_infer.layout.shard import write_fills
 from nxd_infer.optimizer import pieces as optimizer_pieces
 from nxd_infer.optimizer.parallel import NxDOptimizer
@@ -92,7 +92,7 @@ def groups_of(
     a rank trains, ``own`` by group. ``logical_of``: the names to use instead of the stored ones.
     """
     parts = [part for _, part in archive.parts("optimizer")]
-    if not all(NAMES in part for part in parts):  # from the reference, or from an early version of ours
+    if not all(NAMES in part for part in parts):  # from the reference
         return {GROUPS: parts[0][GROUPS]}
     stages = []
     for part in parts:
@@ -110,14 +110,14 @@ def groups_of(
     return found
 
 
-def classify(stored: list[Piece]) -> tuple[dict[str, list[Piece]], dict[int, list[str]]]:
+def classify(stored: list[Shard]) -> tuple[dict[str, list[Shard]], dict[int, list[str]]]:
     """Return pieces by the keys for which they hold one value per element; and by piece the keys of other tensors.
 
     One value of a piece of one element may be either: it is what the key is in other pieces.
     """
-    entries: list[tuple[Piece, str, bool]] = []
+    entries: list[tuple[Shard, str, bool]] = []
     keys_of: dict[int, dict[str, list[str]]] = {}
-    elementwise: dict[str, list[Piece]] = {}
+    elementwise: dict[str, list[Shard]] = {}
     single: dict[int, list[str]] = {}
     for piece in stored:
         if id(piece.file) not in keys_of:

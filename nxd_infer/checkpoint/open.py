@@ -13,11 +13,11 @@ import torch
 
 from nxd_infer.checkpoint.archive import opened_whole
 from nxd_infer.checkpoint.folder import holds_checkpoint
-from nxd_infer.checkpoint.neuronx.archive import AnyArchive, ReferenceArchive, one_by_one, open_reference
+from nxd_infer.checkpoint.neuronx.archive import AnyArchive, ReferenceArchive, one_by_one
 from nxd_infer.checkpoint.neuronx.folder import reference_in
 from nxd_infer.checkpoint.neuronx.layouts import infer_layouts, read_rules
 from nxd_infer.checkpoint.neuronx.optimum import layouts_of, metadata_files
-from nxd_infer.checkpoint.storage import LocalStorage, storage_of
+from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.layout import ParamLayout, weight_layout
 from nxd_models import registry
 
@@ -56,10 +56,8 @@ def open_archive(
 def open_if_reference(path: PathLike, tag: str | None = None) -> ReferenceArchive | None:
     """Return the reference's checkpoint at ``path``, whose layouts are not known yet; None if it is ours."""
     storage = storage_of(path)
-    if holds_checkpoint(storage, tag) or reference_in(storage, tag) is None:
-        return None
-    assert isinstance(storage, LocalStorage)
-    return open_reference(storage.root, tag)
+    folder = None if holds_checkpoint(storage, tag) else reference_in(storage, tag)
+    return None if folder is None else ReferenceArchive(folder)
 
 
 def _layouts(config: PathLike) -> dict[str, ParamLayout]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +14,28 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nxd_infer.checkpoint import folder as folders
-from nxd_infer.checkpoint.archive import Archive, Piece, RunsSource
-from nxd_infer.checkpoint.contents import EXTRA
+from nxd_infer.checkpoint.archive import Archive
 from nxd_infer.checkpoint.folder import model_file, rank_stem
-from nxd_infer.checkpoint.load import data_position, extra_states
+from nxd_infer.checkpoint.load import OF_RANKS, of_this_rank
 from nxd_infer.checkpoint.load_optimizer import classify, groups_of, read_flat
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive
 from nxd_infer.checkpoint.open import PathLike, open_archive
-from nxd_infer.checkpoint.save import wait_for_ranks
+from nxd_infer.checkpoint.save import wait_for_ranks, write_rank
 from nxd_infer.checkpoint.stages_by_name import stages_of
 from nxd_infer.checkpoint.storage import LocalStorage, Storage, storage_of
 from nxd_infer.context import AXES, ParallelContext, make_context
 from nxd_infer.errors import CheckpointError, ParallelConfigError
-from nxd_infer.layout import ParamLayout, shard_tensor
+from nxd_infer.layout import ParamLayout, TensorLayout, shard_tensor
 from nxd_infer.layout.describe import describe_piece
 from nxd_infer.layout.files.atomic import replacing
+from nxd_infer.layout.files.one_rank import storable
 from nxd_infer.layout.files.stream import write_safetensors
 from nxd_infer.layout.files.values import pack
-from nxd_infer.layout.merge import is_saved_by
+from nxd_infer.layout.merge import RunsSource, Shard, is_saved_by
 from nxd_infer.modules.lora.find import SUBFOLDER
 from nxd_infer.optimizer.sharded_files import FORMAT, NAMES, stem
 from nxd_infer.util.options import whole_number
 from nxd_infer.util.progress import Progress, silent
-from nxd_infer.util.reading import BLAKE3, checksum_of
 
 MOST_RANKS = 4096
 """Along an axis; each has files of its own."""
@@ -154,7 +153,7 @@ class Resharding:
         self.steps = sum(len(part.tensors) for parts in self._parts for part in parts.values())
         """Tensors to write."""
 
-    def _optimizer_pieces(self) -> list[Piece]:
+    def _optimizer_pieces(self) -> list[Shard]:
         if not any(self.archive.parts("optimizer")):
             return []
         if isinstance(self.archive, Archive):
@@ -177,7 +176,7 @@ class Resharding:
         }
         return stages_of(costs, self.pp, cuts)
 
-    def _here(self, pieces: list[Piece], context: ParallelContext) -> dict[str, ParamLayout]:
+    def _here(self, pieces: list[Shard], context: ParallelContext) -> dict[str, ParamLayout]:
         """Return how each parameter of this rank's stage is sharded."""
         plans = _plans(pieces, self.archive)
         return {name: one for name, one in plans.items() if self._stages[name] == context.pp.rank}
@@ -207,7 +206,7 @@ class Resharding:
             shape = plans.rank_shape(self.tp)
             layout = plans.rank_layout(self.tp, context.tp.rank)
             dtype = source.dtype(plans.logical_names[0])
-            part.tensors[name] = shape, dtype, lambda layout=layout, dtype=dtype: shard_tensor(source, layout, dtype)
+            part.tensors[name] = shape, dtype, partial(shard_tensor, source, layout, dtype)
             part.pieces[name] = describe_piece(plans, self.tp, context.tp.rank, shape, 0, math.prod(shape))
         return part
 
@@ -228,18 +227,7 @@ class Resharding:
                     continue
                 dtype = source.dtype(plans.logical_names[0])
 
-                def read(
-                    source: RunsSource = source,
-                    layout: Any = layout,
-                    shape: tuple[int, ...] = shape,
-                    stored: tuple[int, ...] = stored,
-                    bounds: tuple[int, int] = (start, stop),
-                    dtype: torch.dtype = dtype,
-                ) -> Tensor:
-                    out = torch.zeros(bounds[1] - bounds[0], dtype=dtype)
-                    read_flat(out, source, layout, shape, *bounds)
-                    return out.view(stored)
-
+                read = partial(_read_range, source, layout, shape, (start, stop), stored, dtype)
                 part.tensors[f"{name}|{key}"] = stored, dtype, read
             first = first_of[name]
             for key in self._single.get(id(first), ()):
@@ -273,17 +261,16 @@ class Resharding:
         first = self.archive.value(0, "values")
         same = all(self.archive.degrees[axis] == context.axis(axis).degree for axis in AXES)
         own = dict(self.archive.value(context.rank, "values")) if same else {}
-        by_rank = {"dataloader": data_position, EXTRA: extra_states}
-        for key, value_of in by_rank.items():
+        for key in OF_RANKS:
             if key not in first or same:
                 continue
             try:
-                own[key] = value_of(self.archive, context)
+                own[key] = of_this_rank(self.archive, context, key)
             except CheckpointError as error:
                 if context.rank == 0:
                     self.notes.append(f"{key} is left out: {error}")
         if context.rank == 0:
-            own |= {key: item for key, item in first.items() if key not in ("random", *by_rank)}
+            own |= {key: item for key, item in first.items() if key not in ("random", *OF_RANKS)}
         return own
 
     # --- writing --------------------------------------------------------------------------------------
@@ -317,25 +304,25 @@ class Resharding:
         parts: Mapping[str, Part],
         advance: Callable[[], None],
     ) -> None:
-        name = rank_stem(context.rank)
-        record: dict[str, Any] = {"place": {axis: context.axis(axis).rank for axis in AXES}}
-        with storage.writing(folder, f"{name}.json") as place:
-            written = []
-            for kind, part in parts.items():
+        values = f"{rank_stem(context.rank)}.safetensors"
+        structure, tensors = pack(self._values(context))
+        record: dict[str, Any] = {
+            "place": {axis: context.axis(axis).rank for axis in AXES},
+            **{kind: {"file": part.file, "pieces": part.pieces, **part.record} for kind, part in parts.items()},
+            "values": {"file": values, "structure": structure},
+        }
+
+        def write(place: Path) -> Iterator[str]:
+            for part in parts.values():
                 _write_part(place / part.file, part, advance)
-                record[kind] = {"file": part.file, "pieces": part.pieces, **part.record}
-                written.append(part.file)
-            structure, tensors = pack(self._values(context))
-            values = f"{name}.safetensors"
+                yield part.file
             with replacing(place / values) as temporary:
-                save_file({str(i): tensor.contiguous().clone() for i, tensor in enumerate(tensors)}, temporary)
-            record["values"] = {"file": values, "structure": structure}
-            written.append(values)
+                save_file(storable(tensors), temporary)
+            yield values
             if context.rank == 0:
-                written += self._copy_adapter(place)
-            record[BLAKE3] = {file: checksum_of(place / file) for file in written}
-            with replacing(place / f"{name}.json") as temporary:
-                temporary.write_text(json.dumps(record), encoding="utf-8")
+                yield from self._copy_adapter(place)
+
+        write_rank(storage, folder, context.rank, record, write)
 
     def _copy_adapter(self, place: Path) -> Iterator[str]:
         """Copy the checkpoint's LoRA adapter, which is the same at any degrees."""
@@ -358,14 +345,27 @@ def _write_part(path: Path, part: Part, advance: Callable[[], None]) -> None:
         write_safetensors(file, entries, tensor)
 
 
-def _plans(pieces: list[Piece], archive: AnyArchive) -> dict[str, ParamLayout]:
+def _read_range(
+    source: RunsSource,
+    layout: TensorLayout,
+    shape: tuple[int, ...],
+    bounds: tuple[int, int],
+    stored: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Tensor:
+    out = torch.zeros(bounds[1] - bounds[0], dtype=dtype)
+    read_flat(out, source, layout, shape, *bounds)
+    return out.view(stored)
+
+
+def _plans(pieces: list[Shard], archive: AnyArchive) -> dict[str, ParamLayout]:
     """Return how each parameter is sharded at any degree. Raises CheckpointError if the checkpoint does not say."""
     found: dict[str, ParamLayout] = {}
     for piece in pieces:
         if piece.plans is None:
             raise CheckpointError(
-                f"{archive.where} does not say how {piece.param!r} is sharded at other degrees (it was saved by an "
-                "earlier version, or sharded by a custom plan): load it in a job at the new degrees and save it there"
+                f"{archive.where} does not say how {piece.param!r} is sharded at other degrees, which a custom plan "
+                "decides: load it in a job at the new degrees and save it there"
             )
         found.setdefault(piece.param, piece.plans)
     return found

@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 
@@ -21,53 +24,37 @@ from nxd_infer.modules.lora.find import SUBFOLDER
 from nxd_infer.modules.lora.peft import write_adapter
 from nxd_infer.util.reading import BLAKE3, checksum_of, checksum_of_bytes
 
-SILENCE_SECONDS = 600.0
-"""Seconds without a new or longer file after which rank 0 abandons an asynchronous save: another rank is gone."""
-HEARTBEAT_SECONDS = 30.0
-"""Seconds between two signs of a rank whose save continues without visible changes to files."""
+SILENCE_SECONDS = 3600.0
+"""Seconds without a new or longer file after which rank 0 abandons an asynchronous save: another rank is gone. A rank
+hashes or uploads its largest file in less."""
 
 
-def write_rank(storage: Storage, folder: str, rank: int, content: Content) -> None:
-    """Write this rank's files, its JSON with their checksums last."""
-    last, heartbeat = f"{rank_stem(rank)}.json", HeartbeatFile(storage, f"{folder}/{rank_stem(rank)}.alive")
-    with storage.writing(folder, last, heartbeat) as place:
+def write_content(storage: Storage, folder: str, rank: int, content: Content) -> None:
+    """Write what this rank saves of a job."""
+
+    def write(place: Path) -> Iterator[str]:
         for name, tensors in content.files.items():
             with replacing(place / name) as temporary:
                 save_file(tensors, temporary)
-            heartbeat(0)
-        written = {name: place / name for name in content.files}
+            yield name
         if content.adapter is not None and rank == 0:
             inside = content.adapter[1].get("save_lora_config_adapter", False)
             write_adapter(place / SUBFOLDER, *content.adapter, apart=not inside)
-            adapter = [path for path in (place / SUBFOLDER).iterdir() if path.is_file()]
-            written |= {path.relative_to(place).as_posix(): path for path in adapter}
+            yield from (f"{SUBFOLDER}/{path.name}" for path in (place / SUBFOLDER).iterdir() if path.is_file())
+
+    write_rank(storage, folder, rank, content.record, write)
+
+
+def write_rank(
+    storage: Storage, folder: str, rank: int, record: Mapping[str, Any], write: Callable[[Path], Iterable[str]]
+) -> None:
+    """Have ``write`` write a rank's files, whose names it returns; then write the record, with their checksums."""
+    last = f"{rank_stem(rank)}.json"
+    with storage.writing(folder, last) as place:
         # Files just written are still in memory, and every rank reads its own.
-        checksums = {name: checksum_of(path, progress=heartbeat) for name, path in written.items()}
-        heartbeat.end()
+        checksums = {name: checksum_of(place / name) for name in write(place)}
         with replacing(place / last) as temporary:
-            temporary.write_text(json.dumps({**content.record, BLAKE3: checksums}), encoding="utf-8")
-
-
-class HeartbeatFile:
-    """A small file that grows while a rank reads or uploads large ones; removed before the rank's JSON appears."""
-
-    def __init__(self, storage: Storage, name: str):
-        self._storage, self._name = storage, name
-        self._signs, self._last, self._there = 0, time.monotonic(), False
-
-    def __call__(self, count: int, /) -> None:
-        if time.monotonic() - self._last < HEARTBEAT_SECONDS:
-            return
-        self._signs += 1
-        with contextlib.suppress(OSError, CheckpointError):  # rank 0 may have given up and removed the folder
-            self._storage.write(self._name, b"." * self._signs)
-        self._last, self._there = time.monotonic(), True
-
-    def end(self) -> None:
-        if self._there:
-            with contextlib.suppress(OSError, CheckpointError):  # it may stay in a store without deletion
-                self._storage.delete(self._name)
-            self._there = False
+            temporary.write_text(json.dumps({**record, BLAKE3: checksums}), encoding="utf-8")
 
 
 def wait_for_ranks(storage: Storage, folder: str, world_size: int) -> dict[str, str]:
@@ -77,20 +64,14 @@ def wait_for_ranks(storage: Storage, folder: str, world_size: int) -> dict[str, 
     """
     missing = {f"{rank_stem(rank)}.json" for rank in range(world_size)}
     checksums: dict[str, str] = {}
-    there: dict[str, int] = {}
+    seen: dict[str, int] = {}
     last = time.monotonic()
     while True:
         names = storage.files(folder)
         for name in sorted(missing & names.keys()):
             text = storage.read(f"{folder}/{name}")
             with contextlib.suppress(json.JSONDecodeError):  # sftp, for example, shows files that are being written
-                record = json.loads(text)
-                if BLAKE3 not in record:
-                    raise CheckpointError(
-                        f"{storage.where(folder)}/{name} has no {BLAKE3} checksums: it was written by another release "
-                        "of nxd_infer; install the same one for all ranks"
-                    )
-                checksums |= record[BLAKE3] | {name: checksum_of_bytes(text)}
+                checksums |= json.loads(text)[BLAKE3] | {name: checksum_of_bytes(text)}
                 missing.remove(name)
         if not missing:
             return checksums
@@ -98,8 +79,8 @@ def wait_for_ranks(storage: Storage, folder: str, world_size: int) -> dict[str, 
         if failed:
             reason = storage.read(f"{folder}/{failed[0]}").decode(errors="replace")
             raise CheckpointError(f"{storage.where(folder)}/{failed[0]}: {reason}")
-        if names != there:
-            there, last = names, time.monotonic()
+        if names != seen:
+            seen, last = names, time.monotonic()
         elif time.monotonic() - last > SILENCE_SECONDS:
             raise CheckpointError(
                 f"{storage.where(folder)}: nothing came for {SILENCE_SECONDS:.0f} s; missing: {sorted(missing)[:8]}"

@@ -15,7 +15,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO, Protocol
+from typing import IO
 
 from nxd_infer.checkpoint.remote import URL, connect, typed_errors
 from nxd_infer.errors import CheckpointError
@@ -23,19 +23,11 @@ from nxd_infer.layout.files.atomic import REMOVING, replacing, sync_directory
 from nxd_infer.layout.files.manifest import DONE
 from nxd_infer.util.beneath import MOST_TEXT, AnyPath, BeneathPath
 
-__all__ = ["Heartbeat", "LocalStorage", "RemoteStorage", "Storage", "storage_of"]
+__all__ = ["LocalStorage", "RemoteStorage", "Storage", "storage_of"]
 
 
 MOST_MARK = 4096
 """Maximum size of DONE, which holds a checksum and a number."""
-
-
-class Heartbeat(Protocol):
-    """Called with the bytes processed, to show others that a long save continues; ``end`` before its last file."""
-
-    def __call__(self, count: int, /) -> None: ...
-
-    def end(self) -> None: ...
 
 
 class LocalStorage:
@@ -82,7 +74,7 @@ class LocalStorage:
         return self.root / name
 
     @contextlib.contextmanager
-    def writing(self, folder: str, last: str, heartbeat: Heartbeat | None = None) -> Iterator[Path]:
+    def writing(self, folder: str, last: str) -> Iterator[Path]:
         """Yield a folder whose files are in ``folder`` afterwards; ``last`` never appears before the others."""
         yield self.root / folder
 
@@ -230,18 +222,13 @@ class RemoteStorage:
         return copy
 
     @contextlib.contextmanager
-    def writing(self, folder: str, last: str, heartbeat: Heartbeat | None = None) -> Iterator[Path]:
+    def writing(self, folder: str, last: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="nxd-checkpoint-") as place:
             yield Path(place)
             names = [path.relative_to(place).as_posix() for path in sorted(Path(place).rglob("*")) if path.is_file()]
             for name in sorted(names, key=lambda name: name == last):
-                if heartbeat is not None and name == last:
-                    heartbeat.end()
                 with open(Path(place) / name, "rb") as data, self._writing_to(f"{folder}/{name}") as file:
-                    while block := data.read(_BLOCK):
-                        file.write(block)
-                        if heartbeat is not None and name != last:
-                            heartbeat(len(block))
+                    shutil.copyfileobj(data, file, _BLOCK)
 
     def make(self, folder: str) -> None:
         """Do nothing: a folder exists with its first file."""

@@ -6,8 +6,9 @@ import datetime
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from nxd_infer.checkpoint.archive import Archive, RunsSource
+from nxd_infer.checkpoint.archive import Archive
 from nxd_infer.checkpoint.compare import Difference, compare_checkpoints
 from nxd_infer.checkpoint.export import Exported, consolidate_checkpoint, export_hugging_face
 from nxd_infer.checkpoint.folder import Checkpoint, complete_checkpoints, find_checkpoint
@@ -16,7 +17,8 @@ from nxd_infer.checkpoint.open import open_if_reference
 from nxd_infer.checkpoint.reshard import reshard_checkpoint
 from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.cli.console import console, slow_bar, table
-from nxd_infer.util.dtypes import dtype_name, dtype_of
+from nxd_infer.layout.merge import RunsSource
+from nxd_infer.util.dtypes import dtype_name
 from nxd_infer.util.units import size
 
 SHOWN = 24
@@ -54,9 +56,9 @@ def inspect(path: Path, tag: str | None) -> None:
 
 
 def _row(found: Checkpoint) -> tuple[str, ...]:
-    saved = datetime.datetime.fromtimestamp(found.manifest["saved_at"]).isoformat(" ", "seconds")
-    files = found.manifest["files"]
-    world = str(found.manifest["world_size"])
+    saved = datetime.datetime.fromtimestamp(found.manifest.saved_at).isoformat(" ", "seconds")
+    files = found.manifest.files
+    world = str(found.manifest.world_size)
     total = size(sum(files.values()))
     return found.tag, str(found.counter), saved, world, _degrees(found.degrees), str(len(files)), total
 
@@ -78,47 +80,24 @@ def _inspect_reference(archive: ReferenceArchive) -> None:
     table(f"model: {len(rows)} tensors per tensor-parallel rank", ("name", "shape on a rank", "type"), rows)
 
 
-def consolidate(
-    path: Path,
-    out: Path,
-    tag: str | None,
-    dtype: str | None,
-    config: Path | None = None,
-    rules: Path | None = None,
-) -> None:
-    """Write the whole model of a checkpoint to ``out``; print what was written."""
+def consolidate(path: Path, out: Path, **options: Any) -> None:
+    """Call :func:`consolidate_checkpoint`; print what was written."""
     with slow_bar() as progress:
-        wanted = dtype_of(dtype) if dtype else None
-        done = consolidate_checkpoint(path, out, tag=tag, dtype=wanted, config=config, rules=rules, progress=progress)
+        done = consolidate_checkpoint(path, out, progress=progress, **options)
     _print_written(done)
 
 
-def export_hf(
-    path: Path, out: Path, config: Path, tag: str | None, dtype: str | None, rules: Path | None = None
-) -> None:
-    """Write a Hugging Face directory with the weights of a checkpoint; print what was written."""
+def export_hf(path: Path, out: Path, config: Path, **options: Any) -> None:
+    """Call :func:`export_hugging_face`; print what was written."""
     with slow_bar() as progress:
-        wanted = dtype_of(dtype) if dtype else None
-        done = export_hugging_face(path, out, config, tag=tag, dtype=wanted, rules=rules, progress=progress)
+        done = export_hugging_face(path, out, config, progress=progress, **options)
     _print_written(done)
 
 
-def reshard(
-    path: Path,
-    out: Path,
-    tp: int,
-    dp: int | None,
-    tag: str | None,
-    config: Path | None = None,
-    rules: Path | None = None,
-    pp: int = 1,
-    cuts: Sequence[str] | None = None,
-) -> None:
-    """Rewrite a checkpoint for other degrees; print what was written."""
+def reshard(path: Path, out: Path, **options: Any) -> None:
+    """Call :func:`reshard_checkpoint`; print what was written."""
     with slow_bar() as progress:
-        done = reshard_checkpoint(
-            path, out, tp=tp, dp=dp, pp=pp, cuts=cuts, tag=tag, config=config, rules=rules, progress=progress
-        )
+        done = reshard_checkpoint(path, out, progress=progress, **options)
     _print_notes(done.notes)
     ranks = math.prod(done.degrees.values())
     now = " ".join(f"{axis} {degree}" for axis, degree in done.degrees.items() if axis != "pp" or degree > 1)
@@ -137,20 +116,10 @@ def _print_notes(notes: Sequence[str]) -> None:
         console.print(f"note: {note}", markup=False)
 
 
-def diff(
-    first: Path,
-    second: Path,
-    tolerance: float,
-    weights_only: bool,
-    config: Path | None = None,
-    rules: Path | None = None,
-    tags: tuple[str | None, str | None] = (None, None),
-) -> int:
+def diff(first: Path, second: Path, tolerance: float, **options: Any) -> int:
     """Print how two checkpoints differ; return the exit status: 1 if by more than ``tolerance``."""
     with slow_bar() as progress:
-        found = compare_checkpoints(
-            first, second, weights_only=weights_only, tags=tags, config=config, rules=rules, progress=progress
-        )
+        found = compare_checkpoints(first, second, progress=progress, **options)
     for side, place in zip("AB", found.places, strict=True):
         console.print(f"{side}: {place}", markup=False, soft_wrap=True)
     different = found.differences

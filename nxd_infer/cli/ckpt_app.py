@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from nxd_infer import cli
 from nxd_infer.cli.parameters import words
 from nxd_infer.trace.options import TraceOptions
+from nxd_infer.util.dtypes import dtype_of
 from nxd_infer.util.options import declared
 
 
@@ -48,6 +49,10 @@ WeightsDir = Annotated[Path, typer.Option("--out", help="Where to write model.sa
 StoredType = Annotated[DType | None, typer.Option(help="Dtype of floating-point weights. Default: as saved.")]
 
 
+def _torch(dtype: DType | None) -> Any:
+    return dtype_of(dtype.value) if dtype else None
+
+
 @ckpt.command(epilog="Example:  nxd-infer ckpt inspect ./ckpts --tag step_100")
 def inspect(path: CheckpointDir, tag: Tag = None) -> None:
     """List the complete checkpoints of a folder, or with a tag the logical tensors of one."""
@@ -64,7 +69,7 @@ def consolidate(
     rules: Rules = None,
 ) -> None:
     """Write a checkpoint's whole model, of any degrees, as one safetensors file, one tensor in memory at a time."""
-    cli.ckpt.consolidate(path, out, tag, dtype.value if dtype else None, config, rules)
+    cli.ckpt.consolidate(path, out, tag=tag, dtype=_torch(dtype), config=config, rules=rules)
 
 
 @ckpt.command(epilog="Example:  nxd-infer ckpt export-hf ./ckpts --config ./llama --out ./llama-tuned")
@@ -79,7 +84,7 @@ def export_hf(
     rules: Rules = None,
 ) -> None:
     """Write a Hugging Face model directory: the checkpoint's weights with the configuration of another directory."""
-    cli.ckpt.export_hf(path, out, config, tag, dtype.value if dtype else None, rules)
+    cli.ckpt.export_hf(path, out, config, tag=tag, dtype=_torch(dtype), rules=rules)
 
 
 @ckpt.command(epilog="Example:  nxd-infer ckpt reshard ./ckpts ./ckpts-tp4 --tp 4 --dp 1")
@@ -97,8 +102,8 @@ def reshard(
     rules: Rules = None,
 ) -> None:
     """Rewrite a checkpoint for other degrees, optimizer included, in one process, one tensor in memory at a time."""
-    several = None if cuts is None else words(cuts)
-    cli.ckpt.reshard(path, out, tp, dp, tag, config, rules, pp, several)
+    layers = None if cuts is None else words(cuts)
+    cli.ckpt.reshard(path, out, tp=tp, dp=dp, pp=pp, cuts=layers, tag=tag, config=config, rules=rules)
 
 
 @ckpt.command(epilog="Example:  nxd-infer ckpt diff ./ckpts/step_100 ./ckpts/step_200 --tolerance 1e-5")
@@ -117,4 +122,5 @@ def diff(
     other_tag: Annotated[str | None, typer.Option("--other-tag", help="Which one of the second.")] = None,
 ) -> None:
     """Compare names, shapes, dtypes and values of two checkpoints of any degrees; exits 1 above the tolerance."""
-    raise typer.Exit(cli.ckpt.diff(first, second, tolerance, weights_only, config, rules, (tag, other_tag)))
+    options = {"weights_only": weights_only, "tags": (tag, other_tag), "config": config, "rules": rules}
+    raise typer.Exit(cli.ckpt.diff(first, second, tolerance, **options))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
 
 import torch
 
@@ -12,16 +13,20 @@ from nxd_infer.context import AXES, ParallelContext
 from nxd_infer.errors import CheckpointError
 from nxd_infer.util.devices import transport_device
 
+T = TypeVar("T")
+
 
 def in_turns(
     context: ParallelContext,
     at_a_time: int,
-    action: Callable[[], object],
+    action: Callable[[], T],
     *,
     of_world: bool = False,
     of_host: bool = False,
-) -> None:
+) -> T:
     """Run ``action`` on every rank, ``at_a_time`` data-parallel ranks at once; all wait, and all fail, together.
+
+    Returns what this rank's ``action`` returned.
 
     ``of_world``: at most ``at_a_time`` ranks of the world at once. ``of_host``: of each host; 0 or less: all.
     """
@@ -29,6 +34,7 @@ def in_turns(
         at_a_time = context.world_size
     at_a_time = max(1, at_a_time)
     failure: Exception | None = None
+    result: T | None = None
     place, count = (context.rank, context.world_size) if of_world else (context.dp.rank, context.dp.degree)
     if of_host:
         count = int(os.environ.get("LOCAL_WORLD_SIZE", context.world_size))  # of the launcher; else all are on one host
@@ -36,7 +42,7 @@ def in_turns(
     for first in range(0, count, at_a_time):
         if first <= place < first + at_a_time:
             try:
-                action()
+                result = action()
             except Exception as error:  # raised below, after the other ranks have been told
                 failure = error
         if not largest(context, int(failure is not None)):
@@ -44,6 +50,7 @@ def in_turns(
         if failure is not None:
             raise failure
         raise CheckpointError(f"rank {context.rank} gave up because another rank could not read or write its files")
+    return cast("T", result)
 
 
 def largest(context: ParallelContext, number: int, axes: Sequence[str] = AXES) -> int:

@@ -22,9 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nxd_infer.comm.texts import gather_texts
-from nxd_infer.comm.turns import in_turns
-from nxd_infer.context import AXES, ParallelContext
+from nxd_infer.comm.turns import in_turns, largest
+from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.describe import describe_piece
 from nxd_infer.layout.files.atomic import replacing
@@ -59,9 +58,7 @@ def save_sharded(optimizer: NxDOptimizer, output_dir: str | os.PathLike[str], at
     """Write this rank's two files. Raises an error on every rank if one of them cannot."""
     optimizer.require_inited("its state is saved or loaded")
     folder = Path(output_dir)
-    number = secrets.token_hex(8)
-    for axis in AXES:
-        number = gather_texts(number, optimizer.context, axis)[0]
+    number = str(largest(optimizer.context, secrets.randbits(62)))
 
     def write() -> None:
         tensors, description = describe(optimizer)
@@ -156,9 +153,8 @@ def _restored(value: Any) -> Any:
 
 
 def load_sharded(optimizer: NxDOptimizer, output_dir: str | os.PathLike[str], at_a_time: int = 8) -> None:
-    found: list[tuple[dict[str, Tensor], dict[str, Any]]] = []
-    in_turns(optimizer.context, at_a_time, lambda: found.append(_read(optimizer, Path(output_dir))))
-    in_turns(optimizer.context, at_a_time, lambda: take_over(optimizer, *found[0]))  # all, or none
+    state = in_turns(optimizer.context, at_a_time, lambda: _read(optimizer, Path(output_dir)))
+    in_turns(optimizer.context, at_a_time, lambda: take_over(optimizer, *state))  # all, or none
 
 
 def _read(optimizer: NxDOptimizer, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -169,30 +165,17 @@ def _read(optimizer: NxDOptimizer, folder: Path) -> tuple[dict[str, Tensor], dic
         if not file.is_file():
             there = sorted(p.name for p in folder.glob("optim.*.safetensors")) if folder.is_dir() else []
             raise CheckpointError(f"{file} is missing; {folder} has {len(there)} optimizer shards: {there[:8]}")
-    try:
-        description = json.loads(json_file.read_text())
-        found_format, found_degrees = description["format"], description["degrees"]
-        stored = {name: (piece["range"], piece["shape"]) for name, piece in description["pieces"].items()}
-        if not all(isinstance(piece["values"], dict) for piece in description["pieces"].values()):
-            raise TypeError("a piece has no values")
-        if not all(isinstance(group, dict) for group in description["param_groups"]):
-            raise TypeError("a parameter group is not an object")
-        if not all(isinstance(name, str) for names in description.get(NAMES, []) for name in names):
-            raise TypeError("a group has no names")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{json_file} does not describe an optimizer shard: {error!r}") from error
-    _, mine = describe(optimizer)
-    if found_format != FORMAT:
-        raise CheckpointError(f"{json_file} has the format {found_format!r}; this version reads {FORMAT!r}")
-    if found_degrees != mine["degrees"]:
+    description = _described(json_file)
+    _, own = describe(optimizer)
+    if description["degrees"] != own["degrees"]:
         raise CheckpointError(
-            f"{folder} was saved at {_degrees(found_degrees)}, but this job runs at {_degrees(mine['degrees'])}; "
-            "load it with nxd_infer.load_checkpoint(), which reads any degrees, or run at the same ones"
+            f"{folder} was saved at {_degrees(description['degrees'])}, but this job runs at "
+            f"{_degrees(own['degrees'])}; load it with nxd_infer.load_checkpoint(), which reads any degrees, or run at "
+            "the same ones"
         )
-    wanted = {name: (piece["range"], piece["shape"]) for name, piece in mine["pieces"].items()}
-    differing = [name for name in stored | wanted if stored.get(name) != wanted.get(name)]
     require_same_groups(optimizer, description, str(json_file), optimizer.group_names)
-    if differing:
+    stored, expected = _ranges(description), _ranges(own)
+    if differing := [name for name in stored | expected if stored.get(name) != expected.get(name)]:
         raise CheckpointError(
             f"{json_file} belongs to another model: {len(differing)} parameters differ in name, shape or range, "
             f"among them {differing[:4]}"
@@ -206,10 +189,23 @@ def _read(optimizer: NxDOptimizer, folder: Path) -> tuple[dict[str, Tensor], dic
     if of_save != description.get(SAVE):
         raise CheckpointError(f"{json_file} is of another save than {tensors_file.name}, {INTERRUPTED}")
     _require_same_save(optimizer.context, folder, description.get(SAVE))
-    strangers = [key for key in tensors if key.rpartition("|")[0] not in stored]
-    if strangers:
-        raise CheckpointError(f"{tensors_file} has {strangers[0]!r}, which {json_file.name} does not describe")
     return tensors, description
+
+
+def _described(file: Path) -> dict[str, Any]:
+    try:
+        description = json.loads(file.read_text())
+        _ranges(description)
+        stored_format = description["format"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} does not describe an optimizer shard: {error!r}") from error
+    if stored_format != FORMAT:
+        raise CheckpointError(f"{file} has the format {stored_format!r}; this version reads {FORMAT!r}")
+    return description
+
+
+def _ranges(description: dict[str, Any]) -> dict[str, Any]:
+    return {name: (piece["range"], piece["shape"]) for name, piece in description["pieces"].items()}
 
 
 def _require_same_save(context: ParallelContext, folder: Path, number: str | None) -> None:
@@ -217,13 +213,8 @@ def _require_same_save(context: ParallelContext, folder: Path, number: str | Non
     ranks = {axis: context.axis(axis).rank for axis in ("dp", "tp", "pp")}
     for axis in ranks:
         file = folder / f"{_stem(**ranks | {axis: (ranks[axis] + 1) % context.axis(axis).degree})}.json"
-        if not file.is_file():  # of a machine without a folder in common
-            continue
-        try:
-            found = json.loads(file.read_text()).get(SAVE)
-        except (ValueError, AttributeError) as error:
-            raise CheckpointError(f"{file} does not describe an optimizer shard: {error!r}") from error
-        if found != number:
+        # On a machine without a folder in common it is not there.
+        if file.is_file() and _described(file).get(SAVE) != number:
             raise CheckpointError(f"{file} is of another save than {stem(context)}.json, {INTERRUPTED}")
 
 
@@ -239,7 +230,7 @@ def require_same_groups(
         raise CheckpointError(
             f"{where} has {len(stored)} parameter groups, this optimizer {len(mine)}; create it with the same groups"
         )
-    if NAMES not in description:  # from the reference, or from an early version of ours
+    if NAMES not in description:  # from the reference
         return
     for theirs, ours in zip(stored, mine, strict=True):
         missing = sorted(optimizer.optimizer.defaults.keys() - theirs.keys())

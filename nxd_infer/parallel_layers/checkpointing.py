@@ -15,26 +15,22 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nxd_infer import comm
 from nxd_infer.comm.launched import require_no_lonely_rank
-from nxd_infer.comm.turns import largest
+from nxd_infer.comm.turns import in_turns, largest
 from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import DictSource, RemappedSource, SafetensorsSource, WeightSource, load_weights, weight_layout
-from nxd_infer.layout.files.one_rank import read_facts, read_many_files, read_one_file, write_many_files, write_one_file
-from nxd_infer.layout.files.pickles import is_pickle, read_pickle, read_reference_xser
+from nxd_infer.layout.files.one_rank import CHECKPOINT, read_facts, read_rank, write_many_files, write_one_file
+from nxd_infer.layout.files.pickles import read_pickle
 from nxd_infer.layout.files.values import pack
 from nxd_infer.layout.sources import SelectedSource
-
-CHECKPOINT = "checkpoint.safetensors"
-REFERENCE_CHECKPOINT = "checkpoint.pt"
 
 
 def save(
@@ -47,12 +43,10 @@ def save(
     """Save this rank's ``state_dict`` in ``save_dir``. Every rank calls this; those of data-parallel rank 0 write.
 
     Args:
-        state_dict: what ``torch.save`` would take, such as ``{"model": model.state_dict(), "step": 3}``: tensors,
-            arrays, numbers, text, bytes, dates, paths, and collections and dataclasses of these. A dataclass comes back
-            as its class if ``torch.serialization.add_safe_globals`` allows it, else as a namespace; see
-            :mod:`~nxd_infer.layout.files.values`.
+        state_dict: plain values, such as ``{"model": model.state_dict(), "step": 3}``: tensors, NumPy arrays, numbers,
+            text, bytes, and dictionaries, lists, tuples and sets of them. See :mod:`~nxd_infer.layout.files.values`.
         save_serially: one model-parallel rank writes at a time.
-        save_xser: one file per tensor, written one by one: less memory. Load it with ``load_xser=True``.
+        save_xser: one file per tensor, written one by one: less memory.
         down_cast_bf16: store floating-point tensors as bfloat16; ``state_dict`` itself is not modified.
 
     A rank's part is replaced atomically: an interrupted save leaves the old one, and :func:`load` rejects parts of two
@@ -64,54 +58,27 @@ def save(
     require_no_lonely_rank("save")
     context = current_context()
     root = Path(save_dir)
-    facts = {"degrees": {"tp": context.tp.degree, "pp": context.pp.degree}, "save": _new_save(context)}
+    number = largest(context, secrets.randbits(62))  # of this save, so that parts of two saves are never mixed
+    facts = {"degrees": {"tp": context.tp.degree, "pp": context.pp.degree}, "save": number}
 
     def write() -> None:
         structure, tensors = pack(dict(state_dict), down_cast_bf16)
-        root.mkdir(parents=True, exist_ok=True)
         path = root / _rank_name(context)
-        if save_xser:
-            _require_other_form_absent(path, path.is_dir(), "without save_xser")
-            write_many_files(path, structure, tensors, facts)
-        else:
-            _require_other_form_absent(path, path.is_file(), "with save_xser=True")
-            path.mkdir(exist_ok=True)
-            write_one_file(path / CHECKPOINT, structure, tensors, facts)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            if save_xser:
+                _require_other_form_absent(path, path.is_dir(), "without save_xser")
+                write_many_files(path, structure, tensors, facts)
+            else:
+                _require_other_form_absent(path, path.is_file(), "with save_xser=True")
+                path.mkdir(exist_ok=True)
+                write_one_file(path / CHECKPOINT, structure, tensors, facts)
+        except OSError as error:
+            raise CheckpointError(f"the checkpoint could not be written: {error}") from error
 
     writes = context.dp.rank == 0 and context.cp.rank == 0
-    _in_turns(write if writes else None, context, save_serially)
-
-
-def _in_turns(write: Callable[[], None] | None, context: ParallelContext, serially: bool) -> None:
-    """Run ``write`` on every rank, one after another if ``serially``; if one fails, all raise."""
-    failure: Exception | None = None
-    failed = 0  # 1 + the global rank that failed
-    for stage in range(context.pp.degree if serially else 1):
-        for turn in range(context.tp.degree if serially else 1):
-            mine = not serially or (context.pp.rank, context.tp.rank) == (stage, turn)
-            if mine and write is not None and not failed:
-                try:
-                    write()
-                except Exception as error:  # raised again below, once the others know
-                    failure, failed = error, context.rank + 1
-            failed = largest(context, failed, ["tp"])
-        failed = largest(context, failed, ["pp"])
-    for axis in ("tp", "dp", "cp"):  # those that do not write wait for those that do
-        failed = largest(context, failed, [axis])
-    if isinstance(failure, OSError):
-        raise CheckpointError(f"the checkpoint could not be written: {failure}") from failure
-    if failure is not None:
-        raise failure
-    if failed:
-        raise CheckpointError(f"rank {failed - 1} could not save its part, so the checkpoint is incomplete")
-
-
-def _new_save(context: ParallelContext) -> int:
-    """Return a number shared by all parts of a save, so that parts of two saves are never mixed."""
-    number = torch.tensor([secrets.randbits(62)])
-    for axis in ("pp", "tp"):
-        number = comm.broadcast(number, context, axis, 0)
-    return int(number)
+    at_a_time = 1 if save_serially else context.world_size
+    in_turns(context, at_a_time, lambda: write() if writes else None, of_world=True)
 
 
 def load(
@@ -130,7 +97,7 @@ def load(
         load_dir: the ``save_dir`` of :func:`save`; with ``sharded=False`` a file, or a directory of safetensors.
         model_or_optimizer: loads ``checkpoint[model_key]``; also as ``model=``.
         model_key: key of the model in the checkpoint.
-        load_xser: the checkpoint was saved with ``save_xser=True``.
+        load_xser: accepted without effect; files show how they were saved.
         sharded: False for one unsharded checkpoint with the logical names and shapes of the model: safetensors, or a
             file of ``torch.save``. Each rank reads only its part. This requires a module.
         strict: missing and unexpected names are an error, as in ``Module.load_state_dict``.
@@ -144,7 +111,7 @@ def load(
     target = model if model is not None else model_or_optimizer
     if not sharded:
         return _load_unsharded(Path(load_dir), target, model_key, strict)
-    checkpoint = _read_rank(Path(load_dir), load_xser, current_context())
+    checkpoint = _read_rank(Path(load_dir), current_context())
     if target is None:
         return checkpoint
     if model_key not in checkpoint:
@@ -157,32 +124,18 @@ def load(
     return checkpoint
 
 
-def _read_rank(root: Path, xser: bool, context: ParallelContext) -> dict[str, Any]:
+def _read_rank(root: Path, context: ParallelContext) -> dict[str, Any]:
     path = root / _rank_name(context)
     if not path.exists():
         raise CheckpointError(f"{root} has no {path.name}; {_what_is_there(root)}")
-    if path.is_dir() == xser:
-        was, use = ("without", "False") if path.is_dir() else ("with", "True")
-        raise CheckpointError(f"{path} was saved {was} save_xser; pass load_xser={use}")
-    facts: dict[str, Any] = {}
-    if xser:
-        if is_pickle(path):
-            value = read_reference_xser(path)
-        else:
-            value, facts = read_many_files(path)
-    elif (path / CHECKPOINT).is_file():
-        value, facts = read_one_file(path / CHECKPOINT)
-    elif (path / REFERENCE_CHECKPOINT).is_file():
-        value = read_pickle(path / REFERENCE_CHECKPOINT)
-    else:
-        raise CheckpointError(f"{path} has neither {CHECKPOINT} nor {REFERENCE_CHECKPOINT}")
-    _require_same_save(root, path, facts, xser, context)
+    value, facts = read_rank(path)
+    _require_same_save(root, path, facts, context)
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, not a dictionary")
     return value
 
 
-def _require_same_save(root: Path, path: Path, facts: Mapping[str, Any], xser: bool, context: ParallelContext) -> None:
+def _require_same_save(root: Path, path: Path, facts: Mapping[str, Any], context: ParallelContext) -> None:
     """Raise CheckpointError for a checkpoint of another degree, or with parts of different saves."""
     degrees = facts.get("degrees") or {}
     if not isinstance(degrees, dict) or not degrees.keys() <= {"tp", "pp"}:
@@ -195,10 +148,9 @@ def _require_same_save(root: Path, path: Path, facts: Mapping[str, Any], xser: b
             )
     for tp, pp in itertools.product(range(degrees.get("tp", 0)), range(degrees.get("pp", 0))):
         other = root / f"tp_rank_{tp:02d}_pp_rank_{pp:02d}"
-        file = other if xser else other / CHECKPOINT
-        if other == path or not file.is_file():  # other hosts may keep their own parts
+        if other == path or not other.exists():  # other hosts may keep their own parts
             continue
-        if read_facts(file).get("save") != facts.get("save"):
+        if read_facts(other).get("save") != facts.get("save"):
             raise CheckpointError(
                 f"{path.name} and {other.name} in {root} are parts of two different saves, one of which was "
                 "interrupted; save again, or restore an older checkpoint"

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from nxd_infer.checkpoint.gather import gather_weights
+from nxd_infer.checkpoint.source import gather_weights
 from nxd_infer.errors import WeightMismatchError
 from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.modules.lora import LoRAModel

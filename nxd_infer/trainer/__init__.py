@@ -11,7 +11,7 @@
 """
 
 from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint, wait_for_save
-from nxd_infer.checkpoint.gather import gather_weights
+from nxd_infer.checkpoint.source import gather_weights
 from nxd_infer.modules.nxd_model import NxDModel
 from nxd_infer.trainer.config import TrainConfig, neuronx_distributed_config
 from nxd_infer.trainer.data import ResumableLoader

@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable
 from typing import Any
 
 from blake3 import blake3
@@ -21,32 +20,20 @@ _CHUNK = 4 << 20
 """A thread that hashes waits for the interpreter after each: beside a busy thread 1 MiB took three times as long."""
 
 
-def checksum_and_size(
-    file: io.FileIO, algorithm: str = BLAKE3, progress: Callable[[int], object] | None = None
-) -> tuple[str, int]:
-    """Return the checksum of the rest of a file in hexadecimal, and its size; releases the GIL.
-
-    ``progress`` is called with the number of bytes of each part; ``hashlib.file_digest`` (Python 3.11) reports neither.
-    """
+def checksum_and_size(file: io.FileIO, algorithm: str = BLAKE3) -> tuple[str, int]:
+    """Return the checksum of the rest of a file in hexadecimal, and its size; releases the GIL."""
     digest, size = _digest(algorithm), 0
     buffer = memoryview(bytearray(max(1, min(_CHUNK, os.fstat(file.fileno()).st_size))))
     while count := file.readinto(buffer):
         digest.update(buffer[:count])
         size += count
-        if progress is not None:
-            progress(count)
     return digest.hexdigest(), size
 
 
-def checksum_of(
-    path: str | os.PathLike[str], algorithm: str = BLAKE3, progress: Callable[[int], object] | None = None
-) -> str:
-    """Return the checksum of a file in hexadecimal, read once from start to end; releases the GIL.
-
-    ``progress`` is called with the number of bytes of each part.
-    """
+def checksum_of(path: str | os.PathLike[str], algorithm: str = BLAKE3) -> str:
+    """Return the checksum of a file in hexadecimal, read once from start to end; releases the GIL."""
     with open(path, "rb", buffering=0) as file:
-        return checksum_and_size(file, algorithm, progress)[0]
+        return checksum_and_size(file, algorithm)[0]
 
 
 def checksum_of_bytes(data: bytes, algorithm: str = BLAKE3) -> str:

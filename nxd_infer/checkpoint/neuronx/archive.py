@@ -16,28 +16,23 @@ from typing import Any
 
 from torch import Tensor
 
-from nxd_infer.checkpoint.archive import Archive, Piece
-from nxd_infer.checkpoint.neuronx.folder import MARK, Place, files_of_ranks, find_reference, read_rank
+from nxd_infer.checkpoint.archive import Archive
+from nxd_infer.checkpoint.neuronx.folder import MARK, Place, files_of_ranks
 from nxd_infer.context import AXES
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import DictSource, ParamLayout, duplicates
+from nxd_infer.layout.files.one_rank import read_rank
+from nxd_infer.layout.files.pickles import read_pickle
 from nxd_infer.layout.flat import slices_of
+from nxd_infer.layout.merge import Shard
 from nxd_infer.optimizer.sharded_files import MASTER
 
 
-def open_reference(root: Path, tag: str | None) -> ReferenceArchive:
-    """Open the checkpoint that :func:`find_reference` finds.
-
-    Raises CheckpointError if there is none, or if a rank's file is missing or exists twice.
-    """
-    folder = find_reference(root, tag)
-    if folder is None:
-        raise CheckpointError(f"{root} holds no checkpoint of the reference" + (f" {tag!r}" if tag else ""))
-    return ReferenceArchive(folder)
-
-
 class ReferenceArchive:
-    """A reference checkpoint, open for reading: like an Archive, once its layouts are known."""
+    """A reference checkpoint, open for reading: like an Archive, once its layouts are known.
+
+    Raises CheckpointError if a rank's file is missing or exists twice.
+    """
 
     def __init__(self, folder: Path):
         self.where = str(folder)
@@ -60,22 +55,18 @@ class ReferenceArchive:
         if not ranks:
             return
         dp = 1 + max(place[0] for place in ranks) if what == "optimizer" else 1
-        tp, pp = self.degrees["tp"], self.degrees["pp"]
-        every = (divmod(number, tp * pp) for number in itertools.count())  # lazy, because a name may contain any number
-        places = ((d, *divmod(rest, pp)) for d, rest in every if d < dp)
-        lacking = dp * tp * pp - sum(place[0] < dp for place in ranks)
-        if lacking:
-            first = itertools.islice((place for place in places if place not in ranks), min(lacking, 8))
-            names = [f"dp_rank_{d:02d}_tp_rank_{t:02d}_pp_rank_{p:02d}" for d, t, p in first]
+        places = itertools.product(range(dp), range(self.degrees["tp"]), range(self.degrees["pp"]))
+        if lacking := [place for place in places if place not in ranks]:
+            names = [f"dp_rank_{d:02d}_tp_rank_{t:02d}_pp_rank_{p:02d}" for d, t, p in lacking[:8]]
             raise CheckpointError(
-                f"{folder} lacks the {what} of {lacking} rank(s): {', '.join(names)}; restore the files"
+                f"{folder} lacks the {what} of {len(lacking)} rank(s): {', '.join(names)}; restore the files"
             )
 
     # --- what the files hold --------------------------------------------------------------------------
 
     def _load(self, path: Path) -> Any:
         if path not in self._states:
-            self._states[path] = read_rank(path)
+            self._states[path] = read_rank(path, mapped=True)[0]
         return self._states[path]
 
     def _state(self, ranks: Mapping[Place, Path], place: Place, key: str) -> Any:
@@ -101,12 +92,10 @@ class ReferenceArchive:
             raise CheckpointError(f"{self.where} holds no model; it was saved without")
         for pp in range(self.degrees["pp"]):
             ranks = [self._state(self._model, (0, tp, pp), "model") for tp in range(self.degrees["tp"])]
-            strange = [name for rank in ranks for name in rank if not isinstance(name, str)]
-            if strange:
-                raise CheckpointError(
-                    f"{self.where}: the model has a tensor named {strange[0]!r:.80}, which is not text"
-                )
-            yield [{name: item for name, item in rank.items() if isinstance(item, Tensor)} for rank in ranks]
+            yield [
+                {name: item for name, item in rank.items() if isinstance(name, str) and isinstance(item, Tensor)}
+                for rank in ranks
+            ]
 
     # --- interface of Archive --------------------------------------------------------------------------------
 
@@ -157,18 +146,18 @@ class ReferenceArchive:
 
     def _beside(self, path: Path) -> Any:
         try:
-            return read_rank(path) if path.exists() else None
+            return read_pickle(path, mapped=True) if path.exists() else None
         except CheckpointError as error:
             raise CheckpointError(f"{error}. Move {path.name} away to load the rest of the checkpoint") from error
 
-    def pieces(self, kind: str) -> list[Piece]:
+    def pieces(self, kind: str) -> list[Shard]:
         """Like :meth:`Archive.pieces`. Raises CheckpointError if the layouts are unknown or do not fit."""
         if self._layouts is None:
             raise CheckpointError(f"{self.where}: these files do not say what their tensors are parts of")
         return self._model_pieces(self._layouts) if kind == "model" else self._optimizer_pieces(self._layouts)
 
-    def _model_pieces(self, layouts: Mapping[str, ParamLayout]) -> list[Piece]:
-        found: list[Piece] = []
+    def _model_pieces(self, layouts: Mapping[str, ParamLayout]) -> list[Shard]:
+        found: list[Shard] = []
         seen: set[str] = set()
         wrong: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
         degree = self.degrees["tp"]
@@ -181,7 +170,7 @@ class ReferenceArchive:
                     wrong.append((name, next(shape for shape in shapes if shape != wanted), wanted))
                     continue
                 for tp, rank in enumerate(ranks):
-                    found.append(_piece(name, tp, DictSource(rank), layout, degree))
+                    found.append(Shard.of(name, tp, DictSource(rank), layout, degree))
                 self._require_equal_copies(name, layout, ranks)
             seen |= ranks[0].keys()
         if wrong:
@@ -205,11 +194,11 @@ class ReferenceArchive:
                     "an unsharded checkpoint with the tool that wrote it, and load that"
                 )
 
-    def _optimizer_pieces(self, layouts: Mapping[str, ParamLayout]) -> list[Piece]:
+    def _optimizer_pieces(self, layouts: Mapping[str, ParamLayout]) -> list[Shard]:
         if not self._has_optimizer():
             raise CheckpointError(f"{self.where} holds no optimizer; it was saved without")
         dp, tp = 1 + max(place[0] for place in self._optimizer), self.degrees["tp"]
-        found: list[Piece] = []
+        found: list[Shard] = []
         for pp, d, t in itertools.product(range(self.degrees["pp"]), range(dp), range(tp)):
             state = self._state(self._optimizer, (d, t, pp), "optimizer")
             names = self._numbered(pp)
@@ -266,7 +255,7 @@ class ReferenceArchive:
         tp: int,
         dp: int,
         parts: int,
-    ) -> list[Piece]:
+    ) -> list[Shard]:
         """Return the pieces of one rank, in the order of the parameters; without those that other stages train here."""
         tensors: dict[str, Tensor] = {}
         found = []
@@ -298,37 +287,12 @@ class ReferenceArchive:
                         mismatched=((name, tuple(item.shape), (share, *shape[1:])),),
                     )
             if first < last:
-                found.append(_piece(name, tp, source, layout, self.degrees["tp"], first * inner, last * inner, values))
+                flat = (first * inner, last * inner)
+                found.append(Shard.of(name, tp, source, layout, self.degrees["tp"], flat, values))
         return found
 
 
 AnyArchive = Archive | ReferenceArchive
-
-
-def _piece(
-    name: str,
-    tp: int,
-    source: DictSource,
-    layout: ParamLayout,
-    degree: int,
-    start: int = 0,
-    stop: int | None = None,
-    values: Mapping[str, Any] | None = None,
-) -> Piece:
-    shape = layout.rank_shape(degree)
-    stop = math.prod(shape) if stop is None else stop
-    return Piece(
-        name,
-        tp,
-        source,
-        layout.rank_layout(degree, tp),
-        shape,
-        start,
-        stop,
-        layout.logical_shapes,
-        values or {},
-        layout,
-    )
 
 
 def one_by_one(layouts: Mapping[str, ParamLayout]) -> dict[str, ParamLayout]:
@@ -343,29 +307,11 @@ def one_by_one(layouts: Mapping[str, ParamLayout]) -> dict[str, ParamLayout]:
 
 def _as_optimizer(state: Mapping[Any, Any], path: Path) -> Mapping[Any, Any]:
     """Return ``state``. Raises CheckpointError if it is not an optimizer's."""
-
-    def check(key: str, fits: bool, wanted: str) -> None:
-        if not fits:
-            raise CheckpointError(
-                f"{path}: the optimizer's {key!r} must be {wanted}, got {type(state.get(key)).__name__}"
-            )
-
-    groups = state.get("param_groups")
-    listed = isinstance(groups, list | tuple) and all(
-        isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple) for group in groups
-    )
-    check("param_groups", listed, "a list of dictionaries, each with its 'params'")
-    key = "base_state" if "base_state" in state else "state"
-    entries = state.get(key)
-    check(key, isinstance(entries, Mapping) and _all_mappings(entries), "a dictionary of dictionaries")
-    masters = state.get("sharded_master_weights", {})
-    tensors = isinstance(masters, Mapping) and all(isinstance(item, Tensor) for item in masters.values())
-    check("sharded_master_weights", tensors, "a dictionary of tensors")
+    groups, entries = state.get("param_groups"), state.get("base_state", state.get("state"))
+    fits = isinstance(groups, list) and all(isinstance(group, Mapping) and "params" in group for group in groups)
+    if not fits or not isinstance(entries, Mapping) or not all(isinstance(one, Mapping) for one in entries.values()):
+        raise CheckpointError(f"{path}: the optimizer's state must have 'param_groups', and 'state' or 'base_state'")
     return state
-
-
-def _all_mappings(entries: Mapping[Any, Any]) -> bool:
-    return all(isinstance(entry, Mapping) and all(isinstance(key, str) for key in entry) for entry in entries.values())
 
 
 def _has_tensors(value: Any) -> bool:

@@ -13,33 +13,33 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from nxd_infer.checkpoint.storage import LocalStorage, Storage
 from nxd_infer.errors import CheckpointError
-from nxd_infer.layout.files.one_rank import read_many_files, read_one_file
-from nxd_infer.layout.files.pickles import is_pickle, read_pickle, read_reference_xser, tensors_folder
 
 MARK, DONE, TENSORS = "checkpoint", "done", ".tensors"
-_RANK = re.compile(r"^(?:dp_rank_(\d+)_)?(ep_rank_\d+_)?tp_rank_(\d+)_pp_rank_(\d+)(?:_dp_rank_(\d+))?(?:\.pt)?$")
+_RANK = re.compile(
+    r"^(?:dp_rank_(\d{1,4})_)?(ep_rank_\d+_)?tp_rank_(\d{1,4})_pp_rank_(\d{1,4})(?:_dp_rank_(\d{1,4}))?(?:\.pt)?$"
+)
 
 Place = tuple[int, int, int]
 """Data-parallel, tensor-parallel and pipeline rank."""
 
 
-def find_reference(root: Path, tag: str | None) -> Path | None:
-    """Return the folder of the reference's checkpoint ``tag``; without a tag the newest complete one, or ``root``."""
+def reference_in(storage: Storage, tag: str | None) -> Path | None:
+    """Return the folder of the reference's checkpoint ``tag``; without a tag the newest complete one, or the root.
+
+    Its checkpoints are read from folders of a file system only.
+    """
+    if not isinstance(storage, LocalStorage):
+        return None
+    root = storage.root
     if tag is not None:
         return root / tag if _is_whole(root / tag) else None
     if _is_whole(root):
         return root
-    there = [folder for folder in root.iterdir() if _is_whole(folder)] if root.is_dir() else []
-    return max(there, key=_saved_at, default=None)
-
-
-def reference_in(storage: Storage, tag: str | None) -> Path | None:
-    """Like :func:`find_reference`; its checkpoints are read from folders of a file system only."""
-    return find_reference(storage.root, tag) if isinstance(storage, LocalStorage) else None
+    complete = [folder for folder in root.iterdir() if _is_whole(folder)] if root.is_dir() else []
+    return max(complete, key=_saved_at, default=None)
 
 
 def _saved_at(folder: Path) -> tuple[int, str]:
@@ -71,17 +71,3 @@ def files_of_ranks(folder: Path) -> dict[Place, Path]:
             raise CheckpointError(f"{found[place].name} and {path.name} of {folder} are of the same rank; keep one")
         found[place] = path
     return found
-
-
-def read_rank(path: Path) -> Any:
-    """Read one rank's file or folder, in either form."""
-    if path.is_dir():
-        ours, theirs = path / "checkpoint.safetensors", path / "checkpoint.pt"
-        if ours.is_file() and theirs.is_file():
-            raise CheckpointError(f"{path} has both {ours.name} and {theirs.name}; keep one")
-        return read_one_file(ours)[0] if ours.is_file() else read_pickle(theirs, mapped=True)
-    if not tensors_folder(path).is_dir():
-        return read_pickle(path, mapped=True)
-    if is_pickle(path):
-        return read_reference_xser(path, mapped=True)
-    return read_many_files(path)[0]

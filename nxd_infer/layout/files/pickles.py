@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,6 @@ def read_pickle(path: Path, mapped: bool = False) -> Any:
     """
     stand_in: Any = (_TensorReference, "torch_xla.utils.serialization.TensorReference")
     try:
-        _require_stored(path)
         with torch.serialization.safe_globals([stand_in]):
             return torch.load(path, map_location=HOST, weights_only=True, mmap=mapped and zipfile.is_zipfile(path))
     except OSError as error:
@@ -51,17 +49,6 @@ def read_pickle(path: Path, mapped: bool = False) -> Any:
             f"{path} was refused: it is damaged, or holds more than tensors and plain values, and code in a "
             f"checkpoint is never run ({' '.join(reason[:6])[:600]})"
         ) from error
-
-
-def _require_stored(path: Path) -> None:
-    """Raise ValueError for an archive that holds more than the file has bytes; ``torch.save`` compresses nothing."""
-    if not zipfile.is_zipfile(path):
-        return
-    with zipfile.ZipFile(path) as archive:
-        parts = archive.infolist()
-    total, most = sum(part.file_size for part in parts), os.path.getsize(path)
-    if total > most or any(part.compress_type != zipfile.ZIP_STORED for part in parts):
-        raise ValueError(f"its parts have {total} bytes and the file {most}: it is compressed; save it with torch.save")
 
 
 def read_reference_xser(path: Path, mapped: bool = False) -> Any:
@@ -79,10 +66,10 @@ def read_reference_xser(path: Path, mapped: bool = False) -> Any:
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 31:
             raise CheckpointError(f"{path} refers to the tensor {number!r:.80}, and they are numbered from 0 on")
         if number not in tensors:
-            found = read_pickle(folder / f"tensor_{number}.pt", mapped)
-            if not isinstance(found, Tensor):
-                raise CheckpointError(f"{folder / f'tensor_{number}.pt'} holds {type(found).__name__}, not a tensor")
-            tensors[number] = found
+            loaded = read_pickle(folder / f"tensor_{number}.pt", mapped)
+            if not isinstance(loaded, Tensor):
+                raise CheckpointError(f"{folder / f'tensor_{number}.pt'} holds {type(loaded).__name__}, not a tensor")
+            tensors[number] = loaded
         return tensors[number]
 
     def visit(item: Any, level: int) -> Any:

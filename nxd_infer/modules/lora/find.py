@@ -7,14 +7,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nxd_infer.comm.texts import gather_texts
 from nxd_infer.comm.turns import in_turns
 from nxd_infer.context import AXES, current_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.files.atomic import REMOVING
-from nxd_infer.layout.files.manifest import checksums_of, marked_number, read_manifest
+from nxd_infer.layout.files.manifest import Manifest, marked_number, read_manifest
 from nxd_infer.util.beneath import AnyPath
 from nxd_infer.util.devices import group_exists
 from nxd_infer.util.reading import checksum_of
@@ -127,8 +126,8 @@ def _newest_checkpoint(folders: list[Path]) -> Path | None:
             if (folder / SUBFOLDER).is_dir():
                 damaged.append((marked_number(_reader(folder)), error))
             continue
-        if manifest is not None and f"{SUBFOLDER}/{WEIGHTS}" in manifest["files"]:
-            numbers[folder] = manifest["counter"]
+        if manifest is not None and f"{SUBFOLDER}/{WEIGHTS}" in manifest.files:
+            numbers[folder] = manifest.counter
     last = max(numbers.values(), default=0)
     for number, error in damaged:
         if number is None or number > last:
@@ -151,7 +150,7 @@ def _reader(folder: Path) -> Callable[[str], bytes]:
     return lambda name: (folder / name).read_bytes()
 
 
-def _manifest(folder: Path) -> dict[str, Any] | None:
+def _manifest(folder: Path) -> Manifest | None:
     return read_manifest(_reader(folder), lambda name: str(folder / name))
 
 
@@ -164,13 +163,11 @@ def _verified(adapter: Path) -> Path:
     if manifest is None:
         raise CheckpointError(f"{folder} has an adapter, but the checkpoint is incomplete: load another tag")
     for name in (CONFIG, WEIGHTS):
-        if f"{SUBFOLDER}/{name}" not in manifest["files"]:  # the configuration is in the weights' header
+        if f"{SUBFOLDER}/{name}" not in manifest.files:  # the configuration is in the weights' header
             continue
         if not (adapter / name).is_file():
             raise CheckpointError(f"{adapter / name} is missing; restore the file, or load another tag")
-        algorithm, known = checksums_of(manifest)
-        recorded = known.get(f"{SUBFOLDER}/{name}")
-        if recorded is not None and checksum_of(adapter / name, algorithm) != recorded:
+        if checksum_of(adapter / name) != manifest.blake3.get(f"{SUBFOLDER}/{name}"):
             raise CheckpointError(
                 f"{adapter / name} differs from its checksum: it was damaged or changed after it was saved; restore "
                 "the file, or load another tag"

@@ -109,15 +109,6 @@ def test_ranks_and_tools_in_a_bucket(bucket, tmp_path: Path):
     assert sum(f"s3://{file} differs from its checksum" in text for text in told) == 1, told
 
 
-def test_a_file_of_several_parts(bucket):
-    """Above 8 MB a file travels in parts, both ways."""
-    _, objects, _ = bucket
-    model, other = nn.Linear(1600, 1600), nn.Linear(1600, 1600)
-    save_checkpoint("s3://models", "a", model, user_content=1)
-    assert len(objects["models/a.00000001/model.tp_rank_00.pp_rank_00.safetensors"]) > 8 << 20
-    assert load_checkpoint("s3://models", model=other) == 1 and torch.equal(other.weight, model.weight)
-
-
 def test_a_whole_checkpoint_survives_a_failure_to_tidy_up(bucket):
     """Removing an older one fails halfway: that is reported, and the new one exists."""
     _, objects, _ = bucket
@@ -135,10 +126,10 @@ LAST_SAVES = (
     "save_checkpoint('s3://models', 'last', torch.nn.Linear(300, 300), user_content=1, async_save=True)",
     # What another rank than the first does, which meets the store for the first time when its process ends.
     "import torch; from nxd_infer.checkpoint.async_save import outstanding; "
-    "from nxd_infer.checkpoint.contents import Content; from nxd_infer.checkpoint.save import write_rank; "
+    "from nxd_infer.checkpoint.contents import Content; from nxd_infer.checkpoint.save import write_content; "
     "from nxd_infer.checkpoint.storage import storage_of; "
     "storage, content = storage_of('s3://models'), Content({'a': {'b': torch.zeros(3)}}, {}); "
-    "outstanding.start(storage, 'last', 1, lambda: write_rank(storage, 'last', 1, content))",
+    "outstanding.start(storage, 'last', 1, lambda: write_content(storage, 'last', 1, content))",
 )
 
 

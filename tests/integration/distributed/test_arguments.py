@@ -95,7 +95,7 @@ def tensor_parallel(folder: Path) -> dict[str, Any]:
         found[name] = same_logits(model, whole)
     slow = {"use_xser": False, "num_local_ranks_per_step": 1}
     found["writing"] = times(
-        lambda: Parallelizer.save_model_sharded_checkpoint(trained, folder / "d", **slow), api, "write_rank"
+        lambda: Parallelizer.save_model_sharded_checkpoint(trained, folder / "d", **slow), api, "write_content"
     )
     found["not parallel"] = refusal(
         ParallelConfigError, lambda: Parallelizer.load_model_sharded_checkpoint(LLAMA.build(), folder / "a")

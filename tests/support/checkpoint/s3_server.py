@@ -26,8 +26,6 @@ class _Handler(BaseHTTPRequestHandler):
     objects: dict[str, bytes]
     calls: list[str]
     kept: Collection[str]
-    parts: dict[str, dict[int, bytes]]
-    """Of files that are uploaded in several, by upload and number."""
 
     def log_message(self, format: str, *args: object) -> None:
         """Quiet."""
@@ -52,21 +50,6 @@ class _Handler(BaseHTTPRequestHandler):
         query = parse_qs(urlsplit(self.path).query, keep_blank_values=True)
         return {name: values[0] for name, values in query.items()}
 
-    def do_POST(self) -> None:
-        """A file of several parts is begun, and made of them."""
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        query, key = self._query(), self._key()
-        if "uploads" in query:
-            upload = f"upload-{key}"
-            self.parts[upload] = {}
-            answer = f"<InitiateMultipartUploadResult><UploadId>{upload}</UploadId></InitiateMultipartUploadResult>"
-        else:
-            parts = self.parts.pop(query["uploadId"])
-            self.calls.append(f"PUT {key}")
-            self.objects[key] = b"".join(parts[number] for number in sorted(parts))
-            answer = "<CompleteMultipartUploadResult><ETag>x</ETag></CompleteMultipartUploadResult>"
-        self._answer(200, answer.encode(), Content_Type="application/xml")
-
     def do_PUT(self) -> None:
         size = int(self.headers["Content-Length"])
         data = self.rfile.read(size)
@@ -74,11 +57,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         assert "aws-chunked" not in self.headers.get("Content-Encoding", "")
-        query = self._query()
-        if "partNumber" in query:
-            self.parts[query["uploadId"]][int(query["partNumber"])] = data
-            self._answer(200)
-            return
         self.calls.append(f"PUT {self._key()}")
         self.objects[self._key()] = data
         self._answer(200)
@@ -148,7 +126,7 @@ def s3_server(kept: Collection[str] = ()) -> Iterator[tuple[str, dict[str, bytes
 
     It refuses to delete what is ``kept``.
     """
-    handler = type("Handler", (_Handler,), {"objects": {}, "calls": [], "parts": {}, "kept": kept})
+    handler = type("Handler", (_Handler,), {"objects": {}, "calls": [], "kept": kept})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -17,7 +16,7 @@ from torch import nn
 from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint
 from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.errors import CheckpointError
-from tests.support.checkpoint.older import with_sha256, without_checksums
+from tests.support.checkpoint.resigned import resign
 from tests.support.trainer.jobs import trained_mlp, training
 from tests.support.trainer.models import mlp
 
@@ -85,23 +84,9 @@ def test_elements_that_two_ranks_claim_are_refused(tmp_path: Path):
     save_checkpoint(tmp_path, "a", model)
     folder = tmp_path / "a"
     shutil.copyfile(folder / "rank_00000.json", folder / "rank_00001.json")
-    without_checksums(folder, world_size=2)
+    resign(folder, world_size=2)
     with pytest.raises(CheckpointError, match=r"'unused': the checkpoint holds 6 of the 3 elements asked for"):
         load_checkpoint(tmp_path, "a", nn.ParameterDict({"unused": torch.zeros(3)}), strict=False)
-
-
-def test_older_checkpoints_are_verified_by_their_sha256(tmp_path: Path):
-    model, _ = trained_mlp()
-    save_checkpoint(tmp_path, "a", model, user_content=7)
-    names = with_sha256(tmp_path / "a")
-    assert names == sorted(json.loads((tmp_path / "a" / "manifest.json").read_text())["files"])
-    other = training(mlp, seed=3)[0]
-    assert load_checkpoint(tmp_path, "a", other) == 7
-    for name in names:
-        flip(tmp_path / "a" / name)
-        with pytest.raises(CheckpointError, match=rf"{name} differs from its checksum \(sha256 "):
-            load_checkpoint(tmp_path, "a", other)
-        flip(tmp_path / "a" / name)
 
 
 RECORD = "rank_00000.json"
@@ -109,12 +94,12 @@ RECORD = "rank_00000.json"
 Change = Callable[[str], str]
 
 
-def bare(root: Path, change: Change) -> None:
-    """A checkpoint as the first version wrote it, without checksums, with a changed record."""
+def by_hand(root: Path, change: Change) -> None:
+    """A checkpoint with a changed record, whose checksum is right."""
     save_checkpoint(root, "a", *trained_mlp(), user_content=1)
     folder = root / "a"
     (folder / RECORD).write_text(change((folder / RECORD).read_text()))
-    without_checksums(folder)
+    resign(folder)
 
 
 def put(*path: str, value: Any = None, drop: bool = False) -> Change:
@@ -132,49 +117,33 @@ def put(*path: str, value: Any = None, drop: bool = False) -> Change:
     return change
 
 
-def test_a_checkpoint_of_the_first_version(tmp_path: Path):
-    """Without checksums and the names of groups, with an empty ``done``."""
-    without_names, without_checks = put("optimizer", "group_names", drop=True), put("blake3", drop=True)
-    bare(tmp_path, lambda text: without_names(without_checks(text)))
-    assert load_checkpoint(tmp_path, None, *training(mlp, seed=3)) == 1
-
-
 PIECE = ("model", "pieces", "unused")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: f"[{text}]", "must hold an object"),
-        (put("place", drop=True), "'place' must be an object with a whole number for tp and dp, got None"),
-        (put("model", value=3), "'model' must be an object with the name of a file, got 3"),
+        (lambda text: f"[{text}]", "rank_00000.json is damaged"),
+        (put("place", drop=True), "rank_00000.json is damaged: KeyError.*'place'"),
+        (put("model", value=3), "rank_00000.json is damaged"),
         (put("model", "file", value="../a"), "would lie outside of it"),
         (put("model", "file", value="nowhere.safetensors"), "nowhere.safetensors"),
         (put("model", "file", value="x" * 300), "cannot be opened: File name too long"),
-        (put("model", "pieces", value=[]), r"'model': 'pieces' must be an object of objects, got \[\]"),
+        (put("model", "pieces", value=[]), "rank_00000.json is damaged: .*'model' has no 'file' or no 'pieces'"),
         (put(*PIECE, "layout", drop=True), "'unused' is damaged"),
-        (put(*PIECE, "logical", value={"unused": ["3"]}), "'unused' is damaged"),
         (put(*PIECE, "range", value=["0", "3"]), "'unused' is damaged"),
-        (put(*PIECE, "shape", value=[4]), "'unused' is damaged.*do not agree"),
         (put(*PIECE, "logical", value={"other": [3]}), "'unused' is damaged.*do not agree"),
         (put(*PIECE, "range", value=[0, 4]), "'unused' is damaged.*do not agree"),
-        (put("model", "pieces", "down.weight", "layout", "axes", value=[[]]), "'down.weight' is damaged"),
-        (put("optimizer", "group_names", value=[[{}]]), r"'group_names' must be a list of lists of names, got"),
-        (put("optimizer", "pieces", "unused", "values", value=[1]), "'unused' is damaged"),
         (put(*PIECE, "plans", value=[[[]]]), "'unused' is damaged"),
-        (put("optimizer", "param_groups", drop=True), "'param_groups' must be a list of objects, got None"),
-        (put("values", drop=True), "rank_00000.json holds no 'values'"),
-        (put("values", "structure", drop=True), "'values': it has no 'structure'"),
+        (put("values", drop=True), "rank_00000.json holds no 'values' with a 'structure'"),
         (put("values", "structure", value={"dict": []}), "'values': it has no 'user_content'"),
-        (put("values", "structure", value={"dict": [[{"list": []}, 1]]}), "the structure of the checkpoint is damaged"),
         (put("values", "structure", value={"tensor": "x"}), "rank_00000"),
     ],
 )
 def test_a_record_made_by_hand(tmp_path: Path, change: Change, message: str):
-    bare(tmp_path, change)
-    with pytest.raises(CheckpointError, match=message) as raised:
+    by_hand(tmp_path, change)
+    with pytest.raises(CheckpointError, match=message):
         load_checkpoint(tmp_path, "a", *training(mlp, seed=1))
-    assert str(tmp_path / "a") in str(raised.value) or "structure" in message
 
 
 @pytest.mark.parametrize(("name", "junk"), [("torch", 3), ("numpy", {"tuple": [1]})])
@@ -186,24 +155,19 @@ def test_a_random_state_made_by_hand(tmp_path: Path, name: str, junk: Any):
         entry[1] = junk
         return json.dumps(record)
 
-    bare(tmp_path, change)
+    by_hand(tmp_path, change)
     with pytest.raises(CheckpointError, match=r"the random state in .*a is damaged"):
         load_checkpoint(tmp_path, "a", *training(mlp, seed=1))
 
 
-@pytest.mark.parametrize("depth", [400, 100_000])
-def test_a_record_that_is_nested_deeply(tmp_path: Path, depth: int):
-    def nest(text: str) -> str:
-        before, _, after = text.partition('"structure": ')
-        return f'{before}"structure": {"[" * depth}{"]" * depth}, "x": {after}'
-
-    bare(tmp_path, nest)
-    with pytest.raises(CheckpointError, match=r"damaged|nested too deeply"):
+def test_a_record_that_is_nested_deeply(tmp_path: Path):
+    by_hand(tmp_path, lambda text: f'{text[:-1]}, "x": {"[" * 100_000}{"]" * 100_000}}}')
+    with pytest.raises(CheckpointError, match="nested too deeply"):
         load_checkpoint(tmp_path, "a", *training(mlp, seed=1))
 
 
 def test_memory_is_for_what_the_files_hold(tmp_path: Path):
-    bare(tmp_path, put(*PIECE, "logical", value={"unused": [2**40]}))
+    by_hand(tmp_path, put(*PIECE, "logical", value={"unused": [2**40]}))
     with pytest.raises(CheckpointError, match="'unused': the checkpoint holds 3 of the 1099511627776 elements"):
         weight_source(tmp_path, "a").read("unused")
 
@@ -257,7 +221,7 @@ def no_file(mark: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda mark: mark.write_bytes(b""), "b/done is empty"),
+        (lambda mark: mark.write_bytes(b""), "b/manifest.json differs from its checksum"),
         (lambda mark: mark.write_bytes(b"\xff" + mark.read_bytes()[1:]), "b"),
         (no_file, "b"),
     ],
@@ -277,24 +241,17 @@ def test_a_damaged_mark_of_the_newest_is_no_missing_checkpoint(tmp_path: Path, d
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"format": "nxd-checkpoint 2.0"},
-            r"format 'nxd-checkpoint 2.0'; this release reads nxd-checkpoint 1.0 and",
-        ),
-        ({"counter": 1 << 70}, r"'counter' must be a whole number from 1 to 2\^62, got 118059162"),
-        ({"degrees": {"tp": 1}}, r"'degrees' must"),
-        ({"saved_at": "now"}, r"'saved_at' must be a time in seconds, got 'now'"),
-        ({"sha256": ["x"]}, r"'sha256' must be an object of strings, got \['x'\]"),
-        ({"world_size": "two"}, r"'world_size' must be a whole number of at least 1, got 'two'"),
+        ({"format": "nxd-checkpoint 2.0"}, "format 'nxd-checkpoint 2.0'; this release reads nxd-checkpoint 1.1"),
+        ({"counter": 1 << 70}, "'counter': Input should be less than .*, got 118059162"),
+        ({"degrees": {"tp": 1}}, "'degrees': "),
+        ({"saved_at": "now"}, "'saved_at': Input should be a valid number, got 'now'"),
+        ({"world_size": "two"}, "'world_size': Input should be a valid integer, got 'two'"),
     ],
 )
 def test_a_manifest_that_cannot_be_meant_is_named(tmp_path: Path, change: dict[str, object], message: str):
-    """It is the newest, so an older one must not silently replace it; with and without its own checksum."""
+    """It is the newest, so an older one must not silently replace it."""
     saved(tmp_path, "a", "b")
-    path = tmp_path / "b" / "manifest.json"
-    text = json.dumps({**json.loads(path.read_text()), **change}).encode()
-    path.write_bytes(text)
-    (tmp_path / "b" / "done").write_text(hashlib.sha256(text).hexdigest())
+    resign(tmp_path / "b", **change)
     for tag in (None, "b"):
         with pytest.raises(CheckpointError, match=message):
             load_checkpoint(tmp_path, tag)
@@ -313,14 +270,3 @@ def test_has_checkpoint_says_what_load_does(tmp_path: Path):
     assert has_checkpoint(tmp_path) and has_checkpoint(tmp_path, "a")  # there is one, and it is damaged
     with pytest.raises(CheckpointError, match="differs from its checksum"):
         load_checkpoint(tmp_path)
-
-
-def test_what_was_saved_again_is_not_replaced_by_what_was_before(tmp_path: Path):
-    """A whole save that was never renamed (it was damaged then, and restored now) is older than its tag."""
-    save_checkpoint(tmp_path, "a", user_content="before")
-    shutil.copytree(tmp_path / "a", tmp_path / "aside")
-    save_checkpoint(tmp_path, "a", user_content="again")
-    (tmp_path / "aside").rename(tmp_path / ".saving-00000001")
-    saved(tmp_path, "b")
-    assert load_checkpoint(tmp_path, "a") == "again"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]

@@ -20,9 +20,8 @@ import nxd_infer as nxd
 from nxd_infer.checkpoint import save as checkpoint_write
 from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint, wait_for_save
 from nxd_infer.checkpoint.archive import Archive
-from nxd_infer.checkpoint.contents import Content
 from nxd_infer.checkpoint.folder import rank_stem
-from nxd_infer.checkpoint.save import wait_for_ranks, write_rank
+from nxd_infer.checkpoint.save import wait_for_ranks
 from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.checkpoint.storage import LocalStorage, RemoteStorage, storage_of
 from nxd_infer.errors import CheckpointError, WeightMismatchError
@@ -199,10 +198,10 @@ def test_a_save_that_makes_progress_is_waited_for(tmp_path: Path, monkeypatch: p
     whole = {f"{rank_stem(0)}.json": 1}
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / f"{rank_stem(0)}.json").write_text('{"blake3": {"file": "its"}}')
-    signs = [{"rank_00000.alive": n} for n in range(20)]
+    signs = [{"model.safetensors": n} for n in range(20)]
     assert wait_for_ranks(Looks(tmp_path, [*signs, whole]), "a", 1)["file"] == "its"
     with pytest.raises(CheckpointError, match=r"nothing came for 0 s; missing: \['rank_00000.json'\]"):
-        wait_for_ranks(Looks(tmp_path, [{"rank_00000.alive": 1}] * 1000), "a", 1)
+        wait_for_ranks(Looks(tmp_path, [{"model.safetensors": 1}] * 1000), "a", 1)
     (tmp_path / "a" / "rank_00001.failed").write_text("the disk is full")
     with pytest.raises(CheckpointError, match=r"rank_00001.failed: the disk is full"):
         wait_for_ranks(Looks(tmp_path, [*signs, {"rank_00001.failed": 1}]), "a", 2)
@@ -261,25 +260,6 @@ def test_a_store_that_fsspec_brings():
     assert load_checkpoint(root, model=other) == 2
     save_checkpoint(root, "step_2", model, user_content="again")
     assert storage.folders() == ["step_2.00000005"] and load_checkpoint(root) == "again"
-
-
-def test_a_rank_says_that_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """While it reads a large file for its checksum, a small file grows; it goes before the rank's JSON."""
-    monkeypatch.setattr(checkpoint_write, "HEARTBEAT_SECONDS", 0.0)
-    content = Content({"model.tp_rank_00.pp_rank_00.safetensors": {"a": torch.zeros(1 << 22)}}, {"place": {}})
-    seen: list[int] = []
-    storage = LocalStorage(tmp_path)
-    (tmp_path / "a").mkdir()
-    own = storage.write
-
-    def write(name: str, data: bytes) -> None:
-        own(name, data)
-        seen.append(storage.files("a")["rank_00001.alive"])
-
-    monkeypatch.setattr(storage, "write", write)
-    write_rank(storage, "a", 1, content)
-    assert seen == list(range(1, len(seen) + 1)) and len(seen) > 3
-    assert sorted(storage.files("a")) == [*content.files, "rank_00001.json"]
 
 
 def save(root: Path, tag: str, number: float, **options: Any) -> None:

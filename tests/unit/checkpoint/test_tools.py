@@ -21,7 +21,7 @@ from nxd_infer.layout import AxisPlan, ParamLayout, weight_layout
 from nxd_infer.layout.describe import describe_plans, read_plans
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
-from tests.support.checkpoint.older import without_checksums
+from tests.support.checkpoint.resigned import resign
 from tests.support.e2e.command import here, refused
 from tests.support.trainer.jobs import losses_of, training
 from tests.support.trainer.models import decoder
@@ -110,12 +110,12 @@ def test_what_cannot_be_resharded(tmp_path: Path):
     save_checkpoint(tmp_path / "d", "dict", {"weight": torch.ones(2)})
     done = run("reshard", tmp_path / "d", tmp_path / "c", "--tp", 1)
     assert done.status == 1 and "saved as a dictionary, which fits only its own degrees" in done.err
-    record_file = tmp_path / "a" / "a" / "rank_00000.json"  # as the first version wrote it
+    record_file = tmp_path / "a" / "a" / "rank_00000.json"  # as of a custom plan
     record = json.loads(record_file.read_text())
     for piece in record["model"]["pieces"].values():
-        del piece["plans"]
+        piece["plans"] = None
     record_file.write_text(json.dumps(record))
-    without_checksums(tmp_path / "a" / "a")
+    resign(tmp_path / "a" / "a")
     done = run("reshard", tmp_path / "a", tmp_path / "c", "--tp", 2)
     assert done.status == 1 and "does not say how" in done.err and "save it there" in done.err
     assert not (tmp_path / "c").exists()
