@@ -49,7 +49,7 @@ def open_archive(
         theirs.know(layouts_of(theirs, tables))
         return theirs
     known = _layouts(config) if config is not None else {}
-    theirs.know({**infer_layouts(theirs, read_rules(Path(rules)) if rules is not None else None, known), **known})
+    theirs.know({**infer_layouts(theirs, {} if rules is None else read_rules(Path(rules)), known), **known})
     return theirs
 
 

@@ -1,18 +1,14 @@
-"""Infer the layouts of the tensors of a reference checkpoint, if no model is available to provide them.
+"""Find the layouts of the tensors of a reference checkpoint without a model: by rules, or from the tensors themselves.
 
-Without help only the tensors themselves are known. With one tensor-parallel rank everything is unsharded; tensors that
-are equal on all ranks are replicated; a vector that differs is sharded along its one dimension. A matrix that differs
-may be sharded along either dimension. A constant tensor (such as a never trained bias of zeros) is equal on all ranks
-whether it is sharded or not: a norm's weight is unsharded, a bias follows its layer's weight. In all other cases a
-guess would be a silent mistake, so they need the layouts of a model or rules.
+With one tensor-parallel rank everything is unsharded. A tensor that is equal on all ranks is replicated, if it is not
+constant, and a vector that differs is sharded. In all other cases a guess would be a silent mistake.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,34 +22,31 @@ Rules = Mapping[str, int | None]
 """Maps name patterns (``*.o_proj.weight``) to the sharded dimension, or None if replicated."""
 
 
-def infer_layouts(
-    archive: ReferenceArchive, rules: Rules | None = None, known: Mapping[str, ParamLayout] | None = None
-) -> dict[str, ParamLayout]:
+def infer_layouts(archive: ReferenceArchive, rules: Rules, known: Container[str] = ()) -> dict[str, ParamLayout]:
     """Return the layouts of all the model's tensors that are not in ``known``. The first matching rule applies.
 
     Padding cannot be recognised and stays. Raises CheckpointError listing the tensors whose layout is unknown, and for
     a rule that does not fit.
     """
-    known, rules = known or {}, rules or {}
-    found: dict[str, ParamLayout] = {}
+    layouts: dict[str, ParamLayout] = {}
     unknown: list[str] = []
     for ranks in archive.stages():
-        cuts = {name: _cut_of(layout, len(ranks)) for name, layout in known.items()}
-        for name in sorted(ranks[0].keys() - cuts.keys(), key=lambda name: name.endswith("bias")):  # weights first
+        for name in (name for name in ranks[0] if name not in layouts and name not in known):
             tensors = [rank[name] for rank in ranks if name in rank]
-            dim = cuts[name] = _dimension(name, tensors, rules, cuts)
-        for name in (name for name in ranks[0] if name not in found and name not in known):
-            tensors, dim = [rank[name] for rank in ranks if name in rank], cuts[name]
-            if dim == UNKNOWN:
-                unknown.append(f"{name} {list(tensors[0].shape)}")
-                continue
             shape = list(tensors[0].shape)
             axes: list[AxisPlan | int] = list(shape)
+            matching = [dim for pattern, dim in rules.items() if fnmatch.fnmatchcase(name, pattern)]
+            dim = matching[0] if matching else None
+            if matching and dim is not None and not -len(shape) <= dim < len(shape):
+                raise CheckpointError(f"the rule for {name!r} cuts dimension {dim}, and its shape is {shape}")
+            if not matching and not _replicated(tensors):
+                if len(shape) != 1 or tensors[0].equal(tensors[1]):
+                    unknown.append(f"{name} {shape}")
+                    continue
+                dim = 0
             if dim is not None:
-                if not -len(shape) <= dim < len(shape):
-                    raise CheckpointError(f"the rule for {name!r} cuts dimension {dim}, and its shape is {shape}")
                 axes[dim] = AxisPlan.even(shape[dim] * len(ranks))
-            found[name] = ParamLayout.of(axes, name)
+            layouts[name] = ParamLayout.of(axes, name)
     if unknown:
         raise CheckpointError(
             f"{archive.where}: these files do not say along which dimension a tensor was cut, and of {len(unknown)} "
@@ -61,34 +54,16 @@ def infer_layouts(
             "everywhere looks alike whether it was cut or not). Give the model's "
             'directory with --config, or with --rules a JSON file such as {"*.o_proj.weight": 1, "*.weight": 0}'
         )
-    return found
+    return layouts
 
 
-UNKNOWN = 1 << 30
-_NORM = re.compile(r"(^|\.)(?!(q|k|v|query|key|value)_)(\w*norm(_?\d+)?|ln(_\w+|\d*))\.(weight|bias)$")
-"""Norms of queries and keys are excluded: they may span all heads, and are then sharded."""
-
-
-def _dimension(name: str, ranks: Sequence[Tensor], rules: Rules, cuts: Mapping[str, int | None]) -> int | None:
-    """Return the sharded dimension, None, or UNKNOWN; ``cuts`` are those of the tensors seen before."""
+def _replicated(ranks: Sequence[Tensor]) -> bool:
+    """Whether the tensors of all ranks show that each has all of it."""
     first = ranks[0]
-    for pattern, dim in rules.items():
-        if fnmatch.fnmatchcase(name, pattern):
-            return dim + first.dim() if dim is not None and -first.dim() <= dim < 0 else dim
     if len(ranks) == 1 or first.dim() == 0:
-        return None
-    if any(not rank.equal(first) for rank in ranks[1:]):
-        return 0 if first.dim() == 1 else UNKNOWN
-    if _NORM.search(name) or bool((first != first.reshape(-1)[:1]).any()):
-        return None
-    weight = cuts.get(f"{name.removesuffix('bias')}weight", UNKNOWN) if name.endswith("bias") else UNKNOWN
-    return None if weight in (None, 1) else weight
-
-
-def _cut_of(layout: ParamLayout, degree: int) -> int | None:
-    """Return the dimension along which a known layout is sharded."""
-    whole, part = layout.rank_shape(1), layout.rank_shape(degree)
-    return next((dim for dim, sizes in enumerate(zip(whole, part, strict=True)) if sizes[0] != sizes[1]), None)
+        return True
+    constant = bool((first == first.reshape(-1)[:1]).all())
+    return not constant and all(rank.equal(first) for rank in ranks[1:])
 
 
 def read_rules(path: Path) -> dict[str, int | None]:

@@ -83,15 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif key not in self.objects:
             self._error(404, "NoSuchKey")
         else:
-            data = self.objects[key]
-            first, _, last = self.headers.get("Range", "").removeprefix("bytes=").partition("-")
-            if first:
-                stop = int(last) + 1 if last else len(data)
-                part = data[int(first) : stop]
-                where = f"bytes {first}-{int(first) + len(part) - 1}/{len(data)}"
-                self._answer(206, part, Content_Range=where, ETag=_etag(data))
-            else:
-                self._answer(200, data)
+            self._answer(200, self.objects[key])
 
     def _error(self, status: int, code: str) -> None:
         self._answer(status, f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode())
