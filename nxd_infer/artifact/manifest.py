@@ -16,14 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nxd_infer.errors import InputRangeError
 from nxd_infer.util.dtypes import ITEM_BYTES, LARGEST_FLOAT, dtype_name, dtype_of
-from nxd_infer.util.reading import BLAKE3, SHA256
 
 if TYPE_CHECKING:
     import torch
 
 FORMAT = "1.1"
-"""1.1 stores each graph in functional form with its backend's version; 1.0 stored only the latter."""
-BLAKE3_REQUIREMENT = "blake3"
 BUCKET_KERNEL_REQUIREMENT = "bucket-kernel"
 INLINE_WEIGHTS_REQUIREMENT = "inline-weights"
 PACKED_REQUIREMENT = "packed-weights"
@@ -31,7 +28,7 @@ PIPELINE_REQUIREMENT = "pipeline"
 WHOLE_PROMPTS_REQUIREMENT = "whole-prompts"
 KNOWN_REQUIREMENTS: frozenset[str] = frozenset(
     {
-        BLAKE3_REQUIREMENT,
+        "blake3",  # artifacts used to say how their files are hashed
         BUCKET_KERNEL_REQUIREMENT,
         INLINE_WEIGHTS_REQUIREMENT,
         PACKED_REQUIREMENT,
@@ -40,6 +37,16 @@ KNOWN_REQUIREMENTS: frozenset[str] = frozenset(
     }
 )
 MANIFEST_NAME = "manifest.json"
+BUCKET_KERNEL_NAME = "bucket_kernel.pt"
+"""The user's bucket kernel as TorchScript; it exists if ``requires`` lists ``bucket-kernel``.
+
+Write it with ``writer.write_bytes(BUCKET_KERNEL_NAME, kernel.save_to_buffer())``: on a full disk, ``torch.jit.save``
+to a path aborts the whole process.
+"""
+
+
+def weight_name(rank: int) -> str:
+    return f"weights/rank_{rank:02d}.safetensors"
 
 
 class _Model(BaseModel):
@@ -223,24 +230,7 @@ class FileSpec(_Model):
     """Size and checksum of a file, in hexadecimal."""
 
     size: int
-    blake3: str = ""
-    sha256: str = ""
-    """The checksum of older files; empty in new ones, because older readers expect the field."""
-
-    @model_validator(mode="after")
-    def _check(self):
-        if not self.blake3 and not self.sha256:
-            raise ValueError("a file without a checksum")
-        return self
-
-    @property
-    def algorithm(self) -> str:
-        """The name of the checksum, as :func:`~nxd_infer.util.reading.checksum_and_size` takes it."""
-        return BLAKE3 if self.blake3 else SHA256
-
-    @property
-    def checksum(self) -> str:
-        return self.blake3 or self.sha256
+    blake3: str = Field(min_length=1)
 
 
 class Manifest(_Model):

@@ -26,11 +26,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nxd_infer.artifact.manifest import BLAKE3_REQUIREMENT, MANIFEST_NAME, FileSpec, Manifest
+from nxd_infer.artifact.manifest import MANIFEST_NAME, FileSpec, Manifest
 from nxd_infer.errors import ArtifactCorruptError, ArtifactError, ArtifactSpaceError
 from nxd_infer.util.dtypes import SAFETENSORS_DTYPES
 from nxd_infer.util.processors import processors
-from nxd_infer.util.reading import BLAKE3, checksum_and_size
+from nxd_infer.util.reading import checksum_and_size
 from nxd_infer.util.units import size
 
 if TYPE_CHECKING:
@@ -48,21 +48,16 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FULL_TEXTS = ("no space left", "os error 28", "disk quota exceeded", "os error 122", "file too large", "os error 27")
 
 
-def hash_file(path: Path, algorithm: str = BLAKE3) -> FileSpec:
+def hash_file(path: Path) -> FileSpec:
     """Return size and checksum of one file; hashing releases the GIL, so files hash in parallel threads."""
     with open(path, "rb", buffering=0) as file:
-        return hash_open_file(file, algorithm)
+        return hash_open_file(file)
 
 
-def hash_open_file(file: io.FileIO, algorithm: str = BLAKE3) -> FileSpec:
+def hash_open_file(file: io.FileIO) -> FileSpec:
     """Like :func:`hash_file`, for the rest of an open file."""
-    checksum, nbytes = checksum_and_size(file, algorithm)
-    return FileSpec(**{"size": nbytes, algorithm: checksum})
-
-
-def hash_files(paths: Mapping[str, Path]) -> dict[str, FileSpec]:
-    """Hash many files at once."""
-    return dict(zip(paths, on_every_core(hash_file, paths.values()), strict=True))
+    checksum, nbytes = checksum_and_size(file)
+    return FileSpec(size=nbytes, blake3=checksum)
 
 
 def on_every_core(read: Callable[[T], R], items: Iterable[T]) -> list[R]:
@@ -228,12 +223,11 @@ class ArtifactWriter:
         shutil.copyfile(source, path)
         if known is None:
             return path
-        found = hash_file(path, known.algorithm)
-        if (found.size, found.checksum) != (known.size, known.checksum):
+        copied = hash_file(path)
+        if copied != known:
             raise ArtifactCorruptError(
-                f"{os.fspath(source)} differs from its checksum ({found.size} bytes, {found.algorithm} "
-                f"{found.checksum[:12]}..., recorded {known.size} bytes, {known.checksum[:12]}...): it was changed "
-                "after it was traced; trace again"
+                f"{os.fspath(source)} differs from its checksum ({copied.size} bytes, blake3 {copied.blake3[:12]}..., "
+                f"recorded {known.size} bytes, {known.blake3[:12]}...): it was changed after it was traced; trace again"
             )
         return path
 
@@ -248,11 +242,9 @@ class ArtifactWriter:
                 for path in sorted(self.path.rglob("*"))
                 if path.is_file() and path != self.path / MANIFEST_NAME
             }
-            new = hash_files({name: path for name, path in files.items() if name not in self._known})
-            manifest.files = {name: new.get(name) or self._known[name] for name in files}
-            manifest.requires = [name for name in manifest.requires if name != BLAKE3_REQUIREMENT]
-            if any(spec.blake3 for spec in manifest.files.values()):
-                manifest.requires.append(BLAKE3_REQUIREMENT)
+            new = [name for name in files if name not in self._known]
+            hashed = dict(zip(new, on_every_core(hash_file, [files[name] for name in new]), strict=True))
+            manifest.files = {name: hashed.get(name) or self._known[name] for name in files}
             mode = stat.S_IMODE(self.path.stat().st_mode) & 0o666  # according to the caller's umask
             for path in files.values():
                 if stat.S_IMODE(path.stat().st_mode) != mode:

@@ -63,7 +63,7 @@ def split_arguments(compiler_args: Any, has_option: Callable[[str], bool]) -> tu
     """Return the backend's options by name, and the words for the Neuron compiler.
 
     A dictionary holds only options of the backend. In text and in lists, ``key=value`` is an option, and so is
-    ``--key=value`` if the backend ``has_option(key)`` (``--max-autotune=true`` is ``max_autotune``). Another word in
+    ``--key=value`` if the backend ``has_option(key)`` (``--nxd-packed=false`` is ``nxd_packed``). Another word in
     the form of a neuronx-cc argument belongs to that compiler, with its value (``-O 1``). Raises TraceConfigError for
     any other word.
     """
@@ -86,7 +86,7 @@ def split_arguments(compiler_args: Any, has_option: Callable[[str], bool]) -> tu
             options[key] = _value(value)  # the backend rejects it
         else:
             raise TraceConfigError(
-                f"compiler_args: {word!r} is neither key=value, an option of the backend such as cpp.threads=2, nor "
+                f"compiler_args: {word!r} is neither key=value, an option of the backend such as nxd_packed=False, nor "
                 "an argument of neuronx-cc such as --model-type=transformer or -O1, nor the value of the one before "
                 "it: correct it or leave it out"
             )

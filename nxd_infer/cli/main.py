@@ -183,7 +183,7 @@ def recompile(
 ) -> None:
     """Recompile an artifact's graphs for another machine or backend, without the model's code or checkpoint."""
     given["compiler_args"] = compiler_words(given["compiler_args"])
-    cli.recompile.run(artifact, out, given)
+    cli.trace.recompile(artifact, out, given)
 
 
 @app.command(epilog="Example:  NXD_INFER_API_KEYS=secret nxd-infer serve ./artifact --port 8000")

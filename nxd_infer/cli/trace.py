@@ -1,4 +1,4 @@
-"""``nxd-infer trace``: turn a model into an artifact; print the plan before anything compiles.
+"""``nxd-infer trace`` and ``recompile``: turn a model into an artifact, or one artifact into another.
 
 Most of its options are declared in :mod:`nxd_infer.trace.options`.
 """
@@ -14,12 +14,12 @@ from typing import Any
 from nxd_infer import trace
 from nxd_infer.artifact.manifest import MANIFEST_NAME
 from nxd_infer.backends import registry
-from nxd_infer.backends.quantization import quantization_of
+from nxd_infer.backends.base import quantization_of
 from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.cli import stop
 from nxd_infer.cli.console import bar, console, duration, spinner
 from nxd_infer.trace import ArtifactWriter
-from nxd_infer.trace.options import TraceOptions
+from nxd_infer.trace.options import RecompileOptions, TraceOptions
 from nxd_infer.util.dtypes import dtype_of
 from nxd_infer.util.memory import available_memory, total_memory
 from nxd_infer.util.options import from_command
@@ -157,3 +157,18 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
         "compiled": report["compiled"],
         "bytes": on_disk,
     }
+
+
+def recompile(artifact: Path, out: Path, given: dict[str, Any]) -> None:
+    """Write ``out``; print what was compiled and for which target. ``given``: RecompileOptions by name, or None."""
+    with bar(drawn=console.is_terminal) as display:
+        arguments = from_command(RecompileOptions, given)
+        report = trace.parallel_model_recompile(artifact, out, **arguments, progress=TraceProgress(display))
+    note_ignored(report)
+    manifest = trace.load_artifact(out, verify=False, runs_here=False).manifest
+    made_for = ", ".join([manifest.backend, *(value for value in manifest.target.values() if isinstance(value, str))])
+    console.print(
+        f"wrote {out}: {report['graphs']} graphs ({report['compiled']} compiled now) for {made_for}, "
+        f"in {duration(report['seconds'])}",
+        markup=False,
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nxd_infer.cli.console import console, slow_bar, table
 from nxd_infer.cli.demo.corpus import split
-from nxd_infer.verify.accuracy import OutputAccuracy, TextAccuracy
+from nxd_infer.verify.accuracy import Accuracy
 from nxd_infer.verify.artifact import verify_artifact
 
 
@@ -45,10 +45,8 @@ def run(
             for row in found.rows
         ],
     )
-    if form and isinstance(found.accuracy, TextAccuracy):
-        _print_text(form.name, found.accuracy)
-    elif form and isinstance(found.accuracy, OutputAccuracy):
-        _print_outputs(form.name, found.accuracy)
+    if form and found.accuracy:
+        _print_accuracy(form.name, found.accuracy)
     failed, count = found.failed, len(found.rows)
     if failed:
         first = next(row for row in found.rows if row.wrong)
@@ -72,8 +70,14 @@ def run(
     return 0
 
 
-def _print_text(name: str, lost: TextAccuracy) -> None:
-    what = "tokens of Python's language reference" if lost.of_text else "random tokens"
+def _print_accuracy(name: str, lost: Accuracy) -> None:
+    if not lost.tokens:
+        console.print(
+            f"{name} weights against the model's own: outputs differ by {lost.largest:.3g} at most, {lost.mean:.2g} on "
+            f"average (the largest is {lost.scale:.3g})"
+        )
+        return
+    what = "random tokens" if lost.perplexity is None else "tokens of Python's language reference"
     console.print(f"{name} weights against the model's own, over {lost.tokens} {what}:", markup=False)
     console.print(f"  logits       differ by {lost.largest:.3g} at most, {lost.mean:.2g} on average")
     console.print(f"               (the largest is {lost.scale:.3g})")
@@ -82,10 +86,3 @@ def _print_text(name: str, lost: TextAccuracy) -> None:
     if lost.perplexity is not None:
         before, after = lost.perplexity
         console.print(f"  perplexity   {after:.4g}, the model's own {before:.4g} ({after / before - 1:+.2%})")
-
-
-def _print_outputs(name: str, lost: OutputAccuracy) -> None:
-    console.print(
-        f"{name} weights against the model's own: outputs differ by {lost.largest:.3g} at most, {lost.mean:.2g} on "
-        f"average (the largest is {lost.scale:.3g})"
-    )

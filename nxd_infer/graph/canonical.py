@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,8 @@ from nxd_infer.artifact.manifest import InputSpec, OutputSpec, TensorSpec, Weigh
 from nxd_infer.errors import ArtifactCorruptError
 from nxd_infer.graph import passes
 from nxd_infer.graph.export import Exported, Step, export
-from nxd_infer.graph.fakes import propagate
-from nxd_infer.graph.functional import functional
-from nxd_infer.graph.ir import FUNCTIONAL, IN_PLACE, graph_to_ir, ir_to_graph
+from nxd_infer.graph.ir import FUNCTIONAL, graph_to_ir, ir_to_graph
+from nxd_infer.graph.passes import functional
 from nxd_infer.graph.stored import GraphFile, Lowered, ir_text, read_graph, read_ir
 
 CODE = 5
@@ -99,18 +98,54 @@ def stored_graph(directory: Path, rounded: Container[str] = ()) -> Graph:
     """Return the canonical graph in a graph's directory, for a backend's passes.
 
     ``rounded``: the encodings that are part of what the model computes and stay; others are the backend's choice.
-    Raises ArtifactCorruptError if there is none: artifacts of format 1.0 hold only the result of the CPU's passes.
+    Raises ArtifactCorruptError if there is none.
     """
-    file, ir = read_graph(directory), read_ir(directory)
-    if ir.get("ir") == IN_PLACE:
-        raise ArtifactCorruptError(f"{directory} holds no canonical graph: it was traced by an earlier version")
-    module = ir_to_graph(ir)
+    file = read_graph(directory)
+    module = ir_to_graph(read_ir(directory))
     propagate(module, [*file.states, *file.inputs, *file.weights])
     weights = [
         weight if weight.encoding in rounded else weight.model_copy(update={"encoding": ""}) for weight in file.weights
     ]
     known = {"digest": "", "ops": [], "weights": weights, "collectives": passes.collective_sequence(module)}
     return Graph(module, file.model_copy(update=known))
+
+
+def propagate(module: fx.GraphModule, specs: Sequence[TensorSpec]) -> None:
+    """Set ``meta["val"]`` of every node to its fake value, starting from the ``specs`` of the placeholders.
+
+    Raises ArtifactCorruptError for a graph that cannot run on tensors of these specs.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with torch.no_grad(), FakeTensorMode():
+        values = [torch.empty_strided(spec.shape, spec.stride, dtype=spec.torch_dtype) for spec in specs]
+        try:
+            _run(module, values)
+        except Exception as error:  # operators may raise anything for arguments that we never write
+            raise ArtifactCorruptError(f"a stored graph does not fit its tensors: {error}") from error
+
+
+def _run(module: fx.GraphModule, values: Sequence[Any]) -> Any:
+    given = iter(values)
+
+    def value(node: fx.Node) -> Any:
+        return node.meta["val"]
+
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            node.meta["val"] = next(given)
+        elif node.op == "get_attr":
+            continue
+        elif node.op == "output":
+            return fx.map_arg(node.args[0], value)
+        elif node.target is torch.ops.higher_order.cond:
+            _, first, other, operands = node.args
+            inner = [value(operand) for operand in operands]
+            results = [_run(getattr(module, str(branch.target)), inner) for branch in (first, other)]
+            node.meta["val"] = results[0]
+        else:
+            node.meta["val"] = node.target(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value))
+    return None
 
 
 def weight_nodes(module: fx.GraphModule, file: GraphFile) -> dict[str, fx.Node]:
@@ -127,14 +162,15 @@ def configuration(backend: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return {"backend": backend, "options": dict(options), "inputs": "states, inputs, weights"}
 
 
-def name_lowered(lowered: Lowered, ir: Mapping[str, Any], configuration: Mapping[str, Any]) -> None:
-    """Set the digest of what a backend made of the canonical graph ``ir``."""
-    lowered.text = canonical_text(ir, lowered.graph, configuration, lowered.files)
-    lowered.graph.digest = digest_of(lowered.text)
+def name_lowered(lowered: Lowered, canonical: Graph, configuration: Mapping[str, Any]) -> None:
+    """Keep the canonical graph with what a backend made of it, and set the digest of both: 40 hexadecimal digits."""
+    lowered.ir = canonical.ir()
+    lowered.text = _canonical_text(lowered.ir, lowered.graph, configuration, lowered.files)
+    lowered.graph.digest = hashlib.sha256(lowered.text.encode()).hexdigest()[:40]
 
 
-def canonical_text(
-    ir: Mapping[str, Any], graph: GraphFile, configuration: Mapping[str, Any], files: Mapping[str, str]
+def _canonical_text(
+    ir: dict[str, Any], graph: GraphFile, configuration: Mapping[str, Any], files: Mapping[str, str]
 ) -> str:
     """Return the text for a digest: configuration, the specs of every placeholder and output, operators, the graph.
 
@@ -152,9 +188,4 @@ def canonical_text(
     rows += [f"op {content_hash}" for content_hash in graph.ops]
     stored = [f"file {name} {hashlib.sha256(text.encode()).hexdigest()}\n" for name, text in sorted(files.items())]
     # digests last: where two texts are compared, an operator says more
-    return "\n".join(rows) + "\n" + ir_text(dict(ir)) + "".join(stored)
-
-
-def digest_of(text: str) -> str:
-    """Return 40 hexadecimal digits."""
-    return hashlib.sha256(text.encode()).hexdigest()[:40]
+    return "\n".join(rows) + "\n" + ir_text(ir) + "".join(stored)

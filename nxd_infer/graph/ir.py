@@ -4,9 +4,8 @@ A graph is a list of nodes in order; each names an operator (``aten.linear.defau
 come first (states, inputs, weights), the flat outputs last. It holds no tensor, no code and no pickle. Values are named
 by their numbers, so that equal graphs have equal text, whoever traced them.
 
-There are two forms, distinguished by the number ``ir``: the functional one, stored by artifacts since format 1.1 (it
-returns the states' new values after the outputs), and the one that changes its states in place, stored by artifacts of
-format 1.0.
+There are two forms, distinguished by the number ``ir``: the functional one, which artifacts store (it returns the
+states' new values after the outputs), and the one that changes its states in place, which the CPU's passes make of it.
 """
 
 from __future__ import annotations
@@ -135,7 +134,7 @@ def resolve_operator(name: str) -> Any:
     if name == GETITEM:
         return operator.getitem
     if name == COND:
-        return torch.ops.higher_order.cond
+        return run_cond
     parts = name.split(".")
     if len(parts) != 3 or not all(part.isidentifier() for part in parts):
         raise ArtifactCorruptError(f"{name!r} in a graph is not an operator's name")
@@ -215,34 +214,6 @@ def _decode_constant(value: Any, decode: Callable[[Any], Any]) -> Any:
     raise ArtifactCorruptError(f"a graph holds an argument this version cannot read: {value!r}")
 
 
-def ir_to_graph(ir: dict[str, Any]) -> fx.GraphModule:
-    """Rebuild an ``fx.GraphModule`` from the result of :func:`graph_to_ir`, for a compiler (placeholders ``v0``...)"""
-    inputs, nodes, outputs = _parts(ir)
-    root = torch.nn.Module()
-    graph = fx.Graph()
-    values = [graph.placeholder(f"v{i}") for i in range(inputs)]
-
-    def decode(value: Any) -> Any:
-        if isinstance(value, dict) and "$" in value:
-            return values[_value_number(value["$"], len(values))]
-        if isinstance(value, dict) and "graph" in value:
-            name = f"graph_{len(root._modules)}"
-            root.add_module(name, ir_to_graph(value["graph"]))
-            return graph.get_attr(name)
-        return _decode_constant(value, decode)
-
-    try:
-        for name, args, kwargs in nodes:
-            decoded = {key: decode(value) for key, value in kwargs.items()}
-            values.append(graph.call_function(resolve_operator(name), tuple(decode(a) for a in args), decoded))
-        graph.output(tuple(decode(o) for o in outputs))
-        return fx.GraphModule(root, graph)
-    except ArtifactCorruptError:
-        raise
-    except DAMAGES as error:
-        raise damaged(error) from error
-
-
 class Value:
     """Index of a value in a program's table."""
 
@@ -290,8 +261,7 @@ class Program:
             known += 1
             last.update(dict.fromkeys(used, number))
             last.setdefault(self.inputs + number, number)
-            target = run_cond if name == COND else resolve_operator(name)
-            self.steps.append((target, args, kwargs, ()))
+            self.steps.append((resolve_operator(name), args, kwargs, ()))
         used.clear()
         self.outputs = [decode(o) for o in outputs]
         for index in used:
@@ -317,6 +287,37 @@ def _fill(value: Any, table: list[Any]) -> Any:
     if type(value) is list:
         return [_fill(v, table) for v in value]
     return value
+
+
+def ir_to_graph(ir: dict[str, Any]) -> fx.GraphModule:
+    """Rebuild an ``fx.GraphModule`` from the result of :func:`graph_to_ir`, for a compiler (placeholders ``v0``...)"""
+    program = Program(ir)
+    try:
+        return _graph_of(program)
+    except DAMAGES as error:
+        raise damaged(error) from error
+
+
+def _graph_of(program: Program) -> fx.GraphModule:
+    root = torch.nn.Module()
+    graph = fx.Graph()
+    values = [graph.placeholder(f"v{i}") for i in range(program.inputs)]
+
+    def node(value: Any) -> Any:
+        if isinstance(value, Program):
+            name = f"graph_{len(root._modules)}"
+            root.add_module(name, _graph_of(value))
+            return graph.get_attr(name)
+        if isinstance(value, list):
+            return [node(v) for v in value]
+        return values[value.index] if isinstance(value, Value) else value
+
+    for target, args, kwargs, _ in program.steps:
+        function = torch.ops.higher_order.cond if target is run_cond else target
+        named = {key: node(value) for key, value in kwargs.items()}
+        values.append(graph.call_function(function, tuple(map(node, args)), named))
+    graph.output(tuple(map(node, program.outputs)))
+    return fx.GraphModule(root, graph)
 
 
 def run_cond(condition: Any, if_true: Program, if_false: Program, operands: Sequence[Any] = ()) -> list[Any]:

@@ -17,8 +17,7 @@ from torch import fx
 
 from nxd_infer.artifact.manifest import InputSpec, OutputSpec, StageSpec, TensorSpec
 from nxd_infer.errors import TraceError
-from nxd_infer.graph.canonical import Graph
-from nxd_infer.graph.fakes import propagate
+from nxd_infer.graph.canonical import Graph, propagate
 from nxd_infer.graph.flow import Flow, collective
 from nxd_infer.graph.passes import Nodes, aten, call, collective_sequence, output_of, written
 from nxd_infer.graph.stored import GraphFile

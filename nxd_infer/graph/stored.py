@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +52,8 @@ class Lowered:
     """The specs, with the weight encodings that the graph reads and the libraries that it calls."""
     files: dict[str, str] = field(default_factory=dict)
     """Additional files of the backend, besides ``graph.json`` and ``ir.json``: text by file name."""
+    ir: dict[str, Any] = field(default_factory=dict)
+    """The canonical graph."""
     text: str = ""
     """The canonical text that was hashed for the digest; equal for ranks with equal graphs."""
 
@@ -69,11 +70,11 @@ def ir_text(ir: dict[str, Any]) -> str:
     return f'{json.dumps(rest, **compact)[:-1]},"nodes":[\n{lines}\n]}}\n'
 
 
-def write_graph(ir: Mapping[str, Any], lowered: Lowered, graph_dir: str | os.PathLike[str]) -> Path:
+def write_graph(lowered: Lowered, graph_dir: str | os.PathLike[str]) -> Path:
     """Write ``graph.json``, ``ir.json`` (the canonical graph) and the backend's files."""
     path = Path(graph_dir)
     path.mkdir(parents=True, exist_ok=True)
-    (path / IR_FILE).write_text(ir_text(dict(ir)), encoding="utf-8")
+    (path / IR_FILE).write_text(ir_text(lowered.ir), encoding="utf-8")
     for name, text in lowered.files.items():
         (path / name).write_text(text, encoding="utf-8")
     (path / GRAPH_FILE).write_text(lowered.graph.model_dump_json(indent=1) + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@ from pathlib import Path
 from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.artifact.reader import LoadedArtifact, read_artifact
 from nxd_infer.backends import registry
-from nxd_infer.backends.quantization import check_encodings
+from nxd_infer.backends.base import check_encodings
 from nxd_infer.errors import ArtifactBackendError, ArtifactCorruptError, ArtifactVersionError, NxdError
 from nxd_infer.util.machine import torch_minor, torch_version
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from nxd_infer.artifact.names import weight_name
+from nxd_infer.artifact.manifest import weight_name
 from nxd_infer.artifact.rank_weights import replace_weights
 from nxd_infer.artifact.writer import (
     ArtifactWriter,

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nxd_infer.backends.compile.pool import make_workdir
+from nxd_infer.artifact.manifest import BUCKET_KERNEL_NAME
+from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.model import TensorParallelModel, TensorParallelNeuronModel
 from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
+from nxd_infer.trace.assemble import compare_ranks, compile_directories, graph_directories, write_artifact
 from nxd_infer.trace.buckets import BucketModelConfig, save_kernel
-from nxd_infer.trace.check import check_options
 from nxd_infer.trace.options import TraceOptions
-from nxd_infer.trace.run import make_plan, run
+from nxd_infer.trace.plan import make_plan
+from nxd_infer.trace.ranks.from_checkpoint import trace_ranks_here
+from nxd_infer.trace.ranks.from_function import trace_ranks
+from nxd_infer.trace.ranks.traced import WEIGHTS_FILE, rank_directory
+from nxd_infer.trace.request import TraceRequest, checked_request, make_workdir
 from nxd_infer.util.options import accepts_options
-from nxd_infer.util.progress import silent
 from nxd_infer.util.temporary import temporary_name
 
 if TYPE_CHECKING:
@@ -50,26 +56,52 @@ def parallel_model_trace(options: TraceOptions) -> TensorParallelModel:
         TraceConfigError: arguments that contradict each other.
         TraceError: tracing or compiling failed; includes the rank and its traceback.
     """
-    checked = check_options(options)
-    make_workdir(checked.workdir)
-    build = temporary_name(".nxd-trace-", _temporary_root(checked.artifact_dir))
+    request = checked_request(options)
+    make_workdir(options)
+    beside = None
+    if options.artifact_dir is not None:  # so that files can be linked
+        beside = Path(options.artifact_dir).absolute().parent
+        beside.mkdir(parents=True, exist_ok=True)
+    build = temporary_name(".nxd-trace-", beside)
     try:
         build.mkdir(mode=0o700)
-        kernel = None
-        if checked.bucket_config is not None and checked.bucket_config.bucket_kernel is not None:
-            kernel = build / "bucket_kernel.pt"
-            save_kernel(checked.bucket_config, kernel)
-        return run(checked, build, kernel, options.progress or silent)
+        if request.bucket_config is not None:
+            save_kernel(request.bucket_config, build / BUCKET_KERNEL_NAME)
+        return _trace(request, build)
     finally:
         shutil.rmtree(build, ignore_errors=True)
 
 
-def _temporary_root(artifact_dir: Path | None) -> Path | None:
-    """Beside the artifact where that is given, so that files can be linked; else the system's choice."""
-    if artifact_dir is None:
-        return None
-    artifact_dir.parent.mkdir(parents=True, exist_ok=True)
-    return artifact_dir.parent
+def _trace(request: TraceRequest, build: Path) -> TensorParallelModel:
+    """Trace the ranks, compare and compile their graphs, write the artifact, wrap it."""
+    options, backend, start = request.options, request.backend, time.monotonic()
+    backend.prepare_trace(options.tp_degree, request.backend_options)
+    if request.loader is not None:
+        ranks = trace_ranks_here(request, build, request.loader)
+    else:
+        ranks = trace_ranks(request, build)
+    compare_ranks(request, ranks, build)
+    buckets = [bucket for rank in ranks for bucket in rank.buckets]
+    report = compile_directories(graph_directories(ranks, build), buckets, backend, request.backend_options, options)
+    if options.serialization_path is not None:
+        folder = Path(options.serialization_path)
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank in ranks:
+            source = rank_directory(build, rank.rank) / WEIGHTS_FILE
+            shutil.copyfile(source, folder / f"tp{rank.rank}_sharded_checkpoint.safetensors")
+    given, temporary = options.artifact_dir, options.artifact_dir is None
+    target = Path(tempfile.mkdtemp(prefix="nxd-artifact-") if given is None else given).absolute()
+    try:
+        write_artifact(target, request, ranks, build, report.pop("compiler"))
+        artifact = load_artifact(target, verify=False, temporary=temporary, runs_here=not backend.cross_compiles)
+        model = TensorParallelModel(artifact)
+    except BaseException:
+        if temporary:
+            shutil.rmtree(target, ignore_errors=True)
+        raise
+    report |= {"ignored_compiler_args": request.ignored_arguments, "seconds": time.monotonic() - start}
+    vars(model)["trace_report"] = report
+    return model
 
 
 def bucket_model_trace(
@@ -91,4 +123,4 @@ def trace_plan(options: TraceOptions) -> TracePlan:
     With a ``checkpoint_loader_callable``, ``func`` is called once (without parameters in memory) to count bytes.
     Raises TraceConfigError like the trace.
     """
-    return make_plan(check_options(options))
+    return make_plan(checked_request(options))

@@ -1,11 +1,4 @@
-"""Compare an artifact with the model that it was traced from.
-
-::
-
-    artifact       verify_artifact: what users call
-    cases          the inputs on which both run
-    accuracy       what is lost by rounded weights
-"""
+"""Compare an artifact with the model that it was traced from."""
 
 from __future__ import annotations
 

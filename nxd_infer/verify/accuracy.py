@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.backends import registry as backends
-from nxd_infer.backends.base import Quantization
-from nxd_infer.backends.quantization import quantization_of
+from nxd_infer.backends.base import Quantization, quantization_of
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout import TensorLayout, shard_tensor
 from nxd_infer.layout.sources import WrappedSource
@@ -65,34 +64,24 @@ class RoundedSource(WrappedSource):
 
 
 @dataclass(frozen=True)
-class TextAccuracy:
-    """How far the logits of a generating model with rounded weights are from its own, over a text."""
+class Accuracy:
+    """How far the outputs of a model with rounded weights are from its own; of a generating model, its logits."""
 
-    tokens: int
-    of_text: bool
-    """False: over random tokens."""
     largest: float
     """max |rounded - own|"""
     mean: float
     scale: float
     """max |own|"""
-    same: int
+    tokens: int = 0
+    """Of a generating model: the length of the text."""
+    same: int = 0
     """Tokens after which both find the same next one likeliest."""
-    perplexity: tuple[float, float] | None
+    perplexity: tuple[float, float] | None = None
     """The model's own and that of the rounded weights; None over random tokens."""
 
 
-@dataclass(frozen=True)
-class OutputAccuracy:
-    """How far the outputs of a model with rounded weights are from its own: as in TextAccuracy."""
-
-    largest: float
-    mean: float
-    scale: float
-
-
 @torch.no_grad()
-def of_text(artifact: LoadedArtifact, model_dir: Path, weights: Any, text: str, seed: int) -> TextAccuracy:
+def of_text(artifact: LoadedArtifact, model_dir: Path, weights: Any, text: str, seed: int) -> Accuracy:
     """Compare the logits with those of the original ``weights`` over ``text``, or over random tokens."""
     meta = artifact.manifest.metadata
     ids, of_text = _tokens(artifact, text, min(TOKENS, meta["max_len"]), meta["vocab_size"], seed)
@@ -103,12 +92,11 @@ def of_text(artifact: LoadedArtifact, model_dir: Path, weights: Any, text: str, 
     hf.load(model, RoundedSource(artifact.manifest, hf.named_weights(model, weights)))
     rounded = model(ids[None])[0].float()
     difference = (rounded - own).abs()
-    return TextAccuracy(
-        tokens=len(ids),
-        of_text=of_text,
+    return Accuracy(
         largest=float(difference.max()),
         mean=float(difference.mean()),
         scale=float(own.abs().max()),
+        tokens=len(ids),
         same=int((rounded.argmax(-1) == own.argmax(-1)).sum()),
         perplexity=(_perplexity(own, ids), _perplexity(rounded, ids)) if of_text else None,
     )
@@ -130,10 +118,10 @@ def _tokens(artifact: LoadedArtifact, text: str, count: int, vocabulary: int, se
 
 
 @torch.no_grad()
-def of_outputs(own: nn.Module, seen: Sequence[tuple[Outputs, Outputs]]) -> OutputAccuracy:
+def of_outputs(own: nn.Module, seen: Sequence[tuple[Outputs, Outputs]]) -> Accuracy:
     """Compare the artifact's outputs for the ``seen`` inputs with those of ``own``."""
     pairs = [(ours[name].double(), out.double()) for inputs, ours in seen for name, out in own(**inputs).items()]
-    return OutputAccuracy(
+    return Accuracy(
         largest=max(float((a - b).abs().max()) for a, b in pairs),
         mean=float(torch.cat([(a - b).abs().flatten() for a, b in pairs]).mean()),
         scale=max(float(b.abs().max()) for _, b in pairs),

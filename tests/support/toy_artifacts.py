@@ -12,24 +12,25 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import nxd_infer.comm.ops  # noqa: F401  (registers torch.ops.nxd)
-from nxd_infer.artifact.layouts import describe_layout
 from nxd_infer.artifact.manifest import (
+    BUCKET_KERNEL_NAME,
     BucketSpec,
     InputSpec,
     Manifest,
     OutputSpec,
     TensorSpec,
     WeightSpec,
+    weight_name,
     weight_schema_hash,
 )
-from nxd_infer.artifact.names import BUCKET_KERNEL_NAME, weight_name
 from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.backends.cpu.lower import PROGRAM_FILE
 from nxd_infer.backends.cpu.target import describe_target
 from nxd_infer.graph import ir
-from nxd_infer.graph.functional import functional
+from nxd_infer.graph.passes import functional
 from nxd_infer.graph.stored import GRAPH_FILE, IR_FILE, GraphFile, ir_text
 from nxd_infer.layout import AxisPlan, ParamLayout, shard_tensor
+from nxd_infer.trace.ranks.traced import describe_layout
 from nxd_infer.util.machine import versions
 
 HIDDEN, INNER, VOCABULARY = 8, 16, 12
@@ -163,7 +164,7 @@ def build(
             states=states,
             weights=specs,
             weight_schema=weight_schema_hash(specs),
-            layout=describe_layout(LAYOUTS, degree),
+            layout={"weights": describe_layout(LAYOUTS, degree)},
             metadata={"task": "toy"},
         )
         if change is not None:

@@ -14,13 +14,19 @@ CLASSIFIES = "ForSequenceClassification"
 class SentenceStep(EmbedStep, SentenceEncoder):
     """An encoder with pooling, as traced."""
 
+    nxd_equal_ranks = True
+
 
 class BertClassifyStep(ClassifyStep, BertClassifier):
     """BERT's classifier, as traced."""
 
+    nxd_equal_ranks = True
+
 
 class RobertaClassifyStep(ClassifyStep, RobertaClassifier):
     """RoBERTa's classifier, as traced."""
+
+    nxd_equal_ranks = True
 
 
 _EMBED = Task(SentenceEncoder, SentenceStep, blocks="encoder.layer")

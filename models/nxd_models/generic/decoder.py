@@ -77,6 +77,8 @@ class CausalLM(nn.Module):
 class CausalLMStep(DecoderStep, CausalLM):
     """One generation step of a model of transformers."""
 
+    nxd_equal_ranks = True
+
 
 def _require_positions(decoder: nn.Module, model_type: str) -> None:
     """Raise ModelConfigError unless a token's result depends on its position, and on keys and values, only."""

@@ -73,6 +73,10 @@ class Classifier(_Model):
 class GenericEmbedStep(EmbedStep, SentenceEncoder):
     """An encoder of transformers with pooling, as traced."""
 
+    nxd_equal_ranks = True
+
 
 class GenericClassifyStep(ClassifyStep, Classifier):
     """A classifier of transformers, as traced."""
+
+    nxd_equal_ranks = True

@@ -13,6 +13,8 @@ from nxd_models.spec import ModelSpec, Task
 class NeoXStep(DecoderStep, CausalLM):
     """One generation step of a decoder of the GPT-NeoX family."""
 
+    nxd_equal_ranks = True
+
 
 GPT_NEOX = ModelSpec(
     model_types=("gpt_neox",),

@@ -12,6 +12,8 @@ from nxd_models.spec import ModelSpec, Task
 class LlamaStep(DecoderStep, CausalLM):
     """One generation step of a decoder of the Llama family."""
 
+    nxd_equal_ranks = True
+
 
 LLAMA = ModelSpec(
     model_types=("llama", "mistral", "qwen2", "qwen3"),

@@ -11,14 +11,24 @@ Buckets of a decoder: ``decode_b<B>`` (B rows of one token) for every batch size
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from nxd_infer.errors import ModelConfigError
+from nxd_infer.util.dtypes import dtype_name, dtype_of
 from nxd_infer.util.options import accepts_options
 from nxd_models import registry
 from nxd_models.hf import sentence_transformers as sentence
-from nxd_models.serving.encode_task import plan_encode
-from nxd_models.serving.generate_task import plan_generate
-from nxd_models.serving.task_options import TaskOptions
-from nxd_models.serving.task_plan import TaskPlan
+from nxd_models.hf.generation_config import GenerationConfig
+from nxd_models.serving.adapter_slots import AdapterSlots
+from nxd_models.serving.decoder_step import step_inputs
+from nxd_models.serving.pooling import pooling_modes
+from nxd_models.serving.sampling import TOP_LOGPROBS
+from nxd_models.serving.task_options import LONGEST_BY_DEFAULT, TaskOptions
+from nxd_models.serving.task_plan import TaskPlan, make_plan
+from nxd_models.spec import DecoderConfig, EncoderConfig, ModelDirectory
 
 SERVING_FILES = (
     "config.json",
@@ -34,6 +44,9 @@ SERVING_FILES = (
     "merges.txt",
 )
 """Files that a server needs besides the graphs; copied if present, with the files of sentence-transformers."""
+
+PROMPT_ROWS = 16
+"""Prompt tokens that fit into a decode step beside all sequences; 32 rows cost little more than a piece of 32."""
 
 FURTHER_TEMPLATES = "additional_chat_templates"
 """The folder of chat templates for other uses; it is copied too."""
@@ -66,7 +79,7 @@ def plan(options: TaskOptions) -> TaskPlan:
             f"lora_slots = {options.lora_slots}: a model with an encoder has no slots for adapters; merge the adapter "
             "into the model and trace that"
         )
-    made = plan_generate(directory, options) if task == "generate" else plan_encode(directory, task, options)
+    made = _plan_generate(directory, options) if task == "generate" else _plan_encode(directory, task, options)
     path = directory.path
     made.metadata["model_name"] = options.model_name or path.resolve().name
     if (library := directory.spec.model_impl) is not None:
@@ -75,3 +88,111 @@ def plan(options: TaskOptions) -> TaskPlan:
     names = [*SERVING_FILES, *templates, *([] if task == "generate" else sentence.files(path))]
     made.files_to_copy = {name: path / name for name in names if (path / name).is_file()}
     return made
+
+
+def _plan_generate(directory: ModelDirectory, options: TaskOptions) -> TaskPlan:
+    """Plan one generation step, in every shape that the engine uses; see :func:`plan`."""
+    config = directory.config
+    if not isinstance(config, DecoderConfig):
+        raise ModelConfigError(f"{directory.path}: model_type = {config.model_type!r} is not a decoder")
+    max_len = min(config.usual_length, LONGEST_BY_DEFAULT) if options.max_len is None else options.max_len
+    config.check_cached_length(max_len)
+    batches, speculate, bias_slots = sorted(set(options.batch_sizes)), options.speculate, options.bias_slots
+    slots = max(batches) if options.slots is None else options.slots
+    if slots < max(batches):
+        raise ModelConfigError(f"slots = {slots}: a batch of {max(batches)} rows needs as many slots")
+    whole = directory.spec.encodes_prompts
+    # A prompt that is read whole needs a graph that holds it.
+    lengths = sorted({min(length, max_len) for length in options.prompt_buckets} | ({max_len} if whole else set()))
+    if speculate and (speculate + 1 in lengths or speculate >= max_len):
+        raise ModelConfigError(
+            f"speculate = {speculate}: a step of {speculate + 1} tokens verifies guesses, so no prompt bucket may have "
+            f"that length, nor max_len = {max_len} be less; choose another one of them"
+        )
+    shapes = {f"decode_b{b}": (b, 1) for b in batches}
+    if slots > 1 and not whole:
+        shapes[f"mixed_b{slots + PROMPT_ROWS}"] = (slots + PROMPT_ROWS, 1)
+    shapes |= {f"verify_b{b}": (b, speculate + 1) for b in batches if speculate}
+    shapes |= {f"prefill_s{s}": (1, s) for s in lengths if s > 1}
+    dtype = options.dtype or dtype_of(config.dtype)
+    targets = options.lora_targets or directory.spec.adapter_targets
+    lora = AdapterSlots.of(options.lora_slots, options.lora_rank, targets)
+    kwargs: dict[str, Any] = {"model_dir": str(directory.path), "task": "generate", "dtype": dtype}
+    kwargs |= {"slots": slots, "max_len": max_len, "bias_slots": bias_slots, "draft_tokens": speculate}
+    kwargs |= {} if lora is None else {"adapters": lora}
+    file = GenerationConfig.of(directory.path)
+    bos, eos = file.special_tokens(config)
+    metadata: dict[str, Any] = {
+        "task": "generate",
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "max_len": max_len,
+        "slots": slots,
+        "rows_share_slots": not whole,
+        "prompt_buckets": lengths,
+        "batch_sizes": batches,
+        "dtype": dtype_name(dtype),
+        "eos_token_ids": eos,
+        "sampling_defaults": file.sampling_defaults(),
+        "bos_token_id": bos,
+        "top_logprobs": TOP_LOGPROBS,
+        "bias_slots": bias_slots,
+        **({"encodes_prompts": True} if whole else {}),
+        **({} if lora is None else {"lora": lora.metadata()}),
+        **({"speculate": speculate} if speculate else {}),
+    }
+    buckets = {
+        name: step_inputs(config.vocab_size, b, s, slots, bias_slots, adapter=lora is not None)
+        for name, (b, s) in shapes.items()
+    }
+    return make_plan("generate", kwargs, buckets, metadata, options.weights)
+
+
+def _plan_encode(directory: ModelDirectory, task: str, options: TaskOptions) -> TaskPlan:
+    """Plan one call of an encoder, for every batch size and length; see :func:`plan`."""
+    config = directory.config
+    if not isinstance(config, EncoderConfig):
+        raise ModelConfigError(f"{directory.path}: model_type = {config.model_type!r} is not an encoder")
+    limit, why = config.max_length, f"max_position_embeddings = {config.max_position} of this {config.model_type} model"
+    text = sentence.longest_text(directory.path)
+    if text is not None and text < limit:
+        limit, why = text, f"max_seq_length = {text}, which sentence-transformers wrote beside the model"
+    max_len, batches = options.max_len, sorted(set(options.batch_sizes))
+    if max_len is not None and max_len > limit:
+        raise ModelConfigError(f"max_len = {max_len} is beyond {why}; use at most {limit}")
+    longest = min(max(options.prompt_buckets) if max_len is None else max_len, limit)
+    asked = {min(length, longest) for length in options.prompt_buckets}
+    lengths = sorted(asked if max_len is None else {*asked, longest})
+    shapes = {f"b{b}_s{s}": (b, s) for b in batches for s in lengths}
+    dtype = options.dtype or dtype_of(config.dtype)
+    module: dict[str, Any] = {}
+    if task == "embed":
+        module = {"pooling": "mean", "normalize": True, **sentence.pooling_options(directory.path)}
+        given = {"pooling": options.pooling, "normalize": options.normalize}
+        module |= {name: value for name, value in given.items() if value is not None}
+    kwargs = {"model_dir": str(directory.path), "task": task, "dtype": dtype, **module}
+    metadata: dict[str, Any] = {
+        "task": task,
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "max_len": lengths[-1],
+        "batch_sizes": batches,
+        "length_buckets": lengths,
+        "dtype": dtype_name(dtype),
+        "pad_token_id": config.pad_token_id,
+    }
+    if task == "embed":
+        dimensions = config.hidden_size * len(pooling_modes(module["pooling"]))
+        metadata |= {"dimensions": dimensions, **module, **sentence.prompts(directory.path)}
+    else:
+        metadata |= {"labels": list(config.labels), "scores": config.scores}
+    buckets = {name: _example(b, s) for name, (b, s) in shapes.items()}
+    return make_plan(task, kwargs, buckets, metadata, options.weights)
+
+
+def _example(batch: int, length: int) -> dict[str, Tensor]:
+    return {
+        "input_ids": torch.zeros(batch, length, dtype=torch.int64),
+        "attention_mask": torch.ones(batch, length, dtype=torch.int64),
+        "token_type_ids": torch.zeros(batch, length, dtype=torch.int64),
+    }

@@ -13,6 +13,8 @@ from nxd_models.t5.parallel_plan import tensor_parallel_plan
 class T5Step(Seq2SeqStep, ConditionalGeneration):
     """One generation step of a model of the T5 family."""
 
+    nxd_equal_ranks = True
+
 
 T5 = ModelSpec(
     model_types=("t5",),

@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from nxd_infer.backends import registry
-from nxd_infer.backends.compile import footprint
-from nxd_infer.errors import TraceConfigError, TraceError
+from nxd_infer.errors import TraceError
 from nxd_infer.util.child_process import END_SECONDS, ChildProcess
-from nxd_infer.util.memory import available_memory
 from nxd_infer.util.processors import processors
 from nxd_infer.util.python_command import child_environment, python_module
 from nxd_infer.util.temporary import temporary_name
@@ -43,29 +41,11 @@ class _Worker:
         self.channel.close()
 
 
-def worker_count(graphs: int, tensors: int, limit: int | None = None) -> int:
-    """Return how many graphs of ``tensors`` tensors to compile at once: one, or two if they fit into memory."""
-    fitting = max(1, int(available_memory() * 0.8) // footprint.compiling(tensors))
-    return max(1, min(graphs, 2, processors(), fitting, limit or 2))
-
-
-def make_workdir(path: Path | None) -> None:
-    """Create the user's directory for compiler files. Raises TraceConfigError if that fails."""
-    try:
-        if path is not None:
-            path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TraceConfigError(
-            f"compiler_workdir: the directory {path} cannot be made: {error.strerror}; choose another"
-        ) from error
-
-
 def compile_graphs(
     backend: str,
     graph_dirs: Sequence[Path],
     options: Mapping[str, Any],
     *,
-    tensors: int = 0,
     workdir: Path | None = None,
     workers: int | None = None,
     timeout: float = 3600.0,
@@ -75,7 +55,7 @@ def compile_graphs(
 
     Until then they are in a private, unpredictable directory: compilers execute what they find in theirs.
 
-    ``tensors`` is the number of weights and states of the largest graph, from which memory is estimated.
+    At most two graphs are compiled at once, because a compiler may take much memory; ``workers`` limits that further.
     ``timeout`` limits each graph. ``report(graph directory, seconds)`` is called when a graph is done. Raises
     TraceError with the compiler's message.
     """
@@ -85,7 +65,7 @@ def compile_graphs(
         pool: list[_Worker] = []
         try:
             pending = list(graph_dirs)
-            for _ in range(worker_count(len(pending), tensors, workers)):
+            for _ in range(min(len(pending), 2, processors(), workers or 2)):
                 pool.append(_start(backend, place))
             active = 0
             while pending or active:

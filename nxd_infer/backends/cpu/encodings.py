@@ -17,8 +17,7 @@ PACKED_ACROSS = "packed32-across"
 """The same of the transpose: of a weight [K, N] as GPT-2's layers have it, ``x @ W + b``."""
 PACKED_INT8 = "packed32-int8"
 """Like the first, with 8-bit integers and one scale per row (``nxd_infer.ops.packed_int8``): rounded."""
-ENCODINGS = frozenset({"packed16", PACKED, PACKED_ACROSS, PACKED_INT8})
-"""Includes those of earlier versions: an artifact carries the operators that pack and read its weights."""
+ENCODINGS = frozenset({PACKED, PACKED_ACROSS, PACKED_INT8})
 
 
 def _rounded(weight: Tensor) -> Tensor:

@@ -20,9 +20,9 @@ from nxd_infer.backends.cpu.in_place import scatter_to_index_put, update_in_plac
 from nxd_infer.backends.cpu.options import PACKED_OPTION, QUANTIZE
 from nxd_infer.graph import passes
 from nxd_infer.graph.canonical import Graph, weight_nodes
-from nxd_infer.graph.functional import in_place
 from nxd_infer.graph.ir import IN_PLACE, graph_to_ir
-from nxd_infer.graph.stored import IR_FILE, Lowered, ir_text, read_ir
+from nxd_infer.graph.passes import in_place
+from nxd_infer.graph.stored import Lowered, ir_text, read_ir
 from nxd_infer.ops import COMPOSITE
 
 PROGRAM_FILE = "program.json"
@@ -88,5 +88,5 @@ def _encode(module: fx.GraphModule, graph: Graph, encodings: Mapping[str, str], 
 
 
 def read_program(graph_dir: Path) -> dict[str, Any]:
-    """Read what :func:`lower` made of a stored graph. In artifacts of format 1.0 that was the stored graph."""
-    return read_ir(graph_dir, PROGRAM_FILE if (graph_dir / PROGRAM_FILE).exists() else IR_FILE)
+    """Read what :func:`lower` made of a stored graph."""
+    return read_ir(graph_dir, PROGRAM_FILE)

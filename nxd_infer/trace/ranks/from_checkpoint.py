@@ -1,9 +1,12 @@
 """Loader mode: all ranks are traced in this process on parameters without memory, weights come from a checkpoint.
 
-``func`` builds the module of each rank in turn; ranks that cannot be told apart are exported once. A parameter loses
-its memory as soon as the module registers it; buffers, which hold computed values (rotary frequencies, masks, rank
-offsets), stay real. For export the parameters become fake CPU tensors. Each rank's weights are then read from the
-checkpoint slice by slice and written.
+``func`` builds the module of each rank in turn. A parameter loses its memory as soon as the module registers it;
+buffers, which hold computed values (rotary frequencies, masks, rank offsets), stay real. For export the parameters
+become fake CPU tensors. Each rank's weights are then read from the checkpoint slice by slice and written.
+
+A module with ``nxd_equal_ranks = True`` promises that all ranks have the same graphs, because its forward reads the
+rank as data alone (``comm.axis_rank``, a buffer), and tensors that are neither parameters nor buffers are the same on
+all. It is exported for the first rank only. With ``spmd_mode`` the first and the last rank are, to be compared.
 """
 
 from __future__ import annotations
@@ -12,9 +15,7 @@ import contextlib
 import gc
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,70 +26,70 @@ from nxd_infer.artifact.manifest import WeightSpec
 from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.comm import register_collectives, unregister_collectives
 from nxd_infer.context import use_context
-from nxd_infer.errors import CollectiveError, NxdError, TraceError, WeightMismatchError
+from nxd_infer.errors import NxdError, TraceError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, check_weights, shard_tensor
 from nxd_infer.layout.shard import stored_layout
-from nxd_infer.trace.ranks import files as rank_files
-from nxd_infer.trace.ranks import one_rank
-from nxd_infer.trace.ranks.equal_ranks import EqualRanks, Watch, WatchedContext
-from nxd_infer.trace.ranks.rank_graphs import Built, RankGraphs, value_of
-from nxd_infer.trace.request import TracedRank, TraceRequest, tracing_context
+from nxd_infer.trace.ranks import one_rank, traced
+from nxd_infer.trace.ranks.traced import Built, RefusingCollectives, TracedRank, tracing_context
+from nxd_infer.trace.request import TraceRequest
 from nxd_infer.util.devices import HOST
 from nxd_infer.util.mapped_memory import UntouchedZeros
 from nxd_infer.util.memory import give_back
+from nxd_infer.util.progress import silent
 
 log = logging.getLogger(__name__)
 
 _construction = threading.Lock()
+_ONE_PROCESS = (
+    "a collective ran outside of the model's forward while tracing with a checkpoint loader: all ranks are traced in "
+    "one process, so func cannot communicate"
+)
 
 
-def trace_ranks_here(
-    request: TraceRequest, build: Path, loader: Callable[[], Any], progress: Callable[[str, int, int, str], None]
-) -> list[TracedRank]:
+def trace_ranks_here(request: TraceRequest, build: Path, loader: Callable[[], Any]) -> list[TracedRank]:
     """Trace every rank in this process. Raises TraceError with the rank, WeightMismatchError for the checkpoint."""
+    degree, progress = request.options.tp_degree, request.options.progress or silent
     try:
         source = weight_source(loader())
     except NxdError:
         raise
     except Exception as error:
         raise TraceError(f"checkpoint_loader_callable raised {type(error).__name__}: {error}") from error
-    total = request.tp_degree * len(request.buckets)
-    results = []
-    equal = EqualRanks()
+    total = degree * len(request.buckets)
+    results: list[TracedRank] = []
+    first: list[TracedRank] = []
+    """The first rank's pipeline stages, if others may have the same graphs."""
     progress("trace ranks", 0, total, "")
-    for rank in range(request.tp_degree):
+    for rank in range(degree):
         done = rank * len(request.buckets)
 
         def report(index: int, rank: int = rank, done: int = done) -> None:
             progress("trace ranks", done + index + 1, total, f"rank {rank}: {request.buckets[index].name}")
 
-        with _as_rank(request, rank) as watch:
-            results += _trace(request, rank, build, source, report, equal, watch)
-        if not equal.kept:
-            gc.collect()  # graphs are cycles; free them before the next rank or the compilers
+        with _as_rank(request, rank):
+            stages, written = _trace(request, rank, build, source, report, first)
+        results += written
+        if rank == 0 and (request.options.spmd_mode or _say_equal(stages[0].built)):
+            first = stages
+        del stages
+        gc.collect()  # graphs are cycles; free them before the next rank or the compilers
         give_back()
-    if equal.kept:
-        del equal
-        gc.collect()
+    del first
+    gc.collect()
     progress("trace ranks", total, total, "")
     return sorted(results, key=lambda result: result.rank)
 
 
 @contextlib.contextmanager
-def _as_rank(request: TraceRequest, rank: int) -> Iterator[Watch]:
-    """Make this thread ``rank`` inside the block; a collective that is not being exported is an error.
-
-    Yields what notes whether the rank is read.
-    """
-    key = f"loader-{id(request)}-{rank}"
-    register_collectives(key, _NoCollectives())
-    watch = Watch()
-    context = tracing_context(request.tp_degree, request.pp_degree, rank, key)
+def _as_rank(request: TraceRequest, rank: int) -> Iterator[None]:
+    """Make this thread ``rank`` inside the block; a collective that is not being exported is an error."""
+    key, options = f"loader-{id(request)}-{rank}", request.options
+    register_collectives(key, RefusingCollectives(_ONE_PROCESS))
     try:
-        with use_context(WatchedContext.of(context, watch)):
-            yield watch
+        with use_context(tracing_context(options.tp_degree, options.pp_degree, rank, key)):
+            yield
     except NxdError as error:
-        if isinstance(error, TraceError) and error.rank is None and request.tp_degree > 1:
+        if isinstance(error, TraceError) and error.rank is None and options.tp_degree > 1:
             error.rank = rank
         raise
     finally:
@@ -101,59 +102,62 @@ def _trace(
     build: Path,
     source: Any,
     report: Callable[[int], None],
-    equal: EqualRanks,
-    watch: Watch,
-) -> list[TracedRank]:
-    """Trace one tensor parallel rank; return its pipeline stages."""
-    start = time.monotonic()
+    first: list[TracedRank],
+) -> tuple[list[TracedRank], list[TracedRank]]:
+    """Trace one tensor parallel rank; return its pipeline stages, and what others need of them.
+
+    ``first``: the stages of the first rank, whose graphs are taken if the ranks are equal.
+    """
     with _weightless(), UntouchedZeros():
         built = _build(request, rank)
-    stages = equal.of(built, watch)
-    if stages:
+    if first and (_say_equal(built) or rank < request.options.tp_degree - 1):
+        stages = [stage.with_modules(built) for stage in first]
         report(len(request.buckets) - 1)
     else:
-        watch.tracing = True
         stages = one_rank.trace_buckets(request, built, report)
-        equal.keep(built, watch, stages)
-    found = []
+    written = []
     read: set[str] = set()
-    for graphs in stages:
-        layouts = rank_files.layouts(graphs)
-        shared = rank_files.shared_names(request, graphs)
-        state_layouts = {k: v for k, v in rank_files.state_layouts(graphs).items() if k not in shared}
-        _check(graphs, layouts, state_layouts, source)
+    for stage in stages:
+        layouts = traced.layouts_of(stage)
+        shared = traced.shared_names(request, stage)
+        state_layouts = {k: v for k, v in traced.state_layouts(stage).items() if k not in shared}
+        _check(stage, layouts, state_layouts, source)
         read |= {name for layout in [*layouts.values(), *state_layouts.values()] for name in layout.logical_names}
-        value, states = _values(request, rank, graphs, layouts, state_layouts, source)
-        found.append(rank_files.write_rank(request, graphs, rank, states, value, build, start))
+        value, states = _values(request, rank, stage, layouts, state_layouts, source)
+        written.append(traced.write_rank(request, stage, rank, states, value, build))
     unused = sorted(set(source.keys()) - read)
     if unused:
         log.info("the checkpoint holds %d tensors that no graph reads: %s", len(unused), ", ".join(unused[:8]))
-    return found
+    return stages, written
+
+
+def _say_equal(built: list[Built]) -> bool:
+    return all(getattr(one.module, "nxd_equal_ranks", False) for one in built)
 
 
 def _values(
     request: TraceRequest,
     rank: int,
-    graphs: RankGraphs,
+    stage: TracedRank,
     layouts: dict[str, ParamLayout],
     state_layouts: dict[str, ParamLayout],
     source: Any,
 ) -> tuple[Callable[[WeightSpec], Tensor], dict[str, Tensor]]:
     """Return what reads a weight of the rank, and its states that do not start as zeros."""
-    names = set(source.keys())
+    names, degree = set(source.keys()), request.options.tp_degree
 
     def value(spec: WeightSpec) -> Tensor:
-        own = graphs.origin[spec.name][1]
+        own = stage.origin[spec.name][1]
         readable = stored_layout(own, layouts, names) if own in layouts else None
         if readable is not None:
-            return shard_tensor(source, readable.rank_layout(request.tp_degree, rank), spec.torch_dtype)
-        return value_of(graphs, *graphs.origin[spec.name])
+            return shard_tensor(source, readable.rank_layout(degree, rank), spec.torch_dtype)
+        return stage.value(*stage.origin[spec.name])
 
-    states = rank_files.initial_states(request, graphs)
+    states = traced.initial_states(request, stage)
     for name, layout in state_layouts.items():  # like load_state_dict: the checkpoint's values take precedence
         if set(layout.logical_names) <= names:
-            dtype = graphs.states[name].torch_dtype
-            states[name] = shard_tensor(source, layout.rank_layout(request.tp_degree, rank), dtype)
+            dtype = stage.states[name].torch_dtype
+            states[name] = shard_tensor(source, layout.rank_layout(degree, rank), dtype)
     return value, states
 
 
@@ -173,18 +177,18 @@ def _build(request: TraceRequest, rank: int) -> list[Built]:
         ) from error
 
 
-def _check(graphs: RankGraphs, layouts: dict[str, ParamLayout], states: dict[str, ParamLayout], source: Any) -> None:
+def _check(stage: TracedRank, layouts: dict[str, ParamLayout], states: dict[str, ParamLayout], source: Any) -> None:
     """Check that the checkpoint has every parameter that the graphs read or change, with its shape."""
-    parameters = {name for b in graphs.built for name, _ in b.module.named_parameters(remove_duplicate=False)}
+    parameters = {name for b in stage.built for name, _ in b.module.named_parameters(remove_duplicate=False)}
     stored = set(source.keys())
     needed = {
         name: layout for name, layout in states.items() if name in parameters or set(layout.logical_names) <= stored
     }
-    for name, (_, own) in graphs.origin.items():
+    for name, (_, own) in stage.origin.items():
         known = own if own in layouts else name
         if known not in layouts:
             continue
-        if graphs.weights[name].kind == "parameter" or stored_layout(known, layouts, stored) is not None:
+        if stage.weights[name].kind == "parameter" or stored_layout(known, layouts, stored) is not None:
             needed[own] = layouts[known]
     ties = {name: entry for name, entry in layouts.items() if entry.alias_of in needed}
     try:
@@ -241,43 +245,7 @@ def _make_fake(module: nn.Module, mode: Any) -> None:
                 )
 
 
-class _NoCollectives:
-    """The transport of a rank that is only exported."""
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise CollectiveError(
-            "a collective ran outside of the model's forward while tracing with a checkpoint loader: all ranks are "
-            "traced in one process, so func cannot communicate"
-        )
-
-    all_reduce = all_gather = reduce_scatter = broadcast = send = recv = barrier = _refuse
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-@dataclass
-class Measured:
-    """Sizes of one rank, computed without memory for parameters."""
-
-    modules: list[nn.Module]
-    weight_bytes: int
-    state_bytes: int
-    largest_tensor_bytes: int
-    tensors: int
-
-
-def measure(request: TraceRequest) -> Measured:
-    """Build rank 0 without weights and count its bytes."""
+def build_without_weights(request: TraceRequest) -> list[Built]:
+    """Return the first rank's module for each bucket; its parameters need no memory."""
     with _as_rank(request, 0), _weightless(), UntouchedZeros():
-        built = _build(request, 0)
-    states: dict[str, int] = {}
-    weights: dict[str, int] = {}
-    for entry in {id(b): b for b in built}.values():
-        module = entry.module
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            (states if name in entry.states else weights)[name] = tensor.numel() * tensor.element_size()
-    largest = max([*weights.values(), 0])
-    return Measured(
-        [b.module for b in built], sum(weights.values()), sum(states.values()), largest, len(weights) + len(states)
-    )
+        return _build(request, 0)

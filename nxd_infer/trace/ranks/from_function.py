@@ -26,11 +26,12 @@ from typing import Any
 from nxd_infer import compat, errors
 from nxd_infer.errors import CollectiveError, TraceConfigError, TraceError
 from nxd_infer.trace.ranks import process_main
-from nxd_infer.trace.ranks.files import RESULT_FILE
-from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
+from nxd_infer.trace.ranks.traced import RESULT_FILE, TracedRank, rank_directory
+from nxd_infer.trace.request import TraceRequest
 from nxd_infer.util.child_process import END_SECONDS, ChildProcess
 from nxd_infer.util.ports import free_port
 from nxd_infer.util.processors import processors
+from nxd_infer.util.progress import silent
 from nxd_infer.util.python_command import environment_of_caller, preparation, python_of_caller
 from nxd_infer.util.start_program import start_program
 
@@ -46,7 +47,8 @@ _DIED = "died"
 
 def pack(request: TraceRequest) -> bytes:
     """Pickle the request for another process. Raises TraceConfigError if a new process could not import ``func``."""
-    reason = _unimportable(request.func)
+    request = request.for_ranks()
+    reason = _unimportable(request.options.func)
     if reason is None:
         try:
             return pickle.dumps(request)
@@ -101,14 +103,7 @@ class _Rank:
         self.connection.close()
 
 
-def trace_ranks(
-    request: TraceRequest,
-    build: Path,
-    *,
-    max_parallel: int | None,
-    timeout: float,
-    progress: Callable[[str, int, int, str], None],
-) -> list[TracedRank]:
+def trace_ranks(request: TraceRequest, build: Path) -> list[TracedRank]:
     """Trace every rank in its own process; return results in rank order.
 
     Raises TraceError with the rank and its traceback (TraceConfigError if that is what the rank raised).
@@ -120,7 +115,9 @@ def trace_ranks(
         )
     # A file instead of a message: a pipe holds little, and writing would wait for a rank that may never read.
     (build / process_main.REQUEST_FILE).write_bytes(pack(request))
-    degree = request.tp_degree
+    options, progress = request.options, request.options.progress or silent
+    degree, stages = options.tp_degree, options.pp_degree
+    max_parallel, timeout = options.max_parallel_compilations, options.trace_timeout
     together = max_parallel is None or max_parallel >= degree
     at_once = degree if together else max_parallel or 1
     deadline = time.monotonic() + timeout
@@ -139,7 +136,7 @@ def trace_ranks(
                 settings = process_main.RankSettings(
                     rank=waiting.pop(0),
                     degree=degree,
-                    pp_degree=request.pp_degree,
+                    pp_degree=stages,
                     together=together,
                     build=str(build),
                     rendezvous=str(build / "rendezvous"),
@@ -159,7 +156,7 @@ def trace_ranks(
                     done += 1
                     progress("trace ranks", min(done, total), total, f"rank {member.rank}: {message[1]}")
                 if message[0] == "done":
-                    own = [stage * degree + member.rank for stage in range(request.pp_degree)]
+                    own = [stage * degree + member.rank for stage in range(stages)]
                     files = [rank_directory(build, rank) / RESULT_FILE for rank in own]
                     results[member.rank] = [TracedRank.model_validate_json(file.read_bytes()) for file in files]
                     member.end(patience=10)
@@ -168,7 +165,7 @@ def trace_ranks(
         for member in running:
             member.end()
     progress("trace ranks", total, total, "")
-    return sorted((stage for stages in results.values() for stage in stages), key=lambda result: result.rank)
+    return sorted((stage for rank in results.values() for stage in rank), key=lambda result: result.rank)
 
 
 _RANK = """

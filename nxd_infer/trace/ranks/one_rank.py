@@ -14,18 +14,16 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from nxd_infer.artifact.manifest import InputSpec, OutputSpec, WeightSpec
-from nxd_infer.backends import registry
+from nxd_infer.artifact.manifest import BucketSpec, InputSpec, OutputSpec, WeightSpec
 from nxd_infer.errors import NxdError, TraceConfigError, TraceError
 from nxd_infer.graph.canonical import Graph, configuration, name_lowered, trace_graph
 from nxd_infer.graph.export import Step
 from nxd_infer.graph.names import named_inputs, shared_memory, state_names
-from nxd_infer.graph.stored import GraphFile
 from nxd_infer.layout.shard import named_tensors
-from nxd_infer.trace.buckets import Bucket, scripted, wants_bucket_rank
-from nxd_infer.trace.ranks.rank_graphs import Built, RankGraphs, is_symbolic, value_of
+from nxd_infer.trace.buckets import Bucket, BucketModelConfig, scripted, wants_bucket_rank
 from nxd_infer.trace.ranks.stages import require_one_rounding, split_rank
-from nxd_infer.trace.request import TracedBucket, TraceRequest
+from nxd_infer.trace.ranks.traced import Built, TracedRank, is_symbolic
+from nxd_infer.trace.request import TraceRequest
 from nxd_infer.util.devices import on_host
 from nxd_infer.util.memory import no_collections
 
@@ -38,13 +36,13 @@ def build(request: TraceRequest, prepare: Callable[[nn.Module], None] | None = N
     ``prepare(module)`` runs after the names of the states are known, because it may replace parameters.
     """
     built: list[Built] = []
-    told = wants_bucket_rank(request.func)
+    asks = wants_bucket_rank(request.options.func)
     for bucket in request.buckets:
         kwargs = dict(bucket.func_kwargs)
-        if told:
+        if asks:
             kwargs.setdefault("bucket_rank", bucket.index)
         earlier = next(
-            (built[b.index] for b in request.buckets[: bucket.index] if not told and _same(b.func_kwargs, kwargs)), None
+            (built[b.index] for b in request.buckets[: bucket.index] if not asks and _same(b.func_kwargs, kwargs)), None
         )
         built.append(earlier or _call(request, kwargs, prepare))
     return built
@@ -66,7 +64,7 @@ def _same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
 
 
 def _call(request: TraceRequest, kwargs: dict[str, Any], prepare: Callable[[nn.Module], None] | None) -> Built:
-    result = request.func(**kwargs)
+    result = request.options.func(**kwargs)
     module, aliases = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not isinstance(module, nn.Module):
         raise TraceConfigError(
@@ -82,7 +80,8 @@ def _call(request: TraceRequest, kwargs: dict[str, Any], prepare: Callable[[nn.M
         if index in by_output:
             raise TraceConfigError(f"output {index} becomes two states; give each state an output of its own")
         by_output[index] = key
-    names = state_names(module, [*by_output.values(), *getattr(module, "nxd_states", ()), *request.states])
+    declared = [*getattr(module, "nxd_states", ()), *(request.options.states or ())]
+    names = state_names(module, [*by_output.values(), *declared])
     by_output = dict(zip(by_output, names, strict=False))
     module.eval()
     overlaps = shared_memory(module)
@@ -120,48 +119,49 @@ def require_values(module: nn.Module) -> None:
 @no_collections()
 def trace_buckets(
     request: TraceRequest, built: list[Built], report: Callable[[int], None] | None = None
-) -> list[RankGraphs]:
+) -> list[TracedRank]:
     """Export every bucket, and have the backend lower them all. Returns one entry per pipeline stage. Raises TraceError
     naming the bucket."""
     steps = [_step(request, bucket, built) for bucket in request.buckets]
     _order_inputs(steps)
-    found: list[Graph | None] = [None] * len(steps)
+    graphs: dict[int, Graph] = {}
     pending = list(range(len(steps)))
     while pending:
         for index in pending:
-            found[index] = _trace(request.buckets[index], steps[index])
+            graphs[index] = _trace(request.buckets[index], steps[index])
             if report is not None:
                 report(index)
-        pending = _states_read_elsewhere(steps, [graph for graph in found if graph is not None])
-    traced = [graph for graph in found if graph is not None]
-    graphs = RankGraphs(built, [graph.constants for graph in traced])
-    _share(request, graphs, traced)
-    for bucket, step, graph in zip(request.buckets, steps, traced, strict=True):
-        graphs.buckets.append(_describe(bucket, step, graph.file, graph.structure))
-    if request.pp_degree == 1:
-        return [_lower(request, graphs, traced)]
-    stages = [_lower(request, *stage) for stage in split_rank(request, graphs, traced)]
+        pending = _states_read_elsewhere(steps, list(graphs.values()))
+    whole = list(graphs.values())
+    traced = TracedRank(built=built, constants=[graph.constants for graph in whole])
+    _share(request, traced, whole)
+    for bucket, step, graph in zip(request.buckets, steps, whole, strict=True):
+        traced.buckets.append(_describe(bucket, step, graph))
+    if request.options.pp_degree == 1:
+        return [_lower(request, traced, whole)]
+    stages = [_lower(request, *stage) for stage in split_rank(request, traced, whole)]
     require_one_rounding(request, stages)
     return stages
 
 
-def _lower(request: TraceRequest, graphs: RankGraphs, traced: list[Graph]) -> RankGraphs:
-    graphs.ir = [graph.ir() for graph in traced]
-    graphs.lowered = registry.get(request.backend).passes(traced, request.options)
-    for bucket, ir, lowered in zip(graphs.buckets, graphs.ir, graphs.lowered, strict=True):
-        name_lowered(lowered, ir, configuration(request.backend, request.options))
+def _lower(request: TraceRequest, traced: TracedRank, graphs: list[Graph]) -> TracedRank:
+    traced.lowered = request.backend.passes(graphs, request.backend_options)
+    settings = configuration(request.backend.name, request.backend_options)
+    traced.graphs = [lowered.graph for lowered in traced.lowered]
+    for bucket, graph, lowered in zip(traced.buckets, graphs, traced.lowered, strict=True):
+        name_lowered(lowered, graph, settings)
         for spec in lowered.graph.weights:
-            graphs.weights[spec.name].encoding = spec.encoding
-        bucket.graph = lowered.graph
-    return graphs
+            traced.weights[spec.name].encoding = spec.encoding
+        bucket.graphs = [lowered.digest]
+    return traced
 
 
 def _step(request: TraceRequest, bucket: Bucket, built: list[Built]) -> Step:
-    mine = built[bucket.index]
-    inputs, keyword = named_inputs(mine.module, bucket.example, f"example_inputs of bucket {bucket.name!r}")
-    step = Step(mine.module, inputs, keyword, list(mine.states), dict(mine.aliases), overlaps=mine.overlaps)
-    if request.shared_states is not None:
-        _share_buffers(request, bucket, built, step)
+    own = built[bucket.index]
+    inputs, keyword = named_inputs(own.module, bucket.example, f"example_inputs of bucket {bucket.name!r}")
+    step = Step(own.module, inputs, keyword, list(own.states), dict(own.aliases), overlaps=own.overlaps)
+    if request.bucket_config is not None and request.bucket_config.shared_state_buffer is not None:
+        _share_buffers(request.bucket_config, bucket, built, step)
     return step
 
 
@@ -179,9 +179,9 @@ def _order_inputs(steps: list[Step]) -> None:
             step.inputs = dict(sorted(step.inputs.items(), key=lambda item: order[item[0].partition(".")[0]]))
 
 
-def _share_buffers(request: TraceRequest, bucket: Bucket, built: list[Built], step: Step) -> None:
+def _share_buffers(config: BucketModelConfig, bucket: Bucket, built: list[Built], step: Step) -> None:
     """Set the step's states of the shared state buffer: the buffer provides the memory, the module sees a view."""
-    buffers = request.shared_states or []
+    buffers = config.shared_state_buffer or []
     shared = list(step.aliases.values()) or step.states
     if len(buffers) != len(shared):
         raise TraceConfigError(
@@ -190,7 +190,7 @@ def _share_buffers(request: TraceRequest, bucket: Bucket, built: list[Built], st
         )
     step.shared = dict(zip(shared, buffers, strict=True))
     own = named_tensors(step.module)
-    if request.state_preprocessor is None:
+    if config.shared_state_buffer_preprocessor is None:
         for name, buffer in step.shared.items():
             if buffer.shape != own[name].shape or buffer.dtype != own[name].dtype:
                 raise TraceConfigError(
@@ -200,7 +200,7 @@ def _share_buffers(request: TraceRequest, bucket: Bucket, built: list[Built], st
                 )
         return
     shapes = [[list(named_tensors(b.module)[name].shape) for name in shared] for b in built]
-    function = scripted(request.state_preprocessor, "shared_state_buffer_preprocessor")
+    function = scripted(config.shared_state_buffer_preprocessor, "shared_state_buffer_preprocessor")
     places = _views(function, shapes, step.shared, bucket, own)
 
     def views(states: list[Tensor]) -> list[Tensor]:
@@ -219,13 +219,13 @@ def _views(
 ) -> dict[str, list[tuple[int, int, int]]]:
     """Run the preprocessor once and find which slice of each buffer it returns: ``(dim, start, length)``."""
     bases = [torch.empty(t.shape, dtype=t.dtype) for t in shared.values()]
-    found = function(shapes, bases, torch.tensor([bucket.index]))
-    if len(found) != len(bases):
+    views = function(shapes, bases, torch.tensor([bucket.index]))
+    if len(views) != len(bases):
         raise TraceConfigError(
-            f"shared_state_buffer_preprocessor returned {len(found)} tensors for {len(bases)} states"
+            f"shared_state_buffer_preprocessor returned {len(views)} tensors for {len(bases)} states"
         )
     places: dict[str, list[tuple[int, int, int]]] = {}
-    for name, base, view in zip(shared, bases, found, strict=True):
+    for name, base, view in zip(shared, bases, views, strict=True):
         same_memory = view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
         if not same_memory or view.dim() != base.dim() or view.stride() != base.stride():
             raise TraceConfigError(
@@ -265,14 +265,14 @@ def _states_read_elsewhere(steps: list[Step], traced: list[Graph]) -> list[int]:
     return again
 
 
-def _share(request: TraceRequest, graphs: RankGraphs, traced: list[Graph]) -> None:
+def _share(request: TraceRequest, traced: TracedRank, graphs: list[Graph]) -> None:
     """Fill the tables of states and weights; a weight whose value differs from one of the same name is renamed.
 
     ``constants`` keep the names that the module uses.
     """
-    for bucket, graph in zip(request.buckets, traced, strict=True):
+    for bucket, graph in zip(request.buckets, graphs, strict=True):
         for spec in graph.file.states:
-            known = graphs.states.setdefault(spec.name, spec)
+            known = traced.states.setdefault(spec.name, spec)
             if (known.dtype, known.shape, known.stride) != (spec.dtype, spec.shape, spec.stride):
                 raise TraceConfigError(
                     f"the state {spec.name!r} is {spec.dtype}{spec.shape} in bucket {bucket.name!r} and "
@@ -281,12 +281,12 @@ def _share(request: TraceRequest, graphs: RankGraphs, traced: list[Graph]) -> No
                 )
         renamed: dict[str, str] = {}
         for spec in graph.file.weights:
-            known_weight = graphs.weights.get(spec.name)
-            if known_weight is None or not _equal(graphs, bucket.index, spec, known_weight):
+            known_weight = traced.weights.get(spec.name)
+            if known_weight is None or not _equal(traced, bucket.index, spec, known_weight):
                 name = spec.name if known_weight is None else f"{spec.name}@{bucket.name}"
                 renamed[spec.name] = name
-                graphs.origin[name] = (bucket.index, spec.name)
-                graphs.weights[name] = spec.model_copy(update={"name": name})
+                traced.origin[name] = (bucket.index, spec.name)
+                traced.weights[name] = spec.model_copy(update={"name": name})
         different = [name for name, new in renamed.items() if name != new and not name.startswith("constant:")]
         if different:
             log.warning(
@@ -300,13 +300,13 @@ def _share(request: TraceRequest, graphs: RankGraphs, traced: list[Graph]) -> No
             spec.name = renamed.get(spec.name, spec.name)
 
 
-def _equal(graphs: RankGraphs, index: int, spec: WeightSpec, known: WeightSpec) -> bool:
+def _equal(traced: TracedRank, index: int, spec: WeightSpec, known: WeightSpec) -> bool:
     if (spec.dtype, spec.shape, spec.stride) != (known.dtype, known.shape, known.stride):
         return False
-    at, name = graphs.origin[known.name]
-    if name == spec.name and name not in graphs.constants[index] and graphs.built[at] is graphs.built[index]:
+    at, name = traced.origin[known.name]
+    if name == spec.name and name not in traced.constants[index] and traced.built[at] is traced.built[index]:
         return True  # one tensor of one module, whatever its values are: NaN is not equal to itself
-    first, second = value_of(graphs, at, name), value_of(graphs, index, spec.name)
+    first, second = traced.value(at, name), traced.value(index, spec.name)
     if first is second:
         return True
     if is_symbolic(first) or is_symbolic(second):
@@ -314,15 +314,15 @@ def _equal(graphs: RankGraphs, index: int, spec: WeightSpec, known: WeightSpec) 
     return torch.equal(first, second)
 
 
-def _describe(bucket: Bucket, step: Step, graph: GraphFile, structure: Any) -> TracedBucket:
+def _describe(bucket: Bucket, step: Step, graph: Graph) -> BucketSpec:
     """Describe the bucket's inputs and outputs, with the module's declarations about them."""
-    module = step.module
+    module, file = step.module, graph.file
     declared_inputs = dict(getattr(module, "nxd_inputs", {}) or {})
     declared_outputs = dict(getattr(module, "nxd_outputs", {}) or {})
-    names = [spec.name for spec in graph.inputs]
+    names = [spec.name for spec in file.inputs]
     for what, declared, known, keys in (
         ("nxd_inputs", declared_inputs, names, ("role", "default", "pad", "minimum", "maximum")),
-        ("nxd_outputs", declared_outputs, [spec.name for spec in graph.outputs], ("role", "cut")),
+        ("nxd_outputs", declared_outputs, [spec.name for spec in file.outputs], ("role", "cut")),
     ):
         unknown = [name for name in declared if name not in known]
         # A bucket with inputs by name may omit some that another one has.
@@ -336,32 +336,31 @@ def _describe(bucket: Bucket, step: Step, graph: GraphFile, structure: Any) -> T
                 f"{what} of {type(module).__name__} says {odd[0]}, which means nothing; it may say {', '.join(keys)}"
             )
     try:
-        inputs = [
-            InputSpec.model_validate({**spec.model_dump(), **declared_inputs.get(spec.name, {})})
-            for spec in graph.inputs
-        ]
-        outputs = [
-            OutputSpec.model_validate({**spec.model_dump(), **declared_outputs.get(spec.name, {})})
-            for spec in graph.outputs
-        ]
+        described = BucketSpec(
+            name=bucket.name,
+            inputs=[
+                InputSpec.model_validate({**spec.model_dump(), **declared_inputs.get(spec.name, {})})
+                for spec in file.inputs
+            ],
+            outputs=[
+                OutputSpec.model_validate({**spec.model_dump(), **declared_outputs.get(spec.name, {})})
+                for spec in file.outputs
+            ],
+            graphs=[],
+            structure=graph.structure,
+            metadata=bucket.metadata,
+        )
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise TraceConfigError(
             f"nxd_inputs or nxd_outputs of {type(module).__name__}: {where + ': ' if where else ''}{first['msg']}"
         ) from error
-    for spec in inputs:  # padding and defaults reach the graph, too
+    for spec in described.inputs:  # padding and defaults reach the graph, too
         for value in [*spec.pad.values(), *([] if spec.default is None else [spec.default])]:
             if not spec.allows(value):
                 raise TraceConfigError(
                     f"nxd_inputs fills {spec.name!r} with {value:g}, which is outside its own range of "
                     f"{spec.minimum} to {spec.maximum}"
                 )
-    for output in outputs:
-        for name, dim in output.cut.values():
-            source = next((spec for spec in inputs if spec.name == name), None)
-            if source is None or not 0 <= dim < len(source.shape):
-                raise TraceConfigError(
-                    f"nxd_outputs cuts {output.name!r} to dimension {dim} of {name!r}, which is not there"
-                )
-    return TracedBucket(name=bucket.name, graph=graph, inputs=inputs, outputs=outputs, structure=structure)
+    return described

@@ -9,7 +9,6 @@ import contextlib
 import io
 import os
 import pickle
-import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing import spawn
@@ -27,10 +26,15 @@ from nxd_infer.comm.distributed import join_on_this_host
 from nxd_infer.context import make_context, set_default_context
 from nxd_infer.errors import CollectiveError, NotInitializedError
 from nxd_infer.parallel_state import TRACE_COLLECTIVES
-from nxd_infer.trace.ranks import files as rank_files
 from nxd_infer.trace.ranks import one_rank
-from nxd_infer.trace.ranks.rank_graphs import RankGraphs, value_of
-from nxd_infer.trace.request import TraceRequest, tracing_context
+from nxd_infer.trace.ranks.traced import (
+    RefusingCollectives,
+    TracedRank,
+    initial_states,
+    tracing_context,
+    write_rank,
+)
+from nxd_infer.trace.request import TraceRequest
 from nxd_infer.util.this_process import die_with_parent, leave
 
 importing_script = False
@@ -98,7 +102,6 @@ def _about_groups(error: BaseException) -> bool:
 
 
 def _trace_here(connection: Connection, settings: RankSettings) -> None:
-    start = time.monotonic()
     os.environ.update(
         RANK=str(settings.rank),
         LOCAL_RANK=str(settings.rank),
@@ -117,19 +120,18 @@ def _trace_here(connection: Connection, settings: RankSettings) -> None:
     stages = one_rank.trace_buckets(
         request, built, lambda index: connection.send(["bucket", request.buckets[index].name])
     )
-    for graphs in stages:
+    for stage in stages:
 
-        def value(spec: WeightSpec, graphs: RankGraphs = graphs) -> Tensor:
-            return value_of(graphs, *graphs.origin[spec.name])
+        def value(spec: WeightSpec, stage: TracedRank = stage) -> Tensor:
+            return stage.value(*stage.origin[spec.name])
 
-        states = rank_files.initial_states(request, graphs)
-        rank_files.write_rank(request, graphs, settings.rank, states, value, Path(settings.build), start)
+        write_rank(request, stage, settings.rank, initial_states(request, stage), value, Path(settings.build))
 
 
 def _connect(settings: RankSettings) -> None:
     """Turn this process into its rank: a default context, and a transport, or one that raises."""
     own = make_context(settings.degree, settings.rank, tp=settings.degree)  # the first stage's ranks trace all stages
-    transport = RefusingCollectives()
+    transport = RefusingCollectives("a collective was called while the ranks are traced in turns")
     if settings.together:
         try:
             transport = join_on_this_host(own, settings.rendezvous, settings.timeout)
@@ -137,15 +139,3 @@ def _connect(settings: RankSettings) -> None:
             raise CollectiveError(f"the ranks could not meet: {error}") from error
     register_collectives(TRACE_COLLECTIVES, transport)
     set_default_context(tracing_context(settings.degree, settings.pp_degree, settings.rank, TRACE_COLLECTIVES))
-
-
-class RefusingCollectives:
-    """The transport of ranks that run in turns: every call raises an error with the reason."""
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise CollectiveError("a collective was called while the ranks are traced in turns")
-
-    all_reduce = all_gather = reduce_scatter = broadcast = send = recv = barrier = _refuse
-
-    def close(self) -> None:
-        """Do nothing."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nxd_infer import native
-from nxd_infer.artifact.names import weight_name
+from nxd_infer.artifact.manifest import weight_name
 from nxd_infer.backends.cpu import placement
 from nxd_infer.context import LOCAL
 from nxd_infer.errors import ArtifactCorruptError, ArtifactError, RankDiedError, RankFailedError
@@ -140,8 +140,8 @@ def test_a_file_that_is_written_to_while_it_is_verified_is_refused(artifact, mon
     """By its own contents again, so that the hash alone would not tell."""
     from nxd_infer.artifact import verified
 
-    def hash_open_file(file, algorithm):
-        found = hash_(file, algorithm)
+    def hash_open_file(file):
+        found = hash_(file)
         Path(file.name).write_bytes(Path(file.name).read_bytes())
         return found
 

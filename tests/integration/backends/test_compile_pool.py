@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
-import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -107,32 +103,19 @@ def test_a_cache_that_cannot_be_used_is_done_without(
     cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (digest, graph), compiler = graph_of(cached), BACKEND.compiler()
-    monkeypatch.setattr(compile_cache, "WAIT", 0.2)
-    with open(cached / "cache" / "graphs" / ".lock", "a") as lock:  # a process that was stopped amid tidying up
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert not compile_cache.fetch(digest, tmp_path / "out", compiler)
-        compile_cache.prune()
     monkeypatch.setenv("NXD_INFER_CACHE", "/proc/no/such/place")
     assert not compile_cache.fetch(digest, tmp_path / "out", compiler)
     compile_cache.store(digest, graph, compiler)
 
 
-def test_an_error_is_told_whatever_is_open_and_wherever_files_cannot_be_moved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Answers arrive on descriptors above 1023, too, and a workdir that takes nothing hides no error."""
+def test_an_error_is_told_where_files_cannot_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workdir that takes nothing hides no error."""
     temporary, workdir = tmp_path / "tmp", tmp_path / "work"
     temporary.mkdir()
     workdir.touch()  # what is moved there fails, as on a full disk
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
-    with contextlib.ExitStack() as stack:
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        for _ in range(1100):
-            stack.enter_context(open(os.devnull))
-        with pytest.raises(TraceError, match=r"compiling graph nothing failed: .*No such file"):
-            compile_graphs("lockstep", [tmp_path / "nothing"], {}, workdir=workdir, timeout=600)
+    with pytest.raises(TraceError, match=r"compiling graph nothing failed: .*No such file"):
+        compile_graphs("lockstep", [tmp_path / "nothing"], {}, workdir=workdir, timeout=600)
     said = "compiler_workdir: what the compiler wrote cannot be moved to"
     with pytest.raises(TraceError, match=said), compile_pool.workplace(workdir):
         pass

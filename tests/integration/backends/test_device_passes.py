@@ -16,9 +16,8 @@ from nxd_infer.backends.hlo.parts import lower_graphs
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import TraceError
 from nxd_infer.graph.devices import constants_on, plain_operators, rank_as_input
-from nxd_infer.graph.functional import functional, in_place
 from nxd_infer.graph.ir import FUNCTIONAL, graph_to_ir, ir_to_graph
-from nxd_infer.graph.passes import copied, insert_operators, output_of, placeholders
+from nxd_infer.graph.passes import copied, functional, in_place, insert_operators, output_of, placeholders
 from nxd_infer.graph.split import split_at
 from nxd_infer.graph.stored import ir_text
 from nxd_infer.ops import HOST

@@ -12,7 +12,7 @@ import pytest
 
 from nxd_infer.backends import registry
 from nxd_infer.errors import ArtifactBackendError, TraceConfigError
-from nxd_infer.trace.check import tracing_backend
+from nxd_infer.trace.request import tracing_backend
 from tests.support.backends.plugins import installed
 
 ROOT = Path(__file__).parents[3]

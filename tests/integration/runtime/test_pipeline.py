@@ -25,8 +25,8 @@ from nxd_infer.errors import (
 )
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.model import TensorParallelModel
-from nxd_infer.trace.cuts import stage_cuts
-from nxd_infer.trace.request import TraceRequest
+from nxd_infer.trace.options import TraceOptions
+from nxd_infer.trace.ranks.stages import stage_cuts
 from nxd_models.hf import weights as hf
 from nxd_models.serving import tasks
 from nxd_models.serving.decoder_step import step_inputs
@@ -114,7 +114,7 @@ def test_tokens_equal_those_of_one_stage_drawn_and_greedy(model, plain, model_di
 
 def test_each_stage_holds_its_own_weights_and_states(artifact, plain):
     manifest, whole = load_artifact(artifact).manifest, load_artifact(plain).manifest
-    assert (manifest.pp_degree, manifest.tp_degree, manifest.requires) == (2, 1, ["pipeline", "blake3"])
+    assert (manifest.pp_degree, manifest.tp_degree, manifest.requires) == (2, 1, ["pipeline"])
     first, last = (manifest.of_rank(rank) for rank in range(2))
     tied = "model.embed_tokens.weight"
     names = [{spec.name for spec in stage.weights} for stage in (first, last)]
@@ -286,7 +286,7 @@ def test_a_pipeline_that_cannot_be_is_refused_by_name(arguments, words):
 
 def test_a_model_without_a_list_of_layers_needs_cuts_and_a_backend_of_one_process_has_no_stages(artifact, root):
     with pytest.raises(TraceConfigError, match=r"pp_degree=2: .*Net has no list of layers"):
-        stage_cuts(TraceRequest(traced_models.net, [], 1, "eager", {}, pp_degree=2), traced_models.net()[0])
+        stage_cuts(TraceOptions(traced_models.net, None, pp_degree=2), traced_models.net()[0])
     words = "the lockstep backend runs all ranks in one process"
     with plugins.installed():
         with pytest.raises(TraceConfigError, match=words):

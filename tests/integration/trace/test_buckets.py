@@ -12,10 +12,10 @@ from torch import nn
 import nxd_infer as nxd
 from nxd_infer.errors import BucketError, TraceConfigError
 from nxd_infer.trace import BucketModelConfig
-from nxd_infer.trace.buckets import list_buckets
+from nxd_infer.trace.options import TraceOptions
 from nxd_infer.trace.ranks import one_rank
-from nxd_infer.trace.ranks.rank_graphs import RankGraphs
-from nxd_infer.trace.request import TraceRequest
+from nxd_infer.trace.ranks.traced import TracedRank
+from nxd_infer.trace.request import checked_request
 from tests.support import traced_models as models
 
 
@@ -99,8 +99,9 @@ class Weighted(nn.Module):
         return a - b * self.weight
 
 
-def buckets_of(func: Any, examples: list[Any], config: Any = None) -> RankGraphs:
-    request = TraceRequest(func, list_buckets(examples, config, None), 1, "eager", {})
+def buckets_of(func: Any, examples: Any, config: Any = None) -> TracedRank:
+    options = TraceOptions(func, examples, bucket_config=config, inline_weights_to_neff=False)
+    request = checked_request(options)
     (stage,) = one_rank.trace_buckets(request, one_rank.build(request, one_rank.require_values))
     return stage
 

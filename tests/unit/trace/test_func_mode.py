@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from nxd_infer.errors import TraceConfigError, TraceError
+from nxd_infer.trace.options import TraceOptions
 from nxd_infer.trace.ranks import from_function, one_rank
-from nxd_infer.trace.request import TraceRequest
+from nxd_infer.trace.request import checked_request
 from tests.support import traced_models as models
 
 
@@ -46,8 +47,8 @@ def test_decision_19_weights_are_stored_contiguously_whatever_their_strides():
 
 def test_decision_20_a_lambda_travels_with_cloudpickle_and_is_refused_without(monkeypatch):
     value = 3.0
-    request = TraceRequest(lambda: models.plus(value), [], 1, "eager", {})
-    assert pickle.loads(from_function.pack(request)).func()[0].value == 3.0
+    request = checked_request(TraceOptions(lambda: models.plus(value), torch.ones(4), metadata={"a": 1}))
+    assert pickle.loads(from_function.pack(request)).options.func()[0].value == 3.0
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cloudpickle" else found(name))
     with pytest.raises(TraceConfigError, match="it is a lambda"):
@@ -56,6 +57,6 @@ def test_decision_20_a_lambda_travels_with_cloudpickle_and_is_refused_without(mo
     def local():
         return models.plus()
 
-    request.func = local
+    request.options.func = local
     with pytest.raises(TraceConfigError, match=r"local is defined inside another function.*top level of a module"):
         from_function.pack(request)
