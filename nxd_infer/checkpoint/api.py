@@ -290,13 +290,13 @@ def _read_whole(
     storage: Storage, tag: str | None, context: ParallelContext, verify: bool, read: Callable[[AnyArchive], T]
 ) -> T | None:
     """Have every rank ``read`` one checkpoint, again if a save replaces it meanwhile; None if there is none."""
+    archive: AnyArchive | None = None
+    failure: Exception | None = None
     for _ in range(TRIES):
         counter = _number_of(context, _typed_errors(storage, lambda: _find(storage, tag)))
         if counter == NOTHING:
             return None
-        archive: AnyArchive | None = None
-        failure: Exception | None = None
-        result: T | None = None
+        archive = failure = result = None
         try:
             archive = _open(storage, counter, tag, context, verify)
             result = read(archive)
@@ -307,10 +307,10 @@ def _read_whole(
             if failure is not None:
                 raise failure
             return result
-    if archive is not None or failure is None:
-        where = storage.where() if archive is None else archive.where
-        failure = CheckpointError(f"the checkpoint {where} {folders.WHILE_READ}")
-    raise failure
+    if archive is None and failure is not None:
+        raise failure
+    where = storage.where() if archive is None else archive.where
+    raise CheckpointError(f"the checkpoint {where} {folders.WHILE_READ}")
 
 
 def _find(storage: Storage, tag: str | None) -> int:
