@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from nxd_infer import native
-from nxd_infer.graph.names import key_text, named_inputs
+from nxd_infer.graph.export import key_text, named_inputs
 from nxd_infer.layout.shard import READ_BYTES
 from nxd_infer.pipeline.partition import describe_partition
 from nxd_infer.trace.ranks.from_checkpoint import build_without_weights

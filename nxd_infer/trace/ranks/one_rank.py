@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec, OutputSpec, WeightSpec
 from nxd_infer.errors import NxdError, TraceConfigError, TraceError
 from nxd_infer.graph.canonical import Graph, configuration, name_lowered, trace_graph
-from nxd_infer.graph.export import Step
-from nxd_infer.graph.names import named_inputs, shared_memory, state_names
+from nxd_infer.graph.export import Step, named_inputs, shared_memory, state_names
 from nxd_infer.layout.shard import named_tensors
 from nxd_infer.trace.buckets import Bucket, BucketModelConfig, scripted, wants_bucket_rank
 from nxd_infer.trace.ranks.stages import require_one_rounding, split_rank

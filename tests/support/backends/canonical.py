@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from nxd_infer.comm import register_collectives, unregister_collectives
 from nxd_infer.context import make_context, use_context
 from nxd_infer.graph.canonical import Graph, trace_graph
-from nxd_infer.graph.export import Step
+from nxd_infer.graph.export import Step, named_inputs, state_names
 from nxd_infer.graph.ir import FUNCTIONAL, Program, graph_to_ir
-from nxd_infer.graph.names import named_inputs, state_names
 from nxd_infer.layout.shard import named_tensors
 from tests.support import tiny_models
 

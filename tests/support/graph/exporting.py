@@ -16,8 +16,7 @@ from nxd_infer.backends.base import Executable, RankGraph
 from nxd_infer.backends.cpu.lower import PROGRAM_FILE, lower
 from nxd_infer.context import make_context
 from nxd_infer.graph.canonical import Graph, name_lowered, trace_graph
-from nxd_infer.graph.export import Step
-from nxd_infer.graph.names import named_inputs
+from nxd_infer.graph.export import Step, named_inputs
 from nxd_infer.graph.stored import Lowered, write_graph
 from nxd_infer.layout.shard import named_tensors
 

@@ -21,8 +21,7 @@ from nxd_infer.errors import (
     WeightSchemaError,
 )
 from nxd_infer.graph import ir
-from nxd_infer.graph.export import Step
-from nxd_infer.graph.names import named_inputs
+from nxd_infer.graph.export import Step, named_inputs
 from nxd_infer.graph.stored import ir_text, read_ir
 from nxd_infer.modules.nxd_model import NxDModel
 from tests.support.graph.exporting import entries, follow, load, loaded, lowered, operators

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_infer.errors import TraceConfigError, TraceError
-from nxd_infer.graph.names import state_names
+from nxd_infer.graph.export import state_names
 from nxd_infer.graph.passes import mutated_placeholders
 from tests.support.graph.exporting import follow, loaded, lowered, operators
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxd_infer.graph.likeness import alike
+from nxd_infer.graph.repeats import alike
 
 
 class Pair(NamedTuple):

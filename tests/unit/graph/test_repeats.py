@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_infer.graph.canonical import Graph, trace_graph
-from nxd_infer.graph.export import Step
-from nxd_infer.graph.names import named_inputs
+from nxd_infer.graph.export import Step, named_inputs
 
 SIZE, LAYERS = 4, 4
 X = torch.randn(2, SIZE)

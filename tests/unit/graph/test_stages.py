@@ -8,8 +8,7 @@ from torch import nn
 
 from nxd_infer.errors import TraceError
 from nxd_infer.graph.canonical import trace_graph
-from nxd_infer.graph.export import Step
-from nxd_infer.graph.names import named_inputs
+from nxd_infer.graph.export import Step, named_inputs
 from nxd_infer.graph.stages import split_stages
 from nxd_infer.layout.shard import named_tensors
 
