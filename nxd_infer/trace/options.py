@@ -1,8 +1,8 @@
 """The options of a trace, each declared once: name, type, default, limits and what it does.
 
-The signatures of ``parallel_model_trace`` and ``trace_plan``, the options of ``nxd-infer trace`` and the table in
-``docs/api.md`` are made of :class:`TraceOptions`. What the options must be together is in
-:mod:`nxd_infer.trace.request`. This module is imported for a command's help, so it imports no torch.
+The signatures of ``parallel_model_trace`` and ``trace_plan`` and the options of ``nxd-infer trace`` are made of
+:class:`TraceOptions`. What the options must be together is in :mod:`nxd_infer.trace.request`. This module is imported
+for a command's help, so it imports no torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The options of a task's plan, each declared once: name, type, default, limits and what it does.
 
-The signature of ``tasks.plan``, the options of ``nxd-infer trace`` and the table in ``docs/api.md`` are made of
-:class:`TaskOptions`. This module is imported for a command's help, so it imports no torch.
+The signature of ``tasks.plan`` and options of ``nxd-infer trace`` are made of :class:`TaskOptions`. This module is
+imported for a command's help, so it imports no torch.
 """
 
 from __future__ import annotations
