@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-VOCAB_SIZE = 4096
 HELD_OUT = ("import", "strings")
 """Held-out chapters, used only for evaluation: unlike most, they share no paragraph with another chapter."""
 

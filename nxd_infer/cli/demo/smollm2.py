@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from nxd_infer.cli import train
 from nxd_infer.cli.console import duration, spinner
-from nxd_infer.cli.demo.made import MODEL, Made, Question
-from nxd_infer.util.machine import computes_bfloat16
+from nxd_infer.cli.demo.made import MODEL, Made, Question, train_recipe
 from nxd_models import registry
 from nxd_models.hf import weights as hf
 from nxd_models.hf.gguf_file import find_gguf, model_directory
@@ -76,16 +74,7 @@ def make(gguf: Path, directory: Path, seconds: float | None, tp: int) -> Made:
     with spinner("asking it before"):
         before = answers(base, asked)
     told = time.monotonic()
-    settings = {
-        "exp_manager.explicit_log_dir": str(directory),
-        "model.model_config": str(base),
-        "trainer.devices": tp,
-        "distributed_strategy.tensor_model_parallel_size": tp,
-        "trainer.max_time": seconds,
-        "precision.type": "mixed_precision" if computes_bfloat16() else "fp32",
-    }
-    overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-    train.run(RECIPE, overrides, check=False, chip=None, trace_out=None)
+    train_recipe(RECIPE, directory, seconds, tp, {"model.model_config": str(base)})
     trained = time.monotonic()
     return Made(
         directory / MODEL,
