@@ -24,8 +24,7 @@ from nxd_infer.trace.options import RecompileOptions, TraceOptions
 from nxd_infer.util import number_words
 from nxd_infer.util.options import Option, command_options, declared, flag_of
 from nxd_models.serving.task_options import TaskOptions
-from nxd_server.environment import PREFIX, SOURCE
-from nxd_server.settings import ServerSettings
+from nxd_server.settings import PREFIX, SOURCE, ServerSettings
 
 
 class Commands(typer.core.TyperGroup):
@@ -216,7 +215,6 @@ def generate(
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="PROMPT", help="Texts to continue.", show_default=False)
     ] = None,
-    former: Annotated[list[str] | None, typer.Option("--prompt", hidden=True)] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens to generate. Default: 64, or what fits after the prompt.")
     ] = None,
@@ -233,9 +231,6 @@ def generate(
     **given: Any,
 ) -> None:
     """Continue prompts in this process, without a server."""
-    if former:
-        print('note: --prompt needs no name any more: nxd-infer generate ARTIFACT "PROMPT"', file=sys.stderr)
-    prompts = [*(prompts or ()), *(former or ())]
     if not prompts:
         raise typer.BadParameter("there is none; give the text to continue", param_hint="PROMPT")
     if not all(prompts):

@@ -7,17 +7,86 @@ and a test compares the table in ``docs/deployment.md`` with them. No ``repr``, 
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nxd_infer.util.options import check_each, declared, from_text, option
+from nxd_infer.util.options import Kind, check_each, declared, from_text, option
 from nxd_infer.util.suggest import did_you_mean
-from nxd_server.environment import PREFIX, SINGLE_KEY, refuse_old_names
 from nxd_server.errors import SettingsError
-from nxd_server.settings_checks import KEY_LIST, adapter_paths, directory, key_list, not_blank, not_empty, words
-from nxd_server.settings_file import read_settings, read_text
+
+PREFIX = "NXD_INFER_"
+SINGLE_KEY = "API_KEY"
+"""The name that someone with one key would try; ignoring it would leave the server open."""
+SOURCE = "ARTIFACT"
+"""What to serve, if the command line does not say."""
+OTHERS = (
+    *("CACHE", "CACHE_LIMIT", "PIN", "FORK", "MAX_RANKS", "CPU_LEVEL", "CPU_ASKS"),
+    *("NEURON_ROOT", "NEURON_PROBE", "REAL_NEURON", "BENCH", SOURCE),
+)
+"""Variables with the same prefix that are read elsewhere: by the library, the benchmarks, the command line."""
+KEY_LIST = Kind("a list of keys, or comma-separated text", lambda value: isinstance(value, str | list | tuple))
+
+# --- what values must be, where their type does not say it: each check returns the value ----------------------
+
+
+def key_list(name: str, value: Any) -> list[str]:
+    keys = value
+    if isinstance(value, str) and value.strip().startswith("["):
+        try:
+            keys = json.loads(value)
+        except ValueError:
+            raise SettingsError(f"{name} looks like a JSON list but is not one") from None
+    elif isinstance(value, str):
+        keys = [key.strip() for key in value.split(",") if key.strip()]
+        if value.strip() and not keys:
+            raise SettingsError(f"{name} holds no key; unset it to leave the server open to everyone")
+    if not all(isinstance(key, str) for key in keys):
+        raise SettingsError(f"{name} holds something that is not a text")
+    if not all(key.strip() for key in keys):
+        raise SettingsError(f"{name}: an empty key would open the server to everyone; leave it out where that is meant")
+    return list(keys)
+
+
+def not_blank(name: str, key: str) -> str:
+    if not key.strip():
+        raise SettingsError(f"{name} is empty; leave it out to close the routes that it opens")
+    return key
+
+
+def not_empty(name: str, text: str) -> str:
+    if not text:
+        raise SettingsError(f"{name} is empty; leave it out for the default")
+    return text
+
+
+def adapter_paths(name: str, given: list[str]) -> list[str]:
+    for word in given:
+        adapter, _, path = word.partition("=")
+        if not adapter or not path:
+            raise SettingsError(f"{name}: {word!r} is not NAME=PATH")
+    return given
+
+
+def directory(name: str, root: Path) -> Path:
+    if not root.is_dir():
+        raise SettingsError(f"{name} {str(root)!r} is not a directory")
+    return root
+
+
+def words(name: str, text: str) -> str:
+    try:
+        shlex.split(text)
+    except ValueError as error:
+        raise SettingsError(f"{name}: cannot be split into options: {error}") from None
+    return text
+
+
+# --- the settings ---------------------------------------------------------------------------------------------
 
 
 def setting(default: Any, help: str, kind: Any, group: str, **more: Any) -> Any:
@@ -314,7 +383,6 @@ class ServerSettings:
                 names it and the reason.
         """
         known = declared(cls)
-        refuse_old_names(os.environ, known)
         variables = {name.upper(): value for name, value in os.environ.items()}  # in any case
         environment: dict[str, Any] = {
             name: variables[PREFIX + name.upper()] for name in known if PREFIX + name.upper() in variables
@@ -351,3 +419,62 @@ class ServerSettings:
 
 
 load_settings = ServerSettings.resolve
+
+
+# --- where they come from -------------------------------------------------------------------------------------
+
+
+def read_text(path: Path, what: str) -> str:
+    """Return the text of a file. Raises SettingsError with the reason; ``what`` names the kind of file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise SettingsError(f"{what} {str(path)!r} cannot be read: {why}") from None
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return settings by name. Raises SettingsError if the file cannot be read or is not a mapping."""
+    text = read_text(path, "the configuration file")
+    try:
+        if path.suffix == ".json":
+            data = json.loads(text)
+        elif path.suffix in (".yaml", ".yml"):
+            data = _load_yaml(text)
+        else:
+            raise SettingsError(f"the configuration file {str(path)!r} must end in .json, .yaml or .yml")
+    except ValueError as error:
+        if isinstance(error, SettingsError):
+            raise
+        # The parser's message may quote a line that holds a key; only the line number is safe to show.
+        place = getattr(error, "lineno", None)
+        where = f" (line {place})" if place else ""
+        raise SettingsError(f"the configuration file {str(path)!r} is not valid{where}") from None
+    if not isinstance(data, dict):
+        raise SettingsError(f"the configuration file {str(path)!r} must hold a mapping of setting names to values")
+    return {str(name).replace("-", "_"): value for name, value in data.items()}
+
+
+def _load_yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise SettingsError("a YAML configuration file needs PyYAML (pip install pyyaml), or write JSON") from None
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError("not YAML") from error
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return a line for each variable with our prefix that is not a setting: a typo in NXD_INFER_API_KEYS would leave
+    the server open. Values are never shown."""
+    known = {*(name.upper() for name in declared(ServerSettings)), SINGLE_KEY, *OTHERS}
+    lines = []
+    for variable in sorted(environment):
+        name = variable.upper()  # their case does not count
+        if name.startswith(PREFIX) and (name := name.removeprefix(PREFIX)) not in known:
+            # Without the prefix, which would make any two names look alike.
+            near = did_you_mean(name, known).replace("did you mean ", f"did you mean {PREFIX}")
+            lines.append(f"{variable} is not a setting of the server{near}")
+    return lines

@@ -22,13 +22,11 @@ from typing import TYPE_CHECKING, Any
 from nxd_infer.artifact.reader import artifact_digest
 from nxd_infer.errors import NxdError
 from nxd_infer.util.memory import keep_little
-from nxd_infer.util.options import declared
 from nxd_server.app.prepare import prepare
 from nxd_server.app.service import Service
-from nxd_server.environment import unknown_variables
 from nxd_server.http.listener import bind
 from nxd_server.http.ops import logs
-from nxd_server.settings import ServerSettings
+from nxd_server.settings import ServerSettings, unknown_variables
 from nxd_server.threads import in_thread
 
 if TYPE_CHECKING:
@@ -56,7 +54,7 @@ def serve(given: str | os.PathLike[str], settings: ServerSettings) -> int:
 
 
 def _serve(given: str | os.PathLike[str], settings: ServerSettings) -> int:
-    for line in unknown_variables(os.environ, declared(ServerSettings)):
+    for line in unknown_variables(os.environ):
         logger.warning("%s", line)
     try:
         artifact = prepare(os.fspath(given), settings)

@@ -39,12 +39,6 @@ def test_the_version():
     assert here("--version").out == f"{nxd_infer.__version__}\n"
 
 
-def test_a_prompt_may_have_its_former_name():
-    done = here("generate", "/no/such/artifact", "--prompt", "x")
-    note = 'note: --prompt needs no name any more: nxd-infer generate ARTIFACT "PROMPT"'
-    refused(done, note, "/no/such/artifact")
-
-
 def test_the_demo_leaves_a_directory_alone_that_is_not_of_a_demo(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").write_text("precious")
