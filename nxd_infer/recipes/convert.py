@@ -12,7 +12,7 @@ from typing import Any
 from nxd_infer.recipes.keys import spellings
 from nxd_infer.recipes.schema import Recipe
 from nxd_infer.recipes.yaml_text import KeyPath, Tree, dotted
-from nxd_infer.util.options import every_option, is_section
+from nxd_infer.util.options import is_section
 
 MOVED = {
     "model.micro_batch_size": "data.micro_batch_size",
@@ -48,7 +48,6 @@ SECTIONS = {
     "model.peft.lora_tuning": "model_alignment_strategy.peft",
 }
 """Sections that have another place."""
-RECIPE_SECTIONS = {".".join(map(str, path)) for path, one in every_option(Recipe) if is_section(one.kind)}
 OPTIMIZERS = {
     "distributed_fused_adam": "adamw",
     "fused_adam": "adamw",
@@ -71,20 +70,17 @@ ADAPTERS = {"adapter_dim": "lora_rank", "alpha": "lora_alpha", "adapter_dropout"
 def convert(tree: Tree) -> tuple[dict[str, Any], list[str]]:
     """Return a recipe's values, and the keys that have no place in one, each with its line."""
     recipe: dict[str, Any] = {"name": tree.values.get("name", "converted"), "model_source": "megatron"}
-    known = {".".join(map(str, path)) for path, _ in every_option(Recipe)}
     left_out = []
     for path, value in _leaves(tree.values, ()):
         old = dotted(path)
         new, value = _place(old, value)
-        place = _spelled(new)
-        if place in RECIPE_SECTIONS and not value:
+        place, kind = _spelled(new)
+        if is_section(kind) and not value:
             continue  # an empty section
-        if any("." in str(part) for part in path):
-            place = None  # in a recipe it would be another key, inside a section
-        if place is None or place in RECIPE_SECTIONS or (place not in known and not _inside(place, known)):
+        if not place or is_section(kind) or any("." in str(part) for part in path):  # the last would be another key
             left_out.append(f"{tree.where(path)}: {old} = {value!r}")
         elif not (isinstance(value, str) and value == "???"):
-            _set(recipe, place.split("."), _references(value))
+            _set(recipe, place, _references(value))
     return recipe, left_out
 
 
@@ -119,23 +115,18 @@ def _place(old: str, value: Any) -> tuple[str, Any]:
     return new, value
 
 
-def _spelled(place: str) -> str | None:
-    """Return a key's first spelling; None if a recipe has no such key."""
+def _spelled(place: str) -> tuple[list[str], Any]:
+    """Return a key's parts in their first spelling, and its kind; no parts if a recipe has no such key."""
     kind: Any = Recipe
-    found = []
+    parts = []
     for part in place.split("."):
-        keys = spellings(kind) if is_section(kind) else {}
-        if part not in keys:
-            return ".".join([*found, *place.split(".")[len(found) :]]) if kind is dict else None
-        first, key = keys[part]
-        found.append(first)
-        kind = key.kind
-    return ".".join(found)
-
-
-def _inside(place: str, known: set[str]) -> bool:
-    """Whether it is part of a free section such as wandb_logger_kwargs."""
-    return any(place.startswith(f"{one}.") for one in known)
+        if is_section(kind) and part in (keys := spellings(kind)):
+            part, key = keys[part]
+            kind = key.kind
+        elif kind is not dict:  # which takes any key
+            return [], None
+        parts.append(part)
+    return parts, kind
 
 
 def _set(recipe: dict[str, Any], path: list[str], value: Any) -> None:

@@ -1,6 +1,7 @@
 """Declare the keys of a recipe's sections, and read sections with them.
 
-A section is a dataclass whose fields are made by :func:`key` or :func:`section`. Every message names the file, the
+A section is a dataclass whose fields are made by :func:`key`, :func:`only` or :func:`section`. Its ``UNUSED`` maps
+reasons to the names of keys that are accepted with any value and change nothing. Every message names the file, the
 line, the key, and the nearest one or value that is valid.
 """
 
@@ -17,10 +18,7 @@ from nxd_infer.util.suggest import nearest
 
 Section = TypeVar("Section")
 LARGEST = 1 << 40
-"""Whole numbers are below this."""
-
-YAML = KINDS | {bool: replace(KINDS[bool], text="true or false"), dict: replace(KINDS[dict], text="a section")}
-"""What values must be, in a recipe's words."""
+"""Of numbers that have no limit of their own."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +28,9 @@ class Key(Option):
     also: tuple[str, ...] = ()
     """Other spellings of it."""
     unused: str = ""
-    """Why it changes nothing here; it is accepted, and named once."""
-    only: tuple[Any, ...] = ()
-    """The values that are supported; others are refused, with the reason ``unused``."""
+    """Why it changes nothing here."""
+    only: str = ""
+    """Why no other value than the default is supported."""
 
 
 def key(default: Any, help: str, kind: Any = str, **declared: Any) -> Any:
@@ -40,20 +38,25 @@ def key(default: Any, help: str, kind: Any = str, **declared: Any) -> Any:
 
     A default of None is also what ``null`` means: as if the key were not there.
     """
+    if kind in (int, float, list[float]):
+        declared.setdefault("maximum", LARGEST)
     made = Key(default, help, kind, **declared)
     told = [help]
     if made.also:
         told.append(f"also {', '.join(f'`{name}`' for name in made.also)}")
     if made.choices:
         told.append(f"one of {', '.join(made.choices)}")
-    if made.unused and not made.only:
-        told.append(f"no effect: {made.unused}")
     return as_field(replace(made, help="; ".join(told)))
 
 
-def section(inner: type, help: str, *, also: tuple[str, ...] = (), optional: bool = False) -> Any:
+def only(value: Any, reason: str) -> Any:
+    """Declare a key that has no other value than this."""
+    return key(value, f"nothing else: {reason}", object, only=reason)
+
+
+def section(inner: type, help: str, *, optional: bool = False) -> Any:
     """Declare a key that holds a section; an ``optional`` one is None unless it is there."""
-    metadata = {"option": Key(None, help, inner, also=also)}
+    metadata = {"option": Key(None, help, inner)}
     return field(default=None, metadata=metadata) if optional else field(default_factory=inner, metadata=metadata)
 
 
@@ -75,8 +78,7 @@ class Reader:
             if name not in known:
                 holder = f"{dotted(path)} has" if path else "there is"
                 raise RecipeError(f"{self.tree.where(here)}: {holder} no key {name!r}{nearest(name, known)}")
-            inner = known[name][1].kind
-            if is_section(inner):
+            if is_section(inner := known[name][1].kind):
                 self.require_keys(inner, value, here)
 
     def read(self, kind: type[Section], values: Any, path: KeyPath = ()) -> Section:
@@ -85,53 +87,48 @@ class Reader:
         if not isinstance(values, Mapping):
             such = ", ".join(list(known)[:3])
             raise self.tree.error(path, f"is a section, with keys such as {such}; got {values!r}")
-        found: dict[str, Any] = {}
+        read: dict[str, Any] = {}
         for name, value in values.items():
             here, (first, declared) = (*path, name), known[name]
-            if first in found:
+            if first in read:
                 raise self.tree.error(here, f"is another spelling of {first}, which is given too; remove one")
-            found[first] = self.value(declared, value, here)
-        return kind(**{name: value for name, value in found.items() if value is not None})
+            if value is None:
+                continue
+            if declared.unused:
+                self.unused.setdefault(declared.unused, []).append(dotted(here))
+            elif is_section(declared.kind):
+                read[first] = self.read(declared.kind, value, here)
+            else:
+                read[first] = self._value(replace(declared, default=MISSING), declared.default, value, here)
+        return kind(**read)
 
-    def value(self, declared: Key, value: Any, path: KeyPath) -> Any:
-        """Return a key's value, checked."""
-        if value is None:
-            return None
-        if is_section(declared.kind):
-            return self.read(declared.kind, value, path)
-        value = self._of_kind(replace(declared, default=MISSING), value, path)
-        only, unused = declared.only, declared.unused
-        if only and value not in only:
-            raise self.tree.error(path, f"= {value!r} is not supported: {unused}; the nearest is {only[0]!r}")
-        if unused and not only:
-            self.unused.setdefault(unused, []).append(dotted(path))
-        return value
-
-    def _of_kind(self, declared: Key, value: Any, path: KeyPath) -> Any:
-        kind = declared.kind
-        if (inner := element(kind)) is not None:
+    def _value(self, declared: Key, default: Any, value: Any, path: KeyPath) -> Any:
+        if declared.only and value != default:
+            raise self.tree.error(path, f"= {value!r} is not supported: {declared.only}; the nearest is {default!r}")
+        if (inner := element(declared.kind)) is not None:
             listed = value if isinstance(value, list) else [value]
-            return [self._of_kind(replace(declared, kind=inner), one, path) for one in listed]
-        if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST:
-            value = float(value)
+            return [self._value(replace(declared, kind=inner), None, one, path) for one in listed]
+        kind, number = declared.kind, isinstance(value, int | float) and not isinstance(value, bool)
         if kind is int and isinstance(value, float) and value.is_integer():
             value = int(value)
-        if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+        if kind is str and number:
             value = str(value)  # a name such as 2024
         if declared.choices and isinstance(value, str):
             matches = {one.lower(): one for one in declared.choices}
             if value.lower() not in matches:
                 raise self.tree.error(path, f"= {value!r} is not known{nearest(value, declared.choices)}")
             return matches[value.lower()]
-        if kind is int and declared.fits(value) and abs(value) >= LARGEST:
-            raise self.tree.error(path, f"must be below {LARGEST}, got {value!r}")
         if not declared.fits(value):
             limit = declared.outside(value) if KINDS[kind].fits(value) else None
             close = "" if limit is None else f"; the nearest is {limit:g}"
-            raise self.tree.error(path, f"must be {declared.described(YAML)}, got {value!r}{close}")
-        return value
+            raise self.tree.error(path, f"must be {declared.wanted}, got {value!r}{close}")
+        return float(value) if kind is float else value
 
 
 def spellings(kind: type) -> dict[str, tuple[str, Key]]:
     """Return the keys of a section in all their spellings, each with its first one."""
-    return {name: (first, one) for first, one in declared(kind).items() for name in (first, *one.also)}
+    used = {name: (first, one) for first, one in declared(kind).items() for name in (first, *one.also)}
+    unused = getattr(kind, "UNUSED", {}).items()
+    return used | {
+        name: (name, Key(None, "", object, unused=reason)) for reason, names in unused for name in names.split()
+    }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxd_infer.recipes.model_schema import Optim, Sched
+from nxd_infer.recipes.schema import Optim, Sched
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,

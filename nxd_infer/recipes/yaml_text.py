@@ -19,8 +19,6 @@ KeyPath = tuple[str | int, ...]
 MERGE = "tag:yaml.org,2002:merge"
 FLOAT, INT = "tag:yaml.org,2002:float", "tag:yaml.org,2002:int"
 MOST_VALUES = 100_000
-DEEPEST = 64
-"""Levels of a recipe; PyYAML's own bound is the interpreter's stack, which differs by caller."""
 _FLOAT = re.compile(r"[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$|[-+]?\.\d+[eE][-+]?\d+$")
 
 
@@ -68,7 +66,6 @@ def parse_yaml(text: str, origin: str) -> Tree:
     """Parse text whose top is a mapping."""
     yaml = _yaml()
     tree = Tree({}, origin)
-    loader = None
     try:
         loader = _loader(yaml)(text)
         node = loader.get_single_node()
@@ -76,18 +73,14 @@ def parse_yaml(text: str, origin: str) -> Tree:
             raise RecipeError(f"{origin} is empty: a recipe has the sections trainer, data and model")
         if not isinstance(node, yaml.MappingNode):
             raise RecipeError(f"{origin}:{node.start_mark.line + 1}: a recipe is a mapping of sections")
-        tree.values = _Converter(yaml, loader, tree).convert(node, ())
+        tree.values = _value(node, (), loader, tree)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{origin}:{mark.line + 1}" if mark else origin
         said = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
         raise RecipeError(f"{place}: not YAML: {said}") from None
-    except RecursionError:  # PyYAML follows merges (<<) by itself
-        problem = "too many merges (<<) lead to each other; write keys out"
-        raise RecipeError(f"{origin}: not YAML that is read: {problem}") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
+    except RecursionError:
+        raise RecipeError(f"{origin}: it is nested too deeply, or an alias (*) or merge (<<) contains itself") from None
     return tree
 
 
@@ -99,61 +92,38 @@ def parse_value(text: str) -> Any:
         return text
 
 
-class _Converter:
-    """Turns YAML's nodes into values, and notes their lines."""
+def _value(node: Any, path: KeyPath, loader: Any, tree: Tree) -> Any:
+    """Return what a node of YAML stands for; ``tree`` learns the lines of what is inside."""
 
-    def __init__(self, yaml: Any, loader: Any, tree: Tree):
-        self.yaml, self.loader, self.tree = yaml, loader, tree
-        self.open: list[Any] = []
-
-    def convert(self, node: Any, path: KeyPath) -> Any:
-        if node in self.open:
-            line = node.start_mark.line + 1
-            raise RecipeError(f"{self.tree.origin}:{line}: {dotted(path)} contains itself through an alias")
-        if len(self.open) >= DEEPEST:  # by aliases: their nodes were counted where they stand
-            where = f"{self.tree.origin}:{node.start_mark.line + 1}"
-            problem = f"it is nested more than {DEEPEST} levels deep; flatten it"
-            raise RecipeError(f"{where}: not YAML that is read: {problem}")
-        self.open.append(node)
+    def plain(node: Any) -> Any:
         try:
-            if isinstance(node, self.yaml.MappingNode):
-                return self._mapping(node, path)
-            if isinstance(node, self.yaml.SequenceNode):
-                return [self._at(item, (*path, place)) for place, item in enumerate(node.value)]
-            return self._scalar(node)
-        finally:
-            self.open.pop()
-
-    def _scalar(self, node: Any) -> Any:
-        try:
-            return self.loader.construct_object(node)
+            return loader.construct_object(node)
         except (ValueError, LookupError, TypeError, AttributeError) as error:  # a date or number that there is not
-            where = f"{self.tree.origin}:{node.start_mark.line + 1}"
+            where = f"{tree.origin}:{node.start_mark.line + 1}"
             raise RecipeError(f"{where}: {node.value!r:.80} is not a value of YAML: {error}") from None
 
-    def _at(self, node: Any, path: KeyPath, line: int | None = None) -> Any:
-        if len(self.tree.lines) >= MOST_VALUES:
-            where = f"{self.tree.origin}:{node.start_mark.line + 1}"
+    def inside(node: Any, part: str | int, mark: Any) -> Any:
+        if len(tree.lines) >= MOST_VALUES:
+            where = f"{tree.origin}:{mark.line + 1}"
             raise RecipeError(f"{where}: a recipe has at most {MOST_VALUES} values, those of its aliases included")
-        self.tree.lines[path] = (node.start_mark.line if line is None else line) + 1
-        return self.convert(node, path)
+        tree.lines[(*path, part)] = mark.line + 1
+        return _value(node, (*path, part), loader, tree)
 
-    def _mapping(self, node: Any, path: KeyPath) -> dict[str, Any]:
-        first: dict[str, int] = {}
-        for key, _ in node.value:
-            if key.tag == MERGE:
-                continue
-            name, line = str(self._scalar(key)), key.start_mark.line + 1
-            if name in first:
-                where, what = f"{self.tree.origin}:{line}", dotted((*path, name))
-                raise RecipeError(f"{where}: {what} is given twice, first in line {first[name]}; remove one")
-            first[name] = line
-        self.loader.flatten_mapping(node)  # `<<: *anchor`
-        found: dict[str, Any] = {}
-        for key, value in node.value:
-            name = str(self._scalar(key))
-            found[name] = self._at(value, (*path, name), key.start_mark.line)
-        return found
+    if node.id == "scalar":
+        return plain(node)
+    if node.id == "sequence":
+        return [inside(item, place, item.start_mark) for place, item in enumerate(node.value)]
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        name, line = str(plain(key)) if key.tag != MERGE else "", key.start_mark.line + 1
+        if name and name in lines:
+            where, what = f"{tree.origin}:{line}", dotted((*path, name))
+            raise RecipeError(f"{where}: {what} is given twice, first in line {lines[name]}; remove one")
+        lines[name] = line
+    loader.flatten_mapping(node)  # `<<: *anchor`
+    return {
+        name: inside(value, name, key.start_mark) for name, key, value in ((str(plain(k)), k, v) for k, v in node.value)
+    }
 
 
 def _yaml() -> Any:
@@ -166,27 +136,15 @@ def _yaml() -> Any:
     return yaml
 
 
-def _decimal(pattern: re.Pattern[str]) -> re.Pattern[str]:
-    """Return what a number looks like, without YAML 1.1's of base 60."""
-    return re.compile(f"(?!.*:){pattern.pattern}", pattern.flags)
-
-
 def _loader(yaml: Any) -> Any:
     class Loader(yaml.SafeLoader):
-        yaml_implicit_resolvers = {
-            key: [(tag, _decimal(pattern) if tag in (FLOAT, INT) else pattern) for tag, pattern in found]
-            for key, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        yaml_implicit_resolvers = {  # without YAML 1.1's numbers of base 60
+            first: [
+                (tag, re.compile(f"(?!.*:){pattern.pattern}", pattern.flags) if tag in (FLOAT, INT) else pattern)
+                for tag, pattern in known
+            ]
+            for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
         }
-        level = 0
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            self.level += 1
-            if self.level > DEEPEST:
-                problem = f"it is nested more than {DEEPEST} levels deep; flatten it"
-                raise yaml.composer.ComposerError(None, None, problem, self.peek_event().start_mark)
-            node = super().compose_node(parent, index)
-            self.level -= 1
-            return node
 
     Loader.add_implicit_resolver(FLOAT, _FLOAT, list("-+.0123456789"))
     return Loader

@@ -104,10 +104,6 @@ class Option:
     @property
     def wanted(self) -> str:
         """What a value must be: ``a whole number from 1 to 32``."""
-        return self.described(KINDS)
-
-    def described(self, kinds: Mapping[Any, Kind]) -> str:
-        """:attr:`wanted`, with other words for the kinds."""
         inner, unit = element(self.kind), f" of {self.unit}" if self.unit else ""
         if self.choices:
             several = [f'"{choice}"' for choice in self.choices] + ["None"] * (self.default is None)
@@ -115,7 +111,7 @@ class Option:
         if inner is not None:
             what = f"a list of {SEVERAL[inner]}{unit}{self.limits}"
         else:
-            what = f"{(self.kind if isinstance(self.kind, Kind) else kinds[self.kind]).text}{unit}{self.limits}"
+            what = f"{(self.kind if isinstance(self.kind, Kind) else KINDS[self.kind]).text}{unit}{self.limits}"
         return f"{what}, or None" if self.default is None else what
 
     @property
@@ -196,14 +192,6 @@ def defaults(options: type) -> dict[str, Any]:
 def is_section(kind: Any) -> bool:
     """Whether an option's kind is a dataclass of options."""
     return isinstance(kind, type) and is_dataclass(kind)
-
-
-def every_option(options: type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the path and the declaration of each field, and of those of its sections."""
-    for name, one in declared(options).items():
-        yield (*path, name), one
-        if is_section(one.kind):
-            yield from every_option(one.kind, (*path, name))
 
 
 def element(kind: Any) -> Any:
@@ -338,15 +326,20 @@ def table(options: type, first: str, python: bool = True) -> str:
 
     ``first``: what the names are called. ``python``: whether values are written in Python, or typed.
     """
-    every = list(every_option(options))
-    flags = python and any(one.flag for _, one in every)
-    rows = [f"| {first} | default |{' command line |' if flags else ''} |", f"|---|---|---|{'---|' if flags else ''}"]
-    for path, one in every:
-        text = repr(one.default) if python and one.default is not MISSING else _typed(one.default)
-        default = "" if is_section(one.kind) or not text else f"`{text}`" if one.shown is None else one.shown
-        typed = f"`{one.flag}`" if one.flag else ""
-        if one.command_default is not None:
-            typed += f", default `{_typed(one.command_default)}`"
-        name = f"{'· ' * (len(path) - 1)}`{path[-1]}`"
-        rows.append(f"| {name} | {default} |{f' {typed} |' if flags else ''} {one.help} |")
-    return "\n".join(rows)
+    flags = python and any(one.flag for one in declared(options).values())
+
+    def rows(options: type, indent: str) -> Iterator[str]:
+        for name, one in declared(options).items():
+            text = repr(one.default) if python and one.default is not MISSING else _typed(one.default)
+            default = "" if is_section(one.kind) or not text else f"`{text}`" if one.shown is None else one.shown
+            typed = f"`{one.flag}`" if one.flag else ""
+            if one.command_default is not None:
+                typed += f", default `{_typed(one.command_default)}`"
+            yield f"| {indent}`{name}` | {default} |{f' {typed} |' if flags else ''} {one.help} |"
+            if is_section(one.kind):
+                yield from rows(one.kind, f"{indent}· ")
+        for reason, names in getattr(options, "UNUSED", {}).items():  # of a recipe's section
+            yield f"| {indent}{', '.join(f'`{name}`' for name in names.split())} |  | no effect: {reason} |"
+
+    head = [f"| {first} | default |{' command line |' if flags else ''} |", f"|---|---|---|{'---|' if flags else ''}"]
+    return "\n".join([*head, *rows(options, "")])

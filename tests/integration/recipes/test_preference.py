@@ -8,10 +8,9 @@ import torch
 from nxd_infer.context import make_context, use_context
 from nxd_infer.parallel_layers.loss_functions import IGNORED
 from nxd_infer.recipes.job import make_model
-from nxd_infer.recipes.model_schema import Sched
 from nxd_infer.recipes.optim import Rate
 from nxd_infer.recipes.preference import PreferenceModel
-from nxd_infer.recipes.schema import Dpo, Orpo
+from nxd_infer.recipes.schema import Dpo, Orpo, Sched
 from tests.support.tiny_models import PAD, VOCAB_SIZE, write_tiny
 
 PAIRS, LENGTH = 3, 24
