@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 
@@ -12,63 +11,71 @@ from nxd_infer.errors import RecipeError
 from nxd_infer.recipes.convert import as_yaml, convert
 from nxd_infer.recipes.models import obstacles
 from nxd_infer.recipes.plan import plan_of
-from nxd_infer.recipes.recipe import check, load
+from nxd_infer.recipes.recipe import Loaded, check, load
 from nxd_infer.recipes.schema import Recipe
 from nxd_infer.recipes.yaml_text import parse_yaml
 from tests.support.e2e.command import ROOT, here
-from tests.support.recipes.dialect import KINDS, write
+
+HF_8B, HF_70B = (ROOT / f"examples/recipes/llama3_{size}.yaml" for size in ("8b", "70b"))
+MEGATRON = ROOT / "tests/support/recipes/megatron.yaml"
+LORA = "{lora_rank: 16, lora_bias: none, target_modules: [qkv_proj], merge_lora: False, save_lora_config_adapter: True}"
+MOE = "{num_experts: 8, frequency: 1, capacity_factor: 0.0, dropless: True, top_k: 2, router_activation: softmax}"
+ONE_STAGE = ["distributed_strategy.pipeline_model_parallel_size=1", "model.num_layers=32", "model.hidden_size=4096"]
+KINDS = {
+    "llama3_8b": (HF_8B, [], 8.03),
+    "llama3_70b": (HF_70B, [], 70.55),
+    "lora": (HF_8B, [f"model_alignment_strategy={{sft: {{packing: True}}, peft: {LORA}}}"], 8.03),
+    "dpo": (HF_8B, ["model_alignment_strategy.dpo={kl_beta: 0.01, loss_type: sigmoid, max_prompt_length: 2048}"], 8.03),
+    "llama_70b": (MEGATRON, ["model.vocab_size=32000"], 68.98),
+    "mixtral": (
+        MEGATRON,
+        [*ONE_STAGE, f"model.moe={MOE}", "model.ffn_hidden_size=14336", "model.num_attention_heads=32",
+         "model.vocab_size=32000"],
+        46.7,
+    ),
+    "gpt": (
+        MEGATRON,
+        [*ONE_STAGE, "model.ffn_hidden_size=16384", "model.num_attention_heads=32", "model.num_kv_heads=32",
+         "model.activation=gelu", "model.normalization=layernorm", "model.position_embedding_type=learned_absolute",
+         "model.vocab_size=32000"],
+        6.7,
+    ),
+}  # fmt: skip
+"""What users of NxD Training train: the file, what differs, and the billions of parameters."""
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory) -> dict[str, Path]:
-    return write(tmp_path_factory.mktemp("dialect"))
+def loaded(name: str, *more: str) -> Loaded:
+    file, overrides, _ = KINDS[name]
+    return load(file, [*overrides, *more])
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_it_is_read_with_its_values(files, name):
-    loaded = load(files[name])
-    recipe = loaded.recipe
-    assert recipe.name == name
-    assert recipe.model.optim.sched is not None and recipe.model.optim.sched.max_steps == recipe.trainer.max_steps
-    assert recipe.model.optim.sched.min_lr == 1e-5
-    strategy = recipe.distributed_strategy
-    degrees = strategy.tensor_model_parallel_size * strategy.pipeline_model_parallel_size
-    assert loaded.tree.values["exp_manager"]["checkpoint_callback_params"]["model_parallel_size"] == degrees
-    assert recipe.model.max_position_embeddings == recipe.model.encoder_seq_length
-    unused = {key for keys in loaded.unused.values() for key in keys}
+def test_a_users_recipe_is_read_and_its_plan_counts_the_parameters(name):
+    recipe = loaded(name)
+    assert recipe.recipe.model.optim.sched is not None and recipe.recipe.model.optim.sched.max_steps == 10000
+    unused = {key for keys in recipe.unused.values() for key in keys}
     assert {"aync_exec_max_inflight_requests", "compiler_flags", "model.fusions.softmax"} <= unused
     assert not unused & {"trainer.max_steps", "data.seq_length", "model.optim.lr", "precision.type"}
+    plan = plan_of(recipe, "trn1")
+    assert plan.parameters / 1e9 == pytest.approx(KINDS[name][2], rel=0.01)
+    degrees = plan.degrees["tp"] * plan.degrees["pp"]
+    assert plan.world == degrees * plan.degrees["dp"] and plan.weights >= 2 * plan.parameters / degrees
+    there = recipe.tree.values["exp_manager"]["checkpoint_callback_params"]["model_parallel_size"]
+    assert there == recipe.recipe.distributed_strategy.pipeline_model_parallel_size * 32 == degrees
 
 
-BILLIONS = {
-    "hf_llama3_8B": 8.03,
-    "hf_llama3_70B": 70.55,
-    "hf_mistral_7B": 7.24,
-    "megatron_mixtral_8x7B": 46.7,
-    "megatron_gpt_6.7B": 6.7,
-}
+def test_what_cannot_be_trained_here_is_said():
+    sequences = ("distributed_strategy.context_parallel_size=4", "distributed_strategy.tensor_model_parallel_size=8")
+    for name, more, word in (("gpt", (), "rope"), ("mixtral", (), "experts"), ("llama3_8b", sequences, "sequences")):
+        found = obstacles(loaded(name, *more))
+        assert any(word in one and re.search(r"(\.yaml:\d+|command line): ", one) for one in found), found
+    assert not any(obstacles(loaded(name)) for name in ("lora", "dpo", "llama_70b"))
 
 
-@pytest.mark.parametrize("name", BILLIONS)
-def test_its_plan_counts_the_parameters(files, name):
-    plan = plan_of(load(files[name], [f"model.vocab_size={32000}"] if name.startswith("megatron") else []), "trn1")
-    assert plan.parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
-    assert plan.world == plan.degrees["tp"] * plan.degrees["pp"] * plan.degrees["dp"]
-    assert plan.weights >= 2 * plan.parameters / (plan.degrees["tp"] * plan.degrees["pp"])
-
-
-def test_what_cannot_be_trained_here_is_said(files):
-    for name, word in (("megatron_gpt_6.7B", "rope"), ("hf_mixtral_8x7B", "experts"), ("hf_llama3_8B_CP", "sequences")):
-        found = obstacles(load(files[name]))
-        assert any(word in one and re.search(r"\.yaml:\d+: ", one) for one in found), found
-    for name in ("hf_llama3_8B_SFT_lora", "hf_llama3_8B_DPO", "megatron_llama_70B"):
-        assert obstacles(load(files[name])) == []
-
-
-def test_its_plan_counts_the_adapters(files):
-    plan = plan_of(load(files["hf_llama3_8B_SFT_lora"], ["model.vocab_size=32000"]), "trn1")
+def test_its_plan_counts_the_adapters():
     width, keys, layers, rank = 4096, 1024, 32, 16
-    assert plan.trained == layers * rank * (3 * width + width + 2 * keys)  # of queries, keys and values
+    trained = layers * rank * (3 * width + width + 2 * keys)  # of queries, keys and values
+    assert plan_of(loaded("lora"), "trn1").trained == trained
 
 
 BROKEN = [
@@ -85,9 +92,9 @@ BROKEN = [
 """What the first line that has a pattern becomes; the key that the error names, and what it says."""
 
 
-@pytest.mark.parametrize("name", ["hf_llama3_8B", "megatron_llama_70B"])
-def test_each_mistake_is_one_sentence_with_key_line_and_the_nearest(files, name):
-    lines, file = files[name].read_text().split("\n"), files[name].with_name(f"broken_{name}.yaml")
+@pytest.mark.parametrize("original", [HF_8B, MEGATRON], ids=["hf", "megatron"])
+def test_each_mistake_is_one_sentence_with_key_line_and_the_nearest(tmp_path, original):
+    lines, file = original.read_text().split("\n"), tmp_path / "broken.yaml"
     for pattern, replacement, key, near in BROKEN:
         number = next(place for place, one in enumerate(lines) if re.search(pattern, one))
         changed = re.sub(pattern, replacement, lines[number])

