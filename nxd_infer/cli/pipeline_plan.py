@@ -14,8 +14,7 @@ from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.partition import describe_partition, imbalance
 from nxd_infer.pipeline.pipeline import cuts_of
 from nxd_infer.pipeline.schedule import Span, bubble, schedule, timetable
-from nxd_infer.recipes.build import build, pipeline_options
-from nxd_infer.recipes.models import CONFIG, raw_config
+from nxd_infer.recipes.models import CONFIG, build, pipeline_options, raw_config
 from nxd_infer.recipes.recipe import load
 from nxd_infer.util.units import size
 from nxd_models import registry

@@ -6,7 +6,7 @@ import datetime
 
 from nxd_infer.cli.console import console, table
 from nxd_infer.recipes.checks import missing_files, slow_products
-from nxd_infer.recipes.dtypes import dtypes
+from nxd_infer.recipes.models import dtypes
 from nxd_infer.recipes.plan import CHIPS, UTILIZATION, plan_of
 from nxd_infer.recipes.recipe import Loaded
 from nxd_infer.recipes.speed import matmul_peak

@@ -10,10 +10,9 @@ import torch
 from nxd_infer.errors import RecipeError
 from nxd_infer.recipes.data.megatron import blend_of
 from nxd_infer.recipes.data.sources import files_of
-from nxd_infer.recipes.dtypes import dtypes
 from nxd_infer.recipes.experiment import copied_files
 from nxd_infer.recipes.job import begin_of
-from nxd_infer.recipes.models import obstacles
+from nxd_infer.recipes.models import dtypes, obstacles
 from nxd_infer.recipes.prepare import tokenizer_source
 from nxd_infer.recipes.recipe import Loaded
 from nxd_infer.recipes.tokenizers import tokenizer_files

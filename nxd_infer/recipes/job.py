@@ -18,9 +18,17 @@ from nxd_infer.errors import WeightMismatchError
 from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.parallel_layers.sequence_parallel import building_sequence_parallel, is_sequence_parallel_model
-from nxd_infer.recipes.build import build, lora_config, naming_targets, pipeline_options, require_mergeable
-from nxd_infer.recipes.dtypes import Dtypes, dtypes
-from nxd_infer.recipes.models import CONFIG, config_path
+from nxd_infer.recipes.models import (
+    CONFIG,
+    Dtypes,
+    build,
+    config_path,
+    dtypes,
+    lora_config,
+    naming_targets,
+    pipeline_options,
+    require_mergeable,
+)
 from nxd_infer.recipes.optim import OPTIMIZERS, optimizer_arguments, parameter_groups, scheduler_of
 from nxd_infer.recipes.preference import with_preference
 from nxd_infer.recipes.prepare import is_pretraining

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from nxd_infer import comm
@@ -31,6 +31,7 @@ from nxd_infer.recipes.experiment import PREPARED, Keeper, Patience, log_dir_of,
 from nxd_infer.recipes.job import Job, begin_of, fitting, load_begin, make_job, write_merged
 from nxd_infer.recipes.logs import Logs
 from nxd_infer.recipes.models import CONFIG
+from nxd_infer.recipes.preference import add_reference
 from nxd_infer.recipes.prepare import Prepared, is_pretraining, prepare
 from nxd_infer.recipes.recipe import (
     Loaded,
@@ -41,8 +42,6 @@ from nxd_infer.recipes.recipe import (
     time_limit,
     world_size,
 )
-from nxd_infer.recipes.reference import add_reference
-from nxd_infer.recipes.samples import sample
 from nxd_infer.recipes.speed import Speed, Step
 from nxd_infer.trainer import (
     ResumableLoader,
@@ -55,9 +54,14 @@ from nxd_infer.trainer import (
 from nxd_infer.trainer.first_rank import is_rank_zero
 from nxd_infer.trainer.shutdown import give_up, outlast_save, shutdown
 from nxd_infer.util.devices import transport_device
+from nxd_server.text.tokenizer import Tokenizer
 
 MODEL = "model"
 """The folder beside a job's checkpoints with its configuration and tokenizer: what a trace takes."""
+SAMPLE_PROMPT = 16
+"""Tokens of the validation data that a sample begins with."""
+SAMPLE_PIECE = 64
+"""Its length is a multiple of this, so that it divides over the ranks."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,7 @@ class Training:
         if alignment.dpo is not None:
             named = {"train": train, "validation": prepared.validation}
             sets = {name: pairs for name, pairs in named.items() if isinstance(pairs, Pairs)}
-            add_reference(self.job, sets, self.log_dir, self._autocast, fresh=not resumes)
+            add_reference(self.job.model, sets, self.log_dir, self._autocast, fresh=not resumes)
         if resumes:
             self._resume()
         if is_rank_zero():  # now: a start that cannot go on leaves the folder as it was
@@ -155,7 +159,7 @@ class Training:
             text = gather_texts(text, self.context, axis)[0]
         return Path(text)
 
-    def _plain(self) -> torch.nn.Module:
+    def _plain(self) -> nn.Module:
         module = self.job.model.local_module()
         return module.get_base_model() if isinstance(module, LoRAModel) else module
 
@@ -398,3 +402,23 @@ class Training:
         else:
             give_up(self.context)
             outlast_save(self.keeper.folder, self.context.rank)
+
+
+@torch.no_grad()
+def sample(model: nn.Module, model_dir: Path, ids: Tensor, count: int, device: torch.device) -> str:
+    """Return the start of ``ids`` and ``count`` further tokens, the likeliest each, as text. Every rank calls it."""
+    training = model.training
+    model.eval()
+    begin = min(SAMPLE_PROMPT, len(ids))
+    known = torch.zeros(1, -(-(begin + count) // SAMPLE_PIECE) * SAMPLE_PIECE, dtype=torch.int64, device=device)
+    known[0, :begin] = ids[:begin]  # a causal model does not see the zeros after it
+    try:
+        for place in range(begin, begin + count):
+            known[0, place] = model(known)[0, place - 1].argmax()
+    finally:
+        model.train(training)
+    found = known[0, : begin + count].tolist()
+    try:
+        return Tokenizer.from_dir(model_dir).decode(found)
+    except ValueError:  # token ids alone
+        return " ".join(map(str, found))

@@ -1,20 +1,28 @@
-"""The model of a recipe: its ``config.json``, and what of it cannot be trained here."""
+"""The model of a recipe: ``config.json``, dtypes, its module with adapters and stages, and what cannot be trained."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import inspect
 import json
 import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nxd_infer.errors import ModelConfigError, RecipeError
+import torch
+from torch import nn
+
+from nxd_infer.errors import LoraTargetError, ModelConfigError, RecipeError
+from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.recipes.logs import missing_packages
-from nxd_infer.recipes.recipe import Loaded, seq_length
-from nxd_infer.recipes.schema import Recipe
+from nxd_infer.recipes.recipe import Loaded, microbatches, seq_length
+from nxd_infer.recipes.schema import Peft, Recipe
 from nxd_infer.recipes.yaml_text import dotted
 from nxd_models import registry
 from nxd_models.hf.gguf_file import model_directory
+from nxd_models.spec import ModelDirectory
 
 CONFIG = "config.json"
 FIELDS = {
@@ -38,6 +46,8 @@ OWN_NAMES = {"rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base"}
 """Names of GPT-NeoX for these fields; set where its configuration has them."""
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 GATED = ("swiglu", "fast-swiglu", "silu")
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Layers that NxD Training joins, and what they are here; adapters name them."""
 
 
 def config_path(loaded: Loaded) -> Path | None:
@@ -94,6 +104,80 @@ def padded_vocabulary(recipe: Recipe, size: int) -> int:
     """Return ``size`` as a multiple of ``make_vocab_size_divisible_by`` and the tensor-parallel degree."""
     step = recipe.model.make_vocab_size_divisible_by * recipe.distributed_strategy.tensor_model_parallel_size
     return math.ceil(size / step) * step
+
+
+@dataclasses.dataclass(frozen=True)
+class Dtypes:
+    weights: torch.dtype
+    master_weights: bool
+    fp32_grad_acc: bool
+    autocast: bool
+    """Whether matrix products run in bfloat16, whatever the weights are."""
+
+    @property
+    def products(self) -> torch.dtype:
+        return torch.bfloat16 if self.autocast else self.weights
+
+
+def dtypes(recipe: Recipe) -> Dtypes:
+    """Return what a recipe trains in. Stochastic rounding is Trainium's; the rounding here is to the nearest."""
+    precision = recipe.precision
+    kind = precision.type
+    if kind in ("fp32", "autocast"):
+        return Dtypes(torch.float32, False, False, kind == "autocast")
+    wide = kind.startswith("mixed_precision")
+    weights = torch.bfloat16
+    if kind == "manual":
+        narrow = {str(precision.xla_use_bf16), str(precision.xla_downcast_bf16)} & {"1", "True", "true"}
+        weights = torch.bfloat16 if narrow else torch.float32
+    masters = wide if precision.master_weights is None else precision.master_weights
+    sums = wide if precision.fp32_grad_acc is None else precision.fp32_grad_acc
+    return Dtypes(weights, masters and weights != torch.float32, sums and weights != torch.float32, False)
+
+
+def build(raw: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Build the causal language model of a configuration, newly initialised."""
+    spec = registry.find(raw.get("model_type"))
+    config = registry.parse_config(raw)
+    directory = ModelDirectory(Path(), spec, config, tuple(raw.get("architectures") or ()), raw)
+    return directory.make("generate", dtype)
+
+
+def lora_config(peft: Peft) -> LoraConfig:
+    """Return the options of adapters; weights in checkpoints are the adapter's own."""
+    known = {one.name for one in dataclasses.fields(LoraConfig)}
+    given = {name: value for name, value in dataclasses.asdict(peft).items() if name in known and value is not None}
+    targets = [name for target in peft.target_modules for name in (target, *JOINED.get(target, ()))]
+    given |= {"save_lora_base": False, "merge_lora": False, "target_modules": targets or None}
+    return LoraConfig(**{**given, "bias": peft.lora_bias})
+
+
+def require_mergeable(model: nn.Module) -> None:
+    """Raise LoraTargetError if the adapters of a model cannot be merged, as a job's last step does."""
+    if isinstance(model, LoRAModel):
+        model.require_mergeable()
+
+
+@contextlib.contextmanager
+def naming_targets(loaded: Loaded) -> Iterator[None]:
+    """Raise RecipeError with the key's line if the recipe's adapters do not fit the model inside the block."""
+    try:
+        yield
+    except LoraTargetError as error:
+        peft = loaded.recipe.model_alignment_strategy.peft
+        key = "lora_save_dir" if peft is not None and peft.load_lora_from_ckpt else "target_modules"
+        raise loaded.tree.error(("model_alignment_strategy", "peft", key), f"does not fit the model: {error}") from None
+
+
+def pipeline_options(recipe: Recipe) -> dict[str, Any]:
+    strategy = recipe.distributed_strategy
+    cuts = recipe.model.pipeline_cuts
+    return {
+        "num_microbatches": microbatches(recipe),
+        "virtual_pipeline_size": strategy.virtual_pipeline_model_parallel_size,
+        "schedule": strategy.pipeline_schedule,
+        **({"pipeline_cuts": cuts} if cuts else {"auto_partition": True}),
+    }
 
 
 def _untrainable(loaded: Loaded) -> str:

@@ -13,9 +13,17 @@ from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.partition import describe_partition
 from nxd_infer.pipeline.pipeline import cuts_of
-from nxd_infer.recipes.build import build, lora_config, naming_targets, pipeline_options, require_mergeable
-from nxd_infer.recipes.dtypes import Dtypes, dtypes
-from nxd_infer.recipes.models import obstacles, raw_config
+from nxd_infer.recipes.models import (
+    Dtypes,
+    build,
+    dtypes,
+    lora_config,
+    naming_targets,
+    obstacles,
+    pipeline_options,
+    raw_config,
+    require_mergeable,
+)
 from nxd_infer.recipes.recipe import Loaded, data_parallel_size, has_pairs, microbatches, seq_length, world_size
 from nxd_infer.recipes.schema import Peft, Recipe
 

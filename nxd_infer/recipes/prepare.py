@@ -21,7 +21,6 @@ from torch.utils.data import Dataset
 
 from nxd_infer.errors import RecipeError
 from nxd_infer.recipes.data import rows
-from nxd_infer.recipes.data.documents import Documents
 from nxd_infer.recipes.data.encode import Encoder, Example
 from nxd_infer.recipes.data.megatron import IndexedFile, blend_of, split_of
 from nxd_infer.recipes.data.sources import Record, files_of, records
@@ -233,7 +232,7 @@ def _rows(loaded: Loaded, config: dict[str, Any], store: TokenStore) -> Dataset:
     return rows.Packed(store, length, bins, pad)
 
 
-def _windows(loaded: Loaded, config: dict[str, Any], documents: Documents, first: int, last: int) -> rows.Windows:
+def _windows(loaded: Loaded, config: dict[str, Any], documents: rows.Documents, first: int, last: int) -> rows.Windows:
     data = loaded.recipe.data
     end = config.get("eos_token_id") if data.eod_mask_loss else None
     return rows.Windows(

@@ -10,10 +10,9 @@ import numpy as np
 
 from nxd_infer.errors import RecipeError
 from nxd_infer.recipes.convert import as_yaml, convert
-from nxd_infer.recipes.data.documents import Documents
 from nxd_infer.recipes.data.encode import Encoder, Example
 from nxd_infer.recipes.data.megatron import IndexedFile
-from nxd_infer.recipes.data.rows import Packed, Windows, pack
+from nxd_infer.recipes.data.rows import Documents, Packed, Windows, pack
 from nxd_infer.recipes.data.sources import records
 from nxd_infer.recipes.data.store import TokenStore, write_store
 from nxd_infer.recipes.models import obstacles

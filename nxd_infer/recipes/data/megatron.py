@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from nxd_infer.errors import RecipeError
-from nxd_infer.recipes.data.documents import Documents
+from nxd_infer.recipes.data.rows import Documents
 
 MAGIC = b"MMIDIDX\x00\x00"
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}

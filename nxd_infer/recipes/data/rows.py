@@ -16,9 +16,26 @@ from torch.utils.data import Dataset
 
 from nxd_infer.errors import RecipeError
 from nxd_infer.parallel_layers.loss_functions import IGNORED
-from nxd_infer.recipes.data.documents import Documents
 
 Row = dict[str, Tensor]
+
+
+class Documents:
+    """Tokens of documents, one after the other: what the files that hold them have in common."""
+
+    ids: np.ndarray
+    """Integers [tokens]."""
+    counts: np.ndarray | None
+    """Whether each token's prediction counts in the loss; None: all do."""
+    bounds: np.ndarray
+    """int64: document i is ``ids[bounds[i]:bounds[i + 1]]``."""
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.bounds)
 
 
 def check_vocabulary(least: int, most: int, size: int, what: str) -> None:

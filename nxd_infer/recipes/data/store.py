@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from nxd_infer.recipes.data.documents import Documents
 from nxd_infer.recipes.data.encode import Example
+from nxd_infer.recipes.data.rows import Documents
 
 IDS, COUNTS, BOUNDS, FACTS = "ids.npy", "counts.npy", "bounds.npy", "facts.json"
 
