@@ -64,8 +64,8 @@ wheel: $(STAMP) ## a wheel in dist/ that carries the native operators: who insta
 
 DEPLOYED := $(filter-out %/kustomization.yaml %/scaled-object.yaml,$(wildcard deploy/kubernetes/base/*.yaml))
 
-lint: $(STAMP) ## style, types, security of the code; Dockerfile, manifests, scripts
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/basedpyright
+lint: $(STAMP) ## style, types, imports, security of the code; Dockerfile, manifests, scripts
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/basedpyright && $(BIN)/lint-imports --no-logo --no-cache
 	@$(BIN)/python -m bandit -q -r -c pyproject.toml nxd_infer server models
 	@$(BIN)/hadolint Dockerfile && $(BIN)/shellcheck $$(find deploy -name '*.sh')
 	@$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/docker/compose.yaml

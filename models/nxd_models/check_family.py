@@ -15,10 +15,10 @@ from torch import nn
 
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import ModelConfigError
+from nxd_infer.hugging_face.stored import matched
+from nxd_infer.hugging_face.weights import named_weights
 from nxd_infer.layout import ParamLayout, weight_layout
 from nxd_models import registry
-from nxd_models.hf.stored import matched
-from nxd_models.hf.weights import named_weights
 from nxd_models.spec import Cut, ModelDirectory
 
 STEP_OPTIONS: dict[str, dict[str, Any]] = {"generate": {"slots": 1, "max_len": 1}}

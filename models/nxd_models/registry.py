@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
+from nxd_infer import hugging_face as hf
 from nxd_infer.errors import ModelConfigError
+from nxd_infer.hugging_face.gguf_file import model_directory
 from nxd_infer.util.dtypes import dtype_of
-from nxd_models import hf
 from nxd_models.hf.config_file import ModelFile, read_json
-from nxd_models.hf.gguf_file import model_directory
 from nxd_models.hf.sentence_transformers import activation_fields, pooling_options
 from nxd_models.spec import TASKS, TRANSFORMERS, DecoderConfig, EncoderConfig, ModelDirectory, ModelSpec
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from nxd_models.hf.weights import HuggingFaceSource
+    from nxd_infer.hugging_face.weights import HuggingFaceSource
 
 __all__ = [
     "TASKS",
@@ -201,7 +201,7 @@ def build(
 
 
 def weights(model_dir: str | os.PathLike[str]) -> HuggingFaceSource:
-    """Open the weights of a model directory; see :mod:`nxd_models.hf.weights`."""
+    """Open the weights of a model directory; see :mod:`nxd_infer.hugging_face.weights`."""
     return hf.weights.weights(model_dir)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nxd_infer.errors import ModelConfigError
-from nxd_models.hf.stored import StoredWeight
+from nxd_infer.hugging_face.stored import StoredWeight
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,17 +13,16 @@ from torch import Tensor
 
 from nxd_infer.checkpoint.archive import Archive, adapter_of, require_no_adapter
 from nxd_infer.checkpoint.folder import SHARDS
-from nxd_infer.checkpoint.open import PathLike, open_archive
+from nxd_infer.checkpoint.open import PathLike, build_on_meta, open_archive
 from nxd_infer.checkpoint.peft_adapters import adapter_file, adapters_in
 from nxd_infer.errors import CheckpointError, ModelConfigError
+from nxd_infer.hugging_face.gguf_file import model_directory
+from nxd_infer.hugging_face.weights import StoredSource
 from nxd_infer.layout import WeightSource, check_weights, weight_layout
 from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.layout.files.stream import write_safetensors
 from nxd_infer.layout.merge import RunsSource
 from nxd_infer.util.progress import Progress, silent
-from nxd_models import registry
-from nxd_models.hf.gguf_file import model_directory
-from nxd_models.hf.weights import StoredSource
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -119,8 +118,7 @@ def export_hugging_face(
     require_no_adapter(source, archive.where)
     notes: tuple[str, ...] = ()
     try:
-        with torch.device("meta"):
-            module = registry.build(config)
+        module = build_on_meta(config)
     except ModelConfigError as error:
         notes = (f"the weights were not compared with {config / CONFIG}: {error}",)
     else:

@@ -5,11 +5,13 @@ What works on stored checkpoints (:mod:`.reshard`, :mod:`.export`, :mod:`.compar
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from nxd_infer.checkpoint.archive import opened_whole
 from nxd_infer.checkpoint.folder import holds_checkpoint
@@ -19,9 +21,10 @@ from nxd_infer.checkpoint.neuronx.layouts import infer_layouts, read_rules
 from nxd_infer.checkpoint.neuronx.optimum import layouts_of, metadata_files
 from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.layout import ParamLayout, weight_layout
-from nxd_models import registry
 
 PathLike = str | os.PathLike[str]
+FAMILIES = "nxd_models.registry"
+"""The registry of model families, which is above this package: it is found by its name."""
 
 
 def open_archive(
@@ -62,6 +65,11 @@ def open_if_reference(path: PathLike, tag: str | None = None) -> ReferenceArchiv
 
 def _layouts(config: PathLike) -> dict[str, ParamLayout]:
     """Return the layouts of the parameters of a Hugging Face directory's model, under each of their names."""
-    with torch.device("meta"):
-        layouts = weight_layout(registry.build(config))
+    layouts = weight_layout(build_on_meta(config))
     return {**one_by_one(layouts), **layouts}
+
+
+def build_on_meta(config: PathLike) -> nn.Module:
+    """Return the module of a Hugging Face directory, without memory. Raises ModelConfigError if no family has it."""
+    with torch.device("meta"):
+        return importlib.import_module(FAMILIES).build(config)

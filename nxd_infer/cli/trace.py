@@ -18,6 +18,8 @@ from nxd_infer.backends.base import quantization_of
 from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.cli import stop
 from nxd_infer.cli.console import bar, console, duration, spinner
+from nxd_infer.hugging_face import weights as hf
+from nxd_infer.hugging_face.gguf_file import find_gguf, model_directory
 from nxd_infer.trace import ArtifactWriter
 from nxd_infer.trace.options import RecompileOptions, TraceOptions
 from nxd_infer.util.dtypes import dtype_of
@@ -25,8 +27,6 @@ from nxd_infer.util.memory import available_memory, total_memory
 from nxd_infer.util.options import from_command
 from nxd_infer.util.processors import processors
 from nxd_infer.util.units import size
-from nxd_models.hf import weights as hf
-from nxd_models.hf.gguf_file import find_gguf, model_directory
 from nxd_models.serving import tasks
 from nxd_models.serving.task_options import TaskOptions
 from nxd_server.text.tokenizer_files import has_tokenizer

@@ -18,10 +18,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from nxd_infer.checkpoint.peft_adapters import plain_name
 from nxd_infer.errors import CheckpointError, MissingPackageError, ParallelConfigError
+from nxd_infer.hugging_face.stored import StoredWeight
+from nxd_infer.hugging_face.weights import HuggingFaceSource, weights
 from nxd_infer.layout import RemappedSource, WeightSource
 from nxd_infer.util.options import whole_number
-from nxd_models.hf.stored import StoredWeight
-from nxd_models.hf.weights import HuggingFaceSource, weights
 
 WEIGHTS = "_nxd_stored_weights"
 """Attribute of a lazily loaded model: its :class:`StoredWeights`."""

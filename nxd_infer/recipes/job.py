@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from nxd_infer import hugging_face as hf
 from nxd_infer.checkpoint.source import gather_weights
 from nxd_infer.errors import WeightMismatchError
+from nxd_infer.hugging_face.gguf_file import model_directory
 from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.parallel_layers.sequence_parallel import building_sequence_parallel, is_sequence_parallel_model
@@ -44,8 +46,7 @@ from nxd_infer.trainer import (
     neuronx_distributed_config,
 )
 from nxd_infer.trainer.first_rank import is_rank_zero
-from nxd_models import hf, registry
-from nxd_models.hf.gguf_file import model_directory
+from nxd_models import registry
 
 OTHERWISE = {
     "resume_if_exists": "choose another exp_manager.name, or set exp_manager.resume_if_exists=false",

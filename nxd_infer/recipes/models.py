@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from nxd_infer.errors import LoraTargetError, ModelConfigError, RecipeError
+from nxd_infer.hugging_face.gguf_file import model_directory
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.recipes.logs import missing_packages
 from nxd_infer.recipes.recipe import Loaded, microbatches, seq_length
 from nxd_infer.recipes.schema import Peft, Recipe
 from nxd_infer.recipes.yaml_text import dotted
 from nxd_models import registry
-from nxd_models.hf.gguf_file import model_directory
 from nxd_models.spec import ModelDirectory
 
 CONFIG = "config.json"

@@ -20,6 +20,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from nxd_infer.errors import RecipeError
+from nxd_infer.hugging_face.gguf_file import model_directory
 from nxd_infer.recipes.data import rows
 from nxd_infer.recipes.data.encode import Encoder, Example
 from nxd_infer.recipes.data.megatron import IndexedFile, blend_of, split_of
@@ -29,7 +30,6 @@ from nxd_infer.recipes.models import CONFIG, config_path, raw_config
 from nxd_infer.recipes.recipe import Loaded, seq_length
 from nxd_infer.recipes.tokenizers import FILES, TRAINED, copy_tokenizer, train_tokenizer
 from nxd_infer.util.locks import only_one
-from nxd_models.hf.gguf_file import model_directory
 from nxd_server.text.chat_template import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
 from nxd_server.text.tokenizer_files import has_tokenizer

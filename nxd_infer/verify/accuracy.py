@@ -19,11 +19,11 @@ from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.backends import registry as backends
 from nxd_infer.backends.base import Quantization, quantization_of
 from nxd_infer.errors import ModelConfigError
+from nxd_infer.hugging_face import weights as hf
 from nxd_infer.layout import TensorLayout, shard_tensor
 from nxd_infer.layout.sources import WrappedSource
 from nxd_infer.util.dtypes import dtype_of
 from nxd_models import registry
-from nxd_models.hf import weights as hf
 from nxd_server.text.tokenizer import Tokenizer
 
 TOKENS = 512

@@ -22,12 +22,12 @@ from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.backends.base import Quantization
 from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.errors import ArtifactError, InputRangeError
+from nxd_infer.hugging_face import weights as hf
 from nxd_infer.util.dtypes import dtype_of
 from nxd_infer.util.options import Option
 from nxd_infer.util.progress import Progress, silent
 from nxd_infer.verify import accuracy
 from nxd_models import registry
-from nxd_models.hf import weights as hf
 from nxd_models.serving import tasks
 from nxd_server.engine.classifier_scores import probabilities, scores_of
 

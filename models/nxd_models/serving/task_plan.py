@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nxd_infer.hugging_face import weights as hf
 from nxd_infer.layout.sources import Weights
 from nxd_models import registry
-from nxd_models.hf import weights as hf
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nxd_models.hf.stored import StoredWeight
+from nxd_infer.hugging_face.stored import StoredWeight
 from nxd_models.serving.seq2seq_step import Seq2SeqStep
 from nxd_models.spec import ModelSpec, Task
 from nxd_models.t5.config import read_config

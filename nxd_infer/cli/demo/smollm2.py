@@ -13,9 +13,9 @@ import torch
 
 from nxd_infer.cli.console import duration, spinner
 from nxd_infer.cli.demo.made import MODEL, Made, Question, train_recipe
+from nxd_infer.hugging_face import weights as hf
+from nxd_infer.hugging_face.gguf_file import find_gguf, model_directory
 from nxd_models import registry
-from nxd_models.hf import weights as hf
-from nxd_models.hf.gguf_file import find_gguf, model_directory
 from nxd_models.serving.eager_generation import generate_eager
 from nxd_models.spec import DecoderConfig
 from nxd_server.text.chat_template import ChatTemplate

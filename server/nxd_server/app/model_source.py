@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from nxd_infer.artifact.manifest import MANIFEST_NAME
 from nxd_infer.checkpoint.remote import URL, connect, typed_errors
 from nxd_infer.errors import ArtifactError, ArtifactSpaceError
+from nxd_infer.hugging_face.gguf_file import find_gguf
 from nxd_infer.util.units import size
-from nxd_models.hf.gguf_file import find_gguf
 
 logger = logging.getLogger("nxd_server")
 

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nxd_infer.errors import AdapterError, InputRangeError, ModelConfigError, ParallelConfigError
+from nxd_infer.hugging_face import weights as hf
 from nxd_infer.modules.lora import LoraConfig, LoRAModel, add_adapter_slots
 from nxd_infer.parallel_layers import ColumnParallelLinear
 from nxd_infer.trace import parallel_model_load, parallel_model_save, parallel_model_trace
 from nxd_models import registry
-from nxd_models.hf import weights as hf
 from nxd_models.serving import tasks
 from nxd_models.serving.decoder_step import step_inputs
 from nxd_models.serving.eager_generation import generate_eager

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from nxd_infer.errors import BucketError, InputRangeError, ModelConfigError
+from nxd_infer.hugging_face import weights as hf
 from nxd_infer.trace import parallel_model_trace
 from nxd_models import registry
 from nxd_models.bert import model as bert
 from nxd_models.hf import sentence_transformers as sentence
-from nxd_models.hf import weights as hf
 from nxd_models.serving import tasks
 from tests.support.models.helpers import prompts_of, reference, relative_difference
 from tests.support.tiny_models import CLASSIFIERS, VOCAB_SIZE, write_tiny

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from nxd_infer import trainer as nxd
 from nxd_infer.errors import WeightMismatchError
+from nxd_infer.hugging_face import weights as hf
 from nxd_infer.layout import as_source
 from nxd_infer.trace import parallel_model_trace
 from nxd_infer.verify import verify_artifact
 from nxd_models import registry
 from nxd_models.check_family import check_family
-from nxd_models.hf import weights as hf
 from nxd_models.serving import tasks
 from nxd_models.serving.eager_generation import generate_eager
 from tests.support.e2e.command import nxd_infer, nxd_infer_here

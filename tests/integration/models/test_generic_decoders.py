@@ -17,11 +17,11 @@ import transformers
 from nxd_infer.cli import verify
 from nxd_infer.distributed import ModelPlan, plan_registry
 from nxd_infer.errors import MissingPackageError, ModelConfigError
+from nxd_infer.hugging_face import weights as hf
 from nxd_infer.trace import parallel_model_trace
 from nxd_models import registry
 from nxd_models.check_family import check_family
 from nxd_models.generic import attention
-from nxd_models.hf import weights as hf
 from nxd_models.serving import tasks
 from nxd_models.serving.eager_generation import generate_eager
 from nxd_models.serving.kv_cache import LayerCache

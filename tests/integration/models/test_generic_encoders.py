@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nxd_infer.hugging_face import weights as hf
 from nxd_infer.trace import parallel_model_trace
 from nxd_infer.verify import verify_artifact
 from nxd_models import registry
-from nxd_models.hf import weights as hf
 from nxd_models.serving import tasks
 from tests.support.distributed.models import Case
 from tests.support.models.helpers import FOREIGN_PLAN, installed_package, reference, relative_difference

@@ -13,12 +13,12 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 
 from nxd_infer.errors import CheckpointError, MissingPackageError, ModelConfigError, NxdError
+from nxd_infer.hugging_face import gguf_file
 from nxd_infer.recipes.job import begin_of
 from nxd_infer.recipes.prepare import tokenizer_source
 from nxd_infer.recipes.recipe import load
 from nxd_infer.trace import load_artifact
 from nxd_models import registry
-from nxd_models.hf import gguf_file
 from nxd_server.app.model_source import CONFIG, LocalSource, kind_of
 from nxd_server.text.chat_template import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer

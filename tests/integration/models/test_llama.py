@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nxd_infer.errors import ModelConfigError
+from nxd_infer.hugging_face import weights as hf
 from nxd_models import registry
-from nxd_models.hf import weights as hf
 from nxd_models.llama.family import LlamaStep
 from nxd_models.serving import tasks
 from nxd_models.serving.eager_generation import generate_eager

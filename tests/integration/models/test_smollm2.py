@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from nxd_infer.cli.demo import smollm2
 from nxd_infer.cli.demo.corpus import split
+from nxd_infer.hugging_face import weights as hf
+from nxd_infer.hugging_face.gguf_file import model_directory
 from nxd_models import registry
-from nxd_models.hf import weights as hf
-from nxd_models.hf.gguf_file import model_directory
 from nxd_models.serving.eager_generation import generate_eager
 from tests.support.models.helpers import relative_difference
 from tests.support.ranks import run_ranks

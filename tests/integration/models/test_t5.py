@@ -15,12 +15,12 @@ from nxd_infer import trace
 from nxd_infer.cli import verify
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import ArtifactError, ModelConfigError
+from nxd_infer.hugging_face import weights as hf
+from nxd_infer.hugging_face.weights import StoredSource
 from nxd_infer.layout import DictSource
 from nxd_infer.runtime.load import load_artifact
 from nxd_models import registry
 from nxd_models.check_family import check_family
-from nxd_models.hf import weights as hf
-from nxd_models.hf.weights import StoredSource
 from nxd_models.serving import tasks
 from nxd_models.serving.eager_generation import generate_eager
 from nxd_models.t5.family import T5

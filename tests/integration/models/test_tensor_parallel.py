@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from nxd_infer.hugging_face import weights as hf
 from nxd_models import registry
-from nxd_models.hf import weights as hf
 from nxd_models.serving.eager_generation import generate_eager
 from tests.support.distributed.models import Case
 from tests.support.models.helpers import prompts_of, relative_difference

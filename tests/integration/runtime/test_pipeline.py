@@ -23,11 +23,11 @@ from nxd_infer.errors import (
     StepsPendingError,
     TraceConfigError,
 )
+from nxd_infer.hugging_face import weights as hf
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.model import TensorParallelModel
 from nxd_infer.trace.options import TraceOptions
 from nxd_infer.trace.ranks.stages import stage_cuts
-from nxd_models.hf import weights as hf
 from nxd_models.serving import tasks
 from nxd_models.serving.decoder_step import step_inputs
 from nxd_models.serving.eager_generation import generate_eager

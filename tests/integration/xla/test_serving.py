@@ -16,9 +16,9 @@ from tests.integration.xla.rig import require
 
 require()
 
+from nxd_infer.hugging_face import weights as hf  # noqa: E402
 from nxd_infer.runtime.load import load_artifact  # noqa: E402
 from nxd_infer.trace.recompile import parallel_model_recompile  # noqa: E402
-from nxd_models.hf import weights as hf  # noqa: E402
 from nxd_models.serving import tasks  # noqa: E402
 from tests.support.adapter_files import merge, write_adapter  # noqa: E402
 from tests.support.e2e.command import nxd_infer  # noqa: E402

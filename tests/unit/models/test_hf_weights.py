@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nxd_infer.errors import CheckpointError, WeightMismatchError
+from nxd_infer.hugging_face import weights as hf
 from nxd_models import registry
-from nxd_models.hf import weights as hf
 from tests.support.tiny_models import write_tiny
 
 
@@ -62,7 +62,7 @@ def test_what_a_model_does_not_read_is_ignored(tmp_path):
 
 
 def test_a_tied_head_that_is_not_the_embedding_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("nxd_models.hf.tied_head.PIECE", 1000)  # so that the last of several pieces differs
+    monkeypatch.setattr("nxd_infer.hugging_face.tied_head.PIECE", 1000)  # so that the last of several pieces differs
     path = write_tiny("llama3", tmp_path)
     tensors = load_file(path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from nxd_infer.errors import ModelConfigError
+from nxd_infer.hugging_face.stored import StoredWeight
 from nxd_infer.layout import AxisPlan
 from nxd_models import registry
 from nxd_models.bert.family import BERT
 from nxd_models.check_family import check_family
-from nxd_models.hf.stored import StoredWeight
 from nxd_models.llama.family import LLAMA, LlamaStep
 from nxd_models.serving import tasks
 from nxd_models.spec import Cut, ModelSpec

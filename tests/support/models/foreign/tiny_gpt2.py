@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxd_infer.context import current_context
+from nxd_infer.hugging_face.stored import StoredWeight
 from nxd_infer.layout import AxisPlan, gqa_plan
 from nxd_infer.ops import cache_attention
 from nxd_infer.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxd_infer.parallel_layers.mappings import gather_from_tensor_model_parallel_region
 from nxd_models.hf.config_file import Count, ModelFile, Positive, SpecialTokens
-from nxd_models.hf.stored import StoredWeight
 from nxd_models.layers import ACTIVATIONS, Activation
 from nxd_models.serving.decoder_step import DecoderStep
 from nxd_models.serving.kv_cache import LayerCache

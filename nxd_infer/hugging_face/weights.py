@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, WeightMismatchError
+from nxd_infer.hugging_face.gguf_file import model_directory
+from nxd_infer.hugging_face.stored import StoredWeight, stored_as
+from nxd_infer.hugging_face.tied_head import check_tied_head
 from nxd_infer.layout import restore_attributes, weight_layout
 from nxd_infer.layout.shard import check_weights, iter_shards
 from nxd_infer.layout.sources import SafetensorsSource, Slices, Weights, WeightSource, as_source
-from nxd_models.hf.gguf_file import model_directory
-from nxd_models.hf.stored import StoredWeight, stored_as
-from nxd_models.hf.tied_head import check_tied_head
 
 PREFIXES = ("model.", "bert.", "roberta.", "transformer.", "0.auto_model.")
 """Prefixes that a checkpoint may have and a model not, or vice versa."""
