@@ -69,7 +69,7 @@ ADAPTERS = {"adapter_dim": "lora_rank", "alpha": "lora_alpha", "adapter_dropout"
 
 def convert(tree: Tree) -> tuple[dict[str, Any], list[str]]:
     """Return a recipe's values, and the keys that have no place in one, each with its line."""
-    recipe: dict[str, Any] = {"name": tree.values.get("name", "converted"), "model_source": "megatron"}
+    recipe: dict[str, Any] = {"name": tree.values.get("name", "converted")}
     left_out = []
     for path, value in _leaves(tree.values, ()):
         old = dotted(path)

@@ -122,7 +122,6 @@ class ExpManager:
     version: str | None = key(None, "the folder of this job in the experiment's; default: the next version_N")
     use_datetime_version: bool = key(False, "name versions by the date, and not by number", bool)
     resume_if_exists: bool = key(False, "go on with the newest version and its newest checkpoint", bool)
-    resume_past_end: bool = key(False, "accepted: a job whose steps are done ends at once", bool)
     resume_ignore_no_checkpoint: bool = key(True, "start from the beginning if there is no checkpoint", bool)
     resume_from_checkpoint: str | None = key(
         None, "checkpoints, or a Hugging Face directory, that the first start begins with"
@@ -156,6 +155,7 @@ class ExpManager:
     UNUSED = {
         LAUNCH: "summary_writer_kwargs log_local_rank_0_only log_global_rank_0_only step_timing_kwargs",
         "a resumed job goes on with its next step": "disable_validation_on_resume",
+        "a job whose steps are done ends at once": "resume_past_end",
         FILES: "load_xser ckpt_ptl_version",
         "averages of weights are not kept": "ema",
     }
@@ -421,7 +421,6 @@ class Recipe:
     """A whole recipe, checked."""
 
     name: str = key("recipe", "what the job is called")
-    model_source: str = key("hf", "whose names the model's keys have", choices=("hf", "megatron"))
     seed: int = key(1234, "of the weights and of the order of the data", int, minimum=0)
     trainer: Trainer = section(Trainer, "how long, on how many ranks")
     exp_manager: ExpManager = section(ExpManager, "folders, checkpoints, logs")
@@ -438,6 +437,7 @@ class Recipe:
     )
     restore_from_path: str | None = only(None, "see exp_manager.resume_from_checkpoint")
     UNUSED = {
+        "the model's keys have both names": "model_source",
         COMPILER: (
             "compiler_flags compiler_cache_url async_exec_max_inflight_requests aync_exec_max_inflight_requests "
             "neuron_rt_async_exec_max_inflight_requests neuron_rt_exec_timeout neuron_experimental_compress_rg"
