@@ -133,6 +133,7 @@ TRACE = ["trace", "MODEL", "--out", "a"]
         ([*TRACE, "--batch-sizes", "0"], ["--batch-sizes", "from 1 to 1048576, got [0]"]),
         ([*TRACE, "--prompt-buckets", NINES], ["--prompt-buckets", "from 1 to 1048576"]),
         ([*TRACE, "--max-len", "100000"], ["100000", "256"]),
+        ([*TRACE, "--speculate", "16"], ["--speculate", "from 0 to 15, got 16"]),
         ([*TRACE, "--tp", "0"], ["--tp", "0", "1"]),
         ([*TRACE, "--tp", "two"], ["--tp", "it must be a whole number, got 'two'"]),
         ([*TRACE, "--dtype", "float16"], ["'float16' is not one of", "bfloat16"]),

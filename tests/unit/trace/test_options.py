@@ -12,7 +12,7 @@ import typer.main
 
 from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_infer.cli.main import app
-from nxd_infer.errors import ModelConfigError, TraceConfigError
+from nxd_infer.errors import ModelConfigError
 from nxd_infer.trace import parallel_model_load, parallel_model_recompile, parallel_model_trace, trace_plan
 from nxd_infer.trace.options import RecompileOptions, TraceOptions
 from nxd_infer.util.options import command_options, declared, defaults, from_command
@@ -20,7 +20,6 @@ from nxd_models.serving import tasks
 from nxd_models.serving.task_options import TaskOptions
 from nxd_server import LLM
 from nxd_server.settings import ServerSettings
-from tests.support.e2e.command import nxd_infer_here, refused
 
 OF_TRACE = {"--plan-only"}
 """What only the command has."""
@@ -58,13 +57,6 @@ def test_the_command_offers_the_declared_options_and_three_of_its_own():
     assert {f"--{name.replace('_', '-')}" for name in SAMPLER_FIELDS} < command_flags("generate")
 
 
-def test_a_commands_own_defaults_are_passed_on_and_others_left_where_they_are():
-    assert from_command(TaskOptions, {"max_len": 64, "task": None, "unknown": 1}) == {
-        "dtype": "bfloat16", "max_len": 64
-    }  # fmt: skip
-    assert from_command(TraceOptions, {"tp_degree": None}) == {}
-
-
 def test_python_and_the_commands_have_the_same_defaults():
     """But for one, whose text, which both show, says why."""
     other = {}
@@ -100,13 +92,3 @@ def test_a_wrong_call_names_the_function_and_the_argument():
 def test_a_value_that_an_option_cannot_have_is_refused(changes, message):
     with pytest.raises(ModelConfigError, match=message):
         TaskOptions("model", **changes)
-
-
-def test_limits_are_those_of_the_command_too(monkeypatch, capsys):
-    with pytest.raises(TraceConfigError, match="tp_degree must be a whole number of at least 1, got 0"):
-        TraceOptions(print, None, tp_degree=0)
-    with pytest.raises(ModelConfigError, match="max_len must be a whole number of at least 2, or None, got 0"):
-        tasks.plan("model", max_len=0)
-    refused(nxd_infer_here(capsys, monkeypatch, "trace", "x", "--out", "y", "--max-len", 0), "--max-len", "2", "0")
-    refused(nxd_infer_here(capsys, monkeypatch, "trace", "x", "--out", "y", "--speculate", 16), "--speculate", "15")
-    refused(nxd_infer_here(capsys, monkeypatch, "generate", "x", "y", "--top-p", -1), "--top-p", "0", "-1")
