@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -13,11 +12,6 @@ from nxd_infer.cli.parameters import words
 from nxd_infer.trace.options import TraceOptions
 from nxd_infer.util.dtypes import dtype_of
 from nxd_infer.util.options import declared
-
-
-class DType(str, enum.Enum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 ckpt = typer.Typer(
@@ -46,11 +40,13 @@ Rules = Annotated[
 ]
 Tag = Annotated[str | None, typer.Option(help=declared(TraceOptions)["checkpoint_tag"].help)]
 WeightsDir = Annotated[Path, typer.Option("--out", help="Where to write model.safetensors.", show_default=False)]
-StoredType = Annotated[DType | None, typer.Option(help="Dtype of floating-point weights. Default: as saved.")]
+StoredType = Annotated[
+    Literal["float32", "bfloat16"] | None, typer.Option(help="Dtype of floating-point weights. Default: as saved.")
+]
 
 
-def _torch(dtype: DType | None) -> Any:
-    return dtype_of(dtype.value) if dtype else None
+def _torch(dtype: str | None) -> Any:
+    return dtype_of(dtype) if dtype else None
 
 
 @ckpt.command(epilog="Example:  nxd-infer ckpt inspect ./ckpts --tag step_100")

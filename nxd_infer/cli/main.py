@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 import typer.core
@@ -84,14 +83,6 @@ ArtifactDir = Annotated[Path, typer.Argument(help="An artifact that `nxd-infer t
 ModelDir = Annotated[Path, typer.Argument(help=declared(TaskOptions)["model_dir"].help, show_default=False)]
 
 
-class Chip(enum.Enum):
-    """A device that a plan's times can be for."""
-
-    here = "here"
-    trn1 = "trn1"
-    trn2 = "trn2"
-
-
 @app.callback(invoke_without_command=True)
 def main_options(
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
@@ -150,7 +141,8 @@ def train(
         bool, typer.Option("--check", help="Check the recipe and print its plan: parameters, memory, time.")
     ] = False,
     chip: Annotated[
-        Chip | None, typer.Option("--chip", help="The device of the plan's times. Default: by the number of ranks.")
+        Literal["here", "trn1", "trn2"] | None,
+        typer.Option("--chip", help="The device of the plan's times. Default: by the number of ranks."),
     ] = None,
     trace_out: Annotated[
         Path | None, typer.Option("--trace", metavar="OUT", help="Then trace the trained model into this folder.")
@@ -170,7 +162,7 @@ def train(
             raise typer.BadParameter("it prints CONFIG as it is: leave other arguments out", param_hint="--convert")
         cli.train.print_converted(config)
         return
-    cli.train.run(config, overrides or [], check, None if chip is None else chip.value, trace_out)
+    cli.train.run(config, overrides or [], check, chip, trace_out)
 
 
 @app.command(epilog="Example:  nxd-infer recompile ./artifact --out ./artifact-inf2 --backend neuron --target inf2")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import enum
-import functools
 import inspect
 import typing
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -32,27 +30,22 @@ def with_options(options: Mapping[str, Option]) -> Callable[[Callable[..., Any]]
         for name, option in options.items():
             if name not in parameters:
                 parameters[name] = inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name, option)
+                    name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(option)
                 )
 
-        @functools.wraps(function)
-        def command(**values: Any) -> Any:
-            plain = {name: value.value if isinstance(value, enum.Enum) else value for name, value in values.items()}
-            return function(**plain)
-
-        vars(command)["__signature__"] = inspect.Signature(list(parameters.values()))
-        command.__annotations__ = {name: one.annotation for name, one in parameters.items()}
-        return command
+        vars(function)["__signature__"] = inspect.Signature(list(parameters.values()))
+        function.__annotations__ = {name: one.annotation for name, one in parameters.items()}
+        return function
 
     return decorate
 
 
-def _annotation(name: str, option: Option) -> Any:
+def _annotation(option: Option) -> Any:
     """The type of an option's value, with what typer needs."""
     kind: Any = str if option.kind is object else option.kind
     more: dict[str, Any] = {}
     if option.choices:
-        kind = enum.Enum(name, {choice: choice for choice in option.choices}, type=str)
+        kind = Literal[option.choices]
     elif option.repeats:
         kind = element(kind) or str
     elif kind in PARSERS:
@@ -73,9 +66,8 @@ def _checked(option: Option) -> Callable[[Any], Any]:
     """Return a callback that makes a usage error of a value that the option cannot have."""
 
     def callback(value: Any) -> Any:
-        plain = value.value if isinstance(value, enum.Enum) else value
         try:
-            return value if plain is None or option.repeats else option.checked("it", plain, ValueError)
+            return value if value is None or option.repeats else option.checked("it", value, ValueError)
         except (ValueError, NxdError) as error:
             raise typer.BadParameter(str(error)) from None
 
