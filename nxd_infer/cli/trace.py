@@ -31,6 +31,8 @@ from nxd_models.serving import tasks
 from nxd_models.serving.task_options import TaskOptions
 from nxd_server.text.tokenizer_files import has_tokenizer
 
+DTYPE = "bfloat16"
+"""Where the command does not say."""
 LINE_EVERY = 10.0
 """Seconds between two lines of one stage when the output is not a terminal."""
 
@@ -81,7 +83,7 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
         with spinner(f"reading {file.name}, once for all traces of it"):
             model_dir = model_directory(file)
     task = from_command(TaskOptions, given)
-    task["dtype"] = dtype_of(task["dtype"])
+    task["dtype"] = dtype_of(task.get("dtype", DTYPE))
     asked = TaskOptions(model_dir, **task)
     arguments = from_command(TraceOptions, given)
     stages = arguments.get("pp_degree", 1)

@@ -70,10 +70,10 @@ class MixedPrecisionOptions(OptionDict):
     name = "mixed_precision_config"
 
     use_master_weights: bool = option(  # None until a TrainConfig knows what zero_one_enabled is
-        None, "step float32 copies of bfloat16 weights", bool, shown="as `zero_one_enabled`"
+        None, "step float32 copies of bfloat16 weights; None: as `zero_one_enabled`", bool
     )
     use_fp32_grad_acc: bool = option(
-        None, "sum bfloat16 gradients over backward passes in float32", bool, shown="as `zero_one_enabled`"
+        None, "sum bfloat16 gradients over backward passes in float32; None: as `zero_one_enabled`", bool
     )
     use_master_weights_in_ckpt: bool = option(
         False, "accepted: checkpoints always hold the masters, in the optimizer's state", bool

@@ -96,10 +96,6 @@ class Option:
     """Whether a command takes a list as several options; else it is typed with commas."""
     group: str | None = None
     """The heading in the command's help."""
-    command_default: Any = None
-    """The command's default, if it is not the option's."""
-    shown: str | None = None
-    """The default in documents, if it is not ``default`` itself."""
 
     @property
     def wanted(self) -> str:
@@ -297,18 +293,15 @@ def flag_of(name: str, one: Option) -> str:
 
 
 def from_command(options: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments for a command's values: those that were given, and the command's own defaults."""
-    values = {name: one.command_default for name, one in declared(options).items()}
-    values |= {name: value for name, value in given.items() if name in values and value is not None}
-    return {name: value for name, value in values.items() if value is not None}
+    """Return those of a command's values that are given, and fields of ``options``."""
+    return {name: value for name, value in given.items() if name in declared(options) and value is not None}
 
 
 def with_default(one: Option) -> str:
-    """What an option does, with the default of a command, if there is one."""
-    default = one.default if one.command_default is None else one.command_default
+    """What an option does, with its default, if it has one."""
     if one.repeats:
         return f"{one.help} Repeat it for several."
-    text = "on" if default is True else "off" if default is False else _typed(default)
+    text = "on" if one.default is True else "off" if one.default is False else _typed(one.default)
     return f"{one.help} Default: {text}." if text else one.help
 
 
@@ -331,10 +324,8 @@ def table(options: type, first: str, python: bool = True) -> str:
     def rows(options: type, indent: str) -> Iterator[str]:
         for name, one in declared(options).items():
             text = repr(one.default) if python and one.default is not MISSING else _typed(one.default)
-            default = "" if is_section(one.kind) or not text else f"`{text}`" if one.shown is None else one.shown
+            default = "" if is_section(one.kind) or not text else f"`{text}`"
             typed = f"`{one.flag}`" if one.flag else ""
-            if one.command_default is not None:
-                typed += f", default `{_typed(one.command_default)}`"
             yield f"| {indent}`{name}` | {default} |{f' {typed} |' if flags else ''} {one.help} |"
             if is_section(one.kind):
                 yield from rows(one.kind, f"{indent}· ")

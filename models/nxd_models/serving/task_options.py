@@ -71,11 +71,10 @@ class TaskOptions:
     )
     dtype: torch.dtype | None = option(
         None,
-        "Dtype of the weights and of the arithmetic. From Python the checkpoint's by default, so that nothing is "
-        "rounded unasked; a command makes what is served, where bfloat16 halves the bytes per token.",
+        "Dtype of the weights and of the arithmetic. Default: from Python the checkpoint's, so that nothing is rounded "
+        "unasked; of a command, which makes what is served, bfloat16, which halves the bytes per token.",
         flag="--dtype",
         choices=("float32", "bfloat16"),
-        command_default="bfloat16",
     )
     model_impl: str | None = option(
         None,

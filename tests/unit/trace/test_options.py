@@ -15,7 +15,7 @@ from nxd_infer.cli.main import app
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.trace import parallel_model_load, parallel_model_recompile, parallel_model_trace, trace_plan
 from nxd_infer.trace.options import RecompileOptions, TraceOptions
-from nxd_infer.util.options import command_options, declared, defaults, from_command
+from nxd_infer.util.options import command_options, declared, defaults
 from nxd_models.serving import tasks
 from nxd_models.serving.task_options import TaskOptions
 from nxd_server import LLM
@@ -57,15 +57,7 @@ def test_the_command_offers_the_declared_options_and_three_of_its_own():
     assert {f"--{name.replace('_', '-')}" for name in SAMPLER_FIELDS} < command_flags("generate")
 
 
-def test_python_and_the_commands_have_the_same_defaults():
-    """But for one, whose text, which both show, says why."""
-    other = {}
-    for options in (TaskOptions, TraceOptions, RecompileOptions, ServerSettings):
-        python = {name: value for name, value in defaults(options).items() if value is not None}
-        typed = python | from_command(options, {})
-        other |= {name: (python.get(name), value) for name, value in typed.items() if python.get(name) != value}
-    assert other == {"dtype": (None, "bfloat16")}
-    assert "From Python the checkpoint's by default, so" in declared(TaskOptions)["dtype"].help
+def test_a_model_in_python_has_the_defaults_of_the_server():
     llm = {name: one.default for name, one in inspect.signature(LLM).parameters.items()}
     settings = defaults(ServerSettings)
     for name in ("speculate", "generation_defaults", "allow_kernel", "expect_digest", "threads_per_rank"):
