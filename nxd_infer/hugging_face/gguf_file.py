@@ -178,7 +178,7 @@ def _dropped_scaling(file: Path, reader: Any, config: Any) -> dict[str, Any]:
     which the file has the factors of the frequencies alone. Raises ModelConfigError for any other."""
     import torch  # a server asks what a path is without torch
 
-    from nxd_models.rope import RopeConfig, inverse_frequencies
+    from nxd_infer.hugging_face.rope_scaling import RopeConfig, inverse_frequencies
 
     kept = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if kept.get("rope_type", "default") != "default":
