@@ -82,3 +82,4 @@ def test_without_the_package_a_small_model_is_trained(tmp_path: Path, monkeypatc
     shown = here("demo", "--dir", tmp_path / "demo", "--seconds", 2, "--tp", 1)
     assert shown.status == 0, shown.out + shown.err
     assert "without the package llm-of-nobody" in shown.out and "train a small Llama" in shown.out
+    assert "note: 2 s leave a loss of " in shown.out and "--seconds 10 trains a better model" in shown.out
