@@ -22,10 +22,10 @@ PROMPTS = (
     ("A function definition is an executable statement. Its execution", SAMPLED),
     ("If the expression list", GREEDY),
 )
-WRITES_PHRASES = 4.0
+WRITES_PHRASES = 3.6
 """A loss, in nats per token, above which answers are loose words and newlines."""
 SECONDS = 60.0
-STEPS_PER_SECOND = 6
+STEPS_PER_SECOND = 8
 """About those of two cores; a faster machine is done sooner."""
 
 
