@@ -13,7 +13,6 @@ from nxd_infer.trace.options import TraceOptions
 from nxd_infer.util.dtypes import dtype_of
 from nxd_infer.util.options import declared
 
-
 ckpt = typer.Typer(
     help="Inspect training checkpoints and extract weights, offline.",
     epilog="Example:  nxd-infer ckpt inspect ./ckpts",
