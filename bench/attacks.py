@@ -76,10 +76,10 @@ class Attacked(Group):
         self.port = free_port()
         settings = {
             "port": self.port, "admin_key": ADMIN, "weights_root": home() / "models", "max_body_bytes": BODY_BYTES,
-            "header_timeout": 2, "max_restarts": 1000,
+            "header_timeout": 2, "max_restarts": 1000, "access_log": False,
         }  # fmt: skip
         options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-        command = [sys.executable, "-m", "nxd_infer", "serve", str(artifact), *options, "--no-access-log"]
+        command = [sys.executable, "-m", "nxd_server", str(artifact), *options]
         limited = ["sh", "-c", f'ulimit -n {DESCRIPTORS} && exec "$@"', "sh", *command]
         super().__init__(limited, home() / "logs" / "attacked.log")
         self.wait(START_SECONDS)
