@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from nxd_infer.checkpoint.peft_adapters import plain_name
 from nxd_infer.errors import CheckpointError, MissingPackageError, ParallelConfigError
 from nxd_infer.hugging_face.stored import StoredWeight
 from nxd_infer.hugging_face.weights import HuggingFaceSource, weights
 from nxd_infer.layout import RemappedSource, WeightSource
+from nxd_infer.parallel_layers.base import parameters_on_meta
 from nxd_infer.util.options import whole_number
 
 WEIGHTS = "_nxd_stored_weights"
@@ -202,23 +202,3 @@ def _dtype_of(wanted: Any, config: Any, folder: Path) -> torch.dtype:
         return named if isinstance(named, torch.dtype) else getattr(torch, str(named))
     source = weights(folder)
     return next((d for d in map(source.dtype, source.keys()) if d.is_floating_point), torch.get_default_dtype())
-
-
-@contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Put parameters of modules that this thread makes on the meta device; buffers have their values, which are small.
-
-    Each parameter is allocated and dropped again before the next one.
-    """
-    thread = threading.get_ident()
-
-    def to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-        if param is None or param.is_meta or threading.get_ident() != thread:
-            return None
-        return nn.Parameter(param.to("meta"), param.requires_grad)
-
-    handle = register_module_parameter_registration_hook(to_meta)  # pyright: ignore[reportArgumentType]
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from nxd_infer.context import current_context
 from nxd_infer.errors import ParallelConfigError, ShardingError
@@ -59,6 +61,30 @@ def real_cpu_tensors() -> Iterator[None]:
     """Create real CPU tensors inside, even while a model is built on the meta device or with fake tensors."""
     with unset_fake_temporarily(), HOST:
         yield
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Put parameters of modules that this thread makes on the meta device; buffers have their values, which are small.
+
+    Each parameter is allocated and dropped again before the next one. Tied ones stay one, and attributes are kept.
+    """
+    thread = threading.get_ident()
+
+    def to_meta(module: nn.Module, name: str, param: Any) -> nn.Parameter | None:
+        if param is None or param.is_meta or threading.get_ident() != thread:
+            return None
+        if not hasattr(param, "_nxd_on_meta"):
+            light: Any = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+            vars(light).update(vars(param))
+            param._nxd_on_meta = light
+        return param._nxd_on_meta
+
+    handle = register_module_parameter_registration_hook(to_meta)  # pyright: ignore[reportArgumentType]
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class ParallelLayer(nn.Module):

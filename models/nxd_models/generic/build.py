@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from nxd_infer.distributed.apply import apply_plan, split
-from nxd_infer.distributed.lazy import parameters_on_meta
 from nxd_infer.distributed.plan_registry import plan_for
 from nxd_infer.errors import ModelConfigError
-from nxd_infer.parallel_layers.base import real_cpu_tensors
+from nxd_infer.parallel_layers.base import parameters_on_meta, real_cpu_tensors
 from nxd_models.generic import attention
 from nxd_models.generic.config import library, transformers_config
 

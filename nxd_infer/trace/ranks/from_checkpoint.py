@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from nxd_infer.context import use_context
 from nxd_infer.errors import NxdError, TraceError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, check_weights, shard_tensor
 from nxd_infer.layout.shard import stored_layout
+from nxd_infer.parallel_layers.base import parameters_on_meta
 from nxd_infer.trace.ranks import one_rank, traced
 from nxd_infer.trace.ranks.traced import Built, RefusingCollectives, TracedRank, tracing_context
 from nxd_infer.trace.request import TraceRequest
@@ -39,7 +39,6 @@ from nxd_infer.util.progress import silent
 
 log = logging.getLogger(__name__)
 
-_construction = threading.Lock()
 _ONE_PROCESS = (
     "a collective ran outside of the model's forward while tracing with a checkpoint loader: all ranks are traced in "
     "one process, so func cannot communicate"
@@ -108,7 +107,7 @@ def _trace(
 
     ``first``: the stages of the first rank, whose graphs are taken if the ranks are equal.
     """
-    with _weightless(), UntouchedZeros():
+    with parameters_on_meta(), UntouchedZeros():
         built = _build(request, rank)
     if first and (_say_equal(built) or rank < request.options.tp_degree - 1):
         stages = [stage.with_modules(built) for stage in first]
@@ -198,30 +197,6 @@ def _check(stage: TracedRank, layouts: dict[str, ParamLayout], states: dict[str,
         raise
 
 
-@contextlib.contextmanager
-def _weightless() -> Iterator[None]:
-    """Put parameters of modules built in this thread inside the block on the meta device; buffers stay real."""
-    thread = threading.get_ident()
-    original = nn.Module.register_parameter
-
-    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and threading.get_ident() == thread and not param.is_meta:
-            light = getattr(param, "_nxd_weightless", None)
-            if light is None:
-                light = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
-                vars(light).update(vars(param))  # pyright: ignore[reportAttributeAccessIssue]
-                param._nxd_weightless = light  # pyright: ignore[reportAttributeAccessIssue]  (keeps ties)
-            param = light
-        original(self, name, param)
-
-    with _construction:
-        nn.Module.register_parameter = register_parameter  # pyright: ignore[reportAttributeAccessIssue]
-        try:
-            yield
-        finally:
-            nn.Module.register_parameter = original
-
-
 def _make_fake(module: nn.Module, mode: Any) -> None:
     """Replace parameters without memory by fake contiguous CPU tensors; tied ones stay one tensor."""
     made: dict[int, nn.Parameter] = {}
@@ -247,5 +222,5 @@ def _make_fake(module: nn.Module, mode: Any) -> None:
 
 def build_without_weights(request: TraceRequest) -> list[Built]:
     """Return the first rank's module for each bucket; its parameters need no memory."""
-    with _as_rank(request, 0), _weightless(), UntouchedZeros():
+    with _as_rank(request, 0), parameters_on_meta(), UntouchedZeros():
         return _build(request, 0)
