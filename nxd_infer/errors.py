@@ -42,10 +42,6 @@ class CheckpointTagError(CheckpointError):
     """The folder is there, and has no complete checkpoint of the tag that was asked for."""
 
 
-class OpenFilesError(CheckpointError):
-    """The process cannot open any more files now; the checkpoint itself is fine."""
-
-
 class WeightMismatchError(CheckpointError):
     """Weights that do not belong to a model; ``missing``, ``unexpected`` and ``mismatched`` list what differs."""
 

@@ -30,7 +30,6 @@ from nxd_infer.checkpoint.storage import Storage
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CheckpointError, CheckpointTagError
 from nxd_infer.layout.files.manifest import DONE, MANIFEST, Manifest, mark_of, marked_number, read_manifest
-from nxd_infer.util.beneath import AnyPath
 from nxd_infer.util.reading import checksum_of, checksum_of_bytes
 
 WHILE_READ = "was removed or saved again while it was read: load again, or keep more of them (num_kept_ckpts)"
@@ -83,7 +82,7 @@ class Checkpoint:
         except CheckpointError:
             return True
 
-    def path(self, name: str) -> AnyPath:
+    def path(self, name: str) -> Path:
         """Return the path of one of its files. Raises CheckpointError if it is missing or not one of its files."""
         if name.startswith("/") or ".." in name.split("/"):
             raise CheckpointError(f"{self.where} names the file {name!r}, which would lie outside of it")

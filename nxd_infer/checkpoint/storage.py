@@ -11,23 +11,17 @@ import contextlib
 import os
 import secrets
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO
 
 from nxd_infer.checkpoint.remote import URL, connect, typed_errors
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.files.atomic import REMOVING, replacing, sync_directory
 from nxd_infer.layout.files.manifest import DONE
-from nxd_infer.util.beneath import MOST_TEXT, AnyPath, BeneathPath
 
 __all__ = ["LocalStorage", "RemoteStorage", "Storage", "storage_of"]
-
-
-MOST_MARK = 4096
-"""Maximum size of DONE, which holds a checksum and a number."""
 
 
 class LocalStorage:
@@ -69,7 +63,7 @@ class LocalStorage:
     def delete(self, name: str) -> None:
         (self.root / name).unlink(missing_ok=True)
 
-    def path(self, name: str) -> AnyPath:
+    def path(self, name: str) -> Path:
         """Return the path of a file with the contents, to be opened."""
         return self.root / name
 
@@ -115,34 +109,6 @@ class LocalStorage:
 def _delete(aside: Path) -> None:
     """Delete a folder that is aside, as far as possible: on NFS, files that a reader has open stay until it ends."""
     shutil.rmtree(aside, ignore_errors=True)
-
-
-class OpenedStorage(LocalStorage):
-    """An open folder, for reading."""
-
-    def __init__(self, opened: BeneathPath):
-        super().__init__(str(opened))
-        self._opened = opened
-
-    def folders(self) -> list[str]:
-        if not self._opened.is_dir():
-            return []
-        return [path.name for path in self._opened.iterdir() if not path.name.startswith(REMOVING) and path.is_dir()]
-
-    def files(self, folder: str) -> dict[str, int]:
-        found = {}
-        for name in self._opened.names_below(folder):
-            with contextlib.suppress(OSError):  # a temporary file, renamed meanwhile
-                info = (self._opened / folder / name).stat()
-                if stat.S_ISREG(info.st_mode):
-                    found[name] = info.st_size
-        return found
-
-    def read(self, name: str) -> bytes:
-        return (self._opened / name).read_bytes(MOST_MARK if PurePosixPath(name).name == DONE else MOST_TEXT)
-
-    def path(self, name: str) -> AnyPath:
-        return self._opened / name
 
 
 class RemoteStorage:
@@ -253,8 +219,6 @@ def storage_of(path: str | os.PathLike[str]) -> Storage:
 
     Raises CheckpointError for other URLs, such as fsspec's chains: a cache would show outdated contents.
     """
-    if isinstance(path, BeneathPath):
-        return OpenedStorage(path)
     text = os.fspath(path)
     found = URL.match(text)
     if found is None:

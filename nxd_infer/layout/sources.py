@@ -17,8 +17,6 @@ from torch import Tensor
 
 from nxd_infer.errors import CheckpointError, ShardingError
 from nxd_infer.layout.flat import bounds_of, slices_of
-from nxd_infer.layout.opened import OpenedSafetensors
-from nxd_infer.util.beneath import AnyPath, BeneathPath, as_path
 from nxd_infer.util.dtypes import SAFETENSORS_DTYPES
 
 Slices = Sequence[slice]
@@ -75,13 +73,12 @@ class DictSource:
 class SafetensorsSource:
     """A safetensors file, or a directory of them with or without an ``*.safetensors.index.json``.
 
-    Files are opened on first use and memory-mapped, except in a folder that others write to. Damage raises
-    CheckpointError with the file's name.
+    Files are opened on first use and memory-mapped. Damage raises CheckpointError with the file's name.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = as_path(path)
-        self._open: dict[AnyPath, Any] = {}
+        self.path = Path(path)
+        self._open: dict[Path, Any] = {}
         self._slices: dict[str, Any] = {}
         self._files = _locate(self.path)
 
@@ -202,30 +199,21 @@ def as_source(weights: Weights) -> WeightSource:
     return weights
 
 
-def open_safetensors(file: AnyPath) -> Any:
+def open_safetensors(file: Path) -> Any:
     """Open with ``safe_open``; failures raise CheckpointError with the file's name. Nothing is unpickled."""
     try:
-        if isinstance(file, BeneathPath):
-            return OpenedSafetensors(file)
-        name = os.fspath(file)
-        with open(name, "rb") as start:
+        with open(file, "rb") as start:
             header = int.from_bytes(start.read(8), "little")
         if header > MOST_HEADER:
             raise ValueError(f"its header would have {header} bytes, but at most {MOST_HEADER} are read")
-        return safe_open(name, framework="pt")
+        return safe_open(file, framework="pt")
     except FileNotFoundError:
         raise CheckpointError(f"{file} does not exist") from None
-    except CheckpointError:
-        raise
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: torch's mapping of a file
         raise CheckpointError(
             f"{file} is not a readable safetensors file ({error}); it is truncated, damaged or of another format. "
             "Pickled checkpoints are never loaded: convert them to safetensors first"
         ) from error
-
-
-def _names(file: AnyPath) -> list[str]:
-    return list(open_safetensors(file).keys())
 
 
 def unknown_name(name: str, known: Iterable[str], where: str = "the weights") -> CheckpointError:
@@ -234,7 +222,7 @@ def unknown_name(name: str, known: Iterable[str], where: str = "the weights") ->
     return CheckpointError(f"{where}: no tensor {name!r}; there are {shown or 'none'}")
 
 
-def _locate(path: AnyPath) -> dict[str, AnyPath]:
+def _locate(path: Path) -> dict[str, Path]:
     """Return the file of each tensor."""
     try:
         is_file = path.is_file()
@@ -252,9 +240,9 @@ def _locate(path: AnyPath) -> dict[str, AnyPath]:
         raise CheckpointError(f"{path} has several indexes, {[i.name for i in indexes]}: keep one")
     if indexes:
         return dict(_indexed(indexes[0]))
-    out: dict[str, AnyPath] = {}
+    out: dict[str, Path] = {}
     for file in sorted(path.glob("*.safetensors")):
-        for name in _names(file):
+        for name in open_safetensors(file).keys():  # noqa: SIM118  (it is not a mapping)
             if name in out:
                 raise CheckpointError(f"{name!r} is in both {out[name].name} and {file.name} of {path}")
             out[name] = file
@@ -265,12 +253,10 @@ def _locate(path: AnyPath) -> dict[str, AnyPath]:
     return out
 
 
-def _indexed(index: AnyPath) -> Iterator[tuple[str, AnyPath]]:
+def _indexed(index: Path) -> Iterator[tuple[str, Path]]:
     try:
         table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         items = list(table.items())
-    except CheckpointError:
-        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}") from error
     for name, file in items:

@@ -14,7 +14,6 @@ from nxd_infer.context import AXES, current_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.files.atomic import REMOVING
 from nxd_infer.layout.files.manifest import Manifest, marked_number, read_manifest
-from nxd_infer.util.beneath import AnyPath
 from nxd_infer.util.devices import group_exists
 from nxd_infer.util.reading import checksum_of
 
@@ -110,7 +109,7 @@ def _find(root: Path, tag: str | None) -> Path:
     return plain[0]
 
 
-def is_adapter(folder: AnyPath) -> bool:
+def is_adapter(folder: Path) -> bool:
     """Return whether there is an adapter, intact or not."""
     return any((folder / name).is_file() for name in (CONFIG, WEIGHTS))
 

@@ -33,7 +33,6 @@ from nxd_infer.layout.sources import open_safetensors
 from nxd_infer.modules.lora.base import LoraLayer, Place
 from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.modules.lora.find import CONFIG, WEIGHTS, Folder, Found, find_together
-from nxd_infer.util.beneath import AnyPath
 
 __all__ = ["load_adapter", "save_adapter"]
 
@@ -195,7 +194,7 @@ def _targets(model: AdaptedModel) -> list[str]:
 # --- reading ----------------------------------------------------------------------------------------------
 
 
-def read_config(folder: AnyPath, config: LoraConfig) -> LoraConfig:
+def read_config(folder: Path, config: LoraConfig) -> LoraConfig:
     """Return ``config`` updated from the adapter in ``folder``. Raises CheckpointError if it cannot be read."""
     path = folder / CONFIG
     try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -18,13 +19,12 @@ from torch import Tensor
 
 from nxd_infer.artifact.manifest import INLINE_WEIGHTS_REQUIREMENT, Manifest, WeightSpec
 from nxd_infer.artifact.rank_weights import entry_name
-from nxd_infer.errors import AdapterError, CheckpointError, OpenFilesError, ParallelConfigError
+from nxd_infer.errors import AdapterError, CheckpointError, ParallelConfigError
 from nxd_infer.layout import Fill, Run, SafetensorsSource, TensorLayout, shard_tensor
 from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.modules.lora.find import CONFIG, WEIGHTS, is_adapter
 from nxd_infer.modules.lora.peft import PREFIX, read_config
 from nxd_infer.runtime.updates.weights import anonymous_file
-from nxd_infer.util.beneath import AnyPath, as_path, require_unchanged
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,13 @@ class AdapterUpdate:
         """The adapter's rank and scaling; rank 0 means none."""
         self._source: SafetensorsSource | None = None
         self._held: frozenset[str] = frozenset()
-        self._folder = folder
         if folder is not None:
-            self._read(as_path(folder))
+            self._read(Path(folder))
         self.names = [entry_name(table.spec.name, slot) for table in self._tables.values()]
 
     # --- reading --------------------------------------------------------------------------------------
 
-    def _read(self, folder: AnyPath) -> None:
+    def _read(self, folder: Path) -> None:
         if not is_adapter(folder):
             raise AdapterError(f"{folder} holds no adapter: there is no {CONFIG} in it")
         if not (folder / WEIGHTS).is_file():
@@ -93,8 +92,6 @@ class AdapterUpdate:
             names = list(self._source.keys())
             shapes = {name: self._source.shape(name) for name in names}
             dtypes = {name: self._source.dtype(name) for name in names}
-        except OpenFilesError:
-            raise
         except (CheckpointError, ParallelConfigError) as error:
             raise AdapterError(str(error)) from error
         self.rank, self.scaling = config.lora_rank, config.scaling
@@ -113,7 +110,7 @@ class AdapterUpdate:
                 raise AdapterError(f"{folder}: {name} has the shape {list(shape)}, and {list(wanted)} fits this model")
         self._held = frozenset(shapes)
 
-    def _check_names(self, folder: AnyPath, found: Collection[str]) -> None:
+    def _check_names(self, folder: Path, found: Collection[str]) -> None:
         """Check that every tensor is a factor with a table, and none lacks its counterpart."""
         for name in found:
             if name in self._tables:
@@ -135,13 +132,6 @@ class AdapterUpdate:
                 raise AdapterError(f"{folder}: the adapter holds {name} without {other}; it is not complete")
         if not found:
             raise AdapterError(f"{folder}: the adapter holds no tensors")
-
-    def require_unchanged(self) -> None:
-        """Raise AdapterError if the files were written to while they were read."""
-        try:
-            require_unchanged(self._folder)
-        except CheckpointError as error:
-            raise AdapterError(str(error)) from error
 
     # --- sharding --------------------------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ from nxd_infer.checkpoint.source import Weights, weight_source
 from nxd_infer.errors import ArtifactError, ArtifactSpaceError, WeightSchemaError
 from nxd_infer.layout import TensorLayout, shard_tensor
 from nxd_infer.layout.files.stream import write_safetensors
-from nxd_infer.util.beneath import require_unchanged
 
 
 class WeightUpdate:
@@ -49,7 +48,6 @@ class WeightUpdate:
         self.entries = {name: entry for name, entry in self._layout.items() if name in self._specs}
         if not self.entries:
             raise WeightSchemaError("the artifact does not say how its weights are made (no layout); trace again")
-        self._given = weights
         self.source = weight_source(weights, tag)
         self.names = self._check(strict)
 
@@ -81,10 +79,6 @@ class WeightUpdate:
                 "the weights do not fit this artifact and nothing was changed. " + ". ".join(texts or ["none given"])
             )
         return names
-
-    def require_unchanged(self) -> None:
-        """Raise CheckpointError if files were written to while they were read."""
-        require_unchanged(self._given)
 
     def _readable(self, name: str, present: set[str]) -> dict[str, Any]:
         """Return the layout for reading weight ``name``: that of a tied name if only that one is stored."""
@@ -141,8 +135,6 @@ class Update(Protocol):
 
     def write(self, rank: int) -> BinaryIO: ...
 
-    def require_unchanged(self) -> None: ...
-
 
 class NewWeights:
     """Weights that were checked and sharded for every rank of one artifact, in anonymous files, ready to swap in."""
@@ -155,7 +147,6 @@ class NewWeights:
         try:
             for rank in range(update.manifest.world_size):
                 self.files.append(update.write(rank))
-            update.require_unchanged()
         except BaseException:
             self.close()
             raise

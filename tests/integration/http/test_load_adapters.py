@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 
 import pytest
@@ -117,8 +116,8 @@ def test_what_cannot_be_loaded_is_refused_by_name(server, root):
     assert [card["id"] for card in server.get("/v1/adapters").json()["data"]] == ["x"]
 
 
-def test_files_that_are_made_to_hurt_are_refused(server, root):
-    """Too deeply nested, or sparse: each is a 400 and changes nothing."""
+def test_files_that_are_nested_too_deeply_are_refused(server, root):
+    """Each is a 400 and changes nothing."""
     folder = root / "files" / "hurt"
     shutil.copytree(root / "files" / "y", folder)
     deep = "[" * 100_000 + "]" * 100_000
@@ -132,8 +131,6 @@ def test_files_that_are_made_to_hurt_are_refused(server, root):
     (folder / "adapter_model.safetensors").write_bytes(weights)
     assert "adapter_model.safetensors" in refused(name="h")
     assert "adapter_model.safetensors" in refused("/v1/weights", "weights_refused")
-    os.truncate(folder / "adapter_model.safetensors", 1 << 40)
-    assert "on the disk" in refused(name="h")
     (folder / "adapter_config.json").write_text(deep)
     assert "adapter_config.json" in refused(name="h")
     (folder / "adapter_model.safetensors").unlink()

@@ -22,7 +22,6 @@ import numpy as np
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
 from nxd_infer.errors import ModelClosedError, RankDiedError, WeightSchemaError
 from nxd_infer.runtime.supervisor.protocol import RankHealth
-from nxd_infer.util.beneath import require_unchanged
 
 VOCAB = 97
 EOS = (5, 6)
@@ -121,7 +120,6 @@ class Toy:
     def cut_weights(self, weights, tag=None):
         try:
             text = Path(weights).read_text() if isinstance(weights, os.PathLike) else weights
-            require_unchanged(weights)
             return ToyWeights(int(text))
         except ValueError as error:
             raise WeightSchemaError(f"different: {error}") from error

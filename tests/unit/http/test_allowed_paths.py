@@ -39,7 +39,23 @@ def test_a_link_to_a_folder_is_followed_while_it_stays_inside(tmp_path):
         path_under(None, str(root / "one"))
 
 
-@pytest.mark.parametrize(("owner", "call"), [(Path, "stat"), (os, "readlink"), (os, "scandir")])
+@pytest.mark.parametrize("where", [".", "deep", "deep/two", "holds_link"])
+def test_what_another_user_may_change_is_not_read(tmp_path, where):
+    root = weights_root(tmp_path)
+    path_under(root, "holds_link")
+    path = (root / where).resolve()
+    path.chmod(0o757)
+    with pytest.raises(ForbiddenPathError, match=rf"{path} belongs to .* mode 0757.*`chmod go-w {path}`"):
+        path_under(root, "holds_link")  # one of its links leads to deep
+    path.chmod(0o755)
+    path_under(root, "holds_link")
+    if os.geteuid() == 0:
+        os.chown(path, 65534, -1)
+        with pytest.raises(ForbiddenPathError, match=f"{path} belongs to .*65534"):
+            path_under(root, "holds_link")
+
+
+@pytest.mark.parametrize(("owner", "call"), [(Path, "stat"), (os, "readlink"), (os, "listdir")])
 def test_a_folder_is_read_while_a_trainer_saves_into_it(tmp_path, monkeypatch, owner, call):
     """Files and folders come and go: a deleted entry is not an error of the request that names the folder."""
     step, whole = tmp_path / "step", getattr(owner, call)

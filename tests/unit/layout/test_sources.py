@@ -70,15 +70,19 @@ def test_a_pickle_is_never_executed(tmp_path):
 def test_damaged_checkpoints_are_refused_by_name(tmp_path, tensors):
     file = tmp_path / "model.safetensors"
     save_file(tensors, file)
-    file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        SafetensorsSource(tmp_path)
+    deep = ("[" * 100_000 + "]" * 100_000).encode()
+    huge, nested = (33 << 20).to_bytes(8, "little") + b"{}", len(deep).to_bytes(8, "little") + deep
+    for content in (file.read_bytes()[:-10], huge, nested, b"\x02"):
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is not a readable"):
+            SafetensorsSource(tmp_path)
     with pytest.raises(CheckpointError, match="neither"):
         SafetensorsSource(tmp_path / "absent")
     file.unlink()
     index = tmp_path / "model.safetensors.index.json"
     for content, message in [
         ("{", "not an index"),
+        ("[" * 100_000 + "]" * 100_000, "not an index"),
         ('{"weight_map": 3}', "not an index"),
         ('{"weight_map": {"a": "../secret.safetensors"}}', "beside the index"),
     ]:

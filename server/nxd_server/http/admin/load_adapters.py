@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 
 from nxd_server.engine.adapter_slots import Adapter
-from nxd_server.http.admin.allowed_paths import opened_under
+from nxd_server.http.admin.allowed_paths import path_under
 from nxd_server.http.admin.schemas import AdapterBody
 from nxd_server.http.admin.update_weights import unchanged
 from nxd_server.http.request_context import context_of, require_admin
@@ -30,8 +30,8 @@ async def load_adapter(request: Request, body: AdapterBody) -> dict[str, Any]:
     adapters = context.service.require_adapters()
 
     def load() -> Adapter:
-        with opened_under(context.settings.weights_root, body.path) as path:
-            return adapters.load(body.name, path, context.settings.weights_drain_timeout)
+        path = path_under(context.settings.weights_root, body.path)
+        return adapters.load(body.name, path, context.settings.weights_drain_timeout)
 
     with unchanged("the adapter was not loaded", "adapter"):
         return _card(await in_thread(load, "nxd-adapters"))

@@ -16,14 +16,12 @@ from nxd_infer.errors import (
     CheckpointError,
     CheckpointTagError,
     NxdError,
-    OpenFilesError,
     ShardingError,
     WeightSchemaError,
 )
-from nxd_server.http.admin.allowed_paths import opened_under
+from nxd_server.http.admin.allowed_paths import path_under
 from nxd_server.http.admin.schemas import WeightsBody
 from nxd_server.http.error_responses import ApiError
-from nxd_server.http.release_memory import trim_soon
 from nxd_server.http.request_context import context_of
 from nxd_server.threads import in_thread
 
@@ -41,8 +39,8 @@ async def weights(request: Request, body: WeightsBody) -> dict[str, Any]:
     begin = time.monotonic()
 
     def swap() -> int:
-        with opened_under(settings.weights_root, body.path) as path:
-            return service.update_weights(path, body.tag, body.timeout or settings.weights_drain_timeout)
+        path = path_under(settings.weights_root, body.path)
+        return service.update_weights(path, body.tag, body.timeout or settings.weights_drain_timeout)
 
     with unchanged("the weights are unchanged", "weights"):
         version = await in_thread(swap, "nxd-weights")
@@ -54,14 +52,12 @@ async def weights(request: Request, body: WeightsBody) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def unchanged(what: str, code: str) -> Iterator[None]:
-    """Map the errors of a change: 400 if it does not fit, 503 if files can be neither opened nor written.
+    """Map the errors of a change: 400 if it does not fit, 503 if files cannot be written.
 
-    ``what`` describes the unchanged state; ``code`` begins the error codes. Releases the change's memory in any case.
+    ``what`` describes the unchanged state; ``code`` begins the error codes.
     """
     try:
         yield
-    except OpenFilesError as error:
-        raise ApiError(503, f"{what}: {error}", code="no_descriptors") from error
     except (CheckpointError, ShardingError, WeightSchemaError) as error:
         param = "tag" if isinstance(error, CheckpointTagError) else "path"
         raise ApiError(400, f"{what}: {error}", code=f"{code}_refused", param=param) from error
@@ -71,5 +67,3 @@ def unchanged(what: str, code: str) -> Iterator[None]:
         if isinstance(error, NxdError) and not isinstance(error, ArtifactError):
             raise  # a forbidden path, ranks that are late
         raise ApiError(503, f"{what}: {error}", code=f"{code}_unchanged") from error
-    finally:
-        trim_soon()
