@@ -46,7 +46,6 @@ def main() -> None:
     parser.add_argument("--minutes", type=int, default=60, help="stop after this many minutes, default: %(default)s")
     parser.add_argument("--model", choices=("common", "tiny"), default="common", help="default: %(default)s")
     parser.add_argument("--sizes", default=",".join(SIZES), help="models of `sizes`, default: %(default)s")
-    parser.add_argument("--attacks", default="", help="attacks of `attacks`, default: all")
     parser.add_argument("--against", type=Path, metavar="PATH", help="the other checkout for `against`")
     parser.add_argument(
         "--folder", type=Path, help="where `sizes` keeps its models (25 GB), default: with the other models"
@@ -66,16 +65,8 @@ def main() -> None:
     sizes = tuple(given.sizes.split(","))
     if unknown := [name for name in sizes if name not in SIZES]:
         parser.error(f"no size {unknown[0]!r}; there are {', '.join(SIZES)}")
-    attacks = tuple(filter(None, given.attacks.split(",")))
-    if "attacks" in given.names:
-        from bench.attackers import ATTACKS
-
-        if unknown := [name for name in attacks if name not in ATTACKS]:
-            parser.error(f"no attack {unknown[0]!r}; there are {', '.join(ATTACKS)}")
     degrees = tuple(int(tp) for tp in given.tp.split(","))
-    options = Options(
-        given.quick, peers, degrees, given.repetitions, given.model, sizes, attacks, given.against, given.folder
-    )
+    options = Options(given.quick, peers, degrees, given.repetitions, given.model, sizes, given.against, given.folder)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # like Ctrl-C, ends all children
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"ended after {given.minutes} minutes (--minutes)"))
     signal.alarm(given.minutes * 60)

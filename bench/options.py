@@ -29,8 +29,6 @@ class Options:
     """``common`` (254 M parameters) or ``tiny`` (ready in seconds: for work on the benchmarks)."""
 
     sizes: tuple[str, ...] = SIZES
-    attacks: tuple[str, ...] = ()
-    """Which ``attacks`` to run; empty for all."""
     against: Path | None = None
     """The other checkout of ``against``."""
     folder: Path | None = None
