@@ -14,8 +14,7 @@ from nxd_server.errors import RequestError
 from nxd_server.text.chat_template import ChatTemplate, TemplateSources
 from nxd_server.text.grammars import Grammars
 from nxd_server.text.structured_outputs import StructuredOutputs
-from nxd_server.text.text_process import JobFailed
-from nxd_server.text.text_process_jobs import BoundedTemplate
+from nxd_server.text.template_process import BoundedTemplate, RenderingFailed
 from nxd_server.text.tokenizer import Tokenizer
 from tests.fuzz.target import Target, object_with
 from tests.support.text.text_tokenizers import KINDS, byte_level
@@ -35,12 +34,12 @@ def template(place: Path) -> Target:
             return  # it has been read from a file
         bounded = BoundedTemplate(TemplateSources(source), seconds=5.0, queue=0)
         try:
-            text = bounded._render(messages, {"x": variables.get("x")}, 4096, None)
+            text = bounded.render_here(messages, {"x": variables.get("x")}, 4096)
             assert len(text) <= 4096
         finally:
             bounded.stop()
 
-    refusals = (ModelConfigError, RequestError, JobFailed)
+    refusals = (ModelConfigError, RequestError, RenderingFailed)
     return Target("template", object_with(read, "template", "messages", "variables"), refusals, examples=12)
 
 

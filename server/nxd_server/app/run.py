@@ -84,7 +84,7 @@ def serve_service(settings: ServerSettings, make_service: Callable[[Callable[[st
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         settings.keys()
-        listener = bind(settings.host, settings.port)
+        listener = bind(settings.host, settings.port, settings.connection_timeout)
     except NxdError as error:
         logger.error("%s", error)
         return 1
@@ -126,7 +126,6 @@ class _Run:
         await asyncio.sleep(0)  # lets a failure that happened meanwhile arrive
         if not self._failed.is_set():
             logger.info("listening on http://%s:%d", shown, port)
-        watching = asyncio.create_task(app.state.connections.watch())
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         await _first(serving, self._stop, self._failed)
         graceful = not self._failed.is_set() and not serving.done()
@@ -137,7 +136,6 @@ class _Run:
             _abandon(connection)
         server.should_exit = True
         await asyncio.wait({serving}, timeout=5.0)
-        watching.cancel()
         status = 0 if graceful and not self._hurry.is_set() else 1
         logger.info("ended with status %d", status)
         return status

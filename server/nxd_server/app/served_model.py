@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +13,9 @@ from nxd_server.errors import GenerateOnlyError, RequestError, SettingsError
 from nxd_server.settings import ServerSettings
 from nxd_server.text import reasoning
 from nxd_server.text.chat_template import TemplateSources
-from nxd_server.text.field_bounds import Bounds, body_bounds
 from nxd_server.text.reasoning import Tags, tags_of
 from nxd_server.text.tags import with_tags_shown
-from nxd_server.text.text_process_jobs import BoundedJson, BoundedTemplate, BoundedTokenizer
+from nxd_server.text.template_process import BoundedTemplate
 from nxd_server.text.tokenizer import Tokenizer
 from nxd_server.text.tool_calls import TAGS, format_of
 
@@ -38,7 +36,6 @@ class ServedModel:
         self.settings = settings
         self._manifest: Manifest | None = None
         self._tokenizer: Tokenizer | None = None
-        self._bounded_tokenizer: BoundedTokenizer | None = None
         self.chat_template: BoundedTemplate | None = None
         self.tool_format: str | None = None
         """Of the model's tool calls; see :mod:`nxd_server.text.tool_calls`. None: its template takes no tools."""
@@ -108,37 +105,6 @@ class ServedModel:
             instead = "" if self.task == "generate" else "; use /v1/predict with token ids"
             raise RequestError("", f"{self.model_name!r} has no tokenizer, which this route needs{instead}")
         return self._tokenizer
-
-    def bounded_tokenizer(self) -> BoundedTokenizer:
-        """The tokenizer for long texts; RequestError without one. Use from the event loop's thread only."""
-        tokenizer = self.require_tokenizer()
-        if self._bounded_tokenizer is None:
-            settings = self.settings
-            self._bounded_tokenizer = BoundedTokenizer(
-                tokenizer, settings.request_timeout, settings.max_queued_requests
-            )
-        return self._bounded_tokenizer
-
-    @functools.cached_property
-    def bounded_json(self) -> BoundedJson:
-        """The parser of large bodies."""
-        return BoundedJson(self.settings.request_timeout, self.settings.max_queued_requests)
-
-    @property
-    def body_bounds(self) -> Bounds:
-        """The limits of a request's body."""
-        tokenizer, max_len = self._tokenizer, self.max_len
-        characters = None if tokenizer is None else tokenizer.most_characters(max_len)
-        return body_bounds(self.task, max_len, self.settings.max_choices, characters)
-
-    def texts_aside(self) -> dict[str, int]:
-        """How many conversations, texts and large bodies run in separate processes, or wait to."""
-        template, tokenizer = self.chat_template, self._bounded_tokenizer
-        return {
-            "conversations": 0 if template is None else template.inside,
-            "texts": 0 if tokenizer is None else tokenizer.inside,
-            "bodies": self.bounded_json.inside,
-        }
 
     # --- loading ---------------------------------------------------------------------------
 

@@ -216,9 +216,8 @@ class Service(ServedModel):
         """End everything; running requests fail. The ranks have exited when this returns."""
         with self._lock:
             self._closing = True
-        for bounded in (self.chat_template, self._bounded_tokenizer, self.bounded_json):
-            if bounded is not None:
-                bounded.stop()
+        if self.chat_template is not None:
+            self.chat_template.stop()
         worker, model = self._worker, self._model
         starting = worker is None or worker.state in ("starting", "recovering", "failed")
         if worker is not None:

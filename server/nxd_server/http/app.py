@@ -16,7 +16,6 @@ from nxd_server.http.admin.schemas import AdapterBody, WeightsBody
 from nxd_server.http.admin.update_weights import weights
 from nxd_server.http.api_keys import Keys
 from nxd_server.http.body_schema import Body
-from nxd_server.http.connections import Connections
 from nxd_server.http.error_responses import CODES, TYPES, ApiError
 from nxd_server.http.middleware import InFlight, RequestMiddleware
 from nxd_server.http.openai import models
@@ -27,6 +26,7 @@ from nxd_server.http.openai.schemas import ChatBody, ClassifyBody, CompletionBod
 from nxd_server.http.ops import health
 from nxd_server.http.ops.metrics import Metrics
 from nxd_server.http.predict import PredictBody, predict
+from nxd_server.http.protocol import Connections
 from nxd_server.http.request_body import Bodies
 from nxd_server.http.request_context import ENCODERS, Context, context_of, parse, require_admin
 from nxd_server.text.concurrency_limit import ConcurrencyLimit

@@ -11,8 +11,11 @@ WAITING = 2048
 """Backlog of connections that the system holds until they are accepted."""
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises SettingsError that says what is wrong with the address."""
+def bind(host: str, port: int, unread_seconds: float) -> socket.socket:
+    """Return a listening socket. Raises SettingsError that says what is wrong with the address.
+
+    The system ends a connection whose client has taken nothing of what was sent to it for ``unread_seconds``.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -22,6 +25,8 @@ def bind(host: str, port: int) -> socket.socket:
         raise SettingsError(f"cannot listen on {host!r}: {getattr(error, 'strerror', None) or error}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; its connections inherit it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * unread_seconds))
         listener.bind(address)
         listener.listen(WAITING)
         listener.setblocking(False)

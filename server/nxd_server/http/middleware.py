@@ -16,7 +16,7 @@ from nxd_server.http.error_responses import ApiError, as_api_error
 from nxd_server.http.ops.logs import log_access
 from nxd_server.http.ops.metrics import Metrics
 from nxd_server.http.request_body import ClientLeft, DrainingReceive
-from nxd_server.http.scope_keys import ARRIVED, CROWDED, LET_GO, REFUSAL, REQUEST_ID, WHOLE
+from nxd_server.http.scope_keys import ARRIVED, CROWDED, REFUSAL, REQUEST_ID, WHOLE
 
 logger = logging.getLogger("nxd_server.http")
 ID_HEADER = b"x-request-id"
@@ -103,8 +103,6 @@ class RequestMiddleware:
             status = CLIENT_CLOSED
         finally:
             whole.close()
-            if (let_go := scope.get(LET_GO)) is not None:
-                let_go()
             self._in_flight.remove(body)
             seconds = time.monotonic() - begin
             route = _route(scope)

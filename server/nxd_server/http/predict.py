@@ -81,9 +81,9 @@ def _tensors():
 
 def unpack(text: str, specs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the inputs in a base64 safetensors file. Raises ApiError 400 for names not in ``specs``."""
-    return _tensors().tensors_from_safetensors(
-        text, "safetensors", functools.partial(_check_names, specs, "safetensors")
-    )
+    tensors = _tensors().tensors_from_safetensors(text, "safetensors")
+    _check_names(specs, "safetensors", tensors.keys())
+    return tensors
 
 
 def read_tensors(inputs: dict[str, Any], specs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

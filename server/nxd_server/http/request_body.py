@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
 
 from nxd_server.http.error_responses import ApiError
-from nxd_server.http.release_memory import trim_soon
-from nxd_server.http.scope_keys import LET_GO
-from nxd_server.text.field_bounds import Bounds
 from nxd_server.text.strict_json import parse_json
 
 if TYPE_CHECKING:
     from nxd_server.app.service import Service
 
-INLINE_PARSE_BYTES = 64 * 1024
-"""A larger body is parsed in another process, because the parser blocks every other request."""
 ALL_BODIES_BYTES = 256 * 2**20
-"""Limit of all bodies that are being read, and of the larger ones that were parsed, together."""
-LARGE_BYTES = 2**18
+"""Limit of all bodies that are being read, together."""
+SMALL_BYTES = 64 * 1024
+"""Smaller bodies are read whatever the others hold."""
 PLAIN = {b"", b"identity"}
 """Accepted content encodings."""
 DRAIN_BYTES = 16 * 2**20
@@ -31,9 +25,6 @@ DRAIN_SECONDS = 2.0
 SMALLEST_LIMIT, LARGEST_LIMIT = 2 * 2**20, 16 * 2**20
 TOKEN_BYTES = 6
 """An id with its comma, or the text of a token."""
-
-
-Parser = Callable[[bytes, Bounds], Awaitable[dict[str, Any]]]
 
 
 class ClientLeft(Exception):
@@ -57,52 +48,21 @@ def declared_length(request: Request) -> int | None:
     return int(value) if value is not None and value.isascii() and value.isdigit() else None
 
 
-class _Arriving:
-    """A body that is being received."""
-
-    __slots__ = ("_last", "_pace", "chunks", "reader", "refused", "size")
-
-    def __init__(self) -> None:
-        self.chunks: list[bytes] = []
-        self.size = 0  # bytes held; 0 once it was dropped to make room for others
-        self.reader: asyncio.Future[None] | None = None
-        self.refused = False
-        self._pace = self._last = 0.0
-
-    def came(self, count: int, now: float) -> None:
-        self._pace = self.pace(now) + count
-        self._last = now
-
-    def pace(self, now: float) -> float:
-        """Return the recent receive rate, in bytes; it halves with every second without data."""
-        return self._pace * 0.5 ** (now - self._last)
-
-
 class Bodies:
-    """The bodies that are being read or, if they are large, answered, and how many bytes they hold.
+    """The bodies that are being read, and how many bytes they hold; ``most``: together."""
 
-    Args:
-        most: bytes that they may hold together. Beyond that the slowest to arrive is dropped: clients that send a
-            little and then stall would otherwise keep everyone else out.
-        free: bodies up to this size do not count.
-    """
-
-    def __init__(self, most: int = ALL_BODIES_BYTES, free: int = INLINE_PARSE_BYTES):
+    def __init__(self, most: int = ALL_BODIES_BYTES):
         self._most = most
-        self._free = free
-        self._large: dict[_Arriving, None] = {}
         self.held = 0
 
-    async def read_json(
-        self, request: Request, limit: int, timeout: float, bounds: Bounds, aside: Parser
-    ) -> dict[str, Any]:
-        """Return the body as a JSON object within ``bounds``; ``aside`` parses a large one.
+    async def read_json(self, request: Request, limit: int, timeout: float, silence: float) -> dict[str, Any]:
+        """Return the body as a JSON object.
 
         Raises:
-            ApiError: 413 too large; 415 compressed; 504 not complete within ``timeout`` seconds;
-                503 if it does not fit beside the others.
+            ApiError: 413 too large; 415 compressed; 504 not complete within ``timeout`` seconds, or nothing of it came
+                for ``silence`` seconds; 503 if it does not fit beside the others.
             ClientLeft: the connection closed before the end of the body.
-            RequestError: as :func:`parse_json`; and whatever ``aside`` raises.
+            BodyError: as :func:`parse_json`.
         """
         for name, value in request.headers.raw:  # the header may occur several times
             if name == b"content-encoding" and not set(value.lower().translate(None, b" \t").split(b",")) <= PLAIN:
@@ -112,76 +72,36 @@ class Bodies:
         declared = declared_length(request)
         if declared is not None and declared > limit:
             raise too_large(limit)
-        body = _Arriving()
         try:
-            body.reader = asyncio.ensure_future(self._read(request, limit, body))
-            try:
-                await asyncio.wait_for(body.reader, timeout)
-            except asyncio.TimeoutError:
-                raise ApiError(
-                    504,
-                    f"the request body was not complete after {timeout:g} s (request_timeout)",
-                    headers={"connection": "close"},
-                ) from None
-            data = b"".join(body.chunks)
-            body.chunks.clear()
-            if len(data) <= INLINE_PARSE_BYTES:
-                return parse_json(data, bounds)
-            parsed = await aside(data, bounds)
-            request.scope[LET_GO] = functools.partial(self._let_go, body)  # its texts are kept as long as the request
-            return parsed
-        finally:
-            if body.size > LARGE_BYTES:
-                trim_soon()
-            if LET_GO not in request.scope:
-                self._let_go(body)
+            data = await asyncio.wait_for(self._read(request, limit, silence), timeout)
+        except asyncio.TimeoutError:
+            raise _late(f"was not complete after {timeout:g} s (request_timeout)") from None
+        return parse_json(data)
 
-    async def _read(self, request: Request, limit: int, body: _Arriving) -> None:
-        """Read the body. Raises ApiError 413 as soon as it is known to exceed ``limit``."""
-        more = True
+    async def _read(self, request: Request, limit: int, silence: float) -> bytes:
+        body, more = bytearray(), True
         try:
             while more:
-                message = await request.receive()
+                try:
+                    message = await asyncio.wait_for(request.receive(), silence)
+                except asyncio.TimeoutError:
+                    raise _late(f"went silent for {silence:g} s (connection_timeout)") from None
                 if message["type"] == "http.disconnect":
                     raise ClientLeft
                 chunk, more = message.get("body", b""), message.get("more_body", False)
-                body.chunks.append(chunk)
-                body.size += len(chunk)
+                body += chunk
                 self.held += len(chunk)
-                if body.size > limit:
+                if len(body) > limit:
                     raise too_large(limit)
-                if body.size > self._free:
-                    self._make_room(body, len(chunk))
-        except asyncio.CancelledError:
-            if body.refused:
-                raise _busy() from None
-            raise
+                if self.held > self._most and len(body) > SMALL_BYTES:
+                    raise ApiError(503, "too many large requests are arriving at once", code="busy", retry_after=1)
+            return bytes(body)
         finally:
-            self._large.pop(body, None)
-
-    def _make_room(self, body: _Arriving, more: int) -> None:
-        """Make room for ``more`` bytes of ``body``: drop the slowest until the rest fit; raise if it is ``body``."""
-        now = asyncio.get_running_loop().time()
-        body.came(more, now)
-        self._large[body] = None
-        while self.held > self._most:
-            slowest = min(self._large, key=lambda one: one.pace(now))
-            del self._large[slowest]
-            if slowest is body:
-                raise _busy()
-            self._let_go(slowest)
-            slowest.refused = True
-            if slowest.reader is not None:
-                slowest.reader.cancel()
-
-    def _let_go(self, body: _Arriving) -> None:
-        self.held -= body.size
-        body.size = 0
-        body.chunks.clear()
+            self.held -= len(body)
 
 
-def _busy() -> ApiError:
-    return ApiError(503, "too many large requests are arriving at once", code="busy", retry_after=1)
+def _late(how: str) -> ApiError:
+    return ApiError(504, f"the request body {how}", headers={"connection": "close"})
 
 
 async def client_left(receive: Receive) -> None:

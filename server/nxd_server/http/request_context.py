@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,11 +16,9 @@ from nxd_server.engine.weight_gate import WholeRequest
 from nxd_server.errors import PromptTooLongError, not_finished
 from nxd_server.http.body_schema import Body
 from nxd_server.http.error_responses import ApiError, bad_request, clip
-from nxd_server.http.release_memory import trim_soon
 from nxd_server.http.request_body import Bodies, ClientLeft, client_left, default_limit
 from nxd_server.http.scope_keys import ARRIVED, REQUEST_ID, WHOLE
 from nxd_server.text.concurrency_limit import ConcurrencyLimit
-from nxd_server.text.field_bounds import Bounds
 
 if TYPE_CHECKING:
     from nxd_server.app.service import Service
@@ -34,10 +32,6 @@ BodyT = TypeVar("BodyT", bound=Body)
 T = TypeVar("T")
 INLINE_TEXT = 4096
 """A longer text is tokenized in a thread, where the library releases the GIL."""
-THREAD_TEXT = 2**16
-"""A longer text is tokenized in a process: it takes seconds and 100 MB, and a thread cannot be stopped."""
-TRIM_TEXT = 2**14
-"""After a longer text, some megabytes of memory are returned to the system."""
 ENCODERS = 2
 """Threads for tokenizing, and as many for making tensors. A running text cannot be stopped, but no more than these
 continue after their clients disconnected."""
@@ -76,15 +70,11 @@ def whole_of(request: Request) -> WholeRequest:
 
 
 async def json_body(request: Request) -> dict[str, Any]:
-    """Return the body as a JSON object. Raises as :meth:`Bodies.read_json`, and as :func:`unless_left` if large."""
+    """Return the body as a JSON object. Raises as :meth:`Bodies.read_json`."""
     context = context_of(request)
-    service, settings = context.service, context.settings
-    limit = settings.max_body_bytes or default_limit(service)
-
-    def aside(data: bytes, bounds: Bounds) -> Awaitable[dict[str, Any]]:
-        return unless_left(request, service.bounded_json.parse(data, bounds))
-
-    return await context.bodies.read_json(request, limit, settings.request_timeout, service.body_bounds, aside)
+    settings = context.settings
+    limit = settings.max_body_bytes or default_limit(context.service)
+    return await context.bodies.read_json(request, limit, settings.request_timeout, settings.connection_timeout)
 
 
 async def parse(request: Request, kind: type[BodyT]) -> BodyT:
@@ -128,7 +118,7 @@ def seconds_left(request: Request) -> float:
     return left
 
 
-async def unless_left(request: Request, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+async def unless_left(request: Request, work: Awaitable[T], timeout: float | None = None) -> T:
     """Return the result of ``work``, which is cancelled if the client disconnects or the request's time is up.
 
     ``timeout``: in seconds; by default what is left of the request's time.
@@ -158,21 +148,8 @@ async def encode_text(context: Context, text: str, field: str, *, special: bool 
     tokenizer = service.require_tokenizer()
     tokenizer.check_length(text, service.max_len, field)
     most = service.max_len
-    if len(text) > THREAD_TEXT:
-        return await service.bounded_tokenizer().encode(text, special=special, most=most, field=field)
     encode = functools.partial(tokenizer.encode, text, add_special_tokens=special, field=field, most=most)
-    return encode() if len(text) <= INLINE_TEXT else await in_thread(context, encode, len(text))
-
-
-async def in_thread(
-    context: Context, work: Callable[[], T], characters: int, cancel: Callable[[], None] | None = None
-) -> T:
-    """Run ``work``, which tokenizes ``characters`` characters; like ``ConcurrencyLimit.run``."""
-    try:
-        return await context.encoders.run(work, cancel)
-    finally:
-        if characters > TRIM_TEXT:
-            trim_soon()
+    return encode() if len(text) <= INLINE_TEXT else await context.encoders.run(encode)
 
 
 async def compiled_grammar(request: Request, params: SamplingParams) -> CompiledGrammar | None:

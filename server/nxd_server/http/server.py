@@ -12,10 +12,13 @@ from fastapi import FastAPI
 
 from nxd_server.app.service import Service
 from nxd_server.http.app import create_app
-from nxd_server.http.connections import BACKLOG
-from nxd_server.http.h11_protocol import guarded
 from nxd_server.http.listener import WAITING
+from nxd_server.http.protocol import limited
 from nxd_server.settings import ServerSettings
+
+BACKLOG = 8
+"""Connections accepted per turn of the event loop; with more, many would be open before the first is counted."""
+MOST_HEAD_BYTES = 2**14
 
 
 class Server(uvicorn.Server):
@@ -36,8 +39,9 @@ def make_server(service: Service, settings: ServerSettings) -> tuple[FastAPI, Se
     app = create_app(service, settings)
     config = uvicorn.Config(
         app,
-        http=guarded(app.state.connections),
+        http=limited(app.state.connections),
         backlog=BACKLOG,
+        h11_max_incomplete_event_size=MOST_HEAD_BYTES,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -1,4 +1,4 @@
-"""Connections that owe something, and for how long: none of them shuts out the others."""
+"""Connections whose clients are slow: they end in time, and none of them shuts out the others."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ import socket
 
 import pytest
 
-from nxd_server.http.connections import BODY_PIECE
 from tests.support.http.http_servers import http_request, is_error, raw, read_all, toy_server, wait_for
 
 COMPLETIONS = "/v1/completions"
 HALF_HEAD = b"GET /livez HTTP/1.1\r\nHost: x\r\nX-A: "
 HALF_BODY = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode()
-_BODY = b" " * (2 * BODY_PIECE) + b'{"prompt": "a", "max_tokens": 1}'
-LARGE_BODY = http_request(COMPLETIONS, _BODY, "Connection: close").removesuffix(_BODY)
 LIVEZ = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
 LIVEZ_ONCE = b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
@@ -58,14 +55,14 @@ def test_more_silent_connections_than_descriptors_shut_nobody_out():
     with toy_server(arguments=arguments, header_timeout=600, access_log=False) as server, contextlib.ExitStack() as all:
         most = server.metric("nxd_connections_most")
         assert 16 <= most < 128 - 64
-        for opening in (b"", HALF_HEAD, HALF_BODY):
+        for opening in (b"", HALF_HEAD):
             for _ in range(200):
                 all.enter_context(raw(server, opening))
             for request in (LIVEZ_ONCE, stream(2)) * 3:  # each on a connection of its own: an idle one may be evicted
                 with raw(server, request) as connection:
                     assert read_all(connection).startswith(b"HTTP/1.1 200 ")
         assert server.metric("nxd_connections") <= most
-        assert ended(server, "evicted") >= 600 - most
+        assert ended(server, "evicted") >= 400 - most
         assert server.process.poll() is None and "Traceback" not in server.log
 
 
@@ -82,18 +79,10 @@ def test_a_head_that_is_never_complete_is_waited_for_until_its_deadline(small, o
     assert answer.count(b"HTTP/1.1 ") == opening.count(b"\r\n\r\n")
 
 
-def test_a_body_of_which_hardly_anything_more_comes_is_waited_for_no_longer_than_an_idle_connection(small):
-    before = ended(small, "silent")
-    with raw(small, LARGE_BODY) as connection:
-        # A byte now and then moves no deadline.
-        wait_for(lambda: connection.sendall(b" ") or ended(small, "silent") > before)
-        assert closed(connection)
-    assert ended(small, "silent") == before + 1
-
-
-def test_a_stream_may_last_longer_than_any_deadline_of_its_connection(small):
-    with raw(small, stream(60)) as connection:
-        assert b"[DONE]" in read_all(connection)
+def test_a_body_that_goes_silent_is_waited_for_no_longer_than_an_idle_connection(small):
+    with raw(small, HALF_BODY) as connection:
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 504 ") and b"connection_timeout" in answer
 
 
 def test_where_all_are_being_answered_the_health_routes_still_are_and_no_answer_is_cut(small, hold):
@@ -115,28 +104,6 @@ def test_where_all_are_being_answered_the_health_routes_still_are_and_no_answer_
         for connection in busy:
             connection.settimeout(120)
             assert b"[DONE]" in read_all(connection)
-
-
-def test_the_one_that_owes_for_longest_makes_room_whatever_it_trickles():
-    """A byte now and then let 64 of them stay, and a client whose head came a moment after it connected never did."""
-    with toy_server(max_connections=16, header_timeout=600, access_log=False) as server, contextlib.ExitStack() as all:
-        server.get("/livez")  # the first of them, and it goes on being used
-        body = all.enter_context(raw(server, LARGE_BODY))
-        server.get("/livez")
-        first, second, third, *_ = [all.enter_context(raw(server, HALF_HEAD)) for _ in range(14)]
-        wait_for(lambda: server.metric("nxd_connections") == 16)
-        body.sendall(b" " * BODY_PIECE)  # pays what it owes
-        first.sendall(b"x")
-        second.sendall(b"x")
-        server.get("/livez")  # answered after that has been read
-        for trickling in (first, second):
-            all.enter_context(raw(server, HALF_HEAD))
-            assert closed(trickling)
-        third.sendall(b"\r\nConnection: close\r\n\r\n")
-        assert read_all(third).startswith(b"HTTP/1.1 200 ")
-        body.sendall(_BODY[BODY_PIECE:])
-        assert read_all(body).startswith(b"HTTP/1.1 200 ")
-        assert ended(server, "evicted") == 2
 
 
 def test_one_address_has_no_more_than_its_share():

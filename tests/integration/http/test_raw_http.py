@@ -20,8 +20,8 @@ def post(*headers: str, body: bytes = BODY, version: str = "1.1") -> bytes:
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
 
 
-def get(*headers: str, line: str = "GET /livez HTTP/1.1", host: bool = True) -> bytes:
-    return "\r\n".join([line, *(["Host: x"] if host else []), *headers]).encode("latin-1") + b"\r\n\r\n"
+def get(*headers: str, line: str = "GET /livez HTTP/1.1") -> bytes:
+    return "\r\n".join([line, "Host: x", *headers]).encode("latin-1") + b"\r\n\r\n"
 
 
 LENGTH = f"Content-Length: {len(BODY)}"
@@ -29,50 +29,23 @@ CHUNKED = "Transfer-Encoding: chunked"
 CHUNKS = b"f\r\n" + BODY + b"\r\n0\r\n\r\n"
 
 BAD = {
-    "empty lines before": b"\r\n\r\n" + get(),
     "both lengths": post(LENGTH, CHUNKED, body=CHUNKS),
     "chunked in HTTP/1.0": post(CHUNKED, body=CHUNKS, version="1.0"),
     "two lengths": post(LENGTH, "Content-Length: 3"),
-    "a length of foreign digits": post("Content-Length: \xb2"),
     "another encoding": post("Transfer-Encoding: gzip", body=CHUNKS),
-    "chunked twice": post(CHUNKED, CHUNKED, body=CHUNKS),
     "a space before the colon": post("Content-Length : 15"),
-    "a value on two lines at the start": b"GET /livez HTTP/1.1\r\n X: a\r\nHost: x\r\n\r\n",
-    "a null in a name": get("X\0A: b"),
-    "no host": get(host=False),
-    "two hosts": get("Host: y"),
-    "a length with an underscore": post("Content-Length: 1_5"),
-    "identity": post("Transfer-Encoding: identity", LENGTH),
-    "a name with a parenthesis": get("X(A: b"),
-    "a null in the path": get(line="GET /livez\0 HTTP/1.1"),
-    "small letters": get(line="GET /livez http/1.1"),
-    "the preface of HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9),
-    "a head without an end": get("X-A: " + "a" * 100_000),
-    "a target without an end": get(line=f"GET /{'a' * 100_000} HTTP/1.1"),
+    "a chunk's size with 0x": post(CHUNKED, body=b"0xf\r\n" + BODY + b"\r\n0\r\n\r\n"),
+    "a head without an end": get("X-A: " + "a" * 10**6),
+    "a target without an end": get(line="GET /" + "a" * 10**6 + " HTTP/1.1"),
 }
-BAD_CHUNKS = {
-    "a size with 0x": b"0xf\r\n" + BODY + b"\r\n0\r\n\r\n",
-    "a space after a size": b"f \r\n" + BODY + b"\r\n0\r\n\r\n",
-    "a size beyond 64 bits": b"1000000000000000f\r\n" + BODY + b"\r\n0\r\n\r\n",
-    "a bare newline after the data": b"f\r\n" + BODY + b"\n0\r\n\r\n",
-    "a byte in each chunk": b"1\r\n \r\n" * 40_000,
-}
-BAD |= {f"chunks: {name}": post(CHUNKED, body=chunks) for name, chunks in BAD_CHUNKS.items()}
 ANSWERED = {
     "length": (post(LENGTH), 200),
     "chunk size in capitals and zeros": (post(CHUNKED, body=b"000F\r\n" + BODY + b"\r\n000\r\n\r\n"), 200),
     "trailers": (post(CHUNKED, body=b"f\r\n" + BODY + b"\r\n0\r\nX-A: b\r\n\r\n"), 200),
-    "the same length twice in one": (post(f"Content-Length: {len(BODY)}, {len(BODY)}"), 200),
-    "a query": (get(line="GET /livez?a=%00&b HTTP/1.1"), 200),
-    "lines that end with a newline alone": (b"GET /livez HTTP/1.1\nHost: x\n\n", 200),  # RFC 9112, 2.2
-    "a value that goes on in the next line": (post(LENGTH, "X-A: a\r\n Transfer-Encoding: chunked"), 200),  # 5.2
     "a compressed body": (post(LENGTH, "Content-Encoding: gzip"), 415),
     "two encodings": (post(LENGTH, "Content-Encoding: identity", "Content-Encoding: br"), 415),
-    "no encoding at all": (post(LENGTH, "Content-Encoding: identity"), 200),
     "an upgrade": (get("Connection: upgrade", "Upgrade: websocket"), 200),
-    "a whole address": (get(line="GET http://x/livez HTTP/1.1"), 404),
     "an unknown method": (get(line="BREW /livez HTTP/1.1"), 405),
-    "keys that come twice": (post("Content-Length: 28", body=b'{"prompt": "a","prompt":"b"}'), 400),
 }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import yaml
 
 from nxd_infer.util.options import declared
+from nxd_server.http.request_body import LARGEST_LIMIT
 from nxd_server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[3]
@@ -56,6 +57,15 @@ def test_the_compose_file_names_what_there_is():
         assert service["read_only"] and service["cap_drop"] == ["ALL"]
         names = {name.removeprefix("NXD_INFER_").lower() for name in service["environment"] if name.startswith("NXD")}
         assert names - {"artifact"} <= set(declared(ServerSettings))
+
+
+def test_the_proxy_is_as_patient_as_the_server_and_takes_its_largest_body():
+    text = (DEPLOY / "proxy/nginx.conf").read_text()
+    patience, size = (int(re.findall(rf"{name} (\d+)", text)[0]) for name in ("proxy_read_timeout", "max_body_size"))
+    assert patience > ServerSettings().request_timeout and size * 2**20 == LARGEST_LIMIT
+    (closed,) = re.findall(r"location ~ \^/\(([^)]*)\)", text)
+    app = (ROOT / "server/nxd_server/http/app.py").read_text()
+    assert all(f'"/{path}"' in app for path in closed.split("|"))
 
 
 MANIFESTS = sorted(path for path in KUBERNETES.rglob("*.yaml") if path.name != "kustomization.yaml")

@@ -35,7 +35,7 @@ def test_shapes_of_no_tensor_are_400(shape):
     assert (caught.value.status, (caught.value.body()["error"]["param"])) == (400, "inputs.x.shape")
     header = json.dumps({"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
     with pytest.raises(ApiError) as caught:
-        tensors_from_safetensors(packed(header), "safetensors", list)
+        tensors_from_safetensors(packed(header), "safetensors")
     assert caught.value.status == 400 and "Traceback" not in caught.value.message
 
 
@@ -53,15 +53,10 @@ def test_lists_nested_deeper_than_any_tensor_are_400():
 EMPTY = {"dtype": "I8", "shape": [0], "data_offsets": [0, 0]}
 
 
-def test_of_a_file_with_other_names_than_the_inputs_no_tensor_is_made(monkeypatch):
-    """100,000 of them, in a body of 7 MiB, kept /livez waiting for a second."""
-    monkeypatch.setattr("safetensors.torch.load", None)
-    few = json.dumps(dict.fromkeys(map(str, range(1000)), EMPTY)).encode()
+def test_what_is_no_file_of_the_models_inputs_is_400():
+    few = json.dumps({"0": EMPTY}).encode()
     with pytest.raises(ApiError, match=r"`safetensors.0`: there is no such input; this model takes x"):
         unpack(packed(few), {"x": None})
-    for header in (b"{" + b" " * 2**16 + b"}", json.dumps(dict.fromkeys(map(str, range(2000)), EMPTY)).encode()):
-        with pytest.raises(ApiError, match=f"a header of {len(header)} bytes; at most 65536 are read"):
-            unpack(packed(header), {"x": None})
     for header in (b"", b"x", b"[1]", b'{"x":', b"[" * 9999, b"\xff"):
         with pytest.raises(ApiError, match="`safetensors` is not a safetensors file"):
             unpack(packed(header), {"x": None})

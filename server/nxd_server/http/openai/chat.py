@@ -32,7 +32,6 @@ from nxd_server.http.openai.response_format import schemas_of, wanted_form, with
 from nxd_server.http.openai.schemas import ChatBody
 from nxd_server.http.openai.stream_usage import Tails, usage_object
 from nxd_server.http.openai.tools import (
-    check_size,
     choice_calls,
     earlier_calls,
     no_tools,
@@ -80,7 +79,6 @@ def check_messages(messages: list[dict[str, Any]], tool_format: str | None) -> l
     """
     if not messages:
         raise bad_request("`messages` must hold at least one message", param="messages")
-    check_size(messages)
     checked: list[dict[str, Any]] = []
     called: dict[Any, str] = {}
     """The function of each call, by its id."""

@@ -19,17 +19,14 @@ from nxd_server.http.oneshot_results import wait_all
 from nxd_server.http.openai.schemas import ClassifyBody, EmbeddingBody, texts_or_pairs, token_lists
 from nxd_server.http.request_context import (
     INLINE_TEXT,
-    THREAD_TEXT,
     Context,
     check_model,
     context_of,
-    in_thread,
     require_task,
     seconds_left,
     unless_left,
     whole_of,
 )
-from nxd_server.text.field_bounds import MOST_INPUTS
 
 if TYPE_CHECKING:
     import torch
@@ -92,8 +89,6 @@ async def _encode(request: Request, value: Any, **options: Any) -> list[Encoded]
     context = context_of(request)
     encoder, settings = context.service.require_encoder(), context.settings
     texts = texts_or_pairs(value, "input") if encoder.task == "classify" else token_lists(value, "input")
-    if len(texts) > MOST_INPUTS:
-        raise bad_request(f"`input` has {len(texts)} texts; one request may have {MOST_INPUTS}", "input")
     several = len(texts) > 1
     for place, text in enumerate(texts):
         path = f"input[{place}]" if several else "input"
@@ -144,43 +139,23 @@ async def tokens_of(
     prompt_name: str | None = None,
     truncate_prompt_tokens: int | None = None,
 ) -> list[Tokens]:
-    """Tokenize each text: short ones inline, longer ones in a thread, very long ones in a process.
+    """Tokenize each text: inline if all are short together, else in a thread.
 
     ``path_of`` names a text by its index in ``texts``. After a cancellation no further text is begun.
     """
-    found: dict[int, Tokens] = {}
-    sizes = [sum(map(len, _parts(text))) for text in texts]
     left = False
 
-    def short() -> None:
-        for place, text in enumerate(texts):
-            if left:
-                return
-            if sizes[place] <= THREAD_TEXT:
-                found[place] = encoder.tokens(
-                    text,
-                    prompt_name=prompt_name,
-                    truncate_prompt_tokens=truncate_prompt_tokens,
-                    field=path_of(place),
-                )
+    def encode() -> list[Tokens]:
+        options: dict[str, Any] = {"prompt_name": prompt_name, "truncate_prompt_tokens": truncate_prompt_tokens}
+        several = enumerate(texts)
+        return [encoder.tokens(text, field=path_of(place), **options) for place, text in several if not left]
 
     def leave() -> None:
         nonlocal left
         left = True
 
-    if sum(sizes) <= INLINE_TEXT:
-        short()
-    else:
-        await in_thread(context, short, sum(sizes), leave)
-    for place, text in enumerate(texts):
-        if place not in found:
-            found[place] = await context.service.bounded_tokenizer().encode_with_types(
-                encoder.parts(text, prompt_name),
-                most=encoder.most(truncate_prompt_tokens),
-                limit=encoder.max_len,
-                field=path_of(place),
-            )
-    return [found[place] for place in range(len(texts))]
+    characters = sum(len(part) for text in texts for part in _parts(text))
+    return encode() if characters <= INLINE_TEXT else await context.encoders.run(encode, leave)
 
 
 def _parts(text: Text) -> Sequence[str]:

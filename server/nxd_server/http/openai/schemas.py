@@ -12,11 +12,15 @@ from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.http.body_schema import Body, Listed, Texts, Whole, equals, is_empty, is_one_of
 from nxd_server.http.error_responses import ApiError, bad_request, clip
-from nxd_server.text.field_bounds import MOST_BIASES
 
 MOST_STOP_TOKENS = 1024
 """They are checked at every token, in the one thread that serves everyone."""
 MOST_VARIABLES = 64
+MOST_BIASES = 4096
+"""The engine checks how many a graph takes; no graph takes this many."""
+MOST_MESSAGES = 4096
+MOST_TEXTS = 2048
+"""Prompts or inputs of a request, checked before they are looked through; OpenAI's limit."""
 
 OF_SAMPLERS_THAT_ARE_OFF = (
     *("mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent", "dry_base", "dry_allowed_length"),
@@ -185,7 +189,9 @@ class ChatBody(SamplingBody):
         "best_of": equals(1),
     }
 
-    messages: Listed[dict[str, Any]] = Field(..., description="The conversation, oldest first.")
+    messages: Listed[dict[str, Any]] = Field(
+        ..., max_length=MOST_MESSAGES, description="The conversation, oldest first."
+    )
     max_completion_tokens: Whole | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool = False
     top_logprobs: Whole | None = Field(None, description="Most likely tokens per position; needs logprobs.")
@@ -240,13 +246,13 @@ def token_lists(value: Any, field: str) -> list[str | list[int]]:
     """Return a prompt in any of its four forms as a list of texts and token-id lists.
 
     Raises:
-        ApiError: 400 for another form, an empty list, or a number that cannot be an id.
+        ApiError: 400 for another form, an empty list, too many texts, or a number that cannot be an id.
     """
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
         raise bad_request(f"`{field}` must be a string, a list of strings, or token ids", param=field)
-    _not_empty(value, field)
+    _check_count(value, field)
     if all(isinstance(item, str) for item in value):
         return list(value)
     if _ids(value):
@@ -267,13 +273,19 @@ def token_lists(value: Any, field: str) -> list[str | list[int]]:
 
 def texts_or_pairs(value: Any, field: str) -> list[str | tuple[str, str] | list[int]]:
     """Like :func:`token_lists`, but also accepts a list of pairs of texts, returned as tuples."""
-    if isinstance(value, list) and value and all(map(_is_pair, value)):
+    if isinstance(value, list) and 0 < len(value) <= MOST_TEXTS and all(map(_is_pair, value)):
         return [(first, second) for first, second in value]
     return [*token_lists(value, field)]
 
 
 def _is_pair(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
+
+
+def _check_count(value: list[Any], field: str) -> None:
+    _not_empty(value, field)
+    if len(value) > MOST_TEXTS and not isinstance(value[0], int | float):
+        raise bad_request(f"`{field}` has {len(value)} texts; one request may have {MOST_TEXTS}", param=field)
 
 
 def _not_empty(value: list[Any], path: str) -> None:

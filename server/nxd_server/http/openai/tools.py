@@ -11,9 +11,8 @@ from typing import Any
 from nxd_server.errors import BodyError, RequestError
 from nxd_server.http.error_responses import ApiError, bad_request, clip, missing_field, unknown_field, unsupported
 from nxd_server.http.openai.schemas import ChatBody
-from nxd_server.text.field_bounds import MOST_TOOL_VALUES
 from nxd_server.text.forced_calls import CallPiece, ForcedCallReader
-from nxd_server.text.strict_json import Outline, parse_json
+from nxd_server.text.strict_json import parse_json
 from nxd_server.text.tool_calls import FORMATS, LONGEST_NAME, SINGLE
 
 MOST_TOOLS = 128
@@ -98,14 +97,6 @@ def _checked(tool: dict[str, Any], where: str) -> dict[str, Any]:
     kept = {key: value for key, value in function.items() if value is not None and key != "strict"}
     # Both may be left out, and some models' templates need them.
     return {"type": "function", "function": {"description": "", "parameters": NO_PARAMETERS, **kept}}
-
-
-def check_size(messages: Sequence[dict[str, Any]]) -> None:
-    """Raise BodyError if the arguments of all calls, JSON within strings, hold more than may be parsed here."""
-    calls = [call for message in messages if isinstance(found := message.get("tool_calls"), list) for call in found]
-    functions = [call.get("function") for call in calls if isinstance(call, dict)]
-    texts = [function.get("arguments") for function in functions if isinstance(function, dict)]
-    Outline("".join(text for text in texts if isinstance(text, str)).encode("utf-8", "replace"), MOST_TOOL_VALUES)
 
 
 def earlier_calls(calls: Any, where: str, tool_format: str | None) -> list[dict[str, Any]]:

@@ -66,7 +66,8 @@ def configure(log_format: str, level: str) -> None:
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(level.upper())
-    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger("uvicorn").level))
+    # Its warnings quote what clients send, which would fill the log.
+    logging.getLogger("uvicorn").setLevel(max(logging.ERROR, logging.getLogger("uvicorn").level))
 
 
 def flush() -> None:

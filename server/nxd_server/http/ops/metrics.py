@@ -17,7 +17,7 @@ from nxd_server.engine.events import EngineStats, ErrorEvent, FinishEvent
 
 if TYPE_CHECKING:
     from nxd_server.app.service import Service
-    from nxd_server.http.connections import Connections
+    from nxd_server.http.protocol import Connections
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -92,7 +92,7 @@ class _ConnectionsCollector(Collector):
         yield GaugeMetricFamily("nxd_connections", "Open connections.", len(connections))
         yield GaugeMetricFamily("nxd_connections_most", "Limit of open connections.", connections.most)
         ended = CounterMetricFamily("nxd_connections_ended", "Connections ended by the server.", labels=["reason"])
-        for reason, count in connections.closed.items():
+        for reason, count in connections.ended.items():
             ended.add_metric([reason], count)
         yield ended
 
@@ -115,13 +115,8 @@ class _ServiceCollector(Collector):
             yield GaugeMetricFamily(
                 "nxd_graph_load_seconds", "Seconds to load the model until the server was ready.", service.load_seconds
             )
-        texts = GaugeMetricFamily(
-            "nxd_texts_aside",
-            "Conversations, texts and large bodies processed outside the server, or waiting for it.",
-            labels=["kind"],
-        )
-        for kind, count in service.texts_aside().items():
-            texts.add_metric([kind], count)
+        texts = GaugeMetricFamily("nxd_texts_aside", "Conversations being rendered, or waiting.", labels=["kind"])
+        texts.add_metric(["conversations"], 0 if service.chat_template is None else service.chat_template.inside)
         yield texts
         yield from self._ranks()
         stats = service.stats()

@@ -1,4 +1,4 @@
-"""Templates and long texts run outside the server: they end, leave nothing behind, and delay nobody."""
+"""Chat templates run outside the server: they end, leave nothing behind, and delay nobody."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.support.http.http_servers import http_request, is_error, raw, toy_server, wait_for
 from tests.support.processes import descendants, gone, stopped
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -22,25 +22,29 @@ def chat(**variables):
     return {"messages": HELLO, "max_tokens": 3, "temperature": 0, "chat_template_kwargs": variables}
 
 
-@pytest.fixture(scope="module")
-def crowded():
-    """One text may wait for another."""
-    with toy_server(render_timeout=60, max_queued_requests=1, access_log=False) as server:
-        yield server
-
-
-def test_a_long_text_holds_up_nobody(toy):
-    """What works on it is stopped, until others were answered. (A body of more than 64 KiB is parsed aside before.)"""
-    assert toy.post("/tokenize", {"prompt": "hello " * 1000}).json()["count"] == 6000  # which starts the process
+def test_a_conversation_holds_up_nobody(toy):
+    """What renders it is stopped, until others were answered."""
+    assert toy.post(CHAT, chat()).status_code == 200  # which starts the process
     with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as held:
         for child in descendants(toy.process.pid):
             held.enter_context(stopped(child))
-        answer = pool.submit(toy.post, "/tokenize", {"prompt": "hello, you there. " * 3_500})
-        toy.wait_metric("nxd_texts_aside", 1.0, kind="texts")
+        answer = pool.submit(toy.post, CHAT, chat())
+        toy.wait_metric("nxd_texts_aside", 1.0, kind="conversations")
         assert toy.post("/v1/completions", {"prompt": "hello", "max_tokens": 2}).status_code == 200
         assert not answer.done()
         held.close()
-        assert answer.result().json()["count"] > 40_000
+        assert answer.result().status_code == 200
+
+
+def test_conversations_that_find_no_room_to_wait_are_429():
+    with toy_server(render_timeout=60, max_queued_requests=1, access_log=False) as server:
+        server.post(CHAT, chat())
+        (child,) = descendants(server.process.pid)
+        request = http_request(CHAT, json.dumps(chat()).encode())
+        with stopped(child), raw(server, request), raw(server, request):
+            server.wait_metric("nxd_texts_aside", 2.0, kind="conversations")
+            is_error(server.post(CHAT, chat()), 429, code="queue_full")
+        server.wait_metric("nxd_texts_aside", 0.0)  # their clients gone, nothing of them is left
 
 
 def test_a_template_without_an_end_is_400():
@@ -92,47 +96,10 @@ def processor_time(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-TEXT = {"prompt": "hello, you there. " * 50_000}
-"""Close to the megabyte that is read at all."""
-
-
-def large_body(server):
-    """What parses such bodies runs."""
-    is_error(server.post("/tokenize", {"prompt": "a", "secret": "b" * 2**17}), 400, code="unknown_parameter")
-
-
-def test_abandoned_tokenisations_end_and_the_queue_of_them_is_bounded(crowded):
-    """One is worked on and one waits; a third is 429. Their clients gone, nothing of them is left."""
-    data = http_request("/tokenize", json.dumps(TEXT).encode())
-    large_body(crowded)
-    before = descendants(crowded.process.pid)
-    for _ in range(2):
-        with contextlib.ExitStack() as all:
-            all.enter_context(raw(crowded, data))
-            wait_for(lambda: descendants(crowded.process.pid) - before)
-            (child,) = descendants(crowded.process.pid) - before
-            all.enter_context(stopped(child))
-            all.enter_context(raw(crowded, data))
-            crowded.wait_metric("nxd_texts_aside", 2.0, kind="texts")
-            is_error(crowded.post("/tokenize", TEXT), 429, code="queue_full")
-        crowded.wait_metric("nxd_texts_aside", 0.0, kind="texts")
-        wait_for(lambda: descendants(crowded.process.pid) <= before, message="a process for texts is left")
-
-
-def test_no_threads_are_left_of_texts_that_are_tokenised_in_one(crowded):
+def test_no_threads_are_left_of_texts_that_are_tokenised_in_one(toy):
     """The library started one per core and kept them."""
-    tasks = f"/proc/{crowded.process.pid}/task"
-    crowded.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1})
+    tasks = f"/proc/{toy.process.pid}/task"
+    toy.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
     before = len(os.listdir(tasks))
-    is_error(crowded.post(COMPLETIONS, {"prompt": "a" * 10_000}), 400, "prompt", "context_length_exceeded")
+    is_error(toy.post("/v1/completions", {"prompt": "a" * 10_000}), 400, "prompt", "context_length_exceeded")
     wait_for(lambda: len(os.listdir(tasks)) <= before, 60, "threads are left")
-
-
-def test_what_a_long_text_took_is_given_back(toy):
-    """The process that held it ends; a text that takes little leaves it running for the next."""
-    large_body(toy)
-    before = descendants(toy.process.pid)
-    assert toy.post("/tokenize", TEXT).json()["count"] > 500_000
-    assert descendants(toy.process.pid) <= before
-    assert toy.post("/tokenize", {"prompt": "hello " * 1000}).json()["count"] == 6000
-    assert len(descendants(toy.process.pid) - before) == 1
