@@ -2,7 +2,7 @@
 
 A later source never overrides an earlier one: the command line wins over the environment, the environment over the
 file, the file over the defaults below. A new setting is declared only here: ``serve`` derives its options from these,
-and a test compares the table in ``docs/deployment.md`` with them. No ``repr``, log line or error ever shows a secret.
+and a test compares the table in ``docs/settings.md`` with them. No ``repr``, log line or error ever shows a secret.
 """
 
 from __future__ import annotations
