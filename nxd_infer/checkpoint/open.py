@@ -45,15 +45,15 @@ def open_archive(
 
     Raises CheckpointError if there is no such checkpoint, a file is damaged (by name), or layouts are unknown.
     """
-    theirs = open_if_reference(path, tag)
-    if theirs is None:
+    reference = open_if_reference(path, tag)
+    if reference is None:
         return opened_whole(storage_of(path), tag, list(kinds))
-    if tables := metadata_files(Path(theirs.where)):
-        theirs.know(layouts_of(theirs, tables))
-        return theirs
+    if tables := metadata_files(Path(reference.where)):
+        reference.know(layouts_of(reference, tables))
+        return reference
     known = _layouts(config) if config is not None else {}
-    theirs.know({**infer_layouts(theirs, {} if rules is None else read_rules(Path(rules)), known), **known})
-    return theirs
+    reference.know({**infer_layouts(reference, {} if rules is None else read_rules(Path(rules)), known), **known})
+    return reference
 
 
 def open_if_reference(path: PathLike, tag: str | None = None) -> ReferenceArchive | None:

@@ -27,17 +27,17 @@ SHOWN = 24
 
 def inspect(path: Path, tag: str | None) -> None:
     """Print the checkpoints of a folder, or with a tag the logical tensors of one."""
-    theirs = open_if_reference(path, tag)
-    if theirs is not None:
-        _inspect_reference(theirs)
+    reference = open_if_reference(path, tag)
+    if reference is not None:
+        _inspect_reference(reference)
         return
     storage = storage_of(path)
-    found = find_checkpoint(storage, tag)  # raises with the fix if there is none
-    there = [found] if tag is not None or not found.folder else complete_checkpoints(storage)
-    table("", ("tag", "number", "saved", "ranks", "degrees", "files", "size"), [_row(one) for one in there])
+    checkpoint = find_checkpoint(storage, tag)  # raises with the fix if there is none
+    listed = [checkpoint] if tag is not None or not checkpoint.folder else complete_checkpoints(storage)
+    table("", ("tag", "number", "saved", "ranks", "degrees", "files", "size"), [_row(one) for one in listed])
     if tag is None:
         return
-    archive = Archive(there[0])
+    archive = Archive(listed[0])
     for kind in ("model", "optimizer"):
         if not any("pieces" in part for _, part in archive.parts(kind)):
             continue
@@ -55,12 +55,12 @@ def inspect(path: Path, tag: str | None) -> None:
         )
 
 
-def _row(found: Checkpoint) -> tuple[str, ...]:
-    saved = datetime.datetime.fromtimestamp(found.manifest.saved_at).isoformat(" ", "seconds")
-    files = found.manifest.files
-    world = str(found.manifest.world_size)
+def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
+    saved = datetime.datetime.fromtimestamp(checkpoint.manifest.saved_at).isoformat(" ", "seconds")
+    files = checkpoint.manifest.files
+    world = str(checkpoint.manifest.world_size)
     total = size(sum(files.values()))
-    return found.tag, str(found.counter), saved, world, _degrees(found.degrees), str(len(files)), total
+    return checkpoint.tag, str(checkpoint.counter), saved, world, _degrees(checkpoint.degrees), str(len(files)), total
 
 
 def _degrees(degrees: dict[str, int]) -> str:
@@ -119,10 +119,10 @@ def _print_notes(notes: Sequence[str]) -> None:
 def diff(first: Path, second: Path, tolerance: float, **options: Any) -> int:
     """Print how two checkpoints differ; return the exit status: 1 if by more than ``tolerance``."""
     with slow_bar() as progress:
-        found = compare_checkpoints(first, second, progress=progress, **options)
-    for side, place in zip("AB", found.places, strict=True):
+        result = compare_checkpoints(first, second, progress=progress, **options)
+    for side, place in zip("AB", result.places, strict=True):
         console.print(f"{side}: {place}", markup=False, soft_wrap=True)
-    different = found.differences
+    different = result.differences
     if different:
         rows = [(one.name, one.kind, one.problem, *_numbers(one)) for one in different[:SHOWN]]
         table("", ("tensor", "of", "what", "max |a-b|", "relative"), rows)
@@ -130,11 +130,12 @@ def diff(first: Path, second: Path, tolerance: float, **options: Any) -> int:
         console.print(f"... and {len(different) - SHOWN} more")
     beyond = sum(one.exceeds(tolerance) for one in different)
     console.print(
-        f"{found.total} tensors compared, {len(different)} differ, {beyond} by more than the tolerance of {tolerance:g}"
+        f"{result.total} tensors compared, {len(different)} differ, "
+        f"{beyond} by more than the tolerance of {tolerance:g}"
     )
-    if found.optimizers[0] != found.optimizers[1]:
+    if result.optimizers[0] != result.optimizers[1]:
         console.print(
-            f"only {'A' if found.optimizers[0] else 'B'} has optimizer state: pass --weights-only to ignore it"
+            f"only {'A' if result.optimizers[0] else 'B'} has optimizer state: pass --weights-only to ignore it"
         )
     return int(bool(beyond))
 

@@ -139,10 +139,10 @@ class ReferenceArchive:
             if not isinstance(state, Mapping) or ("model" not in state and _has_tensors(state)):
                 state = {}
             rest = {key: item for key, item in state.items() if key not in ("model", "optimizer", "scheduler")}
-            found = {"user_content": rest or None, "scheduler": state.get("scheduler")}
+            values = {"user_content": rest or None, "scheduler": state.get("scheduler")}
         else:
-            found = {name: self._beside(self._folder / f"{name}.pt") for name in ("user_content", "scheduler")}
-        return {name: item for name, item in found.items() if item is not None or name == "user_content"}
+            values = {name: self._beside(self._folder / f"{name}.pt") for name in ("user_content", "scheduler")}
+        return {name: item for name, item in values.items() if item is not None or name == "user_content"}
 
     def _beside(self, path: Path) -> Any:
         try:
@@ -157,7 +157,7 @@ class ReferenceArchive:
         return self._model_pieces(self._layouts) if kind == "model" else self._optimizer_pieces(self._layouts)
 
     def _model_pieces(self, layouts: Mapping[str, ParamLayout]) -> list[Shard]:
-        found: list[Shard] = []
+        shards: list[Shard] = []
         seen: set[str] = set()
         wrong: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
         degree = self.degrees["tp"]
@@ -165,12 +165,12 @@ class ReferenceArchive:
             for name in (name for name in ranks[0] if name not in seen):
                 layout = layouts.get(name) or ParamLayout.of(list(ranks[0][name].shape), name)
                 shapes = [tuple(rank[name].shape) if name in rank else () for rank in ranks]
-                wanted = layout.rank_shape(degree)
-                if any(shape != wanted for shape in shapes):
-                    wrong.append((name, next(shape for shape in shapes if shape != wanted), wanted))
+                expected = layout.rank_shape(degree)
+                if any(shape != expected for shape in shapes):
+                    wrong.append((name, next(shape for shape in shapes if shape != expected), expected))
                     continue
                 for tp, rank in enumerate(ranks):
-                    found.append(Shard.of(name, tp, DictSource(rank), layout, degree))
+                    shards.append(Shard.of(name, tp, DictSource(rank), layout, degree))
                 self._require_equal_copies(name, layout, ranks)
             seen |= ranks[0].keys()
         if wrong:
@@ -180,7 +180,7 @@ class ReferenceArchive:
                 f"{shown}" + (f", ... ({len(wrong)} in total)" if len(wrong) > 12 else ""),
                 mismatched=tuple(wrong),
             )
-        return found
+        return shards
 
     def _require_equal_copies(self, name: str, layout: ParamLayout, ranks: Sequence[Mapping[str, Tensor]]) -> None:
         """Check the order of replicated key/value heads: it differs between hardware, and only ours can be read."""
@@ -198,7 +198,7 @@ class ReferenceArchive:
         if not self._has_optimizer():
             raise CheckpointError(f"{self.where} holds no optimizer; it was saved without")
         dp, tp = 1 + max(place[0] for place in self._optimizer), self.degrees["tp"]
-        found: list[Shard] = []
+        shards: list[Shard] = []
         for pp, d, t in itertools.product(range(self.degrees["pp"]), range(dp), range(tp)):
             state = self._state(self._optimizer, (d, t, pp), "optimizer")
             names = self._numbered(pp)
@@ -213,8 +213,8 @@ class ReferenceArchive:
             sharded = dp if "base_state" in state else 1
             if sharded == 1 and d > 0:
                 continue  # without ZeRO-1 all data-parallel ranks have equal states
-            found += self._rank_pieces(entries, masters, layouts, names, t, d, sharded)
-        return found
+            shards += self._rank_pieces(entries, masters, layouts, names, t, d, sharded)
+        return shards
 
     def _numbered(self, pp: int) -> list[str]:
         """Return the names of the parameters that a stage's optimizer numbers, in its order.
@@ -231,20 +231,20 @@ class ReferenceArchive:
                 "which name them, are not there: restore them, or start the optimizer anew"
             )
         held = list(self._state(self._model, (0, 0, pp), "model"))
-        found: list[str] = []
+        names: list[str] = []
         for group in self._groups:
             members = set(group)
             here = [name for name in held if name in members]
-            mine = [name for name in self._names if name in members & set(here)]
-            if len(mine) == len(here):
-                here = mine
-            elif [name for name in here if name in own] != mine:
+            own_order = [name for name in self._names if name in members & set(here)]
+            if len(own_order) == len(here):
+                here = own_order
+            elif [name for name in here if name in own] != own_order:
                 raise CheckpointError(
                     f"{self.where}: the optimizer's parameters are in another order than the model's, so their numbers "
                     "in a pipeline stage are not known: load it without pipeline stages, and save it there"
                 )
-            found += here
-        return found
+            names += here
+        return names
 
     def _rank_pieces(
         self,
@@ -258,7 +258,7 @@ class ReferenceArchive:
     ) -> list[Shard]:
         """Return the pieces of one rank, in the order of the parameters; without those that other stages train here."""
         tensors: dict[str, Tensor] = {}
-        found = []
+        shards = []
         source = DictSource(tensors)
         for number, name in enumerate(names):
             layout = layouts.get(name)
@@ -288,8 +288,8 @@ class ReferenceArchive:
                     )
             if first < last:
                 flat = (first * inner, last * inner)
-                found.append(Shard.of(name, tp, source, layout, self.degrees["tp"], flat, values))
-        return found
+                shards.append(Shard.of(name, tp, source, layout, self.degrees["tp"], flat, values))
+        return shards
 
 
 AnyArchive = Archive | ReferenceArchive
@@ -297,12 +297,12 @@ AnyArchive = Archive | ReferenceArchive
 
 def one_by_one(layouts: Mapping[str, ParamLayout]) -> dict[str, ParamLayout]:
     """Return the logical tensors of fused parameters as separate layouts, for files that store them separately."""
-    found: dict[str, ParamLayout] = {}
+    separate: dict[str, ParamLayout] = {}
     for layout in layouts.values():
         for part, name in layout.sources:
             axes = [dict(getattr(plan, "named", ())).get(part, plan) for plan in layout.axes]
-            found[name] = ParamLayout.of(axes, name)
-    return found
+            separate[name] = ParamLayout.of(axes, name)
+    return separate
 
 
 def _as_optimizer(state: Mapping[Any, Any], path: Path) -> Mapping[Any, Any]:

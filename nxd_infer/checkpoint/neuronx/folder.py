@@ -54,7 +54,7 @@ def _is_whole(folder: Path) -> bool:
 
 def files_of_ranks(folder: Path) -> dict[Place, Path]:
     """Return the file, or the folder, of each rank."""
-    found: dict[Place, Path] = {}
+    files: dict[Place, Path] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = _RANK.match(path.name.removesuffix(TENSORS))
         if match is None:
@@ -67,7 +67,7 @@ def files_of_ranks(folder: Path) -> dict[Place, Path]:
         if ep:
             raise CheckpointError(f"{path}: checkpoints of expert parallelism cannot be read")
         place = int(dp or dp_last or 0), int(tp), int(pp)
-        if place in found:
-            raise CheckpointError(f"{found[place].name} and {path.name} of {folder} are of the same rank; keep one")
-        found[place] = path
-    return found
+        if place in files:
+            raise CheckpointError(f"{files[place].name} and {path.name} of {folder} are of the same rank; keep one")
+        files[place] = path
+    return files

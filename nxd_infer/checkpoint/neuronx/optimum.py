@@ -35,9 +35,9 @@ _NUMBERS = ("num_attention_heads", "num_key_value_heads", "kv_size_multiplier")
 def metadata_files(folder: Path) -> dict[int, Path]:
     """Return the tables of the pipeline ranks of a checkpoint, in or beside its folder; {} if it has none."""
     for place in (folder, folder.parent):
-        found = {int(match[1]): place / name for name in _names(place) if (match := _FILE.match(name))}
-        if found:
-            return found
+        tables = {int(match[1]): place / name for name in _names(place) if (match := _FILE.match(name))}
+        if tables:
+            return tables
     return {}
 
 
@@ -51,7 +51,7 @@ def layouts_of(archive: ReferenceArchive, files: Mapping[int, Path]) -> dict[str
     Raises CheckpointError for a table that is damaged, or that describes what cannot be undone exactly.
     """
     degree = archive.degrees["tp"]
-    found: dict[str, ParamLayout] = {}
+    layouts: dict[str, ParamLayout] = {}
     for stage, ranks in enumerate(archive.stages()):
         if stage not in files:
             raise CheckpointError(
@@ -64,8 +64,8 @@ def layouts_of(archive: ReferenceArchive, files: Mapping[int, Path]) -> dict[str
         for name, tensor in ranks[0].items():
             entry = table[_SHARDED].get(name) or {}
             known = heads.layout(name, tuple(tensor.shape)) if heads is not None else None
-            found[name] = known or _plain(name, tuple(tensor.shape), entry, degree, file)
-    return found
+            layouts[name] = known or _plain(name, tuple(tensor.shape), entry, degree, file)
+    return layouts
 
 
 def _read(file: Path) -> dict[str, Any]:
