@@ -51,7 +51,7 @@ def load_entries(file: Path, specs: Sequence[WeightSpec]) -> dict[tuple[str, int
     from safetensors import safe_open
 
     tables = {spec.name: spec for spec in specs}
-    found: dict[tuple[str, int], Tensor] = {}
+    entries: dict[tuple[str, int], Tensor] = {}
     with safe_open(file, framework="pt") as source:
         for name in list(source.keys()):
             entry = parse_entry(name)
@@ -63,8 +63,8 @@ def load_entries(file: Path, specs: Sequence[WeightSpec]) -> dict[tuple[str, int
                     f"{file.name}: {name!r} is {tensor.dtype}{list(tensor.shape)}, expected {spec.dtype}"
                     f"{spec.shape[1:]} and a slot below {spec.shape[0]}"
                 )
-            found[entry] = tensor
-    return found
+            entries[entry] = tensor
+    return entries
 
 
 def load_initial_states(file: Path, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:

@@ -259,10 +259,10 @@ def _parse(root: Path, data: bytes, check: Callable[[Path, Manifest], None] | No
             raise ArtifactCorruptError(f"{path} is damaged: it holds half a character ({error.reason})") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("format"), str):
         raise ArtifactCorruptError(f"{path} is damaged: it has no format")
-    found, known = fields["format"], FORMAT
-    if found.split(".")[0] != known.split(".")[0]:
+    version, known = fields["format"], FORMAT
+    if version.split(".")[0] != known.split(".")[0]:
         raise ArtifactVersionError(
-            f"the artifact {root} has format {found}; this package reads {known.split('.')[0]}.x: "
+            f"the artifact {root} has format {version}; this package reads {known.split('.')[0]}.x: "
             "trace again with this version, or load it with the one that wrote it"
         )
     try:

@@ -74,13 +74,13 @@ def _verify_file(root: Path, name: str, spec: FileSpec) -> Stamp:
             before = os.fstat(file.fileno())
             if time.time() - before.st_ctime < _TICK:
                 time.sleep(_TICK)  # so that any later write gets another time
-            found = hash_open_file(file)
+            actual = hash_open_file(file)
             after = os.fstat(file.fileno())
     except OSError as error:
         raise ArtifactCorruptError(f"{name} of {root} cannot be read: {error.strerror}") from error
-    if found.blake3 != spec.blake3:
+    if actual.blake3 != spec.blake3:
         raise ArtifactCorruptError(
-            f"{name} of {root} is altered: blake3 {found.blake3[:16]}..., recorded {spec.blake3[:16]}..."
+            f"{name} of {root} is altered: blake3 {actual.blake3[:16]}..., recorded {spec.blake3[:16]}..."
         )
     if stamp_of(before) != stamp_of(after):
         raise ArtifactCorruptError(f"{name} of {root} was written to while it was verified; load the artifact again")

@@ -48,11 +48,11 @@ def get(name: str) -> Backend:
     others = _others()
     if name not in others:
         raise ArtifactBackendError(f"there is no backend {name!r}; backends are {', '.join([*BUILT_IN, *others])}")
-    found = others[name]
+    entry = others[name]
     try:
-        return found.load()
+        return entry.load()
     except Exception as error:
-        package = found.dist.name if found.dist is not None else found.value
+        package = entry.dist.name if entry.dist is not None else entry.value
         raise ArtifactBackendError(
             f"the backend {name!r} of {package} cannot be imported: {type(error).__name__}: {error}"
         ) from error
@@ -60,10 +60,10 @@ def get(name: str) -> Backend:
 
 def with_import_path(environment: dict[str, str], name: str) -> dict[str, str]:
     """Return ``environment`` for a process that runs backend ``name``, with its package on the path."""
-    found = None if name in BUILT_IN else _others().get(name)
-    if found is None or found.dist is None:
+    entry = None if name in BUILT_IN else _others().get(name)
+    if entry is None or entry.dist is None:
         return environment
-    paths = [*filter(None, [environment.get("PYTHONPATH")]), str(found.dist.locate_file(""))]
+    paths = [*filter(None, [environment.get("PYTHONPATH")]), str(entry.dist.locate_file(""))]
     return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
 
@@ -71,8 +71,8 @@ def _others() -> dict[str, EntryPoint]:
     """Return the first entry point of each name; our names cannot be replaced."""
     from importlib.metadata import entry_points
 
-    found: dict[str, EntryPoint] = {}
+    entries: dict[str, EntryPoint] = {}
     for entry in entry_points(group=GROUP):
         if canonical(entry.name) not in BUILT_IN:
-            found.setdefault(entry.name, entry)
-    return found
+            entries.setdefault(entry.name, entry)
+    return entries

@@ -84,11 +84,11 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
             model_dir = model_directory(file)
     task = from_command(TaskOptions, given)
     task["dtype"] = dtype_of(task.get("dtype", DTYPE))
-    asked = TaskOptions(model_dir, **task)
+    requested = TaskOptions(model_dir, **task)
     arguments = from_command(TraceOptions, given)
     stages = arguments.get("pp_degree", 1)
     if stages > 1 and task.get("slots") is None:
-        task["slots"] = stages * max(asked.batch_sizes)  # a batch for each stage to work on
+        task["slots"] = stages * max(requested.batch_sizes)  # a batch for each stage to work on
     checkpoint, tag = arguments.pop("checkpoint", None), arguments.pop("checkpoint_tag", None)
     if checkpoint is not None:
         task["weights"] = weight_source(checkpoint, tag)
@@ -108,7 +108,7 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
         console.print(
             f"note: prompts are read whole, by the encoder, so there is a bucket for the longest, {longest} tokens"
         )
-    for length in asked.prompt_buckets:
+    for length in requested.prompt_buckets:
         if length > plan.metadata["max_len"]:
             longest = plan.metadata["max_len"]
             what = "prompt and answer" if plan.task == "generate" else "text"

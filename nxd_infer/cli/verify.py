@@ -21,7 +21,7 @@ def run(
 ) -> int:
     """Print one row per bucket; return 0 if all are within the tolerance. ``checkpoint``, if given, has the weights."""
     with slow_bar() as progress:
-        found = verify_artifact(
+        result = verify_artifact(
             artifact,
             model_dir,
             tolerance=tolerance,
@@ -32,7 +32,7 @@ def run(
             text=split()[1][0],
             progress=progress,
         )
-    manifest, form = found.manifest, found.rounded
+    manifest, form = result.manifest, result.rounded
     whose = str(model_dir) if checkpoint is None else f"{checkpoint} ({checkpoint_tag or 'the newest'})"
     stages = f", pp {manifest.pp_degree}" if manifest.pp_degree > 1 else ""
     table(
@@ -42,17 +42,17 @@ def run(
         ("bucket", "max|a-b| / max|b|", "sampled", "verdict"),
         [
             (row.bucket, f"{row.difference:.1e}", row.agreement, f"{row.wrong} differs" if row.wrong else "equal")
-            for row in found.rows
+            for row in result.rows
         ],
     )
-    if form and found.accuracy:
-        _print_accuracy(form.name, found.accuracy)
-    failed, count = found.failed, len(found.rows)
+    if form and result.accuracy:
+        _print_accuracy(form.name, result.accuracy)
+    failed, count = result.failed, len(result.rows)
     if failed:
-        first = next(row for row in found.rows if row.wrong)
+        first = next(row for row in result.rows if row.wrong)
         console.print(f"the first output that differs: {first.wrong} of {first.bucket}")
         console.print(
-            f"{len(failed)} of {count} buckets are past the tolerance of {found.tolerance:g}: {', '.join(failed)}"
+            f"{len(failed)} of {count} buckets are past the tolerance of {result.tolerance:g}: {', '.join(failed)}"
         )
         console.print(
             f"This compares with the weights of {whose}: an artifact traced from other weights differs. For a "
@@ -66,7 +66,7 @@ def run(
                 markup=False,
             )
         return 1
-    console.print(f"all {count} buckets are within the tolerance of {found.tolerance:g}")
+    console.print(f"all {count} buckets are within the tolerance of {result.tolerance:g}")
     return 0
 
 

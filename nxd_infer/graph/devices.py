@@ -93,8 +93,8 @@ def _moved(value: Any, target: torch.device) -> Any:
 
 
 def _nested(module: fx.GraphModule) -> list[fx.GraphModule]:
-    found = branches(module)
-    return [*found, *(inner for branch in found for inner in _nested(branch))]
+    nested = branches(module)
+    return [*nested, *(inner for branch in nested for inner in _nested(branch))]
 
 
 def plain_operators(module: fx.GraphModule, keep: Iterable[Any] = ()) -> fx.GraphModule:

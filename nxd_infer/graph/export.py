@@ -206,10 +206,10 @@ def _structure(result: Any, names: Iterator[str | None]) -> Any:
         entries = [_structure(value, names) for value in result]
         return [entry for entry in entries if entry is not None]
     keys = [key_text(path[0]) for path, _ in pytree.tree_flatten_with_path(result)[0]]
-    found = [next(names) for _ in keys]
+    leaves = [next(names) for _ in keys]
     if len(set(keys)) < len(keys):
-        return [name for name in found if name is not None]
-    return {key: name for key, name in zip(keys, found, strict=True) if name is not None}
+        return [name for name in leaves if name is not None]
+    return {key: name for key, name in zip(keys, leaves, strict=True) if name is not None}
 
 
 # --- substituted tensors ------------------------------------------------------------------------------
@@ -361,11 +361,11 @@ def export(step: Step) -> Exported:
     for _ in range(4):
         wrapper = _Traced(step, clone_inputs)
         program = _run_export(wrapper, step)
-        found = _flat_graph(program, wrapper, step)
-        new_states, new_clones = _undeclared(found)
+        exported = _flat_graph(program, wrapper, step)
+        new_states, new_clones = _undeclared(exported)
         new_states = [*wrapper.seen.reassigned, *(n for n in new_states if n not in wrapper.seen.reassigned)]
         if not new_states and new_clones <= clone_inputs:
-            return found
+            return exported
         for name in new_states:
             step.states.append(name)
         clone_inputs |= new_clones
@@ -485,12 +485,12 @@ def _flat_graph(program: torch.export.ExportedProgram, wrapper: _Traced, step: S
     )
 
 
-def _undeclared(found: Exported) -> tuple[list[str], set[str]]:
+def _undeclared(exported: Exported) -> tuple[list[str], set[str]]:
     """Return buffers and parameters that are written without being states, and inputs that are written."""
-    placeholders = passes.placeholders(found.module.graph)
-    names = [*found.states, *found.inputs, *found.weights]
-    written = passes.mutated_placeholders(found.module.graph)
-    first_input, first_weight = len(found.states), len(found.states) + len(found.inputs)
+    placeholders = passes.placeholders(exported.module.graph)
+    names = [*exported.states, *exported.inputs, *exported.weights]
+    written = passes.mutated_placeholders(exported.module.graph)
+    first_input, first_weight = len(exported.states), len(exported.states) + len(exported.inputs)
     states: list[str] = []
     clones: set[str] = set()
     for place, (node, name) in enumerate(zip(placeholders, names, strict=True)):
@@ -498,7 +498,7 @@ def _undeclared(found: Exported) -> tuple[list[str], set[str]]:
             continue
         if place < first_weight:
             clones.add(name)
-        elif name in found.constants:
+        elif name in exported.constants:
             raise TraceError(_not_registered(name.removeprefix("constant:")))
         else:
             states.append(name)
@@ -591,16 +591,16 @@ def shared_memory(module: nn.Module) -> dict[str, str]:
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             end = start + (int(last) + 1) * tensor.element_size()
             places.setdefault(tensor.untyped_storage()._cdata, []).append((start, end, name))
-    found: dict[str, str] = {}
+    overlaps: dict[str, str] = {}
     for group in places.values():
         widest = None  # of the tensors that begin earlier, the one with the highest end
         for start, end, name in sorted(group):
             if widest is not None and start < widest[0]:
-                found.setdefault(name, widest[1])
-                found.setdefault(widest[1], name)
+                overlaps.setdefault(name, widest[1])
+                overlaps.setdefault(widest[1], name)
             if widest is None or end > widest[0]:
                 widest = (end, name)
-    return found
+    return overlaps
 
 
 def state_names(module: nn.Module, keys: Iterable[Any]) -> list[str]:
@@ -609,13 +609,13 @@ def state_names(module: nn.Module, keys: Iterable[Any]) -> list[str]:
     names: dict[int, str] = {}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), name)  # the first of its names
-    found = []
+    ordered = []
     for key in keys:
         name = names.get(id(tensors.get(key) if isinstance(key, str) else key))
         if name is None:
             raise TraceConfigError(_unknown_state(module, key, list(tensors)))
-        found.append(name)
-    return found
+        ordered.append(name)
+    return ordered
 
 
 def _unknown_state(module: nn.Module, key: Any, names: list[str]) -> str:

@@ -33,15 +33,15 @@ class Flow:
         """The state of each node that is one, or shares memory with its copy."""
 
     def _dependencies(self) -> dict[fx.Node, set[fx.Node]]:
-        found: dict[fx.Node, set[fx.Node]] = {}
+        needs: dict[fx.Node, set[fx.Node]] = {}
         for node in self.nodes:
             own = set(node.all_input_nodes)
             makers = {maker for value in own for maker in self.memory[value]}
-            found[node] = own | {writer for maker in makers for writer in self.writers_of(maker)}
+            needs[node] = own | {writer for maker in makers for writer in self.writers_of(maker)}
             for target in written(node):
                 for maker in self.memory[target]:
                     self.writers.setdefault(maker, []).append(node)
-        return found
+        return needs
 
     def _owners(self) -> dict[fx.Node, fx.Node]:
         copies: dict[fx.Node, fx.Node] = {state: state for state in self.states}
@@ -57,22 +57,22 @@ class Flow:
 
     def reached(self, start: Callable[[fx.Node], bool], among: Callable[[fx.Node], bool]) -> set[fx.Node]:
         """Return the nodes in ``among`` for which ``start`` holds, or that depend on such a node."""
-        found: set[fx.Node] = set()
+        nodes: set[fx.Node] = set()
         for node in self.nodes:
-            if among(node) and (start(node) or not found.isdisjoint(self.needs[node])):
-                found.add(node)
-        return found
+            if among(node) and (start(node) or not nodes.isdisjoint(self.needs[node])):
+                nodes.add(node)
+        return nodes
 
     def closed(self, seeds: Iterable[fx.Node], stop: Callable[[fx.Node], bool]) -> set[fx.Node]:
         """Return ``seeds`` and everything they need, up to the nodes where ``stop`` holds."""
-        found: set[fx.Node] = set()
+        nodes: set[fx.Node] = set()
         pending = list(seeds)
         while pending:
             node = pending.pop()
-            if node.op != "placeholder" and node not in found and not stop(node):
-                found.add(node)
+            if node.op != "placeholder" and node not in nodes and not stop(node):
+                nodes.add(node)
                 pending += self.needs[node]
-        return found
+        return nodes
 
     def states_of(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         """Return the states that these nodes read or write."""

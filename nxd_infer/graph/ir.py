@@ -140,15 +140,15 @@ def resolve_operator(name: str) -> Any:
         raise ArtifactCorruptError(f"{name!r} in a graph is not an operator's name")
     namespace, operation, overload = parts
     try:
-        found = getattr(getattr(getattr(torch.ops, namespace), operation), overload)
+        target = getattr(getattr(getattr(torch.ops, namespace), operation), overload)
     except (AttributeError, RuntimeError) as error:
         raise ArtifactCorruptError(
             f"the graph calls {name}, which is not registered in this process: its operator library is missing, or "
             "the graph was traced with another version of torch"
         ) from error
-    if not isinstance(found, torch._ops.OpOverload):  # such as `aten.add.__class__`, which could reach other code
+    if not isinstance(target, torch._ops.OpOverload):  # such as `aten.add.__class__`, which could reach other code
         raise ArtifactCorruptError(f"{name!r} in a graph is not an operator")
-    return found
+    return target
 
 
 def _parts(ir: Any) -> tuple[int, list[tuple[str, list[Any], dict[str, Any]]], list[Any]]:
@@ -208,9 +208,9 @@ def _decode_constant(value: Any, decode: Callable[[Any], Any]) -> Any:
     if kind == "slice":
         return slice(*(decode(v) for v in data))
     if kind in _ENUMS:
-        found = getattr(torch, data, None)
-        if isinstance(found, _ENUMS[kind]):
-            return found
+        constant = getattr(torch, data, None)
+        if isinstance(constant, _ENUMS[kind]):
+            return constant
     raise ArtifactCorruptError(f"a graph holds an argument this version cannot read: {value!r}")
 
 

@@ -51,9 +51,9 @@ def output_of(graph: fx.Graph) -> Any:
 
 def tensors_of(value: Any) -> list[fx.Node]:
     """Return the nodes in an argument, at any depth."""
-    found: list[fx.Node] = []
-    fx.map_arg(value, found.append)
-    return found
+    nodes: list[fx.Node] = []
+    fx.map_arg(value, nodes.append)
+    return nodes
 
 
 def inline(
@@ -157,16 +157,16 @@ def _under_autocast(body: fx.GraphModule, device: Any, dtype: Any, enabled: Any)
 
 def branches(module: fx.GraphModule) -> list[fx.GraphModule]:
     """Return the nested graphs that remain nested: the branches of ``torch.cond``."""
-    found = [getattr(module, str(node.target), None) for node in module.graph.nodes if node.op == "get_attr"]
-    return [graph for graph in found if isinstance(graph, fx.GraphModule)]
+    nested = [getattr(module, str(node.target), None) for node in module.graph.nodes if node.op == "get_attr"]
+    return [graph for graph in nested if isinstance(graph, fx.GraphModule)]
 
 
 def native_operator(library: Any, name: str) -> Any | None:
     """Return ``library``'s operator called ``name``, or None."""
     if library is None or name not in library.ops:
         return None
-    found = library.op(name)
-    return found.default if isinstance(found, torch._ops.OpOverloadPacket) else found
+    target = library.op(name)
+    return target.default if isinstance(target, torch._ops.OpOverloadPacket) else target
 
 
 def insert_operators(module: fx.GraphModule, library: Any, composite: Mapping[Any, Callable[..., Any]]) -> bool:
@@ -180,9 +180,9 @@ def insert_operators(module: fx.GraphModule, library: Any, composite: Mapping[An
             if node.op != "call_function" or getattr(target, "namespace", None) != "nxd":
                 continue
             name = target._schema.name.partition("::")[2]
-            found = native_operator(library, name)
-            if found is not None:
-                node.target = found
+            replacement = native_operator(library, name)
+            if replacement is not None:
+                node.target = replacement
                 native = True
             elif target in composite:
                 args = _positional(node)
@@ -235,8 +235,8 @@ def memory(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
 def storages(node: fx.Node) -> set[int]:
     """Return keys of the memory of a node's fake tensors, which are equal for views of the same memory."""
     value = node.meta.get("val")
-    found = value if isinstance(value, (list, tuple)) else [value]
-    return {tensor.untyped_storage()._cdata for tensor in found if isinstance(tensor, torch.Tensor)}
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return {tensor.untyped_storage()._cdata for tensor in values if isinstance(tensor, torch.Tensor)}
 
 
 def aliases(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:

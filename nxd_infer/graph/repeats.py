@@ -65,12 +65,12 @@ class _Body:
         tensors, tracer = {id(first): second for first, second in pairs}, self.tracer
         inputs = [get_proxy_slot(tensors[id(tensor)], tracer).proxy for tensor in self.inputs]
         with disable_proxy_modes_tracing():
-            made = [
+            empty = [
                 torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
                 for like in (*filter(torch.is_tensor, self.results), *self.changed)
             ]
         call = tracer.create_proxy("call_function", REPEATED, (inputs, self.number), {})
-        fresh = iter(track_tensor_tree(made, call, constant=None, tracer=tracer))
+        fresh = iter(track_tensor_tree(empty, call, constant=None, tracer=tracer))
         results = [next(fresh) if isinstance(value, Tensor) else value for value in self.results]
         for tensor, now in zip(self.changed, fresh, strict=True):
             set_proxy_slot(tensors[id(tensor)], tracer, get_proxy_slot(now, tracer))

@@ -66,13 +66,13 @@ class _Stager(Flow):
         while before != (total := sum(stage.values()) + sum(home.values()) + sum(filled.values())):
             before = total
             for node in self.nodes:
-                found = [stage.get(needed, 0) for needed in self.needs[node]]
-                found += [self.given.get(value, 0) for value in node.all_input_nodes]
-                found += [home[state] for state in self.touched[node]]
-                found += [
+                after = [stage.get(needed, 0) for needed in self.needs[node]]
+                after += [self.given.get(value, 0) for value in node.all_input_nodes]
+                after += [home[state] for state in self.touched[node]]
+                after += [
                     filled.get(maker, 0) for maker in self.memory[node] if self.order[node] <= last.get(maker, -1)
                 ]
-                stage[node] = here = max([stage[node], *found])
+                stage[node] = here = max([stage[node], *after])
                 for state in self.touched[node]:
                     home[state] = max(home[state], here)
                 for target in written(node):
@@ -126,9 +126,9 @@ class _Stager(Flow):
             last = stage == self.count - 1
             seeds = [node for node in self.own if self.stage[node] == stage]
             seeds += [node for node in outputs if last and node not in self.own]
-            mine = self.closed(seeds, lambda node, stage=stage: node in self.own and self.stage[node] < stage)
-            members.append(mine)
-            crossing |= self._taken(mine)
+            own = self.closed(seeds, lambda node, stage=stage: node in self.own and self.stage[node] < stage)
+            members.append(own)
+            crossing |= self._taken(own)
         handed = self.ordered(crossing)
         names = {node: f"handed:{number}" for number, node in enumerate(handed)}
         self._check_final(handed)

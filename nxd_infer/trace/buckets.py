@@ -145,15 +145,15 @@ class _Bound(torch.nn.Module):
 def scripted(factory: Callable[..., Any], what: str) -> Any:
     """Return the result of ``factory``. Raises TraceConfigError if it is not TorchScript."""
     try:
-        found = factory()
+        function = factory()
     except Exception as error:
         raise TraceConfigError(f"{what} raised {type(error).__name__}: {error}") from error
-    if not isinstance(found, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):
+    if not isinstance(function, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):
         raise TraceConfigError(
             f"{what} must return a torch.jit.script function, so that it can be saved with the model; "
-            f"it returned {type(found).__name__}: return torch.jit.script(kernel)"
+            f"it returned {type(function).__name__}: return torch.jit.script(kernel)"
         )
-    return found
+    return function
 
 
 def save_kernel(config: BucketModelConfig, path: Any) -> None:

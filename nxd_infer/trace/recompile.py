@@ -111,11 +111,11 @@ def _lower(
                     f"the ranks of {source.path} share graph {old} and would need it in two forms: trace it again"
                 )
             directories[lowered.digest] = write_graph(lowered, build / "graphs" / lowered.digest)
-    made = {digest: read_graph(path, digest) for digest, path in sorted(directories.items())}
-    encodings = {weight.name: weight.encoding for graph in made.values() for weight in graph.weights}
+    graphs_of = {digest: read_graph(path, digest) for digest, path in sorted(directories.items())}
+    encodings = {weight.name: weight.encoding for graph in graphs_of.values() for weight in graph.weights}
     manifest.format, manifest.backend = FORMAT, backend.name
-    manifest.graphs = {digest: graph.spec() for digest, graph in made.items()}
-    manifest.ops = sorted({content_hash for graph in made.values() for content_hash in graph.ops})
+    manifest.graphs = {digest: graph.spec() for digest, graph in graphs_of.items()}
+    manifest.ops = sorted({content_hash for graph in graphs_of.values() for content_hash in graph.ops})
     for weight in manifest.weights:
         weight.encoding = encodings.get(weight.name, "")
     manifest.requires = [name for name in manifest.requires if name != PACKED_REQUIREMENT]

@@ -79,15 +79,15 @@ def plan(options: TaskOptions) -> TaskPlan:
             f"lora_slots = {options.lora_slots}: a model with an encoder has no slots for adapters; merge the adapter "
             "into the model and trace that"
         )
-    made = _plan_generate(directory, options) if task == "generate" else _plan_encode(directory, task, options)
+    result = _plan_generate(directory, options) if task == "generate" else _plan_encode(directory, task, options)
     path = directory.path
-    made.metadata["model_name"] = options.model_name or path.resolve().name
+    result.metadata["model_name"] = options.model_name or path.resolve().name
     if (library := directory.spec.model_impl) is not None:
-        made.func_kwargs["model_impl"] = made.metadata["model_impl"] = library
+        result.func_kwargs["model_impl"] = result.metadata["model_impl"] = library
     templates = sorted(f"{FURTHER_TEMPLATES}/{file.name}" for file in path.glob(f"{FURTHER_TEMPLATES}/*.jinja"))
     names = [*SERVING_FILES, *templates, *([] if task == "generate" else sentence.files(path))]
-    made.files_to_copy = {name: path / name for name in names if (path / name).is_file()}
-    return made
+    result.files_to_copy = {name: path / name for name in names if (path / name).is_file()}
+    return result
 
 
 def _plan_generate(directory: ModelDirectory, options: TaskOptions) -> TaskPlan:
@@ -161,8 +161,8 @@ def _plan_encode(directory: ModelDirectory, task: str, options: TaskOptions) -> 
     if max_len is not None and max_len > limit:
         raise ModelConfigError(f"max_len = {max_len} is beyond {why}; use at most {limit}")
     longest = min(max(options.prompt_buckets) if max_len is None else max_len, limit)
-    asked = {min(length, longest) for length in options.prompt_buckets}
-    lengths = sorted(asked if max_len is None else {*asked, longest})
+    cut = {min(length, longest) for length in options.prompt_buckets}
+    lengths = sorted(cut if max_len is None else {*cut, longest})
     shapes = {f"b{b}_s{s}": (b, s) for b in batches for s in lengths}
     dtype = options.dtype or dtype_of(config.dtype)
     module: dict[str, Any] = {}

@@ -199,19 +199,19 @@ def _check(stage: TracedRank, layouts: dict[str, ParamLayout], states: dict[str,
 
 def _make_fake(module: nn.Module, mode: Any) -> None:
     """Replace parameters without memory by fake contiguous CPU tensors; tied ones stay one tensor."""
-    made: dict[int, nn.Parameter] = {}
+    fakes: dict[int, nn.Parameter] = {}
     one_rank.make_contiguous(module)
     for path, child in module.named_modules(remove_duplicate=False):
         for name, param in child._parameters.items():
             if param is None or not param.is_meta:
                 continue
-            if id(param) not in made:
+            if id(param) not in fakes:
                 with mode:
                     fake = torch.empty(param.shape, dtype=param.dtype, device=HOST)
-                made[id(param)] = nn.Parameter(fake, requires_grad=False)
+                fakes[id(param)] = nn.Parameter(fake, requires_grad=False)
                 for key, value in vars(param).items():
-                    setattr(made[id(param)], key, value)
-            child._parameters[name] = made[id(param)]
+                    setattr(fakes[id(param)], key, value)
+            child._parameters[name] = fakes[id(param)]
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
                 raise TraceError(
