@@ -14,9 +14,8 @@ from torch import nn
 from nxd_infer import comm
 from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.distributed.apply import fill_own, refuse_save_pretrained
-from nxd_infer.distributed.layers import ColumnParallelConv1D, RowParallelConv1D
 from nxd_infer.distributed.regions import SUMMED, sum_gradients
-from nxd_infer.distributed.replace import META
+from nxd_infer.distributed.replace import META, ColumnParallelConv1D, RowParallelConv1D
 from nxd_infer.errors import AdapterError, MissingPackageError
 from nxd_infer.modules.lora.config import KEEPING_THE_BASE
 from nxd_infer.parallel_layers.base import ParallelLayer

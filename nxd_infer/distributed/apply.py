@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from nxd_infer.checkpoint.peft_adapters import plain_name
 from nxd_infer.context import ParallelContext, current_context
-from nxd_infer.distributed.config_view import ConfigView
 from nxd_infer.distributed.model_plan import Heads, ModelPlan
 from nxd_infer.distributed.regions import SEQUENCE_DIM, enter_once, split_sequence, sum_gradients
 from nxd_infer.distributed.replace import Made, Style, replace_modules
@@ -225,3 +224,18 @@ def _whole_weights(layers: nn.Module) -> Iterator[nn.Parameter]:
         if isinstance(module, ParallelLayer):  # sums those of its own
             continue
         yield from module.parameters(recurse=False)
+
+
+class ConfigView:
+    """Another configuration with a few values of its own.
+
+    The model's configuration stays that of the whole model: it is saved, and says how weights are stored.
+    """
+
+    def __init__(self, config: Any, **own: Any):
+        self.__dict__.update(own, _config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_config":  # while a copy is made, before it has its attributes
+            raise AttributeError(name)
+        return getattr(self._config, name)

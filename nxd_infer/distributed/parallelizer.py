@@ -5,36 +5,43 @@ Source: the documentation of Optimum Neuron Distributed, "Base Parallelizer".
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
+import logging
+import math
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nxd_infer import comm
 from nxd_infer.checkpoint.api import WORKERS, has_checkpoint, load_checkpoint, save_checkpoint
 from nxd_infer.checkpoint.folder import SHARDS
 from nxd_infer.checkpoint.peft_adapters import adapter_file
 from nxd_infer.checkpoint.storage import Storage, storage_of
 from nxd_infer.comm.launched import require_no_lonely_rank
 from nxd_infer.comm.turns import in_turns
-from nxd_infer.context import current_context
+from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.distributed.adapters import split_adapters
-from nxd_infer.distributed.apply import place_of, refuse_save_pretrained, split
-from nxd_infer.distributed.initialise import initialise
+from nxd_infer.distributed.apply import place_of, refuse_save_pretrained, split, stacks_of
 from nxd_infer.distributed.lazy import WEIGHTS, StoredWeights
 from nxd_infer.distributed.model_plan import ModelPlan
 from nxd_infer.distributed.optimizers import ParameterMap, optimizer_for
 from nxd_infer.distributed.plan_registry import plan_for
 from nxd_infer.distributed.regions import sum_gradients
-from nxd_infer.distributed.stages import pipelined
 from nxd_infer.distributed.weights import FirstOf, fill, on_meta
-from nxd_infer.errors import ParallelConfigError
+from nxd_infer.errors import AdapterError, ParallelConfigError
 from nxd_infer.layout import DictSource, WeightSource
 from nxd_infer.modules.lora.config import KEEPING_THE_BASE
 from nxd_infer.modules.nxd_model import local_module
+from nxd_infer.pipeline.model import NxDPPModel
+from nxd_infer.pipeline.options import PipelineOptions
+from nxd_infer.pipeline.stage import take_stage
+from nxd_infer.util.devices import HOST
 
 MAPPING, PARTIAL = "_nxd_parameter_map", "_nxd_partial_gradients"
 """Attributes of a parallelized model, and of one that is being parallelized."""
@@ -294,3 +301,86 @@ def _lacking(model: nn.Module, stored: WeightSource) -> list[str]:
     there = set(stored.keys())
     known = {id(weight) for name, weight in model.named_parameters(remove_duplicate=False) if name in there}
     return [name for name, weight in model.named_parameters() if weight.is_meta and id(weight) not in known]
+
+
+def pipelined(model: nn.Module, plan: ModelPlan, given: Mapping[str, Any]) -> NxDPPModel:
+    """Reduce ``model`` to this rank's stage, with as many layers on each stage as on the others, and wrap it.
+
+    Raises ParallelConfigError if the plan cannot be cut or has fewer layers than there are stages.
+    """
+    pp = current_context().pp
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    if not plan.pipeline_parallel:
+        raise ParallelConfigError(f"{kind}: pipeline parallelism is not possible; use pipeline_parallel_size=1")
+    layers = [f"{name}.{number}" for name, stack in stacks_of(model, plan) for number in range(len(stack))]
+    if len(layers) < pp.degree:
+        raise ParallelConfigError(
+            f"{kind}: {len(layers)} layers cannot be on {pp.degree} pipeline stages; use at most {len(layers)}"
+        )
+    cuts = [layers[len(layers) * stage // pp.degree - 1] for stage in range(1, pp.degree)]
+    options = PipelineOptions({**given, "pipeline_cuts": cuts})
+    return NxDPPModel.of_stage(model, take_stage(model, cuts, pp.rank, pp.degree), {"pipeline_config": options})
+
+
+logger = logging.getLogger(__name__)
+_FACTOR = re.compile(r"\.lora_(?P<which>[AB])\.(?P<adapter>[^.]+)$")
+
+
+def initialise(model: Any, names: Iterable[str], context: ParallelContext) -> None:
+    """Give the parameters called ``names``, which are on the meta device, their initial values in ``model``.
+
+    They are those of the first rank everywhere. A collective.
+    """
+    owners: dict[str, list[str]] = {}
+    for name in names:
+        path, _, own = name.rpartition(".")
+        owners.setdefault(path, []).append(own)
+    for path, lacking in owners.items():
+        owner = model.get_submodule(path)
+        drawn = _initialised(model, path, owner)
+        for own in lacking:
+            value = getattr(drawn, own).detach()
+            for axis in ("tp", "dp", "cp", "pp"):
+                value = comm.broadcast(value, context, axis)
+            _replace(model, getattr(owner, own), value)
+    drawn_here = sorted(path for path in owners if not _FACTOR.search(path))
+    if drawn_here:
+        logger.warning("the files have no weights for %s: they are initialised", ", ".join(drawn_here))
+
+
+def _initialised(model: Any, path: str, owner: nn.Module) -> nn.Module:
+    made = copy.deepcopy(owner).to_empty(device=HOST, recurse=False)
+    for marked in (made, *made.parameters(recurse=False)):
+        if hasattr(marked, "_is_hf_initialized"):  # or transformers would skip it
+            delattr(marked, "_is_hf_initialized")
+    with torch.no_grad():
+        if (factor := _FACTOR.search(path)) is None:
+            model._init_weights(made)
+        else:
+            _initialise_factor(made, factor, model.peft_config[factor["adapter"]].init_lora_weights)
+    return made
+
+
+def _initialise_factor(made: Any, factor: re.Match[str], how: Any) -> None:
+    """Draw a factor of LoRA as PEFT does."""
+    if how not in (True, "gaussian"):
+        raise AdapterError(
+            f"init_lora_weights={how!r} needs the weights of the model; load it without lazy_load_for_parallelism()"
+        )
+    if factor["which"] == "B":
+        nn.init.zeros_(made.weight)
+    elif how == "gaussian":
+        nn.init.normal_(made.weight, std=1 / made.out_features)
+    else:
+        nn.init.kaiming_uniform_(made.weight, a=math.sqrt(5))
+    if made.bias is not None:
+        nn.init.zeros_(made.bias)
+
+
+def _replace(model: nn.Module, old: nn.Parameter, value: torch.Tensor) -> None:
+    """Put ``value`` in all places of ``old``."""
+    new = nn.Parameter(value, old.requires_grad)
+    for module in model.modules():
+        for name, weight in list(module._parameters.items()):
+            if weight is old:
+                module.register_parameter(name, new)

@@ -27,8 +27,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from nxd_infer.lightning.module import NeuronLTModule
-from nxd_infer.lightning.outputs import NeuronTensorBoardLogger, NeuronTQDMProgressBar
-from nxd_infer.lightning.precision import NeuronXLAPrecisionPlugin
+from nxd_infer.lightning.outputs import NeuronTensorBoardLogger, NeuronTQDMProgressBar, NeuronXLAPrecisionPlugin
 from nxd_infer.lightning.strategy import NeuronXLAStrategy
 
 __all__ = [

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins import Precision
 
 __all__ = ["NeuronTQDMProgressBar", "NeuronTensorBoardLogger"]
 
@@ -43,3 +44,14 @@ class NeuronTensorBoardLogger(TensorBoardLogger):
         """Write numbers by name."""
         if self.print_step != -1:
             super().log_metrics(metrics, step if self.print_step is None else self.print_step)
+
+
+__all__ = ["NeuronXLAPrecisionPlugin"]
+
+
+class NeuronXLAPrecisionPlugin(Precision):
+    """Parameters keep the dtype that the model function gives them; the optimizer's options say what is in float32.
+
+    Master weights and float32 sums of gradients are ``mixed_precision_config`` of the nxd_config. Without the plugin,
+    ``Trainer(precision="bf16-true")`` converts the model, and ``"bf16-mixed"`` runs its operators under autocast.
+    """

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
@@ -19,12 +20,11 @@ from torch import Tensor
 
 from nxd_infer.checkpoint.random_state import random_state, restore_random_state
 from nxd_infer.comm import functional as comm
-from nxd_infer.comm.launched import refuse_configured_xla, refuse_xla_device
+from nxd_infer.comm.launched import launched_world, refuse_configured_xla, refuse_xla_device
 from nxd_infer.comm.turns import largest
 from nxd_infer.context import current_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.lightning.data import RankLoader, share_of
-from nxd_infer.lightning.environment import LaunchedRanks
 from nxd_infer.lightning.launcher import RankLauncher
 from nxd_infer.lightning.saving import Checkpoints, begin_next_epoch
 from nxd_infer.optimizer.parallel import NxDOptimizer
@@ -323,3 +323,41 @@ class NeuronXLAStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.teardown()
         self._environment.teardown()
+
+
+class LaunchedRanks(ClusterEnvironment):
+    """This process's place among ranks that somebody else has started."""
+
+    @staticmethod
+    def detect() -> bool:
+        return group_exists() or ("RANK" in os.environ and launched_world() > 1)
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    def main_port(self) -> int:
+        return int(os.environ.get("MASTER_PORT", 0))
+
+    def world_size(self) -> int:
+        return dist.get_world_size() if group_exists() else launched_world()
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def global_rank(self) -> int:
+        return dist.get_rank() if group_exists() else int(os.environ["RANK"])
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", self.global_rank()))
+
+    def node_rank(self) -> int:
+        return int(os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", 0)))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Collection, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,11 +28,70 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nxd_infer import comm
-from nxd_infer.comm.overlapped import start_all_reduce, start_reduce_scatter
+from nxd_infer.comm.overlapped import Pending, start_all_reduce, start_reduce_scatter
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import ParallelConfigError
-from nxd_infer.optimizer.bucket_layout import Bucket, Slot, make_buckets
 from nxd_infer.parallel_layers.grads import is_sequence_parallel
+
+MEGABYTE = 1 << 20
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums and master weights: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass
+class Slot:
+    """A parameter's range in its bucket: ``start`` and ``stop`` in flat elements."""
+
+    index: int
+    """The parameter's index in the reducer's list."""
+    start: int
+    stop: int
+
+
+@dataclass
+class Bucket:
+    """Parameters reduced together. ``size`` is a multiple of ``degree``, with fewer than ``degree`` padded elements."""
+
+    slots: list[Slot]
+    size: int
+    dtype: torch.dtype
+    device: torch.device
+    flat: Tensor | None = None
+    waiting: int = 0
+    pending: Pending | None = None
+    seen: list[tuple[Tensor | None, int]] = field(default_factory=list)
+    """The gradients that were copied, and their versions at that time."""
+    dirty: bool = False
+    result: Tensor | None = None
+    """The average of the whole bucket, or with ``scatter`` of this rank's equal share of it."""
+
+
+def make_buckets(
+    params: Sequence[Tensor], degree: int, cap_mb: float, first: int = 0, reduce_dtype: torch.dtype = torch.float32
+) -> list[Bucket]:
+    """Return buckets over ``params[first:]`` in reverse, each of one device and dtype; no parameter spans two buckets.
+
+    Gradients are reduced in ``reduce_dtype``, or in their own dtype if that is wider.
+    """
+    buckets: list[Bucket] = []
+    open_for: dict[tuple, Bucket] = {}
+    for index in reversed(range(first, len(params))):
+        param = params[index]
+        dtype = torch.promote_types(param.dtype, reduce_dtype)
+        key = (param.device, param.dtype)
+        bucket = open_for.get(key)
+        if bucket is None or (bucket.size + param.numel()) * dtype.itemsize > cap_mb * MEGABYTE:
+            bucket = open_for[key] = Bucket([], 0, dtype, param.device)
+            buckets.append(bucket)
+        bucket.slots.append(Slot(index, bucket.size, bucket.size + param.numel()))
+        bucket.size += param.numel()
+    for bucket in buckets:
+        bucket.size = max(bucket.size + -bucket.size % degree, degree)  # parameters may be empty, messages may not
+    return buckets
+
 
 _reducer_of: MutableMapping[Tensor, tuple[weakref.ref[GradReducer], int]] = WeakTensorKeyDictionary()
 """Who reduces a parameter, and its index there."""

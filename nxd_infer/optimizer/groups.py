@@ -41,8 +41,7 @@ def require_supported(optimizer_class: type, zero1: bool, context: ParallelConte
         raise ParallelConfigError(
             "LBFGS evaluates the model several times per step, which no rank can do alone; use AdamW"
         )
-    matrices = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
-    if issubclass(kind, matrices) and (zero1 or context.tp.degree > 1):
+    if issubclass(kind, torch.optim.Adafactor | torch.optim.Muon) and (zero1 or context.tp.degree > 1):
         raise ParallelConfigError(
             f"{kind.__name__} needs whole matrices, but ZeRO-1 and tensor parallelism split them: use an elementwise "
             "optimizer such as AdamW, or train with data parallelism only"

@@ -8,7 +8,6 @@ hyperparameters are copied before each step. Other attributes and methods are th
 
 from __future__ import annotations
 
-import functools
 import json
 import warnings
 from collections.abc import Callable, Mapping
@@ -23,7 +22,6 @@ from nxd_infer.context import current_context
 from nxd_infer.errors import NonFiniteGradientError, ParallelConfigError
 from nxd_infer.layout.params import ParamLayout, layout_by_name
 from nxd_infer.optimizer.buckets import GradReducer
-from nxd_infer.optimizer.closures import inner_closure
 from nxd_infer.optimizer.groups import (
     NOT_HYPERPARAMETERS,
     ON_NONFINITE,
@@ -326,18 +324,17 @@ class NxDOptimizer(OptimizerWrapper):
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Run one step over all ranks; see the class. ``args`` and ``kwargs`` are the wrapped optimizer's.
 
-        ``closure`` is called once before. The wrapped optimizer is given one that returns this result, and calls
-        ``closure`` if weights have changed or it is called again. Returns what the wrapped optimizer does, else the
-        closure's result.
+        ``closure`` is called once before; the wrapped optimizer is given one that returns this result. Returns what the
+        wrapped optimizer does, else the closure's result.
 
-        Raises NonFiniteGradientError with the names of the parameters, unless such steps are skipped.
+        Raises NonFiniteGradientError with the names of the parameters, unless such steps are skipped, and
+        ParallelConfigError if the wrapped optimizer evaluates the closure again or in the middle of its step.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         if not self._ready():
             return loss
         self.hand_on_hyperparameters()
-        again = functools.partial(self._ready, underway=True)
-        inner = None if closure is None else inner_closure(self, closure, loss, again)
+        inner = None if closure is None else self._known(loss)
         if args:
             args = (inner, *args)
         elif inner is not None:
@@ -347,11 +344,24 @@ class NxDOptimizer(OptimizerWrapper):
         self.publish()
         return loss if result is None else result
 
-    def _ready(self, underway: bool = False) -> bool:
-        """Make the gradients final, and clip them. Return False if the step is to be skipped. A collective.
+    def _known(self, loss: Any) -> Callable[[], Any]:
+        """Return a closure that gives ``loss`` once, and only for the weights that it belongs to."""
+        versions: list[int] | None = [piece.tensor._version for piece in self.pieces]
 
-        ``underway``: the wrapped optimizer has changed weights already, so it cannot be skipped.
-        """
+        def known() -> Any:
+            nonlocal versions
+            if versions != [piece.tensor._version for piece in self.pieces]:
+                raise ParallelConfigError(
+                    f"{type(self.optimizer).__name__} evaluates the model in the middle of a step, which no rank can "
+                    "do alone: use an optimizer that needs one evaluation per step, such as AdamW"
+                )
+            versions = None
+            return loss
+
+        return known
+
+    def _ready(self) -> bool:
+        """Make the gradients final, and clip them. Return False if the step is to be skipped. A collective."""
         self.synchronize_gradients()
         self._final = False
         zero1 = self.zero1 and self._reducer.communicates
@@ -359,25 +369,19 @@ class NxDOptimizer(OptimizerWrapper):
         # Finite exactly if all gradients are. Used even without clipping: the inf-norm takes 20 times as long.
         norm = gradients.total_norm(shares, 2.0, self.context, zero1=zero1)
         self._grad_norm = norm if self.grad_clipping else None
-        if not torch.isfinite(norm) and self._refuse_nonfinite(underway):
+        if not torch.isfinite(norm) and self._refuse_nonfinite():
             return False
         if self.grad_clipping:
             with torch.no_grad():
                 gradients.clip_with_norm([share.grad for share in shares], self.max_grad_norm, norm)
         return True
 
-    def _refuse_nonfinite(self, underway: bool) -> bool:
+    def _refuse_nonfinite(self) -> bool:
         names = self._nonfinite_names()
         if not names:
             return False  # finite gradients whose norm overflows float64: they are clipped to zero
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         message = f"gradients are NaN or infinite: {shown}"
-        if underway:
-            raise NonFiniteGradientError(
-                f"{message}, where the optimizer called the closure in the middle of its step: weights may have "
-                "changed. Load the last checkpoint, and choose smaller steps",
-                names,
-            )
         if self.on_nonfinite == "raise":
             raise NonFiniteGradientError(
                 f'{message}. No parameter was updated; optimizer_config["on_nonfinite"] = "skip" skips such steps',

@@ -18,8 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nxd_infer.comm.overlapped import Pending, start_all_gather
 from nxd_infer.context import ParallelContext
-from nxd_infer.optimizer.bucket_layout import Bucket, Slot, wide_type
-from nxd_infer.optimizer.buckets import GradReducer
+from nxd_infer.optimizer.buckets import Bucket, GradReducer, Slot, wide_type
 from nxd_infer.parallel_layers.grads import Spans, counted_spans, cut_spans
 
 Sight = tuple[int, int, StorageWeakRef | None]

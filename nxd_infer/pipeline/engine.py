@@ -20,12 +20,10 @@ from torch import Tensor, nn
 from nxd_infer.comm.overlapped import Pending
 from nxd_infer.context import ParallelContext
 from nxd_infer.parallel_layers.random import get_xla_rng_tracker
-from nxd_infer.pipeline.deferred import DeferredWeights, Late, finish
 from nxd_infer.pipeline.messages import messages_for
-from nxd_infer.pipeline.passes import Forward, Pass, run_backward
-from nxd_infer.pipeline.plan import Output, Plan
+from nxd_infer.pipeline.passes import DeferredWeights, Forward, Late, Pass, finish, run_backward
+from nxd_infer.pipeline.plan import Output, Plan, Shape, has_gradient
 from nxd_infer.pipeline.schedule import Action, Span
-from nxd_infer.pipeline.shapes import Shape, has_gradient
 from nxd_infer.pipeline.stage import Stage, Weight, calling, own_forward, shadowed
 
 LOOKAHEAD = 2

@@ -15,8 +15,8 @@ from nxd_infer.comm.launched import require_no_lonely_rank
 from nxd_infer.context import current_context
 from nxd_infer.modules.nxd_model import NxDModel, require_gradients
 from nxd_infer.modules.stand_in import StandIn
-from nxd_infer.pipeline.inputs import named_inputs
-from nxd_infer.pipeline.materialise import keep_stage
+from nxd_infer.pipeline.build import keep_stage
+from nxd_infer.pipeline.microbatches import named_inputs
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.pipeline import Pipeline, mean_over_data
 from nxd_infer.pipeline.stage import Stage

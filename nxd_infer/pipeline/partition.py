@@ -10,7 +10,7 @@ from torch import nn
 
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.parallel_layers.embedding import ParallelEmbedding
-from nxd_infer.pipeline.units import find_units
+from nxd_infer.pipeline.stage import find_units
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,16 +20,24 @@ from nxd_infer.comm.distributed import DistributedCollectives
 from nxd_infer.comm.texts import gather_texts
 from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import CollectiveError, InputMismatchError, ParallelConfigError
+from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.modules.transformer_layers import transformer_layers
 from nxd_infer.pipeline.engine import Engine, Step
-from nxd_infer.pipeline.inputs import digest_of, sample_of, signature_of
-from nxd_infer.pipeline.microbatches import Count, count_of, loss_weights, probes_of, split_batch
+from nxd_infer.pipeline.microbatches import (
+    Count,
+    count_of,
+    digest_of,
+    loss_weights,
+    probes_of,
+    sample_of,
+    signature_of,
+    split_batch,
+)
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.partition import auto_partition, describe_partition, imbalance
 from nxd_infer.pipeline.plan import Plan, make_plan
-from nxd_infer.pipeline.schedule import Action, bubble, forward_only, schedule
+from nxd_infer.pipeline.schedule import Action, Span, bubble, forward_only, schedule
 from nxd_infer.pipeline.stage import Stage
-from nxd_infer.pipeline.timeline import write_timeline
 from nxd_infer.util.devices import keeping_generators, transport_device
 
 log = logging.getLogger(__name__)
@@ -214,3 +225,45 @@ class Pipeline:
 def mean_over_data(loss: Tensor, context: ParallelContext) -> Tensor:
     """Return the mean of the data-parallel ranks' losses."""
     return comm.all_reduce(loss, context, "dp") / context.dp.degree
+
+
+def write_timeline(path: str | os.PathLike[str], spans: Sequence[Span], context: ParallelContext) -> None:
+    """Write the passes of all stages into one file, from the first rank of the pipeline. A collective.
+
+    Clocks of several hosts are not compared: each host's times are its own. Only the first tensor- and data-parallel
+    ranks write.
+    """
+    mine = [[s.action.stage, s.action.microbatch, s.action.backward, s.action.late, s.start, s.end] for s in spans]
+    rows = [json.loads(text) for text in gather_texts(json.dumps(mine), context)]
+    if context.rank:
+        return
+    tables = [[Span(Action(*action), start, end) for *action, start, end in row] for row in rows]
+    text = json.dumps(chrome_trace(tables))
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with replacing(Path(path)) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def chrome_trace(tables: Sequence[Sequence[Span]]) -> dict[str, object]:
+    """Return the trace of a timetable in seconds: rows are ranks, passes are named F0, B0, W0, ... by microbatch."""
+    first = min((span.start for table in tables for span in table), default=0.0)
+    events: list[dict[str, object]] = []
+    for rank, table in enumerate(tables):
+        stages = sorted({span.action.stage for span in table})
+        name = f"rank {rank}: stage {', '.join(map(str, stages))}"
+        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": name}})
+        for span in table:
+            action = span.action
+            events.append(
+                {
+                    "ph": "X",
+                    "name": action.name,
+                    "cat": "weights" if action.late else "backward" if action.backward else "forward",
+                    "pid": 0,
+                    "tid": rank,
+                    "ts": (span.start - first) * 1e6,
+                    "dur": (span.end - span.start) * 1e6,
+                    "args": {"stage": action.stage, "microbatch": action.microbatch},
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"bubble": round(bubble(tables), 4)}}

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.parallel_layers import loss_functions, mappings
 from nxd_infer.pipeline.options import PipelineOptions
-from nxd_infer.pipeline.units import find_units
+from nxd_infer.pipeline.stage import find_units
 
 log = logging.getLogger(__name__)
 

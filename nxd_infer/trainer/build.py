@@ -15,8 +15,7 @@ from nxd_infer.errors import ParallelConfigError
 from nxd_infer.modules.stand_in import StandIn
 from nxd_infer.parallel_layers.sequence_parallel import build_sequence_parallel, is_sequence_parallel_model
 from nxd_infer.parallel_state import move_model_to_device
-from nxd_infer.pipeline.build import build_stage
-from nxd_infer.pipeline.materialise import fill_modules, keep_stage
+from nxd_infer.pipeline.build import build_stage, fill_modules, keep_stage
 from nxd_infer.pipeline.stage import Stage
 from nxd_infer.trainer.config import TrainConfig
 from nxd_infer.util.devices import (

@@ -1,11 +1,9 @@
-"""Where an adapter is: in a folder of its own, or in a checkpoint, which another job may replace meanwhile."""
+"""Where an adapter is: in a folder of its own, or in a checkpoint."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from nxd_infer.comm.texts import gather_texts
@@ -20,77 +18,40 @@ from nxd_infer.util.reading import checksum_of
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SUBFOLDER = "lora_adapter"
 """The folder of the adapter in a checkpoint."""
-TRIES = 5
-"""How often a folder is searched because a save has changed its names meanwhile."""
 
 Folder = str | os.PathLike[str]
 
 
-@dataclass(frozen=True)
-class Found:
-    """An adapter's folder."""
-
-    folder: Path
-    number: int | None
-    """Of the checkpoint that it is in."""
-
-    def require_same(self) -> None:
-        """Raise CheckpointError unless the folder is of the same checkpoint as when it was found."""
-        if marked_number(_reader(self.folder.parent)) != self.number:
-            raise CheckpointError(f"{self.folder} was removed or saved again while it was read: load it again")
-
-
-def find_together(folder: Folder, tag: str | None = None) -> Found:
+def find_together(folder: Folder, tag: str | None = None) -> Path:
     """Return what :func:`find_adapter` finds on rank 0: the others could find another one, while a job saves there.
 
     Every rank of a process group calls it.
     """
     root, context = Path(folder), current_context()
-    found: list[tuple[str, int | None]] = []
+    if context.world_size == 1 or not group_exists():  # or what is built to be counted or traced, rank by rank
+        return find_adapter(root, tag)
+    name = ""
 
     def find() -> None:
-        path = find_adapter(root, tag)
-        found.append((path.relative_to(root).as_posix(), marked_number(_reader(path.parent))))
+        nonlocal name
+        name = "" if context.rank else find_adapter(root, tag).relative_to(root).as_posix()
 
-    if context.world_size == 1 or not group_exists():  # or what is built to be counted or traced, rank by rank
-        find()
-        return Found(root / found[0][0], found[0][1])
-    in_turns(context, context.world_size, lambda: None if context.rank else find(), of_world=True)
-    text = json.dumps(found)
+    in_turns(context, context.world_size, find, of_world=True)
     for axis in AXES:
-        text = gather_texts(text, context, axis)[0]
-    ((name, number),) = json.loads(text)
-    return Found(root / name, number)
+        name = gather_texts(name, context, axis)[0]
+    return root / name
 
 
-def find_adapter(folder: Folder, tag: str | None = None, tries: int = TRIES) -> Path:
+def find_adapter(folder: Folder, tag: str | None = None) -> Path:
     """Find an adapter's folder: ``folder`` or ``folder/lora_adapter``, of ``tag`` or of the newest checkpoint below.
 
     The newest is the complete checkpoint with the highest number; without checkpoints, the only adapter below
     ``folder``. Raises CheckpointError if there is none, if there are several without an order, or if it is damaged.
     """
     root = Path(folder) / tag if tag else Path(folder)
-    listed = _listed(folder, root)
-    try:
-        found = _find(root, tag)
-    except CheckpointError:
-        if tries == 1 or _listed(folder, root) == listed:
-            raise
-    else:
-        if tries == 1 or _listed(folder, root) == listed:
-            return found
-    return find_adapter(folder, tag, tries - 1)  # a save may have renamed or replaced what was read
-
-
-def _listed(*folders: Folder) -> list[list[str]]:
-    """Return the names in each folder; of one that is not there, none."""
-    return [sorted(path.name for path in Path(folder).glob("*")) for folder in folders]
-
-
-def _find(root: Path, tag: str | None) -> Path:
-    for found in (root, root / SUBFOLDER):
-        if is_adapter(found):
-            return _verified(found)
+    for place in (root, root / SUBFOLDER):
+        if is_adapter(place):
+            return _verified(place)
     below = sorted(path for path in root.glob("*") if path.is_dir() and not path.name.startswith(REMOVING))
     saved = [path for path in below if _of_checkpoint(path)]
     newest = _newest_checkpoint(saved)

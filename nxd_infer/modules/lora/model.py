@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from nxd_infer.context import current_context
 from nxd_infer.errors import LoraTargetError, ParallelConfigError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, WeightSource, check_weights, fill_tensor, weight_layout
+from nxd_infer.layout.params import restore_attributes
 from nxd_infer.layout.shard import stored_layout
-from nxd_infer.modules.lora import find, merged, peft
-from nxd_infer.modules.lora.base import LoraLayer
+from nxd_infer.modules.lora import peft
 from nxd_infer.modules.lora.config import LoraConfig
-from nxd_infer.modules.lora.insert import call_layers, part_from_others, undone_if_it_fails, with_memory
-from nxd_infer.modules.lora.layers import adaptable, lora_layer
-from nxd_infer.modules.lora.targets import contains, words_of
+from nxd_infer.modules.lora.find import find_together
+from nxd_infer.modules.lora.layers import LoraLayer, adaptable, lora_layer
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.modules.stand_in import named_modules_of_all
 from nxd_infer.modules.wrapper import ModelWrapper
+from nxd_infer.util.devices import transport_device
 
 __all__ = ["LoRAModel", "get_lora_model"]
 
@@ -77,13 +81,13 @@ class LoRAModel(ModelWrapper):
         self.whole_layouts = {**(layouts or {}), **self.base_layouts}
         stored = None
         if config.load_lora_from_ckpt:
-            stored = find.find_together(config.lora_save_dir, config.lora_load_tag)
-            config = peft.read_config(stored.folder, config)
+            stored = find_together(config.lora_save_dir, config.lora_load_tag)
+            config = peft.read_config(stored, config)
             config.modules_to_save = self._present(config.modules_to_save) or None  # PEFT may name missing modules
         self.lora_config = config
         self.lora_layers, self._every_path, self._heads, self.adapted_elsewhere = {}, {}, set(), set()
         with undone_if_it_fails(module):
-            self._adapt(None if stored is None else peft.adapted_paths(stored.folder))
+            self._adapt(None if stored is None else peft.adapted_paths(stored))
             part_from_others(module, self.lora_layers.values())
             self._freeze()
             if stored is not None:
@@ -199,7 +203,23 @@ class LoRAModel(ModelWrapper):
 
     def require_mergeable(self) -> None:
         """Raise LoraTargetError if merging would change another layer, which the adapter does not."""
-        merged.require_mergeable(self.whole_layouts, peft.paths_of_all(self), self._heads, self.lora_config.merge_lora)
+        fix = "leave it out of target_modules"
+        if self.lora_config.merge_lora:
+            fix = f"pass merge_lora=False, or {fix}"
+        if self._heads:
+            raise LoraTargetError(
+                f"the model's head is the weight of {min(self._heads)!r}, so an adapter of the embedding alone cannot "
+                f"be merged into it: {fix}"
+            )
+        layouts, adapted = self.whole_layouts, peft.paths_of_all(self)
+        for name, layout in layouts.items() if current_context().pp.degree > 1 else ():
+            names = (*layout.logical_names, *layouts[layout.alias_of].logical_names) if layout.alias_of else ()
+            changed = sorted({one.removesuffix(".weight") for one in names} & adapted)
+            if changed:
+                raise LoraTargetError(
+                    f"{name!r} and {layout.alias_of!r} are one weight, which pipeline stages share, so an adapter of "
+                    f"{changed[0]!r} cannot be merged into it: {fix}"
+                )
 
     def merge(self) -> LoRAModel:
         """Merge the adapters into the weights and keep the base weights; see :meth:`LoraLayer.merge`."""
@@ -256,7 +276,7 @@ class LoRAModel(ModelWrapper):
             others = {self.base_name(name): value for name, value in own.items() if name not in self.adapter_names}
             whole = others | {name: tensor for name, tensor, _ in self.merged_weights(own)}
             found.update({prefix + name: value for name, value in whole.items()})
-            merged.mark(found, prefix)
+            mark(found, prefix)
             return self._with_config(found, prefix)
         for path, layer in self._every_path.items():
             found.update({f"{prefix}{path}.base_layer.{name}": w.detach() for name, w in layer.base_weights.items()})
@@ -286,7 +306,7 @@ class LoRAModel(ModelWrapper):
         unexpected = tuple(name for name in given if name not in full)
         if strict:
             self._require_complete(known, taken.keys(), unexpected)
-        merged.require_equal_ties(self.base_layouts, {self.base_name(name): value for name, value in taken.items()})
+        require_equal_ties(self.base_layouts, {self.base_name(name): value for name, value in taken.items()})
         contained = self._contained_in(state_dict, taken)
         result = self.module.load_state_dict(taken, strict=False, assign=assign)
         if contained:
@@ -298,9 +318,9 @@ class LoRAModel(ModelWrapper):
         names = set(taken)
         if self.adapter_names & names or names <= state_dict.keys():  # merged ones have the module's own names
             return False
-        found = merged.contains_adapter(state_dict)
+        found = contains_adapter(state_dict)
         if found is None and self._has_effect():
-            merged.may_count_twice(self.lora_config.merge_lora)
+            may_count_twice(self.lora_config.merge_lora)
         return bool(found)
 
     def _has_effect(self) -> bool:
@@ -397,3 +417,131 @@ class LoRAModel(ModelWrapper):
 def get_lora_model(model: nn.Module, config: LoraConfig | Mapping[str, Any]) -> LoRAModel:
     """``LoRAModel(model, config)``, under the reference's name."""
     return LoRAModel(model, config)
+
+
+def with_memory(layer: nn.Module) -> nn.Module:
+    """Return a copy of a layer on the meta device with memory that nobody writes, so it takes none."""
+    made = copy.deepcopy(layer).to_empty(device=transport_device())
+    restore_attributes(made)
+    return made
+
+
+@contextlib.contextmanager
+def undone_if_it_fails(module: nn.Module) -> Iterator[None]:
+    """Let ``module`` have the layers, and the parameters with gradients, that it had if the block raises."""
+    children = [(parent, dict(parent._modules)) for parent in module.modules()]
+    trained = [(param, param.requires_grad) for param in module.parameters()]
+    try:
+        yield
+    except BaseException:
+        for parent, before in children:
+            parent._modules.update(before)
+        for param, wanted in trained:
+            param.requires_grad_(wanted)
+        raise
+
+
+def part_from_others(module: nn.Module, layers: Iterable[LoraLayer]) -> None:
+    """Let adapted layers that are in ``module`` under another name without an adapter, too, stay there as they are.
+
+    The adapted one is a copy then, with the same parameters: merging replaces its own.
+    """
+    parents = [parent for parent in module.modules() if not isinstance(parent, LoraLayer)]
+    elsewhere = {id(child) for parent in parents for child in parent.children()}
+    for layer in layers:
+        if id(layer.base_layer) in elsewhere:
+            base = copy.copy(layer.base_layer)
+            base._parameters, base._buffers = dict(base._parameters), dict(base._buffers)
+            layer.base_layer = base
+
+
+def call_layers(module: nn.Module) -> None:
+    """Let PyTorch's encoder layers call their adapted layers in evaluation, too: its fast path only reads the weights.
+
+    Nested tensors are for that path alone.
+    """
+    for parent in module.modules():
+        if isinstance(parent, nn.TransformerEncoder | nn.TransformerEncoderLayer) and any(
+            isinstance(child, LoraLayer) for child in parent.modules()
+        ):
+            if isinstance(parent, nn.TransformerEncoder):
+                parent.use_nested_tensor = False
+            else:
+                parent.activation_relu_or_gelu = 0
+
+
+MARK = "nxd_merged_lora"
+"""In the ``_metadata`` of a state dict with merged weights, which ``torch.save`` keeps."""
+
+
+def mark(state_dict: Any, prefix: str = "") -> None:
+    """Note in a state dict of a module that its weights contain the adapter."""
+    if hasattr(state_dict, "_metadata"):
+        state_dict._metadata.setdefault(prefix[:-1], {})[MARK] = True
+
+
+def contains_adapter(state_dict: Mapping[str, Any]) -> bool | None:
+    """Return whether the weights of a state dict contain an adapter, None if it does not say."""
+    stored, metadata = state_dict.get("lora_config"), getattr(state_dict, "_metadata", None)
+    if isinstance(stored, Mapping):
+        return bool(stored.get("merge_lora"))
+    return None if metadata is None else MARK in metadata.get("", {})
+
+
+def may_count_twice(merges: bool) -> None:
+    """Raise WeightMismatchError if the model ``merges`` its adapter, so that such weights are likely; else warn."""
+    if merges:
+        raise WeightMismatchError(
+            "these may be the merged weights that this model's state_dict() holds with merge_lora=True, and the "
+            "adapter would count twice: first set lora_config.merge_lora = False for weights without an adapter, "
+            "or call clear_adapter() for merged ones"
+        )
+    context = current_context()
+    if context.tp.rank == context.dp.rank == 0:
+        logger.warning(
+            "the state dict does not say whether its weights contain an adapter (merge_lora=True), and the model's own "
+            "is added to them: call clear_adapter() if they do"
+        )
+
+
+def require_equal_ties(layouts: Mapping[str, ParamLayout], given: Mapping[str, Any]) -> None:
+    """Raise WeightMismatchError if one weight of the model is two different ones in ``given``, by base names."""
+    for name, layout in layouts.items():
+        first = given.get(layout.alias_of or "")
+        if first is not None and name in given and not torch.equal(given[name], first):
+            raise WeightMismatchError(
+                f"{name!r} and {layout.alias_of!r} are one weight in this model, and two different ones in the state "
+                "dict: build the model without tying them"
+            )
+
+
+DEFAULT_TARGETS = {
+    "bert": ("query", "value"),
+    "gpt_neox": ("query_key_value",),
+    "llama": ("q_proj", "v_proj"),
+    "mistral": ("q_proj", "v_proj"),
+    "mixtral": ("q_proj", "v_proj"),
+    "qwen2": ("q_proj", "v_proj"),
+    "qwen3": ("q_proj", "v_proj"),
+    "roberta": ("query", "value"),
+}
+"""Default ``target_modules`` by ``model.config.model_type``: the projections that PEFT adapts."""
+
+
+def words_of(config: LoraConfig, module: nn.Module) -> Sequence[str] | str:
+    """Return ``target_modules``, or the default of a known model type. Raises LoraTargetError for another one."""
+    if config.target_modules is not None:
+        return config.target_modules
+    kind = getattr(getattr(module, "config", None), "model_type", None)
+    if kind not in DEFAULT_TARGETS:
+        raise LoraTargetError(
+            f"LoRA: there are no default target_modules for the model type {kind!r}; pass target_modules=[...]"
+        )
+    return DEFAULT_TARGETS[kind]
+
+
+def contains(name: str, words: Sequence[str] | str) -> bool:
+    """Return whether a name contains one of the words, or matches the regular expression."""
+    if isinstance(words, str):
+        return words in name or re.fullmatch(words, name) is not None
+    return any(word in name for word in words)

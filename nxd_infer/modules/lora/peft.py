@@ -15,11 +15,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from nxd_infer import comm
 from nxd_infer.comm.launched import require_no_lonely_rank
@@ -30,9 +30,12 @@ from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, SafetensorsSource, fill_tensor, layout_of, merge_state_dicts
 from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.layout.sources import open_safetensors
-from nxd_infer.modules.lora.base import LoraLayer, Place
 from nxd_infer.modules.lora.config import LoraConfig
-from nxd_infer.modules.lora.find import CONFIG, WEIGHTS, Folder, Found, find_together
+from nxd_infer.modules.lora.find import CONFIG, WEIGHTS, Folder, find_together
+from nxd_infer.modules.lora.layers import Place
+
+if TYPE_CHECKING:
+    from nxd_infer.modules.lora.model import LoRAModel
 
 __all__ = ["load_adapter", "save_adapter"]
 
@@ -71,24 +74,7 @@ class Entry:
         return merge_state_dicts([{self.name: tensor.cpu()} for tensor in ranks], {self.name: self.layout})
 
 
-class AdaptedModel(Protocol):
-    """The parts of a model with adapters used here (:class:`~nxd_infer.modules.lora.model.LoRAModel`)."""
-
-    module: nn.Module
-    lora_config: LoraConfig
-    lora_layers: dict[str, LoraLayer]
-    base_layouts: dict[str, ParamLayout]
-    whole_layouts: dict[str, ParamLayout]
-    adapted_elsewhere: set[str]
-    adapter_names: set[str]
-
-    def base_name(self, name: str) -> str: ...
-    def trained_names(self) -> set[str]: ...
-    def saved_whole(self, name: str) -> bool: ...
-    def require_unmerged(self) -> None: ...
-
-
-def entries(model: AdaptedModel) -> Iterator[Entry]:
+def entries(model: LoRAModel) -> Iterator[Entry]:
     """Yield everything of the model that an adapter file can hold, the factors first."""
     for path, layer in model.lora_layers.items():
         for part, a, b in layer.factors():
@@ -117,7 +103,7 @@ def entries(model: AdaptedModel) -> Iterator[Entry]:
             yield Entry(name, tensor.detach(), layout, (current_context(), "tp"), False, tied=one is not first)
 
 
-def _elsewhere(model: AdaptedModel) -> set[str]:
+def _elsewhere(model: LoRAModel) -> set[str]:
     """Return the names in a file of what other pipeline stages hold."""
     adapted = model.adapted_elsewhere
     kinds = ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B")
@@ -131,7 +117,7 @@ def _base_name(logical: str, adapted: set[str]) -> str:
     return f"{PREFIX}{path}.base_layer.{leaf}" if path in adapted else PREFIX + logical
 
 
-def save_adapter(model: AdaptedModel, folder: Folder) -> None:
+def save_adapter(model: LoRAModel, folder: Folder) -> None:
     """Write the adapter and the other trained weights. Every rank must call it; global rank 0 writes.
 
     Files are replaced one by one, the weights first. Raises CheckpointError, on all ranks, if they cannot be written,
@@ -149,7 +135,7 @@ def save_adapter(model: AdaptedModel, folder: Folder) -> None:
     in_turns(context, context.world_size, write, of_world=True)  # all fail together
 
 
-def collect_adapter(model: AdaptedModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def collect_adapter(model: LoRAModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the content of the adapter's two files, copied. Every rank must call it; rank 0 gets all stages'."""
     trained, found, context = model.trained_names(), {}, current_context()
     for entry in entries(model):
@@ -177,12 +163,12 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, An
         raise CheckpointError(f"{folder}: the adapter cannot be written: {error}") from error
 
 
-def paths_of_all(model: AdaptedModel) -> set[str]:
+def paths_of_all(model: LoRAModel) -> set[str]:
     """Return the logical paths of the adapted projections of all pipeline stages."""
     return model.adapted_elsewhere | {path for layer in model.lora_layers.values() for path in layer.paths.values()}
 
 
-def _targets(model: AdaptedModel) -> list[str]:
+def _targets(model: LoRAModel) -> list[str]:
     """Return the adapted projections by PEFT's rule: last components if they match no other layer, else full paths."""
     adapted = paths_of_all(model)
     weights = {name for layout in model.whole_layouts.values() for name in layout.logical_names}
@@ -220,7 +206,7 @@ def adapted_paths(folder: Path) -> set[str]:
     return {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names if ".lora_" in name}
 
 
-def load_adapter(model: AdaptedModel, folder: Folder) -> None:
+def load_adapter(model: LoRAModel, folder: Folder) -> None:
     """Load an adapter of this package or of PEFT into a model with the same layers adapted. Every rank must call it.
 
     Base weights in the file are loaded too. Everything is checked before anything changes. Raises WeightMismatchError
@@ -232,16 +218,15 @@ def load_adapter(model: AdaptedModel, folder: Folder) -> None:
 
 
 @torch.no_grad()
-def load_found(model: AdaptedModel, place: Found) -> None:
+def load_found(model: LoRAModel, folder: Path) -> None:
     """Like :func:`load_adapter`, for an adapter that has been found."""
-    found = place.folder
-    stored = read_config(found, model.lora_config)
+    stored = read_config(folder, model.lora_config)
     if stored.scaling != model.lora_config.scaling:
         raise CheckpointError(
-            f"{found}: the adapter's scaling is {stored.scaling}, the model's is {model.lora_config.scaling}; "
+            f"{folder}: the adapter's scaling is {stored.scaling}, the model's is {model.lora_config.scaling}; "
             "load it with LoraConfig(load_lora_from_ckpt=True, lora_save_dir=...)"
         )
-    source = SafetensorsSource(found / WEIGHTS)
+    source = SafetensorsSource(folder / WEIGHTS)
     names = set(source.keys())
     used: set[str] = set()
     chosen: list[Entry] = []
@@ -262,7 +247,7 @@ def load_found(model: AdaptedModel, place: Found) -> None:
     unexpected = sorted(names - used - _elsewhere(model))
     if missing or unexpected or mismatched:
         raise WeightMismatchError(
-            f"{found}: the adapter does not fit the model; missing: {missing[:12]}, unexpected: {unexpected[:12]}, "
+            f"{folder}: the adapter does not fit the model; missing: {missing[:12]}, unexpected: {unexpected[:12]}, "
             f"of another shape (found, wanted): {mismatched[:12]}",
             tuple(missing),
             tuple(unexpected),
@@ -274,10 +259,9 @@ def load_found(model: AdaptedModel, place: Found) -> None:
         copied = entry in pair or (pair and model.saved_whole(model.base_name(entry.name)))
         if copied and not _equal(pair, source):  # modules to save of PEFT are copies, which are not tied
             raise WeightMismatchError(
-                f"{found}: {entry.layout.logical_names[0]!r} is one weight with another one of this model, and the "
+                f"{folder}: {entry.layout.logical_names[0]!r} is one weight with another one of this model, and the "
                 "adapter was trained with two different ones: build the model without tying them"
             )
-    place.require_same()  # whose file is open
     for entry in chosen:
         entry.read(source)
 

@@ -11,7 +11,7 @@ from nxd_infer.graph.canonical import Graph
 from nxd_infer.graph.stages import split_stages
 from nxd_infer.modules.transformer_layers import transformer_layers
 from nxd_infer.pipeline.partition import auto_partition
-from nxd_infer.pipeline.units import find_units
+from nxd_infer.pipeline.stage import find_units
 from nxd_infer.trace.options import TraceOptions
 from nxd_infer.trace.ranks.traced import TracedRank
 from nxd_infer.trace.request import TraceRequest

@@ -288,21 +288,3 @@ def work_beside_a_wait(folder: str) -> bool:
 
 def test_other_threads_run_while_a_rank_waits(tmp_path):
     assert run_ranks(work_beside_a_wait, 2, str(tmp_path), collectives="shm", comm_timeout=60) == [True, True]
-
-
-def letter() -> tuple[list[float], str]:
-    """What an operator of graphs gives that no layer has; what a receiver of other bytes than sent is told."""
-    here = current_context()
-    sent = torch.ops.nxd.broadcast(torch.arange(2.0) + here.rank, "tp", 1, 2).tolist()
-    if here.rank == 0:
-        collectives_of(here).send(torch.arange(8.0), "tp", 1)
-        return sent, ""
-    with pytest.raises(CollectiveError) as caught:
-        collectives_of(here).recv(torch.empty(4), "tp", 0)
-    return sent, str(caught.value)
-
-
-def test_a_letter_of_another_size_is_refused():
-    (first, _), (second, said) = run_ranks(letter, 2, collectives="shm")
-    assert first == second == [1, 2]
-    assert "16 bytes" in said and "one of 32" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
@@ -11,12 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from nxd_infer import native
-from nxd_infer.comm.shm import ShmCollectives, create_segment
-from nxd_infer.context import make_context
-from nxd_infer.errors import ArtifactCorruptError, ArtifactVersionError, CollectiveError
+from nxd_infer.errors import ArtifactCorruptError, ArtifactVersionError
 from tests.support.needs import needs_native
 from tests.support.processes import wait_until
 
@@ -47,44 +43,6 @@ def test_loading_registers_the_operators_once():
     assert native.read_hash(library.path) == library.hash
     with pytest.raises(KeyError, match="no operator 'nothing'; it has"):
         library.op("nothing")
-
-
-class HeapUse(ctypes.Structure):
-    """glibc's mallinfo2."""
-
-    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
-
-
-def test_calls_leave_nothing_on_the_heap():
-    """torch's own conversion of a ``str`` argument leaves a string behind, every time."""
-    library, x, calls = native.load(), torch.ones(1, 8), 5000
-    look = ctypes.CDLL(None).mallinfo2
-    look.restype = HeapUse
-    for name, last in (("all_reduce", ("sum", 1)), ("all_gather", (0, 1)), ("broadcast", (0, 1))):
-        arguments = ("tp", *last)
-        op = library.op(name)
-        op(x, *arguments)
-        before = look().uordblks
-        for _ in range(calls):
-            op(x, *arguments)
-        assert look().uordblks - before < 8 * calls, name
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda op: op("all_reduce")(torch.ones(2), "tp", "sum", 2), "axis 'tp' is not connected"),
-        (lambda op: op("comm_init")("tp", 0, 0, 2, 0, 1.0), "not a segment"),
-        (lambda op: op("comm_init")("tp", 999, 0, 2, 0, 1.0), "cannot be read"),
-        (lambda op: op("comm_init")("tp", 0, 2, 2, 0, 1.0), "rank 2 of 2 is not possible"),
-        (lambda op: op("all_gather")(torch.ones(2), "tp", 5, 1), "dimension 5 of a tensor of 1 dimensions"),
-        (lambda op: op("shard")(torch.ones(2), "tp", 0, 0), "does not divide by 0 ranks"),
-    ],
-)
-def test_misuse_is_an_error_that_says_so(call, said):
-    with pytest.raises(RuntimeError, match=said):
-        call(native.load().op)
 
 
 @pytest.fixture(scope="module")
@@ -256,15 +214,3 @@ def test_a_library_for_another_torch_or_machine_is_not_called_damaged(tmp_path):
     newer.write_bytes(foreign)
     with pytest.raises(ArtifactVersionError, match="cannot be loaded"):
         native.load_file(newer)
-
-
-def test_a_refused_axis_leaves_no_other_connected():
-    """What failed half way can be tried again."""
-    context, library, good, wrong = make_context(4, 0, tp=2), native.load(), create_segment(2), create_segment(3)
-    try:
-        with pytest.raises(CollectiveError, match="the segment is for 3 ranks"):
-            ShmCollectives(library, context, {"tp": good, "dp": wrong})
-        ShmCollectives(library, context, {"tp": good}).close()
-    finally:
-        os.close(good)
-        os.close(wrong)

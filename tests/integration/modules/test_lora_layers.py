@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from nxd_infer.layout import AxisPlan, layout_of
 from nxd_infer.modules.lora import LoraConfig
-from nxd_infer.modules.lora.base import LoraLayer
-from nxd_infer.modules.lora.layers import lora_layer
+from nxd_infer.modules.lora.layers import LoraLayer, lora_layer
 from nxd_infer.modules.qkv_linear import PARTS, GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, mappings
 from nxd_infer.parallel_layers.layer_norm import mark_sequence_parallel

@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import nxd_infer as nxd
-from nxd_infer import parallel_state
 from nxd_infer.context import current_context
 from nxd_infer.optimizer import NxDOptimizer
 from nxd_infer.parallel_layers.grads import allreduce_sequence_parallel_gradients
 from nxd_infer.parallel_layers.layer_norm import LayerNorm
 from tests.support.ranks import run_ranks
-from tests.support.trainer.jobs import mine, training
+from tests.support.trainer.jobs import training
 from tests.support.trainer.models import llama, tokens
 
 OPTIONS: list[dict[str, Any]] = [{}, {"zero1": True}, {"master_weights": torch.float64, "fp32_grad_acc": True}]
@@ -61,34 +59,6 @@ def loops(options: dict[str, Any]) -> list[list[Tensor]]:
 def test_sums_are_taken_once(options: dict[str, Any]):
     for ours, whole in run_ranks(loops, 2, options):
         torch.testing.assert_close(ours, whole)
-
-
-def clipped_by_hand() -> float:
-    """Gradients are final after synchronize_gradients(): clipping by hand is what the wrapper does itself."""
-    results = []
-    for by_hand in (True, False):
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(2)
-        model, optimizer = training(
-            llama,
-            sequence_parallel=True,
-            optimizer_class=torch.optim.SGD,
-            optimizer_config={"grad_clipping": not by_hand, "max_grad_norm": 0.1},
-        )
-        for _ in range(2):
-            model.run_train(**mine(tokens()))
-            if by_hand:
-                optimizer.synchronize_gradients()
-                optimizer.synchronize_gradients()  # twice is once
-                nxd.parallel_layers.clip_grad_norm(model.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    return float((results[0] - results[1]).abs().max())
-
-
-def test_clipping_by_hand():
-    assert max(run_ranks(clipped_by_hand, 4)) < 1e-7
 
 
 def summed_without_the_wrapper() -> list[float]:

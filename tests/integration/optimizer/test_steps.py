@@ -17,7 +17,7 @@ from nxd_infer.errors import NonFiniteGradientError
 from nxd_infer.optimizer import NxDOptimizer
 from tests.support.ranks import run_ranks
 from tests.support.trainer.jobs import mine, training
-from tests.support.trainer.models import mlp, tokens, vectors
+from tests.support.trainer.models import tokens
 
 F64 = torch.float64
 
@@ -237,27 +237,6 @@ def test_a_backward_that_reaches_one_of_two_optimizers():
     wanted = two_optimizers(False)
     for found in run_ranks(two_optimizers, 2, True, tp=1):
         torch.testing.assert_close(found, wanted)
-
-
-def unequal_ranks() -> dict[str, Tensor]:
-    """Ranks that do different things between backward and step still agree on what is reduced."""
-    model, optimizer = training(mlp, optimizer_class=torch.optim.SGD)
-    model.run_train(**mine(vectors()))
-    if current_context().rank == 1:
-        model.run_train(**mine(vectors()))  # a second pass, on one rank only
-    optimizer.step()
-    optimizer.zero_grad()
-    if current_context().rank == 0:
-        (model.unused * 2).sum().backward()  # and a parameter that only this rank uses
-    model.run_train(**mine(vectors()))
-    optimizer.step()
-    return model.state_dict()
-
-
-def test_ranks_that_differ():
-    first, second = run_ranks(unequal_ranks, 2, tp=1)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not torch.equal(first["unused"], torch.ones(3))
 
 
 def collective_before_the_step(zero1: bool) -> list[Tensor]:

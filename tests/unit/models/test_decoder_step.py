@@ -40,16 +40,6 @@ def run(step, rows, length=None, **settings):
         return step(**inputs)
 
 
-def test_declarations_match_the_forward(step):
-    inputs = step_inputs(VOCAB_SIZE, 2, 3, step.slots)
-    assert list(inputs) == list(step.nxd_inputs)
-    assert list(step(**inputs)) == list(step.nxd_outputs)
-    assert set(step.nxd_states) == {name for name, _ in step.named_buffers() if "rotary" not in name}
-    assert not set(step.state_dict()) & set(step.nxd_states), "states belong to no checkpoint"
-    required = [name for name, entry in step.nxd_inputs.items() if "default" not in entry]
-    assert required == ["tokens", "start", "length", "block_table"]
-
-
 def test_batch_mates_slots_and_padding_never_change_an_answer(step):
     prompts = prompts_of([7, 12, 3, 9], VOCAB_SIZE, seed=20)
     settings = {"temperature": 1.1, "top_p": 0.9, "frequency_penalty": 0.4}
@@ -145,18 +135,6 @@ def test_ids_out_of_range_harm_no_batch_mate(step):
     outputs = run(step, [(0, 0, [10**6] * 5), (1, 0, prompt)])
     assert outputs["token"][1, 0] == expected
     assert 0 <= outputs["token"][0, 0] < VOCAB_SIZE
-
-
-def test_the_driver_respects_its_limits(step):
-    prompt = prompts_of([30], VOCAB_SIZE, seed=24)[0]
-    assert len(generate_eager(step, [prompt], 10)[0].tokens) == 3, "30 + 2 fed tokens fill 32 positions"
-    assert generate_eager(step, [prompt], 0)[0].tokens == []
-    eos = generate_eager(step, [prompt[:4]], 1)[0].tokens
-    assert generate_eager(step, [prompt[:4]], 10, eos_token_ids=eos)[0].tokens == eos
-    with pytest.raises(ModelConfigError, match="1 to 32 tokens, got 33"):
-        generate_eager(step, [[5] * 33], 1)
-    with pytest.raises(ModelConfigError, match="5 prompts do not fit the 4 slots"):
-        generate_eager(step, [[5]] * 5, 1)
 
 
 def test_the_plan_of_a_decoder(path):

@@ -16,12 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import nxd_infer as nxd
-from nxd_infer.distributed.layers import ColumnParallelConv1D, RowParallelConv1D, ScaledParallelEmbedding
+from nxd_infer.distributed.replace import ColumnParallelConv1D, RowParallelConv1D, ScaledParallelEmbedding
 from nxd_infer.errors import CheckpointError, LoraTargetError, ParallelConfigError, WeightMismatchError
 from nxd_infer.layout import load_weights
 from nxd_infer.layout.sources import as_source
 from nxd_infer.modules.lora import LoraConfig, LoRAModel, load_adapter
-from nxd_infer.modules.lora.peft import collect_adapter, read_config, write_adapter
 from nxd_infer.trainer import gather_weights
 from tests.support.modules.lora import ALL, IDS, MERGED, Net, Pair, Shared, adapted, batch, lora, net
 from tests.support.parallel_layers.compare import error
@@ -112,20 +111,6 @@ def test_the_three_ways_to_save():
     assert set(lora(save_lora_base=True).state_dict()) == adapter | full
     merged = lora(**MERGED)
     assert set(merged.state_dict()) == plain
-    trained, ids = lora(), batch()["ids"]
-    expected = trained(ids).detach()
-
-    other = lora(filled=False)  # the adapter alone, over the same base
-    other.load_state_dict(trained.state_dict())
-    assert torch.equal(other(ids), expected)
-    trained.lora_config.save_lora_base = True
-    other = lora(seed=1, filled=False)  # both, over another base
-    other.load_state_dict(trained.state_dict())
-    assert torch.equal(other(ids), expected)
-    trained.lora_config.merge_lora = True
-    other = net(seed=1)  # merged, into a model that knows nothing of adapters
-    other.load_state_dict(trained.state_dict())
-    assert error(other(ids).detach(), expected) < 1e-5
 
 
 def test_the_configuration_may_lie_in_the_state_dict():
@@ -134,13 +119,6 @@ def test_the_configuration_may_lie_in_the_state_dict():
     assert LoraConfig.of(state["lora_config"]) == model.lora_config
     lora(filled=False).load_state_dict(state)
     assert json.loads(json.dumps(state["lora_config"]))["lora_rank"] == 3
-
-
-def test_the_configuration_lies_where_it_was_written_last(tmp_path: Path):
-    for apart, rank in ((True, 2), (False, 3), (True, 4)):
-        tensors, config = collect_adapter(lora(lora_rank=rank))
-        write_adapter(tmp_path, tensors, config, apart)
-        assert read_config(tmp_path, LoraConfig()).lora_rank == rank
 
 
 def test_a_state_dict_that_does_not_fit_is_refused():

@@ -192,13 +192,12 @@ CHANGES: list[tuple[Change, str]] = [
 
 
 @pytest.mark.parametrize(("change", "said"), CHANGES, ids=["appended", "replaced", "one less", "empty"])
-@pytest.mark.parametrize("zero1", [False, True], ids=["plain", "zero1"])
-def test_groups_that_were_changed_are_refused(change: Change, said: str, zero1: bool, tmp_path: Path):
+def test_groups_that_were_changed_are_refused(change: Change, said: str, tmp_path: Path):
     """The wrapped optimizer has its own: what was appended was never stepped, and nothing said so."""
     more = nn.Parameter(torch.ones(2))
     more.nxd_name = "more"  # pyright: ignore[reportAttributeAccessIssue]
     params = [nn.Parameter(torch.ones(size)) for size in (2, 3)]
-    optimizer: Any = NxDOptimizer([{"params": [p]} for p in params], torch.optim.SGD, zero1=zero1, defaults={"lr": 0.5})
+    optimizer: Any = NxDOptimizer([{"params": [p]} for p in params], torch.optim.SGD, defaults={"lr": 0.5})
     optimizer.param_groups[0]["params"] = list(reversed(optimizer.param_groups[0]["params"]))  # the order is free
     change(optimizer.param_groups, more)
     sum(p.sum() for p in (*params, more)).backward()  # pyright: ignore[reportAttributeAccessIssue]
@@ -209,16 +208,6 @@ def test_groups_that_were_changed_are_refused(change: Change, said: str, zero1: 
         ):
             ask()
     assert all(torch.equal(p, torch.ones_like(p)) for p in params)
-
-
-def test_groups_may_be_changed_until_they_are_sharded():
-    first, more = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    optimizer = NxDOptimizer([first], torch.optim.SGD, defaults={"lr": 0.5}, lazy_init=True, grad_clipping=False)
-    optimizer.param_groups[0]["params"].append(more)
-    optimizer.init_zero()
-    (first.sum() + more.sum()).backward()
-    optimizer.step()
-    assert torch.equal(first, more) and first[0] == 0.5
 
 
 BF16 = torch.bfloat16
@@ -299,19 +288,3 @@ def test_master_weights_follow_replaced_memory():
         layer.weight.data = torch.frombuffer(memory, dtype=BF16).view(4, 4)
         optimizer.step()
     assert torch.equal(layer.weight, torch.full((4, 4), 0.25, dtype=BF16))
-
-
-def test_shared_parameters_outlive_the_second_optimizer():
-    first, shared = linear(), linear()
-    options: dict[str, Any] = {"master_weights": True, "fp32_grad_acc": True}
-    optimizer = sgd([*first.parameters(), *shared.parameters()], **options)
-    second: Any = sgd(shared.parameters(), **options)
-    for _ in range(3):
-        backward(first, shared)
-        assert moved(shared.weight, optimizer)
-        second = None
-    second = sgd(shared.parameters(), lr=0.25)
-    backward(first, shared)
-    with pytest.raises(ParallelConfigError, match=r"shape \(4, 4\) in another place or dtype"):
-        optimizer.step()
-    assert moved(shared.weight, second)

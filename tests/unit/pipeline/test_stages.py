@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxd_infer.checkpoint.stages_by_name import stages_of
 from nxd_infer.context import make_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.pipeline import NxDPPModel
-from nxd_infer.pipeline.build import _FreeingOthers, _Needed, build_stage
-from nxd_infer.pipeline.deferred import DeferredWeights, Late, finish
+from nxd_infer.pipeline.build import build_stage
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.stage import StandIn
 from nxd_models import registry
@@ -116,21 +114,6 @@ def test_what_needs_other_ranks_values_is_built_whole(make: Callable[[], nn.Modu
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
 
 
-def test_the_memory_of_others_is_given_back():
-    """64 KiB that another rank owns, until the next of them is written."""
-    freeing = _FreeingOthers()
-    first, second, own = (torch.ones(128, 128) for _ in range(3))
-    freeing.add(first)
-    assert first.all()
-    freeing.add(second)
-    assert not first[64].any() and second.all()
-    with freeing:
-        first.fill_(2)
-        with pytest.raises(_Needed):
-            own.copy_(second * 2)
-    assert first.all() and not second[64].any() and own.all()
-
-
 def test_without_other_stages():
     """At pp 1 it runs the same microbatches in this process, and is called like the module."""
     torch.manual_seed(5)
@@ -205,49 +188,3 @@ def test_stages_by_name():
     for message, (stages, cuts) in wrong.items():
         with pytest.raises(ParallelConfigError, match=message):
             stages_of(WEIGHTS, stages, cuts)
-
-
-def layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3, bias=False), nn.LayerNorm(3)).double()
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-
-
-def test_later_is_what_at_once_is():
-    x = torch.randn(2, 3, 4, dtype=torch.float64)
-    plain, model = layers(), layers()
-    wanted = x.clone().requires_grad_()
-    plain(wanted).square().sum().backward()
-
-    deferred, late, fired = DeferredWeights(), Late(), []
-    for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
-    own = x.clone().requires_grad_()
-    with deferred.linears():
-        deferred.late = late
-        model(own).square().sum().backward()
-    assert F.linear is torch._C._nn.linear
-    torch.testing.assert_close(own.grad, wanted.grad)
-    assert {name for name, gradient in gradients(model).items() if gradient is None} == {"0.weight", "2.weight"}
-    assert len(late) == 2 and sorted(fired) == ["0.bias", "3.bias", "3.weight"]
-    finish(late)
-    assert not late and sorted(fired[3:]) == ["0.weight", "2.weight"]
-    torch.testing.assert_close(gradients(model), gradients(plain))
-
-
-def test_what_is_no_parameter_is_left_alone():
-    deferred, late = DeferredWeights(), Late()
-    weight, x = torch.randn(3, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
-    deferred.late = late
-    with deferred.linears():
-        F.linear(x, weight * 2).sum().backward()
-        F.linear(x.detach(), weight).sum().backward()
-        with torch.autocast("cpu"):
-            F.linear(x, weight).float().sum().backward()
-        with torch.no_grad():
-            F.linear(x, weight)
-        F.linear(x, weight.detach()).sum().backward()
-    assert not late and weight.grad is not None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from nxd_infer.errors import InputMismatchError, ParallelConfigError
-from nxd_infer.pipeline.inputs import named_inputs
+from nxd_infer.pipeline.microbatches import named_inputs
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.tracing import log_once, say_what_has_no_effect, trace_around_units
 
