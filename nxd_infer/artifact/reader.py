@@ -13,7 +13,7 @@ import os
 import shutil
 import stat
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from nxd_infer.artifact.manifest import (
     Manifest,
     weight_name,
 )
-from nxd_infer.artifact.verified import Stamp, changed_files, stamp_of, verify_files
+from nxd_infer.artifact.verified import Stamp, changed_files, verify_files
 from nxd_infer.artifact.writer import (
     CHECKSUM_KEY,
     check_weight_file,
@@ -66,8 +66,6 @@ class LoadedArtifact:
     """Whether this process owns the directory and removes it at the end (a traced model that was not saved)."""
     stamps: dict[str, Stamp] = field(default_factory=dict, repr=False, compare=False)
     """Stamps of all verified files, by which :meth:`verify_again` recognises them."""
-    _found: dict[str, Stamp] = field(default_factory=dict, repr=False, compare=False)
-    """Stamps of all files before any was read."""
     _owner: list[weakref.finalize] = field(default_factory=list, repr=False, compare=False)
     _ignored: set[str] = field(default_factory=set, repr=False, compare=False)
 
@@ -134,10 +132,8 @@ class LoadedArtifact:
             raise ArtifactError(f"{self.path} routes with {BUCKET_KERNEL_NAME}, {why}")
 
     def verify(self) -> None:
-        """Hash every file. Raises ArtifactCorruptError naming one that differs from its record, or was replaced since
-        the artifact was loaded, because it may have been read since."""
+        """Hash every file. Raises ArtifactCorruptError naming one that differs from its record."""
         self.stamps.update(verify_files(self.path, self.manifest.files, self.manifest.files))
-        self._require(name for name, stamp in self._found.items() if self.stamps[name] != stamp)
 
     def verify_again(self, rank: int) -> None:
         """Before rank ``rank`` reads anything, hash the files that it will read and that may have changed since they
@@ -147,23 +143,9 @@ class LoadedArtifact:
         """
         if artifact_digest(self.path) != self.digest:
             raise ArtifactCorruptError(f"the artifact {self.path} was replaced after it was loaded; load it again")
-        changed = changed_files(self.path, self.stamps, self._own(rank))
-        self.stamps.update(verify_files(self.path, self.manifest.files, changed))
-
-    def require_unchanged(self, rank: int | None = None) -> None:
-        """After the files (or those of rank ``rank``) were read, raise ArtifactCorruptError for one that was written to
-        or replaced since it was verified. Hashing it again would not tell: it may have been put back."""
-        self._require(changed_files(self.path, self.stamps, self.stamps if rank is None else self._own(rank)))
-
-    def _own(self, rank: int) -> list[str]:
         code = ("graphs/", "ops/", BUCKET_KERNEL_NAME)
-        return [name for name in self.stamps if name.startswith(code) or name == weight_name(rank)]
-
-    def _require(self, changed: Iterable[str]) -> None:
-        for name in changed:
-            raise ArtifactCorruptError(
-                f"{name} of {self.path} was changed while it was loaded; load the artifact again"
-            )
+        own = [name for name in self.stamps if name.startswith(code) or name == weight_name(rank)]
+        self.stamps.update(verify_files(self.path, self.manifest.files, changed_files(self.path, self.stamps, own)))
 
     def discard(self) -> None:
         """Remove a temporary artifact's directory; no effect on others."""
@@ -204,7 +186,8 @@ def read_artifact(
             f"the artifact {root} has digest {digest}, expected {expect_digest}: it is another one"
         )
     manifest = _parse(root, data, check)
-    artifact = LoadedArtifact(manifest, root, digest, temporary, _found=_check_files(root, manifest))
+    _check_files(root, manifest)
+    artifact = LoadedArtifact(manifest, root, digest, temporary)
     if (verify or expect_digest is not None) and not later:
         artifact.verify()
     for rank in range(manifest.world_size):
@@ -357,9 +340,8 @@ def _names_in(structure: Any) -> list[str]:
     return [n for entry in (structure.values() if isinstance(structure, dict) else structure) for n in _names_in(entry)]
 
 
-def _check_files(root: Path, manifest: Manifest) -> dict[str, Stamp]:
-    """Check that every listed file is a regular file inside ``root`` with its recorded size; return the stamps."""
-    stamps = {}
+def _check_files(root: Path, manifest: Manifest) -> None:
+    """Check that every listed file is a regular file inside ``root`` with its recorded size."""
     real_root = os.path.realpath(root)
     for name, spec in manifest.files.items():
         path = root / checked_name(name)
@@ -375,5 +357,3 @@ def _check_files(root: Path, manifest: Manifest) -> dict[str, Stamp]:
         if info.st_size != spec.size:
             short = "truncated" if info.st_size < spec.size else "altered"
             raise ArtifactCorruptError(f"{name} of {root} is {short}: {info.st_size} bytes, recorded {spec.size}")
-        stamps[name] = stamp_of(info)
-    return stamps

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -21,9 +20,6 @@ from nxd_infer.errors import ArtifactCorruptError
 
 Stamp = tuple[int, int, int, int, int]
 """Device, inode, size, and the times of the last write and change in nanoseconds."""
-
-_TICK = 0.02
-"""Seconds; longer than the time resolution of any file system."""
 
 
 def verify_files(root: Path, files: Mapping[str, FileSpec], names: Iterable[str]) -> dict[str, Stamp]:
@@ -42,7 +38,7 @@ def changed_files(root: Path, stamps: Mapping[str, Stamp], names: Iterable[str])
     for name in names:
         if name in stamps:
             try:
-                now = stamp_of(os.stat(root / name, follow_symlinks=False))
+                now = _stamp_of(os.stat(root / name, follow_symlinks=False))
             except OSError:
                 now = None
             if now != stamps[name]:
@@ -71,22 +67,17 @@ def read_stamps(fd: int) -> dict[str, Stamp]:
 def _verify_file(root: Path, name: str, spec: FileSpec) -> Stamp:
     try:
         with open(root / name, "rb", buffering=0) as file:
-            before = os.fstat(file.fileno())
-            if time.time() - before.st_ctime < _TICK:
-                time.sleep(_TICK)  # so that any later write gets another time
+            stamp = _stamp_of(os.fstat(file.fileno()))
             actual = hash_open_file(file)
-            after = os.fstat(file.fileno())
     except OSError as error:
         raise ArtifactCorruptError(f"{name} of {root} cannot be read: {error.strerror}") from error
     if actual.blake3 != spec.blake3:
         raise ArtifactCorruptError(
             f"{name} of {root} is altered: blake3 {actual.blake3[:16]}..., recorded {spec.blake3[:16]}..."
         )
-    if stamp_of(before) != stamp_of(after):
-        raise ArtifactCorruptError(f"{name} of {root} was written to while it was verified; load the artifact again")
-    return stamp_of(after)
+    return stamp
 
 
-def stamp_of(info: os.stat_result) -> Stamp:
+def _stamp_of(info: os.stat_result) -> Stamp:
     """Return the values that identify a file that was neither written to nor renamed."""
     return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns

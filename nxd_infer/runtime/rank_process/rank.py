@@ -49,10 +49,7 @@ class Runtime:
 
 class Rank:
     """The tensors and graphs of rank ``rank`` of an artifact, or of all its ranks. The caller has verified its files
-    (``verify_again``).
-
-    Raises ArtifactCorruptError if they change before everything is read.
-    """
+    (``verify_again``)."""
 
     def __init__(self, artifact: LoadedArtifact, rank: int, runtime: Runtime):
         self.artifact = artifact
@@ -75,8 +72,6 @@ class Rank:
             self._buckets.append(loaded[digests])
         self._graphs = list(loaded.values())
         self._kernel = load_kernel(artifact) if rank == 0 else None
-        for each in self.ranks:
-            artifact.require_unchanged(each)
         self._staged: list[_Staged] = []
         self._broken = ""
 
