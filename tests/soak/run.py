@@ -70,10 +70,11 @@ def serve(artifact: Path, speculate: int) -> ServerProcess:
         "port": 0, "admin_key": ADMIN_KEY, "weights_root": artifact.parent, "speculate": speculate,
         "max_queued_requests": QUEUE, "max_body_bytes": BODY_BYTES, "request_timeout": REQUEST_TIMEOUT,
         "call_timeout": CALL_TIMEOUT, "keep_alive_interval": 1.0, "recovery_timeout": 45.0, "max_restarts": 10000,
-        "access_log": False, "drain_timeout": END_SECONDS / 2,
+        "drain_timeout": END_SECONDS / 2,
     }  # fmt: skip
     options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    return ServerProcess([sys.executable, "-m", "nxd_server", str(artifact), *options], {"PYTHONFAULTHANDLER": "1"})
+    command = [sys.executable, "-m", "nxd_infer", "serve", str(artifact), *options, "--no-access-log"]
+    return ServerProcess(command, {"PYTHONFAULTHANDLER": "1"})
 
 
 def tell_end(server: ServerProcess) -> None:

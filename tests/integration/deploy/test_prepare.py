@@ -129,7 +129,7 @@ def test_a_trace_that_is_ended_leaves_nothing_that_a_start_would_find(number, mo
     keep, temporary = tmp_path / "keep", tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    process = started("-m", "nxd_server", model, "--keep", keep, "--trace-options", TRACE)
+    process = started("-m", "nxd_infer", "serve", model, "--keep", keep, "--trace-options", TRACE)
     wait_for(lambda: list(keep.glob(".nxd-trace-*")) or process.poll() is not None)
     assert process.poll() is None, process.communicate()
     (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

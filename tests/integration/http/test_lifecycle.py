@@ -15,10 +15,9 @@ import time
 import httpx
 import pytest
 
-from nxd_server.__main__ import main
-from nxd_server.app.run import FLUSH_SECONDS
+from nxd_server.app.run import FLUSH_SECONDS, serve
 from nxd_server.errors import EngineUnavailableError
-from nxd_server.settings import ServerSettings
+from nxd_server.settings import ServerSettings, load_settings
 from tests.support.engine.toy_model import ToyModel, naive_generate
 from tests.support.http.http_servers import (
     events_of,
@@ -213,7 +212,7 @@ def test_neither_a_start_nor_idle_connections_hold_up_the_end():
 def test_a_port_in_use_is_told_and_status_1(artifact, capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main([str(artifact), "--port", str(port)]) == 1
+        assert serve(artifact, load_settings(port=port)) == 1
     told = logged(capfd, "stop what uses the port")
     assert f"127.0.0.1:{port}" in told and "Traceback" not in told
 
@@ -226,28 +225,28 @@ def artifact(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("settings", "words"),
     [
-        (("--host", "no.such.host.invalid", "--port", "0"), "no.such.host.invalid"),
-        (("--host", "203.0.113.7", "--port", "0"), "an address of this machine with --host"),
-        (("--api-keys-file", "/nonexistent/keys"), "api_keys_file '/nonexistent/keys' cannot be read: No such file"),
-        (("--port", "0"), "giving up"),  # the manifest is empty
+        ({"host": "no.such.host.invalid"}, "no.such.host.invalid"),
+        ({"host": "203.0.113.7"}, "an address of this machine with --host"),
+        ({"api_keys_file": "/nonexistent/keys"}, "api_keys_file '/nonexistent/keys' cannot be read: No such file"),
+        ({}, "giving up"),  # the manifest is empty
     ],
 )
-def test_what_cannot_be_served_is_told_and_status_1(artifact, capfd, arguments, words):
-    assert main([str(artifact), *arguments]) == 1
+def test_what_cannot_be_served_is_told_and_status_1(artifact, capfd, settings, words):
+    assert serve(artifact, load_settings(port=0, **settings)) == 1
     assert "Traceback" not in logged(capfd, words)
 
 
 def test_what_is_no_artifact_is_told_and_status_1(tmp_path, capfd, monkeypatch):
-    assert main([str(tmp_path), "--port", "0"]) == 1
+    assert serve(tmp_path, load_settings(port=0)) == 1
     assert logged(capfd, "manifest.json")
 
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(pathlib.Path, "is_file", refuse)  # root may read everything
-    assert main([str(tmp_path), "--port", "0"]) == 1
+    assert serve(tmp_path, load_settings(port=0)) == 1
     assert "Traceback" not in logged(capfd, f"Permission denied: '{tmp_path}/manifest.json'")
 
 

@@ -39,7 +39,7 @@ def adapters(root, artifact):
 def server(root, artifact, adapters):
     """With the adapter x from the beginning, and greedy as transformers is: without the model's own penalty."""
     admin = ("--admin-key", "admin", "--weights-root", str(root / "files"))
-    options = ("--lora", f"x={adapters['x']}", "--generation-defaults", "false")
+    options = ("--lora", f"x={adapters['x']}", "--no-generation-defaults")
     with real_server(artifact, *admin, *options) as server:
         yield server
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from nxd_server.__main__ import main
+from nxd_server.app.run import serve
+from nxd_server.settings import load_settings
 from nxd_server.text.tokenizer import Tokenizer
 from tests.support.engine.real_artifacts import trace_encoder
 from tests.support.http.http_artifacts import real_server, trace_affine, trace_tiny
@@ -174,8 +175,8 @@ def test_a_classifier_scores_texts_and_pairs():
     assert alone["probs"] != answer["data"][0]["probs"] != answer["data"][1]["probs"]
 
 
-@pytest.mark.parametrize("option", [("--speculate", "4"), ("--lora", "mine=/some/where")], ids=lambda option: option[0])
-def test_what_only_generating_artifacts_have_is_refused_before_the_ranks_start(capfd, option):
-    assert main([str(trace_affine()), "--port", "0", *option]) == 1
-    told = logged(capfd, f"{option[0][2:]}: the artifact's task is '', and only 'generate' has it")
+@pytest.mark.parametrize(("name", "value"), [("speculate", 4), ("lora", ["mine=/some/where"])])
+def test_what_only_generating_artifacts_have_is_refused_before_the_ranks_start(capfd, name, value):
+    assert serve(trace_affine(), load_settings(port=0, **{name: value})) == 1
+    told = logged(capfd, f"{name}: the artifact's task is '', and only 'generate' has it")
     assert "starting" not in told

@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from nxd_infer.cli.main import app
-from nxd_server.__main__ import main
+from nxd_server.app.run import serve
+from nxd_server.settings import load_settings
 from tests.support.http.http_artifacts import LLAMA, greedy_texts, real_server, trace_tiny
 from tests.support.http.http_servers import events_of, logged
 
@@ -74,10 +75,10 @@ def test_more_than_was_traced_is_refused_with_the_fix(artifact, capfd):
     fix = "trace the model again with --speculate 5"
     done = command("generate", artifact, "for", "--speculate", 5)
     assert done.exit_code == 1 and fix in str(done.exception)
-    for option, words in (
-        (("--speculate", "5"), fix),
-        (("--lora", "fr=nowhere"), "lora = 'fr=nowhere': this artifact has no slots"),
+    for settings, words in (
+        ({"speculate": 5}, fix),
+        ({"lora": ["fr=nowhere"]}, "lora = 'fr=nowhere': this artifact has no slots"),
     ):
-        assert main([str(artifact), "--port", "0", *option]) == 1
+        assert serve(artifact, load_settings(port=0, **settings)) == 1
         told = logged(capfd, words)
         assert told.count(words) == 1 and "starting" not in told

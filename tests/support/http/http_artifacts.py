@@ -107,9 +107,9 @@ def trace_affine() -> Path:
 
 @contextlib.contextmanager
 def real_server(artifact: Path, *options: str, wait: bool = True):
-    """``python -m nxd_server ARTIFACT``, ready; of an option that ``options`` repeat, the last one counts."""
+    """``nxd-infer serve ARTIFACT``, ready; of an option that ``options`` repeat, the last one counts."""
     patient = ("--call-timeout", "120", "--header-timeout", "600")
-    command = [sys.executable, "-m", "nxd_server", str(artifact), "--port", "0", *patient, *options]
+    command = [sys.executable, "-m", "nxd_infer", "serve", str(artifact), "--port", "0", *patient, *options]
     server = ServerProcess(command)
     try:
         yield server.wait_ready() if wait else server
