@@ -38,7 +38,7 @@ def changed_files(root: Path, stamps: Mapping[str, Stamp], names: Iterable[str])
     for name in names:
         if name in stamps:
             try:
-                now = _stamp_of(os.stat(root / name, follow_symlinks=False))
+                now = _stamp_of(os.stat(root / name))
             except OSError:
                 now = None
             if now != stamps[name]:

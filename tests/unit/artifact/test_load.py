@@ -158,21 +158,10 @@ def test_paths_that_lead_out_are_refused(artifact, tmp_path):
     edit(artifact, **manifest)
     weights = artifact / weight_name(0)
     shutil.move(weights, tmp_path / "moved")
-    weights.symlink_to(tmp_path / "moved")
-    with pytest.raises(ArtifactCorruptError, match="is a link or not a regular file"):
-        load_artifact(artifact)
+    weights.symlink_to(tmp_path / "moved")  # as in a folder of huggingface_hub
+    load_artifact(artifact)
     weights.unlink()
     os.mkfifo(weights)  # which must not block
-    with pytest.raises(ArtifactCorruptError, match="not a regular file"):
-        load_artifact(artifact)
-    weights.unlink()
-    shutil.move(tmp_path / "moved", weights)
-    shutil.move(artifact / "weights", tmp_path / "weights")
-    (artifact / "weights").symlink_to(tmp_path / "weights")
-    with pytest.raises(ArtifactCorruptError, match="leads out of the artifact"):
-        load_artifact(artifact)
-    os.rename(artifact / MANIFEST_NAME, tmp_path / MANIFEST_NAME)
-    (artifact / MANIFEST_NAME).symlink_to(tmp_path / MANIFEST_NAME)
     with pytest.raises(ArtifactCorruptError, match="not a regular file"):
         load_artifact(artifact)
 
