@@ -315,22 +315,19 @@ def _typed(value: Any) -> str:
 
 
 def table(options: type, first: str, python: bool = True) -> str:
-    """The options as a table of Markdown: name, default, option of the command, what it does.
+    """The options as a table of Markdown: name, default, what it does.
 
     ``first``: what the names are called. ``python``: whether values are written in Python, or typed.
     """
-    flags = python and any(one.flag for one in declared(options).values())
 
     def rows(options: type, indent: str) -> Iterator[str]:
         for name, one in declared(options).items():
             text = repr(one.default) if python and one.default is not MISSING else _typed(one.default)
             default = "" if is_section(one.kind) or not text else f"`{text}`"
-            typed = f"`{one.flag}`" if one.flag else ""
-            yield f"| {indent}`{name}` | {default} |{f' {typed} |' if flags else ''} {one.help} |"
+            yield f"| {indent}`{name}` | {default} | {one.help} |"
             if is_section(one.kind):
                 yield from rows(one.kind, f"{indent}· ")
         for reason, names in getattr(options, "UNUSED", {}).items():  # of a recipe's section
             yield f"| {indent}{', '.join(f'`{name}`' for name in names.split())} |  | no effect: {reason} |"
 
-    head = [f"| {first} | default |{' command line |' if flags else ''} |", f"|---|---|---|{'---|' if flags else ''}"]
-    return "\n".join([*head, *rows(options, "")])
+    return "\n".join([f"| {first} | default | |", "|---|---|---|", *rows(options, "")])

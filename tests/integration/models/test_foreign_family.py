@@ -113,7 +113,7 @@ def test_it_is_traced_verified_and_generates(odd, tmp_path, monkeypatch):
     # Whoever serves needs the artifact alone.
     monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].replace(str(FOREIGN), ""))
     prompt = "while the"
-    done = nxd_infer("generate", artifact, "--prompt", prompt, "--max-tokens", 8, "--temperature", 0)
+    done = nxd_infer("generate", artifact, prompt, "--max-tokens", 8, "--temperature", 0)
     assert done.status == 0 and greedy_texts(odd, [prompt], 8)[prompt] in done.out, done
 
 
