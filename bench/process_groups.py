@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from nxd_infer.processes.own import die_with_parent
 from nxd_infer.util.memory import held_memory
-from nxd_infer.util.this_process import die_with_parent
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -86,8 +86,8 @@ class NativeLibrary:
         """
         if cores and len(cores) != threads:
             raise ValueError(f"{threads} threads need a core each, got {list(cores)}")
-        if hasattr(functions := ctypes.CDLL(str(self.path)), "nxd_engage_crew"):  # an artifact's may be older
-            functions.nxd_engage_crew(ctypes.c_int64(threads), (ctypes.c_int32 * threads)(*cores) if cores else None)
+        functions = ctypes.CDLL(str(self.path))
+        functions.nxd_engage_crew(ctypes.c_int64(threads), (ctypes.c_int32 * threads)(*cores) if cores else None)
 
     def crew_joins(self) -> int:
         """Return how often a crew thread has joined a piece of work."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from nxd_infer.checkpoint.folder import rank_stem
 from nxd_infer.checkpoint.storage import Storage
 from nxd_infer.errors import CheckpointError
-from nxd_infer.util.this_process import leave
+from nxd_infer.processes.own import leave
 
 
 class Outstanding:

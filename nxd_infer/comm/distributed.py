@@ -30,7 +30,7 @@ from nxd_infer.comm.protocol import Collectives, NativeOperators
 from nxd_infer.comm.shm import MAX_DEGREE, ShmCollectives, create_segment
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CollectiveError, CollectiveTimeoutError
-from nxd_infer.util.process_state import process_start, process_state
+from nxd_infer.processes.state import process_start, process_state
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 HALF = (torch.bfloat16, torch.float16)

@@ -18,9 +18,9 @@ from typing import Any
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from nxd_infer.errors import CollectiveTimeoutError, ParallelConfigError, RankDiedError
-from nxd_infer.util.child_process import ChildProcess, end_all, wait_for_an_end
-from nxd_infer.util.python_command import python_of_caller
-from nxd_infer.util.this_process import leave
+from nxd_infer.processes.child import ChildProcess, end_all, wait_for_an_end
+from nxd_infer.processes.command import python_of_caller
+from nxd_infer.processes.own import leave
 
 GRACE = 10.0
 """Seconds after a rank's failure in which this process may raise its own error, before it is ended."""
@@ -30,7 +30,7 @@ POLL = 0.5
 
 _EXEC = (
     "import os\n"
-    "from nxd_infer.util.this_process import die_with_parent\n"
+    "from nxd_infer.processes.own import die_with_parent\n"
     "die_with_parent(int(sys.argv[1]))\n"  # also in force after exec
     "os.execv(sys.executable, sys.argv[2:])"
 )

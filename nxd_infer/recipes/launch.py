@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nxd_infer.errors import RecipeError
-from nxd_infer.recipes.rank_processes import run_ranks
+from nxd_infer.processes.command import python_module
+from nxd_infer.processes.ranks import run_ranks
 from nxd_infer.recipes.recipe import Loaded, world_size
-from nxd_infer.util.python_command import python_module
 
 PORT = 29400
 """The first port of a Slurm job's ranks."""
@@ -69,17 +67,5 @@ def start_ranks(loaded: Loaded, file: Path, overrides: Sequence[str], log_dir: P
             "the nearest is 1",
         )
     log_dir.mkdir(parents=True, exist_ok=True)
-    job = Start(str(file), list(overrides), str(log_dir), os.getpid())
-    command = python_module("nxd_infer.recipes.rank_main", json.dumps(asdict(job)))
+    command = python_module("nxd_infer.recipes.rank_main", str(os.getpid()), str(log_dir), str(file), *overrides)
     run_ranks(command, world_size(loaded.recipe), log_dir / "ranks.log", timeout=None)
-
-
-@dataclass(frozen=True)
-class Start:
-    """What a rank is told."""
-
-    file: str
-    overrides: list[str]
-    log_dir: str
-    parent: int
-    """The process that has started it."""

@@ -7,10 +7,8 @@ import json
 import os
 import pickle
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Mapping
-from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nxd_infer.errors import CollectiveTimeoutError, ParallelConfigError
+from nxd_infer.errors import CollectiveTimeoutError, ParallelConfigError, RankFailedError, RankTimeoutError
+from nxd_infer.processes import command
+from nxd_infer.processes.command import import_script, preparation, python_of_caller
+from nxd_infer.processes.own import die_with_parent
+from nxd_infer.processes.ranks import run_ranks
 from nxd_infer.testing.compare import Batch, Reference, Training, compare_with, pieces, train_single
 from nxd_infer.trainer import shutdown
-from nxd_infer.util.child_process import ChildProcess, end_all, wait_for_an_end
-from nxd_infer.util.python_command import child_environment, preparation, python_of_caller
-from nxd_infer.util.this_process import die_with_parent
 
 
 def assert_parallel_equivalent(
@@ -113,81 +112,53 @@ def compare_in_processes(
             f"the top level of a module, and tensors in the batch ({error})"
         ) from error
     world = training.tp * training.pp * training.dp
-    if _importing:
+    if command.importing_script:
         raise ParallelConfigError(
             "the script compares at its top level, and every rank imports the script: put the call under "
             "`if __name__ == '__main__':`"
         )
-    deadline = time.monotonic() + timeout
+    failure = None
     with tempfile.TemporaryDirectory(prefix="nxd-equivalence-") as folder:
-        Path(folder, "job").write_bytes(pickle.dumps((preparation(), job, world, timeout, os.getpid())))
-        ranks: list[ChildProcess] = []
+        Path(folder, "job").write_bytes(pickle.dumps((preparation(), job, timeout, os.getpid())))
         try:
-            for rank in range(world):
-                command = python_of_caller(_RANK, folder, str(rank))
-                ranks.append(ChildProcess(command, environment=child_environment()))
-            while running := [process for process in ranks if process.running]:
-                if not wait_for_an_end(running, deadline - time.monotonic()):
-                    break
-                if any(process.returncode for process in ranks):
-                    deadline = min(deadline, time.monotonic() + 5)  # the others wait for a lost peer
-        finally:
-            late = [rank for rank, process in enumerate(ranks) if process.running]
-            end_all(ranks)
-        answers = [Path(folder, f"{rank}.json") for rank in range(world)]
-        answered = [json.loads(path.read_text()) if path.exists() else {} for path in answers]
-        # Causes before consequences: first a rank's own error, then a rank that ended, then a rank that lost a peer.
-        for rank, answer in enumerate(answered):
-            if "error" in answer and not answer["lost a peer"]:
-                raise RuntimeError(f"rank {rank} of {world} failed:\n{answer['error']}")
-        for rank, (process, answer) in enumerate(zip(ranks, answered, strict=True)):
-            if process.returncode and rank not in late and "error" not in answer:
-                raise RuntimeError(f"rank {rank} of {world} {process.explain()}")
-        for rank, answer in enumerate(answered):
-            if "error" in answer:
-                raise RuntimeError(f"rank {rank} of {world} failed:\n{answer['error']}")
-        if late:
-            raise RuntimeError(f"ranks {late} of {world} had not ended after {timeout} s and were killed")
+            run_ranks(python_of_caller(_RANK, folder), world, None, timeout)
+        except (RankFailedError, RankTimeoutError) as error:
+            failure = error
+        paths = [Path(folder, f"{rank}.json") for rank in range(world)]
+        answers = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
+    if failure is not None:
+        # The cause before its consequences: what a rank raised, before those that lost it as a peer.
+        raised = [(answer["lost a peer"], rank) for rank, answer in enumerate(answers) if "error" in answer]
+        lost, rank = min(raised, default=(True, 0))
+        if not lost:
+            raise RuntimeError(f"rank {rank} of {world} failed:\n{answers[rank]['error']}")
+        raise RuntimeError(f"of {world} ranks, {failure}" + (f"\n{answers[rank]['error']}" if raised else ""))
     lines: dict[str, str] = {}
-    for rank, answer in enumerate(answered):
+    for rank, answer in enumerate(answers):
         for line in answer["found"]:
             lines.setdefault(line, f"rank {rank}: {line}")
     return list(lines.values())
 
 
-_RANK = "from nxd_infer.testing.equivalence import main; main(sys.argv[1], int(sys.argv[2]))"
-_importing = False
-"""Whether this process is a rank that is importing the caller's script."""
+_RANK = "from nxd_infer.testing.equivalence import main; main(sys.argv[1])"
 
 
-def main(folder: str, rank: int) -> None:
-    """Run as rank ``rank`` of the job described in ``folder``."""
-    global _importing
-    wanted, job, world, timeout, parent = pickle.loads(Path(folder, "job").read_bytes())  # nosec B301  # of our parent
+def main(folder: str) -> None:
+    """Run a rank of the job described in ``folder``."""
+    prepared, job, timeout, parent = pickle.loads(Path(folder, "job").read_bytes())  # nosec B301  # of our parent
     die_with_parent(parent)
-    _importing = True
-    spawn.prepare(wanted)
-    _importing = False
-    _rank(job, folder, world, timeout, rank)
-
-
-def _rank(job: bytes, folder: str, world: int, timeout: float, rank: int) -> None:
+    import_script(prepared)
     torch.set_num_threads(1)
     answer: dict[str, Any] = {}
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/store",
-            rank=rank,
-            world_size=world,
-            timeout=datetime.timedelta(seconds=timeout),
-        )
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
         model_fn, batch, training, reference, tolerance = pickle.loads(job)  # nosec B301  # of our parent
         answer["found"] = compare_with(reference, model_fn, batch, training, tolerance)
         shutdown()
     except Exception as error:
         answer = {"error": traceback.format_exc(), "lost a peer": isinstance(error, CollectiveTimeoutError)}
-    Path(folder, f"{rank}.json.new").write_text(json.dumps(answer))
-    os.replace(f"{folder}/{rank}.json.new", f"{folder}/{rank}.json")
+    path = f"{folder}/{os.environ['RANK']}.json"
+    Path(f"{path}.new").write_text(json.dumps(answer))
+    os.replace(f"{path}.new", path)
     if "error" in answer:
         os._exit(1)  # a normal exit would hang while peers wait in a collective

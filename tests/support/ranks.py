@@ -1,29 +1,28 @@
-"""Run a test function on several real rank processes, which are forked from one server that has imported torch, and
-kept for the next call, with a new process group; after a failure or a lost rank the next call gets fresh ones."""
+"""Run a test function on several real rank processes, which are forked from a process that has imported torch."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import ctypes
 import datetime
 import faulthandler
-import gc
+import functools
 import importlib
 import multiprocessing
-import multiprocessing.connection
 import os
 import pickle
-import signal
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace as Job
 from typing import Any, Literal
 
+from nxd_infer.processes.child import end_all
+from nxd_infer.processes.command import environment_of_caller, python_of_caller
+from nxd_infer.processes.own import leave
+from nxd_infer.processes.start import start
 from tests.support.needs import require_native
 
 GRACE = 20.0
@@ -46,7 +45,6 @@ def run_ranks(
     comm_timeout: float = 120,
     lost: tuple[int, ...] = (),
     capacity: int | None = None,
-    fresh: bool = False,
 ) -> list[Any]:
     """Call ``fn(*args)`` on ``world_size`` rank processes at once and return their results in rank order.
 
@@ -55,7 +53,7 @@ def run_ranks(
     ``collectives``: of process groups, of shared memory as compiled graphs have it, of groups that share memory.
     ``comm_timeout``: seconds a collective waits for its peers. ``lost``: ranks that are expected to die or to stop;
     the call ends when all others have answered, and a lost rank's result is None. ``capacity``: bytes of a slot of
-    shared memory. ``fresh``: in processes that have run nothing yet, for what depends on what was freed before.
+    shared memory.
 
     Raises RankTestError with the traceback of the rank that failed first, or, after ``timeout`` seconds (a guard
     against hanging), with the stack of every rank that has not answered.
@@ -63,14 +61,14 @@ def run_ranks(
     degrees = {"tp": tp or world_size // (pp * cp), "pp": pp, "cp": cp}
     if collectives == "shm":
         require_native()
-    workers = _pool.take(world_size, fresh)
-    keep = False
+    workers: list[_Worker] = []
     try:
         with tempfile.TemporaryDirectory(prefix="nxd-ranks-") as folder, contextlib.ExitStack() as opened:
             deadline = time.monotonic() + timeout
             segments = _segments(world_size, degrees, capacity, opened) if collectives == "shm" else [{}] * world_size
-            for rank, worker in enumerate(workers):
-                worker.submit(
+            for rank in range(world_size):
+                workers.append(_Worker())
+                workers[rank].submit(
                     Job(
                         module=fn.__module__,
                         function=fn.__qualname__,
@@ -86,15 +84,9 @@ def run_ranks(
                         segments=segments[rank],
                     )
                 )
-            results = _collect(workers, deadline, timeout, set(lost), folder)
-        keep = not lost and not fresh
-        return results
+            return _collect(workers, deadline, timeout, set(lost), folder)
     finally:
-        if keep:
-            _pool.give_back(workers)
-        else:
-            for worker in workers:
-                worker.kill()
+        end_all([worker.process for worker in workers])
 
 
 def _segments(
@@ -120,7 +112,7 @@ def _collect(workers: list[_Worker], deadline: float, timeout: float, lost: set[
     results: list[Any] = [None] * len(workers)
     failures: list[str] = []
     while waiting:
-        ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
             break
         for connection in ready:
@@ -128,8 +120,8 @@ def _collect(workers: list[_Worker], deadline: float, timeout: float, lost: set[
             try:
                 ok, value = workers[rank].receive()
             except (EOFError, OSError):
-                workers[rank].process.join(120)
-                ok, value = False, f"its process ended with status {workers[rank].process.exitcode}\n"
+                workers[rank].process.wait(120)
+                ok, value = False, f"its process {workers[rank].process.explain()}\n"
             if ok:
                 results[rank] = value
             else:
@@ -146,85 +138,39 @@ def _collect(workers: list[_Worker], deadline: float, timeout: float, lost: set[
     return results
 
 
+_RANK = "from tests.support.ranks import serve; serve(int(sys.argv[1]))"
+_environment = functools.cache(environment_of_caller)
+
+
 class _Worker:
-    def __init__(self, context: Any):
-        self.connection, theirs = context.Pipe(duplex=True)
-        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()
+    def __init__(self) -> None:
+        self.connection, remote = multiprocessing.Pipe()
+        with remote:
+            self.process = start(
+                python_of_caller(_RANK, str(remote.fileno())),
+                imports="tests.support.rank_imports",
+                importing=_environment(),
+                environment={"GLOO_SOCKET_IFNAME": "lo", **_environment()},
+                inherit=[remote.fileno()],
+            )
 
     def submit(self, job: Job) -> None:
-        self.connection.send_bytes(pickle.dumps(sys.path))  # first: where the other's modules are
         self.connection.send_bytes(pickle.dumps(job))
 
     def receive(self) -> tuple[bool, Any]:
         return pickle.loads(self.connection.recv_bytes())
 
-    def kill(self) -> None:
-        """End the process and whatever it started."""
-        if self.process.pid is not None and self.process.is_alive():
-            with contextlib.suppress(OSError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.kill()
-            self.process.join(120)
-        self.connection.close()
 
-
-class _Pool:
-    """Idle rank processes of this test session."""
-
-    def __init__(self) -> None:
-        self._idle: list[_Worker] = []
-        self._owner = 0
-        self._context: Any = None
-
-    def take(self, count: int, fresh: bool) -> list[_Worker]:
-        if self._owner != os.getpid():  # the first call, or a forked copy that must not share pipes
-            self._owner, self._idle = os.getpid(), []
-            self._context = multiprocessing.get_context("forkserver")
-            # The last two are what any optimizer's first step imports, two seconds of each rank, and what most jobs do.
-            self._context.set_forkserver_preload(
-                ["torch", "torch.distributed", "tests.support.ranks", "nxd_infer.parallel_state", "torch._dynamo",
-                 "nxd_infer.trainer"]
-            )  # fmt: skip
-            atexit.register(self.close)
-        alive = [worker for worker in self._idle if worker.process.is_alive()]
-        reused = 0 if fresh else count
-        taken, self._idle = alive[:reused], alive[reused:]
-        while len(taken) < count:
-            taken.append(_Worker(self._context))
-        return taken
-
-    def give_back(self, workers: list[_Worker]) -> None:
-        self._idle = workers + self._idle
-
-    def close(self) -> None:
-        if self._owner == os.getpid():
-            while self._idle:
-                self._idle.pop().kill()
-
-
-_pool = _Pool()
-
-
-def _serve(connection: Any) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the server, which dies with pytest
-    os.setpgid(0, 0)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    gc.freeze()  # what was imported stays, and would be scanned after each job
-    while True:
-        try:
-            sys.path[:] = pickle.loads(connection.recv_bytes())
-            payload = connection.recv_bytes()
-        except (EOFError, OSError):
-            os._exit(0)
-        try:
-            answer = pickle.dumps((True, _run(pickle.loads(payload))))
-        except BaseException:
-            answer = pickle.dumps((False, traceback.format_exc()))
-        connection.send_bytes(answer)
-        gc.collect()
-        gc.freeze()
+def serve(descriptor: int) -> None:
+    """Do the job that comes from this descriptor."""
+    connection = Connection(descriptor)
+    job = pickle.loads(connection.recv_bytes())
+    try:
+        answer = pickle.dumps((True, _run(job)))
+    except BaseException:
+        answer = pickle.dumps((False, traceback.format_exc()))
+    connection.send_bytes(answer)
+    leave(0)
 
 
 def _run(job: Job) -> Any:

@@ -5,40 +5,75 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import secrets
-import select
 import shutil
 import signal
 import socket
 import subprocess  # nosec B404
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 from nxd_infer.backends import registry
 from nxd_infer.errors import TraceError
-from nxd_infer.util.child_process import END_SECONDS, ChildProcess
+from nxd_infer.processes.child import END_SECONDS, ChildProcess
+from nxd_infer.processes.command import child_environment, python_module
 from nxd_infer.util.processors import processors
-from nxd_infer.util.python_command import child_environment, python_module
 from nxd_infer.util.temporary import temporary_name
 
 
-@dataclass
 class _Worker:
-    process: ChildProcess
-    channel: socket.socket
-    """To send jobs, and to receive answers."""
-    log: Path
-    """The compiler's output."""
-    graph: Path | None = None
-    started: float = 0.0
-    rest: str = ""
+    """A process that compiles one graph at a time."""
+
+    def __init__(self, backend: str, place: Path):
+        temporary = place / "tmp"
+        temporary.mkdir(exist_ok=True)
+        own = registry.get(backend).environment(place)
+        environment = child_environment(**own, TMPDIR=str(temporary), PYTHONWARNINGS="ignore")
+        self._log = place / f"compile-{secrets.token_hex(4)}.log"
+        self._channel, remote = socket.socketpair()
+        self._answers = self._channel.makefile("rb")
+        arguments = (backend, str(remote.fileno()), str(os.getpid()))
+        with remote, open(self._log, "wb") as output:
+            self._process = ChildProcess(
+                python_module("nxd_infer.backends.compile.worker", *arguments),
+                environment=registry.with_import_path(environment, backend),
+                inherit=[remote.fileno()],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def compile(self, graph: Path, options: Mapping[str, Any], timeout: float) -> float:
+        """Compile a graph directory, and return how many seconds it took. Raises TraceError if that fails."""
+        job = {"graph": str(graph.absolute()), "options": dict(options)}
+        try:
+            self._channel.settimeout(timeout)
+            self._channel.sendall(json.dumps(job).encode() + b"\n")
+            line = self._answers.readline()
+        except TimeoutError:
+            raise TraceError(f"compiling {graph.name} took longer than {timeout:g} s; raise compile_timeout") from None
+        except ConnectionError:  # it ended before it had read its job
+            line = b""
+        if not line:
+            self._process.wait(END_SECONDS)
+            hint = " (out of memory?)" if self._process.returncode == -signal.SIGKILL else ""
+            output = self._log.read_text(errors="replace")[-2000:]
+            raise TraceError(f"the process that compiled {graph.name} {self._process.explain()}{hint}\n{output}")
+        answer = json.loads(line)
+        if answer["error"]:
+            message = f"compiling graph {graph.name} failed: {answer['error']}"
+            raise TraceError(message, remote_traceback=answer.get("traceback", ""))
+        return answer["seconds"]
 
     def end(self) -> None:
-        self.process.end()
-        self.channel.close()
+        """End it; a thread that waits for an answer gets none."""
+        self._process.end()
+
+    def close(self) -> None:
+        self._answers.close()
+        self._channel.close()
 
 
 def compile_graphs(
@@ -63,29 +98,33 @@ def compile_graphs(
         return
     with workplace(workdir) as place:
         pool: list[_Worker] = []
+        idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+
+        def compile_one(graph: Path) -> float:
+            worker = idle.get()
+            try:
+                return worker.compile(graph, options, timeout)
+            finally:
+                idle.put(worker)
+
+        count = min(len(graph_dirs), 2, processors(), workers or 2)
+        executor = ThreadPoolExecutor(count)
         try:
-            pending = list(graph_dirs)
-            for _ in range(min(len(pending), 2, processors(), workers or 2)):
-                pool.append(_start(backend, place))
-            active = 0
-            while pending or active:
-                for worker in pool:
-                    if worker.graph is None and pending:
-                        _assign(worker, pending.pop(0), options)
-                        active += 1
-                for worker, answer in _answers(pool, timeout):
-                    if answer["error"]:
-                        raise TraceError(
-                            f"compiling graph {worker.graph and worker.graph.name} failed: {answer['error']}",
-                            remote_traceback=answer.get("traceback", ""),
-                        )
-                    if report is not None and worker.graph is not None:
-                        report(worker.graph, answer["seconds"])
-                    worker.graph = None
-                    active -= 1
+            for _ in range(count):
+                pool.append(_Worker(backend, place))
+                idle.put(pool[-1])
+            graphs = {executor.submit(compile_one, graph): graph for graph in graph_dirs}
+            for future in as_completed(graphs):
+                seconds = future.result()
+                if report is not None:
+                    report(graphs[future], seconds)
         finally:
+            executor.shutdown(wait=False, cancel_futures=True)
             for worker in pool:
                 worker.end()
+            executor.shutdown()
+            for worker in pool:
+                worker.close()
 
 
 @contextlib.contextmanager
@@ -114,72 +153,3 @@ def workplace(workdir: Path | None) -> Iterator[Path]:
                 ) from error
         finally:
             shutil.rmtree(place, ignore_errors=True)
-
-
-def _start(backend: str, place: Path) -> _Worker:
-    temporary = place / "tmp"
-    temporary.mkdir(exist_ok=True)
-    chosen = registry.get(backend)
-    environment = child_environment(**chosen.environment(place), TMPDIR=str(temporary), PYTHONWARNINGS="ignore")
-    environment = registry.with_import_path(environment, backend)
-    log = place / f"compile-{secrets.token_hex(4)}.log"
-    channel, theirs = socket.socketpair()
-    number = theirs.fileno()
-    command = python_module("nxd_infer.backends.compile.worker", backend, str(number), str(os.getpid()))
-    try:
-        with open(log, "wb") as output:
-            process = ChildProcess(
-                command, environment=environment, inherit=[number], stdout=output, stderr=subprocess.STDOUT
-            )
-    except BaseException:
-        channel.close()
-        raise
-    finally:
-        theirs.close()
-    return _Worker(process, channel, log)
-
-
-def _assign(worker: _Worker, graph: Path, options: Mapping[str, Any]) -> None:
-    worker.graph, worker.started = graph, time.monotonic()
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # reading the answer will report its end
-        job = {"graph": str(graph.absolute()), "options": dict(options)}
-        worker.channel.sendall(json.dumps(job).encode() + b"\n")
-
-
-def _answers(pool: list[_Worker], timeout: float) -> list[tuple[_Worker, dict[str, Any]]]:
-    """Wait until a worker answers. Raises TraceError if one died or exceeded ``timeout``."""
-    busy = [worker for worker in pool if worker.graph is not None]
-    left = min(worker.started + timeout for worker in busy) - time.monotonic()
-    poll = select.poll()  # select() supports no descriptor above 1023
-    for worker in busy:
-        poll.register(worker.channel, select.POLLIN)
-    ready = {fd for fd, _ in poll.poll(min(max(0.0, left), 1e6) * 1000)}
-    if not ready and time.monotonic() - min(worker.started for worker in busy) >= timeout:
-        names = ", ".join(worker.graph.name for worker in busy if worker.graph)
-        raise TraceError(f"compiling {names} took longer than {timeout:g} s; raise compile_timeout")
-    found = []
-    for worker in busy:
-        if worker.channel.fileno() not in ready:
-            continue
-        try:
-            data = worker.channel.recv(1 << 20).decode()
-        except ConnectionResetError:  # it ended before it had read its job
-            data = ""
-        if not data:
-            worker.process.wait(END_SECONDS)
-            hint = " (out of memory?)" if worker.process.returncode == -signal.SIGKILL else ""
-            name = worker.graph.name if worker.graph else ""
-            how = worker.process.explain() + hint
-            raise TraceError(f"the process that compiled {name} {how}\n{_tail(worker.log)}")
-        worker.rest += data
-        if worker.rest.endswith("\n"):
-            found.append((worker, json.loads(worker.rest)))
-            worker.rest = ""
-    return found
-
-
-def _tail(log: Path) -> str:
-    try:
-        return log.read_text(errors="replace")[-2000:]
-    except OSError:
-        return ""

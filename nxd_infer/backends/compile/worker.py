@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 
 from nxd_infer.backends import registry
-from nxd_infer.util.this_process import die_with_parent
+from nxd_infer.processes.own import die_with_parent
 
 
 def _end_all(number: int, frame: object) -> None:

@@ -20,10 +20,10 @@ from nxd_infer.cli.demo import small, smollm2
 from nxd_infer.cli.demo.client import Answer, ServerError, stream_answer
 from nxd_infer.cli.demo.made import MODEL, Made, Question
 from nxd_infer.errors import ArtifactError
+from nxd_infer.processes.child import ChildProcess, end_all, end_of_log
+from nxd_infer.processes.command import child_environment, python_module
 from nxd_infer.trace.request import tracing_backend
-from nxd_infer.util.child_process import ChildProcess, end_all, end_of_log
 from nxd_infer.util.ports import free_port
-from nxd_infer.util.python_command import child_environment, python_module
 from nxd_infer.util.units import size
 from nxd_models.registry import weights
 

@@ -13,8 +13,8 @@ import gc
 import os
 import sys
 
+from nxd_infer.processes.own import die_with_parent, ignore_stop, leave, name_process
 from nxd_infer.runtime.rank_process.config import RankConfig
-from nxd_infer.util.this_process import die_with_parent, ignore_stop, leave, name_process
 
 
 def main(arguments: list[str]) -> int:

@@ -71,20 +71,6 @@ def release_cores(cores: list[list[int]]) -> None:
                 os.close(_claims.pop(core))
 
 
-def _begin_anew() -> None:
-    """Reset everything in a forked process, because the cores belong to its parent."""
-    global _lock
-    _lock = threading.RLock()  # another thread may have held it
-    for found in _claims.values():
-        os.close(found)  # without unlocking, which would also unlock it for the parent
-    _claims.clear()
-    _used.clear()
-    _leads.clear()
-
-
-os.register_at_fork(after_in_child=_begin_anew)
-
-
 def _claim(core: int) -> bool:
     """Claim a core until it is released or this process ends; False if another process of this user has it."""
     if core in _claims:

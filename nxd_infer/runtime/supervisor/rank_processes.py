@@ -15,46 +15,39 @@ import mmap
 import os
 import select
 import shutil
+import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.backends import registry
 from nxd_infer.comm.shm import create_segment, read_counters
 from nxd_infer.errors import BackendUnavailableError, ModelClosedError
+from nxd_infer.processes.child import ChildProcess
+from nxd_infer.processes.command import child_environment, python_module
+from nxd_infer.processes.start import start
+from nxd_infer.processes.state import process_state
 from nxd_infer.runtime.ipc.arena import Arena, arena_layout, create_arena
 from nxd_infer.runtime.ipc.channel import Channel
 from nxd_infer.runtime.rank_process.config import RankConfig
 from nxd_infer.runtime.rank_process.handover import FLAGS
 from nxd_infer.runtime.supervisor import failures
 from nxd_infer.runtime.supervisor.cores import choose_cores, release_cores
-from nxd_infer.runtime.supervisor.starter import Starter
 from nxd_infer.runtime.time_bounds import until_ended
-from nxd_infer.util.child_process import ChildProcess
-from nxd_infer.util.process_state import process_state
 
 log = logging.getLogger(__name__)
 
 _TAIL = 16 << 10
 _COUNTER_BYTES = 64 << 10
 """Size of the counters in a collectives segment."""
-_BEGIN_SECONDS = 0.5
-"""How long a thread whose start was interrupted may take to begin."""
+_MAIN = "nxd_infer.runtime.rank_process.main"
+_IMPORTS = "nxd_infer.runtime.rank_process.loop"
+"""What a rank imports, with torch."""
 
 MOST_THREADS = 64
 """Maximum threads of a crew (``csrc/operators/machine/crew.h``); ranks with more use torch's threads."""
-
-
-class Links(NamedTuple):
-    """What connects a rank with others: see RankConfig."""
-
-    libraries: list[tuple[str, int]]
-    after: int | None
-    before: int | None
-    directory: str
 
 
 class RankProcesses:
@@ -89,16 +82,13 @@ class RankProcesses:
         """The counters of each stage's segments."""
         self._tails = [collections.deque[bytes](maxlen=256) for _ in range(self.count)]
         self._cores: list[list[int]] = []
-        self._crews = know_crews(artifact)
         self._directory: str | None = None
         self._mutex = threading.RLock()  # reentrant: a signal handler may end the ranks while its thread does
         self._stopped = False
         self._following: threading.Thread | None = None
-        self._underway = threading.Event()
-        """Set once the first process has been started."""
         self._spawned = threading.Event()
-        self._errors: list[BaseException] = []
-        self._begun = False  # not an event, whose lock is not reentrant for a signal handler
+        """Set once all have been started, or one could not be."""
+        self._error: BaseException | None = None
 
     @property
     def lead_cores(self) -> list[int]:
@@ -106,23 +96,20 @@ class RankProcesses:
         return [cores[0] for cores in self._cores if self._has_crew(cores)]
 
     def _has_crew(self, cores: list[int]) -> bool:
-        return 1 < len(cores) <= MOST_THREADS and self._crews
+        return 1 < len(cores) <= MOST_THREADS and bool(self.artifact.manifest.ops)
 
-    def start(self, seconds: float) -> None:
-        """Begin to start the ranks; return when a process that imports torch has been started. Raises what kept it
-        from starting, RankStartError if that is the system, and RankTimeoutError after ``seconds``; processes that did
-        start are left to ``kill``."""
-        starter = Starter(self.artifact.manifest.backend, self.threads)
+    def start(self) -> None:
+        """Begin to start the ranks. Raises RankStartError if the system does not let a thread start."""
+        own = child_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(self.threads))
+        environment = registry.with_import_path(own, self.artifact.manifest.backend)
 
         def live() -> None:
-            self._begun = True
             try:
-                self._spawn(starter)
+                self._spawn(environment)
             except BaseException as error:
-                self._errors.append(error)
+                self._error = error
             finally:
                 self._spawned.set()
-                self._underway.set()
             self._follow()
             self.ended.set()
             self._on_exit = _nothing  # breaks a cycle that would keep the channels and the shared memory open
@@ -130,27 +117,20 @@ class RankProcesses:
         thread = self._following = threading.Thread(target=live, name="nxd-ranks", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # the system cannot start a thread
+        except RuntimeError as error:
             self._following = None
             refused = OSError(errno.EAGAIN, str(error))
             raise failures.not_let_start(refused) from refused
-        self._wait(self._underway, seconds)
 
     def wait_started(self, seconds: float) -> None:
-        """Wait until the processes of all ranks have been started. Raises as :meth:`start` does, and RankTimeoutError
-        after ``seconds``."""
-        self._wait(self._spawned, seconds)
-
-    def _wait(self, event: threading.Event, seconds: float) -> None:
-        if not event.wait(seconds):
+        """Wait until the processes of all ranks have been started. Raises what kept one from starting, RankStartError
+        if that is the system, and RankTimeoutError after ``seconds``; processes that did start are left to ``kill``."""
+        if not self._spawned.wait(seconds):
             raise failures.not_started(len(self._processes), self.count, seconds)
-        self._raise_error()
-
-    def _raise_error(self) -> None:
-        for error in list(self._errors):
-            if isinstance(error, OSError):
-                raise failures.not_let_start(error) from error
-            raise error
+        if isinstance(self._error, OSError):
+            raise failures.not_let_start(self._error) from self._error
+        if self._error is not None:
+            raise self._error
 
     def kill(self) -> None:
         """End every rank, and wait until it has, as long as its memory may take to be freed, and, at most five seconds,
@@ -180,10 +160,7 @@ class RankProcesses:
         thread = self._following
         if thread is None or thread.ident == threading.get_ident():
             return
-        end = time.monotonic() + _BEGIN_SECONDS
-        while not self._begun and time.monotonic() < end:
-            time.sleep(0.001)
-        if self._begun:
+        with contextlib.suppress(RuntimeError):  # its start was interrupted
             thread.join(5.0)
         self._following = None  # never wait twice
 
@@ -213,7 +190,7 @@ class RankProcesses:
 
     # --- the thread that starts and watches ---
 
-    def _spawn(self, starter: Starter) -> None:
+    def _spawn(self, environment: Mapping[str, str]) -> None:
         manifest = self.artifact.manifest
         fds: list[int] = []
         try:
@@ -232,100 +209,91 @@ class RankProcesses:
             for _ in range(self.degree - tp):  # rank r counts its steps in the r-th, rank r + tp waits for them
                 handovers.append(os.eventfd(0, FLAGS))
                 fds.append(handovers[-1])
-            with self._going():
+            with self._mutex:
+                self._check_going()
                 # Without a rendezvous file if they meet in shared memory, so a killed caller leaves nothing behind.
                 if self.count > 1 and tp > 1 and not libraries[0]:
                     self._directory = tempfile.mkdtemp(prefix="nxd-ranks-")
                 directory = self._directory or ""
                 cores = self._cores = choose_cores(self.count, self.threads * self.degree // self.count)
-            if not any(self._has_crew(own) for own in cores) and starter.begin():
-                self._underway.set()
             for rank in range(self.count):  # use local variables: kill() may clear the fields at any moment
                 after = handovers[rank - tp] if rank >= tp else None
                 before = handovers[rank] if rank < len(handovers) else None
-                links = Links(libraries[rank // tp], after, before, directory)
-                self.channels.append(self._spawn_rank(rank, fds, links, cores[rank], starter))
-                self._underway.set()
+                ours, remote = Channel.pair()
+                self.channels.append(ours)
+                config = RankConfig(
+                    artifact=str(self.artifact.path),
+                    digest=self.artifact.digest,
+                    rank=rank,
+                    degree=self.degree,
+                    together=self.together,
+                    parent=os.getpid(),
+                    socket=remote.fileno(),
+                    arena=fds[0],
+                    threads=self.threads,
+                    cores=cores[rank],
+                    crew=self._has_crew(cores[rank]),
+                    timeout=self._collective_timeout,
+                    libraries=libraries[rank // tp],
+                    after=after,
+                    before=before,
+                    rendezvous=f"{directory}/rendezvous",
+                )
+                try:
+                    self._spawn_rank(config, (remote.fileno(), *fds), environment)
+                finally:
+                    remote.close()
         finally:
             for fd in fds:
                 os.close(fd)
 
-    @contextlib.contextmanager
-    def _going(self) -> Iterator[None]:
-        """Guard a block against ``kill``: either this raises ModelClosedError, or ``kill`` sees its results."""
-        with self._mutex:
-            if self._stopped:
-                raise ModelClosedError("the model was closed while its ranks were starting")
-            yield
-
-    def _spawn_rank(self, rank: int, fds: list[int], links: Links, cores: list[int], starter: Starter) -> Channel:
-        ours, theirs = Channel.pair()
-        config = RankConfig(
-            artifact=str(self.artifact.path),
-            digest=self.artifact.digest,
-            rank=rank,
-            degree=self.degree,
-            together=self.together,
-            parent=os.getpid(),
-            socket=theirs.fileno(),
-            arena=fds[0],
-            threads=self.threads,
-            cores=cores,
-            crew=self._has_crew(cores),
-            timeout=self._collective_timeout,
-            libraries=links.libraries,
-            after=links.after,
-            before=links.before,
-            rendezvous=f"{links.directory}/rendezvous",
+    def _spawn_rank(self, config: RankConfig, inherit: Sequence[int], environment: Mapping[str, str]) -> None:
+        self._check_going()
+        process = start(
+            python_module(_MAIN, "rank", str(config.rank), "--config", config.to_json()),
+            imports="" if config.crew else _IMPORTS,  # OpenMP's settings for a crew are read while torch is imported
+            importing=environment,
+            environment=environment,
+            inherit=inherit,
+            output=subprocess.PIPE,
+            check=self._check_going,
         )
-        process = None
-        try:
-            with self._going():  # do not start one after `kill`
-                pass
-            process = starter.start(rank, config.to_json(), (theirs.fileno(), *fds), lambda: self._stopped)
-            with self._going():
+        with self._mutex:
+            if not self._stopped:
                 self._processes.append(process)
-        except BaseException:
-            ours.close()
-            if process is not None:  # `kill` has not seen it
-                process.end()
-            raise
-        finally:
-            theirs.close()
-        return ours
+                return
+        process.end()  # ``kill`` has not seen it
+        self._check_going()
+
+    def _check_going(self) -> None:
+        """Raise ModelClosedError after ``kill``."""
+        if self._stopped:
+            raise ModelClosedError("the model was closed while its ranks were starting")
 
     def _follow(self) -> None:
         """Read the ranks' output and report their ends, until all have ended."""
         poll = select.poll()
         outputs: dict[int, int] = {}
         ends: dict[int, int] = {}
+        """The rank of each output that is open, and of each that runs, by its descriptor."""
         for rank, process in enumerate(self._processes):
             assert process.stdout is not None
             os.set_blocking(process.stdout.fileno(), False)
-            outputs[rank] = process.stdout.fileno()
-            poll.register(outputs[rank], select.POLLIN)
-            try:
-                ends[rank] = process.end_descriptor()
-            except OSError:
-                continue  # an old kernel: poll the processes four times per second
-            poll.register(ends[rank], select.POLLIN)
-        ranks = {fd: rank for rank, fd in outputs.items()}
-        running = set(ranks.values())
-        while running:
-            for fd, _ in poll.poll(None if running <= ends.keys() else 250):
-                if fd in ranks and not self._drain(fd, ranks[fd]):
+            outputs[process.stdout.fileno()] = ends[process.sentinel] = rank
+            poll.register(process.stdout, select.POLLIN)
+            poll.register(process.sentinel, select.POLLIN)
+        while ends:
+            for fd, _ in poll.poll():
+                if fd in outputs and not self._drain(fd, outputs[fd]):
                     poll.unregister(fd)
-                    del ranks[fd]
-            for rank in sorted(running):
-                process = self._processes[rank]
-                if process.running:
-                    continue
-                running.discard(rank)
-                if rank in ends:
-                    poll.unregister(ends[rank])
-                    os.close(ends[rank])
-                self._drain(outputs[rank], rank)
-                self._on_exit(rank, failures.ending(process.explain(), process.returncode), self.output(rank))
+                    del outputs[fd]
+                if fd in ends:
+                    poll.unregister(fd)
+                    rank = ends.pop(fd)
+                    process = self._processes[rank]
+                    assert process.stdout is not None
+                    self._drain(process.stdout.fileno(), rank)
+                    self._on_exit(rank, failures.ending(process.explain(), process.returncode), self.output(rank))
         for process in self._processes:
             process.end()
 
@@ -361,12 +329,3 @@ def _libraries(artifact: LoadedArtifact) -> list[str]:
         return [str(native.load().path)]
     except BackendUnavailableError:
         return []
-
-
-def know_crews(artifact: LoadedArtifact) -> bool:
-    """Whether the artifact's operators can have their own threads; those of older artifacts cannot."""
-    try:
-        libraries = [artifact.op_file(digest).read_bytes() for digest in artifact.manifest.ops]
-    except OSError:
-        return False  # the verification of the files will report the error
-    return bool(libraries) and all(b"nxd_engage_crew" in content for content in libraries)

@@ -19,13 +19,13 @@ from typing import NoReturn
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.artifact.verified import stamps_file
 from nxd_infer.errors import ModelClosedError, NxdError
+from nxd_infer.processes.child import END_SECONDS
 from nxd_infer.runtime.ipc.arena import Arena, Side
 from nxd_infer.runtime.ipc.channel import Answers, ChannelClosed, Kind, Request
 from nxd_infer.runtime.supervisor import failures
 from nxd_infer.runtime.supervisor.protocol import RankHealth
 from nxd_infer.runtime.supervisor.rank_processes import RankProcesses
 from nxd_infer.runtime.time_bounds import Bounds
-from nxd_infer.util.child_process import END_SECONDS
 
 _GRACE = 0.5
 """Seconds to wait, after one rank's error, for the end of another rank that may have caused it."""
@@ -107,7 +107,7 @@ class Supervisor:
         """
         _live.add(self)
         try:
-            self._processes.start(self.bounds.load)
+            self._processes.start()
             if self._before_load is not None:
                 self._before_load()
             self._processes.wait_started(self.bounds.load)

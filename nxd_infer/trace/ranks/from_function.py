@@ -16,7 +16,7 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
@@ -25,15 +25,16 @@ from typing import Any
 
 from nxd_infer import compat, errors
 from nxd_infer.errors import CollectiveError, TraceConfigError, TraceError
+from nxd_infer.processes import command
+from nxd_infer.processes.child import END_SECONDS, ChildProcess
+from nxd_infer.processes.command import environment_of_caller, preparation, python_of_caller
+from nxd_infer.processes.start import start
 from nxd_infer.trace.ranks import process_main
 from nxd_infer.trace.ranks.traced import RESULT_FILE, TracedRank, rank_directory
 from nxd_infer.trace.request import TraceRequest
-from nxd_infer.util.child_process import END_SECONDS, ChildProcess
 from nxd_infer.util.ports import free_port
 from nxd_infer.util.processors import processors
 from nxd_infer.util.progress import silent
-from nxd_infer.util.python_command import environment_of_caller, preparation, python_of_caller
-from nxd_infer.util.start_program import start_program
 
 Message = list[Any]
 GRACE = 1.0
@@ -94,10 +95,6 @@ class _Rank:
     rank: int
     place: str = "starting"
 
-    def reached(self, message: Message) -> None:
-        """Note how far it is."""
-        self.place = message[1] if len(message) > 1 else self.place
-
     def end(self, patience: float = 0.0) -> None:
         self.process.end(patience)
         self.connection.close()
@@ -108,7 +105,7 @@ def trace_ranks(request: TraceRequest, build: Path) -> list[TracedRank]:
 
     Raises TraceError with the rank and its traceback (TraceConfigError if that is what the rank raised).
     """
-    if process_main.importing_script:
+    if command.importing_script:
         raise TraceConfigError(
             "the script calls parallel_model_trace at its top level, and every rank process imports the script: put "
             "the call under `if __name__ == '__main__':`"
@@ -125,14 +122,15 @@ def trace_ranks(request: TraceRequest, build: Path) -> list[TracedRank]:
     prepared = preparation()
     results: dict[int, list[TracedRank]] = {}
     """The stages of each tensor parallel rank."""
+    failures: list[tuple[int, Message]] = []
     running: list[_Rank] = []
     total = degree * len(request.buckets)
     done = 0
     progress("trace ranks", 0, total, "")
     try:
         waiting = list(range(degree))
-        while len(results) < degree:
-            while waiting and len(running) < at_once:
+        while len(results) < degree and (running or not failures):
+            while waiting and len(running) < at_once and not failures:
                 settings = process_main.RankSettings(
                     rank=waiting.pop(0),
                     degree=degree,
@@ -148,19 +146,27 @@ def trace_ranks(request: TraceRequest, build: Path) -> list[TracedRank]:
                     timeout=timeout,
                 )
                 running.append(_start(settings, deadline))
-            for message, member in _messages(running, deadline):
+            messages = _messages(running, deadline)
+            if not messages:
+                break
+            for message, member in messages:
                 if message[0] == "error":
-                    _raise_failure([(member.rank, message), *_other_failures(running, member)])
-                member.reached(message)
-                if message[0] == "bucket":
+                    failures.append((member.rank, message))
+                    deadline = min(deadline, time.monotonic() + GRACE)
+                elif message[0] == "bucket":
                     done += 1
                     progress("trace ranks", min(done, total), total, f"rank {member.rank}: {message[1]}")
-                if message[0] == "done":
+                elif message[0] == "done":
                     own = [stage * degree + member.rank for stage in range(stages)]
                     files = [rank_directory(build, rank) / RESULT_FILE for rank in own]
                     results[member.rank] = [TracedRank.model_validate_json(file.read_bytes()) for file in files]
-                    member.end(patience=10)
+                if message[0] in ("error", "done"):
                     running.remove(member)
+                    member.end(patience=10)
+        if failures:
+            _raise_failure(failures)
+        if len(results) < degree:
+            raise _late(", ".join(f"rank {member.rank} ({member.place})" for member in running))
     finally:
         for member in running:
             member.end()
@@ -178,15 +184,19 @@ _IMPORTS = "nxd_infer.trace.ranks.imports"
 
 
 def _start(settings: process_main.RankSettings, deadline: float) -> _Rank:
+    def check() -> None:
+        if time.monotonic() > deadline:
+            raise _late(f"rank {settings.rank} (starting)")
+
     mine, theirs = Pipe()
     try:
-        process = start_program(
+        process = start(
             python_of_caller(_RANK, str(theirs.fileno())),
-            _IMPORTS,
+            imports=_IMPORTS,
             importing=environment_of_caller(),
             environment=os.environ,
             inherit=[theirs.fileno()],
-            stopped=lambda: time.monotonic() > deadline,
+            check=check,
         )
     except BaseException:
         mine.close()
@@ -198,21 +208,24 @@ def _start(settings: process_main.RankSettings, deadline: float) -> _Rank:
     return _Rank(process, mine, settings.rank)
 
 
-def _messages(running: list[_Rank], deadline: float) -> Iterator[tuple[Message, _Rank]]:
-    """Yield the ranks' messages, waiting for at least one of them; of a dead rank, an error. Raises TraceError for late
-    ones."""
-    left = deadline - time.monotonic()
-    by_object: dict[Any, _Rank] = {m.connection: m for m in running}
-    ready = wait(list(by_object), timeout=max(0.0, left))
-    if not ready:
-        late = ", ".join(f"rank {m.rank} ({m.place})" for m in running)
-        raise TraceError(f"tracing did not end within trace_timeout: still working: {late}; raise trace_timeout")
-    for connection in ready:
-        member = by_object[connection]
+def _messages(running: list[_Rank], deadline: float) -> list[tuple[Message, _Rank]]:
+    """Return the ranks' next messages, an error in place of a dead rank's; none once the deadline has passed."""
+    members: dict[Any, _Rank] = {member.connection: member for member in running}
+    received: list[tuple[Message, _Rank]] = []
+    for connection in wait(list(members), timeout=max(0.0, deadline - time.monotonic())):
+        member = members[connection]
         try:
-            yield member.connection.recv(), member
+            message = member.connection.recv()
         except (EOFError, OSError):
-            yield ["error", _DIED, _how_it_died(member), ""], member
+            message = ["error", _DIED, _how_it_died(member), ""]
+        if message[0] in ("place", "bucket"):
+            member.place = message[1]
+        received.append((message, member))
+    return received
+
+
+def _late(ranks: str) -> TraceError:
+    return TraceError(f"tracing did not end within trace_timeout: still working: {ranks}; raise trace_timeout")
 
 
 def _how_it_died(member: _Rank) -> str:
@@ -223,28 +236,6 @@ def _how_it_died(member: _Rank) -> str:
     killed = member.process.returncode == -signal.SIGKILL
     hint = "; it may have run out of memory: try max_parallel_compilations=1" if killed else ""
     return f"the process of rank {member.rank} {how} while tracing ({member.place}){hint}"
-
-
-def _other_failures(running: list[_Rank], first: _Rank) -> list[tuple[int, Message]]:
-    """Return failures of other ranks that follow soon: the first one received may be a consequence of another."""
-    found: list[tuple[int, Message]] = []
-    others: dict[Any, _Rank] = {m.connection: m for m in running if m is not first}
-    end = time.monotonic() + GRACE
-    while others and time.monotonic() < end:
-        for connection in wait(list(others), timeout=max(0.0, end - time.monotonic())):
-            member = others[connection]
-            try:
-                message = member.connection.recv()
-            except (EOFError, OSError):
-                others.pop(member.connection)
-                found.append((member.rank, ["error", _DIED, _how_it_died(member), ""]))
-                continue
-            if message[0] == "error":
-                found.append((member.rank, message))
-                others.pop(member.connection)
-            else:
-                member.reached(message)
-    return found
 
 
 def _raise_failure(failures: list[tuple[int, Message]]) -> None:

@@ -11,7 +11,6 @@ import os
 import pickle
 import traceback
 from dataclasses import dataclass
-from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,8 @@ from nxd_infer.comm.distributed import join_on_this_host
 from nxd_infer.context import make_context, set_default_context
 from nxd_infer.errors import CollectiveError, NotInitializedError
 from nxd_infer.parallel_state import TRACE_COLLECTIVES
+from nxd_infer.processes.command import import_script
+from nxd_infer.processes.own import die_with_parent, leave
 from nxd_infer.trace.ranks import one_rank
 from nxd_infer.trace.ranks.traced import (
     RefusingCollectives,
@@ -35,11 +36,6 @@ from nxd_infer.trace.ranks.traced import (
     write_rank,
 )
 from nxd_infer.trace.request import TraceRequest
-from nxd_infer.util.this_process import die_with_parent, leave
-
-importing_script = False
-"""Whether this process is a rank that is importing its caller's script."""
-
 
 REQUEST_FILE = "request.pickle"
 """File with the request in the trace's private directory. Read late enough for a rank to report unpickling errors."""
@@ -59,7 +55,7 @@ class RankSettings:
     port: int
     parent: int
     preparation: dict[str, Any]
-    """The argument of ``multiprocessing.spawn.prepare``: the caller's script, arguments and directory."""
+    """The caller's script, arguments and directory, for ``import_script``."""
     compat: bool
     """Whether the caller's script imports this package as ``neuronx_distributed``."""
     threads: int
@@ -68,16 +64,13 @@ class RankSettings:
 
 def main(descriptor: int) -> None:
     """Run the rank described by the settings on the connection. Does not return."""
-    global importing_script
     connection = Connection(descriptor)
     settings: RankSettings = connection.recv()
     die_with_parent(settings.parent)
     try:
         if settings.compat:
             compat.install(force=True)  # the caller has already decided what to hide
-        importing_script = True
-        spawn.prepare(settings.preparation)
-        importing_script = False
+        import_script(settings.preparation)
         _trace_here(connection, settings)
         connection.send(["done"])
         connection.close()

@@ -26,10 +26,10 @@ from nxd_infer.artifact.reader import read_artifact
 from nxd_infer.artifact.writer import checked_name
 from nxd_infer.backends import registry
 from nxd_infer.errors import ArtifactError, NxdError
+from nxd_infer.processes.child import ChildProcess, end_all
+from nxd_infer.processes.command import child_environment, python_module
 from nxd_infer.util.cache_dir import cache_dir
-from nxd_infer.util.child_process import ChildProcess, end_all
 from nxd_infer.util.locks import only_one
-from nxd_infer.util.python_command import child_environment, python_module
 from nxd_infer.util.version import VERSION
 from nxd_server.app.model_source import CONFIG, LocalSource, Source, StoredSource, kind_of, source_of
 from nxd_server.errors import SettingsError

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_infer.errors import ModelConfigError
-from nxd_infer.util.this_process import ignore_stop
+from nxd_infer.processes.own import ignore_stop
 from nxd_server.errors import RequestError, TextTooLongError
 from nxd_server.text.chat_template import ChatTemplate
 

@@ -38,7 +38,7 @@ TRACE = f"""
 import sys
 from pathlib import Path
 from nxd_infer.backends.compile import pool
-from nxd_infer.util.python_command import python_code
+from nxd_infer.processes.command import python_code
 pool.python_module = lambda name, *arguments: python_code({WORKER!r}, *arguments)
 pool.compile_graphs("eager", [Path(sys.argv[1])], {{}})
 """

@@ -12,7 +12,7 @@ from bench.peers.driver import Peer, PeerError, Run
 from bench.peers.known import KNOWN, Known
 from bench.peers.ours import Ours
 from bench.process_groups import memory_of
-from nxd_infer.util.process_state import process_state
+from nxd_infer.processes.state import process_state
 from tests.support.engine.real_artifacts import trace_llama
 from tests.support.processes import wait_until
 

@@ -13,8 +13,8 @@ import pytest
 from bench.process_groups import tree
 from nxd_infer.cli.demo import smollm2
 from nxd_infer.errors import RankFailedError
-from nxd_infer.recipes.rank_processes import run_ranks
-from nxd_infer.util.process_state import process_state
+from nxd_infer.processes.ranks import run_ranks
+from nxd_infer.processes.state import process_state
 from tests.support.e2e.command import here
 from tests.support.processes import wait_until
 

@@ -116,7 +116,7 @@ def slow(self, storage, folder, rank, action):
         action()
     start(self, storage, folder, rank, later if rank == 0 else action)
 loop.Training.train_step, async_save.Outstanding.start = step, slow
-rank_main.main(sys.argv[1])
+rank_main.main(*sys.argv[1:])
 """
 
 
@@ -125,7 +125,7 @@ def test_one_rank_that_fails_in_a_step_ends_the_job_at_once(tmp_path, monkeypatc
     (tmp_path / "rank.py").write_text(FAILING)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WHICH", "x")
-    monkeypatch.setattr(launch, "python_module", lambda _, job: [sys.executable, "rank.py", job])
+    monkeypatch.setattr(launch, "python_module", lambda _, *words: [sys.executable, "rank.py", *words])
     refused(here("train", "recipe.yaml", "~trace"), "ranks.log", "the data's disk is gone")
     (log,) = (tmp_path / "experiments/x").glob("**/ranks.log")
     late = [line for line in log.read_text().splitlines() if "did not reach" in line]

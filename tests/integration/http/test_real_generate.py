@@ -12,7 +12,7 @@ import pytest
 from tests.support.http.http_artifacts import PROMPTS, real_server
 from tests.support.http.http_servers import events_of, wait_for
 from tests.support.http.load import COMPLETIONS, Load, body_of, rank_pids
-from tests.support.processes import command_of, descendants, gone, parent_of
+from tests.support.processes import descendants, gone, name_of, parent_of
 
 
 def holds_torch(pid):
@@ -36,7 +36,7 @@ def test_the_ranks_say_who_they_are_and_hold_torch_alone(real_llama):
     pids = rank_pids(real_llama)
     assert len(pids) == 2 and not holds_torch(real_llama.process.pid)
     for rank, pid in enumerate(pids):
-        assert f"rank {rank}" in command_of(pid) and holds_torch(pid)
+        assert name_of(pid) == f"nxd rank {rank}" and holds_torch(pid)
         assert pid in descendants(real_llama.process.pid)
 
 

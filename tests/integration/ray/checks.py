@@ -28,7 +28,7 @@ from ray import serve
 
 from nxd_server.errors import SettingsError
 from tests.integration.ray.cluster import ROOT, URL, Cluster
-from tests.support.processes import command_of, gone, parent_of, wait_until
+from tests.support.processes import FORK_SERVER, gone, name_of, parent_of, wait_until
 from tests.support.tiny_models import write_tiny
 
 pytestmark = pytest.mark.timeout(600)
@@ -226,7 +226,7 @@ def test_requests_wait_for_a_replica_while_there_is_none(cluster: Cluster):
     wait_until(lambda: len(cluster.ranks()) == 4)  # those of the deployment before have ended
     ranks = cluster.ranks()
     replicas = {parent_of(rank) or 0 for rank in ranks}
-    replicas = {parent_of(pid) if "fork_server" in command_of(pid) else pid for pid in replicas}
+    replicas = {parent_of(pid) if name_of(pid) == FORK_SERVER else pid for pid in replicas}
     expected = streamed("ab")
     for replica in replicas:
         os.kill(replica, signal.SIGKILL)

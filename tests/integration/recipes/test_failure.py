@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from nxd_infer.errors import RankFailedError
-from nxd_infer.recipes import loop, rank_processes
+from nxd_infer.processes import ranks
+from nxd_infer.recipes import loop
 from nxd_infer.recipes.loop import Training, train
 from nxd_infer.recipes.recipe import load
 from tests.support.ranks import run_ranks
@@ -39,4 +40,4 @@ def test_a_process_trains_again_after_a_failure(tmp_path):
 def test_what_several_ranks_say_is_told_once(tmp_path):
     said = "import sys; print('of one\\nerror: of both\\nerror: of both', file=sys.stderr); sys.exit(1)"
     with pytest.raises(RankFailedError, match=r"ranks\.log:\nof one\nerror: of both\Z"):
-        rank_processes.run_ranks([sys.executable, "-c", said], 1, tmp_path / "ranks.log", timeout=60)
+        ranks.run_ranks([sys.executable, "-c", said], 1, tmp_path / "ranks.log", timeout=60)

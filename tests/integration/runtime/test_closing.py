@@ -11,16 +11,13 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxd_infer.errors import ModelClosedError
-from nxd_infer.runtime.ipc.channel import Channel
 from nxd_infer.runtime.save_load import parallel_model_load
-from nxd_infer.runtime.supervisor.rank_processes import RankProcesses
 from tests.support.processes import descendants, gone, wait_until
 from tests.support.runtime.rank_processes import LIMIT, X, call_in_thread, pids_of, raising, started, until_busy
 
@@ -96,17 +93,6 @@ def test_what_ends_a_start_leaves_no_rank(path, delay, how):
         closing.join(60)
         with pytest.raises(ModelClosedError):
             model(X)
-    wait_until(lambda: descendants(os.getpid()) <= before)
-
-
-def test_closing_between_the_cores_and_the_first_rank_is_a_closed_model(path, monkeypatch):
-    """The instant that a sleep meets once in thousands: the cores are chosen, and no rank is started yet."""
-    before = descendants(os.getpid())
-    model = parallel_model_load(path, call_timeout=LIMIT, start_timeout=600)
-    pair = Channel.pair
-    monkeypatch.setattr(Channel, "pair", lambda: (model.close(), pair())[1])
-    with pytest.raises(ModelClosedError):
-        model.start()
     wait_until(lambda: descendants(os.getpid()) <= before)
 
 
@@ -202,18 +188,3 @@ def test_no_descriptor_or_thread_is_left_behind(path):
         model(X)
         model.close()
     wait_until(lambda: open_now()[0] <= before[0] + 1 and open_now()[1] <= before[1])
-
-
-def test_a_closed_model_leaves_no_thread_to_an_interpreter_that_ends(path, monkeypatch):
-    """One that gives back the arena's tensors then aborts the process; here it is late by more than a close takes."""
-    follow, late = RankProcesses._follow, []
-
-    def follow_and_dawdle(self):
-        follow(self)
-        late.append(threading.current_thread())
-        time.sleep(0.3)
-
-    monkeypatch.setattr(RankProcesses, "_follow", follow_and_dawdle)
-    model = started(path)
-    model.close()
-    assert [thread.is_alive() for thread in late] == [False]

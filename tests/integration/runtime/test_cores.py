@@ -42,30 +42,6 @@ def test_processes_of_one_user_take_different_cores(machine, tmp_path):
     assert cores._used == {0: 1, 1: 1, 2: 1, 3: 2}
 
 
-def test_a_forked_process_neither_has_nor_holds_its_parents_cores(machine, tmp_path):
-    machine(4, "alone")
-    mine = cores.choose_cores(1, 2)
-    assert mine == [[3, 2]]
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)  # whatever happens, it ends, and the pipe with it
-        with cores._lock:  # as a signal handler finds it
-            os.write(write, repr((dict(cores._claims), cores.choose_cores(1, 2))).encode())
-        signal.pause()
-    os.close(write)
-    try:
-        assert os.read(read, 100) == b"({}, [[1, 0]])"
-        cores.release_cores(mine)
-        environment = {**os.environ, "TMPDIR": str(tmp_path)}
-        command = [sys.executable, "-c", HOLDER]
-        assert subprocess.check_output(command, stdin=subprocess.DEVNULL, env=environment) == b"[[3, 2]]\n"
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(read)
-
-
 def test_ranks_keep_to_their_cores_and_ignore_ctrl_c(path, monkeypatch):
     monkeypatch.delenv("NXD_INFER_PIN", raising=False)
     if len(available_cores()) < 2 or processor_share() < len(available_cores()):

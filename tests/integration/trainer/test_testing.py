@@ -58,8 +58,8 @@ def test_it_names_what_differs():
     ("fault", "tp", "timeout", "message"),
     [
         ("raises", 2, 600, r"rank 1 of 2 failed:\n[\s\S]*ValueError: this rank gives up"),
-        ("dies", 1, 600, r"rank 0 of 1 ended with status 7"),
-        ("hangs", 1, 0.5, r"ranks \[0\] of 1 had not ended after 0.5 s and were killed"),
+        ("dies", 1, 600, r"of 1 ranks, rank 0 ended with status 7"),
+        ("hangs", 1, 0.5, r"the ranks have not ended after 0.5 s"),
     ],
 )
 def test_ranks_that_fail(fault: str, tp: int, timeout: float, message: str):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nxd_infer.backends import registry
-from nxd_infer.util.python_command import child_environment
+from nxd_infer.processes.command import child_environment
 
 SECONDS = 800
 """A guard against replicas that wait for each other, however busy the machine is."""

@@ -17,10 +17,10 @@ from nxd_infer.checkpoint.api import save_checkpoint
 from nxd_infer.checkpoint.folder import complete_checkpoints
 from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.errors import RankFailedError, RecipeError
+from nxd_infer.processes.ranks import _raise_first_failure
 from nxd_infer.recipes.experiment import Keeper, Patience, checkpoint_name, log_dir_of, saves, validates
 from nxd_infer.recipes.launch import check_world, first_host, is_a_rank, variables_of_slurm
 from nxd_infer.recipes.optim import OPTIMIZERS, Rate, optimizer_arguments, parameter_groups
-from nxd_infer.recipes.rank_processes import _raise_first_failure
 from nxd_infer.recipes.recipe import check
 from nxd_infer.recipes.schema import RATES, CheckpointCallback, EarlyStopping, ExpManager, Optim, Sched, Trainer
 from nxd_infer.recipes.yaml_text import parse_yaml

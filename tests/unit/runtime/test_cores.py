@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from nxd_infer.runtime.supervisor import cores, rank_processes
+from nxd_infer.runtime.supervisor import cores
 from nxd_infer.util import processors
 from nxd_infer.util.processors import physical_core, processor_share
 from tests.support.runtime.machines import machine as machine
@@ -105,12 +103,3 @@ def test_a_place_that_is_somebody_elses_is_not_used(machine, tmp_path):
     (tmp_path / f"nxd-infer-cores-{os.getuid()}").symlink_to(tmp_path)
     assert cores.choose_cores(1, 2) == [[1, 0]]
     assert [path.name for path in tmp_path.iterdir()] == [f"nxd-infer-cores-{os.getuid()}"]
-
-
-def test_ranks_have_crews_where_all_of_their_operators_know_of_them(tmp_path):
-    """Ranks of an older artifact keep torch's threads, and are not placed as if they had others."""
-    (tmp_path / "new").write_bytes(b"\x7fELF nxd_engage_crew")
-    (tmp_path / "old").write_bytes(b"\x7fELF")
-    for operators, expected in ((["new"], True), (["new", "old"], False), ([], False), (["gone"], False)):
-        artifact: Any = SimpleNamespace(manifest=SimpleNamespace(ops=operators), op_file=tmp_path.joinpath)
-        assert rank_processes.know_crews(artifact) is expected

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxd_infer.errors import CollectiveError, ModelClosedError, NxdError, RankError
+from nxd_infer.processes.child import END_SECONDS
 from nxd_infer.runtime.ipc.arena import InputBlock
 from nxd_infer.runtime.supervisor.pending_step import PendingStep
-from nxd_infer.util.child_process import END_SECONDS
 from nxd_server.engine.core.model import Model, Tensors
 from nxd_server.engine.core.step_costs import StepCosts
 

@@ -24,15 +24,6 @@ def process_start(pid: int) -> int:
     return int(fields[19]) if fields and len(fields) > 19 else 0
 
 
-def exit_code(pid: int) -> int:
-    """Return how a process of this user that nobody has reaped yet ended: its status, or minus the number of a signal.
-
-    Raises OSError if there is none.
-    """
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return os.waitstatus_to_exitcode(int(fields[49]))
-
-
 def process_state(pid: int, start: int = 0) -> Literal["running", "stopped", "ended"]:
     """Return the state; ``ended`` includes zombies and a process id that was reused since ``start``."""
     fields = _stat_fields(pid)

@@ -12,7 +12,7 @@ import torch
 import nxd_infer as nxd
 from nxd_infer.backends.compile.pool import compile_graphs
 from nxd_infer.errors import TraceError
-from nxd_infer.util.python_command import child_environment, python_code
+from nxd_infer.processes.command import child_environment, python_code
 from tests.support.backends.plugins import installed
 
 

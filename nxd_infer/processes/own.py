@@ -9,8 +9,8 @@ import signal
 import sys
 from typing import NoReturn
 
-forked_from: tuple[int, int] | None = None
-"""Of a child of a fork server (``fork_server.py``): its pid, because what it forks inherits this, and the server's."""
+forked = False
+"""Whether this is a fork of a fork server (``fork_server.py``), which ends with the process that has started it."""
 
 
 def name_process(name: str) -> None:
@@ -22,13 +22,12 @@ def name_process(name: str) -> None:
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Ask the kernel to send ``number`` to this process when the *thread* that started it ends; exit now if it has.
 
-    ``parent`` is the process id of that thread's process. A process that was forked ends with its fork server, which
-    ends with ``parent``.
+    ``parent`` is the process id of that thread's process. A process that was forked ends with its fork server.
     """
+    if forked:
+        return
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, number, 0, 0, 0)
-    if forked_from is not None and forked_from[0] == os.getpid():
-        parent = forked_from[1]
     if os.getppid() != parent:
         os._exit(1)
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nxd_infer.util import child_process
-from nxd_infer.util.child_process import ChildProcess, end_all, wait_for_an_end
-from nxd_infer.util.process_state import process_start, process_state
-from nxd_infer.util.python_command import python_code
+from nxd_infer.processes.child import ChildProcess, end_all, wait_for_an_end
+from nxd_infer.processes.command import python_code
+from nxd_infer.processes.state import process_start, process_state
 from tests.support.processes import gone, wait_until
 
 SLEEP = "import time; time.sleep(600)"
@@ -45,18 +44,6 @@ def test_what_it_started_ends_with_it(tmp_path: Path, last: str):
     assert not child.running and gone(int(file.read_text()), 60)
 
 
-def test_it_inherits_what_it_is_given_reads_nothing_and_has_a_session_of_its_own():
-    """Only the parent gets the terminal's Ctrl-C."""
-    reader, writer = os.pipe()
-    code = f"import os; print(sys.stdin.read(), os.environ['MARK'], os.getsid(0), file=open({writer}, 'w'))"
-    child = ChildProcess(python_code(code), environment={**os.environ, "MARK": "here"}, inherit=[writer])
-    os.close(writer)
-    with open(reader) as output:
-        assert output.read().split() == ["here", str(child.pid)]
-    child.end(patience=60)
-    assert child.returncode == 0
-
-
 def test_those_that_are_asked_may_put_things_in_order(tmp_path: Path):
     """And one that does not listen is killed after the same time, not after its own."""
     file = tmp_path / "order"
@@ -76,14 +63,7 @@ def test_those_that_are_asked_may_put_things_in_order(tmp_path: Path):
     assert [child.explain() for child in children] == ["ended with status 0", "was ended by SIGKILL"]
 
 
-@pytest.mark.parametrize("kernel", ["new", "old"])
-def test_the_first_end_is_noticed(monkeypatch: pytest.MonkeyPatch, kernel: str):
-    if kernel == "old":
-
-        def none(pid: int) -> int:
-            raise OSError("no such system call")
-
-        monkeypatch.setattr(child_process.os, "pidfd_open", none)
+def test_the_first_end_is_noticed():
     long, short = ChildProcess(python_code(SLEEP)), ChildProcess(python_code("import time; time.sleep(0.3)"))
     try:
         assert wait_for_an_end([long, short], 60) == [short]

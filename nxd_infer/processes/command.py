@@ -10,6 +10,7 @@ import os
 import site
 import sys
 from importlib.machinery import PathFinder
+from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,23 @@ def python_of_caller(code: str, *arguments: str) -> list[str]:
     return python_code(path + code, json.dumps(sys.path), *arguments)
 
 
-def preparation() -> dict[str, Any]:
-    """Return what ``multiprocessing.spawn.prepare`` needs to import the caller's code: the program's script, if it
-    has a file, and the working directory."""
-    from multiprocessing import spawn
+importing_script = False
+"""Whether this process is one that is importing its caller's script."""
 
-    found = spawn.get_preparation_data("")
-    wanted = ("sys_argv", "dir", "orig_dir", "init_main_from_name", "init_main_from_path")
-    kept = {key: found[key] for key in wanted if key in found}
+
+def import_script(preparation: dict[str, Any]) -> None:
+    """Import the caller's code, in its directory, from what :func:`preparation` has returned there."""
+    global importing_script
+    importing_script = True
+    spawn.prepare(preparation)
+    importing_script = False
+
+
+def preparation() -> dict[str, Any]:
+    """Return what :func:`import_script` needs: the program's script, if it has a file, and the working directory."""
+    data = spawn.get_preparation_data("")
+    names = ("sys_argv", "dir", "orig_dir", "init_main_from_name", "init_main_from_path")
+    kept = {name: data[name] for name in names if name in data}
     if not os.path.exists(kept.get("init_main_from_path", "/")):  # `<stdin>`
         del kept["init_main_from_path"]
     return kept

@@ -6,7 +6,9 @@ import contextlib
 import os
 import signal
 import subprocess  # nosec B404
+import threading
 import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -14,21 +16,25 @@ from typing import IO, Any
 
 END_SECONDS = 10.0
 """How long a killed process may take to end: one in a system call ends when that returns."""
-_LOOK_SECONDS = 0.05
-"""How often to poll processes that the kernel cannot notify about."""
 
 
 class ChildProcess:
-    """A process that runs ``command``.
+    """A process that runs ``command``. What it has started is killed once its own end is seen.
 
     Args:
-        command: see :mod:`nxd_infer.util.python_command`.
+        command: see :mod:`nxd_infer.processes.command`.
         environment: of the child. Default: that of this process.
         inherit: descriptors that the child inherits, with the same numbers.
         stdin, stdout, stderr: as for ``subprocess.Popen``; the child reads nothing unless ``stdin`` is given.
 
     Raises OSError if the system cannot start it.
     """
+
+    stdin: IO[bytes] | None = None
+    stdout: IO[bytes] | None = None
+    pid: int
+    sentinel: int
+    """A descriptor that is readable once it has ended."""
 
     def __init__(
         self,
@@ -49,23 +55,37 @@ class ChildProcess:
             stderr=stderr,
             start_new_session=True,  # Ctrl-C in a terminal reaches only the parent, which ends it
         )
-        self._group_killed = False
-        self.pid = self._process.pid
+        try:
+            sentinel = os.pidfd_open(self._process.pid)
+        except OSError:
+            self._process.kill()
+            self._process.wait()
+            raise
+        self._watch(self._process.pid, sentinel)
+        weakref.finalize(self, os.close, sentinel).atexit = False  # this process may still end it then
         self.stdin = self._process.stdin
         self.stdout = self._process.stdout
+
+    def _watch(self, pid: int, sentinel: int) -> None:
+        self.pid, self.sentinel = pid, sentinel
+        self._code: int | None = None
+        self._mutex = threading.RLock()  # reentrant, for signal handlers
 
     @property
     def returncode(self) -> int | None:
         """Its exit status, or minus the number of the signal that ended it, or None while it runs."""
-        if self._process.returncode is not None or self._group_killed:
-            return self._process.poll()
-        try:  # without reaping it: its pid stays reserved until its process group is killed
-            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # someone else has reaped it
-            return self._process.poll()
-        if found is None:
-            return None
-        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        with self._mutex:
+            if self._code is None and wait([self.sentinel], 0):
+                self._code = self._reap()
+            return self._code
+
+    def _reap(self) -> int:
+        self._kill_group()  # first: until it is reaped, its pid is its group's
+        return self._process.wait()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     @property
     def running(self) -> bool:
@@ -74,11 +94,6 @@ class ChildProcess:
     def wait(self, seconds: float) -> bool:
         """Wait for its end; False if it still runs after ``seconds``."""
         return bool(wait_for_an_end([self], seconds))
-
-    def end_descriptor(self) -> int:
-        """Return a new descriptor that is readable once it has ended. Raises OSError on an old kernel, and if it was
-        reaped already."""
-        return os.pidfd_open(self.pid)
 
     def explain(self) -> str:
         """Return how it ended: ``ended with status 1``, ``was ended by SIGKILL``."""
@@ -89,23 +104,22 @@ class ChildProcess:
 
     def kill(self) -> None:
         """Send SIGKILL to it and to the processes that it has started."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-        self._group_killed = True
+        with self._mutex:
+            if self.running:
+                self._kill_group()
 
     def terminate(self) -> None:
         """Send SIGTERM only to the process itself, so that it can end what it has started."""
-        if self.running:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGTERM)
+        with self._mutex:
+            if self.running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGTERM)
 
     def end(self, patience: float = 0.0) -> None:
-        """Wait ``patience`` seconds for its end, then kill it; in any case kill what it left behind."""
+        """Wait ``patience`` seconds for its end, then kill it and what it has started."""
         self.wait(patience)
         self.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_SECONDS)
+        self.wait(END_SECONDS)
         for stream in (self.stdin, self.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):  # it did not read everything
@@ -134,21 +148,9 @@ def end_all(children: Sequence[ChildProcess], patience: float = 0.0) -> None:
 def wait_for_an_end(children: Sequence[ChildProcess], seconds: float) -> list[ChildProcess]:
     """Wait until one of ``children`` has ended, and return those that have; none after ``seconds``."""
     deadline = time.monotonic() + seconds
-    with contextlib.ExitStack() as held:
-        descriptors: list[int] = []
-        try:
-            for child in children:
-                descriptors.append(child.end_descriptor())
-                held.callback(os.close, descriptors[-1])
-            step = seconds
-        except OSError:  # an old kernel, or a process that was already reaped
-            step = _LOOK_SECONDS
-        while True:
-            ended = [child for child in children if not child.running]
-            left = deadline - time.monotonic()
-            if ended or left <= 0:
-                return ended
-            if step == seconds:
-                wait(descriptors, timeout=left)
-            else:
-                time.sleep(min(step, left))
+    while not (ended := [child for child in children if not child.running]):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        wait([child.sentinel for child in children], left)
+    return ended
