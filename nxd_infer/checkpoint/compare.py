@@ -18,7 +18,7 @@ from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.layout import DictSource, SafetensorsSource, WeightSource
 from nxd_infer.layout.merge import RunsSource
 from nxd_infer.util.dtypes import dtype_name
-from nxd_infer.util.progress import Progress, silent
+from nxd_infer.util.progress import Progress, counted, silent
 
 CHUNK = 1 << 22
 """Number of elements compared at a time."""
@@ -89,13 +89,8 @@ def compare_checkpoints(
         archive = open_archive(path, tag, ["model"] if weights_only else ["model", "optimizer"], config, rules)
         places.append(archive.where)
         kinds.append(logical_tensors(archive, weights_only))
-    total, done = count(*kinds), 0
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        progress("comparing", done, total)
-
+    total = count(*kinds)
+    advance = counted(progress, "comparing", total)
     found = sorted(
         differences(kinds[0], kinds[1], advance), key=lambda one: (not one.fatal, -one.relative, one.kind, one.name)
     )

@@ -22,7 +22,7 @@ from nxd_infer.layout import WeightSource, check_weights, weight_layout
 from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.layout.files.stream import write_safetensors
 from nxd_infer.layout.merge import RunsSource
-from nxd_infer.util.progress import Progress, silent
+from nxd_infer.util.progress import Progress, counted, silent
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -150,12 +150,10 @@ def _write(source: WeightSource, out: Path, dtype: torch.dtype | None, progress:
 
     entries = [(name, stored(name), source.shape(name)) for name in source.keys()]  # noqa: SIM118  (not a mapping)
     out.mkdir(parents=True, exist_ok=True)
-    stage, done = f"writing {target}", 0
+    advance = counted(progress, f"writing {target}", len(entries))
 
     def tensor(name: str) -> Tensor:
-        nonlocal done
-        done += 1
-        progress(stage, done, len(entries))
+        advance()
         return source.read(name).to(stored(name))
 
     with replacing(target) as temporary, open(temporary, "wb") as file:

@@ -35,7 +35,7 @@ from nxd_infer.layout.merge import RunsSource, Shard, is_saved_by
 from nxd_infer.modules.lora.find import SUBFOLDER
 from nxd_infer.optimizer.sharded_files import FORMAT, NAMES, stem
 from nxd_infer.util.options import whole_number
-from nxd_infer.util.progress import Progress, silent
+from nxd_infer.util.progress import Progress, counted, silent
 
 MOST_RANKS = 4096
 """Along an axis; each has files of its own."""
@@ -93,14 +93,7 @@ def reshard_checkpoint(
             raise CheckpointError(f"{out} is the folder of the checkpoint itself; write to another one")
     work = Resharding(archive, tp, dp, pp, cuts)
     name = archive.checkpoint.tag if isinstance(archive, Archive) else Path(archive.where).name
-    stage, done = f"writing {storage.where()}", 0
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        progress(stage, done, work.steps)
-
-    work.write(storage, name, advance)
+    work.write(storage, name, counted(progress, f"writing {storage.where()}", work.steps))
     degrees = {"tp": work.tp, "pp": work.pp, "dp": work.dp}
     return Resharded(storage.where(name), work.steps, dict(archive.degrees), degrees, tuple(work.notes))
 

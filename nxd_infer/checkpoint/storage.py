@@ -60,9 +60,6 @@ class LocalStorage:
         with replacing(self.root / name) as temporary:
             temporary.write_bytes(data)
 
-    def delete(self, name: str) -> None:
-        (self.root / name).unlink(missing_ok=True)
-
     def path(self, name: str) -> Path:
         """Return the path of a file with the contents, to be opened."""
         return self.root / name

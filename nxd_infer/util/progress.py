@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -15,3 +17,9 @@ class Progress(Protocol):
 
 def silent(stage: str, done: int, total: int, note: str = "") -> None:
     """Report nothing."""
+
+
+def counted(progress: Progress, stage: str, total: int) -> Callable[[], None]:
+    """Return what reports one more of the ``total`` steps of a stage each time it is called."""
+    steps = itertools.count(1)
+    return lambda: progress(stage, next(steps), total)

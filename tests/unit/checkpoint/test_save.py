@@ -328,8 +328,9 @@ def for_a_trace(root: Path) -> set[float]:
     return {*source.read("weight").flatten().tolist(), *source.read("bias").tolist()}
 
 
-@pytest.mark.parametrize("read", [loaded, for_a_trace])
-@pytest.mark.parametrize("story", STORIES)
+@pytest.mark.parametrize(
+    ("story", "read"), [*((story, loaded) for story in STORIES), ("saved again", for_a_trace), ("named", for_a_trace)]
+)
 def test_at_every_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: str, read: Callable[[Path], set[float]]
 ):
