@@ -9,10 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import marshal
-import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +18,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from nxd_infer.errors import ModelConfigError
+from nxd_infer.processes.child import ChildProcess
+from nxd_infer.processes.command import child_environment, python_code
 from nxd_server.errors import EngineUnavailableError, RequestError, TextTooLongError
 from nxd_server.text.chat_template import TemplateSources
 from nxd_server.text.concurrency_limit import ConcurrencyLimit
@@ -28,12 +28,12 @@ from nxd_server.text.template_process_main import START_SECONDS, TEMPLATE_MEMORY
 NICENESS = 5
 """Streams have priority."""
 MIB = 2**20
-# Import modules from this process's search path only, not from the environment or the working directory.
-_COMMAND = (
+_CODE = (
     f"import os; os.nice({NICENESS}); "  # first, because starting already takes a while
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
     "from nxd_server.text.template_process_main import main; main()"
 )
+_VARIABLES = ("LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONSAFEPATH")
+"""All that the process sees of the environment."""
 
 
 class RenderingFailed(Exception):
@@ -68,7 +68,7 @@ class BoundedTemplate:
         self._turn = threading.Lock()
         self._state = threading.Lock()
         """Guards the fields below."""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         self._connection: Connection | None = None
         self._running: _Rendering | None = None
         self._stopped = False
@@ -128,7 +128,7 @@ class BoundedTemplate:
                     raise RenderingFailed(late=False)  # nobody waits for it
                 self._running = one
             try:
-                if self._process is not None and self._process.poll() is not None:
+                if self._process is not None and not self._process.running:
                     self._end()  # it died while idle, so this conversation is not to blame
                 connection = self._connection or self._start()
                 # marshal takes a tenth of JSON's time, during which this thread holds the GIL.
@@ -148,21 +148,19 @@ class BoundedTemplate:
                 self._process.kill()
 
     def _start(self) -> Connection:
-        paths = json.dumps([path for path in sys.path if path])
-        kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+        environment = {name: value for name, value in child_environment().items() if name in _VARIABLES}
         try:
             ours, child = socket.socketpair()
             with child, self._state:
                 self._check_open()
                 if self._running is not None and self._running.cancelled:
                     raise RenderingFailed(late=False)
-                self._process = subprocess.Popen(  # nosec B603  # this interpreter and our own code
-                    [sys.executable, "-I", "-c", _COMMAND, paths],
+                self._process = ChildProcess(
+                    python_code(_CODE),
+                    environment=environment,
                     stdin=child.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    env=kept,
-                    start_new_session=True,  # Ctrl-C in a terminal reaches only the server
                 )
                 self._connection = connection = Connection(ours.detach())
         except OSError as error:
@@ -218,8 +216,7 @@ class BoundedTemplate:
         if connection is not None:
             connection.close()
         if process is not None:
-            process.kill()
-            process.wait()
+            process.end()
 
 
 def _not_started(reason: str) -> EngineUnavailableError:

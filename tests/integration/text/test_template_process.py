@@ -78,7 +78,7 @@ def test_a_process_that_died_while_it_had_nothing_to_do_is_started_again(templat
 
 @pytest.mark.parametrize("use", [BoundedTemplate.check, rendered])
 def test_where_no_process_starts_neither_the_request_nor_the_template_is_to_blame(monkeypatch, use):
-    monkeypatch.setattr(process, "_COMMAND", "raise SystemExit(1)")
+    monkeypatch.setattr(process, "_CODE", "raise SystemExit(1)")
     with pytest.raises(EngineUnavailableError, match="did not start") as caught:
         use(BoundedTemplate(TemplateSources("{{ messages }}"), 60, 1))
     assert caught.value.state == "busy" and caught.value.retry_after

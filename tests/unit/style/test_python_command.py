@@ -9,9 +9,9 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_there_is_one_way_to_start_python():
-    """`command.py` knows how; the process for templates is isolated (`-I`), the doctor only prints the
-    path, and Lightning's launcher repeats its own command line."""
+    """`command.py` knows how; the doctor only prints the path, and Lightning's launcher repeats its
+    own command line."""
     ways = r"\bsys\.executable\b|\bget_context\(|(?<!psutil\.)\bProcess\(|\bProcessPoolExecutor\b|\bmp\.spawn\b"
     files = [file for folder in ("nxd_infer", "server", "models") for file in (ROOT / folder).rglob("*.py")]
     found = {file.name for file in files if re.search(ways, file.read_text())}
-    assert found == {"command.py", "doctor.py", "template_process.py", "launcher.py"}
+    assert found == {"command.py", "doctor.py", "launcher.py"}
