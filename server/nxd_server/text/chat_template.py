@@ -61,7 +61,7 @@ class ChatTemplate:
     """A compiled chat template and the special tokens it may name.
 
     A template is a program: rendering it, or even compiling it, may never end. A server runs it in a process that
-    can be killed (:class:`~nxd_server.text.text_process_jobs.BoundedTemplate`).
+    can be killed (:class:`~nxd_server.text.template_process.BoundedTemplate`).
     """
 
     def __init__(
