@@ -1,17 +1,21 @@
 """What causal language models share: documents of one row kept apart, logits of all ranks, and losses that add up.
 
-Shapes: B rows, S positions, V vocabulary.
+Shapes: B rows, S positions, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from nxd_infer.context import ParallelContext
 from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.loss_functions import IGNORED, parallel_cross_entropy
+from nxd_models.serving.kv_cache import LayerCache
+from nxd_models.spec import DecoderConfig
 
 
 def seen(mask_BS: Tensor | None) -> Tensor | None:
@@ -29,20 +33,59 @@ def seen(mask_BS: Tensor | None) -> Tensor | None:
     return (causal & together[:, None]) | itself
 
 
-def whole_logits(logits: Tensor, vocab_size: int, context: ParallelContext) -> Tensor:
-    """Return the logits [..., V] of all ranks, without padding, for this rank's [..., V / degree]."""
-    whole = mappings.gather_from_tensor_model_parallel_region(logits, context=context)
-    return whole if whole.shape[-1] == vocab_size else whole.narrow(-1, 0, vocab_size)
+def sequence_positions(x_BS: Tensor) -> Tensor:
+    """Return 0, 1, 2, ... for every row: int64 [B, S]."""
+    return torch.arange(x_BS.shape[1], device=x_BS.device).expand(x_BS.shape[0], -1)
 
 
-def causal_loss(
-    logits: Tensor, labels_BS: Tensor, vocab_size: int, context: ParallelContext, num_items: Tensor | None
-) -> Tensor:
-    """Return the loss of this rank's logits [B, S, V / degree].
+class CausalModel(nn.Module):
+    """A decoder with its output head. ``config`` and ``context`` are those it was built with."""
 
-    ``labels`` are the unshifted ids; -100 is left out. The sum is divided by ``num_items``, those of all microbatches
-    of a step, or by the labels of this call.
-    """
-    wanted = F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
-    losses = parallel_cross_entropy(logits, wanted, ignore_index=IGNORED, vocab_size=vocab_size, context=context)
-    return losses.sum() / ((wanted != IGNORED).sum() if num_items is None else num_items)
+    config: DecoderConfig
+    context: ParallelContext
+
+    @property
+    def decoder(self) -> nn.Module:
+        """Maps ids, positions, mask and caches to final hidden states."""
+        raise NotImplementedError
+
+    def parallel_logits(self, hidden_BSE: Tensor) -> Tensor:
+        """Map final hidden states [..., E] to this rank's logits [..., V / degree]; V is padded at its end."""
+        raise NotImplementedError
+
+    def hidden_states(self, ids_BS: Tensor, positions_BS: Tensor, caches: Sequence[LayerCache]) -> Tensor:
+        """Map ids at these positions of the cached sequences to final hidden states [B, S, E]."""
+        return self.decoder(ids_BS, positions_BS, None, caches)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Map final hidden states [..., E] to logits [..., V], complete on every rank, in the model's dtype."""
+        whole = mappings.gather_from_tensor_model_parallel_region(self.parallel_logits(hidden), context=self.context)
+        vocabulary = self.config.vocab_size
+        return whole if whole.shape[-1] == vocabulary else whole.narrow(-1, 0, vocabulary)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return logits [B, S, V]; with ``labels``, ``(loss, this rank's logits [B, S, V / degree])``.
+
+        ``attention_mask`` [B, S] is 0 for padding; tokens see earlier ones with the same number, so 1 is one document
+        per row, and 1, 2, ... are several. ``position_ids`` [B, S] default to 0, 1, 2, ...; several documents restart
+        them. ``labels`` [B, S] are the unshifted ids; this method shifts them. -100 is excluded from the mean, which is
+        over ``num_items_in_batch`` where that is given: the labels of all microbatches of a step.
+        """
+        self.config.check_length(input_ids.shape[1])
+        hidden = self.decoder(input_ids, position_ids, attention_mask)
+        if labels is None:
+            return self.logits(hidden)
+        logits = self.parallel_logits(hidden)
+        shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        losses = parallel_cross_entropy(
+            logits, shifted, ignore_index=IGNORED, vocab_size=self.config.vocab_size, context=self.context
+        )
+        count = (shifted != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        return losses.sum() / count, logits

@@ -14,16 +14,15 @@ if TYPE_CHECKING:
     from nxd_infer.distributed.adapters import get_peft_model
     from nxd_infer.distributed.apply import apply_plan
     from nxd_infer.distributed.lazy import lazy_load_for_parallelism
-    from nxd_infer.distributed.manager import ParallelizersManager
     from nxd_infer.distributed.model_plan import ModelPlan
     from nxd_infer.distributed.optimizers import make_optimizer_constructor_lazy
-    from nxd_infer.distributed.parallelizer import Parallelizer, parameter_mapping
+    from nxd_infer.distributed.parallelizer import Parallelizer, ParallelizersManager, parameter_mapping
     from nxd_infer.distributed.plan_registry import plan_for, register_plan
 
 _OWNERS = {
     "ModelPlan": ".model_plan",
     "Parallelizer": ".parallelizer",
-    "ParallelizersManager": ".manager",
+    "ParallelizersManager": ".parallelizer",
     "apply_plan": ".apply",
     "get_peft_model": ".adapters",
     "lazy_load_for_parallelism": ".lazy",

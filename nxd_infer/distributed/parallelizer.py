@@ -27,13 +27,12 @@ from nxd_infer.comm.launched import require_no_lonely_rank
 from nxd_infer.comm.turns import in_turns
 from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.distributed.adapters import split_adapters
-from nxd_infer.distributed.apply import place_of, refuse_save_pretrained, split, stacks_of
+from nxd_infer.distributed.apply import FirstOf, fill, on_meta, place_of, refuse_save_pretrained, split, stacks_of
 from nxd_infer.distributed.lazy import WEIGHTS, StoredWeights
 from nxd_infer.distributed.model_plan import ModelPlan
 from nxd_infer.distributed.optimizers import ParameterMap, optimizer_for
-from nxd_infer.distributed.plan_registry import plan_for
+from nxd_infer.distributed.plan_registry import plan_for, plan_of_type, supported_types, unknown_type
 from nxd_infer.distributed.regions import sum_gradients
-from nxd_infer.distributed.weights import FirstOf, fill, on_meta
 from nxd_infer.errors import AdapterError, ParallelConfigError
 from nxd_infer.layout import DictSource, WeightSource
 from nxd_infer.modules.lora.config import KEEPING_THE_BASE
@@ -384,3 +383,44 @@ def _replace(model: nn.Module, old: nn.Parameter, value: torch.Tensor) -> None:
         for name, weight in list(module._parameters.items()):
             if weight is old:
                 module.register_parameter(name, new)
+
+
+_classes: dict[str, type[Parallelizer]] = {}
+
+
+class ParallelizersManager:
+    """Finds the :class:`Parallelizer` of a model, by the ``model_type`` of its configuration."""
+
+    @classmethod
+    def get_supported_model_types(cls) -> list[str]:
+        """Return the model types that can be parallelized, in alphabetical order."""
+        return supported_types()
+
+    @classmethod
+    def is_model_supported(cls, model_type_or_model: Any) -> tuple[bool, bool, bool]:
+        """Return whether tensor, sequence and pipeline parallelism can be used for a model or a model type."""
+        kind = _type_of(model_type_or_model)
+        if kind not in supported_types():
+            return (False, False, False)
+        plan = plan_of_type(kind)
+        return (True, plan.sequence_parallel, plan.pipeline_parallel)
+
+    @classmethod
+    def parallelizer_for_model(cls, model_type_or_model: Any) -> type[Parallelizer]:
+        """Return the parallelizer of a model or a model type.
+
+        Raises ModelConfigError, with the supported types, if there is none.
+        """
+        kind = _type_of(model_type_or_model)
+        if kind not in supported_types():
+            raise unknown_type(kind)
+        if kind not in _classes:
+            name = "".join(part.capitalize() for part in kind.split("_"))
+            _classes[kind] = type(f"{name}Parallelizer", (Parallelizer,), {"model_type": kind})
+        return _classes[kind]
+
+
+def _type_of(model_type_or_model: Any) -> str:
+    if isinstance(model_type_or_model, str):
+        return model_type_or_model
+    return model_type_or_model.config.model_type

@@ -15,12 +15,15 @@ from torch import Tensor
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import AxisPlan, ParamLayout, Run, gqa_plan
 from nxd_infer.parallel_layers import mappings
-from nxd_infer.parallel_layers.base import DeviceLike, ParallelLayer, device_of, real_cpu_tensors
-from nxd_infer.parallel_layers.initialization import (
+from nxd_infer.parallel_layers.base import (
+    DeviceLike,
+    ParallelLayer,
+    device_of,
     init_linear_bias,
     init_linear_weight,
     keep_own_part,
     logical_tensor,
+    real_cpu_tensors,
 )
 from nxd_infer.util.options import whole_number
 

@@ -108,14 +108,6 @@ class OptimizerWrapper(torch.optim.Optimizer):
         else:
             setattr(inner, name, value)
 
-    def __delattr__(self, name: str) -> None:
-        inner = self._owner(name)
-        if inner is None:
-            super().__delattr__(name)
-        else:
-            getattr(self, name)  # says that neither has it
-            delattr(inner, name)
-
     def _owner(self, name: str) -> torch.optim.Optimizer | None:
         """Return the wrapped optimizer if an attribute of this name may be its own, else None."""
         ours = name.startswith("_") or name in vars(self) or hasattr(type(self), name)

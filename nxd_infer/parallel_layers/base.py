@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,13 +18,41 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from nxd_infer.context import current_context
 from nxd_infer.errors import ParallelConfigError, ShardingError
-from nxd_infer.layout import AxisPlan, ParamLayout, attach_layout, layout_of, restore_attributes
+from nxd_infer.layout import AxisPlan, ParamLayout, TensorLayout, attach_layout, layout_of, restore_attributes
 from nxd_infer.layout.runs import Fill as Filling
 from nxd_infer.layout.runs import Run, coalesce
+from nxd_infer.layout.shard import fill_tensor
 from nxd_infer.parallel_layers import mappings
-from nxd_infer.parallel_layers.groups import axis_of
-from nxd_infer.parallel_layers.initialization import Fill, keep_own_part, logical_tensor
+from nxd_infer.parallel_layers.mappings import axis_of
 from nxd_infer.util.devices import HOST
+
+Fill = Callable[[Tensor], object]
+"""Fills a tensor in place."""
+
+
+def init_linear_weight(weight: Tensor) -> None:
+    """Fill a weight as ``nn.Linear`` and ``nn.Conv2d`` do."""
+    torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+
+def init_linear_bias(fan_in: int) -> Fill:
+    """Return the fill that ``nn.Linear`` uses for its bias; ``fan_in`` is the logical one, not a rank's."""
+    bound = 1 / math.sqrt(fan_in) if fan_in > 0 else 0.0
+    return partial(torch.nn.init.uniform_, a=-bound, b=bound)
+
+
+@torch.no_grad()
+def logical_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, fill: Fill) -> Tensor:
+    """Return a full logical tensor, filled by ``fill``."""
+    whole = torch.empty(shape, dtype=dtype, device=device)
+    fill(whole)
+    return whole
+
+
+def keep_own_part(param: Tensor, layout: TensorLayout, logical: Mapping[str, Tensor]) -> None:
+    """Copy this rank's part of the ``logical`` tensors into ``param``, as ``layout`` says, and fill its padding."""
+    fill_tensor(param.detach(), logical, layout)
+
 
 DeviceLike = torch.device | str | int | bool | None
 Self = TypeVar("Self", bound="ParallelLayer")

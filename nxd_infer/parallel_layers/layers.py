@@ -1,10 +1,20 @@
 """The parallel layers, under the module path that ported code imports."""
 
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer import comm
+from nxd_infer.context import current_context
+from nxd_infer.errors import ParallelConfigError
 from nxd_infer.parallel_layers.base import ParallelLayer as BaseParallelLayer
 from nxd_infer.parallel_layers.conv import InputChannelParallelConv2d, OutputChannelParallelConv2d
 from nxd_infer.parallel_layers.embedding import ParallelEmbedding
 from nxd_infer.parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
-from nxd_infer.parallel_layers.spmd_rank import SPMDRank
+from nxd_infer.parallel_layers.mappings import axis_of
 
 __all__ = [
     "BaseParallelLayer",
@@ -15,3 +25,41 @@ __all__ = [
     "RowParallelLinear",
     "SPMDRank",
 ]
+
+
+class SPMDRank(nn.Module):
+    """``get_rank()`` returns this rank's index on the axis as a tensor, so all ranks export the same graph.
+
+    The reference keeps the rank as a parameter ``rank``, which its checkpoints must contain. Here it is an operator:
+    nothing is saved, and a ``rank`` in a state dict is ignored.
+
+    Raises ParallelConfigError if ``world_size`` differs from the degree of the axis.
+    """
+
+    def __init__(
+        self,
+        world_size: int | None = None,
+        tensor_model_parallel_size: int | None = None,
+        *,
+        tensor_model_parallel_group: object = None,
+    ):
+        super().__init__()
+        self.context = current_context()
+        self.axis = axis_of(tensor_model_parallel_group, self.context)
+        wanted = world_size if tensor_model_parallel_size is None else tensor_model_parallel_size
+        degree = self.context.axis(self.axis).degree
+        if wanted is not None and wanted != degree:
+            raise ParallelConfigError(f"SPMDRank over {wanted} ranks, but the {self.axis} degree is {degree}")
+
+    def get_rank(self) -> Tensor:
+        """Return the rank, int32 [1]."""
+        return comm.axis_rank(self.context, self.axis).to(torch.int32).reshape(1)
+
+    def forward(self) -> Tensor:
+        return self.get_rank()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        unexpected = args[3]
+        if f"{prefix}rank" in unexpected:
+            unexpected.remove(f"{prefix}rank")

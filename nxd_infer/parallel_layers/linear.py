@@ -18,8 +18,14 @@ from torch import Tensor, nn
 from nxd_infer.errors import ParallelConfigError, ShardingError
 from nxd_infer.layout import AxisPlan
 from nxd_infer.parallel_layers import mappings
-from nxd_infer.parallel_layers.base import DeviceLike, ParallelLayer, device_of, size_plan
-from nxd_infer.parallel_layers.initialization import init_linear_bias, init_linear_weight
+from nxd_infer.parallel_layers.base import (
+    DeviceLike,
+    ParallelLayer,
+    device_of,
+    init_linear_bias,
+    init_linear_weight,
+    size_plan,
+)
 
 
 class ColumnParallelLinear(ParallelLayer):

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_models.hf.classifier_file import ClassifierFile
-from nxd_models.hf.config_file import Count, Positive, TokenId
+from nxd_models.hf.config_file import ClassifierFile, Count, Positive, TokenId
 from nxd_models.layers import Activation
 from nxd_models.spec import EncoderConfig
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nxd_models.bert.config import read_config
 from nxd_models.bert.heads import BertClassifier, RobertaClassifier, SentenceEncoder
-from nxd_models.bert.parallel_plan import tensor_parallel_plan
+from nxd_models.bert.model import tensor_parallel_plan
 from nxd_models.serving.encoder_step import ClassifyStep, EmbedStep
 from nxd_models.spec import ModelSpec, Task
 

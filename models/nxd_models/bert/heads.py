@@ -6,37 +6,16 @@ Shapes: B rows, S positions, E hidden size, C labels.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxd_models.bert.config import BertConfig
 from nxd_models.bert.model import Encoder
 from nxd_models.layers import zero_biases
-from nxd_models.serving.pooling import pool, pooling_modes
+from nxd_models.serving.pooling import SentencePooling
 
 
-class SentenceEncoder(Encoder):
-    """An encoder that returns one vector per text: pools over its tokens, scales to length 1 if ``normalize``.
-
-    ``pooling``: one of :data:`nxd_models.serving.pooling.POOLINGS`, or several joined by ``+``.
-    """
-
-    def __init__(
-        self,
-        config: BertConfig,
-        dtype: torch.dtype = torch.float32,
-        *,
-        pooling: str = "mean",
-        normalize: bool = True,
-    ):
-        super().__init__(config, dtype)
-        pooling_modes(pooling)
-        self.pooling, self.normalize = pooling, normalize
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
-        """Map ids and mask [B, S] to float32 [B, E times modes of pooling]."""
-        pooled = pool(super().forward(input_ids, attention_mask, token_type_ids), attention_mask, self.pooling)
-        return F.normalize(pooled, dim=-1) if self.normalize else pooled
+class SentenceEncoder(SentencePooling, Encoder):
+    """An encoder that returns one vector per text."""
 
 
 class Pooler(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any
 from nxd_infer.distributed.model_plan import Heads
 from nxd_infer.distributed.plan_registry import plan_for
 from nxd_infer.errors import MissingPackageError, ModelConfigError
-from nxd_models.hf.classifier_file import ClassifierFile
+from nxd_models.hf.config_file import ClassifierFile
 from nxd_models.spec import DecoderConfig, EncoderConfig
 
 GENERATES = ("ForCausalLM", "LMHeadModel")

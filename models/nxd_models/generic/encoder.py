@@ -8,22 +8,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxd_models.generic.build import adopt, parallel_model
 from nxd_models.generic.config import GenericEncoderConfig
 from nxd_models.serving.encoder_step import ClassifyStep, EmbedStep
-from nxd_models.serving.pooling import pool, pooling_modes
+from nxd_models.serving.pooling import SentencePooling
 
 
 class _Model(nn.Module):
     """A model of transformers whose modules are this one's, under their names."""
 
-    def __init__(self, kind: str, config: GenericEncoderConfig, dtype: torch.dtype):
+    kind = ""
+    """Its class in transformers."""
+
+    def __init__(self, config: GenericEncoderConfig, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.config = config
-        model = parallel_model(kind, config.raw, dtype, add_pooling_layer=kind != "AutoModel")
+        model = parallel_model(self.kind, config.raw, dtype, add_pooling_layer=self.kind != "AutoModel")
         adopt(self, model)
         self.parts = (model,)  # in a tuple, because its modules are registered already
 
@@ -33,35 +35,23 @@ class _Model(nn.Module):
         return self.parts[0](input_ids=input_ids, attention_mask=attention_mask, return_dict=True, **types)
 
 
-class SentenceEncoder(_Model):
-    """A model that returns one vector per text: pools over its tokens, scales to length 1 if ``normalize``.
+class HiddenStates(_Model):
+    """A model that returns the vectors of all tokens [B, S, E]."""
 
-    ``pooling``: one of :data:`nxd_models.serving.pooling.POOLINGS`, or several joined by ``+``.
-    """
-
-    def __init__(
-        self,
-        config: GenericEncoderConfig,
-        dtype: torch.dtype = torch.float32,
-        *,
-        pooling: str = "mean",
-        normalize: bool = True,
-    ):
-        super().__init__("AutoModel", config, dtype)
-        pooling_modes(pooling)
-        self.pooling, self.normalize = pooling, normalize
+    kind = "AutoModel"
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
-        """Map ids and mask [B, S] to float32 [B, E times modes of pooling]."""
-        pooled = pool(self.run(input_ids, attention_mask, token_type_ids)[0], attention_mask, self.pooling)
-        return F.normalize(pooled, dim=-1) if self.normalize else pooled
+        return self.run(input_ids, attention_mask, token_type_ids)[0]
+
+
+class SentenceEncoder(SentencePooling, HiddenStates):
+    """A model that returns one vector per text."""
 
 
 class Classifier(_Model):
     """A model with the head of sequence classification."""
 
-    def __init__(self, config: GenericEncoderConfig, dtype: torch.dtype = torch.float32):
-        super().__init__("AutoModelForSequenceClassification", config, dtype)
+    kind = "AutoModelForSequenceClassification"
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None

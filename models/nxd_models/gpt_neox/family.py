@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from nxd_infer.hugging_face.stored import StoredWeight
 from nxd_models.gpt_neox.config import read_config
-from nxd_models.gpt_neox.model import CausalLM
-from nxd_models.gpt_neox.parallel_plan import tensor_parallel_plan
+from nxd_models.gpt_neox.model import CausalLM, tensor_parallel_plan
 from nxd_models.serving.decoder_step import DecoderStep
 from nxd_models.spec import ModelSpec, Task
 

@@ -15,12 +15,28 @@ from nxd_infer.context import current_context
 from nxd_infer.layout import AxisPlan
 from nxd_infer.ops import cache_attention
 from nxd_infer.parallel_layers.layers import ParallelEmbedding
-from nxd_models.causal import causal_loss, seen, whole_logits
+from nxd_models.causal import CausalModel, seen, sequence_positions
 from nxd_models.gpt_neox.config import NeoXConfig
-from nxd_models.gpt_neox.parallel_plan import tensor_parallel_plan
 from nxd_models.layers import ACTIVATIONS, first_linear, last_linear, normal_init, zero_biases
 from nxd_models.rope import Rotary, rotate
 from nxd_models.serving.kv_cache import LayerCache
+from nxd_models.spec import Cut
+
+
+def tensor_parallel_plan(config: NeoXConfig, degree: int) -> dict[str, Cut]:
+    """Heads are not split; dimensions not divisible by ``degree`` are padded."""
+    # One weight has each head's query, key and value together.
+    fused = AxisPlan.heads(config.num_heads, 3 * config.head_dim)
+    heads = AxisPlan.heads(config.num_heads, config.head_dim)
+    inner, vocabulary = AxisPlan.padded(config.intermediate_size), AxisPlan.padded(config.vocab_size)
+    return {
+        "gpt_neox.embed_in": Cut(0, vocabulary),
+        "gpt_neox.layers.*.attention.query_key_value": Cut(0, fused),
+        "gpt_neox.layers.*.attention.dense": Cut(1, heads),
+        "gpt_neox.layers.*.mlp.dense_h_to_4h": Cut(0, inner),
+        "gpt_neox.layers.*.mlp.dense_4h_to_h": Cut(1, inner),
+        "embed_out": Cut(0, vocabulary),
+    }
 
 
 def _axis(layer: str, config: NeoXConfig) -> AxisPlan:
@@ -94,7 +110,7 @@ class Layer(nn.Module):
     ) -> Tensor:
         """``positions`` defaults to 0, 1, 2, ..."""
         if positions_BS is None:
-            positions_BS = torch.arange(x_BSE.shape[1], device=x_BSE.device).expand(x_BSE.shape[0], -1)
+            positions_BS = sequence_positions(x_BSE)
         attended = x_BSE + self.attention(self.input_layernorm(x_BSE), positions_BS, mask_BS, cache)
         source = x_BSE if self.parallel_residual else attended
         return attended + self.mlp(self.post_attention_layernorm(source))
@@ -124,8 +140,8 @@ class Decoder(nn.Module):
         return self.final_layer_norm(hidden)
 
 
-class CausalLM(nn.Module):
-    """A decoder with its output head. ``config`` and ``context`` are those it was built with."""
+class CausalLM(CausalModel):
+    """A decoder of the GPT-NeoX family."""
 
     def __init__(self, config: NeoXConfig, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -134,29 +150,9 @@ class CausalLM(nn.Module):
         self.embed_out = first_linear(config, config.vocab_size, False, _axis("embed_out", config), dtype)
         zero_biases(self)
 
-    def hidden_states(self, ids_BS: Tensor, positions_BS: Tensor, caches: Sequence[LayerCache]) -> Tensor:
-        """Map ids at these positions of the cached sequences to final hidden states [B, S, E]."""
-        return self.gpt_neox(ids_BS, positions_BS, None, caches)
+    @property
+    def decoder(self) -> Decoder:
+        return self.gpt_neox
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Map final hidden states [..., E] to logits [..., V], complete on every rank."""
-        return whole_logits(self.embed_out(hidden), self.config.vocab_size, self.context)
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        num_items_in_batch: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return logits [B, S, V]; with ``labels``, ``(loss, this rank's logits [B, S, V / degree])``.
-
-        The arguments are those of Llama's ``CausalLM``.
-        """
-        self.config.check_length(input_ids.shape[1])
-        hidden = self.gpt_neox(input_ids, position_ids, attention_mask)
-        if labels is None:
-            return self.logits(hidden)
-        logits = self.embed_out(hidden)
-        return causal_loss(logits, labels, self.config.vocab_size, self.context, num_items_in_batch), logits
+    def parallel_logits(self, hidden_BSE: Tensor) -> Tensor:
+        return self.embed_out(hidden_BSE)

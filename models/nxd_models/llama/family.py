@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from nxd_models.llama.config import read_config
-from nxd_models.llama.model import CausalLM
-from nxd_models.llama.parallel_plan import tensor_parallel_plan
+from nxd_models.llama.model import CausalLM, tensor_parallel_plan
 from nxd_models.serving.decoder_step import DecoderStep
 from nxd_models.spec import ModelSpec, Task
 

@@ -2,8 +2,8 @@
 
 The same module trains (``model(input_ids, labels=...)``) and serves (``model.hidden_states(ids, positions, caches)``,
 then ``model.logits(hidden)``). Its parameters have their Hugging Face names. It is parallel over the context it is
-built in, at any degree, according to ``parallel_plan.py``. If built sequence parallel (for training), hidden states
-between the parallel blocks are this rank's S / degree positions.
+built in, at any degree. If built sequence parallel (for training), hidden states between the parallel blocks are this
+rank's S / degree positions.
 
 Shapes: B rows, S positions, E hidden size, H query heads of this rank, K key/value heads of this rank, D head
 dimension, V vocabulary.
@@ -19,16 +19,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxd_infer.context import current_context
+from nxd_infer.layout import AxisPlan, gqa_plan
 from nxd_infer.ops import cache_attention
 from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.layers import ParallelEmbedding
 from nxd_infer.parallel_layers.sequence_parallel import building_sequence_parallel
-from nxd_models.causal import causal_loss, seen, whole_logits
+from nxd_models.causal import CausalModel, seen, sequence_positions
 from nxd_models.layers import ACTIVATIONS, SEQUENCE, RMSNorm, first_linear, last_linear, normal_init, zero_biases
 from nxd_models.llama.config import LlamaConfig
-from nxd_models.llama.parallel_plan import tensor_parallel_plan
 from nxd_models.rope import Rotary, rotate
 from nxd_models.serving.kv_cache import LayerCache
+from nxd_models.spec import Cut
+
+
+def tensor_parallel_plan(config: LlamaConfig, degree: int) -> dict[str, Cut]:
+    """Heads are not split; dimensions not divisible by ``degree`` are padded."""
+    heads = gqa_plan(config.num_heads, config.num_kv_heads, degree)
+    queries, keys = heads.q_axis(config.head_dim), heads.kv_axis(config.head_dim)
+    inner, vocabulary = AxisPlan.padded(config.intermediate_size), AxisPlan.padded(config.vocab_size)
+    return {
+        "model.embed_tokens": Cut(0, vocabulary),
+        "model.layers.*.self_attn.q_proj": Cut(0, queries),
+        "model.layers.*.self_attn.k_proj": Cut(0, keys),
+        "model.layers.*.self_attn.v_proj": Cut(0, keys),
+        "model.layers.*.self_attn.o_proj": Cut(1, queries),
+        "model.layers.*.mlp.gate_proj": Cut(0, inner),
+        "model.layers.*.mlp.up_proj": Cut(0, inner),
+        "model.layers.*.mlp.down_proj": Cut(1, inner),
+        **({} if config.tied else {"lm_head": Cut(0, vocabulary)}),
+    }
 
 
 class ParallelBlock(nn.Module):
@@ -150,11 +169,6 @@ class DecoderLayer(nn.Module):
         return hidden_BSE + self.mlp(self.post_attention_layernorm(hidden_BSE))
 
 
-def sequence_positions(x_BS: Tensor) -> Tensor:
-    """Return 0, 1, 2, ... for every row: int64 [B, S]."""
-    return torch.arange(x_BS.shape[1], device=x_BS.device).expand(x_BS.shape[0], -1)
-
-
 class Decoder(nn.Module):
     """Embedding, layers and final norm, without the output head."""
 
@@ -189,11 +203,8 @@ class Decoder(nn.Module):
         return self.norm(hidden)
 
 
-class CausalLM(ParallelBlock):
-    """A decoder with its output head. ``config`` and ``context`` are those it was built with.
-
-    ``sequence_parallel=None`` uses ``nxd_config["sequence_parallel"]`` inside ``initialize_parallel_model``.
-    """
+class CausalLM(CausalModel, ParallelBlock):
+    """``sequence_parallel=None`` uses ``nxd_config["sequence_parallel"]`` inside ``initialize_parallel_model``."""
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype = torch.float32, sequence_parallel: bool | None = None):
         super().__init__(building_sequence_parallel() if sequence_parallel is None else sequence_parallel)
@@ -208,39 +219,12 @@ class CausalLM(ParallelBlock):
             self.lm_head = first_linear(config, config.vocab_size, False, axis, dtype, shared=True)
         zero_biases(self)
 
-    def hidden_states(self, ids_BS: Tensor, positions_BS: Tensor, caches: Sequence[LayerCache]) -> Tensor:
-        """Map ids at these positions of the cached sequences to final hidden states [B, S, E]."""
-        return self.model(ids_BS, positions_BS, None, caches)
+    @property
+    def decoder(self) -> Decoder:
+        return self.model
 
     def parallel_logits(self, hidden_BSE: Tensor) -> Tensor:
-        """Map final hidden states [..., E] to this rank's logits [..., V / degree]; V is padded at its end."""
         hidden = self.enter(hidden_BSE)
         if self.lm_head is not None:
             return self.lm_head(hidden)
         return F.linear(hidden, cast(Tensor, self.model.embed_tokens.weight))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Map final hidden states [..., E] to logits [..., V], complete on every rank, in the model's dtype."""
-        return whole_logits(self.parallel_logits(hidden), self.config.vocab_size, self.context)
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        num_items_in_batch: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return logits [B, S, V]; with ``labels``, ``(loss, this rank's logits [B, S, V / degree])``.
-
-        ``attention_mask`` [B, S] is 0 for padding; tokens see earlier ones with the same number, so 1 is one document
-        per row, and 1, 2, ... are several. ``position_ids`` [B, S] default to 0, 1, 2, ...; several documents restart
-        them. ``labels`` [B, S] are the unshifted ids; this method shifts them. -100 is excluded from the mean, which is
-        over ``num_items_in_batch`` where that is given: the labels of all microbatches of a step.
-        """
-        self.config.check_length(input_ids.shape[1])
-        hidden = self.model(input_ids, position_ids, attention_mask)
-        if labels is None:
-            return self.logits(hidden)
-        logits = self.parallel_logits(hidden)
-        return causal_loss(logits, labels, self.config.vocab_size, self.context, num_items_in_batch), logits

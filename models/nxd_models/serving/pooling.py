@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from nxd_infer.errors import ModelConfigError
 from nxd_models.hf.sentence_transformers import POOLINGS
+from nxd_models.spec import EncoderConfig
 
 
 def pooling_modes(pooling: str) -> list[str]:
@@ -18,6 +20,31 @@ def pooling_modes(pooling: str) -> list[str]:
             "and several of them joined by +"
         )
     return modes
+
+
+class SentencePooling(nn.Module):
+    """Mixin for an encoder, which returns one vector per text then: pools over its tokens, scales to length 1 if
+    ``normalize``.
+
+    ``pooling``: one of :data:`POOLINGS`, or several joined by ``+``.
+    """
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        dtype: torch.dtype = torch.float32,
+        *,
+        pooling: str = "mean",
+        normalize: bool = True,
+    ):
+        super().__init__(config, dtype)
+        pooling_modes(pooling)
+        self.pooling, self.normalize = pooling, normalize
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        """Map ids and mask [B, S] to float32 [B, E times modes of pooling]."""
+        pooled = pool(super().forward(input_ids, attention_mask, token_type_ids), attention_mask, self.pooling)
+        return F.normalize(pooled, dim=-1) if self.normalize else pooled
 
 
 def pool(hidden_BSE: Tensor, attention_mask_BS: Tensor, pooling: str) -> Tensor:

@@ -6,8 +6,7 @@ from nxd_infer.hugging_face.stored import StoredWeight
 from nxd_models.serving.seq2seq_step import Seq2SeqStep
 from nxd_models.spec import ModelSpec, Task
 from nxd_models.t5.config import read_config
-from nxd_models.t5.model import ConditionalGeneration
-from nxd_models.t5.parallel_plan import tensor_parallel_plan
+from nxd_models.t5.model import ConditionalGeneration, tensor_parallel_plan
 
 
 class T5Step(Seq2SeqStep, ConditionalGeneration):

@@ -28,8 +28,7 @@ from nxd_infer.layout import AxisPlan, restore_attributes
 from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.modules.qkv_linear import PARTS, GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, mappings
-from nxd_infer.parallel_layers.base import ParallelLayer, real_cpu_tensors
-from nxd_infer.parallel_layers.initialization import Fill, init_linear_weight
+from nxd_infer.parallel_layers.base import Fill, ParallelLayer, init_linear_weight, real_cpu_tensors
 
 __all__ = ["LoraLayer", "Place", "ReplicatedLinear"]
 

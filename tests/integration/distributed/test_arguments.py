@@ -17,7 +17,7 @@ import nxd_infer as nxd
 from nxd_infer.checkpoint import api
 from nxd_infer.context import current_context
 from nxd_infer.distributed import parallelizer as module
-from nxd_infer.distributed.manager import ParallelizersManager
+from nxd_infer.distributed.parallelizer import ParallelizersManager
 from nxd_infer.errors import CheckpointError, InputMismatchError, ParallelConfigError
 from nxd_infer.parallel_layers.layers import ParallelEmbedding
 from tests.integration.distributed.test_apply import NEAR

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import nxd_infer as nxd
-from nxd_infer.distributed.manager import ParallelizersManager
+from nxd_infer.distributed.parallelizer import ParallelizersManager
 from tests.support.distributed.memory import MIB, growth
 from tests.support.ranks import run_ranks
 

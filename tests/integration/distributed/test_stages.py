@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from torch import nn
 
-from nxd_infer.distributed.manager import ParallelizersManager
+from nxd_infer.distributed.parallelizer import ParallelizersManager
 from tests.integration.distributed.test_adapters import FEW, adapted, without_frozen
 from tests.integration.distributed.test_apply import wrong_gradients
 from tests.support.distributed.models import CASES, Case

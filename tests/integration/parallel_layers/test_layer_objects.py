@@ -15,8 +15,8 @@ from nxd_infer.context import current_context, make_context, use_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import AxisPlan
 from nxd_infer.parallel_layers import mappings
-from nxd_infer.parallel_layers.groups import axis_of
 from nxd_infer.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxd_infer.parallel_layers.mappings import axis_of
 from tests.support.parallel_layers.compare import LIMITS, error, own_part, piece
 from tests.support.ranks import run_ranks
 

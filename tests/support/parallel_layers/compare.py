@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nxd_infer.context import current_context
 from nxd_infer.layout import layout_of
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
-from nxd_infer.parallel_layers.initialization import keep_own_part
+from nxd_infer.parallel_layers.base import keep_own_part
 
 LIMITS = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2}
 
