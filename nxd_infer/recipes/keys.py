@@ -40,13 +40,13 @@ def key(default: Any, help: str, kind: Any = str, **declared: Any) -> Any:
     """
     if kind in (int, float, list[float]):
         declared.setdefault("maximum", LARGEST)
-    made = Key(default, help, kind, **declared)
-    told = [help]
-    if made.also:
-        told.append(f"also {', '.join(f'`{name}`' for name in made.also)}")
-    if made.choices:
-        told.append(f"one of {', '.join(made.choices)}")
-    return as_field(replace(made, help="; ".join(told)))
+    one = Key(default, help, kind, **declared)
+    texts = [help]
+    if one.also:
+        texts.append(f"also {', '.join(f'`{name}`' for name in one.also)}")
+    if one.choices:
+        texts.append(f"one of {', '.join(one.choices)}")
+    return as_field(replace(one, help="; ".join(texts)))
 
 
 def only(value: Any, reason: str) -> Any:

@@ -144,18 +144,18 @@ def add_reference(
     """
     path = log_dir / REFERENCE
     if fresh:
-        found = {name: _computed(wrapped, pairs, autocast) for name, pairs in sets.items()}
+        stored = {name: _computed(wrapped, pairs, autocast) for name, pairs in sets.items()}
         if is_rank_zero():
             log_dir.mkdir(parents=True, exist_ok=True)
-            save_file(found, path)
+            save_file(stored, path)
     elif path.is_file():
-        found = load_file(path)
+        stored = load_file(path)
     else:
         raise RecipeError(f"{path} is missing: the reference's probabilities are those of the job's first start")
     for name, pairs in sets.items():
-        if name not in found or len(found[name]) != len(pairs):
+        if name not in stored or len(stored[name]) != len(pairs):
             raise RecipeError(f"{path} is of other data than the recipe's {name} data: start a new version")
-        pairs.reference = found[name]
+        pairs.reference = stored[name]
 
 
 @torch.no_grad()
@@ -167,14 +167,14 @@ def _computed(wrapped: NxDModel, pairs: Pairs, autocast: Callable[[], AbstractCo
     training = model.training
     model.eval()
     device = next(model.parameters()).device
-    found = torch.zeros(len(pairs), 2, dtype=torch.float64, device=device)
-    mine = range(context.dp.rank, len(pairs), context.dp.degree)
-    for at in range(0, len(mine), AT_A_TIME):
-        numbers = list(mine[at : at + AT_A_TIME])
+    totals = torch.zeros(len(pairs), 2, dtype=torch.float64, device=device)
+    own = range(context.dp.rank, len(pairs), context.dp.degree)
+    for at in range(0, len(own), AT_A_TIME):
+        numbers = list(own[at : at + AT_A_TIME])
         rows = [pairs[number] for number in numbers]
         batch = {name: torch.cat([row[name] for row in rows]).to(device) for name in rows[0]}
         with autocast():
             answers = model.answers(**batch)
-        found[numbers] = answers.total.double()
+        totals[numbers] = answers.total.double()
     model.train(training)
-    return comm.all_reduce(found, context, "dp").float().cpu()
+    return comm.all_reduce(totals, context, "dp").float().cpu()

@@ -77,8 +77,8 @@ def parse_yaml(text: str, origin: str) -> Tree:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{origin}:{mark.line + 1}" if mark else origin
-        said = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
-        raise RecipeError(f"{place}: not YAML: {said}") from None
+        reason = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
+        raise RecipeError(f"{place}: not YAML: {reason}") from None
     except RecursionError:
         raise RecipeError(f"{origin}: it is nested too deeply, or an alias (*) or merge (<<) contains itself") from None
     return tree
