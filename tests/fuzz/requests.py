@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save
 
 from nxd_server.errors import RequestError
-from nxd_server.http.admin.schemas import AdapterBody, WeightsBody
+from nxd_server.http.admin.load_adapters import AdapterBody
+from nxd_server.http.admin.update_weights import WeightsBody
 from nxd_server.http.error_responses import ApiError
 from nxd_server.http.openai.schemas import (
     ChatBody,

@@ -171,9 +171,9 @@ class _Run:
             logger.warning("requests were still running after %g s and are cut", timeout)
 
     async def _flush(self, app: FastAPI, seconds: float = FLUSH_SECONDS) -> None:
-        """Wait until completed answers have been written."""
+        """Wait until completed answers have been written; a request whose body is still arriving is not waited for."""
         for _ in range(int(seconds / 0.02)):
-            if app.state.in_flight.count == 0 or self._hurry.is_set():
+            if all(request.body_left for request in app.state.in_flight) or self._hurry.is_set():
                 return
             await asyncio.sleep(0.02)
 

@@ -12,12 +12,12 @@ from starlette.requests import Request
 from nxd_infer.util.version import VERSION
 from nxd_server.http import sagemaker, tokenize
 from nxd_server.http.admin import load_adapters
-from nxd_server.http.admin.schemas import AdapterBody, WeightsBody
-from nxd_server.http.admin.update_weights import weights
+from nxd_server.http.admin.load_adapters import AdapterBody
+from nxd_server.http.admin.update_weights import WeightsBody, weights
 from nxd_server.http.api_keys import Keys
 from nxd_server.http.body_schema import Body
 from nxd_server.http.error_responses import CODES, TYPES, ApiError
-from nxd_server.http.middleware import InFlight, RequestMiddleware
+from nxd_server.http.middleware import RequestMiddleware
 from nxd_server.http.openai import models
 from nxd_server.http.openai.chat import chat
 from nxd_server.http.openai.completions import completions
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def create_app(service: Service, settings: ServerSettings) -> FastAPI:
-    """Return the app with all routes; ``app.state.in_flight.count`` is the number of requests being answered."""
+    """Return the app with all routes; ``app.state.in_flight`` holds the requests being answered."""
     app = FastAPI(
         title="nxd_infer",
         version=VERSION,
@@ -53,7 +53,7 @@ def create_app(service: Service, settings: ServerSettings) -> FastAPI:
         for what, width in (("prompts", ENCODERS), ("tensors", ENCODERS), ("grammars", 1))
     )
     app.state.context = Context(service, settings, metrics, keys, prompts, tensors, grammars, Bodies())
-    app.state.in_flight = InFlight()
+    app.state.in_flight = set()
     app.state.connections = Connections(settings)
     metrics.watch(app.state.connections)
     app.add_middleware(

@@ -26,28 +26,13 @@ CLIENT_CLOSED = 499
 """nginx's log status for a client that disconnected; it is never sent."""
 
 
-class InFlight:
-    """The requests being answered; a drain waits for those that have arrived completely."""
-
-    def __init__(self) -> None:
-        self._requests: set[DrainingReceive] = set()
-
-    def add(self, request: DrainingReceive) -> None:
-        self._requests.add(request)
-
-    def remove(self, request: DrainingReceive) -> None:
-        self._requests.discard(request)
-
-    @property
-    def count(self) -> int:
-        """Requests being answered; one whose body is still arriving does not delay a shutdown."""
-        return sum(not request.body_left for request in self._requests)
-
-
 class RequestMiddleware:
-    """Pure ASGI, so that streams pass through untouched and handlers see a disconnect themselves."""
+    """Pure ASGI, so that streams pass through untouched and handlers see a disconnect themselves.
 
-    def __init__(self, app: ASGIApp, keys: Keys, metrics: Metrics, in_flight: InFlight, access_log: bool):
+    ``in_flight``: gets the requests being answered.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys, metrics: Metrics, in_flight: set[DrainingReceive], access_log: bool):
         self._app = app
         self._keys = keys
         self._metrics = metrics
@@ -103,7 +88,7 @@ class RequestMiddleware:
             status = CLIENT_CLOSED
         finally:
             whole.close()
-            self._in_flight.remove(body)
+            self._in_flight.discard(body)
             seconds = time.monotonic() - begin
             route = _route(scope)
             self._metrics.http(scope["method"], route, status, seconds)

@@ -109,17 +109,8 @@ def test_a_refusal_names_the_value_and_the_likely_name(toy, route, body, message
 
 RAW_BODIES = [
     (b"", "invalid_json"),
-    (b"{", "invalid_json"),
-    (b"[]", "invalid_json"),
-    (b'{"prompt": "a"} x', "invalid_json"),
-    (b'{"prompt": "a", "temperature": NaN}', "invalid_json"),
     (b'{"prompt": "a", "temperature": 1e999}', None),
     (b'{"prompt": "a", "logit_bias": {"1": 1e999}}', None),
-    (b'{"prompt": "\xff"}', "invalid_json"),
-    (b'{"prompt": "\\ud800"}', "invalid_json"),
-    (b'{"\\udfff": 1}', "invalid_json"),
-    (b"\xfe\xff\x00{\x00}", "invalid_json"),
-    (b'{"prompt": "a\x01"}', "invalid_json"),
 ]
 
 

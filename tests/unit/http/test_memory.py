@@ -13,7 +13,7 @@ import pytest
 from nxd_server.errors import RequestError
 from nxd_server.http.api_keys import Keys
 from nxd_server.http.error_responses import ApiError
-from nxd_server.http.middleware import InFlight, RequestMiddleware
+from nxd_server.http.middleware import RequestMiddleware
 from nxd_server.text.concurrency_limit import ConcurrencyLimit
 
 
@@ -25,13 +25,6 @@ async def refused(body):
     raise ApiError(413, "too large")
 
 
-async def refused_because(body):
-    try:
-        raise ValueError("no number")
-    except ValueError as error:
-        raise ApiError(400, "wrong") from error
-
-
 async def refused_in_a_lane(body):
     def work():
         held = body  # as the frames do of what asks a process
@@ -40,7 +33,7 @@ async def refused_in_a_lane(body):
     await ConcurrencyLimit("bodies", 1, 1).run(work)
 
 
-@pytest.mark.parametrize("handler", [refused, refused_because, refused_in_a_lane])
+@pytest.mark.parametrize("handler", [refused, refused_in_a_lane])
 def test_what_a_refused_request_held_is_free_once_it_is_answered(handler):
     kept: list[weakref.ref[Body]] = []
     receive, send = AsyncMock(return_value={"type": "http.request"}), AsyncMock()
@@ -51,7 +44,7 @@ def test_what_a_refused_request_held_is_free_once_it_is_answered(handler):
         await handler(body)
 
     async def main():
-        middleware = RequestMiddleware(app, Keys([], None), Mock(), InFlight(), access_log=False)
+        middleware = RequestMiddleware(app, Keys([], None), Mock(), set(), access_log=False)
         scope = {"type": "http", "headers": [], "path": "/x", "method": "POST", "http_version": "1.1"}
         await middleware(scope, receive, send)
         end = time.monotonic() + 60

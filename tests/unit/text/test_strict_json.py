@@ -13,6 +13,8 @@ from nxd_server.text.strict_json import MOST_CONTAINERS, parse_json
     [
         (b" ", "invalid_json"),
         (b"[1]", "invalid_json"),
+        (b'{"a": 1} x', "invalid_json"),
+        (b'{"a": "\x01"}', "invalid_json"),
         (b'{"a": NaN}', "invalid_json"),
         (b'{"a": "\xff"}', "invalid_json"),
         (b'{"a": "\\ud800"}', "invalid_json"),
@@ -20,7 +22,18 @@ from nxd_server.text.strict_json import MOST_CONTAINERS, parse_json
         (b'{"a": ' + b"1" * 2**20 + b"}", "invalid_json"),
         (b'{"a": [' + b"[]," * MOST_CONTAINERS + b"1]}", "body_too_complex"),
     ],
-    ids=["empty", "a list", "NaN", "no UTF-8", "a lone surrogate", "deep", "one long number", "very many lists"],
+    ids=[
+        "empty",
+        "a list",
+        "more",
+        "a control character",
+        "NaN",
+        "no UTF-8",
+        "a lone surrogate",
+        "deep",
+        "one long number",
+        "very many lists",
+    ],
 )
 def test_what_is_refused(data, code):
     with pytest.raises(BodyError) as caught:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import Field
 from starlette.requests import Request
 
 from nxd_server.engine.adapter_slots import Adapter
 from nxd_server.http.admin.allowed_paths import path_under
-from nxd_server.http.admin.schemas import AdapterBody
 from nxd_server.http.admin.update_weights import unchanged
+from nxd_server.http.body_schema import Body
 from nxd_server.http.request_context import context_of, require_admin
 from nxd_server.threads import in_thread
+
+
+class AdapterBody(Body):
+    """``POST /v1/adapters``."""
+
+    name: str = Field(..., description="The name that requests give as `model`.")
+    path: str = Field(..., description="The adapter's directory, under the server's weights_root.")
 
 
 def _card(adapter: Adapter) -> dict[str, Any]:

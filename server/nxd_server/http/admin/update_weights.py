@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import Field
 from starlette.requests import Request
 
 from nxd_infer.errors import (
@@ -20,12 +21,22 @@ from nxd_infer.errors import (
     WeightSchemaError,
 )
 from nxd_server.http.admin.allowed_paths import path_under
-from nxd_server.http.admin.schemas import WeightsBody
+from nxd_server.http.body_schema import Body
 from nxd_server.http.error_responses import ApiError
 from nxd_server.http.request_context import context_of
 from nxd_server.threads import in_thread
 
 logger = logging.getLogger("nxd_server.http")
+
+
+class WeightsBody(Body):
+    """``POST /v1/weights``."""
+
+    path: str = Field(..., description="A folder of checkpoints, or safetensors, under the server's weights_root.")
+    tag: str | None = Field(None, description="Which checkpoint of the folder; by default the newest complete one.")
+    timeout: float | None = Field(
+        None, gt=0, le=86400, description="Seconds running requests may take to finish; weights_drain_timeout if null."
+    )
 
 
 async def weights(request: Request, body: WeightsBody) -> dict[str, Any]:
