@@ -26,7 +26,6 @@ from nxd_infer.trace.ranks.from_function import trace_ranks
 from nxd_infer.trace.ranks.traced import WEIGHTS_FILE, rank_directory
 from nxd_infer.trace.request import TraceRequest, checked_request, make_workdir
 from nxd_infer.util.options import accepts_options
-from nxd_infer.util.temporary import temporary_name
 
 if TYPE_CHECKING:
     from nxd_infer.trace.plan import TracePlan
@@ -62,14 +61,11 @@ def parallel_model_trace(options: TraceOptions) -> TensorParallelModel:
     if options.artifact_dir is not None:  # so that files can be linked
         beside = Path(options.artifact_dir).absolute().parent
         beside.mkdir(parents=True, exist_ok=True)
-    build = temporary_name(".nxd-trace-", beside)
-    try:
-        build.mkdir(mode=0o700)
+    with tempfile.TemporaryDirectory(prefix=".nxd-trace-", dir=beside, ignore_cleanup_errors=True) as name:
+        build = Path(name)
         if request.bucket_config is not None:
             save_kernel(request.bucket_config, build / BUCKET_KERNEL_NAME)
         return _trace(request, build)
-    finally:
-        shutil.rmtree(build, ignore_errors=True)
 
 
 def _trace(request: TraceRequest, build: Path) -> TensorParallelModel:

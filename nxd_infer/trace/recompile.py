@@ -6,7 +6,7 @@ processes the stored graphs as after a trace.
 
 from __future__ import annotations
 
-import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from nxd_infer.trace.options import RecompileOptions
 from nxd_infer.trace.request import make_workdir, options_of, require_stages, tracing_backend
 from nxd_infer.util.options import accepts_options
 from nxd_infer.util.progress import silent
-from nxd_infer.util.temporary import temporary_name
 
 __all__ = ["parallel_model_recompile"]
 
@@ -54,11 +53,9 @@ def parallel_model_recompile(given: RecompileOptions) -> dict[str, Any]:
     form = _quantization(source)
     options, ignored = options_of(backend, given.compiler_args, given.target, None if form is None else form.name)
     make_workdir(given)
-    build = temporary_name("nxd-recompile-")
-    try:
-        build.mkdir(mode=0o700)
+    with tempfile.TemporaryDirectory(prefix="nxd-recompile-", ignore_cleanup_errors=True) as build:
         manifest = source.manifest.model_copy(deep=True)
-        directories = _lower(source, manifest, backend, options, () if form is None else (form.encoding,), build)
+        directories = _lower(source, manifest, backend, options, () if form is None else (form.encoding,), Path(build))
         report = compile_directories(directories, manifest.buckets, backend, options, given)
         manifest.target, manifest.versions = backend.target(options), made_by(report.pop("compiler"))
         progress("write artifact", 0, 1, "")
@@ -69,8 +66,6 @@ def parallel_model_recompile(given: RecompileOptions) -> dict[str, Any]:
             add_graphs(writer, directories, manifest.ops)
             writer.commit(manifest)
         progress("write artifact", 1, 1, "")
-    finally:
-        shutil.rmtree(build, ignore_errors=True)
     return {**report, "ignored_compiler_args": ignored}
 
 

@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess  # nosec B404
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -21,7 +22,6 @@ from nxd_infer.errors import TraceError
 from nxd_infer.processes.child import END_SECONDS, ChildProcess
 from nxd_infer.processes.command import child_environment, python_module
 from nxd_infer.util.processors import processors
-from nxd_infer.util.temporary import temporary_name
 
 
 class _Worker:
@@ -133,23 +133,21 @@ def workplace(workdir: Path | None) -> Iterator[Path]:
 
     Raises TraceError if it cannot be moved, unless the block raises a more important error.
     """
-    place = temporary_name("nxd-compile-")
-    done = False
-    try:
-        place.mkdir(mode=0o700)
-        yield place
-        done = True
-    finally:
+    with tempfile.TemporaryDirectory(prefix="nxd-compile-", ignore_cleanup_errors=True) as name:
+        place = Path(name)
+        done = False
         try:
-            if workdir is not None:
-                shutil.move(place, workdir / place.name)
-        except OSError as error:
-            if workdir is not None:
-                shutil.rmtree(workdir / place.name, ignore_errors=True)  # remove the partial copy
-            if done:
-                raise TraceError(
-                    f"compiler_workdir: what the compiler wrote cannot be moved to {workdir}: {error}; make room "
-                    "there, choose another directory, or leave it out"
-                ) from error
+            yield place
+            done = True
         finally:
-            shutil.rmtree(place, ignore_errors=True)
+            try:
+                if workdir is not None:
+                    shutil.move(place, workdir / place.name)
+            except OSError as error:
+                if workdir is not None:
+                    shutil.rmtree(workdir / place.name, ignore_errors=True)  # remove the partial copy
+                if done:
+                    raise TraceError(
+                        f"compiler_workdir: what the compiler wrote cannot be moved to {workdir}: {error}; make room "
+                        "there, choose another directory, or leave it out"
+                    ) from error
