@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from typing import cast
 
 import pytest
 import torch
 
-from nxd_infer import native, parallel_state
-from nxd_infer.comm import all_gather, all_reduce, reduce_scatter
+from nxd_infer import native
+from nxd_infer.comm import all_reduce
 from nxd_infer.comm.distributed import DistributedCollectives
 from nxd_infer.comm.overlapped import start_all_gather, start_all_reduce, start_reduce_scatter
 from nxd_infer.comm.protocol import collectives_of
-from nxd_infer.context import current_context, default_context, set_default_context, use_context
+from nxd_infer.context import current_context
 from tests.integration.comm.test_collectives import BIG, SHAPES, assert_same_bits, everything
 from tests.integration.comm.test_lost_peers import lose
 from tests.support.needs import needs_native
@@ -72,28 +71,6 @@ def one_without_a_library() -> tuple[bool, bool]:
 
 def test_all_ranks_of_a_group_share_or_none():
     assert run_ranks(one_without_a_library, 2) == [(False, True)] * 2
-
-
-def groups_of_one_name() -> list[str]:
-    """Two contexts with an axis of the same name in one process; the descriptors of their memory that stay open."""
-    first = default_context()
-    set_default_context(None)
-    parallel_state.initialize_model_parallel(2)
-    second = default_context()
-    assert first is not None and second is not None
-    for context in (first, second, first):
-        with use_context(context):
-            assert shares()
-            assert all_gather(torch.tensor([context.rank]), context).tolist() == [0, 1]
-    parallel_state.destroy_model_parallel()
-    set_default_context(first)
-    assert reduce_scatter(torch.ones(2), first).tolist() == [2]
-    links = [os.path.realpath(entry.path) for entry in os.scandir("/proc/self/fd")]
-    return [link for link in links if "nxd-collectives" in link]
-
-
-def test_groups_of_one_name_live_side_by_side():
-    assert run_ranks(groups_of_one_name, 2, collectives="shared") == [[], []]
 
 
 def test_a_lost_peer_is_named_and_stays_lost():

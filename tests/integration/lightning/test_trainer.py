@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import nxd_infer as nxd
 from nxd_infer import parallel_state
@@ -192,22 +191,6 @@ def test_precision():
         trainer.fit(module, DataLoader(Rows(), 4))
         assert {param.dtype for param in module.model.parameters()} == {dtype}
         assert diary.losses[-1] < diary.losses[0]
-
-
-def test_predictions_of_a_model_whose_optimizer_is_a_partial():
-    config, optimizer = nxd.neuronx_distributed_config(), functools.partial(torch.optim.AdamW, betas=(0.8, 0.9))
-    module = NeuronLTModule(
-        llama, config, optimizer, torch.optim.lr_scheduler.ExponentialLR, opt_args=(1e-2,), scheduler_args=(0.9,)
-    )
-    trainer = one(max_epochs=1)
-    trainer.fit(module, DataLoader(Rows(4), 4))
-    assert trainer.lr_scheduler_configs[0].name == "lr-AdamW"
-    assert trainer.optimizers[0].param_groups[0]["betas"] == (0.8, 0.9)
-    ids = Rows(2).ids
-    with torch.no_grad():
-        wanted = [module.model(one[None]) for one in ids]
-    for rows in ([{"input_ids": one} for one in ids], ids, TensorDataset(ids)):  # by name, a tensor, a sequence of them
-        torch.testing.assert_close(trainer.predict(module, DataLoader(rows, 1)), wanted)
 
 
 def test_hyperparameters_that_cannot_be_stored_are_left_out(tmp_path: Path):

@@ -24,7 +24,6 @@ from nxd_models.check_family import check_family
 from nxd_models.generic import attention
 from nxd_models.serving import tasks
 from nxd_models.serving.eager_generation import generate_eager
-from nxd_models.serving.kv_cache import LayerCache
 from nxd_server.text.tokenizer import Tokenizer
 from tests.support.distributed.models import Case
 from tests.support.http.http_artifacts import real_server
@@ -202,14 +201,6 @@ def test_what_the_step_cannot_compute_is_refused_by_name(tmp_path, monkeypatch):
         plan = tasks.plan(tmp_path, batch_sizes=[1], max_len=16, dtype=torch.float32)
         with pytest.raises(ModelConfigError, match=words):
             plan.func(**plan.func_kwargs)(**plan.example_inputs[0])
-
-
-def test_a_model_whose_own_code_attends_is_noticed():
-    caches = [LayerCache(torch.zeros(2, 1, 4, 2), torch.zeros(2, 1, 4, 2), *torch.zeros(3, 1, dtype=torch.int64))] * 2
-    words = r"mamba: its layers \[0, 1\] of 2 do not attend by transformers'"
-    where = torch.zeros(1, 1, dtype=torch.int64)
-    with pytest.raises(ModelConfigError, match=words), attention.over(caches, where, "mamba"):
-        pass
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,3 @@ def test_a_regular_optimizer_keeps_its_groups_and_options():
     steps(before, plain)
     with pytest.raises(ParallelConfigError, match="before the first step"):
         Parallelizer.optimizer_for_mp(plain, mapping)
-
-
-def test_no_parameters_are_refused():
-    for arguments in ((), ([],)):
-        with pytest.raises(ParallelConfigError):
-            make_optimizer_constructor_lazy(AdamW)(*arguments)

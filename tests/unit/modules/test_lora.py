@@ -67,14 +67,6 @@ def test_options_are_checked(options: dict[str, Any], message: str):
         nxd.neuronx_distributed_config(lora_config={"rank": 4})
 
 
-def test_what_is_adapted_is_printed(capsys: pytest.CaptureFixture[str]):
-    lora(target_modules=["q_proj", "head"], lora_verbose=True)
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == "LoRA on 2 projections: q_proj, head"
-    factors = 3 * (8 + 8) + 3 * (8 + 5)
-    assert second == f"trained: {factors} of {sum(p.numel() for p in net().parameters()) + factors} parameters"
-
-
 def test_scaling_and_initial_values():
     assert LoraConfig(lora_rank=16, lora_alpha=8).scaling == 0.5
     assert LoraConfig(lora_rank=16, lora_alpha=8, use_rslora=True).scaling == 2
@@ -200,20 +192,6 @@ def trained(model: Any, optimizer: Any) -> float:
 
 def loss(model: Any) -> float:
     return float(model.run_eval(**batch()))
-
-
-def test_a_model_says_which_adapter_it_has(tmp_path: Path):
-    """Its configuration is that of the adapter it started from; the one that was given is left as it is."""
-    model, _ = job(lora_alpha=5)
-    nxd.save_checkpoint(tmp_path, "a", model)
-    config = nxd.neuronx_distributed_config(lora_config={"load_lora_from_ckpt": True, "lora_save_dir": str(tmp_path)})
-    for _ in range(2):
-        started = nxd.initialize_parallel_model(config, Net)
-        restored = started.nxd_config["lora_config"]
-        assert (restored.lora_rank, restored.lora_alpha) == (3, 5) and restored.target_modules
-        assert restored is started.lora_config
-        assert config["lora_config"].lora_rank == LoraConfig().lora_rank != 3
-    assert model.nxd_config["lora_config"].lora_rank == 3
 
 
 def test_a_merged_checkpoint_does_not_count_the_adapter_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -39,14 +39,6 @@ def saved(root: Path, *values: int) -> None:
         save_checkpoint(root, f"step_{value}", adapted(value))
 
 
-def test_a_tag_may_be_a_number(tmp_path: Path):
-    for value in (0, 5, 7):
-        save_checkpoint(tmp_path, value, adapted(value))  # pyright: ignore[reportArgumentType]
-        model = adapted(0.0, load_lora_from_ckpt=True, lora_save_dir=str(tmp_path), lora_load_tag=min(value, 5))
-        assert model.get_parameter("0.lora_B.weight")[0, 0].item() == min(value, 5)
-        assert model.lora_config.lora_load_tag == str(min(value, 5))
-
-
 def test_the_newest_by_its_number_but_what_a_killed_save_left(tmp_path: Path):
     saved(tmp_path, 1, 2)
     for path in (tmp_path / "step_1").rglob("*"):

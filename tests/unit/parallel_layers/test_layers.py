@@ -171,12 +171,6 @@ def test_padding_idx_zero_is_not_ignored():
     assert not layer.weight.grad[0].any() and layer.weight.grad[1].any()
 
 
-def test_device_as_text_and_positional_order():
-    layer = ParallelEmbedding(10, 4, nn.init.zeros_, torch.float64, "cpu")
-    assert layer.weight.dtype == torch.float64 and not layer.weight.any()
-    assert ParallelEmbedding(10, 4, nn.init.zeros_, device=torch.device("cpu")).weight.device.type == "cpu"
-
-
 def test_local_heads_that_may_not_fit_are_told():
     """Where a rank has a whole copy, nothing says where a head ends; with its size there is nothing to tell."""
     copied: dict[str, Any] = {"output_sizes": [16, 4], "kv_size_multiplier": 2}
