@@ -3,8 +3,9 @@
 ::
 
     model, rank_model           what users and the engine call
-    router, bucket_*            which graph a call runs
-    load, save_load             checks that an artifact runs here
+    ranks                       the ranks as these see them: interface, lock, steps that were begun
+    router, bucket_kernel       which graph a call runs
+    load, time_bounds           checks that an artifact runs here; how long its ranks may take
     supervisor/                 the caller's side of the ranks: start, call, watch and end them
     rank_process/               a rank's side: its weights, states and graphs, and the process that runs them
     ipc/                        what both share: the memory of the tensors, and the records of their socket
@@ -21,16 +22,15 @@ _NAMES = {
     "RankModel": ".rank_model",
     "TensorParallelModel": ".model",
     "load_artifact": ".load",
-    "parallel_model_load": ".save_load",
-    "parallel_model_save": ".save_load",
+    "parallel_model_load": ".model",
+    "parallel_model_save": ".model",
 }
 
 __all__ = ["RankModel", "TensorParallelModel", "load_artifact", "parallel_model_load", "parallel_model_save"]
 
 if TYPE_CHECKING:
     from nxd_infer.runtime.load import load_artifact
-    from nxd_infer.runtime.model import TensorParallelModel
+    from nxd_infer.runtime.model import TensorParallelModel, parallel_model_load, parallel_model_save
     from nxd_infer.runtime.rank_model import RankModel
-    from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -1,32 +1,33 @@
-"""TensorParallelModel: call a traced model, with its ranks, states and buckets behind one ``forward``.
+"""TensorParallelModel: a traced model, with its ranks, states and buckets behind one ``forward``; saved and loaded.
 
 The artifact defines buckets, names, dtypes and shapes. A call is checked, routed to a bucket, written to the memory
 shared with the ranks, run by all ranks, and answered with rank 0's outputs. Calls from any number of threads are
-serialised, and every caller gets its own result.
+serialised, and every caller gets its own result. Source of saving and loading: the API guide's chapter "Model Trace".
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 from torch import Tensor, nn
 
-from nxd_infer.artifact.manifest import BucketSpec
+from nxd_infer.artifact.manifest import BucketSpec, weight_name
+from nxd_infer.artifact.rank_weights import replace_weights
 from nxd_infer.artifact.reader import LoadedArtifact
+from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.errors import ArtifactError, InputMismatchError
 from nxd_infer.runtime.bucket_kernel import ask
 from nxd_infer.runtime.ipc.channel import Kind
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank_model import RankModel, takes_arrays
+from nxd_infer.runtime.ranks import PendingStep, Ranks, free_side
 from nxd_infer.runtime.router import Route, Router, cut, fill, lawful_inputs
 from nxd_infer.runtime.supervisor.in_process import LocalRank
-from nxd_infer.runtime.supervisor.pending_step import PendingStep, free_side
-from nxd_infer.runtime.supervisor.protocol import Ranks
-
-__all__ = ["TensorParallelModel", "TensorParallelNeuronModel"]
 
 
 class TensorParallelModel(nn.Module, RankModel):
@@ -174,6 +175,53 @@ class TensorParallelModel(nn.Module, RankModel):
 
 TensorParallelNeuronModel = TensorParallelModel
 """The name that existing code imports."""
+
+
+def parallel_model_save(model: TensorParallelModel, save_dir: str | os.PathLike[str], *, replace: bool = True) -> None:
+    """Save a traced model as the artifact directory ``save_dir``, all or nothing.
+
+    An existing artifact is replaced in one step; any other non-empty directory is rejected (ArtifactError). Weights
+    that ``update_weights`` swapped in are saved. Files of a freshly traced model are hard-linked if the file system
+    allows it, else copied and checked. Raises ArtifactSpaceError if the disk is full; then nothing half-written
+    remains.
+    """
+    if not isinstance(model, TensorParallelModel):
+        raise ArtifactError(
+            f"parallel_model_save takes the model that parallel_model_trace or parallel_model_load returned, "
+            f"got {type(model).__name__}"
+        )
+    source = model.artifact
+    updated = model.updated_weights()
+    if Path(os.path.abspath(save_dir)) == source.path and not any(updated):
+        return  # it is already complete
+    manifest = source.manifest.model_copy(deep=True)
+    with ArtifactWriter(save_dir, replace=replace) as writer:
+        for rank, tensors in enumerate(updated):
+            if tensors:
+                replace_weights(source.weight_file(rank), writer.file(weight_name(rank)), tensors)
+        for name, spec in source.manifest.files.items():
+            if not (writer.path / name).exists():
+                writer.add(name, source.path / name, link=source.temporary, known=spec)
+        writer.commit(manifest)
+
+
+def parallel_model_load(
+    load_dir: str | os.PathLike[str],
+    *,
+    call_timeout: float | None = None,
+    start_timeout: float | None = None,
+    backend: str | None = None,
+    verify: bool = True,
+    expect_digest: str | None = None,
+    **options: Any,
+) -> TensorParallelModel:
+    """Load a saved model as a :class:`TensorParallelModel`; nothing is compiled and no model code is needed.
+
+    The ranks start at the first call, or with ``model.start()``. ``options``: see TensorParallelModel; for errors see
+    :func:`load_artifact`.
+    """
+    artifact = load_artifact(load_dir, verify=verify, expect_digest=expect_digest, backend=backend)
+    return TensorParallelModel(artifact, call_timeout=call_timeout, start_timeout=start_timeout, **options)
 
 
 def _returned(bucket: BucketSpec, outputs: list[Tensor]) -> Any:

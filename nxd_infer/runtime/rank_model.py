@@ -10,22 +10,18 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from nxd_infer.artifact.manifest import BucketSpec, Manifest
+from nxd_infer.artifact.manifest import BucketSpec, InputSpec, Manifest
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.errors import BucketError, InputMismatchError, ModelClosedError
-from nxd_infer.runtime import updates
-from nxd_infer.runtime.bucket_table import bucket_table
 from nxd_infer.runtime.ipc.arena import InputBlock
 from nxd_infer.runtime.ipc.channel import Kind
+from nxd_infer.runtime.ranks import CallLock, PendingStep, RankHealth, Ranks, free_side
 from nxd_infer.runtime.supervisor.cores import check_degree, default_threads
-from nxd_infer.runtime.supervisor.lock import CallLock
-from nxd_infer.runtime.supervisor.pending_step import PendingStep, free_side
-from nxd_infer.runtime.supervisor.protocol import RankHealth, Ranks
 from nxd_infer.runtime.supervisor.supervisor import Supervisor
 from nxd_infer.runtime.time_bounds import Bounds, check_seconds
 from nxd_infer.runtime.updates.swap import WeightSwaps
@@ -73,7 +69,6 @@ class RankModel:
         self.threads_per_rank = threads_per_rank or default_threads(degree, artifact.manifest.target.get("threads"))
         self._before_load = before_load
         self._index = {bucket.name: i for i, bucket in enumerate(artifact.manifest.buckets)}
-        self._checks: dict[int, Callable[[Mapping[str, Any]], None]] = {}
         self._lock = CallLock()
         self._ranks: Ranks | None = None
         self._closed = False
@@ -204,9 +199,10 @@ class RankModel:
         this call, overriding the derived limit.
         """
         index = self._bucket_index(name, timeout)
-        self._check_arrays(index, inputs)
+        block = InputBlock.of(self.buckets[index], inputs)
+        block.check()
         with self._lock.take():
-            return self._begin(index, inputs, timeout).take(copy=True)
+            return self._begin(index, block, timeout).take(copy=True)
 
     def begin_bucket(
         self, name: str, inputs: Mapping[str, np.ndarray], *, timeout: float | None = None, checked: bool = False
@@ -218,30 +214,16 @@ class RankModel:
         caller guarantees that every value of an InputBlock is within its input's limits.
         """
         index = self._bucket_index(name, timeout)
-        if not (checked and isinstance(inputs, InputBlock) and inputs.bucket is self.buckets[index]):
-            self._check_arrays(index, inputs)
+        block = InputBlock.of(self.buckets[index], inputs)
+        if not (checked and block is inputs):
+            block.check()
         with self._lock.take():
-            return self._begin(index, inputs, timeout)
+            return self._begin(index, block, timeout)
 
-    def _check_arrays(self, index: int, inputs: Mapping[str, np.ndarray]) -> None:
-        bucket = self.buckets[index]
-        if isinstance(inputs, InputBlock) and inputs.bucket is bucket:
-            inputs.check()
-            return
-        if index not in self._checks:
-            self._checks[index] = array_check(bucket)
-        self._checks[index](inputs)
-
-    def _begin(self, index: int, inputs: Mapping[str, np.ndarray], timeout: float | None) -> PendingStep:
+    def _begin(self, index: int, block: InputBlock, timeout: float | None) -> PendingStep:
         ranks = self._started()
         number, side = free_side(ranks)
-        bucket = self.buckets[index]
-        if isinstance(inputs, InputBlock) and inputs.bucket is bucket:
-            side.input_bytes[index][:] = inputs.bytes
-        else:
-            for spec, view in zip(bucket.inputs, side.input_arrays[index], strict=True):
-                array = inputs.get(spec.name)
-                view[...] = spec.default if array is None else array
+        side.input_bytes[index][:] = block.bytes
         side.last = ranks.begin(Kind.STEP, index, number, timeout=self._limit(index, timeout))
         return PendingStep(ranks, self._lock, side, index, self.bounds)
 
@@ -268,7 +250,9 @@ class RankModel:
 
         Nothing changes yet, and the ranks continue meanwhile. The caller must close the result or pass it on.
         """
-        return updates.weights.NewWeights(updates.weights.WeightUpdate(self.manifest, weights, strict=strict, tag=tag))
+        from nxd_infer.runtime.updates.weights import NewWeights, WeightUpdate  # slow: torch
+
+        return NewWeights(WeightUpdate(self.manifest, weights, strict=strict, tag=tag))
 
     def update_weights(self, weights: Weights | NewWeights, *, strict: bool = True, tag: str | None = None) -> None:
         """Swap the weights of every rank in place, between two calls, without compiling anything.
@@ -284,8 +268,9 @@ class RankModel:
         cannot be read. Then nothing has changed. RankFailedError if a rank failed with only some weights replaced: the
         ranks have been ended, and ``restart`` starts them with the old weights.
         """
-        cut = isinstance(weights, updates.weights.NewWeights)
-        new = weights if cut else self.cut_weights(weights, strict=strict, tag=tag)
+        from nxd_infer.runtime.updates.weights import NewWeights  # slow: torch
+
+        new = weights if isinstance(weights, NewWeights) else self.cut_weights(weights, strict=strict, tag=tag)
         with self._lock.take():
             ranks = self._started()
             ranks.settle()  # so that a failing step is not blamed on the weights
@@ -303,7 +288,10 @@ class RankModel:
 
     def cut_adapter(self, slot: int, folder: str | os.PathLike[str] | None) -> NewWeights:
         """Do the first part of :meth:`load_adapter`, like :meth:`cut_weights`; the ranks continue meanwhile."""
-        return updates.weights.NewWeights(updates.adapters.AdapterUpdate(self.manifest, slot, folder))
+        from nxd_infer.runtime.updates.adapters import AdapterUpdate  # slow: torch
+        from nxd_infer.runtime.updates.weights import NewWeights
+
+        return NewWeights(AdapterUpdate(self.manifest, slot, folder))
 
     def updated_weights(self) -> list[dict[str, Tensor]]:
         """Return each rank's weights that ``update_weights`` has changed, memory-mapped, by name: all of one moment."""
@@ -329,36 +317,16 @@ def takes_arrays(manifest: Manifest) -> bool:
     return all(hasattr(np, dtype) for dtype in {spec.dtype for spec in specs})
 
 
-def array_check(bucket: BucketSpec) -> Callable[[Mapping[str, Any]], None]:
-    """Return a function that raises InputMismatchError unless given the arrays that ``bucket`` takes.
+def bucket_table(buckets: Sequence[BucketSpec]) -> str:
+    """Format the buckets, one per line; dimensions that may be smaller are marked ``<=``."""
+    width = max((len(bucket.name) for bucket in buckets), default=0)
+    lines = []
+    for bucket in buckets:
+        inputs = ", ".join(f"{spec.name}: {spec.dtype}{shape_text(spec)}" for spec in bucket.inputs)
+        lines.append(f"  {bucket.name:<{width}}  {inputs}")
+    return "\n".join(lines)
 
-    Every decode step calls it, so everything that is the same for all calls is computed here.
-    """
-    names = {spec.name for spec in bucket.inputs}
-    rows = [
-        (spec, np.dtype(spec.dtype), tuple(spec.shape), spec.minimum is not None or spec.maximum is not None)
-        for spec in bucket.inputs
-    ]
 
-    def check(inputs: Mapping[str, Any]) -> None:
-        if unknown := sorted(inputs.keys() - names):
-            raise InputMismatchError(f"bucket {bucket.name!r}: there is no input {unknown[0]!r}")
-        for spec, dtype, shape, limited in rows:
-            array = inputs.get(spec.name)
-            if array is None:
-                if spec.default is None:
-                    raise InputMismatchError(
-                        f"bucket {bucket.name!r}: input {spec.name!r} is missing and has no default"
-                    )
-            elif not isinstance(array, np.ndarray):
-                raise InputMismatchError(f"input {spec.name!r} is a {type(array).__name__}, expected a numpy.ndarray")
-            elif array.dtype != dtype or array.shape != shape:
-                raise InputMismatchError(
-                    f"input {spec.name!r} is {array.dtype.name}{list(array.shape)}, bucket {bucket.name!r} takes "
-                    f"{spec.dtype}{spec.shape}"
-                )
-            elif limited and array.size:
-                spec.check(np.minimum.reduce(array, axis=None).item())
-                spec.check(np.maximum.reduce(array, axis=None).item())
-
-    return check
+def shape_text(spec: InputSpec) -> str:
+    """Return the allowed shape of an input: ``[1, <=128]``."""
+    return "[" + ", ".join(f"<={size}" if dim in spec.pad else str(size) for dim, size in enumerate(spec.shape)) + "]"

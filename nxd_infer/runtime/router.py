@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec
 from nxd_infer.errors import BucketError, InputMismatchError, InputRangeError, NxdError
-from nxd_infer.runtime.bucket_table import bucket_table, shape_text
+from nxd_infer.runtime.rank_model import bucket_table, shape_text
 from nxd_infer.util.devices import on_host
 from nxd_infer.util.dtypes import dtype_name
 

@@ -6,7 +6,6 @@ again, so every limit is a multiple of a measurement.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import MISSING
 from typing import Any
@@ -75,11 +74,6 @@ class Bounds:
         long."""
         self.load_seconds: float | None = None
         """Time of the last start and load of the ranks; None before the first."""
-        self.least_load = math.inf
-        """The fastest start and load of the ranks: the processor time of a start, whose imports may have come from a
-        disk, and the time of a load, whose files were verified just before, so they were in memory."""
-        self.least_swaps = 0.0
-        """How fast the ranks took the weights that were swapped in since, which a restart repeats."""
         self._derives = start_timeout is None
         self.patient = call_timeout is None
         """Whether a call may take as long as a start until one is measured: it may compile, or read all weights from

@@ -10,8 +10,8 @@ _NAMES = {
     "parallel_model_trace": "nxd_infer.trace.api",
     "bucket_model_trace": "nxd_infer.trace.api",
     "trace_plan": "nxd_infer.trace.api",
-    "parallel_model_save": "nxd_infer.runtime.save_load",
-    "parallel_model_load": "nxd_infer.runtime.save_load",
+    "parallel_model_save": "nxd_infer.runtime.model",
+    "parallel_model_load": "nxd_infer.runtime.model",
     "parallel_model_recompile": "nxd_infer.trace.recompile",
     "BucketModelConfig": "nxd_infer.trace.buckets",
     "TensorParallelModel": "nxd_infer.runtime.model",
@@ -41,8 +41,12 @@ __all__ = [  # noqa: RUF022  (documented names first)
 if TYPE_CHECKING:
     from nxd_infer.artifact.writer import ArtifactWriter
     from nxd_infer.runtime.load import load_artifact
-    from nxd_infer.runtime.model import TensorParallelModel, TensorParallelNeuronModel
-    from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
+    from nxd_infer.runtime.model import (
+        TensorParallelModel,
+        TensorParallelNeuronModel,
+        parallel_model_load,
+        parallel_model_save,
+    )
     from nxd_infer.trace.api import bucket_model_trace, parallel_model_trace, trace_plan
     from nxd_infer.trace.buckets import BucketModelConfig
     from nxd_infer.trace.plan import TracePlan

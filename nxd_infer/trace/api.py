@@ -15,8 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from nxd_infer.artifact.manifest import BUCKET_KERNEL_NAME
 from nxd_infer.runtime.load import load_artifact
-from nxd_infer.runtime.model import TensorParallelModel, TensorParallelNeuronModel
-from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
+from nxd_infer.runtime.model import (
+    TensorParallelModel,
+    TensorParallelNeuronModel,
+    parallel_model_load,
+    parallel_model_save,
+)
 from nxd_infer.trace.assemble import compare_ranks, compile_directories, graph_directories, write_artifact
 from nxd_infer.trace.buckets import BucketModelConfig, save_kernel
 from nxd_infer.trace.options import TraceOptions

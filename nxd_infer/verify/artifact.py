@@ -29,7 +29,7 @@ from nxd_infer.util.progress import Progress, silent
 from nxd_infer.verify import accuracy
 from nxd_models import registry
 from nxd_models.serving import tasks
-from nxd_server.engine.classifier_scores import probabilities, scores_of
+from nxd_server.engine.text_encoder import probabilities, scores_of
 
 Tensors = dict[str, Tensor]
 Case = tuple[str, list[tuple[str, Tensors]]]

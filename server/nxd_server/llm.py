@@ -14,22 +14,21 @@ import os
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from nxd_infer.errors import ModelConfigError
-from nxd_infer.runtime.save_load import parallel_model_load
-from nxd_server.engine.classifier_scores import likeliest, probabilities
-from nxd_server.engine.events import ErrorEvent, Event, FinishEvent, TokenEvent, Usage
+from nxd_infer.runtime.model import parallel_model_load
+from nxd_server.engine.admission import WholeRequest
+from nxd_server.engine.events import ErrorEvent, Event, FinishEvent, FinishReason, TokenEvent, Usage
 from nxd_server.engine.generation_engine import Engine
 from nxd_server.engine.oneshot_engine import OneShotEngine
 from nxd_server.engine.request import Ticket, max_new_tokens
 from nxd_server.engine.sampling_params import SamplingParams
-from nxd_server.engine.text_encoder import Encoded, TextEncoder
-from nxd_server.engine.weight_gate import WholeRequest
+from nxd_server.engine.text_encoder import Encoded, TextEncoder, likeliest, probabilities
 from nxd_server.errors import GenerateOnlyError, RequestError
-from nxd_server.outputs import ClassificationOutput, CompletionOutput, RequestOutput, TokenLogprob
 from nxd_server.text.chat_template import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
 from nxd_server.text.tokenizer_files import TextFiles
@@ -41,6 +40,55 @@ Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 Prompts = Prompt | Sequence[Prompt]
 UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probabilities at one position of a completion, under the raw model distribution."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The most likely tokens, best first, as many as ``logprobs`` requested."""
+
+
+@dataclass
+class CompletionOutput:
+    """One completion of a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    """Every generated token, including a stop token at the end."""
+    logprobs: list[TokenLogprob] | None = None
+    """One entry per token, if ``logprobs`` was requested."""
+    finish_reason: FinishReason | None = None
+    stop: str | int | None = None
+    """The stop string or stop token that ended the completion."""
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its ``n`` completions."""
+
+    prompt: str | None
+    """The prompt's text; None if token ids were given."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    usage: Usage
+    """Number of tokens of the prompt, and of all completions together."""
+
+
+@dataclass(frozen=True)
+class ClassificationOutput:
+    """A classifier's result for one text."""
+
+    label: str
+    """The most likely label; its index as text if the model names no labels."""
+    logits: list[float]
+    probabilities: list[float]
+    """One per label. With a softmax they add up to 1; with a sigmoid each label is independent of the others. Empty
+    for a model without probabilities, such as a regression model: its logits are its scores."""
 
 
 class LLM:

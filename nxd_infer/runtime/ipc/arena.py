@@ -29,13 +29,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec, Manifest, TensorSpec
+from nxd_infer.errors import InputMismatchError
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
     Tensors = Sequence[Sequence[torch.Tensor]]
-    Arrays = Sequence[Sequence[np.ndarray]]
 
 ALIGNMENT = 64
 _PAGE = mmap.PAGESIZE
@@ -187,10 +187,6 @@ class Side:
         return self._outputs.each(_view)
 
     @cached_property
-    def input_arrays(self) -> Arrays:
-        return self._inputs.each(_array)
-
-    @cached_property
     def output_arrays(self) -> Sequence[dict[str, np.ndarray]]:
         """Outputs by name."""
         arrays = zip(self._outputs.specs, self._outputs.each(_array), strict=True)
@@ -225,6 +221,33 @@ class _Region:
 class InputBlock(Mapping[str, "np.ndarray"]):
     """The inputs of ``bucket`` as arrays in one block of memory, laid out as in the arena: checked in one pass and
     passed on in one copy. They start at their defaults, or zero. Raises TypeError if NumPy lacks a dtype."""
+
+    @classmethod
+    def of(cls, bucket: BucketSpec, inputs: Mapping[str, Any]) -> InputBlock:
+        """Return ``inputs`` as a block; itself if it is one of ``bucket``. Raises InputMismatchError for other arrays
+        than the bucket takes; :meth:`check` checks the values."""
+        if isinstance(inputs, InputBlock) and inputs.bucket is bucket:
+            return inputs
+        block = cls(bucket)
+        if unknown := sorted(inputs.keys() - block.keys()):
+            raise InputMismatchError(f"bucket {bucket.name!r}: there is no input {unknown[0]!r}")
+        for spec in bucket.inputs:
+            array, view = inputs.get(spec.name), block[spec.name]
+            if array is None:
+                if spec.default is None:
+                    raise InputMismatchError(
+                        f"bucket {bucket.name!r}: input {spec.name!r} is missing and has no default"
+                    )
+            elif not isinstance(array, type(view)):
+                raise InputMismatchError(f"input {spec.name!r} is a {type(array).__name__}, expected a numpy.ndarray")
+            elif array.dtype != view.dtype or array.shape != view.shape:
+                raise InputMismatchError(
+                    f"input {spec.name!r} is {array.dtype.name}{list(array.shape)}, bucket {bucket.name!r} takes "
+                    f"{spec.dtype}{spec.shape}"
+                )
+            else:
+                view[...] = array
+        return block
 
     def __init__(self, bucket: BucketSpec):
         import numpy as np

@@ -16,6 +16,8 @@ import struct
 import time
 from typing import NamedTuple
 
+from nxd_infer.errors import CollectiveTimeoutError
+
 _MAGIC = 0x4E584431
 _REQUEST = struct.Struct("<IBBHQ")
 _RESPONSE = struct.Struct("<IHHQQI")
@@ -24,6 +26,7 @@ _DESCRIPTORS = socket.CMSG_SPACE(4 * 253)
 """Room for as many descriptors as Linux allows per record: a process that runs all ranks gets one for each."""
 AWAKE_SECONDS = 0.005
 """How long a rank polls for the next request after an answer; the gap between decode steps is 0.1 to 0.4 ms."""
+HANDOVER_FLAGS = os.EFD_CLOEXEC | os.EFD_NONBLOCK | os.EFD_SEMAPHORE
 
 
 class Kind(enum.IntEnum):
@@ -166,3 +169,41 @@ class Answers:
     def wait(self, seconds: float) -> list[int]:
         """Return the ranks whose channels are readable or closed, after at most ``seconds``."""
         return [self._ranks[fd] for fd, _ in self._poll.poll(min(max(0.0, seconds), 1e6) * 1000)]
+
+
+class Handover:
+    """One rank's place in the order of pipeline stages; ``after`` and ``before`` as in RankConfig.
+
+    A rank begins a step when the rank in its place of the stage before is done. Each pair of such ranks shares an
+    eventfd that counts finished steps. Every rank runs all steps in the same order, so a count is enough. What is
+    handed on is in the arena by then. Nothing flows back: a side of the arena is used again only after all ranks have
+    finished the step there.
+    """
+
+    def __init__(self, after: int | None, before: int | None, timeout: float):
+        """``timeout``: seconds to wait for the stage before."""
+        self._after, self._before, self._timeout = after, before, timeout
+        self._poll = select.poll()
+        if after is not None:
+            self._poll.register(after, select.POLLIN)
+
+    def wait(self) -> int:
+        """Wait until the stage before has finished its next step; return the nanoseconds that it took.
+
+        Polls for a moment before it sleeps, like a rank that waits for a request. Raises CollectiveTimeoutError.
+        """
+        if self._after is None:
+            return 0
+        started = time.monotonic_ns()
+        awake = time.monotonic() + AWAKE_SECONDS
+        while not (ready := self._poll.poll(0)) and time.monotonic() < awake:
+            os.sched_yield()
+        if not ready and not self._poll.poll(self._timeout * 1000):
+            raise CollectiveTimeoutError(f"the pipeline stage before has not finished its step in {self._timeout:g} s")
+        os.eventfd_read(self._after)
+        return time.monotonic_ns() - started
+
+    def done(self) -> None:
+        """Let the next stage begin the step that this rank has finished."""
+        if self._before is not None:
+            os.eventfd_write(self._before, 1)

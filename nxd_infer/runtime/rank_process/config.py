@@ -29,7 +29,7 @@ class RankConfig:
     """Native libraries to connect, each with the descriptor of its shared memory; the first is the transport of
     operators that are not compiled into a graph."""
     after: int | None
-    """The descriptor that counts the steps of the stage before (``handover.py``); None in the first stage."""
+    """The descriptor that counts the steps of the stage before (``Handover``); None in the first stage."""
     before: int | None
     """That of this rank's own steps, for the next stage; None in the last."""
     rendezvous: str

@@ -20,10 +20,9 @@ from nxd_infer.comm.shm import ShmCollectives
 from nxd_infer.context import ParallelContext, make_context, set_default_context
 from nxd_infer.errors import ArtifactCorruptError
 from nxd_infer.runtime.ipc.arena import Arena
-from nxd_infer.runtime.ipc.channel import Channel, Kind
+from nxd_infer.runtime.ipc.channel import Channel, Handover, Kind
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank_process.config import RankConfig
-from nxd_infer.runtime.rank_process.handover import Handover
 from nxd_infer.runtime.rank_process.rank import Rank, Runtime
 from nxd_infer.util.memory import keep_much
 
@@ -39,9 +38,7 @@ def run(config: RankConfig) -> int:
     if message is None:
         return 0
     request, fds = message
-    # With what it took to start, as far as that is work: imports that waited for the disk find their files in memory
-    # the next time.
-    started = time.monotonic_ns() - time.process_time_ns()
+    started = time.monotonic_ns()
     try:
         for fd in fds[1:]:
             os.close(fd)
@@ -54,7 +51,7 @@ def run(config: RankConfig) -> int:
     gc.freeze()
     gc.enable()
     channel.send_response(request, time.monotonic_ns() - started)
-    steps = _Steps(rank, arena, Handover(config.after, config.before, config.timeout))
+    steps = _ArenaSteps(rank, arena, Handover(config.after, config.before, config.timeout))
     while (message := channel.receive_request()) is not None:
         request, fds = message
         started = time.monotonic_ns()
@@ -64,15 +61,17 @@ def run(config: RankConfig) -> int:
             if request.kind == Kind.STEP:
                 waited = steps.run(request.side, request.bucket)
             else:
-                _serve(request.kind, fds, rank)
+                rank.serve(request.kind, fds)
         except BaseException:
             error = traceback.format_exc()
+        for fd in fds:
+            os.close(fd)
         arena.finish(config.rank)
         channel.send_response(request, time.monotonic_ns() - started - waited, error)
     return 0
 
 
-class _Steps:
+class _ArenaSteps:
     """Runs steps in the arena: from a side's inputs to its outputs, which the first rank of a stage writes."""
 
     def __init__(self, rank: Rank, arena: Arena, handover: Handover):
@@ -132,25 +131,6 @@ class _Steps:
                 for name in self._rank.stage(bucket).gives
             ]
         return found
-
-
-def _serve(kind: Kind, fds: list[int], rank: Rank) -> None:
-    """Handle any request except a step."""
-    if kind == Kind.RESET:
-        rank.reset_states()
-    elif kind in (Kind.ROUTE, Kind.PREPARE_WEIGHTS):
-        try:
-            if kind == Kind.ROUTE:
-                rank.route(fds[0])
-            else:
-                rank.prepare_weights([f"/proc/self/fd/{fd}" for fd in fds])
-        finally:
-            for fd in fds:
-                os.close(fd)
-    elif kind == Kind.COMMIT_WEIGHTS:
-        rank.commit_weights()
-    elif kind == Kind.ABORT_WEIGHTS:
-        rank.abort_weights()
 
 
 def load_rank(config: RankConfig, stamps: int) -> Rank:

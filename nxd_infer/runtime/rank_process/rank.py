@@ -21,6 +21,7 @@ from nxd_infer.backends.base import Executable, RankGraph
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import ArtifactCorruptError, InputMismatchError, ModelClosedError, WeightSchemaError
 from nxd_infer.runtime.bucket_kernel import answer, load_kernel
+from nxd_infer.runtime.ipc.channel import Kind
 
 
 @dataclass
@@ -106,6 +107,19 @@ class Rank:
             return outputs
 
         return step
+
+    def serve(self, kind: Kind, fds: Sequence[int]) -> None:
+        """Handle any request except a step; ``fds`` are its descriptors, which the caller closes."""
+        if kind == Kind.RESET:
+            self.reset_states()
+        elif kind == Kind.ROUTE:
+            self.route(fds[0])
+        elif kind == Kind.PREPARE_WEIGHTS:
+            self.prepare_weights([f"/proc/self/fd/{fd}" for fd in fds])
+        elif kind == Kind.COMMIT_WEIGHTS:
+            self.commit_weights()
+        elif kind == Kind.ABORT_WEIGHTS:
+            self.abort_weights()
 
     def route(self, fd: int) -> None:
         """Ask the bucket kernel, on rank 0 only; see ``bucket_kernel.py``."""

@@ -12,11 +12,10 @@ from torch import Tensor
 from nxd_infer.artifact.manifest import TensorSpec
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.context import LOCAL
-from nxd_infer.errors import ModelClosedError
+from nxd_infer.errors import ModelClosedError, RankFailedError
 from nxd_infer.runtime.ipc.channel import Kind
 from nxd_infer.runtime.rank_process.rank import Rank, Runtime
-from nxd_infer.runtime.supervisor import failures
-from nxd_infer.runtime.supervisor.protocol import RankHealth
+from nxd_infer.runtime.ranks import RankHealth
 
 
 @dataclass
@@ -71,25 +70,15 @@ class LocalRank:
             if kind == Kind.STEP:
                 side = self.sides[0]
                 side.outputs[bucket] = self._rank.run(bucket, side.inputs[bucket])
-            elif kind == Kind.ROUTE:
-                assert fds is not None
-                self._rank.route(fds[0])
-            elif kind == Kind.RESET:
-                self._rank.reset_states()
-            elif kind == Kind.PREPARE_WEIGHTS:
-                assert fds is not None
-                self._rank.prepare_weights([f"/proc/self/fd/{fds[0]}"])
-            elif kind == Kind.COMMIT_WEIGHTS:
-                self._rank.commit_weights()
-            elif kind == Kind.ABORT_WEIGHTS:
-                self._rank.abort_weights()
+            else:
+                self._rank.serve(kind, fds or ())
         except BaseException as error:
             if not isinstance(error, Exception):
                 self._failed(error, fatal)
                 raise
             import traceback
 
-            failure = failures.raised_here(error, traceback.format_exc())
+            failure = RankFailedError(f"rank 0 of 1 raised: {error}", 0, traceback.format_exc())
             self._failed(failure, fatal)
             raise failure from error
         finally:

@@ -30,9 +30,8 @@ from nxd_infer.processes.command import child_environment, python_module
 from nxd_infer.processes.start import start
 from nxd_infer.processes.state import process_state
 from nxd_infer.runtime.ipc.arena import Arena, arena_layout, create_arena
-from nxd_infer.runtime.ipc.channel import Channel
+from nxd_infer.runtime.ipc.channel import HANDOVER_FLAGS, Channel
 from nxd_infer.runtime.rank_process.config import RankConfig
-from nxd_infer.runtime.rank_process.handover import FLAGS
 from nxd_infer.runtime.supervisor import failures
 from nxd_infer.runtime.supervisor.cores import choose_cores, release_cores
 from nxd_infer.runtime.time_bounds import until_ended
@@ -207,7 +206,7 @@ class RankProcesses:
                     counters.append(mmap.mmap(segment, size, prot=mmap.PROT_READ))
             handovers: list[int] = []
             for _ in range(self.degree - tp):  # rank r counts its steps in the r-th, rank r + tp waits for them
-                handovers.append(os.eventfd(0, FLAGS))
+                handovers.append(os.eventfd(0, HANDOVER_FLAGS))
                 fds.append(handovers[-1])
             with self._mutex:
                 self._check_going()

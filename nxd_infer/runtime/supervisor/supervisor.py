@@ -18,12 +18,12 @@ from typing import NoReturn
 
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.artifact.verified import stamps_file
-from nxd_infer.errors import ModelClosedError, NxdError
+from nxd_infer.errors import ModelClosedError, NxdError, RankDiedError, RankFailedError, RankTimeoutError
 from nxd_infer.processes.child import END_SECONDS
 from nxd_infer.runtime.ipc.arena import Arena, Side
 from nxd_infer.runtime.ipc.channel import Answers, ChannelClosed, Kind, Request
+from nxd_infer.runtime.ranks import RankHealth, of_another_process
 from nxd_infer.runtime.supervisor import failures
-from nxd_infer.runtime.supervisor.protocol import RankHealth
 from nxd_infer.runtime.supervisor.rank_processes import RankProcesses
 from nxd_infer.runtime.time_bounds import Bounds
 
@@ -113,9 +113,7 @@ class Supervisor:
             self._processes.wait_started(self.bounds.load)
             self._answers = Answers(self._processes.channels)
             with stamps_file(self._processes.artifact.stamps) as fd:
-                load = self.begin(Kind.START, fds=[fd] * self.degree)
-                self.finish(load, self.bounds.load)
-            self.bounds.least_load = min(self.bounds.least_load, load.seconds)
+                self.finish(self.begin(Kind.START, fds=[fd] * self.degree), self.bounds.load)
         except OSError as error:
             self.close()
             if not isinstance(error, NxdError) and error.errno in (errno.EMFILE, errno.ENFILE):
@@ -171,7 +169,7 @@ class Supervisor:
         except ChannelClosed:
             self._lost(rank)
         except BaseException as error:  # some ranks have the record and some do not
-            failure = self.fail(failures.interrupted(error))
+            failure = self.fail(ModelClosedError(f"a call was interrupted: {error!r}"))
             if isinstance(error, Exception):
                 raise failure from error
             raise
@@ -202,11 +200,14 @@ class Supervisor:
     def check(self) -> None:
         """Raise ModelClosedError unless the ranks can be called."""
         if os.getpid() != self._owner:
-            raise failures.of_another_process(self._owner)
+            raise of_another_process(self._owner)
         if self.failure is not None:
-            raise failures.ended_because(self.failure) from self.failure
+            first = str(self.failure).splitlines()[0]
+            raise ModelClosedError(
+                f"the ranks of this model were ended because {first}; call restart() to start them again"
+            ) from self.failure
         if self._closing:
-            raise failures.closed()
+            raise ModelClosedError("the model was closed; call restart() to start its ranks again")
 
     def _collect(self, exchange: Exchange, seconds: float, fatal: bool) -> None:
         """Read answers until ``exchange`` is complete. The first error, end or timeout ends all ranks and is
@@ -222,7 +223,7 @@ class Supervisor:
                 break
             if not ready and left <= 0:
                 raise self.fail(self._late(exchange, seconds))
-        error = failures.raised(exchange.tracebacks, self.degree, exchange.kind.words) if exchange.tracebacks else None
+        error = self._raised(exchange) if exchange.tracebacks else None
         if error is not None and fatal:
             raise self.fail(error)
         self._open.pop(exchange.sequence, None)
@@ -246,23 +247,36 @@ class Supervisor:
     def _lost(self, rank: int) -> NoReturn:
         """Handle a rank that has closed its channel: wait for its exit status, then end all ranks and raise."""
         if self._closing:
-            raise failures.closed_during_call()
+            raise ModelClosedError("the model was closed during the call")
         self._processes.ended.wait(END_SECONDS)  # the watching thread reports the first end, which ends the others
-        raise self.fail(failures.silent(rank, self.degree))
+        raise self.fail(RankDiedError(f"rank {rank} of {self.degree} closed its channel and did not end", rank))
 
-    def _late(self, exchange: Exchange, seconds: float) -> NxdError:
-        processes = self._processes
-        waiting = {
-            rank: failures.LateRank(
-                pid=processes.pid(rank),
-                state=processes.state(rank),
-                collectives=processes.collectives(rank),
-                output=processes.output(rank),
-            )
-            for rank in exchange.waiting
-        }
+    def _raised(self, exchange: Exchange) -> RankFailedError:
+        """Return the error of the lowest rank that raised, with its traceback."""
+        rank, text = min(exchange.tracebacks.items())
+        last = text.strip().splitlines()[-1] if text.strip() else "no message"
+        what = f"rank {rank} of {self.degree} raised during {exchange.kind.words}: {last}"
+        return RankFailedError(f"{what}\n--- traceback of rank {rank} ---\n{text}", rank, text)
+
+    def _late(self, exchange: Exchange, seconds: float) -> RankTimeoutError:
+        """Return the error of an exchange that was not answered in time. It blames the first rank that is stopped, else
+        the one that has passed the fewest collectives: the others wait for it there."""
+        processes, waiting = self._processes, sorted(exchange.waiting)
+        states = {rank: processes.state(rank) for rank in waiting}
+        collectives = {rank: processes.collectives(rank) for rank in waiting}
+        rank = min(waiting, key=lambda rank: (states[rank] != "stopped", collectives[rank], rank))
+        details = [
+            f"rank {one} (pid {processes.pid(one)}) is {states[one]}"
+            + (f", {collectives[one]} collectives passed" if collectives[one] else "")
+            for one in waiting
+        ]
         setting = "call_timeout" if exchange.kind in (Kind.STEP, Kind.ROUTE, Kind.RESET) else "start_timeout"
-        return failures.late(waiting, self.degree, exchange.kind.words, seconds, setting)
+        text = (
+            f"rank {rank} of {self.degree} did not finish its {exchange.kind.words} within {seconds:g} s "
+            f"({'; '.join(details)}); all ranks have been ended: raise {setting} if the work is that long, or call "
+            "restart()"
+        )
+        return RankTimeoutError(text + _last_output(rank, processes.output(rank)), rank)
 
     # --- ending ---
 
@@ -277,7 +291,7 @@ class Supervisor:
 
     def _on_exit(self, rank: int, how: str, output: str) -> None:
         if not self._closing and self.failure is None:
-            self.fail(failures.died(rank, self.degree, how, output))
+            self.fail(RankDiedError(f"rank {rank} of {self.degree} {how}{_last_output(rank, output)}", rank))
 
     def close(self) -> None:
         """End every rank. Idempotent; may be called from any thread, and at interpreter exit."""
@@ -308,6 +322,10 @@ class Supervisor:
                 )
             )
         return ranks
+
+
+def _last_output(rank: int, output: str) -> str:
+    return f"\n--- last output of rank {rank} ---\n{output}" if output else ""
 
 
 @atexit.register

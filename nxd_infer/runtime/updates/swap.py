@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.artifact.manifest import Manifest
@@ -27,8 +26,6 @@ class WeightSwaps:
         self._manifest = manifest
         self._bounds = bounds
         self._entries: list[NewWeights] = []
-        self._fastest: dict[NewWeights, float] = {}
-        """Seconds in which the ranks took each of them."""
 
     def swap(self, ranks: Any, new: NewWeights) -> None:
         """Give the ranks ``new`` and keep it; close it if that fails. Raises as ``update_weights`` does.
@@ -40,7 +37,6 @@ class WeightSwaps:
         try:
             if new.manifest is not self._manifest:
                 raise WeightSchemaError("these weights were cut for another model; call this model's cut_weights()")
-            begin = time.monotonic()
             self._prepare(ranks, new)
         except BaseException:
             new.close()
@@ -54,26 +50,18 @@ class WeightSwaps:
             self._keep(new)
             raise
         self._keep(new)
-        self._took(new, time.monotonic() - begin)
 
     def _keep(self, new: NewWeights) -> None:
         for entry in [entry for entry in self._entries if entry.names <= new.names]:
             self._entries.remove(entry)
-            self._fastest.pop(entry, None)
             entry.close()
         self._entries.append(new)
 
     def replay(self, ranks: Any) -> None:
         """Give newly started ranks the weights that were swapped in before."""
         for entry in self._entries:
-            begin = time.monotonic()
             self._prepare(ranks, entry)
             self._commit(ranks)
-            self._took(entry, time.monotonic() - begin)
-
-    def _took(self, entry: NewWeights, seconds: float) -> None:
-        self._fastest[entry] = min(seconds, self._fastest.get(entry, seconds))
-        self._bounds.least_swaps = sum(self._fastest.values())
 
     def tensors(self, rank: int) -> dict[str, Tensor]:
         """Return a rank's swapped weights, memory-mapped, by name."""

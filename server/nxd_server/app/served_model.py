@@ -14,7 +14,6 @@ from nxd_server.settings import ServerSettings
 from nxd_server.text import reasoning
 from nxd_server.text.chat_template import TemplateSources
 from nxd_server.text.reasoning import Tags, tags_of
-from nxd_server.text.tags import with_tags_shown
 from nxd_server.text.template_process import BoundedTemplate
 from nxd_server.text.tokenizer import Tokenizer
 from nxd_server.text.tool_calls import TAGS, format_of
@@ -154,7 +153,7 @@ class ServedModel:
         self.reasoning_tags = tags_of(templates) if asked == "auto" else reasoning.FORMATS.get(asked)
         if self._tokenizer is not None:
             tags = [*TAGS.get(self.tool_format or "", ()), *(self.reasoning_tags or ())]
-            self._tokenizer = with_tags_shown(self._tokenizer, tags)
+            self._tokenizer = self._tokenizer.showing(tags)
         template = BoundedTemplate(sources, settings.render_timeout, settings.max_queued_requests)
         self.chat_template = template  # first, so that closing can end it during the check
         template.check()

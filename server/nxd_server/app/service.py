@@ -10,35 +10,31 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from nxd_infer.errors import NxdError, RankFailedError
+from nxd_infer.errors import ArtifactError, NxdError, RankFailedError
 from nxd_infer.runtime.load import load_artifact
+from nxd_infer.runtime.rank_model import RankModel, takes_arrays
+from nxd_infer.runtime.time_bounds import MARGIN, Bounds
 from nxd_server import engine  # its names are imported on first use, once the ranks' processes run
-from nxd_server.app.background_work import BackgroundWork
-from nxd_server.app.recovery_timeout import RecoveryTimeout
 from nxd_server.app.served_model import ServedModel
-from nxd_server.app.start_model import make_model
 from nxd_server.errors import EngineUnavailableError, RequestError, log_failure, summary
 from nxd_server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    import torch
-
     from nxd_infer.artifact.manifest import InputSpec, Manifest
+    from nxd_infer.artifact.reader import LoadedArtifact
     from nxd_infer.runtime.model import TensorParallelModel
-    from nxd_infer.runtime.rank_model import RankModel
-    from nxd_infer.runtime.supervisor.protocol import RankHealth
-    from nxd_server.engine import Engine, EngineHealth, EngineStats, OneShotEngine, SamplingParams, TextEncoder, Ticket
+    from nxd_infer.runtime.ranks import RankHealth
+    from nxd_server.engine import Engine, EngineHealth, EngineStats, OneShotEngine, SamplingParams, TextEncoder
     from nxd_server.engine.adapter_slots import Adapter, Adapters
-    from nxd_server.engine.events import OnEvent
-    from nxd_server.engine.weight_gate import WholeRequest
     from nxd_server.text.grammars import CompiledGrammar
 
 logger = logging.getLogger("nxd_server.service")
@@ -46,6 +42,58 @@ logger = logging.getLogger("nxd_server.service")
 SPAWN_SECONDS = 1.0
 WATCH_SECONDS = 0.2
 IDLE_PROBE_SECONDS = 2.0
+RECOVERY_STARTS = 2
+"""Starts of maximum length that a recovery allows: ranks that hang during the first are noticed at its end, and are
+started once more."""
+
+
+class RecoveryTimeout:
+    """How long lost ranks may take to be ready again, and the progress of that.
+
+    ``setting`` is ``recovery_timeout``; None derives the limit from the time of the start on this machine, once
+    :meth:`started` has been called.
+    """
+
+    def __init__(self, setting: float | None):
+        self.expected: float | None = None
+        """Seconds that the last start or recovery took."""
+        self._setting = setting
+        self._bounds: Bounds | None = None
+        self._after_load = 0.0
+
+    def started(self, seconds: float, bounds: Bounds) -> None:
+        """The first start took ``seconds``; ``bounds`` knows what the ranks take to load."""
+        self._bounds = bounds
+        self.took(seconds)
+
+    def took(self, seconds: float) -> None:
+        """The ranks became ready again in ``seconds``."""
+        self.expected = seconds
+        load = self._bounds and self._bounds.load_seconds
+        self._after_load = max(self._after_load, seconds - (load or 0.0))
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which the server gives up on ranks that are not ready again. Derived: two starts, each within
+        the limit of a load, and what else they do until they are ready, which are swaps and the first steps."""
+        if self._setting is not None:
+            return self._setting
+        if self._bounds is None:
+            return math.inf
+        return RECOVERY_STARTS * (self._bounds.load + MARGIN * self._after_load)
+
+    def progress(self, seconds: float, stage: str) -> str:
+        """Describe the progress of a recovery that began ``seconds`` ago."""
+        about = "" if self.expected is None else f" of about {self.expected:.0f} s"
+        return f"starting the ranks again: {stage}, {seconds:.0f} s{about} (at most {self.limit:.0f} s)"
+
+    def late(self, stage: str) -> str:
+        """Return the message for a recovery that took too long."""
+        about = "" if self.expected is None else f" (the last start took {self.expected:.1f} s; now {stage})"
+        return (
+            f"the ranks were not ready again within {self.limit:g} s{about}: see what else runs on this machine, or "
+            "set recovery_timeout higher"
+        )
 
 
 class Service(ServedModel):
@@ -97,11 +145,11 @@ class Service(ServedModel):
                 self._load()
             finally:
                 self._spawned.set()
-        except Exception as error:
+        except BaseException as error:  # nothing ends this thread without a word
             if self._closing:
                 return
-            told = isinstance(error, RankFailedError) and error.foreseen
-            if not told and not (isinstance(error, NxdError) and summary(error) == str(error)):
+            foreseen = isinstance(error, RankFailedError) and error.foreseen
+            if not foreseen and not (isinstance(error, NxdError) and summary(error) == str(error)):
                 log_failure(logger, "the artifact cannot be served", error)  # the ranks' output is for the log only
             self._fail(f"the artifact cannot be served: {summary(error) or type(error).__name__}")
             return
@@ -115,12 +163,10 @@ class Service(ServedModel):
         worker = self._start_engine(model)
         gc.freeze()  # with torch loaded, a full collection stopped every thread for 0.2 s
         self.load_seconds = time.monotonic() - begin
-        self.recovery.started(self.load_seconds, model.bounds, worker.parts.costs)
-        worker.restarts.hopeless = self.recovery.hopeless
+        self.recovery.started(self.load_seconds, model.bounds)
+        worker.restarts.bounded = True  # by this service
         if not self._closing:
             logger.info("ready after %.1f s: %s", self.load_seconds, self.model_name)
-            if why := self.recovery.hopeless():
-                logger.warning("ranks that are lost will not be started again: %s", why)
 
     def _open(self) -> RankModel:
         """Read the artifact and start its ranks; return the model for the engine."""
@@ -133,28 +179,55 @@ class Service(ServedModel):
         degree = artifact.manifest.world_size
         self._stage = f"starting {degree} rank{'s' if degree > 1 else ''}"
         logger.info(self._stage)
-        model = make_model(
-            artifact,
-            self._spawned,
-            call_timeout=settings.call_timeout,
-            start_timeout=settings.start_timeout,
-            threads_per_rank=settings.threads_per_rank,
-        )
+        model = self._make_model(artifact)
         model.bounds.patient = True  # this service watches the first step, which may be slow
         with self._lock:
             self._model = model
             if self._closing:
                 return model
 
-        def read() -> None:
-            self._read_text(self.task, artifact)
-            if settings.admin():  # its holder may change weights, and sharding them needs torch: import it now
-                import nxd_infer.runtime.updates.adapters  # noqa: F401  # slow: torch
+        text: Future[None] = Future()
 
-        text = BackgroundWork("reading the tokenizer", read)  # the ranks take seconds to start
+        def read() -> None:
+            try:
+                self._read_text(self.task, artifact)
+                if settings.admin():  # its holder may change weights, and sharding them needs torch: import it now
+                    import nxd_infer.runtime.updates.adapters  # noqa: F401  # slow: torch
+                text.set_result(None)
+            except BaseException as error:
+                text.set_exception(error)
+
+        # In a daemon thread, which the process does not wait for when it exits; the ranks take seconds to start.
+        threading.Thread(target=read, name="nxd-text", daemon=True).start()
         model.start()
-        text.wait(model.bounds.start)
+        wait([text], model.bounds.start)
+        if not text.done():
+            raise ArtifactError(
+                f"reading the tokenizer has taken more than {model.bounds.start:.0f} s: raise start_timeout if the "
+                "disk is slow"
+            )
+        text.result()
         return model
+
+    def _make_model(self, artifact: LoadedArtifact) -> RankModel:
+        """Return the model of ``artifact``, whose files are not hashed yet.
+
+        The engine for generation makes no tensors, so its server does not import torch, and hashes while the ranks do.
+        """
+        options: dict[str, Any] = {
+            name: getattr(self.settings, name) for name in ("call_timeout", "start_timeout", "threads_per_rank")
+        }
+
+        def before_load() -> None:
+            self._spawned.set()
+            artifact.verify()
+
+        if self.task == "generate" and takes_arrays(artifact.manifest):
+            return RankModel(artifact, before_load=before_load, **options)
+        before_load()
+        from nxd_infer.runtime.model import TensorParallelModel  # slow: torch
+
+        return TensorParallelModel(artifact, in_process=False, **options)
 
     def _start_engine(self, model: RankModel) -> Engine | OneShotEngine:
         settings = self.settings
@@ -282,7 +355,7 @@ class Service(ServedModel):
     def weight_version(self) -> int:
         """How often the weights were swapped since the artifact was loaded."""
         worker = self._worker
-        return worker.parts.gate.version if worker is not None else 0
+        return worker.gate.version if worker is not None else 0
 
     @property
     def restarts(self) -> int:
@@ -335,58 +408,30 @@ class Service(ServedModel):
     @property
     def room(self) -> int:
         """How many choices run and wait at most."""
-        return (0 if self._worker is None else self._worker.capacity) + self.settings.max_queued_requests
+        return (0 if self._worker is None else self._worker.queue.capacity) + self.settings.max_queued_requests
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    def check_room(self, choices: int) -> None:
-        """Raise the errors of :meth:`EngineControls.check_room`."""
+    def require_engine(self) -> Engine:
+        """Return the engine that generates. Raises RequestError for an artifact of another kind."""
         self.require_ready()
-        if self._worker is not None:
-            self._worker.check_room(choices)
+        if self._engine is None:
+            raise RequestError("", f"{self.model_name!r} was not traced for generation")
+        return self._engine
+
+    def require_oneshot(self) -> OneShotEngine:
+        """Return the engine of one-shot calls. Raises RequestError for an artifact of another kind."""
+        self.require_ready()
+        if self._oneshot is None:
+            raise RequestError("", f"{self.model_name!r} was traced for generation: use {self.main_route}")
+        return self._oneshot
 
     def grammar_of(self, params: SamplingParams) -> CompiledGrammar | None:
         """Return the compiled grammar; raises the errors of :meth:`Engine.grammar_of`."""
         return None if self._engine is None else self._engine.grammar_of(params)
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        on_event: OnEvent,
-        *,
-        timeout: float,
-        request_id: str,
-        adapter: str | None = None,
-        whole: WholeRequest | None = None,
-        grammar: CompiledGrammar | None = None,
-    ) -> Ticket:
-        """Queue a prompt; raises the errors of :meth:`Engine.submit`."""
-        self.require_ready()
-        if self._engine is None:
-            raise RequestError("", f"{self.model_name!r} was not traced for generation")
-        return self._engine.submit(
-            list(prompt),
-            params,
-            on_event,
-            timeout=timeout,
-            request_id=request_id,
-            adapter=adapter,
-            whole=whole,
-            grammar=grammar,
-        )
-
-    def submit_tensors(
-        self, inputs: Mapping[str, torch.Tensor], *, timeout: float, whole: WholeRequest | None = None
-    ) -> Future[dict[str, torch.Tensor]]:
-        """Queue a one-shot call; raises the errors of :meth:`OneShotEngine.submit`."""
-        self.require_ready()
-        if self._oneshot is None:
-            raise RequestError("", f"{self.model_name!r} was traced for generation: use {self.main_route}")
-        return self._oneshot.submit(dict(inputs), timeout=timeout, whole=whole)
-
     def update_weights(self, path: str | os.PathLike[str], tag: str | None, timeout: float) -> int:
-        """Swap the weights between requests; return the version. Raises as :meth:`EngineControls.update_weights`."""
+        """Swap the weights between requests; return the version. Raises as :meth:`EngineCore.update_weights`."""
         self.require_ready()
         if (worker := self._worker) is None:
             raise self._unavailable()

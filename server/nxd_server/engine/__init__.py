@@ -1,7 +1,5 @@
 """The engine: slots, buckets and steps. It knows tokens and tensors, never HTTP.
 
-``core`` decides what runs next and how a step runs; this folder holds the engines, their threads and their controls.
-
     engine = Engine(model, tokenizer=None, max_queued_requests=128, ...)   # decoders: metadata task "generate"
     engine.start()                      # runs every graph once, measures it, then accepts requests
     ticket = engine.submit(prompt_ids, SamplingParams(...), on_event, timeout=None, request_id=None)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nxd_infer.errors import AdapterError, WeightSchemaError
-from nxd_server.engine.core.model import Model
+from nxd_server.engine.model import Model
 from nxd_server.errors import AdapterConflictError, RequestError, UnknownModelError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
-from nxd_infer.runtime.supervisor.protocol import RankHealth
+from nxd_infer.runtime.ranks import RankHealth
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
 

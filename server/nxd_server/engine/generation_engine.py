@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -12,28 +11,31 @@ from collections.abc import Sequence as Tokens
 
 from nxd_infer.errors import ModelConfigError
 from nxd_server.engine.adapter_slots import Adapters
-from nxd_server.engine.continuous_batcher import ContinuousBatcher
-from nxd_server.engine.core.model import Model
-from nxd_server.engine.core.scheduler import Scheduler
-from nxd_server.engine.core.sequence import derive_seed
-from nxd_server.engine.core.step_costs import Graph, StepCosts
-from nxd_server.engine.core.step_inputs import Sampler, StepInputs, check_buckets, sampler_of, tokens_input
-from nxd_server.engine.engine_controls import EngineControls
-from nxd_server.engine.engine_parts import EngineParts
+from nxd_server.engine.admission import WholeRequest, check_timeout
+from nxd_server.engine.continuous_batcher import ContinuousBatcher, Inbox
+from nxd_server.engine.engine_core import EngineCore
 from nxd_server.engine.events import EngineStats, OnEvent
-from nxd_server.engine.inbox import Inbox
-from nxd_server.engine.queue_limit import check_timeout
-from nxd_server.engine.request import Choice, Ticket, check_prompt, eos_token_ids, max_new_tokens
-from nxd_server.engine.sampling_params import SamplingParams
+from nxd_server.engine.model import Model
+from nxd_server.engine.request import (
+    Sequence,
+    Ticket,
+    check_prompt,
+    derive_seed,
+    eos_token_ids,
+    max_new_tokens,
+)
+from nxd_server.engine.sampling_params import Sampler, SamplingParams, sampler_of
+from nxd_server.engine.scheduler import Scheduler
 from nxd_server.engine.speculation import Speculation, split_graphs
-from nxd_server.engine.weight_gate import WholeRequest
+from nxd_server.engine.step_costs import Graph, StepCosts
+from nxd_server.engine.step_tensors import StepInputs, check_buckets, tokens_input
 from nxd_server.errors import RequestError
 from nxd_server.text.grammars import CompiledGrammar, Grammars
 from nxd_server.text.structured_outputs import StructuredOutputs
 from nxd_server.text.tokenizer import Tokenizer
 
 
-class Engine(EngineControls):
+class Engine(EngineCore):
     """Serve one decoder artifact (``metadata["task"] == "generate"``)."""
 
     def __init__(
@@ -74,7 +76,7 @@ class Engine(EngineControls):
         check_buckets(manifest.buckets)
         self.tokenizer = tokenizer
         self.max_queued_tokens = max_queued_tokens
-        self.adapters = Adapters(model, self._load_adapter)
+        self.adapters = Adapters(model, self.load_adapter)
         self.eos_token_ids = eos_token_ids(meta, tokenizer)
         self._grammars = None if tokenizer is None else Grammars(tokenizer, self.vocab_size, self.eos_token_ids)
         self.max_logprobs = int(meta.get("top_logprobs", 0))
@@ -85,23 +87,26 @@ class Engine(EngineControls):
         self._ids = itertools.count(1)
         shapes = {bucket.name: tokens_input(bucket).shape for bucket in manifest.buckets}
         graphs, verifying = split_graphs((Graph(name, *shape) for name, shape in shapes.items()), meta, speculate)
-        parts = EngineParts(
+        step_costs = StepCosts([*graphs, *verifying], costs)
+        super().__init__(
             model,
-            StepCosts([*graphs, *verifying], costs),
+            step_costs,
             max_queued_requests=max_queued_requests,
             capacity=self.slots,
             restart_limit=restart_limit,
             restart_window=restart_window,
+            idle_probe=idle_probe,
+            on_state=on_state,
         )
-        self._inbox = Inbox(parts.lock, clock)
-        self._batcher = ContinuousBatcher(
-            parts,
+        self._inbox = Inbox(self.lock, clock)
+        self.batcher: ContinuousBatcher = ContinuousBatcher(
+            self,
             self._inbox,
             self.adapters,
             Scheduler(
                 graphs,
                 self.slots,
-                parts.costs,
+                step_costs,
                 prefill_ratio=prefill_ratio,
                 stall_ratio=stall_ratio,
                 mixes=bool(meta.get("rows_share_slots")),
@@ -109,12 +114,11 @@ class Engine(EngineControls):
                 groups=manifest.pp_degree,
                 prefix_caching=prefix_caching,
             ),
-            Speculation(verifying, speculate, parts.costs),
+            Speculation(verifying, speculate, step_costs),
             {bucket.name: StepInputs(bucket, self.slots, model.arrays) for bucket in manifest.buckets},
             [graph.name for graph in (*graphs, *verifying)],  # verifying graphs only if speculating
             self.eos_token_ids,
         )
-        super().__init__("Engine", parts, self._batcher, idle_probe, on_state)
 
     def submit(
         self,
@@ -141,7 +145,7 @@ class Engine(EngineControls):
         Raises RequestError (PromptTooLongError and MaxTokensError if it does not fit into ``max_len``,
         UnknownModelError for the adapter), QueueFullError or EngineUnavailableError; then nothing is queued.
         """
-        queue, inbox = self.parts.queue, self._inbox
+        queue, inbox = self.queue, self._inbox
         try:
             prompt = check_prompt(prompt_tokens, self.vocab_size, self.max_len)
             new_tokens = max_new_tokens(params.max_tokens, len(prompt), self.max_len)
@@ -152,31 +156,31 @@ class Engine(EngineControls):
             queue.rejected["invalid"] += 1
             raise
         ticket = Ticket(request_id or secrets.token_hex(8), on_event, timeout, inbox.cancel, whole)
-        with self.parts.lock:
-            self.thread.check_open()
+        with self.lock:
+            self.check_open()
             queue.check(params.n)
             self._check_tokens(len(prompt) * params.n)
             lora = self.adapters.take(adapter, params.n)
             before = () if self._encodes_prompts else prompt
             for index, sampler in enumerate(samplers):
                 text = self.tokenizer.stream(params.stop, before) if self.tokenizer is not None else None
-                identity = next(self._ids)
-                choice = Choice(
-                    identity,
-                    prompt,
-                    params,
-                    new_tokens,
-                    guide=None if grammar is None else grammar.guide(),
+                sampler.values["adapter"] = 0 if lora is None else lora.slot
+                choice = Sequence(
+                    id=next(self._ids),
                     ticket=ticket,
                     index=index,
+                    prompt=prompt,
+                    params=params,
+                    max_new_tokens=new_tokens,
                     sampler=sampler,
                     text=text,
+                    guide=None if grammar is None else grammar.guide(),
+                    adapter=lora,
                 )
-                choice.adapter, sampler.values["adapter"] = lora, 0 if lora is None else lora.slot
                 ticket.choices.append(choice)
             ticket.open = params.n
             queue.taken(params.n)
-            self.parts.gate.take(ticket.whole, params.n)
+            self.gate.take(ticket.whole, params.n)
             inbox.put(ticket)
         if whole is None:
             ticket.whole.close()
@@ -184,23 +188,22 @@ class Engine(EngineControls):
 
     def grammar_of(self, params: SamplingParams) -> CompiledGrammar | None:
         """Return the compiled grammar that ``params`` asks for, if any; takes up to seconds. Raises RequestError."""
-        asked = params.structured_outputs
-        if asked is None:
+        if params.structured_outputs is None:
             return None
-        asked = StructuredOutputs.of(asked)
+        constraint = StructuredOutputs.of(params.structured_outputs)
         if self._grammars is None:
-            raise RequestError(asked.where, "needs a tokenizer, and this artifact has none")
-        return self._grammars.compiled(asked)
+            raise RequestError(constraint.where, "needs a tokenizer, and this artifact has none")
+        return self._grammars.compiled(constraint)
 
     def stats(self) -> EngineStats:
         stats = super().stats()
         stats.slots = self.slots
-        stats.running = self._batcher.running
+        stats.running = self.batcher.running
         stats.slots_free = self.slots - stats.running
         stats.waiting = max(0, stats.waiting - stats.running)
         stats.waiting_tokens = self._inbox.waiting_tokens
-        self._batcher.add_to(stats)
-        stats.kv_usage = self._batcher.live_tokens / (self.slots * self.max_len)
+        self.batcher.add_to(stats)
+        stats.kv_usage = self.batcher.live_tokens / (self.slots * self.max_len)
         return stats
 
     def _checked_params(self, params: SamplingParams) -> list[Sampler]:
@@ -208,7 +211,7 @@ class Engine(EngineControls):
             raise RequestError("stop", "stop strings need a tokenizer, and this artifact has none; use stop_token_ids")
         if params.logprobs is not None and params.logprobs > self.max_logprobs:
             raise RequestError("logprobs", f"at most {self.max_logprobs} are available, got {params.logprobs}")
-        limit = self.parts.queue.capacity + self.parts.queue.max_queued_requests
+        limit = self.queue.capacity + self.queue.max_queued_requests
         if params.n > limit:
             raise RequestError("n", f"at most {limit} choices fit this server's slots and queue, got {params.n}")
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -228,9 +231,6 @@ class Engine(EngineControls):
         limit, waiting = self.max_queued_tokens, self._inbox.waiting_tokens
         if limit is None or waiting == 0 or waiting + tokens <= limit:
             return
-        raise self.parts.queue.full(
+        raise self.queue.full(
             f"{waiting} prompt tokens are waiting and at most {limit} may; try again later", len(self._inbox.arrivals)
         )
-
-    def _load_adapter(self, slot: int, folder: str | os.PathLike[str] | None, timeout: float) -> None:
-        self.updates.load_adapter(slot, folder, timeout)

@@ -1,35 +1,46 @@
-"""The engine of one-shot models (encoders, classifiers, any traced model). Calls are checked and queued here, and
-answered by the engine's thread (:class:`DynamicBatcher`)."""
+"""The engine of one-shot models (encoders, classifiers, any traced model): calls share steps (dynamic batching).
+
+Requests share a step only if the manifest declares that rows are independent: every input may be padded on dimension 0
+and every output is cut there. Then waiting requests are batched, up to the largest batch of the length that the
+oldest one needs, after at most ``max_delay_ms``. Shorter inputs are padded with the declared values, and each
+caller gets the rows and lengths it sent. Any other model runs one request at a time.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nxd_infer.artifact.manifest import BUCKET_KERNEL_REQUIREMENT, Manifest
-from nxd_infer.errors import ModelConfigError, NxdError
-from nxd_infer.runtime.router import Router, elements
-from nxd_server.engine.core.model import RoutingModel
-from nxd_server.engine.core.step_costs import Graph, StepCosts
-from nxd_server.engine.dynamic_batcher import DynamicBatcher, Job, Outputs
-from nxd_server.engine.engine_controls import EngineControls
-from nxd_server.engine.engine_parts import EngineParts
+from nxd_infer.artifact.manifest import BUCKET_KERNEL_REQUIREMENT, BucketSpec, Manifest
+from nxd_infer.errors import InputMismatchError, ModelConfigError, NxdError, RankFailedError
+from nxd_infer.runtime.router import Router, cut, elements, fill, fits, lawful_inputs
+from nxd_server.engine.admission import WholeRequest, check_timeout
+from nxd_server.engine.engine_core import EngineCore
 from nxd_server.engine.events import EngineStats
-from nxd_server.engine.oneshot_batching import batches_rows, check_rows
-from nxd_server.engine.queue_limit import check_timeout
-from nxd_server.engine.weight_gate import WholeRequest
+from nxd_server.engine.step_costs import Graph, StepCosts
+from nxd_server.engine.step_runner import FATAL
+from nxd_server.errors import DeadlineExceededError, GenerationError, ranks_failed, summary
+
+if TYPE_CHECKING:
+    from nxd_infer.runtime.model import TensorParallelModel
+
+Outputs = dict[str, torch.Tensor]
 
 
-class OneShotEngine(EngineControls):
+class OneShotEngine(EngineCore):
     """Serve one model whose calls are independent of one another."""
 
     def __init__(
         self,
-        model: RoutingModel,
+        model: TensorParallelModel,
         *,
         max_delay_ms: float = 2.0,
         max_queued_requests: int = 128,
@@ -47,20 +58,19 @@ class OneShotEngine(EngineControls):
         if max_delay_ms < 0:
             raise ValueError(f"max_delay_ms must be at least 0, got {max_delay_ms}")
         self.batches = batches_rows(manifest)
-        parts = EngineParts(
+        super().__init__(
             model,
             StepCosts((Graph(bucket.name, 1, elements(bucket)) for bucket in manifest.buckets), costs),
             max_queued_requests=max_queued_requests,
-            capacity=max((bucket.inputs[0].shape[0] for bucket in manifest.buckets), default=1) if self.batches else 1,
+            capacity=max(map(rows_of, manifest.buckets), default=1) if self.batches else 1,
             restart_limit=restart_limit,
             restart_window=restart_window,
+            idle_probe=None if manifest.states else idle_probe,  # a probe would change the model's states
+            on_state=on_state,
         )
         self._kernel = BUCKET_KERNEL_REQUIREMENT in manifest.requires
         self._router = Router(manifest.buckets)
-        self._batcher = DynamicBatcher(model, parts, self.batches, max_delay_ms / 1000)
-        if manifest.states:
-            idle_probe = None  # a probe would change the model's states
-        super().__init__("OneShotEngine", parts, self._batcher, idle_probe, on_state)
+        self.batcher: DynamicBatcher = DynamicBatcher(model, self, self.batches, max_delay_ms / 1000)
 
     def submit(
         self,
@@ -85,7 +95,7 @@ class OneShotEngine(EngineControls):
         Cancelling the future before its step begins costs nothing. Raises InputMismatchError or BucketError (with
         the bucket table), RequestError, QueueFullError or EngineUnavailableError at once.
         """
-        tensors, queue = dict(inputs), self.parts.queue
+        tensors, queue = dict(inputs), self.queue
         try:
             check_timeout(timeout)
             if not self._kernel:
@@ -100,19 +110,349 @@ class OneShotEngine(EngineControls):
         future: Future = Future()
         deadline = None if timeout is None else now + timeout
         job = Job(tensors, future, rows, now, deadline, convert or dict, whole or WholeRequest())
-        with self.parts.lock:
-            self.thread.check_open(continuing)
-            if not (continuing and self.parts.gate.wanted):  # the queued requests wait for this one to end
+        with self.lock:
+            self.check_open(continuing)
+            if not (continuing and self.gate.wanted):  # the queued requests wait for this one to end
                 queue.check(1)
             queue.taken(1)
-            self.parts.gate.take(job.whole, 1)
-            self._batcher.put(job)
+            self.gate.take(job.whole, 1)
+            self.batcher.put(job)
         if whole is None:
             job.whole.close()
         return future
 
     def stats(self) -> EngineStats:
         stats = super().stats()
-        stats.running = self._batcher.running
+        stats.running = self.batcher.running
         stats.waiting = max(0, stats.waiting - stats.running)
         return stats
+
+
+@dataclass(eq=False)
+class Job:
+    """One request. ``alone``: it was in a step that failed, and does not share steps any more."""
+
+    inputs: dict[str, torch.Tensor]
+    future: Future
+    rows: int
+    arrived: float
+    deadline: float | None
+    convert: Callable[[Outputs], Any]
+    whole: WholeRequest
+    alone: bool = False
+
+
+class DynamicBatcher:
+    """The :class:`~nxd_server.engine.engine_core.Batcher` of a one-shot model."""
+
+    def __init__(self, model: TensorParallelModel, core: EngineCore, batches: bool, max_delay: float):
+        """``batches``: requests may share a step; ``max_delay``: seconds a request waits for others to join."""
+        self._model = model
+        self._batches = batches
+        self._kernel = BUCKET_KERNEL_REQUIREMENT in model.manifest.requires
+        self._max_delay = max_delay
+        self._lock, self._queue, self._gate, self._steps = core.lock, core.queue, core.gate, core.steps
+        self._arrivals: deque[Job] = deque()
+        self._pending: list[Job] = []
+        self._current: list[Job] = []
+        self._proven: Callable[[], object] | None = None
+        """Repeats the last step for requests that worked."""
+
+    # --- any thread -------------------------------------------------------------------------------------
+
+    def put(self, job: Job) -> None:
+        """Queue a job; call with the lock held."""
+        self._arrivals.append(job)
+        self._lock.notify_all()
+
+    @property
+    def running(self) -> int:
+        """Number of jobs in the running step."""
+        return len(self._current)
+
+    # --- steps ------------------------------------------------------------------------------------------
+
+    def has_news(self) -> bool:
+        return bool(self._arrivals)
+
+    def wait_seconds(self) -> float:
+        moments = [job.deadline for job in self._pending if job.deadline is not None]
+        moments += [job.arrived + self._max_delay for job in self._ready()[:1]]
+        return max(0.0, min(moments, default=math.inf) - time.monotonic())
+
+    def _ready(self) -> list[Job]:
+        """Return the waiting jobs that may begin, oldest first."""
+        if not self._gate.wanted:
+            return self._pending
+        return [job for job in self._pending if self._gate.may_begin(job.whole)]
+
+    def work(self) -> bool:
+        with self._lock:
+            self._pending.extend(self._arrivals)
+            self._arrivals.clear()
+        now = time.monotonic()
+        for job in [job for job in self._pending if job.deadline is not None and job.deadline <= now]:
+            self._pending.remove(job)
+            seconds = now - job.arrived
+            self._fail(job, DeadlineExceededError(f"the request waited for {seconds:.3g} s and had no more time"))
+        self._drop_cancelled()
+        ready = self._ready()
+        if not ready:
+            return False
+        if self._kernel:
+            self._take(ready[:1])
+            self._run_kernel(self._current[0])
+            return True
+        bucket, group, room = self._group(ready)
+        full = sum(job.rows for job in group) >= room or len(group) < len(ready)
+        if self._batches and not full and now - group[0].arrived < self._max_delay and not self._queue.draining:
+            return False
+        self._take(group)
+        self._run_group(bucket)
+        return True
+
+    def _drop_cancelled(self) -> None:
+        for job in [job for job in self._pending if job.future.cancelled()]:
+            self._pending.remove(job)
+            job.future.set_running_or_notify_cancel()
+            self._queue.ended("cancelled", 0.0)
+            self._report_end(job)
+
+    def _take(self, jobs: list[Job]) -> None:
+        """Move ``jobs`` into the step, except those cancelled at the last moment."""
+        self._current = []
+        for job in jobs:
+            self._pending.remove(job)
+            if job.future.running() or job.future.set_running_or_notify_cancel():
+                self._gate.begin(job.whole)
+                self._current.append(job)
+            else:
+                self._queue.ended("cancelled", 0.0)
+                self._report_end(job)
+
+    def _group(self, ready: list[Job]) -> tuple[BucketSpec, list[Job], int]:
+        """Return the bucket to run next, its jobs (the oldest, and others with the same inputs that fit), and the most
+        rows that it has room for."""
+        head = ready[0]
+        fitting = [bucket for bucket in self._model.manifest.buckets if bucket_fits(bucket, head.inputs)]
+        if not self._batches or head.alone:
+            return min(fitting, key=elements), [head], 1
+        # The smallest length that fits the oldest job; of its batch sizes, the one with the most rows per second.
+        shape = row_shape(min(fitting, key=lambda bucket: (elements(bucket) // rows_of(bucket), rows_of(bucket))))
+        buckets = [bucket for bucket in fitting if row_shape(bucket) == shape]
+        buckets.sort(key=rows_of)
+        widest, room = buckets[-1], rows_of(buckets[-1])
+        group, rows = [], 0
+        for job in ready:
+            same = job.inputs.keys() == head.inputs.keys()  # no job here is ``alone``: those precede all others
+            if same and rows + job.rows <= room and bucket_fits(widest, job.inputs):
+                group.append(job)
+                rows += job.rows
+                if rows >= room:
+                    break
+
+        def taken(bucket: BucketSpec) -> list[Job]:
+            jobs, left = [], rows_of(bucket)
+            for job in group:
+                if job.rows > left:
+                    break
+                jobs.append(job)
+                left -= job.rows
+            return jobs
+
+        best = self._steps.costs.cheapest(buckets, lambda bucket: sum(job.rows for job in taken(bucket)))
+        return best, taken(best), room
+
+    def _run_group(self, bucket: BucketSpec) -> None:
+        jobs = self._current
+        if not jobs:
+            return
+        rows = sum(job.rows for job in jobs)
+        total = rows_of(bucket) if self._batches and bucket.inputs else 1
+        try:
+            tensors = self._tensors(bucket, jobs)
+            outputs = self._steps.execute(bucket.name, tensors, rows, total - rows)
+        except FATAL:
+            raise
+        except Exception as error:  # only this step is lost
+            self._current = []
+            if len(jobs) == 1:
+                self._fail(jobs[0], _failure(error))
+                return
+            self._separate(jobs)
+            return
+        self._current = []
+        self._proven = functools.partial(self._steps.timed, bucket.name, tensors)
+        values = [outputs[spec.name] for spec in bucket.outputs]
+        start = 0
+        for job in jobs:
+            rows = [value.narrow(0, start, job.rows) for value in values] if self._batches else values
+            start += job.rows
+            results = zip(bucket.outputs, cut(bucket, job.inputs, rows), strict=True)
+            # Copy, so that one caller's result neither keeps the rows of the others alive nor shares memory with them.
+            self._succeed(job, {spec.name: value.clone() for spec, value in results})
+
+    def _tensors(self, bucket: BucketSpec, jobs: list[Job]) -> Outputs:
+        """Return the inputs of all ``jobs`` in the bucket's shapes."""
+        tensors = {}
+        for spec in bucket.inputs:
+            if spec.name not in jobs[0].inputs:
+                continue
+            tensor = torch.empty(spec.shape, dtype=spec.torch_dtype)
+            if not self._batches:
+                fill(tensor, spec, jobs[0].inputs[spec.name])
+            else:
+                start = 0
+                for job in jobs:
+                    fill(tensor.narrow(0, start, job.rows), spec, job.inputs[spec.name])
+                    start += job.rows
+                rest = tensor.narrow(0, start, tensor.shape[0] - start)
+                fill(rest, spec, rest.new_empty([0, *rest.shape[1:]]))
+            tensors[spec.name] = tensor
+        return tensors
+
+    def _run_kernel(self, job: Job) -> None:
+        """Run a model with user-defined routing, called exactly as its user would."""
+        call = functools.partial(self._forward, job.inputs)
+        try:
+            result = call()
+        except FATAL:
+            raise
+        except Exception as error:
+            self._current = []
+            self._fail(job, _failure(error))
+            return
+        self._steps.worked, self._proven = True, call
+        self._current = []
+        if not isinstance(result, dict):
+            names = [spec.name for spec in self._model.manifest.buckets[0].outputs]
+            result = dict(zip(names, result if isinstance(result, (tuple, list)) else [result], strict=False))
+        self._succeed(job, result)
+
+    def _forward(self, inputs: Outputs) -> Any:
+        with self._steps.visible(""):
+            return self._model.forward(**inputs)
+
+    # --- endings -------------------------------------------------------------------------------------------
+
+    def _succeed(self, job: Job, outputs: Outputs) -> None:
+        try:
+            result = job.convert(outputs)
+        except Exception as error:
+            self._fail(job, GenerationError(f"the outputs could not be converted: {error}"))
+            return
+        self._queue.ended("done", time.monotonic() - job.arrived)
+        job.future.set_result(result)
+        self._report_end(job)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        if job.future.cancelled():
+            outcome = "cancelled"
+        else:
+            outcome = "deadline" if isinstance(error, DeadlineExceededError) else "error"
+        self._queue.ended(outcome, time.monotonic() - job.arrived)
+        if job.future.running() or job.future.set_running_or_notify_cancel():
+            job.future.set_exception(error)
+        self._report_end(job)
+
+    def _report_end(self, job: Job) -> None:
+        self._gate.end(job.whole)
+        self._queue.reported()
+
+    def fail_all(self, error: Exception) -> None:
+        with self._lock:
+            jobs = [*self._current, *self._pending, *self._arrivals]
+            self._current, self._pending = [], []
+            self._arrivals.clear()
+        for job in jobs:
+            self._fail(job, error)
+
+    def ranks_lost(self, error: BaseException) -> None:
+        """If a graph raised, one of the step's requests is at fault: only those are in doubt, others are kept."""
+        if not isinstance(error, RankFailedError):
+            self.fail_all(ranks_failed(error))
+            return
+        suspects, self._current = self._current, []
+        if len(suspects) == 1:
+            failure = GenerationError(f"the model failed on this request's inputs: {summary(error)}")
+            failure.__cause__ = error
+            self._fail(suspects[0], failure)
+            return
+        self._separate(suspects)
+
+    def _separate(self, jobs: list[Job]) -> None:
+        """Run each of ``jobs`` alone, before all others, because one of them is at fault and it is unknown which."""
+        for job in jobs:
+            job.alone = True
+        self._pending = [*jobs, *self._pending]
+
+    def finish_steps(self) -> None:
+        return  # ``work`` finishes each step it begins
+
+    def graph_names(self) -> list[str]:
+        return [bucket.name for bucket in self._model.manifest.buckets]
+
+    def padding_inputs(self, name: str) -> Outputs:
+        return lawful_inputs(self._model.manifest.bucket(name))
+
+    def prove(self) -> None:
+        proven, self._proven = self._proven, None  # if it fails now, the next start goes without it
+        if proven is not None:
+            proven()
+            self._steps.worked, self._proven = True, proven
+
+    def warmed(self) -> None:
+        if self._model.manifest.states:
+            self._model.reset_states()
+
+
+def _failure(error: Exception) -> NxdError:
+    return error if isinstance(error, NxdError) else GenerationError(f"the step failed: {error}")
+
+
+def batches_rows(manifest: Manifest) -> bool:
+    """Whether the manifest declares rows independent: dimension 0 of every input is padded and of every output cut.
+
+    A model with a bucket kernel or with its own states never batches.
+    """
+    if manifest.states or BUCKET_KERNEL_REQUIREMENT in manifest.requires or not manifest.buckets:
+        return False
+    for bucket in manifest.buckets:
+        if not bucket.inputs or any(0 not in spec.pad for spec in bucket.inputs):
+            return False
+        if len({spec.shape[0] for spec in bucket.inputs}) != 1:
+            return False
+        names = {spec.name for spec in bucket.inputs}
+        for spec in bucket.outputs:
+            source = spec.cut.get(0)
+            if source is None or source[0] not in names or source[1] != 0:
+                return False
+    return True
+
+
+def check_rows(inputs: Mapping[str, torch.Tensor]) -> None:
+    """Raise InputMismatchError if the inputs of one request differ in their number of rows."""
+    rows = {name: tensor.shape[0] for name, tensor in inputs.items()}
+    if len(set(rows.values())) > 1:
+        counts = ", ".join(f"{name}: {count}" for name, count in rows.items())
+        raise InputMismatchError(f"the inputs of one call have the same number of rows, got {counts}")
+
+
+def bucket_fits(bucket: BucketSpec, inputs: Mapping[str, torch.Tensor]) -> bool:
+    """Whether ``bucket`` takes these inputs, after any declared padding."""
+    names = {spec.name for spec in bucket.inputs}
+    if not inputs.keys() <= names:
+        return False
+    return all(
+        fits(spec, inputs[spec.name]) if spec.name in inputs else spec.default is not None for spec in bucket.inputs
+    )
+
+
+def rows_of(bucket: BucketSpec) -> int:
+    """Return the batch size of a bucket whose rows are independent."""
+    return bucket.inputs[0].shape[0]
+
+
+def row_shape(bucket: BucketSpec) -> tuple:
+    """Return the shape that buckets have in common if they differ only in batch size."""
+    return tuple((spec.name, spec.dtype, tuple(spec.shape[1:])) for spec in bucket.inputs)

@@ -27,15 +27,13 @@ class RankRestarts:
 
     A recovery begins with a restart and ends when the ranks are ready or the engine ends. Ranks that are lost again
     before that are restarted within the same recovery, and so are ranks for which the system has no room now: that does
-    not count if something else bounds the recovery.
+    not count if something else bounds the recovery (``bounded``).
     """
 
     def __init__(self, limit: int, window: float):
         self.count = 0
         """All restarts since the engine was created."""
-        self.hopeless: Callable[[float], str] | None = None
-        """Why no restart is made after so many seconds of a recovery, else "": for the code that bounds one, which
-        knows that it could not be in time."""
+        self.bounded = False
         self.stage = ""
         """What the recovery is waiting for now."""
         self.took: float | None = None
@@ -48,8 +46,6 @@ class RankRestarts:
 
     def refusal(self, excused: bool) -> str:
         """Return why the ranks may not be restarted now, with the fix; "" if they may."""
-        if self.hopeless is not None and (why := self.hopeless(self.seconds or 0.0)):
-            return why
         if self._limit == 0:
             return "max_restarts is 0: with more, ranks that are lost are started again"
         now = time.monotonic()
@@ -76,7 +72,7 @@ class RankRestarts:
                 if lost is None:
                     return error, summary(error) or type(error).__name__
                 no_room = isinstance(lost, RankStartError)
-                excused = no_room and self.hopeless is not None
+                excused = no_room and self.bounded
                 if no_room:
                     self._pause(ending)
                 if why := ending() or self.refusal(excused):

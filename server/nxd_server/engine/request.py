@@ -1,21 +1,21 @@
-"""A request in the engine: a ticket for its caller, and the choices that the engine works on."""
+"""A request in the engine: a ticket for its caller, and one sequence of tokens for each of its choices."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nxd_server.engine.adapter_slots import Adapter
-from nxd_server.engine.core.sequence import Sequence
-from nxd_server.engine.core.step_inputs import Sampler
+from nxd_server.engine.admission import WholeRequest
 from nxd_server.engine.events import OnEvent
-from nxd_server.engine.weight_gate import WholeRequest
+from nxd_server.engine.sampling_params import Sampler, SamplingParams
 from nxd_server.errors import MaxTokensError, PromptTooLongError, RequestError
 from nxd_server.text.detokenize import TextStream
+from nxd_server.text.grammars import Guide
 from nxd_server.text.tokenizer import Tokenizer
 
 
@@ -36,7 +36,7 @@ class Ticket:
         self.arrived = time.monotonic()
         self.timeout = timeout
         self.on_event = on_event
-        self.choices: list[Choice] = []
+        self.choices: list[Sequence] = []
         self.open = 0
         """Choices without a terminal event; the engine's thread decrements it."""
         self._cancel = cancel
@@ -64,17 +64,70 @@ class Ticket:
 
 
 @dataclass(eq=False, kw_only=True)
-class Choice(Sequence):
-    """A sequence with the engine's own data about it."""
+class Sequence:
+    """One choice of a request: its tokens, and how many of them are in the KV cache."""
 
+    id: int
     ticket: Ticket
     index: int
+    """Of the choice in its request."""
+    prompt: list[int]
+    params: SamplingParams
+    max_new_tokens: int
     sampler: Sampler
-    text: TextStream | None
+    text: TextStream | None = None
+    guide: Guide | None = None
+    """Its place in the grammar that it follows."""
     adapter: Adapter | None = None
+    output: list[int] = field(default_factory=list)
+    slot: int | None = None
+    computed: int = 0
+    """Tokens whose keys and values are in ``slot``."""
+    reused: int = 0
+    """Prompt tokens whose keys and values were in ``slot`` already."""
+    cache_key: Hashable = None
+    """What else these depend on."""
     admitted: float | None = None
     first_token: float | None = None
     ended: bool = False
+
+    @property
+    def remaining(self) -> int:
+        """Prompt tokens that are not in the cache yet; 0 while decoding."""
+        return max(0, len(self.prompt) - self.computed)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another token may follow those that the steps in flight will give."""
+        return self.computed + 2 <= len(self.prompt) + self.max_new_tokens
+
+    @property
+    def waits(self) -> bool:
+        """Whether its next token is known only after the steps in flight."""
+        return self.computed >= len(self.prompt) + len(self.output)
+
+    def tokens(self, start: int, length: int) -> list[int]:
+        """Return the tokens at positions ``start`` to ``start + length - 1`` of prompt and output together, as far as
+        they are known."""
+        prompt = len(self.prompt)
+        if start >= prompt:
+            return self.output[start - prompt : start - prompt + length]
+        if start + length <= prompt:
+            return self.prompt[start : start + length]
+        return (self.prompt + self.output)[start : start + length]
+
+
+_MASK = (1 << 64) - 1
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """Return the seed of choice ``index``: choice 0 has the request's, the others derive from it (splitmix64)."""
+    if index == 0:
+        return seed
+    mixed = (seed + 0x9E3779B97F4A7C15 * index) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (mixed ^ (mixed >> 31)) >> 1
 
 
 def eos_token_ids(metadata: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -86,17 +139,17 @@ def eos_token_ids(metadata: Mapping[str, Any], tokenizer: Tokenizer | None) -> t
     return tuple(ids)
 
 
-def max_new_tokens(asked: int | None, prompt_tokens: int, max_len: int, field: str = "max_tokens") -> int:
-    """Return how many tokens may follow a prompt: ``asked``, or (None) all that fit. At least one always fits.
+def max_new_tokens(limit: int | None, prompt_tokens: int, max_len: int, field: str = "max_tokens") -> int:
+    """Return how many tokens may follow a prompt: ``limit``, or (None) all that fit. At least one always fits.
 
     Raises MaxTokensError naming ``field`` if more was requested than fits, PromptTooLongError if the prompt does not.
     """
     if prompt_tokens > max_len:
         raise PromptTooLongError(prompt_tokens, max_len)
     room = max(1, max_len - prompt_tokens)
-    if asked is not None and asked > room:
-        raise MaxTokensError(asked, prompt_tokens, max_len, field)
-    return room if asked is None else asked
+    if limit is not None and limit > room:
+        raise MaxTokensError(limit, prompt_tokens, max_len, field)
+    return room if limit is None else limit
 
 
 def check_token_ids(tokens: Tokens[int], vocab_size: int, field: str) -> list[int]:

@@ -1,14 +1,13 @@
 """How one request's tokens are sampled, checked before anything is queued.
 
-The numbers that the graphs' sampler takes are declared in :mod:`nxd_infer.artifact.sampler_fields`. Their checks here,
-their fields in a request's body (``http.openai.schemas``) and their step inputs (``core.step_inputs``) are derived from
-that table.
+The numbers that the graphs' sampler takes are declared in :mod:`nxd_infer.artifact.sampler_fields`. Their checks and
+step inputs here, and their fields in a request's body (``http.openai.schemas``), are derived from that table.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -26,6 +25,16 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_N = 128
 BIAS = Option(0.0, "Added to a token's logit.", float, minimum=-100, maximum=100)
+SAMPLER_DEFAULTS: dict[str, float] = {
+    **{name: field.off for name, field in SAMPLER_FIELDS.items()},
+    "seed": 0,
+    "allowed": -1,
+    "bias_ids": 0,
+    "bias_values": 0.0,
+    "prompt_length": -1,
+    "adapter": 0,
+}
+"""The inputs that the engine can feed, with the value that means "off"."""
 
 
 def _sampler(name: str) -> Any:
@@ -181,3 +190,46 @@ def _logit_bias(value: Any) -> dict[int, float]:
             token = int(token)
         biases[_whole("logit_bias", token, 0, None)] = _number("logit_bias", bias, BIAS)
     return biases
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The sampler inputs of one choice, as numbers; ``banned`` ids may not occur before ``min_tokens``."""
+
+    values: dict[str, float]
+    bias: tuple[tuple[int, float], ...]
+    banned: tuple[int, ...]
+
+
+def sampler_of(
+    params: SamplingParams, seed: int, inputs: set[str], vocab_size: int, bias_slots: int, eos: Sequence[int]
+) -> Sampler:
+    """Return the sampler inputs of a choice for graphs with ``inputs``. Raises RequestError if one is missing."""
+    values: dict[str, float] = {name: getattr(params, name) for name in SAMPLER_FIELDS}
+    for name, value in values.items():
+        if name not in inputs and value != SAMPLER_DEFAULTS[name]:
+            raise RequestError(name, _absent(name, name))
+    values |= {"seed": seed, "top_k": min(params.top_k, vocab_size)}
+    if not params.greedy and "seed" not in inputs:
+        raise RequestError("temperature", _absent("seed", "sampling"))
+    if params.logit_bias and not {"bias_ids", "bias_values"} <= inputs:
+        raise RequestError("logit_bias", _absent("bias_ids", "logit_bias"))
+    if len(params.logit_bias) > bias_slots:
+        raise RequestError(
+            "logit_bias", f"{len(params.logit_bias)} tokens are biased; this artifact was traced for {bias_slots}"
+        )
+    banned: tuple[int, ...] = ()
+    if params.min_tokens > 0:
+        banned = tuple(sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos)}))
+        if banned and "allowed" not in inputs:
+            raise RequestError("min_tokens", _absent("allowed", "min_tokens"))
+    if params.structured_outputs is not None and "allowed" not in inputs:
+        raise RequestError("structured_outputs", _absent("allowed", "structured_outputs"))
+    for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        if outside := [token for token in tokens if token >= vocab_size]:
+            raise RequestError(name, f"token {outside[0]} is outside the vocabulary of {vocab_size}")
+    return Sampler(values, tuple(params.logit_bias.items()), banned)
+
+
+def _absent(name: str, what: str) -> str:
+    return f"the graphs of this artifact have no input {name!r}, so {what} cannot act; trace the model again"

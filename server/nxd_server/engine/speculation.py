@@ -1,5 +1,9 @@
 """Speculation: guess the next tokens of some rows, verify all guesses in one step, keep the right ones.
 
+Prompt lookup guesses that the tokens that followed the last few tokens earlier in the text follow them again. Answers
+that quote, edit, summarise or repeat themselves repeat their context; this drafting needs no model. Source: "Prompt
+Lookup Decoding", Apoorv Saxena, 2023.
+
 A verifying step reads the weights once for several tokens per row. After every guess it draws the token that a
 separate step would draw there, from the same seed and position. A guess is accepted if it equals that token, so
 answers are the same with and without speculation, greedy or sampled.
@@ -10,13 +14,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.util.options import whole_number
-from nxd_server.engine.core.scheduler import Row, Step
-from nxd_server.engine.core.sequence import Sequence as Generated
-from nxd_server.engine.core.step_costs import Graph, StepCosts
+from nxd_server.engine.request import Sequence as Generated
+from nxd_server.engine.scheduler import Row, Step
+from nxd_server.engine.step_costs import Graph, StepCosts
 
+RUNS = (3, 2)
+"""Lengths of the n-grams to look up, the more reliable one first."""
+RECENT = 0.2
+"""The weight of the newest guess in the acceptance rate."""
 RETRY = 32
 """Verify one step in this many whose guesses would not pay, because measured times may have changed."""
 
@@ -37,11 +46,49 @@ def check_speculate(metadata: dict[str, Any], speculate: int) -> int:
     traced = int(metadata.get("speculate", 0))
     whole_number("speculate", speculate, ModelConfigError, minimum=0)
     if speculate > traced:
-        found = f"verifies {traced} guesses at most" if traced else "was traced without a graph that verifies guesses"
+        ability = f"verifies {traced} guesses at most" if traced else "was traced without a graph that verifies guesses"
         raise ModelConfigError(
-            f"speculate = {speculate}: this artifact {found}; trace the model again with --speculate {speculate}"
+            f"speculate = {speculate}: this artifact {ability}; trace the model again with --speculate {speculate}"
         )
     return traced
+
+
+class Lookup:
+    """The n-gram index of one sequence, prompt and answer. Extending and drafting are O(1) per token."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._next: dict[tuple[int, ...], int] = {}
+        """The position after the latest occurrence of an n-gram, except one at the end of the text."""
+        self.acceptance = 0.5
+        """The acceptance rate of recent guesses whose predecessors were accepted."""
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens to the text."""
+        text = self.tokens
+        for token in tokens:
+            for run in RUNS:
+                if len(text) >= run:
+                    self._next[tuple(text[-run:])] = len(text)
+            text.append(token)
+
+    def draft(self, count: int) -> tuple[int, ...]:
+        """Return the next ``count`` tokens, or none. A repetition up to the end of the text is assumed to continue."""
+        text = self.tokens
+        for run in RUNS:
+            place = self._next.get(tuple(text[-run:]))
+            if place is not None:
+                return tuple(text[place + i % (len(text) - place)] for i in range(count))
+        return ()
+
+    def learn(self, right: int, tried: int) -> None:
+        """Record that of ``tried`` guesses the first ``right`` were accepted; those after a wrong guess are ignored."""
+        for place in range(min(right + 1, tried)):
+            self.acceptance += RECENT * ((place < right) - self.acceptance)
+
+    def expected(self, count: int) -> float:
+        """Return the expected number of accepted guesses out of ``count``: each needs all earlier ones to be right."""
+        return sum(self.acceptance ** (place + 1) for place in range(count))
 
 
 class Speculation:
@@ -53,6 +100,7 @@ class Speculation:
         self.active = bool(self._graphs)
         self._tokens = tokens
         self._costs = costs
+        self._lookups: WeakKeyDictionary[Generated, Lookup] = WeakKeyDictionary()
         self._passed = 0
         self.drafted = 0
         self.accepted = 0
@@ -64,8 +112,9 @@ class Speculation:
             return step
         rows, gain = [], 0.0
         for row in step.rows:
-            draft = self._draft(row.sequence)
-            gain += row.sequence.lookup.expected(len(draft))
+            lookup = self.lookup(row.sequence)
+            draft = self._draft(row.sequence, lookup)
+            gain += lookup.expected(len(draft))
             rows.append(replace(row, draft=draft))
         if not gain:
             return step
@@ -77,8 +126,12 @@ class Speculation:
         self.drafted += sum(len(row.draft) for row in rows)
         return Step("decode", graph, tuple(rows))
 
-    def _draft(self, sequence: Generated) -> tuple[int, ...]:
-        count, lookup = room(sequence, self._tokens), sequence.lookup
+    def lookup(self, sequence: Generated) -> Lookup:
+        """Return the n-gram index of ``sequence``, which lives as long."""
+        return self._lookups.setdefault(sequence, Lookup())
+
+    def _draft(self, sequence: Generated, lookup: Lookup) -> tuple[int, ...]:
+        count = room(sequence, self._tokens)
         if count == 0:
             return ()
         known = len(lookup.tokens)
@@ -92,7 +145,7 @@ class Speculation:
         right, tried = 0, max(1, row.length - 1)  # a guess that was not fed is compared with the next token
         while right < tried and row.draft[right] == tokens[right]:
             right += 1
-        row.sequence.lookup.learn(right, tried)
+        self.lookup(row.sequence).learn(right, tried)
         if row.length == 1:
             return row
         self.accepted += right
@@ -102,10 +155,10 @@ class Speculation:
 
 def room(sequence: Generated, tokens: int) -> int:
     """Return how many tokens may be guessed for ``sequence``, at most ``tokens``."""
-    params, made = sequence.params, len(sequence.output)
+    params, generated = sequence.params, len(sequence.output)
     if params.penalised or sequence.guide is not None:
         return 0  # token counts of wrong guesses could not be undone; and each guess would need a mask of its own
-    room = min(tokens, sequence.max_new_tokens - made - 1)
-    if made < params.min_tokens:  # one mask against ending holds for all tokens of a row
-        room = min(room, params.min_tokens - made - 1)
+    room = min(tokens, sequence.max_new_tokens - generated - 1)
+    if generated < params.min_tokens:  # one mask against ending holds for all tokens of a row
+        room = min(room, params.min_tokens - generated - 1)
     return max(0, room)

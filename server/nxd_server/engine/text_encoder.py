@@ -1,25 +1,25 @@
-"""Run texts through an encoder: one vector (an embedding, or a classifier's logits) per text."""
+"""Run texts through an encoder: one vector (an embedding, or a classifier's logits) per text; what logits mean."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 
-from nxd_infer.errors import ModelConfigError
-from nxd_server.engine.classifier_scores import scores_of
+from nxd_infer.errors import ArtifactVersionError, ModelConfigError
+from nxd_server.engine.admission import WholeRequest
 from nxd_server.engine.oneshot_engine import OneShotEngine, Outputs
 from nxd_server.engine.request import check_token_ids
-from nxd_server.engine.weight_gate import WholeRequest
 from nxd_server.errors import PromptTooLongError, RequestError
 from nxd_server.text.tokenizer import Tokenizer
 
 Tokens = tuple[list[int], list[int]]
 """The token ids of a text, and their token type ids."""
 OUTPUT_OF_TASK = {"embed": "embedding", "classify": "logits"}
+SCORES = ("sigmoid", "softmax", "none")
 
 
 @dataclass(frozen=True)
@@ -162,3 +162,30 @@ class TextEncoder:
             known = ", ".join(self.prompts) or "none"
             raise RequestError("prompt_name", f"this model has no prompt {name[:100]!r}; it has {known}")
         return self.prompts[name]
+
+
+def scores_of(metadata: Mapping[str, Any]) -> str:
+    """Return ``sigmoid`` (independent labels), ``softmax`` (exclusive labels) or ``none`` (the logits are the scores).
+
+    Raises ArtifactVersionError for an unknown value.
+    """
+    scores = metadata.get("scores", "none")
+    if scores not in SCORES:
+        raise ArtifactVersionError(
+            f"the artifact's scores = {scores!r}: this version knows {SCORES[0]}, {SCORES[1]} and {SCORES[2]}; trace "
+            "the model again with it, or serve it with the version that traced it"
+        )
+    return scores
+
+
+def probabilities(logits: torch.Tensor, scores: str) -> torch.Tensor | None:
+    """Return the probabilities of ``logits`` [..., labels] according to ``scores``; None if that is ``none``."""
+    if scores == "none":
+        return None
+    return logits.sigmoid() if scores == "sigmoid" else logits.softmax(-1)
+
+
+def likeliest(logits: torch.Tensor, labels: Sequence[str]) -> str:
+    """Return the label of the largest of ``logits`` [labels]; its index if it has no name."""
+    best = int(logits.argmax())
+    return labels[best] if best < len(labels) else str(best)

@@ -9,7 +9,7 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nxd_server.engine.weight_gate import WholeRequest
+from nxd_server.engine.admission import WholeRequest
 from nxd_server.errors import forget_frames
 from nxd_server.http.api_keys import OPEN_PATHS, Keys
 from nxd_server.http.error_responses import ApiError, as_api_error

@@ -59,7 +59,7 @@ async def predict(request: Request, body: PredictBody) -> Response:
     tensors = await unless_left(request, context.tensors.run(read))
     with whole_of(request) as whole:
         left = seconds_left(request)
-        submit = functools.partial(service.submit_tensors, tensors, timeout=left, whole=whole)
+        submit = functools.partial(service.require_oneshot().submit, tensors, timeout=left, whole=whole)
         (outputs,) = await wait_all(request, [submit], timeout=left)
     if body.outputs is not None:
         missing = [name for name in body.outputs if name not in outputs]

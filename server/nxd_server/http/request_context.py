@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
+from nxd_server.engine.admission import WholeRequest
 from nxd_server.engine.request import check_token_ids
-from nxd_server.engine.weight_gate import WholeRequest
 from nxd_server.errors import PromptTooLongError, not_finished
 from nxd_server.http.body_schema import Body
 from nxd_server.http.error_responses import ApiError, bad_request, clip

@@ -195,3 +195,9 @@ def _fallbacks(stop: str) -> array[int]:
         size += stop[size] == stop[place]
         table[place + 1] = size
     return table
+
+
+def overlap(text: str, tag: str, most: int | None = None) -> int:
+    """Return how many of the last ``most`` characters of ``text`` may begin ``tag``."""
+    most = len(text) if most is None else most
+    return next((size for size in range(min(len(tag) - 1, most), 0, -1) if text.endswith(tag[:size])), 0)

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
+from nxd_server.text.detokenize import overlap
 from nxd_server.text.grammars import FreeText
-from nxd_server.text.tags import overlap
 from nxd_server.text.tokenizer import Tokenizer
 
 MOST_BLANKS = 64

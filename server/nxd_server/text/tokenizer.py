@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -251,6 +251,15 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """The largest token id plus one, including added tokens."""
         return max(self.raw.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def showing(self, tags: Collection[str]) -> Tokenizer:
+        """Return a tokenizer that decodes ``tags`` to text, which may be special tokens; this one if none is."""
+        if not {self.id_to_token(token) for token in self.special_ids}.intersection(tags):
+            return self
+        changed = json.loads(self.raw.to_str())
+        for token in changed["added_tokens"]:
+            token["special"] = token["special"] and token["content"] not in tags
+        return Tokenizer(type(self.raw).from_str(json.dumps(changed)), self.config)
 
     def token_to_id(self, token: str) -> int | None:
         return self.raw.token_to_id(token)

@@ -1,4 +1,5 @@
-"""Find tool calls in a model's answer while it streams, in the formats that models are trained to write.
+"""Tool calls in a model's answer while it streams, in the formats that models are trained to write; and the grammars of
+answers that must be calls.
 
 ``hermes`` (Hermes 2 Pro and 3, Qwen2.5, Qwen3)::
 
@@ -23,11 +24,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nxd_server.text.tags import overlap
+from nxd_server.text.detokenize import overlap
+from nxd_server.text.structured_outputs import json_rule
+from nxd_server.text.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -49,6 +52,14 @@ _NAME = re.compile(r"[a-zA-Z0-9_.-]+")
 _NAMED = re.compile(r"([a-zA-Z0-9_.-]+)(?:\[CALL_ID\][a-zA-Z0-9]+)?(?:\[ARGS\])?\s*(?={)")
 _STRING_OR_CLOSE = re.compile(rf'"(?:[^"\\\n]|\\.)*("?)|{CLOSE}')
 _DECODER = json.JSONDecoder()
+_HEAD = re.compile(
+    r'\{"name": "([a-zA-Z0-9_.-]+)", "(?:arguments|parameters)": '
+    r"|\[TOOL_CALLS\]([a-zA-Z0-9_.-]+)(?:\[CALL_ID\][a-zA-Z0-9]+)?\[ARGS\]"
+)
+"""What a call has before its arguments, as the grammars write it."""
+_LONGEST_HEAD = LONGEST_NAME + 64
+_STRUCTURE = re.compile(r'["{}\[\]]')
+_IN_STRING = re.compile(r'["\\]')
 
 
 @dataclass(frozen=True)
@@ -315,3 +326,127 @@ def _call(value: Any, names: Collection[str]) -> ToolCall | None:
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     text.encode()
     return ToolCall(name, text)
+
+
+# --- answers that must be calls ---
+
+
+def call_rules(
+    tool_format: str,
+    tools: Sequence[tuple[str, Mapping[str, Any]]],
+    several: bool,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    compact: bool = False,
+) -> list[str]:
+    """Return the rules of a grammar, in Lark's notation, whose rule ``calls`` is a call of one of ``tools`` in
+    ``tool_format``, or ``several``.
+
+    ``tools``: the names, and the JSON schemas of the arguments. A tag that is one of the model's ``vocab_size`` tokens
+    is that token. ``compact``: arguments have no blanks.
+    """
+
+    def tag(text: str) -> str:
+        token = tokenizer.token_to_id(text)
+        return json.dumps(text) if token is None or token >= vocab_size else f"<[{token}]>"
+
+    first, between, last = "", "", ""
+    if tool_format == "hermes":
+        between = "LINE"
+    elif tool_format == "llama3_json":
+        between = '"; "'
+    elif tokenizer.token_to_id(ARGS) is None:  # Mistral's older models, whose calls are a list
+        tool_format = "mistral_list"
+        first, between, last = f'{tag(TOOL_CALLS)} BLANK "["', '", "', '"]"'
+    more = f"({between} call)*" if several else ""
+    rules = [f"calls: {first} call {more} {last}", r"LINE: /\n?/", "BLANK: / ?/", "ID: /[a-zA-Z0-9]{9}/"]
+    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
+    for number, (name, schema) in enumerate(tools):
+        arguments = f"arguments_{number}"
+        if tool_format == "hermes":
+            call = f"{tag(OPEN)} LINE {_object(name, 'arguments', arguments)} LINE {tag(CLOSE)}"
+        elif tool_format == "llama3_json":
+            call = _object(name, "parameters", arguments)
+        elif tool_format == "mistral_list":
+            call = _object(name, "arguments", arguments, '(", \\"id\\": \\"" ID "\\"")?')
+        else:
+            call = f"{tag(TOOL_CALLS)} {json.dumps(name)} ({tag(CALL_ID)} ID)? {tag(ARGS)} {arguments}"
+        rules += [f"call_{number}: {call}", f"{arguments}: {json_rule({'type': 'object', **schema}, compact)}"]
+    return rules
+
+
+def _object(name: str, key: str, arguments: str, more: str = "") -> str:
+    """Return a rule's right side: a call as one object, with the rule ``arguments`` for the value of ``key``."""
+    begin = f'{{"name": {json.dumps(name)}, "{key}": '
+    return f'{json.dumps(begin)} {arguments} {more} "}}"'
+
+
+@dataclass(frozen=True)
+class CallPiece:
+    name: str
+    """Of the call that begins; "" for the one that goes on."""
+    arguments: str
+    """What follows of the text of its JSON object."""
+
+
+class ForcedCallReader:
+    """Reads the calls of an answer that must be calls, piece by piece, as the model writes them.
+
+    The grammar of such an answer (:func:`call_rules`) leaves no doubt what a call is, so nothing is held back until it
+    is complete, as in answers that may also be text, and a call that is cut is returned as far as it goes. Arguments
+    are the text that the model has written.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        """Between calls: the end of what was written, in which a call may begin."""
+        self._depth = 0
+        """Of the brackets that are open in the arguments."""
+        self._in_string = self._escaped = False
+        self.inside = False
+        """Whether the arguments of a call are not complete."""
+        self.wrote = False
+        """Whether the answer has a visible character."""
+
+    def feed(self, text: str) -> list[CallPiece]:
+        """Take the next piece; return what it adds to the calls, one for each."""
+        self.wrote = self.wrote or bool(text.strip())
+        found: list[CallPiece] = []
+        name, place = "", 0
+        while place < len(text):
+            if self.inside:
+                end = self._end_of_arguments(text, place)
+                found.append(CallPiece(name, text[place:end]))
+                name, place = "", end
+                continue
+            held = self._held + text[place:]
+            head = _HEAD.search(held)
+            if head is None:
+                self._held = held[-_LONGEST_HEAD:]
+                break
+            name, self.inside, self._held = head[1] or head[2], True, ""
+            place = len(text) - (len(held) - head.end())
+        if name:
+            found.append(CallPiece(name, ""))
+        return found
+
+    def _end_of_arguments(self, text: str, place: int) -> int:
+        """Return where the arguments end in ``text``: behind their last brace, or with the text."""
+        while place < len(text):
+            if self._escaped:
+                self._escaped, place = False, place + 1
+                continue
+            mark = (_IN_STRING if self._in_string else _STRUCTURE).search(text, place)
+            if mark is None:
+                break
+            place = mark.end()
+            if mark[0] == "\\":
+                self._escaped = True
+            elif mark[0] == '"':
+                self._in_string = not self._in_string
+            else:
+                self._depth += 1 if mark[0] in "{[" else -1
+                if self._depth == 0:
+                    self.inside = False
+                    return place
+        return len(text)

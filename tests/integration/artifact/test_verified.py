@@ -14,8 +14,8 @@ import torch
 from nxd_infer import native
 from nxd_infer.artifact.manifest import weight_name
 from nxd_infer.errors import ArtifactError, RankDiedError, RankFailedError
-from nxd_infer.runtime.save_load import parallel_model_load
-from nxd_server.app.background_work import BackgroundWork
+from nxd_infer.runtime.model import parallel_model_load
+from nxd_server.app import service as services
 from nxd_server.app.service import Service
 from nxd_server.settings import ServerSettings
 from tests.support import toy_artifacts as toy
@@ -99,14 +99,14 @@ def test_a_tokenizer_that_is_not_read_in_time_ends_the_start(tmp_path, monkeypat
     service = Service(path, ServerSettings(), print)
     monkeypatch.setattr(service, "_read_text", lambda *_: hold.wait(600))
 
-    def wait(work: BackgroundWork, seconds: float) -> None:
+    def wait(work, seconds: float):
         limits.append(seconds)
-        waited(work, 0.01)
+        return waited(work, 0.01)
 
-    waited = BackgroundWork.wait
-    monkeypatch.setattr(BackgroundWork, "wait", wait)
+    waited = services.wait
+    monkeypatch.setattr(services, "wait", wait)
     try:
-        with pytest.raises(ArtifactError, match="reading the tokenizer has taken more than 0 s: raise start_timeout"):
+        with pytest.raises(ArtifactError, match="reading the tokenizer has taken more than 300 s: raise start_timeout"):
             service._open()
         assert limits == [pytest.approx(300, abs=1)]  # that of a first start
     finally:

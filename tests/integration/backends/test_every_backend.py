@@ -20,8 +20,7 @@ from nxd_infer.errors import (
     RankFailedError,
 )
 from nxd_infer.runtime.load import load_artifact
-from nxd_infer.runtime.model import TensorParallelModel
-from nxd_infer.runtime.save_load import parallel_model_load
+from nxd_infer.runtime.model import TensorParallelModel, parallel_model_load
 from tests.support import traced_models as models
 from tests.support.backends import small_traces
 from tests.support.backends.manifests import changed

@@ -22,8 +22,8 @@ from nxd_infer.graph.export import Step
 from nxd_infer.graph.ir import Program
 from nxd_infer.ops import packed
 from nxd_infer.runtime.load import load_artifact
+from nxd_infer.runtime.model import parallel_model_save
 from nxd_infer.runtime.rank_process.rank import Rank, Runtime
-from nxd_infer.runtime.save_load import parallel_model_save
 from nxd_infer.runtime.updates.weights import WeightUpdate
 from tests.support.backends import packed_models, small_traces
 from tests.support.backends.manifests import changed

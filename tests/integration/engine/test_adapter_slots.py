@@ -12,12 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from nxd_infer.cli.main import app
-from nxd_infer.runtime.updates import swap
 from nxd_infer.runtime.updates.adapters import AdapterUpdate
 from nxd_infer.verify import verify_artifact
 from nxd_server import LLM, SamplingParams
 from nxd_server.engine.events import FinishEvent
-from nxd_server.errors import AdapterConflictError, RequestError, UnknownModelError, WeightsBusyError
+from nxd_server.errors import AdapterConflictError, RequestError, UnknownModelError
 from tests.support.adapter_files import merge, write_adapter
 from tests.support.engine.real_artifacts import prompt_of, reference_generate, trace_llama
 
@@ -123,35 +122,6 @@ def test_refused_adapters_leave_their_slot_free(llm, model_dir, adapters, tmp_pa
     with pytest.raises(UnknownModelError, match="there is none"):
         llm.remove_adapter("n0")
     assert llm.adapters() == []
-
-
-def test_a_load_is_no_step_of_the_engine(llm, expected, adapters, monkeypatch):
-    """A slow one makes no step slow: none is in flight meanwhile, so none is overdue and none is measured."""
-    begun, go = threading.Event(), threading.Event()
-    prepare = swap.WeightSwaps._prepare
-
-    def slow(self, ranks, new):
-        begun.set()
-        go.wait(60)
-        prepare(self, ranks, new)
-
-    monkeypatch.setattr(swap.WeightSwaps, "_prepare", slow)
-    load = ThreadPoolExecutor(1).submit(llm.engine.adapters.load, "x", adapters["x"])
-    try:
-        assert begun.wait(60)
-        ticket = llm.engine.submit(PROMPTS[0], GREEDY, lambda event: None)
-        assert not ticket.wait(0.3) and llm.engine.health().step_running is None
-        with pytest.raises(WeightsBusyError, match=r"0\.05 s"):
-            llm.engine.adapters.load("y", adapters["y"], timeout=0.05)
-        with pytest.raises(WeightsBusyError):
-            llm.update_weights({})
-    finally:
-        go.set()
-    assert load.result(60).slot == 1 and ticket.wait(60)
-    check(llm, expected, None, "x")
-    llm.load_adapter("y", adapters["y"])
-    for name in ("x", "y"):
-        llm.remove_adapter(name)
 
 
 def test_an_adapter_that_ranks_refuse_is_the_requests_fault(llm, adapters, monkeypatch, caplog):

@@ -49,7 +49,7 @@ def wanted(traced):
 @pytest.mark.parametrize("speculate", [0, 2])
 def test_greedy_and_seeded_answers_are_those_of_one_stage_while_steps_overlap(traced, wanted, speculate):
     with LLM(traced[1], costs=costs_of(traced[1]), speculate=speculate, restart_limit=9) as llm:
-        steps, most = llm.engine.parts.steps, 0
+        steps, most = llm.engine.steps, 0
 
         def begin(*args, _begin=steps.begin, **kwargs):
             nonlocal most

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import threading
 
 import pytest
 
 from nxd_infer.runtime.rank_model import RankModel
 from nxd_infer.trace import parallel_model_load
-from nxd_infer.util.processors import available_cores, processor_share
 from nxd_server import LLM, SamplingParams
 from nxd_server.engine import Engine
 from nxd_server.engine.events import FinishEvent, TokenEvent
 from nxd_server.errors import RequestError
-from nxd_server.threads import keep_off
 from tests.support.engine.real_artifacts import (
     GUESSES,
     MAX_LEN,
@@ -117,7 +113,7 @@ def test_steps_begun_ahead_over_all_ranks_change_no_answer(model, artifact, alon
     """Where the ranks leave a core. Without one, only a single rank's steps are begun ahead."""
     monkeypatch.setattr(RankModel, "spare_cores", spare)
     with Engine(model, costs=costs_of(artifact)) as engine:
-        assert engine._batcher._steps.depth == 1 + spare
+        assert engine.batcher.depth == 1 + spare
         assert together(engine) == alone
 
 
@@ -178,40 +174,3 @@ def test_wrong_prompts_are_refused_and_the_engine_goes_on(llm):
         llm.generate([[1]], [GREEDY, GREEDY])
     assert llm.generate([], GREEDY) == []
     assert llm.generate([7, 8], GREEDY)[0].outputs[0].finish_reason in ("stop", "length")
-
-
-def own_cores(pid: int) -> set[int]:
-    """The cores that some thread of the process keeps to."""
-    kept = [os.sched_getaffinity(int(task)) for task in os.listdir(f"/proc/{pid}/task")]
-    return {core for cores in kept for core in cores if len(cores) == 1}
-
-
-def test_threads_keep_to_their_cores_and_the_engine_off_the_first(tmp_path, monkeypatch):
-    """Of a rank of two threads: all of it waits for the first one, and goes on without the other. Also once the
-    engine's thread, which keeps to fewer cores, has started the rank again."""
-    everywhere = set(available_cores())
-    if len(everywhere) < 2 or processor_share() < len(everywhere):
-        pytest.skip("ranks of two threads do not keep to cores here")
-    monkeypatch.delenv("NXD_INFER_PIN", raising=False)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # no other process has claimed cores here
-
-    def start_again(model):
-        keep_off(model.lead_cores)
-        model.restart()
-
-    with LLM(trace_llama(1)[1], threads_per_rank=2) as llm:
-        llm.generate(prompt_of(5), GREEDY)
-        leads = llm.model.lead_cores
-        assert len(leads) == 1
-        assert os.sched_getaffinity(llm.engine.thread.native_id) == everywhere - set(leads)
-        assert os.sched_getaffinity(0) == everywhere  # the caller's own threads are left alone
-        for again in (False, True):
-            if again:
-                restart = threading.Thread(target=start_again, args=(llm.model,))
-                restart.start()
-                restart.join(300)
-                assert not restart.is_alive() and llm.model.lead_cores == leads
-            for rank in llm.model.health():
-                # A thread keeps to its core from its first moment on, which comes when the system has time for it.
-                wait_until(lambda pid=rank.pid: len(own_cores(pid)) == 2)
-                assert os.sched_getaffinity(rank.pid) == set(leads)

@@ -152,7 +152,7 @@ def test_whatever_a_request_asks_for_stays_right(llms):
     assert len(outputs[2].outputs[0].logprobs or []) == 28
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 6, 13])
+@pytest.mark.parametrize("length", [1, 4, 6])
 def test_an_answer_ends_in_the_middle_of_right_guesses(llms, length):
     """Ended by its length, a stop token or a stop string: no later token is sent or counted."""
     biased = GREEDY.replace(logit_bias={7: 50.0})

@@ -39,7 +39,7 @@ ENDLESS = {**LONG, "max_tokens": 3900}
 
 
 def test_a_server_that_became_ready_since_it_was_looked_at_does_not_say_so_in_a_refusal(monkeypatch):
-    service = ToyService(ServerSettings(), None, ToyModel, {}, None, None, 0.0)  # pyright: ignore
+    service = ToyService(ServerSettings(), None, ToyModel, {}, None, None)  # pyright: ignore
     monkeypatch.setattr(ToyService, "readiness", lambda self: (True, "ready", ""))
     with pytest.raises(EngineUnavailableError, match="ready again") as caught:
         service.require_ready()
@@ -50,7 +50,7 @@ def test_a_server_that_became_ready_since_it_was_looked_at_does_not_say_so_in_a_
 def test_the_collector_does_not_look_through_what_was_loaded():
     """With torch it held everybody up for 0.2 s and more, now and then."""
     gc.unfreeze()
-    service = ToyService(ServerSettings(), None, ToyModel, {"ahead": True}, None, None, 0.0)  # pyright: ignore
+    service = ToyService(ServerSettings(), None, ToyModel, {"ahead": True}, None, None)  # pyright: ignore
     try:
         service.start()
         wait_for(lambda: service.load_seconds is not None)
@@ -267,20 +267,6 @@ def test_ranks_that_fail_more_often_than_is_allowed_end_the_server_with_the_way_
         assert server.wait() == 1
         (last,) = [line for line in server.lines if "giving up" in line]
         assert words in last and "Traceback" not in server.log
-
-
-def test_a_recovery_that_cannot_be_in_time_is_not_begun(tmp_path):
-    """As where a model takes longer to load than an operator has allowed for."""
-    file = tmp_path / "fail"
-    arguments = ("--fail-file", str(file), "--ranks-seconds", "24")
-    with toy_server(arguments=arguments, recovery_timeout=15) as server:
-        wait_for(lambda: "ranks that are lost will not be started again: recovery_timeout is 15 s" in server.log)
-        file.write_text("once")
-        is_error(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}), 503)
-        assert server.wait() == 1
-        (last,) = [line for line in server.lines if "giving up" in line]
-        assert "rank 0 ended with signal 9" in last and "leave it out to have it derived" in last
-        assert "starting the ranks again" not in server.log and "Traceback" not in server.log
 
 
 def test_a_recovery_that_takes_too_long_ends_the_server_with_status_1(tmp_path):

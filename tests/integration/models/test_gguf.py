@@ -19,7 +19,7 @@ from nxd_infer.recipes.prepare import tokenizer_source
 from nxd_infer.recipes.recipe import load
 from nxd_infer.trace import load_artifact
 from nxd_models import registry
-from nxd_server.app.model_source import CONFIG, LocalSource, kind_of
+from nxd_server.app.prepare import CONFIG, LocalSource, kind_of
 from nxd_server.text.chat_template import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
 from tests.support.e2e.command import here

@@ -29,8 +29,8 @@ from nxd_infer.errors import (
     TraceError,
 )
 from nxd_infer.runtime.load import load_artifact
+from nxd_infer.runtime.model import parallel_model_load, parallel_model_save
 from nxd_infer.runtime.rank_process.rank import Runtime
-from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
 from nxd_infer.trace import BucketModelConfig
 from tests.support import tiny_models
 from tests.support import traced_models as models

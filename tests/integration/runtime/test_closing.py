@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxd_infer.errors import ModelClosedError
-from nxd_infer.runtime.save_load import parallel_model_load
+from nxd_infer.runtime.model import parallel_model_load
 from tests.support.processes import descendants, gone, wait_until
 from tests.support.runtime.rank_processes import LIMIT, X, call_in_thread, pids_of, raising, started, until_busy
 
@@ -75,8 +75,7 @@ def test_a_parent_that_ends_takes_its_ranks_along(tmp_path, path, how):
     assert copy.exists() == (how == "kill")
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.01])
-@pytest.mark.parametrize("how", ["closed", "interrupted"])
+@pytest.mark.parametrize(("how", "delay"), [("closed", 0.0), ("closed", 0.01), ("interrupted", 0.01)])
 def test_what_ends_a_start_leaves_no_rank(path, delay, how):
     before = descendants(os.getpid())
     model = parallel_model_load(path, call_timeout=LIMIT, start_timeout=600)

@@ -22,8 +22,7 @@ from nxd_infer.errors import (
     WeightSchemaError,
 )
 from nxd_infer.runtime.ipc.channel import Channel
-from nxd_infer.runtime.model import TensorParallelModel
-from nxd_infer.runtime.save_load import parallel_model_load
+from nxd_infer.runtime.model import TensorParallelModel, parallel_model_load
 from nxd_infer.runtime.updates import swap
 from tests.support import toy_artifacts as toy
 from tests.support.processes import gone, wait_until
@@ -38,7 +37,6 @@ from tests.support.runtime.rank_processes import (
     until_busy,
     until_stopped,
 )
-from tests.support.runtime.rank_processes import started as start
 
 
 def assert_closed(model: TensorParallelModel, pids: list[int], reason: str, *, restart: bool = False) -> None:
@@ -244,24 +242,3 @@ def test_a_rank_that_stops_amid_a_swap_is_noticed_in_some_times_what_loading_too
     x = torch.randn(2, 8, toy.HIDDEN)
     assert torch.allclose(model(x)["y"], toy.expected(toy.logical_weights(), x), rtol=1e-5, atol=1e-5)
     model.close()
-
-
-def test_a_graph_that_writes_to_its_inputs_cannot_corrupt_other_ranks(tmp_path, monkeypatch):
-    """All ranks read one copy of the inputs. Tracing refuses such graphs; a rank that runs one faults."""
-    plain = toy._graph
-
-    def writes(degree, bucket):
-        step = plain(degree, bucket)
-
-        def changed(count, memory, x, *rest):
-            x.add_(1)
-            return step(count, memory, x, *rest)
-
-        return changed
-
-    monkeypatch.setattr(toy, "_graph", writes)
-    with (
-        start(toy.build(tmp_path / "artifact")) as model,
-        pytest.raises(RankDiedError, match=r"(?s)was ended by SIGSEGV.*Fatal Python error.*rank_process/main\.py"),
-    ):
-        model(X)

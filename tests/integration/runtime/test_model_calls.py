@@ -21,7 +21,7 @@ from nxd_infer.errors import (
     RankFailedError,
     WeightSchemaError,
 )
-from nxd_infer.runtime.save_load import parallel_model_load
+from nxd_infer.runtime.model import parallel_model_load
 from tests.support import toy_artifacts as toy
 from tests.support.needs import HAS_NATIVE
 from tests.support.processes import gone, wait_until

@@ -11,7 +11,7 @@ import torch
 
 from nxd_infer.errors import WeightSchemaError
 from nxd_infer.runtime.load import load_artifact
-from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
+from nxd_infer.runtime.model import parallel_model_load, parallel_model_save
 from tests.support import toy_artifacts as toy
 from tests.support.processes import wait_until
 

@@ -10,8 +10,7 @@ import torch
 
 from nxd_infer.errors import ArtifactError, InputMismatchError
 from nxd_infer.runtime.load import load_artifact
-from nxd_infer.runtime.model import TensorParallelModel, TensorParallelNeuronModel
-from nxd_infer.runtime.save_load import parallel_model_load
+from nxd_infer.runtime.model import TensorParallelModel, TensorParallelNeuronModel, parallel_model_load
 from nxd_infer.trace import api
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nxd_server.engine.core.scheduler import Scheduler
-from nxd_server.engine.core.sequence import Sequence
-from nxd_server.engine.core.step_costs import Graph, StepCosts
-from nxd_server.engine.sampling_params import SamplingParams
+from nxd_server.engine.request import Sequence, Ticket
+from nxd_server.engine.sampling_params import Sampler, SamplingParams
+from nxd_server.engine.scheduler import Scheduler
+from nxd_server.engine.step_costs import Graph, StepCosts
 
 
 def scheduler(slots=4, batches=(1, 2, 4), lengths=(8, 16), seconds=None, ratio=4.0, mixes=False, groups=1, **more):
@@ -16,8 +16,18 @@ def scheduler(slots=4, batches=(1, 2, 4), lengths=(8, 16), seconds=None, ratio=4
     return Scheduler(all_graphs, slots, costs, prefill_ratio=ratio, mixes=mixes, groups=groups, **more)
 
 
-def sequence(identity, prompt=4, new=4):
-    return Sequence(identity, list(range(prompt)), SamplingParams(), new)
+def sequence(identity, prompt=4, new=4, params=None, sampler=None, **more):
+    """``prompt``: its tokens, or their number."""
+    return Sequence(
+        id=identity,
+        ticket=Ticket("request", lambda event: None, None, lambda ticket: None),
+        index=0,
+        prompt=list(range(prompt)) if isinstance(prompt, int) else prompt,
+        params=params or SamplingParams(),
+        max_new_tokens=new,
+        sampler=sampler or Sampler({}, (), ()),
+        **more,
+    )
 
 
 def steps(subject, count=20):
@@ -26,7 +36,6 @@ def steps(subject, count=20):
     for _ in range(count):
         taken.append(subject.next_step())
         subject.begin(taken[-1])
-        subject.complete(taken[-1], subject.costs[taken[-1].graph.name])
     return taken
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
 from nxd_infer.errors import ModelClosedError, RankDiedError, WeightSchemaError
-from nxd_infer.runtime.supervisor.protocol import RankHealth
+from nxd_infer.runtime.ranks import RankHealth
 
 VOCAB = 97
 EOS = (5, 6)

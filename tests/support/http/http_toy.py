@@ -76,14 +76,11 @@ class ToyService(Service):
         toy: dict,
         start_file: str | None,
         fail_file: str | None,
-        ranks_seconds: float,
     ):
-        """``ranks_seconds``: what its ranks are taken to have worked on their load, of a first start that took a
-        minute, from disk."""
         super().__init__("toy", settings, on_failure)
         self._toy = kind(**toy)
         self._start_file = start_file
-        self._toy.bounds = SimpleNamespace(load=30.0, load_seconds=60.0, least_load=ranks_seconds, least_swaps=0.0)
+        self._toy.bounds = SimpleNamespace(load=30.0, load_seconds=60.0)
         self._failing = False
         if fail_file:
             self._toy.fail = lambda name, inputs: self._maybe_fail(Path(fail_file), inputs)
@@ -126,7 +123,6 @@ def main() -> int:
     parser.add_argument("--toy", default="{}")
     parser.add_argument("--one-shot", action="store_true", help="an encoder for embeddings in place of the decoder")
     parser.add_argument("--start-file", help="it is loaded once this file exists")
-    parser.add_argument("--ranks-seconds", type=float, default=0.0)
     parser.add_argument("--fail-file")
     parser.add_argument("--descriptors", type=int, help="this process's limit of open files")
     options = parser.parse_args()
@@ -141,9 +137,7 @@ def main() -> int:
         kind, toy = ToyOneShot, json.loads(options.toy)
     return serve_service(
         settings,
-        lambda on_failure: ToyService(
-            settings, on_failure, kind, toy, options.start_file, options.fail_file, options.ranks_seconds
-        ),
+        lambda on_failure: ToyService(settings, on_failure, kind, toy, options.start_file, options.fail_file),
     )
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from nxd_infer.runtime.model import TensorParallelModel
-from nxd_infer.runtime.save_load import parallel_model_load
+from nxd_infer.runtime.model import TensorParallelModel, parallel_model_load
 from tests.support import toy_artifacts as toy
 from tests.support.processes import wait_until
 

@@ -14,7 +14,7 @@ from nxd_infer.artifact.manifest import MANIFEST_NAME, weight_name
 from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.errors import ArtifactCorruptError, ArtifactError
 from nxd_infer.runtime.load import load_artifact
-from nxd_infer.runtime.save_load import parallel_model_load
+from nxd_infer.runtime.model import parallel_model_load
 from tests.support import toy_artifacts as toy
 
 

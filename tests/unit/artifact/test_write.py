@@ -14,7 +14,7 @@ from nxd_infer.artifact.reader import artifact_digest
 from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.errors import ArtifactCorruptError, ArtifactError
 from nxd_infer.runtime.load import load_artifact
-from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
+from nxd_infer.runtime.model import parallel_model_load, parallel_model_save
 from tests.support import toy_artifacts as toy
 
 

@@ -29,8 +29,8 @@ def _made(kind, toy):
     yield make
     for engine in made:
         engine.close()
-        parts = engine.parts
-        assert parts.queue.inside == parts.queue.unreported == 0 and not parts.gate._begun and not parts.gate.wanted
+        assert engine.queue.inside == engine.queue.unreported == 0
+        assert not engine.gate._begun and not engine.gate.wanted
         stats = engine.stats()
         assert stats.slots_free == stats.slots and stats.waiting_tokens == 0
 

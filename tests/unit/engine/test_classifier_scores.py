@@ -10,7 +10,6 @@ import torch
 from nxd_infer.errors import ArtifactVersionError, ModelConfigError
 from nxd_models.registry import parse_config
 from nxd_server.engine import OneShotEngine, TextEncoder
-from nxd_server.engine.classifier_scores import scores_of
 from nxd_server.http.openai.embeddings import verdict_on
 from tests.support.engine.toy_oneshot import ToyOneShot
 from tests.support.tiny_models import FAMILIES
@@ -24,9 +23,7 @@ def test_what_http_answers_has_its_label_whatever_the_scores_mean(scores, field)
     assert verdict_on(torch.tensor([0.5, 2.0, 3.0]), ["bad", "fair"], scores)["label"] == "2"  # it has no name
 
 
-def test_what_an_artifact_says_and_what_an_older_one_meant():
-    older = ({}, {"labels": ["one"]}, {"labels": ["one"], "regression": True})
-    assert [scores_of(meta) for meta in older] == ["softmax", "sigmoid", "none"]
+def test_a_kind_of_scores_that_is_not_known_is_refused():
     model = ToyOneShot()
     model.manifest.metadata |= {"task": "classify", "scores": "tanh"}
     engine: Any = OneShotEngine(model)

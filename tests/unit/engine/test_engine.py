@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nxd_server.engine import Engine, SamplingParams
-from nxd_server.engine.core.sequence import derive_seed
+from nxd_server.engine.request import derive_seed
 from nxd_server.errors import EngineUnavailableError
 from tests.support.engine.asking import BOTH_WAYS, GREEDY, SYSTEM, ask, held
 from tests.support.engine.toy_model import EOS, VOCAB, Listener, ToyModel, naive_generate
@@ -123,7 +123,7 @@ def test_a_drain_that_takes_too_long_ends_and_closing_fails_the_rest():
         assert engine.drain(0.05) is False
         closing = threading.Thread(target=engine.close)
         closing.start()
-        wait_until(lambda: engine.thread._closing)
+        wait_until(lambda: engine._closing)
     closing.join(60)
     engine.close()
     assert isinstance(listener.end.error, EngineUnavailableError) and engine.state == "closed"

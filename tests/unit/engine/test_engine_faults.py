@@ -24,12 +24,12 @@ def poisoned(engine, monkeypatch):
 
 
 def unwritable(engine, monkeypatch):
-    for inputs in engine._batcher._steps.inputs.values():
+    for inputs in engine.batcher._inputs.values():
 
-        def refuse(place, row, sampler, put=inputs.put):
+        def refuse(place, row, put=inputs.put):
             if row.sequence.prompt[0] == 77 and row.sequence.output:
                 raise OverflowError("no such number in float32")
-            put(place, row, sampler)
+            put(place, row)
 
         monkeypatch.setattr(inputs, "put", refuse)
 
@@ -152,7 +152,7 @@ def test_a_warm_up_that_fails_is_an_error_of_start(caplog):
 
 
 def test_a_step_that_hangs_makes_the_engine_not_ready(engines, monkeypatch):
-    monkeypatch.setattr("nxd_server.engine.core.step_runner.OVERDUE_SECONDS", 0.05)
+    monkeypatch.setattr("nxd_server.engine.step_runner.OVERDUE_SECONDS", 0.05)
     model = ToyModel()
     engine = engines(model, idle_probe=None)
     gate = threading.Event()

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import decoders, models
 
 from nxd_server.engine import SamplingParams
-from nxd_server.engine.core.step_inputs import sampler_of
+from nxd_server.engine.sampling_params import sampler_of
 from nxd_server.errors import RequestError
 from nxd_server.text.grammars import Grammars
 from nxd_server.text.structured_outputs import MOST_CHARACTERS, StructuredOutputs

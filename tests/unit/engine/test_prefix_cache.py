@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nxd_infer.errors import InputMismatchError, RankDiedError
 from nxd_server.engine import SamplingParams
-from nxd_server.engine.core.slots import FEWEST_REUSED, SlotPool
+from nxd_server.engine.scheduler import FEWEST_REUSED, SlotPool
 from nxd_server.errors import GenerationError, RequestError
 from tests.support.engine.asking import GREEDY, SYSTEM, ask
 from tests.support.engine.toy_model import ToyModel, naive_generate
@@ -85,7 +85,7 @@ def test_a_conversation_computes_only_what_is_new(engines):
     stats = engine.stats()
     assert stats.prompt_tokens == sum(20 + 9 * turn for turn in range(4)) + 3
     assert stats.reused_tokens == sum(16 + 9 * turn for turn in range(1, 4))
-    fed = sum(engine.parts.steps.useful_tokens.values())
+    fed = sum(engine.steps.useful_tokens.values())
     assert fed == stats.prompt_tokens - stats.reused_tokens + 5 * 5  # each answer feeds all its tokens but the last
 
 

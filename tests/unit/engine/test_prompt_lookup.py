@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nxd_server.engine.core.scheduler import Row, Step
-from nxd_server.engine.core.sequence import Sequence
-from nxd_server.engine.core.step_costs import Graph
-from nxd_server.engine.prompt_lookup import RUNS, Lookup
 from nxd_server.engine.sampling_params import SamplingParams
-from nxd_server.engine.speculation import RETRY, Speculation, room
+from nxd_server.engine.scheduler import Row, Step
+from nxd_server.engine.speculation import RETRY, RUNS, Lookup, Speculation, room
+from nxd_server.engine.step_costs import Graph
+from tests.support.engine.schedules import sequence
 
 
 def searched(text: list[int], count: int) -> tuple[int, ...]:
@@ -35,10 +34,8 @@ def test_guesses_equal_those_of_a_search(text, count, cut):
     assert lookup.draft(count) == searched(text, count)[:count]
 
 
-def test_guesses_follow_the_longest_and_newest_run_and_expectations_what_came_true():
+def test_expectations_follow_what_came_true():
     lookup = Lookup()
-    lookup.extend([1, 2, 3, 9, 8, 2, 3, 7, 7, 1, 2, 3])
-    assert lookup.draft(4) == (9, 8, 2, 3), "three tokens are surer than the newer two"
     before = lookup.expected(4)
     assert lookup.expected(0) == 0
     lookup.learn(4, 4)
@@ -59,8 +56,8 @@ def decode_step(*texts):
     """A step for sequences of these prompts, each with its last token as its answer so far."""
     rows = []
     for number, text in enumerate(texts):
-        sequence = Sequence(number, text[:-1], ENDLESS, 100, output=text[-1:])
-        rows.append(Row(sequence, len(text) - 1, 1, True))
+        one = sequence(number, text[:-1], 100, ENDLESS, output=text[-1:])
+        rows.append(Row(one, len(text) - 1, 1, True))
     return Step("decode", PLAIN, tuple(rows))
 
 
@@ -84,7 +81,7 @@ def test_guesses_are_fed_where_they_pay_and_now_and_then_to_see_whether_they_wou
 def test_what_was_right_is_kept_up_to_the_first_difference(tokens, kept):
     speculation = Speculation([VERIFYING], 4, {PLAIN.name: 1.0, VERIFYING.name: 1.0})  # pyright: ignore[reportArgumentType]
     fed = speculation.put(decode_step([7] * 9))
-    lookup = fed.rows[0].sequence.lookup
+    lookup = speculation.lookup(fed.rows[0].sequence)
     before = lookup.acceptance
     row = speculation.settle(fed.rows[0], tokens)
     assert row.length == kept and (speculation.drafted, speculation.accepted) == (4, kept - 1)
@@ -103,4 +100,4 @@ def test_what_was_right_is_kept_up_to_the_first_difference(tokens, kept):
     ],
 )
 def test_no_more_is_guessed_than_one_step_can_answer(params, made, expected):
-    assert room(Sequence(1, [1], params, 100, output=[2] * made), 4) == expected
+    assert room(sequence(1, [1], 100, params, output=[2] * made), 4) == expected

@@ -10,11 +10,13 @@ import pytest
 
 from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_server.engine import SamplingParams
-from nxd_server.engine.core.scheduler import Row
-from nxd_server.engine.core.sequence import Sequence, derive_seed
-from nxd_server.engine.core.step_inputs import SAMPLER_DEFAULTS, StepInputs, sampler_of
+from nxd_server.engine.request import derive_seed
+from nxd_server.engine.sampling_params import SAMPLER_DEFAULTS, sampler_of
+from nxd_server.engine.scheduler import Row
+from nxd_server.engine.step_tensors import StepInputs
 from nxd_server.errors import RequestError
 from nxd_server.http.openai.schemas import ChatBody, CompletionBody
+from tests.support.engine.schedules import sequence
 from tests.support.engine.toy_model import VOCAB, ToyModel
 
 BUCKET = ToyModel(ahead=True).manifest.bucket("decode_b2")
@@ -68,8 +70,7 @@ def test_a_number_of_a_request_reaches_the_graph(name):
         described = kind.model_json_schema()["properties"][name]
         assert ("the model's own" in described.get("description", "")) == field.model_may_set
     inputs = StepInputs(BUCKET, 4, True)
-    sequence = Sequence(1, [1], params, 4, slot=0)
-    inputs.put(0, Row(sequence, 0, 1, True), sampler_of(params, 0, NAMES, VOCAB, 4, ()))
+    inputs.put(0, Row(sequence(1, [1], 4, params, sampler_of(params, 0, NAMES, VOCAB, 4, ()), slot=0), 0, 1, True))
     held = np.asarray(inputs.tensors[name])
     assert held[0] == np.float32(value) and held[1] == field.off == SAMPLER_DEFAULTS[name]
     with pytest.raises(RequestError, match=f"^{name}: the graphs of this artifact have no input '{name}'"):

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 
 from nxd_server.http.error_responses import ApiError
+from nxd_server.http.openai.chat import MessageParts
 from nxd_server.http.openai.event_stream import KEEP_ALIVE, EventStream
-from nxd_server.http.openai.message_parts import MessageParts
 from nxd_server.http.openai.tools import ChoiceCalls, earlier_calls, offered_tools
 from nxd_server.text.reasoning import FORMATS, ReasoningReader
 from tests.support.http.json_values import values

@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from nxd_infer.runtime.ipc import channel
 from nxd_infer.runtime.ipc.channel import AWAKE_SECONDS, Channel, Kind, Request
 from tests.support.processes import wait_until
 
@@ -59,18 +58,3 @@ def test_a_rank_that_nobody_asks_goes_to_sleep(ends, yields):
     caller.send(STEP.record())
     thread.join(60)
     assert received == [(STEP, [])]
-
-
-def test_a_rank_that_is_asked_soon_has_stayed_awake(ends, yields, monkeypatch):
-    monkeypatch.setattr(channel, "AWAKE_SECONDS", 600.0)
-    caller, rank = ends
-
-    def send():
-        wait_until(lambda: len(yields) > 100)
-        caller.send(STEP.record())
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    assert rank.receive_request() == (STEP, [])
-    sender.join(60)
-    assert len(yields) > 100

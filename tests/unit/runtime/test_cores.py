@@ -29,7 +29,6 @@ def written(root: Path, files: dict[str, str]) -> Path:
         # A group's own limit does not lift that of the group above.
         ("0::/pod/app", {"sys/pod/cpu.max": "200000 100000", "sys/pod/app/cpu.max": "max 100000"}, 2.0),
         ("0::/pod/app", {"sys/pod/cpu.max": "400000 100000", "sys/pod/app/cpu.max": "50000 100000"}, 0.5),
-        ("5:cpu,cpuacct:/", {"sys/cpu,cpuacct/cpu.cfs_quota_us": "300000"}, float("inf")),  # no period: not a limit
         (
             # The path of the host, which the container does not see: its own group is what is mounted.
             "9:memory:/docker/7f\n5:cpu,cpuacct:/docker/7f\n0::/",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import ModuleType
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
-from nxd_infer.errors import InputMismatchError, InputRangeError
-from nxd_infer.runtime.rank_model import array_check, takes_arrays
+from nxd_infer.errors import InputMismatchError, InputRangeError, ModelClosedError
+from nxd_infer.runtime.ipc.arena import InputBlock
+from nxd_infer.runtime.rank_model import takes_arrays
+from nxd_infer.runtime.ranks import CallLock
 from nxd_infer.util.dtypes import ITEM_BYTES, LARGEST_FLOAT, SAFETENSORS_DTYPES
 from nxd_infer.util.machine import torch_version
 
@@ -27,8 +30,8 @@ def test_arrays_that_do_not_fit_are_refused():
         graphs=["g"],
     )
     ids = np.zeros((2, 3), np.int64)
-    array_check(bucket)({"ids": ids})
-    array_check(bucket)({"ids": ids, "mask": np.ones((2, 3), np.float32)})
+    InputBlock.of(bucket, {"ids": ids}).check()
+    InputBlock.of(bucket, {"ids": ids, "mask": np.ones((2, 3), np.float32)}).check()
     for inputs, words in (
         ({}, "input 'ids' is missing and has no default"),
         ({"ids": ids, "more": ids}, "there is no input 'more'"),
@@ -38,10 +41,10 @@ def test_arrays_that_do_not_fit_are_refused():
         ({"ids": ids.astype(np.int32)}, r"'ids' is int32\[2, 3\], bucket 'b' takes int64"),
     ):
         with pytest.raises(InputMismatchError, match=words):
-            array_check(bucket)(inputs)
+            InputBlock.of(bucket, inputs)
     for value in (-1, 10):
         with pytest.raises(InputRangeError, match=f"holds the value {value}; it must be 0 to 9"):
-            array_check(bucket)({"ids": np.where(np.eye(2, 3) > 0, value, ids)})
+            InputBlock.of(bucket, {"ids": np.where(np.eye(2, 3) > 0, value, ids)}).check()
 
 
 def test_arrays_need_types_that_numpy_has():
@@ -70,3 +73,20 @@ def test_types_are_known_as_torch_knows_them():
 def test_the_version_of_torch_is_known_while_another_thread_imports_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     assert torch_version() == torch.__version__
+
+
+def test_a_turn_within_a_turn_is_refused_and_another_thread_waits():
+    turns, order = CallLock(), []
+
+    def other():
+        with turns.take():
+            order.append("other")
+
+    with turns.take():
+        with pytest.raises(ModelClosedError, match="in the middle of one of its calls"):
+            turns.take()
+        thread = threading.Thread(target=other)
+        thread.start()
+        order.append("first")
+    thread.join(120)
+    assert order == ["first", "other"]

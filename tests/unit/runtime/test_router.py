@@ -97,9 +97,8 @@ def test_what_fits_no_bucket_is_told_which_there_are():
 
 def test_integers_and_booleans_are_filled_with_their_own_kind():
     for dtype, value, want in ((torch.int64, 3.0, 3), (torch.bool, 1.0, True), (torch.int32, -1.0, -1)):
-        spec = InputSpec.of("x", torch.zeros(4, dtype=dtype), pad={0: value})
         view = torch.zeros(4, dtype=dtype)
-        fill(view, spec, torch.zeros(2, dtype=dtype))
+        fill(view, InputSpec.of("x", view, pad={0: value}), torch.zeros(2, dtype=dtype))
         assert view.tolist() == [0, 0, want, want]
 
 
@@ -130,15 +129,6 @@ def test_wrong_arguments_are_named(positional, named, text):
     with pytest.raises(InputMismatchError, match=text) as caught:
         router.route(positional, named)
     assert not isinstance(caught.value, BucketError)
-
-
-def test_exact_takes_the_shapes_of_its_bucket_only():
-    router = Router([bucket("b", {"x": (4,)}, {"x": {0}})])
-    assert router.exact(0, {"x": torch.zeros(4)}).bucket == 0
-    with pytest.raises(InputMismatchError, match=r"input 'x' has shape \[3\], bucket 'b' takes \[4\]"):
-        router.exact(0, {"x": torch.zeros(3)})
-    with pytest.raises(InputMismatchError, match="'x' is missing"):
-        router.exact(0, {})
 
 
 def test_a_users_kernel_runs_as_given():

@@ -7,7 +7,7 @@ import torch
 
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec
 from nxd_infer.errors import InputMismatchError
-from nxd_infer.runtime.time_bounds import START_SECONDS, Bounds, until_ended
+from nxd_infer.runtime.time_bounds import START_SECONDS, Bounds
 
 ONE, FOUR, PROMPT = range(3)
 GIB = 2**30
@@ -39,13 +39,10 @@ def test_a_first_start_is_bounded_by_its_bytes_and_new_weights_by_what_it_took()
     small = bounds(nbytes=1000)
     small.loaded(0.01)
     assert small.load == pytest.approx(30.0, abs=0.1)
-
-
-@pytest.mark.parametrize("seconds", [20.0, 900.0])
-def test_a_setting_raises_and_lowers_what_starts_and_new_weights_may_take(seconds):
-    subject = bounds(start_timeout=seconds)
-    subject.loaded(8.0)
-    assert subject.start == subject.load == seconds
+    for seconds in (20.0, 900.0):
+        given = bounds(start_timeout=seconds)
+        given.loaded(8.0)
+        assert given.start == given.load == seconds
 
 
 def test_a_call_may_take_ten_times_what_its_own_bucket_took():
@@ -59,12 +56,6 @@ def test_a_call_may_take_ten_times_what_its_own_bucket_took():
     assert 20.0 < subject.call(PROMPT) < 40.0, "one that was slow is forgotten by and by"
     subject.loaded(10.0)
     assert subject.call(PROMPT) > 60.0, "after a restart every graph may read its weights again"
-
-
-def test_killed_ranks_have_the_time_to_free_their_memory():
-    """At 3 GiB/s if it is in small pages, and slower on a busy machine."""
-    assert until_ended(0) == 5.0
-    assert all(until_ended(size * GIB) > 5.0 + 5 * size / 3 for size in (6, 60, 600))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from nxd_server.errors import RequestError
 from nxd_server.text.structured_outputs import StructuredOutputs
-from nxd_server.text.tool_call_rules import call_rules
+from nxd_server.text.tool_calls import call_rules
 from tests.support.text.text_tokenizers import byte_level, compiled, taken
 
 VALUE = {"a": 1, "b": [1, {"c": None}]}

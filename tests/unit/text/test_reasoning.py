@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nxd_server.text.reasoning import FORMATS, ReasoningCounter, ReasoningReader, free_reasoning, place_behind, tags_of
-from nxd_server.text.tags import with_tags_shown
 from tests.support.text.text_tokenizers import byte_level, compiled, taken, with_tokens
 
 THINK = FORMATS["think"]
@@ -89,16 +88,16 @@ def test_the_prompt_and_the_template_say_how_the_answer_begins():
 def test_tags_that_are_special_tokens_are_shown():
     hidden = with_tokens("<think>", "</think>")
     ids = hidden.encode("<think>a</think>b", add_special_tokens=False)
-    shown = with_tags_shown(hidden, ["<think>", "</think>"])
+    shown = hidden.showing(["<think>", "</think>"])
     assert shown.encode("<think>a</think>b", add_special_tokens=False) == ids
     assert (hidden.decode(ids), shown.decode(ids)) == ("ab", "<think>a</think>b")
-    assert with_tags_shown(hidden, ["<other>"]) is hidden
+    assert hidden.showing(["<other>"]) is hidden
 
 
 @pytest.mark.parametrize("place", [BEFORE, INSIDE])
 def test_no_grammar_constrains_the_reasoning(place):
     """It may be any text without the answer's end; behind it, or without it, the answer is the grammar's."""
-    tokenizer = with_tags_shown(with_tokens(*THINK), THINK)
+    tokenizer = with_tokens(*THINK).showing(THINK)
     plain = compiled(tokenizer, choice=["yes", "no"])
     grammar = plain.behind(free_reasoning(tokenizer, tokenizer.vocab_size, THINK, place))
     opening = "<think>" if place == BEFORE else ""
@@ -118,7 +117,7 @@ def test_no_grammar_constrains_the_reasoning(place):
 @pytest.mark.parametrize("shown", [(), ("<think>",)], ids=["no tokens", "the first is one"])
 def test_the_reader_and_the_grammar_agree_where_the_reasoning_ends(shown):
     """Also if the closing tag is written in pieces, as a model may that quotes it."""
-    tokenizer = with_tags_shown(with_tokens(*shown), shown)
+    tokenizer = with_tokens(*shown).showing(shown)
     free = free_reasoning(tokenizer, tokenizer.vocab_size, THINK, INSIDE)
     grammar = compiled(tokenizer, choice=[" yes"]).behind(free)
     answer = "a </think> yes"  # whose blank the format asks for

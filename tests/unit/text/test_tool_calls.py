@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nxd_server.text.forced_calls import ForcedCallReader
-from nxd_server.text.tool_call_rules import call_rules
-from nxd_server.text.tool_calls import CLOSE, FORMATS, OPEN, ToolCall, format_of
+from nxd_server.text.tool_calls import CLOSE, FORMATS, OPEN, ForcedCallReader, ToolCall, call_rules, format_of
 from tests.support.text.text_tokenizers import compiled, taken, with_tokens
 
 NAMES = ("weather", "clock")

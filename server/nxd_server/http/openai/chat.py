@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nxd_server.engine.events import FinishEvent, TokenEvent, Usage
+from nxd_server.engine.events import FinishEvent, TokenEvent
 from nxd_server.engine.request import max_new_tokens
 from nxd_server.errors import RequestError
 from nxd_server.http.error_responses import (
@@ -24,14 +24,13 @@ from nxd_server.http.error_responses import (
     unsupported,
 )
 from nxd_server.http.openai.completions import check_choices, with_limit
-from nxd_server.http.openai.event_stream import EventStream
+from nxd_server.http.openai.event_stream import ChunkWriter, EventStream, usage_object
 from nxd_server.http.openai.generation import Generation
 from nxd_server.http.openai.logprobs import chat_logprob
-from nxd_server.http.openai.message_parts import MessageParts, reasoning_tokens
 from nxd_server.http.openai.response_format import schemas_of, wanted_form, with_calls
 from nxd_server.http.openai.schemas import ChatBody
-from nxd_server.http.openai.stream_usage import Tails, usage_object
 from nxd_server.http.openai.tools import (
+    ChoiceCalls,
     choice_calls,
     earlier_calls,
     no_tools,
@@ -216,11 +215,10 @@ async def chat(request: Request, body: ChatBody) -> Any:
         MessageParts(reader, body.include_reasoning, one, tags and ReasoningCounter(tags, place, tokenizer.token_text))
         for reader, one in zip(readers, calls, strict=True)
     ]
+    answer = _Answer(head, tokenizer, body, top, len(tokens), parts)
     if body.stream:
-        tails = Tails(body.stream_options, [len(tokens)], body.n)
-        writer = _Chunks({**head, "object": "chat.completion.chunk"}, tokenizer, body, top, tails, parts)
-        return EventStream(generation, writer, settings.keep_alive_interval, request_id(request))
-    return await _whole(generation, {**head, "object": "chat.completion"}, tokenizer, top, parts)
+        return EventStream(generation, answer, settings.keep_alive_interval, request_id(request))
+    return await answer.whole(generation)
 
 
 def _check_effort(effort: str | None, reasons: bool) -> None:
@@ -245,33 +243,61 @@ def _top_logprobs(body: ChatBody, most: int) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-async def _whole(
-    generation: Generation, head: dict[str, Any], tokenizer: Tokenizer, top: int | None, parts: Sequence[MessageParts]
-) -> Response:
-    logprobs: list[list[dict]] = [[] for _ in range(generation.choices)]
+class MessageParts:
+    """Reads the text of one choice."""
 
-    def token(choice: int, event: TokenEvent) -> None:
-        parts[choice].count(event.token)
-        if top is not None:
-            logprobs[choice].append(chat_logprob(tokenizer, event, top))
+    def __init__(
+        self,
+        reasoning: ReasoningReader | None,
+        shown: bool,
+        calls: ChoiceCalls,
+        counter: ReasoningCounter | None = None,
+    ):
+        """``reasoning`` None: the answer has none. ``shown``: whether the message is to have the reasoning. ``counter``
+        None: the model does not reason."""
+        self._reasoning, self._shown, self._calls = reasoning, shown, calls
+        self.counter = counter
+        self._thoughts: list[str] = []
 
-    answers = await generation.whole(token)
-    choices = [
-        {
-            "index": index,
-            "message": own.whole(text),
-            "logprobs": {"content": content, "refusal": None} if top is not None else None,
-            "finish_reason": own.reason(reason),
-        }
-        for index, ((text, reason), content, own) in enumerate(zip(answers, logprobs, parts, strict=True))
-    ]
-    answer = {**head, "choices": choices, "usage": usage_object(generation.usage, reasoning_tokens(parts))}
-    answer["weight_version"] = generation.weight_version
-    return Response(encode(answer), media_type="application/json")
+    def take(self, text: str, ended: bool = False) -> dict[str, Any]:
+        """Return what the next piece of text adds to the message, as the delta of a chunk; only parts that it has."""
+        thought = ""
+        if self._reasoning is not None:
+            thought, text = self._reasoning.feed(text)
+            if ended:
+                more, rest = self._reasoning.end()
+                thought, text = thought + more, text + rest
+        text, calls = self._calls.take(text, ended)
+        if self._calls.optional and self._reasoning is not None and self._reasoning.place != "over":
+            self._thoughts.append(thought)
+            if ended:  # some models call a tool and leave the reasoning open
+                _, calls = self._calls.take("".join(self._thoughts), ended)
+        parts = {"reasoning_content": thought if self._shown else "", "content": text, "tool_calls": calls}
+        return {name: part for name, part in parts.items() if part}
+
+    def count(self, token: int) -> None:
+        """Count a token of the answer; one that ends it is none."""
+        if self.counter is not None:
+            self.counter.take(token)
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """Return the message of a choice with this text."""
+        parts = self.take(text, ended=True)
+        message = {"role": "assistant", "content": "", "refusal": None, "reasoning_content": None, **parts}
+        calls = parts.get("tool_calls")
+        if (calls or self._calls.forced) and not message["content"].strip():
+            message["content"] = None
+        if calls:
+            message["tool_calls"] = [{name: call[name] for name in call if name != "index"} for call in calls]
+        return message
+
+    def reason(self, reason: str) -> str:
+        """Return the choice's finish reason, from the engine's."""
+        return self._calls.reason(reason)
 
 
-class _Chunks:
-    """The ChunkWriter of ``/v1/chat/completions``."""
+class _Answer(ChunkWriter):
+    """The answer of ``/v1/chat/completions``, whole or in chunks."""
 
     def __init__(
         self,
@@ -279,43 +305,61 @@ class _Chunks:
         tokenizer: Tokenizer,
         body: ChatBody,
         top: int | None,
-        tails: Tails,
+        prompt_length: int,
         parts: Sequence[MessageParts],
     ):
-        self._fields = head
-        self._head = b""
-        self._tails = tails
+        super().__init__({**head, "object": "chat.completion.chunk"}, body.stream_options, [prompt_length], body.n)
         self._tokenizer = tokenizer
-        self._body = body
         self._top = top
         self._parts = parts
 
-    def begin(self, weight_version: int | None) -> bytes:
-        self._head = b"data: " + json.dumps({**self._fields, "weight_version": weight_version})[:-1].encode()
+    async def whole(self, generation: Generation) -> Response:
+        logprobs: list[list[dict]] = [[] for _ in self._parts]
+
+        def token(choice: int, event: TokenEvent) -> None:
+            self._parts[choice].count(event.token)
+            if self._top is not None:
+                logprobs[choice].append(chat_logprob(self._tokenizer, event, self._top))
+
+        texts = await generation.whole(token)
+        choices = [
+            {
+                "index": index,
+                "message": own.whole(text),
+                "logprobs": {"content": content, "refusal": None} if self._top is not None else None,
+                "finish_reason": own.reason(reason),
+            }
+            for index, ((text, reason), content, own) in enumerate(zip(texts, logprobs, self._parts, strict=True))
+        ]
+        usage = usage_object(generation.usage, self.reasoning_tokens)
+        answer = {**self._fields, "object": "chat.completion", "choices": choices, "usage": usage}
+        answer["weight_version"] = generation.weight_version
+        return Response(encode(answer), media_type="application/json")
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        counters = [own.counter for own in self._parts if own.counter is not None]
+        return sum(counter.count for counter in counters) if counters else None
+
+    def opening(self) -> bytes:
         first = {"role": "assistant", "content": "", "refusal": None}
-        return b"".join(self._chunk(choice, first, None, None) for choice in range(self._body.n))
+        return b"".join(self._delta(choice, first) for choice in range(self._n))
 
     def event(self, choice: int, event: TokenEvent | FinishEvent) -> bytes:
         own = self._parts[choice]
         delta = own.take(event.text, ended=isinstance(event, FinishEvent))
         if isinstance(event, FinishEvent):
-            held = self._chunk(choice, delta, None, None) if delta else b""
-            return held + self._chunk(choice, {}, None, own.reason(event.reason))
-        self._tails.count(choice)
+            held = self._delta(choice, delta) if delta else b""
+            return held + self._delta(choice, {}, None, own.reason(event.reason))
+        self.count(choice)
         if not event.is_stop:
             own.count(event.token)
         if self._top is not None and not event.is_stop:
             logprobs = {"content": [chat_logprob(self._tokenizer, event, self._top)], "refusal": None}
-            return self._chunk(choice, {"content": "", **delta}, logprobs, None)
-        return self._chunk(choice, delta, None, None) if delta else b""
+            return self._delta(choice, {"content": "", **delta}, logprobs)
+        return self._delta(choice, delta) if delta else b""
 
-    def usage(self, usage: Usage) -> bytes:
-        if not self._body.include_usage:
-            return b""
-        counts = usage_object(usage, reasoning_tokens(self._parts))
-        return self._head + b',"choices":[],"usage":' + json.dumps(counts).encode() + b"}\n\n"
-
-    def _chunk(self, choice: int, delta: dict[str, Any], logprobs: dict | None, reason: str | None) -> bytes:
-        part = f'{{"index":{choice},"delta":{json.dumps(delta)},"logprobs":{json.dumps(logprobs)},"finish_reason":'
-        end = f'"{reason}"}}' if reason else "null}"
-        return self._tails.close(choice, self._head + b',"choices":[' + (part + end).encode())
+    def _delta(
+        self, choice: int, delta: dict[str, Any], logprobs: dict | None = None, reason: str | None = None
+    ) -> bytes:
+        return self.chunk(choice, f'"delta":{json.dumps(delta)}', logprobs, reason)

@@ -10,17 +10,16 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nxd_server.engine.events import FinishEvent, TokenEvent, Usage
+from nxd_server.engine.events import FinishEvent, TokenEvent
 from nxd_server.engine.request import max_new_tokens
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.errors import RequestError
 from nxd_server.http.error_responses import bad_request, clip, encode
-from nxd_server.http.openai.event_stream import EventStream
+from nxd_server.http.openai.event_stream import ChunkWriter, EventStream, usage_object
 from nxd_server.http.openai.generation import Generation
 from nxd_server.http.openai.logprobs import LegacyLogprobs
 from nxd_server.http.openai.response_format import wanted_form
 from nxd_server.http.openai.schemas import CompletionBody, token_lists
-from nxd_server.http.openai.stream_usage import Tails, usage_object
 from nxd_server.http.request_context import (
     check_model,
     compiled_grammar,
@@ -109,15 +108,14 @@ async def completions(request: Request, body: CompletionBody) -> Any:
         echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
     head["model"] = adapter or service.model_name
-    shape = _Shape(head, tokenizer, body, echoes, tokens if service.continues_prompts else [])
+    answer = _Answer(head, tokenizer, body, echoes, tokens, service.continues_prompts)
     if body.stream:
-        tails = Tails(body.stream_options, [len(ids) for ids in tokens], body.n)
-        return EventStream(generation, _Chunks(shape, tails), settings.keep_alive_interval, request_id(request))
-    return await _whole(generation, shape)
+        return EventStream(generation, answer, settings.keep_alive_interval, request_id(request))
+    return await answer.whole(generation)
 
 
-class _Shape:
-    """The parts that a full answer and chunks share."""
+class _Answer(ChunkWriter):
+    """The answer of ``/v1/completions``, whole or in chunks."""
 
     def __init__(
         self,
@@ -125,83 +123,55 @@ class _Shape:
         tokenizer: Tokenizer,
         body: CompletionBody,
         echoes: list[str],
-        continued: list[list[int]],
+        prompts: list[list[int]],
+        continues: bool,
     ):
-        """``continued``: the prompts, unless answers are new texts."""
-        self.head = head
-        self.tokenizer = tokenizer
-        self.body = body
-        self.echoes = echoes
-        self.continued = continued
+        """``continues``: answers are no new texts, but continue their prompts."""
+        super().__init__(head, body.stream_options, [len(ids) for ids in prompts], body.n)
+        self._echoes = echoes
+        top = body.logprobs
+        self._logprobs = [
+            None if top is None else LegacyLogprobs(tokenizer, top, ids if continues else ())
+            for ids in prompts
+            for _ in range(body.n)
+        ]
 
-    def logprobs(self, choice: int) -> LegacyLogprobs | None:
-        if self.body.logprobs is None:
-            return None
-        before = self.continued[choice // self.body.n] if self.continued else ()
-        return LegacyLogprobs(self.tokenizer, self.body.logprobs, before)
+    async def whole(self, generation: Generation) -> Response:
+        def token(choice: int, event: TokenEvent) -> None:
+            if (table := self._logprobs[choice]) is not None:
+                table.add(event)
 
+        texts = await generation.whole(token)
+        choices = [
+            {
+                "index": index,
+                "text": self._echoes[index // self._n] + text,
+                "logprobs": table.take() if table else None,
+                "finish_reason": reason,
+            }
+            for index, ((text, reason), table) in enumerate(zip(texts, self._logprobs, strict=True))
+        ]
+        answer = {**self._fields, "choices": choices, "usage": usage_object(generation.usage)}
+        answer["weight_version"] = generation.weight_version
+        return Response(encode(answer), media_type="application/json")
 
-async def _whole(generation: Generation, shape: _Shape) -> Response:
-    logprobs = [shape.logprobs(choice) for choice in range(generation.choices)]
-
-    def token(choice: int, event: TokenEvent) -> None:
-        if (table := logprobs[choice]) is not None:
-            table.add(event)
-
-    choices = [
-        {
-            "index": index,
-            "text": shape.echoes[index // shape.body.n] + text,
-            "logprobs": table.take() if table else None,
-            "finish_reason": reason,
-        }
-        for index, ((text, reason), table) in enumerate(zip(await generation.whole(token), logprobs, strict=True))
-    ]
-    answer = {**shape.head, "choices": choices, "usage": usage_object(generation.usage)}
-    answer["weight_version"] = generation.weight_version
-    return Response(encode(answer), media_type="application/json")
-
-
-class _Chunks:
-    """The ChunkWriter of ``/v1/completions``; constant parts are rendered once."""
-
-    def __init__(self, shape: _Shape, tails: Tails):
-        self._shape = shape
-        self._tails = tails
-        self._logprobs: dict[int, LegacyLogprobs | None] = {}
-        self._head = b""
-
-    def begin(self, weight_version: int | None) -> bytes:
-        self._head = json.dumps({**self._shape.head, "weight_version": weight_version})[:-1].encode()
-        n = self._shape.body.n
+    def opening(self) -> bytes:
         return b"".join(
-            self._chunk(place * n + index, echo, None, None)
-            for place, echo in enumerate(self._shape.echoes)
-            for index in range(n)
+            self._text(place * self._n + index, echo)
+            for place, echo in enumerate(self._echoes)
+            for index in range(self._n)
             if echo
         )
 
     def event(self, choice: int, event: TokenEvent | FinishEvent) -> bytes:
         if isinstance(event, FinishEvent):
-            return self._chunk(choice, event.text, None, event.reason)
-        self._tails.count(choice)
-        if choice not in self._logprobs:
-            self._logprobs[choice] = self._shape.logprobs(choice)
+            return self._text(choice, event.text, None, event.reason)
+        self.count(choice)
         table = self._logprobs[choice]
         if table is not None and not event.is_stop:
             table.add(event)
-            return self._chunk(choice, event.text, table.take(), None)
-        return self._chunk(choice, event.text, None, None) if event.text else b""
+            return self._text(choice, event.text, table.take())
+        return self._text(choice, event.text) if event.text else b""
 
-    def usage(self, usage: Usage) -> bytes:
-        if not self._shape.body.include_usage:
-            return b""
-        return self._head_only() + b',"choices":[],"usage":' + json.dumps(usage_object(usage)).encode() + b"}\n\n"
-
-    def _head_only(self) -> bytes:
-        return b"data: " + self._head
-
-    def _chunk(self, choice: int, text: str, logprobs: dict | None, reason: str | None) -> bytes:
-        part = f'{{"index":{choice},"text":{json.dumps(text)},"logprobs":{json.dumps(logprobs)},"finish_reason":'
-        end = f'"{reason}"}}' if reason else "null}"
-        return self._tails.close(choice, self._head_only() + b',"choices":[' + (part + end).encode())
+    def _text(self, choice: int, text: str, logprobs: dict | None = None, reason: str | None = None) -> bytes:
+        return self.chunk(choice, f'"text":{json.dumps(text)}', logprobs, reason)

@@ -77,11 +77,11 @@ async def classify(request: Request, body: ClassifyBody) -> Response:
 
 def verdict_on(logits: torch.Tensor, labels: Sequence[str], scores: str) -> dict[str, Any]:
     """Return the answer for one text's ``logits`` [labels]."""
-    from nxd_server.engine import classifier_scores  # slow: torch, which a server that generates never loads
+    from nxd_server.engine import text_encoder  # slow: torch, which a server that generates never loads
 
-    probs = classifier_scores.probabilities(logits, scores)
+    probs = text_encoder.probabilities(logits, scores)
     numbers = {"scores": logits.tolist()} if probs is None else {"probs": probs.tolist()}
-    return {"label": classifier_scores.likeliest(logits, labels), **numbers, "num_classes": logits.numel()}
+    return {"label": text_encoder.likeliest(logits, labels), **numbers, "num_classes": logits.numel()}
 
 
 async def _encode(request: Request, value: Any, **options: Any) -> list[Encoded]:
@@ -97,7 +97,7 @@ async def _encode(request: Request, value: Any, **options: Any) -> list[Encoded]
         for part in _parts(text):
             encoder.tokenizer.check_length(part, encoder.max_len, path)
     deadline = time.monotonic() + seconds_left(request)
-    wave = max(1, encoder.engine.capacity, min(LARGEST_WAVE, settings.max_queued_requests // 2))
+    wave = max(1, encoder.engine.queue.capacity, min(LARGEST_WAVE, settings.max_queued_requests // 2))
     results: list[Encoded] = []
     whole = whole_of(request)
     tokens: list[Tokens] = []

@@ -8,9 +8,12 @@ no client can mistake half an answer for a complete one.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import secrets
 import time
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,6 +22,7 @@ from nxd_infer.errors import NxdError
 from nxd_server.engine.events import FinishEvent, TokenEvent, Usage
 from nxd_server.http.error_responses import ApiError, as_api_error, encode, internal
 from nxd_server.http.openai.generation import Generation
+from nxd_server.http.openai.schemas import StreamOptions
 from nxd_server.http.request_body import ClientLeft
 from nxd_server.http.scope_keys import REFUSAL
 
@@ -31,22 +35,85 @@ HEADERS = [
 ]
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
+PADDED_TO = 64
+"""Padded chunks are a multiple of this many bytes long, so that their sizes reveal little about the tokens."""
 
 
-class ChunkWriter(Protocol):
-    """Converts one route's events to chunks."""
+def usage_object(usage: Usage, reasoning: int | None = None) -> dict[str, Any]:
+    """Return the field ``usage``; ``reasoning``: the tokens of the answer that are, None for a model without."""
+    counts: dict[str, Any] = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+    }
+    if usage.cached_tokens is not None:
+        counts["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    if reasoning is not None:
+        counts["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return counts
+
+
+class ChunkWriter:
+    """Converts one request's events to chunks; a route says what a choice's chunk holds (``opening``, ``event``).
+
+    Without ``continuous_usage_stats`` the counts are null until the last chunk, without ``include_usage`` absent.
+    Constant parts are rendered once.
+    """
+
+    def __init__(self, head: dict[str, Any], options: StreamOptions | None, prompt_lengths: Sequence[int], n: int):
+        """``head``: the fields of every chunk. Choice ``c`` answers prompt ``c // n``."""
+        self._fields, self._head = head, b""
+        self._prompts, self._n = prompt_lengths, n
+        self._usage = bool(options and options.include_usage)
+        self._counts = self._usage and bool(options and options.continuous_usage_stats)
+        self._pads = bool(options and options.include_obfuscation)
+        self._tokens: dict[int, int] = {}
 
     def begin(self, weight_version: int | None) -> bytes:
         """Return what precedes the first event; the version of the weights is known by now."""
-        ...
+        self._head = b"data: " + json.dumps({**self._fields, "weight_version": weight_version})[:-1].encode()
+        return self.opening()
+
+    def opening(self) -> bytes:
+        """Return the chunks before the first event."""
+        raise NotImplementedError
 
     def event(self, choice: int, event: TokenEvent | FinishEvent) -> bytes:
         """Return the chunks of one event; empty if there is nothing to show."""
-        ...
+        raise NotImplementedError
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """How many tokens of all choices so far are reasoning; None if the model does not reason."""
+        return None
 
     def usage(self, usage: Usage) -> bytes:
         """Return the chunk with the token counts, or empty if it was not requested."""
-        ...
+        if not self._usage:
+            return b""
+        counts = json.dumps(usage_object(usage, self.reasoning_tokens))
+        return self._head + b',"choices":[],"usage":' + counts.encode() + b"}\n\n"
+
+    def count(self, choice: int) -> None:
+        """Count one more token of ``choice``."""
+        if self._counts:
+            self._tokens[choice] = self._tokens.get(choice, 0) + 1
+
+    def chunk(self, choice: int, content: str, logprobs: dict | None, reason: str | None) -> bytes:
+        """Return the chunk of one choice; ``content``: its route's own field, as JSON."""
+        end = f'"{reason}"' if reason else "null"
+        part = f'{{"index":{choice},{content},"logprobs":{json.dumps(logprobs)},"finish_reason":{end}}}]'
+        chunk = self._head + b',"choices":[' + part.encode()
+        if self._counts:
+            usage = Usage(self._prompts[choice // self._n], self._tokens.get(choice, 0))
+            chunk += b',"usage":' + json.dumps(usage_object(usage)).encode()
+        elif self._usage:
+            chunk += b',"usage":null'
+        if self._pads:
+            chunk += b',"obfuscation":"'
+            short = -(len(chunk) + len(b'"}\n\n')) % PADDED_TO
+            chunk += secrets.token_hex(PADDED_TO)[:short].encode() + b'"'
+        return chunk + b"}\n\n"
 
 
 class EventStream(Response):

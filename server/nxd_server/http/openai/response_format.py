@@ -11,7 +11,7 @@ from nxd_server.http.openai.schemas import ChatBody, SamplingBody
 from nxd_server.http.openai.tools import makes_several, must_call
 from nxd_server.text.structured_outputs import COMPACT, StructuredOutputs
 from nxd_server.text.tokenizer import Tokenizer
-from nxd_server.text.tool_call_rules import call_rules
+from nxd_server.text.tool_calls import call_rules
 
 NEUTRAL = ("json_object", "disable_additional_properties", "disable_fallback")
 """Fields of vLLM's that say nothing if they are false."""

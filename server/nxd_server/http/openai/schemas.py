@@ -113,10 +113,6 @@ class SamplingBody(create_model("SamplerBody", __base__=Body, **_sampler_fields(
     cache_prompt: bool = Field(True, description="Whether the prompt's cache may be shared with other requests.")
     cache_salt: str | None = Field(None, max_length=256, description="Share it only where this is the same.")
 
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
     def check_stream_options(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise bad_request("`stream_options` is only allowed when `stream` is true", param="stream_options")

@@ -11,9 +11,8 @@ from typing import Any
 from nxd_server.errors import BodyError, RequestError
 from nxd_server.http.error_responses import ApiError, bad_request, clip, missing_field, unknown_field, unsupported
 from nxd_server.http.openai.schemas import ChatBody
-from nxd_server.text.forced_calls import CallPiece, ForcedCallReader
 from nxd_server.text.strict_json import parse_json
-from nxd_server.text.tool_calls import FORMATS, LONGEST_NAME, SINGLE
+from nxd_server.text.tool_calls import FORMATS, LONGEST_NAME, SINGLE, CallPiece, ForcedCallReader
 
 MOST_TOOLS = 128
 TOOL_FIELDS = frozenset({"name", "description", "parameters", "strict"})

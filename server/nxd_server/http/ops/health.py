@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nxd_infer.runtime.supervisor.protocol import RankHealth
+from nxd_infer.runtime.ranks import RankHealth
 from nxd_infer.util.machine import torch_version
 from nxd_infer.util.version import VERSION
 from nxd_server.http.error_responses import ApiError, encode

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nxd_infer.artifact.manifest import Manifest
-from nxd_infer.runtime.supervisor.pending_step import PendingStep
-from nxd_infer.runtime.supervisor.protocol import RankHealth
+from nxd_infer.runtime.ranks import PendingStep, RankHealth
 
 if TYPE_CHECKING:
     from nxd_infer.runtime.updates.weights import NewWeights
@@ -80,12 +79,4 @@ class Model(Protocol):
 
     def update_weights(self, weights: Any) -> None:
         """Load sharded weights into every rank, between two steps."""
-        ...
-
-
-class RoutingModel(Model, Protocol):
-    """A model that also chooses the graph of a call itself."""
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run the graph that the inputs route to."""
         ...

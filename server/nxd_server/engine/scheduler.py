@@ -12,7 +12,7 @@
   of any size that delay decoding by no more than pieces may; or, if that would be less than half as fast for prompts,
   by no more than the shortest piece would. While no piece is short enough and such rows remain, prompts advance only
   in these rows.
-* With ``prefix_caching`` a prompt begins in the slot that holds most of its tokens (``slots.py``), after these tokens.
+* With ``prefix_caching`` a prompt begins in the slot that holds most of its tokens, after these tokens.
 * If prompts are read whole (``whole_prompts``, by an encoder), one is one piece, in the smallest graph of prompts that
   fits, however long decoding waits.
 * Where a choice follows a grammar, a step begins only after the previous one: its token decides what may come next.
@@ -24,36 +24,40 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
-from itertools import islice
 from math import inf
-from typing import Generic, Literal, TypeVar
+from typing import Literal
 
-from nxd_server.engine.core.sequence import Sequence
-from nxd_server.engine.core.slots import SlotPool
-from nxd_server.engine.core.step_costs import CLEAR_GAIN, Graph, StepCosts
+import numpy as np
+
+from nxd_server.engine.request import Sequence
+from nxd_server.engine.step_costs import CLEAR_GAIN, Graph, StepCosts
 
 PLANNED = 0.75
 """Plan for this fraction of the allowed delay of streams: steps vary, and requests and answers take time too."""
 MAX_PIECES = 32
 """A piece is never split into many more smaller ones than this."""
 
+FEWEST_REUSED = 16
+"""A prompt that shares fewer tokens with a slot does not seek it: the slot that was free for the longest time may hold
+as many, and what is overwritten is worth less."""
+
 UNKNOWN = -1
 """Fed for a token that the previous step will give; the graph knows it (``nxd_models.serving.decoder_step``)."""
 
-S = TypeVar("S", bound=Sequence)
-
 
 @dataclass(slots=True)
-class Row(Generic[S]):
+class Row:
     """``length`` tokens of ``sequence`` from position ``start`` on. ``samples``: its output is the next token.
 
     A decode row of more than one token feeds ``draft`` after it; once it has run, ``length`` covers the right ones.
     """
 
-    sequence: S
+    sequence: Sequence
     start: int
     length: int
     samples: bool
@@ -70,16 +74,16 @@ class Row(Generic[S]):
 
 
 @dataclass(slots=True)
-class Step(Generic[S]):
+class Step:
     """One execution of one graph. Rows beyond ``rows`` are padding. In a mixed step the last rows are prompt tokens,
     in order for each choice."""
 
     kind: Literal["prefill", "decode", "mixed"]
     graph: Graph
-    rows: tuple[Row[S], ...]
+    rows: tuple[Row, ...]
 
 
-class Scheduler(Generic[S]):
+class Scheduler:
     """Not thread-safe: used only by the engine's thread."""
 
     def __init__(
@@ -116,9 +120,9 @@ class Scheduler(Generic[S]):
         fits = sum(graph.batch < slots for graph in self._shared_graphs)
         self._decode_graphs = self._shared_graphs[: fits + 1]
         self._lengths = sorted({graph.length for graph in self.graphs})
-        self._waiting: deque[S] = deque()
-        self._prefilling: list[S] = []
-        self._decoding: dict[int, S] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._prefilling: list[Sequence] = []
+        self._decoding: dict[int, Sequence] = {}
         self._owed: set[int] = set()
         """Decoding choices that have not advanced since the last prefill step."""
         self._debt = 0.0
@@ -139,11 +143,7 @@ class Scheduler(Generic[S]):
         """Cache positions that hold tokens of running choices."""
         return sum(sequence.computed for sequence in (*self._decoding.values(), *self._prefilling))
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._waiting or self._prefilling or self._decoding)
-
-    def sequences(self) -> Iterator[S]:
+    def sequences(self) -> Iterator[Sequence]:
         """Yield all unfinished choices, running ones first."""
         yield from list(self._decoding.values())
         yield from list(self._prefilling)
@@ -151,10 +151,10 @@ class Scheduler(Generic[S]):
 
     # --- adding and removing -----------------------------------------------------------------------------------
 
-    def add(self, sequence: S) -> None:
+    def add(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
 
-    def remove(self, sequence: S, *, keep: bool = True) -> None:
+    def remove(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Remove a choice, finished or not, and free its slot. Idempotent. ``keep``: the steps that it was in have run,
         or will run before any other."""
         self._owed.discard(sequence.id)
@@ -170,10 +170,10 @@ class Scheduler(Generic[S]):
 
     # --- the next step --------------------------------------------------------------------------------
 
-    def admit(self, allowed: Callable[[S], bool] = lambda sequence: True) -> list[S]:
+    def admit(self, allowed: Callable[[Sequence], bool] = lambda sequence: True) -> list[Sequence]:
         """Give free slots to waiting choices that are ``allowed``, in order of arrival; return those that got one."""
-        admitted: list[S] = []
-        held: list[S] = []
+        admitted: list[Sequence] = []
+        held: list[Sequence] = []
         while self._waiting and self.slots.free:
             sequence = self._waiting.popleft()
             if not allowed(sequence):
@@ -189,7 +189,7 @@ class Scheduler(Generic[S]):
         self._waiting.extendleft(reversed(held))
         return admitted
 
-    def next_step(self) -> Step[S] | None:
+    def next_step(self) -> Step | None:
         """Return the step to run now; None if nothing is admitted or all choices wait for steps in flight. Call
         :meth:`begin` once the ranks have it."""
         streams = self._streams()
@@ -206,7 +206,7 @@ class Scheduler(Generic[S]):
             return self._prefill_step(count)
         return self._decode_step(graph, ready, prompts) if ready else None
 
-    def begin(self, step: Step[S]) -> None:
+    def begin(self, step: Step) -> None:
         """Account for ``step`` as if it had run, so that the next one, which runs after it, can be planned."""
         seconds = self.costs[step.graph.name]
         if step.kind == "prefill":
@@ -223,22 +223,18 @@ class Scheduler(Generic[S]):
                 self._prefilling.remove(sequence)
                 self._decoding[sequence.id] = sequence
 
-    def complete(self, step: Step[S], seconds: float) -> None:
-        """Record that ``step`` has run, in ``seconds``."""
-        self.costs.observe(step.graph.name, seconds)
-
-    def _streams(self) -> list[S]:
+    def _streams(self) -> list[Sequence]:
         """Return the choices that decode and may want another token, those that have waited longest first."""
         return [sequence for sequence in self._decoding.values() if sequence.goes_on]
 
-    def _known(self, streams: list[S]) -> list[S]:
+    def _known(self, streams: list[Sequence]) -> list[Sequence]:
         """Return those of ``streams`` that the next step can have: with a pipeline, the first stage must be told their
         last token; and a grammar says what may follow only if it is known."""
         if self.groups == 1 and all(stream.guide is None for stream in streams):
             return streams
         return [stream for stream in streams if not (stream.waits and (self.groups > 1 or stream.guide is not None))]
 
-    def _share(self, known: list[S], streams: int) -> list[S]:
+    def _share(self, known: list[Sequence], streams: int) -> list[Sequence]:
         """Return the choices for the next decode step, of ``streams`` in all.
 
         A part of a share waits while the others keep every stage at work: it would stay a step of its own, which
@@ -249,7 +245,7 @@ class Scheduler(Generic[S]):
             return []
         return known[:share]
 
-    def _prefill_step(self, streams: int) -> Step[S]:
+    def _prefill_step(self, streams: int) -> Step:
         head = self._prefilling[0]
         length = self.piece(head.remaining, streams)
         candidates = [graph for graph in self.graphs if graph.length == length]
@@ -257,14 +253,14 @@ class Scheduler(Generic[S]):
         graph = self.costs.cheapest(candidates, lambda graph: sum(row.length for row in rows[: graph.batch]))
         return Step("prefill", graph, tuple(rows[: graph.batch]))
 
-    def _prefill_row(self, sequence: S, length: int) -> Row[S]:
+    def _prefill_row(self, sequence: Sequence, length: int) -> Row:
         size = min(length, sequence.remaining)
         return Row(sequence, sequence.computed, size, samples=size == sequence.remaining)
 
     def _decode_graph(self, count: int) -> Graph:
         return self.costs.cheapest(self._decode_graphs, lambda graph: min(graph.batch, count))
 
-    def _plan(self, count: int) -> tuple[Graph, list[Row[S]]]:
+    def _plan(self, count: int) -> tuple[Graph, list[Row]]:
         """Return the graph of the next step that decodes ``count`` rows, and one row per prompt token for the rows that
         remain in it."""
         if self.mixes and self._prefilling:
@@ -274,7 +270,7 @@ class Scheduler(Generic[S]):
                 for sequence in self._prefilling
                 for position in range(sequence.computed, len(sequence.prompt))
             )
-            rows = list(islice(tokens, max(0, graphs[-1].batch - count)))
+            rows = list(itertools.islice(tokens, max(0, graphs[-1].batch - count)))
             graph = self.costs.cheapest(graphs, lambda graph: min(graph.batch, count + len(rows)))
             if rows := rows[: max(0, graph.batch - count)]:
                 return graph, rows
@@ -294,7 +290,7 @@ class Scheduler(Generic[S]):
 
         return within if within and 2 * pace(within) >= pace(graphs) else graphs
 
-    def _decode_step(self, graph: Graph, streams: list[S], prompts: list[Row[S]]) -> Step[S]:
+    def _decode_step(self, graph: Graph, streams: list[Sequence], prompts: list[Row]) -> Step:
         chosen = streams[: graph.batch]
         for sequence in chosen:  # moves them to the end: the dictionary is ordered by turn
             self._decoding[sequence.id] = self._decoding.pop(sequence.id)
@@ -350,3 +346,79 @@ class Scheduler(Generic[S]):
             )
         cost, negative = known[remaining]
         return cost, -negative
+
+
+# --- the slots of the cache ---
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What a free slot holds: the keys and values of ``tokens``, from position 0 on."""
+
+    key: Hashable
+    tokens: np.ndarray
+    released: int
+    """Larger for slots that were released later."""
+
+    def shared(self, key: Hashable, prompt: np.ndarray) -> int:
+        """Return how many tokens at the start of ``prompt`` are held."""
+        if key != self.key:
+            return 0
+        most = min(len(prompt), len(self.tokens))
+        differs = self.tokens[:most] != prompt[:most]
+        return int(differs.argmax()) if differs.any() else most
+
+
+_EMPTY = _Kept(None, np.empty(0, np.int64), 0)
+
+
+class SlotPool:
+    """``count`` slots of the KV cache, numbered from 0, each owned by one choice. A free slot keeps what its last owner
+    has written, so that a prompt that begins with the same tokens need not compute them again (prefix caching)."""
+
+    def __init__(self, count: int):
+        if count < 1:
+            raise ValueError(f"an engine needs at least one slot, got {count}")
+        self.count = count
+        self._free = dict.fromkeys(range(count), _EMPTY)
+        self._used: set[int] = set()
+        self._turns = itertools.count(1)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        return len(self._used)
+
+    def allocate(self, prompt: Tokens[int] = (), key: Hashable = None) -> tuple[int, int]:
+        """Return a free slot, and how many tokens at the start of ``prompt`` it holds, computed under the same ``key``;
+        always fewer than all, since the last one gives the answer's first token.
+
+        It is the slot that holds most of them, if most of its tokens are among them: else less would be gained than is
+        overwritten. Otherwise it is the one that was free for the longest time. Raises IndexError if there is none.
+        """
+        if not self._free:
+            raise IndexError("no slot is free")
+        wanted = np.asarray(prompt[:-1], np.int64)
+        shared = {slot: kept.shared(key, wanted) for slot, kept in self._free.items()}
+        slot = max(shared, key=lambda slot: (shared[slot], self._free[slot].released))
+        if shared[slot] < max(FEWEST_REUSED, len(self._free[slot].tokens) / 2):
+            slot = min(shared, key=lambda slot: (self._free[slot].released, slot))
+        del self._free[slot]
+        self._used.add(slot)
+        return slot, shared[slot]
+
+    def release(self, slot: int, tokens: Tokens[int] = (), key: Hashable = None) -> None:
+        """Free a slot, which holds the keys and values of ``tokens``, computed under ``key``.
+
+        Raises KeyError if it is free already: a slot released twice would serve two requests.
+        """
+        self._used.remove(slot)
+        kept = _Kept(key, np.asarray(tokens, np.int64), next(self._turns)) if len(tokens) else _EMPTY
+        self._free[slot] = kept
+
+    def forget(self) -> None:
+        """Record that the free slots hold nothing that is known."""
+        self._free = dict.fromkeys(sorted(self._free), _EMPTY)

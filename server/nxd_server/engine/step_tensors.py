@@ -1,4 +1,5 @@
-"""The inputs of one step, filled in place: each bucket keeps its buffers, and unchanged rows are not written again."""
+"""The tensors of one step: inputs, filled in place (each bucket keeps its buffers, and unchanged rows are not written
+again), and outputs by row and position."""
 
 from __future__ import annotations
 
@@ -6,40 +7,18 @@ import math
 from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec
-from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.runtime.ipc.arena import InputBlock
-from nxd_server.engine.core.scheduler import Row
-from nxd_server.engine.core.sequence import Sequence
-from nxd_server.engine.sampling_params import SamplingParams
-from nxd_server.errors import RequestError
+from nxd_server.engine.request import Sequence
+from nxd_server.engine.sampling_params import SAMPLER_DEFAULTS
+from nxd_server.engine.scheduler import Row
 
 STEP_INPUTS = ("tokens", "start", "length", "block_table")
-SAMPLER_DEFAULTS: dict[str, float] = {
-    **{name: field.off for name, field in SAMPLER_FIELDS.items()},
-    "seed": 0,
-    "allowed": -1,
-    "bias_ids": 0,
-    "bias_values": 0.0,
-    "prompt_length": -1,
-    "adapter": 0,
-}
-"""The inputs that the engine can feed, with the value that means "off"."""
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """The sampler inputs of one choice, as numbers; ``banned`` ids may not occur before ``min_tokens``."""
-
-    values: dict[str, float]
-    bias: tuple[tuple[int, float], ...]
-    banned: tuple[int, ...]
 
 
 def check_buckets(buckets: list[BucketSpec]) -> None:
@@ -69,40 +48,6 @@ def check_buckets(buckets: list[BucketSpec]) -> None:
                 )
         if "token" not in {spec.name for spec in bucket.outputs}:
             raise ModelConfigError(f"bucket {bucket.name} is not a generation step: it has no output named token")
-
-
-def sampler_of(
-    params: SamplingParams, seed: int, inputs: set[str], vocab_size: int, bias_slots: int, eos: Rows[int]
-) -> Sampler:
-    """Return the sampler inputs of a choice for graphs with ``inputs``. Raises RequestError if one is missing."""
-    values: dict[str, float] = {name: getattr(params, name) for name in SAMPLER_FIELDS}
-    for name, value in values.items():
-        if name not in inputs and value != SAMPLER_DEFAULTS[name]:
-            raise RequestError(name, _absent(name, name))
-    values |= {"seed": seed, "top_k": min(params.top_k, vocab_size)}
-    if not params.greedy and "seed" not in inputs:
-        raise RequestError("temperature", _absent("seed", "sampling"))
-    if params.logit_bias and not {"bias_ids", "bias_values"} <= inputs:
-        raise RequestError("logit_bias", _absent("bias_ids", "logit_bias"))
-    if len(params.logit_bias) > bias_slots:
-        raise RequestError(
-            "logit_bias", f"{len(params.logit_bias)} tokens are biased; this artifact was traced for {bias_slots}"
-        )
-    banned: tuple[int, ...] = ()
-    if params.min_tokens > 0:
-        banned = tuple(sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos)}))
-        if banned and "allowed" not in inputs:
-            raise RequestError("min_tokens", _absent("allowed", "min_tokens"))
-    if params.structured_outputs is not None and "allowed" not in inputs:
-        raise RequestError("structured_outputs", _absent("allowed", "structured_outputs"))
-    for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-        if outside := [token for token in tokens if token >= vocab_size]:
-            raise RequestError(name, f"token {outside[0]} is outside the vocabulary of {vocab_size}")
-    return Sampler(values, tuple(params.logit_bias.items()), banned)
-
-
-def _absent(name: str, what: str) -> str:
-    return f"the graphs of this artifact have no input {name!r}, so {what} cannot act; trace the model again"
 
 
 class StepInputs:
@@ -148,23 +93,23 @@ class StepInputs:
         columns["length"].set(index, len(tokens))
         columns["block_table"].set(index, slot)
 
-    def put(self, index: int, row: Row, sampler: Sampler) -> None:
+    def put(self, index: int, row: Row) -> None:
         """Write the row ``row`` of a choice to row ``index``. Raises InputMismatchError for a value outside its
         limits; a model that takes tensors checks those of the sampler itself."""
-        sequence, arrays = row.sequence, self._arrays
+        sequence, sampler = row.sequence, row.sequence.sampler
         assert sequence.slot is not None
         self._place(index, row.tokens(), row.start, sequence.slot)
         output = row.start + row.length - len(sequence.prompt)  # the index of the output token that the row gives
         banned = bool(sampler.banned) and output < sequence.params.min_tokens
         if self._owners[index] != (sequence.id, banned):
             self._owners[index] = (sequence.id, banned)
-            self._write(index, sequence, sampler, banned)
+            self._write(index, sequence, banned)
         if sequence.guide is not None and row.samples:
-            sequence.guide.allow(arrays["allowed"][index], sampler.banned if banned else ())
+            sequence.guide.allow(self._arrays["allowed"][index], sampler.banned if banned else ())
 
-    def _write(self, index: int, sequence: Sequence, sampler: Sampler, banned: bool) -> None:
+    def _write(self, index: int, sequence: Sequence, banned: bool) -> None:
         """Write the inputs of a row that stay while a choice is in it."""
-        arrays = self._arrays
+        arrays, sampler = self._arrays, sequence.sampler
         for name, default in self._defaults.items():
             arrays[name][index] = sampler.values.get(name, default)
         if "prompt_length" in arrays:  # tells the penalties what is prompt and what is output
@@ -217,3 +162,27 @@ def _as_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     import torch
 
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+class StepOutputs:
+    """The outputs of one step of ``batch`` rows, as arrays or tensors."""
+
+    def __init__(self, outputs: Mapping[str, Any], batch: int):
+        self._outputs, self._batch = outputs, batch
+        self.tokens: list[list[int]] = self._rows("token").tolist()
+        """[row][place]"""
+        self._logprobs = self._rows("logprob").tolist() if "logprob" in outputs else None
+
+    def _rows(self, name: str) -> Any:
+        output = self._outputs[name]
+        return output if output.ndim == 2 else output.reshape(self._batch, -1)
+
+    def logprob(self, row: int, place: int) -> float:
+        return 0.0 if self._logprobs is None else self._logprobs[row][place]
+
+    def top(self, row: int, place: int, count: int) -> tuple[tuple[int, float], ...]:
+        """The ``count`` likeliest tokens and their log-probabilities, best first."""
+        shape = (self._batch, len(self.tokens[row]), -1)
+        ids = self._outputs["top_ids"].reshape(shape)[row, place, :count].tolist()
+        values = self._outputs["top_logprobs"].reshape(shape)[row, place, :count].tolist()
+        return tuple((token, value) for token, value in zip(ids, values, strict=True) if token >= 0)

@@ -1,23 +1,33 @@
-"""Runs one model's steps: timed, counted, and watched for hangs. One thread runs them; any thread may read."""
+"""Runs one model's steps: timed, counted, and watched for hangs; before requests and between them, too. One thread runs
+them; any thread may read.
+
+Before the engine is ready, the smallest graph runs, which shows that the ranks work and loads their weights; then
+others, smallest first, as long as they fit into ``WARM_UP_SECONDS``. The rest have estimated costs until they first
+run: for a request, or, one at a time, when the engine has been idle for as long as such a step takes, so that a request
+that arrives at random rarely waits for one. Measured costs survive a restart of the ranks, so one graph then suffices.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nxd_infer.errors import CollectiveError, ModelClosedError, NxdError, RankError
 from nxd_infer.processes.child import END_SECONDS
 from nxd_infer.runtime.ipc.arena import InputBlock
-from nxd_infer.runtime.supervisor.pending_step import PendingStep
-from nxd_server.engine.core.model import Model, Tensors
-from nxd_server.engine.core.step_costs import StepCosts
+from nxd_infer.runtime.ranks import PendingStep
+from nxd_server.engine.model import Model, Tensors
+from nxd_server.engine.step_costs import StepCosts
 
 FATAL = (RankError, CollectiveError, ModelClosedError, ConnectionError)
 """Errors after which the ranks, and all their states, are lost."""
+WARM_UP_SECONDS = 0.75
+"""Time limit for the graphs after the first, before the engine is ready."""
 WARM_SECONDS = 0.05
 """A graph that takes longer is run only once during warm-up, because the start waits for it."""
 OVERDUE_FACTOR = 20.0
@@ -25,6 +35,10 @@ OVERDUE_SECONDS = 5.0
 """A step is overdue, and the engine not ready, after max(OVERDUE_SECONDS, OVERDUE_FACTOR x its measured time)."""
 FIRST_SECONDS = 30.0
 """Time limit of a graph that never ran, whatever its estimate: it touches memory for the first time."""
+
+Progress = Callable[[int, int, str], None]
+Inputs = Callable[[str], Mapping[str, Any] | None]
+"""Padding inputs for a graph, by name; None if it cannot run without a request."""
 
 
 @dataclass(slots=True)
@@ -41,8 +55,9 @@ class StepInFlight:
 class StepRunner:
     """Runs the buckets of ``model`` and records statistics."""
 
-    def __init__(self, model: Model, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, model: Model, costs: StepCosts, clock: Callable[[], float] = time.monotonic):
         self.model = model
+        self.costs = costs
         self._clock = clock
         self.in_flight: deque[StepInFlight] = deque()
         """Steps that have begun and not finished, in order."""
@@ -57,30 +72,10 @@ class StepRunner:
         self.useful_tokens: Counter[str] = Counter()
         self.padding_tokens: Counter[str] = Counter()
 
-    # --- the engine's thread ----------------------------------------------------------------------------
+    # --- steps for requests -----------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def visible(self, bucket: str) -> Iterator[None]:
-        """Show the body of the ``with`` block as a step of ``bucket``; on success it counts as the last step."""
-        self._bucket, self._started = bucket, self._clock()
-        try:
-            yield
-        finally:
-            self._started = None
-        self._last = self._clock()
-
-    def timed(self, bucket: str, inputs: Tensors) -> tuple[dict[str, Any], float]:
-        """Run once without a request; return outputs and seconds (the ranks' own time if they report it)."""
-        started = self._clock()
-        with self.visible(bucket):
-            if isinstance(inputs, InputBlock):
-                step = self.model.begin_bucket(bucket, inputs)
-                return step.result(), step.seconds
-            outputs = self.model.run_bucket(bucket, inputs)
-        return outputs, self._clock() - started
-
-    def execute(self, bucket: str, inputs: Tensors, useful: int, padding: int) -> tuple[dict[str, Any], float]:
-        """Run once for requests; return outputs and seconds. Counts ``useful`` and ``padding`` tokens."""
+    def execute(self, bucket: str, inputs: Tensors, useful: int, padding: int) -> dict[str, Any]:
+        """Run once for requests; return outputs. Counts ``useful`` and ``padding`` tokens."""
         self.begin(bucket, inputs)
         return self.finish(useful, padding)
 
@@ -95,7 +90,7 @@ class StepRunner:
         if len(self.in_flight) == 1:
             self._bucket, self._started = bucket, self._clock()
 
-    def finish(self, useful: int, padding: int) -> tuple[dict[str, Any], float]:
+    def finish(self, useful: int, padding: int) -> dict[str, Any]:
         """Like :meth:`execute`, for the oldest step in flight. The outputs are valid until the next one begins."""
         step = self.in_flight[0]
         try:
@@ -111,19 +106,79 @@ class StepRunner:
             self._bucket, self._started = self.in_flight[0].bucket, self._last
         self.worked = True
         bucket = step.bucket
+        self.costs.observe(bucket, seconds)
         self.bucket_steps[bucket] += 1
         self.bucket_seconds[bucket] += seconds
         self.useful_tokens[bucket] += useful
         self.padding_tokens[bucket] += padding
-        return outputs, seconds
+        return outputs
 
     def forget(self) -> None:
         """Drop the steps in flight, because the ranks are gone."""
         self.in_flight.clear()
         self._started = None
 
-    def measure(self, bucket: str, inputs: Tensors) -> float:
-        """Return the seconds that ``bucket`` takes: the faster of two executions.
+    @contextlib.contextmanager
+    def visible(self, bucket: str) -> Iterator[None]:
+        """Show the body of the ``with`` block as a step of ``bucket``; on success it counts as the last step."""
+        self._bucket, self._started = bucket, self._clock()
+        try:
+            yield
+        finally:
+            self._started = None
+        self._last = self._clock()
+
+    # --- steps without a request ------------------------------------------------------------------------
+
+    def timed(self, bucket: str, inputs: Tensors) -> tuple[dict[str, Any], float]:
+        """Run once without a request; return outputs and seconds (the ranks' own time if they report it)."""
+        started = self._clock()
+        with self.visible(bucket):
+            if isinstance(inputs, InputBlock):
+                step = self.model.begin_bucket(bucket, inputs)
+                return step.result(), step.seconds
+            outputs = self.model.run_bucket(bucket, inputs)
+        return outputs, self._clock() - started
+
+    def warm_up(
+        self, names: Sequence[str], inputs: Inputs, on_progress: Progress | None, going: Callable[[], bool]
+    ) -> None:
+        """Run graphs before requests arrive, while ``going``; ``on_progress(done, total, bucket)`` gets the next graph
+        each time, and "" at the end: then ``done`` may be less than ``total``, all graphs."""
+        report = on_progress or (lambda done, total, bucket: None)
+        ran, end = 0, math.inf
+        for name in self.costs.smallest_first(names):
+            if ran and (self.costs.measured(name) or self._clock() + self.costs[name] > end):
+                break
+            if not going():
+                return
+            report(ran, len(names), name)
+            padding = inputs(name)
+            if padding is None:
+                continue
+            if self.costs.measured(name):
+                self.timed(name, padding)  # cold, so the time says nothing about later runs
+            else:
+                self._measure(name, padding)
+            ran += 1
+            end = min(end, self._clock() + WARM_UP_SECONDS)
+        if ran:
+            report(ran, len(names), "")
+
+    def when_idle(self, names: Sequence[str], inputs: Inputs, probe: float) -> None:
+        """Run a graph that has not run yet, once the engine has been idle for as long as it may take. Otherwise, after
+        ``probe`` idle seconds, run the cheapest graph, to check that the ranks still answer."""
+        age = math.inf if self.age is None else self.age
+        new = next((name for name in self.costs.smallest_first(names) if not self.costs.measured(name)), None)
+        if new is not None and age >= self.costs[new] and (padding := inputs(new)) is not None:
+            self._measure(new, padding)
+        elif age >= probe:
+            name = min(names, key=lambda name: self.costs.as_dict().get(name, 0.0))
+            if (padding := inputs(name)) is not None:
+                self.timed(name, padding)
+
+    def _measure(self, bucket: str, inputs: Tensors) -> None:
+        """Set the cost of ``bucket``: the faster of two executions.
 
         The first execution touches memory for the first time. A large graph runs only once, because this overhead is
         small in its time, and later steps correct it. The very first graph always runs twice, because it also warms up
@@ -131,7 +186,9 @@ class StepRunner:
         """
         cold = self._last is None
         seconds = self.timed(bucket, inputs)[1]
-        return seconds if seconds > WARM_SECONDS and not cold else min(seconds, self.timed(bucket, inputs)[1])
+        if cold or seconds <= WARM_SECONDS:
+            seconds = min(seconds, self.timed(bucket, inputs)[1])
+        self.costs.set(bucket, seconds)
 
     def check_alive(self) -> None:
         """Raise the error that ended the ranks, or RankError for a rank whose process is gone."""
@@ -158,11 +215,12 @@ class StepRunner:
         started = self._started
         return None if started is None else self._clock() - started
 
-    def overdue(self, costs: StepCosts) -> str:
-        """Return why the step in flight takes too long, compared to ``costs``; "" if it does not."""
+    @property
+    def overdue(self) -> str:
+        """Why the step in flight takes too long, compared to its cost; "" if it does not."""
         running, bucket = self.running_for, self._bucket
-        least = OVERDUE_SECONDS if not bucket or costs.measured(bucket) else FIRST_SECONDS
-        limit = max(least, OVERDUE_FACTOR * costs.as_dict().get(bucket, 0.0))
+        least = OVERDUE_SECONDS if not bucket or self.costs.measured(bucket) else FIRST_SECONDS
+        limit = max(least, OVERDUE_FACTOR * self.costs.as_dict().get(bucket, 0.0))
         if running is None or running <= limit:
             return ""
         return f"a step of {bucket} has been running for {running:.1f} s (limit {limit:.1f} s)"

@@ -1,19 +1,86 @@
-"""Swap weights between requests: which waiting requests may begin, and when nothing uses the old weights any more.
-
-All parts of one request are answered by the same weights. While a change is wanted, requests that have begun continue
-to their end and all others wait. Then the engine's thread makes the change, and the waiting requests begin on the new
-weights. None is rejected. (An adapter goes into an unused slot, so it only waits for a step to end.) ``version``
-counts the changes; anything that keeps a graph's results beyond one request (such as a prefix cache) must include it
-in its keys.
-"""
+"""What lies between callers and the engine's thread: how many requests may wait, and which may begin while weights are
+swapped."""
 
 from __future__ import annotations
 
+import math
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nxd_server.errors import EngineUnavailableError, WeightsBusyError, weights_busy
+from nxd_server.errors import (
+    EngineUnavailableError,
+    QueueFullError,
+    RequestError,
+    WeightsBusyError,
+    weights_busy,
+)
+
+
+def check_timeout(timeout: float | None) -> None:
+    """Raise RequestError unless ``timeout`` is None or a positive number of seconds."""
+    if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
+        raise RequestError("timeout", f"must be a positive number of seconds, got {timeout}")
+
+
+class QueueLimit:
+    """Counts the requests of one engine, and rejects those that would wait behind too many."""
+
+    def __init__(self, lock: threading.Condition, max_queued_requests: int, capacity: int):
+        """``lock`` is the engine's; ``capacity``: requests that fit without queueing."""
+        self.max_queued_requests = max_queued_requests
+        self.capacity = capacity
+        self.draining = False
+        """Whether new requests are rejected."""
+        self.inside = 0
+        """Accepted and unfinished requests; only changed with the lock held."""
+        self.unreported = 0
+        """Requests whose end has not been reported to the caller yet; a drain waits for them."""
+        self.submitted = 0
+        self.finished: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
+        """By reason: ``queue_full``, ``unavailable``, ``invalid``."""
+        self._lock = lock
+        self._request_seconds = 0.0
+        """A moving average of the time per request."""
+
+    def check(self, requests: int) -> None:
+        """Raise QueueFullError if ``requests`` would wait behind too many others; free capacity counts."""
+        limit = self.capacity + self.max_queued_requests
+        if self.inside + requests <= limit:
+            return
+        waiting = max(0, self.inside - self.capacity)
+        raise self.full(
+            f"{waiting} requests are waiting and at most {self.max_queued_requests} may; try again later", waiting
+        )
+
+    def full(self, message: str, waiting: int) -> QueueFullError:
+        """Count and return the error of a request with ``waiting`` others ahead of it."""
+        self.rejected["queue_full"] += 1
+        seconds = self._request_seconds * (waiting + 1) / max(1, self.capacity)
+        return QueueFullError(message, min(60.0, max(1.0, seconds)))
+
+    def taken(self, requests: int) -> None:
+        """Count accepted requests; call with the lock held."""
+        self.inside += requests
+        self.unreported += requests
+        self.submitted += requests
+
+    def ended(self, outcome: str, seconds: float) -> None:
+        """Count one finished request; call it before reporting the end to its caller."""
+        self.finished[outcome] += 1
+        if outcome in ("stop", "length", "done"):
+            known = self._request_seconds
+            self._request_seconds = seconds if known == 0.0 else known + 0.1 * (seconds - known)
+        with self._lock:
+            self.inside -= 1
+
+    def reported(self) -> None:
+        """Record that the end of a request has been reported to its caller."""
+        with self._lock:
+            self.unreported -= 1
+            self._lock.notify_all()
 
 
 class WholeRequest:
@@ -57,7 +124,15 @@ class Change:
 
 
 class WeightGate:
-    """Requests pass the gate when they begin; a change of the weights closes it until the change is made."""
+    """Swaps weights between requests: they pass the gate when they begin; a change of the weights closes it until the
+    change is made.
+
+    All parts of one request are answered by the same weights. While a change is wanted, requests that have begun
+    continue to their end and all others wait. Then the engine's thread makes the change, and the waiting requests begin
+    on the new weights. None is rejected. (An adapter goes into an unused slot, so it only waits for a step to end.)
+    ``version`` counts the changes; anything that keeps a graph's results beyond one request (such as a prefix cache)
+    must include it in its keys.
+    """
 
     def __init__(self, lock: threading.Condition):
         """``lock`` is the engine's; its waiters are woken when a change is wanted, begins or is over."""

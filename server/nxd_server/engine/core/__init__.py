@@ -1,1 +1,0 @@
-"""The scheduler, the slots and the steps."""

@@ -1,0 +1,437 @@
+"""The core of an engine: the thread that owns its model, and the owner's calls (start, close, change weights, health).
+A :class:`Batcher` defines what a step is; a subclass adds how requests are submitted.
+
+One thread runs every step, so nothing else needs the model's lock; callers only queue requests under the
+engine's lock. When the ranks fail, every request fails with a typed error, and the ranks are restarted as often
+as ``restarts`` allows; beyond that the state is ``failed`` for good, which ``wait_failed`` reports. A graph that
+*raised* (RankFailedError) after others had worked is its input's fault and does not count as a restart. Ranks that were
+restarted have worked once they have repeated a step that worked before.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from nxd_infer.errors import RankFailedError
+from nxd_server.engine.admission import QueueLimit, WeightGate
+from nxd_server.engine.events import EngineHealth, EngineStats
+from nxd_server.engine.model import Model, Tensors
+from nxd_server.engine.rank_restarts import RankRestarts
+from nxd_server.engine.step_costs import StepCosts
+from nxd_server.engine.step_runner import FATAL, Progress, StepRunner
+from nxd_server.errors import (
+    EngineUnavailableError,
+    WeightsBusyError,
+    forget_frames,
+    log_failure,
+    ranks_failed,
+    summary,
+    weights_busy,
+)
+from nxd_server.threads import keep_off
+
+if TYPE_CHECKING:
+    from nxd_infer.runtime.updates.weights import NewWeights
+
+log = logging.getLogger("nxd_server.engine")
+
+IDLE_SECONDS = 1.0
+"""An idle thread checks the ranks at least this often."""
+
+EngineT = TypeVar("EngineT", bound="EngineCore")
+
+
+class Batcher(Protocol):
+    """Turns requests into steps. All methods except :meth:`has_news` are called only by the engine's thread."""
+
+    def work(self) -> bool:
+        """Finish at most one step. Return False if there was nothing to do."""
+        ...
+
+    def has_news(self) -> bool:
+        """Whether callers left something to do; called with the lock held."""
+        ...
+
+    def wait_seconds(self) -> float:
+        """Return how long an idle thread may sleep: at most until the next deadline."""
+        ...
+
+    def graph_names(self) -> list[str]:
+        """Return the graphs that may run."""
+        ...
+
+    def padding_inputs(self, name: str) -> Tensors | None:
+        """Return padding inputs that run a graph without a request; None if that is not possible."""
+        ...
+
+    def prove(self) -> None:
+        """After a restart: repeat a step for requests that worked before, if there is one that can be repeated, so that
+        the next one that fails is its inputs' fault, even if no other comes in between."""
+        ...
+
+    def warmed(self) -> None:
+        """Undo the effects of warm-up on the states, if any."""
+        ...
+
+    def finish_steps(self) -> None:
+        """Wait for the steps that were given to the ranks."""
+        ...
+
+    def ranks_lost(self, error: BaseException) -> None:
+        """End the requests that are lost with the ranks, which are about to be restarted."""
+        ...
+
+    def fail_all(self, error: Exception) -> None:
+        """End every request with ``error``."""
+        ...
+
+
+class EngineCore:
+    """The thread, state, health and recovery of one model."""
+
+    batcher: Batcher
+    """Set by the subclass, before :meth:`start`."""
+
+    def __init__(
+        self,
+        model: Model,
+        costs: StepCosts,
+        *,
+        max_queued_requests: int,
+        capacity: int,
+        restart_limit: int,
+        restart_window: float,
+        idle_probe: float | None,
+        on_state: Callable[[str], None] | None,
+    ):
+        """``capacity``: requests that fit without queueing; ``idle_probe``: seconds without a step after which a step
+        of padding checks that the ranks still answer (None: never); ``on_state(state)`` is called at every change."""
+        self.model = model
+        self.lock = threading.Condition()
+        """Of what callers and the thread share."""
+        self.queue = QueueLimit(self.lock, max_queued_requests, capacity)
+        self.gate = WeightGate(self.lock)
+        self.steps = StepRunner(model, costs)
+        self.restarts = RankRestarts(restart_limit, restart_window)
+        self.verdict = ""
+        """Why the engine has failed for good, with the fix if there is one."""
+        self.error: BaseException | None = None
+        """The last failure of the ranks."""
+        self.thread: threading.Thread | None = None
+        """None before :meth:`start`: no step runs."""
+        self._idle_probe = idle_probe
+        self._on_state = on_state
+        self._state = "starting"
+        self._closing = False
+        self._last_alive_check = 0.0
+        self._updating = threading.Lock()
+
+    # --- lifecycle -----------------------------------------------------------------------------------------
+
+    def start(self, *, on_progress: Progress | None = None, wait: bool = True) -> None:
+        """Run and measure graphs, then accept requests. ``on_progress(done, total, bucket)`` follows the warm-up.
+
+        With ``wait``, returns when ready, and raises EngineUnavailableError if the warm-up failed.
+        """
+        if self.thread is None:
+            name = f"nxd-{type(self).__name__}"
+            self.thread = threading.Thread(target=self._run, args=(on_progress,), name=name, daemon=True)
+            self.thread.start()
+        if wait:
+            with self.lock:
+                self.lock.wait_for(lambda: self._state != "starting")
+            if self._state in ("failed", "closed"):
+                error = self.error
+                reason = summary(error) if error is not None else self._state
+                raise EngineUnavailableError(f"the engine did not start: {reason}", self._state) from error
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Accept no new requests and wait for the others. True if all ended by themselves within ``timeout`` seconds;
+        the rest fail with EngineUnavailableError when the engine is closed."""
+        with self.lock:
+            self.queue.draining = True
+            self.gate.abandon("draining")
+            self.lock.notify_all()
+            done = self.lock.wait_for(
+                lambda: (self.queue.unreported == 0 and not self.gate.changing) or self._state in ("failed", "closed"),
+                timeout,
+            )
+        return done and self._state != "failed"
+
+    def close(self, timeout: float = 60.0) -> None:
+        """End the thread after its current step; unfinished requests fail. The model still belongs to its owner."""
+        with self.lock:
+            self._closing = True
+            self.gate.abandon("closed")
+            self.lock.notify_all()
+        if self.thread is None:
+            self._set_state("closed")
+        elif self.thread is not threading.current_thread():
+            self.thread.join(timeout)
+
+    def __enter__(self: EngineT) -> EngineT:
+        if self.thread is None:
+            self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def wait_failed(self, timeout: float | None = None) -> bool:
+        """Block until the engine has failed for good (True), was closed, or ``timeout`` seconds passed (False)."""
+        with self.lock:
+            self.lock.wait_for(lambda: self._state in ("failed", "closed"), timeout)
+        return self._state == "failed"
+
+    # --- state ----------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        """starting, ready, draining, recovering, failed or closed."""
+        return "draining" if self.queue.draining and self._state == "ready" else self._state
+
+    def _set_state(self, state: str) -> None:
+        with self.lock:
+            self._state = state
+            self.lock.notify_all()
+        if self._on_state is not None:
+            try:
+                self._on_state(state)
+            except Exception:
+                log.exception("on_state(%r) raised", state)
+
+    def check_open(self, continuing: bool = False) -> None:
+        """Raise and count EngineUnavailableError unless requests are accepted; call with the lock held.
+
+        ``continuing``: part of a request that has already run in part, which a drain lets finish.
+        """
+        state = self._state if continuing else self.state
+        if state == "ready" and not self._closing:
+            return
+        self.queue.rejected["unavailable"] += 1
+        retry = {"starting": 5.0, "recovering": 5.0}.get(state)
+        raise EngineUnavailableError(f"the engine takes no requests: it is {state}", state, retry)
+
+    def check_room(self, requests: int, continuing: bool = False) -> None:
+        """Raise QueueFullError unless ``requests`` more fit now, or EngineUnavailableError.
+
+        For a caller that submits several: those that fit would take the room of other requests until their
+        cancellation. ``continuing``: as for :meth:`OneShotEngine.submit`.
+        """
+        with self.lock:
+            self.check_open(continuing)
+            if not (continuing and self.gate.wanted):  # the queued requests wait for this one to end
+                self.queue.check(requests)
+
+    def health(self) -> EngineHealth:
+        """Whether a request sent now would be served."""
+        state = self.state
+        reason = "" if state == "ready" else f"the engine is {state}"
+        if state in ("ready", "draining"):
+            # Set before the ranks are ended, which takes as long as freeing their memory; they may seem well meanwhile.
+            lost = self.model.failure
+            reason = f"the ranks failed: {summary(lost)}" if lost else self.steps.overdue or reason
+        return EngineHealth(
+            state=state,
+            ready=not reason,
+            reason=reason,
+            last_step_age=self.steps.age,
+            step_running=self.steps.running_for,
+            error=summary(self.error) if self.error else "",
+            ranks=list(self.model.health()),
+            recovering_for=self.restarts.seconds,
+            stage=self.restarts.stage,
+        )
+
+    def stats(self) -> EngineStats:
+        """Return the current counters and gauges."""
+        queue, steps = self.queue, self.steps
+        return EngineStats(
+            state=self.state,
+            waiting=queue.inside,
+            submitted=queue.submitted,
+            finished=dict(queue.finished),
+            rejected=dict(queue.rejected),
+            restarts=self.restarts.count,
+            bucket_steps=dict(steps.bucket_steps),
+            bucket_seconds=dict(steps.bucket_seconds),
+            useful_tokens=dict(steps.useful_tokens),
+            padding_tokens=dict(steps.padding_tokens),
+            step_seconds=steps.costs.as_dict(),
+        )
+
+    # --- new weights: sharded in the caller's thread, swapped in by the engine's thread -----------------------
+
+    def update_weights(self, weights: Any, *, tag: str | None = None, timeout: float = 60.0) -> int:
+        """Swap the model's weights between requests; return the new version (the artifact's weights are version 0).
+
+        The weights are checked and sharded for every rank while requests continue. Then requests that have begun finish
+        on the old weights, waiting and later ones begin on the new weights, and none is rejected.
+
+        Args:
+            weights, tag: as for ``TensorParallelModel.update_weights``; the complete weights.
+            timeout: seconds that requests that have begun may take to finish.
+
+        Raises what ``TensorParallelModel.update_weights`` does, WeightsBusyError, or EngineUnavailableError, and keeps
+        the old weights. After a RankFailedError the ranks are restarted with them.
+        """
+        if (state := self.state) != "ready":
+            raise EngineUnavailableError(f"the engine takes no weights: it is {state}", state)
+        if not self._updating.acquire(blocking=False):
+            raise weights_busy()
+        try:
+            return self._swap(self.model.cut_weights(weights, tag=tag), timeout)
+        finally:
+            self._updating.release()
+
+    def load_adapter(self, slot: int, folder: str | os.PathLike[str] | None, timeout: float) -> None:
+        """Like ``TensorParallelModel.load_adapter``, between two steps. An earlier change and the running step may take
+        ``timeout`` seconds each, then it raises WeightsBusyError; EngineUnavailableError if the engine has ended."""
+        if self.thread is None:
+            self._put(self.model.cut_adapter(slot, folder))
+            return
+        if not self._updating.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
+            raise WeightsBusyError(f"another change of the weights was not over after {timeout:g} s; try again")
+        try:
+            self._swap(self.model.cut_adapter(slot, folder), timeout, quiet=False)
+        finally:
+            self._updating.release()
+
+    def _swap(self, new: NewWeights, timeout: float, *, quiet: bool = True) -> int:
+        """Pass sharded weights to the engine's thread; return the version after it. Closes them unless swapped in."""
+        return self.gate.change(lambda: self._put(new), timeout, withdrawn=new.close, quiet=quiet)
+
+    def _put(self, new: NewWeights) -> None:
+        try:
+            self.model.update_weights(new)
+        except Exception:
+            new.close()
+            raise
+
+    # --- the thread -----------------------------------------------------------------------------------
+
+    def _run(self, on_progress: Progress | None) -> None:
+        try:
+            self._warm_up(on_progress)
+            self._set_state("ready")
+            while not self._closing:
+                try:
+                    if not self._change_weights():
+                        return
+                    openings = self.gate.openings
+                    if not self.batcher.work():
+                        self._idle(openings)
+                except FATAL as error:
+                    if not self._recover(error):
+                        return
+        except BaseException as error:
+            if not self._closing:  # else that is why
+                log_failure(log, "the engine failed", error)
+            self._give_up(error, f"the engine failed: {summary(error) or type(error).__name__}")
+        else:
+            self.steps.forget()
+            self.gate.abandon("closed")
+            self.batcher.fail_all(
+                EngineUnavailableError("the engine was closed before this request was finished", "closed")
+            )
+            self._set_state("closed")
+
+    def _warm_up(self, on_progress: Progress | None) -> None:
+        names, going = self.batcher.graph_names(), lambda: not self._closing
+        self.steps.warm_up(names, self.batcher.padding_inputs, on_progress, going)
+        self.batcher.warmed()
+        keep_off(self.model.lead_cores)
+
+    def _change_weights(self) -> bool:
+        """Make the wanted change, if nothing is left to wait for. Return False if the engine is over."""
+        if not self.gate.due:
+            return True
+        self.batcher.finish_steps()
+        change = self.gate.take_change()
+        if change is None:
+            return True
+        try:
+            change.action()
+        except FATAL as error:
+            self.gate.finish(error)
+            return self._recover(error, begun=not change.quiet)
+        except BaseException as error:  # nothing has changed
+            self.gate.finish(error)
+            if not isinstance(error, Exception):
+                raise
+            return True
+        self.gate.finish()
+        return True
+
+    def _idle(self, openings: int) -> None:
+        """Sleep until there is work; periodically check that the ranks are alive and answer.
+
+        ``openings``: the gate's before the look for work; requests that it held back may have been let through since.
+        """
+        with self.lock:
+            if self._closing:
+                return
+            if not (self.batcher.has_news() or self.gate.due or self.gate.openings != openings):
+                self.lock.wait(min(IDLE_SECONDS, self.batcher.wait_seconds()))
+            if self.batcher.has_news() or self.gate.due or self._closing:
+                return
+        now = time.monotonic()
+        if now - self._last_alive_check >= IDLE_SECONDS:
+            self._last_alive_check = now
+            self.steps.check_alive()
+        if self._idle_probe is not None:
+            self.steps.when_idle(self.batcher.graph_names(), self.batcher.padding_inputs, self._idle_probe)
+
+    # --- failure --------------------------------------------------------------------------------------
+
+    def _recover(self, error: BaseException, *, begun: bool = True) -> bool:
+        """End every request, and restart the ranks if that is still allowed. Return False if the engine is over.
+
+        ``begun``: False if no request has begun, so that none has lost anything: they keep waiting.
+        """
+        log_failure(log, "the ranks failed", error)
+        forget_frames(error)
+        self.steps.forget()
+        self.error = error
+        excused = isinstance(error, RankFailedError) and self.steps.worked
+        if refusal := self._ending() or self.restarts.refusal(excused):
+            self._give_up(error, f"the ranks failed ({summary(error)}) and are not started again: {refusal}")
+            return False
+        self._set_state("recovering")
+        if begun:
+            self.batcher.ranks_lost(error)
+        failed = self.restarts.run(self._start_again, excused, self._ending)
+        if failed is not None:
+            second, reason = failed
+            if not self._closing:
+                log_failure(log, "the ranks could not be started again", second)
+            self._give_up(second, f"the ranks failed ({summary(error)}) and could not be started again: {reason}")
+            return False
+        seconds = self.restarts.end()
+        self._set_state("ready")
+        log.info("the ranks are ready again after %.1f s", seconds)
+        return True
+
+    def _start_again(self) -> None:
+        self.steps.forget()
+        self.steps.worked = False
+        self.model.restart()
+        self.restarts.at("a first step runs")
+        self.batcher.prove()
+        self._warm_up(None)
+
+    def _ending(self) -> str:
+        return "the engine ends" if self._closing or self.queue.draining else ""
+
+    def _give_up(self, error: BaseException, verdict: str) -> None:
+        self.error, self.verdict = error, verdict
+        self.restarts.end()
+        self.steps.forget()
+        self._set_state("failed")
+        self.gate.abandon("failed")
+        self.batcher.fail_all(ranks_failed(error))
