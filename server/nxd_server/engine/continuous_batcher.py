@@ -332,7 +332,7 @@ def steps_may_follow(model: Model) -> bool:
 
     The model must take arrays and run in processes, and its graphs must accept an unknown token and decode one token
     per row. With several ranks a core must be free: if the engine took a core from a rank during a step, all ranks
-    would wait (2 % slower at tp 2 on two cores); between two steps they wait anyway. See docs/benchmarks.md.
+    would wait (2 % slower at tp 2 on two cores); between two steps they wait anyway.
     """
     tokens = [tokens_input(bucket) for bucket in model.manifest.buckets]
     unknown = all(spec.minimum is not None and spec.minimum <= UNKNOWN for spec in tokens)
