@@ -1,6 +1,7 @@
 """Collectives over ``torch.distributed`` process groups (gloo on CPU, nccl on CUDA), with a timeout on every wait.
 
-Ranks of a gloo group on one host can use shared memory instead of sockets.
+Ranks of a gloo group on one host can use shared memory instead of sockets: the group's first rank creates the segment,
+and the others open it through its ``/proc/PID/fd``. Either all ranks of the group connect, or none does.
 
 :func:`nxd_infer.parallel_state.initialize_model_parallel` creates the groups. A failed operation leaves a group
 unusable, so the first failure is remembered and every later call raises it again at once.

@@ -1,6 +1,7 @@
 """Parallelizer: split a model, load it, and save its shards. One class for each model type, which differ in the plan.
 
-Source: the documentation of Optimum Neuron Distributed, "Base Parallelizer".
+Source: the documentation of Optimum Neuron Distributed, "Base Parallelizer" and "Selecting
+Model-Specific Parallelizer Classes".
 """
 
 from __future__ import annotations

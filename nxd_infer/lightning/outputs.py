@@ -1,4 +1,4 @@
-"""What a job shows and logs: the progress bar and the TensorBoard logger. Rank 0 alone writes."""
+"""Plugins of a job: the progress bar and the TensorBoard logger, which rank 0 alone writes, and the precision."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import Precision
 
-__all__ = ["NeuronTQDMProgressBar", "NeuronTensorBoardLogger"]
+__all__ = ["NeuronTQDMProgressBar", "NeuronTensorBoardLogger", "NeuronXLAPrecisionPlugin"]
 
 
 class NeuronTQDMProgressBar(TQDMProgressBar):
@@ -44,9 +44,6 @@ class NeuronTensorBoardLogger(TensorBoardLogger):
         """Write numbers by name."""
         if self.print_step != -1:
             super().log_metrics(metrics, step if self.print_step is None else self.print_step)
-
-
-__all__ = ["NeuronXLAPrecisionPlugin"]
 
 
 class NeuronXLAPrecisionPlugin(Precision):

@@ -1,4 +1,8 @@
-"""The base of the parallel layers: context, parameter layouts, initialisation, and index buffers."""
+"""The base of the parallel layers: context, parameter layouts, initialisation, and index buffers.
+
+A parameter is initialised by filling its *logical* tensor exactly as ``nn.Linear`` or ``nn.Embedding`` would, drawing
+from the generator in the same order, and keeping this rank's part. So one seed gives one model at any degree.
+"""
 
 from __future__ import annotations
 

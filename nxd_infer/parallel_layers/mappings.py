@@ -276,6 +276,8 @@ def reduce_scatter_to_sequence_parallel_region(
 def axis_of(process_group: object, context: ParallelContext) -> str:
     """Return the axis of a process group: tp for ``None``, an axis name itself, or the axis with the group's ranks.
 
+    Layers keep an axis name: a module that holds a group cannot be copied, and its name differs from rank to rank.
+
     A group is a torch.distributed group, a list of ranks, or a list of such lists, of which the one with this rank is
     used (``get_tensor_model_parallel_group(as_list=True)``).
 

@@ -1,4 +1,8 @@
-"""One microbatch through one stage: the model's own forward, stopped after the stage's last unit; and its backward."""
+"""One microbatch through one stage: the model's own forward, stopped after the stage's last unit; and its backward.
+
+Gradients of linear layers' weights can be computed after the backward pass: what fills the bubble of ``"zero-bubble"``
+("Zero Bubble Pipeline Parallelism", Qi et al., 2023: a stage waits for gradients of activations only).
+"""
 
 from __future__ import annotations
 

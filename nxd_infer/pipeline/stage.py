@@ -1,5 +1,9 @@
 """One rank's part of a model: its stages' modules, with stand-ins where the other stages' modules were.
 
+A *unit* is a module that a pipeline may be cut between. A *cut* is the name of the last module of a stage. What
+contains a cut is opened: its own code runs on every stage, and its children are units. Everything else is a unit as a
+whole, and runs on one stage.
+
 The names of what stays are those of the whole model. A *weight* is a parameter or a buffer of a unit, or of what
 contains units; the rank of the first stage that has it owns it. A weight that another rank needs as well (a tied one)
 is *lent* to it while a step runs: see :mod:`nxd_infer.pipeline.engine`.

@@ -1,4 +1,4 @@
-"""The check itself: :func:`assert_parallel_equivalent`."""
+"""The check itself, in a process per rank, each with gloo: :func:`assert_parallel_equivalent`."""
 
 from __future__ import annotations
 

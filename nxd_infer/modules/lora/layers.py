@@ -30,7 +30,7 @@ from nxd_infer.modules.qkv_linear import PARTS, GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, mappings
 from nxd_infer.parallel_layers.base import Fill, ParallelLayer, init_linear_weight, real_cpu_tensors
 
-__all__ = ["LoraLayer", "Place", "ReplicatedLinear"]
+__all__ = ["LoraLayer", "Place", "ReplicatedLinear", "adaptable", "lora_layer"]
 
 Place = tuple[ParallelContext, str]
 """A context, and the axis over which a layer is split."""
@@ -191,9 +191,6 @@ class _Normal:
 
     def __call__(self, weight: Tensor) -> None:
         nn.init.normal_(weight, std=self.std)
-
-
-__all__ = ["adaptable", "lora_layer"]
 
 
 class LoraLinear(LoraLayer):
