@@ -1,8 +1,6 @@
-"""The calls of the documents' chapter "Pipeline parallelism", and the wrapper guide, on two stages."""
+"""The calls of the documents' chapter "Pipeline parallelism", on two stages."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,14 +9,12 @@ from nxd_infer import compat
 
 compat.install()
 
-import neuronx_distributed as nxd
 from neuronx_distributed.parallel_layers import mappings
 from neuronx_distributed.pipeline import NxDPPModel
 
 from tests.support.ranks import run_ranks
 from tests.support.seeds.degrees import alone
-from tests.support.seeds.guide import guide_config
-from tests.support.seeds.model import Config, LlamaDecoderLayer, LlamaForCausalLM, LlamaRMSNorm, get_model, tokens
+from tests.support.seeds.model import LlamaDecoderLayer, LlamaRMSNorm, get_model, tokens
 
 STEPS = 3
 
@@ -83,30 +79,3 @@ def test_the_chapter():
         for losses, modules in found:
             assert losses == pytest.approx(expected, rel=1e-5)
             assert modules == [f"layers.{rank}"]
-
-
-def wrapper_guide(folder: str, pp: int) -> list[float]:
-    """The guide's loop, as in :mod:`test_training`, with stages."""
-    nxd.parallel_state.destroy_model_parallel()
-    nxd_config = guide_config(1, pp, ["layers.0"], 2, True, False, f"{folder}/trace.json")
-    config, inputs = Config(), tuple(batch().values())
-    torch.manual_seed(0)
-    model = nxd.initialize_parallel_model(nxd_config, get_model, config)
-    optimizer = nxd.initialize_parallel_optimizer(nxd_config, torch.optim.AdamW, model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(STEPS):
-        loss = model.run_train(*inputs)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses += [float(loss), float(optimizer.grad_norm)]
-    assert isinstance(model.local_module(), LlamaForCausalLM)
-    assert (model.dtype, model.config, model.name_or_path) == (torch.float32, config, "tiny")
-    return losses
-
-
-def test_the_wrapper_guide_with_stages(tmp_path: Path):
-    expected = alone(wrapper_guide, str(tmp_path), 1)
-    assert expected[0] > expected[-2]
-    for losses in run_ranks(wrapper_guide, 2, str(tmp_path), 2, pp=2):
-        assert losses == pytest.approx(expected, rel=1e-4)
-    assert (tmp_path / "trace.json").exists()

@@ -1,4 +1,4 @@
-"""Configurations, the wrappers of model and optimizer, and ZeRO-1, as the documents call them."""
+"""The sample usage, and the wrappers of model and optimizer, as the documents call them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.optim import AdamW
 
 from nxd_infer import compat
 
 compat.install()
 
 import neuronx_distributed as nxd
-from neuronx_distributed.optimizer import NeuronZero1Optimizer
-from neuronx_distributed.parallel_layers import parallel_state
+from neuronx_distributed.parallel_layers import mappings
 from neuronx_distributed.trainer.model import NxDModel
 
-from tests.support.ranks import run_ranks
 from tests.support.seeds import model as model_of_seeds
 from tests.support.seeds.degrees import alone, at_degree
-from tests.support.seeds.guide import guide_config
-from tests.support.seeds.model import Config, CoreAttention, LlamaDecoderLayer, LlamaForCausalLM, get_model, tokens
+from tests.support.seeds.model import (
+    Config,
+    CoreAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaRMSNorm,
+    get_model,
+    tokens,
+)
 
 SEEDS = Path(model_of_seeds.__file__).parent
 
@@ -83,72 +86,33 @@ def test_sample_usage(tmp_path: Path, capsys, monkeypatch):
         assert json.loads(manifest.read_text())["world_size"] == size
 
 
-# --- configurations -----------------------------------------------------------------------------------------
-
-
-def init_weights(module: nn.Module) -> None:
-    """A ``param_init_fn``: the parameters of this module only."""
-    for param in module.parameters(recurse=False):
-        nn.init.constant_(param, 0.1)
-
-
-CONFIGS: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "as documented": {
-        "pipeline_parallel_size": 1,
-        "pipeline_config": None,
-        "optimizer_config": {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0},
-        "activation_checkpoint_config": None,
-        "pad_model": False,
-        "sequence_parallel": False,
-        "model_init_config": {"sequential_move_factor": 11, "meta_device_init": False, "param_init_fn": None},
-        "lora_config": None,
-    },
-    "full": {
-        "activation_checkpoint_config": "full",
-        "pipeline_config": {"transformer_layer_cls": LlamaDecoderLayer},
-        "pad_model": True,
-    },
-    "selective": {
-        "activation_checkpoint_config": CoreAttention,
-        "optimizer_config": {"zero_one_enabled": True},
-        "model_init_config": {"sequential_move_factor": 1},
-    },
-    "meta": {"model_init_config": {"meta_device_init": True, "param_init_fn": init_weights}},
-}
-
-
-def losses_of_configurations(tp: int) -> dict[str, list[float]]:
-    found = {}
-    for name, options in CONFIGS.items():
-        nxd_config = nxd.trainer.neuronx_distributed_config(tensor_parallel_size=tp, **options)
-        torch.manual_seed(0)
-        model = nxd.trainer.initialize_parallel_model(nxd_config, get_model)
-        optimizer = nxd.trainer.initialize_parallel_optimizer(nxd_config, AdamW, model.parameters(), lr=1e-2)
-        found[name] = []
-        for _ in range(3):
-            found[name].append(float(model.run_train(tokens())))
-            optimizer.step()
-            optimizer.zero_grad()
-    return found
-
-
-def test_configurations():
-    """What saves memory or time changes no loss, at no degree."""
-    expected = alone(losses_of_configurations, 1)
-    assert len({tuple(losses) for name, losses in expected.items() if name != "meta"}) == 1
-    assert all(losses[2] < losses[0] for name, losses in expected.items() if name != "meta")
-    for found in at_degree(2, losses_of_configurations, 2):
-        for name, losses in found.items():
-            steps = 1 if name == "meta" else 3  # equal weights everywhere: rounding alone decides where they go
-            assert losses[:steps] == pytest.approx(expected[name][:steps], rel=1e-4), name
-
-
 # --- the guide of the wrappers ------------------------------------------------------------------------------
 
 
+def guide_config(tp: int, zero1: bool, selective: bool) -> dict[str, Any]:
+    return nxd.neuronx_distributed_config(
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=1,
+        pipeline_config={
+            "transformer_layer_cls": LlamaDecoderLayer,
+            "num_microbatches": 1,
+            "output_loss_value_spec": (True, False),
+            "input_names": ["input_ids", "attention_mask", "labels"],
+            "pipeline_cuts": [],
+            "trace_file_path": None,
+            "param_init_fn": None,
+            "leaf_module_cls": [LlamaRMSNorm.__name__],
+            "autowrap_modules": [mappings],
+            "use_zero1_optimizer": zero1,
+            "use_optimizer_wrapper": True,
+        },
+        optimizer_config={"zero_one_enabled": zero1, "grad_clipping": True, "max_grad_norm": 1.0},
+        activation_checkpoint_config=CoreAttention if selective else "full",
+    )
+
+
 def wrapper_guide(tp: int, selective: bool, zero1: bool) -> list[float]:
-    nxd_config = guide_config(tp, 1, [], 1, zero1, selective)
+    nxd_config = guide_config(tp, zero1, selective)
     config, inputs = Config(), (tokens(), torch.ones(2, 8), tokens())
     torch.manual_seed(0)
     model = nxd.initialize_parallel_model(nxd_config, get_model, config)
@@ -185,48 +149,4 @@ def test_the_wrapper_guide():
     assert expected[0] == expected[1] > expected[3] and expected[2] > 0
     assert alone(wrapper_guide, 1, True, True) == pytest.approx(expected, rel=1e-5)
     for losses in at_degree(2, wrapper_guide, 2, True, True):
-        assert losses == pytest.approx(expected, rel=1e-4)
-
-
-# --- ZeRO-1 -------------------------------------------------------------------------------------------------
-
-
-def zero_sample(folder: str, tp: int) -> list[float]:
-    no_decay = ["norm"]
-    torch.manual_seed(0)
-    model = nxd.initialize_parallel_model(nxd.neuronx_distributed_config(tp), get_model)
-    param_optimizer = list(model.named_parameters())
-    optimizer_grouped_parameters = [
-        {"params": [p for n, p in param_optimizer if not any(nd in n for nd in no_decay)], "weight_decay": 0.01},
-        {"params": [p for n, p in param_optimizer if any(nd in n for nd in no_decay)], "weight_decay": 0.0},
-    ]
-    optimizer = NeuronZero1Optimizer(
-        optimizer_grouped_parameters,
-        AdamW,
-        lr=1e-2,
-        pin_layout=False,
-        sharding_groups=parallel_state.get_data_parallel_group(as_list=True),
-        grad_norm_groups=parallel_state.get_tensor_model_parallel_group(as_list=True),
-    )
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    losses = []
-    for step in range(3):
-        losses.append(float(model.run_train(tokens())))
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 1:
-            optimizer.save_sharded_state_dict(folder, save_serially=True)
-            optimizer.save_sharded_state_dict(folder, False)
-            optimizer.param_groups[0]["lr"] = 0.0
-            optimizer.load_sharded_state_dict(folder)
-            optimizer.load_sharded_state_dict(folder, num_workers_per_step=8)
-            assert optimizer.param_groups[0]["lr"] == 1e-2
-    losses.append(float(model.run_train(tokens())))
-    return losses
-
-
-def test_the_zero1_sample(tmp_path: Path):
-    expected = alone(zero_sample, str(tmp_path / "one"), 1)
-    assert expected == sorted(expected, reverse=True)
-    for losses in run_ranks(zero_sample, 2, str(tmp_path / "two"), 1, tp=1):  # all ranks have the same rows
         assert losses == pytest.approx(expected, rel=1e-4)

@@ -10,18 +10,12 @@ from nxd_infer import parallel_layers
 from nxd_infer import parallel_state as ps
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import NotInitializedError, ParallelConfigError
-from nxd_infer.parallel_layers import parallel_state as documented_path
 
 
 @pytest.fixture(autouse=True)
 def clean():
     yield
     ps.destroy_model_parallel()
-
-
-def test_both_documented_paths_are_one():
-    for name in ps.__all__:
-        assert getattr(documented_path, name) is getattr(ps, name)
 
 
 def test_uninitialised_is_one_rank():

@@ -1,4 +1,4 @@
-"""LoRA's configuration and wrapper, as the training API calls them."""
+"""LoRA's configuration and wrapper, as the documents print them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ compat.install()
 
 import neuronx_distributed as nxd
 from neuronx_distributed.modules.lora import LoraConfig, LoRAModel, LoraModel, get_lora_model
-
-from tests.support.seeds.model import get_model
 
 
 def printed_config() -> LoraConfig:
@@ -40,24 +38,3 @@ def test_the_printed_configuration_finds_the_printed_names():
         "k_proj",
         "v_proj",
     }
-
-
-def test_every_flag():
-    for more, scaling in (({}, 2.0), ({"use_rslora": True}, 8.0)):
-        lora_config = LoraConfig(
-            enable_lora=True,
-            lora_rank=16,
-            lora_alpha=32,
-            lora_dropout=0.05,
-            bias="lora_only",
-            target_modules=["qkv_proj"],
-            init_lora_weights="gaussian",
-            **more,
-        )
-        assert lora_config.scaling == scaling
-        LoRAModel(get_model(), lora_config)
-    by_position = LoraConfig(True, 16, 32, 0.05, "none", ["q_proj", "v_proj", "k_proj"], False, "default")
-    assert by_position == printed_config() and LoraConfig(True, 16) == LoraConfig(enable_lora=True, lora_rank=16)
-    assert by_position.save_lora_base is False and by_position.merge_lora is False
-    off = nxd.neuronx_distributed_config(lora_config=LoraConfig(enable_lora=False))
-    assert not isinstance(nxd.initialize_parallel_model(off, get_model).local_module(), LoRAModel)

@@ -1,4 +1,24 @@
-"""Every documented signature and module path, under the names of ``neuronx_distributed``."""
+"""Every documented signature and module path, under the names of ``neuronx_distributed``.
+
+Corrected, since it is no valid Python or names what is not there:
+
+* Degrees of 8 and 32 are the test's; ``...`` is left out or filled in; ``(training loop):`` is a loop.
+* ``neuronx_distributed_config`` in the wrapper guide: its dictionaries lost the keywords they belong to, and the
+  degrees.
+* ``nxd.initialize_parallel_optimizer(nxd_config, torch.optim.AdamW, param_groups,, betas=...``: two commas, no closing
+  parenthesis. After "To access the wrapped model:" and "access grad norm value" the calls are missing; they are
+  ``model.local_module()`` and ``optimizer.grad_norm``.
+* ``pad_model(model, tp_degree=32, desired_config.num_heads)``: a positional argument follows a keyword. It is
+  ``n_heads=desired_config.num_heads`` (three times).
+* ``my_hook`` of the ``pad_hook_fn`` sample: the call of ``pad_model`` is indented into the hook's body, and the hook
+  multiplies ``model.split_size`` where it is given ``attention_to_pad``.
+* ``device=False`` in the signature of ``RowParallelLinear`` means None.
+* ``output_size`` in the signature of ``GQAQKVColumnParallelLinear`` is ``output_sizes`` in its list of parameters; both
+  are accepted.
+* ``scheduler_args: Dict of keyworded args`` means ``scheduler_kwargs``; ``class NeuronXLAPrecisionPlugin`` and
+  ``class NeuronTQDMProgressBar`` are printed without a call.
+* ``param_init_fn`` "should be provided when ``param_init_fn`` is True": when ``meta_device_init`` is.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +29,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from nxd_infer import compat, distributed
 
@@ -139,6 +160,12 @@ def test_signatures_of_optimum_neuron(path: str):
         manager = distributed.ParallelizersManager
         for kind in manager.get_supported_model_types():
             assert by_place(getattr(manager.parallelizer_for_model(kind), found.__name__)) == by_place(found)
+
+
+def test_the_qkv_module_takes_its_sizes_under_both_documented_names():
+    for name in ("output_size", "output_sizes"):
+        parts = at("modules.qkv_linear.GQAQKVColumnParallelLinear")(8, **{name: [16, 8]})(torch.ones(2, 8))
+        assert [part.shape[-1] for part in parts] == [16, 8, 8]
 
 
 def test_module_paths():
