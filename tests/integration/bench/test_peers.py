@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.model import bytes_per_step, cache_bytes_per_token, prompts, write_llama
 from bench.peers.driver import Peer, PeerError, Run
 from bench.peers.known import KNOWN, Known
-from bench.peers.ours import Ours
 from bench.process_groups import memory_of
 from nxd_infer.processes.state import process_state
-from tests.support.engine.real_artifacts import trace_llama
 from tests.support.processes import wait_until
 
 ECHO = """
@@ -71,21 +68,3 @@ def test_a_peer_that_is_not_installed_says_how_to_install_it(tmp_path, monkeypat
     with pytest.raises(PeerError, match="python -m bench peers install llama_cpp"):
         KNOWN["llama_cpp"].python()
     assert Known("hugging_face").python() == Path(sys.executable)
-
-
-def test_prompts_are_seeded_and_sizes_are_those_of_the_model(tmp_path):
-    sizes = {"hidden": 64, "layers": 1, "heads": 4, "kv_heads": 2, "intermediate": 96, "vocab": 512, "max_len": 64}
-    model = write_llama(tmp_path / "model", **sizes)
-    assert prompts(model, 2, 9, 3) == prompts(model, 2, 9, 3) != prompts(model, 2, 9, 4)
-    assert all(3 <= token < 512 for row in prompts(model, 4, 30, 0) for token in row)
-    layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96 + 2 * 64
-    assert bytes_per_step(model) == 2 * (layer + 64 + 512 * 64)
-    assert cache_bytes_per_token(model) == 2 * 2 * 2 * 16
-
-
-def test_steps_of_this_package_are_timed():
-    ours = Ours(str(trace_llama()[1]), threads=1)
-    try:
-        assert len(ours.steps(4, 40, 3)["seconds"]) == len(ours.steps(1, 40, 3)["seconds"]) == 3
-    finally:
-        ours.close()

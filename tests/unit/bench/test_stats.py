@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from bench import decode
 from bench.peers.driver import PeerError, Run
-from bench.stats import Summary, Turn, Verdict, bandwidth_of, held_ratios, interleaved, ratios, summary, turns, values
+from bench.stats import Summary, Turn, Verdict, bandwidth_of, held_ratios, interleaved, ratios, summary, values
 
 
 def test_a_summary_is_the_median_and_the_range():
@@ -17,14 +14,6 @@ def test_a_summary_is_the_median_and_the_range():
     assert summary([0.0123]).text(1e3) == "12.3 (12.3-12.3)"
     with pytest.raises(ValueError, match="no readings"):
         summary([])
-
-
-@pytest.mark.parametrize(("count", "rounds"), [(1, 3), (2, 5), (3, 7)])
-def test_everyone_goes_once_a_round_and_first_in_turn(count: int, rounds: int):
-    names = [str(number) for number in range(count)]
-    order = turns(names, rounds)
-    assert all(sorted(one) == names for one in order)
-    assert [one[0] for one in order] == [names[number % count] for number in range(rounds)]
 
 
 def test_interleaved_calls_a_b_then_b_a_and_keeps_results_by_round():
@@ -79,16 +68,6 @@ def test_ratios_count_where_both_sides_kept_the_place():
     assert values({"a": kept}) == {"a": ours}
     assert bandwidth_of({"a": kept[:1]}) == Summary(60e9, 40e9, 80e9, 2)
     assert kept[0].bandwidth == 60e9
-
-
-def test_the_share_counts_turns_that_kept_their_place(monkeypatch):
-    monkeypatch.setattr(decode, "bytes_per_step", lambda model: 400e6)
-    kept, moved = Turn(200.0, 90e9, 110e9, True), Turn(400.0, 40e9, 40e9, False)
-    (verdict,) = decode._share(Path("model"), "ours", [kept, moved])
-    assert (verdict.measured.median, verdict.measured.count) == (0.8, 1)
-    assert "1 of 2 turns held" in verdict.note and "100.0" in verdict.note
-    (verdict,) = decode._share(Path("model"), "ours", [moved])  # none held: all count, and the note says so
-    assert verdict.measured.median == 4.0 and "0 of 1 turns held" in verdict.note
 
 
 def test_the_rate_counts_only_while_every_row_decodes():
