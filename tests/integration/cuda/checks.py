@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.integration.cuda import jobs
-from tests.integration.cuda.ranks import ONE_GPU, ROOT, call, launch
+from tests.integration.cuda.ranks import ONE_GPU, call, launch
 from tests.integration.lightning import test_equivalence as lightning
 from tests.support.lightning.jobs import plain
 from tests.support.recipes.jobs import write, write_pairs
@@ -82,18 +81,6 @@ def test_a_job_goes_on_from_its_checkpoint(halves: bool, tmp_path: Path) -> None
     assert [on_cpu[0], back[0]] == pytest.approx(whole[4:], rel=2e-2 if halves else NEAR)
 
 
-LORA = [(2, 1, {"sequence_parallel": True}), (2, 1, {"checkpoint": "full"}), (1, 2, {"zero1": True})]
-
-
-def test_adapters_train_as_on_one_rank() -> None:
-    """With dropout in them, but for several ranks of data."""
-    alone = {dp: call(jobs.lora, 1, dp, {})[0] for dp in (1, 2)}
-    for tp, dp, options in LORA:
-        ranks = call(jobs.lora, tp * dp, dp, options)
-        mean = [sum(losses) / len(losses) for losses in zip(*ranks, strict=True)]
-        assert mean == pytest.approx(alone[dp], rel=NEAR), (tp, dp, options)
-
-
 def test_models_of_transformers_equal_the_whole_ones() -> None:
     pytest.importorskip("transformers")
     none_differ(call(jobs.hugging_face, 2))
@@ -116,43 +103,11 @@ def test_a_recipe_of_one_rank_trains_on_the_gpu(tmp_path: Path) -> None:
     assert all(torch.allclose(weights[True][key], value, atol=1e-4) for key, value in weights[False].items())
 
 
-RECIPES = {
-    "dp": [],
-    "tp": ["distributed_strategy.tensor_model_parallel_size=2", "distributed_strategy.sequence_parallel=true"],
-    "pp": ["distributed_strategy.pipeline_model_parallel_size=2"],
-}
-
-
-def test_recipes_train_as_on_the_cpu(tmp_path: Path) -> None:
-    write_tiny("llama", tmp_path / "model")
-    write_pairs(tmp_path)
-    more = "model_alignment_strategy: {sft: {packing: true}}\n"
-    expected = call(jobs.recipe, 1, str(write(tmp_path, 1, more)), [], 3, gpu=False)[0]
-    assert call(jobs.recipe, 1, str(write(tmp_path, 1, more)), [], 3)[0] == pytest.approx(expected, rel=NEAR)
-    for name, overrides in RECIPES.items():
-        found = call(jobs.recipe, 2, str(write(tmp_path, 2, more)), overrides, 3)
-        assert found[0] == pytest.approx(expected, rel=NEAR), name
-        assert found[1] == found[0], name
-
-
 def test_a_trainer_of_lightning_trains_as_the_plain_loop() -> None:
     pytest.importorskip("lightning")
     for found in call(jobs.lightning, 2, lightning.JOBS):
         for name, losses in found.items():
             assert losses == pytest.approx(plain(4), rel=NEAR), name
-
-
-def test_the_example_trains_as_on_the_cpu(tmp_path: Path) -> None:
-    write_tiny("llama", tmp_path / "llama")
-    losses = {}
-    for gpu in (True, False):
-        options = ["--steps", "6", "--lr", "0.01", "--text", str(ROOT / "examples/train.py")]
-        said = launch(
-            [sys.executable, str(ROOT / "examples/train.py"), "llama", f"ckpts{gpu}", *options], 2, gpu, tmp_path
-        )
-        losses[gpu] = [float(text) for text in re.findall(r"loss (\S+)", said[0])]
-        assert (tmp_path / f"ckpts{gpu}/step_6").is_dir()
-    assert losses[True][0] > losses[True][-1] == pytest.approx(losses[False][-1], abs=1e-3)
 
 
 def test_a_rank_is_not_left_waiting_for_a_lost_one(tmp_path: Path) -> None:

@@ -18,15 +18,12 @@ from nxd_infer import comm, parallel_state
 from nxd_infer.context import current_context
 from nxd_infer.parallel_layers import ColumnParallelLinear, RowParallelLinear
 from nxd_infer.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
-from nxd_infer.recipes.recipe import load
 from nxd_infer.testing.compare import Reference, Training, compare_with, train_single
 from nxd_infer.trainer import shutdown
 from nxd_infer.util.devices import transport_device
-from tests.integration.modules.test_lora_training import train_llama
 from tests.integration.pipeline import test_equivalence as pipelines
 from tests.integration.trainer import test_equivalence as trainer
 from tests.support.pipeline.models import SPEC, Residual, data
-from tests.support.recipes.jobs import losses_on_a_rank
 
 
 def current_world() -> int:
@@ -201,14 +198,6 @@ def trained(folder: str, first: int, last: int, halves: bool) -> list[Any]:
     return [*losses, device]
 
 
-def lora(dp: int, options: dict[str, Any]) -> list[float]:
-    """Losses of a model with adapters."""
-    parallel_state.initialize_model_parallel(1 if current_world() == 1 else current_world() // dp)
-    losses = train_llama(dp, options)
-    shutdown()
-    return losses
-
-
 def hugging_face() -> list[str]:
     """Every model of tests/distributed, split over the ranks."""
     from tests.integration.distributed.test_apply import differences
@@ -221,15 +210,6 @@ def hugging_face() -> list[str]:
         found += [f"{what}: {line}" for line in differences(case, sequence_parallel=sequence_parallel)]
     shutdown()
     return found
-
-
-def recipe(file: str, overrides: list[str], steps: int) -> list[float]:
-    """Losses of a recipe's first steps, and the norm of the parameters after them."""
-    strategy = load(file, overrides).recipe.distributed_strategy
-    parallel_state.initialize_model_parallel(strategy.tensor_model_parallel_size, strategy.pipeline_model_parallel_size)
-    losses = losses_on_a_rank(file, overrides, steps)
-    shutdown()
-    return losses
 
 
 def lightning(jobs: dict[str, tuple[int, dict[str, Any]]]) -> dict[str, list[float]]:

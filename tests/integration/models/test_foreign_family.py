@@ -13,9 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from nxd_infer import trainer as nxd
-from nxd_infer.errors import WeightMismatchError
 from nxd_infer.hugging_face import weights as hf
-from nxd_infer.layout import as_source
 from nxd_infer.trace import parallel_model_trace
 from nxd_infer.verify import verify_artifact
 from nxd_models import registry
@@ -134,19 +132,6 @@ def test_an_exported_checkpoint_is_what_transformers_wrote(even, tmp_path, capsy
     assert set(exported) == set(theirs)
     for name, tensor in theirs.items():
         assert torch.equal(exported[name], tensor), name
-
-
-def test_a_fused_tensor_of_which_a_part_is_missing_is_not_exported(even):
-    table = registry.load_config(even).spec.stored_weights
-    names = [f"transformer.h.0.attn.{part}.bias" for part in ("query", "key", "value")]
-    weights = {name: torch.arange(2.0) + i for i, name in enumerate(names)}
-    stored = hf.StoredSource(as_source(weights), table)
-    fused = "transformer.h.0.attn.c_attn.bias"
-    assert list(stored.keys()) == [fused] and stored.shape(fused) == (6,) and stored.dtype(fused) == torch.float32
-    assert stored.read(fused, [slice(1, 5)]).tolist() == [1, 1, 2, 2]
-    del weights[names[1]]
-    with pytest.raises(WeightMismatchError, match=rf"{fused} is made of 3 weights, .* only {names[0]}, {names[2]}"):
-        hf.StoredSource(as_source(weights), table)
 
 
 def test_the_page_that_tells_how_shows_this_package():

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from nxd_infer.hugging_face import weights as hf
 from nxd_infer.trace import parallel_model_trace
 from nxd_infer.verify import verify_artifact
-from nxd_models import registry
 from nxd_models.serving import tasks
 from tests.support.distributed.models import Case
 from tests.support.models.helpers import FOREIGN_PLAN, installed_package, reference, relative_difference
@@ -76,16 +75,6 @@ def test_a_traced_encoder_gives_the_vectors_of_transformers(tmp_path):
     mean = (hidden * MASK[..., None]).sum(1) / MASK.sum(1, keepdim=True)
     assert relative_difference(found, F.normalize(mean, dim=-1)) < 1e-5
     assert verify_artifact(artifact, path).failed == []
-
-
-def test_a_prefix_that_only_the_files_have(tmp_path):
-    path = write(tmp_path / "model", "distilbert", CLASSIFIER)
-    module = registry.load_model(path, "embed")
-    assert (
-        module.parts[0]
-        .transformer.layer[0]
-        .ffn.lin1.weight.equal(hf.weights(path).read("distilbert.transformer.layer.0.ffn.lin1.weight"))
-    )
 
 
 def test_the_page_that_tells_how_shows_this_package():

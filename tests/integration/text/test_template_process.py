@@ -15,7 +15,7 @@ from nxd_server.errors import EngineUnavailableError
 from nxd_server.settings import ServerSettings
 from nxd_server.text import template_process as process
 from nxd_server.text.chat_template import TemplateSources
-from nxd_server.text.template_process import NICENESS, BoundedTemplate, RenderingFailed
+from nxd_server.text.template_process import NICENESS, BoundedTemplate
 from tests.support import tiny_models
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -59,14 +59,6 @@ def test_a_client_that_leaves_when_its_answer_has_come_ends_no_job_of_the_next(t
     assert template._run(one) == "hello"
     monkeypatch.setattr(template, "_answer", whole)
     assert rendered(template) == "hello"
-
-
-def test_a_conversation_whose_client_has_left_is_not_begun_and_the_process_goes_on(template):
-    pid, one = template.pid, process._Rendering(HELLO, {}, 9)
-    template._cancel(one)
-    with pytest.raises(RenderingFailed):
-        template._run(one)
-    assert rendered(template) == "hello" and template.pid == pid
 
 
 def test_a_process_that_died_while_it_had_nothing_to_do_is_started_again(template):

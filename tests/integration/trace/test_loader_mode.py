@@ -67,39 +67,6 @@ def test_collectives_and_meta_buffers_are_refused_in_loader_mode():
         load(lambda: {}, _meta_buffer, X)
 
 
-class Rank(nn.Module):
-    """Counts its runs; with ``baked`` it reads the rank as a number."""
-
-    runs: list[int] = []
-
-    def __init__(self, equal: bool, baked: bool):
-        super().__init__()
-        self.nxd_equal_ranks, self.baked, self.context = equal, baked, current_context()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.register_buffer("offset", torch.full((4,), float(self.context.tp.rank)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.runs.append(1)
-        own = self.context.tp.rank if self.baked else comm.axis_rank(self.context)
-        return comm.all_reduce(x * self.weight + self.offset + own, self.context)
-
-
-@pytest.mark.parametrize(
-    ("equal", "baked", "more", "runs"),
-    [(True, False, {}, 1), (False, False, {}, 3), (False, True, {}, 3), (False, False, {"spmd_mode": True}, 2)],
-)
-def test_ranks_that_say_they_are_equal_are_exported_once(equal, baked, more, runs):
-    """Their weights, and the values of their buffers, are their own."""
-    Rank.runs.clear()
-    func = functools.partial(Rank, equal, baked)
-    model = load(lambda: {"weight": torch.full((4,), 2.0)}, func, X, tp_degree=3, **more)
-    assert len(Rank.runs) == runs
-    assert len(set(model.buckets[0].graphs)) == (3 if baked else 1)
-    if equal:
-        assert torch.equal(model(X + 1), torch.full((4,), 3 * 2.0 + 2 * (0 + 1 + 2)))
-    model.close()
-
-
 def _communicates():
     comm.all_reduce(torch.ones(1), current_context())
     return models.Plus()

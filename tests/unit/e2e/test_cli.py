@@ -12,10 +12,8 @@ from rich.console import Console
 import nxd_infer
 from nxd_infer.cli.console import bar
 from nxd_infer.cli.trace import TraceProgress
-from nxd_infer.verify.artifact import generation_cases
 from tests.support import toy_artifacts as toy
 from tests.support.e2e.command import here, refused
-from tests.support.engine.toy_model import ToyModel
 from tests.support.tiny_models import write_tiny
 
 COMMANDS = ("trace", "recompile", "serve", "generate", "verify", "doctor", "demo")
@@ -45,14 +43,6 @@ def test_the_demo_leaves_a_directory_alone_that_is_not_of_a_demo(tmp_path):
     refused(here("demo", "--dir", tmp_path, "--seconds", 1), "is left alone", "--dir")
     assert (tmp_path / "model" / "model.safetensors").read_text() == "precious"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_verify_feeds_no_position_behind_the_last():
-    """Rows beyond the slots feed further tokens of them, of which few may be left behind the shortest piece."""
-    manifest = ToyModel(slots=2, max_len=18, prompt_buckets=(16,), batch_sizes=(1, 18)).manifest
-    for _, steps in generation_cases(manifest, torch.Generator()):
-        for _, inputs in steps:
-            assert (inputs["start"] < 18).all() and (inputs["start"] + inputs["length"] <= 18).all()
 
 
 def test_code_that_chooses_buckets_can_be_refused(model_dir, tmp_path):

@@ -84,17 +84,3 @@ T = torch.arange(12.0)
 def test_likeness(first, second, same):
     assert (alike(first, second) is not None) == same
     assert (alike(second, first) is not None) == same
-
-
-def test_pairs_are_the_tensors_at_equal_places_and_each_once():
-    first, second = ({"a": [x, x], "b": adds(x)} for x in (torch.zeros(2), torch.ones(2)))
-    pairs = alike(first, second)
-    assert pairs is not None and len(pairs) == 1
-    assert pairs[0][0] is first["a"][0] and pairs[0][1] is second["a"][0]
-    assert alike(first, {**second, "a": [torch.ones(2), torch.ones(2)]}) is None
-
-
-def test_what_is_free_is_not_read():
-    assert alike([Hides(1)], [Hides(2)], (Hides,)) == []
-    own = Hides(1)
-    assert alike([own, own], [Hides(1), Hides(1)], (Hides,)) is None
