@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import save
 
 from nxd_server.errors import RequestError
-from nxd_server.http.admin.load_adapters import AdapterBody
-from nxd_server.http.admin.update_weights import WeightsBody
+from nxd_server.http.admin import AdapterBody, WeightsBody
 from nxd_server.http.error_responses import ApiError
+from nxd_server.http.openai.chat import check_messages
+from nxd_server.http.openai.response_format import wanted_form
 from nxd_server.http.openai.schemas import (
     ChatBody,
     ClassifyBody,
@@ -23,11 +24,12 @@ from nxd_server.http.openai.schemas import (
     texts_or_pairs,
     token_lists,
 )
+from nxd_server.http.openai.tools import offered_tools
 from nxd_server.http.predict import PredictBody, read_tensors, unpack
+from nxd_server.http.request_body import parse_json
 from nxd_server.http.tensors import tensor_from_json, tensor_to_json
 from nxd_server.http.tokenize import DetokenizeBody, TokenizeBody
 from nxd_server.text.chat_template import normalise_messages
-from nxd_server.text.strict_json import parse_json
 from tests.fuzz.target import Target
 
 BODIES = (
@@ -62,9 +64,11 @@ def _use(found: Any) -> None:
     if isinstance(found, CompletionBody):
         token_lists(found.prompt, "prompt")
     if isinstance(found, ChatBody):
-        normalise_messages(found.messages)
+        normalise_messages(check_messages(found.messages, "mistral"))
+        offered_tools(found.tools, found.tool_choice, "mistral")
     if isinstance(found, (CompletionBody, ChatBody)):
         found.check_stream_options()
+        wanted_form(found)
         found.sampling(found.max_tokens, None, {})
     if isinstance(found, EmbeddingBody):
         token_lists(found.input, "input")

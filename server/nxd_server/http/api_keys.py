@@ -30,12 +30,6 @@ class Keys:
         self._digests = [hashlib.sha256(key).digest() for key in keys]
         self._admin = [] if admin is None else [hashlib.sha256(admin).digest()]
 
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    def __repr__(self) -> str:
-        return f"Keys({len(self._digests)})"
-
     def check(self, scope: Scope) -> None:
         """Raise :class:`ApiError` 401 unless ``scope`` is an open path or carries a key."""
         if not self._digests or scope["path"] in OPEN_PATHS:

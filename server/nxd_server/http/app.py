@@ -10,13 +10,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from nxd_infer.util.version import VERSION
-from nxd_server.http import sagemaker, tokenize
-from nxd_server.http.admin import load_adapters
-from nxd_server.http.admin.load_adapters import AdapterBody
-from nxd_server.http.admin.update_weights import WeightsBody, weights
+from nxd_server.http import admin, tokenize
 from nxd_server.http.api_keys import Keys
 from nxd_server.http.body_schema import Body
-from nxd_server.http.error_responses import CODES, TYPES, ApiError
+from nxd_server.http.error_responses import STATUSES, ApiError, bad_request
 from nxd_server.http.middleware import RequestMiddleware
 from nxd_server.http.openai import models
 from nxd_server.http.openai.chat import chat
@@ -28,7 +25,7 @@ from nxd_server.http.ops.metrics import Metrics
 from nxd_server.http.predict import PredictBody, predict
 from nxd_server.http.protocol import Connections
 from nxd_server.http.request_body import Bodies
-from nxd_server.http.request_context import ENCODERS, Context, context_of, parse, require_admin
+from nxd_server.http.request_context import ENCODERS, Context, context_of, json_body, parse, require_admin
 from nxd_server.text.concurrency_limit import ConcurrencyLimit
 
 if TYPE_CHECKING:
@@ -46,7 +43,8 @@ def create_app(service: Service, settings: ServerSettings) -> FastAPI:
         redirect_slashes=False,
         separate_input_output_schemas=False,
     )
-    metrics = Metrics(service)
+    connections = app.state.connections = Connections(settings)
+    metrics = Metrics(service, connections)
     keys = Keys(settings.keys(), settings.admin())
     prompts, tensors, grammars = (
         ConcurrencyLimit(what, width, settings.max_queued_requests)
@@ -54,8 +52,6 @@ def create_app(service: Service, settings: ServerSettings) -> FastAPI:
     )
     app.state.context = Context(service, settings, metrics, keys, prompts, tensors, grammars, Bodies())
     app.state.in_flight = set()
-    app.state.connections = Connections(settings)
-    metrics.watch(app.state.connections)
     app.add_middleware(
         RequestMiddleware,
         keys=keys,
@@ -72,19 +68,19 @@ def create_app(service: Service, settings: ServerSettings) -> FastAPI:
     _post(app, "/v1/predict", PredictBody, predict)
     _post(app, "/tokenize", tokenize.TokenizeBody, tokenize.tokenize, ready=False)
     _post(app, "/detokenize", tokenize.DetokenizeBody, tokenize.detokenize, ready=False)
-    app.add_api_route("/invocations", sagemaker.invocations, methods=["POST"], response_model=None)
+    app.add_api_route("/invocations", invocations, methods=["POST"], response_model=None)
 
-    _post(app, "/v1/weights", WeightsBody, weights, admin=True)
-    _post(app, "/v1/adapters", AdapterBody, load_adapters.load_adapter, admin=True)
-    _get(app, "/v1/adapters", load_adapters.list_adapters)
-    app.add_api_route("/v1/adapters/{name:path}", load_adapters.remove_adapter, methods=["DELETE"], response_model=None)
+    _post(app, "/v1/weights", admin.WeightsBody, admin.weights, only_admin=True)
+    _post(app, "/v1/adapters", admin.AdapterBody, admin.load_adapter, only_admin=True)
+    _get(app, "/v1/adapters", admin.list_adapters)
+    app.add_api_route("/v1/adapters/{name:path}", admin.remove_adapter, methods=["DELETE"], response_model=None)
     _get(app, "/v1/models", models.list_models)
     _get(app, "/v1/models/{model:path}", models.get_model)
     _get(app, "/v1/buckets", models.list_buckets)
     _get(app, "/livez", health.livez)
     _get(app, "/readyz", health.readyz)
     _get(app, "/health", health.health)
-    _get(app, "/ping", health.ping)
+    _get(app, "/ping", health.readyz)  # SageMaker's
     _get(app, "/version", health.version)
     _get(app, "/metrics", health.metrics)
     return app
@@ -102,15 +98,15 @@ def _post(
     handler: Callable[[Request, Any], Awaitable[Any]],
     *,
     ready: bool = True,
-    admin: bool = False,
+    only_admin: bool = False,
 ) -> None:
     """Add a route whose body is parsed by ``kind``: strictly, with errors in our format.
 
-    ``admin``: only with the admin key. (A route without a body calls ``require_admin`` itself.)
+    ``only_admin``: only with the admin key. (A route without a body calls ``require_admin`` itself.)
     """
 
     async def endpoint(request: Request) -> Any:
-        if admin:
+        if only_admin:
             require_admin(request)
         if ready:  # before the body, which an unavailable server need not read
             context_of(request).service.require_ready()
@@ -128,6 +124,31 @@ def _post(
     )
 
 
+async def invocations(request: Request) -> Any:
+    """SageMaker's one route, whose fields select ours: chat (``messages``), completion (``prompt``), embedding or
+    classification (``input``) or tensors (``inputs``)."""
+    context = context_of(request)
+    context.service.require_ready()
+    data = await json_body(request)
+    if data.get("messages") is not None:
+        return await chat(request, ChatBody.parse(data))
+    if data.get("prompt") is not None:
+        return await completions(request, CompletionBody.parse(data))
+    if data.get("input") is not None:
+        if context.service.task == "classify":
+            return await classify(request, ClassifyBody.parse(data))
+        return await embeddings(request, EmbeddingBody.parse(data))
+    if data.get("inputs") is not None or data.get("safetensors") is not None:
+        return await predict(request, PredictBody.parse(data))
+    raise bad_request(
+        "the body holds none of `messages`, `prompt`, `input`, `inputs` and `safetensors`; for this model send "
+        + {"generate": "`prompt` or `messages`", "embed": "`input`", "classify": "`input`"}.get(
+            context.service.task, "`inputs`"
+        ),
+        code="missing_parameter",
+    )
+
+
 async def _http_exception(request: Request, error: Exception) -> Any:
     """Convert the framework's own errors (404, 405) to our format."""
     if not isinstance(error, HTTPException):
@@ -140,5 +161,4 @@ async def _http_exception(request: Request, error: Exception) -> Any:
         message = f"{path} does not take {request.method}; it takes {headers.get('allow', 'another method')}"
     else:
         message = str(error.detail)
-    status = error.status_code if error.status_code in TYPES else 400
-    raise ApiError(status, message, code=CODES[status], headers=headers)
+    raise ApiError(error.status_code if error.status_code in STATUSES else 400, message, headers=headers)

@@ -34,41 +34,28 @@ from nxd_server.errors import (
     summary,
 )
 
-TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    409: "conflict_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "service_unavailable_error",
-    504: "timeout_error",
+STATUSES = {
+    400: ("invalid_request_error", "invalid_request"),
+    401: ("authentication_error", "invalid_api_key"),
+    403: ("permission_error", "forbidden"),
+    404: ("not_found_error", "not_found"),
+    405: ("invalid_request_error", "method_not_allowed"),
+    409: ("conflict_error", "conflict"),
+    413: ("invalid_request_error", "body_too_large"),
+    415: ("invalid_request_error", "compressed_body"),
+    429: ("rate_limit_error", "queue_full"),
+    500: ("server_error", "internal_error"),
+    503: ("service_unavailable_error", "service_unavailable"),
+    504: ("timeout_error", "timeout"),
 }
-CODES = {
-    400: "invalid_request",
-    401: "invalid_api_key",
-    403: "forbidden",
-    404: "not_found",
-    405: "method_not_allowed",
-    409: "conflict",
-    413: "body_too_large",
-    415: "compressed_body",
-    429: "queue_full",
-    500: "internal_error",
-    503: "service_unavailable",
-    504: "timeout",
-}
+"""Type of an error, and its code if it has none of its own, by status."""
 
 
 class ApiError(Exception):
     """An error to be sent to the client.
 
     Args:
-        status: one of :data:`TYPES`.
+        status: one of :data:`STATUSES`.
         message: for people: the value, the limit, the fix.
         param: the wrong field of the body, as a path (``messages[0].role``).
         code: for programs; by default that of the status.
@@ -90,14 +77,11 @@ class ApiError(Exception):
         self.status = status
         self.message = message
         self.param = param
-        self.code = code or CODES.get(status, "error")
+        self.type, own_code = STATUSES[status]
+        self.code = code or own_code
         self.headers = dict(headers or {})
         if retry_after is not None:
             self.headers["retry-after"] = str(max(1, round(retry_after)))
-
-    @property
-    def type(self) -> str:
-        return TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}

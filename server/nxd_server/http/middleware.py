@@ -94,17 +94,7 @@ class RequestMiddleware:
             self._metrics.http(scope["method"], route, status, seconds)
             probe = scope["path"] in OPEN_PATHS and status in (200, 503)  # some client polls every second
             if self._access_log and not probe:
-                client = scope.get("client")
-                log_access(
-                    scope["method"],
-                    scope["path"],
-                    status,
-                    seconds,
-                    request_id,
-                    client[0] if client else "-",
-                    sent,
-                    scope.get(REFUSAL),
-                )
+                log_access(scope, status, seconds, sent)
 
 
 def _check_framing(scope: Scope) -> None:

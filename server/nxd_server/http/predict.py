@@ -13,8 +13,7 @@ from starlette.responses import Response
 
 from nxd_server.http.body_schema import Body, Listed
 from nxd_server.http.error_responses import bad_request, clip, encode, missing_field
-from nxd_server.http.oneshot_results import wait_all
-from nxd_server.http.request_context import check_model, context_of, seconds_left, unless_left, whole_of
+from nxd_server.http.request_context import check_model, context_of, seconds_left, unless_left, wait_all, whole_of
 
 if TYPE_CHECKING:
     import torch

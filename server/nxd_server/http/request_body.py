@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
 
+from nxd_server.errors import BodyError
 from nxd_server.http.error_responses import ApiError
-from nxd_server.text.strict_json import parse_json
 
 if TYPE_CHECKING:
     from nxd_server.app.service import Service
@@ -25,6 +26,10 @@ DRAIN_SECONDS = 2.0
 SMALLEST_LIMIT, LARGEST_LIMIT = 2 * 2**20, 16 * 2**20
 TOKEN_BYTES = 6
 """An id with its comma, or the text of a token."""
+
+MOST_CONTAINERS = 2**18
+"""Most brackets and braces, in texts too: lists and objects are slow to parse, which stops everything else. For four
+million, the most that a body has room for, more than a second."""
 
 
 class ClientLeft(Exception):
@@ -46,6 +51,34 @@ def declared_length(request: Request) -> int | None:
     """Return the ``Content-Length``, or ``None`` for a chunked or absent body."""
     value = request.headers.get("content-length")
     return int(value) if value is not None and value.isascii() and value.isdigit() else None
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """``data`` as a JSON object.
+
+    Raises BodyError if the text is empty, not UTF-8, not JSON (``NaN``, lone surrogates and more than 200 levels are
+    not), not an object, or too complex.
+    """
+    if not data or data.isspace():
+        raise _invalid("is empty; a JSON object is expected")
+    if data.count(b"[") + data.count(b"{") > MOST_CONTAINERS:
+        raise BodyError(
+            f"the request body holds more than {MOST_CONTAINERS} lists and objects, which are not read; send less at "
+            "once, or tensors as `safetensors`",
+            "body_too_complex",
+        )
+    try:
+        value = from_json(data, allow_inf_nan=False, cache_strings=False)
+    except ValueError as error:
+        raise _invalid(f"is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        kind = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
+        raise _invalid(f"must be a JSON object, not {kind}")
+    return value
+
+
+def _invalid(what: str) -> BodyError:
+    return BodyError(f"the request body {what}", "invalid_json")
 
 
 class Bodies:

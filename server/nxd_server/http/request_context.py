@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +14,7 @@ from starlette.requests import Request
 
 from nxd_server.engine.admission import WholeRequest
 from nxd_server.engine.request import check_token_ids
-from nxd_server.errors import PromptTooLongError, not_finished
+from nxd_server.errors import DEADLINE_GRACE, PromptTooLongError, ended_early, not_finished
 from nxd_server.http.body_schema import Body
 from nxd_server.http.error_responses import ApiError, bad_request, clip
 from nxd_server.http.request_body import Bodies, ClientLeft, client_left, default_limit
@@ -139,6 +140,33 @@ async def unless_left(request: Request, work: Awaitable[T], timeout: float | Non
     finally:
         task.cancel()
         watcher.cancel()
+
+
+async def wait_all(request: Request, submit: Sequence[Callable[[], Future[T]]], *, timeout: float) -> list[T]:
+    """Submit all calls or none, and wait for all results.
+
+    Args:
+        submit: each queues one call.
+        timeout: seconds in total.
+
+    Raises:
+        ClientLeft: the connection closed; calls that were not running yet are cancelled.
+        NxdError: a call failed, or the deadline passed.
+    """
+    futures: list[Future[T]] = []
+    try:
+        for one in submit:
+            futures.append(one())
+        results = asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
+        try:
+            return await unless_left(request, results, timeout + DEADLINE_GRACE)
+        except (asyncio.CancelledError, CancelledError):
+            if results.done():  # cancelled by the engine, not by this task's canceller
+                raise ended_early() from None
+            raise
+    finally:
+        for future in futures:
+            future.cancel()
 
 
 async def encode_text(context: Context, text: str, field: str, *, special: bool = True) -> list[int]:

@@ -64,9 +64,12 @@ _IN_STRING = re.compile(r'["\\]')
 
 @dataclass(frozen=True)
 class ToolCall:
+    """A call, or a piece of one."""
+
     name: str
+    """Empty in a piece of a call that has begun."""
     arguments: str
-    """The text of a JSON object."""
+    """The text of a JSON object, or what follows of it."""
 
 
 Read = tuple[str, list[ToolCall]]
@@ -381,14 +384,6 @@ def _object(name: str, key: str, arguments: str, more: str = "") -> str:
     return f'{json.dumps(begin)} {arguments} {more} "}}"'
 
 
-@dataclass(frozen=True)
-class CallPiece:
-    name: str
-    """Of the call that begins; "" for the one that goes on."""
-    arguments: str
-    """What follows of the text of its JSON object."""
-
-
 class ForcedCallReader:
     """Reads the calls of an answer that must be calls, piece by piece, as the model writes them.
 
@@ -408,15 +403,15 @@ class ForcedCallReader:
         self.wrote = False
         """Whether the answer has a visible character."""
 
-    def feed(self, text: str) -> list[CallPiece]:
+    def feed(self, text: str) -> list[ToolCall]:
         """Take the next piece; return what it adds to the calls, one for each."""
         self.wrote = self.wrote or bool(text.strip())
-        found: list[CallPiece] = []
+        found: list[ToolCall] = []
         name, place = "", 0
         while place < len(text):
             if self.inside:
                 end = self._end_of_arguments(text, place)
-                found.append(CallPiece(name, text[place:end]))
+                found.append(ToolCall(name, text[place:end]))
                 name, place = "", end
                 continue
             held = self._held + text[place:]
@@ -427,7 +422,7 @@ class ForcedCallReader:
             name, self.inside, self._held = head[1] or head[2], True, ""
             place = len(text) - (len(held) - head.end())
         if name:
-            found.append(CallPiece(name, ""))
+            found.append(ToolCall(name, ""))
         return found
 
     def _end_of_arguments(self, text: str, place: int) -> int:

@@ -7,8 +7,7 @@ import json
 import logging
 import os
 
-from nxd_server.http.ops.log_writer import LogWriter
-from nxd_server.http.ops.logs import TextFormatter
+from nxd_server.http.ops.logs import LogWriter, TextFormatter
 from tests.support.http.http_servers import toy_server, wait_for
 
 COMPLETIONS = "/v1/completions"

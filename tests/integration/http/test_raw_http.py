@@ -7,8 +7,10 @@ import contextlib
 import re
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from tests.support.http.http_servers import raw, read_all, toy_server
+from tests.support.http.http_servers import http_request, raw, read_all, toy_server
 
 BODY = b'{"prompt": "a"}'
 NEXT = b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -99,6 +101,17 @@ def test_a_request_may_come_in_pieces_of_any_size(server):
         for place in range(0, len(data), 7):
             connection.sendall(data[place : place + 7])
         assert re.findall(rb"HTTP/1\.1 (\d\d\d) ", read_all(connection)) == [b"200", b"200"]
+
+
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@given(data=st.binary(min_size=1, max_size=60), place=st.integers(0, 80))
+def test_random_bytes_in_a_request_are_answered_or_the_connection_is_closed(server, data, place):
+    good = http_request("/tokenize", BODY, "Connection: close")
+    with raw(server, good[:place] + data + good[place:]) as connection:
+        connection.shutdown(1)
+        answer = read_all(connection)
+    assert not answer or answer.startswith(b"HTTP/1.1 ")
+    assert b" 500 " not in answer[:20]
 
 
 def test_the_servers_are_as_before(server, hasty):

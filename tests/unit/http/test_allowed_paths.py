@@ -12,8 +12,7 @@ import pytest
 from nxd_infer.checkpoint.folder import find_checkpoint
 from nxd_infer.checkpoint.storage import storage_of
 from nxd_server.errors import ForbiddenPathError
-from nxd_server.http.admin.allowed_paths import path_under
-from nxd_server.http.admin.update_weights import unchanged
+from nxd_server.http.admin import path_under, unchanged
 from nxd_server.http.error_responses import ApiError
 from tests.support.http.weights_root import weights_root
 

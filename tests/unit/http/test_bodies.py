@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from nxd_server.app.served_model import ServedModel
+from nxd_server.errors import BodyError
 from nxd_server.http.body_schema import Body
 from nxd_server.http.error_responses import ApiError
 from nxd_server.http.openai.completions import check_choices
@@ -20,7 +21,7 @@ from nxd_server.http.openai.embeddings import tokens_of
 from nxd_server.http.openai.schemas import SamplingBody
 from nxd_server.http.predict import PredictBody
 from nxd_server.http.protocol import most_connections
-from nxd_server.http.request_body import Bodies, ClientLeft, default_limit
+from nxd_server.http.request_body import MOST_CONTAINERS, Bodies, ClientLeft, default_limit, parse_json
 from nxd_server.http.tokenize import DetokenizeBody, TokenizeBody
 from nxd_server.settings import ServerSettings
 from nxd_server.text.concurrency_limit import ConcurrencyLimit
@@ -65,11 +66,30 @@ def test_large_bodies_are_refused_while_others_take_all_the_room_and_small_ones_
     asyncio.run(main())
 
 
-def test_a_body_that_goes_silent_is_504():
-    bodies = Bodies()
-    with pytest.raises(ApiError, match=r"went silent for 0.05 s \(connection_timeout\)") as caught:
-        asyncio.run(reading(bodies, asyncio.Event().wait, silence=0.05))
-    assert caught.value.status == 504 and bodies.held == 0
+NOT_JSON = {
+    "empty": b" ",
+    "a list": b"[1]",
+    "more": b'{"a": 1} x',
+    "a control character": b'{"a": "\x01"}',
+    "NaN": b'{"a": NaN}',
+    "no UTF-8": b'{"a": "\xff"}',
+    "a lone surrogate": b'{"a": "\\ud800"}',
+    "deep": b'{"a": ' + b"[" * 300 + b"]" * 300 + b"}",
+    "one long number": b'{"a": ' + b"1" * 2**20 + b"}",
+    "very many lists": b'{"a": [' + b"[]," * MOST_CONTAINERS + b"1]}",
+}
+
+
+@pytest.mark.parametrize("case", NOT_JSON)
+def test_what_is_no_strict_json_or_takes_long_to_parse_is_refused(case):
+    with pytest.raises(BodyError) as caught:
+        parse_json(NOT_JSON[case])
+    assert caught.value.code == ("body_too_complex" if case == "very many lists" else "invalid_json")
+
+
+def test_large_json_is_taken():
+    assert len(parse_json(b'{"a": [' + b"1," * 2**20 + b"1]}")["a"]) == 2**20 + 1
+    assert parse_json(b'{"a": [' + b"[]," * (MOST_CONTAINERS - 10) + b"1]}")
 
 
 BODY_KINDS = [*SamplingBody.__subclasses__(), *(kind for kind in Body.__subclasses__() if kind is not SamplingBody)]

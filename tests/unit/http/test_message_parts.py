@@ -6,14 +6,11 @@ import asyncio
 from unittest.mock import AsyncMock, Mock
 
 import pytest
-from hypothesis import given
 
-from nxd_server.http.error_responses import ApiError
 from nxd_server.http.openai.chat import MessageParts
 from nxd_server.http.openai.event_stream import KEEP_ALIVE, EventStream
-from nxd_server.http.openai.tools import ChoiceCalls, earlier_calls, offered_tools
+from nxd_server.http.openai.tools import ChoiceCalls
 from nxd_server.text.reasoning import FORMATS, ReasoningReader
-from tests.support.http.json_values import values
 
 CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
 
@@ -64,15 +61,3 @@ def test_a_call_in_reasoning_that_is_left_open_is_made(size):
         assert calls == names and parts.reason("stop") == reason
         thoughts = "".join(part.get("reasoning_content", "") for part in found)
         assert thoughts == call and "".join(part.get("content", "") for part in found) == text[len(call) :][8:]
-
-
-@given(values)
-def test_any_value_is_taken_or_refused(value):
-    for check in (
-        lambda: earlier_calls(value, "x", "mistral"),
-        lambda: offered_tools([{"function": value}], value, "hermes"),
-    ):
-        try:
-            check()
-        except ApiError as error:
-            assert error.status == 400 and error.param

@@ -11,13 +11,12 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-import torch
 from starlette.requests import Request
 
 from nxd_server.errors import QueueFullError
 from nxd_server.http.error_responses import ApiError
-from nxd_server.http.predict import PredictBody, predict, read_tensors, unpack
-from nxd_server.http.tensors import tensor_from_json, tensors_from_safetensors, tensors_to_safetensors
+from nxd_server.http.predict import PredictBody, predict, unpack
+from nxd_server.http.tensors import tensor_from_json, tensors_from_safetensors
 from nxd_server.settings import ServerSettings
 from nxd_server.text.concurrency_limit import ConcurrencyLimit
 
@@ -63,18 +62,6 @@ def test_what_is_no_file_of_the_models_inputs_is_400():
     for text in ("eHh4eA==eHh4", "eHh4" * 300_000 + "e", "é" * 8):
         with pytest.raises(ApiError, match="`safetensors` is not base64"):
             unpack(text, {"x": None})
-
-
-def test_of_other_inputs_than_the_models_no_tensor_is_made(monkeypatch):
-    monkeypatch.setattr("nxd_server.http.tensors.tensor_from_json", None)
-    with pytest.raises(ApiError, match="there is no such input"):
-        read_tensors({"x": [1], "y": [1]}, {"x": SimpleNamespace(torch_dtype=None, default=None)})
-
-
-def test_a_large_file_is_the_same_tensors():
-    tensors = {"x": torch.arange(2**20, dtype=torch.int32), "y": torch.zeros(0)}
-    found = unpack(tensors_to_safetensors(tensors), dict.fromkeys("xy", SimpleNamespace(default=None)))
-    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
 
 
 @pytest.mark.parametrize("body", [{"inputs": {"x": [1]}}, {"safetensors": packed(b"{}")}], ids=list)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from nxd_server.engine.events import FinishEvent, TokenEvent
 from nxd_server.engine.request import max_new_tokens
@@ -18,13 +15,12 @@ from nxd_server.http.error_responses import (
     ApiError,
     bad_request,
     clip,
-    encode,
     missing_field,
     unknown_field,
     unsupported,
 )
 from nxd_server.http.openai.completions import check_choices, with_limit
-from nxd_server.http.openai.event_stream import ChunkWriter, EventStream, usage_object
+from nxd_server.http.openai.event_stream import Answer, respond
 from nxd_server.http.openai.generation import Generation
 from nxd_server.http.openai.logprobs import chat_logprob
 from nxd_server.http.openai.response_format import schemas_of, wanted_form, with_calls
@@ -43,11 +39,8 @@ from nxd_server.http.request_context import (
     compiled_grammar,
     context_of,
     encode_text,
-    request_id,
     require_task,
-    seconds_left,
     unless_left,
-    whole_of,
 )
 from nxd_server.text.reasoning import Place, ReasoningCounter, ReasoningReader, free_reasoning, place_behind
 from nxd_server.text.tokenizer import Tokenizer
@@ -192,20 +185,7 @@ async def chat(request: Request, body: ChatBody) -> Any:
         free = free_reasoning(tokenizer, service.vocab_size, tags, place)
         grammar, place = (grammar, "over") if free is None else (grammar.behind(free), place)
     room = max_new_tokens(asked, len(tokens), service.max_len, field)
-    generation = Generation(
-        service,
-        context.metrics,
-        [tokens],
-        [with_limit(params, room) if asked is None else params],
-        receive=request.receive,
-        timeout=seconds_left(request),
-        request_id=request_id(request),
-        whole=whole_of(request),
-        adapter=adapter,
-        grammar=grammar,
-    )
-    head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
-    head["model"] = adapter or service.model_name
+    params = with_limit(params, room) if asked is None else params
     readers = [
         None if tags is None or place == "over" else ReasoningReader(tags, place, exact=grammar is not None)
         for _ in range(body.n)
@@ -215,10 +195,8 @@ async def chat(request: Request, body: ChatBody) -> Any:
         MessageParts(reader, body.include_reasoning, one, tags and ReasoningCounter(tags, place, tokenizer.token_text))
         for reader, one in zip(readers, calls, strict=True)
     ]
-    answer = _Answer(head, tokenizer, body, top, len(tokens), parts)
-    if body.stream:
-        return EventStream(generation, answer, settings.keep_alive_interval, request_id(request))
-    return await answer.whole(generation)
+    answer = _ChatCompletion(adapter or service.model_name, tokenizer, body, top, len(tokens), parts)
+    return await respond(request, body, Generation(request, [tokens], [params], adapter, grammar), answer)
 
 
 def _check_effort(effort: str | None, reasons: bool) -> None:
@@ -296,45 +274,39 @@ class MessageParts:
         return self._calls.reason(reason)
 
 
-class _Answer(ChunkWriter):
-    """The answer of ``/v1/chat/completions``, whole or in chunks."""
+class _ChatCompletion(Answer):
+    """The answer of ``/v1/chat/completions``."""
+
+    WHOLE, CHUNK = "chat.completion", "chat.completion.chunk"
 
     def __init__(
         self,
-        head: dict[str, Any],
+        model: str,
         tokenizer: Tokenizer,
         body: ChatBody,
         top: int | None,
         prompt_length: int,
         parts: Sequence[MessageParts],
     ):
-        super().__init__({**head, "object": "chat.completion.chunk"}, body.stream_options, [prompt_length], body.n)
+        super().__init__("chatcmpl", model, body, [prompt_length])
         self._tokenizer = tokenizer
         self._top = top
         self._parts = parts
+        self._logprobs: list[list[dict]] = [[] for _ in parts]
+        """Of each choice of a whole answer."""
 
-    async def whole(self, generation: Generation) -> Response:
-        logprobs: list[list[dict]] = [[] for _ in self._parts]
+    def token(self, choice: int, event: TokenEvent) -> None:
+        self._parts[choice].count(event.token)
+        if self._top is not None:
+            self._logprobs[choice].append(chat_logprob(self._tokenizer, event, self._top))
 
-        def token(choice: int, event: TokenEvent) -> None:
-            self._parts[choice].count(event.token)
-            if self._top is not None:
-                logprobs[choice].append(chat_logprob(self._tokenizer, event, self._top))
-
-        texts = await generation.whole(token)
-        choices = [
-            {
-                "index": index,
-                "message": own.whole(text),
-                "logprobs": {"content": content, "refusal": None} if self._top is not None else None,
-                "finish_reason": own.reason(reason),
-            }
-            for index, ((text, reason), content, own) in enumerate(zip(texts, logprobs, self._parts, strict=True))
-        ]
-        usage = usage_object(generation.usage, self.reasoning_tokens)
-        answer = {**self._fields, "object": "chat.completion", "choices": choices, "usage": usage}
-        answer["weight_version"] = generation.weight_version
-        return Response(encode(answer), media_type="application/json")
+    def choice(self, choice: int, text: str, reason: str) -> dict[str, Any]:
+        own, content = self._parts[choice], self._logprobs[choice]
+        return {
+            "message": own.whole(text),  # first: the finish reason depends on it
+            "logprobs": None if self._top is None else {"content": content, "refusal": None},
+            "finish_reason": own.reason(reason),
+        }
 
     @property
     def reasoning_tokens(self) -> int | None:

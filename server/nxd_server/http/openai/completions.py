@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import time
-import uuid
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from nxd_server.engine.events import FinishEvent, TokenEvent
 from nxd_server.engine.request import max_new_tokens
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.errors import RequestError
-from nxd_server.http.error_responses import bad_request, clip, encode
-from nxd_server.http.openai.event_stream import ChunkWriter, EventStream, usage_object
+from nxd_server.http.error_responses import bad_request, clip
+from nxd_server.http.openai.event_stream import Answer, respond
 from nxd_server.http.openai.generation import Generation
 from nxd_server.http.openai.logprobs import LegacyLogprobs
 from nxd_server.http.openai.response_format import wanted_form
@@ -25,11 +22,8 @@ from nxd_server.http.request_context import (
     compiled_grammar,
     context_of,
     encode_prompts,
-    request_id,
     require_task,
-    seconds_left,
     unless_left,
-    whole_of,
 )
 from nxd_server.text.tokenizer import Tokenizer
 
@@ -91,35 +85,21 @@ async def completions(request: Request, body: CompletionBody) -> Any:
     else:
         max_new_tokens(body.max_tokens, max(map(len, tokens)), service.max_len)  # checks that it fits all
         each = [params] * len(tokens)
-    generation = Generation(
-        service,
-        context.metrics,
-        tokens,
-        each,
-        receive=request.receive,
-        timeout=seconds_left(request),
-        request_id=request_id(request),
-        whole=whole_of(request),
-        adapter=adapter,
-        grammar=grammar,
-    )
     echoes = [""] * len(tokens)
     if body.echo:
         echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
-    head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
-    head["model"] = adapter or service.model_name
-    answer = _Answer(head, tokenizer, body, echoes, tokens, service.continues_prompts)
-    if body.stream:
-        return EventStream(generation, answer, settings.keep_alive_interval, request_id(request))
-    return await answer.whole(generation)
+    answer = _Completion(adapter or service.model_name, tokenizer, body, echoes, tokens, service.continues_prompts)
+    return await respond(request, body, Generation(request, tokens, each, adapter, grammar), answer)
 
 
-class _Answer(ChunkWriter):
-    """The answer of ``/v1/completions``, whole or in chunks."""
+class _Completion(Answer):
+    """The answer of ``/v1/completions``."""
+
+    WHOLE = CHUNK = "text_completion"
 
     def __init__(
         self,
-        head: dict[str, Any],
+        model: str,
         tokenizer: Tokenizer,
         body: CompletionBody,
         echoes: list[str],
@@ -127,7 +107,7 @@ class _Answer(ChunkWriter):
         continues: bool,
     ):
         """``continues``: answers are no new texts, but continue their prompts."""
-        super().__init__(head, body.stream_options, [len(ids) for ids in prompts], body.n)
+        super().__init__("cmpl", model, body, [len(ids) for ids in prompts])
         self._echoes = echoes
         top = body.logprobs
         self._logprobs = [
@@ -136,24 +116,17 @@ class _Answer(ChunkWriter):
             for _ in range(body.n)
         ]
 
-    async def whole(self, generation: Generation) -> Response:
-        def token(choice: int, event: TokenEvent) -> None:
-            if (table := self._logprobs[choice]) is not None:
-                table.add(event)
+    def token(self, choice: int, event: TokenEvent) -> None:
+        if (table := self._logprobs[choice]) is not None:
+            table.add(event)
 
-        texts = await generation.whole(token)
-        choices = [
-            {
-                "index": index,
-                "text": self._echoes[index // self._n] + text,
-                "logprobs": table.take() if table else None,
-                "finish_reason": reason,
-            }
-            for index, ((text, reason), table) in enumerate(zip(texts, self._logprobs, strict=True))
-        ]
-        answer = {**self._fields, "choices": choices, "usage": usage_object(generation.usage)}
-        answer["weight_version"] = generation.weight_version
-        return Response(encode(answer), media_type="application/json")
+    def choice(self, choice: int, text: str, reason: str) -> dict[str, Any]:
+        table = self._logprobs[choice]
+        return {
+            "text": self._echoes[choice // self._n] + text,
+            "logprobs": table.take() if table else None,
+            "finish_reason": reason,
+        }
 
     def opening(self) -> bytes:
         return b"".join(

@@ -15,7 +15,6 @@ from starlette.responses import Response
 
 from nxd_server.errors import QueueFullError, not_finished
 from nxd_server.http.error_responses import bad_request, encode
-from nxd_server.http.oneshot_results import wait_all
 from nxd_server.http.openai.schemas import ClassifyBody, EmbeddingBody, texts_or_pairs, token_lists
 from nxd_server.http.request_context import (
     INLINE_TEXT,
@@ -25,6 +24,7 @@ from nxd_server.http.request_context import (
     require_task,
     seconds_left,
     unless_left,
+    wait_all,
     whole_of,
 )
 

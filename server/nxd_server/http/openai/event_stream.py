@@ -12,9 +12,11 @@ import json
 import logging
 import secrets
 import time
+import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -22,8 +24,9 @@ from nxd_infer.errors import NxdError
 from nxd_server.engine.events import FinishEvent, TokenEvent, Usage
 from nxd_server.http.error_responses import ApiError, as_api_error, encode, internal
 from nxd_server.http.openai.generation import Generation
-from nxd_server.http.openai.schemas import StreamOptions
+from nxd_server.http.openai.schemas import SamplingBody
 from nxd_server.http.request_body import ClientLeft
+from nxd_server.http.request_context import context_of, request_id
 from nxd_server.http.scope_keys import REFUSAL
 
 logger = logging.getLogger("nxd_server.http")
@@ -53,21 +56,53 @@ def usage_object(usage: Usage, reasoning: int | None = None) -> dict[str, Any]:
     return counts
 
 
-class ChunkWriter:
-    """Converts one request's events to chunks; a route says what a choice's chunk holds (``opening``, ``event``).
+class Answer:
+    """One request's answer, whole or in chunks; a route says what a choice (``choice``) or its chunk (``opening``,
+    ``event``) holds.
 
     Without ``continuous_usage_stats`` the counts are null until the last chunk, without ``include_usage`` absent.
     Constant parts are rendered once.
     """
 
-    def __init__(self, head: dict[str, Any], options: StreamOptions | None, prompt_lengths: Sequence[int], n: int):
-        """``head``: the fields of every chunk. Choice ``c`` answers prompt ``c // n``."""
-        self._fields, self._head = head, b""
-        self._prompts, self._n = prompt_lengths, n
+    WHOLE: ClassVar[str]
+    CHUNK: ClassVar[str]
+    """The field ``object`` of the whole answer, and that of a chunk."""
+
+    def __init__(self, id_prefix: str, model: str, body: SamplingBody, prompt_lengths: Sequence[int]):
+        """Choice ``c`` answers prompt ``c // n``."""
+        self._fields: dict[str, Any] = {
+            "id": f"{id_prefix}-{uuid.uuid4().hex}",
+            "object": self.CHUNK,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._head = b""
+        self._prompts, self._n = prompt_lengths, body.n
+        options = body.stream_options
         self._usage = bool(options and options.include_usage)
         self._counts = self._usage and bool(options and options.continuous_usage_stats)
         self._pads = bool(options and options.include_obfuscation)
         self._tokens: dict[int, int] = {}
+
+    async def whole(self, generation: Generation) -> Response:
+        """Return the response with all choices once they have ended. Raises as :meth:`Generation.next`."""
+        ended = await generation.whole(self.token)
+        answer = {
+            **self._fields,
+            "object": self.WHOLE,
+            "choices": [{"index": index, **self.choice(index, *one)} for index, one in enumerate(ended)],
+            "usage": usage_object(generation.usage, self.reasoning_tokens),
+            "weight_version": generation.weight_version,
+        }
+        return Response(encode(answer), media_type="application/json")
+
+    def token(self, choice: int, event: TokenEvent) -> None:
+        """Take a token of a whole answer, except the one that stops it."""
+        raise NotImplementedError
+
+    def choice(self, choice: int, text: str, reason: str) -> dict[str, Any]:
+        """Return the fields of a whole choice: its text, and the engine's finish reason."""
+        raise NotImplementedError
 
     def begin(self, weight_version: int | None) -> bytes:
         """Return what precedes the first event; the version of the weights is known by now."""
@@ -116,6 +151,13 @@ class ChunkWriter:
         return chunk + b"}\n\n"
 
 
+async def respond(request: Request, body: SamplingBody, generation: Generation, answer: Answer) -> Response:
+    """Return the response to a request: its whole answer, or a stream that the server then runs."""
+    if body.stream:
+        return EventStream(generation, answer, context_of(request).settings.keep_alive_interval, request_id(request))
+    return await answer.whole(generation)
+
+
 class EventStream(Response):
     """An ASGI response that runs a generation and streams it.
 
@@ -123,12 +165,12 @@ class EventStream(Response):
     status.
     """
 
-    def __init__(self, generation: Generation, writer: ChunkWriter, keep_alive: float, request_id: str):
+    def __init__(self, generation: Generation, answer: Answer, keep_alive: float, request_id: str):
         # Only the base class's type is used: its constructor would render a body and its length.
         self.status_code = 200
         self.background = None
         self._generation = generation
-        self._writer = writer
+        self._answer = answer
         self._keep_alive = keep_alive
         self._request_id = request_id
 
@@ -156,13 +198,13 @@ class EventStream(Response):
                 sent = time.monotonic()
             else:
                 # Send all available events in one write, so that a slow connection does not slow the event loop.
-                chunks = [] if begun else [self._writer.begin(generation.weight_version)]
+                chunks = [] if begun else [self._answer.begin(generation.weight_version)]
                 begun = True
-                chunks.append(self._writer.event(*item))
+                chunks.append(self._answer.event(*item))
                 failure: Exception | None = None
                 try:
                     while generation.unfinished and (more := generation.ready()) is not None:
-                        chunks.append(self._writer.event(*more))
+                        chunks.append(self._answer.event(*more))
                 except ClientLeft:
                     raise
                 except Exception as error:
@@ -178,7 +220,7 @@ class EventStream(Response):
             if not generation.unfinished:
                 break
             item = await generation.next(max(0.0, sent + self._keep_alive - time.monotonic()))
-        tail = self._writer.usage(generation.usage) + DONE
+        tail = self._answer.usage(generation.usage) + DONE
         await _send(generation, send, tail, more=False)
 
 

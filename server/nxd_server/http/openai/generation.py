@@ -10,17 +10,15 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from starlette.types import Receive
+from starlette.requests import Request
 
-from nxd_server.engine.admission import WholeRequest
 from nxd_server.engine.events import ErrorEvent, Event, FinishEvent, OnEvent, TokenEvent, Usage
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.errors import DEADLINE_GRACE, ended_early, not_finished
-from nxd_server.http.request_body import ClientLeft
+from nxd_server.http.request_body import ClientLeft, client_left
+from nxd_server.http.request_context import context_of, request_id, seconds_left, whole_of
 
 if TYPE_CHECKING:
-    from nxd_server.app.service import Service
-    from nxd_server.http.ops.metrics import Metrics
     from nxd_server.text.grammars import CompiledGrammar
 
 _LEFT: Any = object()
@@ -34,29 +32,23 @@ class Generation:
 
     def __init__(
         self,
-        service: Service,
-        metrics: Metrics,
+        request: Request,
         prompts: Sequence[Sequence[int]],
         params: Sequence[SamplingParams],
-        *,
-        receive: Receive,
-        timeout: float,
-        request_id: str,
-        whole: WholeRequest,
-        adapter: str | None = None,
-        grammar: CompiledGrammar | None = None,
+        adapter: str | None,
+        grammar: CompiledGrammar | None,
     ):
         """``params``: of each prompt, with the same ``n`` and ``grammar``."""
-        self._service = service
-        self._metrics = metrics
+        context = context_of(request)
+        self._service, self._metrics = context.service, context.metrics
         self._prompts = prompts
         self._params = params
         self._n = params[0].n
-        self._receive = receive
-        self._timeout = timeout
-        self._deadline = time.monotonic() + timeout
-        self._request_id = request_id
-        self._whole = whole
+        self._receive = request.receive
+        self._timeout = seconds_left(request)
+        self._deadline = time.monotonic() + self._timeout
+        self._request_id = request_id(request)
+        self._whole = whole_of(request)
         self._adapter = adapter
         self._grammar = grammar
         self._mailbox: Mailbox | None = None
@@ -188,8 +180,7 @@ class Generation:
             raise self._gone()
 
     async def _watch(self, mailbox: Mailbox) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        await client_left(self._receive)
         mailbox.put(_LEFT)
 
     def _gone(self) -> ClientLeft:

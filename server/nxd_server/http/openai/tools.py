@@ -11,8 +11,8 @@ from typing import Any
 from nxd_server.errors import BodyError, RequestError
 from nxd_server.http.error_responses import ApiError, bad_request, clip, missing_field, unknown_field, unsupported
 from nxd_server.http.openai.schemas import ChatBody
-from nxd_server.text.strict_json import parse_json
-from nxd_server.text.tool_calls import FORMATS, LONGEST_NAME, SINGLE, CallPiece, ForcedCallReader
+from nxd_server.http.request_body import parse_json
+from nxd_server.text.tool_calls import FORMATS, LONGEST_NAME, SINGLE, ForcedCallReader, ToolCall
 
 MOST_TOOLS = 128
 TOOL_FIELDS = frozenset({"name", "description", "parameters", "strict"})
@@ -174,7 +174,7 @@ class ChoiceCalls:
             if ended:
                 self._cut = self._forced.inside
                 if self._named and not self._count and not pieces and self._forced.wrote:
-                    pieces, self._cut = [CallPiece(self._named, "")], True
+                    pieces, self._cut = [ToolCall(self._named, "")], True
             return "", [self._delta(piece.name, piece.arguments) for piece in pieces]
         if self._reader is None:
             return text, []

@@ -46,11 +46,6 @@ async def readyz(request: Request) -> Response:
     return _verdict(context_of(request))
 
 
-async def ping(request: Request) -> Response:
-    """SageMaker's health route; same as ``/readyz``."""
-    return _verdict(context_of(request))
-
-
 async def version(request: Request) -> dict[str, Any]:
     """Return the versions of what is running."""
     return {

@@ -9,27 +9,35 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import os
+import queue
 import re
 import sys
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
-from nxd_server.http.ops.log_writer import LogWriter
+from nxd_server.http.scope_keys import REFUSAL, REQUEST_ID
 
 if TYPE_CHECKING:
-    from nxd_server.http.error_responses import ApiError
+    from starlette.types import Scope
 
 EXTRA = "nxd"
 """Attribute of log records that holds their structured fields."""
 access = logging.getLogger("nxd_server.access")
+LINES = 4096
+"""Lines that may wait to be written; further ones are dropped."""
+FLUSH_SECONDS = 1.0
+RETRY_SECONDS = 0.05
 
 
 class JsonFormatter(logging.Formatter):
     """One JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc)
+        when = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc)
         line: dict[str, Any] = {
-            "time": time.isoformat(timespec="milliseconds"),
+            "time": when.isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -80,32 +88,97 @@ _FIELD = re.compile(r"[A-Za-z0-9_.\[\]-]{1,80}")
 """Pattern of a field's name. Clients choose some of these names; this rejects free text."""
 
 
-def log_access(
-    method: str,
-    path: str,
-    status: int,
-    seconds: float,
-    request_id: str,
-    client: str,
-    sent: int,
-    refusal: ApiError | None = None,
-) -> None:
-    """Log one line for one request; ``refusal`` is the error of its response or at the end of its stream."""
+def log_access(scope: Scope, status: int, seconds: float, sent: int) -> None:
+    """Log one line for one request, with the error of its response or at the end of its stream."""
+    client = scope.get("client")
     fields = {
-        "method": method,
-        "path": path,
+        "method": scope["method"],
+        "path": scope["path"],
         "status": status,
         "seconds": round(seconds, 4),
-        "request_id": request_id,
-        "client": client,
+        "request_id": scope[REQUEST_ID],
+        "client": client[0] if client else "-",
         "bytes": sent,
     }
-    error = ""
+    error, refusal = "", scope.get(REFUSAL)
     if refusal is not None:
         fields |= {"error_type": refusal.type, "error_code": refusal.code}
         error = f" {refusal.type} {refusal.code}"
         if refusal.param is not None:
             fields["param"] = refusal.param if _FIELD.fullmatch(refusal.param) else "(not a field's name)"
             error += f" param={fields['param']}"
-    line = "%s %s %d %.1f ms %s %s%s"
-    access.info(line, method, path, status, seconds * 1e3, request_id, client, error, extra={EXTRA: fields})
+    shown = fields["method"], fields["path"], status, seconds * 1e3, fields["request_id"], fields["client"], error
+    access.info("%s %s %d %.1f ms %s %s%s", *shown, extra={EXTRA: fields})
+
+
+class LogWriter(logging.Handler):
+    """Formats records in the caller's thread, and writes them to a copy of a descriptor in its own: a full pipe that
+    nobody reads must not stop the event loop.
+
+    Lines that find ``limit`` others waiting are dropped and counted; one line says how many, once all before it have
+    been written.
+    """
+
+    def __init__(self, descriptor: int, limit: int = LINES):
+        super().__init__()
+        self._descriptor, self._limit = os.dup(descriptor), limit
+        self._waiting: queue.SimpleQueue[str | threading.Event | None] = queue.SimpleQueue()
+        self._counting = threading.Lock()
+        self._dropped = 0
+        self._thread: threading.Thread | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="nxd-log", daemon=True)
+                self._thread.start()
+            with self._counting:
+                if self._waiting.qsize() < self._limit:
+                    self._waiting.put(line)
+                else:
+                    self._dropped += 1
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Wait until everything has been written, but at most a second: nobody may be reading."""
+        if self._thread is not None and self._thread.is_alive():
+            written = threading.Event()
+            self._waiting.put(written)
+            written.wait(FLUSH_SECONDS)
+
+    def close(self) -> None:
+        self.flush()
+        self._waiting.put(None)  # the descriptor is the thread's, which may be writing
+        super().close()
+
+    def _run(self) -> None:
+        while (line := self._waiting.get()) is not None:
+            if isinstance(line, str):
+                self._write(line)
+            if self._dropped and self._waiting.empty():
+                self._report()
+            if isinstance(line, threading.Event):
+                line.set()
+        if self._dropped:
+            self._report()
+        os.close(self._descriptor)
+
+    def _report(self) -> None:
+        with self._counting:
+            dropped, self._dropped = self._dropped, 0
+        text = "%d lines of the log were dropped, because standard error was full and nobody read it"
+        record = logging.LogRecord("nxd_server", logging.WARNING, __file__, 0, text, (dropped,), None)
+        self._write(self.format(record))
+
+    def _write(self, line: str) -> None:
+        # Not through sys.stderr: a thread that holds its lock when the interpreter ends would abort the process.
+        left = memoryview((line + "\n").encode(errors="backslashreplace"))
+        while left:
+            try:
+                left = left[os.write(self._descriptor, left) :]
+            except BlockingIOError:  # another process has made the pipe non-blocking
+                time.sleep(RETRY_SECONDS)
+            except OSError:  # its reader has gone
+                return

@@ -6,7 +6,7 @@ that waits for zero running requests sees zero as soon as there are none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -27,7 +27,7 @@ STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0
 class Metrics:
     """The metrics that the HTTP layer records, and the registry that also holds the engine's."""
 
-    def __init__(self, service: Service):
+    def __init__(self, service: Service, connections: Connections):
         self.registry = CollectorRegistry(auto_describe=False)
         registry = self.registry
 
@@ -51,7 +51,7 @@ class Metrics:
         self._prefill = histogram("nxd_request_prefill_time_seconds", "Seconds from a slot to the first token.")
         self._decode = histogram("nxd_request_decode_time_seconds", "Seconds from the first token to the end.")
         self._whole = histogram("nxd_e2e_request_latency_seconds", "Seconds from arrival to the end of a choice.")
-        registry.register(_ServiceCollector(service))
+        registry.register(_Collector(service, connections))
 
     def http(self, method: str, route: str, status: int, seconds: float) -> None:
         known = method if method in ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH") else "other"
@@ -73,35 +73,15 @@ class Metrics:
             self._decode.observe(times.finished - times.first_token)
         self._whole.observe(times.finished - times.arrived)
 
-    def watch(self, connections: Connections) -> None:
-        """Export the number of connections, and of those that the server ended."""
-        self.registry.register(_ConnectionsCollector(connections))
-
     def render(self) -> bytes:
         return generate_latest(self.registry)
 
 
-class _ConnectionsCollector(Collector):
-    """The connections, counted at scrape time."""
+class _Collector(Collector):
+    """The gauges and counters of the engine and of the connections, read at scrape time."""
 
-    def __init__(self, connections: Connections):
-        self._connections = connections
-
-    def collect(self) -> Iterator[Metric]:
-        connections = self._connections
-        yield GaugeMetricFamily("nxd_connections", "Open connections.", len(connections))
-        yield GaugeMetricFamily("nxd_connections_most", "Limit of open connections.", connections.most)
-        ended = CounterMetricFamily("nxd_connections_ended", "Connections ended by the server.", labels=["reason"])
-        for reason, count in connections.ended.items():
-            ended.add_metric([reason], count)
-        yield ended
-
-
-class _ServiceCollector(Collector):
-    """The engine's gauges and counters, read at scrape time."""
-
-    def __init__(self, service: Service):
-        self._service = service
+    def __init__(self, service: Service, connections: Connections):
+        self._service, self._connections = service, connections
 
     def describe(self) -> Iterable[Metric]:
         return []  # registering must not query a service that is still starting
@@ -118,6 +98,10 @@ class _ServiceCollector(Collector):
         texts = GaugeMetricFamily("nxd_texts_aside", "Conversations being rendered, or waiting.", labels=["kind"])
         texts.add_metric(["conversations"], 0 if service.chat_template is None else service.chat_template.inside)
         yield texts
+        connections = self._connections
+        yield GaugeMetricFamily("nxd_connections", "Open connections.", len(connections))
+        yield GaugeMetricFamily("nxd_connections_most", "Limit of open connections.", connections.most)
+        yield _by_label("nxd_connections_ended", "Connections ended by the server.", "reason", connections.ended)
         yield from self._ranks()
         stats = service.stats()
         if stats is not None:
@@ -170,11 +154,12 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
     yield CounterMetricFamily("nxd_generation_tokens", "Tokens generated.", stats.generated_tokens)
     yield CounterMetricFamily("nxd_spec_decode_num_draft_tokens", "Tokens guessed and verified.", stats.draft_tokens)
     yield CounterMetricFamily("nxd_spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.accepted_tokens)
-    success = CounterMetricFamily("nxd_request_success", "Finished choices.", labels=["finished_reason"])
-    for reason, count in stats.finished.items():
-        success.add_metric([reason], count)
-    yield success
-    rejections = CounterMetricFamily("nxd_admission_rejections", "Requests rejected at admission.", labels=["reason"])
-    for reason, count in stats.rejected.items():
-        rejections.add_metric([reason], count)
-    yield rejections
+    yield _by_label("nxd_request_success", "Finished choices.", "finished_reason", stats.finished)
+    yield _by_label("nxd_admission_rejections", "Requests rejected at admission.", "reason", stats.rejected)
+
+
+def _by_label(name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family

@@ -1,1 +1,0 @@
-"""Admin routes, which change what is served."""
