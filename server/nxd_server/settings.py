@@ -52,14 +52,8 @@ def key_list(name: str, value: Any) -> list[str]:
     return list(keys)
 
 
-def not_blank(name: str, key: str) -> str:
-    if not key.strip():
-        raise SettingsError(f"{name} is empty; leave it out to close the routes that it opens")
-    return key
-
-
 def not_empty(name: str, text: str) -> str:
-    if not text:
+    if not text.strip():
         raise SettingsError(f"{name} is empty; leave it out for the default")
     return text
 
@@ -136,7 +130,7 @@ class ServerSettings:
         str,
         KEYS,
         secret=True,
-        check=not_blank,
+        check=not_empty,
     )
     lora: list[str] = setting(
         [],
@@ -379,8 +373,7 @@ class ServerSettings:
         """Settings from ``arguments`` (``None`` = not given), the environment, then ``config_file`` (JSON or YAML).
 
         Raises:
-            SettingsError: an unreadable file, an unknown name, a variable with an old name, or a value out of range;
-                names it and the reason.
+            SettingsError: an unreadable file, an unknown name, or a value out of range; names it and the reason.
         """
         known = declared(cls)
         variables = {name.upper(): value for name, value in os.environ.items()}  # in any case

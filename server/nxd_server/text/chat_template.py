@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import ModelConfigError
 from nxd_server.errors import RequestError, TextTooLongError
-from nxd_server.text.tokenizer import check_text, read_config
+from nxd_server.text.tokenizer import check_text, read_config, special_text
 from nxd_server.text.tokenizer_files import TextFiles
 
 if TYPE_CHECKING:
@@ -48,12 +48,7 @@ class TemplateSources:
             raise ModelConfigError(
                 f"{files.directory} names chat templates {sorted(templates)}, but none is the default"
             )
-        special = {}
-        for name in SPECIAL_NAMES:
-            value = config.get(name)
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
-                special[name] = text
+        special = {name: text for name in SPECIAL_NAMES if (text := special_text(config, name)) is not None}
         return cls(templates["default"], special, templates)
 
 

@@ -55,19 +55,19 @@ class Vocabulary(Protocol):
 
     def id_to_token(self, token: int) -> str | None: ...
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class Detokenizer:
-    """Feed tokens with :meth:`push`; its results and that of :meth:`flush`, joined, are the decoded text.
+    """Feed tokens with :meth:`push`; its results and that of :meth:`flush`, joined, are the decoded text, without
+    special tokens.
 
     ``prompt`` holds the preceding tokens. Decoders that strip the leading space of a text then keep it if the
     text continues the prompt; after a special token a new text begins.
     """
 
-    def __init__(self, tokenizer: Vocabulary, skip_special_tokens: bool = True, prompt: Sequence[int] = ()):
+    def __init__(self, tokenizer: Vocabulary, prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.byte_level else None
         self._unfinished = False
         """Whether the incremental decoder holds the first bytes of an incomplete character."""
@@ -81,7 +81,7 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """Return the text that is now final; empty while a character is incomplete."""
-        if self._skip and token in self._tokenizer.special_ids:
+        if token in self._tokenizer.special_ids:
             return ""
         if self._utf8 is not None:
             if not self._unfinished and (whole := self._tokenizer.whole_text(token)) is not None:
@@ -116,7 +116,7 @@ class Detokenizer:
         return new
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if ids else ""
+        return self._tokenizer.decode(ids) if ids else ""
 
 
 def _continues(piece: str | None) -> bool:

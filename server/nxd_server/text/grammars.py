@@ -15,15 +15,15 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nxd_server.errors import RequestError
-from nxd_server.text.library_panics import LibraryPanic, no_panics
 from nxd_server.text.structured_outputs import StructuredOutputs
-from nxd_server.text.tokenizer import Tokenizer
+from nxd_server.text.tokenizer import LibraryPanic, Tokenizer, no_panics
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -273,26 +273,21 @@ def _reason(message: str) -> str:
 
 def _on_deep_stack(work: Callable[[], CompiledGrammar]) -> CompiledGrammar:
     """Return ``work()`` of a thread with a stack of ``STACK`` bytes, of which it touches what it needs."""
-    outcome: list[CompiledGrammar | BaseException] = []
+    outcome: Future[CompiledGrammar] = Future()
 
     def run() -> None:
         try:
-            outcome.append(work())
-        except BaseException as error:  # raised below, in the caller's thread
-            outcome.append(error)
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
 
     with _STACK_SIZE:  # it is set for all threads that start now
         before = threading.stack_size(STACK)
         try:
-            thread = threading.Thread(target=run, name="nxd-grammar", daemon=True)
-            thread.start()
+            threading.Thread(target=run, name="nxd-grammar", daemon=True).start()
         finally:
             threading.stack_size(before)
-    thread.join()
-    (found,) = outcome
-    if isinstance(found, BaseException):
-        raise found
-    return found
+    return outcome.result()
 
 
 _STACK_SIZE = threading.Lock()

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from nxd_infer.errors import ModelConfigError
 from nxd_server.errors import PromptTooLongError, RequestError, TextTooLongError
 from nxd_server.text.detokenize import Detokenizer, TextStream, byte_level_bytes
-from nxd_server.text.library_panics import LibraryPanic, no_panics
 from nxd_server.text.tokenizer_files import TextFiles
 
 if TYPE_CHECKING:
@@ -29,9 +28,29 @@ MOST_IDS = 2**20
 SHORT_ENOUGH = 2**20
 """Texts up to this many characters are always encoded: an unknown word of any length may be a single token."""
 
+WORDPIECE_TOKENS = ("unk_token", "sep_token", "cls_token", "pad_token", "mask_token")
 GENERIC = ("PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend", "PythonBackend")
 """Values of ``tokenizer_class`` that are no model's own class. A second text has no type of its own then, as in
 transformers 5 and unlike in 4, unless ``model_input_names`` says so."""
+
+
+class LibraryPanic(Exception):
+    """``tokenizers`` or ``llguidance`` panicked; the message is its own.
+
+    Their Rust code does on some damaged files, texts and ids. The class of a panic cannot be imported and is not an
+    Exception, so it would end the thread that it reaches, with everyone whom that serves.
+    """
+
+
+@contextlib.contextmanager
+def no_panics() -> Iterator[None]:
+    """Raise LibraryPanic if the library panics."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise LibraryPanic(str(error)) from None
 
 
 def check_text(text: Any, field: str = "prompt") -> str:
@@ -109,23 +128,16 @@ class Tokenizer:
     def encode(
         self,
         text: str,
-        pair: str | None = None,
         *,
         add_special_tokens: bool = True,
         field: str = "prompt",
         most: int | None = None,
     ) -> list[int]:
-        """Return the token ids of ``text`` (and ``pair``). Raises RequestError naming ``field`` if it is not valid
-        text, PromptTooLongError if there are more than ``most``."""
+        """Return the token ids of ``text``. Raises RequestError naming ``field`` if it is not valid text,
+        PromptTooLongError if there are more than ``most``."""
         check_text(text, field)
-        if pair is not None:
-            check_text(pair, field)
         with _readable(field):
-            if pair is None and len(text) > LONG_TEXT:
-                # Without offsets: an eighth of the time, and the GIL is released meanwhile.
-                encoding = self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-            else:
-                encoding = self.raw.encode(text, pair, add_special_tokens=add_special_tokens)
+            encoding = self._encode_one(text, add_special_tokens)
         if most is not None and len(encoding) > most:  # before a list is built
             raise PromptTooLongError(len(encoding), most, field)
         return encoding.ids
@@ -167,7 +179,7 @@ class Tokenizer:
                 f"{most} has no room beside {special} special tokens; use at least {special + 1}",
             )
         with _readable(field):
-            parts = [self._encode_bare(text) for text in texts]
+            parts = [self._encode_one(text, add_special_tokens=False) for text in texts]
         if most is not None:
             for part, length in zip(parts, _shares([len(part) for part in parts], most - special), strict=True):
                 part.truncate(length)
@@ -176,12 +188,11 @@ class Tokenizer:
             types = [place for place, part in enumerate(parts) for _ in range(len(part))]
         return self.raw.post_process(*parts), types
 
-    def _encode_bare(self, text: str) -> Any:
-        """Encode ``text`` without special tokens."""
+    def _encode_one(self, text: str, add_special_tokens: bool) -> Any:
         if len(text) <= LONG_TEXT:
-            return self.raw.encode(text, add_special_tokens=False)
+            return self.raw.encode(text, add_special_tokens=add_special_tokens)
         # Without offsets: an eighth of the time, and the GIL is released meanwhile.
-        return self.raw.encode_batch_fast([text], add_special_tokens=False)[0]
+        return self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def check_length(self, text: str, max_len: int, field: str = "prompt") -> None:
         """Raise TextTooLongError if ``text`` cannot fit in ``max_len`` tokens: far cheaper than encoding it."""
@@ -208,15 +219,13 @@ class Tokenizer:
         with no_panics():
             return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def detokenizer(self, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
-        """Return an incremental decoder; ``prompt`` holds the preceding tokens."""
-        return Detokenizer(self, skip_special_tokens, prompt)
+    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
+        """Return an incremental decoder, which skips special tokens; ``prompt`` holds the preceding tokens."""
+        return Detokenizer(self, prompt)
 
-    def stream(
-        self, stop: Iterable[str] = (), prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
-    ) -> TextStream:
+    def stream(self, stop: Iterable[str] = (), prompt: Sequence[int] = ()) -> TextStream:
         """Return an incremental decoder that also looks for stop strings."""
-        return TextStream(self.detokenizer(prompt, skip_special_tokens=skip_special_tokens), stop)
+        return TextStream(self.detokenizer(prompt), stop)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a single token (logprobs show them); empty for an unknown id."""
@@ -267,13 +276,8 @@ class Tokenizer:
     def id_to_token(self, token: int) -> str | None:
         return self.raw.id_to_token(token)
 
-    def special_text(self, name: str) -> str | None:
-        """Return the text of ``bos_token``, ``eos_token``, ... from ``tokenizer_config.json``."""
-        value = self.config.get(name)
-        return value.get("content") if isinstance(value, dict) else value if isinstance(value, str) else None
-
     def _config_id(self, name: str) -> int | None:
-        text = self.special_text(name)
+        text = special_text(self.config, name)
         return self.raw.token_to_id(text) if text else None
 
 
@@ -315,8 +319,6 @@ def _read(path: Path, read: Callable[[], Tokenizer]) -> Tokenizer:
     try:
         with no_panics():
             return read()
-    except ModelConfigError:
-        raise
     except Exception as error:  # the library raises a bare Exception for a file it cannot read
         raise ModelConfigError(f"{path} is not a tokenizer that can be read: {error}") from error
 
@@ -336,6 +338,13 @@ def read_config(files: TextFiles) -> dict[str, Any]:
             raise ModelConfigError(f"{path} must hold a JSON object, got {type(content).__name__}")
         merged.update({key: value for key, value in content.items() if value is not None})
     return merged
+
+
+def special_text(config: dict[str, Any], name: str) -> str | None:
+    """Return the text of ``bos_token``, ``eos_token``, ... in ``tokenizer_config.json``."""
+    value = config.get(name)
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
 
 
 def _lowered(raw: Any, files: TextFiles) -> Any:
@@ -358,33 +367,21 @@ def _is_byte_level(decoder: Any) -> bool:
     return decoder.get("type") == "ByteLevel"
 
 
-def _special(config: dict[str, Any], name: str, default: str) -> str:
-    value = config.get(name, default)
-    return value.get("content", default) if isinstance(value, dict) else value
-
-
 def _wordpiece(vocab: Path, config: dict[str, Any]) -> Any:
     """Build BERT's tokenizer from its ``vocab.txt``: [CLS] text [SEP] (pair [SEP])."""
     from tokenizers import Tokenizer as RawTokenizer
-    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+    from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
+    from tokenizers.models import WordPiece
 
-    names = {name: _special(config, f"{name}_token", f"[{name.upper()}]") for name in ("unk", "cls", "sep", "pad")}
-    raw = RawTokenizer(models.WordPiece.from_file(str(vocab), unk_token=names["unk"]))
-    lower = config.get("do_lower_case", True)
-    raw.normalizer = normalizers.BertNormalizer(
-        lowercase=lower,
+    names: dict[str, Any] = {name: text for name in WORDPIECE_TOKENS if (text := special_text(config, name))}
+    bert = BertWordPieceTokenizer(
+        WordPiece.read_file(str(vocab)),
+        **names,
+        lowercase=config.get("do_lower_case", True),
         strip_accents=config.get("strip_accents"),
         handle_chinese_chars=config.get("tokenize_chinese_chars", True),
     )
-    raw.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    raw.decoder = decoders.WordPiece(prefix="##")
-    mask = _special(config, "mask_token", "[MASK]")
-    raw.add_special_tokens([token for token in (*names.values(), mask) if raw.token_to_id(token) is not None])
-    cls, sep = (raw.token_to_id(names[name]) for name in ("cls", "sep"))
-    if cls is None or sep is None:
-        raise ModelConfigError(f"{vocab} has no {names['cls']} or no {names['sep']} token")
-    raw.post_processor = processors.BertProcessing((names["sep"], sep), (names["cls"], cls))
-    return raw
+    return RawTokenizer.from_str(bert.to_str())
 
 
 def _byte_level_bpe(vocab: Path, merges: Path, config: dict[str, Any]) -> Any:
@@ -399,10 +396,10 @@ def _byte_level_bpe(vocab: Path, merges: Path, config: dict[str, Any]) -> Any:
     present = [
         text
         for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-        if (text := _special(config, f"{name}_token", "")) and raw.token_to_id(text) is not None
+        if (text := special_text(config, f"{name}_token")) and raw.token_to_id(text) is not None
     ]
     raw.add_special_tokens(list(dict.fromkeys(present)))
-    cls, sep = (_special(config, f"{name}_token", "") for name in ("cls", "sep"))
+    cls, sep = (special_text(config, f"{name}_token") or "" for name in ("cls", "sep"))
     cls_id, sep_id = (raw.token_to_id(token) for token in (cls, sep))
     if cls_id is not None and sep_id is not None:
         raw.post_processor = processors.RobertaProcessing((sep, sep_id), (cls, cls_id), add_prefix_space=prefix_space)

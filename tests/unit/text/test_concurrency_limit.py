@@ -46,16 +46,3 @@ def test_a_thread_that_cannot_be_started_takes_no_turn_with_it(monkeypatch):
         return await asyncio.wait_for(limit.run(lambda: 7), 120)
 
     assert asyncio.run(main()) == 7
-
-
-def test_work_waits_for_another_thread_if_none_can_be_started(monkeypatch):
-    async def main():
-        workers, gate = Workers(2, "worker"), threading.Event()
-        first = workers.run(lambda: gate.wait(120))
-        with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", refuse)
-            second = workers.run(lambda: 7)
-        gate.set()
-        return await asyncio.wait_for(asyncio.gather(first, second), 120)
-
-    assert asyncio.run(main()) == [True, 7]

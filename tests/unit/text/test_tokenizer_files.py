@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -13,25 +12,10 @@ from nxd_infer.runtime.load import load_artifact
 from nxd_server.llm import _tokenizer
 from nxd_server.text.chat_template import ChatTemplate, TemplateSources
 from nxd_server.text.tokenizer import Tokenizer
-from nxd_server.text.tokenizer_files import has_tokenizer
 from tests.support import tiny_models
 from tests.support import toy_artifacts as toy
 
 ADDITIONAL = "additional_chat_templates/tool_use.jinja"
-
-
-@pytest.mark.parametrize(
-    ("names", "whole"),
-    [
-        (["tokenizer.json"], True),
-        (["vocab.txt"], True),
-        (["vocab.json", "merges.txt"], True),
-        (["vocab.json"], False),
-        (["config.json"], False),
-    ],
-)
-def test_all_files_of_one_kind_make_a_tokenizer(names, whole):
-    assert has_tokenizer(names) == whole
 
 
 def test_half_a_tokenizer_is_an_error_and_none_is_none(tmp_path):
@@ -97,11 +81,3 @@ def test_a_tokenizer_that_is_not_listed_is_none(tmp_path):
     assert _tokenizer(artifact) is None and ChatTemplate.from_dir(artifact) is None
     with pytest.raises(ModelConfigError, match=r"no tokenizer\.json"):
         Tokenizer.from_dir(artifact)
-
-
-def test_special_tokens_that_are_not_defined_are_an_error(tmp_path):
-    """The library panics at the first text of such a file, with an exception that is no Exception."""
-    damaged = Path(__file__).parents[2] / "fuzz/corpus/tokenizer_files/bad-post-processor"
-    (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads(damaged.read_text())["tokenizer.json"]))
-    with pytest.raises(ModelConfigError, match="its post_processor cannot be applied: no entry found for key"):
-        Tokenizer.from_dir(tmp_path)
