@@ -12,6 +12,7 @@ from nxd_infer.errors import ModelConfigError
 from nxd_server.engine.request import check_token_ids
 from nxd_server.errors import RequestError
 from nxd_server.text.chat_template import ChatTemplate, TemplateSources
+from nxd_server.text.detokenize import Detokenizer, TextStream
 from nxd_server.text.grammars import Grammars
 from nxd_server.text.structured_outputs import StructuredOutputs
 from nxd_server.text.template_process import BoundedTemplate, RenderingFailed
@@ -77,7 +78,7 @@ def tokenizer(place: Path) -> Target:
             reader.encode_with_types(text, text[:5], most=9)
             known = check_token_ids(ids, reader.vocab_size, "ids")
             reader.decode(known)
-            stream, pieces = reader.stream(["stop"]), []
+            stream, pieces = TextStream(Detokenizer(reader), ["stop"]), []
             for token in known:
                 pieces.append(reader.token_text(token))
                 stream.push(token)

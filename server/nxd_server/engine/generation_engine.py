@@ -30,6 +30,7 @@ from nxd_server.engine.speculation import Speculation, split_graphs
 from nxd_server.engine.step_costs import Graph, StepCosts
 from nxd_server.engine.step_tensors import StepInputs, check_buckets, tokens_input
 from nxd_server.errors import RequestError
+from nxd_server.text.detokenize import Detokenizer, TextStream
 from nxd_server.text.grammars import CompiledGrammar, Grammars
 from nxd_server.text.structured_outputs import StructuredOutputs
 from nxd_server.text.tokenizer import Tokenizer
@@ -163,7 +164,9 @@ class Engine(EngineCore):
             lora = self.adapters.take(adapter, params.n)
             before = () if self._encodes_prompts else prompt
             for index, sampler in enumerate(samplers):
-                text = self.tokenizer.stream(params.stop, before) if self.tokenizer is not None else None
+                text = None
+                if self.tokenizer is not None:
+                    text = TextStream(Detokenizer(self.tokenizer, before), params.stop)
                 sampler.values["adapter"] = 0 if lora is None else lora.slot
                 choice = Sequence(
                     id=next(self._ids),

@@ -11,8 +11,9 @@ from __future__ import annotations
 import codecs
 import functools
 from array import array
-from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+
+from nxd_server.text.tokenizer import Tokenizer, byte_level_bytes
 
 REPLACEMENT = "\ufffd"
 MAX_PENDING = 8
@@ -20,42 +21,6 @@ MAX_PENDING = 8
 it is not an unfinished character."""
 CONTEXT = 4
 """Number of prompt tokens kept as left neighbours of the first generated token."""
-
-
-@functools.cache
-def _byte_of_char() -> dict[str, int]:
-    """Return the inverse of GPT-2's alphabet: printable bytes map to themselves, others to U+0100 and up."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in printable}
-    for offset, byte in enumerate(byte for byte in range(256) if byte not in set(printable)):
-        table[chr(0x100 + offset)] = byte
-    return table
-
-
-@functools.lru_cache(1 << 16)
-def byte_level_bytes(piece: str) -> bytes:
-    """Return the bytes of a byte-level token; a token outside that alphabet (an added token) stands for itself."""
-    table = _byte_of_char()
-    try:
-        return bytes(table[char] for char in piece)
-    except KeyError:
-        return piece.encode()
-
-
-class Vocabulary(Protocol):
-    """The methods that a detokenizer needs of a tokenizer."""
-
-    @property
-    def byte_level(self) -> bool: ...
-
-    @property
-    def special_ids(self) -> Collection[int]: ...
-
-    def whole_text(self, token: int) -> str | None: ...
-
-    def id_to_token(self, token: int) -> str | None: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class Detokenizer:
@@ -66,7 +31,7 @@ class Detokenizer:
     text continues the prompt; after a special token a new text begins.
     """
 
-    def __init__(self, tokenizer: Vocabulary, prompt: Sequence[int] = ()):
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.byte_level else None
         self._unfinished = False

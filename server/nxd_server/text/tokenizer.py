@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import ModelConfigError
 from nxd_server.errors import PromptTooLongError, RequestError, TextTooLongError
-from nxd_server.text.detokenize import Detokenizer, TextStream, byte_level_bytes
 from nxd_server.text.tokenizer_files import TextFiles
 
 if TYPE_CHECKING:
@@ -66,6 +65,26 @@ def check_text(text: Any, field: str = "prompt") -> str:
             "text contains; send the whole pair or leave it out",
         ) from None
     return text
+
+
+@functools.cache
+def _byte_of_char() -> dict[str, int]:
+    """Return the inverse of GPT-2's alphabet: printable bytes map to themselves, others to U+0100 and up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    for offset, byte in enumerate(byte for byte in range(256) if byte not in set(printable)):
+        table[chr(0x100 + offset)] = byte
+    return table
+
+
+@functools.lru_cache(1 << 16)
+def byte_level_bytes(piece: str) -> bytes:
+    """Return the bytes of a byte-level token; a token outside that alphabet (an added token) stands for itself."""
+    table = _byte_of_char()
+    try:
+        return bytes(table[char] for char in piece)
+    except KeyError:
+        return piece.encode()
 
 
 def _require_dense(raw: Any) -> None:
@@ -218,14 +237,6 @@ class Tokenizer:
         """Return the text of ``ids``; invalid UTF-8 becomes U+FFFD. Unknown ids are skipped."""
         with no_panics():
             return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
-
-    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
-        """Return an incremental decoder, which skips special tokens; ``prompt`` holds the preceding tokens."""
-        return Detokenizer(self, prompt)
-
-    def stream(self, stop: Iterable[str] = (), prompt: Sequence[int] = ()) -> TextStream:
-        """Return an incremental decoder that also looks for stop strings."""
-        return TextStream(self.detokenizer(prompt), stop)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a single token (logprobs show them); empty for an unknown id."""

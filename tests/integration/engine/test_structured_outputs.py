@@ -9,7 +9,7 @@ import torch
 
 from nxd_server import LLM, SamplingParams
 from nxd_server.errors import RequestError
-from nxd_server.text.detokenize import byte_level_bytes
+from nxd_server.text.tokenizer import byte_level_bytes
 from tests.support.engine.real_artifacts import GUESSES, costs_of, paying_costs, trace_llama
 
 TOKENS = 200

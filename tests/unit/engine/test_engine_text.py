@@ -11,8 +11,8 @@ import pytest
 from nxd_server.engine import Engine, SamplingParams
 from nxd_server.engine.events import TokenEvent
 from nxd_server.errors import GenerationError
-from nxd_server.text.detokenize import TextStream, _byte_of_char
-from nxd_server.text.tokenizer import Tokenizer
+from nxd_server.text.detokenize import TextStream
+from nxd_server.text.tokenizer import Tokenizer, _byte_of_char
 from tests.support.engine.asking import ask
 from tests.support.engine.toy_model import EOS, VOCAB, Listener, ToyModel, naive_generate
 

@@ -6,6 +6,7 @@ import pytest
 
 from nxd_server.engine.events import TokenEvent
 from nxd_server.http.openai.logprobs import LegacyLogprobs
+from nxd_server.text.detokenize import Detokenizer
 from tests.support.text.text_tokenizers import KINDS
 
 
@@ -18,7 +19,7 @@ def test_offsets_are_places_in_the_text_that_is_answered(kind, continues):
     ids.insert(3, min(tokenizer.special_ids))
     before = tokenizer.encode("over", add_special_tokens=False) if continues else []
     text, places = "", []
-    stream, table = tokenizer.stream((), before), LegacyLogprobs(tokenizer, 0, before)
+    stream, table = Detokenizer(tokenizer, before), LegacyLogprobs(tokenizer, 0, before)
     for token in ids:
         places.append(len(text))
         text += stream.push(token)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxd_server.text.detokenize import TextStream
+from nxd_server.text.detokenize import Detokenizer, TextStream
 from tests.support.text.text_tokenizers import KINDS, byte_level, sentencepiece_style
 
 texts = st.text(
@@ -19,7 +19,7 @@ quick = settings(max_examples=40)
 
 
 def stream(tokenizer, ids):
-    decoder = tokenizer.stream([])
+    decoder = Detokenizer(tokenizer)
     return [*map(decoder.push, ids), decoder.flush()]
 
 
@@ -103,7 +103,7 @@ def test_a_token_costs_the_same_however_long_the_stop_strings_are():
 def test_tokens_without_a_text_do_not_pile_up():
     """A model may have more ids than its tokenizer; all of them were decoded again for each token."""
     tokenizer = sentencepiece_style()
-    decoder = tokenizer.detokenizer()
+    decoder = Detokenizer(tokenizer)
     word = tokenizer.encode("fox", add_special_tokens=False)
     text = "".join(map(decoder.push, word))
     for token in range(10_000, 11_000):
@@ -123,9 +123,9 @@ def test_special_tokens_are_skipped_and_added_ones_keep_their_spaces():
 def test_the_space_before_a_continuation_is_kept_and_before_a_new_text_is_not():
     tokenizer = sentencepiece_style()
     prompt, word = tokenizer.encode("the quick", add_special_tokens=False), tokenizer.encode("fox")
-    continued = tokenizer.detokenizer(prompt)
+    continued = Detokenizer(tokenizer, prompt)
     assert "".join(continued.push(token) for token in word) == " fox"
-    fresh = tokenizer.detokenizer([*prompt, tokenizer.token_to_id("</s>")])
+    fresh = Detokenizer(tokenizer, [*prompt, tokenizer.token_to_id("</s>")])
     assert "".join(fresh.push(token) for token in word) == "fox"
 
 
@@ -136,5 +136,5 @@ def test_an_answer_goes_on_with_bytes_where_its_prompt_ended_with_them(prompt, m
     before = tokenizer.encode(prompt, add_special_tokens=False)
     whole = tokenizer.encode(prompt + more, add_special_tokens=False)
     assert whole[: len(before)] == before
-    decoder = tokenizer.detokenizer(before)
+    decoder = Detokenizer(tokenizer, before)
     assert "".join(map(decoder.push, whole[len(before) :])) + decoder.flush() == more

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nxd_server.engine.events import TokenEvent
+from nxd_server.text.detokenize import Detokenizer
 from nxd_server.text.tokenizer import Tokenizer
 
 FLOOR = -9999.0
@@ -50,7 +51,7 @@ class LegacyLogprobs:
         self._tokenizer = tokenizer
         self._top = top
         self._offset = 0
-        self._text = tokenizer.detokenizer(before)
+        self._text = Detokenizer(tokenizer, before)
         self._parts = self._empty()
 
     @staticmethod
