@@ -17,7 +17,18 @@ from tests.support.models.helpers import relative_difference
 from tests.support.ranks import run_ranks
 
 COUNTRIES = ("France", "Japan", "Egypt", "Peru", "Norway")
-THINGS = ("capital", "language", "currency", "longest river")
+THINGS = (
+    "capital",
+    "language",
+    "currency",
+    "largest city",
+    "population",
+    "longest river",
+    "flag",
+    "area",
+    "food",
+    "king",
+)
 QUESTIONS = [f"What is the {thing} of {country}?" for country in COUNTRIES for thing in THINGS]
 TOKENS = 10
 """Of an answer."""
@@ -81,8 +92,9 @@ def test_perplexity_logits_and_answers_equal_transformers(gguf, theirs, tokenize
     found = registry.load_model(gguf, dtype=torch.float32)(text)
     assert relative_difference(found, expected) < 1e-4
     assert abs(perplexity(found, text) / exact - 1) < 1e-3
-    for logits in run_ranks(numbers, 2, str(gguf), text[:1, :64]):  # 9 heads over 2 ranks are padded
-        assert relative_difference(logits, expected[:1, :64]) < 1e-4
+    for degree in (2, 3):  # 9 heads over 2 ranks are padded
+        for logits in run_ranks(numbers, degree, str(gguf), text[:1, :64]):
+            assert relative_difference(logits, expected[:1, :64]) < 1e-4
 
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     asked = tokenizer.apply_chat_template(
@@ -90,6 +102,7 @@ def test_perplexity_logits_and_answers_equal_transformers(gguf, theirs, tokenize
     )
     answered = theirs.generate(**asked, max_new_tokens=TOKENS, do_sample=False)[:, -TOKENS:].tolist()
     prompts = [row[mask.bool()].tolist() for row, mask in zip(asked["input_ids"], asked["attention_mask"], strict=True)]
-    for answers in run_ranks(answers_of, 2, str(gguf), prompts):
-        assert answers == [expected[: len(ours)] for ours, expected in zip(answers, answered, strict=True)]
-        assert "Paris" in tokenizer.decode(answers[0])
+    for degree in (1, 2, 3):
+        for answers in run_ranks(answers_of, degree, str(gguf), prompts):
+            assert answers == [expected[: len(ours)] for ours, expected in zip(answers, answered, strict=True)]
+            assert "Paris" in tokenizer.decode(answers[0])
