@@ -1,6 +1,6 @@
 """What backends on XLA devices share: a graph in host and device parts, the device's as HLO, and the host's run.
 
-These modules need torch or torch_xla and are imported on first use; ``base`` and ``installed`` need neither.
+These modules need torch or torch_xla and are imported on first use; ``base`` needs neither.
 """
 
 from __future__ import annotations

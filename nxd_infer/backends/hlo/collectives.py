@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from nxd_infer.backends.hlo.module import Instruction, Module
 from nxd_infer.errors import TraceError
 
 _KINDS = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter"}
@@ -22,10 +21,10 @@ _DTYPES = {
 _BROADCAST = re.compile(r"broadcast\((\w+)\[(.*)\], (\w+), \d+, (\d+)\)")
 
 
-def check_collectives(found: Sequence[str], recorded: Sequence[str]) -> None:
+def check_collectives(lowered: Sequence[str], recorded: Sequence[str]) -> None:
     """Raise TraceError unless the HLO has just the collectives that the graph records."""
-    wanted = Counter(_BROADCAST.sub(_as_gather, call) for call in recorded)
-    missing, more = wanted - Counter(found), Counter(found) - wanted
+    expected = Counter(_BROADCAST.sub(_as_gather, call) for call in recorded)
+    missing, more = expected - Counter(lowered), Counter(lowered) - expected
     if missing or more:
         raise TraceError(
             "the HLO has other collectives than the graph, so ranks would compute something else: it lacks "
@@ -42,38 +41,27 @@ def _list(calls: Counter[str]) -> str:
     return ", ".join(f"{count} x {call}" for call, count in sorted(calls.items())) or "none"
 
 
-def collectives_of(module: str) -> list[str]:
-    """The collectives of a module, given as protobuf's JSON of it. Raises TraceError for one that no graph records."""
-    parsed = json.loads(module)
-    computations = {entry["id"]: entry for entry in parsed["computations"]}
+def collectives_of(module: Module) -> list[str]:
+    """The collectives of a module. Raises TraceError for one that no graph records."""
     return [
-        _call(instruction, operands, computations)
-        for computation in parsed["computations"]
-        for instruction, operands in _instructions(computation)
-        if instruction["opcode"] in (*_KINDS, *_OTHERS)
+        _call(node)
+        for computation in module.by_id.values()
+        for node in computation.by_id.values()
+        if node.opcode in (*_KINDS, *_OTHERS)
     ]
 
 
-def _instructions(computation: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    by_id = {entry["id"]: entry for entry in computation["instructions"]}
-    for entry in computation["instructions"]:
-        yield entry, [by_id[operand] for operand in entry.get("operandIds", [])]
-
-
-def _call(instruction: dict[str, Any], operands: list[dict[str, Any]], computations: dict[str, dict[str, Any]]) -> str:
-    kind = _KINDS.get(instruction["opcode"])
-    groups = [[int(rank) for rank in group["replicaIds"]] for group in instruction.get("replicaGroups", [])]
+def _call(node: Instruction) -> str:
+    kind = _KINDS.get(node.opcode)
+    groups = [[int(rank) for rank in group["replicaIds"]] for group in node.field("replicaGroups", [])]
     if kind is None or len(groups) != 1 or groups[0] != list(range(len(groups[0]))):
         raise TraceError(
-            f"the HLO holds {instruction['opcode']} among the ranks {groups}, which no operator of the graph stands for"
+            f"the HLO holds {node.opcode} among the ranks {groups}, which no operator of the graph stands for"
         )
-    shape = operands[0]["shape"]
-    sizes = [int(size) for size in shape.get("dimensions", [])]
     if kind == "all_reduce":
-        called = computations[instruction["calledComputationIds"][0]]
-        root = next(entry for entry in called["instructions"] if entry["id"] == called["rootId"])
-        argument = _REDUCTIONS.get(root["opcode"], root["opcode"])
+        reduction = node.called[0].root.opcode
+        argument = _REDUCTIONS.get(reduction, reduction)
     else:
-        argument = instruction.get("dimensions", ["0"])[0]
-    dtype = _DTYPES.get(shape["elementType"], shape["elementType"])
-    return f"{kind}({dtype}{sizes}, tp, {argument}, {len(groups[0])})"
+        argument = node.field("dimensions", ["0"])[0]
+    operand = node.operands[0]
+    return f"{kind}({_DTYPES.get(operand.dtype, operand.dtype)}{operand.shape}, tp, {argument}, {len(groups[0])})"

@@ -1,21 +1,31 @@
-"""One bucket's graph on all ranks, as far as devices have it in common: the host's parts, and what the body takes."""
+"""One bucket's graph on all ranks, as far as devices have it in common: the head, which the host runs before the body,
+the tail after it, the states that both keep, and what the body takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from nxd_infer.artifact.manifest import TensorSpec
 from nxd_infer.backends.base import RankGraph, RankRuntime
-from nxd_infer.backends.checks import InputChecks, checked_graph, checked_tensors
-from nxd_infer.backends.hlo.files import HLO_TABLE, PARTS_FILE, HloFile, PartsFile, read
-from nxd_infer.backends.hlo.host import HostParts
+from nxd_infer.backends.checks import InputChecks, checked_graph
+from nxd_infer.backends.hlo.files import (
+    HEAD_FILE,
+    HLO_TABLE,
+    PARTS_FILE,
+    TAIL_FILE,
+    HloFile,
+    PartFile,
+    PartsFile,
+    read,
+)
 from nxd_infer.backends.hlo.parts import rank_name
 from nxd_infer.backends.hlo.placement import Cell
 from nxd_infer.context import make_context
-from nxd_infer.errors import ArtifactCorruptError, InputMismatchError, ModelClosedError, WeightSchemaError
+from nxd_infer.errors import ArtifactCorruptError, ModelClosedError
+from nxd_infer.graph.ir import Program
+from nxd_infer.graph.stored import read_ir
 
 
 class HloExecutable:
@@ -30,7 +40,11 @@ class HloExecutable:
         directory = ranks[0].directory
         self.parts = read(directory, PARTS_FILE, PartsFile)
         self.table = read(directory, HLO_TABLE, HloFile)
-        self._host = HostParts(directory, self.graph, self.parts)
+        self._head, self._tail = (Program(read_ir(directory, name)) for name in (HEAD_FILE, TAIL_FILE))
+        stored = zip(self.graph.states, self.parts.given, self.parts.new_states, strict=False)
+        self._host_states = [
+            (spec.name, given, new) for spec, given, new in stored if given not in self.parts.body.takes
+        ]
         self._checked = InputChecks(self.graph)
         self._states: Mapping[str, Cell] = ranks[0].states
         self.ranks = [self._take(number, rank, len(ranks), cell) for number, rank in enumerate(ranks)]
@@ -48,8 +62,8 @@ class HloExecutable:
         return {name: results[name].cpu().reshape(shapes[name]) for name in self.parts.fetched}
 
     def _take(self, number: int, rank: RankGraph, degree: int, cell: type[Cell]) -> dict[str, Cell]:
-        states = _checked(self.graph.states, rank.states, "state", InputMismatchError)
-        weights = _checked(self.graph.weights, rank.weights, "weight", WeightSchemaError)
+        states = [rank.states[spec.name] for spec in self.graph.states]
+        weights = [rank.weights[spec.name] for spec in self.graph.weights]
         first = len(states) + len(self.graph.inputs)
         given = [*zip(self.parts.given, states, strict=False), *zip(self.parts.given[first:], weights, strict=True)]
         context = make_context(degree, number, tp=degree)
@@ -67,33 +81,28 @@ class HloExecutable:
         def run() -> list[Tensor]:
             if self._closed:
                 raise ModelClosedError(f"graph {self.graph.digest} was closed")
-            return self._host.run(self._states, ready, self.run_body)
+            return self._run(ready)
 
         return run
 
+    def _run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        known = dict(zip(self.parts.given[len(self.graph.states) :], inputs, strict=False))
+        known.update((given, self._states[name].value) for name, given, _ in self._host_states)
+        with torch.no_grad():
+            known.update(_results(self._head, self.parts.head, known))
+            known.update(self.run_body(known))
+            known.update(_results(self._tail, self.parts.tail, known))
+        for name, _, new in self._host_states:
+            self._states[name].value = known[new]
+        return [known[name] for name in self.parts.outputs]
+
     def update_weights(self, weights: Mapping[str, Tensor], rank: int = 0) -> None:
-        specs = {spec.name: spec for spec in self.graph.weights}
-        unknown = [name for name in weights if name not in specs]
-        if unknown:
-            raise WeightSchemaError(f"the graph reads no weight {unknown[0]!r}")
-        checked_tensors([specs[name] for name in weights], weights, "weight", WeightSchemaError)
-        first = len(self.graph.states) + len(self.graph.inputs)
-        for name, tensor in weights.items():
-            self.ranks[rank][self.parts.given[first + list(specs).index(name)]].put(tensor)
+        """Nothing is left to do: calls look into the cells, in which ``DevicePlacement`` has replaced them."""
 
     def close(self) -> None:
         self._closed = True
         self._states, self.ranks = {}, []
 
 
-def _checked(specs: Sequence[TensorSpec], cells: Mapping[str, Cell], what: str, error: type) -> list[Cell]:
-    """The cells that ``specs`` describe, in their order. Raises ``error`` for one that is missing or another one."""
-    for spec in specs:
-        found = cells.get(spec.name)
-        if found is None:
-            raise error(f"the {what} {spec.name!r} is missing")
-        if (found.dtype, list(found.shape)) != (spec.torch_dtype, spec.shape):
-            raise error(
-                f"the {what} {spec.name!r} is {found.dtype}{list(found.shape)}, traced as {spec.dtype}{spec.shape}"
-            )
-    return [cells[spec.name] for spec in specs]
+def _results(program: Program, part: PartFile, known: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+    return zip(part.gives, program(*[known[name] for name in part.takes]), strict=True)

@@ -16,8 +16,6 @@ from nxd_infer.errors import ArtifactCorruptError
 
 PARTS_FILE, HLO_TABLE, HLO_FILE = "parts.json", "hlo.json", "body.hlo"
 HEAD_FILE, BODY_FILE, TAIL_FILE = "head.json", "body.json", "tail.json"
-REVISION = 1
-"""Of these files; counts up when an earlier one cannot be read any more."""
 
 _File = TypeVar("_File", bound=BaseModel)
 

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from nxd_infer.backends.hlo import xla_api as xla
 from nxd_infer.backends.hlo.collectives import check_collectives, collectives_of
 from nxd_infer.backends.hlo.files import BODY_FILE, HLO_FILE, HLO_TABLE, PARTS_FILE, HloFile, PartsFile, Value, read
+from nxd_infer.backends.hlo.module import Module
 from nxd_infer.backends.hlo.parts import TOKEN, value
 from nxd_infer.errors import TraceError
 from nxd_infer.graph.ir import ir_to_graph
@@ -23,8 +24,8 @@ from nxd_infer.graph.passes import aten
 from nxd_infer.graph.stored import read_graph, read_ir
 from nxd_infer.util.dtypes import dtype_of
 
-Look = Callable[[str, HloFile], None]
-"""Is given a module, as protobuf's JSON, and its table, to refuse it."""
+Look = Callable[[Module, HloFile], None]
+"""Is given a module and its table, to refuse it."""
 
 
 def lower_directory(graph_dir: Path, look: Look = lambda module, table: None) -> HloFile:
@@ -75,13 +76,13 @@ def lower_body(
             "result, or write the model without the operator that widens it"
         )
     named = {spec.name: tensor for spec, tensor in zip(parts.specs, given, strict=True)}
-    text = lowering.json()
+    program = Module(lowering.json())
     table = HloFile(
         parameters=_parameters(lowering, named, {spec.name: spec for spec in parts.specs}),
         results=made,
-        collectives=collectives_of(text),
+        collectives=collectives_of(program),
     )
-    look(text, table)
+    look(program, table)
     return lowering.hlo(), table
 
 

@@ -1,7 +1,7 @@
 """All that is used of torch_xla's inside, in one place: most of it has no public name. For torch-xla 2.9.
 
 It reads its environment when it is imported, or when its first program runs: whoever runs programs settles that before
-(:func:`nxd_infer.backends.hlo.installed.environment`).
+(:func:`nxd_infer.backends.hlo.base.torch_xla_environment`).
 """
 
 from __future__ import annotations

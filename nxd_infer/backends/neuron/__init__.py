@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from nxd_infer.util.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from nxd_infer.backends.neuron import executable, lower, placement, runtime
+    from nxd_infer.backends.neuron import executable, lower, runtime
 
-__all__ = ["executable", "lower", "placement", "runtime"]
+__all__ = ["executable", "lower", "runtime"]
 __getattr__, __dir__ = lazy_names(__name__, modules=__all__)

@@ -15,14 +15,12 @@ from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.backends import hlo, neuron
 from nxd_infer.backends.base import Availability, Executable, Placement, RankGraph, RankRuntime
 from nxd_infer.backends.compiler_args import WORDS
-from nxd_infer.backends.hlo import installed
+from nxd_infer.backends.hlo import base
 from nxd_infer.backends.hlo.base import HloBackend
 from nxd_infer.backends.neuron import compiler, cores, sdk
 from nxd_infer.errors import ArtifactVersionError, BackendUnavailableError, TraceConfigError
 from nxd_infer.util.machine import torch_minor, torch_version
 
-REVISION = 1
-"""Of what a graph's directory holds; counts up when an earlier one cannot be read any more."""
 TARGET = "target"
 _claims: list[cores.Claim] = []
 """The cores of this process: one group, until it ends."""
@@ -57,7 +55,7 @@ class NeuronBackend(HloBackend):
         return Availability(not reason, reason, found, {here.name: usable})
 
     def probe_compiler(self) -> Availability:
-        lowering = installed.probe()
+        lowering = base.probe_torch_xla()
         if not lowering.ok:
             return Availability(False, _lacking(lowering.versions), lowering.versions)
         try:
@@ -88,21 +86,17 @@ class NeuronBackend(HloBackend):
         cores.check_degree(tp_degree, options[TARGET])
 
     def compiler(self) -> str:
-        return f"{installed.compiler()}, {compiler.PROGRAM} {compiler.version()}"
+        return f"{super().compiler()}, {compiler.PROGRAM} {compiler.version()}"
 
     def compile(self, graph_dir: Path, options: Mapping[str, Any]) -> None:
         neuron.lower.lower_directory(graph_dir)
         compiler.compile_here(graph_dir, options)
 
     def target(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        return {"platform": options[TARGET], "compiler": options["compiler"], "revision": REVISION}
+        return {**super().target(options), "platform": options[TARGET], "compiler": options["compiler"]}
 
     def check_target(self, target: Mapping[str, Any], versions: Mapping[str, str]) -> None:
-        if target.get("revision") != REVISION:
-            raise ArtifactVersionError(
-                f"holds files of another revision than {REVISION}, which this version reads: "
-                f"{target.get('revision')!r}; trace it again"
-            )
+        super().check_target(target, versions)
         made, used = (str(text).endswith(sdk.FAKE) for text in (target.get("compiler"), sdk.installed()))
         if made and not used:
             raise ArtifactVersionError(
@@ -120,7 +114,7 @@ class NeuronBackend(HloBackend):
 
     def place(self, manifest: Manifest, weight_file: Path, runtime: RankRuntime) -> Placement:
         _start(manifest.tp_degree)
-        return hlo.placement.DevicePlacement(manifest, weight_file, neuron.placement.CoreCell)
+        return hlo.placement.DevicePlacement(manifest, weight_file, neuron.executable.CoreCell)
 
     def load(self, ranks: Sequence[RankGraph], runtime: RankRuntime) -> Executable:
         return neuron.executable.NeuronExecutable(ranks, runtime)

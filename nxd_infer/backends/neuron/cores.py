@@ -150,11 +150,6 @@ def claim(degree: int) -> Claim:
             f"the model needs {degree} cores and {found} has {len(found.cores)}"
             f"{left if most < len(found.cores) else ''}: trace it for fewer ranks, or take a larger instance"
         )
-    if found.platform and degree not in DEGREES[found.platform]:
-        fitting = ", ".join(str(each) for each in DEGREES[found.platform] if each <= most)
-        raise BackendUnavailableError(
-            f"{found} cannot run a model of degree {degree}: trace it for {fitting} ranks, or take an instance that can"
-        )
     fitting = groups(cores, degree)
     if not fitting:
         raise BackendUnavailableError(

@@ -1,9 +1,12 @@
-"""One bucket's graph on all NeuronCores of a model: the host's parts here, the body as a program of the runtime's."""
+"""One bucket's graph on all NeuronCores of a model: the host's parts here, the body as a program of the runtime's.
+
+States and weights keep their memory on a core: new values are copied into it.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +18,31 @@ from nxd_infer.backends.hlo.files import Value
 from nxd_infer.backends.hlo.parts import TOKEN
 from nxd_infer.backends.hlo.placement import Cell, as_parameter
 from nxd_infer.backends.neuron import runtime
-from nxd_infer.backends.neuron.aliases import aliases_of
 from nxd_infer.backends.neuron.compiler import NEFF
-from nxd_infer.backends.neuron.placement import CoreCell, load_states, load_weights
+from nxd_infer.backends.neuron.lower import aliases_of
 from nxd_infer.errors import ArtifactCorruptError, BackendUnavailableError, InputMismatchError
 from nxd_infer.util.dtypes import dtype_of
 
 PROBE = "NXD_INFER_NEURON_PROBE"
 """``0`` leaves out the probe after loading, for a model that answers with zeros by its nature."""
+
+
+class CoreCell(Cell):
+    """A tensor that lives on the host until it is loaded, and in one place on a core then."""
+
+    on_core = False
+
+    def put(self, tensor: Tensor) -> None:
+        if self.on_core:
+            self.value.copy_(tensor.reshape(self.value.shape).contiguous())
+        else:
+            self.value = tensor
+
+    def on_host(self) -> Tensor:
+        return self.value.cpu().reshape(self.shape) if self.on_core else self.value
+
+    def live_in(self, tensor: Tensor) -> None:
+        self.value, self.on_core = tensor, True
 
 
 class NeuronExecutable(HloExecutable):
@@ -67,9 +87,9 @@ class NeuronExecutable(HloExecutable):
         states = {each.key: name for name, each in zip(names, taken, strict=True) if each.kind == _STATE}
         weights = {each.key: name for name, each in zip(names, taken, strict=True) if each.kind == _WEIGHT}
         for number, rank in enumerate(self.ranks):
-            load_states(number, [rank[name] for name in states.values()])
+            _load_states(number, [rank[name] for name in states.values()])
         held = [{key: rank[name] for key, name in weights.items()} for rank in self.ranks]
-        load_weights(held, {each.key: each.shape for each in taken})
+        _load_weights(held, {each.key: each.shape for each in taken})
         runtime.initialize(
             self._program,
             [{key: rank[name].value for key, name in states.items()} for rank in self.ranks],
@@ -107,6 +127,26 @@ class NeuronExecutable(HloExecutable):
 _IN, _STATE, _WEIGHT = "USER_INPUT", "INPUT_STATE", "INPUT_WEIGHT"
 LARGEST = 2**31 - 1
 """As which a core computes int64."""
+
+
+def _load_weights(ranks: Sequence[Mapping[str, Any]], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Copy to the cores what is not there yet of these cells, which are the same ones for every rank; ``shapes`` are
+    those that the program takes them in."""
+    missing = [name for name, cell in ranks[0].items() if not cell.on_core]
+    if missing:
+        host = [{name: rank[name].value.reshape(shapes[name]).contiguous() for name in missing} for rank in ranks]
+        for loaded, rank in zip(runtime.to_cores(host), ranks, strict=True):
+            for name in missing:
+                rank[name].live_in(loaded[name])
+
+
+def _load_states(rank: int, cells: Iterable[Any]) -> None:
+    """Give states memory on the core of ``rank``, with the values that they have here."""
+    for cell in cells:
+        if not cell.on_core:
+            first = as_parameter(cell.value)
+            cell.live_in(runtime.zeros(first.shape, first.dtype, rank))
+            cell.put(first)
 
 
 def _trial(spec: Value) -> Tensor:

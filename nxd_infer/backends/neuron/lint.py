@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from nxd_infer.backends.neuron.constants import Value, constant
-from nxd_infer.backends.neuron.hlo import Computation, Instruction, Module, before
+from nxd_infer.backends.hlo.module import Computation, Instruction, Module, before
 from nxd_infer.errors import TraceError
 
 WHOLE = {*(f"S{bits}" for bits in (4, 8, 16, 32, 64)), *(f"U{bits}" for bits in (4, 8, 16, 32, 64)), "PRED"}
@@ -122,15 +122,15 @@ def _large_constants(module: Module) -> Iterator[tuple[Instruction, str]]:
 
 def _out_of_bounds(module: Module) -> Iterator[tuple[Instruction, str]]:
     for computation in module.by_id.values():
-        known: dict[int, Value | None] = {}
+        known: dict[int, _Value | None] = {}
         for node in computation.instructions:
             if node.opcode in _PLACES:
                 yield from _outside(node, known)
 
 
-def _outside(node: Instruction, known: dict[int, Value | None]) -> Iterator[tuple[Instruction, str]]:
+def _outside(node: Instruction, known: dict[int, _Value | None]) -> Iterator[tuple[Instruction, str]]:
     target, chosen, *_ = node.operands
-    places = constant(chosen, known)
+    places = _constant(chosen, known)
     if places is None or not places.size:
         return
     name, mapped = _PLACES[node.opcode]
@@ -183,3 +183,66 @@ RULES: Mapping[str, Check] = {
     "NCC_ESFH002": _large_constants,
     "NCC_EVRF031, NCC_EVRF056": _out_of_bounds,
 }
+
+
+# --- what a module computes out of constants alone: exactly, for the operators that make a gather's places -----
+
+_Value = np.ndarray[Any, Any]
+_COMPARE: dict[str, Callable[[Any, Any], Any]] = {
+    "LT": np.less,
+    "LE": np.less_equal,
+    "GT": np.greater,
+    "GE": np.greater_equal,
+    "EQ": np.equal,
+    "NE": np.not_equal,
+}
+_PLAIN: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "minimum": np.minimum,
+    "maximum": np.maximum,
+    "select": np.where,
+    "clamp": lambda low, x, high: np.clip(x, low, high),
+    "convert": lambda x: x,
+    "copy": lambda x: x,
+}
+_MOST = 1 << 20
+"""Elements of a value that is looked at; places are a row's or a step's."""
+
+
+def _constant(node: Instruction, known: dict[int, _Value | None]) -> _Value | None:
+    """The whole numbers of ``node``, or None where they depend on a parameter. ``known`` remembers those of others."""
+    if node.id not in known:
+        known[node.id] = None if node.elements > _MOST else _computed(node, known)
+    return known[node.id]
+
+
+def _computed(node: Instruction, known: dict[int, _Value | None]) -> _Value | None:
+    if node.opcode == "constant":
+        numbers = node.whole_numbers
+        return None if numbers is None else np.array(numbers, dtype=np.int64).reshape(node.shape)
+    if node.opcode == "iota":
+        along = int(node.field("dimensions", ["0"])[0])
+        steps = np.arange(node.shape[along], dtype=np.int64)
+        return np.broadcast_to(steps.reshape([-1 if i == along else 1 for i in range(len(node.shape))]), node.shape)
+    operands = [_constant(operand, known) for operand in node.operands]
+    if not operands or any(operand is None for operand in operands):
+        return None
+    return _applied(node, [operand for operand in operands if operand is not None])
+
+
+def _applied(node: Instruction, operands: list[_Value]) -> _Value | None:
+    if node.opcode in _PLAIN:
+        return _PLAIN[node.opcode](*operands)
+    if node.opcode == "compare":
+        return _COMPARE[node.field("comparisonDirection", "EQ")](*operands)
+    if node.opcode == "reshape":
+        return operands[0].reshape(node.shape)
+    if node.opcode == "broadcast":
+        places: Mapping[int, int] = {int(to): at for at, to in enumerate(node.field("dimensions", []))}
+        sizes = [operands[0].shape[places[i]] if i in places else 1 for i in range(len(node.shape))]
+        return np.broadcast_to(operands[0].reshape(sizes), node.shape)
+    if node.opcode == "concatenate":
+        return np.concatenate(operands, axis=int(node.field("dimensions", ["0"])[0]))
+    return None

@@ -1,8 +1,8 @@
-"""The one place where torch_neuronx is reached: all that is used of it, as data, and the calls.
+"""The one place where torch_neuronx is called.
 
-None of it ran on a NeuronCore: the names and signatures are those of public documents and callers, and
-``contracts/torch_neuronx_2_9.json`` holds the same as data, which tests compare with this list, with a fake of exactly
-these signatures, and on a real machine (``NXD_INFER_REAL_NEURON=1``) with the real ones.
+None of it ran on a NeuronCore: names and signatures are those of public documents and callers, which
+``contracts/torch_neuronx_2_9.json`` lists with source and date. Tests compare it with a stand-in, and on a real machine
+(``NXD_INFER_REAL_NEURON=1``) with what is installed there.
 
 libneuronxla is not reached at all: of its compile function the documents give the equivalent command line of neuronx-cc
 (:mod:`.compiler`).
@@ -21,61 +21,7 @@ from torch import Tensor
 from nxd_infer.backends.neuron.sdk import INSTALL, installed
 from nxd_infer.errors import BackendUnavailableError
 
-
-@dataclass(frozen=True)
-class Symbol:
-    """A name of torch_neuronx's that is used, and from where it is known."""
-
-    name: str
-    signature: str
-    source: str
-    date: str
-
-
-_NXD = "call sites of neuronx-distributed 0.18 (SDK 2.29)", "2026-04-09"
-_TRANSFORMERS = "aws-neuron/transformers-neuronx, compiler.py at 88bca6e", "read 2026-11-25"
-_SDK = "documents of the Neuron SDK 2.32", "2026-08-17"
-
 MESSAGE = "torch_neuronx.proto.metaneff_pb2"
-SYMBOLS = (
-    Symbol("torch_neuronx", "(import)", *_SDK),
-    Symbol(
-        "torch_neuronx.BucketModelConfig",
-        "(bucket_kernel, *_, shared_state_buffer=None, shared_state_buffer_preprocessor=None, func_kwargs=None)",
-        *_SDK,
-    ),
-    Symbol(f"{MESSAGE}.MetaNeff", "(input_tensors, output_tensors, output_aliases_to)", *_TRANSFORMERS),
-    Symbol(f"{MESSAGE}.MetaNeff.SerializeToString", "(self) -> bytes", *_TRANSFORMERS),
-    Symbol(
-        f"{MESSAGE}.MetaTensor",
-        "(name, shape, data_type, type, checkpoint_key, user_input_key)",
-        *_NXD,
-    ),
-    Symbol(
-        f"{MESSAGE}.MetaTensor.DataType",
-        "(UINT8, INT8, INT16, INT32, INT64, UINT16, FLOAT16, BFLOAT16, FLOAT)",
-        *_TRANSFORMERS,
-    ),
-    Symbol(f"{MESSAGE}.MetaTensor.Type", "(USER_INPUT, INPUT_STATE, INPUT_WEIGHT)", *_NXD),
-    Symbol(
-        "torch.classes.neuron.SPMDModel",
-        "(neff: bytes, metaneff: bytes, local_ranks_size: int, world_size: int)",
-        *_NXD,
-    ),
-    Symbol(
-        "torch.classes.neuron.SPMDModel.initialize",
-        "(self, states: list[dict[str, Tensor]], weights: list[dict[str, Tensor]], start_rank: int) -> None",
-        *_NXD,
-    ),
-    Symbol("torch.classes.neuron.SPMDModel.forward", "(self, inputs: list[Tensor]) -> list[Tensor]", *_NXD),
-    Symbol("torch.classes.neuron.SPMDModel.is_initialized", "(self) -> bool", *_NXD),
-    Symbol(
-        "torch.ops.neuron._parallel_load",
-        "(checkpoints: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]",
-        *_NXD,
-    ),
-    Symbol("torch.device", "(privateuseone:<rank>)", *_NXD),
-)
 DEVICE = "privateuseone"
 TYPES = {
     torch.bool: "UINT8",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from nxd_infer.util.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from nxd_infer.backends.xla import executable, replicas, transport
+    from nxd_infer.backends.xla import executable, replicas
 
-__all__ = ["executable", "replicas", "transport"]
+__all__ = ["executable", "replicas"]
 __getattr__, __dir__ = lazy_names(__name__, modules=__all__)

@@ -13,12 +13,8 @@ from typing import Any
 from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.backends import hlo, xla
 from nxd_infer.backends.base import Availability, Executable, Placement, RankGraph, RankRuntime
-from nxd_infer.backends.hlo import installed
-from nxd_infer.backends.hlo.base import HloBackend
-from nxd_infer.errors import ArtifactVersionError, TraceConfigError
-
-REVISION = 1
-"""Of what a graph's directory holds; counts up when an earlier one cannot be read any more."""
+from nxd_infer.backends.hlo.base import HloBackend, probe_torch_xla
+from nxd_infer.errors import TraceConfigError
 
 
 class XlaBackend(HloBackend):
@@ -30,7 +26,7 @@ class XlaBackend(HloBackend):
     kept: tuple[str, ...] = ()
 
     def probe(self) -> Availability:
-        return installed.probe()
+        return probe_torch_xla()
 
     def probe_compiler(self) -> Availability:
         return self.probe()
@@ -46,21 +42,8 @@ class XlaBackend(HloBackend):
     def prepare_trace(self, tp_degree: int, options: Mapping[str, Any]) -> None:
         """There is nothing to build."""
 
-    def compiler(self) -> str:
-        return installed.compiler()
-
     def compile(self, graph_dir: Path, options: Mapping[str, Any]) -> None:
         hlo.lower.lower_directory(graph_dir)
-
-    def target(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        return {"revision": REVISION}
-
-    def check_target(self, target: Mapping[str, Any], versions: Mapping[str, str]) -> None:
-        if target.get("revision") != REVISION:
-            raise ArtifactVersionError(
-                f"holds HLO of another revision than {REVISION}, which this version reads: "
-                f"{target.get('revision')!r}; trace it again"
-            )
 
     def place(self, manifest: Manifest, weight_file: Path, runtime: RankRuntime) -> Placement:
         return hlo.placement.DevicePlacement(manifest, weight_file)

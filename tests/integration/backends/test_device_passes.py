@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from nxd_infer import native
-from nxd_infer.backends.cpu.lower import lower
 from nxd_infer.backends.hlo.files import PARTS_FILE, TAIL_FILE, PartsFile
 from nxd_infer.backends.hlo.parts import lower_graphs
-from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import TraceError
-from nxd_infer.graph.devices import constants_on, plain_operators, rank_as_input
-from nxd_infer.graph.ir import FUNCTIONAL, graph_to_ir, ir_to_graph
-from nxd_infer.graph.passes import copied, functional, in_place, insert_operators, output_of, placeholders
+from nxd_infer.graph.devices import plain_operators, rank_as_input
+from nxd_infer.graph.ir import FUNCTIONAL, graph_to_ir
+from nxd_infer.graph.passes import copied, insert_operators, placeholders
 from nxd_infer.graph.split import split_at
 from nxd_infer.graph.stored import ir_text
 from nxd_infer.ops import HOST
@@ -66,22 +61,6 @@ def test_host_and_device_put_together_are_the_whole(ranks: list[Rank], whole: Re
     assert equal(follow(ranks, step), whole)
 
 
-def test_the_device_has_the_weights_and_the_host_the_sampler(ranks: list[Rank]) -> None:
-    rank = ranks[0]
-    split = split_at(rank.graph.module, len(rank.states), len(rank.inputs), HOST)
-    names = [spec.name for spec in rank.graph.file.states]
-    weights = set(split.given[len(names) + len(rank.inputs) :])
-    assert weights <= set(split.body.takes) and weights.isdisjoint([*split.head.takes, *split.tail.takes])
-    states = split.given[: len(names)]
-    hosted = {states[place] for place in split.host_states}
-    assert {names[place] for place in split.host_states} == OF_THE_HOST
-    assert hosted.isdisjoint(split.body.takes)
-    assert (set(states) - hosted).isdisjoint([*split.head.takes, *split.tail.takes])
-    body, tail = ({node.target for node in part.module.graph.nodes} for part in (split.body, split.tail))
-    assert body.isdisjoint(HOST) and tail & HOST
-    assert len(split.head.module.graph.nodes) < 25 < len(split.body.module.graph.nodes)
-
-
 def test_a_rank_is_an_input_and_the_programs_are_equal(ranks: list[Rank], whole: Results) -> None:
     made = [rank_as_input(rank.graph.module) for rank in ranks]
     (text,) = {ir_text(graph_to_ir(module, FUNCTIONAL)) for module, _ in made}
@@ -111,36 +90,6 @@ def test_plain_operators_compute_the_same_and_are_pytorchs(ranks: list[Rank], wh
         return programs[number](*states, *inputs, *ranks[number].weights)
 
     assert equal(follow(ranks, step), whole)
-
-
-def test_constants_are_on_the_device_and_there_is_no_index(ranks: list[Rank]) -> None:
-    rank = ranks[0]
-    plain = plain_operators(rank_as_input(rank.graph.module)[0])
-    text = ir_text(graph_to_ir(constants_on(plain, "xla"), FUNCTIONAL))
-    assert {entry.split('"')[0] for entry in text.split('{"device":"')[1:]} == {"xla"}
-    # On a device without values every operator that is given a tensor of the host refuses it.
-    given = [torch.zeros(1, dtype=torch.int64), *rank.states, *rank.inputs, *rank.weights]
-    with use_context(make_context(len(ranks), 0, tp=len(ranks), collectives="none")):
-        results = program(constants_on(plain, "meta"))(*(value.to("meta") for value in given))
-    assert {value.device.type for value in results} == {"meta"}
-    with pytest.raises(TraceError, match="leave its index out"):
-        constants_on(plain, "xla:0")
-
-
-def test_a_graph_in_place_and_back_is_the_same_and_no_pass_changes_what_it_is_given(ranks: list[Rank]) -> None:
-    rank = ranks[0]
-    graph, module, states = rank.graph, rank.graph.module, len(rank.states)
-    before = ir_text(graph.ir())
-    there = in_place(module, states)
-    assert len(output_of(there.graph).args[0]) == len(graph.file.outputs)
-    assert ir_text(graph_to_ir(functional(there, states), FUNCTIONAL)) == before
-    assert ir_text(graph_to_ir(ir_to_graph(json.loads(before)), FUNCTIONAL)) == before
-    passes: list[Any] = [rank_as_input, plain_operators, lambda module: constants_on(module, "xla")]
-    for change in passes:
-        change(module)
-    split_at(module, states, len(rank.inputs), HOST)
-    lower([graph], {}, None)
-    assert ir_text(graph.ir()) == before
 
 
 def test_the_host_writes_its_states_where_they_are(ranks: list[Rank]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.support.neuron.machines import REAL
 
 ALONE = "NEURON_TEST_ALONE"
-TAKE_CORES = {"installed", "tools", "load"}
+TAKE_CORES = {"program", "load"}
 """Fixtures that do so."""
 SECONDS = 800
 

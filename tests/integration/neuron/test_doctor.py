@@ -10,7 +10,7 @@ import pytest
 
 from nxd_infer.backends import registry
 from nxd_infer.backends.base import Availability
-from nxd_infer.backends.hlo import installed
+from nxd_infer.backends.hlo import base
 from nxd_infer.backends.neuron import backend, compiler, cores, sdk
 from nxd_infer.backends.xla.training import train_on_replicas
 from nxd_infer.errors import ArtifactVersionError, BackendUnavailableError
@@ -119,7 +119,7 @@ def test_devices_of_another_kind_run_no_graph(machine: Any) -> None:
     """What the runtime would say of the NEFF, or the cores, if it were loaded there."""
     machine("trn2.48xlarge", 16)
     with pytest.raises(ArtifactVersionError, match=r"for trn1, and the instance trn2.48xlarge has devices of another"):
-        backend.BACKEND.check_target({"revision": backend.REVISION, "platform": "trn1"}, {})
+        backend.BACKEND.check_target({"revision": base.REVISION, "platform": "trn1"}, {})
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,8 @@ def test_what_tracing_and_training_lack(
             raise importlib.metadata.PackageNotFoundError(name)
         return versions[name]
 
-    monkeypatch.setattr(installed.importlib.metadata, "version", version)
-    monkeypatch.setattr(installed, "torch_version", lambda: torch)
+    monkeypatch.setattr(base.importlib.metadata, "version", version)
+    monkeypatch.setattr(base, "torch_version", lambda: torch)
     monkeypatch.setenv("PATH", str(tmp_path))
     xla += ": pip install -e '.[xla]' in the checkout, in an environment of its own"
     assert registry.get("xla").probe_compiler().reason == xla
@@ -167,7 +167,7 @@ def test_without_neuronx_cc_it_cannot_trace(
 ) -> None:
     """A machine that compiles for others needs no device and no runtime: it is told what it lacks for that."""
     machine() if runs else machine("m7i.large", 0, package="")
-    monkeypatch.setattr(installed, "probe", lambda: Availability(True))
+    monkeypatch.setattr(base, "probe_torch_xla", lambda: Availability(True))
     monkeypatch.setenv("PATH", str(tmp_path))
     said = nxd_infer_here(capsys, monkeypatch, "doctor").out.splitlines()
     lacks = ["run: torch_neuronx is not installed"] * (not runs) + ["trace: the compiler neuronx-cc was not found"]

@@ -11,10 +11,10 @@ import torch
 
 from nxd_infer.backends.hlo.files import BODY_FILE, HLO_FILE, PARTS_FILE, HloFile, PartsFile, read
 from nxd_infer.backends.hlo.lower import Look, lower_directory
+from nxd_infer.backends.hlo.module import Module
 from nxd_infer.backends.hlo.parts import lower_graphs
 from nxd_infer.backends.neuron import lint
-from nxd_infer.backends.neuron.aliases import aliases_of
-from nxd_infer.backends.neuron.hlo import Module
+from nxd_infer.backends.neuron.lower import aliases_of
 from nxd_infer.graph.canonical import configuration, name_lowered
 from nxd_infer.graph.stored import IR_FILE, read_graph, write_graph
 from tests.support.backends.canonical import Rank, ranks_of, run_whole, steps_of
@@ -65,9 +65,9 @@ def write_ranks(ranks: list[Rank], directory: Path) -> Case:
     aliases: dict[int, int] = {}
     findings: list[lint.Finding] = []
 
-    def look(module: str, table: HloFile) -> None:
+    def look(module: Module, table: HloFile) -> None:
         aliases.update(aliases_of(read_graph(places[0]), read(places[0], PARTS_FILE, PartsFile), table))
-        findings.extend(lint.findings(Module(module), aliases))
+        findings.extend(lint.findings(module, aliases))
 
     tables = [lower(ranks[0], places[0], look), *map(lower, ranks[1:], places[1:])]
     digests = [hashlib.sha256((place / HLO_FILE).read_bytes()).hexdigest() for place in places]

@@ -174,10 +174,5 @@ def started() -> Any:
         return str(error)
 
 
-def ends() -> Any:
-    """A program that closes nothing."""
-    return [tensor.tolist() for tensor in replicas_of(1).run(lambda rank: torch.ones(1))]
-
-
 if __name__ == "__main__":
     print(json.dumps(globals()[sys.argv[1]]()))  # and no os._exit: the interpreter ends by itself

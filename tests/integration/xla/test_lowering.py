@@ -13,8 +13,6 @@ from tests.integration.xla.rig import in_a_process, require
 
 require()
 
-from nxd_infer.backends.hlo.collectives import check_collectives  # noqa: E402
-from nxd_infer.errors import TraceError  # noqa: E402
 from tests.integration.xla.cases import CASES, Case, write_case  # noqa: E402
 from tests.support.neuron.hlo_samples import made, plain, samples, stored  # noqa: E402
 from tests.support.tiny_models import DECODERS  # noqa: E402
@@ -41,10 +39,6 @@ def test_all_ranks_have_one_program_that_breaks_no_limit(written: tuple[Path, di
     kinds = {parameter.name.partition("_")[0].partition(":")[0] for parameter in case.table.parameters}
     assert kinds <= {"given", "made", "rank", "token"}
     assert sorted(case.table.collectives) == sorted(case.listed)
-    with pytest.raises(TraceError, match=r"lacks 1 x all_"):
-        check_collectives(case.table.collectives[:-1], case.listed)
-    with pytest.raises(TraceError, match=r"has 1 x all_"):
-        check_collectives(case.table.collectives, case.listed[:-1])
     assert case.findings == []
     assert len(case.aliases) == (2 if CASES[name][0] in DECODERS else 0), "the keys and values of one layer"
 

@@ -17,7 +17,6 @@ from tests.integration.xla.rig import require
 require()
 
 from nxd_infer.hugging_face import weights as hf  # noqa: E402
-from nxd_infer.runtime.load import load_artifact  # noqa: E402
 from nxd_infer.trace.recompile import parallel_model_recompile  # noqa: E402
 from nxd_models.serving import tasks  # noqa: E402
 from tests.support.adapter_files import merge, write_adapter  # noqa: E402
@@ -93,11 +92,6 @@ def wanted(root: Path) -> dict[str, list[str]]:
 def server(root: Path) -> Any:
     with server_of(root, "xla") as server:
         yield server
-
-
-def test_one_program_is_stored_for_both_ranks(root: Path) -> None:
-    manifest = load_artifact(root / "xla").manifest
-    assert all(len(set(bucket.graphs)) == 1 for bucket in manifest.buckets) and manifest.ops == []
 
 
 def test_batched_and_seeded_answers_are_those_given_alone(server: ServerProcess) -> None:

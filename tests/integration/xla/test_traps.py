@@ -17,12 +17,11 @@ require()
 from nxd_infer import comm, trace  # noqa: E402
 from nxd_infer.backends import neuron  # noqa: E402
 from nxd_infer.backends.compile.pool import compile_graphs  # noqa: E402
-from nxd_infer.backends.hlo.files import BODY_FILE, HLO_FILE, PARTS_FILE, PartsFile, read  # noqa: E402
-from nxd_infer.backends.hlo.lower import lower_body  # noqa: E402
+from nxd_infer.backends.hlo.files import HLO_FILE  # noqa: E402
 from nxd_infer.backends.hlo.parts import lower_graphs  # noqa: E402
 from nxd_infer.context import current_context, make_context, use_context  # noqa: E402
 from nxd_infer.errors import TraceError  # noqa: E402
-from nxd_infer.graph.stored import read_ir, write_graph  # noqa: E402
+from nxd_infer.graph.stored import write_graph  # noqa: E402
 from nxd_infer.trace.recompile import parallel_model_recompile  # noqa: E402
 from tests.integration.xla.cases import lower, write_ranks  # noqa: E402
 from tests.support import traced_models as models  # noqa: E402
@@ -84,8 +83,6 @@ TRAPS: dict[str, object] = {
     "raises": ["ValueError", "ValueError"],
     # Reading compiles on the spot; a view is cut out in the program that reads it, at another place on each rank.
     "reads": [[6.0, *TOTAL], [10.0, *TOTAL]],
-    # The threads of torch_xla's own pool are joined when the interpreter ends.
-    "ends": [[1.0]],
 }
 
 
@@ -186,16 +183,6 @@ def test_variables_of_training_scripts_do_not_change_the_types(tmp_path: Path, m
     compile_graphs("xla", directories[1:], {})
     without, given = ((directory / HLO_FILE).read_bytes() for directory in directories)
     assert given == without
-
-
-def test_the_rank_is_in_no_program(tmp_path: Path) -> None:
-    """It is whenever it is a number: what is taken out of the way here is what the passes put in."""
-    (rank, _) = ranks_of("llama", 2, tmp_path)
-    lower(rank, tmp_path / "graph")
-    parts = read(tmp_path / "graph", PARTS_FILE, PartsFile)
-    _, table = lower_body(read_ir(tmp_path / "graph", BODY_FILE), parts)
-    assert [value.name for value in table.parameters if value.name.startswith("rank")] == ["rank:tp"]
-    assert [value.shape for value in table.parameters if value.name == "rank:tp"] == [[1]]
 
 
 # --- models whose ranks need different graphs, which replicas cannot run ------------------------------

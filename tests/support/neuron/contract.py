@@ -33,7 +33,7 @@ def ours() -> dict[str, Any]:
         "torch": sdk.TORCH,
         "sdk": sdk.SDK,
         "executed_on_hardware": False,
-        "symbols": [vars(symbol) for symbol in runtime.SYMBOLS],
+        "symbols": words["symbols"],
         "device": runtime.DEVICE,
         "environment": {name: words["environment"].get(name) for name in (cores.VISIBLE, cores.COUNT)},
         "command": {
@@ -136,7 +136,8 @@ def _of_message(name: str) -> str:
         if hasattr(message, "DESCRIPTOR"):
             return f"(self) -> {type(message().SerializeToString()).__name__}"
         return str(inspect.signature(message.SerializeToString)).replace("'", "")
-    wanted = next(symbol.signature for symbol in runtime.SYMBOLS if symbol.name == name).strip("()").split(", ")
+    signature = next(symbol["signature"] for symbol in contract()["symbols"] if symbol["name"] == name)
+    wanted = signature.strip("()").split(", ")
     return f"({', '.join(value for value in wanted if hasattr(message, value))})"
 
 

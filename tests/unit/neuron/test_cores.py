@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nxd_infer.backends.neuron import backend, cores, runtime
-from nxd_infer.errors import BackendUnavailableError, TraceConfigError
+from nxd_infer.errors import BackendUnavailableError
 from tests.support.neuron.machines import described
 
 taken: list[cores.Claim] = []
@@ -39,24 +39,6 @@ def claimed(degree: int) -> str:
     if before is not None:
         os.environ[cores.VISIBLE] = before
     return told
-
-
-@pytest.mark.parametrize(
-    ("instance", "devices", "platform", "count"),
-    [
-        ("inf2.xlarge", 1, "inf2", 2),
-        ("inf2.48xlarge", 12, "inf2", 24),
-        ("trn1.2xlarge", 1, "trn1", 2),
-        ("trn1n.32xlarge", 16, "trn1", 32),
-        ("m7i.large", 0, "", 0),
-    ],
-)
-def test_a_machine_is_known_by_its_files(
-    tmp_path: Path, instance: str, devices: int, platform: str, count: int
-) -> None:
-    described(tmp_path, instance, devices)
-    found = cores.machine()
-    assert (found.instance, found.platform, len(found.cores)) == (instance, platform, count)
 
 
 def test_groups_start_at_a_multiple_and_no_core_is_given_twice(tmp_path: Path) -> None:
@@ -125,20 +107,6 @@ def test_too_few_cores_and_what_names_none(
         monkeypatch.setenv(name, value)
     with pytest.raises(BackendUnavailableError, match=text):
         cores.claim(degree)
-
-
-def test_a_degree_that_the_instance_lacks(tmp_path: Path) -> None:
-    described(tmp_path, "trn1.32xlarge", 16)
-    with pytest.raises(BackendUnavailableError, match=r"trn1.32xlarge cannot run a model of degree 4: .* 1, 2, 8, 32"):
-        cores.claim(4)
-    with pytest.raises(TraceConfigError, match=r"tp_degree=4 is none that trn1 can run: choose one of 1, 2, 8, 32"):
-        cores.check_degree(4, "trn1")
-    cores.check_degree(4, "inf2")
-
-
-def test_without_a_device_it_says_where_one_is(tmp_path: Path) -> None:
-    with pytest.raises(BackendUnavailableError, match=r"no Neuron device \(/dev/neuron0\): run on an Inf2 or Trn1"):
-        cores.claim(1)
 
 
 def test_cores_are_not_kept_where_the_runtime_cannot_be_started(

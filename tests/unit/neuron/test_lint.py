@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from nxd_infer.backends.hlo.module import Module
 from nxd_infer.backends.neuron import lint
-from nxd_infer.backends.neuron.hlo import Module
 from nxd_infer.errors import TraceError
 from tests.support.neuron.hlo_samples import FOLDER, stored
 
