@@ -20,8 +20,7 @@ from nxd_infer.cli.parameters import with_options
 from nxd_infer.cli.pipeline_app import pipeline
 from nxd_infer.errors import NxdError
 from nxd_infer.trace.options import RecompileOptions, TraceOptions
-from nxd_infer.util import number_words
-from nxd_infer.util.options import Option, command_options, declared, flag_of
+from nxd_infer.util.options import Option, command_options, declared, flag_of, problem_of
 from nxd_models.serving.task_options import TaskOptions
 from nxd_server.settings import PREFIX, SOURCE, ServerSettings
 
@@ -43,7 +42,7 @@ def _with_its_value(error: typer.BadParameter) -> str:
     """Return the message with the rejected value: pydantic's messages, which typer passes on, lack it."""
     message = error.message.removeprefix("Value error, ")
     found = getattr(error.__cause__, "errors", list)()
-    if found and (problem := number_words.wanted(found[0])):
+    if found and (problem := problem_of(found[0])):
         message = f"it {problem}"
     given = repr(found[0]["input"]) if found else ""
     return message if given in message else f"{message}, got {given}"

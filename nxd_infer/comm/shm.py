@@ -16,7 +16,6 @@ import re
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from nxd_infer.errors import CollectiveError, CollectiveTimeoutError, ParallelConfigError
@@ -40,21 +39,11 @@ _PAGE = 4096
 _HEADER = struct.Struct("<QIIQQ")
 _HEADER_BYTES = 512
 _BLOCK_BYTES = 256
-_COUNTERS = struct.Struct("<QQqqQ")
+_COUNTER = struct.Struct("<Q")
 _COUNTERS_AT = 128
 _MAILBOX_BYTES = 128
 
 _MISSING = re.compile(r"nxd: rank\(s\) \[([\d, ]*)\] did not reach")
-
-
-@dataclass(frozen=True)
-class RankCounters:
-    """Counters of one rank, visible to every process with the segment."""
-
-    rank: int
-    pid: int
-    """0 until the rank has connected; it stays when the rank disconnects."""
-    collectives: int
 
 
 def create_segment(degree: int, capacity: int = DEFAULT_CAPACITY) -> int:
@@ -65,8 +54,6 @@ def create_segment(degree: int, capacity: int = DEFAULT_CAPACITY) -> int:
     """
     if not 1 <= degree <= MAX_DEGREE:
         raise ParallelConfigError(f"shared memory connects 1 to {MAX_DEGREE} ranks, got {degree}")
-    if capacity < 1:
-        raise ParallelConfigError(f"the capacity of a slot must be at least 1 byte, got {capacity}")
     capacity = _pages(max(capacity, degree * 64))
     fd = os.memfd_create(f"nxd-collectives-{degree}", os.MFD_CLOEXEC)
     try:
@@ -78,14 +65,9 @@ def create_segment(degree: int, capacity: int = DEFAULT_CAPACITY) -> int:
     return fd
 
 
-def read_counters(segment: int | mmap.mmap) -> list[RankCounters]:
-    """Read the counters of every rank of a segment (a descriptor, or a mapping of it)."""
-    counters = []
-    for rank in range(_degree(segment)):
-        data = _read(segment, _HEADER_BYTES + rank * _BLOCK_BYTES + _COUNTERS_AT, _COUNTERS.size)
-        collectives, _steps, _last, pid, _ = _COUNTERS.unpack(data)
-        counters.append(RankCounters(rank, pid, collectives))
-    return counters
+def collectives_passed(segment: mmap.mmap, place: int) -> int:
+    """Return how many collectives the rank at ``place`` of the group has passed, from a mapping of its segment."""
+    return _COUNTER.unpack_from(segment, _HEADER_BYTES + place * _BLOCK_BYTES + _COUNTERS_AT)[0]
 
 
 class ShmCollectives:
@@ -194,16 +176,3 @@ def _segment_bytes(degree: int, capacity: int) -> int:
     signals = _pages(_HEADER_BYTES + degree * _BLOCK_BYTES)
     mail = _pages(signals + degree * degree * _MAILBOX_BYTES)
     return _pages(mail + degree * degree * MAIL_CAPACITY) + 2 * degree * capacity
-
-
-def _read(segment: int | mmap.mmap, offset: int, size: int) -> bytes:
-    return os.pread(segment, size, offset) if isinstance(segment, int) else segment[offset : offset + size]
-
-
-def _degree(segment: int | mmap.mmap) -> int:
-    head = _read(segment, 0, _HEADER.size)
-    if len(head) == _HEADER.size:
-        magic, degree, _, _capacity, _ = _HEADER.unpack(head)
-        if magic == _MAGIC:
-            return degree
-    raise CollectiveError("this is not a segment made by create_segment()")

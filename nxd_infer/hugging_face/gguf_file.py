@@ -18,7 +18,6 @@ from typing import Any
 
 from nxd_infer.errors import CheckpointError, MissingPackageError, ModelConfigError
 from nxd_infer.util.cache_dir import cache_dir
-from nxd_infer.util.locks import only_one
 
 SUFFIX = ".gguf"
 PACKAGES = ("transformers", "gguf", "accelerate")
@@ -63,10 +62,12 @@ def model_directory(path: str | os.PathLike[str]) -> Path:
     file = find_gguf(path)
     if file is None:
         return Path(path)
+    from filelock import FileLock  # slow to import
+
     kept = cache_dir("gguf") / _digest(file)
     try:
         if not kept.is_dir():
-            with only_one(kept.with_suffix(".lock"), WAIT_SECONDS):
+            with FileLock(kept.with_suffix(".lock"), timeout=WAIT_SECONDS):
                 if not kept.is_dir():
                     _write(file, kept)
     except TimeoutError:

@@ -29,7 +29,6 @@ from nxd_infer.recipes.data.store import TokenStore, write_store
 from nxd_infer.recipes.models import CONFIG, config_path, raw_config
 from nxd_infer.recipes.recipe import Loaded, seq_length
 from nxd_infer.recipes.tokenizers import FILES, TRAINED, copy_tokenizer, train_tokenizer
-from nxd_infer.util.locks import only_one
 from nxd_server.text.chat_template import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
 from nxd_server.text.tokenizer_files import has_tokenizer
@@ -52,9 +51,11 @@ def prepare(loaded: Loaded, root: Path) -> Prepared:
     """Return what a job needs, which is written into ``root`` unless it is there. Raises RecipeError."""
     folder = root / _digest(loaded)
     if not folder.is_dir():
+        from filelock import FileLock  # slow to import
+
         root.mkdir(parents=True, exist_ok=True)
         try:
-            with only_one(root / f"{folder.name}.lock", WAIT_SECONDS):
+            with FileLock(root / f"{folder.name}.lock", timeout=WAIT_SECONDS):
                 if not folder.is_dir():
                     _write(loaded, folder)
         except TimeoutError:

@@ -22,7 +22,6 @@ from pathlib import Path
 
 from nxd_infer.errors import BackendUnavailableError
 from nxd_infer.util.cache_dir import cache_dir, opened
-from nxd_infer.util.locks import only_one
 from nxd_infer.util.processors import processors
 
 log = logging.getLogger(__name__)
@@ -160,15 +159,19 @@ def is_whole(path: Path) -> bool:
 @contextlib.contextmanager
 def _only_builder(folder: Path, kind: str) -> Iterator[None]:
     """Hold the lock of ``folder`` against other processes; the kernel releases it when the holder ends."""
-    path = folder.with_name(folder.name + ".lock")
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(only_one(path, BUILD_TIMEOUT))
-        except TimeoutError:
-            raise BackendUnavailableError(
-                f"another process has been building the {kind} for {BUILD_TIMEOUT:.0f} s; it holds {path}"
-            ) from None
+    from filelock import FileLock  # slow to import; needed only for compiling
+
+    lock = FileLock(folder.with_name(folder.name + ".lock"))
+    try:
+        lock.acquire(timeout=BUILD_TIMEOUT)
+    except TimeoutError:
+        raise BackendUnavailableError(
+            f"another process has been building the {kind} for {BUILD_TIMEOUT:.0f} s; it holds {lock.lock_file}"
+        ) from None
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def run(command: Sequence[str]) -> None:

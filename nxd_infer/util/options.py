@@ -220,6 +220,17 @@ def whole_number(
     return Option(MISSING, "", int, minimum=minimum, maximum=maximum).checked(name, value, error)
 
 
+_OF_PYDANTIC = {"int": "a whole number", "float": "a number", "finite": "a number", "bool": "true or false"}
+
+
+def problem_of(error: Mapping[str, Any]) -> str:
+    """``"must be a whole number"`` for one of a ValidationError's errors of pydantic's; "" unless it is of a number."""
+    kind = _OF_PYDANTIC.get(error["type"].partition("_")[0])
+    if kind is None and "ge" in error.get("ctx", {}):
+        kind = f"at least {error['ctx']['ge']:g}"
+    return f"must be {kind}" if kind else ""
+
+
 def from_text(kind: Any, text: str) -> Any:
     """Return a value that was typed, as in a variable; the text itself if it is not one of that kind."""
     if element(kind) is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -13,16 +12,16 @@ from blake3 import blake3
 MOST_LEVELS = 100
 """Maximum nesting of lists and objects: code that visits them recurses at each level, and a self-referential one
 would never end."""
-BLAKE3, SHA256 = "blake3", "sha256"
-"""Checksums of files, equally hard to forge. On one core BLAKE3 read 2.5 GiB/s and sha256 0.2, or 1.1 on a processor
-with instructions for it. sha256 stays for older files, and where users compute it."""
+BLAKE3 = "blake3"
+"""The checksum of files, and its key in records. It is as hard to forge as sha256; on one core it read 2.5 GiB/s, that
+0.2, or 1.1 on a processor with instructions for it."""
 _CHUNK = 4 << 20
 """A thread that hashes waits for the interpreter after each: beside a busy thread 1 MiB took three times as long."""
 
 
-def checksum_and_size(file: io.FileIO, algorithm: str = BLAKE3) -> tuple[str, int]:
+def checksum_and_size(file: io.FileIO) -> tuple[str, int]:
     """Return the checksum of the rest of a file in hexadecimal, and its size; releases the GIL."""
-    digest, size = _digest(algorithm), 0
+    digest, size = blake3(), 0
     buffer = memoryview(bytearray(max(1, min(_CHUNK, os.fstat(file.fileno()).st_size))))
     while count := file.readinto(buffer):
         digest.update(buffer[:count])
@@ -30,21 +29,15 @@ def checksum_and_size(file: io.FileIO, algorithm: str = BLAKE3) -> tuple[str, in
     return digest.hexdigest(), size
 
 
-def checksum_of(path: str | os.PathLike[str], algorithm: str = BLAKE3) -> str:
+def checksum_of(path: str | os.PathLike[str]) -> str:
     """Return the checksum of a file in hexadecimal, read once from start to end; releases the GIL."""
     with open(path, "rb", buffering=0) as file:
-        return checksum_and_size(file, algorithm)[0]
+        return checksum_and_size(file)[0]
 
 
-def checksum_of_bytes(data: bytes, algorithm: str = BLAKE3) -> str:
+def checksum_of_bytes(data: bytes) -> str:
     """Return the checksum of ``data`` in hexadecimal."""
-    digest = _digest(algorithm)
-    digest.update(data)
-    return digest.hexdigest()
-
-
-def _digest(algorithm: str) -> Any:
-    return blake3() if algorithm == BLAKE3 else hashlib.new(algorithm)
+    return blake3(data).hexdigest()
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.backends import registry
-from nxd_infer.comm.shm import create_segment, read_counters
+from nxd_infer.comm.shm import collectives_passed, create_segment
 from nxd_infer.errors import BackendUnavailableError, ModelClosedError
 from nxd_infer.processes.child import ChildProcess
 from nxd_infer.processes.command import child_environment, python_module
@@ -181,7 +181,7 @@ class RankProcesses:
     def collectives(self, rank: int) -> int:
         """Collectives that the rank has passed, over all native libraries; counted natively, also inside graphs."""
         stage, place = divmod(rank, self.artifact.manifest.tp_degree)
-        return sum(read_counters(segment)[place].collectives for segment in self._counters[stage])
+        return sum(collectives_passed(segment, place) for segment in self._counters[stage])
 
     def output(self, rank: int) -> str:
         """Return the end of what the rank has printed."""

@@ -31,7 +31,6 @@ from nxd_infer.hugging_face.gguf_file import find_gguf
 from nxd_infer.processes.child import ChildProcess, end_all
 from nxd_infer.processes.command import child_environment, python_module
 from nxd_infer.util.cache_dir import cache_dir
-from nxd_infer.util.locks import only_one
 from nxd_infer.util.units import size
 from nxd_infer.util.version import VERSION
 from nxd_server.errors import SettingsError
@@ -247,14 +246,16 @@ def _keep(source: Source, settings: ServerSettings) -> Path:
 @contextlib.contextmanager
 def _one_at_a_time(source: Source, kept: Path, settings: ServerSettings) -> Iterator[None]:
     """Keep other servers from making ``kept`` meanwhile; wait while one of them does."""
+    from filelock import FileLock  # slow to import
+
     lock = kept.with_name(f".{kept.name}.lock")
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(only_one(lock, 0))
+            held.enter_context(FileLock(lock, timeout=0))
         except TimeoutError:
             logger.info("another server makes %s; waiting for it", kept)
             try:
-                held.enter_context(only_one(lock, settings.prepare_timeout))
+                held.enter_context(FileLock(lock, timeout=settings.prepare_timeout))
             except TimeoutError:
                 raise SettingsError(
                     f"another server still makes {kept} after {settings.prepare_timeout:g} s: end it, or raise "

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from nxd_infer.util import number_words
+from nxd_infer.util.options import problem_of
 from nxd_server.http.error_responses import bad_request, clip, missing_field, unknown_field, unsupported
 
 BodyT = TypeVar("BodyT", bound="Body")
@@ -83,7 +83,7 @@ class Body(BaseModel):
                 raise missing_field(path) from None
             if first["type"] == "extra_forbidden":
                 raise unknown_field(path) from None
-            problem = number_words.wanted(first)
+            problem = problem_of(first)
             what = f"`{path}` {problem}" if problem else f"`{path}`: {first['msg']}"
             raise bad_request(f"{what}{_got(first)}", param=path) from None
 
