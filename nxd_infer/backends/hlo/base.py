@@ -59,16 +59,16 @@ class HloBackend:
 
 def probe_torch_xla() -> Availability:
     """Whether graphs can be lowered here, by the packages' versions."""
-    found = {"torch": torch_version()}
+    versions = {"torch": torch_version()}
     try:
-        found["torch_xla"] = importlib.metadata.version("torch_xla")
+        versions["torch_xla"] = importlib.metadata.version("torch_xla")
     except importlib.metadata.PackageNotFoundError:
-        return Availability(False, f"torch_xla is not installed: {INSTALL}", found)
-    ours, needed = torch_minor(found["torch"]), torch_minor(found["torch_xla"])
-    if ours != needed:
-        reason = f"torch_xla {found['torch_xla']} needs torch {needed}, and this is torch {found['torch']}"
-        return Availability(False, f"{reason}: {INSTALL}", found)
-    return Availability(True, "", found, {f"{architecture()} processor": len(available_cores())})
+        return Availability(False, f"torch_xla is not installed: {INSTALL}", versions)
+    actual, needed = torch_minor(versions["torch"]), torch_minor(versions["torch_xla"])
+    if actual != needed:
+        reason = f"torch_xla {versions['torch_xla']} needs torch {needed}, and this is torch {versions['torch']}"
+        return Availability(False, f"{reason}: {INSTALL}", versions)
+    return Availability(True, "", versions, {f"{architecture()} processor": len(available_cores())})
 
 
 def torch_xla_environment(degree: int) -> Mapping[str, str]:

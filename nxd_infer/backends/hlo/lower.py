@@ -70,10 +70,10 @@ def lower_body(
         )
     made = [value(name, result) for name, result in zip(parts.body.gives, results, strict=True)]
     if wrong := [pair for pair in zip(made, parts.results, strict=True) if pair[0] != pair[1]]:
-        found, wanted = wrong[0]
+        actual, expected = wrong[0]
         raise TraceError(
-            f"XLA computes {found.dtype}{found.shape} where torch computes {wanted.dtype}{wanted.shape}; cast the "
-            "result, or write the model without the operator that widens it"
+            f"XLA computes {actual.dtype}{actual.shape} where torch computes {expected.dtype}{expected.shape}; cast "
+            "the result, or write the model without the operator that widens it"
         )
     named = {spec.name: tensor for spec, tensor in zip(parts.specs, given, strict=True)}
     program = Module(lowering.json())

@@ -52,11 +52,11 @@ def aliases_of(graph: GraphFile, parts: PartsFile, table: HloFile) -> dict[int, 
     """
     parameters = {spec.name: number for number, spec in enumerate(table.parameters)}
     results = {spec.name: number for number, spec in enumerate(table.results)}
-    found: dict[int, int] = {}
+    aliases: dict[int, int] = {}
     for spec, given, new in zip(graph.states, parts.given, parts.new_states, strict=False):
         if given not in parts.body.takes or new == given:
             continue
-        if new not in results or new in parts.fetched or results[new] in found:
+        if new not in results or new in parts.fetched or results[new] in aliases:
             raise TraceError(
                 f"the new value of the state {spec.name!r} is also an output, another state's value or an input, and a "
                 "NeuronCore keeps it in the state's own memory: return a copy of it (.clone())"
@@ -66,8 +66,8 @@ def aliases_of(graph: GraphFile, parts: PartsFile, table: HloFile) -> dict[int, 
                 f"the state {spec.name!r} is replaced without being read, so that the graph does not take it, and its "
                 "new value has no memory to go to on a NeuronCore: make it an input and an output of the call"
             )
-        found[results[new]] = parameters[given]
-    return found
+        aliases[results[new]] = parameters[given]
+    return aliases
 
 
 def with_aliases(hlo: bytes, aliases: Mapping[int, int]) -> bytes:
