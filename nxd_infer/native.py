@@ -56,8 +56,6 @@ class NativeLibrary:
     path: Path
     namespace: str
     ops: tuple[str, ...]
-    build_seconds: float | None = None
-    """Duration of the build, if this process did it."""
 
     def op(self, name: str) -> Any:
         """Return the overload ``torch.ops.<namespace>.<name>.default``; KeyError lists the existing operators."""
@@ -153,14 +151,14 @@ def load() -> NativeLibrary:
         if not state.ok:
             raise BackendUnavailableError(f"no native operators: {state.reason}")
         try:
-            target, seconds = operators().built()
+            target = operators().built()
         except BackendUnavailableError as error:
             _failure = str(error)
             raise
-        return load_file(target, build_seconds=seconds)
+        return load_file(target)
 
 
-def load_file(path: str | os.PathLike[str], *, build_seconds: float | None = None) -> NativeLibrary:
+def load_file(path: str | os.PathLike[str]) -> NativeLibrary:
     """Register the operators of a built library, such as the copy inside an artifact.
 
     A file whose content hash is already registered is not loaded again. Loading runs native code: only load files you
@@ -187,7 +185,7 @@ def load_file(path: str | os.PathLike[str], *, build_seconds: float | None = Non
         )
         if not names:
             raise ArtifactCorruptError(f"native library {path} registered no operators under {namespace!r}")
-        library = NativeLibrary(digest, path, namespace, names, build_seconds)
+        library = NativeLibrary(digest, path, namespace, names)
         _register_fakes(library)
         _loaded[digest] = library
         return library

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
 import logging
 import os
 import platform
@@ -14,7 +13,6 @@ import shutil
 import struct
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -93,29 +91,28 @@ class CppLibrary:
         """Return whether :meth:`built` need not compile anything."""
         return self.file().is_file()
 
-    def built(self) -> tuple[Path, float | None]:
-        """Return the library's file, and the seconds that building it took if this call did.
+    def built(self) -> Path:
+        """Return the library's file; build it if it is missing.
 
         Raises BackendUnavailableError with the reason (no compiler, or the compiler's output), UntrustedCacheError if
         another user created the file or can write to it.
         """
-        target, seconds = self.file(), None
+        target = self.file()
         if PREBUILT in target.parents:
-            return target, None
+            return target
         with _only_builder(target.parent, self.kind):
             if not target.is_file() or not is_whole(target):
-                seconds = self._build(target)
+                self._build(target)
         with opened(target):
             pass
-        return target, seconds
+        return target
 
-    def _build(self, target: Path) -> float:
+    def _build(self, target: Path) -> None:
         """Compile and link in a temporary folder beside ``target``, then rename."""
         compiler = find_compiler()
         if compiler is None:
             raise BackendUnavailableError(f"no {self.kind}: {no_compiler()}")
         log.warning("building the %s, only this once: %s (into %s)", self.kind, self.takes, target.parent)
-        begin = time.monotonic()
         definitions = (f"-DNXD_NAMESPACE={self.namespace}_{self.hash[:8]}", f"-DNXD_HASH={self.hash}")
         includes = [*(f"-I{place}" for place in (self.folder, *self.includes)), f"-isystem{self.torch / 'include'}"]
         own = f".build-{self.hash}-"
@@ -133,15 +130,10 @@ class CppLibrary:
             built = Path(scratch) / FILE
             links = [f"-L{self.torch / 'lib'}", *self.links]
             run([compiler, "-shared", *map(str, objects), *links, "-o", str(built)])
-            seconds = time.monotonic() - begin
-            record = {"hash": self.hash, "compiler": compiler, "flags": self.flags, "torch": self.torch_version}
-            (Path(scratch) / "build.json").write_text(json.dumps({**record, "seconds": seconds}, indent=2))
             built.chmod(0o700)  # whatever the umask: a file that others can write to is rejected
             with built.open("rb") as file:
                 os.fsync(file.fileno())
-            os.replace(Path(scratch) / "build.json", target.parent / "build.json")
             os.replace(built, target)  # last: the file's existence means that the build is complete
-        return seconds
 
 
 def is_whole(path: Path) -> bool:

@@ -28,7 +28,7 @@ def main() -> int:
         libraries = program.library(), native.operators()
         for library, built in [(library, pool.submit(library.built)) for library in libraries]:
             try:
-                path, _ = built.result()
+                path = built.result()
             except NxdError as error:
                 print(f"not built: {error}", file=sys.stderr)
                 failed = True

@@ -115,8 +115,7 @@ def _registered() -> Any | None:
         if not native.availability().ok:
             return None
         built = library()
-        path, _ = built.built()
-        torch.classes.load_library(str(path))
+        torch.classes.load_library(str(built.built()))
         return getattr(torch.classes, f"nxd_program_{built.hash[:8]}").Program
     except (NxdError, OSError, RuntimeError) as error:
         log.warning("graphs are run by the slower loop in Python: %s", error)

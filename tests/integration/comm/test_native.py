@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -61,7 +60,7 @@ def other_release(tmp_path_factory):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "NXD_INFER_CACHE": str(root / "cache")}
     code = (
         "from pathlib import Path; from nxd_infer import native\n"
-        f"native.SOURCES = Path({str(changed)!r}); print(native.load().build_seconds)"
+        f"native.SOURCES = Path({str(changed)!r}); native.load()"
     )
     builder = subprocess.Popen([sys.executable, "-c", code], env={**env, "CXX": slow}, start_new_session=True)
     wait_until(lambda: list(folder.glob(".build-*")))
@@ -88,13 +87,10 @@ def test_after_a_killed_builder_several_make_one_library(other_release):
     """The lock goes with its holder, a half-made library is never found, and of several builders one builds."""
     _, cache, statuses, told = other_release
     assert statuses == [0, 0]
-    assert sorted(out.strip() == "None" for out, _ in told) == [False, True], told
     lines = [line for _, err in told for line in err.splitlines() if "building the native operators" in line]
     assert len(lines) == 1 and "minutes" in lines[0], "whoever waits for it can read why, in a log as well"
     assert not list((cache / "native").glob(".build-*")), "no scratch folder is left, the killed builder's neither"
-    (made,) = (cache / "native").glob("*/libnxd.so")
-    record = json.loads((made.parent / "build.json").read_text())
-    assert record["hash"] == made.parent.name and record["seconds"] > 0
+    assert len([*(cache / "native").glob("*/libnxd.so")]) == 1
 
 
 def test_two_libraries_of_different_contents_live_in_one_process(tmp_path, other_release):
@@ -137,12 +133,12 @@ except BackendUnavailableError as error:
 os.environ["CXX"] = "no-such-compiler"
 print(native.availability())
 os.environ["NXD_INFER_CACHE"] = {str(cache)!r}
-print(native.availability().ok, native.load().build_seconds)
+print(native.availability().ok, native.load().path)
 """
     printed = in_fresh_process(code, NXD_INFER_CACHE=str(tmp_path), PATH=str(tmp_path), CXX="").splitlines()
     assert "no C++ compiler" in printed[0]
     assert "ok=False" in printed[1] and "CXX='no-such-compiler' is not on the PATH" in printed[1]
-    assert printed[2] == "True None"
+    assert printed[2] == f"True {native.load().path}"
 
 
 def test_a_planted_library_does_not_run(tmp_path):

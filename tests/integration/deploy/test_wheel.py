@@ -30,7 +30,7 @@ assert not any(map(shutil.which, ("g++", "c++", "cc", "clang++"))) and nxd.__fil
 x = torch.ones(2, 128)
 with nxd.trace.parallel_model_trace(build, (x,), artifact_dir={artifact!r}) as model:
     assert torch.allclose(model(x), build()(x), atol=1e-5)
-assert str(native.load().path).startswith({place!r}) and native.load().build_seconds is None
+assert str(native.load().path).startswith({place!r})
 with nxd.trace.parallel_model_load({artifact!r}, in_process=True) as model:
     assert torch.allclose(model(x), build()(x), atol=1e-5) and program.prepare()
 """
