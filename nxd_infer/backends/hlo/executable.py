@@ -58,7 +58,7 @@ class HloExecutable:
 
     def fetched(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the host fetches of the body's ``results`` on one rank, by name."""
-        shapes = {spec.name: spec.shape for spec in self.table.results}
+        shapes = {spec.name: spec.shape for spec in self.parts.results}
         return {name: results[name].cpu().reshape(shapes[name]) for name in self.parts.fetched}
 
     def _take(self, number: int, rank: RankGraph, degree: int, cell: type[Cell]) -> dict[str, Cell]:

@@ -72,13 +72,10 @@ class PartsFile(_Model):
 
 
 class HloFile(_Model):
-    """``hlo.json``: the parameters and results of ``body.hlo``, in the HLO's order."""
+    """``hlo.json``: the parameters of ``body.hlo``, in the HLO's order; its results are those of ``parts.json``."""
 
     parameters: list[Value]
     """Names as in ``parts.json``, ``rank:<axis>``, or ``token`` (0.0, float32 of no dimension)."""
-    results: list[Value]
-    collectives: list[str]
-    """As :func:`nxd_infer.graph.passes.collective_sequence` writes them; a broadcast is an all_gather."""
 
 
 def read(directory: Path, name: str, kind: type[_File]) -> _File:

@@ -35,31 +35,13 @@ def lower_directory(graph_dir: Path, look: Look = lambda module, table: None) ->
     operators end the process instead, so each is written to standard error before it is recorded.
     """
     parts = read(graph_dir, PARTS_FILE, PartsFile)
-    hlo, table = lower_body(read_ir(graph_dir, BODY_FILE), parts, _say, look)
-    check_collectives(table.collectives, read_graph(graph_dir).collectives)
-    (graph_dir / HLO_FILE).write_bytes(hlo)
-    (graph_dir / HLO_TABLE).write_text(table.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    return table
-
-
-def _say(operator: str) -> None:
-    print(f"lowering {operator}", file=sys.stderr, flush=True)
-
-
-def lower_body(
-    body: dict[str, Any],
-    parts: PartsFile,
-    report: Callable[[str], None] = lambda operator: None,
-    look: Look = lambda module, table: None,
-) -> tuple[bytes, HloFile]:
-    """The HLO module and its table. ``report(operator)`` is called before each is recorded."""
-    module = ir_to_graph(body)
+    body = ir_to_graph(read_ir(graph_dir, BODY_FILE))
     xla.forget_metrics()
     given = [xla.parameter(spec.device_shape, dtype_of(spec.dtype)) for spec in parts.specs]
     try:
         with torch.no_grad(), xla.numbers_as_constants():
             arguments = [tensor.reshape(spec.shape) for tensor, spec in zip(given, parts.specs, strict=True)]
-            results = _Recorder(module, report).run(*arguments)
+            results = _Recorder(body).run(*arguments)
             lowering = xla.Lowering([result.reshape(list(result.shape) or [1]) for result in results])
     except (RuntimeError, ValueError) as error:
         raise TraceError(f"XLA has no such operator as the graph needs: {error}") from error
@@ -76,14 +58,13 @@ def lower_body(
             "the result, or write the model without the operator that widens it"
         )
     named = {spec.name: tensor for spec, tensor in zip(parts.specs, given, strict=True)}
-    program = Module(lowering.json())
-    table = HloFile(
-        parameters=_parameters(lowering, named, {spec.name: spec for spec in parts.specs}),
-        results=made,
-        collectives=collectives_of(program),
-    )
-    look(program, table)
-    return lowering.hlo(), table
+    table = HloFile(parameters=_parameters(lowering, named, {spec.name: spec for spec in parts.specs}))
+    module = Module(lowering.json())
+    look(module, table)
+    check_collectives(collectives_of(module), read_graph(graph_dir).collectives)
+    (graph_dir / HLO_FILE).write_bytes(lowering.hlo())
+    (graph_dir / HLO_TABLE).write_text(table.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    return table
 
 
 def _parameters(lowering: xla.Lowering, given: dict[str, Tensor], specs: dict[str, Value]) -> list[Value]:
@@ -124,10 +105,6 @@ _RECORDED = {
 class _Recorder(fx.Interpreter):
     """Runs a graph with the device's collectives in place of the operators that name an axis."""
 
-    def __init__(self, module: fx.GraphModule, report: Callable[[str], None]):
-        super().__init__(module)
-        self._report = report
-
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        self._report(str(target))
+        print(f"lowering {target}", file=sys.stderr, flush=True)
         return super().call_function(_RECORDED.get(target, target), args, kwargs)

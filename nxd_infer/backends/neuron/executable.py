@@ -66,8 +66,8 @@ class NeuronExecutable(HloExecutable):
             rank[TOKEN] = CoreCell(torch.zeros(()))
         taken = [self._taken(spec) for spec in self.table.parameters]
         self._inputs = [spec.name for spec, each in zip(self.table.parameters, taken, strict=True) if each.kind == _IN]
-        self._results = [spec for number, spec in enumerate(self.table.results) if number not in self._aliases]
-        given = [(dtype_of(spec.dtype), spec.device_shape) for spec in self.table.results]
+        self._results = [spec for number, spec in enumerate(self.parts.results) if number not in self._aliases]
+        given = [(dtype_of(spec.dtype), spec.device_shape) for spec in self.parts.results]
         self._program: Any = runtime.program(neff, runtime.metaneff(taken, given, self._aliases), len(ranks))
         self._place(taken)
         if os.environ.get(PROBE) != "0":

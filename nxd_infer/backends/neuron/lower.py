@@ -19,9 +19,9 @@ _RESULT, _PARAMETER, _KIND, _MUST = 1, 2, 4, 2
 """Fields of an entry, and the kind of one that is more than a permission."""
 
 
-def check_types(table: HloFile) -> None:
+def check_types(parts: PartsFile, table: HloFile) -> None:
     """Raise TraceError for a type that a core computes in, and that no tensor of the runtime's has."""
-    for spec in [*table.parameters, *table.results]:
+    for spec in [*table.parameters, *parts.results]:
         if dtype_of(spec.dtype) not in runtime.TYPES:
             raise TraceError(
                 f"{spec.name} is {spec.dtype}{spec.shape}, and the Neuron runtime has no tensors of that type: take or "
@@ -35,7 +35,7 @@ def lower_directory(graph_dir: Path) -> None:
 
     def look(module: Module, table: HloFile) -> None:
         lint.check(module, aliases_of(graph, parts, table))
-        check_types(table)
+        check_types(parts, table)
 
     table = hlo.lower.lower_directory(graph_dir, look)
     module = (graph_dir / HLO_FILE).read_bytes()
@@ -51,7 +51,7 @@ def aliases_of(graph: GraphFile, parts: PartsFile, table: HloFile) -> dict[int, 
     Raises TraceError for a state of the body that cannot be kept so.
     """
     parameters = {spec.name: number for number, spec in enumerate(table.parameters)}
-    results = {spec.name: number for number, spec in enumerate(table.results)}
+    results = {spec.name: number for number, spec in enumerate(parts.results)}
     aliases: dict[int, int] = {}
     for spec, given, new in zip(graph.states, parts.given, parts.new_states, strict=False):
         if given not in parts.body.takes or new == given:

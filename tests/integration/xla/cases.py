@@ -38,8 +38,6 @@ class Case:
     hlo: list[str]
     """The digest of each rank's HLO."""
     table: HloFile
-    listed: list[str]
-    """The collectives that ``graph.json`` lists."""
     aliases: dict[int, int]
     """Which result would take which parameter's memory on a NeuronCore."""
     findings: list[lint.Finding]
@@ -82,4 +80,4 @@ def write_ranks(ranks: list[Rank], directory: Path) -> Case:
         "expected": run_whole(ranks),
     }
     torch.save(content, directory / "tensors.pt")
-    return Case(digests, tables[0], file.collectives, aliases, findings)
+    return Case(digests, tables[0], aliases, findings)
