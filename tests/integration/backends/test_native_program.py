@@ -167,7 +167,8 @@ def native(ir: dict[str, Any], values: list[Tensor]) -> list[Tensor]:
 
 
 def bits(x: Tensor) -> Tensor:
-    return x.contiguous().reshape(-1).view(torch.uint8)
+    """Its bytes, of a copy: one number counts as contiguous with any stride, and then has no view as bytes."""
+    return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
