@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 # Python compiles what it imports; pip would take minutes to compile everything.
 PIP_OPTIONS := --disable-pip-version-check --no-compile
-PIP := $(BIN)/pip install $(PIP_OPTIONS)
+PIP := $(BIN)/pip install -q $(PIP_OPTIONS)
 STAMP := $(VENV)/.installed
 XLA_VENV ?= .venv-xla
 XLA_STAMP := $(XLA_VENV)/.installed
@@ -74,7 +74,7 @@ lint: $(STAMP) ## style, types, imports, security of the code; Dockerfile, manif
 # The oldest transformers that the extra `hf` takes, and the two packages whose newer releases it refuses, over .venv.
 $(OLDEST_HF_STAMP): $(STAMP)
 	@echo "installing transformers 4.56 into $(OLDEST_HF), the first time only"
-	@$(PIP) -q --target $(OLDEST_HF) --no-deps transformers==4.56.0 'huggingface-hub<1' 'tokenizers<0.23'
+	@$(PIP) --target $(OLDEST_HF) --no-deps transformers==4.56.0 'huggingface-hub<1' 'tokenizers<0.23'
 	@touch $@
 
 test-hf: $(OLDEST_HF_STAMP) ## tests of transformers' models with the oldest release of it (some minutes)

@@ -144,11 +144,17 @@ Source = LocalSource | StoredSource
 
 
 def source_of(name: str) -> Source:
-    """The directory or the folder of a store of this name."""
+    """The directory or the folder of a store of this name. Raises ArtifactError where there is none."""
     match = URL.match(name)
-    if match is None:
-        return LocalSource(Path(name))
-    return LocalSource(Path(name[match.end() - 1 :])) if match[1] else StoredSource(name)
+    if match is not None and not match[1]:
+        return StoredSource(name)
+    path = Path(name if match is None else name[match.end() - 1 :])
+    if not path.exists():
+        raise ArtifactError(
+            f"{path} is missing: give an artifact (`nxd-infer trace` makes one), a Hugging Face model directory (one "
+            "of the hub is fetched with `hf download`) or a GGUF file"
+        )
+    return LocalSource(path)
 
 
 def kind_of(source: Source) -> str | None:
@@ -307,9 +313,7 @@ def _trace(model: Path, out: Path, settings: ServerSettings) -> None:
     """Run ``nxd-infer trace`` in a process of its own: the server's does without torch, and without its memory."""
     words = shlex.split(settings.trace_options)
     how = shlex.join(["nxd-infer", "trace", *words])
-    logger.info(
-        "%s is a model, not an artifact: it is traced first, which takes minutes (%s, into %s)", model, how, out
-    )
+    logger.info("%s is a model, not an artifact: it is traced first (%s, into %s)", model, how, out)
     command = python_module("nxd_infer.cli.main", "trace", str(model), "--out", str(out), *words)
     child = ChildProcess(command, environment=child_environment())
     try:

@@ -64,7 +64,7 @@ def traced(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 def test_of_two_servers_one_traces_and_the_other_finds_it(traced, model: Path):
     keep, artifact, logs = traced
-    told = "is a model, not an artifact: it is traced first, which takes minutes (nxd-infer trace --backend eager"
+    told = "is a model, not an artifact: it is traced first (nxd-infer trace --backend eager"
     assert sorted(told in log for log in logs) == [False, True], logs
     assert artifact.parent == keep and artifact.name.startswith("tiny-llama-")
     found = read_artifact(artifact).manifest
@@ -275,5 +275,6 @@ def test_a_directory_of_an_artifact_is_served_where_it_lies(traced, tmp_path: Pa
     _, artifact, _ = traced
     assert prepare(str(artifact), settings(tmp_path)) == artifact
     assert prepare(f"file://{artifact}", settings(tmp_path)) == artifact
-    assert prepare(str(tmp_path / "none"), settings(tmp_path)) == tmp_path / "none"
+    with pytest.raises(ArtifactError, match=r"none is missing: give an artifact .* or a GGUF file"):
+        prepare(str(tmp_path / "none"), settings(tmp_path))
     assert list(tmp_path.iterdir()) == []
