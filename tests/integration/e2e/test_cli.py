@@ -150,7 +150,7 @@ def test_serve_refuses_as_the_others_do(tmp_path):
     def kernel(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
         return tensors, torch.tensor([0])
 
-    refused(nxd_infer("serve", "/no/such/artifact"), "/no/such/artifact", "give an artifact (`nxd-infer trace` makes one)")
+    refused(nxd_infer("serve", "/no/such/artifact"), "/no/such/artifact", "missing: give an artifact")
     path = toy.build(tmp_path / "kernel", degree=1, kernel=kernel)
     refused(nxd_infer("serve", path, "--port", 0, "--no-kernel"), "bucket_kernel.pt, which is code, and")
 
