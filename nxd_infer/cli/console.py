@@ -63,8 +63,10 @@ def slow_bar(after: float = 2.0) -> Iterator[progress.Progress]:
 
 
 @contextmanager
-def spinner(description: str, on: Console = console) -> Iterator[None]:
-    """Show on a terminal that work of unknown length is in progress."""
+def spinner(description: str, on: Console = console, *, line: bool = False) -> Iterator[None]:
+    """Show on a terminal that work of unknown length is in progress; with ``line`` also elsewhere, by a line."""
+    if line and not on.is_terminal:
+        on.print(f"{description} ...", markup=False)
     with bar(on, drawn=on.is_terminal) as display:
         task = display.add_task(description, total=None, note="")
         yield

@@ -18,6 +18,7 @@ from nxd_infer.backends.base import quantization_of
 from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.cli import stop
 from nxd_infer.cli.console import bar, console, duration, spinner
+from nxd_infer.errors import TraceConfigError
 from nxd_infer.hugging_face import weights as hf
 from nxd_infer.hugging_face.gguf_file import find_gguf, model_directory
 from nxd_infer.trace import ArtifactWriter
@@ -78,6 +79,11 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
 
     ``given``: TaskOptions and TraceOptions by name, None for the command's default; ``dtype`` as text.
     """
+    if (model_dir / MANIFEST_NAME).is_file() and (model_dir / "graphs").is_dir():
+        raise TraceConfigError(
+            f"{model_dir} is an artifact, which was traced already: `nxd-infer serve` serves it, and "
+            "`nxd-infer recompile` makes one for another backend of it; to trace, give the model's directory"
+        )
     ArtifactWriter(out).check_target()  # before minutes of compilation, not after
     if (file := find_gguf(model_dir)) is not None:
         with spinner(f"reading {file.name}, once for all traces of it"):
@@ -163,6 +169,7 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
 
 def recompile(artifact: Path, out: Path, given: dict[str, Any]) -> None:
     """Write ``out``; print what was compiled and for which target. ``given``: RecompileOptions by name, or None."""
+    start = time.monotonic()
     with bar(drawn=console.is_terminal) as display:
         arguments = from_command(RecompileOptions, given)
         report = trace.parallel_model_recompile(artifact, out, **arguments, progress=TraceProgress(display))
@@ -171,6 +178,6 @@ def recompile(artifact: Path, out: Path, given: dict[str, Any]) -> None:
     made_for = ", ".join([manifest.backend, *(value for value in manifest.target.values() if isinstance(value, str))])
     console.print(
         f"wrote {out}: {report['graphs']} graphs ({report['compiled']} compiled now) for {made_for}, "
-        f"in {duration(report['seconds'])}",
+        f"in {duration(time.monotonic() - start)}",
         markup=False,
     )

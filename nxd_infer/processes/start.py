@@ -38,9 +38,9 @@ def start(
     imports: str,
     importing: Mapping[str, str],
     environment: Mapping[str, str],
+    check: Callable[[], None],
     inherit: Iterable[int] = (),
     output: int | IO[Any] | None = None,
-    check: Callable[[], None] = lambda: None,
 ) -> ChildProcess:
     """Run ``command``, one of ``command.py``, which reads nothing.
 
@@ -48,9 +48,10 @@ def start(
         imports: module that a fork server imports for it, in the environment ``importing``. "", and
             ``NXD_INFER_FORK=0`` there: it is a new interpreter.
         environment: of the program itself.
+        check: called all the time while this waits for the import, which it bounds: what it raises ends the wait, and
+            no child starts.
         inherit: descriptors that it inherits, with the same numbers.
         output: file for its output and its errors, or PIPE; None: those of this process.
-        check: called all the time while this waits for the import; what it raises ends the wait, and no child starts.
 
     Raises OSError if the system does not let it start.
     """

@@ -151,6 +151,7 @@ class _Worker:
                 imports="tests.support.rank_imports",
                 importing=_environment(),
                 environment={"GLOO_SOCKET_IFNAME": "lo", **_environment()},
+                check=lambda: None,  # a test has a time limit
                 inherit=[remote.fileno()],
             )
 

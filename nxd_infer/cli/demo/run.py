@@ -130,7 +130,7 @@ def check_directory(directory: Path) -> None:
 def make(directory: Path, seconds: float | None, tp: int, small_model: bool) -> Made:
     """Fine-tune the real model if it is installed and nobody wants the other, which is trained from nothing."""
     if native.availability().ok and not native.is_built():
-        with spinner("building the native operators, only this once"):
+        with spinner("building the native operators, only this once", line=True):
             native.load()  # ranks communicate faster through its shared memory than over sockets
     shutil.rmtree(directory / MODEL, ignore_errors=True)  # of an earlier demo
     on = f"on {tp} rank{'s' * (tp > 1)}"

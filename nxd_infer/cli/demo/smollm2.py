@@ -67,11 +67,11 @@ def answers(model_dir: Path, asked: Sequence[Messages]) -> list[str]:
 def make(gguf: Path, directory: Path, seconds: float | None, tp: int) -> Made:
     """Fine-tune the model on ``tp`` ranks, for at most ``seconds``, with adapters that are merged at the end."""
     start = time.monotonic()
-    with spinner(f"reading {gguf.name}"):
+    with spinner(f"reading {gguf.name}", line=True):
         base = model_directory(gguf)
     read = time.monotonic()
     asked = prompts()
-    with spinner("asking it before"):
+    with spinner("asking it before", line=True):
         before = answers(base, asked)
     told = time.monotonic()
     train_recipe(RECIPE, directory, seconds, tp, {"model.model_config": str(base)})

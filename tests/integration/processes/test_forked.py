@@ -32,6 +32,7 @@ def own_servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def start(code: str = SLEEP, *arguments: str, imports: str = "json", **options) -> ChildProcess:
     environment = options.setdefault("environment", child_environment(PYTHONUNBUFFERED="1"))
+    options.setdefault("check", lambda: None)
     return module.start(python_code(code, *arguments), imports=imports, importing=environment, **options)
 
 
@@ -137,7 +138,8 @@ def test_nothing_outlives_a_caller_that_is_killed():
     code = (
         "import os\nfrom nxd_infer.processes.start import start\n"
         "from nxd_infer.processes.command import python_code\n"
-        f"child = start(python_code({SLEEP!r}), imports='json', importing=os.environ, environment=os.environ)\n"
+        "own = {'imports': 'json', 'importing': os.environ, 'environment': os.environ, 'check': lambda: None}\n"
+        f"child = start(python_code({SLEEP!r}), **own)\n"
         "print(child.pid, flush=True)\nsys.stdin.read()\nos.kill(os.getpid(), 9)"
     )
     caller = ChildProcess(

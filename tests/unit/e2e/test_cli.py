@@ -54,6 +54,11 @@ def test_code_that_chooses_buckets_can_be_refused(model_dir, tmp_path):
         refused(here(*arguments, "--no-kernel"), "bucket_kernel.pt, which is code, and")
 
 
+def test_an_artifact_is_not_traced_again(tmp_path):
+    path = toy.build(tmp_path / "artifact", degree=1)
+    refused(here("trace", path, "--out", tmp_path / "out"), f"{path} is an artifact", "recompile", "model's directory")
+
+
 STEPS = ((0, ""), (1, " (decode_b1)"), (2, ""))
 
 
