@@ -11,7 +11,7 @@ import datetime
 import itertools
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from nxd_infer.comm.protocol import collectives_of, register_collectives, unregi
 from nxd_infer.context import (
     AXES,
     LOCAL,
-    Axis,
     ParallelContext,
     RankLayout,
     current_context,
@@ -218,150 +217,97 @@ def destroy_model_parallel() -> None:
         unregister_collectives(context.collectives)
 
 
-def _axis_groups(name: str, as_list: bool) -> Any:
+Getter = Callable[[], int]
+
+
+def _getters(name: str, axis: str, members: str) -> tuple[Getter, Getter, Getter, Callable[..., Any]]:
+    """Return ``get_NAME_size``, ``_rank``, ``_src_rank`` and ``_group``; ``members`` is what the size counts."""
+
+    def get_size() -> int:
+        return current_context().axis(axis).degree
+
+    def get_rank() -> int:
+        return current_context().axis(axis).rank
+
+    def get_src_rank() -> int:
+        return current_context().axis(axis).ranks[0]
+
+    def get_group(as_list: bool = False) -> Any:
+        return current_context().layout.groups(axis) if as_list else _process_group(axis)
+
+    group = name.replace("_", " ").replace(" model", "") + " group"
+    for function, what, text in (
+        (get_size, "size", f"The number of {members}."),
+        (get_rank, "rank", f"This rank's index in its {group}."),
+        (get_src_rank, "src_rank", f"The global rank of the first member of this rank's {group}."),
+        (get_group, "group", f"This rank's ``torch.distributed`` {group}; with ``as_list`` each one as global ranks."),
+    ):
+        function.__name__ = function.__qualname__ = f"get_{name}_{what}"
+        function.__doc__ = text
+    return _constant(get_size), _constant(get_rank), _constant(get_src_rank), get_group
+
+
+def _process_group(axis: str) -> Any:
     context = current_context()
-    if as_list:
-        return context.layout.groups(name)
     if not group_exists():
         raise NotInitializedError(
-            f"a torch.distributed group for axis {name!r} needs torch.distributed.init_process_group() and then "
+            f"a torch.distributed group for axis {axis!r} needs torch.distributed.init_process_group() and then "
             "initialize_model_parallel(); as_list=True works without"
         )
     if default_context() is None and context.world_size == 1:
-        raise NotInitializedError(f"call initialize_model_parallel() before asking for the group of axis {name!r}")
+        raise NotInitializedError(f"call initialize_model_parallel() before asking for the group of axis {axis!r}")
     if context.world_size == 1:
         return dist.group.WORLD
     transport = collectives_of(context)
     if not isinstance(transport, DistributedCollectives):
         raise NotInitializedError(
-            f"axis {name!r} runs over {type(transport).__name__}, which has no torch.distributed group; "
+            f"axis {axis!r} runs over {type(transport).__name__}, which has no torch.distributed group; "
             "as_list=True gives its ranks"
         )
-    return transport.process_group(name)
+    return transport.process_group(axis)
 
 
-@_constant
-def get_tensor_model_parallel_size() -> int:
-    """The number of ranks that share each layer."""
-    return current_context().tp.degree
-
-
-@_constant
-def get_tensor_model_parallel_rank() -> int:
-    """This rank's index in its tensor parallel group."""
-    return current_context().tp.rank
-
-
-@_constant
-def get_tensor_model_parallel_src_rank() -> int:
-    """The global rank of the first member of this rank's tensor parallel group."""
-    return current_context().tp.ranks[0]
-
-
-@overload
-def get_tensor_model_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
-@overload
-def get_tensor_model_parallel_group(as_list: bool = False) -> Any: ...
-def get_tensor_model_parallel_group(as_list: bool = False) -> Any:
-    """This rank's ``torch.distributed`` group, or with ``as_list`` every tensor parallel group as global ranks."""
-    return _axis_groups("tp", as_list)
-
-
-@_constant
-def get_data_parallel_size() -> int:
-    """The number of copies of the model: the world divided by the other degrees."""
-    return current_context().dp.degree
-
-
-@_constant
-def get_data_parallel_rank() -> int:
-    """This rank's index in its data parallel group."""
-    return current_context().dp.rank
-
-
-@_constant
-def get_data_parallel_src_rank() -> int:
-    """The global rank of the first member of this rank's data parallel group."""
-    return current_context().dp.ranks[0]
-
-
-@overload
-def get_data_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
-@overload
-def get_data_parallel_group(as_list: bool = False) -> Any: ...
-def get_data_parallel_group(as_list: bool = False) -> Any:
-    """This rank's ``torch.distributed`` group, or with ``as_list`` every data parallel group as global ranks."""
-    return _axis_groups("dp", as_list)
-
-
-@_constant
-def get_pipeline_model_parallel_size() -> int:
-    """The number of pipeline stages."""
-    return current_context().pp.degree
-
-
-@_constant
-def get_pipeline_model_parallel_rank() -> int:
-    """The pipeline stage this rank runs."""
-    return current_context().pp.rank
-
-
-@_constant
-def get_pipeline_model_parallel_src_rank() -> int:
-    """The global rank that runs the first stage of this rank's pipeline."""
-    return current_context().pp.ranks[0]
+(
+    get_tensor_model_parallel_size,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_src_rank,
+    get_tensor_model_parallel_group,
+) = _getters("tensor_model_parallel", "tp", "ranks that share each layer")
+(
+    get_data_parallel_size,
+    get_data_parallel_rank,
+    get_data_parallel_src_rank,
+    get_data_parallel_group,
+) = _getters("data_parallel", "dp", "copies of the model: the world divided by the other degrees")
+(
+    get_pipeline_model_parallel_size,
+    get_pipeline_model_parallel_rank,
+    get_pipeline_model_parallel_src_rank,
+    get_pipeline_model_parallel_group,
+) = _getters("pipeline_model_parallel", "pp", "pipeline stages")
+(
+    get_context_parallel_size,
+    get_context_parallel_rank,
+    get_context_parallel_src_rank,
+    get_context_parallel_group,
+) = _getters("context_parallel", "cp", "ranks that share a sequence")
 
 
 @_constant
 def get_pipeline_model_parallel_next_rank() -> int:
     """The global rank of the next stage; the first stage follows the last."""
-    return _neighbour(current_context().pp, 1)
+    return _neighbour(1)
 
 
 @_constant
 def get_pipeline_model_parallel_prev_rank() -> int:
     """The global rank of the previous stage; the last stage precedes the first."""
-    return _neighbour(current_context().pp, -1)
+    return _neighbour(-1)
 
 
-def _neighbour(axis: Axis, step: int) -> int:
+def _neighbour(step: int) -> int:
+    axis = current_context().pp
     return axis.ranks[(axis.rank + step) % axis.degree]
-
-
-@overload
-def get_pipeline_model_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
-@overload
-def get_pipeline_model_parallel_group(as_list: bool = False) -> Any: ...
-def get_pipeline_model_parallel_group(as_list: bool = False) -> Any:
-    """This rank's ``torch.distributed`` group, or with ``as_list`` every pipeline group as global ranks."""
-    return _axis_groups("pp", as_list)
-
-
-@_constant
-def get_context_parallel_size() -> int:
-    """The number of ranks that share a sequence."""
-    return current_context().cp.degree
-
-
-@_constant
-def get_context_parallel_rank() -> int:
-    """This rank's index in its context parallel group."""
-    return current_context().cp.rank
-
-
-@_constant
-def get_context_parallel_src_rank() -> int:
-    """The global rank of the first member of this rank's context parallel group."""
-    return current_context().cp.ranks[0]
-
-
-@overload
-def get_context_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
-@overload
-def get_context_parallel_group(as_list: bool = False) -> Any: ...
-def get_context_parallel_group(as_list: bool = False) -> Any:
-    """This rank's ``torch.distributed`` group, or with ``as_list`` every context parallel group as global ranks."""
-    return _axis_groups("cp", as_list)
 
 
 # The reference's longer names for the same axis.

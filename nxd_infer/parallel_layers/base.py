@@ -292,3 +292,32 @@ class ParallelLayer(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         restore_attributes(self)  # load_state_dict(assign=True) replaces the parameters
+
+
+class WeightAndBias(ParallelLayer):
+    """A layer of a ``weight`` and a ``bias`` (or None), initialised as ``nn.Linear`` and ``nn.Conv2d`` are."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    init_method: Fill | None
+    keep_master_weight: bool
+    fan_in: int
+    """The logical inputs of an output."""
+
+    def make_parameters(self, bias: bool, dtype: torch.dtype, device: DeviceLike, stride: int = 1) -> None:
+        """Register and initialise the parameters, after the layer's plans are set."""
+        self.plans_changed()
+        self.new_parameter("weight", dtype, device_of(device), stride=stride)
+        if bias:
+            self.new_parameter("bias", dtype, device_of(device), stride=stride)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Give the layer the logical weights that PyTorch's own would have after the same seed."""
+        fill = self.init_method or init_linear_weight
+        self.master_weight = self.init_parameter("weight", fill, keep_master=self.keep_master_weight)
+        if self.bias is not None:
+            fill = init_linear_bias(self.fan_in)
+            self.master_bias = self.init_parameter("bias", fill, keep_master=self.keep_master_weight)

@@ -6,94 +6,43 @@ row-parallel one. Images are ``[N, C, H, W]`` or ``[C, H, W]``, weights ``[out, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.utils import _pair
 
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import AxisPlan
 from nxd_infer.parallel_layers import mappings
-from nxd_infer.parallel_layers.base import (
-    DeviceLike,
-    ParallelLayer,
-    device_of,
-    init_linear_bias,
-    init_linear_weight,
-    size_plan,
-)
+from nxd_infer.parallel_layers.base import DeviceLike, WeightAndBias, size_plan
 
-_PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
+Size = int | tuple[int, int]
 
 
-class _ParallelConv2d(ParallelLayer):
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+class _ParallelConv2d(WeightAndBias):
+    _geometry: nn.Conv2d
+    """How PyTorch pads and strides. No child, because it has weights of its own."""
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, int],
-        stride: int | tuple[int, int],
-        padding: int | tuple[int, int] | str,
-        dilation: int | tuple[int, int],
-        groups: int,
-        padding_mode: str,
-        init_method: Callable[[Tensor], object] | None,
-        keep_master_weight: bool,
-        group: object,
-    ):
-        super().__init__(group)
+    def _set_geometry(self, in_channels: int, out_channels: int, groups: int, padding: Any, **of_torch: Any) -> None:
+        """Take the options of ``nn.Conv2d``. Raises ParallelConfigError for those that it or this package rejects."""
         if groups != 1:
             raise ParallelConfigError(
                 f"{type(self).__name__} splits channels over ranks and takes groups=1, got {groups}"
             )
-        if padding_mode not in _PADDING_MODES:
-            raise ParallelConfigError(f"padding_mode must be one of {', '.join(_PADDING_MODES)}; got {padding_mode!r}")
+        try:
+            geometry = nn.Conv2d(1, 1, padding=padding, bias=False, device="meta", **of_torch)
+        except ValueError as error:
+            raise ParallelConfigError(f"{type(self).__name__}: {error}") from error
+        vars(self)["_geometry"] = geometry
         self.in_channels, self.out_channels = in_channels, out_channels
-        self.kernel_size, self.conv_stride, self.dilation = _pair(kernel_size), _pair(stride), _pair(dilation)
-        self.padding = padding if isinstance(padding, str) else _pair(padding)
-        self.padding_mode = padding_mode
-        self.init_method = init_method
-        self.keep_master_weight = keep_master_weight
-
-    def reset_parameters(self) -> None:
-        """Give the layer the logical weights that ``nn.Conv2d`` would have after the same seed."""
-        fill = self.init_method or init_linear_weight
-        self.master_weight = self.init_parameter("weight", fill, keep_master=self.keep_master_weight)
-        if self.bias is not None:
-            fill = init_linear_bias(self.in_channels * self.kernel_size[0] * self.kernel_size[1])
-            self.master_bias = self.init_parameter("bias", fill, keep_master=self.keep_master_weight)
-
-    def _make_parameters(self, bias: bool, dtype: torch.dtype, device: torch.device | None) -> None:
-        self.plans_changed()
-        self.new_parameter("weight", dtype, device)
-        if bias:
-            self.new_parameter("bias", dtype, device)
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
+        self.kernel_size, self.conv_stride, self.dilation = geometry.kernel_size, geometry.stride, geometry.dilation
+        self.padding, self.padding_mode = geometry.padding, geometry.padding_mode
+        self.fan_in = in_channels * math.prod(geometry.kernel_size)
 
     def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        padding = self.padding
-        if self.padding_mode != "zeros" and padding != "valid":
-            x = F.pad(x, self._border(), _PADDING_MODES[self.padding_mode])
-            padding = 0
-        return F.conv2d(x, weight, bias, self.conv_stride, padding, self.dilation)
-
-    def _border(self) -> list[int]:
-        """Widths for F.pad: left, right, top, bottom."""
-        sides: list[int] = []
-        for i in (1, 0):
-            if self.padding == "same":
-                total = self.dilation[i] * (self.kernel_size[i] - 1)
-                sides += [total // 2, total - total // 2]
-            else:
-                sides += [int(self.padding[i])] * 2
-        return sides
+        return self._geometry._conv_forward(x, weight, bias)
 
 
 class OutputChannelParallelConv2d(_ParallelConv2d):
@@ -112,10 +61,10 @@ class OutputChannelParallelConv2d(_ParallelConv2d):
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: int | tuple[int, int],
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] | str = 0,
-        dilation: int | tuple[int, int] = 1,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: Size | str = 0,
+        dilation: Size = 1,
         groups: int = 1,
         bias: bool = True,
         padding_mode: str = "zeros",
@@ -129,24 +78,15 @@ class OutputChannelParallelConv2d(_ParallelConv2d):
         tensor_model_parallel_group: object = None,
         reduce_dtype: torch.dtype | None = torch.float32,
     ):
-        super().__init__(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            groups,
-            padding_mode,
-            init_method,
-            keep_master_weight,
-            tensor_model_parallel_group,
-        )
+        super().__init__(tensor_model_parallel_group)
+        of_torch = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation, "padding_mode": padding_mode}
+        self._set_geometry(in_channels, out_channels, groups, padding, **of_torch)
+        self.init_method, self.keep_master_weight = init_method, keep_master_weight
         self.gather_output = gather_output
         self.reduce_dtype = reduce_dtype
         self.weight_partition_dim = 0
         self.output_plan = size_plan(out_channels, pad=partition_pad)
-        self._make_parameters(bias, dtype, device_of(device))
+        self.make_parameters(bias, dtype, device)
 
     def axes_of(self, name: str) -> Sequence[AxisPlan | int]:
         if name == "weight":
@@ -190,10 +130,10 @@ class InputChannelParallelConv2d(_ParallelConv2d):
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: int | tuple[int, int],
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] | str = 0,
-        dilation: int | tuple[int, int] = 1,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: Size | str = 0,
+        dilation: Size = 1,
         groups: int = 1,
         bias: bool = True,
         padding_mode: str = "zeros",
@@ -207,24 +147,15 @@ class InputChannelParallelConv2d(_ParallelConv2d):
         tensor_model_parallel_group: object = None,
         reduce_dtype: torch.dtype | None = torch.float32,
     ):
-        super().__init__(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            groups,
-            padding_mode,
-            init_method,
-            keep_master_weight,
-            tensor_model_parallel_group,
-        )
+        super().__init__(tensor_model_parallel_group)
+        of_torch = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation, "padding_mode": padding_mode}
+        self._set_geometry(in_channels, out_channels, groups, padding, **of_torch)
+        self.init_method, self.keep_master_weight = init_method, keep_master_weight
         self.input_is_parallel = input_is_parallel
         self.reduce_dtype = reduce_dtype
         self.weight_partition_dim = 1
         self.input_plan = size_plan(in_channels, pad=partition_pad)
-        self._make_parameters(bias, dtype, device_of(device))
+        self.make_parameters(bias, dtype, device)
 
     def axes_of(self, name: str) -> Sequence[AxisPlan | int]:
         if name == "weight":

@@ -13,22 +13,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from nxd_infer.errors import ParallelConfigError, ShardingError
 from nxd_infer.layout import AxisPlan
 from nxd_infer.parallel_layers import mappings
-from nxd_infer.parallel_layers.base import (
-    DeviceLike,
-    ParallelLayer,
-    device_of,
-    init_linear_bias,
-    init_linear_weight,
-    size_plan,
-)
+from nxd_infer.parallel_layers.base import DeviceLike, WeightAndBias, size_plan
 
 
-class ColumnParallelLinear(ParallelLayer):
+class ColumnParallelLinear(WeightAndBias):
     """``y = x A^T + b`` with the rows of ``A`` (the outputs) split over the ranks.
 
     Args:
@@ -57,9 +50,6 @@ class ColumnParallelLinear(ParallelLayer):
     ``x`` is ``[..., input_size]`` with any number of leading dimensions. If ``output_size`` does not divide over the
     ranks, the first call raises ShardingError, so ``pad_model`` can be applied before.
     """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -102,16 +92,9 @@ class ColumnParallelLinear(ParallelLayer):
         self.pad = pad
         self.keep_padded_output = keep_padded_output
         self.reduce_dtype = reduce_dtype
-        self.weight_partition_dim = 0
+        self.weight_partition_dim, self.fan_in = 0, input_size
         self.output_plan = output_plan or size_plan(output_size, stride, pad, pad_alignment_size_per_rank)
-        self.plans_changed()
-        device = device_of(device)
-        self.new_parameter("weight", dtype, device, stride=stride)
-        if bias:
-            self.new_parameter("bias", dtype, device, stride=stride)
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
+        self.make_parameters(bias, dtype, device, stride)
 
     def axes_of(self, name: str) -> Sequence[AxisPlan | int]:
         if name == "weight":
@@ -124,15 +107,6 @@ class ColumnParallelLinear(ParallelLayer):
         self.pad_size = plan.padded_size(self.degree) - plan.size
         self.use_index("output_index", self.gather_index_of(plan) if self.gather_output else None)
         self.elements = self.elements_of(plan)
-
-    def reset_parameters(self) -> None:
-        """Give the layer the logical weights that ``nn.Linear`` would have after the same seed."""
-        self.master_weight = self.init_parameter(
-            "weight", self.init_method or init_linear_weight, keep_master=self.keep_master_weight
-        )
-        if self.bias is not None:
-            fill = init_linear_bias(self.input_size)
-            self.master_bias = self.init_parameter("bias", fill, keep_master=self.keep_master_weight)
 
     def _matrix(self) -> Tensor:
         """Return this rank's weight as ``[out, in]``, with the gradient of the logical weight."""
@@ -168,7 +142,7 @@ class ColumnParallelLinear(ParallelLayer):
         )
 
 
-class RowParallelLinear(ParallelLayer):
+class RowParallelLinear(WeightAndBias):
     """``y = x A^T + b`` with the columns of ``A`` (the inputs) split over the ranks; the ranks' results are summed.
 
     Args:
@@ -181,9 +155,6 @@ class RowParallelLinear(ParallelLayer):
         reduce_dtype: the results are summed over ranks in this dtype and cast back (float64 stays float64).
         input_plan: how the inputs are placed on the ranks; the ``output_plan`` of the layer before.
     """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -230,14 +201,8 @@ class RowParallelLinear(ParallelLayer):
         self.reduce_dtype = reduce_dtype
         self.weight_partition_dim = 1
         self.input_plan = input_plan or size_plan(input_size, stride, pad)
-        self.plans_changed()
-        device = device_of(device)
-        self.new_parameter("weight", dtype, device, stride=stride)
-        if bias:
-            self.new_parameter("bias", dtype, device)
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
+        self.fan_in = self.input_plan.size
+        self.make_parameters(bias, dtype, device, stride)
 
     def axes_of(self, name: str) -> Sequence[AxisPlan | int]:
         return (self.output_size, self.input_plan) if name == "weight" else (self.output_size,)
@@ -253,15 +218,6 @@ class RowParallelLinear(ParallelLayer):
         self.pad_size = plan.padded_size(self.degree) - plan.size
         self.use_index("input_index", None if self.input_is_parallel else self.scatter_index_of(plan))
         self.elements = self.elements_of(plan)
-
-    def reset_parameters(self) -> None:
-        """Give the layer the logical weights that ``nn.Linear`` would have after the same seed."""
-        self.master_weight = self.init_parameter(
-            "weight", self.init_method or init_linear_weight, keep_master=self.keep_master_weight
-        )
-        if self.bias is not None:
-            fill = init_linear_bias(self.input_plan.size)
-            self.master_bias = self.init_parameter("bias", fill, keep_master=self.keep_master_weight)
 
     def _matrix(self) -> Tensor:
         """Return this rank's weight as ``[out, in]``, with the gradient of the logical weight."""
