@@ -1,6 +1,6 @@
 """Layers whose weights are split over ranks, and their helpers."""
 
-from nxd_infer.parallel_layers import layer_norm, pad, parallel_state, random, sequence_parallel, utils
+from nxd_infer.parallel_layers import layer_norm, pad, parallel_state, random, sequence_parallel, utils  # noqa: F401
 from nxd_infer.parallel_layers.checkpointing import load, save
 from nxd_infer.parallel_layers.grads import clip_grad_norm
 from nxd_infer.parallel_layers.layers import (
@@ -35,17 +35,11 @@ __all__ = [
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
     "initialize_model_parallel",
-    "layer_norm",
     "load",
-    "pad",
     "parallel_cross_entropy",
-    "parallel_state",
-    "random",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "save",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
-    "sequence_parallel",
-    "utils",
 ]

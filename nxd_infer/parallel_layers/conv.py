@@ -18,8 +18,6 @@ from nxd_infer.layout import AxisPlan
 from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.base import DeviceLike, WeightAndBias, size_plan
 
-Size = int | tuple[int, int]
-
 
 class _ParallelConv2d(WeightAndBias):
     _geometry: nn.Conv2d
@@ -61,10 +59,10 @@ class OutputChannelParallelConv2d(_ParallelConv2d):
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: Size,
-        stride: Size = 1,
-        padding: Size | str = 0,
-        dilation: Size = 1,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] | str = 0,
+        dilation: int | tuple[int, int] = 1,
         groups: int = 1,
         bias: bool = True,
         padding_mode: str = "zeros",
@@ -130,10 +128,10 @@ class InputChannelParallelConv2d(_ParallelConv2d):
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: Size,
-        stride: Size = 1,
-        padding: Size | str = 0,
-        dilation: Size = 1,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] | str = 0,
+        dilation: int | tuple[int, int] = 1,
         groups: int = 1,
         bias: bool = True,
         padding_mode: str = "zeros",
