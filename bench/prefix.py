@@ -12,7 +12,7 @@ from bench.model import bench_model, prompts
 from bench.options import THREADS, Options
 from bench.stats import Verdict, interleaved, ratios, summary
 from nxd_server import LLM, SamplingParams
-from nxd_server.engine.events import TokenEvent
+from nxd_server.engine.request import TokenEvent
 
 FIRST, MORE, ANSWER, TURNS = 400, 24, 16, 4
 """Tokens of the first prompt, of each later one, and of each answer."""

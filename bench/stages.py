@@ -59,8 +59,8 @@ def run(options: Options) -> None:
 
 def _rate(llm: LLM, model: Path, number: int, groups: int, depth: int, prompt: int, answer: int) -> float:
     """Return tokens per second of eight streams: those of the answers, or of the prompts if an answer is one token."""
-    batcher: Any = llm.engine.batcher  # pyright: ignore  (the engine always overlaps: only this comparison does not)
-    batcher._scheduler.groups, batcher.depth = groups, depth
+    engine: Any = llm.engine  # the engine always overlaps: only this comparison does not
+    engine._scheduler.groups, engine.depth = groups, depth
     params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
     started = time.perf_counter()
     outputs = llm.generate(prompts(model, STREAMS, prompt, number), params)

@@ -8,8 +8,8 @@ from typing import Any
 from bench.peers.protocol import serve
 from nxd_infer import __version__
 from nxd_server import LLM, SamplingParams
-from nxd_server.engine.events import ErrorEvent, Event, TokenEvent
 from nxd_server.engine.generation_engine import Engine
+from nxd_server.engine.request import ErrorEvent, Event, TokenEvent
 from nxd_server.engine.step_tensors import StepInputs
 
 TOUCH = 16

@@ -22,10 +22,18 @@ import torch
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.runtime.model import parallel_model_load
 from nxd_server.engine.admission import WholeRequest
-from nxd_server.engine.events import ErrorEvent, Event, FinishEvent, FinishReason, TokenEvent, Usage
 from nxd_server.engine.generation_engine import Engine
 from nxd_server.engine.oneshot_engine import OneShotEngine
-from nxd_server.engine.request import Ticket, max_new_tokens
+from nxd_server.engine.request import (
+    ErrorEvent,
+    Event,
+    FinishEvent,
+    FinishReason,
+    Ticket,
+    TokenEvent,
+    Usage,
+    max_new_tokens,
+)
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.engine.text_encoder import Encoded, TextEncoder, likeliest, probabilities
 from nxd_server.errors import GenerateOnlyError, RequestError

@@ -21,36 +21,20 @@ from typing import TYPE_CHECKING
 from nxd_infer.util.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from nxd_server.engine.events import (
-        EngineHealth,
-        EngineStats,
-        ErrorEvent,
-        Event,
-        FinishEvent,
-        Timings,
-        TokenEvent,
-        Usage,
-    )
+    from nxd_server.engine.engine_core import EngineHealth, EngineStats
     from nxd_server.engine.generation_engine import Engine
     from nxd_server.engine.oneshot_engine import OneShotEngine
-    from nxd_server.engine.request import Ticket
+    from nxd_server.engine.request import ErrorEvent, Event, FinishEvent, Ticket, Timings, TokenEvent, Usage
     from nxd_server.engine.sampling_params import SamplingParams
     from nxd_server.engine.text_encoder import TextEncoder
 
 _HOMES = {
-    "TextEncoder": ".text_encoder",
     "Engine": ".generation_engine",
-    "Ticket": ".request",
-    "EngineHealth": ".events",
-    "EngineStats": ".events",
-    "ErrorEvent": ".events",
-    "Event": ".events",
-    "FinishEvent": ".events",
-    "Timings": ".events",
-    "TokenEvent": ".events",
-    "Usage": ".events",
     "OneShotEngine": ".oneshot_engine",
     "SamplingParams": ".sampling_params",
+    "TextEncoder": ".text_encoder",
+    **dict.fromkeys(("EngineHealth", "EngineStats"), ".engine_core"),
+    **dict.fromkeys(("ErrorEvent", "Event", "FinishEvent", "Ticket", "Timings", "TokenEvent", "Usage"), ".request"),
 }
 
 __all__ = [

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nxd_infer.errors import AdapterError, WeightSchemaError
-from nxd_server.engine.model import Model
+from nxd_infer.runtime.rank_model import RankModel
 from nxd_server.errors import AdapterConflictError, RequestError, UnknownModelError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
@@ -33,7 +33,7 @@ class Adapter:
 class Adapters:
     """The adapter slots of one model. Thread-safe."""
 
-    def __init__(self, model: Model, put: Callable[[int, str | os.PathLike[str], float], None]):
+    def __init__(self, model: RankModel, put: Callable[[int, str | os.PathLike[str], float], None]):
         """``put(slot, folder, timeout)`` loads an adapter into a slot of ``model``."""
         self._put = put
         self.slots = int((model.manifest.metadata.get("lora") or {}).get("slots", 0))
@@ -58,11 +58,11 @@ class Adapters:
         adapter = self._reserve(name)
         try:
             self._put(adapter.slot, folder, timeout)
-        except (AdapterError, WeightSchemaError) as error:
-            self._forget(adapter)
-            raise RequestError("path", str(error)) from error
-        except BaseException:
-            self._forget(adapter)
+        except BaseException as error:
+            with self._lock:
+                self._held.remove(adapter)
+            if isinstance(error, (AdapterError, WeightSchemaError)):
+                raise RequestError("path", str(error)) from error
             raise
         with self._lock:
             adapter.ready = True
@@ -94,10 +94,6 @@ class Adapters:
             self._held.append(adapter)
             return adapter
 
-    def _forget(self, adapter: Adapter) -> None:
-        with self._lock:
-            self._held.remove(adapter)
-
     def remove(self, name: str) -> Adapter:
         """Withdraw ``name`` from new requests. Its slot is free once the running ones have ended.
 
@@ -110,24 +106,17 @@ class Adapters:
                 self._held.remove(adapter)
             return adapter
 
-    def take(self, name: str | None, choices: int) -> Adapter | None:
-        """Return the adapter for ``choices`` new choices, each to be given back later; None for None.
-
-        Raises UnknownModelError.
-        """
-        if name is None:
-            return None
+    def take(self, name: str, choices: int) -> Adapter:
+        """Return the adapter for ``choices`` new choices, each to be given back later. Raises UnknownModelError."""
         with self._lock:
             adapter = self._find(name)
             adapter.running += choices
             return adapter
 
-    def give_back(self, adapter: Adapter | None, choices: int = 1) -> None:
-        """Release the adapter for ``choices`` choices that have ended."""
-        if adapter is None:
-            return
+    def give_back(self, adapter: Adapter) -> None:
+        """Release the adapter for a choice that has ended."""
         with self._lock:
-            adapter.running -= choices
+            adapter.running -= 1
             if not adapter.running and not adapter.ready:
                 self._held.remove(adapter)
 

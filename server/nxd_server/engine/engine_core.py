@@ -1,5 +1,5 @@
 """The core of an engine: the thread that owns its model, and the owner's calls (start, close, change weights, health).
-A :class:`Batcher` defines what a step is; a subclass adds how requests are submitted.
+A subclass defines how requests are submitted, and what a step is.
 
 One thread runs every step, so nothing else needs the model's lock; callers only queue requests under the
 engine's lock. When the ranks fail, every request fails with a typed error, and the ranks are restarted as often
@@ -15,15 +15,15 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nxd_infer.errors import RankFailedError
+from nxd_infer.runtime.rank_model import RankModel
+from nxd_infer.runtime.ranks import RankHealth
 from nxd_server.engine.admission import QueueLimit, WeightGate
-from nxd_server.engine.events import EngineHealth, EngineStats
-from nxd_server.engine.model import Model, Tensors
 from nxd_server.engine.rank_restarts import RankRestarts
-from nxd_server.engine.step_costs import StepCosts
-from nxd_server.engine.step_runner import FATAL, Progress, StepRunner
+from nxd_server.engine.step_runner import FATAL, Progress, StepCosts, StepRunner, Tensors
 from nxd_server.errors import (
     EngineUnavailableError,
     WeightsBusyError,
@@ -46,60 +46,72 @@ IDLE_SECONDS = 1.0
 EngineT = TypeVar("EngineT", bound="EngineCore")
 
 
-class Batcher(Protocol):
-    """Turns requests into steps. All methods except :meth:`has_news` are called only by the engine's thread."""
+@dataclass
+class EngineStats:
+    """A consistent snapshot of counters and gauges. Counters never decrease."""
 
-    def work(self) -> bool:
-        """Finish at most one step. Return False if there was nothing to do."""
-        ...
+    state: str
+    slots: int = 0
+    slots_free: int = 0
+    running: int = 0
+    """Choices that hold a slot (prefilling or decoding), or one-shot requests in the running step."""
+    waiting: int = 0
+    waiting_tokens: int = 0
+    submitted: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    """Choices by outcome: stop, length (one-shot requests: done), cancelled, error, deadline."""
+    rejected: dict[str, int] = field(default_factory=dict)
+    """Requests rejected at submission, by reason: queue_full, unavailable, invalid."""
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    """Those that an earlier request had left in the cache."""
+    generated_tokens: int = 0
+    draft_tokens: int = 0
+    """Tokens that were guessed and verified ..."""
+    accepted_tokens: int = 0
+    """... and those accepted, which are included in ``generated_tokens``."""
+    restarts: int = 0
+    bucket_steps: dict[str, int] = field(default_factory=dict)
+    """Executions by bucket name, without warm-up and idle probes."""
+    bucket_seconds: dict[str, float] = field(default_factory=dict)
+    useful_tokens: dict[str, int] = field(default_factory=dict)
+    """Tokens (one-shot: rows) of requests, by bucket ..."""
+    padding_tokens: dict[str, int] = field(default_factory=dict)
+    """... and of padding."""
+    step_seconds: dict[str, float] = field(default_factory=dict)
+    """The scheduler's current estimate of one execution, by bucket."""
+    kv_usage: float = 0.0
+    """Fraction of the cache's positions (slots x maximum length) that hold live tokens."""
 
-    def has_news(self) -> bool:
-        """Whether callers left something to do; called with the lock held."""
-        ...
 
-    def wait_seconds(self) -> float:
-        """Return how long an idle thread may sleep: at most until the next deadline."""
-        ...
+@dataclass(frozen=True)
+class EngineHealth:
+    """Whether the engine can answer, and if not, why."""
 
-    def graph_names(self) -> list[str]:
-        """Return the graphs that may run."""
-        ...
-
-    def padding_inputs(self, name: str) -> Tensors | None:
-        """Return padding inputs that run a graph without a request; None if that is not possible."""
-        ...
-
-    def prove(self) -> None:
-        """After a restart: repeat a step for requests that worked before, if there is one that can be repeated, so that
-        the next one that fails is its inputs' fault, even if no other comes in between."""
-        ...
-
-    def warmed(self) -> None:
-        """Undo the effects of warm-up on the states, if any."""
-        ...
-
-    def finish_steps(self) -> None:
-        """Wait for the steps that were given to the ranks."""
-        ...
-
-    def ranks_lost(self, error: BaseException) -> None:
-        """End the requests that are lost with the ranks, which are about to be restarted."""
-        ...
-
-    def fail_all(self, error: Exception) -> None:
-        """End every request with ``error``."""
-        ...
+    state: str
+    """starting, ready, draining, recovering, failed or closed."""
+    ready: bool
+    """True when a request sent now would be served: state ready and no step overdue."""
+    reason: str = ""
+    last_step_age: float | None = None
+    """Seconds since a step last completed."""
+    step_running: float | None = None
+    """Seconds since the step in flight began; None between steps."""
+    error: str = ""
+    """The last failure of the ranks, if any."""
+    ranks: list[RankHealth] = field(default_factory=list)
+    recovering_for: float | None = None
+    """Seconds since the restart of the ranks began; None if there is none."""
+    stage: str = ""
+    """What the restart is waiting for."""
 
 
 class EngineCore:
     """The thread, state, health and recovery of one model."""
 
-    batcher: Batcher
-    """Set by the subclass, before :meth:`start`."""
-
     def __init__(
         self,
-        model: Model,
+        model: RankModel,
         costs: StepCosts,
         *,
         max_queued_requests: int,
@@ -130,6 +142,46 @@ class EngineCore:
         self._closing = False
         self._last_alive_check = 0.0
         self._updating = threading.Lock()
+
+    # --- what a subclass says of its steps; the engine's thread alone calls these -----------------------------
+
+    def _work(self) -> bool:
+        """Finish at most one step. Return False if there was nothing to do."""
+        raise NotImplementedError
+
+    def _has_news(self) -> bool:
+        """Whether callers left something to do; called with the lock held."""
+        raise NotImplementedError
+
+    def _wait_seconds(self) -> float:
+        """Return how long an idle thread may sleep: at most until the next deadline."""
+        raise NotImplementedError
+
+    def _graph_names(self) -> list[str]:
+        """Return the graphs that may run."""
+        return [bucket.name for bucket in self.model.manifest.buckets]
+
+    def _padding_inputs(self, name: str) -> Tensors:
+        """Return padding inputs that run a graph without a request."""
+        raise NotImplementedError
+
+    def _prove(self) -> None:
+        """After a restart: repeat a step for requests that worked before, if there is one that can be repeated, so that
+        the next one that fails is its inputs' fault, even if no other comes in between."""
+
+    def _warmed(self) -> None:
+        """Undo the effects of warm-up on the states, if any."""
+
+    def _finish_steps(self) -> None:
+        """Wait for the steps that were given to the ranks."""
+
+    def _ranks_lost(self, error: BaseException) -> None:
+        """End the requests that are lost with the ranks, which are about to be restarted."""
+        self._fail_all(ranks_failed(error))
+
+    def _fail_all(self, error: Exception) -> None:
+        """End every request with ``error``."""
+        raise NotImplementedError
 
     # --- lifecycle -----------------------------------------------------------------------------------------
 
@@ -324,7 +376,7 @@ class EngineCore:
                     if not self._change_weights():
                         return
                     openings = self.gate.openings
-                    if not self.batcher.work():
+                    if not self._work():
                         self._idle(openings)
                 except FATAL as error:
                     if not self._recover(error):
@@ -336,22 +388,20 @@ class EngineCore:
         else:
             self.steps.forget()
             self.gate.abandon("closed")
-            self.batcher.fail_all(
-                EngineUnavailableError("the engine was closed before this request was finished", "closed")
-            )
+            self._fail_all(EngineUnavailableError("the engine was closed before this request was finished", "closed"))
             self._set_state("closed")
 
     def _warm_up(self, on_progress: Progress | None) -> None:
-        names, going = self.batcher.graph_names(), lambda: not self._closing
-        self.steps.warm_up(names, self.batcher.padding_inputs, on_progress, going)
-        self.batcher.warmed()
+        names, going = self._graph_names(), lambda: not self._closing
+        self.steps.warm_up(names, self._padding_inputs, on_progress, going)
+        self._warmed()
         keep_off(self.model.lead_cores)
 
     def _change_weights(self) -> bool:
         """Make the wanted change, if nothing is left to wait for. Return False if the engine is over."""
         if not self.gate.due:
             return True
-        self.batcher.finish_steps()
+        self._finish_steps()
         change = self.gate.take_change()
         if change is None:
             return True
@@ -376,16 +426,16 @@ class EngineCore:
         with self.lock:
             if self._closing:
                 return
-            if not (self.batcher.has_news() or self.gate.due or self.gate.openings != openings):
-                self.lock.wait(min(IDLE_SECONDS, self.batcher.wait_seconds()))
-            if self.batcher.has_news() or self.gate.due or self._closing:
+            if not (self._has_news() or self.gate.due or self.gate.openings != openings):
+                self.lock.wait(min(IDLE_SECONDS, self._wait_seconds()))
+            if self._has_news() or self.gate.due or self._closing:
                 return
         now = time.monotonic()
         if now - self._last_alive_check >= IDLE_SECONDS:
             self._last_alive_check = now
             self.steps.check_alive()
         if self._idle_probe is not None:
-            self.steps.when_idle(self.batcher.graph_names(), self.batcher.padding_inputs, self._idle_probe)
+            self.steps.when_idle(self._graph_names(), self._padding_inputs, self._idle_probe)
 
     # --- failure --------------------------------------------------------------------------------------
 
@@ -404,7 +454,7 @@ class EngineCore:
             return False
         self._set_state("recovering")
         if begun:
-            self.batcher.ranks_lost(error)
+            self._ranks_lost(error)
         failed = self.restarts.run(self._start_again, excused, self._ending)
         if failed is not None:
             second, reason = failed
@@ -422,7 +472,7 @@ class EngineCore:
         self.steps.worked = False
         self.model.restart()
         self.restarts.at("a first step runs")
-        self.batcher.prove()
+        self._prove()
         self._warm_up(None)
 
     def _ending(self) -> str:
@@ -434,4 +484,4 @@ class EngineCore:
         self.steps.forget()
         self._set_state("failed")
         self.gate.abandon("failed")
-        self.batcher.fail_all(ranks_failed(error))
+        self._fail_all(ranks_failed(error))

@@ -1,39 +1,56 @@
-"""The engine of decoders. Requests are checked and queued here, and answered by the engine's thread
-(:class:`ContinuousBatcher`)."""
+"""The engine of decoders: continuous batching. Callers' threads check and queue requests; the engine's thread makes
+steps of them, and events of the steps' outputs.
+
+Two steps are in flight: the running one and, if the next one's tokens may be unknown, the next one too. With a pipeline
+one per stage, of other choices each, and one that waits. The outputs of a step are processed while the next one runs,
+so that ranks never wait for that. A choice that ends is then still in the next step, whose output for it is ignored;
+with a pipeline it is in none.
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
 
 from nxd_infer.errors import ModelConfigError
+from nxd_infer.runtime.rank_model import RankModel
 from nxd_server.engine.adapter_slots import Adapters
 from nxd_server.engine.admission import WholeRequest, check_timeout
-from nxd_server.engine.continuous_batcher import ContinuousBatcher, Inbox
-from nxd_server.engine.engine_core import EngineCore
-from nxd_server.engine.events import EngineStats, OnEvent
-from nxd_server.engine.model import Model
+from nxd_server.engine.engine_core import EngineCore, EngineStats
 from nxd_server.engine.request import (
+    ErrorEvent,
+    Event,
+    FinishEvent,
+    FinishReason,
+    Inbox,
+    OnEvent,
     Sequence,
     Ticket,
+    Timings,
+    TokenEvent,
+    Usage,
     check_prompt,
     derive_seed,
     eos_token_ids,
     max_new_tokens,
 )
 from nxd_server.engine.sampling_params import Sampler, SamplingParams, sampler_of
-from nxd_server.engine.scheduler import Scheduler
+from nxd_server.engine.scheduler import UNKNOWN, Row, Scheduler, Step
 from nxd_server.engine.speculation import Speculation, split_graphs
-from nxd_server.engine.step_costs import Graph, StepCosts
-from nxd_server.engine.step_tensors import StepInputs, check_buckets, tokens_input
-from nxd_server.errors import RequestError
+from nxd_server.engine.step_runner import FATAL, Graph, StepCosts, Tensors
+from nxd_server.engine.step_tensors import StepInputs, StepOutputs, check_buckets, tokens_input
+from nxd_server.errors import DeadlineExceededError, GenerationError, RequestError
 from nxd_server.text.detokenize import Detokenizer, TextStream
 from nxd_server.text.grammars import CompiledGrammar, Grammars
 from nxd_server.text.structured_outputs import StructuredOutputs
 from nxd_server.text.tokenizer import Tokenizer
+
+log = logging.getLogger("nxd_server.engine")
 
 
 class Engine(EngineCore):
@@ -41,7 +58,7 @@ class Engine(EngineCore):
 
     def __init__(
         self,
-        model: Model,
+        model: RankModel,
         tokenizer: Tokenizer | None = None,
         *,
         max_queued_requests: int = 128,
@@ -100,26 +117,27 @@ class Engine(EngineCore):
             on_state=on_state,
         )
         self._inbox = Inbox(self.lock, clock)
-        self.batcher: ContinuousBatcher = ContinuousBatcher(
-            self,
-            self._inbox,
-            self.adapters,
-            Scheduler(
-                graphs,
-                self.slots,
-                step_costs,
-                prefill_ratio=prefill_ratio,
-                stall_ratio=stall_ratio,
-                mixes=bool(meta.get("rows_share_slots")),
-                whole_prompts=self._encodes_prompts,
-                groups=manifest.pp_degree,
-                prefix_caching=prefix_caching,
-            ),
-            Speculation(verifying, speculate, step_costs),
-            {bucket.name: StepInputs(bucket, self.slots, model.arrays) for bucket in manifest.buckets},
-            [graph.name for graph in (*graphs, *verifying)],  # verifying graphs only if speculating
-            self.eos_token_ids,
+        self._scheduler = Scheduler(
+            graphs,
+            self.slots,
+            step_costs,
+            prefill_ratio=prefill_ratio,
+            stall_ratio=stall_ratio,
+            mixes=bool(meta.get("rows_share_slots")),
+            whole_prompts=self._encodes_prompts,
+            groups=manifest.pp_degree,
+            prefix_caching=prefix_caching,
         )
+        self._speculation = Speculation(verifying, speculate, step_costs)
+        self._inputs = {bucket.name: StepInputs(bucket, self.slots, model.arrays) for bucket in manifest.buckets}
+        self._names = [graph.name for graph in (*graphs, *verifying)]  # verifying graphs only if speculating
+        self.depth = steps_in_flight(model, self._speculation.active)
+        """Most steps in flight."""
+        self._prompt_tokens = self._reused_tokens = self._generated_tokens = 0
+        self._live_tokens = 0
+        """Cache positions that hold tokens of running choices, as far as the engine's thread has told."""
+
+    # --- requests: any thread -----------------------------------------------------------------------------
 
     def submit(
         self,
@@ -161,7 +179,7 @@ class Engine(EngineCore):
             self.check_open()
             queue.check(params.n)
             self._check_tokens(len(prompt) * params.n)
-            lora = self.adapters.take(adapter, params.n)
+            lora = None if adapter is None else self.adapters.take(adapter, params.n)
             before = () if self._encodes_prompts else prompt
             for index, sampler in enumerate(samplers):
                 text = None
@@ -199,14 +217,15 @@ class Engine(EngineCore):
         return self._grammars.compiled(constraint)
 
     def stats(self) -> EngineStats:
+        running = self._scheduler.running
         stats = super().stats()
-        stats.slots = self.slots
-        stats.running = self.batcher.running
-        stats.slots_free = self.slots - stats.running
-        stats.waiting = max(0, stats.waiting - stats.running)
+        stats.slots, stats.slots_free, stats.running = self.slots, self.slots - running, running
+        stats.waiting = max(0, stats.waiting - running)
         stats.waiting_tokens = self._inbox.waiting_tokens
-        self.batcher.add_to(stats)
-        stats.kv_usage = self.batcher.live_tokens / (self.slots * self.max_len)
+        stats.prompt_tokens, stats.reused_tokens = self._prompt_tokens, self._reused_tokens
+        stats.generated_tokens = self._generated_tokens
+        stats.draft_tokens, stats.accepted_tokens = self._speculation.drafted, self._speculation.accepted
+        stats.kv_usage = self._live_tokens / (self.slots * self.max_len)
         return stats
 
     def _checked_params(self, params: SamplingParams) -> list[Sampler]:
@@ -237,3 +256,254 @@ class Engine(EngineCore):
         raise self.queue.full(
             f"{waiting} prompt tokens are waiting and at most {limit} may; try again later", len(self._inbox.arrivals)
         )
+
+    # --- steps: the engine's thread -----------------------------------------------------------------------
+
+    def _has_news(self) -> bool:
+        return self._inbox.has_news
+
+    def _wait_seconds(self) -> float:
+        return self._inbox.wait_seconds()
+
+    def _work(self) -> bool:
+        self._take_news()
+        if self._scheduler.waiting:
+            self._admit()
+        while len(self.steps.in_flight) < self.depth and (step := self._scheduler.next_step()) is not None:
+            self._begin_step(self._speculation.put(step) if self._speculation.active else step)
+        if not self.steps.in_flight:
+            return False
+        self._finish_step()
+        return True
+
+    def _admit(self) -> None:
+        now = time.monotonic()
+        for choice in self._scheduler.admit(self._may_begin):
+            self.gate.begin(choice.ticket.whole)
+            choice.admitted = now
+            self._inbox.not_waiting(choice)
+            self._prompt_tokens += len(choice.prompt)
+            self._reused_tokens += choice.reused
+
+    def _may_begin(self, choice: Sequence) -> bool:
+        choice.cache_key = (self.gate.version, choice.adapter, choice.params.cache_salt)
+        return self.gate.may_begin(choice.ticket.whole)
+
+    def _take_news(self) -> None:
+        if not self._inbox.due:
+            return
+        arrivals, cancels, late = self._inbox.take()
+        for choice in arrivals:
+            self._scheduler.add(choice)
+        for ticket in cancels:
+            for choice in ticket.choices:
+                if not choice.ended:
+                    self._finish(choice, "cancelled")
+        for ticket in late:
+            for choice in ticket.choices:
+                if not choice.ended:
+                    error = DeadlineExceededError(
+                        f"the request was not finished within its {ticket.timeout:.3g} s "
+                        f"({len(choice.output)} tokens were generated)"
+                    )
+                    self._fail(choice, error, "deadline")
+
+    def _begin_step(self, step: Step) -> None:
+        """Give ``step`` to the ranks, without the rows whose inputs cannot be written."""
+        inputs = self._inputs[step.graph.name]
+        rows: list[Row] = []
+        for row in step.rows:
+            try:
+                inputs.put(len(rows), row)
+            except Exception as error:  # one request's values must not stop the others' step
+                self._fail_alone(row.sequence, error)
+                continue
+            rows.append(row)
+        for index in range(len(rows), inputs.batch):
+            inputs.clear(index)
+        if not rows:
+            return
+        if len(rows) < len(step.rows):
+            step = Step(step.kind, step.graph, tuple(rows))
+        try:
+            self.steps.begin(step.graph.name, inputs.tensors, step)
+        except FATAL:
+            raise
+        except Exception as error:
+            self._refuse_all(step, error)
+        else:
+            self._scheduler.begin(step)
+
+    def _finish_step(self) -> None:
+        """Wait for the oldest step in flight and process its tokens."""
+        step: Step = self.steps.in_flight[0].work
+        useful = sum(row.length for row in step.rows if not row.sequence.ended)
+        try:
+            outputs = self.steps.finish(useful, step.graph.batch * step.graph.length - useful)
+        except FATAL:
+            raise
+        except Exception as error:
+            self._refuse_all(step, error)
+            return
+        result = StepOutputs(outputs, step.graph.batch)
+        if self._speculation.active:
+            settled = zip(step.rows, result.tokens, strict=False)
+            rows = [self._speculation.settle(row, tokens) for row, tokens in settled]
+            step = Step(step.kind, step.graph, tuple(rows))
+        self._take_tokens(step, result)
+        self._live_tokens = self._scheduler.live_tokens
+
+    def _take_tokens(self, step: Step, result: StepOutputs) -> None:
+        now = time.monotonic()
+        for index, row in enumerate(step.rows):
+            choice = row.sequence
+            for place in range(row.length if step.kind == "decode" else 1):
+                if not row.samples or choice.slot is None:
+                    break
+                token, logprob = result.tokens[index][place], result.logprob(index, place)
+                if not 0 <= token < self.vocab_size or math.isnan(logprob):
+                    values = f"token {token}, log-probability {logprob}"
+                    self._fail(choice, GenerationError(f"the model gave no valid token ({values})"))
+                    break
+                if choice.first_token is None:
+                    choice.first_token = now
+                try:
+                    top = result.top(index, place, choice.params.logprobs) if choice.params.logprobs else ()
+                    self._take_token(choice, token, logprob, top)
+                except Exception as error:  # its text could not be decoded: fail only this request
+                    self._fail_alone(choice, error)
+
+    def _take_token(self, choice: Sequence, token: int, logprob: float, top: tuple) -> None:
+        params, guide = choice.params, choice.guide
+        choice.output.append(token)
+        self._generated_tokens += 1
+        may_stop = len(choice.output) > params.min_tokens
+        named, ends = token in params.stop_token_ids, token in self.eos_token_ids
+        if (may_stop and (named or (ends and not params.ignore_eos))) or (ends and guide is not None):
+            self._send(choice, TokenEvent(choice.index, token, "", logprob, top, is_stop=True))
+            self._finish(choice, "stop", stop=token if named else None)
+            return
+        if guide is not None:
+            guide.take(token)
+        may_stop = len(choice.output) >= params.min_tokens
+        text = choice.text.push(token, may_stop=may_stop) if choice.text is not None else ""
+        self._send(choice, TokenEvent(choice.index, token, text, logprob, top))
+        if choice.text is not None and choice.text.matched is not None:
+            self._finish(choice, "stop", stop=choice.text.matched)
+        elif guide is not None and guide.complete:
+            self._finish(choice, "stop")
+        elif len(choice.output) >= choice.max_new_tokens:
+            self._finish(choice, "length")
+
+    # --- endings -------------------------------------------------------------------------------------------
+
+    def _finish(self, choice: Sequence, reason: FinishReason, stop: str | int | None = None) -> None:
+        tail = ""
+        if choice.text is not None and not choice.ended and not isinstance(stop, str):
+            try:
+                tail = choice.text.flush()
+            except Exception as error:  # its text could not be decoded: fail only this request
+                self._refuse(choice, error)
+                return
+            if reason == "length" and choice.text.matched is not None:
+                reason, stop = "stop", choice.text.matched
+        self._end(choice, reason, lambda usage, times: FinishEvent(choice.index, reason, usage, times, tail, stop))
+
+    def _fail(self, choice: Sequence, error: Exception, outcome: str = "error") -> None:
+        self._end(choice, outcome, lambda usage, times: ErrorEvent(choice.index, error, usage, times))
+
+    def _fail_alone(self, choice: Sequence, error: Exception) -> None:
+        """Fail a choice for what concerns no other: its inputs could not be built, or its token not be handed over."""
+        if isinstance(error, RequestError):
+            self._fail(choice, error)
+            return
+        log.error("an answer cannot go on", exc_info=error)
+        self._fail(choice, _failure(error))
+
+    def _refuse_all(self, step: Step, error: Exception) -> None:
+        """Fail these rows because the graph rejected them; the ranks and the other requests continue."""
+        log.error("a step of %s failed", step.graph.name, exc_info=error)
+        for row in step.rows:
+            self._refuse(row.sequence, error)
+
+    def _refuse(self, choice: Sequence, error: Exception) -> None:
+        self._scheduler.slots.forget()  # a choice that has ended may have been in the refused step
+        self._fail(choice, _failure(error))
+
+    def _end(self, choice: Sequence, outcome: str, event: Callable[[Usage, Timings], Event]) -> None:
+        """Free the slot, count, and only then notify the caller: a caller that sees the end sees the slot free."""
+        if choice.ended:
+            return
+        choice.ended = True
+        if choice.admitted is None:
+            self._inbox.not_waiting(choice)
+        self._scheduler.remove(choice, keep=outcome != "error")
+        if choice.adapter is not None:
+            self.adapters.give_back(choice.adapter)
+        self._live_tokens = self._scheduler.live_tokens
+        now = time.monotonic()
+        ticket = choice.ticket
+        times = Timings(ticket.arrived, choice.admitted, choice.first_token, now)
+        self.queue.ended(outcome, now - ticket.arrived)
+        self._send(choice, event(Usage(len(choice.prompt), len(choice.output), choice.reused), times))
+        ticket.close_one()
+        self.gate.end(ticket.whole)
+        self.queue.reported()
+
+    def _send(self, choice: Sequence, event: Event) -> None:
+        try:
+            choice.ticket.on_event(event)
+        except Exception:
+            log.exception("request %s: on_event raised; the request is cancelled", choice.ticket.request_id)
+            if not choice.ended:
+                self._inbox.cancel(choice.ticket)
+
+    def _fail_all(self, error: Exception) -> None:
+        for choice in [*self._scheduler.sequences(), *self._inbox.empty()]:
+            self._fail(choice, error)
+
+    # --- steps without a request ------------------------------------------------------------------
+
+    def _finish_steps(self) -> None:
+        while self.steps.in_flight:
+            self._finish_step()
+
+    def _warmed(self) -> None:
+        self._scheduler.slots.forget()  # the ranks are new
+
+    def _graph_names(self) -> list[str]:
+        return self._names
+
+    def _padding_inputs(self, name: str) -> Tensors:
+        inputs = self._inputs[name]
+        for index in range(inputs.batch):
+            inputs.clear(index)
+        return inputs.tensors
+
+
+def _failure(error: Exception) -> GenerationError:
+    failure = GenerationError(f"the step failed: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def steps_in_flight(model: RankModel, known: bool) -> int:
+    """Return how many steps the ranks may have at once. ``known``: tokens must be known before they are fed."""
+    stages = model.manifest.pp_degree
+    if stages > 1:
+        return stages + 1 if model.arrays else 1
+    return 2 if not known and steps_may_follow(model) else 1
+
+
+def steps_may_follow(model: RankModel) -> bool:
+    """Whether a step may begin while the previous one runs.
+
+    The model must take arrays and run in processes, and its graphs must accept an unknown token and decode one token
+    per row. With several ranks a core must be free: if the engine took a core from a rank during a step, all ranks
+    would wait (2 % slower at tp 2 on two cores); between two steps they wait anyway.
+    """
+    tokens = [tokens_input(bucket) for bucket in model.manifest.buckets]
+    unknown = all(spec.minimum is not None and spec.minimum <= UNKNOWN for spec in tokens)
+    single = min(spec.shape[1] for spec in tokens) == 1
+    free = model.manifest.tp_degree == 1 or model.spare_cores > 0
+    return model.arrays and unknown and single and free

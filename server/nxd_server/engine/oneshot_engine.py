@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -23,16 +23,28 @@ from nxd_infer.artifact.manifest import BUCKET_KERNEL_REQUIREMENT, BucketSpec, M
 from nxd_infer.errors import InputMismatchError, ModelConfigError, NxdError, RankFailedError
 from nxd_infer.runtime.router import Router, cut, elements, fill, fits, lawful_inputs
 from nxd_server.engine.admission import WholeRequest, check_timeout
-from nxd_server.engine.engine_core import EngineCore
-from nxd_server.engine.events import EngineStats
-from nxd_server.engine.step_costs import Graph, StepCosts
-from nxd_server.engine.step_runner import FATAL
+from nxd_server.engine.engine_core import EngineCore, EngineStats
+from nxd_server.engine.step_runner import FATAL, Graph, StepCosts
 from nxd_server.errors import DeadlineExceededError, GenerationError, ranks_failed, summary
 
 if TYPE_CHECKING:
     from nxd_infer.runtime.model import TensorParallelModel
 
 Outputs = dict[str, torch.Tensor]
+
+
+@dataclass(eq=False)
+class Job:
+    """One request. ``alone``: it was in a step that failed, and does not share steps any more."""
+
+    inputs: dict[str, torch.Tensor]
+    future: Future
+    rows: int
+    arrived: float
+    deadline: float | None
+    convert: Callable[[Outputs], Any]
+    whole: WholeRequest
+    alone: bool = False
 
 
 class OneShotEngine(EngineCore):
@@ -70,7 +82,14 @@ class OneShotEngine(EngineCore):
         )
         self._kernel = BUCKET_KERNEL_REQUIREMENT in manifest.requires
         self._router = Router(manifest.buckets)
-        self.batcher: DynamicBatcher = DynamicBatcher(model, self, self.batches, max_delay_ms / 1000)
+        self._max_delay = max_delay_ms / 1000
+        self._arrivals: deque[Job] = deque()
+        self._pending: list[Job] = []
+        self._current: list[Job] = []
+        self._proven: Callable[[], object] | None = None
+        """Repeats the last step for requests that worked."""
+
+    # --- requests: any thread -----------------------------------------------------------------------------
 
     def submit(
         self,
@@ -116,78 +135,36 @@ class OneShotEngine(EngineCore):
                 queue.check(1)
             queue.taken(1)
             self.gate.take(job.whole, 1)
-            self.batcher.put(job)
+            self._arrivals.append(job)
+            self.lock.notify_all()
         if whole is None:
             job.whole.close()
         return future
 
     def stats(self) -> EngineStats:
         stats = super().stats()
-        stats.running = self.batcher.running
+        stats.running = len(self._current)
         stats.waiting = max(0, stats.waiting - stats.running)
         return stats
 
+    # --- steps: the engine's thread -----------------------------------------------------------------------
 
-@dataclass(eq=False)
-class Job:
-    """One request. ``alone``: it was in a step that failed, and does not share steps any more."""
-
-    inputs: dict[str, torch.Tensor]
-    future: Future
-    rows: int
-    arrived: float
-    deadline: float | None
-    convert: Callable[[Outputs], Any]
-    whole: WholeRequest
-    alone: bool = False
-
-
-class DynamicBatcher:
-    """The :class:`~nxd_server.engine.engine_core.Batcher` of a one-shot model."""
-
-    def __init__(self, model: TensorParallelModel, core: EngineCore, batches: bool, max_delay: float):
-        """``batches``: requests may share a step; ``max_delay``: seconds a request waits for others to join."""
-        self._model = model
-        self._batches = batches
-        self._kernel = BUCKET_KERNEL_REQUIREMENT in model.manifest.requires
-        self._max_delay = max_delay
-        self._lock, self._queue, self._gate, self._steps = core.lock, core.queue, core.gate, core.steps
-        self._arrivals: deque[Job] = deque()
-        self._pending: list[Job] = []
-        self._current: list[Job] = []
-        self._proven: Callable[[], object] | None = None
-        """Repeats the last step for requests that worked."""
-
-    # --- any thread -------------------------------------------------------------------------------------
-
-    def put(self, job: Job) -> None:
-        """Queue a job; call with the lock held."""
-        self._arrivals.append(job)
-        self._lock.notify_all()
-
-    @property
-    def running(self) -> int:
-        """Number of jobs in the running step."""
-        return len(self._current)
-
-    # --- steps ------------------------------------------------------------------------------------------
-
-    def has_news(self) -> bool:
+    def _has_news(self) -> bool:
         return bool(self._arrivals)
 
-    def wait_seconds(self) -> float:
+    def _wait_seconds(self) -> float:
         moments = [job.deadline for job in self._pending if job.deadline is not None]
         moments += [job.arrived + self._max_delay for job in self._ready()[:1]]
         return max(0.0, min(moments, default=math.inf) - time.monotonic())
 
     def _ready(self) -> list[Job]:
         """Return the waiting jobs that may begin, oldest first."""
-        if not self._gate.wanted:
+        if not self.gate.wanted:
             return self._pending
-        return [job for job in self._pending if self._gate.may_begin(job.whole)]
+        return [job for job in self._pending if self.gate.may_begin(job.whole)]
 
-    def work(self) -> bool:
-        with self._lock:
+    def _work(self) -> bool:
+        with self.lock:
             self._pending.extend(self._arrivals)
             self._arrivals.clear()
         now = time.monotonic()
@@ -205,7 +182,7 @@ class DynamicBatcher:
             return True
         bucket, group, room = self._group(ready)
         full = sum(job.rows for job in group) >= room or len(group) < len(ready)
-        if self._batches and not full and now - group[0].arrived < self._max_delay and not self._queue.draining:
+        if self.batches and not full and now - group[0].arrived < self._max_delay and not self.queue.draining:
             return False
         self._take(group)
         self._run_group(bucket)
@@ -215,7 +192,7 @@ class DynamicBatcher:
         for job in [job for job in self._pending if job.future.cancelled()]:
             self._pending.remove(job)
             job.future.set_running_or_notify_cancel()
-            self._queue.ended("cancelled", 0.0)
+            self.queue.ended("cancelled", 0.0)
             self._report_end(job)
 
     def _take(self, jobs: list[Job]) -> None:
@@ -224,18 +201,18 @@ class DynamicBatcher:
         for job in jobs:
             self._pending.remove(job)
             if job.future.running() or job.future.set_running_or_notify_cancel():
-                self._gate.begin(job.whole)
+                self.gate.begin(job.whole)
                 self._current.append(job)
             else:
-                self._queue.ended("cancelled", 0.0)
+                self.queue.ended("cancelled", 0.0)
                 self._report_end(job)
 
     def _group(self, ready: list[Job]) -> tuple[BucketSpec, list[Job], int]:
         """Return the bucket to run next, its jobs (the oldest, and others with the same inputs that fit), and the most
         rows that it has room for."""
         head = ready[0]
-        fitting = [bucket for bucket in self._model.manifest.buckets if bucket_fits(bucket, head.inputs)]
-        if not self._batches or head.alone:
+        fitting = [bucket for bucket in self.model.manifest.buckets if bucket_fits(bucket, head.inputs)]
+        if not self.batches or head.alone:
             return min(fitting, key=elements), [head], 1
         # The smallest length that fits the oldest job; of its batch sizes, the one with the most rows per second.
         shape = row_shape(min(fitting, key=lambda bucket: (elements(bucket) // rows_of(bucket), rows_of(bucket))))
@@ -260,7 +237,7 @@ class DynamicBatcher:
                 left -= job.rows
             return jobs
 
-        best = self._steps.costs.cheapest(buckets, lambda bucket: sum(job.rows for job in taken(bucket)))
+        best = self.steps.costs.cheapest(buckets, lambda bucket: sum(job.rows for job in taken(bucket)))
         return best, taken(best), room
 
     def _run_group(self, bucket: BucketSpec) -> None:
@@ -268,10 +245,10 @@ class DynamicBatcher:
         if not jobs:
             return
         rows = sum(job.rows for job in jobs)
-        total = rows_of(bucket) if self._batches and bucket.inputs else 1
+        total = rows_of(bucket) if self.batches and bucket.inputs else 1
         try:
             tensors = self._tensors(bucket, jobs)
-            outputs = self._steps.execute(bucket.name, tensors, rows, total - rows)
+            outputs = self.steps.execute(bucket.name, tensors, rows, total - rows)
         except FATAL:
             raise
         except Exception as error:  # only this step is lost
@@ -282,11 +259,11 @@ class DynamicBatcher:
             self._separate(jobs)
             return
         self._current = []
-        self._proven = functools.partial(self._steps.timed, bucket.name, tensors)
+        self._proven = functools.partial(self.steps.timed, bucket.name, tensors)
         values = [outputs[spec.name] for spec in bucket.outputs]
         start = 0
         for job in jobs:
-            rows = [value.narrow(0, start, job.rows) for value in values] if self._batches else values
+            rows = [value.narrow(0, start, job.rows) for value in values] if self.batches else values
             start += job.rows
             results = zip(bucket.outputs, cut(bucket, job.inputs, rows), strict=True)
             # Copy, so that one caller's result neither keeps the rows of the others alive nor shares memory with them.
@@ -299,7 +276,7 @@ class DynamicBatcher:
             if spec.name not in jobs[0].inputs:
                 continue
             tensor = torch.empty(spec.shape, dtype=spec.torch_dtype)
-            if not self._batches:
+            if not self.batches:
                 fill(tensor, spec, jobs[0].inputs[spec.name])
             else:
                 start = 0
@@ -322,16 +299,16 @@ class DynamicBatcher:
             self._current = []
             self._fail(job, _failure(error))
             return
-        self._steps.worked, self._proven = True, call
+        self.steps.worked, self._proven = True, call
         self._current = []
         if not isinstance(result, dict):
-            names = [spec.name for spec in self._model.manifest.buckets[0].outputs]
+            names = [spec.name for spec in self.model.manifest.buckets[0].outputs]
             result = dict(zip(names, result if isinstance(result, (tuple, list)) else [result], strict=False))
         self._succeed(job, result)
 
     def _forward(self, inputs: Outputs) -> Any:
-        with self._steps.visible(""):
-            return self._model.forward(**inputs)
+        with self.steps.visible(""):
+            return cast("TensorParallelModel", self.model).forward(**inputs)
 
     # --- endings -------------------------------------------------------------------------------------------
 
@@ -341,7 +318,7 @@ class DynamicBatcher:
         except Exception as error:
             self._fail(job, GenerationError(f"the outputs could not be converted: {error}"))
             return
-        self._queue.ended("done", time.monotonic() - job.arrived)
+        self.queue.ended("done", time.monotonic() - job.arrived)
         job.future.set_result(result)
         self._report_end(job)
 
@@ -350,27 +327,27 @@ class DynamicBatcher:
             outcome = "cancelled"
         else:
             outcome = "deadline" if isinstance(error, DeadlineExceededError) else "error"
-        self._queue.ended(outcome, time.monotonic() - job.arrived)
+        self.queue.ended(outcome, time.monotonic() - job.arrived)
         if job.future.running() or job.future.set_running_or_notify_cancel():
             job.future.set_exception(error)
         self._report_end(job)
 
     def _report_end(self, job: Job) -> None:
-        self._gate.end(job.whole)
-        self._queue.reported()
+        self.gate.end(job.whole)
+        self.queue.reported()
 
-    def fail_all(self, error: Exception) -> None:
-        with self._lock:
+    def _fail_all(self, error: Exception) -> None:
+        with self.lock:
             jobs = [*self._current, *self._pending, *self._arrivals]
             self._current, self._pending = [], []
             self._arrivals.clear()
         for job in jobs:
             self._fail(job, error)
 
-    def ranks_lost(self, error: BaseException) -> None:
+    def _ranks_lost(self, error: BaseException) -> None:
         """If a graph raised, one of the step's requests is at fault: only those are in doubt, others are kept."""
         if not isinstance(error, RankFailedError):
-            self.fail_all(ranks_failed(error))
+            self._fail_all(ranks_failed(error))
             return
         suspects, self._current = self._current, []
         if len(suspects) == 1:
@@ -386,24 +363,18 @@ class DynamicBatcher:
             job.alone = True
         self._pending = [*jobs, *self._pending]
 
-    def finish_steps(self) -> None:
-        return  # ``work`` finishes each step it begins
+    def _padding_inputs(self, name: str) -> Outputs:
+        return lawful_inputs(self.model.manifest.bucket(name))
 
-    def graph_names(self) -> list[str]:
-        return [bucket.name for bucket in self._model.manifest.buckets]
-
-    def padding_inputs(self, name: str) -> Outputs:
-        return lawful_inputs(self._model.manifest.bucket(name))
-
-    def prove(self) -> None:
+    def _prove(self) -> None:
         proven, self._proven = self._proven, None  # if it fails now, the next start goes without it
         if proven is not None:
             proven()
-            self._steps.worked, self._proven = True, proven
+            self.steps.worked, self._proven = True, proven
 
-    def warmed(self) -> None:
-        if self._model.manifest.states:
-            self._model.reset_states()
+    def _warmed(self) -> None:
+        if self.model.manifest.states:
+            self.model.reset_states()
 
 
 def _failure(error: Exception) -> NxdError:

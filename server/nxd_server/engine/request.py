@@ -1,22 +1,101 @@
-"""A request in the engine: a ticket for its caller, and one sequence of tokens for each of its choices."""
+"""A request in the engine: the events that its caller gets, a ticket, one sequence of tokens for each of its choices,
+and the inbox through which the engine's thread takes it.
+
+Each choice (``index`` 0 to n-1) has any number of :class:`TokenEvent`, then exactly one terminal event:
+:class:`FinishEvent` or :class:`ErrorEvent`. Nothing follows a choice's terminal event.
+"""
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from nxd_server.engine.adapter_slots import Adapter
 from nxd_server.engine.admission import WholeRequest
-from nxd_server.engine.events import OnEvent
 from nxd_server.engine.sampling_params import Sampler, SamplingParams
 from nxd_server.errors import MaxTokensError, PromptTooLongError, RequestError
 from nxd_server.text.detokenize import TextStream
 from nxd_server.text.grammars import Guide
 from nxd_server.text.tokenizer import Tokenizer
+
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of one choice."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None = None
+    """Those of the prompt that an earlier request had left in the cache; None if not known yet."""
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Timestamps of one choice, on ``time.monotonic``'s clock; None if it did not get that far."""
+
+    arrived: float
+    admitted: float | None
+    """It got a slot: queue time ends, prefill begins."""
+    first_token: float | None
+    finished: float
+
+
+class TokenEvent(NamedTuple):
+    """One generated token."""
+
+    index: int
+    token: int
+    text: str
+    """Text that became final with this token: may be empty (an incomplete character, a possible stop string),
+    and may belong to earlier tokens. The ``text`` of all events of a choice, joined, is its answer."""
+    logprob: float
+    """Log-probability of the token under the raw model distribution, before temperature and masks."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The ``logprobs`` most likely tokens and their log-probabilities, best first; empty unless requested."""
+    is_stop: bool = False
+    """The token ended the answer (end of sequence or a stop token) and is not part of its text."""
+
+
+@dataclass(frozen=True)
+class FinishEvent:
+    """The choice is complete."""
+
+    index: int
+    reason: FinishReason
+    usage: Usage
+    timings: Timings
+    text: str = ""
+    """Text that was held back until now, to be appended."""
+    stop: str | int | None = None
+    """The stop string or stop token id that ended it; None for the model's own end of sequence or the length limit."""
+
+
+@dataclass(frozen=True)
+class ErrorEvent:
+    """The choice failed with a typed error (``nxd_server.errors``). The text sent so far is incomplete."""
+
+    index: int
+    error: Exception
+    usage: Usage
+    timings: Timings
+
+
+Event: TypeAlias = TokenEvent | FinishEvent | ErrorEvent
+OnEvent: TypeAlias = Callable[[Event], None]
 
 
 class Ticket:
@@ -115,6 +194,83 @@ class Sequence:
         if start + length <= prompt:
             return self.prompt[start : start + length]
         return (self.prompt + self.output)[start : start + length]
+
+
+class Inbox:
+    """Filled by callers, emptied by the engine's thread; ``lock`` is the engine's."""
+
+    def __init__(self, lock: threading.Condition, clock: Callable[[], float]):
+        """``clock`` times the requests' timeouts."""
+        self.arrivals: deque[Sequence] = deque()
+        self.waiting_tokens = 0
+        """Tokens of prompts that have no slot yet."""
+        self._lock = lock
+        self._clock = clock
+        self._cancels: deque[Ticket] = deque()
+        self._deadlines: list[tuple[float, int, Ticket]] = []
+        """A heap; tickets that are done are dropped when they are met, and when most of it may be."""
+        self._most_deadlines = 64
+        self._numbers = itertools.count()
+
+    def put(self, ticket: Ticket) -> None:
+        """Add all choices of a request; call with the lock held."""
+        self.waiting_tokens += sum(len(choice.prompt) for choice in ticket.choices)
+        self.arrivals.extend(ticket.choices)
+        if ticket.timeout is not None:
+            if len(self._deadlines) > self._most_deadlines:
+                self._deadlines = [entry for entry in self._deadlines if not entry[2].done]
+                heapq.heapify(self._deadlines)
+                self._most_deadlines = 2 * len(self._deadlines) + 64
+            heapq.heappush(self._deadlines, (self._clock() + ticket.timeout, next(self._numbers), ticket))
+        self._lock.notify_all()
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Request the end of a ticket's unfinished choices. Thread-safe."""
+        with self._lock:
+            self._cancels.append(ticket)
+            self._lock.notify_all()
+
+    def not_waiting(self, choice: Sequence) -> None:
+        """Record that a choice's prompt has a slot, or has ended without one."""
+        with self._lock:
+            self.waiting_tokens -= len(choice.prompt)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether callers have left anything."""
+        return bool(self.arrivals or self._cancels)
+
+    @property
+    def due(self) -> bool:
+        """Whether :meth:`take` may return something. Needs no lock, because it only reads."""
+        return bool(self.arrivals or self._cancels or self._first_is_due())
+
+    def wait_seconds(self) -> float:
+        """Seconds until the next deadline."""
+        return max(0.0, self._deadlines[0][0] - self._clock()) if self._deadlines else math.inf
+
+    def _first_is_due(self) -> bool:
+        heap = self._deadlines
+        return bool(heap) and (heap[0][0] <= self._clock() or heap[0][2].done)
+
+    def take(self) -> tuple[list[Sequence], list[Ticket], list[Ticket]]:
+        """Return new choices, cancelled tickets, and late tickets, each once."""
+        with self._lock:
+            arrivals, cancels, late = list(self.arrivals), list(self._cancels), []
+            self.arrivals.clear()
+            self._cancels.clear()
+            while self._first_is_due():
+                late.append(heapq.heappop(self._deadlines)[2])
+            return arrivals, cancels, late
+
+    def empty(self) -> list[Sequence]:
+        """Return new choices and drop cancellations and deadlines, because everything is ending."""
+        with self._lock:
+            arrivals = list(self.arrivals)
+            self.arrivals.clear()
+            self._cancels.clear()
+            self._deadlines.clear()
+        return arrivals
 
 
 _MASK = (1 << 64) - 1

@@ -35,7 +35,7 @@ from typing import Literal
 import numpy as np
 
 from nxd_server.engine.request import Sequence
-from nxd_server.engine.step_costs import CLEAR_GAIN, Graph, StepCosts
+from nxd_server.engine.step_runner import CLEAR_GAIN, Graph, StepCosts
 
 PLANNED = 0.75
 """Plan for this fraction of the allowed delay of streams: steps vary, and requests and answers take time too."""

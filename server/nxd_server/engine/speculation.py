@@ -20,7 +20,7 @@ from nxd_infer.errors import ModelConfigError
 from nxd_infer.util.options import whole_number
 from nxd_server.engine.request import Sequence as Generated
 from nxd_server.engine.scheduler import Row, Step
-from nxd_server.engine.step_costs import Graph, StepCosts
+from nxd_server.engine.step_runner import Graph, StepCosts
 
 RUNS = (3, 2)
 """Lengths of the n-grams to look up, the more reliable one first."""

@@ -15,7 +15,7 @@ from nxd_infer.cli.main import app
 from nxd_infer.runtime.updates.adapters import AdapterUpdate
 from nxd_infer.verify import verify_artifact
 from nxd_server import LLM, SamplingParams
-from nxd_server.engine.events import FinishEvent
+from nxd_server.engine.request import FinishEvent
 from nxd_server.errors import AdapterConflictError, RequestError, UnknownModelError
 from tests.support.adapter_files import merge, write_adapter
 from tests.support.engine.real_artifacts import prompt_of, reference_generate, trace_llama

@@ -10,7 +10,7 @@ from nxd_infer.runtime.rank_model import RankModel
 from nxd_infer.trace import parallel_model_load
 from nxd_server import LLM, SamplingParams
 from nxd_server.engine import Engine
-from nxd_server.engine.events import FinishEvent, TokenEvent
+from nxd_server.engine.request import FinishEvent, TokenEvent
 from nxd_server.errors import RequestError
 from tests.support.engine.real_artifacts import (
     GUESSES,
@@ -113,7 +113,7 @@ def test_steps_begun_ahead_over_all_ranks_change_no_answer(model, artifact, alon
     """Where the ranks leave a core. Without one, only a single rank's steps are begun ahead."""
     monkeypatch.setattr(RankModel, "spare_cores", spare)
     with Engine(model, costs=costs_of(artifact)) as engine:
-        assert engine.batcher.depth == 1 + spare
+        assert engine.depth == 1 + spare
         assert together(engine) == alone
 
 

@@ -93,7 +93,7 @@ def test_answers_are_the_same_in_any_company_and_however_steps_are_run(llm, arti
     guesses = steps == "of guesses"
     costs = paying_costs(artifact) if guesses else costs_of(artifact)
     with LLM(artifact, costs=costs, **({"speculate": GUESSES} if guesses else {"in_process": False})) as other:
-        assert other.engine.batcher.depth == (1 if guesses else 2)
+        assert other.engine.depth == (1 if guesses else 2)
         for _ in range(2):
             together = other.generate([prompt for prompt, _ in asked], [params for _, params in asked])
             assert [output.outputs[0].token_ids for output in together] == alone

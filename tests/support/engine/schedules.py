@@ -5,7 +5,7 @@ from __future__ import annotations
 from nxd_server.engine.request import Sequence, Ticket
 from nxd_server.engine.sampling_params import Sampler, SamplingParams
 from nxd_server.engine.scheduler import Scheduler
-from nxd_server.engine.step_costs import Graph, StepCosts
+from nxd_server.engine.step_runner import Graph, StepCosts
 
 
 def scheduler(slots=4, batches=(1, 2, 4), lengths=(8, 16), seconds=None, ratio=4.0, mixes=False, groups=1, **more):

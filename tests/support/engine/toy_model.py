@@ -325,7 +325,7 @@ class Listener:
         self.ends = [None] * n
 
     def __call__(self, event):
-        from nxd_server.engine.events import TokenEvent
+        from nxd_server.engine.request import TokenEvent
 
         index = event.index
         assert self.ends[index] is None, "an event after the terminal one"

@@ -24,7 +24,7 @@ def poisoned(engine, monkeypatch):
 
 
 def unwritable(engine, monkeypatch):
-    for inputs in engine.batcher._inputs.values():
+    for inputs in engine._inputs.values():
 
         def refuse(place, row, put=inputs.put):
             if row.sequence.prompt[0] == 77 and row.sequence.output:

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from nxd_server.engine import Engine, SamplingParams
-from nxd_server.engine.events import TokenEvent
+from nxd_server.engine.request import TokenEvent
 from nxd_server.errors import GenerationError
 from nxd_server.text.detokenize import TextStream
 from nxd_server.text.tokenizer import Tokenizer, _byte_of_char

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.engine.scheduler import Row, Step
 from nxd_server.engine.speculation import RETRY, RUNS, Lookup, Speculation, room
-from nxd_server.engine.step_costs import Graph
+from nxd_server.engine.step_runner import Graph
 from tests.support.engine.schedules import sequence
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from nxd_server.engine.step_costs import Graph, StepCosts
 from nxd_server.engine.step_runner import (
     FIRST_SECONDS,
     OVERDUE_FACTOR,
     OVERDUE_SECONDS,
     WARM_UP_SECONDS,
+    Graph,
+    StepCosts,
     StepRunner,
 )
 

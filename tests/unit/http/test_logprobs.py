@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nxd_server.engine.events import TokenEvent
+from nxd_server.engine.request import TokenEvent
 from nxd_server.http.openai.logprobs import LegacyLogprobs
 from nxd_server.text.detokenize import Detokenizer
 from tests.support.text.text_tokenizers import KINDS

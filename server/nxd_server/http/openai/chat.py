@@ -8,8 +8,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from nxd_server.engine.events import FinishEvent, TokenEvent
-from nxd_server.engine.request import max_new_tokens
+from nxd_server.engine.request import FinishEvent, TokenEvent, max_new_tokens
 from nxd_server.errors import RequestError
 from nxd_server.http.error_responses import (
     ApiError,

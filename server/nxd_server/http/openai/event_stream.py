@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nxd_infer.errors import NxdError
-from nxd_server.engine.events import FinishEvent, TokenEvent, Usage
+from nxd_server.engine.request import FinishEvent, TokenEvent, Usage
 from nxd_server.http.error_responses import ApiError, as_api_error, encode, internal
 from nxd_server.http.openai.generation import Generation
 from nxd_server.http.openai.schemas import SamplingBody

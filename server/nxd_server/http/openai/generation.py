@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from nxd_server.engine.events import ErrorEvent, Event, FinishEvent, OnEvent, TokenEvent, Usage
+from nxd_server.engine.request import ErrorEvent, Event, FinishEvent, OnEvent, TokenEvent, Usage
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.errors import DEADLINE_GRACE, ended_early, not_finished
 from nxd_server.http.request_body import ClientLeft, client_left

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from nxd_server.engine.events import TokenEvent
+from nxd_server.engine.request import TokenEvent
 from nxd_server.text.detokenize import Detokenizer
 from nxd_server.text.tokenizer import Tokenizer
 

@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from nxd_server.engine.events import EngineStats, ErrorEvent, FinishEvent
+from nxd_server.engine.engine_core import EngineStats
+from nxd_server.engine.request import ErrorEvent, FinishEvent
 
 if TYPE_CHECKING:
     from nxd_server.app.service import Service
