@@ -112,7 +112,7 @@ def file_entries(specs: Iterable[WeightSpec]) -> list[tuple[str, torch.dtype, li
 
 
 def replace_weights(source: Path, target: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Copy a rank's weight file, replacing weights by the ``tensors`` of the same names."""
+    """Copy a rank's weight file with ``tensors``, in place of those of the same names if there are such."""
     from safetensors import safe_open
 
     with safe_open(source, framework="pt") as file, open(target, "wb") as out:
@@ -120,5 +120,6 @@ def replace_weights(source: Path, target: Path, tensors: Mapping[str, Tensor]) -
         def tensor(name: str) -> Tensor:
             return tensors[name] if name in tensors else file.get_tensor(name)
 
-        entries = [(name, one.dtype, one.shape) for name in list(file.keys()) for one in [tensor(name)]]
+        names = sorted({*file.keys(), *tensors})
+        entries = [(name, one.dtype, one.shape) for name in names for one in [tensor(name)]]
         write_safetensors(out, entries, tensor)

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nxd_infer import native
 from nxd_infer.artifact.manifest import (
     BUCKET_KERNEL_NAME,
@@ -24,13 +26,12 @@ from nxd_infer.artifact.manifest import (
     weight_name,
     weight_schema_hash,
 )
-from nxd_infer.artifact.rank_weights import file_entries
+from nxd_infer.artifact.rank_weights import replace_weights
 from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.backends.base import Backend
 from nxd_infer.backends.compile import cache as compile_cache
 from nxd_infer.backends.compile.pool import compile_graphs
 from nxd_infer.errors import TraceError
-from nxd_infer.layout.files.stream import write_safetensors
 from nxd_infer.trace.options import RecompileOptions, TraceOptions
 from nxd_infer.trace.ranks.traced import (
     CANONICAL_FILE,
@@ -158,11 +159,6 @@ def compile_directories(
     names = {digest: bucket.name for bucket in buckets for digest in bucket.graphs}
     report: dict[str, Any] = {"graphs": total, "compiled": 0, "cached": 0, "compiler": ""}
 
-    def keep() -> None:
-        for digest, path in directories.items():
-            if workdir is not None:
-                _keep(path, backend.kept, workdir / f"{names[digest]}-{digest[:8]}")
-
     if backend.compiles:
         missing, compiler = [], backend.compiler()
         report["compiler"] = compiler
@@ -195,18 +191,23 @@ def compile_directories(
             )
         except TraceError:
             with contextlib.suppress(TraceError):  # the compiler's own is the more important one
-                keep()
+                _keep(directories, names, backend, workdir)
             raise
-        keep()
+        _keep(directories, names, backend, workdir)
     return {**report, "seconds": time.monotonic() - start}
 
 
-def _keep(graph: Path, names: Sequence[str], target: Path) -> None:
+def _keep(directories: Mapping[str, Path], names: Mapping[str, str], backend: Backend, workdir: Path | None) -> None:
     """Copy what the backend's compiler took, and what it gave if it got so far, to the user's ``compiler_workdir``."""
+    if workdir is None:
+        return
+    target = workdir
     try:
-        for name in [each for each in names if (graph / each).exists()]:
-            target.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(graph / name, target / name)
+        for digest, graph in directories.items():
+            target = workdir / f"{names[digest]}-{digest[:8]}"
+            for name in [each for each in backend.kept if (graph / each).exists()]:
+                target.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(graph / name, target / name)
     except OSError as error:
         raise TraceError(
             f"compiler_workdir: the files of the compiler cannot be copied to {target}: {error}; make room there, "
@@ -267,7 +268,14 @@ def write_artifact(target: Path, request: TraceRequest, ranks: list[TracedRank],
         add_graphs(writer, graph_directories(ranks, build), manifest.ops)
         for done, rank in enumerate(ranks, 1):
             source = rank_directory(build, rank.rank) / WEIGHTS_FILE
-            _add_missing(source, rank, manifest.of_rank(rank.rank).weights)
+            specs = manifest.of_rank(rank.rank).weights
+            missing = [
+                spec for spec in specs if spec.name not in rank.weights
+            ]  # only other ranks of the stage read them
+            if missing:
+                zeros = {spec.name: torch.zeros((), dtype=spec.torch_dtype).expand(spec.shape) for spec in missing}
+                replace_weights(source, larger := source.with_suffix(".larger"), zeros)
+                larger.replace(source)
             writer.add(weight_name(rank.rank), source, link=True)
             progress("write artifact", done, steps, "")
         if kernel.exists():
@@ -299,23 +307,3 @@ def _joined(layouts: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 joined.setdefault(kind, {}).update(entries)
     unread = set.intersection(*(set(layout["unread"]) for layout in layouts))  # each stage has the names of the others
     return {**joined, "unread": sorted(unread)} if unread else joined
-
-
-def _add_missing(file: Path, rank: TracedRank, weights: list[WeightSpec]) -> None:
-    """Complete a rank's file to all weights of its stage: those that only other ranks read are zeros."""
-    zeros = {spec.name: spec for spec in weights if spec.name not in rank.weights}
-    if not zeros:
-        return
-    import torch
-    from safetensors import safe_open
-
-    larger = file.with_suffix(".larger")
-    with safe_open(file, framework="pt") as source, open(larger, "wb") as out:
-        present = [(name, one.dtype, one.shape) for name in sorted(source.keys()) for one in [source.get_tensor(name)]]
-
-        def tensor(name: str) -> torch.Tensor:
-            spec = zeros.get(name)
-            return source.get_tensor(name) if spec is None else torch.zeros(spec.shape, dtype=spec.torch_dtype)
-
-        write_safetensors(out, [*file_entries(zeros.values()), *present], tensor)
-    shutil.move(larger, file)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from nxd_infer import native
 from nxd_infer.graph.export import key_text, named_inputs
 from nxd_infer.layout.shard import READ_BYTES
 from nxd_infer.pipeline.partition import describe_partition
+from nxd_infer.trace.options import TraceOptions
 from nxd_infer.trace.ranks.from_checkpoint import build_without_weights
 from nxd_infer.trace.ranks.stages import stage_cuts
 from nxd_infer.trace.ranks.traced import Built
@@ -107,28 +107,30 @@ class TracePlan:
             return None
         return self.tp_degree * (self.pp_degree * SERVE_BYTES + self.weight_bytes + (self.state_bytes or 0))
 
-    def _per_stage(self, count: int | None) -> str:
-        if count is None or self.pp_degree == 1:
-            return "" if count is None else size(count)
-        return f"{size(count)}, divided over {self.pp_degree} stages"
-
     def table(self) -> str:
         """Return the plan as text."""
-        unknown = "known once func has run in the ranks"
+
+        def told(count: int | None, text: str = "{}") -> str:
+            return "known once func has run in the ranks" if count is None else text.format(size(count))
+
+        divided = "{}" if self.pp_degree == 1 else f"{{}}, divided over {self.pp_degree} stages"
         rows = [
             ("tensor parallel degree", str(self.tp_degree)),
             *([("pipeline parallel degree", str(self.pp_degree))] if self.pp_degree > 1 else []),
             ("backend", self.backend),
             ("graphs to compile", str(self.graphs) if self.graphs else "none (run as exported)"),
-            ("weights per rank", self._per_stage(self.weight_bytes) or unknown),
-            ("states per rank", self._per_stage(self.state_bytes) or unknown),
-            ("peak memory, tracing", _about(self.trace_peak_bytes) or unknown),
-            ("memory, serving", _about(self.serve_bytes) or unknown),
+            ("weights per rank", told(self.weight_bytes, divided)),
+            ("states per rank", told(self.state_bytes, divided)),
+            ("peak memory, tracing", told(self.trace_peak_bytes, "about {}")),
+            ("memory, serving", told(self.serve_bytes, "about {}")),
         ]
         width = max(len(name) for name, _ in rows)
         lines = ["plan", *(f"  {name:<{width}}  {value}" for name, value in rows)]
-        if self.stages:
-            lines += ["pipeline stages", *(f"  {number}  {_stage(one)}" for number, one in enumerate(self.stages))]
+        lines += ["pipeline stages"] if self.stages else []
+        for number, stage in enumerate(self.stages):
+            modules = stage.first if stage.first == stage.last else f"{stage.first} ... {stage.last}"
+            weights = f"{size(stage.weight_bytes)} of weights per rank"
+            lines.append(f"  {number}  {modules}: {weights}, {stage.share:.0%} of the work")
         lines.append("buckets")
         name_width = max((len(bucket.name) for bucket in self.buckets), default=0)
         for bucket in self.buckets:
@@ -136,15 +138,6 @@ class TracePlan:
             shown = f"{first}, and {len(others)} more" if others else first
             lines.append(f"  {bucket.name:<{name_width}}  {shown}")
         return "\n".join([*lines, *self.notes])
-
-
-def _stage(stage: PlannedStage) -> str:
-    modules = stage.first if stage.first == stage.last else f"{stage.first} ... {stage.last}"
-    return f"{modules}: {size(stage.weight_bytes)} of weights per rank, {stage.share:.0%} of the work"
-
-
-def _about(count: int | None) -> str:
-    return "" if count is None else f"about {size(count)}"
 
 
 def make_plan(request: TraceRequest) -> TracePlan:
@@ -159,7 +152,13 @@ def make_plan(request: TraceRequest) -> TracePlan:
         else:
             where = f"example_inputs of bucket {bucket.name!r}"
             inputs, _ = named_inputs(built[bucket.index].module, bucket.example, where)
-        buckets.append(PlannedBucket(bucket.name, _shown(inputs)))
+        shown = (f"{name} {dtype_name(tensor.dtype)}{list(tensor.shape)}" for name, tensor in inputs.items())
+        buckets.append(PlannedBucket(bucket.name, tuple(shown)))
+    notes = []
+    if options.quantize is not None:
+        notes.append(f"note: linear layers keep their weights in {options.quantize}: serving needs less than this")
+    if ignored := " ".join(request.ignored_arguments):
+        notes.append(f"note: the {backend.name} backend ignores what is for the Neuron compiler: {ignored}")
     return TracePlan(
         tp_degree=options.tp_degree,
         pp_degree=options.pp_degree,
@@ -168,45 +167,24 @@ def make_plan(request: TraceRequest) -> TracePlan:
         graphs=options.pp_degree * len(buckets) if backend.compiles else 0,
         program_bytes=held_memory() or PROGRAM_BYTES,
         builders=native.builders() if backend.native else 0,
-        notes=_notes(request),
-        **({} if built is None else _sizes(request, built)),
+        notes=tuple(notes),
+        **({} if built is None else _sizes(options, built)),
     )
 
 
-def _shown(inputs: Mapping[str, Tensor]) -> tuple[str, ...]:
-    return tuple(f"{name} {dtype_name(tensor.dtype)}{list(tensor.shape)}" for name, tensor in inputs.items())
-
-
-def _sizes(request: TraceRequest, built: list[Built]) -> dict[str, Any]:
+def _sizes(options: TraceOptions, built: list[Built]) -> dict[str, Any]:
     states: dict[str, int] = {}
     weights: dict[str, int] = {}
     for one in {id(one): one for one in built}.values():
         for name, tensor in (*one.module.named_parameters(), *one.module.named_buffers()):
             (states if name in one.states else weights)[name] = tensor.numel() * tensor.element_size()
+    module = built[0].module
+    costs = describe_partition(module, stage_cuts(options, module)) if options.pp_degree > 1 else []
+    whole = sum(stage.cost for stage in costs) or 1.0
     return {
         "weight_bytes": sum(weights.values()),
         "state_bytes": sum(states.values()),
         "largest_tensor_bytes": max([*weights.values(), 0]),
         "tensors": len(weights) + len(states),
-        "stages": () if request.options.pp_degree == 1 else _planned_stages(request, built[0].module),
+        "stages": tuple(PlannedStage(one.first, one.last, one.bytes, one.cost / whole) for one in costs),
     }
-
-
-def _planned_stages(request: TraceRequest, module: nn.Module) -> tuple[PlannedStage, ...]:
-    costs = describe_partition(module, stage_cuts(request.options, module))
-    whole = sum(stage.cost for stage in costs) or 1.0
-    return tuple(PlannedStage(stage.first, stage.last, stage.bytes, stage.cost / whole) for stage in costs)
-
-
-def _notes(request: TraceRequest) -> tuple[str, ...]:
-    notes = []
-    if request.options.quantize is not None:
-        notes.append(
-            f"note: linear layers keep their weights in {request.options.quantize}: serving needs less than this"
-        )
-    if request.ignored_arguments:
-        notes.append(
-            f"note: the {request.backend.name} backend ignores what is for the Neuron compiler: "
-            f"{' '.join(request.ignored_arguments)}"
-        )
-    return tuple(notes)

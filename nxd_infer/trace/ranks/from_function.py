@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -29,18 +29,54 @@ from nxd_infer.processes import command
 from nxd_infer.processes.child import END_SECONDS, ChildProcess
 from nxd_infer.processes.command import environment_of_caller, preparation, python_of_caller
 from nxd_infer.processes.start import start
-from nxd_infer.trace.ranks import process_main
-from nxd_infer.trace.ranks.traced import RESULT_FILE, TracedRank, rank_directory
+from nxd_infer.trace.ranks.traced import TracedRank
 from nxd_infer.trace.request import TraceRequest
 from nxd_infer.util.ports import free_port
-from nxd_infer.util.processors import processors
 from nxd_infer.util.progress import silent
 
-Message = list[Any]
+REQUEST_FILE = "request.pickle"
+"""File with the request in the trace's private directory. Read late enough for a rank to report unpickling errors."""
 GRACE = 1.0
 """Seconds for other ranks to report after the first failure, so that the cause is shown and not a consequence."""
-_DIED = "died"
-"""In place of an error's class: the rank reported none."""
+
+
+# --- what a rank process is told, and tells: "func", each bucket's index, and at last its stages or its failure -------
+
+
+@dataclass
+class RankSettings:
+    """The settings of a rank process besides the request."""
+
+    rank: int
+    degree: int
+    pp_degree: int
+    at_once: int
+    """How many ranks run at a time; if all do, they are joined by gloo."""
+    build: Path
+    port: int
+    """``MASTER_PORT`` of code in ``func``; the ranks themselves meet in a file."""
+    parent: int
+    preparation: dict[str, Any]
+    """The caller's script, arguments and directory, for ``import_script``."""
+    compat: bool
+    """Whether the caller's script imports this package as ``neuronx_distributed``."""
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank has failed."""
+
+    rank: int
+    kind: str
+    """The class of its error; "" if it ended without a word."""
+    text: str
+    traceback: str = ""
+
+    @property
+    def type(self) -> type:
+        named = getattr(errors, self.kind, None)
+        return named if isinstance(named, type) else Exception
 
 
 # --- the request as bytes -----------------------------------------------------------------------------
@@ -89,11 +125,24 @@ def _unimportable(func: Callable[..., Any]) -> str | None:
 
 @dataclass
 class _Rank:
+    settings: RankSettings
     process: ChildProcess
     connection: Any
     """The parent's end of the rank's pipe."""
-    rank: int
     place: str = "starting"
+
+    def receive(self) -> Any:
+        """Return its next message; a failure in place of a dead rank's."""
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            self.process.wait(END_SECONDS)
+        ended = f"the process of rank {self.settings.rank} {self.process.explain()}"
+        if self.place == "starting":
+            return Failure(self.settings.rank, "", f"{ended} before func ran; what it printed is above")
+        killed = self.process.returncode == -signal.SIGKILL
+        hint = "; it may have run out of memory: try max_parallel_compilations=1" if killed else ""
+        return Failure(self.settings.rank, "", f"{ended} while tracing ({self.place}){hint}")
 
     def end(self, patience: float = 0.0) -> None:
         self.process.end(patience)
@@ -111,67 +160,60 @@ def trace_ranks(request: TraceRequest, build: Path) -> list[TracedRank]:
             "the call under `if __name__ == '__main__':`"
         )
     # A file instead of a message: a pipe holds little, and writing would wait for a rank that may never read.
-    (build / process_main.REQUEST_FILE).write_bytes(pack(request))
+    (build / REQUEST_FILE).write_bytes(pack(request))
     options, progress = request.options, request.options.progress or silent
-    degree, stages = options.tp_degree, options.pp_degree
-    max_parallel, timeout = options.max_parallel_compilations, options.trace_timeout
-    together = max_parallel is None or max_parallel >= degree
-    at_once = degree if together else max_parallel or 1
-    deadline = time.monotonic() + timeout
-    port = free_port()  # ``MASTER_PORT`` of code in ``func``; the ranks themselves meet in a file
-    prepared = preparation()
-    results: dict[int, list[TracedRank]] = {}
-    """The stages of each tensor parallel rank."""
-    failures: list[tuple[int, Message]] = []
-    running: list[_Rank] = []
+    degree = options.tp_degree
+    deadline = time.monotonic() + options.trace_timeout
+    settings = RankSettings(
+        rank=0,
+        degree=degree,
+        pp_degree=options.pp_degree,
+        at_once=min(degree, options.max_parallel_compilations or degree),
+        build=build,
+        port=free_port(),
+        parent=os.getpid(),
+        preparation=preparation(),
+        compat=compat.is_installed(),
+        timeout=options.trace_timeout,
+    )
+    results: list[TracedRank] = []
+    failures: list[Failure] = []
+    waiting, running = list(range(degree)), list[_Rank]()
     total = degree * len(request.buckets)
     done = 0
     progress("trace ranks", 0, total, "")
     try:
-        waiting = list(range(degree))
-        while len(results) < degree and (running or not failures):
-            while waiting and len(running) < at_once and not failures:
-                settings = process_main.RankSettings(
-                    rank=waiting.pop(0),
-                    degree=degree,
-                    pp_degree=stages,
-                    together=together,
-                    build=str(build),
-                    rendezvous=str(build / "rendezvous"),
-                    port=port,
-                    parent=os.getpid(),
-                    preparation=prepared,
-                    compat=compat.is_installed(),
-                    threads=max(1, processors() // at_once),
-                    timeout=timeout,
-                )
-                running.append(_start(settings, deadline))
-            messages = _messages(running, deadline)
-            if not messages:
+        while running or (waiting and not failures):
+            while waiting and len(running) < settings.at_once and not failures:
+                running.append(_start(replace(settings, rank=waiting.pop(0)), deadline))
+            ready = wait([rank.connection for rank in running], timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
                 break
-            for message, member in messages:
-                if message[0] == "error":
-                    failures.append((member.rank, message))
-                    deadline = min(deadline, time.monotonic() + GRACE)
-                elif message[0] == "bucket":
+            for rank in [rank for rank in running if rank.connection in ready]:
+                message = rank.receive()
+                if isinstance(message, str):
+                    rank.place = message
+                elif isinstance(message, int):
+                    rank.place = request.buckets[message].name
                     done += 1
-                    progress("trace ranks", min(done, total), total, f"rank {member.rank}: {message[1]}")
-                elif message[0] == "done":
-                    own = [stage * degree + member.rank for stage in range(stages)]
-                    files = [rank_directory(build, rank) / RESULT_FILE for rank in own]
-                    results[member.rank] = [TracedRank.model_validate_json(file.read_bytes()) for file in files]
-                if message[0] in ("error", "done"):
-                    running.remove(member)
-                    member.end(patience=10)
+                    progress("trace ranks", min(done, total), total, f"rank {rank.settings.rank}: {rank.place}")
+                else:
+                    if isinstance(message, Failure):
+                        failures.append(message)
+                        deadline = min(deadline, time.monotonic() + GRACE)
+                    else:
+                        results += message
+                    running.remove(rank)
+                    rank.end(patience=10)
         if failures:
-            _raise_failure(failures)
-        if len(results) < degree:
-            raise _late(", ".join(f"rank {member.rank} ({member.place})" for member in running))
+            raise error_of(failures)
+        if running:
+            raise _late(", ".join(f"rank {rank.settings.rank} ({rank.place})" for rank in running))
     finally:
-        for member in running:
-            member.end()
+        for rank in running:
+            rank.end()
     progress("trace ranks", total, total, "")
-    return sorted((stage for rank in results.values() for stage in rank), key=lambda result: result.rank)
+    return sorted(results, key=lambda result: result.rank)
 
 
 _RANK = """
@@ -180,82 +222,41 @@ main(int(sys.argv[1]))
 """
 
 
-_IMPORTS = "nxd_infer.trace.ranks.imports"
-
-
-def _start(settings: process_main.RankSettings, deadline: float) -> _Rank:
+def _start(settings: RankSettings, deadline: float) -> _Rank:
     def check() -> None:
         if time.monotonic() > deadline:
             raise _late(f"rank {settings.rank} (starting)")
 
-    mine, theirs = Pipe()
-    try:
-        process = start(
-            python_of_caller(_RANK, str(theirs.fileno())),
-            imports=_IMPORTS,
-            importing=environment_of_caller(),
-            environment=os.environ,
-            inherit=[theirs.fileno()],
-            check=check,
-        )
-    except BaseException:
-        mine.close()
-        raise
-    finally:
-        theirs.close()
-    with contextlib.suppress(BrokenPipeError):
-        mine.send(settings)
-    return _Rank(process, mine, settings.rank)
-
-
-def _messages(running: list[_Rank], deadline: float) -> list[tuple[Message, _Rank]]:
-    """Return the ranks' next messages, an error in place of a dead rank's; none once the deadline has passed."""
-    members: dict[Any, _Rank] = {member.connection: member for member in running}
-    received: list[tuple[Message, _Rank]] = []
-    for connection in wait(list(members), timeout=max(0.0, deadline - time.monotonic())):
-        member = members[connection]
+    ours, remote = Pipe()
+    with remote:
         try:
-            message = member.connection.recv()
-        except (EOFError, OSError):
-            message = ["error", _DIED, _how_it_died(member), ""]
-        if message[0] in ("place", "bucket"):
-            member.place = message[1]
-        received.append((message, member))
-    return received
+            process = start(
+                python_of_caller(_RANK, str(remote.fileno())),
+                imports="nxd_infer.trace.ranks.process_main",
+                importing=environment_of_caller(),
+                environment=os.environ,
+                inherit=[remote.fileno()],
+                check=check,
+            )
+        except BaseException:
+            ours.close()
+            raise
+    with contextlib.suppress(BrokenPipeError):
+        ours.send(settings)
+    return _Rank(settings, process, ours)
 
 
 def _late(ranks: str) -> TraceError:
     return TraceError(f"tracing did not end within trace_timeout: still working: {ranks}; raise trace_timeout")
 
 
-def _how_it_died(member: _Rank) -> str:
-    member.process.wait(END_SECONDS)
-    how = member.process.explain()
-    if member.place == "starting":
-        return f"the process of rank {member.rank} {how} before func ran; what it printed is above"
-    killed = member.process.returncode == -signal.SIGKILL
-    hint = "; it may have run out of memory: try max_parallel_compilations=1" if killed else ""
-    return f"the process of rank {member.rank} {how} while tracing ({member.place}){hint}"
-
-
-def _raise_failure(failures: list[tuple[int, Message]]) -> None:
-    """Raise the failure that is a cause: what a rank reported, rather than its end, and that rather than what its peers
-    say of a collective; of several the lowest rank's."""
-
-    def order(failure: tuple[int, Message]) -> tuple[bool, bool, int]:
-        rank, (_, kind, *_) = failure
-        return issubclass(_class(kind), CollectiveError), kind == _DIED, rank
-
-    rank, (_, kind, text, remote) = min(failures, key=order)
-    if kind == _DIED:
-        raise TraceError(text, rank=rank)
-    cls = _class(kind)
-    if issubclass(cls, TraceConfigError):  # its message already says what to change
-        raise TraceConfigError(f"rank {rank}: {text}", rank=rank, remote_traceback=remote)
-    message = f"rank {rank}: {kind}: {text}\n\n--- traceback of rank {rank} ---\n{remote}"
-    raise TraceError(message, rank=rank, remote_traceback=remote)
-
-
-def _class(name: str) -> type:
-    found = getattr(errors, name, None)
-    return found if isinstance(found, type) else Exception
+def error_of(failures: list[Failure]) -> TraceError:
+    """Return the error of the failure that is a cause: what a rank reported, rather than its end, and that rather than
+    what its peers say of a collective; of several the lowest rank's."""
+    cause = min(failures, key=lambda one: (issubclass(one.type, CollectiveError), not one.kind, one.rank))
+    if not cause.kind:
+        return TraceError(cause.text, rank=cause.rank)
+    if issubclass(cause.type, TraceConfigError):  # its message already says what to change
+        return TraceConfigError(f"rank {cause.rank}: {cause.text}", rank=cause.rank, remote_traceback=cause.traceback)
+    message = f"rank {cause.rank}: {cause.kind}: {cause.text}\n\n--- traceback of rank {cause.rank} ---\n"
+    return TraceError(message + cause.traceback, rank=cause.rank, remote_traceback=cause.traceback)

@@ -35,31 +35,21 @@ def build(request: TraceRequest, prepare: Callable[[nn.Module], None] | None = N
     ``prepare(module)`` runs after the names of the states are known, because it may replace parameters.
     """
     built: list[Built] = []
-    asks = wants_bucket_rank(request.options.func)
+    arguments: list[dict[str, Any]] = []
     for bucket in request.buckets:
-        kwargs = dict(bucket.func_kwargs)
-        if asks:
-            kwargs.setdefault("bucket_rank", bucket.index)
-        earlier = next(
-            (built[b.index] for b in request.buckets[: bucket.index] if not asks and _same(b.func_kwargs, kwargs)), None
-        )
-        built.append(earlier or _call(request, kwargs, prepare))
+        asked = {"bucket_rank": bucket.index} if wants_bucket_rank(request.options.func) else {}
+        kwargs = {**asked, **bucket.func_kwargs}
+        earlier = (one for one, known in zip(built, arguments, strict=True) if _same(known, kwargs))
+        built.append(next(earlier, None) or _call(request, kwargs, prepare))
+        arguments.append(kwargs)
     return built
 
 
 def _same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    if first.keys() != second.keys():
+    try:
+        return bool(first == second)
+    except Exception:  # treat objects that cannot be compared as different
         return False
-    for key in first:
-        a, b = first[key], second[key]
-        if a is b:
-            continue
-        try:
-            if not bool(a == b):
-                return False
-        except Exception:  # treat objects that cannot be compared as different
-            return False
-    return True
 
 
 def _call(request: TraceRequest, kwargs: dict[str, Any], prepare: Callable[[nn.Module], None] | None) -> Built:
@@ -127,7 +117,11 @@ def trace_buckets(
     pending = list(range(len(steps)))
     while pending:
         for index in pending:
-            graphs[index] = _trace(request.buckets[index], steps[index])
+            try:
+                graphs[index] = trace_graph(steps[index])
+            except NxdError as error:
+                error.args = (f"bucket {request.buckets[index].name!r}: {error}", *error.args[1:])
+                raise
             if report is not None:
                 report(index)
         pending = _states_read_elsewhere(steps, list(graphs.values()))
@@ -241,14 +235,6 @@ def _views(
             start, offset = divmod(offset, base.stride(dim)) if base.stride(dim) else (0, offset)
             places[name].append((dim, start, view.shape[dim]))
     return places
-
-
-def _trace(bucket: Bucket, step: Step) -> Graph:
-    try:
-        return trace_graph(step)
-    except NxdError as error:
-        error.args = (f"bucket {bucket.name!r}: {error.args[0] if error.args else error}", *error.args[1:])
-        raise
 
 
 def _states_read_elsewhere(steps: list[Step], traced: list[Graph]) -> list[int]:

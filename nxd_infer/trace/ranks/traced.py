@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from torch import Tensor, nn
 
 from nxd_infer.artifact.manifest import BucketSpec, TensorSpec, WeightSpec
@@ -26,14 +25,11 @@ from nxd_infer.util.memory import give_back
 CANONICAL_FILE = "canonical.txt"
 """In a graph's directory until the artifact is written: the text of its digest, for comparing ranks."""
 WEIGHTS_FILE = "weights.safetensors"
-RESULT_FILE = "result.json"
 
 
 @dataclass
 class Built:
     """The user's module for one bucket, and its declared states."""
-
-    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
 
     module: nn.Module
     aliases: dict[int, str]
@@ -42,32 +38,31 @@ class Built:
     """Tensors that shared memory when ``func`` returned them; later code stores each separately."""
 
 
-class TracedRank(BaseModel):
+@dataclass
+class TracedRank:
     """One rank: one pipeline stage of a tensor parallel rank, with all buckets and the tables that they share.
 
-    ``rank_NN/result.json`` holds what another process needs of it, beside its graphs and its weight file.
+    Once it is written, the fields after ``layout`` are empty.
     """
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     rank: int = 0
     """Stage by stage, as in the artifact."""
     stage: int = 0
-    buckets: list[BucketSpec] = Field(default_factory=list)
+    buckets: list[BucketSpec] = field(default_factory=list)
     """Each with the digest of this rank's graph, and this stage alone."""
-    graphs: list[GraphFile] = Field(default_factory=list)
+    graphs: list[GraphFile] = field(default_factory=list)
     """The graph of each bucket."""
-    states: dict[str, TensorSpec] = Field(default_factory=dict)
-    weights: dict[str, WeightSpec] = Field(default_factory=dict)
-    layout: dict[str, Any] = Field(default_factory=dict)
+    states: dict[str, TensorSpec] = field(default_factory=dict)
+    weights: dict[str, WeightSpec] = field(default_factory=dict)
+    layout: dict[str, Any] = field(default_factory=dict)
 
-    built: list[Built] = Field(default_factory=list, exclude=True)
-    constants: list[dict[str, Tensor]] = Field(default_factory=list, exclude=True)
+    built: list[Built] = field(default_factory=list)
+    constants: list[dict[str, Tensor]] = field(default_factory=list)
     """Each bucket's weights that are neither parameters nor buffers."""
-    lowered: list[Lowered] = Field(default_factory=list, exclude=True)
-    origin: dict[str, tuple[int, str]] = Field(default_factory=dict, exclude=True)
+    lowered: list[Lowered] = field(default_factory=list)
+    origin: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Weight -> the bucket whose module (or constants) holds it, and its name there."""
-    _tensors: dict[int, dict[str, Tensor]] = PrivateAttr(default_factory=dict)
+    _tensors: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def tensors(self, index: int) -> dict[str, Tensor]:
         """Return parameters and buffers of a bucket's module, by every name; buckets may share one module."""
@@ -83,9 +78,7 @@ class TracedRank(BaseModel):
 
     def with_modules(self, built: list[Built]) -> TracedRank:
         """Return the same graphs with the tensors of other modules."""
-        other = self.model_copy(update={"built": built})
-        other._tensors = {}
-        return other
+        return replace(self, built=built, _tensors={})
 
 
 def is_symbolic(tensor: Tensor) -> bool:
@@ -145,9 +138,8 @@ def write_rank(
         if not directory.exists():
             write_graph(lowered, directory)
             (directory / CANONICAL_FILE).write_text(lowered.text, encoding="utf-8")
-    out = rank_directory(build, rank)
-    _write_weights(traced, states, value, out / WEIGHTS_FILE)
-    result = TracedRank(
+    _write_weights(traced, states, value, rank_directory(build, rank) / WEIGHTS_FILE)
+    return TracedRank(
         rank=rank,
         stage=traced.stage,
         buckets=traced.buckets,
@@ -156,8 +148,6 @@ def write_rank(
         weights=dict(sorted(traced.weights.items())),
         layout=_described_layout(traced, degree) if tp_rank == 0 else {},
     )
-    (out / RESULT_FILE).write_text(result.model_dump_json(), encoding="utf-8")
-    return result
 
 
 def _write_weights(

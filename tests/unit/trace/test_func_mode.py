@@ -11,20 +11,20 @@ import torch
 from nxd_infer.errors import TraceConfigError, TraceError
 from nxd_infer.trace.options import TraceOptions
 from nxd_infer.trace.ranks import from_function, one_rank
+from nxd_infer.trace.ranks.from_function import Failure
 from nxd_infer.trace.request import checked_request
 from tests.support import traced_models as models
 
 
 def test_of_several_failures_the_cause_is_raised():
     """A collective fails because of another rank, which raised, or ended without a word."""
-    consequence = (0, ["error", "CollectiveError", "a peer is gone", ""])
-    died = (2, ["error", from_function._DIED, "the process of rank 2 was ended by SIGKILL", ""])
-    for cause, rank in ((died, 2), ((1, ["error", "ValueError", "its own", ""]), 1)):
-        with pytest.raises(TraceError, match=cause[1][2]) as caught:
-            from_function._raise_failure([consequence, cause])
-        assert caught.value.rank == rank
-    with pytest.raises(TraceError, match="its own"):  # the other's end may be a consequence, or the other way round
-        from_function._raise_failure([died, (3, ["error", "ValueError", "its own", ""])])
+    consequence = Failure(0, "CollectiveError", "a peer is gone")
+    died = Failure(2, "", "the process of rank 2 was ended by SIGKILL")
+    raised = Failure(3, "ValueError", "its own")
+    # The other's end may be a consequence, or the other way round.
+    for failures, cause in (([consequence, died], died), ([consequence, raised], raised), ([died, raised], raised)):
+        error = from_function.error_of(failures)
+        assert error.rank == cause.rank and cause.text in str(error)
 
 
 def test_decision_18_meta_tensors_that_lost_their_weights_are_refused():
