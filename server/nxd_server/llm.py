@@ -44,7 +44,8 @@ from nxd_server.text.tokenizer_files import TextFiles
 if TYPE_CHECKING:
     from nxd_server.text.tokenizer_files import Source
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or vLLM's ``{"prompt": text}`` and ``{"prompt_token_ids": ids}``."""
 Message = Mapping[str, Any]
 Prompts = Prompt | Sequence[Prompt]
 UNLIMITED = 1 << 60
@@ -201,7 +202,8 @@ class LLM:
         """Complete one prompt or many; the results are in the order of the prompts.
 
         Args:
-            prompts: a text, a list of token ids, or a list of those.
+            prompts: a text, a list of token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or a list of
+                those.
             params: one for all prompts, or one per prompt; used as given. Default: ``SamplingParams`` of
                 ``sampling_defaults``, with ``max_tokens`` limited to what fits.
             progress: show a progress bar on the terminal.
@@ -210,7 +212,7 @@ class LLM:
 
         Raises RequestError before anything is generated, or the first failure of any prompt.
         """
-        listed = _as_list(prompts)
+        listed = [_plain(prompt) for prompt in _as_list(prompts)]
         encoded = [self._encode(prompt) for prompt in listed]
         many = list(params) if isinstance(params, Sequence) else [params or self._default(ids) for ids in encoded]
         if len(many) != len(listed):
@@ -228,7 +230,11 @@ class LLM:
         adapter: str | None = None,
         **template_variables: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many, using the model's chat template."""
+        """Answer one conversation or many, using the model's chat template.
+
+        ``template_variables``: ``tools`` and ``documents`` that the template shows, and variables of its own, such as
+        ``enable_thinking``.
+        """
         if self.chat_template is None:
             raise RequestError(
                 "messages",
@@ -325,6 +331,7 @@ class LLM:
         return params.replace(max_tokens=min(params.max_tokens or UNLIMITED, self.room(tokens)))
 
     def _encode(self, prompt: Prompt) -> list[int]:
+        prompt = _plain(prompt)
         return self._require_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _engine(self) -> Engine:
@@ -389,6 +396,7 @@ class LLM:
         try:
             with WholeRequest() as whole:
                 for i, text in enumerate(listed):
+                    text = _plain(text) if isinstance(text, Mapping) else text
                     futures.append(encoder.submit(text, field=f"texts[{i}]", whole=whole, **options))
             return [future.result() for future in _track(futures, "encoding", progress)]
         finally:
@@ -431,8 +439,20 @@ class _Collector:
             output.logprobs.append(TokenLogprob(event.token, event.logprob, event.top))
 
 
+def _plain(prompt: Prompt) -> str | Sequence[int]:
+    """Return the text or the token ids of a prompt in any form."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    given = [name for name, value in prompt.items() if value is not None]
+    if given == ["prompt"] and isinstance(prompt["prompt"], str):
+        return prompt["prompt"]
+    if sorted(given) in (["prompt", "prompt_token_ids"], ["prompt_token_ids"]):  # the text of these ids, if any
+        return list(prompt["prompt_token_ids"])
+    raise RequestError("prompts", f"a prompt has the keys {given}; it must have prompt, a text, or prompt_token_ids")
+
+
 def _as_list(prompts: Prompts) -> list[Prompt]:
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if len(prompts) > 0 and all(isinstance(item, int) for item in prompts):
         return [cast("Sequence[int]", prompts)]

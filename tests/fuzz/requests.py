@@ -29,7 +29,7 @@ from nxd_server.http.predict import PredictBody, read_tensors, unpack
 from nxd_server.http.request_body import parse_json
 from nxd_server.http.tensors import tensor_from_json, tensor_to_json
 from nxd_server.http.tokenize import DetokenizeBody, TokenizeBody
-from nxd_server.text.chat_template import normalise_messages
+from nxd_server.text.conversation import normalise_messages
 from tests.fuzz.target import Target
 
 BODIES = (

@@ -13,7 +13,7 @@ from nxd_server.engine.request import check_token_ids
 from nxd_server.http.body_schema import Body, Listed
 from nxd_server.http.error_responses import bad_request, encode, unsupported
 from nxd_server.http.openai.chat import chat_text
-from nxd_server.http.openai.schemas import MOST_MESSAGES
+from nxd_server.http.openai.schemas import MOST_MESSAGES, MOST_VARIABLES
 from nxd_server.http.openai.tools import offered_tools
 from nxd_server.http.request_context import INLINE_TEXT, Context, check_model, context_of, unless_left
 
@@ -28,6 +28,10 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Listed[dict[str, Any]] | None = Field(None, max_length=MOST_MESSAGES)
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, max_length=MOST_VARIABLES, description="Variables for the template."
+    )
+    documents: Listed[dict[str, Any]] | None = Field(None, description="Texts that the template shows to the model.")
     tools: Listed[dict[str, Any]] | None = Field(None, description="Functions that the template shows to the model.")
     add_special_tokens: bool | None = Field(None, description="Of a text; by default true. A template adds its own.")
     return_token_strs: bool = False
@@ -49,8 +53,9 @@ async def tokenize(request: Request, body: TokenizeBody) -> Response:
         raise bad_request("send either `prompt` or `messages`", "prompt", "missing_parameter")
     if body.messages is not None and body.add_special_tokens:
         raise unsupported("add_special_tokens", "of a conversation, the chat template decides")
-    if body.messages is None and body.tools:
-        raise bad_request("`tools` need `messages`", "tools")
+    for name in ("tools", "documents", "chat_template_kwargs"):
+        if body.messages is None and getattr(body, name):
+            raise bad_request(f"`{name}` need `messages`", name)
     return Response(await unless_left(request, _answer(context, body)), media_type="application/json")
 
 
@@ -59,7 +64,8 @@ async def _answer(context: Context, body: TokenizeBody) -> bytes:
     text, special, field = body.prompt or "", body.add_special_tokens is not False, "prompt"
     if body.messages is not None:
         tools = offered_tools(body.tools or [], None, service.tool_format)
-        text, special, field = await chat_text(service, body.messages, {}, tools), False, "messages"
+        text = await chat_text(service, body.messages, body.chat_template_kwargs, tools, body.documents or [])
+        special, field = False, "messages"
     service.require_tokenizer().check_length(text, service.max_len, field)
     work = functools.partial(_tokenized, context, body, text, special, field)
     return work() if len(text) <= INLINE_TEXT else await context.encoders.run(work)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import ModelConfigError
 from nxd_server.errors import RequestError, TextTooLongError
-from nxd_server.text.tokenizer import check_text, read_config, special_text
+from nxd_server.text.conversation import normalise_messages
+from nxd_server.text.tokenizer import read_config, special_text
 from nxd_server.text.tokenizer_files import TextFiles
 
 if TYPE_CHECKING:
@@ -24,6 +27,10 @@ if TYPE_CHECKING:
 
 MOST_CHARACTERS = 2**30
 """Longest rendered prompt in characters if no limit is given."""
+RESERVED = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "max_characters"})
+"""Names that no variable of a template may have."""
+TOOL_CALLS = "[TOOL_CALLS]"
+"""In Mistral's templates, which take ids of tool calls in their own form only."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -53,7 +60,8 @@ class TemplateSources:
 
 
 class ChatTemplate:
-    """A compiled chat template and the special tokens it may name.
+    """A compiled chat template and the special tokens it may name; renders what transformers' ``apply_chat_template``
+    does.
 
     A template is a program: rendering it, or even compiling it, may never end. A server runs it in a process that
     can be killed (:class:`~nxd_server.text.template_process.BoundedTemplate`).
@@ -65,8 +73,8 @@ class ChatTemplate:
         """``named`` holds additional templates (``tool_use``, ``rag``) of the same model; ``source`` is the default."""
         self.source = source
         self.special_tokens = dict(special_tokens or {})
-        self._template = compile_template(source)
-        self._tools = compile_template(named["tool_use"]) if named and "tool_use" in named else self._template
+        self._default = _Compiled(source, self.special_tokens)
+        self._tools = _Compiled(named["tool_use"], self.special_tokens) if named and "tool_use" in named else None
 
     @classmethod
     def from_dir(cls, source: Source) -> ChatTemplate | None:
@@ -74,31 +82,54 @@ class ChatTemplate:
         sources = TemplateSources.from_dir(source)
         return None if sources is None else cls(sources.default, sources.special_tokens, sources.named)
 
+    @property
+    def has_marks(self) -> bool:
+        """Whether the template marks what the assistant says, for :meth:`render_marked`."""
+        return all(one.has_marks for one in (self._default, self._tools) if one is not None)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         tools: list[dict] | None = None,
+        documents: list[dict] | None = None,
         max_characters: int = MOST_CHARACTERS,
         **variables: Any,
     ) -> str:
         """Return the prompt as text, including special tokens: encode it with ``add_special_tokens=False``.
 
+        Content is given to the template as it came, a text or a list of text parts; in the other form if the template
+        cannot take this one. ``variables`` are the template's own, such as ``enable_thinking``.
+
         Raises RequestError if the messages are invalid, if the template rejects them, or if the prompt has more than
         ``max_characters``.
         """
-        template = self._tools if tools else self._template
-        scope = {
-            **self.special_tokens,
-            **variables,
-            "messages": normalise_messages(messages),
-            "add_generation_prompt": add_generation_prompt,
-            "tools": tools,
-            "documents": None,
-        }
+        variables |= {"add_generation_prompt": add_generation_prompt, "tools": tools, "documents": documents}
+        return self._render(messages, variables, _Tracker(max_characters))
+
+    def render_marked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: list[dict] | None = None,
+        documents: list[dict] | None = None,
+        **variables: Any,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the conversation without a prompt for a further answer, and the characters (begin, end) that the
+        template marks as the assistant's (``{% generation %}``); raises as :meth:`render`."""
+        tracker = _Tracker(MOST_CHARACTERS)
+        variables |= {"add_generation_prompt": False, "tools": tools, "documents": documents}
+        return self._render(messages, variables, tracker), tracker.spans
+
+    def _render(self, messages: Any, variables: dict[str, Any], tracker: _Tracker) -> str:
+        chosen = self._default if variables["tools"] is None or self._tools is None else self._tools
+        prepared = normalise_messages(messages, short_ids=TOOL_CALLS in chosen.source)
         try:
-            return _joined(template.generate(scope), max_characters)
+            for message in prepared:
+                if "content" in message:
+                    message["content"] = chosen.form(message["content"])
+            return chosen.text({**variables, "messages": prepared}, tracker)
         except _Refusal as error:
             raise RequestError("messages", f"the model's chat template refuses them: {error}") from None
         except (MemoryError, RequestError):
@@ -107,55 +138,87 @@ class ChatTemplate:
             raise RequestError("messages", f"the model's chat template cannot render them: {error}") from error
 
 
-def _joined(parts: Iterable[str], most: int) -> str:
-    """Join the parts; stop at the first that makes the text longer than ``most``."""
-    kept, size = [], 0
-    for part in parts:
-        size += len(part)
-        if size > most:
-            raise TextTooLongError(
-                "messages",
-                f"the model's chat template makes more than {most} characters of them, and at most so many can "
-                "fit into this model's maximum context length",
-            )
-        kept.append(part)
-    return "".join(kept)
+def marked_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
+    """Return for each token, by its characters (begin, end), whether it overlaps one of the ascending ``spans``: the
+    mask of transformers' ``return_assistant_tokens_mask``."""
+    marks, place = [], 0
+    for begin, end in offsets:
+        while place < len(spans) and begin >= spans[place][1]:
+            place += 1
+        marks.append(place < len(spans) and end > spans[place][0])
+    return marks
 
 
-def normalise_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return the messages with plain text as content. Joins parts of type ``text`` by line breaks, as vLLM does;
-    rejects other parts by name."""
-    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
-        raise RequestError("messages", "must be a list with at least one message")
-    result = []
-    for place, message in enumerate(messages):
-        where = f"messages[{place}]"
-        if not isinstance(message, Mapping):
-            raise RequestError(where, f"must be an object with role and content, got {type(message).__name__}")
-        role = message.get("role")
-        if not isinstance(role, str) or not role:
-            raise RequestError(f"{where}.role", f"must be a non-empty string, got {role!r}")
-        check_text(role, f"{where}.role")
-        plain = {key: value for key, value in message.items() if value is not None}
-        plain["content"] = _content(message.get("content"), f"{where}.content", bool(message.get("tool_calls")))
-        result.append(plain)
-    return result
+class _Tracker:
+    """What is known of a rendering while it goes on."""
+
+    def __init__(self, most: int):
+        self.most = most
+        self.size = 0
+        self.spans: list[tuple[int, int]] = []
 
 
-def _content(content: Any, where: str, optional: bool) -> str:
-    if isinstance(content, str):
-        return check_text(content, where)
-    if content is None and optional:
-        return ""
-    if isinstance(content, Sequence) and content:
-        texts = []
-        for place, part in enumerate(content):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            if kind != "text":
-                raise RequestError(f"{where}[{place}]", f"only parts of type 'text' are supported, got {kind!r}")
-            texts.append(check_text(part.get("text"), f"{where}[{place}].text"))
-        return "\n".join(texts)
-    raise RequestError(where, "must be a string or a non-empty list of text parts")
+_TRACKER: ContextVar[_Tracker | None] = ContextVar("tracker", default=None)
+"""Of the rendering that goes on in this thread."""
+
+
+class _Compiled:
+    """One template of a model."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]):
+        self.source = source
+        self.has_marks = _MARK.search(source) is not None
+        self._special_tokens = special_tokens
+        self._template = compile_template(source)
+
+    def text(self, scope: Mapping[str, Any], tracker: _Tracker) -> str:
+        """Render; stop at the first piece that makes the text longer than the tracker's ``most``."""
+        kept, token = [], _TRACKER.set(tracker)
+        try:
+            for part in self._template.generate({**self._special_tokens, **scope}):
+                tracker.size += len(part)
+                if tracker.size > tracker.most:
+                    raise TextTooLongError(
+                        "messages",
+                        f"the model's chat template makes more than {tracker.most} characters of them, and at most so "
+                        "many can fit into this model's maximum context length",
+                    )
+                kept.append(part)
+        finally:
+            _TRACKER.reset(token)
+        return "".join(kept)
+
+    def form(self, content: Any) -> Any:
+        """Return content in the form that the template takes: as it is, as parts, or as text of parts, one a line."""
+        if isinstance(content, str):
+            return content if self._takes_text or not self._takes_parts else [{"type": "text", "text": content}]
+        return list(content) if self._takes_parts else "\n".join(part["text"] for part in content)
+
+    @functools.cached_property
+    def _takes_text(self) -> bool:
+        return self._shows(_PROBES[0])
+
+    @functools.cached_property
+    def _takes_parts(self) -> bool:
+        parts = [{"type": "text", "text": probe} for probe in _PROBES]
+        return self._shows(parts) and self._shows(parts[:1])
+
+    def _shows(self, content: Any) -> bool:
+        """Whether a message's words come into the prompt, and not in the notation of a list."""
+        scope = {"messages": [{"role": "user", "content": content}], "tools": None, "documents": None}
+        try:
+            text = self.text({**scope, "add_generation_prompt": False}, _Tracker(MOST_CHARACTERS))
+        except MemoryError:
+            raise
+        except Exception:
+            return False
+        wanted = [content] if isinstance(content, str) else [part["text"] for part in content]
+        return all(word in text for word in wanted) and (isinstance(content, str) or not _LISTED.search(text))
+
+
+_PROBES = ("zq1probe", "zq2probe")
+_LISTED = re.compile(rf"""text["']\s*:\s*["']{_PROBES[0]}""")
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class _Refusal(Exception):
@@ -170,9 +233,15 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # jinja2's own filter escapes HTML, which would change the prompt.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 @functools.cache
@@ -182,14 +251,20 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """``{% generation %}`` marks the assistant's text for training; here its body is rendered unchanged."""
+        """``{% generation %}`` marks what the assistant says; its text is rendered unchanged."""
 
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            text, tracker = caller(), _TRACKER.get()
+            if tracker is not None:
+                tracker.spans.append((tracker.size, tracker.size + len(text)))
+            return text
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]

@@ -323,6 +323,8 @@ def _call(value: Any, names: Collection[str]) -> ToolCall | None:
     if not isinstance(name, str) or name not in names:
         return None
     arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):  # the text of an object, as some models write it
+        arguments = json.loads(arguments) if arguments.strip() else None
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         return None

@@ -165,6 +165,19 @@ def test_text_chat_and_streams(llm):
     wait_until(lambda: llm.engine.stats().running == 0)
 
 
+def test_a_prompt_in_an_object_is_its_tokens_or_its_text(llm):
+    ids, text = prompt_of(5), "The raise statement"
+    plain = llm.generate([ids, text], GREEDY)
+    for given in ({"prompt_token_ids": ids}, [{"prompt_token_ids": ids, "prompt": None}, {"prompt": text}]):
+        for ours, wanted in zip(llm.generate(given, GREEDY), plain, strict=False):
+            assert ours.prompt_token_ids == wanted.prompt_token_ids and ours.prompt == wanted.prompt
+            assert ours.outputs[0].token_ids == wanted.outputs[0].token_ids
+    assert llm.room({"prompt_token_ids": ids}) == llm.room(ids)
+    for wrong in ({}, {"text": text}, {"prompt": text, "multi_modal_data": {}}):
+        with pytest.raises(RequestError, match="prompt_token_ids"):
+            llm.generate(wrong, GREEDY)
+
+
 def test_wrong_prompts_are_refused_and_the_engine_goes_on(llm):
     assert len(llm.generate(prompt_of(MAX_LEN - 10))[0].outputs[0].token_ids) <= 10, "a default is cut, not refused"
     for prompts in ([[1], []], [[10**6]], "\ud800"):

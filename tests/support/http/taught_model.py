@@ -28,7 +28,7 @@ TEMPLATE = (  # as strict as those of Hermes 2 Pro, Hermes 3 and Llama 3.1 are
     "{{ {'name': call['function']['name'], \"arguments\": call['function']['arguments']} | tojson }}"
     "</tool_call>{% endfor %}<|end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{{ '<think>\n' if think is defined else '' }}{% endif %}"
-    "{# </think> #}"
+    "{# </think> [TOOL_CALLS] #}"
 )
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": None, "strict": True}},

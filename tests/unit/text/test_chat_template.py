@@ -8,7 +8,8 @@ import pytest
 
 from nxd_infer.errors import ModelConfigError
 from nxd_server.errors import RequestError
-from nxd_server.text.chat_template import ChatTemplate
+from nxd_server.text.chat_template import ChatTemplate, marked_tokens
+from nxd_server.text.tokenizer import Tokenizer
 from tests.support import tiny_models
 
 MESSAGES = [
@@ -40,6 +41,77 @@ def test_the_prompt_equals_that_of_transformers(source, tmp_path):
     for options in ({"add_generation_prompt": True}, {"add_generation_prompt": False, "tools": tools}):
         expected = theirs.apply_chat_template(MESSAGES, tokenize=False, **options)
         assert ours.render(MESSAGES, **options) == expected
+
+
+LOOPS = "{% for m in messages %}{% for part in m.content %}{{ part.text }}|{% endfor %}{% endfor %}"
+EITHER = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{{ m.content | map(attribute='text') | join('|') }}{% endif %}{% endfor %}"
+)
+PLAIN = "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+DUMPS = "{{ messages | tojson(separators=(',', ':')) }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "as_text", "as_parts"),
+    [
+        (LOOPS, "Why?|", "Why?|How?|"),
+        (EITHER, "Why?", "Why?|How?"),
+        (PLAIN, "<user>Why?", "<user>Why?\nHow?"),
+        (DUMPS, '[{"role":"user","content":"Why?"}]', r'[{"role":"user","content":"Why?\nHow?"}]'),
+    ],
+)
+def test_the_users_text_is_in_the_prompt_in_whatever_form_it_comes(source, as_text, as_parts):
+    template = ChatTemplate(source)
+    assert template.render([{"role": "user", "content": "Why?"}]) == as_text
+    parts = [{"type": "text", "text": text} for text in ("Why?", "How?")]
+    assert template.render([{"role": "user", "content": parts}]) == as_parts
+
+
+CALLED = (
+    "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments.city }}{% if m.content is "
+    "defined %}null{% endif %}{% else %}{{ m.name }}{{ m.content }};{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Bern"}, '{"city": "Bern"}'])
+def test_arguments_of_calls_are_objects_to_a_template_and_null_is_nothing(arguments):
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    talk = [
+        {"role": "user", "content": "?", "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "dry"},
+    ]
+    assert ChatTemplate(CALLED).render(talk) == "?;Bernweatherdry;"
+    assert talk[1]["tool_calls"][0]["function"]["arguments"] == arguments, "the caller's are left alone"
+
+
+def test_documents_and_variables_reach_the_template():
+    template = ChatTemplate("{{ documents[0].title }} {{ think }} {{ bos_token }}", {"bos_token": "<s>"})
+    assert template.render(MESSAGES, documents=[{"title": "T"}], think=True, bos_token="B") == "T True B"
+
+
+def test_marks_are_the_mask_of_transformers(tmp_path):
+    import transformers
+
+    directory = tiny_models.write_tiny("llama", tmp_path / "m")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(directory), Tokenizer.from_dir(directory)
+    source = (
+        "{{ bos_token }}{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n"
+        "{% endfor %}"
+    )
+    talk = [*MESSAGES, {"role": "assistant", "content": "Because 你好."}]
+    expected = theirs.apply_chat_template(
+        talk, chat_template=source, return_dict=True, return_assistant_tokens_mask=True
+    )
+    template = ChatTemplate(source, theirs.special_tokens_map)
+    text, spans = template.render_marked(talk)
+    assert [text[begin:end] for begin, end in spans] == ["Hello<|end|>", "Because 你好.<|end|>"]
+    encoding = ours.raw.encode(text, add_special_tokens=False)
+    assert encoding.ids == expected["input_ids"]
+    assert marked_tokens(encoding.offsets, spans) == [bool(one) for one in expected["assistant_masks"]]
+    assert template.has_marks and not ChatTemplate(PLAIN).has_marks
 
 
 def test_a_template_file_beats_the_configuration_and_none_is_none(tmp_path):
@@ -110,6 +182,12 @@ def test_text_parts_are_joined_and_message_text_is_never_a_template():
         ([{"role": "user", "content": "\ud800"}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "assistant", "tool_calls": "f"}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": [{"id": "c"}]}], "messages[0].tool_calls[0].function"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
     ],
 )
 def test_malformed_messages_are_refused_by_field(messages, field):

@@ -27,10 +27,8 @@ from nxd_server.http.openai.schemas import ChatBody
 from nxd_server.http.openai.tools import (
     ChoiceCalls,
     choice_calls,
-    earlier_calls,
     no_tools,
     offered_tools,
-    shown_id,
 )
 from nxd_server.http.request_context import (
     Context,
@@ -41,6 +39,7 @@ from nxd_server.http.request_context import (
     require_task,
     unless_left,
 )
+from nxd_server.text.chat_template import RESERVED
 from nxd_server.text.reasoning import Place, ReasoningCounter, ReasoningReader, free_reasoning, place_behind
 from nxd_server.text.tokenizer import Tokenizer
 
@@ -55,9 +54,6 @@ MESSAGE_UNSUPPORTED = frozenset(
     {"tool_calls", "tool_call_id", "function_call", "audio", "refusal", "reasoning_content", "reasoning", "annotations"}
 )
 
-NO_VARIABLES = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "max_characters"})
-"""Names not allowed in ``chat_template_kwargs``."""
-
 
 def check_messages(messages: list[dict[str, Any]], tool_format: str | None) -> list[dict[str, Any]]:
     """Return the messages for the template; ``developer`` is OpenAI's newer name for ``system``.
@@ -71,8 +67,6 @@ def check_messages(messages: list[dict[str, Any]], tool_format: str | None) -> l
     if not messages:
         raise bad_request("`messages` must hold at least one message", param="messages")
     checked: list[dict[str, Any]] = []
-    called: dict[Any, str] = {}
-    """The function of each call, by its id."""
     for place, message in enumerate(messages):
         where, role = f"messages[{place}]", message.get("role")
         known = MESSAGE_FIELDS | (ROLE_FIELDS.get(role, frozenset()) if isinstance(role, str) else frozenset())
@@ -92,32 +86,31 @@ def check_messages(messages: list[dict[str, Any]], tool_format: str | None) -> l
             raise no_tools(f"{where}.role")
         if tool_format is None and message.get("tool_calls"):
             raise no_tools(f"{where}.tool_calls")
-        kept = {name: message[name] for name in known if message.get(name) is not None}
+        kept = {name: value for name, value in message.items() if name in known and value is not None}
         thought = kept.pop("reasoning", None) or kept.pop("reasoning_content", None)
         if thought:
             kept["reasoning_content"] = thought
         for name in ("name", "tool_call_id", "reasoning_content"):
             if not isinstance(kept.get(name), (str, type(None))):
                 raise bad_request(f"`{where}.{name}` must be a string", f"{where}.{name}")
-        if kept.pop("tool_calls", None):  # an empty list is none to templates, too
-            kept["tool_calls"] = earlier_calls(message["tool_calls"], f"{where}.tool_calls", tool_format)
-            called |= {call["id"]: call["function"]["name"] for call in kept["tool_calls"] if "id" in call}
-        elif thought:
+        if not kept.get("tool_calls", True):
+            del kept["tool_calls"]  # an empty list is none to templates, too
+        if thought and "tool_calls" not in kept:
             kept.setdefault("content", "")  # an answer that was cut while it reasoned has no other
-        elif message.get("content") is None:
+        elif "content" not in kept and "tool_calls" not in kept:
             raise missing_field(f"{where}.content")
-        if isinstance(kept.get("tool_call_id"), str):
-            kept["tool_call_id"] = shown_id(kept["tool_call_id"], tool_format)
-        if role == "tool" and "name" not in kept and kept.get("tool_call_id") in called:
-            kept["name"] = called[kept["tool_call_id"]]  # some models' templates need it
         checked.append({**kept, "role": "system" if role == "developer" else role})
     return checked
 
 
 async def chat_text(
-    service: Any, messages: list[dict[str, Any]], variables: dict[str, Any], tools: list[dict[str, Any]]
+    service: Any,
+    messages: list[dict[str, Any]],
+    variables: dict[str, Any],
+    tools: list[dict[str, Any]],
+    documents: list[dict[str, Any]],
 ) -> str:
-    """Return the conversation as rendered by the model's template, which is shown ``tools``."""
+    """Return the conversation as rendered by the model's template, which is shown ``tools`` and ``documents``."""
     template = service.chat_template
     if template is None:
         raise ApiError(
@@ -127,18 +120,19 @@ async def chat_text(
             code="no_chat_template",
         )
     for name in variables:
-        if name in NO_VARIABLES or not name.isidentifier():
+        if name in RESERVED or not name.isidentifier():
             raise bad_request(f"`chat_template_kwargs` must not set {clip(name)!r}", "chat_template_kwargs")
 
     most = service.require_tokenizer().most_characters(service.max_len)
     checked = check_messages(messages, service.tool_format)
-    return await template.render(checked, {**variables, "tools": tools} if tools else variables, most)
+    shown = {name: given for name, given in (("tools", tools), ("documents", documents)) if given}
+    return await template.render(checked, {**variables, **shown}, most)
 
 
 async def chat_prompt(context: Context, body: ChatBody, tools: list[dict[str, Any]]) -> tuple[list[int], Place]:
     """Return the conversation's token ids, and where in its reasoning the answer begins."""
     service = context.service
-    text = await chat_text(service, body.messages, body.chat_template_kwargs, tools)
+    text = await chat_text(service, body.messages, body.chat_template_kwargs, tools, body.documents)
     tokens = await encode_text(context, text, "messages", special=False)
     if not tokens:
         raise bad_request("`messages` render to no tokens", "messages")

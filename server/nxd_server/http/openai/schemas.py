@@ -179,7 +179,6 @@ class ChatBody(SamplingBody):
         "continue_final_message": is_one_of(False),
         "add_generation_prompt": is_one_of(True),
         "chat_template": lambda value: False,
-        "documents": is_empty,
         "echo": is_one_of(False),
         "add_special_tokens": is_one_of(False),
         "best_of": equals(1),
@@ -193,6 +192,9 @@ class ChatBody(SamplingBody):
     top_logprobs: Whole | None = Field(None, description="Most likely tokens per position; needs logprobs.")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, max_length=MOST_VARIABLES, description="Variables for the template."
+    )
+    documents: Listed[dict[str, Any]] = Field(
+        default_factory=list, max_length=MOST_VARIABLES, description="Texts that the template shows to the model."
     )
     tools: Listed[dict[str, Any]] = Field(default_factory=list, description="Functions that the model may call.")
     tool_choice: Any = Field(

@@ -1,17 +1,15 @@
-"""Tools in chat requests: the offered ones, calls in earlier messages, and calls in answers."""
+"""Tools in chat requests: the offered ones, and calls in answers."""
 
 from __future__ import annotations
 
-import hashlib
 import re
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from nxd_server.errors import BodyError, RequestError
 from nxd_server.http.error_responses import ApiError, bad_request, clip, missing_field, unknown_field, unsupported
 from nxd_server.http.openai.schemas import ChatBody
-from nxd_server.http.request_body import parse_json
+from nxd_server.text.conversation import shown_id
 from nxd_server.text.tool_calls import FORMATS, LONGEST_NAME, SINGLE, ForcedCallReader, ToolCall
 
 MOST_TOOLS = 128
@@ -98,48 +96,6 @@ def _checked(tool: dict[str, Any], where: str) -> dict[str, Any]:
     return {"type": "function", "function": {"description": "", "parameters": NO_PARAMETERS, **kept}}
 
 
-def earlier_calls(calls: Any, where: str, tool_format: str | None) -> list[dict[str, Any]]:
-    """Return an assistant message's ``tool_calls`` for the template, with arguments as objects.
-
-    ``tool_format``: of the model's calls. Raises ApiError: 400 naming the field.
-    """
-    if not isinstance(calls, list):
-        raise bad_request(f"`{where}` must be a list", where)
-    found = []
-    for place, call in enumerate(calls):
-        path = f"{where}[{place}]"
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad_request(f"`{path}.function` must be an object with name and arguments", f"{path}.function")
-        if not isinstance(call.get("id"), (str, type(None))):
-            raise bad_request(f"`{path}.id` must be a string", f"{path}.id")
-        arguments = _arguments(function.get("arguments"), f"{path}.function.arguments")
-        entry = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-        found.append({**({"id": shown_id(call["id"], tool_format)} if call.get("id") else {}), **entry})
-    return found
-
-
-def shown_id(call_id: str, tool_format: str | None) -> str:
-    """Return a call's id as the template is to see it: Mistral's refuse all that are not of nine letters and digits, as
-    those of a conversation that another model began are not."""
-    if tool_format != "mistral" or re.fullmatch("[a-zA-Z0-9]{9}", call_id):
-        return call_id
-    return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
-
-
-def _arguments(value: Any, where: str) -> dict[str, Any]:
-    if value is None or (isinstance(value, str) and not value.strip()):
-        return {}
-    if isinstance(value, str):
-        try:
-            value = parse_json(value.encode())
-        except (ValueError, BodyError, RequestError):
-            value = None
-    if not isinstance(value, dict):
-        raise bad_request(f"`{where}` must be the text of a JSON object", where)
-    return value
-
-
 class ChoiceCalls:
     """Takes the calls out of the text of one choice, and numbers them."""
 
@@ -192,7 +148,7 @@ class ChoiceCalls:
         self._count += 1
         return {
             "index": self._count - 1,
-            "id": shown_id(f"call_{uuid.uuid4().hex[:24]}", self._format),
+            "id": shown_id(f"call_{uuid.uuid4().hex[:24]}", self._format == "mistral"),
             "type": "function",
             "function": {"name": name, "arguments": arguments},
         }
