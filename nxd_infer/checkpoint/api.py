@@ -36,10 +36,10 @@ from nxd_infer.checkpoint.save import wait_for_ranks, write_content
 from nxd_infer.checkpoint.storage import LocalStorage, Storage, storage_of
 from nxd_infer.comm.launched import require_no_lonely_rank
 from nxd_infer.comm.turns import in_turns, largest
-from nxd_infer.context import AXES, ParallelContext, current_context
+from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.modules.lora import LoRAModel
-from nxd_infer.modules.lora.peft import collect_adapter
+from nxd_infer.modules.lora.peft import collect_adapter, write_adapter
 from nxd_infer.modules.nxd_model import local_module
 from nxd_infer.util.options import whole_number
 
@@ -120,14 +120,12 @@ def save_checkpoint(
     content = _together(context, prepare)
     inner = local_module(model) if isinstance(model, nn.Module) else None
     if isinstance(inner, LoRAModel):
-        content.adapter = collect_adapter(inner)  # a collective
+        tensors, config = collect_adapter(inner)  # a collective
+        apart = not config.get("save_lora_config_adapter", False)
+        if context.rank == 0:
+            content.write_adapter = partial(write_adapter, tensors=tensors, config=config, apart=apart)
     counter = _number_of(context, _typed_errors(storage, lambda: folders.begin(storage, tag)))
     folder = folders.folder_of(storage, tag, counter)
-    facts = {
-        "world_size": context.world_size,
-        "degrees": {axis: context.axis(axis).degree for axis in AXES},
-        "torch": str(torch.__version__),
-    }
 
     def write() -> None:
         write_content(storage, folder, context.rank, content)
@@ -135,7 +133,7 @@ def save_checkpoint(
     def finish() -> None:
         if context.rank == 0:
             checksums = wait_for_ranks(storage, folder, context.world_size)
-            folders.finish(storage, tag, counter, facts, checksums, num_kept_ckpts)
+            folders.finish(storage, tag, counter, context, checksums, num_kept_ckpts)
 
     def write_and_finish() -> None:
         try:

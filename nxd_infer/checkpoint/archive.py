@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from nxd_infer.checkpoint.folder import WHILE_READ, Checkpoint, find_checkpoint, rank_stem
@@ -178,6 +179,12 @@ class Archive:
     def adapter_files(self) -> list[str]:
         """Return the files of the LoRA adapter beside the weights, in PEFT's format."""
         return [name for name in self.checkpoint.manifest.files if name.startswith(f"{SUBFOLDER}/")]
+
+    def copy_adapter(self, folder: Path) -> None:
+        """Copy these files, which are the same at any degrees, into ``folder``."""
+        folder.mkdir(exist_ok=True)
+        for name in self.adapter_files():
+            (folder / name.rpartition("/")[2]).write_bytes(self.checkpoint.read(name))
 
     def file(self, name: str) -> _File:
         if name not in self._files:

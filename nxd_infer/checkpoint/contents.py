@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,14 +27,23 @@ from nxd_infer.pipeline.model import NxDPPModel
 from nxd_infer.pipeline.stage import Stage
 
 
+@dataclass(frozen=True)
+class Unread:
+    """A tensor that is read when it is written."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
 @dataclass
 class Content:
     """What one rank saves: tensors by file name, and the record of their layouts."""
 
-    files: dict[str, dict[str, Tensor]]
+    files: dict[str, Mapping[str, Tensor | Unread]]
     record: dict[str, Any]
-    adapter: tuple[dict[str, Tensor], dict[str, Any]] | None = None
-    """Tensors and configuration of a LoRA model's adapter, for PEFT; only on rank 0."""
+    write_adapter: Callable[[Path], None] | None = None
+    """Writes a LoRA model's adapter into a folder, for PEFT; only on rank 0."""
 
 
 def collect(

@@ -26,8 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nxd_infer.checkpoint.storage import Storage
-from nxd_infer.context import ParallelContext
+from nxd_infer.context import AXES, ParallelContext
 from nxd_infer.errors import CheckpointError, CheckpointTagError
 from nxd_infer.layout.files.manifest import DONE, MANIFEST, Manifest, mark_of, marked_number, read_manifest
 from nxd_infer.util.reading import checksum_of, checksum_of_bytes
@@ -300,20 +302,28 @@ def folder_of(storage: Storage, tag: str, counter: int) -> str:
 
 
 def finish(
-    storage: Storage, tag: str, counter: int, facts: Mapping[str, Any], checksums: Mapping[str, str], keep: int | None
+    storage: Storage,
+    tag: str,
+    counter: int,
+    context: ParallelContext,
+    checksums: Mapping[str, str],
+    keep: int | None = None,
+    **facts: Any,
 ) -> None:
     """Complete the checkpoint after every rank has written, name it, and remove all but the newest ``keep``.
 
-    ``checksums`` are those of all ranks' files, by file.
+    ``checksums`` are those of all ranks' files, by file; ``facts`` are further entries of the manifest.
     """
     folder = folder_of(storage, tag, counter)
     manifest = Manifest(
         tag=tag,
         counter=counter,
         saved_at=time.time(),
+        world_size=context.world_size,
+        degrees={axis: context.axis(axis).degree for axis in AXES},
         files=storage.files(folder),
         blake3=dict(checksums),
-        **facts,
+        **{"torch": str(torch.__version__), **facts},
     )
     text = manifest.model_dump_json(indent=1).encode()
     storage.write(f"{folder}/{MANIFEST}", text)

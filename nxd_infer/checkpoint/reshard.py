@@ -3,44 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from nxd_infer.checkpoint import folder as folders
 from nxd_infer.checkpoint.archive import Archive
+from nxd_infer.checkpoint.contents import Content, Unread
 from nxd_infer.checkpoint.folder import model_file, rank_stem
 from nxd_infer.checkpoint.load import OF_RANKS, of_this_rank
 from nxd_infer.checkpoint.load_optimizer import classify, groups_of, read_flat
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive
 from nxd_infer.checkpoint.open import PathLike, open_archive
-from nxd_infer.checkpoint.save import wait_for_ranks, write_rank
+from nxd_infer.checkpoint.save import wait_for_ranks, write_content
 from nxd_infer.checkpoint.stages_by_name import stages_of
-from nxd_infer.checkpoint.storage import LocalStorage, Storage, storage_of
+from nxd_infer.checkpoint.storage import LocalStorage, storage_of
 from nxd_infer.context import AXES, ParallelContext, make_context
 from nxd_infer.errors import CheckpointError, ParallelConfigError
 from nxd_infer.layout import ParamLayout, TensorLayout, shard_tensor
 from nxd_infer.layout.describe import describe_piece
-from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.layout.files.one_rank import storable
-from nxd_infer.layout.files.stream import write_safetensors
 from nxd_infer.layout.files.values import pack
 from nxd_infer.layout.merge import RunsSource, Shard, is_saved_by
-from nxd_infer.modules.lora.find import SUBFOLDER
 from nxd_infer.optimizer.sharded_files import FORMAT, NAMES, stem
 from nxd_infer.util.options import whole_number
 from nxd_infer.util.progress import Progress, counted, silent
 
 MOST_RANKS = 4096
 """Along an axis; each has files of its own."""
-
-Read = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -91,37 +86,32 @@ def reshard_checkpoint(
         root, taken = storage.root.resolve(), Path(archive.where).resolve()
         if root == Path(path).resolve() or root.is_relative_to(taken):
             raise CheckpointError(f"{out} is the folder of the checkpoint itself; write to another one")
+    tag = folders.checked_tag(archive.checkpoint.tag if isinstance(archive, Archive) else Path(archive.where).name)
     work = Resharding(archive, tp, dp, pp, cuts)
-    name = archive.checkpoint.tag if isinstance(archive, Archive) else Path(archive.where).name
-    work.write(storage, name, counted(progress, f"writing {storage.where()}", work.steps))
-    degrees = {"tp": work.tp, "pp": work.pp, "dp": work.dp}
-    return Resharded(storage.where(name), work.steps, dict(archive.degrees), degrees, tuple(work.notes))
-
-
-@dataclass
-class Part:
-    """One rank's part of a model or an optimizer: the tensors, each read when it is written, and the record."""
-
-    file: str
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype, Read]] = field(default_factory=dict)
-    pieces: dict[str, Any] = field(default_factory=dict)
-    record: dict[str, Any] = field(default_factory=dict)
+    if any(one.tag == tag for one in folders.complete_checkpoints(storage)):
+        raise CheckpointError(f"{storage.where()} already holds a checkpoint {tag!r}; choose another folder")
+    advance = counted(progress, f"writing {storage.where()}", work.steps)
+    counter = folders.begin(storage, tag)
+    folder = folders.folder_of(storage, tag, counter)
+    try:
+        for context, content in zip(work.contexts, work.contents, strict=True):
+            write_content(storage, folder, context.rank, content, advance)
+        checksums = wait_for_ranks(storage, folder, len(work.contexts))
+        folders.finish(storage, tag, counter, work.contexts[0], checksums, resharded_from=dict(archive.degrees))
+    except BaseException:
+        folders.abandon(storage, tag, counter)
+        raise
+    degrees = {"tp": tp, "pp": pp, "dp": work.dp}
+    return Resharded(storage.where(tag), work.steps, dict(archive.degrees), degrees, tuple(work.notes))
 
 
 class Resharding:
-    """A checkpoint resharded for ``tp`` x ``pp`` x ``dp`` ranks; ``dp`` None keeps the degree.
+    """What each of ``tp`` x ``pp`` x ``dp`` ranks would have saved of a checkpoint; ``dp`` None keeps the degree.
 
     ``cuts``: see :func:`~nxd_infer.checkpoint.stages_by_name.stages_of`.
     """
 
-    def __init__(
-        self,
-        archive: AnyArchive,
-        tp: int,
-        dp: int | None = None,
-        pp: int = 1,
-        cuts: Sequence[str] | None = None,
-    ):
+    def __init__(self, archive: AnyArchive, tp: int, dp: int | None, pp: int, cuts: Sequence[str] | None):
         self.archive = archive
         self.tp, self.pp, self.dp = tp, pp, archive.degrees["dp"] if dp is None else dp
         self.notes: list[str] = []
@@ -136,15 +126,17 @@ class Resharding:
                 )
         self._model = archive.pieces("model") if any(archive.parts("model")) else []
         self._optimizer = self._optimizer_pieces()
+        self._plans = {piece.param: _plans_of(piece, archive) for piece in [*self._optimizer, *self._model]}
         self._weights = RunsSource(self._model)
         self._group_names = groups_of(archive, []).get(NAMES, []) if self._optimizer else []
         elementwise, self._single = classify(self._optimizer)
         self._moments = {key: RunsSource(pieces, key) for key, pieces in elementwise.items()}
         self._stages = self._stages_of_weights(cuts)
         self._groups = [self._groups_of(stage) for stage in range(pp)] if self._optimizer else []
-        self._parts = [self._parts_of(context) for context in self.contexts]
-        self.steps = sum(len(part.tensors) for parts in self._parts for part in parts.values())
-        """Tensors to write."""
+        self.contents = [self._content(context) for context in self.contexts]
+        read = (one for content in self.contents for tensors in content.files.values() for one in tensors.values())
+        self.steps = sum(isinstance(one, Unread) for one in read)
+        """Tensors of the model and the optimizer to write."""
 
     def _optimizer_pieces(self) -> list[Shard]:
         if not any(self.archive.parts("optimizer")):
@@ -169,59 +161,72 @@ class Resharding:
         }
         return stages_of(costs, self.pp, cuts)
 
-    def _here(self, pieces: list[Shard], context: ParallelContext) -> dict[str, ParamLayout]:
-        """Return how each parameter of this rank's stage is sharded."""
-        plans = _plans(pieces, self.archive)
-        return {name: one for name, one in plans.items() if self._stages[name] == context.pp.rank}
-
     # --- what each rank gets --------------------------------------------------------------------------
 
-    def _parts_of(self, context: ParallelContext) -> dict[str, Part]:
-        parts = {}
+    def _content(self, context: ParallelContext) -> Content:
+        content = Content({}, {"place": {axis: context.axis(axis).rank for axis in AXES}})
         if self._model and context.dp.rank == 0:
-            parts["model"] = self._model_part(context)
+            name = model_file(context)
+            content.files[name], pieces = self._model_part(context)
+            content.record["model"] = {"file": name, "pieces": pieces}
         sharded = self._is_zero1()
         if self._optimizer and (sharded or context.dp.rank == 0):
-            parts["optimizer"] = self._optimizer_part(context, sharded)
-        return parts
+            name = f"{stem(context)}.safetensors"
+            degrees = {"dp": self.dp, "tp": self.tp, "pp": self.pp}
+            content.files[name], pieces = self._optimizer_part(context, sharded)
+            groups = self._groups[context.pp.rank]
+            content.record["optimizer"] = {
+                "file": name,
+                "pieces": pieces,
+                "format": FORMAT,
+                "degrees": degrees,
+                **groups,
+            }
+        name = f"{rank_stem(context.rank)}.safetensors"
+        structure, values = pack(self._values(context))
+        content.files[name] = storable(values)
+        content.record["values"] = {"file": name, "structure": structure}
+        if context.rank == 0 and isinstance(self.archive, Archive) and self.archive.adapter_files():
+            content.write_adapter = self.archive.copy_adapter
+        return content
 
     def _is_zero1(self) -> bool:
         return isinstance(self.archive, Archive) and any(
             self.archive.record(rank)["place"]["dp"] > 0 for rank, _ in self.archive.parts("optimizer")
         )
 
-    def _model_part(self, context: ParallelContext) -> Part:
-        part = Part(model_file(context))
-        source = self._weights
-        for name, plans in self._here(self._model, context).items():
-            if not is_saved_by(plans, self.tp, context.tp.rank):
-                continue
-            shape = plans.rank_shape(self.tp)
-            layout = plans.rank_layout(self.tp, context.tp.rank)
-            dtype = source.dtype(plans.logical_names[0])
-            part.tensors[name] = shape, dtype, partial(shard_tensor, source, layout, dtype)
-            part.pieces[name] = describe_piece(plans, self.tp, context.tp.rank, shape, 0, math.prod(shape))
-        return part
+    def _here(self, pieces: list[Shard], context: ParallelContext) -> list[tuple[str, ParamLayout, TensorLayout]]:
+        """Return name, layout at any degree and layout on this rank of each parameter of its stage."""
+        names = dict.fromkeys(piece.param for piece in pieces if self._stages[piece.param] == context.pp.rank)
+        return [(name, self._plans[name], self._plans[name].rank_layout(self.tp, context.tp.rank)) for name in names]
 
-    def _optimizer_part(self, context: ParallelContext, sharded: bool) -> Part:
-        part = Part(f"{stem(context)}.safetensors")
+    def _model_part(self, context: ParallelContext) -> tuple[dict[str, Unread], dict[str, Any]]:
+        tensors, pieces, source = {}, {}, self._weights
+        for name, plans, layout in self._here(self._model, context):
+            if is_saved_by(plans, self.tp, context.tp.rank):
+                dtype = source.dtype(plans.logical_names[0])
+                tensors[name] = Unread(layout.shape, dtype, partial(shard_tensor, source, layout, dtype))
+                pieces[name] = describe_piece(plans, self.tp, context.tp.rank, layout.shape, 0, math.prod(layout.shape))
+        return tensors, pieces
+
+    def _optimizer_part(
+        self, context: ParallelContext, sharded: bool
+    ) -> tuple[dict[str, Tensor | Unread], dict[str, Any]]:
+        tensors: dict[str, Tensor | Unread] = {}
+        pieces: dict[str, Any] = {}
         first_of = {piece.param: piece for piece in reversed(self._optimizer)}
-        for name, plans in self._here(self._optimizer, context).items():
-            shape = plans.rank_shape(self.tp)
-            numel = math.prod(shape)
+        for name, plans, layout in self._here(self._optimizer, context):
+            numel = math.prod(layout.shape)
             share, place = (-(-numel // self.dp), context.dp.rank) if sharded else (numel, 0)
             start, stop = min(place * share, numel), min((place + 1) * share, numel)
             if start >= stop and (numel or place):  # a job saves a parameter without elements, too, once
                 continue
-            layout = plans.rank_layout(self.tp, context.tp.rank)
-            stored = (stop - start,) if sharded else shape
+            shape = (stop - start,) if sharded else layout.shape
             for key, source in self._moments.items():
-                if not set(plans.logical_names) <= set(source.keys()):
-                    continue
-                dtype = source.dtype(plans.logical_names[0])
-
-                read = partial(_read_range, source, layout, shape, (start, stop), stored, dtype)
-                part.tensors[f"{name}|{key}"] = stored, dtype, read
+                if set(plans.logical_names) <= set(source.keys()):
+                    dtype = source.dtype(plans.logical_names[0])
+                    read = partial(_read_range, source, layout, start, shape, dtype)
+                    tensors[f"{name}|{key}"] = Unread(shape, dtype, read)
             first = first_of[name]
             for key in self._single.get(id(first), ()):
                 value = first.file.read(f"{name}|{key}")
@@ -230,15 +235,13 @@ class Resharding:
                         f"the optimizer's {key!r} of {name!r} has the shape {list(value.shape)}, not its parameter's: "
                         "it fits only the degrees that it was saved at"
                     )
-                part.tensors[f"{name}|{key}"] = tuple(value.shape), value.dtype, lambda value=value: value
-            part.pieces[name] = {
-                **describe_piece(plans, self.tp, context.tp.rank, shape, start, stop),
+                tensors[f"{name}|{key}"] = Unread(tuple(value.shape), value.dtype, lambda value=value: value)
+            pieces[name] = {
+                **describe_piece(plans, self.tp, context.tp.rank, layout.shape, start, stop),
                 "values": dict(first.values),
                 **({} if first.dtype is None else {"dtype": first.dtype}),
             }
-        degrees = {"dp": self.dp, "tp": self.tp, "pp": self.pp}
-        part.record = {"format": FORMAT, "degrees": degrees, **self._groups[context.pp.rank]}
-        return part
+        return tensors, pieces
 
     def _groups_of(self, stage: int) -> dict[str, Any]:
         """Return the parameter groups that the ranks of a stage record."""
@@ -266,99 +269,21 @@ class Resharding:
             own |= {key: item for key, item in first.items() if key not in ("random", *OF_RANKS)}
         return own
 
-    # --- writing --------------------------------------------------------------------------------------
-
-    def write(self, storage: Storage, tag: str, advance: Callable[[], None]) -> None:
-        """Write the checkpoint ``tag``, completely or not at all; ``advance`` is called after each tensor."""
-        tag = folders.checked_tag(tag)
-        if any(found.tag == tag for found in folders.complete_checkpoints(storage)):
-            raise CheckpointError(f"{storage.where()} already holds a checkpoint {tag!r}; choose another folder")
-        counter = folders.begin(storage, tag)
-        folder = folders.folder_of(storage, tag, counter)
-        try:
-            for context, parts in zip(self.contexts, self._parts, strict=True):
-                self._write_rank(storage, folder, context, parts, advance)
-            facts = {
-                "world_size": len(self.contexts),
-                "degrees": {axis: self.contexts[0].axis(axis).degree for axis in AXES},
-                "torch": str(torch.__version__),
-                "resharded_from": dict(self.archive.degrees),
-            }
-            folders.finish(storage, tag, counter, facts, wait_for_ranks(storage, folder, len(self.contexts)), None)
-        except BaseException:
-            folders.abandon(storage, tag, counter)
-            raise
-
-    def _write_rank(
-        self,
-        storage: Storage,
-        folder: str,
-        context: ParallelContext,
-        parts: Mapping[str, Part],
-        advance: Callable[[], None],
-    ) -> None:
-        values = f"{rank_stem(context.rank)}.safetensors"
-        structure, tensors = pack(self._values(context))
-        record: dict[str, Any] = {
-            "place": {axis: context.axis(axis).rank for axis in AXES},
-            **{kind: {"file": part.file, "pieces": part.pieces, **part.record} for kind, part in parts.items()},
-            "values": {"file": values, "structure": structure},
-        }
-
-        def write(place: Path) -> Iterator[str]:
-            for part in parts.values():
-                _write_part(place / part.file, part, advance)
-                yield part.file
-            with replacing(place / values) as temporary:
-                save_file(storable(tensors), temporary)
-            yield values
-            if context.rank == 0:
-                yield from self._copy_adapter(place)
-
-        write_rank(storage, folder, context.rank, record, write)
-
-    def _copy_adapter(self, place: Path) -> Iterator[str]:
-        """Copy the checkpoint's LoRA adapter, which is the same at any degrees."""
-        if not isinstance(self.archive, Archive):
-            return
-        for name in self.archive.adapter_files():
-            (place / SUBFOLDER).mkdir(exist_ok=True)
-            (place / name).write_bytes(self.archive.checkpoint.read(name))
-            yield name
-
-
-def _write_part(path: Path, part: Part, advance: Callable[[], None]) -> None:
-    entries = [(name, dtype, shape) for name, (shape, dtype, _) in part.tensors.items()]
-
-    def tensor(name: str) -> Tensor:
-        advance()
-        return part.tensors[name][2]()
-
-    with replacing(path) as temporary, open(temporary, "wb") as file:
-        write_safetensors(file, entries, tensor)
-
 
 def _read_range(
-    source: RunsSource,
-    layout: TensorLayout,
-    shape: tuple[int, ...],
-    bounds: tuple[int, int],
-    stored: tuple[int, ...],
-    dtype: torch.dtype,
+    source: RunsSource, layout: TensorLayout, start: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    out = torch.zeros(bounds[1] - bounds[0], dtype=dtype)
-    read_flat(out, source, layout, shape, *bounds)
-    return out.view(stored)
+    """Return elements of a rank's flattened tensor, from ``start`` on, as a tensor of ``shape``."""
+    out = torch.zeros(shape, dtype=dtype)
+    read_flat(out.view(-1), source, layout, layout.shape, start, start + out.numel())
+    return out
 
 
-def _plans(pieces: list[Shard], archive: AnyArchive) -> dict[str, ParamLayout]:
-    """Return how each parameter is sharded at any degree. Raises CheckpointError if the checkpoint does not say."""
-    found: dict[str, ParamLayout] = {}
-    for piece in pieces:
-        if piece.plans is None:
-            raise CheckpointError(
-                f"{archive.where} does not say how {piece.param!r} is sharded at other degrees, which a custom plan "
-                "decides: load it in a job at the new degrees and save it there"
-            )
-        found.setdefault(piece.param, piece.plans)
-    return found
+def _plans_of(piece: Shard, archive: AnyArchive) -> ParamLayout:
+    """Return how a parameter is sharded at any degree. Raises CheckpointError if the checkpoint does not say."""
+    if piece.plans is None:
+        raise CheckpointError(
+            f"{archive.where} does not say how {piece.param!r} is sharded at other degrees, which a custom plan "
+            "decides: load it in a job at the new degrees and save it there"
+        )
+    return piece.plans

@@ -9,19 +9,18 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-from safetensors.torch import save_file
+from torch import Tensor
 
-from nxd_infer.checkpoint.contents import Content
+from nxd_infer.checkpoint.contents import Content, Unread
 from nxd_infer.checkpoint.folder import rank_stem
 from nxd_infer.checkpoint.storage import Storage
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.files.atomic import replacing
+from nxd_infer.layout.files.stream import write_safetensors
 from nxd_infer.modules.lora.find import SUBFOLDER
-from nxd_infer.modules.lora.peft import write_adapter
 from nxd_infer.util.reading import BLAKE3, checksum_of, checksum_of_bytes
 
 SILENCE_SECONDS = 3600.0
@@ -29,32 +28,34 @@ SILENCE_SECONDS = 3600.0
 hashes or uploads its largest file in less."""
 
 
-def write_content(storage: Storage, folder: str, rank: int, content: Content) -> None:
-    """Write what this rank saves of a job."""
-
-    def write(place: Path) -> Iterator[str]:
-        for name, tensors in content.files.items():
-            with replacing(place / name) as temporary:
-                save_file(tensors, temporary)
-            yield name
-        if content.adapter is not None and rank == 0:
-            inside = content.adapter[1].get("save_lora_config_adapter", False)
-            write_adapter(place / SUBFOLDER, *content.adapter, apart=not inside)
-            yield from (f"{SUBFOLDER}/{path.name}" for path in (place / SUBFOLDER).iterdir() if path.is_file())
-
-    write_rank(storage, folder, rank, content.record, write)
-
-
-def write_rank(
-    storage: Storage, folder: str, rank: int, record: Mapping[str, Any], write: Callable[[Path], Iterable[str]]
+def write_content(
+    storage: Storage, folder: str, rank: int, content: Content, advance: Callable[[], None] = lambda: None
 ) -> None:
-    """Have ``write`` write a rank's files, whose names it returns; then write the record, with their checksums."""
+    """Write a rank's files, then its record with their checksums. ``advance`` is called for each tensor that is read meanwhile."""
     last = f"{rank_stem(rank)}.json"
     with storage.writing(folder, last) as place:
+        for name, tensors in content.files.items():
+            _write_file(place / name, tensors, advance)
+        names = list(content.files)
+        if content.write_adapter is not None:
+            content.write_adapter(place / SUBFOLDER)
+            names += [f"{SUBFOLDER}/{path.name}" for path in (place / SUBFOLDER).iterdir()]
         # Files just written are still in memory, and every rank reads its own.
-        checksums = {name: checksum_of(place / name) for name in write(place)}
+        record = {**content.record, BLAKE3: {name: checksum_of(place / name) for name in names}}
         with replacing(place / last) as temporary:
-            temporary.write_text(json.dumps({**record, BLAKE3: checksums}), encoding="utf-8")
+            temporary.write_text(json.dumps(record), encoding="utf-8")
+
+
+def _write_file(path: Path, tensors: Mapping[str, Tensor | Unread], advance: Callable[[], None]) -> None:
+    def tensor(name: str) -> Tensor:
+        one = tensors[name]
+        if isinstance(one, Tensor):
+            return one
+        advance()
+        return one.read()
+
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        write_safetensors(file, [(name, one.dtype, one.shape) for name, one in tensors.items()], tensor)
 
 
 def wait_for_ranks(storage: Storage, folder: str, world_size: int) -> dict[str, str]:

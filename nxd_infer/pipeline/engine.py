@@ -1,8 +1,8 @@
 """Runs one rank's passes of a step in the order of its schedule, and moves values between the ranks meanwhile.
 
 Messages between two stages have a tag of their own, so they are received ahead of their use and in any order. A weight
-that another rank needs is lent to it: sent before its first pass, and its gradient comes back into the owner's last
-backward pass. So a tied weight is one parameter of one rank.
+that another rank needs is lent to it: sent before its first pass, and its gradient comes back after its last one. So a
+tied weight is one parameter of one rank.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,35 +29,37 @@ LOOKAHEAD = 2
 """Passes ahead of the one that runs whose messages are being received."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """What a step is made of."""
-
-    plan: Plan
-    all_actions: Sequence[Sequence[Action]]
-    """Of every rank."""
-    calls: Sequence[Callable[[], Any]]
-    """For each microbatch: the forward of the model on it."""
-    loss_of: Callable[[Any], Tensor]
-    weights: Sequence[float]
-    """Of each microbatch's loss."""
-    seed: int | None
-
-
 class Engine:
-    """One step on one rank. ``run`` returns this rank's losses by microbatch: none but on the last stage."""
+    """One step on one rank. ``run`` returns this rank's losses by microbatch: none but on the last stage.
 
-    def __init__(self, stage: Stage, context: ParallelContext, step: Step):
-        self.stage, self.context, self.step, self.plan = stage, context, step, step.plan
+    Args:
+        actions: of every rank.
+        calls: for each microbatch the forward of the model on it; ``loss_of`` finds the loss in what it returns.
+        weights: of each microbatch's loss.
+        seed: of the random numbers; None draws from the generators as they are.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        context: ParallelContext,
+        plan: Plan,
+        actions: Sequence[Sequence[Action]],
+        calls: Sequence[Callable[[], Any]],
+        loss_of: Callable[[Any], Tensor],
+        weights: Sequence[float],
+        seed: int | None,
+    ):
+        self.stage, self.plan, self.seed = stage, plan, seed
+        self.calls, self.loss_of, self.weights = calls, loss_of, weights
         self.spans: list[Span] = []
         """When each pass ran, in seconds of ``time.perf_counter``."""
         self.losses: dict[int, Tensor] = {}
-        self.actions = step.all_actions[stage.rank]
+        self.actions = actions[stage.rank]
         self.training = any(action.backward for action in self.actions)
-        self.messages = messages_for(context, step.all_actions, stage.units.stages)
-        self._forward = Forward(step.plan)
-        self._forward.seed = step.seed
-        self._weights = DeferredWeights()
+        self.messages = messages_for(context, actions, stage.units.stages)
+        self._forward = Forward(plan, seed)
+        self._deferred = DeferredWeights()
         self._late: dict[tuple[int, int], Late] = {}
         """Of each microbatch between the two parts of its backward pass."""
         self._passes: dict[tuple[int, int], Pass] = {}
@@ -71,9 +72,9 @@ class Engine:
     def drop(self) -> None:
         """Forget what a failed step has begun. A traceback keeps the engine alive, and an operation in flight keeps
         gloo's connections open: the peers would wait for this rank until their time limit."""
-        for held in (self._late, self._passes, self._coming, self._here, self._sent):
+        loans = self._loans
+        for held in (self._late, self._passes, self._coming, self._here, self._sent, loans.sent, loans.coming):
             held.clear()
-        self._loans.drop()
 
     def run(self) -> dict[int, Tensor]:
         modules = {path: (module, own_forward(module)) for path, module in self.stage.unit_modules().items()}
@@ -82,8 +83,8 @@ class Engine:
             self._receive(action)
         self.messages.before(0)
         in_parts = any(action.late for action in self.actions)
-        linears = self._weights.linears() if in_parts else contextlib.nullcontext()
-        streams = get_xla_rng_tracker().reseeded() if self.step.seed is not None else contextlib.nullcontext()
+        linears = self._deferred.linears() if in_parts else contextlib.nullcontext()
+        streams = get_xla_rng_tracker().reseeded() if self.seed is not None else contextlib.nullcontext()
         with shadowed(self._loans.places()), calling(self._forward.directed(modules)), linears, streams as start:
             self._forward.start_streams = start or self._forward.start_streams
             for number, action in enumerate(self.actions):
@@ -95,14 +96,14 @@ class Engine:
                 if action.late:
                     finish(self._late.pop((action.stage, action.microbatch)))
                 elif action.backward:
-                    self._weights.late = self._late[action.stage, action.microbatch] = []
-                    self._run_backward(action, values, last=number == len(self.actions) - 1)
+                    self._deferred.late = self._late[action.stage, action.microbatch] = []
+                    self._run_backward(action, values)
                 else:
                     self._run_forward(action, values)
                 self.spans.append(Span(action, start, time.perf_counter()))
-                self._loans.give_back(number)
+        self._loans.give_back()
         self.messages.before(len(self.actions))
-        self._loans.take_rest()
+        self._loans.take_back()
         for sent in (*self._sent.values(), self._loans.sent):
             for pending in sent:
                 pending.wait()
@@ -115,7 +116,7 @@ class Engine:
             for tensor in received.values():
                 tensor.requires_grad_(has_gradient(tensor.dtype))
         at = Pass(action.stage, action.microbatch, received)
-        self._forward.run(at, self.step.calls[action.microbatch], self.step.loss_of)
+        self._forward.run(at, self.calls[action.microbatch], self.loss_of)
         if at.loss is not None:
             self.losses[action.microbatch] = at.loss.detach()
         if action.stage < self._last:
@@ -123,11 +124,9 @@ class Engine:
         if self.training:
             self._passes[action.stage, action.microbatch] = at
 
-    def _run_backward(self, action: Action, gradients: dict[Output, Tensor], last: bool) -> None:
+    def _run_backward(self, action: Action, gradients: dict[Output, Tensor]) -> None:
         at = self._passes.pop((action.stage, action.microbatch))
-        weight = self.step.weights[action.microbatch] if at.loss is not None else None
-        more = self._loans.returned(action.stage) if last else {}
-        found = run_backward(at, weight, gradients, more)
+        found = run_backward(at, self.weights[action.microbatch], gradients)
         if action.stage:
             self._send(Action(action.stage - 1, action.microbatch, True), found)
         # What was handed on has arrived: its gradient is here. So it is not kept until the end of the step.
@@ -157,7 +156,7 @@ class Engine:
 
     def _tag(self, action: Action, place: int) -> int:
         several = max((len(handed) for handed in self.plan.handed), default=0) + 1
-        count = len(self.step.calls)
+        count = len(self.calls)
         return ((action.backward * (self._last + 1) + action.stage) * count + action.microbatch) * several + place
 
     @property
@@ -203,53 +202,39 @@ class _Loans:
 
     def __init__(self, engine: Engine):
         self.engine, self.stage, self.messages = engine, engine.stage, engine.messages
-        users: dict[tuple[str, int], list[int]] = {}
-        for name, stage in engine.plan.lent:
-            users.setdefault((name, self.stage.rank_of(stage)), []).append(stage)
-        self.users = users
-        self.weights = [self.stage.weights[name] for name, _ in users]
-        self.borrowed: dict[str, Tensor] = {}
+        users = dict.fromkeys((name, self.stage.rank_of(stage)) for name, stage in engine.plan.lent)
+        self.loans = [(self.stage.weights[name], rank) for name, rank in users]
+        """(weight, rank that borrows it)."""
+        self.sent: list[Pending] = []
+        self.coming: dict[str, Pending] = {}
         self._sums: dict[str, Tensor] = {}
         """Gradients of what is borrowed, over the microbatches."""
-        self.sent: list[Pending] = []
-        self._coming: dict[tuple[str, int], Pending] = {}
-        self._taken: set[tuple[str, int]] = set()
-        actions = engine.actions
-        self._last_use = {
-            name: max(number for number, action in enumerate(actions) if action.stage in stages)
-            for (name, rank), stages in users.items()
-            if rank == self.stage.rank
-        }
 
     def send(self) -> None:
         """Begin to send what this rank lends, and to receive what it borrows."""
-        for number, ((name, rank), weight) in enumerate(zip(self.users, self.weights, strict=True)):
-            tag = self.engine.first_free_tag + number
+        for tag, (weight, rank) in enumerate(self.loans, self.engine.first_free_tag):
             if rank == self.stage.rank:
                 made = Shape(weight.shape, weight.dtype).empty()
-                self._coming[name, rank] = self.messages.recv(made, self._owner(weight), tag)
+                self.coming[weight.name] = self.messages.recv(made, self.stage.rank_of(weight.stage), tag)
             elif self.stage.owns(weight):
-                tensor = self.stage.own(name).detach().contiguous()
+                tensor = self.stage.own(weight.name).detach().contiguous()
                 self.sent.append(self.messages.send(tensor, rank, tag))
-
-    def drop(self) -> None:
-        self.sent.clear()
-        self._coming.clear()
 
     def places(self) -> list[tuple[nn.Module, str, Tensor]]:
         """Wait for what is borrowed; return where it is put, and zeros for all other weights of other ranks."""
         found: list[tuple[nn.Module, str, Tensor]] = []
         for weight in self.stage.foreign():
-            coming = self._coming.pop((weight.name, self.stage.rank), None)
+            coming = self.coming.pop(weight.name, None)
             tensor = Shape(weight.shape, weight.dtype).zeros() if coming is None else coming.wait()
             tensor = nn.Parameter(tensor, False) if weight.parameter else tensor
-            if coming is not None:
-                tensor.requires_grad_(self.engine.training and has_gradient(weight.dtype) and weight.parameter)
-                if tensor.requires_grad:
-                    tensor.register_post_accumulate_grad_hook(functools.partial(self._add, weight.name))
-                self.borrowed[weight.name] = tensor
+            if coming is not None and self._is_trained(weight):
+                tensor.requires_grad_()
+                tensor.register_post_accumulate_grad_hook(functools.partial(self._add, weight.name))
             found += [(self.stage.find(path), name, tensor) for path, name in weight.places]
         return found
+
+    def _is_trained(self, weight: Weight) -> bool:
+        return self.engine.training and weight.parameter and has_gradient(weight.dtype)
 
     def _add(self, name: str, tensor: Tensor) -> None:
         """Sum in at least float32, as the owner may: each microbatch would round the sum of all before it."""
@@ -257,42 +242,26 @@ class _Loans:
         gradient, tensor.grad = tensor.grad.to(torch.promote_types(tensor.dtype, torch.float32)), None
         self._sums[name] = self._sums[name].add_(gradient) if name in self._sums else gradient
 
-    def _tag_back(self, name: str, rank: int) -> int:
-        return self.engine.first_free_tag + len(self.users) + list(self.users).index((name, rank))
+    def _trained(self) -> Iterator[tuple[int, Weight, int]]:
+        first = self.engine.first_free_tag + len(self.loans)
+        return ((tag, *loan) for tag, loan in enumerate(self.loans, first) if self._is_trained(loan[0]))
 
-    def give_back(self, number: int) -> None:
-        """After pass ``number`` of this rank: begin to send the gradients of what is not needed any more."""
-        for name, tensor in self.borrowed.items():
-            if tensor.requires_grad and self._last_use[name] == number:
-                gradient = self._sums[name].to(tensor.dtype) if name in self._sums else torch.zeros_like(tensor)
-                owner = self._owner(self.stage.weights[name])
-                tag = self._tag_back(name, self.stage.rank)
-                self.sent.append(self.messages.send(gradient.contiguous(), owner, tag))
+    def give_back(self) -> None:
+        """Begin to send the gradients of what was borrowed."""
+        for tag, weight, rank in self._trained():
+            if rank == self.stage.rank:
+                zeros = Shape(weight.shape, weight.dtype).zeros()
+                gradient = self._sums.get(weight.name, zeros).to(weight.dtype).contiguous()
+                self.sent.append(self.messages.send(gradient, self.stage.rank_of(weight.stage), tag))
 
-    def returned(self, stage: int) -> dict[Tensor, Tensor]:
-        """Wait for the gradients that come back before the owner's last pass, which is one of ``stage``, ends."""
-        return self._take(lambda weight, users: weight.stage == stage and min(users) > stage)
-
-    def take_rest(self) -> None:
-        """Wait for the gradients of all other weights, and add them."""
-        rest = self._take(lambda weight, users: True) if self.engine.training else {}
-        if rest:
-            torch.autograd.backward(list(rest), list(rest.values()))
-
-    def _take(self, wanted: Callable[[Weight, list[int]], bool]) -> dict[Tensor, Tensor]:
+    def take_back(self) -> None:
+        """Wait for the gradients of what was lent, and add them as one more backward pass."""
         found: dict[Tensor, Tensor] = {}
-        for (name, rank), stages in list(self.users.items()):
-            weight = self.stage.weights[name]
-            trained = weight.parameter and has_gradient(weight.dtype)
-            if not trained or not self.stage.owns(weight) or (name, rank) in self._taken or not wanted(weight, stages):
-                continue
-            self._taken.add((name, rank))
-            made = Shape(weight.shape, weight.dtype).empty()
-            gradient = self.messages.recv(made, rank, self._tag_back(name, rank)).wait()
-            own = self.stage.own(name)
-            if own.requires_grad:
-                found[own] = found[own] + gradient if own in found else gradient
-        return found
-
-    def _owner(self, weight: Weight) -> int:
-        return self.stage.rank_of(weight.stage)
+        for tag, weight, rank in self._trained():
+            if self.stage.owns(weight):
+                gradient = self.messages.recv(Shape(weight.shape, weight.dtype).empty(), rank, tag).wait()
+                own = self.stage.own(weight.name)
+                if own.requires_grad:
+                    found[own] = found[own] + gradient if own in found else gradient
+        if found:
+            torch.autograd.backward(list(found), list(found.values()))

@@ -5,6 +5,7 @@ Source: API guide, "Neuron Distributed Pipeline Model".
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from nxd_infer.pipeline.microbatches import named_inputs
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.pipeline import Pipeline, mean_over_data
 from nxd_infer.pipeline.stage import Stage
+from nxd_infer.util.options import declared, table
 
 __all__ = ["NxDPPModel"]
 
@@ -31,29 +33,9 @@ class NxDPPModel(NxDModel):
     is filled, the part of this rank only, by ``param_init_fn`` or its ``reset_parameters``. Without pipeline ranks it
     is an NxDModel.
 
-    Args:
-        module: any module; it is changed in place.
-        transformer_layer_cls: class of the transformer layers, or its name, for ``auto_partition``.
-        num_microbatches: parts that a batch is split into, along the first dimension of its tensors.
-        output_loss_value_spec: where in the output the loss is: ``(True, False)``, or ``{"loss": True}``.
-        return_mb_loss: return a list of all microbatches' losses.
-        broadcast_and_average_loss: average the loss over the data-parallel ranks. All pipeline ranks get it either way.
-        pipeline_cuts: names of the last layer of every stage but the last one.
-        input_names: the inputs; default: the parameters of the module's forward.
-        leaf_module_cls: classes, or names of some, that no cut may lie inside of, and that are not traced into.
-        tracer_cls: ``"torch"``, ``"hf"`` or a class derived from ``torch.fx.Tracer``: it traces the code around the
-            layers, and its graph runs instead. By default nothing is traced: the module is split by the calls of its
-            modules, and its own forward runs on every stage.
-        autowrap_functions, autowrap_modules: for ``tracer_cls``, as torch.fx has them.
-        autowrap_obj_methods: for ``tracer_cls``: objects, each with a list of names of methods not to trace into.
-        param_init_fn: fills a module of the meta device, for its own parameters.
-        trace_file_path: write a timeline of the last step into this file, for a browser's trace viewer.
-        use_zero1_optimizer, use_optimizer_wrapper: accepted; the optimizer averages gradients in any case.
-        fuse_microbatches: accepted; microbatches always run one by one.
-        auto_partition: choose the cuts, so that all stages cost the same.
-        virtual_pipeline_size: stages a rank; above 1, the schedule is interleaved.
-        schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero-bubble"``.
+    ``module`` is any module, and is changed in place. The other arguments:
 
+    {options}
     The loss is the mean over the batch, also where microbatches have other numbers of labels that are not -100.
     Dropout draws the same numbers at any number of stages above 1 and with any schedule.
 
@@ -89,30 +71,8 @@ class NxDPPModel(NxDModel):
         schedule: str | None = None,
     ):
         require_no_lonely_rank("NxDPPModel")
-        options = PipelineOptions(
-            {
-                "transformer_layer_cls": transformer_layer_cls,
-                "num_microbatches": num_microbatches,
-                "output_loss_value_spec": output_loss_value_spec,
-                "return_mb_loss": return_mb_loss,
-                "broadcast_and_average_loss": broadcast_and_average_loss,
-                "pipeline_cuts": pipeline_cuts,
-                "input_names": input_names,
-                "leaf_module_cls": leaf_module_cls,
-                "autowrap_functions": autowrap_functions,
-                "autowrap_modules": autowrap_modules,
-                "tracer_cls": tracer_cls,
-                "param_init_fn": param_init_fn,
-                "trace_file_path": trace_file_path,
-                "use_zero1_optimizer": use_zero1_optimizer,
-                "auto_partition": bool(auto_partition),
-                "use_optimizer_wrapper": use_optimizer_wrapper,
-                "virtual_pipeline_size": virtual_pipeline_size,
-                "autowrap_obj_methods": autowrap_obj_methods,
-                "fuse_microbatches": fuse_microbatches,
-                "schedule": schedule,
-            }
-        )
+        given = {name: value for name, value in locals().items() if name in declared(PipelineOptions)}
+        options = PipelineOptions({**given, "auto_partition": bool(auto_partition)})
         stage = keep_stage(module, options, current_context().pp, param_init_fn)
         self._of_stage(module, stage, {"pipeline_config": options})
 
@@ -202,3 +162,8 @@ class NxDPPModel(NxDModel):
     def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The weights of this rank's stages, under their names in the whole model."""
         return self.module.state_dict(*args, **kwargs)
+
+
+NxDPPModel.__doc__ = inspect.cleandoc(NxDPPModel.__doc__ or "").replace(
+    "{options}", f"{table(PipelineOptions, 'option')}\n"
+)

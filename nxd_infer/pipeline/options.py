@@ -11,15 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.pipeline.schedule import SCHEDULES
 from nxd_infer.util.option_dict import OptionDict
 from nxd_infer.util.options import Kind, option
-
-TRACERS = ("hf", "torch")
-
 
 _LAYER = Kind(
     "a class derived from torch.nn.Module or its name",
@@ -33,7 +30,10 @@ _LOSS = Kind(
     "a tuple or a dict with True in the place of the loss",
     lambda value: isinstance(value, tuple | list | Mapping | bool),
 )
-_TRACER = Kind('"hf", "torch", a class', lambda value: value in TRACERS or isinstance(value, type))
+_TRACER = Kind(
+    '"hf", "torch", a class derived from torch.fx.Tracer',
+    lambda value: value in ("hf", "torch") or (isinstance(value, type) and issubclass(value, fx.Tracer)),
+)
 _FUNCTION = Kind("a function", callable)
 _WRAPPED = Kind(
     "a list or tuple of Python modules and functions",

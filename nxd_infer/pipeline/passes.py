@@ -64,17 +64,14 @@ class Forward:
     Used as ``calling(forward.directed(modules))``.
     """
 
-    def __init__(self, plan: Plan):
-        self.plan = plan
-        self.seed: int | None = None
-        """Of the step; None draws from the generators as they are."""
+    def __init__(self, plan: Plan, seed: int | None):
+        self.plan, self.seed = plan, seed
         self.start_streams: Callable[[str], None] = lambda _: None
         """Of a tensor-parallel rank's own streams; see :class:`~nxd_infer.parallel_layers.random.RNGStatesTracker`."""
         self._at: Pass | None = None
         self._number = 0
         self._inside = False
         self._wanted: dict[int, dict[int, list[int]]] = {}
-        self._plain = {number: found for number, one in enumerate(plan.calls) if (found := _plain_values(one.leaves))}
         for stage, outputs in enumerate(plan.handed):
             for number, place in outputs:
                 if stage == plan.calls[number].stage + 1:
@@ -116,7 +113,7 @@ class Forward:
         finally:
             self._inside = False
         self._keep(number, result, at)
-        if number in self._plain and at.stage < len(self.plan.ends):
+        if at.stage < len(self.plan.ends):
             self._require_plain_values(number, result)
         if at.stage < len(self.plan.ends) and number == self.plan.ends[at.stage]:
             raise StageEnd
@@ -142,8 +139,8 @@ class Forward:
 
     def _require_plain_values(self, number: int, result: Any) -> None:
         """Check that numbers and texts of a result are those of the plan, which the next stages have."""
-        for place, (found, planned) in enumerate(zip(tree_leaves(result), self.plan.calls[number].leaves, strict=True)):
-            if place in self._plain[number] and found != planned:
+        for found, planned in zip(tree_leaves(result), self.plan.calls[number].leaves, strict=False):
+            if isinstance(planned, bool | int | float | complex | str) and found != planned:
                 raise InputMismatchError(
                     f"{self.plan.calls[number].unit!r} gave the Python value {found!r} where its shapes promised "
                     f"{planned!r}, and only tensors are handed to other stages: return a tensor"
@@ -157,17 +154,13 @@ class Forward:
             self.start_streams(text)
 
 
-def run_backward(
-    at: Pass, weight: float | None, gradients: Mapping[Output, Tensor], more: Mapping[Tensor, Tensor]
-) -> dict[Output, Tensor]:
+def run_backward(at: Pass, weight: float, gradients: Mapping[Output, Tensor]) -> dict[Output, Tensor]:
     """Run the backward of a pass; return the gradients of what it had received.
 
-    ``weight``: of this microbatch's loss, on the last stage. ``gradients``: what the next stage returned. ``more``:
-    gradients from elsewhere of this rank's weights, which are added in the same pass.
+    ``weight``: of this microbatch's loss. ``gradients``: what the next stage returned.
     """
-    roots: list[tuple[Tensor, Tensor]] = list(more.items())
+    roots: list[tuple[Tensor, Tensor]] = []
     if at.loss is not None and at.loss.requires_grad:
-        assert weight is not None
         if weight:
             roots.append((at.loss, torch.full_like(at.loss, weight)))
         else:  # no targets: a mean over none has gradients of NaN, and zero times NaN is NaN
@@ -183,10 +176,6 @@ def run_backward(
         parts = [part for part in (tensor.grad, gradients.get(output)) if part is not None]
         found[output] = torch.zeros_like(tensor) if not parts else parts[0] if len(parts) == 1 else parts[0] + parts[1]
     return found
-
-
-def _plain_values(leaves: tuple[Any, ...]) -> set[int]:
-    return {place for place, leaf in enumerate(leaves) if isinstance(leaf, bool | int | float | complex | str)}
 
 
 def _other_calls(plan: Plan, number: int, found: str) -> str:

@@ -22,7 +22,7 @@ from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import CollectiveError, InputMismatchError, ParallelConfigError
 from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.modules.transformer_layers import transformer_layers
-from nxd_infer.pipeline.engine import Engine, Step
+from nxd_infer.pipeline.engine import Engine
 from nxd_infer.pipeline.microbatches import (
     Count,
     count_of,
@@ -124,39 +124,29 @@ class Pipeline:
             plan, counter = self._plan_for(parts[0], training)
             weights = loss_weights(parts, counter)
             actions = self._actions if train else forward_only(self._actions)
+            calls = [lambda part=part: self._call(**part) for part in parts]
             seed = drawn if training else None
+            engine = Engine(self.stage, self.context, plan, actions, calls, self._loss_of, weights.tolist(), seed)
             with contextlib.nullcontext() if seed is None else keeping_generators():
-                losses = self._steps(plan, actions, parts, weights, seed)
+                losses = self._losses_of(engine, len(parts))
+        self.bubble = bubble([engine.spans])
+        if self.options.trace_file_path is not None:
+            write_timeline(self.options.trace_file_path, engine.spans, self.context)
         weights = weights.to(losses.device)
         # A mean over no target is NaN, and has no part in that of the batch.
         return losses.masked_fill(weights == 0, 0) @ weights, list(losses)
 
-    def _steps(
-        self,
-        plan: Plan,
-        actions: list[list[Action]],
-        parts: list[dict[str, Any]],
-        weights: Tensor,
-        seed: int | None,
-    ) -> Tensor:
-        calls = [lambda part=part: self._call(**part) for part in parts]
-        step = Step(plan, actions, calls, self._loss_of, weights.tolist(), seed)
-        engine = Engine(self.stage, self.context, step)
+    def _losses_of(self, engine: Engine, count: int) -> Tensor:
+        """Run the step; return the losses of its microbatches on all ranks, float64 [count]."""
         try:
-            found = engine.run()
-            losses = torch.zeros(len(parts), dtype=torch.float64, device=transport_device())
-            for number, loss in found.items():
+            losses = torch.zeros(count, dtype=torch.float64, device=transport_device())
+            for number, loss in engine.run().items():
                 losses[number] = loss.reshape(())
-            last = self.stage.rank_of(self.stage.units.stages - 1)
-            losses = comm.broadcast(losses, self.context, "pp", last)
+            return comm.broadcast(losses, self.context, "pp", self.stage.rank_of(self.stage.units.stages - 1))
         except Exception as error:
             engine.drop()
             self._fail(error)
             raise
-        self.bubble = bubble([engine.spans])
-        if self.options.trace_file_path is not None:
-            write_timeline(self.options.trace_file_path, engine.spans, self.context)
-        return losses
 
     def _fail(self, error: Exception) -> None:
         """End the waiting of the other ranks, and raise what made them wait if it was not this rank."""

@@ -195,7 +195,7 @@ class Stage:
 
     def elsewhere(self, names: Iterable[str]) -> set[str]:
         """Return which tensors of the whole model, under their names in a checkpoint, are other ranks'."""
-        foreign = self._foreign_names()
+        foreign = {".".join(filter(None, place)) for one in self.foreign() for place in one.places}
         stages = {unit.path: unit.stage for unit in self.units.units}
         stages |= {path: stages[first] for path, first in self.units.aliases}
         others = tuple(f"{path}." for path, stage in stages.items() if self.rank_of(stage) != self.rank)
@@ -206,9 +206,6 @@ class Stage:
         paths = [unit.path for unit in self.units.units] + [path for path, _ in self.units.aliases]
         return self.rank == 0 or name in self.weights or any(name.startswith(f"{path}.") for path in paths)
 
-    def _foreign_names(self) -> set[str]:
-        return {f"{path}.{name}" if path else name for one in self.foreign() for path, name in one.places}
-
     def own(self, name: str) -> Tensor:
         """Return a weight of this rank; after LoRA wrapped its layer, the wrapped layer's."""
         path, attribute = self.weights[name].places[0]
@@ -217,26 +214,21 @@ class Stage:
         return found if isinstance(found, Tensor) else getattr(holder.base_layer, attribute)
 
 
-def ranks_hold_stages(units: Units, ranks: int) -> int:
-    """Return how many stages each rank holds. Raises ParallelConfigError if they do not divide."""
-    if units.stages % ranks:
-        raise ParallelConfigError(
-            f"{len(units.cuts)} pipeline_cuts make {units.stages} stages, which {ranks} pipeline ranks cannot share "
-            f"equally: give {ranks - 1} cuts, or with virtual_pipeline_size=v {ranks} x v - 1"
-        )
-    return units.stages // ranks
-
-
 def take_stage(model: nn.Module, cuts: Iterable[str], rank: int, ranks: int) -> Stage:
     """Reduce ``model``, in place, to what ``rank`` of ``ranks`` holds. Modules of other ranks are freed.
 
     Raises ParallelConfigError for cuts that do not fit; see :func:`~nxd_infer.pipeline.stage.find_units`.
     """
     units = find_units(model, list(cuts))
-    ranks_hold_stages(units, ranks)
+    if units.stages % ranks:
+        raise ParallelConfigError(
+            f"{len(units.cuts)} pipeline_cuts make {units.stages} stages, which {ranks} pipeline ranks cannot share "
+            f"equally: give {ranks - 1} cuts, or with virtual_pipeline_size=v {ranks} x v - 1"
+        )
     weights = find_weights(model, units)
     stage = Stage(model, units, rank, ranks, weights, weight_layout(model))
-    meta = {id(_tensor_at(model, weight)): _on_meta(_tensor_at(model, weight)) for weight in weights.values()}
+    tensors = [getattr(model.get_submodule(path), name) for path, name in (one.places[0] for one in weights.values())]
+    meta = {id(tensor): _on_meta(tensor) for tensor in tensors}
     shown: dict[str, StandIn] = {}
     for unit in units.units:
         if stage.rank_of(unit.stage) != rank:
@@ -247,64 +239,38 @@ def take_stage(model: nn.Module, cuts: Iterable[str], rank: int, ranks: int) -> 
         if first in shown:
             parent, _, name = path.rpartition(".")
             model.get_submodule(parent)._modules[name] = shown[first]
+    own = set(model.modules())
     for weight in stage.foreign():
         for path, name in weight.places:
-            holder = stage.find(path)
-            if not _is_hidden(model, path):
+            if (holder := stage.find(path)) in own:
                 (holder._parameters if weight.parameter else holder._buffers)[name] = None
     return stage
 
 
 def find_weights(model: nn.Module, units: Units) -> dict[str, Weight]:
     """Return all weights of the units and of what contains them, by first name."""
-    found: dict[int, dict[str, Any]] = {}
-
-    def add(module: nn.Module, path: str, stage: int, recurse: bool) -> None:
-        several = module.named_modules(prefix=path, remove_duplicate=False) if recurse else [(path, module)]
-        for here, child in several:
-            for table, parameter in ((child._parameters, True), (child._buffers, False)):
-                for name, tensor in table.items():
-                    if tensor is None:
-                        continue
-                    one = found.setdefault(
-                        id(tensor), {"tensor": tensor, "stage": stage, "parameter": parameter, "places": []}
-                    )
-                    one["places"].append((here, name))
-
-    for path, stage in units.opened:
-        # Buffers of what contains units are on every stage, where its code runs.
-        for name, parameter in model.get_submodule(path)._parameters.items():
-            if parameter is not None:
-                one = {"tensor": parameter, "stage": stage, "parameter": True, "places": []}
-                found.setdefault(id(parameter), one)["places"].append((path, name))
+    # Buffers of what contains units are on every stage, where its code runs.
+    tables = [(path, stage, model.get_submodule(path)._parameters) for path, stage in units.opened]
     for unit in units.units:
-        add(model.get_submodule(unit.path), unit.path, unit.stage, recurse=True)
-    named = {}
-    for one in found.values():
-        path, name = one["places"][0]
-        name = f"{path}.{name}" if path else name
-        tensor = one["tensor"]
-        named[name] = Weight(name, tensor.shape, tensor.dtype, one["stage"], one["parameter"], tuple(one["places"]))
-    return named
-
-
-def _tensor_at(model: nn.Module, weight: Weight) -> Tensor:
-    path, name = weight.places[0]
-    return getattr(model.get_submodule(path), name)
+        inner = model.get_submodule(unit.path).named_modules(prefix=unit.path, remove_duplicate=False)
+        for path, module in inner:
+            tables += [(path, unit.stage, module._parameters), (path, unit.stage, module._buffers)]
+    found: dict[int, tuple[Tensor, int, list[tuple[str, str]]]] = {}
+    for path, stage, table in tables:
+        for name, tensor in table.items():
+            if tensor is not None:
+                found.setdefault(id(tensor), (tensor, stage, []))[2].append((path, name))
+    weights = {}
+    for tensor, stage, places in found.values():
+        name = ".".join(filter(None, places[0]))
+        parameter = isinstance(tensor, nn.Parameter)
+        weights[name] = Weight(name, tensor.shape, tensor.dtype, stage, parameter, tuple(places))
+    return weights
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
     made = torch.empty_like(tensor, device="meta")
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-
-
-def _is_hidden(model: nn.Module, path: str) -> bool:
-    """Return whether ``path`` leads through a stand-in."""
-    for part in path.split(".") if path else ():
-        if part not in model._modules:
-            return True
-        model = model.get_submodule(part)
-    return isinstance(model, StandIn)
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:

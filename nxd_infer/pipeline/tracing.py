@@ -88,19 +88,11 @@ def _tracer(options: PipelineOptions, leaves: set[str]) -> fx.Tracer:
 
 
 def _tracer_class(given: Any) -> type[fx.Tracer]:
-    if given == "torch":
-        return fx.Tracer
     if given == "hf":
-        try:
+        with contextlib.suppress(ImportError):
             return importlib.import_module("transformers.utils.fx").HFTracer  # transformers before 5 has it
-        except ImportError:
-            log_once('tracer_cls="hf": this environment has no transformers.utils.fx, so torch.fx.Tracer traces')
-            return fx.Tracer
-    if isinstance(given, type) and issubclass(given, fx.Tracer):
-        return given
-    raise ParallelConfigError(
-        f'tracer_cls must be "torch", "hf" or a class derived from torch.fx.Tracer, got {given!r}; or {WITHOUT}'
-    )
+        log_once('tracer_cls="hf": this environment has no transformers.utils.fx, so torch.fx.Tracer traces')
+    return fx.Tracer if isinstance(given, str) else given
 
 
 @contextlib.contextmanager

@@ -166,11 +166,15 @@ def test_an_asynchronous_save_keeps_what_was(tmp_path: Path):
     assert load_checkpoint(tmp_path) == 2
 
 
+def raising(error: Exception, *_: object) -> None:
+    raise error
+
+
 def test_a_failed_save_is_raised_by_the_next_call_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model, said = nn.Linear(3, 3), r"last asynchronous save failed: .* read or written: the disk is full"
     for call in (wait_for_save, lambda: save_checkpoint(tmp_path, "b", model), lambda: load_checkpoint(tmp_path)):
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint_write, "save_file", lambda *_: (_ for _ in ()).throw(OSError("the disk is full")))
+            patch.setattr(checkpoint_write, "write_safetensors", partial(raising, OSError("the disk is full")))
             save_checkpoint(tmp_path, "a", model, async_save=True)
             with pytest.raises(CheckpointError, match=said):
                 call()
