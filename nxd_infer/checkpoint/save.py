@@ -31,7 +31,7 @@ hashes or uploads its largest file in less."""
 def write_content(
     storage: Storage, folder: str, rank: int, content: Content, advance: Callable[[], None] = lambda: None
 ) -> None:
-    """Write a rank's files, then its record with their checksums. ``advance`` is called for each tensor that is read meanwhile."""
+    """Write a rank's files, then its record with their checksums. ``advance`` is called for each :class:`Unread`."""
     last = f"{rank_stem(rank)}.json"
     with storage.writing(folder, last) as place:
         for name, tensors in content.files.items():

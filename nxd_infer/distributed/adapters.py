@@ -13,7 +13,7 @@ from torch import nn
 
 from nxd_infer import comm
 from nxd_infer.context import ParallelContext, current_context
-from nxd_infer.distributed.apply import fill_own, refuse_save_pretrained
+from nxd_infer.distributed.apply import fill, place_of, refuse_save_pretrained
 from nxd_infer.distributed.regions import SUMMED, sum_gradients
 from nxd_infer.distributed.replace import META, ColumnParallelConv1D, RowParallelConv1D
 from nxd_infer.errors import AdapterError, MissingPackageError
@@ -47,7 +47,7 @@ def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") 
     wrapped = peft.get_peft_model(model, peft_config, adapter_name)
     own = dict(wrapped.state_dict(keep_vars=True))
     partial = [*split_adapters(wrapped), *_copies_of_summed(wrapped, adapter_name)]
-    fill_own(wrapped, own)
+    fill(wrapped, own, device=place_of(own, None))
     sum_gradients(wrapped, partial, current_context())
     refuse_save_pretrained(wrapped)
     return wrapped
@@ -115,34 +115,26 @@ def _equalise(layer: nn.Module, context: ParallelContext) -> None:
                 weight.copy_(comm.broadcast(weight, context, axis))
 
 
-def _first_of_row(factor: nn.Linear, base: RowParallelLinear) -> RowParallelLinear:
-    made = RowParallelLinear(
-        factor.in_features,
-        factor.out_features,
-        bias=False,
-        input_is_parallel=True,
-        sequence_parallel_enabled=base.sequence_parallel_enabled,
-        sequence_dimension=base.sequence_dimension,
-        input_plan=base.input_plan,
-        dtype=factor.weight.dtype,
-        device=META,
-    )
-    made.weight.requires_grad_(factor.weight.requires_grad)
-    return made
+def _first_of_row(factor: nn.Linear, base: RowParallelLinear) -> nn.Module:
+    return _split(factor, base, RowParallelLinear, input_is_parallel=True, input_plan=base.input_plan)
 
 
-def _second_of_column(factor: nn.Linear, base: ColumnParallelLinear) -> ColumnParallelLinear:
-    made = ColumnParallelLinear(
+def _second_of_column(factor: nn.Linear, base: ColumnParallelLinear) -> nn.Module:
+    plan = {"output_plan": base.output_plan, "input_is_shared": base.input_is_shared}
+    return _split(factor, base, ColumnParallelLinear, gather_output=base.gather_output, **plan)
+
+
+def _split(factor: nn.Linear, base: Any, kind: Any, **how: Any) -> nn.Module:
+    """Return a layer of ``kind`` for the factor, split like ``base``."""
+    made = kind(
         factor.in_features,
         factor.out_features,
         bias=factor.bias is not None,
-        gather_output=base.gather_output,
         sequence_parallel_enabled=base.sequence_parallel_enabled,
         sequence_dimension=base.sequence_dimension,
-        input_is_shared=base.input_is_shared,
-        output_plan=base.output_plan,
         dtype=factor.weight.dtype,
         device=META,
+        **how,
     )
     for weight in made.parameters():
         weight.requires_grad_(factor.weight.requires_grad)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from nxd_infer.checkpoint.peft_adapters import plain_name
-from nxd_infer.context import ParallelContext, current_context
+from nxd_infer.context import current_context
 from nxd_infer.distributed.model_plan import Heads, ModelPlan
 from nxd_infer.distributed.regions import SEQUENCE_DIM, enter_once, split_sequence, sum_gradients
-from nxd_infer.distributed.replace import Made, Style, replace_modules
+from nxd_infer.distributed.replace import Style, replace_modules
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import check_weights, layout_of, restore_attributes, shard_tensor, weight_layout
 from nxd_infer.layout.shard import named_tensors
@@ -59,10 +59,7 @@ def apply_plan(
         kv_size_multiplier=kv_size_multiplier,
         should_parallelize=should_parallelize,
     )
-    if weights is None:
-        fill_own(model, own, device)
-    else:
-        fill(model, weights, device=place_of(own, device))
+    fill(model, own if weights is None else weights, device=place_of(own, device))
     sum_gradients(model, partial, current_context())
     refuse_save_pretrained(model)
     return model
@@ -89,11 +86,6 @@ def _save_whole(module: Any, *args: Any, state_dict: Mapping[str, Tensor] | None
         )
     check_weights(weight_layout(module), state_dict, strict=False)
     return type(module).save_pretrained(module, *args, state_dict=state_dict, **options)
-
-
-def fill_own(model: nn.Module, own: Mapping[str, Tensor], device: torch.device | str | None = None) -> None:
-    """Fill the new layers of ``model`` with its ``own`` weights, which it had before."""
-    fill(model, own, device=place_of(own, device))
 
 
 def place_of(own: Mapping[str, Tensor], device: torch.device | str | None) -> torch.device | None:
@@ -129,10 +121,9 @@ def split(
         found = {name: style for name, style in found.items() if style[0] not in ("vocabulary", "logits")}
     found = _without_loose_ties(model, found)
     ties = _ties(model)
-    made = Made(heads, sequence_parallel)
-    replace_modules(model, found, made)
+    replace_modules(model, found, heads, sequence_parallel)
     _tie(model, ties)
-    return _enter_regions(model, found, plan, made, context)
+    return _enter_regions(model, found, plan, heads, sequence_parallel)
 
 
 def _planned(
@@ -183,18 +174,19 @@ def _tie(model: nn.Module, ties: list[list[str]]) -> None:
 
 
 def _enter_regions(
-    model: nn.Module, found: Mapping[str, Style], plan: ModelPlan, made: Made, context: ParallelContext
+    model: nn.Module, found: Mapping[str, Style], plan: ModelPlan, heads: Heads, sequence_parallel: bool
 ) -> list[str]:
+    context = current_context()
     partial: dict[int, nn.Parameter] = {}
     for name, (kind, _) in found.items():
         module = model.get_submodule(name)
         if kind in ("attention", "shared"):
-            enter_once(module, context, made.sequence_parallel, SEQUENCE_DIM if kind == "attention" else 0)
+            enter_once(module, context, sequence_parallel, SEQUENCE_DIM if kind == "attention" else 0)
         if kind == "attention":
-            _set_sizes(module, made.heads)
+            _set_sizes(module, heads)
         if kind == "sum":
             partial.update((id(weight), weight) for weight in module.parameters())
-    if made.sequence_parallel:
+    if sequence_parallel:
         for _, layers in stacks_of(model, plan):
             split_sequence(layers[0], layers[-1], context)
             partial.update((id(weight), weight) for weight in _whole_weights(layers))

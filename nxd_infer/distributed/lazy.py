@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
-import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -45,11 +43,6 @@ RENAMED = {
 """Names that changed between releases of transformers."""
 
 _lazy: ContextVar[bool] = ContextVar("nxd_lazy_load", default=False)
-_open_contexts = 0
-_own: list[Any] = []
-"""transformers' own method while any context is open: as the class holds it, bound to nothing."""
-_lock = threading.Lock()
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -86,37 +79,25 @@ def lazy_load_for_parallelism(tensor_parallel_size: int = 1, pipeline_parallel_s
     if tensor_parallel_size == 1 and pipeline_parallel_size == 1:
         yield
         return
-    with _diverted_loading():
-        token = _lazy.set(True)
-        try:
-            yield
-        finally:
-            _lazy.reset(token)
-
-
-@contextlib.contextmanager
-def _diverted_loading() -> Iterator[None]:
-    """While any context is open, transformers' own ``from_pretrained`` asks whether its caller is inside one."""
-    global _open_contexts
-    base = _transformers().PreTrainedModel
-    with _lock:
-        _open_contexts += 1
-        if _open_contexts == 1:
-            own = base.__dict__["from_pretrained"]
-
-            @functools.wraps(own.__func__)
-            def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-                return (_load if _lazy.get() else own.__func__)(cls, *args, **kwargs)
-
-            base.from_pretrained = classmethod(from_pretrained)
-            _own.append(own)
+    _divert_loading()
+    token = _lazy.set(True)
     try:
         yield
     finally:
-        with _lock:
-            _open_contexts -= 1
-            if _open_contexts == 0:
-                base.from_pretrained = _own.pop()
+        _lazy.reset(token)
+
+
+@functools.cache
+def _divert_loading() -> None:
+    """Have transformers' ``from_pretrained`` ask, from now on, whether its caller is inside the context."""
+    base = _transformers().PreTrainedModel
+    own = base.__dict__["from_pretrained"].__func__
+
+    @functools.wraps(own)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return (_load if _lazy.get() else own)(cls, *args, **kwargs)
+
+    base.from_pretrained = classmethod(from_pretrained)
 
 
 def _transformers() -> Any:

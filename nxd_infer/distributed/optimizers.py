@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +61,8 @@ class Recipe:
 
     def make(self, mapping: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer:
         """Call the constructor with the parameters' counterparts; those that the mapping lacks are left out."""
-        params = [_mapped(entry, mapping) for entry in self.params]
-        params = [entry for entry in params if entry is not None]
-        return self.optimizer_cls(params, *self.args, **self.kwargs)
+        params = [_changed(entry, lambda one: mapping.get(id(one))) for entry in self.params]
+        return self.optimizer_cls([entry for entry in params if entry is not None], *self.args, **self.kwargs)
 
 
 def make_optimizer_constructor_lazy(optimizer_cls: type[torch.optim.Optimizer]) -> Any:
@@ -79,45 +78,33 @@ def make_optimizer_constructor_lazy(optimizer_cls: type[torch.optim.Optimizer]) 
             raise ParallelConfigError(f"{optimizer_cls.__name__} needs the parameters, first or as params=")
         kwargs = dict(kwargs)
         params, rest = (kwargs.pop("params"), args) if "params" in kwargs else (args[0], args[1:])
-        listed = [_listed(entry) for entry in ([params] if isinstance(params, torch.Tensor) else params)]
+        entries = [params] if isinstance(params, torch.Tensor) else params
+        listed = [_changed(entry, lambda one: one) for entry in entries]  # a generator can be read once
         if not listed:
             raise ParallelConfigError(f"{optimizer_cls.__name__} was given an empty list of parameters")
-        optimizer = optimizer_cls([_placeholder(entry) for entry in listed], *rest, **kwargs)
+        optimizer = optimizer_cls([_changed(entry, _placeholder) for entry in listed], *rest, **kwargs)
         setattr(optimizer, RECIPE, Recipe(optimizer_cls, listed, rest, kwargs))
         return optimizer
 
     return construct
 
 
-def _listed(entry: Any) -> Any:
-    if not isinstance(entry, dict):
-        return entry
-    params = entry["params"]
-    return {**entry, "params": [params] if isinstance(params, torch.Tensor) else list(params)}
+def _placeholder(parameter: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.empty(0, dtype=parameter.dtype))
 
 
-def _placeholder(entry: Any) -> Any:
+def _changed(entry: Any, change: Callable[[Any], Any]) -> Any:
+    """Return an entry of an optimizer's parameters with others in their places. What becomes None is left out, and of
+    several in a group that become one, all but the first."""
     if isinstance(entry, dict):
-        return {**entry, "params": [_placeholder(one) for one in entry["params"]]}
+        params = [entry["params"]] if isinstance(entry["params"], torch.Tensor) else entry["params"]
+        changed = [_changed(one, change) for one in params]
+        once = {id(one[1] if isinstance(one, tuple) else one): one for one in changed if one is not None}
+        return {**entry, "params": list(once.values())}
     if isinstance(entry, tuple):
-        return entry[0], _placeholder(entry[1])
-    return nn.Parameter(torch.empty(0, dtype=entry.dtype))
-
-
-def _mapped(entry: Any, mapping: Mapping[int, nn.Parameter]) -> Any:
-    """Return the entry with each parameter's counterpart, or None for a parameter that has none."""
-    if isinstance(entry, dict):
-        found = [_mapped(one, mapping) for one in entry["params"]]
-        return {**entry, "params": _once(one for one in found if one is not None)}
-    if isinstance(entry, tuple):
-        counterpart = mapping.get(id(entry[1]))
-        return None if counterpart is None else (entry[0], counterpart)
-    return mapping.get(id(entry))
-
-
-def _once(params: Iterable[Any]) -> list[Any]:
-    """Drop repetitions: several parameters may have become one."""
-    return list({id(one[1] if isinstance(one, tuple) else one): one for one in params}.values())
+        parameter = change(entry[1])
+        return None if parameter is None else (entry[0], parameter)
+    return change(entry)
 
 
 def optimizer_for(optimizer: torch.optim.Optimizer, mapping: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer:
@@ -139,10 +126,6 @@ def optimizer_for(optimizer: torch.optim.Optimizer, mapping: Mapping[int, nn.Par
             f"{type(optimizer).__name__} has the state of steps with the whole parameters: make the optimizer, and "
             "parallelize the model, before the first step"
         )
-    groups = [
-        {**group, "params": _once(mapping[id(one)] for one in group["params"] if id(one) in mapping)}
-        for group in optimizer.param_groups
-    ]
     known = inspect.signature(type(optimizer).__init__).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in known}
-    return type(optimizer)(groups, **options)
+    return Recipe(type(optimizer), optimizer.param_groups, (), options).make(mapping)

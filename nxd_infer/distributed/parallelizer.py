@@ -386,9 +386,6 @@ def _replace(model: nn.Module, old: nn.Parameter, value: torch.Tensor) -> None:
                 module.register_parameter(name, new)
 
 
-_classes: dict[str, type[Parallelizer]] = {}
-
-
 class ParallelizersManager:
     """Finds the :class:`Parallelizer` of a model, by the ``model_type`` of its configuration."""
 
@@ -415,10 +412,13 @@ class ParallelizersManager:
         kind = _type_of(model_type_or_model)
         if kind not in supported_types():
             raise unknown_type(kind)
-        if kind not in _classes:
-            name = "".join(part.capitalize() for part in kind.split("_"))
-            _classes[kind] = type(f"{name}Parallelizer", (Parallelizer,), {"model_type": kind})
-        return _classes[kind]
+        return _class_of(kind)
+
+
+@functools.cache
+def _class_of(kind: str) -> type[Parallelizer]:
+    name = "".join(part.capitalize() for part in kind.split("_"))
+    return type(f"{name}Parallelizer", (Parallelizer,), {"model_type": kind})
 
 
 def _type_of(model_type_or_model: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,30 +12,29 @@ from nxd_infer.distributed.model_plan import HEAD_AXES, Heads
 from nxd_infer.distributed.regions import SEQUENCE_DIM
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import AxisPlan
+from nxd_infer.parallel_layers.base import ParallelLayer
 from nxd_infer.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 
 
-class ColumnParallelConv1D(ColumnParallelLinear):
-    """ColumnParallelLinear whose weight is ``[in, out]``, as that of transformers' ``Conv1D``."""
+class _Transposed(ParallelLayer):
+    """Whose weight is ``[in, out]``, as that of transformers' ``Conv1D``."""
 
     transposed = True
 
     def axes_of(self, name: str) -> Sequence[AxisPlan | int]:
         axes = super().axes_of(name)
         return axes[::-1] if name == "weight" else axes
+
+
+class ColumnParallelConv1D(_Transposed, ColumnParallelLinear):
+    """ColumnParallelLinear of a transposed weight."""
 
     def _matrix(self) -> Tensor:
         return self.logical(self.weight, self.elements, dim=1).T
 
 
-class RowParallelConv1D(RowParallelLinear):
-    """RowParallelLinear whose weight is ``[in, out]``, as that of transformers' ``Conv1D``."""
-
-    transposed = True
-
-    def axes_of(self, name: str) -> Sequence[AxisPlan | int]:
-        axes = super().axes_of(name)
-        return axes[::-1] if name == "weight" else axes
+class RowParallelConv1D(_Transposed, RowParallelLinear):
+    """RowParallelLinear of a transposed weight."""
 
     def _matrix(self) -> Tensor:
         return self.logical(self.weight, self.elements).T
@@ -62,43 +60,53 @@ Style = tuple[str, str]
 """A kind and an axis, as a plan gives them."""
 
 
-@dataclass(frozen=True)
-class Made:
-    """What the new layers are made for."""
-
-    heads: Heads
-    sequence_parallel: bool
-
-
-def replace_modules(model: nn.Module, found: Mapping[str, Style], made: Made) -> None:
+def replace_modules(model: nn.Module, found: Mapping[str, Style], heads: Heads, sequence_parallel: bool) -> None:
     shared = tuple(f"{name}." for name, (kind, _) in found.items() if kind in ("attention", "shared"))
     done: dict[int, nn.Module] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         kind, axis = found.get(name, ("", ""))
+        if kind not in ("column", "row", "logits", "vocabulary", "head_bias"):
+            continue
         if id(module) not in done:
-            new = _parallel(module, kind, axis, name.startswith(shared) if shared else False, made)
-            if new is None:
-                continue
-            done[id(module)] = new
+            if kind in ("column", "row", "logits"):
+                new = _linear(
+                    module, kind, axis, name.startswith(shared) if shared else False, heads, sequence_parallel
+                )
+            else:
+                new = _embedding(module, kind)
+            for own, weight in new.named_parameters(recurse=False):
+                weight.requires_grad_(getattr(module, own).requires_grad)
+            done[id(module)] = new.train(module.training)
         path, _, own = name.rpartition(".")
         setattr(model.get_submodule(path), own, done[id(module)])
 
 
-def _parallel(module: Any, kind: str, axis: str, shared: bool, made: Made) -> nn.Module | None:
-    """Return the parallel layer that takes the place of ``module``, on the meta device; None if it stays."""
-    make = {
-        "column": _column,
-        "row": _row,
-        "logits": _logits,
-        "vocabulary": _vocabulary,
-        "head_bias": _head_bias,
-    }.get(kind)
-    if make is None:
-        return None
-    new = make(module, axis, shared, made)
-    for name, weight in new.named_parameters(recurse=False):
-        weight.requires_grad_(getattr(module, name).requires_grad)
-    return new.train(module.training)
+def _linear(module: Any, kind: str, axis: str, shared: bool, heads: Heads, sequence_parallel: bool) -> nn.Module:
+    inputs, outputs = _linear_sizes(module)
+    common = {"bias": module.bias is not None, "dtype": module.weight.dtype, "device": META}
+    if kind == "logits":
+        return ColumnParallelLinear(inputs, outputs, gather_output=True, output_plan=AxisPlan.padded(outputs), **common)
+    # Attention needs the pieces of the sequence in order. Other layers treat every position alike, in any order, and
+    # some models give them no batch dimension.
+    common["sequence_dimension"] = SEQUENCE_DIM if axis in HEAD_AXES else 0
+    if kind == "row":
+        return (RowParallelConv1D if is_conv1d(module) else RowParallelLinear)(
+            inputs,
+            outputs,
+            input_is_parallel=True,
+            sequence_parallel_enabled=sequence_parallel,
+            input_plan=heads.axis(axis, inputs),
+            **common,
+        )
+    return (ColumnParallelConv1D if is_conv1d(module) else ColumnParallelLinear)(
+        inputs,
+        outputs,
+        gather_output=False,
+        sequence_parallel_enabled=sequence_parallel and not shared,
+        input_is_shared=shared,
+        output_plan=heads.axis(axis, outputs),
+        **common,
+    )
 
 
 def _linear_sizes(module: Any) -> tuple[int, int]:
@@ -110,75 +118,11 @@ def _linear_sizes(module: Any) -> tuple[int, int]:
     raise ParallelConfigError(f"the plan splits {type(module).__name__}, which is not a linear layer")
 
 
-def _gathered_along(axis: str) -> int:
-    """Return the dimension along which ranks gather their pieces of the sequence for layers of this axis.
-
-    Attention needs the sequence in order. Other layers treat every position alike, in any order, and some models give
-    them no batch dimension.
-    """
-    return SEQUENCE_DIM if axis in HEAD_AXES else 0
-
-
-def _column(module: Any, axis: str, shared: bool, made: Made) -> nn.Module:
-    inputs, outputs = _linear_sizes(module)
-    return (ColumnParallelConv1D if is_conv1d(module) else ColumnParallelLinear)(
-        inputs,
-        outputs,
-        bias=module.bias is not None,
-        gather_output=False,
-        sequence_parallel_enabled=made.sequence_parallel and not shared,
-        sequence_dimension=_gathered_along(axis),
-        input_is_shared=shared,
-        output_plan=made.heads.axis(axis, outputs),
-        dtype=module.weight.dtype,
-        device=META,
-    )
-
-
-def _row(module: Any, axis: str, shared: bool, made: Made) -> nn.Module:
-    inputs, outputs = _linear_sizes(module)
-    return (RowParallelConv1D if is_conv1d(module) else RowParallelLinear)(
-        inputs,
-        outputs,
-        bias=module.bias is not None,
-        input_is_parallel=True,
-        sequence_parallel_enabled=made.sequence_parallel,
-        sequence_dimension=_gathered_along(axis),
-        input_plan=made.heads.axis(axis, inputs),
-        dtype=module.weight.dtype,
-        device=META,
-    )
-
-
-def _logits(module: Any, axis: str, shared: bool, made: Made) -> nn.Module:
-    inputs, outputs = _linear_sizes(module)
-    return ColumnParallelLinear(
-        inputs,
-        outputs,
-        bias=module.bias is not None,
-        gather_output=True,
-        output_plan=AxisPlan.padded(outputs),
-        dtype=module.weight.dtype,
-        device=META,
-    )
-
-
-def _vocabulary(module: Any, axis: str, shared: bool, made: Made) -> nn.Module:
-    if not hasattr(module, "embed_scale"):
-        return _embedding(module, ParallelEmbedding)
-    new = _embedding(module, ScaledParallelEmbedding)
-    new.register_buffer("embed_scale", module.embed_scale, persistent=False)
-    return new
-
-
-def _head_bias(module: Any, axis: str, shared: bool, made: Made) -> nn.Module:
-    return _embedding(module, ParallelEmbedding, shard_across_embedding=True, collect_output=False)
-
-
-def _embedding(module: Any, kind: type[ParallelEmbedding], **how: Any) -> ParallelEmbedding:
+def _embedding(module: Any, kind: str) -> ParallelEmbedding:
+    scale: Any = getattr(module, "embed_scale", None) if kind == "vocabulary" else None
     if not isinstance(module, nn.Embedding):
         raise ParallelConfigError(f"the plan splits {type(module).__name__}, which is not an embedding")
-    return kind(
+    new = (ParallelEmbedding if scale is None else ScaledParallelEmbedding)(
         module.num_embeddings,
         module.embedding_dim,
         padding_idx=module.padding_idx,
@@ -189,5 +133,9 @@ def _embedding(module: Any, kind: type[ParallelEmbedding], **how: Any) -> Parall
         pad=True,
         dtype=module.weight.dtype,
         device=META,
-        **how,
+        shard_across_embedding=kind == "head_bias",
+        collect_output=kind != "head_bias",
     )
+    if scale is not None:
+        new.register_buffer("embed_scale", scale, persistent=False)
+    return new

@@ -233,7 +233,6 @@ def test_loading_is_lazy_in_the_context_only(tmp_path: Path):
 
     LLAMA.build().save_pretrained(tmp_path)
     load = transformers.AutoModelForCausalLM.from_pretrained
-    own = transformers.PreTrainedModel.__dict__["from_pretrained"]
     with nxd.distributed.lazy_load_for_parallelism():
         assert not load(tmp_path).lm_head.weight.is_meta
     with nxd.distributed.lazy_load_for_parallelism(pipeline_parallel_size=2):
@@ -249,7 +248,6 @@ def test_loading_is_lazy_in_the_context_only(tmp_path: Path):
             load(tmp_path, quantization_config={"load_in_8bit": True})
         with pytest.raises(ParallelConfigError, match="device_map"):
             load(tmp_path, device_map="auto")
-    assert transformers.PreTrainedModel.__dict__["from_pretrained"] is own
     assert not load(tmp_path).lm_head.weight.is_meta
     for file in tmp_path.glob("*.safetensors"):
         file.rename(tmp_path / "pytorch_model.bin")
