@@ -1,7 +1,4 @@
-"""Errors of the server, and what is said of one: to a client, to the log, and to the garbage collector.
-
-Each docstring states the HTTP status; the HTTP layer maps by class, never by message text.
-"""
+"""Errors of the server, and what is said of one: to a client, to the log, and to the garbage collector."""
 
 from __future__ import annotations
 
@@ -14,7 +11,15 @@ DEADLINE_GRACE = 0.5
 
 
 class ServerError(NxdError):
-    """Base class of the errors that the engine and the HTTP layer raise themselves."""
+    """Base class of the errors that the engine and the HTTP layer raise themselves, and what a response says of one."""
+
+    status = 500
+    code: str | None = None
+    """For programs; None: that of the status."""
+    field: str | None = None
+    """The faulty part of the request."""
+    retry_after: float | None = None
+    """Seconds; None when waiting does not help."""
 
 
 class SettingsError(NxdError, ValueError):
@@ -32,7 +37,9 @@ class GenerateOnlyError(ServerError, ModelConfigError):
 
 
 class RequestError(ServerError, ValueError):
-    """The request itself is wrong (400). ``field`` names the faulty part; the message states value, limit and fix."""
+    """The request itself is wrong. ``field`` names the faulty part; the message states value, limit and fix."""
+
+    status, code = 400, "invalid_value"
 
     def __init__(self, field: str, message: str):
         super().__init__(f"{field}: {message}" if field else message)
@@ -41,7 +48,7 @@ class RequestError(ServerError, ValueError):
 
 
 class BodyError(RequestError):
-    """A request's body cannot be read at all (400); ``code`` is the reason, for programs."""
+    """A request's body cannot be read at all; ``code`` is the reason."""
 
     def __init__(self, message: str, code: str):
         super().__init__("", message)
@@ -49,34 +56,43 @@ class BodyError(RequestError):
 
 
 class UnknownModelError(RequestError):
-    """There is no such model or adapter (404, ``model_not_found``)."""
+    """There is no such model or adapter."""
+
+    status, code = 404, "model_not_found"
 
     def __init__(self, message: str):
         super().__init__("", message)
+        self.field = "model"
 
 
 class ForbiddenPathError(ServerError, PermissionError):
-    """A path that requests may not name: it is outside the configured root, or no root is configured (403)."""
+    """A path that requests may not name: it is outside the configured root, or no root is configured."""
+
+    status, code, field = 403, "forbidden_path", "path"
 
 
 class AdapterConflictError(ServerError, RuntimeError):
-    """An adapter's name is taken, or no slot is free for it (409)."""
+    """An adapter's name is taken, or no slot is free for it."""
+
+    status, code = 409, "adapter_conflict"
 
 
 class WeightsBusyError(ServerError, RuntimeError):
-    """The weights cannot be changed now: another change is in progress, or requests ran for too long (409)."""
+    """The weights cannot be changed now: another change is in progress, or requests ran for too long."""
 
+    status, code, retry_after = 409, "weights_busy", 5.0
 
-def weights_busy() -> WeightsBusyError:
-    """Return the error of a change that arrives while another one is in progress."""
-    return WeightsBusyError("another change of the weights is on its way; try again when it is over")
+    def __init__(self, message: str = "another change of the weights is on its way; try again when it is over"):
+        super().__init__(message)
 
 
 # --- too long for the model ---
 
 
 class PromptTooLongError(RequestError):
-    """A prompt over the model's maximum length (400, ``context_length_exceeded``)."""
+    """A prompt over the model's maximum length."""
+
+    code = "context_length_exceeded"
 
     def __init__(self, prompt_tokens: int, max_len: int, field: str = "prompt", *, completes: bool = True):
         what, together, fix = "text", "", "--prompt-buckets, where it takes more, or ask for truncate_prompt_tokens"
@@ -92,7 +108,9 @@ class PromptTooLongError(RequestError):
 
 
 class MaxTokensError(RequestError):
-    """More tokens were requested than fit after the prompt (400, ``context_length_exceeded``)."""
+    """More tokens were requested than fit after the prompt."""
+
+    code = "context_length_exceeded"
 
     def __init__(self, requested: int, prompt_tokens: int, max_len: int, field: str = "max_tokens"):
         self.room = max(1, max_len - prompt_tokens)
@@ -104,15 +122,18 @@ class MaxTokensError(RequestError):
 
 
 class TextTooLongError(RequestError):
-    """A text so long that it must exceed the model's maximum length, however it is tokenized (400,
-    ``context_length_exceeded``)."""
+    """A text so long that it must exceed the model's maximum length, however it is tokenized."""
+
+    code = "context_length_exceeded"
 
 
 # --- the engine: full, unavailable, failed, or too late for this request ---
 
 
 class QueueFullError(ServerError):
-    """Too many requests are waiting (429). ``retry_after`` is in seconds."""
+    """Too many requests are waiting."""
+
+    status = 429
 
     def __init__(self, message: str, retry_after: float = 1.0):
         super().__init__(message)
@@ -120,32 +141,31 @@ class QueueFullError(ServerError):
 
 
 class EngineUnavailableError(ServerError, RuntimeError):
-    """The engine accepts no requests: starting, draining, recovering, failed or closed (503).
+    """The engine accepts no requests: ``state`` is starting, draining, recovering, failed or closed."""
 
-    ``state`` is the engine's state, ``retry_after`` seconds or None when waiting does not help.
-    """
+    status = 503
 
     def __init__(self, message: str, state: str = "", retry_after: float | None = None):
         super().__init__(message)
         self.state = state
+        self.code = state or "not_ready"
         self.retry_after = retry_after
 
 
 class EngineFailedError(EngineUnavailableError):
-    """The ranks failed while this request was running or queued (503); ``__cause__`` holds the rank's error."""
+    """The ranks failed while this request was running or queued; ``__cause__`` holds the rank's error."""
 
-
-def ranks_failed(error: BaseException) -> EngineFailedError:
-    """Return the error of a request that was running when ``error`` ended the ranks."""
-    failure = EngineFailedError(
-        f"the ranks were lost while this request was in progress: {summary(error)}", "failed", 5.0
-    )
-    failure.__cause__ = error
-    return failure
+    def __init__(self, error: BaseException):
+        words = f"the ranks were lost while this request was in progress: {summary(error)}"
+        super().__init__(words, "failed", 5.0)
+        self.code = "engine_failed"
+        self.__cause__ = error
 
 
 class DeadlineExceededError(ServerError, TimeoutError):
-    """The request's own deadline passed before it finished (504)."""
+    """The request's own deadline passed before it finished."""
+
+    status = 504
 
 
 def not_finished(seconds: float) -> DeadlineExceededError:
@@ -159,7 +179,9 @@ def ended_early() -> EngineUnavailableError:
 
 
 class GenerationError(ServerError, RuntimeError):
-    """A step failed for this request only (500); the others continued."""
+    """A step failed for this request only; the others continued."""
+
+    code = "generation_failed"
 
 
 # --- what is said of an error ---

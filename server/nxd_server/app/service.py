@@ -1,4 +1,4 @@
-"""The service: an artifact's ranks, its engine, its tokenizer, and their current state.
+"""The service: an artifact's ranks, its engine, its tokenizer and chat template, and their current state.
 
 The service starts in its own thread, so that the HTTP layer answers ``/livez`` from the first moment; it is ready
 once its ranks have completed a step. The graphs run in the rank processes, never in this one. A watchdog thread
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -19,84 +17,46 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from nxd_infer.errors import ArtifactError, NxdError, RankFailedError
+from nxd_infer.errors import ArtifactError, ModelConfigError, NxdError, RankFailedError
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank_model import RankModel, takes_arrays
-from nxd_infer.runtime.time_bounds import MARGIN, Bounds
 from nxd_server import engine  # its names are imported on first use, once the ranks' processes run
-from nxd_server.app.served_model import ServedModel
-from nxd_server.errors import EngineUnavailableError, RequestError, log_failure, summary
+from nxd_server.engine.rank_restarts import RecoveryTimeout
+from nxd_server.engine.request import eos_token_ids
+from nxd_server.engine.speculation import check_speculate
+from nxd_server.errors import (
+    EngineUnavailableError,
+    GenerateOnlyError,
+    RequestError,
+    SettingsError,
+    log_failure,
+    summary,
+)
 from nxd_server.settings import ServerSettings
+from nxd_server.text import reasoning
+from nxd_server.text.chat_template import TemplateSources
+from nxd_server.text.reasoning import Tags, tags_of
+from nxd_server.text.template_process import BoundedTemplate
+from nxd_server.text.tokenizer import Tokenizer
+from nxd_server.text.tool_calls import TAGS, format_of
 
 if TYPE_CHECKING:
     from nxd_infer.artifact.manifest import InputSpec, Manifest
     from nxd_infer.artifact.reader import LoadedArtifact
     from nxd_infer.runtime.model import TensorParallelModel
     from nxd_infer.runtime.ranks import RankHealth
-    from nxd_server.engine import Engine, EngineHealth, EngineStats, OneShotEngine, SamplingParams, TextEncoder
-    from nxd_server.engine.adapter_slots import Adapter, Adapters
-    from nxd_server.text.grammars import CompiledGrammar
+    from nxd_server.engine import Engine, EngineHealth, EngineStats, OneShotEngine, TextEncoder
+    from nxd_server.engine.adapter_slots import Adapter
 
 logger = logging.getLogger("nxd_server.service")
 
 SPAWN_SECONDS = 1.0
 WATCH_SECONDS = 0.2
 IDLE_PROBE_SECONDS = 2.0
-RECOVERY_STARTS = 2
-"""Starts of maximum length that a recovery allows: ranks that hang during the first are noticed at its end, and are
-started once more."""
+ROUTES = {"generate": "/v1/completions or /v1/chat/completions", "embed": "/v1/embeddings", "classify": "/v1/classify"}
 
 
-class RecoveryTimeout:
-    """How long lost ranks may take to be ready again, and the progress of that.
-
-    ``setting`` is ``recovery_timeout``; None derives the limit from the time of the start on this machine, once
-    :meth:`started` has been called.
-    """
-
-    def __init__(self, setting: float | None):
-        self.expected: float | None = None
-        """Seconds that the last start or recovery took."""
-        self._setting = setting
-        self._bounds: Bounds | None = None
-        self._after_load = 0.0
-
-    def started(self, seconds: float, bounds: Bounds) -> None:
-        """The first start took ``seconds``; ``bounds`` knows what the ranks take to load."""
-        self._bounds = bounds
-        self.took(seconds)
-
-    def took(self, seconds: float) -> None:
-        """The ranks became ready again in ``seconds``."""
-        self.expected = seconds
-        load = self._bounds and self._bounds.load_seconds
-        self._after_load = max(self._after_load, seconds - (load or 0.0))
-
-    @property
-    def limit(self) -> float:
-        """Seconds after which the server gives up on ranks that are not ready again. Derived: two starts, each within
-        the limit of a load, and what else they do until they are ready, which are swaps and the first steps."""
-        if self._setting is not None:
-            return self._setting
-        if self._bounds is None:
-            return math.inf
-        return RECOVERY_STARTS * (self._bounds.load + MARGIN * self._after_load)
-
-    def progress(self, seconds: float, stage: str) -> str:
-        """Describe the progress of a recovery that began ``seconds`` ago."""
-        about = "" if self.expected is None else f" of about {self.expected:.0f} s"
-        return f"starting the ranks again: {stage}, {seconds:.0f} s{about} (at most {self.limit:.0f} s)"
-
-    def late(self, stage: str) -> str:
-        """Return the message for a recovery that took too long."""
-        about = "" if self.expected is None else f" (the last start took {self.expected:.1f} s; now {stage})"
-        return (
-            f"the ranks were not ready again within {self.limit:g} s{about}: see what else runs on this machine, or "
-            "set recovery_timeout higher"
-        )
-
-
-class Service(ServedModel):
+class Service:
     """One artifact and everything that serves it.
 
     Args:
@@ -111,7 +71,13 @@ class Service(ServedModel):
         settings: ServerSettings,
         on_failure: Callable[[str], None] | None = None,
     ):
-        super().__init__(Path(artifact), settings)
+        self.artifact = Path(artifact)
+        self.settings = settings
+        self.chat_template: BoundedTemplate | None = None
+        self.tool_format: str | None = None
+        """Of the model's tool calls; see :mod:`nxd_server.text.tool_calls`. None: its template takes no tools."""
+        self.reasoning_tags: Tags | None = None
+        """Between which the model reasons; see :mod:`nxd_server.text.reasoning`. None: it does not."""
         self.created = int(time.time())
         self.load_seconds: float | None = None
         self.failure: str | None = None
@@ -124,8 +90,9 @@ class Service(ServedModel):
         self._spawned = threading.Event()
         self._stage = "loading the artifact"
         self._model: RankModel | None = None
-        self._engine: Engine | None = None
-        self._oneshot: OneShotEngine | None = None
+        self._manifest: Manifest | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._engine: Engine | OneShotEngine | None = None
         self._encoder: TextEncoder | None = None
         self._thread = threading.Thread(target=self._run, name="nxd-service", daemon=True)
 
@@ -190,7 +157,7 @@ class Service(ServedModel):
 
         def read() -> None:
             try:
-                self._read_text(self.task, artifact)
+                self._read_text(artifact)
                 if settings.admin():  # its holder may change weights, and sharding them needs torch: import it now
                     import nxd_infer.runtime.updates.adapters  # noqa: F401  # slow: torch
                 text.set_result(None)
@@ -208,6 +175,57 @@ class Service(ServedModel):
             )
         text.result()
         return model
+
+    def _check_task(self) -> None:
+        """Reject settings that the artifact does not support, before its ranks take seconds to start."""
+        settings = self.settings
+        if self.task != "generate":
+            for name in ("lora", "speculate"):
+                if getattr(settings, name):
+                    raise GenerateOnlyError(name, self.task)
+            return
+        if settings.lora and self._manifest is not None and not self._manifest.layout.get("adapters"):
+            raise SettingsError(
+                f"lora = {','.join(settings.lora)!r}: this artifact has no slots for adapters; trace the model again "
+                "with --lora-slots"
+            )
+        if settings.speculate:
+            check_speculate(self.metadata, settings.speculate)
+
+    def _read_text(self, artifact: LoadedArtifact) -> None:
+        """Read the tokenizer and the chat template that the manifest lists."""
+        if self.task not in ROUTES:
+            return
+        try:
+            self._tokenizer = Tokenizer.from_dir(artifact)
+        except ModelConfigError as error:
+            logger.warning("no tokenizer, so this model can only be used through LLM: %s", error)
+        else:
+            if self.task == "generate":
+                self._use_template(TemplateSources.from_dir(artifact))
+                if self.chat_template is None:
+                    logger.info(
+                        "no chat template, so /v1/chat/completions is refused: use /v1/completions, or trace a "
+                        "model that has a chat_template.jinja"
+                    )
+            self._tokenizer.most_characters(self.max_len)  # scans the vocabulary now, not during a request
+
+    def _use_template(self, sources: TemplateSources | None) -> None:
+        """Serve conversations with this template, once it has been checked."""
+        if sources is None:
+            return
+        settings = self.settings
+        templates = [sources.default, *sources.named.values()]
+        asked = settings.tool_call_parser
+        self.tool_format = {"auto": format_of(templates), "none": None}.get(asked, asked)
+        asked = settings.reasoning_parser
+        self.reasoning_tags = tags_of(templates) if asked == "auto" else reasoning.FORMATS.get(asked)
+        if self._tokenizer is not None:
+            tags = [*TAGS.get(self.tool_format or "", ()), *(self.reasoning_tags or ())]
+            self._tokenizer = self._tokenizer.showing(tags)
+        template = BoundedTemplate(sources, settings.render_timeout, settings.max_queued_requests)
+        self.chat_template = template  # first, so that closing can end it during the check
+        template.check()
 
     def _make_model(self, artifact: LoadedArtifact) -> RankModel:
         """Return the model of ``artifact``, whose files are not hashed yet.
@@ -243,9 +261,9 @@ class Service(ServedModel):
             for name, _, path in (word.partition("=") for word in settings.lora):
                 worker.adapters.load(name, path)
         else:
-            worker = self._oneshot = engine.OneShotEngine(cast("TensorParallelModel", model), **options)
+            worker = self._engine = engine.OneShotEngine(cast("TensorParallelModel", model), **options)
             if self._tokenizer is not None:
-                self._encoder = engine.TextEncoder(self._oneshot, self._tokenizer)
+                self._encoder = engine.TextEncoder(worker, self._tokenizer)
         worker.start(on_progress=self._progress)
         return worker
 
@@ -256,7 +274,7 @@ class Service(ServedModel):
 
     def _watch(self) -> None:
         """Wait for the engine to recover, but no longer than the limit."""
-        worker = self._worker
+        worker = self._engine
         while worker is not None and not self._closing:
             if worker.wait_failed(WATCH_SECONDS):
                 self._fail(worker.verdict)
@@ -281,8 +299,7 @@ class Service(ServedModel):
     def drain(self, timeout: float) -> bool:
         """Reject new requests and wait for the others; False if ``timeout`` seconds were not enough."""
         self._draining = True
-        worker = self._worker
-        return True if worker is None else worker.drain(timeout)
+        return self._engine is None or self._engine.drain(timeout)
 
     def close(self) -> None:
         """End everything; running requests fail. The ranks have exited when this returns."""
@@ -290,7 +307,7 @@ class Service(ServedModel):
             self._closing = True
         if self.chat_template is not None:
             self.chat_template.stop()
-        worker, model = self._worker, self._model
+        worker, model = self._engine, self._model
         starting = worker is None or worker.state in ("starting", "recovering", "failed")
         if worker is not None:
             worker.close(0.0 if starting else 5.0)
@@ -302,15 +319,75 @@ class Service(ServedModel):
     # --- description -----------------------------------------------------------------------------------
 
     @property
-    def _worker(self) -> Engine | OneShotEngine | None:
-        return self._engine or self._oneshot
-
-    @property
     def manifest(self) -> Manifest:
         """The artifact's manifest; raises EngineUnavailableError until it has been read."""
         if self._manifest is None:
             raise self._unavailable()
         return self._manifest
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return self._manifest.metadata if self._manifest is not None else {}
+
+    @property
+    def task(self) -> str:
+        """``generate``, ``embed``, ``classify``, or empty for any other traced model."""
+        return str(self.metadata.get("task") or "")
+
+    @property
+    def main_route(self) -> str:
+        return ROUTES.get(self.task, "/v1/predict")
+
+    @property
+    def model_name(self) -> str:
+        """The name requests may give as ``model``."""
+        name = self.settings.served_model_name or self.metadata.get("model_name")
+        return str(name or self.artifact.resolve().name)
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """Sampling defaults of requests, from the model's ``generation_config.json``."""
+        return dict(self.metadata.get("sampling_defaults") or {}) if self.settings.generation_defaults else {}
+
+    @property
+    def max_len(self) -> int:
+        """Longest prompt plus completion in tokens; 0 if there is no such limit."""
+        return int(self.metadata.get("max_len") or 0)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids of the model; if unknown, as many as a tokenizer can have."""
+        return int(self.metadata.get("vocab_size") or 2**31)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer of a model that generates."""
+        return eos_token_ids(self.metadata, self._tokenizer)
+
+    @property
+    def top_logprobs(self) -> int:
+        """How many of the most likely tokens the graphs return."""
+        return int(self.metadata.get("top_logprobs") or 0)
+
+    @property
+    def continues_prompts(self) -> bool:
+        """Whether an answer continues its prompt; otherwise it is a new text."""
+        return not self.metadata.get("encodes_prompts")
+
+    def bucket_shapes(self) -> list[tuple[str, int, int]]:
+        """Return name, batch and length of every bucket; 1 if its first input lacks that dimension."""
+        shapes = []
+        for bucket in self._manifest.buckets if self._manifest is not None else []:
+            shape = bucket.inputs[0].shape if bucket.inputs else []
+            shapes.append((bucket.name, shape[0] if shape else 1, shape[1] if len(shape) > 1 else 1))
+        return shapes
+
+    def require_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raises RequestError if the artifact has none."""
+        if self._tokenizer is None:
+            instead = "" if self.task == "generate" else "; use /v1/predict with token ids"
+            raise RequestError("", f"{self.model_name!r} has no tokenizer, which this route needs{instead}")
+        return self._tokenizer
 
     def require_encoder(self) -> TextEncoder:
         """Return the encoder of texts to vectors. Raises RequestError if the artifact has no tokenizer."""
@@ -354,27 +431,20 @@ class Service(ServedModel):
     @property
     def weight_version(self) -> int:
         """How often the weights were swapped since the artifact was loaded."""
-        worker = self._worker
-        return worker.gate.version if worker is not None else 0
-
-    @property
-    def restarts(self) -> int:
-        return stats.restarts if (stats := self.stats()) is not None else 0
+        return 0 if self._engine is None else self._engine.gate.version
 
     def stats(self) -> EngineStats | None:
         """Return the engine's counters, or None if there is no engine yet."""
-        return worker.stats() if (worker := self._worker) is not None else None
+        return None if self._engine is None else self._engine.stats()
 
     def health(self) -> EngineHealth | None:
-        worker = self._worker
-        return worker.health() if worker is not None else None
+        return None if self._engine is None else self._engine.health()
 
     def ranks(self) -> list[RankHealth]:
         """Return every rank's health, even before the engine exists."""
         if (health := self.health()) is not None:
             return health.ranks
-        model = self._model
-        return model.health() if model is not None else []
+        return [] if self._model is None else self._model.health()
 
     def _unavailable(self) -> EngineUnavailableError:
         ready, state, reason = self.readiness()
@@ -388,51 +458,36 @@ class Service(ServedModel):
         if self._manifest is None:
             raise self._unavailable()
 
-    def require_ready(self) -> None:
-        """Raise EngineUnavailableError unless a request may be queued. (The engine itself ends a stalled step.)"""
-        worker = self._worker
-        if self.failure is not None or self._draining or worker is None or worker.state != "ready":
-            raise self._unavailable()
-
-    def adapters(self) -> list[Adapter]:
-        """Return the adapters that requests may name."""
-        return self._engine.adapters.listed() if self._engine is not None else []
-
-    def require_adapters(self) -> Adapters:
-        """Return the adapters for changes. Raises RequestError if the artifact cannot have any."""
-        self.require_ready()
-        if self._engine is None:
-            raise RequestError("", f"{self.model_name!r} was not traced for generation and takes no adapters")
-        return self._engine.adapters
-
     @property
     def room(self) -> int:
         """How many choices run and wait at most."""
-        return (0 if self._worker is None else self._worker.queue.capacity) + self.settings.max_queued_requests
+        return (0 if self._engine is None else self._engine.queue.capacity) + self.settings.max_queued_requests
 
-    # --- requests -----------------------------------------------------------------------------------------
+    def adapters(self) -> list[Adapter]:
+        """Return the adapters that requests may name."""
+        worker = self._engine
+        return cast("Engine", worker).adapters.listed() if self.task == "generate" and worker is not None else []
+
+    # --- the engine, for a request ------------------------------------------------------------------------
+
+    def require_ready(self) -> Engine | OneShotEngine:
+        """Return the engine. Raises EngineUnavailableError unless a request may be queued. (The engine itself ends a
+        stalled step.)"""
+        worker = self._engine
+        if self.failure is not None or self._draining or worker is None or worker.state != "ready":
+            raise self._unavailable()
+        return worker
 
     def require_engine(self) -> Engine:
         """Return the engine that generates. Raises RequestError for an artifact of another kind."""
-        self.require_ready()
-        if self._engine is None:
+        worker = self.require_ready()
+        if self.task != "generate":
             raise RequestError("", f"{self.model_name!r} was not traced for generation")
-        return self._engine
+        return cast("Engine", worker)
 
     def require_oneshot(self) -> OneShotEngine:
         """Return the engine of one-shot calls. Raises RequestError for an artifact of another kind."""
-        self.require_ready()
-        if self._oneshot is None:
+        worker = self.require_ready()
+        if self.task == "generate":
             raise RequestError("", f"{self.model_name!r} was traced for generation: use {self.main_route}")
-        return self._oneshot
-
-    def grammar_of(self, params: SamplingParams) -> CompiledGrammar | None:
-        """Return the compiled grammar; raises the errors of :meth:`Engine.grammar_of`."""
-        return None if self._engine is None else self._engine.grammar_of(params)
-
-    def update_weights(self, path: str | os.PathLike[str], tag: str | None, timeout: float) -> int:
-        """Swap the weights between requests; return the version. Raises as :meth:`EngineCore.update_weights`."""
-        self.require_ready()
-        if (worker := self._worker) is None:
-            raise self._unavailable()
-        return worker.update_weights(path, tag=tag, timeout=timeout)
+        return cast("OneShotEngine", worker)

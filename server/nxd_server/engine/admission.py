@@ -14,7 +14,6 @@ from nxd_server.errors import (
     QueueFullError,
     RequestError,
     WeightsBusyError,
-    weights_busy,
 )
 
 
@@ -225,7 +224,7 @@ class WeightGate:
         if self._over:
             raise EngineUnavailableError(f"the weights are unchanged: the engine is {self._over}", self._over)
         if self._change is not None:
-            raise weights_busy()
+            raise WeightsBusyError
         self._change = change
         self._lock.notify_all()
 

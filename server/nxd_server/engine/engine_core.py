@@ -25,13 +25,12 @@ from nxd_server.engine.admission import QueueLimit, WeightGate
 from nxd_server.engine.rank_restarts import RankRestarts
 from nxd_server.engine.step_runner import FATAL, Progress, StepCosts, StepRunner, Tensors
 from nxd_server.errors import (
+    EngineFailedError,
     EngineUnavailableError,
     WeightsBusyError,
     forget_frames,
     log_failure,
-    ranks_failed,
     summary,
-    weights_busy,
 )
 from nxd_server.threads import keep_off
 
@@ -177,7 +176,7 @@ class EngineCore:
 
     def _ranks_lost(self, error: BaseException) -> None:
         """End the requests that are lost with the ranks, which are about to be restarted."""
-        self._fail_all(ranks_failed(error))
+        self._fail_all(EngineFailedError(error))
 
     def _fail_all(self, error: Exception) -> None:
         """End every request with ``error``."""
@@ -335,7 +334,7 @@ class EngineCore:
         if (state := self.state) != "ready":
             raise EngineUnavailableError(f"the engine takes no weights: it is {state}", state)
         if not self._updating.acquire(blocking=False):
-            raise weights_busy()
+            raise WeightsBusyError
         try:
             return self._swap(self.model.cut_weights(weights, tag=tag), timeout)
         finally:
@@ -484,4 +483,4 @@ class EngineCore:
         self.steps.forget()
         self._set_state("failed")
         self.gate.abandon("failed")
-        self._fail_all(ranks_failed(error))
+        self._fail_all(EngineFailedError(error))

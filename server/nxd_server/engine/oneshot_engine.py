@@ -25,7 +25,7 @@ from nxd_infer.runtime.router import Router, cut, elements, fill, fits, lawful_i
 from nxd_server.engine.admission import WholeRequest, check_timeout
 from nxd_server.engine.engine_core import EngineCore, EngineStats
 from nxd_server.engine.step_runner import FATAL, Graph, StepCosts
-from nxd_server.errors import DeadlineExceededError, GenerationError, ranks_failed, summary
+from nxd_server.errors import DeadlineExceededError, GenerationError, summary
 
 if TYPE_CHECKING:
     from nxd_infer.runtime.model import TensorParallelModel
@@ -347,7 +347,7 @@ class OneShotEngine(EngineCore):
     def _ranks_lost(self, error: BaseException) -> None:
         """If a graph raised, one of the step's requests is at fault: only those are in doubt, others are kept."""
         if not isinstance(error, RankFailedError):
-            self._fail_all(ranks_failed(error))
+            super()._ranks_lost(error)
             return
         suspects, self._current = self._current, []
         if len(suspects) == 1:

@@ -1,8 +1,9 @@
-"""When lost ranks are restarted, and the progress of a restart."""
+"""When lost ranks are restarted, the progress of a restart, and how long it may take."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -14,12 +15,16 @@ from nxd_infer.errors import (
     RankStartError,
     RankTimeoutError,
 )
+from nxd_infer.runtime.time_bounds import MARGIN, Bounds
 from nxd_server.errors import forget_frames, log_failure, summary
 
 log = logging.getLogger("nxd_server.engine")
 
 LONGEST_PAUSE = 8.0
 """Most seconds between two attempts to start ranks for which the system has no room."""
+RECOVERY_STARTS = 2
+"""Starts of maximum length that a recovery allows: ranks that hang during the first are noticed at its end, and are
+started once more."""
 
 
 class RankRestarts:
@@ -115,6 +120,55 @@ class RankRestarts:
         """Seconds since the current recovery began; None without one."""
         begun = self._begun
         return None if begun is None else time.monotonic() - begun
+
+
+class RecoveryTimeout:
+    """How long lost ranks may take to be ready again, and the progress of that.
+
+    ``setting`` is ``recovery_timeout``; None derives the limit from the time of the start on this machine, once
+    :meth:`started` has been called.
+    """
+
+    def __init__(self, setting: float | None):
+        self.expected: float | None = None
+        """Seconds that the last start or recovery took."""
+        self._setting = setting
+        self._bounds: Bounds | None = None
+        self._after_load = 0.0
+
+    def started(self, seconds: float, bounds: Bounds) -> None:
+        """The first start took ``seconds``; ``bounds`` knows what the ranks take to load."""
+        self._bounds = bounds
+        self.took(seconds)
+
+    def took(self, seconds: float) -> None:
+        """The ranks became ready again in ``seconds``."""
+        self.expected = seconds
+        load = self._bounds and self._bounds.load_seconds
+        self._after_load = max(self._after_load, seconds - (load or 0.0))
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which the server gives up on ranks that are not ready again. Derived: two starts, each within
+        the limit of a load, and what else they do until they are ready, which are swaps and the first steps."""
+        if self._setting is not None:
+            return self._setting
+        if self._bounds is None:
+            return math.inf
+        return RECOVERY_STARTS * (self._bounds.load + MARGIN * self._after_load)
+
+    def progress(self, seconds: float, stage: str) -> str:
+        """Describe the progress of a recovery that began ``seconds`` ago."""
+        about = "" if self.expected is None else f" of about {self.expected:.0f} s"
+        return f"starting the ranks again: {stage}, {seconds:.0f} s{about} (at most {self.limit:.0f} s)"
+
+    def late(self, stage: str) -> str:
+        """Return the message for a recovery that took too long."""
+        about = "" if self.expected is None else f" (the last start took {self.expected:.1f} s; now {stage})"
+        return (
+            f"the ranks were not ready again within {self.limit:g} s{about}: see what else runs on this machine, or "
+            "set recovery_timeout higher"
+        )
 
 
 def lost_again(error: Exception) -> Exception | None:

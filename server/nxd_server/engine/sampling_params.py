@@ -23,7 +23,15 @@ operator's own limit (``nxd_infer.ops.sampling``), so that both always agree."""
 SMALLEST_TOP_P = 1e-6
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
-MAX_N = 128
+WHOLE_NUMBERS = {
+    "max_tokens": Option(16, "", int, minimum=1),
+    "n": Option(1, "", int, minimum=1, maximum=128),
+    "min_tokens": Option(0, "", int, minimum=0),
+    "seed": Option(0, "", int, minimum=-(2**63), maximum=2**63 - 1),
+    "logprobs": Option(0, "", int, minimum=0),
+}
+MAY_BE_NONE = ("max_tokens", "seed", "logprobs")
+TOKEN_ID = Option(0, "", int, minimum=0)
 BIAS = Option(0.0, "Added to a token's logit.", float, minimum=-100, maximum=100)
 SAMPLER_DEFAULTS: dict[str, float] = {
     **{name: field.off for name, field in SAMPLER_FIELDS.items()},
@@ -99,17 +107,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        if self.max_tokens is not None:
-            put(self, "max_tokens", _whole("max_tokens", self.max_tokens, 1, None))
-        for name, sampler in SAMPLER_FIELDS.items():
-            put(self, name, _number(name, getattr(self, name), sampler))
-        put(self, "n", _whole("n", self.n, 1, MAX_N))
-        put(self, "min_tokens", _whole("min_tokens", self.min_tokens, 0, None))
-        if self.seed is not None:
-            seed = _whole("seed", self.seed, -(2**63), 2**63 - 1)
-            put(self, "seed", None if seed == -1 else seed)
-        if self.logprobs is not None:
-            put(self, "logprobs", _whole("logprobs", self.logprobs, 0, None))
+        for name, one in {**WHOLE_NUMBERS, **SAMPLER_FIELDS}.items():
+            if (value := getattr(self, name)) is not None or name not in MAY_BE_NONE:
+                put(self, name, _number(name, value, one))
+        if self.seed == -1:
+            put(self, "seed", None)
         if not isinstance(self.cache_salt, str | None):
             raise RequestError("cache_salt", f"must be a string, got {self.cache_salt!r}")
         if not isinstance(self.ignore_eos, bool):
@@ -154,10 +156,6 @@ def _number(name: str, value: Any, declared: Option) -> Any:
     return declared.kind(value)
 
 
-def _whole(name: str, value: Any, low: int, high: int | None) -> int:
-    return _number(name, value, Option(0, "", int, minimum=low, maximum=high))
-
-
 def _stop_strings(value: Any) -> list[str]:
     stops = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(stops, (list, tuple)) or not all(isinstance(stop, str) for stop in stops):
@@ -176,7 +174,7 @@ def _token_ids(name: str, value: Any) -> list[int]:
     ids = [] if value is None else value
     if not isinstance(ids, (list, tuple)):
         raise RequestError(name, f"must be a list of token ids, got {value!r}")
-    return [_whole(name, token, 0, None) for token in ids]
+    return [_number(name, token, TOKEN_ID) for token in ids]
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
@@ -188,7 +186,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
     for token, bias in value.items():
         if isinstance(token, str) and token.strip().isdecimal() and len(token) < 20:  # JSON has string keys only
             token = int(token)
-        biases[_whole("logit_bias", token, 0, None)] = _number("logit_bias", bias, BIAS)
+        biases[_number("logit_bias", token, TOKEN_ID)] = _number("logit_bias", bias, BIAS)
     return biases
 
 

@@ -56,7 +56,8 @@ async def weights(request: Request, body: WeightsBody) -> dict[str, Any]:
 
     def swap() -> int:
         path = path_under(settings.weights_root, body.path)
-        return service.update_weights(path, body.tag, body.timeout or settings.weights_drain_timeout)
+        timeout = body.timeout or settings.weights_drain_timeout
+        return service.require_ready().update_weights(path, tag=body.tag, timeout=timeout)
 
     with unchanged("the weights are unchanged", "weights"):
         version = await in_thread(swap, "nxd-weights")
@@ -86,7 +87,7 @@ def _card(adapter: Adapter) -> dict[str, Any]:
 async def load_adapter(request: Request, body: AdapterBody) -> dict[str, Any]:
     """Load a PEFT directory under ``weights_root``; after the answer, requests may name it as their ``model``."""
     context = context_of(request)
-    adapters = context.service.require_adapters()
+    adapters = context.service.require_engine().adapters
 
     def load() -> Adapter:
         path = path_under(context.settings.weights_root, body.path)
@@ -106,7 +107,7 @@ async def list_adapters(request: Request) -> dict[str, Any]:
 async def remove_adapter(request: Request, name: str) -> dict[str, Any]:
     """Withdraw an adapter from new requests; its slot is free when the requests in ``running`` have ended."""
     require_admin(request)
-    return {**_card(context_of(request).service.require_adapters().remove(name)), "deleted": True}
+    return {**_card(context_of(request).service.require_engine().adapters.remove(name)), "deleted": True}
 
 
 @contextlib.contextmanager

@@ -16,23 +16,7 @@ from starlette.responses import Response
 
 from nxd_infer.errors import InputMismatchError, InputRangeError, ModelClosedError, RankError
 from nxd_infer.util.suggest import did_you_mean
-from nxd_server.errors import (
-    AdapterConflictError,
-    BodyError,
-    DeadlineExceededError,
-    EngineFailedError,
-    EngineUnavailableError,
-    ForbiddenPathError,
-    GenerationError,
-    MaxTokensError,
-    PromptTooLongError,
-    QueueFullError,
-    RequestError,
-    TextTooLongError,
-    UnknownModelError,
-    WeightsBusyError,
-    summary,
-)
+from nxd_server.errors import ServerError, summary
 
 STATUSES = {
     400: ("invalid_request_error", "invalid_request"),
@@ -133,34 +117,12 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
     """Return the response that ``error`` means to a client; 500 for an unexpected error."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, (MaxTokensError, PromptTooLongError, TextTooLongError)):
-        return ApiError(400, str(error), param=error.field or None, code="context_length_exceeded")
-    if isinstance(error, UnknownModelError):
-        return ApiError(404, str(error), param="model", code="model_not_found")
-    if isinstance(error, AdapterConflictError):
-        return ApiError(409, str(error), code="adapter_conflict")
-    if isinstance(error, BodyError):
-        return ApiError(400, str(error), code=error.code)
-    if isinstance(error, RequestError):
-        return ApiError(400, str(error), param=error.field or None, code="invalid_value")
-    if isinstance(error, ForbiddenPathError):
-        return ApiError(403, str(error), param="path", code="forbidden_path")
-    if isinstance(error, WeightsBusyError):
-        return ApiError(409, str(error), code="weights_busy", retry_after=5)
-    if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), retry_after=error.retry_after)
-    if isinstance(error, EngineFailedError):
-        return ApiError(503, str(error), code="engine_failed", retry_after=error.retry_after or 5)
-    if isinstance(error, EngineUnavailableError):
-        return ApiError(503, str(error), code=error.state or "not_ready", retry_after=error.retry_after or 1)
-    if isinstance(error, DeadlineExceededError):
-        return ApiError(504, str(error))
-    if isinstance(error, GenerationError):
-        return ApiError(500, str(error), code="generation_failed")
-    if isinstance(error, InputRangeError):
-        return ApiError(400, str(error), param=f"inputs.{error.input}", code="invalid_value")
+    if isinstance(error, ServerError):
+        retry_after = error.retry_after or (1 if error.status == 503 else None)
+        return ApiError(error.status, str(error), param=error.field or None, code=error.code, retry_after=retry_after)
     if isinstance(error, InputMismatchError):
-        return ApiError(400, str(error), param="inputs", code="invalid_value")
+        name = f"inputs.{error.input}" if isinstance(error, InputRangeError) else "inputs"
+        return ApiError(400, str(error), param=name, code="invalid_value")
     if isinstance(error, RankError):
         return ApiError(503, f"the model's ranks failed: {summary(error)}", code="rank_failed", retry_after=5)
     if isinstance(error, ModelClosedError):

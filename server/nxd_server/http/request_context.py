@@ -185,7 +185,7 @@ async def compiled_grammar(request: Request, params: SamplingParams) -> Compiled
     if params.structured_outputs is None:
         return None
     context = context_of(request)
-    work = functools.partial(context.service.grammar_of, params)
+    work = functools.partial(context.service.require_engine().grammar_of, params)
     return await unless_left(request, context.grammars.run(work))
 
 

@@ -6,11 +6,12 @@ import asyncio
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 
 from nxd_infer.errors import ModelConfigError
-from nxd_server.app.served_model import ServedModel
+from nxd_server.app.service import Service
 from nxd_server.errors import EngineUnavailableError
 from nxd_server.settings import ServerSettings
 from nxd_server.text import template_process as process
@@ -98,7 +99,8 @@ def test_a_model_without_a_template_is_told_of_when_it_is_read(tmp_path, caplog)
         if not has_template:
             del config["chat_template"]
             (directory / "tokenizer_config.json").write_text(json.dumps(config))
-        model = ServedModel(directory, ServerSettings())
-        model._read_text("generate", directory)
+        model = Service(directory, ServerSettings())
+        model._manifest = SimpleNamespace(metadata={"task": "generate"})  # pyright: ignore
+        model._read_text(directory)  # pyright: ignore
         assert (model.chat_template is not None) == has_template
         assert [record.message[:16] for record in caplog.records] == ([] if has_template else ["no chat template"])

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from nxd_server.app.served_model import ServedModel
+from nxd_server.app.service import Service
 from nxd_server.errors import BodyError
 from nxd_server.http.body_schema import Body
 from nxd_server.http.error_responses import ApiError
@@ -29,7 +29,7 @@ from nxd_server.text.concurrency_limit import ConcurrencyLimit
 
 def test_the_limit_of_a_body_follows_from_the_models_length(tmp_path):
     def limit(**metadata):
-        service = ServedModel(tmp_path, ServerSettings())
+        service = Service(tmp_path, ServerSettings())
         service._manifest = type("Manifest", (), {"metadata": metadata})  # pyright: ignore
         return default_limit(service)
 

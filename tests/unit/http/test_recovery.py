@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nxd_infer.runtime.time_bounds import Bounds, again
-from nxd_server.app.service import RecoveryTimeout
+from nxd_server.engine.rank_restarts import RecoveryTimeout
 
 GIB = 2**30
 

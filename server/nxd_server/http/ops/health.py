@@ -68,13 +68,12 @@ async def health(request: Request) -> Response:
     """
     context = context_of(request)
     service = context.service
+    engine, stats = service.health(), service.stats()
     extra: dict[str, Any] = {
         "uptime": round(time.time() - service.created, 1),
-        "restarts": service.restarts,
+        "restarts": 0 if stats is None else stats.restarts,
         "ranks": [_rank(rank) for rank in service.ranks()],
     }
-    engine = service.health()
-    stats = service.stats()
     if engine is not None:
         extra |= {"last_step_age": engine.last_step_age, "step_running": engine.step_running}
         if engine.recovering_for is not None:

@@ -90,7 +90,9 @@ class _Collector(Collector):
     def collect(self) -> Iterator[Metric]:
         service = self._service
         yield GaugeMetricFamily("nxd_ready", "1 when a request sent now would be served.", float(service.ready))
-        yield CounterMetricFamily("nxd_engine_restarts", "Restarts of the ranks.", service.restarts)
+        stats = service.stats()
+        restarts = 0 if stats is None else stats.restarts
+        yield CounterMetricFamily("nxd_engine_restarts", "Restarts of the ranks.", restarts)
         yield GaugeMetricFamily("nxd_weight_version", "Weight swaps since the start.", service.weight_version)
         if service.load_seconds is not None:
             yield GaugeMetricFamily(
@@ -104,7 +106,6 @@ class _Collector(Collector):
         yield GaugeMetricFamily("nxd_connections_most", "Limit of open connections.", connections.most)
         yield _by_label("nxd_connections_ended", "Connections ended by the server.", "reason", connections.ended)
         yield from self._ranks()
-        stats = service.stats()
         if stats is not None:
             yield from _gauges(stats)
             yield from _counters(stats)
