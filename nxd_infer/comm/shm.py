@@ -16,7 +16,7 @@ import re
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import CollectiveError, CollectiveTimeoutError, ParallelConfigError
 
@@ -105,32 +105,30 @@ class ShmCollectives:
             raise
 
     def all_reduce(self, x: Tensor, axis: str, op: str = "sum") -> Tensor:
-        with self._typed_errors(axis):
-            return self._ops["all_reduce"](x.detach(), axis + self._scope, op, self._degree(axis))
+        return self._run("all_reduce", axis, x, op, self._degree(axis))
 
     def all_gather(self, x: Tensor, axis: str, dim: int) -> Tensor:
-        with self._typed_errors(axis):
-            return self._ops["all_gather"](x.detach(), axis + self._scope, dim, self._degree(axis))
+        return self._run("all_gather", axis, x, dim, self._degree(axis))
 
     def reduce_scatter(self, x: Tensor, axis: str, dim: int) -> Tensor:
-        with self._typed_errors(axis):
-            return self._ops["reduce_scatter"](x.detach(), axis + self._scope, dim, self._degree(axis))
+        return self._run("reduce_scatter", axis, x, dim, self._degree(axis))
 
     def broadcast(self, x: Tensor, axis: str, src: int = 0) -> Tensor:
-        with self._typed_errors(axis):
-            return self._ops["broadcast"](x.detach(), axis + self._scope, src, self._degree(axis))
+        return self._run("broadcast", axis, x, src, self._degree(axis))
 
     def send(self, x: Tensor, axis: str, dst: int) -> None:
-        with self._typed_errors(axis):
-            self._ops["send"](x.detach(), axis + self._scope, dst)
+        self._run("send", axis, x, dst)
 
     def recv(self, x: Tensor, axis: str, src: int) -> Tensor:
-        with self._typed_errors(axis):
-            return self._ops["recv"](x.detach(), axis + self._scope, src)
+        return self._run("recv", axis, x, src)
 
     def barrier(self, axis: str) -> None:
         with self._typed_errors(axis):
             self._ops["barrier"](axis + self._scope)
+
+    def _run(self, name: str, axis: str, x: Tensor, *arguments: Any) -> Any:
+        with self._typed_errors(axis):
+            return self._ops[name](x.detach(), axis + self._scope, *arguments)
 
     def close(self) -> None:
         """Disconnect this process; the memory is freed once every process has disconnected."""
@@ -145,17 +143,14 @@ class ShmCollectives:
         try:
             yield
         except RuntimeError as error:
-            self._raise(axis, error)
-
-    def _raise(self, axis: str, error: RuntimeError) -> NoReturn:
-        typed = typed_error(str(error).replace(f"{axis}{self._scope}'", f"{axis}'"))
-        if isinstance(typed, CollectiveTimeoutError):
-            group = self._context.axis(axis).ranks
-            typed.ranks = tuple(group[place] for place in typed.ranks if place < len(group))
-        raise typed from error
+            typed = _typed_error(str(error).replace(f"{axis}{self._scope}'", f"{axis}'"))
+            if isinstance(typed, CollectiveTimeoutError):
+                group = self._context.axis(axis).ranks
+                typed.ranks = tuple(group[place] for place in typed.ranks if place < len(group))
+            raise typed from error
 
 
-def typed_error(text: str) -> CollectiveError:
+def _typed_error(text: str) -> CollectiveError:
     """Return the typed error for a native operator's message: CollectiveTimeoutError if ranks are missing.
 
     ``ranks`` of the result are indices on the axis, as in the message.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -46,47 +47,6 @@ class ModelWrapper(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    # --- this rank's tensors and modules, under the inner module's names --------------------------------
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.named_parameters(*args, **kwargs)
-
-    def parameters(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.named_buffers(*args, **kwargs)
-
-    def buffers(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.buffers(*args, **kwargs)
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.named_modules(*args, **kwargs)
-
-    def modules(self) -> Any:
-        return self.module.modules()
-
-    def named_children(self) -> Any:
-        return self.module.named_children()
-
-    def children(self) -> Any:
-        return self.module.children()
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        self.module.register_parameter(name, param)
-
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        self.module.register_buffer(name, tensor, persistent)
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        self.module.add_module(name, module)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.load_state_dict(*args, **kwargs)
-
     def apply(self: Self, fn: Callable[[nn.Module], None]) -> Self:
         self.module.apply(fn)
         return self
@@ -99,6 +59,23 @@ class ModelWrapper(nn.Module):
         self.training = mode
         self.module.train(mode)
         return self
+
+
+def _of_module(name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(nn.Module, name))
+    def call(self: ModelWrapper, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.module, name)(*args, **kwargs)
+
+    return call
+
+
+# This rank's tensors and modules, under the inner module's names.
+for _name in (
+    *("named_parameters", "parameters", "named_buffers", "buffers"),
+    *("named_modules", "modules", "named_children", "children"),
+    *("register_parameter", "register_buffer", "add_module", "state_dict", "load_state_dict"),
+):
+    setattr(ModelWrapper, _name, _of_module(_name))
 
 
 def _annotates(kind: type, name: str) -> bool:

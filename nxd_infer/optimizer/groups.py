@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from itertools import zip_longest
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -53,48 +52,18 @@ def checked_norm(name: str, norm: Any) -> float:
     return float(Option(1.0, "", NORM).checked(name, norm, ParallelConfigError))
 
 
-def parameter_groups(parameters: Parameters, may_be_empty: bool = False) -> list[dict[str, Any]]:
-    """Return parameter groups with lists of tensors, and their names, if given, under ``param_names``.
-
-    ``may_be_empty``: a pipeline stage may train nothing, where others do.
-    Raises ParallelConfigError or, as PyTorch does, TypeError and ValueError for anything else.
-    """
+def in_order(parameters: Parameters) -> list[Any]:
+    """Return parameters or groups as a list, of which PyTorch checks the rest. Raises TypeError for a set."""
+    if isinstance(parameters, set | frozenset):
+        raise TypeError("the parameters are a set, whose order differs from rank to rank: pass a list")
     if isinstance(parameters, Tensor | dict):
         what = "tensor" if isinstance(parameters, Tensor) else "dict"
         raise TypeError(f"an optimizer takes an iterable of parameters or of groups, not one {what}")
-    listed = _in_order(parameters)
-    if not listed and not may_be_empty:
-        raise ValueError("the optimizer got an empty parameter list")
-    groups: list[Any] = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
-    return [_group(group) for group in groups]
+    return list(parameters)
 
 
-def _group(group: Any) -> dict[str, Any]:
-    if not isinstance(group, dict) or "params" not in group:
-        raise ParallelConfigError(f"a parameter group must be a dict with the key 'params', got {group!r:.80}")
-    members = group["params"]
-    members = [members] if isinstance(members, Tensor) else _in_order(members)
-    fresh = {k: v for k, v in group.items() if k != "params"}
-    if members and isinstance(members[0], tuple):
-        fresh["param_names"] = [name for name, _ in members]
-        members = [param for _, param in members]
-    for param in members:
-        if not isinstance(param, Tensor):
-            raise TypeError(f"an optimizer takes parameters, got a {type(param).__name__}")
-        if not param.is_leaf:
-            raise ParallelConfigError("an optimizer takes parameters, got a tensor that was computed (not a leaf)")
-    return {**fresh, "params": members}
-
-
-def _in_order(values: Iterable[Any]) -> list[Any]:
-    if isinstance(values, set | frozenset):
-        raise TypeError("the parameters are a set, whose order differs from rank to rank: pass a list")
-    return list(values)
-
-
-def require_once(groups: list[dict[str, Any]]) -> None:
-    members = [id(param) for group in groups for param in group["params"]]
-    if len(set(members)) < len(members):
+def require_once(group: dict[str, Any]) -> None:
+    if len(set(map(id, group["params"]))) < len(group["params"]):
         raise ParallelConfigError("a parameter is more than once in the optimizer's groups; pass each only once")
 
 
@@ -103,17 +72,12 @@ def require_unchanged(groups: list[dict[str, Any]], given: list[list[Tensor]]) -
 
     The wrapped optimizer has groups of its own, which do not follow a change.
     """
-    now = [group["params"] for group in groups]
-    changes = []
-    for number, (mine, theirs) in enumerate(zip_longest(now, given, fillvalue=())):
-        changes += [f"group {number} has {label} in addition" for label in _only_in(mine, theirs)]
-        changes += [f"group {number} lacks {label}" for label in _only_in(theirs, mine)]
-    if changes or len(now) != len(given):
-        what = changes or [f"it has {len(now)} groups instead of {len(given)}"]
+    now = [sorted(map(id, group["params"])) for group in groups]
+    if now != [sorted(map(id, params)) for params in given]:
         raise ParallelConfigError(
-            f"param_groups was changed, which this optimizer cannot follow: {'; '.join(what[:8])}"
-            + (f" and {len(what) - 8} more changes" if len(what) > 8 else "")
-            + '. To train more parameters, call optimizer.add_param_group({"params": [...]}); for other changes, '
+            f"param_groups was changed, which this optimizer cannot follow: its {len(given)} groups had "
+            f"{[len(params) for params in given]} parameters, now they are {[len(params) for params in now]} (or "
+            'others). To train more parameters, call optimizer.add_param_group({"params": [...]}); for other changes, '
             "make a new optimizer"
         )
 
@@ -127,15 +91,6 @@ def require_frozen(given: list[list[Tensor]], trained: list[Tensor]) -> None:
             f"{len(thawed)} parameter(s) got a gradient but were frozen when the optimizer was created; "
             "create the optimizer after setting requires_grad"
         )
-
-
-def _only_in(some: Sequence[Tensor], others: Sequence[Tensor]) -> list[str]:
-    known = set(map(id, others))
-    return [
-        repr(getattr(param, "nxd_name", None) or f"parameter {place} of shape {tuple(param.shape)}")
-        for place, param in enumerate(some)
-        if id(param) not in known
-    ]
 
 
 def with_defaults(group: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from nxd_infer.optimizer.groups import (
     ON_NONFINITE,
     Parameters,
     checked_norm,
-    parameter_groups,
+    in_order,
     parameter_names,
     require_frozen,
     require_once,
@@ -35,7 +35,7 @@ from nxd_infer.optimizer.groups import (
     require_unchanged,
     with_defaults,
 )
-from nxd_infer.optimizer.pieces import Masters, Piece, Publisher, make_pieces
+from nxd_infer.optimizer.pieces import Masters, Piece, make_pieces
 from nxd_infer.optimizer.wrapper import OptimizerWrapper
 from nxd_infer.parallel_layers import grads as gradients
 from nxd_infer.util.options import Option
@@ -101,9 +101,10 @@ class NxDOptimizer(OptimizerWrapper):
         self.names: list[str] = []
         """Names of the trained parameters, in order."""
         self._reducer = GradReducer([], current_context(), cap_mb=bucket_cap_mb)
-        groups = parameter_groups(parameters, may_be_empty=current_context().pp.degree > 1)
-        require_once(groups)
-        super().__init__(groups, dict(self._options))
+        listed = in_order(parameters)
+        if not listed and current_context().pp.degree > 1:  # a stage may train nothing, where others do
+            listed = [{"params": []}]
+        super().__init__(listed, dict(self._options))
         if not lazy_init:
             self.init_zero()
 
@@ -123,8 +124,6 @@ class NxDOptimizer(OptimizerWrapper):
         self._names_elsewhere: list[list[str]] = []
         self.logical_groups_elsewhere: list[list[str]] = []
         """The logical names of what other pipeline stages train in each group of this one."""
-        self.logical_elsewhere: set[str] = set()
-        """Logical names of what other pipeline stages train."""
         self._reducer = GradReducer(
             [],
             self.context,
@@ -141,12 +140,10 @@ class NxDOptimizer(OptimizerWrapper):
 
     def _take(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Add the parameters of ``groups``; return the wrapped optimizer's groups, over this rank's pieces."""
-        first = len(self._params)
+        first, number = len(self._params), len(self._given)
         self._given += [list(group["params"]) for group in groups]
         self._reducer.extend([param for group in groups for param in group["params"] if param.requires_grad])
-        self.names += parameter_names(
-            groups, self._params[first:], self.names, len(self.param_groups) if self.inited else 0
-        )
+        self.names += parameter_names(groups, self._params[first:], self.names, number)
         self._meet_other_stages(groups)
         added = make_pieces(self._reducer, self.master_weights, first)
         self.pieces += added
@@ -169,20 +166,14 @@ class NxDOptimizer(OptimizerWrapper):
         texts = gather_texts(json.dumps([mine, logical]), self.context)
         others = [json.loads(text) for rank, text in enumerate(texts) if rank != self.context.pp.rank]
         for number in range(len(groups)):
-            found = [several for several in others if number < len(several[0])]
-            self._names_elsewhere.append([name for several in found for name in several[0][number]])
-            self.logical_groups_elsewhere.append([name for several in found for name in several[1][number]])
-        self.logical_elsewhere |= {name for several in others for some in several[1] for name in some}
+            found = [one for one in others if number < len(one[0])]
+            self._names_elsewhere.append([name for names, _ in found for name in names[number]])
+            self.logical_groups_elsewhere.append([name for _, names in found for name in names[number]])
 
-    def pieces_changed(self) -> None:
-        super().pieces_changed()
-        self._publisher = Publisher(self._reducer, self.pieces)
-
-    def publish(self) -> None:
-        self._publisher.publish()
-
-    def _publish_changes(self) -> None:
-        self._publisher.publish(only_changes=True)
+    @property
+    def logical_elsewhere(self) -> set[str]:
+        """Logical names of what other pipeline stages train."""
+        return {name for group in self.logical_groups_elsewhere for name in group}
 
     @property
     def _params(self) -> list[Tensor]:
@@ -209,18 +200,22 @@ class NxDOptimizer(OptimizerWrapper):
         """Train more parameters, as with any optimizer; their gradients use separate buckets.
 
         Every rank must call it, between steps. To load the ``state_dict``, build the optimizer in the same order.
-        Raises ParallelConfigError for a parameter that is already in a group.
+        Raises ValueError for a parameter that is already in a group.
         """
+        super().add_param_group(dict(param_group))
+        group = self.param_groups[-1]
+        try:
+            require_once(group)
+        except ParallelConfigError:
+            self.param_groups.pop()
+            raise
         if self.inited:
-            groups = parameter_groups([param_group])
-            require_once([*self.param_groups, *groups])
-            added = self._take(groups)[0]
+            added = self._take([group])[0]
             self.optimizer.add_param_group(added)
             # Some optimizers make the state of their parameters in the constructor alone (Adagrad, torch 2.9).
             for tensor, state in self.optimizer_class([dict(added)], **self._options).state.items():
                 self.optimizer.state.setdefault(tensor, state)
-            param_group = with_defaults(groups[0], self.optimizer.param_groups[-1])
-        super().add_param_group(param_group)
+            group.update(with_defaults(group, self.optimizer.param_groups[-1]))
 
     # --- gradients ------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CheckpointError, NotInitializedError, ParallelConfigError
+from nxd_infer.optimizer.buckets import GradReducer
 from nxd_infer.optimizer.groups import NOT_HYPERPARAMETERS, require_unchanged
-from nxd_infer.optimizer.pieces import Piece
+from nxd_infer.optimizer.pieces import Piece, Publisher
 
 OF_PYTORCH = ("_optimizer_", "_zero_grad_")
 """Name prefixes of what ``torch.optim.Optimizer`` keeps per object: hooks, and names for a profiler."""
@@ -40,8 +42,9 @@ class OptimizerWrapper(torch.optim.Optimizer):
     """Names of the trained parameters, in order."""
     zero1: bool
     """Whether data-parallel ranks have different pieces."""
+    _reducer: GradReducer
 
-    def __init__(self, groups: Iterable[dict[str, Any]], defaults: dict[str, Any]):
+    def __init__(self, groups: Iterable[Any], defaults: dict[str, Any]):
         self.inited = False
         """Whether the wrapped optimizer exists."""
         self.pieces = []
@@ -62,13 +65,11 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def pieces_changed(self) -> None:
         """Update what is derived from ``pieces`` after it was replaced or extended."""
         self._stepped = {id(piece.param): piece.tensor for piece in self.pieces}
+        self._publisher = Publisher(self._reducer, self.pieces)
 
     def publish(self) -> None:
         """Write the tensors of ``pieces`` to the parameters, those of other ranks too."""
-
-    def _publish_changes(self) -> None:
-        """Do as :meth:`publish` does, without touching parameters that have these values already."""
-        self.publish()
+        self._publisher.publish()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -102,16 +103,12 @@ class OptimizerWrapper(torch.optim.Optimizer):
         return self._forwarded(value) if inspect.ismethod(value) and value.__self__ is inner else value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        inner = self._owner(name)
-        if inner is None or not hasattr(inner, name):
+        inner = vars(self).get("optimizer")
+        ours = inner is None or name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        if ours or not hasattr(inner, name):
             super().__setattr__(name, value)
         else:
             setattr(inner, name, value)
-
-    def _owner(self, name: str) -> torch.optim.Optimizer | None:
-        """Return the wrapped optimizer if an attribute of this name may be its own, else None."""
-        ours = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
-        return None if ours else vars(self).get("optimizer")
 
     def _forwarded(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a method of the wrapped optimizer so that it sees the current hyperparameters and weights.
@@ -125,7 +122,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
             self.refresh_pieces()
             result = method(*args, **kwargs)
             self.take_back_hyperparameters()
-            self._publish_changes()  # always: no version tells of changes through `.data`
+            self._publisher.publish(only_changes=True)  # always: no version tells of changes through `.data`
             return result
 
         return call
@@ -208,18 +205,14 @@ class OptimizerWrapper(torch.optim.Optimizer):
             replaced = hook(self, state)
             state = state if replaced is None else replaced
         stored, _ = state.pop("pieces", None), state.pop("zero1", None)
-        described = [self._describe(piece) for piece in self.pieces]
         if stored is not None or any(piece.tensor is not piece.param for piece in self.pieces):
-            for mine, theirs in zip(described, stored or [], strict=False):
-                if mine["name"] != theirs["name"] or mine["range"] != tuple(theirs["range"]):
-                    raise CheckpointError(
-                        f"optimizer state: found {theirs['name']!r} {tuple(theirs['range'])} where this rank has "
-                        f"{mine['name']!r} {mine['range']}; it was saved by another model or at other degrees"
-                    )
-            if len(stored or []) != len(described):
+            saved = [(one["name"], tuple(one["range"])) for one in stored or ()]
+            own = [(self.names[piece.index], (piece.start, piece.stop)) for piece in self.pieces]
+            if saved != own:
+                other = next(((a, b) for a, b in zip_longest(saved, own) if a != b))
                 raise CheckpointError(
-                    f"optimizer state: it describes {len(stored or [])} pieces, this rank has {len(described)}; it "
-                    "was saved by another model, at other degrees, or without ZeRO-1 or master weights"
+                    f"optimizer state: it describes {other[0]} where this rank has {other[1]}; it was saved by another "
+                    "model, at other degrees, or without ZeRO-1 or master weights"
                 )
         try:
             self.optimizer.load_state_dict(state)

@@ -12,8 +12,8 @@ like its inputs and B is replicated. The split factors are this package's parall
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,15 +51,16 @@ class ReplicatedLinear(nn.Module):
         self.fill(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight: Tensor = self.weight
-        if self.summed:
-            weight = mappings.copy_to_tensor_model_parallel_region(
-                weight, self.axis, context=self.context, reduce_dtype=torch.float32
-            )
-        return F.linear(x, weight)
+        return F.linear(x, _summed(self.weight, (self.context, self.axis)) if self.summed else self.weight)
 
 
-class LoraLayer(nn.Module, ABC):
+def _summed(weight: Tensor, place: Place) -> Tensor:
+    """Return a weight whose gradients are summed over the ranks."""
+    context, axis = place
+    return mappings.copy_to_tensor_model_parallel_region(weight, axis, context=context, reduce_dtype=torch.float32)
+
+
+class LoraLayer(nn.Module):
     """A frozen ``base_layer`` and the factors ``lora_A`` and ``lora_B``; exposes the attributes of the base.
 
     ``paths`` maps the parts of the base ("" if it has only one) to their logical projections in a checkpoint.
@@ -70,15 +71,14 @@ class LoraLayer(nn.Module, ABC):
     lora_B: nn.Module
     parts: tuple[str, ...] = ("",)
     embedding = False
-    """Whether A is a table ``[vocabulary, rank]``, which PEFT stores transposed."""
+    """Whether A is a table ``[vocabulary, rank]``, which PEFT stores transposed, and the input ids."""
 
     def __init__(self, base_layer: nn.Module, config: LoraConfig):
         super().__init__()
         self.base_layer = base_layer
         self.lora_rank, self.scaling, self.dropout = config.lora_rank, config.scaling, config.lora_dropout
-        self.init_A: Fill = init_linear_weight
-        if config.init_lora_weights == "gaussian":
-            self.init_A = _Normal(1 / config.lora_rank)
+        gaussian = partial(nn.init.normal_, std=1 / config.lora_rank)
+        self.init_A: Fill = gaussian if config.init_lora_weights == "gaussian" else init_linear_weight
         self.paths: dict[str, str] = {}
         self.base_weights: dict[str, nn.Parameter] = {}
         """The base's original weights, while merged weights replace them."""
@@ -106,6 +106,31 @@ class LoraLayer(nn.Module, ABC):
         for _, a, b in self.factors():
             yield (a if self.embedding else b).get_parameter("weight")
 
+    # --- the factors ------------------------------------------------------------------------------------
+
+    @property
+    def like(self) -> Tensor:
+        """The base's weight, whose dtype and device the factors have."""
+        base = self.base_layer
+        return next(param for name, param in base.named_parameters(recurse=False) if name.startswith("weight"))
+
+    def replicated(self, size_in: int, size_out: int, fill: Fill, summed: bool) -> ReplicatedLinear:
+        return ReplicatedLinear(size_in, size_out, fill, self.place, self.like, summed)
+
+    def as_split(self) -> dict[str, Any]:
+        """Return the options of a factor that is split as the base is."""
+        base: Any = self.base_layer
+        options: dict[str, Any] = {"dtype": self.like.dtype, "device": self.like.device}
+        options["tensor_model_parallel_group"] = base.axis
+        for name in ("sequence_parallel_enabled", "sequence_dimension", "reduce_dtype"):
+            if hasattr(base, name):
+                options[name] = getattr(base, name)
+        return options
+
+    def zero_table(self, padding_idx: int | None, rows: int) -> nn.Embedding:
+        zeros = torch.zeros(rows, self.lora_rank, dtype=self.like.dtype, device=self.like.device)
+        return nn.Embedding(rows, self.lora_rank, padding_idx, _weight=zeros)
+
     # --- computation ----------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Any:
@@ -127,7 +152,7 @@ class LoraLayer(nn.Module, ABC):
 
     def drop(self, x: Tensor) -> Tensor:
         """Apply dropout with the full input's mask, drawn alike on every rank, whichever piece of it ``x`` is."""
-        if not self.training or self.dropout == 0:
+        if self.embedding or not self.training or self.dropout == 0:
             return x
         mask = torch.ones(self.whole_shape(x), dtype=x.dtype, device=x.device)
         return x * self.own_piece(F.dropout(mask, self.dropout))
@@ -144,9 +169,14 @@ class LoraLayer(nn.Module, ABC):
     def merged(self) -> bool:
         return bool(self.base_weights)
 
-    @abstractmethod
     def deltas(self) -> dict[str, Tensor]:
         """Return the updates to this rank's weights, in float32 or wider, by name in ``base_layer``."""
+        delta = self.delta(self.lora_A, self.lora_B)
+        return {"weight": delta.T if getattr(self.base_layer, "transposed", False) else delta}
+
+    def delta(self, a: nn.Module, b: nn.Module) -> Tensor:
+        wide_a, wide_b = _wide(a), _wide(b)
+        return self.scaling * (wide_a @ wide_b.T if self.embedding else wide_b @ wide_a)
 
     @torch.no_grad()
     def merged_weights(self) -> dict[str, Tensor]:
@@ -178,19 +208,10 @@ class LoraLayer(nn.Module, ABC):
         self.base_weights = {}
         restore_attributes(self.base_layer)
 
-    def wide(self, factor: nn.Module) -> Tensor:
-        weight = factor.get_parameter("weight").detach()
-        return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
-
-class _Normal:
-    """Fills a tensor with normal numbers; a class, so that layers can be pickled."""
-
-    def __init__(self, std: float):
-        self.std = std
-
-    def __call__(self, weight: Tensor) -> None:
-        nn.init.normal_(weight, std=self.std)
+def _wide(factor: nn.Module) -> Tensor:
+    weight = factor.get_parameter("weight").detach()
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 class LoraLinear(LoraLayer):
@@ -200,54 +221,33 @@ class LoraLinear(LoraLayer):
 
     def __init__(self, base_layer: nn.Linear, config: LoraConfig):
         super().__init__(base_layer, config)
-        like, base = base_layer.weight, base_layer
-        summed = bool(getattr(like, "sequence_parallel_enabled", False))
-        self.lora_A = ReplicatedLinear(base.in_features, self.lora_rank, self.init_A, self.place, like, summed)
-        self.lora_B = ReplicatedLinear(self.lora_rank, base.out_features, nn.init.zeros_, self.place, like, summed)
-
-    def deltas(self) -> dict[str, Tensor]:
-        return {"weight": self.scaling * self.wide(self.lora_B) @ self.wide(self.lora_A)}
+        summed = bool(getattr(base_layer.weight, "sequence_parallel_enabled", False))
+        self.lora_A = self.replicated(base_layer.in_features, self.lora_rank, self.init_A, summed)
+        self.lora_B = self.replicated(self.lora_rank, base_layer.out_features, nn.init.zeros_, summed)
 
 
 class LoraEmbedding(LoraLayer):
-    """LoRA for ``nn.Embedding``; without dropout, because the input is ids."""
+    """LoRA for ``nn.Embedding``."""
 
     base_layer: nn.Embedding
     embedding = True
 
     def __init__(self, base_layer: nn.Embedding, config: LoraConfig):
         super().__init__(base_layer, config)
-        base, like = base_layer, base_layer.weight
-        self.summed = bool(getattr(like, "sequence_parallel_enabled", False))
-        self.lora_A = _zero_table(base.num_embeddings, self.lora_rank, base.padding_idx, like)
-        self.lora_B = ReplicatedLinear(
-            self.lora_rank, base.embedding_dim, nn.init.normal_, self.place, like, self.summed
-        )
-
-    def drop(self, x: Tensor) -> Tensor:
-        return x
+        self.summed = bool(getattr(base_layer.weight, "sequence_parallel_enabled", False))
+        self.lora_A = self.zero_table(base_layer.padding_idx, base_layer.num_embeddings)
+        self.lora_B = self.replicated(self.lora_rank, base_layer.embedding_dim, nn.init.normal_, self.summed)
 
     def update(self, x: Tensor) -> Tensor:
-        (context, axis), table = self.place, self.lora_A.get_parameter("weight")
-        if self.summed:
-            table = mappings.copy_to_tensor_model_parallel_region(
-                table, axis, context=context, reduce_dtype=torch.float32
-            )
+        table = self.lora_A.get_parameter("weight")
+        table = _summed(table, self.place) if self.summed else table
         return _as_output(self.lora_B(F.embedding(x, table, self.base_layer.padding_idx)), self.base_layer)
-
-    def deltas(self) -> dict[str, Tensor]:
-        return {"weight": self.scaling * self.wide(self.lora_A) @ self.wide(self.lora_B).T}
 
 
 def _as_output(update: Tensor, base: nn.Module) -> Tensor:
     """Multiply the update of a table as some models' embeddings (Gemma's) multiply what they find in it."""
     scale = getattr(base, "embed_scale", None)
     return update if scale is None else update * torch.as_tensor(scale).to(update.dtype)
-
-
-def _zero_table(rows: int, columns: int, padding_idx: int | None, like: Tensor) -> nn.Embedding:
-    zeros = torch.zeros(rows, columns, dtype=like.dtype, device=like.device)
-    return nn.Embedding(rows, columns, padding_idx, _weight=zeros)
 
 
 class LoraConv2d(LoraLayer):
@@ -261,30 +261,21 @@ class LoraConv2d(LoraLayer):
         if base.groups != 1:
             raise ParallelConfigError(f"LoRA takes an nn.Conv2d with groups=1, got {base.groups}; do not target it")
         here: dict[str, Any] = {"bias": False, "dtype": base.weight.dtype, "device": base.weight.device}
-        size: Any = base.kernel_size
-        self.lora_A = nn.utils.skip_init(
-            nn.Conv2d,
-            base.in_channels,
-            self.lora_rank,
-            size,
-            stride=base.stride,
-            padding=base.padding,
-            dilation=base.dilation,
-            padding_mode=base.padding_mode,
-            **here,
-        )
+        geometry = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+        as_base: dict[str, Any] = {name: getattr(base, name) for name in geometry}
+        self.lora_A = nn.utils.skip_init(nn.Conv2d, base.in_channels, self.lora_rank, **as_base, **here)
         self.lora_B = nn.utils.skip_init(nn.Conv2d, self.lora_rank, base.out_channels, 1, **here)
         with torch.no_grad():
             self.init_A(self.lora_A.get_parameter("weight"))
             nn.init.zeros_(self.lora_B.get_parameter("weight"))
 
     def deltas(self) -> dict[str, Tensor]:
-        a, b = self.wide(self.lora_A), self.wide(self.lora_B)
+        a, b = _wide(self.lora_A), _wide(self.lora_B)
         return {"weight": self.scaling * torch.einsum("or,rikl->oikl", b.flatten(1), a)}
 
 
 class _OnSequence(LoraLayer):
-    """LoRA for a layer whose input may be this rank's piece of the sequence."""
+    """LoRA for a layer with split outputs, whose input may be this rank's piece of the sequence."""
 
     base_layer: Any
 
@@ -300,7 +291,7 @@ class _OnSequence(LoraLayer):
             return whole
         return comm.shard(whole, base.context, base.axis, base.sequence_dimension)
 
-    def column_factor(self, plan: AxisPlan, like: Tensor) -> ColumnParallelLinear:
+    def split(self, plan: AxisPlan) -> ColumnParallelLinear:
         """Return B, split like the base's outputs ``plan``."""
         base = self.base_layer
         return ColumnParallelLinear(
@@ -308,20 +299,11 @@ class _OnSequence(LoraLayer):
             plan.size,
             bias=False,
             gather_output=base.gather_output,
-            sequence_parallel_enabled=base.sequence_parallel_enabled,
-            dtype=like.dtype,
-            device=like.device,
             init_method=nn.init.zeros_,
-            sequence_dimension=base.sequence_dimension,
-            tensor_model_parallel_group=base.axis,
-            reduce_dtype=base.reduce_dtype,
             output_plan=plan,
             input_is_shared=getattr(base, "input_is_shared", False),
+            **self.as_split(),
         )
-
-
-def _as_weight(delta: Tensor, base: nn.Module) -> Tensor:
-    return delta.T if getattr(base, "transposed", False) else delta
 
 
 class LoraColumnParallelLinear(_OnSequence):
@@ -331,17 +313,13 @@ class LoraColumnParallelLinear(_OnSequence):
 
     def __init__(self, base_layer: ColumnParallelLinear, config: LoraConfig):
         super().__init__(base_layer, config)
-        base, like = base_layer, base_layer.weight
-        summed = base.sequence_parallel_enabled or base.input_is_shared
-        self.lora_A = ReplicatedLinear(base.input_size, self.lora_rank, self.init_A, self.place, like, summed)
-        self.lora_B = self.column_factor(base.output_plan, like)
+        summed = base_layer.sequence_parallel_enabled or base_layer.input_is_shared
+        self.lora_A = self.replicated(base_layer.input_size, self.lora_rank, self.init_A, summed)
+        self.lora_B = self.split(base_layer.output_plan)
 
     def add(self, y: Tensor, update: Tensor) -> Tensor:
         padding = y.shape[-1] - update.shape[-1]  # keep_padded_output
         return super().add(y, F.pad(update, (0, padding)) if padding else update)
-
-    def deltas(self) -> dict[str, Tensor]:
-        return {"weight": _as_weight(self.scaling * self.wide(self.lora_B) @ self.wide(self.lora_A), self.base_layer)}
 
 
 class LoraGQAQKVColumnParallelLinear(_OnSequence):
@@ -352,12 +330,11 @@ class LoraGQAQKVColumnParallelLinear(_OnSequence):
     def __init__(self, base_layer: GQAQKVColumnParallelLinear, config: LoraConfig, parts: tuple[str, ...] = PARTS):
         super().__init__(base_layer, config)
         base, self.parts = base_layer, parts
-        like = base.get_parameter(base._parameter_names("weight")[0])
         size, summed = base.input_size, base.sequence_parallel_enabled
         self.lora_A = nn.ModuleDict(
-            {part: ReplicatedLinear(size, self.lora_rank, self.init_A, self.place, like, summed) for part in parts}
+            {part: self.replicated(size, self.lora_rank, self.init_A, summed) for part in parts}
         )
-        self.lora_B = nn.ModuleDict({part: self.column_factor(base._plan(part), like) for part in parts})
+        self.lora_B = nn.ModuleDict({part: self.split(base._plan(part)) for part in parts})
 
     def factors(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:
         for part in self.parts:
@@ -369,22 +346,20 @@ class LoraGQAQKVColumnParallelLinear(_OnSequence):
         outputs: dict[str, Tensor] = dict(zip(PARTS, self.base_layer(x), strict=True))
         dropped = self.drop(x)
         for part, a, b in self.factors():
-            outputs[part] = self.add(outputs[part], self._as_wide(b(a(dropped)), outputs[part].shape[-1]))
+            update = b(a(dropped))
+            if update.shape[-1] != outputs[part].shape[-1]:  # the base has gathered its copies of heads
+                update = self.base_layer.with_copies(update)
+            outputs[part] = self.add(outputs[part], update)
         return tuple(outputs.values())
 
-    def _as_wide(self, update: Tensor, width: int) -> Tensor:
-        """Repeat heads as the base does, with ``gather_output`` and copies of heads."""
-        return update if update.shape[-1] == width else self.base_layer.with_copies(update)
-
     def deltas(self) -> dict[str, Tensor]:
-        base, found = self.base_layer, {}
-        for part, a, b in self.factors():
-            found[part] = self.scaling * self.wide(b) @ self.wide(a)
+        base = self.base_layer
+        by_part = {part: self.delta(a, b) for part, a, b in self.factors()}
         if not base.fuse_qkv:
-            return {f"weight_{part}": delta for part, delta in found.items()}
-        like, kv = next(iter(found.values())), base.kv_output_size_per_partition
+            return {f"weight_{part}": delta for part, delta in by_part.items()}
+        like, kv = next(iter(by_part.values())), base.kv_output_size_per_partition
         sizes = {"q": base.q_output_size_per_partition, "k": kv, "v": kv}
-        return {"weight_qkv": torch.cat([found.get(p, like.new_zeros(sizes[p], base.input_size)) for p in PARTS])}
+        return {"weight_qkv": torch.cat([by_part.get(p, like.new_zeros(sizes[p], base.input_size)) for p in PARTS])}
 
 
 class LoraRowParallelLinear(LoraLayer):
@@ -394,24 +369,19 @@ class LoraRowParallelLinear(LoraLayer):
 
     def __init__(self, base_layer: RowParallelLinear, config: LoraConfig):
         super().__init__(base_layer, config)
-        base, like = base_layer, base_layer.weight
+        base = base_layer
         self.lora_A = RowParallelLinear(
             base.input_plan.size,
             self.lora_rank,
             bias=False,
             input_is_parallel=base.input_is_parallel,
-            sequence_parallel_enabled=base.sequence_parallel_enabled,
-            dtype=like.dtype,
-            device=like.device,
             init_method=self.init_A,
-            sequence_dimension=base.sequence_dimension,
             reduce_output=base.reduce_output,
-            tensor_model_parallel_group=base.axis,
-            reduce_dtype=base.reduce_dtype,
             input_plan=base.input_plan,
+            **self.as_split(),
         )
         summed = base.sequence_parallel_enabled or not base.reduce_output
-        self.lora_B = ReplicatedLinear(self.lora_rank, base.output_size, nn.init.zeros_, self.place, like, summed)
+        self.lora_B = self.replicated(self.lora_rank, base.output_size, nn.init.zeros_, summed)
         with real_cpu_tensors():
             self.own_inputs = base.input_plan.rank_index(base.degree, base.rank)
 
@@ -423,9 +393,6 @@ class LoraRowParallelLinear(LoraLayer):
             return whole
         return F.pad(whole, (0, 1)).index_select(-1, self.own_inputs.to(whole.device))
 
-    def deltas(self) -> dict[str, Tensor]:
-        return {"weight": _as_weight(self.scaling * self.wide(self.lora_B) @ self.wide(self.lora_A), self.base_layer)}
-
 
 class LoraParallelEmbedding(LoraLayer):
     """LoRA for ParallelEmbedding: A is split with the vocabulary, or B with the embedding dimension."""
@@ -435,39 +402,30 @@ class LoraParallelEmbedding(LoraLayer):
 
     def __init__(self, base_layer: ParallelEmbedding, config: LoraConfig):
         super().__init__(base_layer, config)
-        base, like = base_layer, base_layer.weight
+        base, options = base_layer, self.as_split()
         if base.shard_across_embedding:
-            self.lora_A = _zero_table(base.num_embeddings, self.lora_rank, base.padding_idx, like)
+            self.lora_A = self.zero_table(base.padding_idx, base.num_embeddings)
             self.lora_B = ColumnParallelLinear(
                 self.lora_rank,
                 base.plan.size,
                 bias=False,
                 gather_output=base.collect_output,
-                dtype=like.dtype,
-                device=like.device,
                 init_method=nn.init.normal_,
-                tensor_model_parallel_group=base.axis,
                 output_plan=base.plan,
+                **{**options, "sequence_parallel_enabled": False},
             )
             return
         self.lora_A = ParallelEmbedding(
             base.num_embeddings,
             self.lora_rank,
             nn.init.zeros_,
-            like.dtype,
-            like.device,
             padding_idx=base.padding_idx,
             pad=base.pad_size > 0,
-            sequence_parallel_enabled=base.sequence_parallel_enabled,
-            sequence_dimension=base.sequence_dimension,
             collect_output=base.collect_output,
-            tensor_model_parallel_group=base.axis,
+            **options,
         )
         summed = base.sequence_parallel_enabled or not base.collect_output
-        self.lora_B = ReplicatedLinear(self.lora_rank, base.embedding_dim, nn.init.normal_, self.place, like, summed)
-
-    def drop(self, x: Tensor) -> Tensor:
-        return x
+        self.lora_B = self.replicated(self.lora_rank, base.embedding_dim, nn.init.normal_, summed)
 
     def update(self, x: Tensor) -> Tensor:
         base, update = self.base_layer, _as_output(super().update(x), self.base_layer)
@@ -476,9 +434,6 @@ class LoraParallelEmbedding(LoraLayer):
                 update, base.sequence_dimension, base.axis, context=base.context
             )
         return update
-
-    def deltas(self) -> dict[str, Tensor]:
-        return {"weight": self.scaling * self.wide(self.lora_A) @ self.wide(self.lora_B).T}
 
 
 LAYERS: dict[type[nn.Module], Callable[..., LoraLayer]] = {

@@ -214,7 +214,7 @@ def test_states_that_do_not_fit(tmp_path: Path):
     for model, memory, _, half, _, degrees in (first, second):
         assert "is of another save than" in half and "was interrupted" in half
         assert "belongs to another model" in model and "self_attn" in model
-        assert "optimizer state: found" in memory or "it describes" in memory
+        assert "it describes" in memory
         assert degrees == "loaded" or "dp 2, tp 1" in degrees or "is missing" in degrees
     assert "cannot be read" in second[2] and "gave up" in first[2]
     assert "is missing" in second[4] and "is of another save than" in first[4]
