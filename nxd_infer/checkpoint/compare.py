@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,13 +89,20 @@ def compare_checkpoints(
         archive = open_archive(path, tag, ["model"] if weights_only else ["model", "optimizer"], config, rules)
         places.append(archive.where)
         kinds.append(logical_tensors(archive, weights_only))
-    total = count(*kinds)
-    advance = counted(progress, "comparing", total)
-    found = sorted(
-        differences(kinds[0], kinds[1], advance), key=lambda one: (not one.fatal, -one.relative, one.kind, one.name)
-    )
-    a, b = (bool(one.keys() - {"weights"}) for one in kinds)
-    return Comparison((places[0], places[1]), total, found, (a, b))
+    first_kinds, second_kinds = kinds
+    names = {
+        kind: [set(one[kind].keys()) if kind in one else set() for one in kinds] for kind in first_kinds | second_kinds
+    }
+    advance = counted(progress, "comparing", total := sum(len(a & b) for a, b in names.values()))
+    found: list[Difference] = []
+    for kind, (a, b) in names.items():
+        found += [Difference(kind, name, f"only in {'A' if name in a else 'B'}", fatal=True) for name in a ^ b]
+        for name in sorted(a & b):
+            found += _compare(kind, name, first_kinds[kind], second_kinds[kind])
+            advance()
+    found.sort(key=lambda one: (not one.fatal, -one.relative, one.kind, one.name))
+    has_optimizer = [bool(one.keys() - {"weights"}) for one in kinds]
+    return Comparison((places[0], places[1]), total, found, (has_optimizer[0], has_optimizer[1]))
 
 
 def _plain_weights(path: PathLike) -> WeightSource | None:
@@ -122,27 +129,6 @@ def logical_tensors(archive: AnyArchive, weights_only: bool = False) -> Kinds:
         for key in single.get(id(piece), ()):
             numbers.setdefault(key, {}).setdefault(piece.param, piece.file.read(f"{piece.param}|{key}"))
     return found | {key: DictSource(tensors) for key, tensors in numbers.items()}
-
-
-def count(first: Kinds, second: Kinds) -> int:
-    """Return how many tensors :func:`differences` compares."""
-    return sum(len(set(first[kind].keys()) & set(second[kind].keys())) for kind in first.keys() & second.keys())
-
-
-def differences(first: Kinds, second: Kinds, advance: Callable[[], None] = lambda: None) -> Iterator[Difference]:
-    """Yield all differences, with one pair of tensors in memory at a time. Dtypes and values count separately."""
-    for kind in [*first, *(kind for kind in second if kind not in first)]:
-        a, b = _names(first, kind), _names(second, kind)
-        for name in a.keys() | b.keys():
-            if name not in a or name not in b:
-                yield Difference(kind, name, f"only in {'A' if name in a else 'B'}", fatal=True)
-        for name in [name for name in a if name in b]:
-            yield from _compare(kind, name, first[kind], second[kind])
-            advance()
-
-
-def _names(kinds: Kinds, kind: str) -> Mapping[str, None]:
-    return dict.fromkeys(kinds[kind].keys()) if kind in kinds else {}
 
 
 def _compare(kind: str, name: str, first: WeightSource, second: WeightSource) -> Iterator[Difference]:

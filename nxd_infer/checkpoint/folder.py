@@ -143,7 +143,7 @@ def complete_checkpoints(storage: Storage) -> list[Checkpoint]:
 
 def holds_checkpoint(storage: Storage, tag: str | None = None) -> bool:
     """Whether there is a checkpoint, complete or damaged, that :func:`find_checkpoint` would return or name."""
-    complete, damaged, _ = _survey(storage)
+    complete, damaged = _survey(storage)
     if tag is not None:
         return tag in [*(one.tag for one in complete), *(_tag_of(storage, folder) for folder in damaged)]
     try:
@@ -156,12 +156,12 @@ def find_checkpoint(storage: Storage, tag: str | None) -> Checkpoint:
     """Return the checkpoint ``tag``, or the newest one. ``storage`` may also be the folder of a single checkpoint.
 
     Raises CheckpointError, listing those that exist; also if the manifest of a candidate is damaged, so that an
-    older one is never mistaken for the newest; and if a folder is a copy of another one.
+    older one is never mistaken for the newest.
     """
     itself = _read(storage, "") if tag is None else None
     if itself is not None:
         return itself
-    complete, damaged, copies = _survey(storage)
+    complete, damaged = _survey(storage)
     fitting = [checkpoint for checkpoint in complete if tag is None or checkpoint.tag == tag]
     last = fitting[-1].counter if fitting else 0
     for folder, error in damaged.items():
@@ -169,14 +169,7 @@ def find_checkpoint(storage: Storage, tag: str | None) -> Checkpoint:
         if (tag is None or _tag_of(storage, folder) == tag) and (number is None or number > last):
             raise error
     if fitting:
-        chosen = fitting[-1]
-        if chosen.counter in copies:
-            names = " and ".join(copies[chosen.counter])
-            raise CheckpointError(
-                f"{names} of {storage.where()} are both checkpoint number {chosen.counter} (tag {chosen.tag!r}): one "
-                "is a copy of the other; move it to a folder of its own"
-            )
-        return chosen
+        return fitting[-1]
     if storage.local and not Path(storage.where()).exists():
         raise CheckpointError(f"{storage.where()} does not exist; give the folder that save_checkpoint() was given")
     listed = ", ".join(repr(checkpoint.tag) for checkpoint in complete[-8:]) or "none"
@@ -191,35 +184,22 @@ def numbered_checkpoint(storage: Storage, tag: str | None, counter: int) -> Chec
     return next((checkpoint for checkpoint in complete if checkpoint.counter == counter), None)
 
 
-Survey = tuple[list[Checkpoint], dict[str, CheckpointError], dict[int, list[str]]]
-"""Complete checkpoints (oldest first, one per tag), damaged folders, and folders with the same number."""
-
-
-def _survey(storage: Storage, tries: int = 5) -> Survey:
-    names = storage.folders()
-    survey = _survey_of(storage, names)
-    if tries > 1 and storage.folders() != names:  # a save may have renamed a checkpoint before it was read
-        return _survey(storage, tries - 1)
-    return survey
-
-
-def _survey_of(storage: Storage, names: Iterable[str]) -> Survey:
+def _survey(storage: Storage, tries: int = 5) -> tuple[list[Checkpoint], dict[str, CheckpointError]]:
+    """Return the complete checkpoints, oldest first and one per tag, and the folders of damaged ones."""
     newest: dict[str, Checkpoint] = {}
     damaged: dict[str, CheckpointError] = {}
-    folders: dict[int, list[str]] = {}
+    names = storage.folders()
     for folder in names:
         try:
             checkpoint = _read(storage, folder)
         except CheckpointError as error:
             damaged[folder] = error
             continue
-        if checkpoint is None:
-            continue
-        folders.setdefault(checkpoint.counter, []).append(folder)
-        if checkpoint.tag not in newest or newest[checkpoint.tag].counter < checkpoint.counter:
+        if checkpoint and (checkpoint.tag not in newest or newest[checkpoint.tag].counter < checkpoint.counter):
             newest[checkpoint.tag] = checkpoint
-    copies = {counter: names for counter, names in folders.items() if len(names) > 1}
-    return sorted(newest.values(), key=lambda checkpoint: checkpoint.counter), damaged, copies
+    if tries > 1 and storage.folders() != names:  # a save may have renamed a checkpoint before it was read
+        return _survey(storage, tries - 1)
+    return sorted(newest.values(), key=lambda checkpoint: checkpoint.counter), damaged
 
 
 def _read(storage: Storage, folder: str) -> Checkpoint | None:

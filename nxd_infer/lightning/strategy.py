@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
@@ -31,7 +35,6 @@ from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, ParallelConfigError
 from nxd_infer.layout.files.values import pack
 from nxd_infer.lightning.data import RankLoader, share_of
-from nxd_infer.lightning.launcher import RankLauncher
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.trainer.config import TrainConfig, initialize, require_degrees
 from nxd_infer.util.devices import HOST, group_exists, transport_device
@@ -138,7 +141,9 @@ class NeuronXLAStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         if self.num_processes > 1 and not self._environment.creates_processes_externally:
-            self._launcher = RankLauncher(self.num_processes, self._variables)
+            self._launcher = RankLauncher(
+                self._environment, self.num_processes, self.num_nodes, variables=self._variables
+            )
 
     def _variables(self, local_rank: int) -> dict[str, str]:
         """Return what a rank of this machine finds the others by, and its share of the processors."""
@@ -328,6 +333,33 @@ class NeuronXLAStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.teardown()
         self._environment.teardown()
+
+
+class RankLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher, which runs the program again for each further rank of this machine, and ends all ranks if
+    one fails. ``variables``: returns the environment variables of a rank, by its number on this machine.
+    """
+
+    def __init__(self, *place: Any, variables: Callable[[int], dict[str, str]]):
+        super().__init__(*place)
+        self._variables = variables
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Call ``function`` on all ranks: here directly, and elsewhere by the same program."""
+        if self.procs:
+            return function(*args, **kwargs)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def _call_children_scripts(self) -> None:
+        if not os.path.exists(sys.argv[0]):
+            raise ParallelConfigError(
+                f"devices={self.num_processes} runs this program {self.num_processes} times, but an interactive "
+                "session is not one: put it into a file, or start it with "
+                f"`torchrun --nproc_per_node={self.num_processes}`"
+            )
+        for number in range(1, self.num_processes):
+            environment = {**os.environ, **self._variables(number)}
+            self.procs.append(subprocess.Popen(_basic_subprocess_cmd(), env=environment))
 
 
 class LaunchedRanks(ClusterEnvironment):

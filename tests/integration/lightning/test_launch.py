@@ -100,5 +100,7 @@ def test_a_rank_that_ends_ends_the_others(tmp_path: Path):
     pids = [int(pid) for pid in re.findall(r"^pid (\d+)$", done.stdout, re.MULTILINE)]
     assert len(pids) == 2
     assert all(gone(pid, 60) for pid in pids)
-    assert done.returncode == 1, done.stderr[-3000:]
-    assert f"rank 1 (process {pids[1]}) was ended by SIGKILL" in done.stderr, done.stderr[-3000:]
+    assert done.returncode != 0, done.stderr[-3000:]
+    # Whichever is faster: a collective of the first rank, or Lightning's look at the processes.
+    told = rf"rank\(s\) \[1\] .*: the process has ended|with PID {pids[1]} terminated with code -9"
+    assert re.search(told, done.stderr), done.stderr[-3000:]

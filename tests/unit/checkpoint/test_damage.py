@@ -71,14 +71,6 @@ def test_what_is_not_read_is_not_verified(tmp_path: Path):
     assert load_checkpoint(tmp_path, "a", model, optimizer, verify=False) == 1
 
 
-def test_a_copy_beside_the_checkpoint_is_refused(tmp_path: Path):
-    save_checkpoint(tmp_path, "a", nn.Linear(2, 2), user_content=1)
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    with pytest.raises(CheckpointError, match=r"a and b of .* are both checkpoint number 1 \(tag 'a'\): one is a copy"):
-        load_checkpoint(tmp_path)
-    assert load_checkpoint(tmp_path / "b") == 1  # by its own name it is clear
-
-
 def test_elements_that_two_ranks_claim_are_refused(tmp_path: Path):
     model, _ = trained_mlp()
     save_checkpoint(tmp_path, "a", model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 pytest.importorskip("lightning")
 
 import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler
 
@@ -20,7 +20,7 @@ from nxd_infer.context import Axis, make_context
 from nxd_infer.errors import CheckpointError, NotInitializedError, NxdError, ParallelConfigError
 from nxd_infer.lightning import NeuronLTModule, NeuronXLAStrategy
 from nxd_infer.lightning.data import share_of
-from nxd_infer.lightning.launcher import RankLauncher
+from nxd_infer.lightning.strategy import RankLauncher
 from tests.support.lightning.jobs import Rows, module_of, trainer_of
 from tests.support.trainer.models import llama
 
@@ -198,8 +198,6 @@ def test_xla_devices_are_refused(monkeypatch):
 
 
 def test_an_interactive_session_has_no_program_to_start(monkeypatch):
-    monkeypatch.setattr(sys, "orig_argv", ["python"])
     monkeypatch.setattr(sys, "argv", [""])
-    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
     with pytest.raises(ParallelConfigError, match="devices=2 runs this program 2 times, but an interactive session"):
-        RankLauncher(2, lambda number: {}).launch(print)
+        RankLauncher(LightningEnvironment(), 2, 1, variables=lambda number: {}).launch(print)
