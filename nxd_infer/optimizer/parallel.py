@@ -98,6 +98,7 @@ class NxDOptimizer(OptimizerWrapper):
         self.skipped_steps = 0
         """Number of steps skipped by ``on_nonfinite="skip"``."""
         self._grad_norm: Tensor | None = None
+        self._replicas_compared = False
         self.names: list[str] = []
         """Names of the trained parameters, in order."""
         self._reducer = GradReducer([], current_context(), cap_mb=bucket_cap_mb)
@@ -281,6 +282,36 @@ class NxDOptimizer(OptimizerWrapper):
         gradients.sum_over_tp(partial, self.context)
         self._reducer.settle(summed=own)
         self._final = True
+        if not self._replicas_compared:
+            self._compare_replicas()
+
+    def _compare_replicas(self) -> None:
+        """Warn of replicated parameters whose gradients differ between tensor-parallel ranks. A collective, once.
+
+        Such a parameter is used on a piece of the sequence and was not marked, and its copies would drift apart.
+        """
+        self._replicas_compared = True
+        names, norms = [], []
+        for piece in self.pieces:
+            if self.context.tp.degree > 1 and not gradients.split_over_ranks(piece.param):
+                grad = piece.tensor.grad
+                names.append(self.names[piece.index])
+                norms.append(torch.zeros(()) if grad is None else torch.linalg.vector_norm(grad.float()).cpu())
+        if not names:
+            return
+        mine = torch.stack(norms)
+        mean = mine.clone()
+        gradients.sum_over_tp([mean], self.context)
+        mean /= self.context.tp.degree
+        differ = [name for name, apart in zip(names, (mine - mean).abs() > 0.01 * mean, strict=True) if apart]
+        if differ:
+            shown = ", ".join(differ[:8]) + (f" and {len(differ) - 8} more" if len(differ) > 8 else "")
+            warnings.warn(
+                f"replicated parameters with other gradients on other tensor-parallel ranks: {shown}. With sequence "
+                "parallelism pass sequence_parallel_enabled=True to their modules, or mark them with "
+                "parallel_layers.layer_norm.mark_sequence_parallel(module)",
+                stacklevel=4,
+            )
 
     def _average(self, piece: Piece) -> Tensor | None:
         """Return the averaged gradient of a piece, in the shape and dtype of its tensor."""

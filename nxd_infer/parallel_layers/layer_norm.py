@@ -15,14 +15,15 @@ __all__ = ["LayerNorm", "SequenceParallelWeights", "mark_sequence_parallel"]
 Self = TypeVar("Self", bound="SequenceParallelWeights")
 
 
-def mark_sequence_parallel(*parameters: Tensor | None) -> None:
-    """Mark replicated parameters that each tensor-parallel rank uses on its own piece of the sequence.
+def mark_sequence_parallel(*marked: Tensor | nn.Module | None) -> None:
+    """Mark replicated parameters, or all of modules, that a tensor-parallel rank uses on its piece of the sequence.
 
     Their gradients are then partial sums; the optimizers of ``nxd_infer.trainer`` add them up in their step.
     """
-    for parameter in parameters:
-        if parameter is not None:
-            parameter.sequence_parallel_enabled = True  # pyright: ignore[reportAttributeAccessIssue]
+    for one in marked:
+        for parameter in one.parameters() if isinstance(one, nn.Module) else (one,):
+            if parameter is not None:
+                parameter.sequence_parallel_enabled = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class SequenceParallelWeights(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nxd_infer.context import current_context
 from nxd_infer.errors import ShardingError
 
 _TP_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "num_partitions", "nxd_layout")
@@ -55,9 +56,14 @@ class EmbeddingUtility:
 
 
 def set_tensor_model_parallel_attributes(
-    tensor: Tensor, is_parallel: bool, dim: int, stride: int = 1, num_partitions: int = 1
+    tensor: Tensor, is_parallel: bool, dim: int, stride: int = 1, num_partitions: int | None = None
 ) -> None:
-    """Mark a parameter as split along ``dim`` with the reference's attributes, which ported code reads."""
+    """Mark a parameter as split along ``dim`` with the reference's attributes, which ported code reads.
+
+    ``num_partitions`` None: the tensor-parallel degree, of a parameter that is parallel.
+    """
+    if num_partitions is None:
+        num_partitions = current_context().tp.degree if is_parallel else 1
     attributes = {
         "tensor_model_parallel": is_parallel,
         "partition_dim": dim,

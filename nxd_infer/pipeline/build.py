@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import sys
 import warnings
@@ -209,8 +210,9 @@ def fill_modules(model: nn.Module, fill: Fill | None, foreign: Collection[int] =
 
     All are filled on the host, whose random numbers are those of a model that is built there, and then moved to the
     device of the process group.
-    ``fill`` gets every module that directly holds weights; None calls its ``reset_parameters``. Ties and the attributes
-    of parameters are kept. Raises ParallelConfigError for a module that has none.
+    ``fill`` gets every module that directly holds weights, buffers or other tensors without values; None calls its
+    ``reset_parameters``. Ties and the attributes of parameters are kept. Raises ParallelConfigError for a module that
+    has none, and for a buffer or another tensor that is left without values.
     """
     made: dict[int, Tensor] = {}
     alive: list[Tensor] = []
@@ -222,9 +224,10 @@ def fill_modules(model: nn.Module, fill: Fill | None, foreign: Collection[int] =
             for key, tensor in table.items()
             if tensor is not None and tensor.is_meta
         ]
-        if not slots and not module._parameters and not module._buffers:
+        held = _meta_attributes(module)
+        if not (module._parameters or module._buffers or held):
             continue
-        if slots and fill is None and not hasattr(module, "reset_parameters"):
+        if (slots or held) and fill is None and not hasattr(module, "reset_parameters"):
             raise ParallelConfigError(
                 f"meta_device_init=True: {name or type(module).__name__} cannot initialise itself (no "
                 'reset_parameters); pass model_init_config={"param_init_fn": function of a module}'
@@ -236,6 +239,7 @@ def fill_modules(model: nn.Module, fill: Fill | None, foreign: Collection[int] =
                 fill(module)
         elif hasattr(module, "reset_parameters"):
             module.reset_parameters()  # pyright: ignore[reportCallIssue]
+        _require_values(name, module, slots)
         for table, key, tensor in slots:
             if id(tensor) in foreign:
                 table[key] = tensor
@@ -248,10 +252,38 @@ def fill_modules(model: nn.Module, fill: Fill | None, foreign: Collection[int] =
     restore_attributes(model)
 
 
+def _require_values(name: str, module: nn.Module, slots: Sequence[tuple[Any, str, Tensor]]) -> None:
+    """Raise ParallelConfigError for what has no values yet, nor gets them when a state dict is loaded."""
+    held = _meta_attributes(module)
+    for _, key, _ in slots:
+        buffer = module._buffers[key] if key in module._non_persistent_buffers_set else None
+        if buffer is not None and buffer.numel() and (blank := _blank(buffer.dtype)) is not None:
+            same = buffer.isnan() if blank != blank else buffer == blank
+            held += [key] if bool(same.all()) else []
+    if held:
+        raise ParallelConfigError(
+            f"meta_device_init=True: {name or type(module).__name__} ({type(module).__name__}) has no values in "
+            f"{', '.join(held)}; fill them in param_init_fn, which gets this module (of a model of transformers: "
+            "model._init_weights(module)), or build the model without meta_device_init"
+        )
+
+
+def _meta_attributes(module: nn.Module) -> list[str]:
+    return [key for key, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
+
+
+def _blank(dtype: torch.dtype) -> float | None:
+    """Return what a tensor is filled with that nobody has filled yet, by which it is known."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return None if dtype == torch.bool else torch.iinfo(dtype).max
+
+
 def _allocated(tensor: Tensor) -> Tensor:
     made = torch.empty_like(tensor, device=HOST)
     if not isinstance(tensor, nn.Parameter):
-        return made
+        blank = _blank(tensor.dtype)
+        return made if blank is None else made.fill_(blank)
     parameter = nn.Parameter(made, tensor.requires_grad)
     for mark, value in vars(tensor).items():
         setattr(parameter, mark, value)

@@ -229,9 +229,11 @@ def test_a_timeline(tmp_path: Path):
 
 
 def fill(module: nn.Module) -> None:
-    """Fill the module's own parameters with random numbers."""
+    """Fill the module's own parameters with random numbers, and the number that one of them holds beside them."""
     for parameter in module.parameters(recurse=False):
         nn.init.normal_(parameter, std=0.3)
+    if isinstance(module, Residual):
+        module.scale = torch.tensor(2.0)
 
 
 def filled() -> list[str]:
@@ -245,7 +247,6 @@ def filled() -> list[str]:
     options = {"auto_partition": True, "num_microbatches": 4, "output_loss_value_spec": SPEC}
     with torch.device("meta"):
         module = Residual()
-    module.scale = torch.tensor(2.0)
     torch.manual_seed(9)
     models = [NxDPPModel(module, **options, param_init_fn=fill)]
     config = nxd.neuronx_distributed_config(

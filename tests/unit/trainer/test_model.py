@@ -198,6 +198,23 @@ def test_meta_device_keeps_buffers_or_says_that_it_cannot():
     model = wrapped(Buffered, False, model_init_config={"meta_device_init": True, "param_init_fn": fill})
     assert torch.equal(model.turn.inv_freq, torch.full((4,), 2.0))
 
+    def fill_layers(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            fill(module)
+
+    with pytest.raises(ParallelConfigError, match=r"turn \(Module\) has no values in inv_freq; fill them"):
+        wrapped(Buffered, False, model_init_config={"meta_device_init": True, "param_init_fn": fill_layers})
+    with pytest.raises(ParallelConfigError, match=r"Held \(Held\) has no values in freqs"):
+        wrapped(Held, model_init_config={"meta_device_init": True, "param_init_fn": fill_layers})
+
+
+class Held(nn.Module):
+    """A tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.freqs = nn.Linear(4, 4), torch.arange(4.0)
+
 
 class Named(nn.Module):
     def forward(self, x: Tensor, early_stop: bool = False, preserve_rng_state: float = 1.0, debug: int = 0) -> Tensor:
