@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 
 from nxd_infer.cli.console import console, table
-from nxd_infer.recipes.checks import missing_files, slow_products
+from nxd_infer.recipes.checks import missing_files, problems_of_data, slow_products
 from nxd_infer.recipes.models import dtypes
 from nxd_infer.recipes.plan import CHIPS, UTILIZATION, plan_of
 from nxd_infer.recipes.recipe import Loaded
@@ -41,7 +41,8 @@ def show(loaded: Loaded, chip: str | None) -> None:
     console.print(f"Times assume {UTILIZATION:.0%} of {speed} per rank, {plan.device}.", markup=False)
     for obstacle in plan.obstacles:
         console.print(f"cannot be trained here: {obstacle}", markup=False, soft_wrap=True)
-    notes = [str(missing) for missing in missing_files(loaded)]  # a plan may be for another machine
+    missing = [str(one) for one in missing_files(loaded)]  # a plan may be for another machine
+    notes = missing or problems_of_data(loaded)
     for note in [*notes, *(slow_products(loaded) if chip is None else [])]:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
 

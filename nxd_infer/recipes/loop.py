@@ -185,6 +185,8 @@ class Training:
         deadline = time.monotonic() + self.seconds_left
         done = bool(self.steps) and self.step >= self.steps
         before = self.step
+        for note in self.prepared.notes:
+            self._say(f"note: {note}")
         if self.recovered and not done:
             self._say(f"going on at step {self.step} of {self.keeper.newest}")
         if trainer.num_sanity_val_steps and not self.recovered and not done:

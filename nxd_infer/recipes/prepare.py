@@ -12,8 +12,9 @@ import itertools
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ class Prepared:
     model: Path
     train: Dataset
     validation: Dataset | None
+    notes: list[str] = field(default_factory=list)
+    """What the lengths of rows have cut off."""
 
 
 def prepare(loaded: Loaded, root: Path) -> Prepared:
@@ -111,7 +114,8 @@ def _write(loaded: Loaded, folder: Path) -> None:
         raise
 
 
-def _fill(loaded: Loaded, building: Path) -> None:
+def _fill(loaded: Loaded, building: Path, most: int | None = None) -> list[str]:
+    """Write all of it, of the first ``most`` records; return notes of what was cut off."""
     model = building / MODEL
     model.mkdir(parents=True)
     recipe = loaded.recipe
@@ -129,13 +133,47 @@ def _fill(loaded: Loaded, building: Path) -> None:
                 raw[name] = getattr(tokenizer, name)
     (model / CONFIG).write_text(json.dumps(raw, indent=1))
     encoder = encoder_of(loaded, model, tokenizer)
-    for name, given, most in (
-        (TRAIN, recipe.data.train_dir, recipe.data.dev_choose_samples),
-        (VALIDATION, recipe.data.val_dir, None),
-    ):
-        if given is not None:
-            found = itertools.islice(records(loaded.path(given)), most)
-            write_store(building / name, checked_examples(encoder, found, raw["vocab_size"]))
+    notes = []
+    for name, key in ((TRAIN, "train_dir"), (VALIDATION, "val_dir")):
+        if getattr(recipe.data, key) is not None:
+            some = itertools.islice(_records(loaded, key), most)
+            facts = write_store(building / name, checked_examples(encoder, some, raw["vocab_size"]))
+            notes += _cut_off(loaded, key, facts)
+    return notes
+
+
+def _records(loaded: Loaded, key: str) -> Iterator[Record]:
+    """The records of ``train_dir`` or ``val_dir``."""
+    data = loaded.recipe.data
+    path = loaded.path(getattr(data, key))
+    if key == "val_dir":
+        return records(path, data.val_split, data.dataset_config, "validation")
+    return itertools.islice(records(path, data.train_split, data.dataset_config), data.dev_choose_samples)
+
+
+def _cut_off(loaded: Loaded, key: str, facts: dict[str, int]) -> list[str]:
+    """Say what the lengths of rows have cut off. Raises RecipeError if they leave nothing to learn."""
+    documents, silent, length = facts["documents"], facts["silent"], seq_length(loaded.recipe)
+    if documents and silent == documents:
+        cut = f": all that counts lies behind data.seq_length = {length}" if facts["lost"] else ""
+        raise loaded.tree.error(("data", key), f"has no token that counts in the loss{cut}")
+    if not facts["cut"]:
+        return []
+    left = f"; in {silent:,} nothing is left to learn" if silent else ""
+    lost = f"{facts['cut']:,} of {documents:,} documents are cut at {length} tokens (data.seq_length)"
+    return [f"data.{key}: {lost}, which leaves out {facts['lost']:,} that count in the loss{left}"]
+
+
+def look(loaded: Loaded, most: int = 1000) -> list[str]:
+    """Return what :func:`prepare` would say of the first records, without keeping anything. Raises RecipeError.
+
+    Without records, and where a tokenizer would be made from them, there is nothing to say.
+    """
+    if loaded.recipe.data.train_dir is None or loaded.recipe.data.tokenizer.type == TRAINED:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        notes = _fill(loaded, Path(folder), most)
+    return [f"of the first {most:,} records, {note}" for note in notes]
 
 
 def _texts(loaded: Loaded) -> Iterator[str]:
@@ -155,8 +193,8 @@ def _texts(loaded: Loaded) -> Iterator[str]:
     if data.train_dir is None:
         problem = f"= {TRAINED!r} needs texts, and data_prefix has tokens; name one"
         raise loaded.tree.error(("data", "tokenizer", "type"), problem)
-    for record in itertools.islice(records(loaded.path(data.train_dir)), data.dev_choose_samples):
-        yield from inside(dict(record))
+    for record in _records(loaded, "train_dir"):
+        yield from inside({name: value for name, value in record.items() if name not in data.ignore_columns})
 
 
 def _check_sizes(loaded: Loaded, raw: dict[str, Any], tokenizer: Tokenizer | None) -> None:
@@ -182,6 +220,8 @@ def encoder_of(loaded: Loaded, model: Path, tokenizer: Tokenizer | None) -> Enco
         length=None if is_pretraining(loaded) else seq_length(recipe),
         prompt_length=None if pairs is None else pairs.max_prompt_length,
         keep_end=pairs is not None and pairs.truncation_mode == "keep_end",
+        pairs=pairs is not None,
+        ignore=recipe.data.ignore_columns,
     )
 
 
@@ -212,9 +252,12 @@ def _open(loaded: Loaded, folder: Path) -> Prepared:
         if train is None:
             raise loaded.tree.error(("data", "data_prefix"), "has no row to train on")
         return Prepared(folder / MODEL, _first(train, recipe.data.dev_choose_samples), validation)
-    train = _rows(loaded, config, TokenStore(folder / TRAIN))
-    validation = _rows(loaded, config, TokenStore(folder / VALIDATION)) if recipe.data.val_dir else None
-    return Prepared(folder / MODEL, train, validation)
+    stores = {"train_dir": TokenStore(folder / TRAIN)}
+    if recipe.data.val_dir:
+        stores["val_dir"] = TokenStore(folder / VALIDATION)
+    train, *validation = (_rows(loaded, config, store) for store in stores.values())
+    notes = [note for key, store in stores.items() for note in _cut_off(loaded, key, store.facts)]
+    return Prepared(folder / MODEL, train, next(iter(validation), None), notes)
 
 
 def _first(rows_: Dataset, count: int | None) -> Dataset:

@@ -267,9 +267,15 @@ class Data:
     micro_batch_size: int = key(1, "rows of one pass through the model, per data-parallel rank", int, minimum=1)
     global_batch_size: int = key(1, "rows of a step, over all ranks", int, minimum=1)
     train_dir: str | None = key(
-        None, "a file or folder to train on: text, JSONL, Parquet, Arrow, or a dataset of Hugging Face's on disk"
+        None, "a file, or a folder such as a dataset's repository: JSON, CSV, Parquet, Arrow, texts, or saved by datasets"
     )
     val_dir: str | None = key(None, "the same to validate on")
+    train_split: str | None = key(None, "ours: the split of train_dir; default: train, or its only one")
+    val_split: str | None = key(None, "ours: the split of val_dir; default: validation, or its only one")
+    dataset_config: str | None = key(None, "ours: of a folder whose README has several configurations, the one to read")
+    ignore_columns: list[str] = key(
+        [], "ours: columns that are not read, and fields of messages as messages.weight", list[str]
+    )
     seq_length: int | None = key(None, "tokens per row", int, minimum=2)
     dev_choose_samples: int | None = key(None, "use only so many samples of train_dir", int, minimum=1)
     tokenizer: TokenizerKeys = section(TokenizerKeys, "from text to tokens")

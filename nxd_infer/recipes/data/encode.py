@@ -1,12 +1,14 @@
 """From a record to tokens, with a mark on each whether its prediction counts in the loss.
 
-A record has one of these sets of columns: ``input_ids`` (and ``labels``); ``messages``; ``prompt`` and ``completion``,
-or ``input`` and ``output``; ``prompt``, ``chosen`` and ``rejected``; ``text``.
+Columns mean what trl's documents say ("Dataset formats and types"), with the columns of ShareGPT and Alpaca beside them.
+A record is refused by name if it has a column that nothing here reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +16,35 @@ from nxd_infer.errors import RecipeError
 from nxd_infer.parallel_layers.loss_functions import IGNORED
 from nxd_infer.recipes.data.sources import Record
 from nxd_server.errors import RequestError
-from nxd_server.text.chat_template import ChatTemplate
+from nxd_server.text.chat_template import RESERVED, ChatTemplate, marked_tokens
 from nxd_server.text.tokenizer import Tokenizer, check_text
 
-COLUMNS = (
-    ("input_ids",),
-    ("prompt", "chosen", "rejected"),
-    ("messages",),
-    ("prompt", "completion"),
-    ("input", "output"),
-    ("text",),
+CHAT = ("tools", "chat_template_kwargs")
+FORMS = {
+    ("input_ids",): ("labels", "attention_mask", "completion_mask", "assistant_masks"),
+    ("messages",): CHAT,
+    ("conversations",): CHAT,
+    ("prompt", "completion"): CHAT,
+    ("instruction", "output"): ("input",),
+    ("input", "output"): (),
+    ("text",): (),
+}
+"""Columns of a record that is learnt by itself, and further ones that it may have."""
+PAIRS = {("chosen", "rejected"): ("prompt", *CHAT)}
+"""Of one whose better answer is learnt."""
+ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ("system", "user", "assistant", "tool")}}
+"""Of ShareGPT's messages, and what a template calls them."""
+READ = ("role", "content", "name", "tool_call_id")
+"""A message's fields that a template may leave out."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of one field: a template reads one of them."""
+MARK = "\ue000"
+"""Stands for what an assistant says, to find where a template writes it."""
+ALPACA = (
+    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{}\n\n{}### Response:\n"
 )
+"""Stanford Alpaca's prompt, for tokenizers without a chat template."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +53,11 @@ class Example:
 
     ids: Sequence[int]
     counts: Sequence[bool]
+    lost: int | None = None
+    """How many more would count, had the example not been cut; None: it was not."""
+
+
+Render = Callable[..., str]
 
 
 @dataclass(frozen=True)
@@ -41,6 +66,7 @@ class Encoder:
 
     ``tokenizer`` is None for records that have tokens already. ``mask_prompt``: whether prompts do not count.
     ``length``: at most so many tokens, and ``prompt_length`` of a prompt; None: no limit. ``keep_end``: cut the start.
+    ``pairs``: records are preferences. ``ignore``: columns, and fields as ``messages.weight``, that are left out.
     """
 
     tokenizer: Tokenizer | None
@@ -49,69 +75,85 @@ class Encoder:
     length: int | None = None
     prompt_length: int | None = None
     keep_end: bool = False
+    pairs: bool = False
+    ignore: Collection[str] = ()
 
     def examples(self, record: Record, number: int) -> Iterator[Example]:
         """Yield the record's example; of a preference two, the chosen one first. Raises RecipeError."""
         try:
-            yield from self._examples(record, number)
-        except RequestError as error:  # of the chat template: messages in another form
-            raise RecipeError(f"data: record {number}: {error}") from None
+            yield from self._examples(record)
+        except (RequestError, RecipeError) as error:  # the first is of the chat template
+            raise RecipeError(f"data: record {number}{'' if str(error)[0] in ' :' else ': '}{error}") from None
 
-    def _examples(self, record: Record, number: int) -> Iterator[Example]:
-        columns = next((one for one in COLUMNS if all(record.get(name) is not None for name in one)), None)
-        if columns is None:
-            known = "; ".join(" and ".join(one) for one in COLUMNS)
-            raise RecipeError(f"data: record {number} has the columns {', '.join(record)}; known are {known}")
-        if columns == ("input_ids",):
-            yield self._tokens(record, number)
-        elif columns == ("messages",):
-            yield self._cut(self._chat(record["messages"], number))
-        elif columns == ("text",):
-            yield self._cut(self._pair("", check_text(record["text"], "text"), number))
-        elif len(columns) == 2:
-            prompt, completion = (record[name] for name in columns)
-            yield self._cut(self._pair(prompt, completion, number))
+    def _examples(self, record: Record) -> Iterator[Example]:
+        columns = {name: value for name, value in record.items() if value is not None and name not in self.ignore}
+        form = self._form(columns)
+        if form == ("input_ids",):
+            yield _tokens(columns)
+        elif form == ("text",):
+            yield self._cut(self._text("", columns["text"]))
+        elif form == ("chosen", "rejected"):
+            prompt, *answers = _preference(columns)
+            for answer in answers:
+                yield self._cut_answer(self._answer(prompt, answer, columns))
+        elif form in (("messages",), ("conversations",)):
+            yield self._cut(self._chat(self._messages(columns[form[0]], form[0]), columns))
+        elif form == ("instruction", "output"):
+            yield self._cut(self._alpaca(columns["instruction"], columns.get("input", ""), columns["output"]))
         else:
-            for answer in ("chosen", "rejected"):
-                yield self._preference(record["prompt"], record[answer], number)
+            yield self._cut(self._answer(columns[form[0]], columns[form[1]], columns))
 
-    def _tokens(self, record: Record, number: int) -> Example:
-        ids, labels = record["input_ids"], record.get("labels")
-        for name, given in (("input_ids", ids), ("labels", labels)):
-            fits = isinstance(given, Sequence) and all(type(one) is int for one in given)
-            if given is not None and not fits:
-                raise RecipeError(f"data: record {number}: {name} must be a list of whole numbers, got {given!r:.60}")
-        if labels is None:
-            return Example(ids, [True] * len(ids))
-        if len(labels) != len(ids):
-            raise RecipeError(f"data: record {number} has {len(ids)} input_ids and {len(labels)} labels")
-        for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
-            if label not in (token, IGNORED):
-                raise RecipeError(
-                    f"data: record {number}: labels[{place}] = {label} must be -100 or the token beside it, {token}: "
-                    "labels are not shifted"
-                )
-        return Example(ids, [label != IGNORED for label in labels])
+    def _form(self, columns: Record) -> tuple[str, ...]:
+        """Return the columns that say what a record is. Raises RecipeError for others, and for what they leave over."""
+        forms, others = (PAIRS, FORMS) if self.pairs else (FORMS, PAIRS)
+        form = next((one for one in forms if all(name in columns for name in one)), None)
+        if form is None:
+            if any(all(name in columns for name in one) for one in others):
+                what = "no preference, which dpo and orpo learn" if self.pairs else "a preference: dpo or orpo learns it"
+                raise RecipeError(f" ({', '.join(columns)}) is {what}: see model_alignment_strategy")
+            known = "; ".join(" and ".join(one) for one in forms)
+            raise RecipeError(f" has the columns {', '.join(columns)}; known are {known}")
+        left = [name for name in columns if name not in (*form, *forms[form])]
+        if "label" in left and "completion" in form:
+            raise RecipeError(" is an unpaired preference (label), which no recipe learns: dpo and orpo learn pairs")
+        if left:
+            advice = f"leave them out by data.ignore_columns=[{', '.join(left)}]"
+            raise RecipeError(f" has {', '.join(left)} beside {' and '.join(form)}, which would not be read: {advice}")
+        return form
 
-    def _text(self, number: int) -> Tokenizer:
+    def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise RecipeError(f"data: record {number} is text, which needs data.tokenizer.type")
+            raise RecipeError(" is text, which needs data.tokenizer.type")
         return self.tokenizer
 
-    def _pair(self, prompt: Any, completion: Any, number: int) -> Example:
+    def _answer(self, prompt: Any, answer: Any, columns: Record) -> Example:
         """A prompt and what follows it: texts, or lists of messages."""
-        if isinstance(prompt, Sequence) and isinstance(completion, Sequence) and not isinstance(prompt, str):
-            return self._chat([*prompt, *completion], number, first=len(prompt))
+        if not isinstance(prompt, str) and not isinstance(answer, str):
+            asked = self._messages(prompt, "prompt") if len(prompt) else []
+            return self._chat([*asked, *self._messages(answer, "answer")], columns, first=len(asked))
+        if unread := [name for name in CHAT if name in columns]:
+            raise RecipeError(f" has {unread[0]}, but its prompt and answer are no lists of messages")
+        return self._text(prompt, answer)
+
+    def _alpaca(self, instruction: Any, given: Any, output: Any) -> Example:
+        """An instruction, perhaps with an input: as a conversation if the tokenizer has a chat template."""
+        instruction, given = check_text(instruction, "instruction"), check_text(given, "input")
+        if self.template is None:
+            paired = (", paired with an input that provides further context", f"### Input:\n{given}\n\n")
+            about, block = paired if given else ("", "")
+            return self._text(ALPACA.format(about, instruction, block), output)
+        asked = f"{instruction}\n\n{given}" if given else instruction
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": check_text(output, "output")}]
+        return self._chat(messages, {})
+
+    def _text(self, prompt: Any, completion: Any) -> Example:
         prompt, completion = check_text(prompt, "the prompt"), check_text(completion, "what follows the prompt")
-        tokenizer = self._text(number)
+        tokenizer = self._tokenizer()
         encoding = tokenizer.raw.encode(prompt + completion)
-        ids = list(encoding.ids)
-        counts = [end > len(prompt) or not prompt for _, end in encoding.offsets]
+        ids, counts = list(encoding.ids), [True] * len(encoding.ids)
         if self.mask_prompt and prompt:  # a token of the end of the prompt and the start of the answer counts
-            special = zip(encoding.special_tokens_mask, counts, strict=True)
-            counts = [count and not mark for mark, count in special]
-        else:
-            counts = [True] * len(ids)
+            special = zip(encoding.special_tokens_mask, encoding.offsets, strict=True)
+            counts = [end > len(prompt) and not mark for mark, (_, end) in special]
         end = tokenizer.eos_token_id
         if end is not None and ids[-1:] != [end]:
             ids, counts = [*ids, end], [*counts, True]
@@ -119,47 +161,164 @@ class Encoder:
             counts[-1] = True  # also if the tokenizer adds it, as a special token
         return Example(ids, counts)
 
-    def _chat(self, messages: Any, number: int, first: int = 0) -> Example:
+    # --- conversations ----------------------------------------------------------------------------------
+
+    def _messages(self, value: Any, column: str) -> list[dict[str, Any]]:
+        """Return a column's messages, with ShareGPT's names as a template knows them."""
+        if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(m, Mapping) for m in value):
+            raise RecipeError(f": {column} must be a list of messages, got {value!r:.80}")
+        plain = []
+        for message in value:
+            fields = {name: one for name, one in message.items() if f"{column}.{name}" not in self.ignore}
+            if "from" in fields and "value" in fields:
+                role = fields.pop("from")
+                if role not in ROLES:
+                    raise RecipeError(f": a message is from {role!r}; known are {', '.join(ROLES)}")
+                fields = {"role": ROLES[role], "content": fields.pop("value"), **fields}
+            plain.append(fields)
+        return plain
+
+    def _chat(self, messages: list[dict[str, Any]], columns: Record, first: int = 0) -> Example:
         """A conversation; what the assistant says from message ``first`` on counts."""
-        tokenizer = self._text(number)
-        if self.template is None:
+        tokenizer, template = self._tokenizer(), self.template
+        if template is None:
             raise RecipeError(
-                f"data: record {number} is a conversation, but the tokenizer has no chat template: put one into its "
-                "tokenizer_config.json, or give prompt and completion as texts"
+                " is a conversation, but the tokenizer has no chat template: put one into its tokenizer_config.json, "
+                "or give prompt and completion as texts"
             )
-        whole = self.template.render(messages, add_generation_prompt=False)
-        encoding = tokenizer.raw.encode(whole, add_special_tokens=False)
+        variables = _variables(columns)
+        _require_read(template, messages, variables)
+        text, spans = template.render_marked(messages, **variables)
+        encoding = tokenizer.raw.encode(text, add_special_tokens=False)
         if not self.mask_prompt:
             return Example(encoding.ids, [True] * len(encoding.ids))
-        spans = []
-        for place, message in enumerate(messages):
-            if message["role"] != "assistant" or place < first:
-                continue
-            before = self.template.render(messages[:place], add_generation_prompt=True) if place else ""
-            after = self.template.render(messages[: place + 1], add_generation_prompt=False)
-            if not whole.startswith(before) or not whole.startswith(after):
-                raise RecipeError(
-                    f"data: record {number}: the chat template writes a conversation in another way when it goes on, "
-                    "so the assistant's tokens are not known: use data.mask_prompt=false"
-                )
-            spans.append((len(before), len(after)))
-        counts = [any(low < end <= high for low, high in spans) for _, end in encoding.offsets]
-        return Example(encoding.ids, counts)
+        if template.has_marks and not self.pairs:  # trl's preference losses know no marks
+            asked = template.render_marked(messages[:first], **variables)[1] if first else ()
+            spans = spans[len(asked) :]
+        else:
 
-    def _preference(self, prompt: Any, answer: Any, number: int) -> Example:
-        found = self._pair(prompt, answer, number)
-        start = found.counts.index(True) if True in found.counts else len(found.ids)
-        asked, said = list(found.ids[:start]), list(found.ids[start:])
-        limits = (self.prompt_length, None if self.length is None else self.length - 1)  # room for an answer
-        most = min((one for one in limits if one is not None), default=len(asked))
-        if len(asked) > most:
-            asked = asked[-most:] if self.keep_end else asked[:most]
-        if self.length is not None:
-            said = said[: max(1, self.length - len(asked))]
-        return Example([*asked, *said], [False] * len(asked) + [True] * len(said))
+            def render(messages: list[dict[str, Any]], asks: bool = False) -> str:
+                return template.render(messages, add_generation_prompt=asks, **variables)
+
+            said = [n for n, one in enumerate(messages) if one.get("role") == "assistant" and n >= first]
+            end_of_text = template.special_tokens.get("eos_token", "")
+            spans = [_span(messages, number, text, render, end_of_text) for number in said]
+        return Example(encoding.ids, marked_tokens(encoding.offsets, spans))
+
+    # --- lengths ----------------------------------------------------------------------------------------
+
+    def _cut_answer(self, whole: Example) -> Example:
+        """Cut the prompt at its length, and then the answer, of which one token stays."""
+        start = whole.counts.index(True) if True in whole.counts else len(whole.ids)
+        limits = (self.prompt_length, None if self.length is None else self.length - 1)
+        room = min((one for one in limits if one is not None), default=start)
+        asked = (slice(max(0, start - room), start) if self.keep_end else slice(min(start, room))) if room else slice(0)
+        kept = len(whole.ids[asked])
+        last = len(whole.ids) if self.length is None else start + max(1, self.length - kept)
+        return _parts(whole, asked, slice(start, last))
 
     def _cut(self, example: Example) -> Example:
-        if self.length is None or len(example.ids) <= self.length:
+        if self.length is None:
             return example
-        part = slice(-self.length, None) if self.keep_end else slice(self.length)
-        return Example(example.ids[part], example.counts[part])
+        return _parts(example, slice(-self.length, None) if self.keep_end else slice(self.length))
+
+
+def _parts(example: Example, *parts: slice) -> Example:
+    ids = [token for part in parts for token in example.ids[part]]
+    if len(ids) == len(example.ids):
+        return example
+    counts = [count for part in parts for count in example.counts[part]]
+    return Example(ids, counts, sum(example.counts) - sum(counts))
+
+
+def _tokens(columns: Record) -> Example:
+    """Tokens as they are; a token counts that no column beside them leaves out."""
+    ids = columns["input_ids"]
+    for name, values in columns.items():
+        if not isinstance(values, Sequence) or not all(type(one) is int for one in values):
+            raise RecipeError(f": {name} must be a list of whole numbers, got {values!r:.60}")
+        if len(values) != len(ids):
+            raise RecipeError(f" has {len(ids)} input_ids and {len(values)} {name}")
+    labels = columns.get("labels", ids)
+    for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
+        if label not in (token, IGNORED):
+            raise RecipeError(
+                f": labels[{place}] = {label} must be -100 or the token beside it, {token}: labels are not shifted"
+            )
+    if 0 in columns.get("attention_mask", ()):
+        raise RecipeError(" has padding (attention_mask 0): give the tokens without it; rows are padded here")
+    masks = [columns[name] for name in ("completion_mask", "assistant_masks") if name in columns]
+    counts = [label != IGNORED for label in labels]
+    return Example(ids, [count and all(marks) for count, *marks in zip(counts, *masks, strict=True)])
+
+
+def _preference(columns: Record) -> tuple[Any, Any, Any]:
+    """Return prompt, chosen and rejected; without a prompt it is what the answers begin with alike."""
+    chosen, rejected = columns["chosen"], columns["rejected"]
+    if "prompt" in columns:
+        if isinstance(columns["prompt"], str) != isinstance(chosen, str):
+            raise RecipeError(
+                " has a prompt that is a text, and answers that are messages, or the other way round: "
+                "data.ignore_columns=[prompt] takes what the answers begin with alike"
+            )
+        return columns["prompt"], chosen, rejected
+    both = enumerate(zip(chosen, rejected, strict=False))
+    start = next((place for place, (a, b) in both if a != b), min(len(chosen), len(rejected)))
+    if start and chosen[start - 1] == " ":  # a space belongs to the answer
+        start -= 1
+    return chosen[:start], chosen[start:], rejected[start:]
+
+
+def _variables(columns: Record) -> dict[str, Any]:
+    """Return what a template gets beside the messages."""
+    tools, more = columns.get("tools"), columns.get("chat_template_kwargs") or {}
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise RecipeError(f": tools is not JSON: {error}") from None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
+        raise RecipeError(f": tools must be a list of objects, or its JSON text, got {tools!r:.80}")
+    if not isinstance(more, Mapping) or (reserved := [name for name in more if name in RESERVED]):
+        problem = f"must not have {reserved[0]}" if isinstance(more, Mapping) else f"must be an object, got {more!r:.80}"
+        raise RecipeError(f": chat_template_kwargs {problem}")
+    return {**{name: value for name, value in more.items() if value is not None}, "tools": tools or None}
+
+
+def _require_read(template: ChatTemplate, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> None:
+    """Raise RecipeError for what a record has and its template does not name, and so leaves out."""
+    given = [(name, value) for one in (*messages, variables) for name, value in one.items()]
+    for name in sorted({name for name, value in given if value not in (None, "", [], {}) and name not in READ}):
+        if not any(one in template.source for one in (REASONING if name in REASONING else (name,))):
+            raise RecipeError(f" has {name}, which the tokenizer's chat template leaves out: take another template")
+
+
+def _span(
+    messages: list[dict[str, Any]], place: int, whole: str, render: Render, end_of_text: str
+) -> tuple[int, int]:
+    """Return where in ``whole`` an assistant's message begins and ends: after what a server would have it go on from.
+
+    Raises RecipeError where that is not certain.
+    """
+    if place:
+        begin, end = render(messages[:place], True), render(messages[: place + 1])
+        if whole.startswith(begin) and whole.startswith(end):
+            return len(begin), len(end)
+    # The first message, or one that is written in another way when the conversation goes on, as without its reasoning:
+    # between the header and the ending of such messages, which do not depend on what is said.
+    mark, asked = {"role": "assistant", "content": MARK}, [{"role": "user", "content": "a"}]
+    prompt, answered = render(asked, True), render([*asked, mark])
+    header = os.path.commonprefix([prompt, answered])[len(os.path.commonprefix([prompt, answered, render(asked)])) :]
+    probe = render([*messages[:place], mark, *messages[place + 1 :]])
+    begin = probe.rfind(header, 0, probe.find(MARK)) + len(header)
+    rest = len(whole) - len(os.path.commonprefix([whole[::-1], probe[::-1]]))
+    ending = answered.partition(MARK)[2]
+    if not whole.startswith(ending, rest):
+        ending = ending.removesuffix(end_of_text)  # which some templates write once, at the end
+    certain = probe.count(MARK) == 1 and header in probe and whole[:begin] == probe[:begin] and begin <= rest
+    if certain and whole.startswith(ending, rest):
+        return begin, rest + len(ending)
+    raise RecipeError(
+        ": the chat template writes a conversation in another way when it goes on, so the assistant's tokens are not "
+        "known: use data.mask_prompt=false, or a template with {% generation %} marks"
+    )

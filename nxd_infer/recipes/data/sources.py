@@ -1,8 +1,8 @@
-"""Records of the files that a recipe names: each a mapping such as ``{"text": ...}`` or ``{"messages": [...]}``."""
+"""Records of the files that a recipe names: what ``datasets`` reads, and texts, of which each is a record."""
 
 from __future__ import annotations
 
-import json
+import glob
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,27 @@ from typing import Any
 from nxd_infer.errors import MissingPackageError, RecipeError
 
 TEXTS = (".txt", ".md", ".rst", ".py")
-LINES = (".jsonl", ".json")
-TABLES = (".parquet", ".arrow")
+KINDS = {
+    **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    **dict.fromkeys(TEXTS, "text"),
+}
+"""The reader of ``datasets`` for each kind of file."""
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
+ABOUT = ("readme", "license", "licence", "notice", "changelog")
+"""Texts of these names in a folder are about its data."""
 SAVED = ("state.json", "dataset_dict.json")
 """A file of these names makes a folder a dataset that Hugging Face's ``save_to_disk`` wrote."""
 
 Record = Mapping[str, Any]
+
+
+def kind_of(file: Path) -> str | None:
+    """Return the reader of a file by its name; None if there is none."""
+    inner = file.with_suffix("") if file.suffix in COMPRESSED else file
+    return KINDS.get(inner.suffix)
 
 
 def files_of(path: Path) -> list[Path]:
@@ -25,69 +40,82 @@ def files_of(path: Path) -> list[Path]:
     """
     if path.is_file() or is_saved(path):
         return [path]
-    known = (*TEXTS, *LINES, *TABLES)
-    found = sorted(one for one in path.rglob("*") if one.suffix in known and one.is_file()) if path.is_dir() else []
-    if not found:
-        problem = f"has no file of {', '.join(known)}" if path.is_dir() else "is not there"
+    there = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else []
+    files = [one for one in there if kind_of(one) and not any(p.startswith(".") for p in one.relative_to(path).parts)]
+    texts = [one for one in files if kind_of(one) == "text"]
+    if len(texts) < len(files):
+        files = [one for one in files if one not in texts or not one.stem.lower().startswith(ABOUT)]
+    if not files:
+        problem = f"has no file of {', '.join(KINDS)}" if path.is_dir() else "is not there"
         raise RecipeError(f"data: {path} {problem}: give a file, a folder of files, or a dataset saved to disk")
-    return found
+    return files
 
 
 def is_saved(path: Path) -> bool:
     return path.is_dir() and any((path / name).is_file() for name in SAVED)
 
 
-def records(path: Path) -> Iterator[Record]:
-    """Yield the records of a file, of all files of a folder, or of a saved dataset (its split ``train``, or its first).
+def records(path: Path, split: str | None = None, subset: str | None = None, usual: str = "train") -> Iterator[Record]:
+    """Yield the records of a file, of a folder's split, or of a saved dataset's.
 
-    Raises RecipeError naming the file, and the line of one of JSON.
+    ``split``: its name; None: ``usual`` where it is there, or else the only one. ``subset``: of a folder whose README
+    has several configurations. Raises RecipeError that names what cannot be read.
     """
-    for file in files_of(path):
-        if is_saved(file):
-            yield from _saved(file)
-        elif file.suffix in TABLES:
-            yield from _table(file)
-        elif file.suffix in LINES:
-            yield from _json(file)
-        elif file.suffix in TEXTS:
-            yield {"text": _text(file)}
-        else:
-            known = ", ".join((*TEXTS, *LINES, *TABLES))
-            raise RecipeError(f"data: {file} is of no kind that is read: {known}, or a dataset saved to disk")
-
-
-def _text(file: Path) -> str:
     try:
-        return file.read_text()
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"data: {file} is not UTF-8: {error.reason} at byte {error.start}") from None
+        yield from _read(path, split, subset, usual)
+    except (RecipeError, MissingPackageError):
+        raise
+    except Exception as error:  # whatever the reader of this kind raises
+        raise RecipeError(f"data: {path} cannot be read: {' '.join(str(error).split()) or repr(error)}") from error
 
 
-def _json(file: Path) -> Iterator[Record]:
-    """A JSON file is a list of records, or has one per line."""
-    text = _text(file) if file.suffix == ".json" else ""
-    if text.lstrip().startswith("["):
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise RecipeError(f"data: {file} is not JSON: {error}") from None
-        yield from (_record(one, file, number) for number, one in enumerate(found, 1))
+def _read(path: Path, split: str | None, subset: str | None, usual: str) -> Iterator[Record]:
+    files = files_of(path)
+    datasets = _datasets()
+    if is_saved(path):
+        loaded = datasets.load_from_disk(str(path))
+        splits = loaded if isinstance(loaded, dict) else {"train": loaded}
+        yield from splits[_chosen(path, list(splits), split, usual)]
         return
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise RecipeError(f"data: {file}:{number} is not JSON: {error}") from None
-            yield _record(value, file, number)
+    kinds = {kind_of(one) for one in files}
+    if path.is_dir() and kinds != {"text"}:
+        builder = datasets.load_dataset_builder(str(path), subset)
+        _require_all_read(path, files, builder)
+    elif len(kinds) == 1 and None not in kinds:
+        (kind,) = kinds
+        more: dict[str, Any] = {"sample_by": "document"} if kind == "text" else {}
+        if kind == "csv":
+            more = {"keep_default_na": False, "sep": "\t" if ".tsv" in path.suffixes else ","}  # "NA" is a text
+        builder = datasets.load_dataset_builder(kind, data_files=[glob.escape(str(one)) for one in files], **more)
+    else:
+        raise RecipeError(f"data: {path} is of no kind that is read: {', '.join(KINDS)}, or a dataset saved to disk")
+    chosen = _chosen(path, [str(one) for one in builder.config.data_files], split, usual)
+    if any(one.stat().st_size for one in files):  # `datasets` cannot say what an empty file holds
+        yield from builder.as_streaming_dataset(chosen)
 
 
-def _record(value: Any, file: Path, number: int) -> Record:
-    if not isinstance(value, dict):
-        raise RecipeError(f"data: {file}:{number} is a record of type {type(value).__name__}, not an object")
-    return value
+def _require_all_read(path: Path, files: list[Path], builder: Any) -> None:
+    """Raise RecipeError for a file of a folder that ``datasets`` leaves out, unless the folder's README chooses them."""
+    readme = path / "README.md"
+    if readme.is_file() and "configs:" in readme.read_text(errors="replace"):
+        return
+    read = {Path(one).resolve() for some in builder.config.data_files.values() for one in some}
+    left = [str(one.relative_to(path)) for one in files if one.resolve() not in read]
+    if left:
+        raise RecipeError(
+            f"data: {path}: {left[0]} would not be read, because most other files there are of another kind: give the "
+            "files that belong together a folder of their own"
+        )
+
+
+def _chosen(path: Path, splits: list[str], split: str | None, usual: str) -> str:
+    if split is None and (usual in splits or len(splits) == 1):
+        return usual if usual in splits else splits[0]
+    if split not in splits:
+        asked = f"no split {split!r}" if split else f"several splits, but not {usual}"
+        key = "train_split" if usual == "train" else "val_split"
+        raise RecipeError(f"data: {path} has {asked}; there are {', '.join(splits)}: choose one by data.{key}")
+    return split
 
 
 def _datasets() -> Any:
@@ -95,23 +123,6 @@ def _datasets() -> Any:
         import datasets
     except ModuleNotFoundError:
         raise MissingPackageError(
-            "Parquet, Arrow and saved datasets need the package datasets: pip install 'nxd-infer[recipes]'",
-            name="datasets",
+            "a recipe's data are read by the package datasets: pip install 'nxd-infer[recipes]'", name="datasets"
         ) from None
     return datasets
-
-
-def _table(file: Path) -> Iterator[Record]:
-    datasets = _datasets()
-    try:
-        kind = datasets.Dataset
-        yield from (kind.from_parquet if file.suffix == ".parquet" else kind.from_file)(str(file))
-    except (ValueError, OSError, datasets.exceptions.DatasetGenerationError) as error:
-        raise RecipeError(f"data: {file} cannot be read: {error}") from None
-
-
-def _saved(folder: Path) -> Iterator[Record]:
-    found = _datasets().load_from_disk(str(folder))
-    if isinstance(found, dict):  # of splits
-        found = found.get("train") or next(iter(found.values()))
-    yield from found

@@ -28,7 +28,7 @@ exp_manager:
     ("key", "value", "told"),
     [
         ("data.train_dir", "none.jsonl", "= none.jsonl is not there: give a file, a folder of files"),
-        ("data.val_dir", "empty", "= empty has no file of .txt"),
+        ("data.val_dir", "empty", "= empty has no file of .json"),
         ("data.data_prefix", "[1.0, corpus]", "names corpus, but corpus.idx is not there"),
         ("data.tokenizer.type", "nowhere", "has no tokenizer: give the directory of a model"),
         ("exp_manager.resume_from_checkpoint", "nowhere", "= 'nowhere' is neither a folder of checkpoints nor"),

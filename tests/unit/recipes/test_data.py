@@ -38,15 +38,15 @@ def tokenizer(model_dir) -> Tokenizer:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("x.jsonl", '{"text": "a"}\n{"text"\n', "x.jsonl:2 is not JSON"),
-        ("x.jsonl", '{"text": "a"}\n7\n', "x.jsonl:2 is a record of type int"),
-        ("x.json", "[1", "is not JSON"),
+        ("x.jsonl", '{"text": "a"}\n{"text"\n', "x.jsonl cannot be read: JSON parse error: .* in row 1"),
+        ("x.jsonl", '{"text": "a"}\n7\n', "x.jsonl cannot be read: JSON parse error"),
+        ("x.json", "[1", "x.json cannot be read"),
         ("x.bin", "", "is of no kind that is read"),
         ("none", None, "is not there"),
         ("", None, "has no file"),
     ],
 )
-def test_a_damaged_file_is_named_with_its_line_and_a_missing_one(tmp_path, name, text, message):
+def test_a_damaged_file_is_named_and_a_missing_one(tmp_path, name, text, message):
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(RecipeError, match=message):
@@ -93,7 +93,7 @@ def test_in_a_conversation_the_assistant_counts(model_dir, tokenizer):
 
 
 def test_a_preference_is_two_examples_with_one_prompt(tokenizer):
-    encoder = Encoder(tokenizer, length=12, prompt_length=3)
+    encoder = Encoder(tokenizer, length=12, prompt_length=3, pairs=True)
     chosen, rejected = encoder.examples({"prompt": "What is it? ", "chosen": "a thing", "rejected": "no"}, 0)
     start = chosen.counts.index(True)
     assert start == 3 == rejected.counts.index(True)
@@ -101,8 +101,8 @@ def test_a_preference_is_two_examples_with_one_prompt(tokenizer):
     assert counted(rejected, tokenizer) == "no" + (tokenizer.id_to_token(EOS) or "")
     assert len(chosen.ids) <= 12
     record = {"prompt": "What is it? ", "chosen": "a", "rejected": "b"}
-    late, _ = Encoder(tokenizer, prompt_length=3, keep_end=True).examples(record, 0)
-    whole, _ = Encoder(tokenizer).examples(record, 0)
+    late, _ = Encoder(tokenizer, prompt_length=3, keep_end=True, pairs=True).examples(record, 0)
+    whole, _ = Encoder(tokenizer, pairs=True).examples(record, 0)
     start = whole.counts.index(True)
     assert start > 3 and late.ids == whole.ids[start - 3 :] and late.counts.index(True) == 3
 
@@ -111,7 +111,7 @@ def test_a_long_prompt_leaves_room_for_the_answer(tokenizer):
     """Else no token of it would count, and ORPO would divide by zero."""
     record = {"prompt": "What is it? " * 9, "chosen": "a thing", "rejected": "no"}
     for keep_end in (False, True):
-        for found in Encoder(tokenizer, length=12, keep_end=keep_end).examples(record, 0):
+        for found in Encoder(tokenizer, length=12, keep_end=keep_end, pairs=True).examples(record, 0):
             assert len(found.ids) == 12 and found.counts == [False] * 11 + [True]
 
 
@@ -130,7 +130,7 @@ def test_the_end_counts_whoever_adds_it(tokenizer):
 
 
 def test_a_record_of_no_known_columns_is_shown():
-    with pytest.raises(RecipeError, match="record 7 has the columns question, answer; known are input_ids; prompt and"):
+    with pytest.raises(RecipeError, match="record 7 has the columns question, answer; known are input_ids; messages"):
         list(Encoder(None).examples({"question": "a", "answer": "b"}, 7))
     with pytest.raises(RecipeError, match=r"needs data\.tokenizer\.type"):
         list(Encoder(None).examples({"text": "a"}, 0))
