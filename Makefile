@@ -55,7 +55,7 @@ test: $(STAMP) ## the unit tests, and one path through each capability on real r
 
 test-rest: $(STAMP) ## what `make test` leaves out
 	@test -e $(XLA_STAMP) || echo "tests of torch_xla are skipped here, and torch 2.9 not tested: make test-xla does both"
-	@$(BIN)/python -m pytest -q -m "not smoke" $(DEALT) tests/integration tests/fuzz
+	@$(BIN)/python -m pytest -q -m "not smoke" $(DEALT) tests/integration tests/foreign tests/fuzz
 
 test-all: test test-rest ## both
 

@@ -13,7 +13,7 @@ from nxd_infer.recipes.data.sources import files_of
 from nxd_infer.recipes.experiment import copied_files
 from nxd_infer.recipes.job import begin_of
 from nxd_infer.recipes.models import dtypes, obstacles
-from nxd_infer.recipes.prepare import look, tokenizer_source
+from nxd_infer.recipes.prepare import notes_of_data, tokenizer_source
 from nxd_infer.recipes.recipe import Loaded
 from nxd_infer.recipes.tokenizers import tokenizer_files
 from nxd_infer.util.devices import has_accelerator
@@ -70,7 +70,7 @@ def _look_for_indexed(loaded: Loaded) -> None:
 def problems_of_data(loaded: Loaded) -> list[str]:
     """Return what the first records of the data would lose, or why they cannot be read."""
     try:
-        return look(loaded)
+        return notes_of_data(loaded)
     except RecipeError as error:
         return [str(error)]
 

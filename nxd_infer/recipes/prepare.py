@@ -164,7 +164,7 @@ def _cut_off(loaded: Loaded, key: str, facts: dict[str, int]) -> list[str]:
     return [f"data.{key}: {lost}, which leaves out {facts['lost']:,} that count in the loss{left}"]
 
 
-def look(loaded: Loaded, most: int = 1000) -> list[str]:
+def notes_of_data(loaded: Loaded, most: int = 1000) -> list[str]:
     """Return what :func:`prepare` would say of the first records, without keeping anything. Raises RecipeError.
 
     Without records, and where a tokenizer would be made from them, there is nothing to say.

@@ -267,7 +267,7 @@ class Data:
     micro_batch_size: int = key(1, "rows of one pass through the model, per data-parallel rank", int, minimum=1)
     global_batch_size: int = key(1, "rows of a step, over all ranks", int, minimum=1)
     train_dir: str | None = key(
-        None, "a file, or a folder such as a dataset's repository: JSON, CSV, Parquet, Arrow, texts, or saved by datasets"
+        None, "a file, a folder, or a dataset's repository: JSON, CSV, Parquet, Arrow, texts; or saved by datasets"
     )
     val_dir: str | None = key(None, "the same to validate on")
     train_split: str | None = key(None, "ours: the split of train_dir; default: train, or its only one")

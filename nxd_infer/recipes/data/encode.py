@@ -1,13 +1,12 @@
 """From a record to tokens, with a mark on each whether its prediction counts in the loss.
 
-Columns mean what trl's documents say ("Dataset formats and types"), with the columns of ShareGPT and Alpaca beside them.
-A record is refused by name if it has a column that nothing here reads.
+Columns mean what trl's documents say ("Dataset formats and types"), and those of ShareGPT and Alpaca what their authors
+meant. A record is refused by name if it has a column that nothing here reads.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,7 +108,7 @@ class Encoder:
         form = next((one for one in forms if all(name in columns for name in one)), None)
         if form is None:
             if any(all(name in columns for name in one) for one in others):
-                what = "no preference, which dpo and orpo learn" if self.pairs else "a preference: dpo or orpo learns it"
+                what = "no preference, as dpo and orpo need" if self.pairs else "a preference, which needs dpo or orpo"
                 raise RecipeError(f" ({', '.join(columns)}) is {what}: see model_alignment_strategy")
             known = "; ".join(" and ".join(one) for one in forms)
             raise RecipeError(f" has the columns {', '.join(columns)}; known are {known}")
@@ -262,11 +261,16 @@ def _preference(columns: Record) -> tuple[Any, Any, Any]:
                 "data.ignore_columns=[prompt] takes what the answers begin with alike"
             )
         return columns["prompt"], chosen, rejected
-    both = enumerate(zip(chosen, rejected, strict=False))
-    start = next((place for place, (a, b) in both if a != b), min(len(chosen), len(rejected)))
+    start = _alike(chosen, rejected)
     if start and chosen[start - 1] == " ":  # a space belongs to the answer
         start -= 1
     return chosen[:start], chosen[start:], rejected[start:]
+
+
+def _alike(first: Sequence[Any], *others: Sequence[Any]) -> int:
+    """Return how many items sequences begin with alike."""
+    shortest = min(map(len, (first, *others)))
+    return next((n for n in range(shortest) if any(first[n] != other[n] for other in others)), shortest)
 
 
 def _variables(columns: Record) -> dict[str, Any]:
@@ -279,9 +283,10 @@ def _variables(columns: Record) -> dict[str, Any]:
             raise RecipeError(f": tools is not JSON: {error}") from None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
         raise RecipeError(f": tools must be a list of objects, or its JSON text, got {tools!r:.80}")
-    if not isinstance(more, Mapping) or (reserved := [name for name in more if name in RESERVED]):
-        problem = f"must not have {reserved[0]}" if isinstance(more, Mapping) else f"must be an object, got {more!r:.80}"
-        raise RecipeError(f": chat_template_kwargs {problem}")
+    if not isinstance(more, Mapping) or any(name in RESERVED for name in more):
+        raise RecipeError(
+            f": chat_template_kwargs must be an object without {', '.join(sorted(RESERVED))}; got {more!r:.80}"
+        )
     return {**{name: value for name, value in more.items() if value is not None}, "tools": tools or None}
 
 
@@ -289,13 +294,12 @@ def _require_read(template: ChatTemplate, messages: list[dict[str, Any]], variab
     """Raise RecipeError for what a record has and its template does not name, and so leaves out."""
     given = [(name, value) for one in (*messages, variables) for name, value in one.items()]
     for name in sorted({name for name, value in given if value not in (None, "", [], {}) and name not in READ}):
-        if not any(one in template.source for one in (REASONING if name in REASONING else (name,))):
+        names = REASONING if name in REASONING else (name,)
+        if not any(one in source for one in names for source in template.sources):
             raise RecipeError(f" has {name}, which the tokenizer's chat template leaves out: take another template")
 
 
-def _span(
-    messages: list[dict[str, Any]], place: int, whole: str, render: Render, end_of_text: str
-) -> tuple[int, int]:
+def _span(messages: list[dict[str, Any]], place: int, whole: str, render: Render, end_of_text: str) -> tuple[int, int]:
     """Return where in ``whole`` an assistant's message begins and ends: after what a server would have it go on from.
 
     Raises RecipeError where that is not certain.
@@ -308,10 +312,10 @@ def _span(
     # between the header and the ending of such messages, which do not depend on what is said.
     mark, asked = {"role": "assistant", "content": MARK}, [{"role": "user", "content": "a"}]
     prompt, answered = render(asked, True), render([*asked, mark])
-    header = os.path.commonprefix([prompt, answered])[len(os.path.commonprefix([prompt, answered, render(asked)])) :]
+    header = prompt[_alike(prompt, answered, render(asked)) : _alike(prompt, answered)]
     probe = render([*messages[:place], mark, *messages[place + 1 :]])
     begin = probe.rfind(header, 0, probe.find(MARK)) + len(header)
-    rest = len(whole) - len(os.path.commonprefix([whole[::-1], probe[::-1]]))
+    rest = len(whole) - _alike(whole[::-1], probe[::-1])
     ending = answered.partition(MARK)[2]
     if not whole.startswith(ending, rest):
         ending = ending.removesuffix(end_of_text)  # which some templates write once, at the end

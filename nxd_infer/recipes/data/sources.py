@@ -95,7 +95,7 @@ def _read(path: Path, split: str | None, subset: str | None, usual: str) -> Iter
 
 
 def _require_all_read(path: Path, files: list[Path], builder: Any) -> None:
-    """Raise RecipeError for a file of a folder that ``datasets`` leaves out, unless the folder's README chooses them."""
+    """Raise RecipeError for a file that ``datasets`` leaves out of a folder, unless the README there chooses."""
     readme = path / "README.md"
     if readme.is_file() and "configs:" in readme.read_text(errors="replace"):
         return

@@ -72,6 +72,7 @@ class ChatTemplate:
     ):
         """``named`` holds additional templates (``tool_use``, ``rag``) of the same model; ``source`` is the default."""
         self.source = source
+        self.sources = (source, *(named or {}).values())
         self.special_tokens = dict(special_tokens or {})
         self._default = _Compiled(source, self.special_tokens)
         self._tools = _Compiled(named["tool_use"], self.special_tokens) if named and "tool_use" in named else None

@@ -23,6 +23,8 @@ from nxd_infer.recipes.plan import plan_of
 from nxd_infer.recipes.prepare import prepare
 from nxd_infer.recipes.recipe import load
 from nxd_models import registry
+from nxd_server.text.tokenizer import Tokenizer
+from tests.support.e2e.command import here
 from tests.support.recipes.indexed import write_indexed
 from tests.support.recipes.jobs import alone, begun, write, write_pairs
 from tests.support.tiny_models import write_tiny
@@ -270,6 +272,46 @@ def test_data_that_does_not_fit_is_refused(folder):
         with pytest.raises(RecipeError, match=message), use_context(make_context()):
             train(load(write(folder), overrides))
     assert not list(folder.rglob(f".*.{os.getpid()}"))
+
+
+@pytest.mark.parametrize("strategy", ["{sft: {}}", "{sft: {packing: true}}"], ids=["padded", "packed"])
+def test_what_the_length_of_rows_cuts_off_is_said(folder, capsys, strategy):
+    """By a training, also one that finds its data prepared, and by a plan; that nothing is left is an error."""
+    rows = [{"prompt": "a " * (5 + 30 * (n % 2)), "completion": "b " * 9} for n in range(8)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write(folder, 1, f"model_alignment_strategy: {strategy}\n")
+    told = "data.train_dir: 4 of 8 documents are cut at 26 tokens (data.seq_length), which leaves out 76 that count"
+    for _ in range(2):
+        with use_context(make_context()):
+            train(load(file, ["data.seq_length=26", "data.global_batch_size=1", "trainer.max_steps=1"]))
+        assert f"note: {told} in the loss; in 4 nothing is left to learn" in capsys.readouterr().err
+    plan = here("train", file, "--check", "data.seq_length=26")
+    assert f"note: of the first 1,000 records, {told}" in plan.out
+    assert " cut " not in here("train", file, "--check", "data.seq_length=128").out
+    told = r"data\.train_dir has no token that counts in the loss: all that counts lies behind data\.seq_length = 6"
+    with pytest.raises(RecipeError, match=told):
+        train(load(file, ["data.seq_length=6"]))
+    assert told.replace("\\", "") in here("train", file, "--check", "data.seq_length=6").out
+
+
+def test_columns_and_splits_of_a_repository_are_those_of_the_recipe(folder):
+    """Training reads the split train, a validation its own; columns that nothing reads are named, or left out."""
+    (folder / "repo").mkdir()
+    for split, text in (("train", "a"), ("test", "b")):
+        rows = [{"prompt": f"{text} ", "completion": text * 3, "source": "x"}] * 8
+        (folder / f"repo/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write(folder, 1, "model_alignment_strategy: {sft: {}}\n")
+    overrides = [f"data.train_dir={folder}/repo", f"data.val_dir={folder}/repo"]
+    with pytest.raises(RecipeError, match=r"record 0 has source beside prompt .* data.ignore_columns=\[source\]"):
+        prepare(load(file, overrides), folder / "prepared")
+    overrides += ["data.ignore_columns=[source]"]
+    with pytest.raises(RecipeError, match=r"there are train, test: choose one by data\.val_split"):
+        prepare(load(file, overrides), folder / "prepared")
+    prepared = prepare(load(file, [*overrides, "data.val_split=test"]), folder / "prepared")
+    decode = Tokenizer.from_dir(prepared.model).decode
+    assert prepared.validation is not None
+    read = [decode(rows[0]["input_ids"].tolist()) for rows in (prepared.train, prepared.validation)]
+    assert read == ["a aaa", "b bbb"]
 
 
 @pytest.mark.parametrize(
