@@ -33,15 +33,20 @@ WITHOUT = "leave tracer_cls out: a model is split by the calls of its modules th
 def trace_around_units(model: nn.Module, cuts: Sequence[str], options: PipelineOptions) -> None:
     """Let calls of ``model`` run the graph that ``options.tracer_cls`` records of its forward.
 
+    ``"hf"`` is the tracer of transformers before 5; without it nothing is traced, which splits their models as well.
     The inputs are ``input_names``, or the parameters of the forward without a default; all others have their defaults.
     Raises ParallelConfigError if the code around the units cannot be traced, with what would work.
     """
+    chosen = _tracer_class(options.tracer_cls)
+    if chosen is None:
+        log_once('tracer_cls="hf": transformers 5 has no tracer; the model is split by the calls of its modules')
+        return
     leaves = {unit.path for unit in find_units(model, cuts).units}
     parameters = inspect.signature(type(model).forward).parameters
     named = [name for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)][1:]
     inputs = options.input_names or [name for name in named if parameters[name].default is inspect.Parameter.empty]
     fixed = {name: parameters[name].default for name in named if name not in inputs}
-    tracer = _tracer(options, leaves)
+    tracer = _tracer(chosen, options, leaves)
     try:
         with _recorded_methods(options.autowrap_obj_methods or {}):
             graph = tracer.trace(model, concrete_args=fixed or None)
@@ -58,8 +63,7 @@ def trace_around_units(model: nn.Module, cuts: Sequence[str], options: PipelineO
     model.forward = types.MethodType(forward, model)
 
 
-def _tracer(options: PipelineOptions, leaves: set[str]) -> fx.Tracer:
-    chosen = _tracer_class(options.tracer_cls)
+def _tracer(chosen: type[fx.Tracer], options: PipelineOptions, leaves: set[str]) -> fx.Tracer:
     kept = options.leaf_module_cls or []
     names = {
         leaf if isinstance(leaf, str) else leaf.__name__ for leaf in [*kept, options.transformer_layer_cls] if leaf
@@ -87,11 +91,11 @@ def _tracer(options: PipelineOptions, leaves: set[str]) -> fx.Tracer:
         ) from error
 
 
-def _tracer_class(given: Any) -> type[fx.Tracer]:
+def _tracer_class(given: Any) -> type[fx.Tracer] | None:
     if given == "hf":
         with contextlib.suppress(ImportError):
-            return importlib.import_module("transformers.utils.fx").HFTracer  # transformers before 5 has it
-        log_once('tracer_cls="hf": this environment has no transformers.utils.fx, so torch.fx.Tracer traces')
+            return importlib.import_module("transformers.utils.fx").HFTracer
+        return None
     return fx.Tracer if isinstance(given, str) else given
 
 

@@ -38,7 +38,11 @@ CASES: dict[tuple[int, int, int], list[Case]] = {
         ("biases", F64, {"pipeline": pipeline(8, schedule="zero-bubble"), "activation_checkpoint": "full"}),
         ("tied", F64, {"pipeline": pipeline(2, schedule="gpipe"), "max_grad_norm": None}),
         ("bert", torch.float32, {**SGD, "pipeline": pipeline(6, **INTERLEAVED)}),
-        ("hf llama", torch.float32, {**SGD, "pipeline": pipeline(3, schedule="zero-bubble", **BY_CLASS)}),
+        (
+            "hf llama",
+            torch.float32,
+            {**SGD, "pipeline": pipeline(3, schedule="zero-bubble", tracer_cls="hf", **BY_CLASS)},
+        ),
         ("hf t5", torch.float32, {**SGD, "pipeline": {"num_microbatches": 3, "pipeline_cuts": CUTS, **INTERLEAVED}}),
     ],
     (1, 4, 1): [
