@@ -236,7 +236,8 @@ class DistributedCollectives:
 
     def _raise_remembered(self) -> None:
         if self._failure is not None:
-            raise type(self._failure)(*self._failure.args, *_ranks_of(self._failure))
+            ranks = (self._failure.ranks,) if isinstance(self._failure, CollectiveTimeoutError) else ()
+            raise type(self._failure)(*self._failure.args, *ranks)
 
     def _raise(self, what: str, axis: str, error: Exception) -> NoReturn:
         """Turn a transport's error into a typed one; only a lost or late peer makes the transport unusable."""
@@ -270,10 +271,6 @@ class DistributedCollectives:
                 lost.append(rank)
                 states.append(f"pid {pid} {'has ended' if state == 'ended' else 'is stopped'}")
         return tuple(lost), states
-
-
-def _ranks_of(failure: CollectiveError) -> tuple[tuple[int, ...], ...]:
-    return (failure.ranks,) if isinstance(failure, CollectiveTimeoutError) else ()
 
 
 def _plain(error: Exception) -> str:

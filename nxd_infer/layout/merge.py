@@ -8,9 +8,8 @@ read full tensors one at a time.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.flat import Bounds, bounds_of, flat_index, flat_rectangles, moved, overlap, relative, slices_of
 from nxd_infer.layout.params import ParamLayout
-from nxd_infer.layout.runs import AxisLayout, Block, Run, TensorLayout
+from nxd_infer.layout.runs import Block, Run, TensorLayout
 from nxd_infer.layout.sources import DictSource, Slices, Weights, WeightSource, as_source, unknown_name
 
 
@@ -56,37 +55,11 @@ def shared_holdings(ranks: Sequence[TensorLayout]) -> list[Holding]:
             for piece in axis:
                 if isinstance(piece, Run):
                     edges[dim].setdefault(piece.name, set()).update((piece.start, piece.stop))
-    cells: dict[tuple[str, Bounds], list[tuple[int, Bounds]]] = {}
+    places: dict[tuple[str, Bounds], list[tuple[int, Bounds]]] = {}
     for rank, rank_layout in enumerate(ranks):
-        axes = tuple(_split(axis, edges[dim]) for dim, axis in enumerate(rank_layout.axes))
-        for name, logical, local in _cells(axes, rank_layout.source):
-            cells.setdefault((name, logical), []).append((rank, local))
-    return [Holding(name, logical, tuple(places)) for (name, logical), places in cells.items()]
-
-
-Span = tuple[int, Run]
-
-
-def _split(axis: AxisLayout, edges: Mapping[str, set[int]]) -> list[Span]:
-    """Return the runs of an axis with their positions, split at every edge."""
-    out: list[Span] = []
-    at = 0
-    for piece in axis:
-        if isinstance(piece, Run):
-            inside = sorted(edge for edge in edges[piece.name] if piece.start <= edge <= piece.stop)
-            out += [(at + a - piece.start, Run(piece.name, a, b)) for a, b in itertools.pairwise(inside)]
-        at += len(piece)
-    return out
-
-
-def _cells(axes: Sequence[list[Span]], source: str) -> Iterator[tuple[str, tuple, tuple]]:
-    for spans in itertools.product(*axes):
-        name = next((run.name for _, run in spans if run.name), source)
-        yield (
-            name,
-            tuple((run.start, run.stop) for _, run in spans),
-            tuple((at, at + len(run)) for at, run in spans),
-        )
+        for block in rank_layout.blocks(edges):
+            places.setdefault((block.name, block.logical), []).append((rank, block.local))
+    return [Holding(name, logical, tuple(held)) for (name, logical), held in places.items()]
 
 
 def owned_blocks(layout: ParamLayout, degree: int, rank: int) -> list[Block]:

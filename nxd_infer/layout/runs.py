@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -169,17 +169,18 @@ class TensorLayout:
         """Whether any element is padding."""
         return any(isinstance(piece, Fill) for axis in self.axes for piece in axis)
 
-    def blocks(self) -> Iterator[Block]:
-        """Yield the rectangles from logical tensors, in the order of the rank's tensor."""
-        spans = [list(_spans(axis)) for axis in self.axes]
-        for combination in itertools.product(*spans):
-            runs = [(at, piece) for at, piece in combination if isinstance(piece, Run)]
-            if len(runs) < len(combination):
-                continue
-            name = next((piece.name for _, piece in runs if piece.name), self.source)
-            logical = tuple((piece.start, piece.stop) for _, piece in runs)
-            local = tuple((at, at + len(piece)) for at, piece in runs)
-            yield Block(name, logical, local)
+    def blocks(self, edges: Sequence[Mapping[str, set[int]]] | None = None) -> Iterator[Block]:
+        """Yield the rectangles from logical tensors, in the order of the rank's tensor.
+
+        ``edges`` splits them further: per dimension and run's name, where in the logical tensor.
+        """
+        axes = [[(at, piece) for at, piece in _spans(axis) if isinstance(piece, Run)] for axis in self.axes]
+        if edges is not None:
+            axes = [list(_split(axis, places)) for axis, places in zip(axes, edges, strict=True)]
+        for runs in itertools.product(*axes):
+            name = next((run.name for _, run in runs if run.name), self.source)
+            logical = tuple((run.start, run.stop) for _, run in runs)
+            yield Block(name, logical, tuple((at, at + len(run)) for at, run in runs))
 
     def fills(self) -> Iterator[tuple[tuple[slice, ...], float]]:
         """Yield the padding slices of the rank's tensor and their values; the first padded axis wins."""
@@ -219,6 +220,13 @@ def _spans(axis: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:
     for piece in axis:
         yield at, piece
         at += len(piece)
+
+
+def _split(axis: Iterable[tuple[int, Run]], edges: Mapping[str, set[int]]) -> Iterator[tuple[int, Run]]:
+    for at, run in axis:
+        inside = sorted(edge for edge in edges[run.name] if run.start <= edge <= run.stop)
+        for start, stop in itertools.pairwise(inside):
+            yield at + start - run.start, Run(run.name, start, stop)
 
 
 def _piece_to_json(piece: Piece) -> list[Any]:

@@ -263,7 +263,8 @@ def take_over(optimizer: NxDOptimizer, tensors: dict[str, Tensor], description: 
         else:
             by_name[name][key] = tensor
     state = optimizer.state_dict()
-    index_of = {id(tensor): i for i, tensor in enumerate(_in_order(optimizer))}
+    stepped = [tensor for group in optimizer.optimizer.param_groups for tensor in group["params"]]
+    index_of = {id(tensor): i for i, tensor in enumerate(stepped)}
     state["state"] = {
         index_of[id(piece.tensor)]: by_name[optimizer.names[piece.index]]
         for piece in optimizer.pieces
@@ -283,11 +284,6 @@ def take_over(optimizer: NxDOptimizer, tensors: dict[str, Tensor], description: 
             here = own.get(key)
             if isinstance(value, Tensor) and isinstance(here, Tensor) and here.dtype != value.dtype:
                 own[key] = value.to(here.device)
-
-
-def _in_order(optimizer: NxDOptimizer) -> list[Tensor]:
-    """Return the wrapped optimizer's parameters, in the order of its state dict."""
-    return [tensor for group in optimizer.optimizer.param_groups for tensor in group["params"]]
 
 
 def _degrees(degrees: dict[str, int]) -> str:

@@ -156,15 +156,6 @@ class OptimizerWrapper(torch.optim.Optimizer):
             self.state.clear()
             self.state.update(fresh)
 
-    def stepped_in_place_of(self, param: Tensor) -> Tensor | None:
-        """Return the tensor that the wrapped optimizer updates for a parameter; None if other ranks do, or if frozen.
-
-        A tensor that is not a parameter is returned itself.
-        """
-        stepped = self._stepped.get(id(param))
-        ours = stepped is not None or any(param is own for group in self.param_groups for own in group["params"])
-        return stepped if ours else param
-
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, as the wrapped optimizer has it.
 
@@ -179,19 +170,19 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self.refresh_pieces()
         state = self.optimizer.state_dict()
         if self.zero1 or any(piece.tensor is not piece.param for piece in self.pieces):
-            state["pieces"] = [self._describe(piece) for piece in self.pieces]
+            state["pieces"] = [
+                {
+                    "name": self.names[piece.index],
+                    "range": (piece.start, piece.stop),
+                    "master": piece.tensor if piece.own_memory else None,
+                }
+                for piece in self.pieces
+            ]
             state["zero1"] = self.zero1
         for hook in self._optimizer_state_dict_post_hooks.values():
             replaced = hook(self, state)
             state = state if replaced is None else replaced
         return state
-
-    def _describe(self, piece: Piece) -> dict[str, Any]:
-        return {
-            "name": self.names[piece.index],
-            "range": (piece.start, piece.stop),
-            "master": piece.tensor if piece.own_memory else None,
-        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the :meth:`state_dict` of the same rank of an equal job.
@@ -263,7 +254,11 @@ class StateByParameter(MutableMapping[Any, Any]):
         self._inner: MutableMapping[Any, Any] = optimizer.optimizer.state if optimizer.inited else {}
 
     def _inner_key(self, key: Any) -> Any:
-        return self._optimizer.stepped_in_place_of(key) if isinstance(key, Tensor) else key
+        """Return the tensor that is updated for a parameter; None if other ranks do that, or if it is frozen."""
+        stepped = self._optimizer._stepped.get(id(key))
+        groups = self._optimizer.param_groups
+        ours = stepped is not None or any(key is param for group in groups for param in group["params"])
+        return stepped if ours else key
 
     def __getitem__(self, key: Any) -> Any:
         inner = self._inner_key(key)

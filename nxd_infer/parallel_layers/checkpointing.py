@@ -115,7 +115,9 @@ def load(
     if target is None:
         return checkpoint
     if model_key not in checkpoint:
-        raise CheckpointError(f"{load_dir} has no {model_key!r}; it has {_listed(checkpoint)}. Pass model_key=")
+        raise CheckpointError(
+            f"{load_dir} has no {model_key!r}; it has {', '.join(map(repr, checkpoint)) or 'nothing'}. Pass model_key="
+        )
     options = {"strict": strict} if isinstance(target, nn.Module) else {}
     try:
         target.load_state_dict(checkpoint.pop(model_key), **options)
@@ -224,7 +226,3 @@ def _what_is_there(root: Path) -> str:
     if not names:
         return "it has no checkpoint of any rank"
     return f"it holds {', '.join(names[:16])}: the degrees of saving and loading must be the same"
-
-
-def _listed(value: Mapping[str, Any]) -> str:
-    return ", ".join(map(repr, value)) or "nothing"

@@ -9,6 +9,7 @@ Source: API guide, "Padding Tensor-Parallel Layers".
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from nxd_infer.errors import ParallelConfigError, ShardingError
 from nxd_infer.layout import AxisPlan, MergedSource, ParamLayout, attach_layout, gqa_plan, layout_of, shard_tensor
 from nxd_infer.layout.axis_plan import Fused, Sections
 from nxd_infer.layout.params import attachment_of
+from nxd_infer.layout.runs import AxisLayout
 from nxd_infer.parallel_layers.base import ParallelLayer
 from nxd_infer.parallel_layers.embedding import ParallelEmbedding
 from nxd_infer.parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -66,24 +68,19 @@ class Member:
     def moves(self) -> bool:
         """Return whether the elements of any rank change."""
         degree = self.layer.degree
-        return any(
-            plan.runs(degree, rank) != self.plans[name].runs(degree, rank)
-            for name, plan in self.new.items()
-            for rank in range(degree)
-        )
+        return any(_in_pieces(plan, degree) != _in_pieces(self.plans[name], degree) for name, plan in self.new.items())
+
+    def changes(self) -> bool:
+        """Return whether the layer is to be padded."""
+        return self.moves() or any(not plan.exact(self.layer.degree) for plan in self.plans.values())
 
 
-@dataclass
-class Group:
-    """The layers whose outputs a row-parallel layer consumes; ``row`` is None for outputs without a consumer."""
-
-    row: Member | None
-    outs: list[Member]
+def _in_pieces(plan: AxisPlan, degree: int) -> list[AxisLayout]:
+    return [plan.runs(degree, rank) for rank in range(degree)]
 
 
-def members_of(model: nn.Module) -> list[Member]:
-    """Return the layers of ``model`` that padding supports, in registration order."""
-    return [member for path, layer in model.named_modules() for member in _member(path, layer)]
+Group = tuple[Member | None, list[Member]]
+"""A row-parallel layer and those whose outputs it consumes; None for outputs without a consumer."""
 
 
 def _member(path: str, layer: nn.Module) -> Iterator[Member]:
@@ -121,13 +118,12 @@ def groups_of(members: Sequence[Member]) -> list[Group]:
         rows = [m for m in together if m.kind == "in"]
         outs = [m for m in together if m.kind == "out"]
         if len(rows) == 1 and outs:
-            groups.append(Group(rows[0], outs))
+            groups.append((rows[0], outs))
         elif rows and outs:
             groups += _in_order(together)
         else:
             rest += together
-    order = {id(member): i for i, member in enumerate(members)}
-    return groups + _in_order(sorted(rest, key=lambda m: order[id(m)]))
+    return groups + _in_order([member for member in members if member in rest])
 
 
 def _in_order(members: Sequence[Member]) -> list[Group]:
@@ -135,11 +131,11 @@ def _in_order(members: Sequence[Member]) -> list[Group]:
     waiting: list[Member] = []
     for member in members:
         if member.kind == "in":
-            groups.append(Group(member, waiting))
+            groups.append((member, waiting))
             waiting = []
         else:
             waiting.append(member)
-    return groups + ([Group(None, waiting)] if waiting else [])
+    return groups + ([(None, waiting)] if waiting else [])
 
 
 @dataclass(frozen=True)
@@ -159,7 +155,7 @@ class Padder:
 
     def plan_group(self, group: Group) -> None:
         """Give the consumer and its producers plans that place the same heads on the same ranks."""
-        row, outs = group.row, group.outs
+        row, outs = group
         if row is None:
             for member in outs:
                 self._plan_qkv(member, None) if member.is_qkv else self.plan_own(member)
@@ -195,7 +191,7 @@ class Padder:
         if size % n:
             return 0
         head_dim = size // n
-        sections = [s for member in outs if not member.is_qkv for s in sections_of(member.plan)]
+        sections = [s for member in outs if not member.is_qkv for s in _section_sizes(member.plan)]
         if size not in sections:
             return 0
         smaller = [s for s in sections if s < size and s % head_dim == 0 and n % (s // head_dim) == 0]
@@ -215,7 +211,7 @@ class Padder:
                 f"{member.name!r} projects to {q_size} query and {kv_size} key/value features, which are not whole "
                 f"heads when there are n_heads={n} query heads; check n_heads"
             )
-        head_dim = q_size // n
+        head_dim, degree = q_size // n, member.layer.degree
         member.settings["head_dim"] = head_dim
         multiplier = getattr(member.layer, "kv_size_multiplier", 1)
         plan = gqa_plan(n, kv_size // head_dim, self.tp_degree, kv_size_multiplier=multiplier)
@@ -223,7 +219,7 @@ class Padder:
         member.new = {"q_plan": q_axis, "kv_plan": self._cut(member, plan.kv_axis(head_dim))}
         if row is not None and row.plan.size == q_size:
             row.new["input_plan"] = self._cut(row, plan.q_axis(head_dim))
-        elif member.kind == "out" and not _same(q_axis, AxisPlan.heads(n, head_dim), member.layer.degree):
+        elif member.kind == "out" and _in_pieces(q_axis, degree) != _in_pieces(AxisPlan.heads(n, head_dim), degree):
             raise ShardingError(
                 f"{member.name!r}: {n} query and {kv_size // head_dim} key/value heads on {self.tp_degree} ranks need "
                 f"a RowParallelLinear(input_size={q_size}, input_is_parallel=True) in the same module, because the "
@@ -241,12 +237,7 @@ class Padder:
         return plan if self.tp_degree == degree else AxisPlan.recut(plan, self.tp_degree)
 
 
-def _same(first: AxisPlan, second: AxisPlan, degree: int) -> bool:
-    return all(first.runs(degree, rank) == second.runs(degree, rank) for rank in range(degree))
-
-
-def sections_of(plan: AxisPlan) -> list[int]:
-    """Return the sizes of the axis's sections."""
+def _section_sizes(plan: AxisPlan) -> list[int]:
     if isinstance(plan, Sections):
         return [section.size for section in plan.plans]
     return list(plan.parts.values())
@@ -317,9 +308,12 @@ def pad_model(
     Raises ShardingError, before anything changes, if heads cannot be placed, and ParallelConfigError if ``tp_degree``
     does not fit the model.
     """
-    classes = _classes(wrapped_classes)
+    classes = (wrapped_classes,) if isinstance(wrapped_classes, type) else tuple(wrapped_classes)
+    for cls in classes:
+        if not isinstance(cls, type):
+            raise ParallelConfigError(f"wrapped_classes must contain classes, got {cls!r}")
     ratio = HeadRatio(n_heads + get_number_of_extra_heads(n_heads, tp_degree), n_heads)
-    members = members_of(model)
+    members = [member for path, layer in model.named_modules() for member in _member(path, layer)]
     wrapped = [module for module in model.modules() if isinstance(module, classes)] if classes else [model]
     if classes and not wrapped:
         names = ", ".join(cls.__name__ for cls in classes)
@@ -327,28 +321,17 @@ def pad_model(
     inside = {id(child) for module in wrapped for child in module.modules()}
     chosen = [member for member in members if id(member.layer) in inside]
     _plan(Padder(n_heads, tp_degree), members, inside)
-    changing = [member for member in chosen if _changes(member)]
+    changing = [member for member in chosen if member.changes()]
     _check_ties(model, changing)
     moved: dict[int, nn.Parameter] = {}
     for member in changing:
         _apply(member, moved)
     if pad_hook_fn is not None:
         padded = {id(member.layer) for member in chosen}
-        for module in wrapped if classes else _holders(model, padded):
+        holders = [module for module in model.modules() if padded.intersection(map(id, module.children()))]
+        for module in wrapped if classes else holders:
             pad_hook_fn(module, ratio)
     return model
-
-
-def _classes(wrapped_classes: Sequence[type] | type) -> tuple[type, ...]:
-    classes = (wrapped_classes,) if isinstance(wrapped_classes, type) else tuple(wrapped_classes)
-    for cls in classes:
-        if not isinstance(cls, type):
-            raise ParallelConfigError(f"wrapped_classes must contain classes, got {cls!r}")
-    return classes
-
-
-def _holders(model: nn.Module, padded: set[int]) -> list[nn.Module]:
-    return [module for module in model.modules() if any(id(child) in padded for child in module.children())]
 
 
 def _plan(padder: Padder, members: Sequence[Member], inside: set[int]) -> None:
@@ -357,7 +340,8 @@ def _plan(padder: Padder, members: Sequence[Member], inside: set[int]) -> None:
         if member.kind == "own" and id(member.layer) in inside:
             padder.plan_own(member)
     for group in groups_of(members):
-        whole = [*group.outs, group.row] if group.row else group.outs
+        row, outs = group
+        whole = [*outs, row] if row else outs
         here = [member for member in whole if id(member.layer) in inside]
         if not here:
             continue
@@ -372,26 +356,14 @@ def _plan(padder: Padder, members: Sequence[Member], inside: set[int]) -> None:
             )
 
 
-def _changes(member: Member) -> bool:
-    degree = member.layer.degree
-    return member.moves() or any(not plan.exact(degree) for plan in member.plans.values())
-
-
 # --- applying ------------------------------------------------------------------------------------------------
 
 
 def _new_layouts(member: Member) -> dict[str, ParamLayout]:
     """Return the new layouts of the layer's sharded parameters."""
-    layer = member.layer
-    try:
-        for name, plan in member.new.items():
-            setattr(layer, name, plan)
-        return {
-            name: ParamLayout.of(layer.axes_of(name), dict(old.sources)) for name, old in _old_layouts(layer).items()
-        }
-    finally:
-        for name, plan in member.plans.items():
-            setattr(layer, name, plan)
+    padded = copy.copy(member.layer)
+    vars(padded).update(member.new)
+    return {name: ParamLayout.of(padded.axes_of(name), dict(old.sources)) for name, old in _old_layouts(padded).items()}
 
 
 def _old_layouts(layer: ParallelLayer) -> dict[str, ParamLayout]:
@@ -401,48 +373,36 @@ def _old_layouts(layer: ParallelLayer) -> dict[str, ParamLayout]:
 
 def _check_ties(model: nn.Module, changing: Sequence[Member]) -> None:
     """Raise ShardingError unless all holders of a tied parameter give it the same layout."""
-    wanted: dict[int, tuple[str, Any]] = {}
-    planned: set[tuple[int, str]] = set()
+    new: dict[tuple[int, str], Any] = {}
     for member in changing:
         for name, layout in _new_layouts(member).items():
-            degree = member.layer.degree
-            key = (f"{member.name}.{name}", [layout.rank_layout(degree, rank).axes for rank in range(degree)])
-            planned.add((id(member.layer), name))
-            param = member.layer._parameters[name]
-            first = wanted.setdefault(id(param), key)
-            if first[1] != key[1]:
-                raise ShardingError(f"pad_model: {first[0]!r} and {key[0]!r} are tied but would be padded differently")
+            ranks = range(member.layer.degree)
+            new[id(member.layer), name] = [layout.rank_layout(len(ranks), rank).axes for rank in ranks]
+    first: dict[int, tuple[str, Any]] = {}
     for path, module in model.named_modules():
         for name, param in module._parameters.items():
-            if id(param) in wanted and (id(module), name) not in planned:
-                raise ShardingError(
-                    f"pad_model: {wanted[id(param)][0]!r} is tied to {path}.{name}, which is not padded with it"
-                )
+            holder = (f"{path}.{name}", new.get((id(module), name)))
+            tied = first.setdefault(id(param), holder)
+            if param is not None and tied[1] != holder[1]:
+                raise ShardingError(f"pad_model: {tied[0]!r} is tied to {holder[0]!r} but would be padded differently")
 
 
 def _apply(member: Member, moved: dict[int, nn.Parameter]) -> None:
-    """Set a layer's new plans, parameters and sizes."""
-    layer, new = member.layer, _new_layouts(member)
-    old = _old_layouts(layer)
-    before = dict(layer.named_parameters(recurse=False))
+    """Set a layer's new plans, parameters and sizes; ``moved`` has the new parameters by the old ones' ids."""
+    layer, new, old = member.layer, _new_layouts(member), _old_layouts(member.layer)
     attachments = {name: attachment_of(layer, name) for name in new}
-    moves = member.moves()
-    tensors = {
-        name: _recut(layer, before[name], old[name], layout)
-        for name, layout in new.items()
-        if moves and id(before[name]) not in moved
-    }
-    for name, value in member.settings.items():
-        setattr(layer, name, value)
-    layer.replace_parameters(member.new, **tensors)
     for name, layout in new.items():
-        if name in tensors:
-            moved[id(before[name])] = layer._parameters[name]  # pyright: ignore[reportArgumentType]
-        elif moves:
-            layer._parameters[name] = moved[id(before[name])]
-        for key, value in vars(before[name]).items():
-            if key not in vars(layer._parameters[name]):
-                setattr(layer._parameters[name], key, value)
+        before = layer.get_parameter(name)
+        if member.moves() and id(before) not in moved:
+            tensor = _recut(layer, before, old[name], layout)
+            moved[id(before)] = nn.Parameter(tensor.to(before), requires_grad=before.requires_grad)
+            vars(moved[id(before)]).update(vars(before))
+    for name, value in {**member.settings, **member.new}.items():
+        setattr(layer, name, value)
+    layer.plans_changed()
+    for name, layout in new.items():
+        param = layer.get_parameter(name)
+        layer.register_parameter(name, moved.get(id(param), param))
         degree, stride = attachments[name]
         attach_layout(layer, name, layout, degree=degree, stride=stride)
     if member.kind == "out" and isinstance(layer, ColumnParallelLinear):

@@ -244,7 +244,7 @@ def test_ties_between_padded_layers_hold_and_others_are_refused():
         other = Gathered()
         other.other = nn.Linear(6, 6, bias=False)
         other.other.weight = other.embed.weight
-        with pytest.raises(ShardingError, match=r"tied to other\.weight"):
+        with pytest.raises(ShardingError, match=r"tied to 'other\.weight'"):
             pad_model(other, 2, 3)
 
     run_threads(tied, 2)
