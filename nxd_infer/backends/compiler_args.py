@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,19 @@ VALUES = {
 
 Source: Neuron Compiler CLI Reference Guide; ``cnn-training``, ``trn3`` and ``--lnc`` are in use and not in it.
 """
+DOCUMENTED = (
+    *VALUES,
+    "--distribution-strategy",
+    "--enable-fast-context-switch",
+    "--enable-fast-loading-neuron-binaries",
+    "--enable-mixed-precision-accumulation",
+    "--enable-saturate-infinity",
+    "--framework",
+    "--logfile",
+    "--output",
+    "--verbose",
+)
+"""The options in its reference guide. Others are in use, so an unknown one is told only if it looks like one of these."""
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -95,11 +109,16 @@ def split_arguments(compiler_args: Any, has_option: Callable[[str], bool]) -> tu
 
 
 def require_known_values(words: list[str]) -> None:
-    """Raise TraceConfigError for a value that neuronx-cc does not have. Options that VALUES lacks may have any."""
+    """Raise TraceConfigError for a value that neuronx-cc does not have. Options that VALUES lacks may have any.
+
+    Warns of an option that looks like a misspelled one: a backend without that compiler would pass over it in silence.
+    """
     for word, following in pairwise([*words, ""]):
         joined = re.fullmatch(r"-O=?(.+)", word)
         name, equals, value = ("-O", "", joined[1]) if joined else word.partition("=")
         value = value or ("" if equals or following.startswith("-") else following)
+        if name.startswith("--") and name not in DOCUMENTED and (hint := did_you_mean(name, DOCUMENTED)):
+            warnings.warn(f"compiler_args: {name} is not in the reference of neuronx-cc{hint}", stacklevel=2)
         known = VALUES.get(name, ())
         if value and known and value not in known:
             raise TraceConfigError(

@@ -59,6 +59,11 @@ def test_contradictions_are_refused(arguments, message):
             call(models.plus, X, **arguments)
 
 
+def test_a_misspelled_option_of_the_compiler_is_told_where_nothing_reads_it():
+    with pytest.warns(UserWarning, match="--auto-cst is not in the reference of neuronx-cc; did you mean --auto-cast"):
+        trace_plan(models.plus, X, compiler_args="--auto-cst=none --tensorizer-options=x --lnc=1 --verbose info")
+
+
 @pytest.mark.parametrize(
     ("given", "options", "neuron"),
     [
