@@ -50,7 +50,7 @@ DOCUMENTED = (
     "--output",
     "--verbose",
 )
-"""The options in its reference guide. Others are in use, so an unknown one is told only if it looks like one of these."""
+"""The options in its reference guide. Others are in use, so an unknown one is told only if it looks like these."""
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 

@@ -142,6 +142,33 @@ class NeuronZero1Optimizer(NxDOptimizer):
     def max_norm(self, norm: float | None) -> None:
         self.max_grad_norm = _norm(norm)
 
+    @property
+    def global_rank(self) -> int:
+        """This rank among all."""
+        return current_context().rank
+
+    @property
+    def global_world_size(self) -> int:
+        """The number of all ranks."""
+        return current_context().world_size
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its sharding group."""
+        return current_context().dp.rank
+
+    @property
+    def local_world_size(self) -> int:
+        """The number of ranks that share a state."""
+        return current_context().dp.degree
+
+    @property
+    def coalesce_cc_all_gather(self) -> bool:
+        """Whether parameters are gathered several at a time: always, in flat buckets."""
+        return True
+
+    coalesce_cc_reduce_scatter = coalesce_cc_all_gather
+
     def allgather_weights_and_update_full_parameter(self, sharding_scheme: None = None) -> None:
         """Write ``base_optimizer``'s current tensors to the parameters of all ranks. A collective."""
         if sharding_scheme is not None:

@@ -10,8 +10,10 @@
     optimizer.zero_grad()
 """
 
+from nxd_infer.checkpoint import api as checkpoint  # trainer.checkpoint and trainer.model are names of the documents
 from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint, wait_for_save
 from nxd_infer.checkpoint.source import gather_weights
+from nxd_infer.modules import nxd_model as model
 from nxd_infer.modules.nxd_model import NxDModel
 from nxd_infer.trainer.config import TrainConfig, neuronx_distributed_config
 from nxd_infer.trainer.data import ResumableLoader
@@ -28,11 +30,13 @@ __all__ = [
     "TensorBoardLogger",
     "TrainConfig",
     "TrainingProgress",
+    "checkpoint",
     "gather_weights",
     "has_checkpoint",
     "initialize_parallel_model",
     "initialize_parallel_optimizer",
     "load_checkpoint",
+    "model",
     "neuronx_distributed_config",
     "save_checkpoint",
     "shutdown",

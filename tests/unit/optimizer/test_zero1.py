@@ -47,6 +47,8 @@ def test_the_arguments_of_torch_xla():
     assert optimizer.max_norm == 0.5 and optimizer.inited and not optimizer.pin_layout
     assert optimizer.save_master_weights and optimizer.higher_cc_precision and not optimizer.use_grad_acc_hook
     assert optimizer.get_shape_info() == {0: weight.shape}
+    assert (optimizer.global_rank, optimizer.global_world_size, optimizer.local_rank) == (0, 1, 0)
+    assert optimizer.local_world_size == 1 and optimizer.coalesce_cc_all_gather and optimizer.coalesce_cc_reduce_scatter
     optimizer.max_norm = 0.25
     (weight * 4).sum().backward()
     optimizer.step()
