@@ -37,7 +37,11 @@ def require_no_adapter(source: WeightSource, where: str) -> None:
     factors, alone = adapter_of(source)
     if not factors:
         return
-    fix = "save with LoraConfig(save_lora_base=True, merge_lora=True)"
+    merged = Path(where).parent.parent / "model"
+    if (merged / "model.safetensors").is_file():  # of a recipe
+        fix = f"take the merged model in {merged}"
+    else:
+        fix = "save with LoraConfig(save_lora_base=True, merge_lora=True)"
     if alone:
         raise CheckpointError(
             f"{where} holds only a LoRA adapter ({factors[0]}, ...), not the weights of the model: serve "

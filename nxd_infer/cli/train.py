@@ -77,7 +77,7 @@ def trace_arguments(loaded: Loaded, out: Path | None) -> dict[str, Any] | None:
         return None
     if out is None and given.get("out") is None:
         raise loaded.tree.error(("trace", "out"), "is missing: the folder of the artifact, or use --trace OUT")
-    return {"task": "generate", **given, "out": Path(out or given["out"])}
+    return {"task": "generate", "model_name": loaded.recipe.name, **given, "out": Path(out or given["out"])}
 
 
 def say_unused(loaded: Loaded) -> None:

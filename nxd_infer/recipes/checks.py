@@ -12,12 +12,10 @@ from nxd_infer.recipes.data.megatron import blend_of
 from nxd_infer.recipes.data.sources import files_of
 from nxd_infer.recipes.experiment import copied_files
 from nxd_infer.recipes.job import begin_of
-from nxd_infer.recipes.models import dtypes, obstacles
+from nxd_infer.recipes.models import dtypes, is_fast_at_bfloat16, obstacles
 from nxd_infer.recipes.prepare import notes_of_data, tokenizer_source
 from nxd_infer.recipes.recipe import Loaded
 from nxd_infer.recipes.tokenizers import tokenizer_files
-from nxd_infer.util.devices import has_accelerator
-from nxd_infer.util.machine import computes_bfloat16
 
 
 def require_trainable(loaded: Loaded) -> None:
@@ -76,8 +74,9 @@ def problems_of_data(loaded: Loaded) -> list[str]:
 
 
 def slow_products(loaded: Loaded) -> list[str]:
-    """Return a sentence if this machine lacks instructions for the recipe's matrix products."""
-    if computes_bfloat16() or has_accelerator() or dtypes(loaded.recipe).products != torch.bfloat16:
+    """Return a sentence if this machine lacks instructions for the matrix products that the recipe has, or would."""
+    kind = loaded.recipe.precision.type
+    if is_fast_at_bfloat16() or (kind is not None and dtypes(loaded.recipe).products != torch.bfloat16):
         return []
-    problem = "this processor has no bfloat16 instructions; fp32 is several times as fast here"
-    return [str(loaded.tree.error(("precision", "type"), f"= {loaded.recipe.precision.type}: {problem}"))]
+    what = f"= {kind}: fp32 is many times as fast here, because" if kind else "is fp32 by default, because"
+    return [str(loaded.tree.error(("precision", "type"), f"{what} this processor has no bfloat16 instructions"))]

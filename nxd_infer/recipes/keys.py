@@ -92,7 +92,7 @@ class Reader:
             here, (first, declared) = (*path, name), known[name]
             if first in read:
                 raise self.tree.error(here, f"is another spelling of {first}, which is given too; remove one")
-            if value is None:
+            if value is None or (value == "None" and "none" not in declared.choices):  # as Python writes null
                 continue
             if declared.unused:
                 self.unused.setdefault(declared.unused, []).append(dotted(here))

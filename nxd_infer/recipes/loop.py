@@ -141,13 +141,16 @@ class Training:
             add_reference(self.job.model, sets, self.log_dir, self._autocast, fresh=not resumes)
         if resumes:
             self._resume()
+        raw = json.loads((prepared.model / CONFIG).read_text())
         if is_rank_zero():  # now: a start that cannot go on leaves the folder as it was
             experiment.write_recipe(loaded, self.log_dir)
             shutil.copytree(prepared.model, self.log_dir / MODEL, dirs_exist_ok=True)
+            named = {"dtype": str(self.job.kinds.weights).removeprefix("torch.")}
+            kept = {name: value for name, value in raw.items() if name != "torch_dtype"}
+            (self.log_dir / MODEL / CONFIG).write_text(json.dumps(kept | named, indent=1))
         pipelined = self.context.pp.degree > 1
         self.batches = Batches(type(self._plain()).forward, self.context, self.parts, pairs=self.pairs, whole=pipelined)
         self.logs = Logs(recipe.exp_manager, self.log_dir, self.step)
-        raw = json.loads((prepared.model / CONFIG).read_text())
         self.speed = Speed(self.job.model, raw, self.job.kinds.products, world_size(recipe))
 
     # --- beginning --------------------------------------------------------------------------------------
@@ -239,6 +242,7 @@ class Training:
         """Train on this rank's rows of a step."""
         begin = time.perf_counter()
         model, optimizer = self.job.model, self.job.optimizer
+        rate = optimizer.param_groups[0]["lr"]
         losses = []
         for part in self.batches.prepared(batch, self.device):
             with self._autocast():
@@ -250,7 +254,7 @@ class Training:
         loss = torch.stack(losses).sum().double()
         totals = torch.cat([loss[None] / self.dp, sizes_of(batch).to(loss.device)])
         loss, tokens, squares = comm.all_reduce(totals, self.context, "dp").unbind()
-        return Step(loss, time.perf_counter() - begin, tokens, squares)
+        return Step(loss, rate, time.perf_counter() - begin, tokens, squares)
 
     @contextlib.contextmanager
     def _autocast(self) -> Iterator[None]:
@@ -286,15 +290,14 @@ class Training:
             self.metrics["train_loss"] = self.metrics["reduced_train_loss"] = float(taken.loss)
         if not logged:
             return
-        optimizer = self.job.optimizer
         numbers: dict[str, float | Tensor | None] = {
             "loss": taken.loss,
-            "lr": optimizer.param_groups[0]["lr"],
+            "lr": taken.rate,
             "consumed_samples": self.metrics["consumed_samples"],
             "tokens_per_second": self.speed.tokens_per_second(taken),
         }
         if manager.log_gradient_norm:
-            numbers["gradient_norm"] = optimizer.grad_norm
+            numbers["gradient_norm"] = self.job.optimizer.grad_norm
         if manager.log_parameter_norm:
             numbers["parameter_norm"] = self.parameter_norm()
         if manager.log_step_timing:

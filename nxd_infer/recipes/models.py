@@ -21,6 +21,8 @@ from nxd_infer.recipes.logs import missing_packages
 from nxd_infer.recipes.recipe import Loaded, microbatches, seq_length
 from nxd_infer.recipes.schema import Peft, Recipe
 from nxd_infer.recipes.yaml_text import dotted
+from nxd_infer.util.devices import has_accelerator
+from nxd_infer.util.machine import computes_bfloat16
 from nxd_models import registry
 from nxd_models.spec import ModelDirectory
 
@@ -119,10 +121,13 @@ class Dtypes:
         return torch.bfloat16 if self.autocast else self.weights
 
 
-def dtypes(recipe: Recipe) -> Dtypes:
-    """Return what a recipe trains in. Stochastic rounding is Trainium's; the rounding here is to the nearest."""
+def dtypes(recipe: Recipe, here: bool = True) -> Dtypes:
+    """Return what a recipe trains in, by default what is fast ``here``, or on a chip.
+
+    Stochastic rounding is Trainium's; the rounding here is to the nearest.
+    """
     precision = recipe.precision
-    kind = precision.type
+    kind = precision.type or ("mixed_precision" if not here or is_fast_at_bfloat16() else "fp32")
     if kind in ("fp32", "autocast"):
         return Dtypes(torch.float32, False, False, kind == "autocast")
     wide = kind.startswith("mixed_precision")
@@ -133,6 +138,11 @@ def dtypes(recipe: Recipe) -> Dtypes:
     masters = wide if precision.master_weights is None else precision.master_weights
     sums = wide if precision.fp32_grad_acc is None else precision.fp32_grad_acc
     return Dtypes(weights, masters and weights != torch.float32, sums and weights != torch.float32, False)
+
+
+def is_fast_at_bfloat16() -> bool:
+    """Whether this machine has instructions for bfloat16."""
+    return computes_bfloat16() or has_accelerator()
 
 
 def build(raw: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -77,7 +77,7 @@ def plan_of(loaded: Loaded, chip: str | None = None, cpu_peak: float = 0.0) -> P
     """
     recipe = loaded.recipe
     raw = raw_config(loaded)
-    kinds = dtypes(recipe)
+    kinds = dtypes(recipe, here=chip is None)
     strategy = recipe.distributed_strategy
     tp, pp = strategy.tensor_model_parallel_size, strategy.pipeline_model_parallel_size
     peft = recipe.model_alignment_strategy.peft

@@ -24,6 +24,8 @@ SAID_BY_CONFIG = (
     "make_vocab_size_divisible_by",
 )
 """Keys of the section ``model`` that are for a model without ``model_config``."""
+LENGTHS = ("encoder_seq_length", "seq_length")
+"""Keys of the section ``model`` for which ``data.seq_length`` stands, too."""
 TRACE_KEYS = ("out", *declared(TaskOptions), *declared(TraceOptions))
 
 
@@ -50,6 +52,9 @@ def load(file: str | Path, overrides: Iterable[str] = ()) -> Loaded:
 def check(tree: Tree, overrides: Iterable[str] = ()) -> Loaded:
     """Check what was read; ``tree`` becomes the resolved one."""
     override(tree, overrides)
+    data = tree.values.get("data")
+    if isinstance(data, dict) and isinstance(data.get("alignment_strategy"), dict):  # another place of the same section
+        tree.values.setdefault("model_alignment_strategy", data.pop("alignment_strategy"))
     reader = Reader(tree)
     reader.require_keys(Recipe, tree.values)  # a misspelt key would break the references to it
     resolve(tree)
@@ -63,6 +68,12 @@ def check(tree: Tree, overrides: Iterable[str] = ()) -> Loaded:
     given = [f"model.{name}" for name in SAID_BY_CONFIG if (tree.values.get("model") or {}).get(name) is not None]
     if recipe.model.model_config is not None and given:
         reader.unused["model.model_config says it"] = given
+    if recipe.data.seq_length is not None:
+        longer = [
+            f"model.{name}" for name in LENGTHS if getattr(recipe.model, name) not in (None, recipe.data.seq_length)
+        ]
+        if longer:
+            reader.unused["data.seq_length says how long rows are"] = longer
     return Loaded(recipe, tree, reader.unused)
 
 
@@ -74,7 +85,7 @@ def time_limit(loaded: Loaded) -> float:
 
 
 def seq_length(recipe: Recipe) -> int:
-    """Return the tokens per row: ``data.seq_length`` or one of the model's keys, which must be equal."""
+    """Return the tokens per row: ``data.seq_length``, or else one of the model's keys, which must be equal."""
     given = (recipe.data.seq_length, recipe.model.encoder_seq_length, recipe.model.seq_length)
     return next((one for one in given if one is not None), 2048)
 
@@ -143,10 +154,9 @@ def _batches(recipe: Recipe, tree: Tree) -> None:
 
 def _lengths(recipe: Recipe, tree: Tree) -> None:
     length, model = seq_length(recipe), recipe.model
-    for name in ("encoder_seq_length", "seq_length"):
-        given = getattr(model, name)
-        if given not in (None, length):
-            raise tree.error(("model", name), f"= {given} differs from data.seq_length; the nearest is {length}")
+    if recipe.data.seq_length is None and model.seq_length not in (None, length):
+        problem = f"= {model.seq_length} differs from model.encoder_seq_length; the nearest is {length}"
+        raise tree.error(("model", "seq_length"), problem)
     if model.max_position_embeddings is not None and model.max_position_embeddings < length:
         given = model.max_position_embeddings
         raise tree.error(
@@ -188,7 +198,8 @@ def _rates(recipe: Recipe, tree: Tree) -> None:
     if sched is None:
         return
     total = sched.max_steps or recipe.trainer.max_steps
-    if total > 0 and sched.warmup_steps > total:
+    shortened = ("trainer", "max_steps") in tree.commanded  # a run to try a recipe: it is all warmup
+    if total > 0 and sched.warmup_steps > total and not shortened:
         raise tree.error(
             ("model", "optim", "sched", "warmup_steps"),
             f"= {sched.warmup_steps} is above the {total} steps; the nearest is {total}",

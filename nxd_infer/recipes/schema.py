@@ -179,10 +179,11 @@ class DistributedStrategy:
 
 @dataclass(kw_only=True)
 class Precision:
-    type: str = key(
-        "mixed_precision",
+    type: str | None = key(
+        None,
         "mixed_precision: bfloat16 with float32 master weights and sums; autocast: float32 weights, bfloat16 products; "
-        "fp32: float32; bf16SR: bfloat16 alone; manual: as the keys say",
+        "fp32: float32; bf16SR: bfloat16 alone; manual: as the keys say; default: mixed_precision, but fp32 on a "
+        "processor without bfloat16 instructions",
         choices=PRECISIONS,
     )
     master_weights: bool | None = key(None, "step float32 copies of bfloat16 weights", bool)
@@ -233,7 +234,9 @@ class Peft:
     load_lora_from_ckpt: bool = key(False, "begin with an adapter", bool)
     lora_save_dir: str | None = key(None, "the folder of that adapter")
     lora_load_tag: str | None = key(None, "its checkpoint")
-    save_lora_config_adapter: bool = key(True, "save the options with the adapter", bool)
+    save_lora_config_adapter: bool = key(
+        False, "save the options in the adapter's file, and not as adapter_config.json, which PEFT needs", bool
+    )
     UNUSED = {
         "checkpoints hold the adapter; the traced model is merged": "save_lora_base merge_lora",
         FILES: "merge_sharded_lora",
@@ -304,7 +307,13 @@ class Data:
 @dataclass(kw_only=True)
 class Sched:
     name: str = key("LinearAnnealingWithWarmUp", "how the learning rate moves", choices=RATES)
-    warmup_steps: int = key(0, "steps up to the full rate", int, minimum=0)
+    warmup_steps: int = key(
+        0,
+        "steps up to the full rate: step n, from 0, has n/warmup_steps of it with LinearAnnealingWithWarmUp, else "
+        "(n + 1)/(warmup_steps + 1)",
+        int,
+        minimum=0,
+    )
     warmup_ratio: float | None = key(
         None, "the share of all steps, in place of warmup_steps", float, minimum=0, maximum=1
     )

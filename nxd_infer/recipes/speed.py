@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxd_infer import comm
@@ -19,12 +20,17 @@ from nxd_infer.recipes.plan import model_flops
 from nxd_infer.trainer.first_rank import is_rank_zero
 from nxd_infer.util.devices import HOST, transport_device
 
+MEASURE_SECONDS = 0.3
+"""How long a machine's speed is measured: something else may run there in between."""
+
 
 @dataclass(frozen=True)
 class Step:
     """An optimizer step over all ranks. Tensors are float64 scalars."""
 
     loss: Tensor
+    rate: float
+    """The learning rate of it."""
     seconds: float
     tokens: Tensor
     """Those that are not padding."""
@@ -70,9 +76,9 @@ def count_parameters(model: nn.Module) -> tuple[float, float]:
 def matmul_peak(dtype: torch.dtype = torch.float32, size: int = 1024) -> float:
     """Return the floating-point operations per second of a square matrix product, with this process's threads."""
     a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
-    best = float("inf")
-    for _ in range(4):
+    best, end = float("inf"), time.perf_counter() + MEASURE_SECONDS
+    while best == float("inf") or time.perf_counter() < end:
         begin = time.perf_counter()
-        torch.mm(a, b)
+        F.linear(a, b)  # some dtypes are slow in another layout
         best = min(best, time.perf_counter() - begin)
     return 2 * size**3 / best

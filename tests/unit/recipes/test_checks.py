@@ -6,9 +6,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from nxd_infer.cli import recipe_plan
-from nxd_infer.recipes import checks
+from nxd_infer.recipes import models
+from nxd_infer.recipes.recipe import load
 from nxd_infer.util import machine
 from tests.support.e2e.command import ROOT, here, refused
 
@@ -71,12 +73,12 @@ def test_a_mistake_is_one_sentence(tmp_path):
 
 
 def test_a_processor_without_bfloat16_is_slow_at_it(tmp_path, monkeypatch):
-    """Said of the key, also where the recipe leaves it at its default; not where the plan is for a chip."""
+    """There fp32 is the default, which is said, and another choice is advised against; a plan for a chip is not."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recipe_plan, "matmul_peak", lambda dtype: 3.456e9)
-    monkeypatch.setattr(checks, "has_accelerator", lambda: False)
+    monkeypatch.setattr(models, "has_accelerator", lambda: False)
     Path("r.yaml").write_text(RECIPE.replace("precision: {type: fp32}\n", "").replace("devices: 2", "devices: 1"))
-    told = "precision.type = mixed_precision: this processor has no bfloat16 instructions; fp32 is several times"
+    told = "precision.type is fp32 by default, because this processor has no bfloat16 instructions"
 
     def notes(*arguments: str) -> str:
         return here("train", "r.yaml", *arguments).out
@@ -86,6 +88,12 @@ def test_a_processor_without_bfloat16_is_slow_at_it(tmp_path, monkeypatch):
         assert (f"note: r.yaml: {told}" in notes("--check")) == slow
     monkeypatch.setattr(machine, "cpu_features", partial(frozenset, {"avx2"}))
     assert "40% of 0.00346 TFLOP/s per rank, this machine" in notes("--check")
-    assert "note: command line: precision.type = bf16: this" in notes("--check", "precision.type=bf16")
+    assert "note: command line: precision.type = bf16: fp32 is many" in notes("--check", "precision.type=bf16")
+    loaded = load("r.yaml")
+    assert models.dtypes(loaded.recipe).weights == torch.float32
+    assert models.dtypes(loaded.recipe, here=False).weights == torch.bfloat16
+    monkeypatch.setattr(machine, "cpu_features", partial(frozenset, {"avx512_bf16"}))
+    assert models.dtypes(loaded.recipe).master_weights
+    monkeypatch.setattr(machine, "cpu_features", partial(frozenset, {"avx2"}))
     assert told in notes("data.val_dir=nothing")  # a start, which ends here
     assert told not in notes("--check", "precision.type=fp32") + notes("--check", "--chip", "trn1")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
+from nxd_infer.cli.train import trace_arguments
 from nxd_infer.errors import RecipeError
 from nxd_infer.recipes.convert import as_yaml, convert
 from nxd_infer.recipes.models import obstacles
 from nxd_infer.recipes.plan import plan_of
-from nxd_infer.recipes.recipe import Loaded, check, load
+from nxd_infer.recipes.recipe import Loaded, check, load, seq_length
 from nxd_infer.recipes.schema import Recipe
 from nxd_infer.recipes.yaml_text import parse_yaml
 from tests.support.e2e.command import ROOT, here
@@ -62,6 +64,39 @@ def test_a_users_recipe_is_read_and_its_plan_counts_the_parameters(name):
     assert plan.world == degrees * plan.degrees["dp"] and plan.weights >= 2 * plan.parameters / degrees
     there = recipe.tree.values["exp_manager"]["checkpoint_callback_params"]["model_parallel_size"]
     assert there == recipe.recipe.distributed_strategy.pipeline_model_parallel_size * 32 == degrees
+
+
+OTHER_PLACES = """name: llama
+trainer: {devices: 2, max_steps: 1}
+data: {train_dir: x, seq_length: 4096, global_batch_size: 2, alignment_strategy: {dpo: {max_prompt_length: 2048}}}
+model:
+  encoder_seq_length: 8192
+  max_position_embeddings: ${.encoder_seq_length}
+  moe: {num_experts: 8, top_k: 2, sinkhorn_tol: None, capacity_factor: None}
+"""
+
+
+def test_keys_of_nxd_training_that_two_sections_have():
+    """The data's length stands, their strategy is the model's, and None is null."""
+    read = check(parse_yaml(OTHER_PLACES, "r.yaml"))
+    assert seq_length(read.recipe) == 4096 and read.recipe.model.max_position_embeddings == 8192
+    assert read.unused["data.seq_length says how long rows are"] == ["model.encoder_seq_length"]
+    assert read.recipe.model_alignment_strategy.dpo is not None
+    assert read.recipe.model.moe is not None and read.recipe.model.moe.capacity_factor == 0
+
+
+def test_a_run_that_is_shortened_by_the_command_may_be_all_warmup():
+    text = "trainer: {max_steps: 9}\ndata: {train_dir: x}\nmodel: {optim: {sched: {warmup_steps: 4}}}\n"
+    read = check(parse_yaml(text, "r.yaml"), ["trainer.max_steps=2"])
+    assert read.recipe.trainer.max_steps == 2
+    with pytest.raises(RecipeError, match=r"r\.yaml:3: model\.optim\.sched\.warmup_steps = 4 is above the 2 steps"):
+        check(parse_yaml(text.replace("9", "2"), "r.yaml"))
+
+
+def test_a_trained_model_is_served_by_the_recipes_name():
+    read = check(parse_yaml("name: mine\ntrainer: {max_steps: 9}\ndata: {train_dir: x}\n", "r.yaml"))
+    traced = trace_arguments(read, Path("out"))
+    assert traced is not None and traced["model_name"] == "mine"
 
 
 def test_what_cannot_be_trained_here_is_said():

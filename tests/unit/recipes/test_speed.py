@@ -51,7 +51,7 @@ def test_the_operations_are_those_that_torch_counts(tmp_path):
         needed = model_flops(raw, all_, few, 48, whole)
         assert counted(adapted, ids) == pytest.approx(needed, rel=0.03)  # nothing flows below the first
         speed = Speed(model, raw, torch.float32, world=2)
-    step = Step(torch.zeros(()), 0.5, torch.tensor(48.0), torch.tensor(float(squares)))
+    step = Step(torch.zeros(()), 1e-3, 0.5, torch.tensor(48.0), torch.tensor(float(squares)))
     needed = model_flops(raw, *count_parameters(model), 48, squares)
     assert speed.tokens_per_second(step) == 96
     assert speed.mfu(step) == pytest.approx(needed / 0.5 / (2 * matmul_peak(torch.float32)))
