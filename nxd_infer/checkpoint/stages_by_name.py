@@ -24,12 +24,18 @@ def stages_of(costs: Mapping[str, int], stages: int, cuts: Sequence[str] | None 
     numbered = [name.rpartition(".")[2].isdigit() for name in names]
     if cuts is None:
         first = numbered.index(True) if any(numbered) else len(names)
-        work = [
-            0.0 if place < first else float(sum(costs[one] for one in layers[name])) for place, name in enumerate(names)
-        ]
+        work = [float(sum(costs[one] for one in layers[name])) * (at >= first) for at, name in enumerate(names)]
         ends = balanced(work, numbered, stages)
     else:
-        ends = _places(cuts, [name for name, layer in zip(names, numbered, strict=True) if layer], names, stages)
+        known = [name for name, layer in zip(names, numbered, strict=True) if layer]
+        if len(cuts) != stages - 1:
+            raise ParallelConfigError(f"{stages} pipeline stages need {stages - 1} cuts, got {len(cuts)}: {list(cuts)}")
+        for cut in cuts:
+            if cut not in known:
+                raise ParallelConfigError(f"the checkpoint has no layer {cut!r}{did_you_mean(cut, known)}")
+        ends = [names.index(cut) for cut in cuts]
+        if ends != sorted(set(ends)):
+            raise ParallelConfigError(f"the cuts {list(cuts)} are not in the order of the layers")
     return {weight: sum(end < place for end in ends) for place, name in enumerate(names) for weight in layers[name]}
 
 
@@ -53,15 +59,3 @@ def _layer(weight: str) -> str:
     parts = weight.split(".")
     number = next((place for place, part in enumerate(parts[:-1]) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[: number + 1])
-
-
-def _places(cuts: Sequence[str], known: Sequence[str], names: Sequence[str], stages: int) -> list[int]:
-    if len(cuts) != stages - 1:
-        raise ParallelConfigError(f"{stages} pipeline stages need {stages - 1} cuts, got {len(cuts)}: {list(cuts)}")
-    for cut in cuts:
-        if cut not in known:
-            raise ParallelConfigError(f"the checkpoint has no layer {cut!r}{did_you_mean(cut, list(known))}")
-    places = [names.index(cut) for cut in cuts]
-    if places != sorted(set(places)):
-        raise ParallelConfigError(f"the cuts {list(cuts)} are not in the order of the layers")
-    return places

@@ -71,16 +71,11 @@ class Parallelizer:
         should_parallelize_layer_predicate_func: Predicate | None = None,
         **parallel_layer_specific_kwargs: Any,
     ) -> Any:
-        """Replace the layers of ``model`` by parallel ones.
+        """Replace the layers of ``model`` by parallel ones; arguments as of :meth:`parallelize`.
 
-        Args:
-            model: a model of transformers.
-            device: where the model is put, with this rank's part of its weights. None, as from :meth:`parallelize`: the
-                new layers stay on the meta device, without weights.
-            parallelize_embeddings: split the vocabulary too; it is padded where it does not divide.
-            sequence_parallel_enabled: between layers, each rank holds a piece of the sequence.
-            should_parallelize_layer_predicate_func: whether to split a module that the plan names.
-            **parallel_layer_specific_kwargs: ``kv_size_multiplier``.
+        Without a ``device``, as from :meth:`parallelize`, the new layers stay on the meta device, without weights;
+        else the model is put there with this rank's part of its weights. The predicate says whether to split a module
+        that the plan names; ``kv_size_multiplier`` is the one further keyword.
 
         Returns the model. Raises ParallelConfigError for a keyword that no layer has, and WeightMismatchError if
         weights for ``device`` are not stored.

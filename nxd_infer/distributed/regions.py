@@ -1,13 +1,13 @@
 """The borders of parallel regions in a model's own code: hooks of its modules, and of replicated weights inside.
 
 A hook enters or leaves a region where the model passes a tensor from one module to the next, so the model's code is
-not changed. Hooks of modules are objects and not closures, because closures cannot be pickled with the model.
+not changed. Hooks of modules are partial functions and not closures, because closures cannot be pickled with the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,63 +35,48 @@ def enter_once(module: nn.Module, context: ParallelContext, sequence_parallel: b
     Otherwise each of them would sum the gradients of its input over the ranks. With ``sequence_parallel`` the input is
     this rank's piece of the sequence, and is gathered along ``dim``.
     """
+    module.register_forward_pre_hook(partial(_enter, context, sequence_parallel, dim), with_kwargs=True)
 
-    module.register_forward_pre_hook(_Entering(context, sequence_parallel, dim), with_kwargs=True)
 
+def _enter(
+    context: ParallelContext, sequence_parallel: bool, dim: int, module: nn.Module, args: Any, kwargs: Any
+) -> Any:
+    def change(x: Tensor) -> Tensor:
+        if sequence_parallel:
+            return mappings.gather_from_sequence_parallel_region(x, dim, context=context)
+        return mappings.copy_to_tensor_model_parallel_region(x, context=context)
 
-@dataclass(frozen=True)
-class _Entering:
-    context: ParallelContext
-    sequence_parallel: bool
-    dim: int
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        args, kwargs = _on_hidden_states(self._enter, args, kwargs)
-        for name in _OTHER_INPUTS:
-            if isinstance(kwargs.get(name), Tensor):
-                kwargs[name] = mappings.copy_to_tensor_model_parallel_region(kwargs[name], context=self.context)
-        return args, kwargs
-
-    def _enter(self, x: Tensor) -> Tensor:
-        if self.sequence_parallel:
-            return mappings.gather_from_sequence_parallel_region(x, self.dim, context=self.context)
-        return mappings.copy_to_tensor_model_parallel_region(x, context=self.context)
+    args, kwargs = _on_hidden_states(change, args, kwargs)
+    for name in _OTHER_INPUTS:
+        if isinstance(kwargs.get(name), Tensor):
+            kwargs[name] = mappings.copy_to_tensor_model_parallel_region(kwargs[name], context=context)
+    return args, kwargs
 
 
 def split_sequence(first: nn.Module, last: nn.Module, context: ParallelContext) -> None:
     """Give each rank its piece of the sequence before the module ``first``, and gather it after ``last``."""
-    first.register_forward_pre_hook(_Scattering(context), with_kwargs=True)
-    last.register_forward_hook(_Gathering(context))
+    first.register_forward_pre_hook(partial(_scatter, context), with_kwargs=True)
+    last.register_forward_hook(partial(_gather, context))
 
 
-@dataclass(frozen=True)
-class _Scattering:
-    context: ParallelContext
+def _scatter(context: ParallelContext, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    degree = context.tp.degree
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return _on_hidden_states(self._scatter, args, kwargs)
-
-    def _scatter(self, x: Tensor) -> Tensor:
-        degree = self.context.tp.degree
+    def change(x: Tensor) -> Tensor:
         if x.shape[SEQUENCE_DIM] % degree:
             raise InputMismatchError(
                 f"a sequence of {x.shape[SEQUENCE_DIM]} does not divide over {degree} ranks: with sequence parallelism "
                 f"pad inputs to a multiple of {degree}"
             )
-        return mappings.scatter_to_sequence_parallel_region(x, SEQUENCE_DIM, context=self.context)
+        return mappings.scatter_to_sequence_parallel_region(x, SEQUENCE_DIM, context=context)
+
+    return _on_hidden_states(change, args, kwargs)
 
 
-@dataclass(frozen=True)
-class _Gathering:
-    context: ParallelContext
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return (self._gather(output[0]), *output[1:]) if isinstance(output, tuple) else self._gather(output)
-
-    def _gather(self, x: Tensor) -> Tensor:
-        return mappings.gather_from_sequence_parallel_region(
-            x, SEQUENCE_DIM, to_model_parallel=False, context=self.context
-        )
+def _gather(context: ParallelContext, module: nn.Module, args: Any, output: Any) -> Any:
+    if isinstance(output, tuple):
+        return (_gather(context, module, args, output[0]), *output[1:])
+    return mappings.gather_from_sequence_parallel_region(output, SEQUENCE_DIM, to_model_parallel=False, context=context)
 
 
 def _on_hidden_states(
@@ -120,38 +105,28 @@ def sum_gradients(model: nn.Module, names: Iterable[str], context: ParallelConte
     for name in dict.fromkeys(names):
         if name in weights and not isinstance(owner := model.get_submodule(name.rpartition(".")[0]), ParallelLayer):
             _sum_gradient(weights[name], context)
-            owner.register_forward_pre_hook(_Keeping(name.rpartition(".")[2], context))
+            owner.register_forward_pre_hook(partial(_keep_summing, name.rpartition(".")[2], context))
 
 
-@dataclass(frozen=True)
-class _Keeping:
-    """Sums the gradient of a module's weight after it was replaced: tensors lose hooks in copies and on other devices,
+def _keep_summing(name: str, context: ParallelContext, module: nn.Module, args: Any) -> None:
+    """Sum the gradient of a module's weight after it was replaced: tensors lose hooks in copies and on other devices,
     and ``load_state_dict(assign=True)`` puts others there."""
-
-    name: str
-    context: ParallelContext
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        weight = module._parameters.get(self.name)
-        # A graph has no gradients (export), or takes the weight with the hooks that it has (compile).
-        if isinstance(weight, nn.Parameter) and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            _sum_gradient(weight, self.context)
+    weight = module._parameters.get(name)
+    # A graph has no gradients (export), or takes the weight with the hooks that it has (compile).
+    if isinstance(weight, nn.Parameter) and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        _sum_gradient(weight, context)
 
 
-@dataclass(frozen=True)
-class _Summing:
-    context: ParallelContext
-
-    def __call__(self, grad: Tensor) -> Tensor:
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        return comm.all_reduce(grad.to(dtype).contiguous(), self.context).to(grad.dtype)
+def _summed(context: ParallelContext, grad: Tensor) -> Tensor:
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    return comm.all_reduce(grad.to(dtype).contiguous(), context).to(grad.dtype)
 
 
 def _sum_gradient(weight: nn.Parameter, context: ParallelContext) -> None:
-    if any(isinstance(hook, _Summing) for hook in (weight._backward_hooks or {}).values()):
+    if any(getattr(hook, "func", None) is _summed for hook in (weight._backward_hooks or {}).values()):
         return
     trained = weight.requires_grad
     weight.requires_grad_(True)  # a frozen weight takes no hook, and may be trained later
-    weight.register_hook(_Summing(context))
+    weight.register_hook(partial(_summed, context))
     weight.requires_grad_(trained)
     setattr(weight, SUMMED, True)

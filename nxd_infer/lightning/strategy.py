@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import LightningModule
@@ -84,7 +84,9 @@ class NeuronXLAStrategy(ParallelStrategy):
             options["cluster_environment"] = LaunchedRanks()
         super().__init__(**options)
         self.num_nodes = 1
-        self.checkpoints = Checkpoints(save_load_xser, async_save)
+        self._saving: dict[str, Any] = {"use_xser": save_load_xser, "async_save": async_save}
+        self._unwanted: list[str] = []
+        """Checkpoints to remove once a save that is being written is complete: until then they may be the only ones."""
         self._splits = True
         self._loaders: list[RankLoader] = []
         self._random: Any = None
@@ -191,9 +193,13 @@ class NeuronXLAStrategy(ParallelStrategy):
     # --- data -----------------------------------------------------------------------------------------
 
     @property
-    def _trainer(self) -> Any:
+    def _module(self) -> Any:
         assert self.lightning_module is not None
-        return self.lightning_module.trainer
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> Any:
+        return self._module.trainer
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -227,8 +233,7 @@ class NeuronXLAStrategy(ParallelStrategy):
     # --- model and optimizer --------------------------------------------------------------------------
 
     def model_to_device(self) -> None:
-        assert self.lightning_module is not None
-        self.lightning_module.to(self.root_device)
+        self._module.to(self.root_device)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Raises ParallelConfigError for an optimizer that would train each rank for itself."""
@@ -257,41 +262,62 @@ class NeuronXLAStrategy(ParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return what the module holds beside its model, which has files of its own."""
-        assert self.lightning_module is not None
-        found = self.lightning_module.state_dict()
+        found = self._module.state_dict()
         return {name: value for name, value in found.items() if not name.startswith("model.")}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
+        self._module.load_state_dict(checkpoint["state_dict"], strict=False)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save under ``filepath``, a folder. Every rank calls it."""
+        """Save under ``filepath``, a folder, all or nothing. Every rank calls it. Raises CheckpointError."""
+        self._finish_saving()
         optimizer = self.optimizers[0] if "optimizer_states" in checkpoint and self.optimizers else None
-        self.checkpoints.save(self.lightning_module, optimizer, checkpoint, self.broadcast(str(filepath)))
+        folder, tag = os.path.split(self.broadcast(str(filepath)))
+        kept = {name: value for name, value in checkpoint.items() if name != "optimizer_states"}
+        for name in HPARAMS:
+            if isinstance(kept.get(name), dict):
+                kept[name] = _storable(kept[name])
+        save_checkpoint(folder or ".", tag, self._module.model, optimizer, user_content=kept, **self._saving)
 
     def load_checkpoint(self, checkpoint_path: Any, *_: Any, **__: Any) -> dict[str, Any]:
-        """Load the model and, to fit, the optimizer, the random state and the position; return Lightning's part."""
+        """Load the model and, to fit, the optimizer, the random state and the position; return Lightning's part.
+
+        Raises CheckpointError for what is no checkpoint of a Trainer.
+        """
         fits = self._trainer.state.fn == TrainerFn.FITTING
+        path = str(checkpoint_path)
+        folder, tag = (path, None) if os.path.exists(path) else (os.path.dirname(path) or ".", os.path.basename(path))
+        self._finish_saving()
+        if not has_checkpoint(folder, tag):
+            raise CheckpointError(f"{path} is not a checkpoint of a Trainer with NeuronXLAStrategy")
         optimizer = self.optimizers[0] if fits and self.optimizers else None
-        found = self.checkpoints.load(self.lightning_module, optimizer, str(checkpoint_path))
+        found = load_checkpoint(folder, tag, self._module.model, optimizer)
+        if not isinstance(found, dict) or VERSION not in found:
+            raise CheckpointError(f"{path} was not saved by a Trainer: load it with nxd_infer.load_checkpoint()")
         if fits:
             if self._trainer.max_steps != -1:
                 begin_next_epoch(found["loops"]["fit_loop"])
             self._random = random_state()
             early = self._trainer.fit_loop._combined_loader
-            if (
-                early is not None
-            ):  # by estimated_stepping_batches in configure_optimizers(); Lightning would start it anew
+            if early is not None:  # by estimated_stepping_batches in configure_optimizers(); Lightning would restart it
                 early._load_state_dicts(found["loops"]["fit_loop"]["state_dict"].get("combined_loader", []))
         return found
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
-            self.checkpoints.remove(str(filepath))
+            self._unwanted.append(str(filepath))
+            if not self._saving["async_save"]:
+                self._finish_saving()
+
+    def _finish_saving(self) -> None:
+        """Wait for an asynchronous save, then remove what is not wanted any more. Raises the save's CheckpointError."""
+        wait_for_save()
+        while self._unwanted:
+            folder, tag = os.path.split(self._unwanted.pop())
+            folders.remove(storage_of(folder or "."), tag)
 
     # --- collectives ----------------------------------------------------------------------------------
 
@@ -327,7 +353,7 @@ class NeuronXLAStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         """Wait for an asynchronous save. The model stays on its device, and the groups for the next call."""
-        self.checkpoints.finish()
+        self._finish_saving()
         self._loaders.clear()
         self.precision_plugin.teardown()
         assert self.accelerator is not None
@@ -362,36 +388,18 @@ class RankLauncher(_SubprocessScriptLauncher):
             self.procs.append(subprocess.Popen(_basic_subprocess_cmd(), env=environment))
 
 
-class LaunchedRanks(ClusterEnvironment):
-    """This process's place among ranks that somebody else has started."""
+class LaunchedRanks(TorchElasticEnvironment):
+    """This process's place among ranks that somebody else has started: torchrun, or who made the process group."""
 
     @staticmethod
     def detect() -> bool:
         return group_exists() or ("RANK" in os.environ and launched_world() > 1)
 
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        return os.environ.get("MASTER_ADDR", "127.0.0.1")
-
-    @property
-    def main_port(self) -> int:
-        return int(os.environ.get("MASTER_PORT", 0))
-
     def world_size(self) -> int:
         return dist.get_world_size() if group_exists() else launched_world()
 
-    def set_world_size(self, size: int) -> None:
-        pass
-
     def global_rank(self) -> int:
         return dist.get_rank() if group_exists() else int(os.environ["RANK"])
-
-    def set_global_rank(self, rank: int) -> None:
-        pass
 
     def local_rank(self) -> int:
         return int(os.environ.get("LOCAL_RANK", self.global_rank()))
@@ -405,56 +413,6 @@ log = logging.getLogger(__name__)
 VERSION = "pytorch-lightning_version"
 """A key that every checkpoint of a Trainer has."""
 HPARAMS = (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, LightningModule.CHECKPOINT_HYPER_PARAMS_NAME)
-
-
-class Checkpoints:
-    """Saves and loads a Trainer's checkpoints. One that is removed while a save is written is removed after it."""
-
-    def __init__(self, use_xser: bool, async_save: bool):
-        self.use_xser, self.async_save = use_xser, async_save
-        self._unwanted: list[str] = []
-
-    def save(self, module: Any, optimizer: Any, content: dict[str, Any], path: str) -> None:
-        """Save under ``path``, all or nothing. Raises CheckpointError."""
-        self.finish()
-        folder, tag = os.path.split(path)
-        kept = {name: value for name, value in content.items() if name != "optimizer_states"}
-        for name in HPARAMS:
-            if isinstance(kept.get(name), dict):
-                kept[name] = _storable(kept[name])
-        save_checkpoint(
-            folder or ".",
-            tag,
-            module.model,
-            optimizer,
-            user_content=kept,
-            use_xser=self.use_xser,
-            async_save=self.async_save,
-        )
-
-    def load(self, module: Any, optimizer: Any, path: str) -> dict[str, Any]:
-        """Load the model, and the optimizer if there is one; return the rest. Raises CheckpointError."""
-        folder, tag = (path, None) if os.path.exists(path) else (os.path.dirname(path) or ".", os.path.basename(path))
-        self.finish()
-        if not has_checkpoint(folder, tag):
-            raise CheckpointError(f"{path} is not a checkpoint of a Trainer with NeuronXLAStrategy")
-        content = load_checkpoint(folder, tag, module.model, optimizer)
-        if not isinstance(content, dict) or VERSION not in content:
-            raise CheckpointError(f"{path} was not saved by a Trainer: load it with nxd_infer.load_checkpoint()")
-        return content
-
-    def remove(self, path: str) -> None:
-        """Remove a checkpoint, after the save that is being written: until then it may be the only complete one."""
-        self._unwanted.append(path)
-        if not self.async_save:
-            self.finish()
-
-    def finish(self) -> None:
-        """Wait for an asynchronous save, then remove what is not wanted any more. Raises the save's CheckpointError."""
-        wait_for_save()
-        while self._unwanted:
-            folder, tag = os.path.split(self._unwanted.pop())
-            folders.remove(storage_of(folder or "."), tag)
 
 
 def _storable(values: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ transport needs no messages between two ranks for that, but a pass waits until t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,23 +20,7 @@ from nxd_infer.errors import CollectiveError
 from nxd_infer.pipeline.schedule import Action, timetable
 
 
-class Messages(Protocol):
-    """How a rank of the pipeline gets tensors to the others. A tag names one message of a step."""
-
-    def send(self, x: Tensor, dst: int, tag: int) -> Pending:
-        """Begin to send contiguous ``x``, which must not change before ``wait()``."""
-        ...
-
-    def recv(self, x: Tensor, src: int, tag: int) -> Pending:
-        """Begin to receive into contiguous ``x``."""
-        ...
-
-    def before(self, number: int) -> None:
-        """Called before pass ``number`` of this rank, and with their count after the last one."""
-        ...
-
-
-def messages_for(context: ParallelContext, actions: Sequence[Sequence[Action]], stages: int) -> Messages:
+def messages_for(context: ParallelContext, actions: Sequence[Sequence[Action]], stages: int) -> PointToPoint:
     """Return what the transport of ``context`` can do. ``actions``: of all ranks."""
     if context.pp.degree == 1:
         return PointToPoint(context)
@@ -48,26 +31,28 @@ def messages_for(context: ParallelContext, actions: Sequence[Sequence[Action]], 
 
 
 class PointToPoint:
-    """Messages that overlap with the passes."""
+    """Messages between pipeline ranks that overlap with the passes. A tag names one message of a step."""
 
     def __init__(self, context: ParallelContext):
         self.context = context
 
     def send(self, x: Tensor, dst: int, tag: int) -> Pending:
+        """Begin to send contiguous ``x``, which must not change before ``wait()``."""
         return start_send(x, self.context, "pp", dst, tag)
 
     def recv(self, x: Tensor, src: int, tag: int) -> Pending:
+        """Begin to receive into contiguous ``x``."""
         return start_recv(x, self.context, "pp", src, tag)
 
     def before(self, number: int) -> None:
-        pass
+        """Called before pass ``number`` of this rank, and with their count after the last one."""
 
 
-class StepMessages:
+class StepMessages(PointToPoint):
     """Messages that are exchanged between the ticks of the schedule, a pass being one tick."""
 
     def __init__(self, context: ParallelContext, actions: Sequence[Sequence[Action]], stages: int):
-        self.context = context
+        super().__init__(context)
         parts = 2 if any(action.late for mine in actions for action in mine) else 1
         table = timetable(actions, [1] * stages, [parts] * stages)  # each part is a pass
         self._starts = [round(span.start) for span in table[context.pp.rank]]

@@ -103,13 +103,8 @@ class Pipeline:
         self.bubble: float | None = None
         """The share of the last step in which this rank waited for other stages; None before the first one."""
         self._plans: dict[Any, tuple[Plan, Count | None]] = {}
-        self._actions = self._schedule()
-
-    def _schedule(self) -> list[list[Action]]:
-        options, ranks = self.options, self.stage.ranks
-        if ranks == 1:
-            return schedule("1f1b", 1, options.num_microbatches)
-        return schedule(options.schedule_name, ranks, options.num_microbatches, options.virtual_pipeline_size)
+        kind, chunks = (options.schedule_name, options.virtual_pipeline_size) if stage.ranks > 1 else ("1f1b", 1)
+        self._actions = schedule(kind, stage.ranks, options.num_microbatches, chunks)
 
     def run(self, inputs: Mapping[str, Any], train: bool) -> tuple[Tensor, list[Tensor]]:
         """Run one step; return its loss and that of each microbatch, the same on all ranks of the pipeline.

@@ -23,20 +23,16 @@ from nxd_infer.parallel_layers.random import get_xla_rng_tracker
 __all__ = ["apply_activation_checkpoint", "transformer_layers"]
 
 
-class _Recomputed:
-    """The ``forward`` of a checkpointed module. Not a closure, so that the module can be copied and pickled."""
+def _recomputed(module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
+    """The ``forward`` of a checkpointed module, as a partial function, which can be copied and pickled with it.
 
-    def __init__(self, module: nn.Module):
-        self.module = module
-        self.own = module.__dict__.get("forward")
-        """A ``forward`` that was already set on the instance, if any."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.own or functools.partial(type(self.module).forward, self.module)
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return forward(*args, **kwargs)
-        bound = functools.partial(forward, **kwargs)  # checkpoint() would take arguments that are named like its own
-        return checkpoint(bound, *args, use_reentrant=False, context_fn=_streams_as_now)
+    ``own``: a ``forward`` that was already set on the instance, if any.
+    """
+    forward = own or functools.partial(type(module).forward, module)
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    bound = functools.partial(forward, **kwargs)  # checkpoint() would take arguments that are named like its own
+    return checkpoint(bound, *args, use_reentrant=False, context_fn=_streams_as_now)
 
 
 class _StreamsAsNow:
@@ -79,6 +75,7 @@ def apply_activation_checkpoint(model: nn.Module, config: Any, pipeline_config: 
     here = {id(module) for module in model.modules()}
     chosen = [module for module in chosen if id(module) in here]
     for module in chosen:
-        if not isinstance(module.__dict__.get("forward"), _Recomputed):
-            module.forward = _Recomputed(module)
+        own = module.__dict__.get("forward")
+        if getattr(own, "func", None) is not _recomputed:
+            module.forward = functools.partial(_recomputed, module, own)
     return len(chosen)

@@ -165,20 +165,7 @@ def neuronx_distributed_config(
     Raises ParallelConfigError for unknown keys (naming the nearest known one), values out of range, and degrees that do
     not fit the world or what is initialised already.
     """
-    config = TrainConfig(
-        {
-            "tensor_parallel_size": tensor_parallel_size,
-            "pipeline_parallel_size": pipeline_parallel_size,
-            "pipeline_config": pipeline_config,
-            "optimizer_config": optimizer_config,
-            "activation_checkpoint_config": activation_checkpoint_config,
-            "pad_model": pad_model,
-            "sequence_parallel": sequence_parallel,
-            "model_init_config": model_init_config,
-            "lora_config": lora_config,
-            "mixed_precision_config": mixed_precision_config,
-        }
-    )
+    config = TrainConfig(locals())
     initialize(config)
     return config
 

@@ -18,37 +18,12 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from typing_extensions import Self
 
-__all__ = ["Pace", "TrainingProgress"]
+__all__ = ["TrainingProgress"]
 
 REDRAW_SECONDS = 0.1
 """Seconds between redraws of the bar. The loss is read from its device only then."""
-
-
-class Pace:
-    """Speed over the last ``window`` steps. Times are seconds of any monotonic clock."""
-
-    def __init__(self, start: float, window: int = 50):
-        self._marks: deque[tuple[float, int, int]] = deque([(start, 0, 0)], maxlen=window + 1)
-        """(time, steps, tokens) after each step."""
-
-    def add(self, now: float, tokens: int = 0) -> None:
-        """Record a step over ``tokens`` tokens that ended at ``now``."""
-        _, steps, total = self._marks[-1]
-        self._marks.append((now, steps + 1, total + tokens))
-
-    @property
-    def steps_per_second(self) -> float:
-        """0 before the first step."""
-        return self._rate(1)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """0 before the first step, and if tokens are not counted."""
-        return self._rate(2)
-
-    def _rate(self, what: int) -> float:
-        first, last = self._marks[0], self._marks[-1]
-        return (last[what] - first[what]) / max(last[0] - first[0], 1e-9)
+WINDOW = 50
+"""Steps whose speed is shown."""
 
 
 class TrainingProgress:
@@ -105,7 +80,8 @@ class TrainingProgress:
         self._logger = logger
         self._start = time.monotonic()
         self._drawn = -math.inf  # the first step is shown at once
-        self._pace = Pace(self._start)
+        self._marks = deque([(self._start, 0, 0)], maxlen=WINDOW + 1)
+        """(time, steps, tokens) after each step."""
         self._loss: Number = float("nan")
         self._bubble: float | None = None
         self._shows = is_rank_zero()
@@ -133,10 +109,11 @@ class TrainingProgress:
         if not self._shows:
             return
         now = time.monotonic()
-        self._pace.add(now, tokens)
+        _, steps, total = self._marks[-1]
+        self._marks.append((now, steps + 1, total + tokens))
         self._loss, self._bubble = loss, bubble
         if self._logger is not None and self.steps % self._log_every == 0:
-            speed = {"tokens_per_second": self._pace.tokens_per_second} if tokens else {}
+            speed = {"tokens_per_second": self._speed(2)} if tokens else {}
             self._logger.log(self.steps, loss=loss, bubble=bubble, **speed, **scalars)
         if now - self._drawn >= (self._line_every if self._bar is None else REDRAW_SECONDS):
             self._drawn = now
@@ -165,7 +142,7 @@ class TrainingProgress:
         parts = [f"step {self.steps}" + (f"/{self.total}" if self.total else "")]
         if self.steps > self._initial:
             parts.append(f"loss {number(self._loss):.4g}")
-        if speed := self._pace.tokens_per_second:
+        if speed := self._speed(2):
             parts.append(f"{speed:,.0f} tokens/s")
         if self._bubble is not None:
             parts.append(f"bubble {self._bubble:.0%}")
@@ -177,6 +154,11 @@ class TrainingProgress:
             percent = "" if done is None else f" {done:.0%}"
             self._console.print(f"{self.description}{percent}  {'  '.join(parts)}", markup=False, soft_wrap=True)
 
+    def _speed(self, what: int) -> float:
+        """Return steps (1) or tokens (2) a second, over the last steps."""
+        first, last = self._marks[0], self._marks[-1]
+        return (last[what] - first[what]) / max(last[0] - first[0], 1e-9)
+
     def _done(self, now: float) -> tuple[float | None, float | None]:
         """Return the fraction done and the seconds left; None if unknown."""
         if self.seconds is not None:
@@ -185,7 +167,7 @@ class TrainingProgress:
         if self.total is None:
             return None, None
         done = min(1.0, self.steps / self.total)
-        speed = self._pace.steps_per_second
+        speed = self._speed(1)
         return done, (max(0, self.total - self.steps) / speed if speed else None)
 
 

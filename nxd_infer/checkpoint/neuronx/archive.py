@@ -35,31 +35,26 @@ class ReferenceArchive:
     """
 
     def __init__(self, folder: Path):
-        self.where = str(folder)
-        self._folder = folder
+        self.where, self._folder = str(folder), folder
         self._flat = not (folder / MARK).exists()  # written by parallel_layers.save
         self._model = files_of_ranks(folder if self._flat else folder / "model")
         self._optimizer = self._model if self._flat else files_of_ranks(folder / "optim")
         places = [*self._model, *self._optimizer]
-        self.degrees: dict[str, int] = dict.fromkeys(AXES, 1)
-        for axis, number in (("dp", 0), ("tp", 1), ("pp", 2)):
-            self.degrees[axis] = 1 + max((place[number] for place in places), default=0)
-        self._require_all("model", folder if self._flat else folder / "model", self._model)
-        self._require_all("optimizer", folder / "optim", {} if self._flat else self._optimizer)
+        dp, tp, pp = (1 + max((place[axis] for place in places), default=0) for axis in range(3))
+        self.degrees: dict[str, int] = {**dict.fromkeys(AXES, 1), "dp": dp, "tp": tp, "pp": pp}
+        self._require_all("model", self._model, 1)
+        self._require_all("optimizer", {} if self._flat else self._optimizer, dp)
         self._states: dict[Path, Any] = {}
         self._layouts: dict[str, ParamLayout] | None = None
         self._names: list[str] = []
         self._groups: list[list[str]] = []
 
-    def _require_all(self, what: str, folder: Path, ranks: Mapping[Place, Path]) -> None:
-        if not ranks:
-            return
-        dp = 1 + max(place[0] for place in ranks) if what == "optimizer" else 1
+    def _require_all(self, what: str, ranks: Mapping[Place, Path], dp: int) -> None:
         places = itertools.product(range(dp), range(self.degrees["tp"]), range(self.degrees["pp"]))
-        if lacking := [place for place in places if place not in ranks]:
+        if lacking := [place for place in places if ranks and place not in ranks]:
             names = [f"dp_rank_{d:02d}_tp_rank_{t:02d}_pp_rank_{p:02d}" for d, t, p in lacking[:8]]
             raise CheckpointError(
-                f"{folder} lacks the {what} of {len(lacking)} rank(s): {', '.join(names)}; restore the files"
+                f"{self.where} lacks the {what} of {len(lacking)} rank(s): {', '.join(names)}; restore the files"
             )
 
     # --- what the files hold --------------------------------------------------------------------------
@@ -197,23 +192,27 @@ class ReferenceArchive:
     def _optimizer_pieces(self, layouts: Mapping[str, ParamLayout]) -> list[Shard]:
         if not self._has_optimizer():
             raise CheckpointError(f"{self.where} holds no optimizer; it was saved without")
-        dp, tp = 1 + max(place[0] for place in self._optimizer), self.degrees["tp"]
+        dp, tp, pp = (self.degrees[axis] for axis in ("dp", "tp", "pp"))
         shards: list[Shard] = []
-        for pp, d, t in itertools.product(range(self.degrees["pp"]), range(dp), range(tp)):
-            state = self._state(self._optimizer, (d, t, pp), "optimizer")
-            names = self._numbered(pp)
-            entries = state.get("base_state", state.get("state"))
-            count = sum(len(group["params"]) for group in state.get("param_groups", ()))
-            if not isinstance(entries, Mapping) or count != len(names):
+        for stage, d, t in itertools.product(range(pp), range(dp), range(tp)):
+            state = self._state(self._optimizer, (d, t, stage), "optimizer")
+            names = self._numbered(stage)
+            count = sum(len(group["params"]) for group in state["param_groups"])
+            if count != len(names):
                 raise WeightMismatchError(
                     f"{self.where}: the optimizer's state is of {count} parameters, and this one has "
                     f"{len(names)}; make it with the same parameters in the same groups"
                 )
-            masters = state.get("sharded_master_weights", {})
-            sharded = dp if "base_state" in state else 1
-            if sharded == 1 and d > 0:
+            zero1 = "base_state" in state
+            if d > 0 and not zero1:
                 continue  # without ZeRO-1 all data-parallel ranks have equal states
-            shards += self._rank_pieces(entries, masters, layouts, names, t, d, sharded)
+            entries, masters = state["base_state" if zero1 else "state"], state.get("sharded_master_weights", {})
+            for number, name in enumerate(names):
+                if name in layouts:  # else this stage trains what others have here
+                    entry = dict(entries.get(number, {}))
+                    if number in masters:
+                        entry[MASTER] = masters[number]
+                    shards += self._optimizer_piece(name, layouts[name], entry, t, d, dp if zero1 else 1)
         return shards
 
     def _numbered(self, pp: int) -> list[str]:
@@ -246,50 +245,34 @@ class ReferenceArchive:
             names += here
         return names
 
-    def _rank_pieces(
-        self,
-        entries: Mapping[int, Mapping[str, Any]],
-        masters: Mapping[int, Tensor],
-        layouts: Mapping[str, ParamLayout],
-        names: Sequence[str],
-        tp: int,
-        dp: int,
-        parts: int,
+    def _optimizer_piece(
+        self, name: str, layout: ParamLayout, state: Mapping[str, Any], tp: int, part: int, parts: int
     ) -> list[Shard]:
-        """Return the pieces of one rank, in the order of the parameters; without those that other stages train here."""
+        """Return the state of one of equal parts of a rank's parameter; nothing for a part that is all padding."""
+        shape = layout.rank_shape(self.degrees["tp"])
+        rows, inner = shape[0] if shape else 1, math.prod(shape[1:])
+        share = -(-rows // parts)
+        first, last = min(part * share, rows), min((part + 1) * share, rows)
         tensors: dict[str, Tensor] = {}
-        shards = []
-        source = DictSource(tensors)
-        for number, name in enumerate(names):
-            layout = layouts.get(name)
-            if layout is None:
-                continue
-            shape = layout.rank_shape(self.degrees["tp"])
-            rows = shape[0] if shape else 1
-            share = -(-rows // parts)
-            first, last = min(dp * share, rows), min((dp + 1) * share, rows)
-            inner = math.prod(shape[1:])
-            values: dict[str, Any] = {}
-            state = dict(entries.get(number, {}))
-            if number in masters:
-                state[MASTER] = masters[number]
-            for key, item in state.items():
-                if not isinstance(item, Tensor):
-                    values[key] = item
-                elif item.numel() == 1 and item.dim() == 0:
-                    tensors[f"{name}|{key}"] = item
-                elif tuple(item.shape) == (share, *shape[1:]):
-                    tensors[f"{name}|{key}"] = item[: last - first].reshape(-1)
-                else:
-                    raise WeightMismatchError(
-                        f"{self.where}: the optimizer's {key!r} of {name!r} is {list(item.shape)}, wanted "
-                        f"{[share, *shape[1:]]} (part {dp} of {parts})",
-                        mismatched=((name, tuple(item.shape), (share, *shape[1:])),),
-                    )
-            if first < last:
-                flat = (first * inner, last * inner)
-                shards.append(Shard.of(name, tp, source, layout, self.degrees["tp"], flat, values))
-        return shards
+        values: dict[str, Any] = {}
+        for key, item in state.items():
+            if not isinstance(item, Tensor):
+                values[key] = item
+            elif item.numel() == 1 and item.dim() == 0:
+                tensors[f"{name}|{key}"] = item
+            elif tuple(item.shape) == (share, *shape[1:]):
+                tensors[f"{name}|{key}"] = item[: last - first].reshape(-1)
+            else:
+                raise WeightMismatchError(
+                    f"{self.where}: the optimizer's {key!r} of {name!r} is {list(item.shape)}, wanted "
+                    f"{[share, *shape[1:]]} (part {part} of {parts})",
+                    mismatched=((name, tuple(item.shape), (share, *shape[1:])),),
+                )
+        if first == last:
+            return []
+        return [
+            Shard.of(name, tp, DictSource(tensors), layout, self.degrees["tp"], (first * inner, last * inner), values)
+        ]
 
 
 AnyArchive = Archive | ReferenceArchive

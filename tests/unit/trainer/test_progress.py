@@ -1,4 +1,4 @@
-"""What a training loop shows: speeds and times by the clock it is given, lines, a bar, and scalars read back."""
+"""What a training loop shows: lines, a bar, and scalars read back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from rich.console import Console
 
 from nxd_infer.errors import MissingPackageError, ParallelConfigError
 from nxd_infer.trainer import TensorBoardLogger, TrainingProgress
-from nxd_infer.trainer.progress import Pace
 from tests.support.trainer.jobs import training
 from tests.support.trainer.models import tokens
 
@@ -34,14 +33,6 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     events = EventAccumulator(str(folder))
     events.Reload()
     return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
-
-
-def test_speed_is_that_of_the_last_steps():
-    pace = Pace(100.0, window=2)
-    assert pace.tokens_per_second == pace.steps_per_second == 0
-    for now, count in ((110.0, 50), (111.0, 50), (112.0, 70)):  # the first is slow: it leaves the window
-        pace.add(now, count)
-    assert (pace.steps_per_second, pace.tokens_per_second) == (1.0, 60.0)
 
 
 def test_lines_where_there_is_no_terminal():
