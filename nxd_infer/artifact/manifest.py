@@ -20,7 +20,7 @@ from nxd_infer.util.dtypes import ITEM_BYTES, LARGEST_FLOAT, dtype_name, dtype_o
 if TYPE_CHECKING:
     import torch
 
-FORMAT = "1.1"
+FORMAT = "2.0"
 BUCKET_KERNEL_REQUIREMENT = "bucket-kernel"
 INLINE_WEIGHTS_REQUIREMENT = "inline-weights"
 PACKED_REQUIREMENT = "packed-weights"
@@ -212,8 +212,8 @@ class BucketSpec(_Model):
     handed: list[TensorSpec] = Field(default_factory=list)
     """The values that stages hand to later ones. Each rank hands its own to the rank in its place there."""
     structure: Any = None
-    """The model's return value: output names in nested lists (tuples) and dictionaries, e.g. ``["output_0",
-    "output_1"]`` for a tuple of two, ``"output_0"`` for a bare tensor. None: a tuple of all outputs."""
+    """The form of the model's return value, see ``artifact.structure``: ``"output_0"`` for a bare tensor, ``{"tuple":
+    ["output_0", "output_1"]}`` for a tuple of two. None: a tuple of all outputs."""
     metadata: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")

@@ -31,6 +31,7 @@ from nxd_infer.artifact.manifest import (
     Manifest,
     weight_name,
 )
+from nxd_infer.artifact.structure import names_in
 from nxd_infer.artifact.verified import Stamp, changed_files, verify_files
 from nxd_infer.artifact.writer import (
     CHECKSUM_KEY,
@@ -299,7 +300,11 @@ def _check_structure(path: Path, manifest: Manifest) -> None:
             problems.append(f"bucket {bucket.name!r} has {len(bucket.graphs)} graphs for {manifest.world_size} ranks")
         problems += _stage_problems(bucket, manifest.pp_degree)
         problems += [f"graph {g} of bucket {bucket.name!r}" for g in bucket.graphs if g not in manifest.graphs]
-        named = set() if bucket.structure is None else set(_names_in(bucket.structure))
+        try:
+            named = set() if bucket.structure is None else set(names_in(bucket.structure))
+        except ValueError as error:
+            problems.append(f"structure of bucket {bucket.name!r}: {error}")
+            continue
         strange = sorted(named - {output.name for output in bucket.outputs})
         problems += [f"output {name!r} of bucket {bucket.name!r}" for name in strange]
     for key, graph in manifest.graphs.items():
@@ -331,13 +336,6 @@ def _stage_problems(bucket: BucketSpec, stages: int) -> list[str]:
     if bucket.stages and sorted(known) != sorted([*outputs, *handed]):
         problems.append(f"the stages of bucket {bucket.name!r} do not give each output and handed value once")
     return problems
-
-
-def _names_in(structure: Any) -> list[str]:
-    """Return the output names in a bucket's structure, and invalid entries as text."""
-    if not isinstance(structure, dict | list):
-        return [str(structure)]
-    return [n for entry in (structure.values() if isinstance(structure, dict) else structure) for n in _names_in(entry)]
 
 
 def _check_files(root: Path, manifest: Manifest) -> None:

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from nxd_infer.artifact.structure import PLAIN
 from nxd_infer.errors import NxdError, TraceConfigError, TraceError
 from nxd_infer.graph import passes
 from nxd_infer.graph.repeats import Repeats
+from nxd_infer.graph.returned import DROPPED, form_of, key_text, leaves_of
 from nxd_infer.layout.shard import named_tensors
 
 log = logging.getLogger(__name__)
@@ -61,7 +63,7 @@ class Exported:
     """Values of weights that are neither parameters nor buffers, by name."""
     outputs: list[str]
     structure: Any
-    """How to rebuild the outputs: names in nested lists (tuples) and dictionaries."""
+    """The form of what the module returns, see ``nxd_infer.artifact.structure``."""
 
 
 # --- the wrapper that is exported ---------------------------------------------------------------------
@@ -118,32 +120,39 @@ class _Traced(nn.Module):
         The model has seen the states' old values throughout. So what shares memory with a state that is about to be
         overwritten is copied first: an output that is the old value, or two states that are swapped.
         """
-        leaves, _ = pytree.tree_flatten(result)
+        leaves = leaves_of(result)
         aliases = self.step.aliases
         bad = [index for index in aliases if not 0 <= index < len(leaves)]
         if bad:
             raise TraceConfigError(
                 f"input_output_aliases names output {bad[0]}, but the model returned {len(leaves)} outputs"
             )
-        names: list[str | None] = []
+        forms: list[Any] = []
         kept: list[Tensor] = []
-        self.seen.outputs = []
-        labels = _leaf_names(result)
-        for index, leaf in enumerate(leaves):
+        names: list[str] = []
+        for index, (label, leaf) in enumerate(leaves):
             if index in aliases:
                 state = states[aliases[index]]
                 if not isinstance(leaf, Tensor):
                     raise TraceConfigError(f"output {index} becomes a state but is {type(leaf).__name__}")
                 stores.append((state, leaf, f"output {index} becomes the state {aliases[index]!r}"))
-                names.append(None)
+                forms.append(DROPPED)
             elif isinstance(leaf, Tensor):
-                name = labels[index] or f"output_{len(kept)}"
-                names.append(name)
-                self.seen.outputs.append(name)
+                forms.append(label if label and label not in names else f"output_{len(kept)}")
+                names.append(forms[-1])
                 kept.append(leaf)
+            elif isinstance(leaf, PLAIN):
+                forms.append({"value": leaf})
             else:
-                names.append(None)
-        self.seen.structure = _structure(result, iter(names))
+                log.warning(
+                    "the model returns a %s%s, which no artifact can hold: a traced model returns None in its place",
+                    type(leaf).__name__,
+                    f" as {label!r}" if label else "",
+                )
+                forms.append({"value": None})
+        self.seen.outputs = names
+        form = form_of(result, forms)
+        self.seen.structure = None if form is DROPPED else form
         if not kept and not states:
             raise TraceError("the model returned no tensor and keeps no state: there is nothing to run")
         stores = [(state, value, what) for state, value, what in stores if value is not state]
@@ -184,32 +193,6 @@ def _call_arguments(step: Step, values: Sequence[Tensor]) -> tuple[list[Any], di
 
     arguments = {name: build(value) for name, value in tree.items()}
     return ([], arguments) if step.keyword else (list(arguments.values()), {})
-
-
-def _leaf_names(result: Any) -> list[str]:
-    """Return a name for each leaf that is reached only through keys; "" for the others."""
-    names = []
-    for path, _ in pytree.tree_flatten_with_path(result)[0]:
-        keyed = bool(path) and isinstance(path[0], (pytree.MappingKey, pytree.GetAttrKey))
-        names.append(".".join(key_text(part) for part in path) if keyed else "")
-    return names
-
-
-def _structure(result: Any, names: Iterator[str | None]) -> Any:
-    """Return ``result`` with names instead of tensors, without dropped outputs (None if all were dropped)."""
-    if pytree.tree_is_leaf(result):
-        return next(names)
-    if isinstance(result, Mapping):
-        named = {str(key): _structure(value, names) for key, value in result.items()}
-        return {key: value for key, value in named.items() if value is not None}
-    if isinstance(result, (list, tuple)):
-        entries = [_structure(value, names) for value in result]
-        return [entry for entry in entries if entry is not None]
-    keys = [key_text(path[0]) for path, _ in pytree.tree_flatten_with_path(result)[0]]
-    leaves = [next(names) for _ in keys]
-    if len(set(keys)) < len(keys):
-        return [name for name in leaves if name is not None]
-    return {key: name for key, name in zip(keys, leaves, strict=True) if name is not None}
 
 
 # --- substituted tensors ------------------------------------------------------------------------------
@@ -565,13 +548,6 @@ def _innermost(module: nn.Module) -> nn.Module:
     if inner is None or kinds != {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
         return module
     return _innermost(inner)
-
-
-def key_text(part: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(part, attribute):
-            return str(getattr(part, attribute))
-    return str(part)
 
 
 def shared_memory(module: nn.Module) -> dict[str, str]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from nxd_infer.artifact.manifest import BucketSpec, weight_name
 from nxd_infer.artifact.rank_weights import replace_weights
 from nxd_infer.artifact.reader import LoadedArtifact
+from nxd_infer.artifact.structure import filled
 from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.errors import ArtifactError, InputMismatchError
 from nxd_infer.runtime.bucket_kernel import ask
@@ -225,15 +226,7 @@ def parallel_model_load(
 
 
 def _returned(bucket: BucketSpec, outputs: list[Tensor]) -> Any:
-    """Return outputs in the form that the traced module returned; a list becomes a tuple."""
+    """Return outputs in the form that the traced module returned."""
     if bucket.structure is None:
         return tuple(outputs)
-    return _filled(bucket.structure, {spec.name: output for spec, output in zip(bucket.outputs, outputs, strict=True)})
-
-
-def _filled(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(structure, Mapping):
-        return {key: _filled(value, tensors) for key, value in structure.items()}
-    if isinstance(structure, list):
-        return tuple(_filled(value, tensors) for value in structure)
-    return tensors[structure]
+    return filled(bucket.structure, {spec.name: output for spec, output in zip(bucket.outputs, outputs, strict=True)})

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from nxd_infer import native
-from nxd_infer.graph.export import key_text, named_inputs
+from nxd_infer.graph.export import named_inputs
+from nxd_infer.graph.returned import key_text
 from nxd_infer.layout.shard import READ_BYTES
 from nxd_infer.pipeline.partition import describe_partition
 from nxd_infer.trace.options import TraceOptions

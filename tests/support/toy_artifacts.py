@@ -142,7 +142,7 @@ def build(
                     inputs=inputs,
                     outputs=outputs,
                     graphs=[digest] * degree,
-                    structure={n: n for n in ("y", "count", "memory")},
+                    structure={"dict": [[name, name] for name in ("y", "count", "memory")]},
                 )
             )
         for rank, shard in enumerate(shards):

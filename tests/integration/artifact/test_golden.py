@@ -17,7 +17,7 @@ from nxd_infer.util.machine import architecture
 from tests.support import toy_artifacts as toy
 from tests.support.backends.manifests import changed
 
-GOLDEN = Path(__file__).parent / "golden" / "format_1_1_blake3"
+GOLDEN = Path(__file__).parent / "golden" / "format_2_0"
 
 
 def test_it_loads_and_computes_what_it_did_and_is_recompiled(tmp_path: Path):

@@ -83,8 +83,8 @@ def test_other_versions(artifact):
     manifest = json.loads((artifact / MANIFEST_NAME).read_text())
     major, minor = torch.__version__.split(".")[:2]
     for fields, text in [
-        ({"format": "1.7", "from_the_future": {"a": 1}}, ""),
-        ({"format": "2.0"}, r"has format 2\.0; this package reads 1\.x"),
+        ({"format": "2.7", "from_the_future": {"a": 1}}, ""),
+        ({"format": "3.0"}, r"has format 3\.0; this package reads 2\.x"),
         ({"requires": ["bucket-kernel", "time-travel"]}, "requires time-travel"),
         ({"versions": {"torch": f"{major}.{minor}.99+cu"}}, ""),
         ({"versions": {"torch": "2.4.1+cpu"}}, "compiled with torch"),
@@ -112,7 +112,7 @@ def test_a_manifest_that_does_not_hold_together(artifact):
     weight = weight_name(1)
     for fields, text in [
         ({"tp_degree": 3, "layout": {}}, "has 2 graphs for 3 ranks"),
-        ({"buckets": [{**manifest["buckets"][0], "structure": 3}]}, "output '3' of bucket"),
+        ({"buckets": [{**manifest["buckets"][0], "structure": "z"}]}, "output 'z' of bucket"),
         ({"layout": {"weights": {"table": {"logical": {"table": 3}, "ranks": [{}, {}]}}}}, "what 'table' is made of"),
         ({"target": {**manifest["target"], "cpu_features": 7}}, "its cpu_features are 7"),
         ({"tp_degree": 0, "layout": {}}, "tp degree 0"),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from nxd_infer.artifact.structure import filled, names_in
 from nxd_infer.backends.cpu.lower import PROGRAM_FILE
 from nxd_infer.context import make_context
 from nxd_infer.errors import (
@@ -165,22 +168,55 @@ def test_inputs_are_named_by_the_signature_and_outputs_by_their_keys():
     entry, _ = lowered(Many(), *[torch.ones(2)] * 3)
     assert [spec.name for spec in entry.graph.inputs] == ["a", "rest_0", "rest_1"]
     assert [spec.name for spec in entry.graph.outputs] == ["total", "parts.0", "parts.1.0"]
-    assert entry.structure == {"total": "total", "parts": ["parts.0", ["parts.1.0"]]}
+    parts = {"tuple": ["parts.0", {"list": ["parts.1.0"]}]}
+    assert entry.structure == {"dict": [["total", "total"], ["parts", parts]]}
     tensors, keyword = named_inputs(Many(), {"a": torch.ones(2), "pair": (torch.ones(2), torch.ones(2))})
     assert keyword and list(tensors) == ["a", "pair.0", "pair.1"]
     wrapped = NxDModel(NxDModel(Many(), {}), {})
     assert list(named_inputs(wrapped, [torch.ones(2)] * 3)[0]) == ["a", "rest_0", "rest_1"]
-    assert entries([Step(Many(), tensors, keyword)])[0].structure["total"] == "total"
+    assert entries([Step(Many(), tensors, keyword)])[0].structure["dict"][0] == ["total", "total"]
 
 
-def test_what_is_no_tensor_is_left_out_of_the_outputs():
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass
+class Parts:
+    logits: Any
+    loss: Any = None
+
+
+def test_what_a_module_returns_keeps_its_form(caplog: pytest.LogCaptureFixture):
     class Mixed(nn.Module):
         def forward(self, x: Tensor) -> Any:
-            return (x + 1, None, {"n": 3, "y": x * 2}), 7
+            named = {"n": 3, 2: [x * 2, "text"], "pair": Pair(x * 3, None), "parts": Parts(x * 4)}
+            output = BaseModelOutputWithPooling(last_hidden_state=x * 5, hidden_states=(x * 6, x * 7))
+            return (x + 1, None, named), output, {"a.b": x * 8, "a": {"b": x * 9}}, object()
 
-    entry, _ = lowered(Mixed(), torch.ones(2))
-    assert [spec.name for spec in entry.graph.outputs] == ["output_0", "output_1"]
-    assert entry.structure == [["output_0", {"y": "output_1"}]]
+    x = torch.arange(2.0)
+    entry, _ = lowered(Mixed(), x)
+    names = [spec.name for spec in entry.graph.outputs]
+    assert sorted(names_in(entry.structure)) == sorted(names) and len(set(names)) == 9
+    assert "returns a object" in caplog.text
+    form = json.loads(json.dumps(entry.structure))
+    outputs = {name: x * number for number, name in enumerate(names, 1)}
+    (first, none, named), output, clash, odd = filled(form, outputs)
+    assert none is None and odd is None and first.tolist() == x.tolist()
+    assert named["n"] == 3 and isinstance(named[2], list) and named[2][1] == "text"
+    pair = named["pair"]
+    assert type(pair).__name__ == "Pair" and pair.second is None and pair.first is pair[0]
+    assert named["parts"].loss is None and list(named["parts"]) == ["logits"]
+    assert output.pooler_output is None and output[0] is output.last_hidden_state is output["last_hidden_state"]
+    assert isinstance(output.hidden_states, tuple) and len(output[:2]) == 2
+    assert not torch.equal(clash["a.b"], clash["a"]["b"])
+
+
+@pytest.mark.parametrize("form", [3, {}, {"tuple": 1}, {"dict": [["a"]]}, {"record": [[1, "a"]]}, {"namedtuple": []}])
+def test_what_is_no_form_is_refused(form: Any):
+    with pytest.raises(ValueError, match="says nothing of a value's form"):
+        names_in(form)
 
 
 @pytest.mark.parametrize(
