@@ -8,11 +8,11 @@ from typing import Any
 
 from nxd_infer.cli.console import aside, spinner, verbatim
 from nxd_infer.errors import ModelConfigError
+from nxd_infer.hugging_face.tokenizer import TOKENIZER
 from nxd_infer.trace import load_artifact
 from nxd_server import LLM, RequestOutput
 from nxd_server.engine.generation_engine import Engine
 from nxd_server.engine.sampling_params import SamplingParams
-from nxd_server.text.tokenizer_files import has_tokenizer
 
 DEFAULT_MAX_TOKENS = 64
 
@@ -35,7 +35,7 @@ def run(
     typed = {name: value for name, value in sampling.items() if value is not None}
     SamplingParams(max_tokens=max_tokens, **typed)  # report a wrong value before anything is loaded
     manifest = load_artifact(artifact, verify=False).manifest
-    if manifest.metadata.get("task") == "generate" and not has_tokenizer(manifest.files):
+    if manifest.metadata.get("task") == "generate" and TOKENIZER not in manifest.files:
         raise ModelConfigError(
             f"{artifact} has no tokenizer.json: put the tokenizer's files into the model's directory and trace again"
         )

@@ -21,6 +21,7 @@ from nxd_infer.cli.console import bar, console, duration, spinner
 from nxd_infer.errors import TraceConfigError
 from nxd_infer.hugging_face import weights as hf
 from nxd_infer.hugging_face.gguf_file import find_gguf, model_directory
+from nxd_infer.hugging_face.tokenizer import TOKENIZER
 from nxd_infer.trace import ArtifactWriter
 from nxd_infer.trace.options import RecompileOptions, TraceOptions
 from nxd_infer.util.dtypes import dtype_of
@@ -30,7 +31,6 @@ from nxd_infer.util.processors import processors
 from nxd_infer.util.units import size
 from nxd_models.serving import tasks
 from nxd_models.serving.task_options import TaskOptions
-from nxd_server.text.tokenizer_files import has_tokenizer
 
 DTYPE = "bfloat16"
 """Where the command does not say."""
@@ -119,10 +119,10 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
             longest = plan.metadata["max_len"]
             what = "prompt and answer" if plan.task == "generate" else "text"
             console.print(f"note: the bucket of {length} tokens is reduced to the longest {what}, {longest}")
-    if not has_tokenizer(plan.files_to_copy.keys()):
+    if TOKENIZER not in plan.files:
         console.print(
-            f"note: {model_dir} has no tokenizer.json: the artifact can only be used through LLM, with token ids "
-            "(transformers' AutoTokenizer.from_pretrained(dir).save_pretrained(dir) writes one)",
+            f"note: {model_dir} has no tokenizer.json, nor any other tokenizer's files: the artifact can only be used "
+            "through LLM, with token ids",
             markup=False,
         )
     total = total_memory()

@@ -15,7 +15,7 @@ from nxd_infer.recipes.job import begin_of
 from nxd_infer.recipes.models import dtypes, is_fast_at_bfloat16, obstacles
 from nxd_infer.recipes.prepare import notes_of_data, tokenizer_source
 from nxd_infer.recipes.recipe import Loaded
-from nxd_infer.recipes.tokenizers import tokenizer_files
+from nxd_infer.recipes.tokenizers import require_tokenizer
 
 
 def require_trainable(loaded: Loaded) -> None:
@@ -45,7 +45,7 @@ def _looks(loaded: Loaded) -> Iterator[Callable[[], object]]:
     yield partial(_look_for_indexed, loaded)
     source = tokenizer_source(loaded)
     if source is not None:
-        yield partial(tokenizer_files, source, loaded.tree.where(("data", "tokenizer")))
+        yield partial(require_tokenizer, source, loaded.tree.where(("data", "tokenizer")))
     yield partial(begin_of, loaded)
     yield partial(copied_files, loaded)
 

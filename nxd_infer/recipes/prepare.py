@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 from nxd_infer.errors import RecipeError
 from nxd_infer.hugging_face.gguf_file import model_directory
+from nxd_infer.hugging_face.tokenizer import TOKENIZER
 from nxd_infer.recipes.data import rows
 from nxd_infer.recipes.data.encode import Encoder, Example
 from nxd_infer.recipes.data.megatron import IndexedFile, blend_of, split_of
@@ -29,10 +30,9 @@ from nxd_infer.recipes.data.sources import Record, files_of, records
 from nxd_infer.recipes.data.store import TokenStore, write_store
 from nxd_infer.recipes.models import CONFIG, config_path, raw_config
 from nxd_infer.recipes.recipe import Loaded, seq_length
-from nxd_infer.recipes.tokenizers import FILES, TRAINED, copy_tokenizer, train_tokenizer
+from nxd_infer.recipes.tokenizers import TRAINED, copy_tokenizer, tokenizer_files, train_tokenizer
 from nxd_server.text.chat_template import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
-from nxd_server.text.tokenizer_files import has_tokenizer
 
 MODEL, TRAIN, VALIDATION = "model", "train", "validation"
 WAIT_SECONDS = 3600.0
@@ -83,8 +83,7 @@ def _digest(loaded: Loaded) -> str:
     named += [config for config in [config_path(loaded)] if config is not None]
     tokenizer = tokenizer_source(loaded)
     if tokenizer is not None:
-        folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
-        named += [folder / name for name in FILES if (folder / name).is_file()]
+        named += tokenizer_files(tokenizer)
     inner = [one for file in named for one in (sorted(file.rglob("*")) if file.is_dir() else [file])]
     stats = [(file, file.stat()) for file in inner if file.is_file()]
     facts["files"] = [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in stats]
@@ -98,7 +97,7 @@ def tokenizer_source(loaded: Loaded) -> Path | None:
     if given is not None:
         return None if given == TRAINED else model_directory(loaded.path(given))
     config = config_path(loaded)
-    if config is not None and has_tokenizer([file.name for file in config.parent.iterdir()]):
+    if config is not None and tokenizer_files(config.parent):
         return config.parent
     return None
 
@@ -124,7 +123,7 @@ def _fill(loaded: Loaded, building: Path, most: int | None = None) -> list[str]:
         copy_tokenizer(source, model, loaded.tree.where(("data", "tokenizer")))
     elif recipe.data.tokenizer.type == TRAINED:
         train_tokenizer(model, _texts(loaded), recipe.data.tokenizer.vocab_size)
-    tokenizer = Tokenizer.from_dir(model) if has_tokenizer([file.name for file in model.iterdir()]) else None
+    tokenizer = Tokenizer.from_dir(model) if (model / TOKENIZER).is_file() else None
     raw = raw_config(loaded, None if tokenizer is None else tokenizer.vocab_size)
     _check_sizes(loaded, raw, tokenizer)
     if tokenizer is not None:

@@ -7,16 +7,16 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from nxd_infer.errors import RecipeError
-from nxd_models.serving.tasks import SERVING_FILES
+from nxd_infer.errors import ModelConfigError, RecipeError
+from nxd_infer.hugging_face.tokenizer import TEMPLATE, has_tokenizer, source_files, write_canonical
 
 UNKNOWN, BEGIN, END = "<unk>", "<s>", "</s>"
 # A plain continuation model: a conversation is the text of its messages in order.
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 TRAINED = "trained"
 """``data.tokenizer.type`` of a tokenizer that is made from the data."""
-FILES = tuple(name for name in SERVING_FILES if name != "config.json")
-"""A tokenizer's files, and the generation_config.json beside them: its ids are tokens of this tokenizer."""
+GENERATION = "generation_config.json"
+"""The file beside a tokenizer's whose ids are tokens of it."""
 
 
 def train_tokenizer(directory: Path, texts: Iterable[str], vocab_size: int, template: str = CHAT_TEMPLATE):
@@ -40,25 +40,37 @@ def train_tokenizer(directory: Path, texts: Iterable[str], vocab_size: int, temp
         "unk_token": UNKNOWN,
         "clean_up_tokenization_spaces": False,
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "chat_template": template,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+    (directory / TEMPLATE).write_text(template)
     return tokenizer
 
 
 def copy_tokenizer(source: Path, directory: Path, where: str) -> None:
-    """Copy the tokenizer's files of a directory, or a tokenizer.json with what lies beside it."""
-    for file in tokenizer_files(source, where):
-        shutil.copyfile(file, directory / file.name)
+    """Write a directory's tokenizer and templates, as transformers reads them, and its generation_config.json.
 
-
-def tokenizer_files(source: Path, where: str) -> list[Path]:
-    """Return what :func:`copy_tokenizer` copies. Raises RecipeError that begins with ``where`` without any."""
+    Raises RecipeError that begins with ``where``.
+    """
+    require_tokenizer(source, where)
     folder = source if source.is_dir() else source.parent
-    found = [folder / name for name in FILES if (folder / name).is_file()]
-    if not source.exists() or not found:
+    try:
+        write_canonical(folder, directory)
+    except ModelConfigError as error:
+        raise RecipeError(f"{where}: data.tokenizer: {error}") from None
+    if (folder / GENERATION).is_file():
+        shutil.copyfile(folder / GENERATION, directory / GENERATION)
+
+
+def tokenizer_files(source: Path) -> list[Path]:
+    """Return the files that :func:`copy_tokenizer` reads."""
+    folder = source if source.is_dir() else source.parent
+    return [*source_files(folder), *folder.glob(GENERATION)] if has_tokenizer(folder) else []
+
+
+def require_tokenizer(source: Path, where: str) -> None:
+    """Raise RecipeError that begins with ``where`` if there is no tokenizer."""
+    if not source.exists() or not tokenizer_files(source):
         raise RecipeError(
             f"{where}: data.tokenizer = {str(source)!r} has no tokenizer: give the directory of a model, or "
             f'"{TRAINED}" to make one from the data'
         )
-    return found

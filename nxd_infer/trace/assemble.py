@@ -280,8 +280,11 @@ def write_artifact(target: Path, request: TraceRequest, ranks: list[TracedRank],
             progress("write artifact", done, steps, "")
         if kernel.exists():
             writer.add(BUCKET_KERNEL_NAME, kernel)
-        for name, path in (options.extra_files or {}).items():
-            writer.add(str(name), path)
+        for name, source in (options.extra_files or {}).items():
+            if isinstance(source, bytes):
+                writer.write_bytes(str(name), source)
+            else:
+                writer.add(str(name), source)
         writer.commit(manifest)
     progress("write artifact", steps, steps, "")
 

@@ -118,7 +118,9 @@ class TraceOptions:
     )
     func_kwargs: Mapping[str, Any] | None = option(None, "Keyword arguments of `func` for every bucket.")
     metadata: Mapping[str, Any] | None = option(None, "What a server needs to know; stored in the artifact.")
-    extra_files: Mapping[str, str | os.PathLike[str]] | None = option(None, "`{name in the artifact: file}`.")
+    extra_files: Mapping[str, str | os.PathLike[str] | bytes] | None = option(
+        None, "`{name in the artifact: file, or its bytes}`."
+    )
     artifact_dir: str | os.PathLike[str] | None = option(
         None,
         "Where to write the artifact; replaces an existing one.",

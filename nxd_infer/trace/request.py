@@ -85,8 +85,8 @@ def checked_request(options: TraceOptions) -> TraceRequest:
     backend = tracing_backend(options.backend)
     _check_pipeline(options, backend)
     backend_options, ignored = options_of(backend, options.compiler_args, options.target, options.quantize)
-    for name, path in (options.extra_files or {}).items():
-        _check_extra_file(str(name), Path(path))
+    for name, source in (options.extra_files or {}).items():
+        _check_extra_file(str(name), source)
     try:
         json.dumps(dict(options.metadata or {}), allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -169,10 +169,10 @@ def _check_pipeline(options: TraceOptions, backend: Backend) -> None:
         )
 
 
-def _check_extra_file(name: str, path: Path) -> None:
-    """Check that ``path`` is a file, and ``name`` one inside the artifact that the artifact does not use itself."""
-    if not path.is_file():
-        raise TraceConfigError(f"extra_files: there is no file {path}")
+def _check_extra_file(name: str, source: str | os.PathLike[str] | bytes) -> None:
+    """Check that ``source`` is a file, and ``name`` one inside the artifact that the artifact does not use itself."""
+    if not isinstance(source, bytes) and not Path(source).is_file():
+        raise TraceConfigError(f"extra_files: there is no file {source}")
     try:
         checked_name(name)
     except ArtifactError as error:

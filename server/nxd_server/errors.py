@@ -26,6 +26,10 @@ class SettingsError(NxdError, ValueError):
     """A setting has an invalid value; names the setting, never the value of a secret."""
 
 
+class TokenizerMismatchError(ServerError, ModelConfigError):
+    """An artifact's tokenizer gives other ids here than where the model was traced, or that cannot be checked."""
+
+
 class GenerateOnlyError(ServerError, ModelConfigError):
     """A setting that applies only to artifacts that generate text."""
 

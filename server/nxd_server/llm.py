@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from nxd_infer.errors import ModelConfigError
+from nxd_infer.hugging_face.tokenizer import TOKENIZER
 from nxd_infer.runtime.model import parallel_model_load
 from nxd_server.engine.admission import WholeRequest
 from nxd_server.engine.generation_engine import Engine
@@ -461,7 +462,7 @@ def _as_list(prompts: Prompts) -> list[Prompt]:
 
 def _tokenizer(source: Source) -> Tokenizer | None:
     """Return the artifact's tokenizer, or None if it has none; a damaged one is an error."""
-    return Tokenizer.from_dir(source) if TextFiles(source).has_vocabulary() else None
+    return None if TextFiles(source).find(TOKENIZER) is None else Tokenizer.from_dir(source)
 
 
 def _track(items: Sequence[Any], title: str, show: bool) -> Iterator[Any]:

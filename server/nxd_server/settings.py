@@ -169,6 +169,13 @@ class ServerSettings:
         bool,
         GENERATION,
     )
+    chat_template: str | None = setting(
+        None,
+        "A file with the chat template to use, or the name of one of the model's further ones.",
+        str,
+        GENERATION,
+        check=not_empty,
+    )
     tool_call_parser: str = setting(
         "auto",
         "How the model writes tool calls.",

@@ -11,12 +11,13 @@ import numpy as np
 from nxd_infer.errors import ModelConfigError
 from nxd_server.engine.request import check_token_ids
 from nxd_server.errors import RequestError
-from nxd_server.text.chat_template import ChatTemplate, TemplateSources
+from nxd_server.text.chat_template import TemplateSources
 from nxd_server.text.detokenize import Detokenizer, TextStream
 from nxd_server.text.grammars import Grammars
 from nxd_server.text.structured_outputs import StructuredOutputs
 from nxd_server.text.template_process import BoundedTemplate, RenderingFailed
 from nxd_server.text.tokenizer import Tokenizer
+from nxd_server.text.tokenizer_files import TextFiles
 from tests.fuzz.target import Target, object_with
 from tests.support.text.text_tokenizers import KINDS, byte_level
 
@@ -89,21 +90,18 @@ def tokenizer(place: Path) -> Target:
     return Target("tokenizer", object_with(read, "text", "ids"), (RequestError,))
 
 
-FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "sentence_bert_config.json")
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer_check.json")
 
 
 def tokenizer_files(place: Path) -> Target:
-    """The files that a model's directory has for texts, of which only the first must be there."""
+    """The files that an artifact has for texts, of which only the first must be there."""
     raw = json.loads(byte_level().raw.to_str())
     vocabulary = list(raw["model"]["vocab"])[:40]
     raw["model"] |= {"vocab": {name: number for number, name in enumerate(vocabulary)}, "merges": []}
     raw["added_tokens"] = raw["added_tokens"][:2]
-    config = {
-        "bos_token": "<s>",
-        "eos_token": {"content": "</s>"},
-        "chat_template": [{"name": "default", "template": "x"}],
-    }
-    made = json.dumps(dict(zip(FILES, (raw, config, {"pad_token": "<s>"}, {"do_lower_case": True}), strict=True)))
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "model_input_names": ["input_ids"]}
+    check = {"tokenizers": "0", "texts": [{"text": "", "ids": [0]}]}
+    made = json.dumps(dict(zip(FILES, (raw, config, check), strict=True)))
 
     def read(data: bytes) -> None:
         example: Any = json.loads(data)
@@ -113,8 +111,9 @@ def tokenizer_files(place: Path) -> Target:
                 (place / name).write_text(json.dumps(example[name]))
         found = Tokenizer.from_dir(place)
         assert found.vocab_size >= 0
+        if (place / FILES[2]).is_file():
+            found.check(TextFiles(place))
         TemplateSources.from_dir(place)
-        ChatTemplate.from_dir(place)
         found.decode(found.encode("a text"))
 
     return Target("tokenizer_files", object_with(read, FILES[0]), (ModelConfigError, RequestError), [made.encode()])

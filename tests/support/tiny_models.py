@@ -229,8 +229,14 @@ def _write_tokenizer(path: Path, config: dict[str, Any], template: str) -> None:
     if config["model_type"] == "bert":  # its second text has another type
         settings["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     if decoder:
-        settings["chat_template"] = CHAT_TEMPLATE + template
+        (path / "chat_template.jinja").write_text(CHAT_TEMPLATE + template)
     (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+
+
+def write_tokenizer(path: Path, **settings: Any) -> None:
+    """Write :func:`tokenizer_json` as the tokenizer of a model of whatever type."""
+    (path / "tokenizer.json").write_text(tokenizer_json())
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **settings}))
 
 
 @functools.lru_cache(maxsize=8)

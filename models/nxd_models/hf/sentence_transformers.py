@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_infer.errors import ModelConfigError
-from nxd_models.hf.config_file import ConfigFile, Count, read_any_json, read_json
+from nxd_models.hf.config_file import ConfigFile, Count, Flag, read_any_json, read_json
 
 POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 """How the vectors of a text's tokens are combined into one."""
@@ -22,6 +22,7 @@ _PROMPTS_FILE = "config_sentence_transformers.json"
 
 class _Settings(ConfigFile):
     max_seq_length: Count | None = None
+    do_lower_case: Flag | None = None
 
 
 def pooling_options(model_dir: Path) -> dict[str, Any]:
@@ -77,16 +78,27 @@ def _pooling(model_dir: Path, folder: str) -> str:
 
 def longest_text(model_dir: Path) -> int | None:
     """Return the tokens of the longest text, special ones included, from the directory's files; None if unspecified."""
-    file = next((model_dir / name for name in _SETTINGS_FILES if (model_dir / name).is_file()), None)
-    if file is None:
+    settings = _settings(model_dir)
+    if settings is None:
         return None
-    if (longest := _Settings.read(read_json(file), str(file)).max_seq_length) is not None:
-        return longest
+    if settings.max_seq_length is not None:
+        return settings.max_seq_length
     tokenizer = model_dir / "tokenizer_config.json"  # newer versions store it here
     if not tokenizer.is_file():
         return None
     found = read_json(tokenizer).get("model_max_length")
     return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
+
+
+def lowercases(model_dir: Path) -> bool:
+    """Return whether texts are lowercased before the tokenizer reads them."""
+    settings = _settings(model_dir)
+    return settings is not None and settings.do_lower_case is True
+
+
+def _settings(model_dir: Path) -> _Settings | None:
+    file = next((model_dir / name for name in _SETTINGS_FILES if (model_dir / name).is_file()), None)
+    return None if file is None else _Settings.read(read_json(file), str(file))
 
 
 def prompts(model_dir: Path) -> dict[str, Any]:

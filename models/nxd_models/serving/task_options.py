@@ -90,6 +90,12 @@ class TaskOptions:
     bias_slots: int = option(BIAS_SLOTS, "Tokens that a request may bias.", kind=int, minimum=0)
     pooling: str | None = option(None, "Of an embedding model. Default: what its directory says, else mean.")
     normalize: bool | None = option(None, "Of an embedding model. Default: what its directory says, else True.")
+    chat_template: str | None = option(
+        None,
+        "A file with the chat template to use, or the name of one of the model's. Default: the model's default.",
+        flag="--chat-template",
+        kind=str,
+    )
     weights: Weights | None = option(
         None,
         "In place of the directory's, which then needs none: tensors by name, a WeightSource, or the path of "

@@ -29,8 +29,8 @@ class TaskPlan:
     bucket_names: list[str]
     checkpoint_loader_callable: Callable[[], Any]
     metadata: dict[str, Any]
-    files_to_copy: dict[str, Path] = field(default_factory=dict)
-    """Name in the artifact -> file."""
+    files: dict[str, Path | bytes] = field(default_factory=dict)
+    """Name in the artifact -> file, or its bytes."""
 
     def trace_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of ``parallel_model_trace``."""
@@ -41,7 +41,7 @@ class TaskPlan:
             "checkpoint_loader_callable": self.checkpoint_loader_callable,
             "inline_weights_to_neff": False,
             "metadata": self.metadata,
-            "extra_files": self.files_to_copy,
+            "extra_files": self.files,
         }
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nxd_infer.errors import ModelConfigError
+from nxd_infer.hugging_face.tokenizer import canonical_files
 from nxd_infer.util.dtypes import dtype_name, dtype_of
 from nxd_infer.util.options import accepts_options
 from nxd_models import registry
@@ -30,26 +31,12 @@ from nxd_models.serving.task_options import LONGEST_BY_DEFAULT, TaskOptions
 from nxd_models.serving.task_plan import TaskPlan, make_plan
 from nxd_models.spec import DecoderConfig, EncoderConfig, ModelDirectory
 
-SERVING_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-)
-"""Files that a server needs besides the graphs; copied if present, with the files of sentence-transformers."""
+SERVING_FILES = ("config.json", "generation_config.json")
+"""Files that a server needs besides the graphs, the tokenizer and its templates; copied if present, with the files of
+sentence-transformers."""
 
 PROMPT_ROWS = 16
 """Prompt tokens that fit into a decode step beside all sequences; 32 rows cost little more than a piece of 32."""
-
-FURTHER_TEMPLATES = "additional_chat_templates"
-"""The folder of chat templates for other uses; it is copied too."""
 
 
 @accepts_options(TaskOptions)
@@ -65,6 +52,8 @@ def plan(options: TaskOptions) -> TaskPlan:
     task = directory.task(options.task)
     if task != "generate" and options.speculate:
         raise ModelConfigError(f"speculate = {options.speculate}: the task {task!r} guesses no tokens, generate does")
+    if task != "generate" and options.chat_template is not None:
+        raise ModelConfigError(f"chat_template = {options.chat_template!r}: the task {task!r} has no conversations")
     if task != "generate" and options.lora_slots:
         raise ModelConfigError(
             f"lora_slots = {options.lora_slots}: the task {task!r} has no slots for adapters, generate has"
@@ -84,9 +73,11 @@ def plan(options: TaskOptions) -> TaskPlan:
     result.metadata["model_name"] = options.model_name or path.resolve().name
     if (library := directory.spec.model_impl) is not None:
         result.func_kwargs["model_impl"] = result.metadata["model_impl"] = library
-    templates = sorted(f"{FURTHER_TEMPLATES}/{file.name}" for file in path.glob(f"{FURTHER_TEMPLATES}/*.jinja"))
-    names = [*SERVING_FILES, *templates, *([] if task == "generate" else sentence.files(path))]
-    result.files_to_copy = {name: path / name for name in names if (path / name).is_file()}
+    encodes = task != "generate"
+    names = [*SERVING_FILES, *(sentence.files(path) if encodes else [])]
+    result.files |= {name: path / name for name in names if (path / name).is_file()}
+    lowercase = encodes and sentence.lowercases(path)
+    result.files |= canonical_files(path, lowercase=lowercase, chat_template=options.chat_template)
     return result
 
 

@@ -39,7 +39,7 @@ from nxd_server.settings import ServerSettings
 logger = logging.getLogger("nxd_server")
 
 CONFIG = "config.json"
-_OF_MODELS = {".json", ".jinja", ".model", ".safetensors", ".txt"}
+_OF_MODELS = {".json", ".jinja", ".model", ".safetensors", ".txt", ".bpe", ".codes", ".spm", ".tiktoken"}
 """What a trace may read of a model directory. Other files hold the same weights again (``.bin``, ``.gguf``)."""
 _VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "modified", "created")
 """The field by which a store tells one content of a file from another, the surest first."""

@@ -17,7 +17,8 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from nxd_infer.errors import ArtifactError, ModelConfigError, NxdError, RankFailedError
+from nxd_infer.errors import ArtifactError, NxdError, RankFailedError
+from nxd_infer.hugging_face.tokenizer import TOKENIZER
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank_model import RankModel, takes_arrays
 from nxd_server import engine  # its names are imported on first use, once the ranks' processes run
@@ -38,7 +39,8 @@ from nxd_server.text.chat_template import TemplateSources
 from nxd_server.text.reasoning import Tags, tags_of
 from nxd_server.text.template_process import BoundedTemplate
 from nxd_server.text.tokenizer import Tokenizer
-from nxd_server.text.tool_calls import TAGS, format_of
+from nxd_server.text.tokenizer_files import TextFiles
+from nxd_server.text.tool_calls import TAGS, format_of, takes_tools
 
 if TYPE_CHECKING:
     from nxd_infer.artifact.manifest import InputSpec, Manifest
@@ -180,7 +182,7 @@ class Service:
         """Reject settings that the artifact does not support, before its ranks take seconds to start."""
         settings = self.settings
         if self.task != "generate":
-            for name in ("lora", "speculate"):
+            for name in ("lora", "speculate", "chat_template"):
                 if getattr(settings, name):
                     raise GenerateOnlyError(name, self.task)
             return
@@ -196,19 +198,20 @@ class Service:
         """Read the tokenizer and the chat template that the manifest lists."""
         if self.task not in ROUTES:
             return
-        try:
-            self._tokenizer = Tokenizer.from_dir(artifact)
-        except ModelConfigError as error:
-            logger.warning("no tokenizer, so this model can only be used through LLM: %s", error)
-        else:
-            if self.task == "generate":
-                self._use_template(TemplateSources.from_dir(artifact))
-                if self.chat_template is None:
-                    logger.info(
-                        "no chat template, so /v1/chat/completions is refused: use /v1/completions, or trace a "
-                        "model that has a chat_template.jinja"
-                    )
-            self._tokenizer.most_characters(self.max_len)  # scans the vocabulary now, not during a request
+        if TextFiles(artifact).find(TOKENIZER) is None:
+            if self.settings.chat_template is not None:
+                raise SettingsError(f"chat_template: {self.artifact} has no tokenizer; trace the model with one")
+            logger.warning("no %s, so this model can only be used through LLM", TOKENIZER)
+            return
+        self._tokenizer = Tokenizer.from_dir(artifact)
+        if self.task == "generate":
+            self._use_template(TemplateSources.from_dir(artifact, self.settings.chat_template))
+            if self.chat_template is None:
+                logger.info(
+                    "no chat template, so /v1/chat/completions is refused: use /v1/completions, or give one with "
+                    "--chat-template"
+                )
+        self._tokenizer.most_characters(self.max_len)  # scans the vocabulary now, not during a request
 
     def _use_template(self, sources: TemplateSources | None) -> None:
         """Serve conversations with this template, once it has been checked."""
@@ -218,6 +221,11 @@ class Service:
         templates = [sources.default, *sources.named.values()]
         asked = settings.tool_call_parser
         self.tool_format = {"auto": format_of(templates), "none": None}.get(asked, asked)
+        if asked == self.tool_format and not takes_tools(templates):
+            raise SettingsError(
+                f"tool_call_parser = {asked!r}: the model's chat template takes no tools, so the model would never see "
+                "one; give a template that does with --chat-template, or leave tool_call_parser out"
+            )
         asked = settings.reasoning_parser
         self.reasoning_tags = tags_of(templates) if asked == "auto" else reasoning.FORMATS.get(asked)
         if self._tokenizer is not None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import ModelConfigError
+from nxd_infer.hugging_face.tokenizer import FURTHER_TEMPLATES, TEMPLATE, read_template
 from nxd_server.errors import RequestError, TextTooLongError
 from nxd_server.text.conversation import normalise_messages
 from nxd_server.text.tokenizer import read_config, special_text
@@ -31,7 +32,6 @@ RESERVED = frozenset({"self", "messages", "tools", "documents", "add_generation_
 """Names that no variable of a template may have."""
 TOOL_CALLS = "[TOOL_CALLS]"
 """In Mistral's templates, which take ids of tool calls in their own form only."""
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,22 @@ class TemplateSources:
     """Additional templates (``tool_use``, ``rag``) of the same model."""
 
     @classmethod
-    def from_dir(cls, source: Source) -> TemplateSources | None:
-        """Read the templates of a model directory or an artifact; None if it has none."""
+    def from_dir(cls, source: Source, chat_template: str | None = None) -> TemplateSources | None:
+        """Read the canonical templates in a directory or an artifact; None if there are none.
+
+        ``chat_template``: a file with another default, or the name of one of the further templates.
+        """
         files = TextFiles(source)
         config = read_config(files)
-        templates = _read_templates(files, config)
-        if not templates:
+        named = {path.stem: _text_of(path) for path in files.find_in(FURTHER_TEMPLATES, ".jinja")}
+        special = {name: text for name in config if name.endswith("_token") and (text := special_text(config, name))}
+        if chat_template is not None:
+            default = named.get(chat_template) or read_template(chat_template, sorted(named))
+        elif (path := files.find(TEMPLATE)) is not None:
+            default = _text_of(path)
+        else:
             return None
-        if "default" not in templates:
-            raise ModelConfigError(
-                f"{files.directory} names chat templates {sorted(templates)}, but none is the default"
-            )
-        special = {name: text for name in SPECIAL_NAMES if (text := special_text(config, name)) is not None}
-        return cls(templates["default"], special, templates)
+        return cls(default, special, named)
 
 
 class ChatTemplate:
@@ -283,30 +286,6 @@ def compile_template(source: str) -> Any:
         return _environment().from_string(source)
     except (TemplateError, RecursionError) as error:
         raise ModelConfigError(f"the model's chat template is not valid jinja2: {error}") from error
-
-
-def _read_templates(files: TextFiles, config: dict[str, Any]) -> dict[str, str]:
-    """Return templates by name: ``chat_template.jinja``, ``chat_template.json``, or ``tokenizer_config.json``."""
-    templates: dict[str, str] = {}
-    value = config.get("chat_template")
-    if (path := files.find("chat_template.json")) is not None:
-        try:
-            value = json.loads(_text_of(path)).get("chat_template", value)
-        except (ValueError, AttributeError, RecursionError) as error:
-            raise ModelConfigError(f"{path} is not a chat template file: {error}") from error
-    if isinstance(value, str):
-        templates["default"] = value
-    elif isinstance(value, list):
-        for item in value:
-            name, source = (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
-            if not isinstance(name, str) or not isinstance(source, str):
-                raise ModelConfigError(f"{files.directory}: chat_template holds an entry without a name and a template")
-            templates[name] = source
-    if (path := files.find("chat_template.jinja")) is not None:
-        templates["default"] = _text_of(path)
-    for path in files.find_in("additional_chat_templates", ".jinja"):
-        templates[path.stem] = _text_of(path)
-    return templates
 
 
 def _text_of(path: Path) -> str:

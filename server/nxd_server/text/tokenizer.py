@@ -1,7 +1,7 @@
 """Text to token ids and back, using only the ``tokenizers`` library.
 
-Reads ``tokenizer.json``; without one, a BERT ``vocab.txt`` or a GPT-2 ``vocab.json`` + ``merges.txt``. The tokenizer's
-own post-processor decides which special tokens are added to a text.
+Reads the canonical files that :mod:`nxd_infer.hugging_face.tokenizer` makes of a model directory's, and checks those of
+an artifact. The tokenizer's own post-processor decides which special tokens are added to a text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import ModelConfigError
-from nxd_server.errors import PromptTooLongError, RequestError, TextTooLongError
+from nxd_infer.hugging_face.tokenizer import CHECK, TOKENIZER
+from nxd_server.errors import PromptTooLongError, RequestError, TextTooLongError, TokenizerMismatchError
 from nxd_server.text.tokenizer_files import TextFiles
 
 if TYPE_CHECKING:
@@ -26,11 +27,6 @@ MOST_IDS = 2**20
 """Largest id that is accepted for a vocabulary of any size."""
 SHORT_ENOUGH = 2**20
 """Texts up to this many characters are always encoded: an unknown word of any length may be a single token."""
-
-WORDPIECE_TOKENS = ("unk_token", "sep_token", "cls_token", "pad_token", "mask_token")
-GENERIC = ("PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend", "PythonBackend")
-"""Values of ``tokenizer_class`` that are no model's own class. A second text has no type of its own then, as in
-transformers 5 and unlike in 4, unless ``model_input_names`` says so."""
 
 
 class LibraryPanic(Exception):
@@ -114,33 +110,45 @@ class Tokenizer:
         self.bos_token_id = self._config_id("bos_token")
         self.eos_token_id = self._config_id("eos_token")
         self.pad_token_id = self._config_id("pad_token")
-        inputs = self.config.get("model_input_names")
-        generic = self.config.get("tokenizer_class") in GENERIC
-        self._types = "token_type_ids" in inputs if isinstance(inputs, list) else not generic
+        raw.encode_special_tokens = self.config.get("split_special_tokens") is True
+        types = "token_type_ids"
+        self._types = types in self.config.get("model_input_names", [types])
 
     @classmethod
     def from_dir(cls, source: Source) -> Tokenizer:
-        """Read the tokenizer of a model directory or an artifact. Raises ModelConfigError if there is none."""
-        files = TextFiles(source)
-        config = read_config(files)
-        if (path := files.find("tokenizer.json")) is not None:
-            from tokenizers import Tokenizer as RawTokenizer
+        """Read the canonical tokenizer in a directory or an artifact. Raises ModelConfigError if there is none, and
+        TokenizerMismatchError for an artifact's that gives other ids here than where it was traced."""
+        from tokenizers import Tokenizer as RawTokenizer
 
-            return _read(path, lambda: cls(_lowered(RawTokenizer.from_file(str(path)), files), config))
-        if (path := files.find("vocab.txt")) is not None:
-            return _read(path, lambda: cls(_wordpiece(path, config), config))
-        path, merges = files.find("vocab.json"), files.find("merges.txt")
-        if path is not None and merges is not None:
-            return _read(path, lambda: cls(_byte_level_bpe(path, merges, config), config))
-        hint = ""
-        if (files.directory / "tokenizer.model").is_file():
-            hint = (
-                " It holds a sentencepiece tokenizer.model: convert it once with transformers' "
-                "AutoTokenizer.from_pretrained(dir).save_pretrained(dir)."
-            )
-        raise ModelConfigError(
-            f"{files.directory} has no tokenizer.json (nor vocab.txt, nor vocab.json with merges.txt).{hint}"
-        )
+        files = TextFiles(source)
+        path = files.find(TOKENIZER)
+        if path is None:
+            raise ModelConfigError(f"{files.directory} has no {TOKENIZER}")
+        tokenizer = _read(path, lambda: cls(RawTokenizer.from_file(str(path)), read_config(files)))
+        if files.in_artifact:
+            tokenizer.check(files)
+        return tokenizer
+
+    def check(self, files: TextFiles) -> None:
+        """Raise TokenizerMismatchError if texts have other ids than where the model was traced."""
+        import tokenizers
+
+        path = files.find(CHECK)
+        if path is None:
+            raise TokenizerMismatchError(f"{files.directory} has a {TOKENIZER} without {CHECK}: trace the model again")
+        check = _read_json(path)
+        try:
+            entries = [(entry["text"], entry["ids"]) for entry in check["texts"]]
+        except (KeyError, TypeError):
+            raise TokenizerMismatchError(f"{path} has no texts with their ids: trace the model again") from None
+        for text, ids in entries:
+            found = self.encode(text, field=str(path))
+            if found != ids:
+                raise TokenizerMismatchError(
+                    f"{path}: {text!r} had the tokens {ids} where the model was traced, by tokenizers "
+                    f"{check.get('tokenizers')}, and has {found} by {tokenizers.__version__}: install that version, or "
+                    "trace the model again"
+                )
 
     # --- encode ---------------------------------------------------------------------------------------------
 
@@ -335,20 +343,19 @@ def _read(path: Path, read: Callable[[], Tokenizer]) -> Tokenizer:
 
 
 def read_config(files: TextFiles) -> dict[str, Any]:
-    """Return ``tokenizer_config.json`` with special tokens from ``special_tokens_map.json``; {} without them."""
-    merged: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        path = files.find(name)
-        if path is None:
-            continue
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ModelConfigError(f"{path} is not valid JSON: {error}") from error
-        if not isinstance(content, dict):
-            raise ModelConfigError(f"{path} must hold a JSON object, got {type(content).__name__}")
-        merged.update({key: value for key, value in content.items() if value is not None})
-    return merged
+    """Return ``tokenizer_config.json``; {} without it."""
+    path = files.find("tokenizer_config.json")
+    return {} if path is None else _read_json(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelConfigError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return {key: value for key, value in content.items() if value is not None}
 
 
 def special_text(config: dict[str, Any], name: str) -> str | None:
@@ -358,17 +365,6 @@ def special_text(config: dict[str, Any], name: str) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _lowered(raw: Any, files: TextFiles) -> Any:
-    """Return ``raw``, made to lowercase text if the sentence-transformers settings beside it ask for that."""
-    from tokenizers import normalizers
-
-    path = files.find("sentence_bert_config.json")
-    if path is not None and json.loads(path.read_text(encoding="utf-8")).get("do_lower_case") is True:
-        own = [] if raw.normalizer is None else [raw.normalizer]
-        raw.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
-    return raw
-
-
 def _is_byte_level(decoder: Any) -> bool:
     if not isinstance(decoder, dict):
         return False
@@ -376,42 +372,3 @@ def _is_byte_level(decoder: Any) -> bool:
         parts = decoder.get("decoders", [])
         return len(parts) == 1 and _is_byte_level(parts[0])
     return decoder.get("type") == "ByteLevel"
-
-
-def _wordpiece(vocab: Path, config: dict[str, Any]) -> Any:
-    """Build BERT's tokenizer from its ``vocab.txt``: [CLS] text [SEP] (pair [SEP])."""
-    from tokenizers import Tokenizer as RawTokenizer
-    from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
-    from tokenizers.models import WordPiece
-
-    names: dict[str, Any] = {name: text for name in WORDPIECE_TOKENS if (text := special_text(config, name))}
-    bert = BertWordPieceTokenizer(
-        WordPiece.read_file(str(vocab)),
-        **names,
-        lowercase=config.get("do_lower_case", True),
-        strip_accents=config.get("strip_accents"),
-        handle_chinese_chars=config.get("tokenize_chinese_chars", True),
-    )
-    return RawTokenizer.from_str(bert.to_str())
-
-
-def _byte_level_bpe(vocab: Path, merges: Path, config: dict[str, Any]) -> Any:
-    """Build GPT-2's tokenizer from ``vocab.json`` and ``merges.txt``; with a cls token in ``config``, RoBERTa's."""
-    from tokenizers import Tokenizer as RawTokenizer
-    from tokenizers import decoders, models, pre_tokenizers, processors
-
-    raw = RawTokenizer(models.BPE.from_file(str(vocab), str(merges)))
-    prefix_space = bool(config.get("add_prefix_space", False))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
-    raw.decoder = decoders.ByteLevel()
-    present = [
-        text
-        for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-        if (text := special_text(config, f"{name}_token")) and raw.token_to_id(text) is not None
-    ]
-    raw.add_special_tokens(list(dict.fromkeys(present)))
-    cls, sep = (special_text(config, f"{name}_token") or "" for name in ("cls", "sep"))
-    cls_id, sep_id = (raw.token_to_id(token) for token in (cls, sep))
-    if cls_id is not None and sep_id is not None:
-        raw.post_processor = processors.RobertaProcessing((sep, sep_id), (cls, cls_id), add_prefix_space=prefix_space)
-    return raw

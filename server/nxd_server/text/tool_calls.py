@@ -264,10 +264,15 @@ SINGLE = frozenset({"llama3_json"})
 """Formats whose models' own templates refuse messages of several calls."""
 
 
+def takes_tools(templates: Iterable[str]) -> bool:
+    """Whether one of a model's chat templates shows it the tools of a request."""
+    return any("tools" in text for text in templates)
+
+
 def format_of(templates: Iterable[str]) -> str | None:
     """Return the format that a model's chat templates ask it to write; None if it is none of :data:`FORMATS`."""
     text = "\n".join(templates)
-    if "tools" not in text or "<function=" in text:  # XML inside of tags
+    if not takes_tools([text]) or "<function=" in text:  # XML inside of tags
         return None
     if OPEN in text:
         return "hermes" if '"arguments"' in text else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import textwrap
@@ -33,7 +32,7 @@ from tests.support.models.helpers import (
     traced_run,
 )
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import CHAT_TEMPLATE, EOS, tokenizer_json
+from tests.support.tiny_models import CHAT_TEMPLATE, EOS, write_tokenizer
 
 EVEN = {"n_embd": 32, "n_head": 4, "vocab_size": 288}
 ODD = {"n_embd": 36, "n_head": 3, "vocab_size": 287, "n_inner": 50}
@@ -60,8 +59,7 @@ def write_gpt2(path: Path, **sizes) -> Path:
             if name.endswith("bias"):
                 parameter.normal_(std=0.1)
     model.save_pretrained(path)
-    (path / "tokenizer.json").write_text(tokenizer_json())
-    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}))
+    write_tokenizer(path, eos_token="<|end|>", chat_template=CHAT_TEMPLATE)
     return path
 
 

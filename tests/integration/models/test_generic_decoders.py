@@ -36,7 +36,7 @@ from tests.support.models.helpers import (
     relative_difference,
     without_mixed,
 )
-from tests.support.tiny_models import EOS, FAMILIES, VOCAB_SIZE, tokenizer_json, write_tiny
+from tests.support.tiny_models import EOS, FAMILIES, VOCAB_SIZE, write_tiny, write_tokenizer
 
 BUCKET, MAX_LEN, NEW = 8, 40, 4
 LENGTHS = (1, BUCKET - 1, BUCKET, BUCKET + 1, MAX_LEN - NEW)
@@ -74,7 +74,7 @@ def directory(tmp_path_factory):
         fields = {"vocab_size": VOCAB_SIZE, "initializer_range": 0.3, **case.fields}
         path = root / name
         Case(case.kind, case.heads, case.kv, fields).build().save_pretrained(path)
-        (path / "tokenizer.json").write_text(tokenizer_json())
+        write_tokenizer(path)
         return path
 
     return write

@@ -101,7 +101,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, source: Path, config: dict) -> None:
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_add_bos_token(True)
-    writer.add_chat_template(json.loads((source / "tokenizer_config.json").read_text())["chat_template"])
+    writer.add_chat_template((source / "chat_template.jinja").read_text())
 
 
 @torch.no_grad()

@@ -11,15 +11,16 @@ from nxd_infer.errors import ModelConfigError
 from nxd_models import registry
 from nxd_models.hf import sentence_transformers as sentence
 from nxd_models.serving import tasks
-from nxd_server.text.tokenizer import Tokenizer
 from tests.support.models.sentence import write_sentence_model
+from tests.support.text.text_tokenizers import read_canonical
 
 TEXTS = ["A raise statement", "x", "for loops iterate over items, and while loops do as long as they are told to", "If"]
 
 
 def embedded(path, texts):
     """By our module, of the ids that our tokenizer gives."""
-    tokenizer, model = Tokenizer.from_dir(path), registry.load_model(path, "embed")
+    tokenizer = read_canonical(path, lowercase=sentence.lowercases(path))
+    model = registry.load_model(path, "embed")
     most = sentence.longest_text(path)
     rows = []
     for text in texts:
@@ -64,7 +65,7 @@ def test_a_plan_has_the_limit_and_the_files(tmp_path):
     assert plan.metadata["pooling"] == "cls+mean" and plan.metadata["dimensions"] == 64
     assert plan.metadata["prompts"] == {"query": "q: ", "document": ""} and plan.metadata["default_prompt"] is None
     names = {"modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling/config.json"}
-    assert names <= plan.files_to_copy.keys()
+    assert names <= plan.files.keys()
     with pytest.raises(ModelConfigError, match=r"max_len = 64 is beyond max_seq_length = 20.*use at most 20"):
         tasks.plan(path, prompt_buckets=[16], max_len=64)
 

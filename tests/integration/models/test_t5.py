@@ -29,7 +29,7 @@ from nxd_server.errors import RequestError
 from nxd_server.text.tokenizer import Tokenizer
 from tests.support.e2e.command import nxd_infer_here
 from tests.support.models.helpers import GAP, assert_greedy, prompts_of, relative_difference
-from tests.support.tiny_models import EOS, VOCAB_SIZE, tokenizer_json
+from tests.support.tiny_models import EOS, VOCAB_SIZE, write_tokenizer
 
 BUCKET, MAX_LEN, NEW = 8, 40, 6
 LENGTHS = (1, BUCKET - 1, BUCKET, BUCKET + 1, MAX_LEN - NEW)
@@ -66,7 +66,7 @@ def directory(tmp_path_factory):
                 weight.copy_(noise * 0.4 if weight.dim() > 1 else 1 + noise * 0.1)
         path = root / name.replace(", ", "_").replace(" ", "_")
         model.save_pretrained(path)
-        (path / "tokenizer.json").write_text(tokenizer_json())
+        write_tokenizer(path)
         return path
 
     return write

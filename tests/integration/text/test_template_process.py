@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 from types import SimpleNamespace
@@ -94,11 +93,9 @@ def test_a_model_without_a_template_is_told_of_when_it_is_read(tmp_path, caplog)
     """Not by the first conversation alone; and nothing is said of one that has a template."""
     caplog.set_level("INFO")
     directory = tiny_models.write_tiny("llama", tmp_path / "m")
-    config = json.loads((directory / "tokenizer_config.json").read_text())
     for has_template in (True, False):
         if not has_template:
-            del config["chat_template"]
-            (directory / "tokenizer_config.json").write_text(json.dumps(config))
+            (directory / "chat_template.jinja").unlink()
         model = Service(directory, ServerSettings())
         model._manifest = SimpleNamespace(metadata={"task": "generate"})  # pyright: ignore
         model._read_text(directory)  # pyright: ignore

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from nxd_infer.hugging_face.tokenizer import write_canonical
 from nxd_server.text.grammars import CompiledGrammar, Grammars
 from nxd_server.text.structured_outputs import StructuredOutputs
 from nxd_server.text.tokenizer import Tokenizer
@@ -81,6 +83,14 @@ def wordpiece() -> Tokenizer:
     )
     raw.train_from_iterator(CORPUS * 3, trainer)
     return Tokenizer(raw, {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"})
+
+
+def read_canonical(directory: Path, **options: Any) -> Tokenizer:
+    """A directory's tokenizer as a server reads it, of the files that a recipe's job has; raises what they raise."""
+    target = directory / "canonical"
+    target.mkdir(exist_ok=True)
+    write_canonical(directory, target, **options)
+    return Tokenizer.from_dir(target)
 
 
 def with_tokens(*names: str) -> Tokenizer:

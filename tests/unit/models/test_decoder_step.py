@@ -148,7 +148,7 @@ def test_the_plan_of_a_decoder(path):
     wanted = {"max_len": 64, "slots": 4, "prompt_buckets": [16, 64], "batch_sizes": [1, 4], "eos_token_ids": [2]}
     wanted["speculate"] = 4
     assert {name: plan.metadata[name] for name in wanted} == wanted
-    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= set(plan.files_to_copy)
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= set(plan.files)
     for options, message in (
         ({"max_len": 1000}, "max_position_embeddings = 256"),
         ({"batch_sizes": [0]}, "batch_sizes"),

@@ -8,7 +8,7 @@ import pytest
 
 from nxd_infer.errors import ModelConfigError
 from nxd_server.errors import RequestError
-from nxd_server.text.chat_template import ChatTemplate, marked_tokens
+from nxd_server.text.chat_template import ChatTemplate, TemplateSources, marked_tokens
 from nxd_server.text.tokenizer import Tokenizer
 from tests.support import tiny_models
 
@@ -33,14 +33,14 @@ def test_the_prompt_equals_that_of_transformers(source, tmp_path):
     import transformers
 
     directory = tiny_models.write_tiny("llama", tmp_path / "m")
-    config = json.loads((directory / "tokenizer_config.json").read_text())
-    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": source}))
+    (directory / "chat_template.jinja").write_text(source)
     theirs = transformers.AutoTokenizer.from_pretrained(directory)
     ours = ChatTemplate.from_dir(directory)
+    assert ours is not None
     tools = [{"type": "function", "function": {"name": "f", "description": "<&> ünï"}}]
-    for options in ({"add_generation_prompt": True}, {"add_generation_prompt": False, "tools": tools}):
-        expected = theirs.apply_chat_template(MESSAGES, tokenize=False, **options)
-        assert ours.render(MESSAGES, **options) == expected
+    for prompted, shown in ((True, None), (False, tools)):
+        expected = theirs.apply_chat_template(MESSAGES, tools=shown, tokenize=False, add_generation_prompt=prompted)
+        assert ours.render(MESSAGES, tools=shown, add_generation_prompt=prompted) == expected
 
 
 LOOPS = "{% for m in messages %}{% for part in m.content %}{{ part.text }}|{% endfor %}{% endfor %}"
@@ -114,20 +114,24 @@ def test_marks_are_the_mask_of_transformers(tmp_path):
     assert template.has_marks and not ChatTemplate(PLAIN).has_marks
 
 
-def test_a_template_file_beats_the_configuration_and_none_is_none(tmp_path):
+def test_a_template_is_that_of_the_files_or_the_one_that_was_asked_for(tmp_path):
+    further = tmp_path / "additional_chat_templates"
+    further.mkdir()
+    (further / "tool_use.jinja").write_text("with tools")
+    (further / "rag.jinja").write_text("with documents")
     assert ChatTemplate.from_dir(tmp_path) is None
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "old", "bos_token": "<s>"}))
-    assert ChatTemplate.from_dir(tmp_path).render(MESSAGES) == "old"
-    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}new")
-    assert ChatTemplate.from_dir(tmp_path).render(MESSAGES) == "<s>new"
-
-
-def test_named_templates_are_chosen_by_use(tmp_path):
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ image_token }} plain")
+    config = {"bos_token": "<s>", "image_token": "<i>", "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     template = ChatTemplate.from_dir(tmp_path)
-    assert template.render(MESSAGES) == "plain"
+    assert template is not None and template.render(MESSAGES) == "<s><i> plain"
     assert template.render(MESSAGES, tools=[{"type": "function"}]) == "with tools"
+    (tmp_path / "own.jinja").write_text("own")
+    for asked, wanted in (("rag", "with documents"), (str(tmp_path / "own.jinja"), "own")):
+        sources = TemplateSources.from_dir(tmp_path, asked)
+        assert sources is not None and sources.default == wanted
+    with pytest.raises(ModelConfigError, match=r"chat_template = 'none'.*\(rag, tool_use\)"):
+        TemplateSources.from_dir(tmp_path, "none")
 
 
 @pytest.mark.parametrize(
