@@ -63,27 +63,31 @@ def collect(
     """
     files: dict[str, dict[str, Tensor]] = {}
     record: dict[str, Any] = {"place": {axis: context.axis(axis).rank for axis in AXES}}
+
+    def add(kind: str, name: str, tensors: dict[str, Tensor], description: dict[str, Any]) -> None:
+        files[name], record[kind] = tensors, {"file": name, **description}
+
+    def add_values(kind: str, name: str, values: Any) -> None:
+        structure, tensors = pack(values, what=kind)
+        add(kind, name, tensors, {"structure": structure})
+
     first = context.dp.rank == 0 and context.cp.rank == 0
     if model is not None and first:
-        name = model_file(context)
         if isinstance(model, nn.Module):
-            files[name], pieces = _describe_model(local_module(model), context, stage_of(model))
-            record["model"] = {"file": name, "pieces": pieces}
+            tensors, pieces = _describe_model(local_module(model), context, stage_of(model))
+            add("model", model_file(context), tensors, {"pieces": pieces})
         else:
-            structure, files[name] = pack(model, what="model")
-            record["model"] = {"file": name, "structure": structure}
+            add_values("model", model_file(context), model)
     sharded = optimizer.zero1 if isinstance(optimizer, NxDOptimizer) else zero1_optimizer
     if isinstance(optimizer, Mapping):
         sharded = sharded or bool(optimizer.get("zero1"))  # of a NxDOptimizer
     if optimizer is not None and (first or (sharded and context.cp.rank == 0)):
         name = f"{stem(context)}.safetensors"
         if isinstance(optimizer, NxDOptimizer):
-            files[name], described = describe(optimizer)
-            record["optimizer"] = {"file": name, **described}
+            add("optimizer", name, *describe(optimizer))
         else:
-            state = optimizer.state_dict() if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-            structure, files[name] = pack(state, what="optimizer")
-            record["optimizer"] = {"file": name, "structure": structure}
+            plain = isinstance(optimizer, torch.optim.Optimizer)
+            add_values("optimizer", name, optimizer.state_dict() if plain else optimizer)
     extra = modules_with_extra_state(local_module(model)) if isinstance(model, nn.Module) else {}
     if extra:
         own_values = {**own_values, EXTRA: {name: module.get_extra_state() for name, module in extra.items()}}

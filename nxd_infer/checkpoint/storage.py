@@ -74,26 +74,22 @@ class LocalStorage:
 
     def remove(self, folder: str) -> None:
         """Remove a folder: first from the list, in one step, then its files one by one."""
-        aside = self._aside(folder)
-        os.rename(self.root / folder, aside)
-        sync_directory(self.root)
-        _delete(aside)
+        _delete(self._set_aside(folder))
 
     def replace(self, old: str, new: str) -> None:
         """Rename a folder, replacing any folder with the new name."""
-        aside = self._aside(new)
-        replaced = (self.root / new).exists()
-        if replaced:
-            os.rename(self.root / new, aside)
-            sync_directory(self.root)
+        aside = self._set_aside(new) if (self.root / new).exists() else None
         os.rename(self.root / old, self.root / new)
         sync_directory(self.root)
-        if replaced:
+        if aside is not None:
             _delete(aside)
 
-    def _aside(self, folder: str) -> Path:
-        """Return the new name of a folder that is removed; an earlier one may still be there."""
-        return self.root / f"{REMOVING}{folder}.{secrets.token_hex(4)}"
+    def _set_aside(self, folder: str) -> Path:
+        """Give a folder the name of one that is being removed; an earlier one may still be there."""
+        aside = self.root / f"{REMOVING}{folder}.{secrets.token_hex(4)}"
+        os.rename(self.root / folder, aside)
+        sync_directory(self.root)
+        return aside
 
     def tidy_up(self) -> None:
         """Finish the removals of killed processes, and those that failed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from nxd_infer.distributed.replace import Style, replace_modules
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import check_weights, layout_of, restore_attributes, shard_tensor, weight_layout
 from nxd_infer.layout.shard import named_tensors
-from nxd_infer.layout.sources import SelectedSource, Slices, Weights, WeightSource, as_source
+from nxd_infer.layout.sources import SelectedSource, Weights, as_source
 from nxd_infer.parallel_layers.base import ParallelLayer
 
 
@@ -240,37 +240,24 @@ def on_meta(model: nn.Module) -> list[str]:
     return [logical for name, layout in layouts if tensors[name].is_meta for logical in layout.logical_names]
 
 
-class FirstOf:
-    """Several sources of weights; a name is read from the first that has it."""
-
-    def __init__(self, *sources: WeightSource):
-        self._owners = {name: source for source in reversed(sources) for name in source.keys()}  # noqa: SIM118
-
-    def keys(self) -> Iterable[str]:
-        return self._owners
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._owners[name].shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._owners[name].dtype(name)
-
-    def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        return self._owners[name].read(name, slices)
-
-
-def fill(model: nn.Module, weights: Weights, *, device: torch.device | None = None) -> None:
+def fill(model: nn.Module, weights: Weights, *, device: torch.device | None = None, strict: bool = True) -> None:
     """Replace what is on the meta device by this rank's part of ``weights``; the rest of the model stays as it is.
 
-    ``device``: where new tensors are put; None: the host. Raises WeightMismatchError for a weight that is missing or
-    has another shape.
+    ``device``: where new tensors are put; None: the host. ``strict``: raise WeightMismatchError for a weight that is
+    missing, as for one of another shape; else it stays on the meta device.
     """
     here = current_context().tp
     layouts = weight_layout(model)
     tensors = named_tensors(model)
-    wanted = {name: layout for name, layout in layouts.items() if tensors[name].is_meta}
+    source = as_source(weights)
+    there = set(source.keys())
+    wanted = {
+        name: layout
+        for name, layout in layouts.items()
+        if tensors[name].is_meta and (strict or there.issuperset(layout.logical_names))
+    }
     names = {logical for layout in wanted.values() for logical in layout.logical_names}
-    source = SelectedSource(as_source(weights), names.__contains__)
+    source = SelectedSource(source, names.__contains__)
     check_weights(wanted, source)
     made: dict[int, nn.Parameter] = {}
     for name, layout in wanted.items():

@@ -171,15 +171,11 @@ def _folder_of(path: Any, subfolder: str, hub: dict[str, Any]) -> Path:
 
 def _dtype_of(wanted: Any, config: Any, folder: Path) -> torch.dtype:
     """Return the dtype of the parameters, as ``from_pretrained`` of the installed release chooses it."""
-    if isinstance(wanted, torch.dtype):
-        return wanted
-    automatic = wanted == "auto" or (wanted is None and int(_transformers().__version__.split(".")[0]) >= 5)
-    if wanted is not None and wanted != "auto":
-        return getattr(torch, str(wanted))
-    if not automatic:
+    if wanted is None and int(_transformers().__version__.split(".")[0]) < 5:
         return torch.get_default_dtype()
-    named = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
-    if named is not None:
-        return named if isinstance(named, torch.dtype) else getattr(torch, str(named))
+    if wanted in (None, "auto"):
+        wanted = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    if wanted is not None:
+        return wanted if isinstance(wanted, torch.dtype) else getattr(torch, str(wanted))
     source = weights(folder)
     return next((d for d in map(source.dtype, source.keys()) if d.is_floating_point), torch.get_default_dtype())

@@ -28,14 +28,14 @@ from nxd_infer.comm.launched import require_no_lonely_rank
 from nxd_infer.comm.turns import in_turns
 from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.distributed.adapters import split_adapters
-from nxd_infer.distributed.apply import FirstOf, fill, on_meta, place_of, refuse_save_pretrained, split, stacks_of
+from nxd_infer.distributed.apply import fill, on_meta, place_of, refuse_save_pretrained, split, stacks_of
 from nxd_infer.distributed.lazy import WEIGHTS, StoredWeights
 from nxd_infer.distributed.model_plan import ModelPlan
 from nxd_infer.distributed.optimizers import ParameterMap, optimizer_for
 from nxd_infer.distributed.plan_registry import plan_for, plan_of_type, supported_types, unknown_type
 from nxd_infer.distributed.regions import sum_gradients
 from nxd_infer.errors import AdapterError, ParallelConfigError
-from nxd_infer.layout import DictSource, WeightSource
+from nxd_infer.layout import WeightSource
 from nxd_infer.modules.lora.config import KEEPING_THE_BASE
 from nxd_infer.modules.nxd_model import local_module
 from nxd_infer.pipeline.model import NxDPPModel
@@ -252,8 +252,9 @@ def _with_values(model: nn.Module) -> dict[str, Tensor]:
 def _load(model: nn.Module, own: Mapping[str, Tensor], place: torch.device | None) -> None:
     """Fill what is on the meta device with this rank's part of its ``own`` weights, and of those in files."""
     stored: StoredWeights | None = getattr(model, WEIGHTS, None)
-    files = [] if stored is None else [stored.view(on_meta(model))]
-    fill(model, FirstOf(DictSource(own), *files), device=place)
+    fill(model, own, device=place, strict=stored is None)
+    if stored is not None:
+        fill(model, stored.view(on_meta(model)), device=place)
 
 
 def parameter_mapping(model: nn.Module) -> Mapping[int, nn.Parameter]:

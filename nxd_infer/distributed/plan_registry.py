@@ -24,28 +24,32 @@ _TRANSFORMERS_STYLES = {
     "replicated_with_grad_allreduce": "sum",
 }
 
+_ENDS = {"embed_tokens": "vocabulary", "lm_head": "logits"}
 _DECODER = {
     "layers.*.self_attn": "attention",
     "layers.*.self_attn.q_norm": "sum",
     "layers.*.self_attn.k_norm": "sum",
     "layers.*.mlp": "shared",
-    "embed_tokens": "vocabulary",
-    "lm_head": "logits",
+    **_ENDS,
 }
 """What transformers' plans of decoders leave out."""
 
+
+def _attention(path: str, projections: str, out: str, heads: str = "q") -> dict[str, str]:
+    """Return the styles of an attention module, and of its linear layers by their paths from it."""
+    split = {f"{path}.{name}": f"column:{heads}" for name in projections.split()}
+    return {path: "attention", **split, out: "row:q"}
+
+
 _BERT = {
-    "attention.self": "attention",
-    "attention.self.query": "column:q",
-    "attention.self.key": "column:q",
-    "attention.self.value": "column:q",
-    "attention.output.dense": "row:q",
+    **_attention("attention.self", "query key value", "attention.output.dense"),
     "layer.*.intermediate.dense": "column",
     "layer.*.output.dense": "row",
     "embeddings.word_embeddings": "vocabulary",
     "cls.predictions.decoder": "logits",
     "lm_head.decoder": "logits",
 }
+_GPT = {"h.*.mlp.c_fc": "column", "h.*.mlp.c_proj": "row", "wte": "vocabulary", "lm_head": "logits"}
 _NO_CROSS_ATTENTION = {"add_cross_attention": "there is no plan for attention to an encoder's output"}
 
 
@@ -71,37 +75,14 @@ PLANS: dict[str, ModelPlan] = {
     "bert": ModelPlan(_BERT, ("encoder.layer",), refused=_NO_CROSS_ATTENTION),
     "roberta": ModelPlan(_BERT, ("encoder.layer",), refused=_NO_CROSS_ATTENTION),
     "gpt2": ModelPlan(
-        {
-            "h.*.attn": "attention",
-            "h.*.attn.c_attn": "column:qkv",
-            "h.*.attn.c_proj": "row:q",
-            "h.*.mlp.c_fc": "column",
-            "h.*.mlp.c_proj": "row",
-            "wte": "vocabulary",
-            "lm_head": "logits",
-        },
-        ("h",),
-        refused=_NO_CROSS_ATTENTION,
+        {**_attention("h.*.attn", "c_attn", "h.*.attn.c_proj", "qkv"), **_GPT}, ("h",), refused=_NO_CROSS_ATTENTION
     ),
     "gpt_neo": ModelPlan(
-        {
-            "h.*.attn.attention": "attention",
-            "h.*.attn.attention.q_proj": "column:q",
-            "h.*.attn.attention.k_proj": "column:q",
-            "h.*.attn.attention.v_proj": "column:q",
-            "h.*.attn.attention.out_proj": "row:q",
-            "h.*.mlp.c_fc": "column",
-            "h.*.mlp.c_proj": "row",
-            "wte": "vocabulary",
-            "lm_head": "logits",
-        },
-        ("h",),
+        {**_attention("h.*.attn.attention", "q_proj k_proj v_proj", "h.*.attn.attention.out_proj"), **_GPT}, ("h",)
     ),
     "gpt_neox": ModelPlan(
         {
-            "layers.*.attention": "attention",
-            "layers.*.attention.query_key_value": "column:qkv_by_head",
-            "layers.*.attention.dense": "row:q",
+            **_attention("layers.*.attention", "query_key_value", "layers.*.attention.dense", "qkv_by_head"),
             "layers.*.mlp.dense_h_to_4h": "column",
             "layers.*.mlp.dense_4h_to_h": "row",
             "embed_in": "vocabulary",
@@ -112,46 +93,35 @@ PLANS: dict[str, ModelPlan] = {
     ),
     "opt": ModelPlan(
         {
-            "layers.*.self_attn": "attention",
-            "layers.*.self_attn.q_proj": "column:q",
-            "layers.*.self_attn.k_proj": "column:q",
-            "layers.*.self_attn.v_proj": "column:q",
-            "layers.*.self_attn.out_proj": "row:q",
+            **_attention("layers.*.self_attn", "q_proj k_proj v_proj", "layers.*.self_attn.out_proj"),
             "layers.*.fc1": "column",
             "layers.*.fc2": "row",
-            "embed_tokens": "vocabulary",
-            "lm_head": "logits",
+            **_ENDS,
         },
         ("decoder.layers",),
     ),
     "phi3": ModelPlan(
         {
-            "layers.*.self_attn": "attention",
-            "layers.*.self_attn.qkv_proj": "column:qkv",
-            "layers.*.self_attn.o_proj": "row:q",
+            **_attention("layers.*.self_attn", "qkv_proj", "layers.*.self_attn.o_proj", "qkv"),
             "layers.*.mlp": "shared",
             "layers.*.mlp.gate_up_proj": "column:halves",
             "layers.*.mlp.down_proj": "row",
-            "embed_tokens": "vocabulary",
-            "lm_head": "logits",
+            **_ENDS,
         },
         ("layers",),
     ),
     "t5": ModelPlan(
         {
-            "SelfAttention": "attention",
-            "EncDecAttention": "attention",
+            **_attention("SelfAttention", "q k v", "SelfAttention.o"),
+            **_attention("EncDecAttention", "q k v", "EncDecAttention.o"),
             "SelfAttention.relative_attention_bias": "head_bias",
-            **{f"{kind}Attention.{name}": "column:q" for kind in ("Self", "EncDec") for name in "qkv"},
-            **{f"{kind}Attention.o": "row:q" for kind in ("Self", "EncDec")},
             "DenseReluDense": "shared",
             "DenseReluDense.wi": "column",
             "DenseReluDense.wi_0": "column",
             "DenseReluDense.wi_1": "column",
             "DenseReluDense.wo": "row",
             "shared": "vocabulary",
-            "embed_tokens": "vocabulary",
-            "lm_head": "logits",
+            **_ENDS,
         },
         ("encoder.block", "decoder.block"),
     ),

@@ -125,6 +125,8 @@ class NxDOptimizer(OptimizerWrapper):
         self._names_elsewhere: list[list[str]] = []
         self.logical_groups_elsewhere: list[list[str]] = []
         """The logical names of what other pipeline stages train in each group of this one."""
+        self.logical_elsewhere: set[str] = set()
+        """Logical names of all that other pipeline stages train, also in groups that this one does not have."""
         self._reducer = GradReducer(
             [],
             self.context,
@@ -170,11 +172,7 @@ class NxDOptimizer(OptimizerWrapper):
             found = [one for one in others if number < len(one[0])]
             self._names_elsewhere.append([name for names, _ in found for name in names[number]])
             self.logical_groups_elsewhere.append([name for _, names in found for name in names[number]])
-
-    @property
-    def logical_elsewhere(self) -> set[str]:
-        """Logical names of what other pipeline stages train."""
-        return {name for group in self.logical_groups_elsewhere for name in group}
+        self.logical_elsewhere |= {name for _, names in others for group in names for name in group}
 
     @property
     def _params(self) -> list[Tensor]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,7 @@ import torch
 from torch import nn
 
 import nxd_infer as nxd
-from nxd_infer.checkpoint import api
 from nxd_infer.context import current_context
-from nxd_infer.distributed import parallelizer as module
 from nxd_infer.distributed.parallelizer import ParallelizersManager
 from nxd_infer.errors import CheckpointError, InputMismatchError, ParallelConfigError
 from nxd_infer.parallel_layers.layers import ParallelEmbedding
@@ -93,10 +89,6 @@ def tensor_parallel(folder: Path) -> dict[str, Any]:
     for name in ("a", "b/shards"):
         model = Parallelizer.parallelize(LLAMA.build().eval(), checkpoint_dir=folder / name)
         found[name] = same_logits(model, whole)
-    slow = {"use_xser": False, "num_local_ranks_per_step": 1}
-    found["writing"] = times(
-        lambda: Parallelizer.save_model_sharded_checkpoint(trained, folder / "d", **slow), api, "write_content"
-    )
     found["not parallel"] = refusal(
         ParallelConfigError, lambda: Parallelizer.load_model_sharded_checkpoint(LLAMA.build(), folder / "a")
     )
@@ -105,28 +97,8 @@ def tensor_parallel(folder: Path) -> dict[str, Any]:
     found["tied"] = isinstance(model.model.embed_tokens, ParallelEmbedding) and (
         model.lm_head.weight is model.model.embed_tokens.weight
     )
-    model = lazily(folder / "llama")
-    found["loading"] = times(lambda: Parallelizer.parallelize(model, num_local_ranks_per_step=1), module, "fill")
     found["classifier"] = classifier(folder)
     return found
-
-
-def times(action: Callable[[], object], owner: Any, name: str) -> tuple[float, float]:
-    """When this rank began and ended ``owner.name`` in ``action``, which takes longer here."""
-    own, seen = getattr(owner, name), []
-
-    def slowly(*args: Any, **options: Any) -> None:
-        seen.append(time.monotonic())
-        own(*args, **options)
-        time.sleep(0.3)
-        seen.append(time.monotonic())
-
-    setattr(owner, name, slowly)
-    try:
-        action()
-    finally:
-        setattr(owner, name, own)
-    return seen[0], seen[1]
 
 
 def classifier(folder: Path) -> torch.Tensor:
@@ -162,12 +134,6 @@ def test_shards_are_loaded_from_either_folder(ranks):
     for found in ranks:
         assert (found["a"], found["b/shards"]) == (True, True)
         assert "parallelized first" in found["not parallel"]
-
-
-def test_ranks_load_and_write_in_turns(ranks):
-    for name in ("loading", "writing"):
-        (_, end), (start, _) = (found[name] for found in ranks)
-        assert end <= start, name
 
 
 def test_a_new_head_is_equal_on_all_ranks(ranks):

@@ -279,11 +279,6 @@ def unnamed(root: Path) -> None:
     (root / "last").rename(root / ".saving-00000001")
 
 
-def unnamed_beside_its_name(root: Path) -> None:
-    unnamed(root)
-    (root / "last").mkdir()
-
-
 def two(root: Path) -> None:
     for tag in ("1", "2"):
         save(root, tag, float(tag))
@@ -297,7 +292,6 @@ STORIES = {
     "saved again": (lambda root: save(root, "last", 1.0), lambda root: save(root, "last", 2.0)),
     "removed": (two, lambda root: save(root, "3", 3.0, num_kept_ckpts=1)),
     "named": (unnamed, name),
-    "named beside": (unnamed_beside_its_name, name),
 }
 
 

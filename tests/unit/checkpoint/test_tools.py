@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from safetensors.torch import load_file
 from nxd_infer.checkpoint import compare, compare_checkpoints, consolidate_checkpoint, reshard_checkpoint
 from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
 from nxd_infer.checkpoint.compare import difference_of
-from nxd_infer.cli.console import slow_bar
 from nxd_infer.errors import ParallelConfigError, ShardingError
 from nxd_infer.layout import AxisPlan, ParamLayout, weight_layout
 from nxd_infer.layout.describe import describe_plans, read_plans
@@ -164,18 +162,6 @@ def test_plans_written_down():
     for broken in ({}, {"axes": [1], "sources": []}, {"axes": [{"$": "Popen"}], "sources": []}, None):
         with pytest.raises(ShardingError, match="not the description of a weight's plans"):
             read_plans(broken)
-
-
-def test_a_bar_after_a_while_only(capsys):
-    with slow_bar(after=600) as progress:
-        progress("quick", 1, 2)
-    assert capsys.readouterr().out == ""
-    with slow_bar(after=0.01) as progress:
-        for thread in threading.enumerate():
-            if isinstance(thread, threading.Timer):
-                thread.join(60)
-        progress("slow", 1, 2)
-    assert "slow" in capsys.readouterr().out
 
 
 def test_what_is_not_there_and_what_is(tmp_path: Path):
