@@ -11,12 +11,15 @@ import collections
 import contextlib
 import inspect
 import logging
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from nxd_infer.artifact.structure import PLAIN
@@ -137,7 +140,15 @@ class _Traced(nn.Module):
                     raise TraceConfigError(f"output {index} becomes a state but is {type(leaf).__name__}")
                 stores.append((state, leaf, f"output {index} becomes the state {aliases[index]!r}"))
                 forms.append(DROPPED)
+            elif isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                what = f"{label!r}, which the model returns," if label else f"output {index} of the model"
+                raise TraceError(f"{what} is a number read from a tensor (.item(), .tolist()): return the tensor")
             elif isinstance(leaf, Tensor):
+                if leaf.layout != torch.strided:
+                    raise TraceError(
+                        f"output {index} of the model has the layout {leaf.layout}, which no artifact holds: return a "
+                        "dense tensor"
+                    )
                 forms.append(label if label and label not in names else f"output_{len(kept)}")
                 names.append(forms[-1])
                 kept.append(leaf)
@@ -367,6 +378,7 @@ def _run_export(wrapper: _Traced, step: Step) -> torch.export.ExportedProgram:
     try:
         with torch.no_grad(), _no_stack_traces():
             program = torch.export.export(wrapper, args, strict=False)
+            _require_known_sizes(program, wrapper, args)
             if not any(node.target is torch.ops.higher_order.flat_apply for node in program.graph.nodes):
                 return program
             # Decompositions put the called Python function's operators in, and must see those of all layers.
@@ -374,8 +386,62 @@ def _run_export(wrapper: _Traced, step: Step) -> torch.export.ExportedProgram:
             return torch.export.export(wrapper, args, strict=False).run_decompositions({})
     except NxdError:
         raise
+    except GuardOnDataDependentSymNode as error:
+        raise TraceError(
+            f"{type(step.module).__name__} decides by values that only a call knows (an `if`, a loop, an assert, a "
+            f"size){_place_of(error)}: {VALUES_DECIDE}"
+        ) from error
     except Exception as error:
-        raise TraceError(f"{type(step.module).__name__} cannot be exported: {type(error).__name__}: {error}") from error
+        what = str(error).strip().partition("\n\n")[0]
+        raise TraceError(
+            f"{type(step.module).__name__} cannot be exported{_place_of(error)}: {type(error).__name__}: {what}"
+        ) from error
+
+
+VALUES_DECIDE = (
+    "a traced graph computes the same operators on the same shapes for all values. Select by torch.where or a mask, "
+    "return a tensor of full size, or do this outside the model"
+)
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+def _place_of(error: BaseException) -> str:
+    """Return where the user's code was when ``error`` was raised."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    return f", at {frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else ""
+
+
+def _is_users(filename: str) -> bool:
+    return not filename.startswith(("<", *_NOT_THE_USERS))
+
+
+def _require_known_sizes(program: torch.export.ExportedProgram, wrapper: _Traced, args: tuple[Tensor, ...]) -> None:
+    """Raise TraceError if the shape of an output depends on values."""
+    outputs = [node for node in passes.output_of(program.graph).args[0] if isinstance(node, fx.Node)]
+    odd = next((n for n, node in enumerate(outputs) if _depends_on_values(node)), None)
+    if odd is None:
+        return
+    config: Any = getattr(torch.fx, "config", None)
+    if config is not None and hasattr(config, "do_not_emit_stack_traces"):  # once more, to know where
+        config.do_not_emit_stack_traces = False
+    again = torch.export.export(wrapper, args, strict=False)
+    first = next(node for node in again.graph.nodes if _depends_on_values(node))
+    lines = [line.strip() for line in (first.meta.get("stack_trace") or "").splitlines()]
+    places = [n for n, line in enumerate(lines) if line.startswith("File") and _is_users(line.split('"')[1])]
+    where = ""
+    if places:
+        _, file, rest = lines[places[-1]].split('"')
+        code = lines[places[-1] + 1] if len(lines) > places[-1] + 1 else ""
+        where = f", at {file}:{rest.split()[2].rstrip(',')}: `{code}`"
+    raise TraceError(
+        f"the shape of {wrapper.seen.outputs[odd]!r}, which {type(wrapper.step.module).__name__} returns, depends on "
+        f"values that only a call knows ({first.target}){where}: {VALUES_DECIDE}"
+    )
+
+
+def _depends_on_values(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and any(not isinstance(size, int) for size in value.shape)
 
 
 @contextlib.contextmanager

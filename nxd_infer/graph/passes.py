@@ -291,6 +291,17 @@ def simplify(module: fx.GraphModule) -> None:
             graph.erase_node(node)
         elif not node.users and getattr(node.target, "_opname", "") in _NOTHING:
             graph.erase_node(node)
+        elif getattr(node.target, "_opname", "") == "_assert_scalar" and _is_size_check(node.args[0]):
+            size, check = node.args[0].args[0], node.args[0]
+            for done in (node, check, size):
+                if not done.users:
+                    graph.erase_node(done)
+
+
+def _is_size_check(check: Any) -> bool:
+    """Whether ``check`` is the exporter's own, of what an operator says of the size of its result."""
+    compared = isinstance(check, fx.Node) and check.target in (operator.ge, operator.le)
+    return compared and getattr(check.args[0], "target", None) is aten.sym_size.int
 
 
 def call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -213,6 +214,51 @@ def test_what_a_module_returns_keeps_its_form(caplog: pytest.LogCaptureFixture):
     assert not torch.equal(clash["a.b"], clash["a"]["b"])
 
 
+class Deciding(nn.Module):
+    """What a value decides, by what ``how`` says."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Any:
+        if self.how == "branch" and x.sum() > 0:
+            return x
+        if self.how == "size":
+            return x.new_zeros(int(x.sum()))
+        if self.how == "shape":
+            return x[x > 0]
+        if self.how == "number":
+            return {"total": x.sum().item()}
+        return x.numpy() * 2 if self.how == "numpy" else x.to_sparse()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("branch", r"decides by values .*, at .*test_export.py:\d+: `if self.how == .* and x.sum\(\) > 0:`.*where"),
+        ("size", r"decides by values .*, at .*test_export.py:\d+: `return x.new_zeros\(int\(x.sum\(\)\)\)`.*mask"),
+        ("shape", r"the shape of 'output_0'.*, at .*test_export.py:\d+: `return x\[x > 0\]`: .* full size"),
+        ("number", "'total', which the model returns, is a number read from a tensor .*: return the tensor"),
+        ("numpy", r"cannot be exported, at .*test_export.py:\d+: `return x.numpy\(\)"),
+        ("sparse", "has the layout torch.sparse_coo"),
+    ],
+)
+def test_what_values_decide_is_refused_with_the_line(how: str, message: str):
+    with pytest.raises(TraceError, match=message):
+        lowered(Deciding(how), torch.ones(4))
+
+
+def test_values_may_decide_what_stays_inside(tmp_path: Path):
+    class Inside(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            rows = torch.nonzero(x > 0)[:, 0]
+            return x[x > 0].sum(), x.index_add(0, rows, torch.ones_like(rows, dtype=x.dtype)), x * x.max().item()
+
+    calls = (torch.arange(6.0) - 2, torch.arange(6.0), -torch.ones(6), torch.arange(6.0) - 2)
+    follow(Inside(), tmp_path, [[x] for x in calls])
+
+
 @pytest.mark.parametrize("form", [3, {}, {"tuple": 1}, {"dict": [["a"]]}, {"record": [[1, "a"]]}, {"namedtuple": []}])
 def test_what_is_no_form_is_refused(form: Any):
     with pytest.raises(ValueError, match="says nothing of a value's form"):
@@ -244,7 +290,7 @@ def test_a_branch_on_a_value_is_a_trace_error():
         def forward(self, x: Tensor) -> Tensor:
             return x if x.sum() > 0 else -x
 
-    with pytest.raises(TraceError, match="Branch cannot be exported"):
+    with pytest.raises(TraceError, match="Branch decides by values"):
         lowered(Branch(), torch.ones(3))
 
 
