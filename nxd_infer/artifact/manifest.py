@@ -265,6 +265,8 @@ class Manifest(_Model):
 
     @model_validator(mode="after")
     def _check_layout(self):
+        if min(self.tp_degree, self.pp_degree, len(self.buckets)) < 1:
+            raise ValueError(f"tp degree {self.tp_degree}, pp degree {self.pp_degree} and {len(self.buckets)} buckets")
         entries = self.layout.get("weights", {})
         for name, entry in entries.items() if isinstance(entries, dict) else [("weights", entries)]:
             logical, ranks = (entry.get("logical"), entry.get("ranks") or []) if isinstance(entry, dict) else (None, [])

@@ -23,26 +23,11 @@ def load_weights(file: Path, specs: Sequence[WeightSpec], *, partial: bool = Fal
     A weight whose traced stride is not contiguous is copied into that stride, because graphs are compiled for it.
     With ``partial`` some may be absent.
     """
-    from safetensors import SafetensorError, safe_open
-
-    weights: dict[str, Tensor] = {}
-    try:
-        with safe_open(file, framework="pt") as source:
-            present = set(source.keys())
-            for spec in specs:
-                if partial and spec.name not in present:
-                    continue
-                tensor = source.get_tensor(spec.name)
-                if tensor.dtype != spec.torch_dtype or list(tensor.shape) != spec.shape:
-                    raise ArtifactCorruptError(
-                        f"{file.name}: {spec.name!r} is {tensor.dtype}{list(tensor.shape)}, "
-                        f"expected {spec.dtype}{spec.shape}"
-                    )
-                if list(tensor.stride()) != spec.stride and tensor.numel() > 0:
-                    tensor = _empty(spec).copy_(tensor)
-                weights[spec.name] = tensor
-    except SafetensorError as error:
-        raise ArtifactCorruptError(f"{file.name} cannot be read as safetensors: {error}") from error
+    weights = _load(file, {spec.name: spec for spec in specs}, partial)
+    for spec in specs:
+        tensor = weights.get(spec.name)
+        if tensor is not None and list(tensor.stride()) != spec.stride and tensor.numel() > 0:
+            weights[spec.name] = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype).copy_(tensor)
     return weights
 
 
@@ -50,46 +35,38 @@ def load_entries(file: Path, specs: Sequence[WeightSpec]) -> dict[tuple[str, int
     """Return the entries of adapter tables in a file of new weights, memory-mapped, by table and slot."""
     from safetensors import safe_open
 
-    tables = {spec.name: spec for spec in specs}
-    entries: dict[tuple[str, int], Tensor] = {}
     with safe_open(file, framework="pt") as source:
-        for name in list(source.keys()):
-            entry = parse_entry(name)
-            if entry is None or entry[0] not in tables:
-                continue
-            spec, tensor = tables[entry[0]], source.get_tensor(name)
-            if tensor.dtype != spec.torch_dtype or list(tensor.shape) != spec.shape[1:] or entry[1] >= spec.shape[0]:
-                raise ArtifactCorruptError(
-                    f"{file.name}: {name!r} is {tensor.dtype}{list(tensor.shape)}, expected {spec.dtype}"
-                    f"{spec.shape[1:]} and a slot below {spec.shape[0]}"
-                )
-            entries[entry] = tensor
-    return entries
+        entries = {name: entry for name in list(source.keys()) if (entry := parse_entry(name)) is not None}
+    inner = {spec.name: spec.model_copy(update={"shape": spec.shape[1:]}) for spec in specs}
+    loaded = _load(file, {name: inner[table] for name, (table, _) in entries.items() if table in inner}, False)
+    return {entries[name]: tensor for name, tensor in loaded.items()}
 
 
 def load_initial_states(file: Path, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
     """Return the states that do not start as zeros, by name."""
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as source:
-        present = set(source.keys())
-        initial = {
-            spec.name: source.get_tensor(STATE_PREFIX + spec.name)
-            for spec in specs
-            if STATE_PREFIX + spec.name in present
-        }
-    for spec in specs:
-        tensor = initial.get(spec.name)
-        if tensor is not None and (tensor.dtype != spec.torch_dtype or list(tensor.shape) != spec.shape):
-            raise ArtifactCorruptError(
-                f"{file.name}: the initial value of state {spec.name!r} is {tensor.dtype}{list(tensor.shape)}, "
-                f"expected {spec.dtype}{spec.shape}"
-            )
-    return initial
+    loaded = _load(file, {STATE_PREFIX + spec.name: spec for spec in specs}, True)
+    return {name.removeprefix(STATE_PREFIX): tensor for name, tensor in loaded.items()}
 
 
-def _empty(spec: TensorSpec) -> Tensor:
-    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.torch_dtype)
+def _load(file: Path, specs: Mapping[str, TensorSpec], partial: bool) -> dict[str, Tensor]:
+    """Return the tensors by their names in the file, as it has them. Raises ArtifactCorruptError for another dtype or
+    shape than the spec's."""
+    from safetensors import SafetensorError, safe_open
+
+    tensors: dict[str, Tensor] = {}
+    try:
+        with safe_open(file, framework="pt") as source:
+            present = set(source.keys())
+            for name, spec in specs.items():
+                if partial and name not in present:
+                    continue
+                tensors[name] = tensor = source.get_tensor(name)
+                if tensor.dtype != spec.torch_dtype or list(tensor.shape) != spec.shape:
+                    actual = f"{tensor.dtype}{list(tensor.shape)}"
+                    raise ArtifactCorruptError(f"{file.name}: {name!r} is {actual}, expected {spec.dtype}{spec.shape}")
+    except SafetensorError as error:
+        raise ArtifactCorruptError(f"{file.name} cannot be read as safetensors: {error}") from error
+    return tensors
 
 
 _ENTRY = re.compile(r"(.+)\[(\d+)\]")

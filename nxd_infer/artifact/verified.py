@@ -18,7 +18,7 @@ from nxd_infer.artifact.manifest import FileSpec
 from nxd_infer.artifact.writer import hash_open_file, on_every_core
 from nxd_infer.errors import ArtifactCorruptError
 
-Stamp = tuple[int, int, int, int, int]
+Stamp = list[int]
 """Device, inode, size, and the times of the last write and change in nanoseconds."""
 
 
@@ -32,18 +32,12 @@ def verify_files(root: Path, files: Mapping[str, FileSpec], names: Iterable[str]
     return dict(zip(names, stamps, strict=True))
 
 
-def changed_files(root: Path, stamps: Mapping[str, Stamp], names: Iterable[str]) -> list[str]:
-    """Return those of ``names`` that have a stamp and whose stamp has changed."""
-    changed = []
-    for name in names:
-        if name in stamps:
-            try:
-                now = _stamp_of(os.stat(root / name))
-            except OSError:
-                now = None
-            if now != stamps[name]:
-                changed.append(name)
-    return changed
+def unchanged(path: Path, stamp: Stamp) -> bool:
+    """Whether the file has this stamp."""
+    try:
+        return _stamp_of(os.stat(path)) == stamp
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager
@@ -60,8 +54,7 @@ def stamps_file(stamps: Mapping[str, Stamp]) -> Iterator[int]:
 
 def read_stamps(fd: int) -> dict[str, Stamp]:
     """Read what :func:`stamps_file` wrote. Several processes may do so at once: pread ignores the shared position."""
-    data = os.pread(fd, os.fstat(fd).st_size, 0)
-    return {name: tuple(stamp) for name, stamp in json.loads(data).items()}
+    return json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
 
 
 def _verify_file(root: Path, name: str, spec: FileSpec) -> Stamp:
@@ -80,4 +73,4 @@ def _verify_file(root: Path, name: str, spec: FileSpec) -> Stamp:
 
 def _stamp_of(info: os.stat_result) -> Stamp:
     """Return the values that identify a file that was neither written to nor renamed."""
-    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
+    return [info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns]

@@ -73,11 +73,6 @@ def manifest_checksum(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def no_constant(name: str) -> Any:
-    """Raise ValueError for ``NaN`` and ``Infinity``, which are not JSON and would become null when written again."""
-    raise ValueError(f"{name} is not a number of JSON")
-
-
 def manifest_bytes(manifest: Manifest) -> bytes:
     """Return the contents of ``manifest.json``, including the checksum."""
     fields = json.loads(manifest.model_dump_json())
@@ -193,14 +188,11 @@ class ArtifactWriter:
 
     def write_safetensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Path:
         """Write ``tensors`` (each contiguous) as a safetensors file."""
-        from safetensors.torch import save_file
+        from nxd_infer.layout.files.stream import write_safetensors  # slow: torch
 
         path = self.file(name)
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        free = shutil.disk_usage(path.parent).free
-        if needed > free:
-            raise OSError(errno.ENOSPC, f"{needed} bytes needed, {free} free", str(path))
-        save_file(dict(tensors), path)
+        with open(path, "wb") as file:
+            write_safetensors(file, [(key, one.dtype, one.shape) for key, one in tensors.items()], tensors.__getitem__)
         return path
 
     def add(self, name: str, source: str | os.PathLike[str], *, link: bool = False, known: FileSpec | None = None):
@@ -248,9 +240,10 @@ class ArtifactWriter:
             mode = stat.S_IMODE(self.path.stat().st_mode) & 0o666  # according to the caller's umask
             for path in files.values():
                 if stat.S_IMODE(path.stat().st_mode) != mode:
-                    path.chmod(mode)  # safetensors writes files that only their owner can read
+                    path.chmod(mode)
                 _fsync(path)
-            _write_durably(self.path / MANIFEST_NAME, manifest_bytes(manifest))
+            (self.path / MANIFEST_NAME).write_bytes(manifest_bytes(manifest))
+            _fsync(self.path / MANIFEST_NAME)
             for directory in [*(p for p in self.path.rglob("*") if p.is_dir()), self.path]:
                 _fsync(directory)
             self.check_target()
@@ -311,13 +304,6 @@ class ArtifactWriter:
                 f"{self.target} holds {len(entries)} entries and no {MANIFEST_NAME}, so it is not an artifact; "
                 "it is left alone: choose an empty or new directory"
             )
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _fsync(path: Path) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from nxd_infer.checkpoint.archive import Archive
-from nxd_infer.checkpoint.compare import Difference, compare_checkpoints
+from nxd_infer.checkpoint.compare import compare_checkpoints
 from nxd_infer.checkpoint.export import Exported, consolidate_checkpoint, export_hugging_face
-from nxd_infer.checkpoint.folder import Checkpoint, complete_checkpoints, find_checkpoint
+from nxd_infer.checkpoint.folder import complete_checkpoints, find_checkpoint
 from nxd_infer.checkpoint.neuronx.archive import ReferenceArchive
 from nxd_infer.checkpoint.open import open_if_reference
 from nxd_infer.checkpoint.reshard import reshard_checkpoint
@@ -34,7 +34,13 @@ def inspect(path: Path, tag: str | None) -> None:
     storage = storage_of(path)
     checkpoint = find_checkpoint(storage, tag)  # raises with the fix if there is none
     listed = [checkpoint] if tag is not None or not checkpoint.folder else complete_checkpoints(storage)
-    table("", ("tag", "number", "saved", "ranks", "degrees", "files", "size"), [_row(one) for one in listed])
+    rows = []
+    for one in listed:
+        saved = datetime.datetime.fromtimestamp(one.manifest.saved_at).isoformat(" ", "seconds")
+        files, world = one.manifest.files, str(one.manifest.world_size)
+        total = size(sum(files.values()))
+        rows.append((one.tag, str(one.counter), saved, world, _degrees(one.degrees), str(len(files)), total))
+    table("", ("tag", "number", "saved", "ranks", "degrees", "files", "size"), rows)
     if tag is None:
         return
     archive = Archive(listed[0])
@@ -45,22 +51,11 @@ def inspect(path: Path, tag: str | None) -> None:
         shapes = {name: source.shape(name) for name in sorted(source.keys())}
         elements = sum(math.prod(shape) for shape in shapes.values())
         title = f"{kind}: {len(shapes)} tensors, {elements:,} elements"
-        if kind == "optimizer":
+        if kind == "model":
+            rows = [(name, str(list(shape)), dtype_name(source.dtype(name))) for name, shape in shapes.items()]
+            table(title, ("name", "shape", "type"), rows)
+        else:
             console.print(f"{title} with state")
-            continue
-        table(
-            title,
-            ("name", "shape", "type"),
-            [(name, str(list(shape)), dtype_name(source.dtype(name))) for name, shape in shapes.items()],
-        )
-
-
-def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
-    saved = datetime.datetime.fromtimestamp(checkpoint.manifest.saved_at).isoformat(" ", "seconds")
-    files = checkpoint.manifest.files
-    world = str(checkpoint.manifest.world_size)
-    total = size(sum(files.values()))
-    return checkpoint.tag, str(checkpoint.counter), saved, world, _degrees(checkpoint.degrees), str(len(files)), total
 
 
 def _degrees(degrees: dict[str, int]) -> str:
@@ -80,18 +75,19 @@ def _inspect_reference(archive: ReferenceArchive) -> None:
     table(f"model: {len(rows)} tensors per tensor-parallel rank", ("name", "shape on a rank", "type"), rows)
 
 
-def consolidate(path: Path, out: Path, **options: Any) -> None:
-    """Call :func:`consolidate_checkpoint`; print what was written."""
-    with slow_bar() as progress:
-        done = consolidate_checkpoint(path, out, progress=progress, **options)
-    _print_written(done)
+def _told(export: Callable[..., Exported]) -> Callable[..., None]:
+    """Return ``export`` with a bar, and printing what was written."""
+
+    def run(*arguments: Any, **options: Any) -> None:
+        with slow_bar() as progress:
+            done = export(*arguments, progress=progress, **options)
+        console.print(f"wrote {done.weights}, {size(done.weights.stat().st_size)}", markup=False, soft_wrap=True)
+        _print_notes(done.notes)
+
+    return run
 
 
-def export_hf(path: Path, out: Path, config: Path, **options: Any) -> None:
-    """Call :func:`export_hugging_face`; print what was written."""
-    with slow_bar() as progress:
-        done = export_hugging_face(path, out, config, progress=progress, **options)
-    _print_written(done)
+consolidate, export_hf = _told(consolidate_checkpoint), _told(export_hugging_face)
 
 
 def reshard(path: Path, out: Path, **options: Any) -> None:
@@ -104,11 +100,6 @@ def reshard(path: Path, out: Path, **options: Any) -> None:
     console.print(
         f"{done.where}: {done.tensors} tensors for {ranks} rank(s), {now} (was {_degrees(done.before)})", markup=False
     )
-
-
-def _print_written(done: Exported) -> None:
-    console.print(f"wrote {done.weights}, {size(done.weights.stat().st_size)}", markup=False, soft_wrap=True)
-    _print_notes(done.notes)
 
 
 def _print_notes(notes: Sequence[str]) -> None:
@@ -124,7 +115,15 @@ def diff(first: Path, second: Path, tolerance: float, **options: Any) -> int:
         console.print(f"{side}: {place}", markup=False, soft_wrap=True)
     different = result.differences
     if different:
-        rows = [(one.name, one.kind, one.problem, *_numbers(one)) for one in different[:SHOWN]]
+        rows = [
+            (
+                one.name,
+                one.kind,
+                one.problem,
+                *(("", "") if one.fatal else (f"{one.largest:.3g}", f"{one.relative:.3g}")),
+            )
+            for one in different[:SHOWN]
+        ]
         table("", ("tensor", "of", "what", "max |a-b|", "relative"), rows)
     if len(different) > SHOWN:
         console.print(f"... and {len(different) - SHOWN} more")
@@ -138,7 +137,3 @@ def diff(first: Path, second: Path, tolerance: float, **options: Any) -> int:
             f"only {'A' if result.optimizers[0] else 'B'} has optimizer state: pass --weights-only to ignore it"
         )
     return int(bool(beyond))
-
-
-def _numbers(one: Difference) -> tuple[str, str]:
-    return ("", "") if one.fatal else (f"{one.largest:.3g}", f"{one.relative:.3g}")

@@ -11,7 +11,6 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from nxd_infer.util import progress
 from nxd_infer.util.progress_bar import progress_bar
 
 console = Console(highlight=False)
@@ -31,35 +30,33 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
-@contextmanager
-def bar(on: Console = console, *, drawn: bool = True) -> Iterator[Progress]:
-    """Show progress: a bar if the total is known, otherwise a spinner with elapsed time. With ``drawn=False`` nothing
-    is drawn, for callers that print lines instead."""
-    with progress_bar(on, drawn=drawn) as display:
-        yield display
+class Bars:
+    """Draws the progress of work that reports it (:class:`nxd_infer.util.progress.Progress`), a bar for each stage."""
+
+    def __init__(self, display: Progress):
+        self.display = display
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
+        if stage not in self._tasks:
+            self._tasks[stage] = self.display.add_task(stage, note=note)
+        self.display.update(self._tasks[stage], completed=done, total=total or None, note=note)
 
 
 @contextmanager
-def slow_bar(after: float = 2.0) -> Iterator[progress.Progress]:
+def slow_bar(after: float = 2.0) -> Iterator[Bars]:
     """Yield what draws a bar for each stage of the work, if it takes longer than ``after`` seconds."""
-    bars = progress_bar(console)
-    tasks: dict[str, TaskID] = {}
-
-    def report(stage: str, done: int, total: int, note: str = "") -> None:
-        if stage not in tasks:
-            tasks[stage] = bars.add_task(stage, total=total or None, note=note)
-        bars.update(tasks[stage], completed=done, total=total or None, note=note)
-
-    timer = threading.Timer(after, bars.start)
+    display = progress_bar(console)
+    timer = threading.Timer(after, display.start)
     timer.daemon = True
     timer.start()
     try:
-        yield report
+        yield Bars(display)
     finally:
         timer.cancel()
         timer.join()
-        if bars.live.is_started:
-            bars.stop()
+        if display.live.is_started:
+            display.stop()
 
 
 @contextmanager
@@ -67,7 +64,7 @@ def spinner(description: str, on: Console = console, *, line: bool = False) -> I
     """Show on a terminal that work of unknown length is in progress; with ``line`` also elsewhere, by a line."""
     if line and not on.is_terminal:
         on.print(f"{description} ...", markup=False)
-    with bar(on, drawn=on.is_terminal) as display:
+    with progress_bar(on, drawn=on.is_terminal) as display:
         task = display.add_task(description, total=None, note="")
         yield
         display.update(task, total=1, completed=1)

@@ -19,6 +19,8 @@ from nxd_infer.util.processors import available_cores, compute_threads, processo
 from nxd_infer.util.units import size
 from nxd_models import registry as models
 
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
+"""Those of a processor that matter here."""
 OPTIONAL = {
     "fastapi": "serving: pip install 'nxd-infer[server]'",
     "uvicorn": "serving: pip install 'nxd-infer[server]'",
@@ -29,12 +31,6 @@ OPTIONAL = {
     "gguf": "GGUF files as models: pip install 'nxd-infer[hf]'",
     "cloudpickle": "tracing functions defined in a notebook: pip install cloudpickle",
 }
-
-
-def instructions() -> str:
-    """Those of the processor's that matter here."""
-    wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
-    return " ".join(flag for flag in wanted if flag in cpu_features()) or "none of the relevant ones"
 
 
 def cores() -> str:
@@ -71,14 +67,6 @@ def row(name: str, runs: Availability, traces: Availability) -> tuple[str, ...]:
     return (name, "yes" if runs else "no", "yes" if traces else "no", packages or "-", devices or "-")
 
 
-def remarks(runs: Availability, traces: Availability) -> list[str]:
-    """Return what a backend cannot do here and what to do about it, a sentence each."""
-    found = [] if runs else [f"cannot run: {runs.reason}"]
-    if not traces and traces.reason != runs.reason:
-        found.append(f"cannot trace: {traces.reason}")
-    return [*found, *([runs.limits] if runs.limits else [])]
-
-
 def model_types() -> tuple[str, list[str]]:
     """Return the model types that can be read, and what is wrong with those of other packages."""
     broken = []
@@ -98,7 +86,10 @@ def run() -> int:
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("torch", version_of("torch") or "missing"),
         ("cores", cores()),
-        ("cpu features", instructions()),
+        (
+            "cpu features",
+            " ".join(flag for flag in INSTRUCTIONS if flag in cpu_features()) or "none of the relevant ones",
+        ),
         ("memory", f"{size(available_memory())} free of {size(total_memory())}"),
         (
             "C++ compiler",
@@ -123,11 +114,15 @@ def run() -> int:
     probes = {name: probe(name) for name in registry.names()}
     columns = ("backend", "runs", "traces", "packages", "runs on")
     table("Backends", columns, [row(name, *found) for name, found in probes.items()])
-    for name, found in probes.items():
-        for text in remarks(*found):
+    for name, (runs, traces) in probes.items():
+        texts = [] if runs else [f"cannot run: {runs.reason}"]
+        if not traces and traces.reason != runs.reason:
+            texts.append(f"cannot trace: {traces.reason}")
+        texts += [runs.limits] if runs.limits else []
+        if traces and (known := registry.get(name).targets):
+            texts.append(f"--target {', '.join(known)}")
+        for text in texts:
             verbatim(f"{name}: {text}", end="\n")
-        if found[1] and (known := registry.get(name).targets):
-            verbatim(f"{name}: --target {', '.join(known)}", end="\n")
     families, broken = model_types()
     for text in (families, *broken):
         verbatim(f"models: {text}", end="\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from nxd_infer.cli.console import aside, spinner, verbatim
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.hugging_face.tokenizer import TOKENIZER
 from nxd_infer.trace import load_artifact
-from nxd_server import LLM, RequestOutput
+from nxd_server import LLM
 from nxd_server.engine.generation_engine import Engine
 from nxd_server.engine.sampling_params import SamplingParams
 
@@ -40,18 +41,18 @@ def run(
             f"{artifact} has no tokenizer.json: put the tokenizer's files into the model's directory and trace again"
         )
 
-    def answers(llm: LLM) -> list[RequestOutput]:
-        rooms = [max_tokens or min(DEFAULT_MAX_TOKENS, llm.room(prompt)) for prompt in prompts]
-        values = {"temperature": 0.0, **llm.sampling_defaults, **typed}
-        return llm.generate(prompts, [SamplingParams(max_tokens=room, **values) for room in rooms])
-
     given = {"speculate": speculate, "allow_kernel": allow_kernel, "generation_defaults": generation_defaults}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if as_json:
-        with LLM(artifact, **options) as llm:
-            outputs = answers(llm)
-        for output in outputs:
-            answer = output.outputs[0]
+    waiting = nullcontext() if as_json else spinner("loading and answering", aside)
+    with waiting, LLM(artifact, **options) as llm:
+        rooms = [max_tokens or min(DEFAULT_MAX_TOKENS, llm.room(prompt)) for prompt in prompts]
+        values = {"temperature": 0.0, **llm.sampling_defaults, **typed}
+        outputs = llm.generate(prompts, [SamplingParams(max_tokens=room, **values) for room in rooms])
+        assert isinstance(llm.engine, Engine)  # generate() has rejected any other
+        stats = llm.engine.stats()
+    for output in outputs:
+        answer = output.outputs[0]
+        if as_json:
             record = {
                 "prompt": output.prompt,
                 "text": answer.text,
@@ -59,18 +60,12 @@ def run(
                 "finish_reason": answer.finish_reason,
             }
             print(json.dumps(record, ensure_ascii=False))
-        return
-    with spinner("loading and answering", aside), LLM(artifact, **options) as llm:
-        outputs = answers(llm)
-        assert isinstance(llm.engine, Engine)  # generate() has rejected any other
-        stats = llm.engine.stats()
-    for output in outputs:
-        answer = output.outputs[0]
+            continue
         verbatim(output.prompt or "", bold=True)
         verbatim(answer.text, end="\n")
         aside.print(
             f"[{len(answer.token_ids)} tokens, finish reason {answer.finish_reason}]", style="dim", markup=False
         )
-    if speculate:
-        found = f"[speculation: {stats.accepted_tokens} of {stats.draft_tokens} guessed tokens were right]"
-        aside.print(found, style="dim", markup=False)
+    if speculate and not as_json:
+        right = f"[speculation: {stats.accepted_tokens} of {stats.draft_tokens} guessed tokens were right]"
+        aside.print(right, style="dim", markup=False)

@@ -22,7 +22,7 @@ from nxd_infer.errors import NxdError
 from nxd_infer.trace.options import RecompileOptions, TraceOptions
 from nxd_infer.util.options import Option, command_options, declared, flag_of, problem_of
 from nxd_models.serving.task_options import TaskOptions
-from nxd_server.settings import PREFIX, SOURCE, ServerSettings
+from nxd_server.settings import PREFIX, SOURCE, ServerSettings, load_settings
 
 
 class Commands(typer.core.TyperGroup):
@@ -196,7 +196,9 @@ def serve(
     Every option is also a variable (--max-choices: NXD_INFER_MAX_CHOICES) and a line of --config (max_choices); an
     option comes before a variable, and that before the file.
     """
-    raise typer.Exit(cli.serve.run(artifact, config, given))
+    from nxd_server.app import run  # slow: what answers HTTP
+
+    raise typer.Exit(run.serve(artifact, load_settings(config, **given)))
 
 
 @app.command(epilog='Example:  nxd-infer generate ./artifact "The with statement" --max-tokens 64')
@@ -307,7 +309,9 @@ def demo(
     **given: Any,
 ) -> None:
     """Run everything end to end on this machine's CPU: train, trace, save, load, serve, query."""
-    cli.demo.run.run(directory, seconds, tp, given["backend"] or registry.DEFAULT, small)
+    from nxd_infer.cli.demo import run  # slow: torch
+
+    run.run(directory, seconds, tp, given["backend"] or registry.DEFAULT, small)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from nxd_infer.backends import registry
 from nxd_infer.backends.base import quantization_of
 from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.cli import stop
-from nxd_infer.cli.console import bar, console, duration, spinner
+from nxd_infer.cli.console import Bars, console, duration, spinner
 from nxd_infer.errors import TraceConfigError
 from nxd_infer.hugging_face import weights as hf
 from nxd_infer.hugging_face.gguf_file import find_gguf, model_directory
@@ -28,9 +28,11 @@ from nxd_infer.util.dtypes import dtype_of
 from nxd_infer.util.memory import available_memory, total_memory
 from nxd_infer.util.options import from_command
 from nxd_infer.util.processors import processors
+from nxd_infer.util.progress_bar import progress_bar
 from nxd_infer.util.units import size
 from nxd_models.serving import tasks
 from nxd_models.serving.task_options import TaskOptions
+from nxd_models.serving.task_plan import TaskPlan
 
 DTYPE = "bfloat16"
 """Where the command does not say."""
@@ -38,40 +40,24 @@ LINE_EVERY = 10.0
 """Seconds between two lines of one stage when the output is not a terminal."""
 
 
-def note_ignored(report: Mapping[str, Any]) -> None:
-    """Name the words of ``compiler_args`` that are for another compiler than the backend's."""
-    if words := report["ignored_compiler_args"]:
-        console.print(f"note: ignored options of the Neuron compiler: {' '.join(words)}", markup=False)
-
-
-class TraceProgress:
-    """Draws the progress of ``parallel_model_trace``: one line per stage, with a bar if the total is known.
-
-    If the output is not a terminal (a log, CI), it prints a line when a stage starts and ends, and some in between.
-    """
+class TraceProgress(Bars):
+    """Draws the progress of ``parallel_model_trace``; if the output is not a terminal (a log, CI), it prints a line
+    when a stage starts and ends, and some in between."""
 
     def __init__(self, display: Any, line_every: float = LINE_EVERY):
-        self.display = display
+        super().__init__(display)
         self.line_every = line_every
-        self.tasks: dict[str, Any] = {}
         self.printed: dict[str, tuple[float, int]] = {}
 
     def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
         stop.check()
-        if stage not in self.tasks:
-            self.tasks[stage] = self.display.add_task(stage, total=total or None, note=note)
-        self.display.update(self.tasks[stage], completed=done, total=total or None, note=note)
-        if not self.display.console.is_terminal and self._is_due(stage, done, total):
+        super().__call__(stage, done, total, note)
+        now, (when, said) = time.monotonic(), self.printed.get(stage, (-math.inf, 0))
+        due = now - when >= self.line_every or (done >= total and done != said)
+        if due and not self.display.console.is_terminal:
+            self.printed[stage] = now, done
             count = f" {done} of {total}" if total else ""
             self.display.console.print(f"{stage}{count}{f' ({note})' if note else ''}", markup=False)
-
-    def _is_due(self, stage: str, done: int, total: int) -> bool:
-        now = time.monotonic()
-        when, said = self.printed.get(stage, (-math.inf, 0))
-        if now - when < self.line_every and (done < total or done == said):
-            return False
-        self.printed[stage] = now, done
-        return True
 
 
 def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) -> dict[str, float]:
@@ -106,49 +92,16 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
     start = time.monotonic()
     planned = trace.trace_plan(**arguments)
     console.print(planned.table(), markup=False)
-    if (library := plan.metadata.get("model_impl")) is not None:
-        kind = plan.metadata["model_type"]
-        console.print(f"note: {library}' own {kind} module is traced, split by its plan (docs/transformers.md)")
-    if plan.metadata.get("encodes_prompts"):
-        longest = plan.metadata["max_len"]
-        console.print(
-            f"note: prompts are read whole, by the encoder, so there is a bucket for the longest, {longest} tokens"
-        )
-    for length in requested.prompt_buckets:
-        if length > plan.metadata["max_len"]:
-            longest = plan.metadata["max_len"]
-            what = "prompt and answer" if plan.task == "generate" else "text"
-            console.print(f"note: the bucket of {length} tokens is reduced to the longest {what}, {longest}")
-    if TOKENIZER not in plan.files:
-        console.print(
-            f"note: {model_dir} has no tokenizer.json, nor any other tokenizer's files: the artifact can only be used "
-            "through LLM, with token ids",
-            markup=False,
-        )
-    total = total_memory()
-    if planned.serve_bytes is not None and planned.serve_bytes > total:
-        console.print(f"note: serving needs about {size(planned.serve_bytes)}; this machine has {size(total)}")
-    free = available_memory()
-    if planned.trace_peak_bytes is not None and planned.trace_peak_bytes - planned.program_bytes > free:
-        console.print(f"note: tracing needs about {size(planned.trace_peak_bytes)}; this machine has {size(free)} free")
-    cores = processors()
-    if (ranks := planned.tp_degree * planned.pp_degree) > cores:
-        console.print(f"note: {ranks} ranks share this machine's {cores} cores")
+    for note in _notes(model_dir, plan, planned, requested.prompt_buckets):
+        console.print(f"note: {note}", markup=False)
     if plan_only:
         return {}
     if (out / MANIFEST_NAME).exists():
         console.print(f"note: the artifact in {out} will be replaced once the new one is complete", markup=False)
-    with bar(drawn=console.is_terminal) as display:
+    with progress_bar(console, drawn=console.is_terminal) as display:
         model = trace.parallel_model_trace(**arguments, artifact_dir=out, progress=TraceProgress(display))
-    report = model.trace_report
-    note_ignored(report)
-    seconds = time.monotonic() - start
     on_disk = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    console.print(
-        f"wrote {out}: {report['graphs']} graphs ({report['compiled']} compiled now), "
-        f"{size(on_disk)}, in {duration(seconds)}",
-        markup=False,
-    )
+    seconds = _print_written(out, model.trace_report, f", {size(on_disk)}", start)
     if form := quantization_of(model.manifest, backend):
         weights = model.manifest.weights
         rounded = [spec for spec in weights if spec.encoding == form.encoding]
@@ -159,25 +112,51 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
             f"{form.name}: {whose.format(len(rounded))} {len(weights)} weights so, "
             f"{size(before - saved)} instead of {size(before)} in total; `nxd-infer verify` measures the accuracy"
         )
-    return {
-        "seconds": seconds,
-        "graphs": report["graphs"],
-        "compiled": report["compiled"],
-        "bytes": on_disk,
-    }
+    return {**{name: model.trace_report[name] for name in ("graphs", "compiled")}, "seconds": seconds, "bytes": on_disk}
+
+
+def _notes(model_dir: Path, plan: TaskPlan, planned: trace.TracePlan, prompt_buckets: Sequence[int]) -> Iterator[str]:
+    """Yield what a user may not expect of a trace."""
+    longest = plan.metadata["max_len"]
+    if (library := plan.metadata.get("model_impl")) is not None:
+        kind = plan.metadata["model_type"]
+        yield f"{library}' own {kind} module is traced, split by its plan (docs/transformers.md)"
+    if plan.metadata.get("encodes_prompts"):
+        yield f"prompts are read whole, by the encoder, so there is a bucket for the longest, {longest} tokens"
+    for length in prompt_buckets:
+        if length > longest:
+            what = "prompt and answer" if plan.task == "generate" else "text"
+            yield f"the bucket of {length} tokens is reduced to the longest {what}, {longest}"
+    if TOKENIZER not in plan.files:
+        yield (
+            f"{model_dir} has no tokenizer.json, nor any other tokenizer's files: the artifact can only be used "
+            "through LLM, with token ids"
+        )
+    total, free, cores = total_memory(), available_memory(), processors()
+    if planned.serve_bytes is not None and planned.serve_bytes > total:
+        yield f"serving needs about {size(planned.serve_bytes)}; this machine has {size(total)}"
+    if planned.trace_peak_bytes is not None and planned.trace_peak_bytes - planned.program_bytes > free:
+        yield f"tracing needs about {size(planned.trace_peak_bytes)}; this machine has {size(free)} free"
+    if (ranks := planned.tp_degree * planned.pp_degree) > cores:
+        yield f"{ranks} ranks share this machine's {cores} cores"
+
+
+def _print_written(out: Path, report: Mapping[str, Any], more: str, start: float) -> float:
+    """Print what was written into ``out`` since ``start``, with ``more`` about it; return the seconds."""
+    if words := report["ignored_compiler_args"]:  # for another compiler than the backend's
+        console.print(f"note: ignored options of the Neuron compiler: {' '.join(words)}", markup=False)
+    seconds = time.monotonic() - start
+    graphs = f"{report['graphs']} graphs ({report['compiled']} compiled now)"
+    console.print(f"wrote {out}: {graphs}{more}, in {duration(seconds)}", markup=False)
+    return seconds
 
 
 def recompile(artifact: Path, out: Path, given: dict[str, Any]) -> None:
     """Write ``out``; print what was compiled and for which target. ``given``: RecompileOptions by name, or None."""
     start = time.monotonic()
-    with bar(drawn=console.is_terminal) as display:
-        arguments = from_command(RecompileOptions, given)
+    arguments = from_command(RecompileOptions, given)
+    with progress_bar(console, drawn=console.is_terminal) as display:
         report = trace.parallel_model_recompile(artifact, out, **arguments, progress=TraceProgress(display))
-    note_ignored(report)
     manifest = trace.load_artifact(out, verify=False, runs_here=False).manifest
     made_for = ", ".join([manifest.backend, *(value for value in manifest.target.values() if isinstance(value, str))])
-    console.print(
-        f"wrote {out}: {report['graphs']} graphs ({report['compiled']} compiled now) for {made_for}, "
-        f"in {duration(time.monotonic() - start)}",
-        markup=False,
-    )
+    _print_written(out, report, f" for {made_for}", start)

@@ -53,7 +53,10 @@ def _serve(control: socket.socket) -> dict[str, Any] | None:
         for descriptor, _ in events:
             if descriptor in children:
                 poll.unregister(descriptor)
-                _report(descriptor, *children.pop(descriptor))
+                os.close(descriptor)
+                pid, status = children.pop(descriptor)
+                _kill_group(pid)  # before its pid is let go
+                _say(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
                 continue
             packet, descriptors, _, _ = socket.recv_fds(control, 16, MOST_DESCRIPTORS + 4)
             if not packet:
@@ -78,13 +81,6 @@ def _serve(control: socket.socket) -> dict[str, Any] | None:
             for other in others:
                 os.close(other)
     return None
-
-
-def _report(pidfd: int, pid: int, status: int) -> None:
-    """A child has ended: end what it has started, let its pid go, and say how it ended."""
-    os.close(pidfd)
-    _kill_group(pid)
-    _say(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def _say(status: int, number: int) -> None:

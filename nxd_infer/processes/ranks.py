@@ -64,11 +64,9 @@ def _raise_first_failure(ranks: Sequence[ChildProcess], log: Path | None) -> Non
     failed = [number for number, rank in enumerate(ranks) if rank.returncode]
     if failed:  # of several, one that was killed did not fail because of another
         number = min(failed, key=lambda number: (ranks[number].returncode or 0) > 0)
-        end = "" if log is None else f"; the end of {log}:\n{_said_once(log)}"
+        end = ""
+        if log is not None:
+            lines = end_of_log(log).splitlines()  # an error that several ranks have met stands there once
+            once = [line for at, line in enumerate(lines) if not line.startswith("error: ") or line not in lines[:at]]
+            end = "\n".join([f"; the end of {log}:", *once])
         raise RankFailedError(f"rank {number} {ranks[number].explain()}{end}", number)
-
-
-def _said_once(log: Path) -> str:
-    """The end of the log, where an error that several ranks have met stands once."""
-    lines = end_of_log(log).splitlines()
-    return "\n".join(line for at, line in enumerate(lines) if not line.startswith("error: ") or line not in lines[:at])

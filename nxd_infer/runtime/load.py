@@ -35,24 +35,19 @@ def load_artifact(
     """
 
     def check(root: Path, manifest: Manifest) -> None:
-        _check_torch(root, manifest)
+        recorded, installed = manifest.versions.get("torch", ""), torch_version()
+        if torch_minor(recorded) != torch_minor(installed):
+            raise ArtifactVersionError(
+                f"the artifact {root} was compiled with torch {recorded or 'of an unknown version'} and this is torch "
+                f"{installed}: compiled graphs need the same major.minor; install torch {torch_minor(recorded)} or "
+                "trace again"
+            )
         if runs_here:
             _check_backend(root, manifest, backend, probe=not later)
 
     return read_artifact(
         path, verify=verify, expect_digest=expect_digest, temporary=temporary, later=later, check=check
     )
-
-
-def _check_torch(root: Path, manifest: Manifest) -> None:
-    """Raise ArtifactVersionError if it was compiled with another version of torch."""
-    recorded, installed = manifest.versions.get("torch", ""), torch_version()
-    if torch_minor(recorded) != torch_minor(installed):
-        raise ArtifactVersionError(
-            f"the artifact {root} was compiled with torch {recorded or 'of an unknown version'} and this is torch "
-            f"{installed}: compiled graphs need the same major.minor; install torch {torch_minor(recorded)} or "
-            "trace again"
-        )
 
 
 def _check_backend(root: Path, manifest: Manifest, backend: str | None, probe: bool) -> None:
@@ -64,8 +59,8 @@ def _check_backend(root: Path, manifest: Manifest, backend: str | None, probe: b
             f"load it without a backend, or trace again with backend={backend!r}"
         )
     try:
-        found = registry.get(manifest.backend)
-        answer = found.probe() if probe else None
+        own = registry.get(manifest.backend)
+        answer = own.probe() if probe else None
     except (NxdError, ImportError) as error:
         raise ArtifactBackendError(
             f"the artifact {root} needs the backend {manifest.backend!r}, which is not installed here: {error}"
@@ -74,8 +69,8 @@ def _check_backend(root: Path, manifest: Manifest, backend: str | None, probe: b
         raise ArtifactBackendError(
             f"the artifact {root} needs the backend {manifest.backend!r}, which cannot run here: {answer.reason}"
         )
-    check_encodings(root, manifest, found)
+    check_encodings(root, manifest, own)
     try:
-        found.check_target(manifest.target, manifest.versions)
+        own.check_target(manifest.target, manifest.versions)
     except (ArtifactVersionError, ArtifactCorruptError) as error:
         raise type(error)(f"the artifact {root} {error}") from error

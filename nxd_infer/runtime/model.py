@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 from torch import Tensor, nn
 
-from nxd_infer.artifact.manifest import BucketSpec, weight_name
+from nxd_infer.artifact.manifest import weight_name
 from nxd_infer.artifact.rank_weights import replace_weights
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.artifact.structure import filled
@@ -108,8 +108,11 @@ class TensorParallelModel(nn.Module, RankModel):
     def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
         """Run the bucket that the inputs route to. For inputs, result and errors see the class."""
         route = self._router.route(inputs, named)
-        outputs = self._run(route, None)
-        return _returned(self.buckets[route.bucket], outputs)
+        outputs, bucket = self._run(route, None), self.buckets[route.bucket]
+        if bucket.structure is None:
+            return tuple(outputs)
+        named = {spec.name: output for spec, output in zip(bucket.outputs, outputs, strict=True)}
+        return filled(bucket.structure, named)
 
     def run_bucket(self, name: str, inputs: Mapping[str, Any], *, timeout: float | None = None) -> dict[str, Any]:
         """Run bucket ``name`` with inputs of exactly its shapes; no routing, no padding. Returns outputs by name.
@@ -223,10 +226,3 @@ def parallel_model_load(
     """
     artifact = load_artifact(load_dir, verify=verify, expect_digest=expect_digest, backend=backend)
     return TensorParallelModel(artifact, call_timeout=call_timeout, start_timeout=start_timeout, **options)
-
-
-def _returned(bucket: BucketSpec, outputs: list[Tensor]) -> Any:
-    """Return outputs in the form that the traced module returned."""
-    if bucket.structure is None:
-        return tuple(outputs)
-    return filled(bucket.structure, {spec.name: output for spec, output in zip(bucket.outputs, outputs, strict=True)})

@@ -21,12 +21,12 @@ from nxd_infer.errors import BucketError, InputMismatchError, ModelClosedError
 from nxd_infer.runtime.ipc.arena import InputBlock
 from nxd_infer.runtime.ipc.channel import Kind
 from nxd_infer.runtime.ranks import CallLock, PendingStep, RankHealth, Ranks, free_side
-from nxd_infer.runtime.supervisor.cores import check_degree, default_threads
+from nxd_infer.runtime.supervisor.cores import default_threads
 from nxd_infer.runtime.supervisor.supervisor import Supervisor
 from nxd_infer.runtime.time_bounds import Bounds, check_seconds
 from nxd_infer.runtime.updates.swap import WeightSwaps
 from nxd_infer.util.options import whole_number
-from nxd_infer.util.processors import processors
+from nxd_infer.util.processors import check_degree, processors
 
 if TYPE_CHECKING:
     from torch import Tensor

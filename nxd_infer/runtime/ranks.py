@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import ModelClosedError, StepsPendingError
 from nxd_infer.runtime.ipc.arena import Side
@@ -38,35 +39,63 @@ class RankHealth:
     """Seconds since the last exchange began; None before the first."""
 
 
-class Ranks(Protocol):
-    """Runs the graphs: in processes (:class:`Supervisor`) or, at degree 1, in this one (:class:`LocalRank`)."""
+class Ranks(ABC):
+    """Runs the graphs: in processes (:class:`Supervisor`) or, at degree 1, in this one (:class:`LocalRank`).
+
+    Not thread-safe: the model's lock serialises its callers.
+    """
+
+    failure: BaseException | None = None
+    """The error that ended the ranks, if any."""
 
     @property
+    @abstractmethod
     def sides(self) -> Sequence[Any]:
         """Places for a step's inputs and outputs."""
-        ...
 
-    @property
-    def failure(self) -> BaseException | None:
-        """The error that ended the ranks, if any."""
-        ...
+    @abstractmethod
+    def start(self) -> None:
+        """Start every rank, and wait until all have loaded their graphs."""
 
-    def start(self) -> None: ...
-    def exchange(
+    @abstractmethod
+    def begin(
         self,
         kind: Kind,
         bucket: int = 0,
+        side: int = 0,
         *,
+        fds: Sequence[int] = (),
         timeout: float | None = None,
-        fds: list[int] | None = None,
         fatal: bool = True,
-    ) -> None: ...
-    def begin(self, kind: Kind, bucket: int = 0, side: int = 0, *, timeout: float | None = None) -> Any: ...
-    def finish(self, exchange: Any, timeout: float | None = None) -> None: ...
-    def settle(self) -> None: ...
-    def check(self) -> None: ...
+    ) -> Any:
+        """Have every rank do one thing after another; ``fds`` holds one descriptor for each rank. ``timeout``: time
+        limit in seconds. With ``fatal=False`` a rank that raises leaves the ranks running."""
+
+    @abstractmethod
+    def finish(self, exchange: Any) -> None:
+        """Wait until every rank has done what ``begin`` returned. Idempotent."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait for all that was begun, so that the ranks are idle and the arena is free."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise ModelClosedError unless the ranks can be called."""
+
+    @abstractmethod
     def health(self) -> list[RankHealth]: ...
-    def close(self) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """End every rank. Idempotent."""
+
+    def exchange(
+        self, kind: Kind, *, timeout: float | None = None, fds: Sequence[int] = (), fatal: bool = True
+    ) -> None:
+        """Have every rank do one thing, with no other pending, and wait for it."""
+        self.settle()
+        self.finish(self.begin(kind, timeout=timeout, fds=fds, fatal=fatal))
 
 
 class CallLock:

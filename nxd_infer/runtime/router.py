@@ -39,14 +39,21 @@ class Router:
     def __init__(self, buckets: Sequence[BucketSpec], kernel: BucketKernel | None = None):
         self.buckets = list(buckets)
         self.kernel = kernel
-        order = sorted(range(len(self.buckets)), key=lambda i: (elements(self.buckets[i]), i))
-        self._by_size = order
+        self._by_size = sorted(range(len(self.buckets)), key=lambda i: (elements(self.buckets[i]), i))
 
     def route(self, positional: Sequence[Tensor], named: Mapping[str, Tensor]) -> Route:
         """Choose the bucket for a call. Raises InputMismatchError, or BucketError with the bucket table."""
         if self.kernel is not None:
             return self._route_by_kernel(positional, named)
-        candidates = self._by_names(positional, named)
+        candidates: list[tuple[int, Mapping[str, Tensor]]] = []
+        problems = []
+        for index in self._by_size:
+            try:
+                candidates.append((index, bind(self.buckets[index], positional, named)))
+            except InputMismatchError as error:
+                problems.append(error)
+        if not candidates:
+            raise InputMismatchError(f"{problems[0]}{self._table()}")
         for index, inputs in candidates:
             check_tensors(inputs)
             if all(fits(spec, inputs[spec.name]) for spec in self.buckets[index].inputs if spec.name in inputs):
@@ -58,10 +65,10 @@ class Router:
         """Route to bucket ``index``, with inputs of exactly its shapes. Raises InputMismatchError."""
         bucket = self.buckets[index]
         check_tensors(inputs)
-        inputs, problem = bind(bucket, [], inputs)
-        problem = problem or _missing(bucket, inputs)
-        if problem:
-            raise InputMismatchError(f"bucket {bucket.name!r}: {problem}")
+        try:
+            inputs = bind(bucket, [], inputs)
+        except InputMismatchError as error:
+            raise InputMismatchError(f"bucket {bucket.name!r}: {error}") from None
         for spec in bucket.inputs:
             tensor = inputs.get(spec.name)
             if tensor is None:
@@ -75,40 +82,22 @@ class Router:
         check_ranges(bucket.inputs, inputs)
         return Route(index, inputs)
 
-    def _by_names(
-        self, positional: Sequence[Tensor], named: Mapping[str, Tensor]
-    ) -> list[tuple[int, Mapping[str, Tensor]]]:
-        """Return the buckets that take arguments of these names and number, smallest first."""
-        found, problems = [], []
-        for index in self._by_size:
-            bucket = self.buckets[index]
-            inputs, problem = bind(bucket, positional, named)
-            problem = problem or _missing(bucket, inputs)
-            if problem:
-                problems.append(problem)
-            else:
-                found.append((index, inputs))
-        if not found:
-            raise InputMismatchError(f"{problems[0]}\nThe buckets:\n{bucket_table(self.buckets)}")
-        return found
+    def _table(self) -> str:
+        return f"\nThe buckets:\n{bucket_table(self.buckets)}"
 
     def _no_fit(self, candidates: Sequence[tuple[int, Mapping[str, Tensor]]]) -> InputMismatchError:
         """Return the error: a dtype that no bucket takes, else the shapes with the table."""
         for index, inputs in candidates:
             for spec in self.buckets[index].inputs:
                 tensor = inputs.get(spec.name)
-                if tensor is not None and all(
-                    dtype_name(tensor.dtype) != other.dtype
-                    for i, _ in candidates
-                    for other in self.buckets[i].inputs
-                    if other.name == spec.name
-                ):
+                every = (other for i, _ in candidates for other in self.buckets[i].inputs)
+                taken = {other.dtype for other in every if other.name == spec.name}
+                if tensor is not None and dtype_name(tensor.dtype) not in taken:
                     return InputMismatchError(_dtype_text(spec, tensor, ""))
-        inputs = candidates[0][1]
-        given = ", ".join(f"{name}: {dtype_name(t.dtype)}{list(t.shape)}" for name, t in inputs.items())
+        called = ", ".join(f"{name}: {dtype_name(t.dtype)}{list(t.shape)}" for name, t in candidates[0][1].items())
         shapes = [{spec.name: list(spec.shape) for spec in bucket.inputs} for bucket in self.buckets]
         return BucketError(
-            f"no bucket fits {given}. The buckets (<= marks dimensions that are padded):\n"
+            f"no bucket fits {called}. The buckets (<= marks dimensions that are padded):\n"
             f"{bucket_table(self.buckets)}\n"
             "Trace a bucket of that shape, or declare in nxd_inputs which dimensions may be padded",
             shapes,
@@ -116,57 +105,45 @@ class Router:
 
     def _route_by_kernel(self, positional: Sequence[Tensor], named: Mapping[str, Tensor]) -> Route:
         assert self.kernel is not None
-        given, problem = bind(self.buckets[0], positional, named)
-        if problem:
-            raise InputMismatchError(problem)
-        check_tensors(given)
+        inputs = bind(self.buckets[0], positional, named, complete=False)
+        check_tensors(inputs)
         try:
-            tensors, chosen = self.kernel(list(given.values()))
+            tensors, chosen = self.kernel(list(inputs.values()))
         except NxdError:
             raise  # the ranks that run the kernel failed
         except RuntimeError as error:
-            table = bucket_table(self.buckets)
-            raise BucketError(f"the bucket kernel raised: {error}\nThe buckets:\n{table}") from error
+            raise BucketError(f"the bucket kernel raised: {error}{self._table()}") from error
         index = int(chosen)
         if not 0 <= index < len(self.buckets):
-            raise BucketError(
-                f"the bucket kernel chose bucket {index} of {len(self.buckets)}:\n{bucket_table(self.buckets)}"
-            )
-        inputs, problem = bind(self.buckets[index], tensors, {})
-        if problem:
-            raise BucketError(f"the bucket kernel's result does not fit its bucket: {problem}")
+            raise BucketError(f"the bucket kernel chose bucket {index} of {len(self.buckets)}{self._table()}")
         try:
-            return self.exact(index, inputs)
+            return self.exact(index, bind(self.buckets[index], tensors, {}, complete=False))
         except InputRangeError:
             raise  # the caller's value is at fault, not the kernel
         except InputMismatchError as error:
-            raise BucketError(
-                f"the bucket kernel's result does not fit its bucket: {error}\n"
-                f"The buckets:\n{bucket_table(self.buckets)}"
-            ) from error
+            raise BucketError(f"the bucket kernel's result does not fit its bucket: {error}{self._table()}") from error
 
 
 def bind(
-    bucket: BucketSpec, positional: Sequence[Tensor], named: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], str]:
-    """Return arguments by input name, and what is wrong with them ("" if nothing is)."""
+    bucket: BucketSpec, positional: Sequence[Tensor], named: Mapping[str, Tensor], *, complete: bool = True
+) -> dict[str, Tensor]:
+    """Return arguments by input name. Raises InputMismatchError for those that the bucket does not take, and if
+    they are to be ``complete`` for one that is missing and has no default."""
     names = [spec.name for spec in bucket.inputs]
     if len(positional) > len(names):
-        return {}, f"{len(positional)} inputs given, bucket {bucket.name!r} takes {len(names)}: {', '.join(names)}"
+        raise InputMismatchError(
+            f"{len(positional)} inputs given, bucket {bucket.name!r} takes {len(names)}: {', '.join(names)}"
+        )
     inputs = dict(zip(names, positional, strict=False))
-    twice = [name for name in named if name in inputs]
-    if twice:
-        return inputs, f"input {twice[0]!r} is given by position and by name"
+    if twice := [name for name in named if name in inputs]:
+        raise InputMismatchError(f"input {twice[0]!r} is given by position and by name")
     inputs.update(named)
-    unknown = [name for name in inputs if name not in names]
-    if unknown:
-        return inputs, f"there is no input {unknown[0]!r}; the inputs are {', '.join(names)}"
-    return {name: inputs[name] for name in names if name in inputs}, ""
-
-
-def _missing(bucket: BucketSpec, inputs: Mapping[str, Tensor]) -> str:
+    if unknown := [name for name in inputs if name not in names]:
+        raise InputMismatchError(f"there is no input {unknown[0]!r}; the inputs are {', '.join(names)}")
     missing = [spec.name for spec in bucket.inputs if spec.name not in inputs and spec.default is None]
-    return f"input {missing[0]!r} is missing and has no default" if missing else ""
+    if complete and missing:
+        raise InputMismatchError(f"input {missing[0]!r} is missing and has no default")
+    return {name: inputs[name] for name in names if name in inputs}
 
 
 def check_tensors(inputs: Mapping[str, object]) -> None:

@@ -14,7 +14,7 @@ from nxd_infer.artifact.manifest import FORMAT, PACKED_REQUIREMENT, Manifest
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.backends import registry
-from nxd_infer.backends.base import Backend, Quantization, check_encodings, quantization_of
+from nxd_infer.backends.base import Backend, check_encodings, quantization_of
 from nxd_infer.errors import TraceError
 from nxd_infer.graph.canonical import configuration, name_lowered, stored_graph
 from nxd_infer.graph.stored import read_graph, write_graph
@@ -29,7 +29,7 @@ __all__ = ["parallel_model_recompile"]
 
 
 @accepts_options(RecompileOptions)
-def parallel_model_recompile(given: RecompileOptions) -> dict[str, Any]:
+def parallel_model_recompile(request: RecompileOptions) -> dict[str, Any]:
     """Write an artifact with its graphs compiled again; weights and the rest stay.
 
     The options that were used for tracing are not remembered.
@@ -45,21 +45,26 @@ def parallel_model_recompile(given: RecompileOptions) -> dict[str, Any]:
         TraceConfigError: invalid arguments of the backend. BackendUnavailableError: it cannot compile here, or the
             graphs call operators that cannot be compiled for it. TraceError: compiling failed.
     """
-    progress = given.progress or silent
-    ArtifactWriter(given.save_dir, replace=given.replace).check_target()
-    source = load_artifact(given.load_dir, runs_here=False)
-    backend = tracing_backend(given.backend or source.manifest.backend)
+    progress = request.progress or silent
+    ArtifactWriter(request.save_dir, replace=request.replace).check_target()
+    source = load_artifact(request.load_dir, runs_here=False)
+    backend = tracing_backend(request.backend or source.manifest.backend)
     require_stages(backend, source.manifest.pp_degree)
-    form = _quantization(source)
-    options, ignored = options_of(backend, given.compiler_args, given.target, None if form is None else form.name)
-    make_workdir(given)
+    form = None
+    """The form of its rounded weights, if it has any."""
+    if any(weight.encoding for weight in source.manifest.weights):
+        traced_for = registry.get(source.manifest.backend)
+        check_encodings(source.path, source.manifest, traced_for)
+        form = quantization_of(source.manifest, traced_for)
+    options, ignored = options_of(backend, request.compiler_args, request.target, None if form is None else form.name)
+    make_workdir(request)
     with tempfile.TemporaryDirectory(prefix="nxd-recompile-", ignore_cleanup_errors=True) as build:
         manifest = source.manifest.model_copy(deep=True)
         directories = _lower(source, manifest, backend, options, () if form is None else (form.encoding,), Path(build))
-        report = compile_directories(directories, manifest.buckets, backend, options, given)
+        report = compile_directories(directories, manifest.buckets, backend, options, request)
         manifest.target, manifest.versions = backend.target(options), made_by(report.pop("compiler"))
         progress("write artifact", 0, 1, "")
-        with ArtifactWriter(given.save_dir, replace=given.replace) as writer:
+        with ArtifactWriter(request.save_dir, replace=request.replace) as writer:
             for name, spec in source.manifest.files.items():
                 if not name.startswith(("graphs/", "ops/")):
                     writer.add(name, source.path / name, known=spec)
@@ -67,15 +72,6 @@ def parallel_model_recompile(given: RecompileOptions) -> dict[str, Any]:
             writer.commit(manifest)
         progress("write artifact", 1, 1, "")
     return {**report, "ignored_compiler_args": ignored}
-
-
-def _quantization(source: LoadedArtifact) -> Quantization | None:
-    """Return the form of its rounded weights, if it has any."""
-    if not any(weight.encoding for weight in source.manifest.weights):
-        return None
-    backend = registry.get(source.manifest.backend)
-    check_encodings(source.path, source.manifest, backend)
-    return quantization_of(source.manifest, backend)
 
 
 def _lower(

@@ -25,9 +25,9 @@ from nxd_infer.errors import (
     ParallelConfigError,
     TraceConfigError,
 )
-from nxd_infer.runtime.supervisor.cores import check_degree
 from nxd_infer.trace.buckets import Bucket, BucketModelConfig, list_buckets
 from nxd_infer.trace.options import RecompileOptions, TraceOptions
+from nxd_infer.util.processors import check_degree
 
 
 @dataclass
@@ -72,7 +72,13 @@ def checked_request(options: TraceOptions) -> TraceRequest:
     """Report every contradiction before anything runs. Raises TraceConfigError."""
     if "NXD_SKIP_RENDEZVOUS" in os.environ:
         raise TraceConfigError("NXD_SKIP_RENDEZVOUS is set by parallel_model_trace in its ranks; unset it")
-    _check_func(options.func)
+    if isinstance(options.func, torch.nn.Module):
+        raise TraceConfigError(
+            f"func must be a function that builds the model in each rank, got a {type(options.func).__name__} that is "
+            "built already: pass a function of a module that returns (model, {})"
+        )
+    if not callable(options.func):
+        raise TraceConfigError(f"func must be a callable that returns the model, got {type(options.func).__name__}")
     try:
         check_degree(options.tp_degree * options.pp_degree)
     except ParallelConfigError as error:
@@ -95,16 +101,6 @@ def checked_request(options: TraceOptions) -> TraceRequest:
         ArtifactWriter(options.artifact_dir).check_target()
     buckets = list_buckets(options.example_inputs, config, options.func_kwargs)
     return TraceRequest(options, buckets, config, backend_options, ignored, loader)
-
-
-def _check_func(func: Any) -> None:
-    if isinstance(func, torch.nn.Module):
-        raise TraceConfigError(
-            f"func must be a function that builds the model in each rank, got a {type(func).__name__} that is built "
-            "already: pass a function of a module that returns (model, {})"
-        )
-    if not callable(func):
-        raise TraceConfigError(f"func must be a callable that returns the model, got {type(func).__name__}")
 
 
 _DOCUMENTED = ("bucket_kernel", "shared_state_buffer", "shared_state_buffer_preprocessor", "func_kwargs")

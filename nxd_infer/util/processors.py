@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from nxd_infer.errors import ParallelConfigError
 from nxd_infer.util.control_groups import GROUPS, MOUNTS, control_groups
 
 _QUOTA_FILES = {1: ["cpu.cfs_quota_us", "cpu.cfs_period_us"], 2: ["cpu.max"]}
@@ -58,3 +59,19 @@ def processors() -> int:
 def compute_threads() -> int:
     """Return how many threads compute at full speed: one per physical core, at most :func:`processors`."""
     return min(len({physical_core(core) for core in available_cores()}), processors())
+
+
+def check_degree(degree: int) -> None:
+    """Raise ParallelConfigError for more ranks than this machine can reasonably hold.
+
+    The limit is 64, or 8 per core if that is more; ``NXD_INFER_MAX_RANKS`` overrides it.
+    """
+    cores, setting = len(available_cores()), os.environ.get("NXD_INFER_MAX_RANKS", "")
+    limit, why = (
+        (int(setting), "NXD_INFER_MAX_RANKS") if setting.isdigit() else (max(64, 8 * cores), "64, or 8 per core")
+    )
+    if degree > limit:
+        raise ParallelConfigError(
+            f"a degree of {degree} means {degree} processes on this machine of {cores} cores; at most {limit} are "
+            f"started ({why}). Use a smaller degree, or set NXD_INFER_MAX_RANKS={degree} if that is meant"
+        )

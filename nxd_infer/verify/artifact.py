@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ def verify_artifact(
     weights = hf.weights(model_dir) if checkpoint is None else weight_source(checkpoint, tag)
     with trace.parallel_model_load(str(artifact), allow_kernel=allow_kernel) as model:
         manifest = model.manifest
-        eager = reference_of(manifest, model_dir, weights)()
+        eager = reference_of(manifest, model_dir, weights)
         generates, classifies = (manifest.metadata["task"] == task for task in ("generate", "classify"))
         cases = generation_cases if generates else one_shot_cases
         config = registry.load_config(model_dir, manifest.metadata.get("model_impl")).config
@@ -179,10 +179,9 @@ def answered(outputs: Tensors, scores: str) -> Tensors:
     return {**outputs, "scores": outputs["logits"] if probs is None else probs}
 
 
-def reference_of(manifest: Any, model_dir: Path, weights: Any) -> Callable[[], torch.nn.Module]:
-    """Return a function that builds the unsharded eager module which the artifact should equal: states empty,
-    ``weights`` quantized like the artifact's.
-    """
+def reference_of(manifest: Any, model_dir: Path, weights: Any) -> torch.nn.Module:
+    """Return the unsharded eager module which the artifact should equal: states empty, ``weights`` quantized like the
+    artifact's."""
     meta = manifest.metadata
     if meta.get("task") not in registry.TASKS:
         raise ArtifactError(
@@ -205,13 +204,8 @@ def reference_of(manifest: Any, model_dir: Path, weights: Any) -> Callable[[], t
         dtype=dtype_of(meta["dtype"]),
         **options,
     )
-
-    def make() -> torch.nn.Module:
-        module = plan.func(**plan.func_kwargs, reference=True)
-        source = hf.named_weights(module, weights)
-        return hf.load(module, accuracy.RoundedSource(manifest, source)).eval()
-
-    return make
+    module = plan.func(**plan.func_kwargs, reference=True)
+    return hf.load(module, accuracy.RoundedSource(manifest, hf.named_weights(module, weights))).eval()
 
 
 # --- inputs -------------------------------------------------------------------------------------------
@@ -271,11 +265,9 @@ def one_shot_cases(manifest: Any, generator: torch.Generator) -> Iterator[Case]:
         yield bucket.name, [(bucket.name, inputs)]
 
 
-def full_inputs(bucket: Any, given: Tensors) -> Tensors:
-    """Return ``given`` plus the runtime's defaults for missing inputs."""
-    return {
-        spec.name: given[spec.name]
-        if spec.name in given
-        else torch.full(tuple(spec.shape), spec.default or 0, dtype=spec.torch_dtype)
-        for spec in bucket.inputs
+def full_inputs(bucket: Any, inputs: Tensors) -> Tensors:
+    """Return ``inputs`` plus the runtime's defaults for missing ones."""
+    defaults = {
+        spec.name: torch.full(tuple(spec.shape), spec.default or 0, dtype=spec.torch_dtype) for spec in bucket.inputs
     }
+    return {**defaults, **inputs}

@@ -93,12 +93,6 @@ def load_in_fresh_process(artifact: Path) -> dict[str, float]:
     return figures
 
 
-def parameters(model_dir: Path) -> int:
-    """Return the number of parameters in a model directory."""
-    source = weights(model_dir)
-    return sum(math.prod(source.shape(name)) for name in source.keys())  # noqa: SIM118  (a source is not a mapping)
-
-
 def run(directory: Path | None, seconds: float | None, tp: int, backend: str, small_model: bool) -> None:
     """Run the demo in ``directory`` (default: a temporary one) and print the results.
 
@@ -167,6 +161,8 @@ def run_in(directory: Path, seconds: float | None, tp: int, backend: str, small_
     if process.returncode != 0:
         raise ServerError(f"the server {process.explain()}; its log is {log}")
 
+    source = weights(made.directory)
+    parameters = sum(math.prod(source.shape(name)) for name in source.keys())  # noqa: SIM118  (it is not a mapping)
     console.print()
     speeds = sorted(answer.tokens_per_second for answer in answers)
     firsts = sorted(answer.first_token for answer in answers)
@@ -174,7 +170,7 @@ def run_in(directory: Path, seconds: float | None, tp: int, backend: str, small_
         "What happened",
         ("what", "figure"),
         [
-            ("model", f"{parameters(made.directory) / 1e6:.1f} M parameters"),
+            ("model", f"{parameters / 1e6:.1f} M parameters"),
             *made.figures,
             ("trace and save", duration(traced["seconds"])),
             ("graphs", f"{traced['graphs']:.0f}, {traced['compiled']:.0f} compiled now"),

@@ -23,8 +23,7 @@ import math
 import mmap
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -43,38 +42,11 @@ _COUNTERS = 8
 """Eight 64-bit counters per rank: one cache line."""
 
 
-@dataclass(frozen=True)
-class ArenaLayout:
-    """The offsets of everything in the arena; a pure function of the manifest."""
-
-    inputs: list[list[int]]
-    """``inputs[bucket][input]``: offset within a side's inputs."""
-    outputs: list[list[int]]
-    input_start: int
-    input_size: int
-    """Size of one side in bytes."""
-    output_start: int
-    output_size: int
-    handed: list[list[int]]
-    """``handed[bucket][value]``: offset within what one rank hands on."""
-    handed_start: int
-    handed_size: int
-    """Size of what one rank hands on in one step; 0 without a pipeline."""
-    sides: int
-    """Most steps that may be begun and not taken: one runs in each stage, and one waits."""
-    handing: int
-    """Number of ranks that hand values on from a stage."""
-
-    @property
-    def size(self) -> int:
-        return self.handed_start + self.sides * self.handing * self.handed_size
-
-
 def _round_up(size: int, unit: int) -> int:
     return (size + unit - 1) // unit * unit
 
 
-def _offsets(specs: list[TensorSpec]) -> tuple[list[int], int]:
+def _offsets(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
     offsets, end = [], 0
     for spec in specs:
         offsets.append(end)
@@ -82,27 +54,50 @@ def _offsets(specs: list[TensorSpec]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def arena_layout(manifest: Manifest) -> ArenaLayout:
-    inputs = [_offsets(list(bucket.inputs)) for bucket in manifest.buckets]
-    outputs = [_offsets(list(bucket.outputs)) for bucket in manifest.buckets]
-    handed = [_offsets(list(bucket.handed)) for bucket in manifest.buckets]
-    counters = _round_up(manifest.world_size * _COUNTERS * 8, _PAGE)
-    input_size = _round_up(max([end for _, end in inputs] + [1]), _PAGE)
-    output_size = _round_up(max([end for _, end in outputs] + [1]), _PAGE)
-    sides = manifest.pp_degree + 1
-    return ArenaLayout(
-        inputs=[offsets for offsets, _ in inputs],
-        outputs=[offsets for offsets, _ in outputs],
-        input_start=counters,
-        input_size=input_size,
-        output_start=counters + sides * input_size,
-        output_size=output_size,
-        handed=[offsets for offsets, _ in handed],
-        handed_start=counters + sides * (input_size + output_size),
-        handed_size=_round_up(max([end for _, end in handed] + [0]), _PAGE),
-        sides=sides,
-        handing=manifest.tp_degree,
-    )
+class Region:
+    """Equal ``parts`` of the arena from ``start``; each has a place for every tensor of any one bucket."""
+
+    def __init__(self, start: int, parts: int, specs: Iterable[Sequence[TensorSpec]]):
+        """``specs[bucket]``: those of a bucket's tensors, in order."""
+        self.specs = [list(row) for row in specs]
+        offsets = [_offsets(row) for row in self.specs]
+        self._places = [row for row, _ in offsets]
+        self._ends = [end for _, end in offsets]
+        self._part = _round_up(max(self._ends, default=0), _PAGE)
+        self.start, self.end = start, start + parts * self._part
+
+    def map(self, fd: int, *, writable: bool) -> Any:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        size = self.end - self.start
+        return mmap.mmap(fd, size, mmap.MAP_SHARED, protection, offset=self.start) if size else bytearray()
+
+    def views(self, memory: Any, part: int, view: Callable[[Any, int, TensorSpec], Any]) -> Any:
+        """Return ``[bucket][tensor]``: ``view`` of each tensor's place in a part of the mapped ``memory``."""
+        start = part * self._part
+        return tuple(
+            tuple(view(memory, start + place, spec) for place, spec in zip(row, specs, strict=True))
+            for row, specs in zip(self._places, self.specs, strict=True)
+        )
+
+    def whole(self, memory: Any, part: int) -> list[memoryview]:
+        """Return each bucket's tensors in a part of the mapped ``memory`` as raw bytes."""
+        return [memoryview(memory)[part * self._part :][:end] for end in self._ends]
+
+
+class ArenaLayout:
+    """Where everything in the arena is; a pure function of the manifest."""
+
+    def __init__(self, manifest: Manifest):
+        buckets = manifest.buckets
+        self.sides = manifest.pp_degree + 1
+        """Most steps that may be begun and not taken: one runs in each stage, and one waits."""
+        self.counters = _round_up(manifest.world_size * _COUNTERS * 8, _PAGE)
+        self.inputs = Region(self.counters, self.sides, (bucket.inputs for bucket in buckets))
+        self.outputs = Region(self.inputs.end, self.sides, (bucket.outputs for bucket in buckets))
+        self.handing = manifest.tp_degree
+        """Number of ranks that hand values on from a stage."""
+        self.handed = Region(self.outputs.end, self.sides * self.handing, (bucket.handed for bucket in buckets))
+        self.size = self.handed.end
 
 
 def create_arena(layout: ArenaLayout) -> int:
@@ -120,32 +115,16 @@ class Arena:
     """
 
     def __init__(self, fd: int, manifest: Manifest, *, writable_inputs: bool):
-        self.layout = layout = arena_layout(manifest)
-        self._counters = mmap.mmap(fd, layout.input_start)
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable_inputs else 0)
-        size = layout.sides * layout.input_size
-        inputs = mmap.mmap(fd, size, mmap.MAP_SHARED, protection, offset=layout.input_start)
-        outputs = mmap.mmap(fd, layout.sides * layout.output_size, offset=layout.output_start)
-        self.sides = [Side(manifest.buckets, layout, inputs, outputs, number) for number in range(layout.sides)]
-        self._handed = {
-            writable: mmap.mmap(
-                fd,
-                layout.size - layout.handed_start,
-                mmap.MAP_SHARED,
-                mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0),
-                offset=layout.handed_start,
-            )
-            for writable in ((False, True) if layout.handed_size else ())
-        }
-        self._handed_specs: list[list[TensorSpec]] = [list(bucket.handed) for bucket in manifest.buckets]
-        self._words = memoryview(self._counters).cast("Q")
+        self.layout = layout = ArenaLayout(manifest)
+        self._words = memoryview(mmap.mmap(fd, layout.counters)).cast("Q")
+        inputs = layout.inputs.map(fd, writable=writable_inputs)
+        outputs = layout.outputs.map(fd, writable=True)
+        self.sides = [Side(layout, inputs, outputs, number) for number in range(layout.sides)]
+        self._handed = {writable: layout.handed.map(fd, writable=writable) for writable in (False, True)}
 
     def handed(self, side: int, tp_rank: int, *, writable: bool) -> Tensors:
         """Return ``[bucket][value]``: what ranks in place ``tp_rank`` of their stage hand on in a step on ``side``."""
-        if not self._handed:
-            return [[] for _ in self._handed_specs]
-        start = (side * self.layout.handing + tp_rank) * self.layout.handed_size
-        return _Region(self._handed[writable], start, self.layout.handed, self._handed_specs).each(_view)
+        return self.layout.handed.views(self._handed[writable], side * self.layout.handing + tp_rank, _view)
 
     def begin(self, rank: int, clock: int) -> None:
         """Record that rank ``rank`` starts a step at ``clock`` (monotonic nanoseconds)."""
@@ -166,56 +145,32 @@ class Side:
     """Inputs and outputs of one step at a time: every bucket's tensors, as torch tensors and, if NumPy has their
     dtypes, as arrays. Both keep the mapping alive."""
 
-    def __init__(self, buckets: Sequence[BucketSpec], layout: ArenaLayout, inputs: Any, outputs: Any, number: int):
+    def __init__(self, layout: ArenaLayout, inputs: Any, outputs: Any, number: int):
         self.taken = False
         """Whether a step has begun here whose outputs were not taken yet."""
         self.last: Any = None
         """The exchange of the last step that began here."""
-        self._inputs = _Region(
-            inputs, number * layout.input_size, layout.inputs, [list(bucket.inputs) for bucket in buckets]
-        )
-        self._outputs = _Region(
-            outputs, number * layout.output_size, layout.outputs, [list(bucket.outputs) for bucket in buckets]
-        )
+        self._layout, self._inputs, self._outputs, self._number = layout, inputs, outputs, number
 
     @cached_property
     def inputs(self) -> Tensors:
-        return self._inputs.each(_view)
+        return self._layout.inputs.views(self._inputs, self._number, _view)
 
     @cached_property
     def outputs(self) -> Tensors:
-        return self._outputs.each(_view)
+        return self._layout.outputs.views(self._outputs, self._number, _view)
 
     @cached_property
     def output_arrays(self) -> Sequence[dict[str, np.ndarray]]:
         """Outputs by name."""
-        arrays = zip(self._outputs.specs, self._outputs.each(_array), strict=True)
-        return [{spec.name: array for spec, array in zip(specs, row, strict=True)} for specs, row in arrays]
+        region = self._layout.outputs
+        rows = zip(region.specs, region.views(self._outputs, self._number, _array), strict=True)
+        return [{spec.name: array for spec, array in zip(specs, row, strict=True)} for specs, row in rows]
 
     @cached_property
     def input_bytes(self) -> Sequence[memoryview]:
         """Each bucket's inputs as raw bytes."""
-        return self._inputs.whole()
-
-
-@dataclass
-class _Region:
-    """The places of every bucket's tensors in ``memory``."""
-
-    memory: mmap.mmap
-    start: int
-    places: list[list[int]]
-    specs: list[list[TensorSpec]]
-
-    def each(self, view: Callable[[Any, int, TensorSpec], Any]) -> Any:
-        """Return ``[bucket][tensor]``: ``view`` of each tensor's place."""
-        return tuple(
-            tuple(view(self.memory, self.start + place, spec) for place, spec in zip(row, specs, strict=True))
-            for row, specs in zip(self.places, self.specs, strict=True)
-        )
-
-    def whole(self) -> list[memoryview]:
-        return [memoryview(self.memory)[self.start :][: _offsets(specs)[1]] for specs in self.specs]
+        return self._layout.inputs.whole(self._inputs, self._number)
 
 
 class InputBlock(Mapping[str, "np.ndarray"]):
@@ -252,7 +207,7 @@ class InputBlock(Mapping[str, "np.ndarray"]):
     def __init__(self, bucket: BucketSpec):
         import numpy as np
 
-        places, size = _offsets(list(bucket.inputs))
+        places, size = _offsets(bucket.inputs)
         self.bucket = bucket
         self.memory = np.zeros(size, np.uint8)
         self.bytes = self.memory.data

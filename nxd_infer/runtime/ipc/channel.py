@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 from nxd_infer.errors import CollectiveTimeoutError
 
-_MAGIC = 0x4E584431
-_REQUEST = struct.Struct("<IBBHQ")
-_RESPONSE = struct.Struct("<IHHQQI")
+_REQUEST = struct.Struct("<BHQB")
+_RESPONSE = struct.Struct("<?BQQ")
 _MAX_TEXT = 48 << 10
 _DESCRIPTORS = socket.CMSG_SPACE(4 * 253)
 """Room for as many descriptors as Linux allows per record: a process that runs all ranks gets one for each."""
@@ -55,7 +54,7 @@ class Request(NamedTuple):
     side: int = 0
 
     def record(self) -> bytes:
-        return _REQUEST.pack(_MAGIC, self.kind, self.side, self.bucket, self.sequence)
+        return _REQUEST.pack(*self)
 
 
 class Response(NamedTuple):
@@ -117,11 +116,8 @@ class Channel:
             raise ChannelClosed from error
         if size < _RESPONSE.size:
             raise ChannelClosed
-        magic, ok, kind, sequence, nanoseconds, length = _RESPONSE.unpack_from(self._answer)
-        if magic != _MAGIC or size != _RESPONSE.size + length:
-            raise ChannelClosed
-        text = self._answer[_RESPONSE.size : size].decode("utf-8", "replace") if length else ""
-        return Response(ok != 0, kind, sequence, nanoseconds, text)
+        text = self._answer[_RESPONSE.size : size].decode("utf-8", "replace")
+        return Response._make((*_RESPONSE.unpack_from(self._answer), text))
 
     # --- the rank's end ---
 
@@ -131,9 +127,7 @@ class Channel:
         It polls for a moment instead of sleeping, because in decoding the next request follows soon and a sleeping core
         wakes up late. Also, the host of a virtual machine moves a core that another one wakes up next to that one,
         where both share one path to memory."""
-        awake = time.monotonic() + AWAKE_SECONDS
-        while not self._poll.poll(0) and time.monotonic() < awake:
-            os.sched_yield()  # the caller may need this core to send
+        _awake_until(self._poll)
         try:
             data, ancillary, _, _ = self.socket.recvmsg(_REQUEST.size, _DESCRIPTORS)
         except ConnectionResetError:
@@ -144,17 +138,23 @@ class Channel:
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds.frombytes(payload[: len(payload) // fds.itemsize * fds.itemsize])
-        magic, kind, side, bucket, sequence = _REQUEST.unpack(data)
-        if magic != _MAGIC:
-            return None
-        return Request(Kind(kind), bucket, sequence, side), list(fds)
+        kind, *rest = _REQUEST.unpack(data)
+        return Request(Kind(kind), *rest), list(fds)
 
     def send_response(self, request: Request, nanoseconds: int, error: str | None = None) -> None:
         text = (error or "").encode("utf-8", "replace")
         if len(text) > _MAX_TEXT:
             text = text[: _MAX_TEXT // 2] + b"\n...\n" + text[-_MAX_TEXT // 2 + 16 :]
-        head = _RESPONSE.pack(_MAGIC, error is None, request.kind, request.sequence, nanoseconds, len(text))
-        self.socket.sendmsg([head + text], [], socket.MSG_NOSIGNAL)
+        head = _RESPONSE.pack(error is None, request.kind, request.sequence, nanoseconds)
+        self.socket.send(head + text, socket.MSG_NOSIGNAL)
+
+
+def _awake_until(poll: select.poll) -> bool:
+    """Return whether a descriptor of ``poll`` becomes ready within AWAKE_SECONDS."""
+    awake = time.monotonic() + AWAKE_SECONDS
+    while not (ready := poll.poll(0)) and time.monotonic() < awake:
+        os.sched_yield()  # the one that is waited for may need this core
+    return bool(ready)
 
 
 class Answers:
@@ -195,10 +195,7 @@ class Handover:
         if self._after is None:
             return 0
         started = time.monotonic_ns()
-        awake = time.monotonic() + AWAKE_SECONDS
-        while not (ready := self._poll.poll(0)) and time.monotonic() < awake:
-            os.sched_yield()
-        if not ready and not self._poll.poll(self._timeout * 1000):
+        if not _awake_until(self._poll) and not self._poll.poll(self._timeout * 1000):
             raise CollectiveTimeoutError(f"the pipeline stage before has not finished its step in {self._timeout:g} s")
         os.eventfd_read(self._after)
         return time.monotonic_ns() - started

@@ -26,6 +26,9 @@ from nxd_infer.runtime.rank_process.config import RankConfig
 from nxd_infer.runtime.rank_process.rank import Rank, Runtime
 from nxd_infer.util.memory import keep_much
 
+_Place = tuple[Tensor, int, int]
+"""A tensor of the arena, its address and its size."""
+
 
 def run(config: RankConfig) -> int:
     """Run the rank of ``config``; return the exit status."""
@@ -76,8 +79,7 @@ class _ArenaSteps:
 
     def __init__(self, rank: Rank, arena: Arena, handover: Handover):
         self._rank, self._arena, self._handover = rank, arena, handover
-        self._bound: dict[tuple[int, int], Callable[[], list[Tensor]]] = {}
-        self._places: dict[tuple[int, int], list[tuple[Tensor, int, int] | None]] = {}
+        self._prepared: dict[tuple[int, int], tuple[Callable[[], list[Tensor]], list[_Place | None]]] = {}
         self._failed = False
 
     def run(self, side: int, bucket: int) -> int:
@@ -85,17 +87,11 @@ class _ArenaSteps:
         if self._failed:  # other ranks may still be in that step, and would mix up the collectives
             raise RuntimeError("an earlier step of this rank has raised")
         self._failed = True
-        waited = self._run(side, bucket)
-        self._failed = False
-        return waited
-
-    def _run(self, side: int, bucket: int) -> int:
-        run = self._bound.get((side, bucket))
-        if run is None:
-            run = self._bound[side, bucket] = self._rank.bind(bucket, self._inputs(side, bucket))
+        if (side, bucket) not in self._prepared:
+            self._prepared[side, bucket] = self._prepare(side, bucket)
+        run, places = self._prepared[side, bucket]
         waited = self._handover.wait()
-        outputs = run()
-        for place, output in zip(self._outputs(side, bucket), outputs, strict=True):
+        for place, output in zip(places, run(), strict=True):
             if place is None:
                 continue
             view, address, size = place
@@ -104,33 +100,24 @@ class _ArenaSteps:
             else:
                 view.copy_(output)
         self._handover.done()
+        self._failed = False
         return waited
 
-    def _inputs(self, side: int, bucket: int) -> list[Tensor]:
-        """Return the bucket's inputs, and what the stages before hand to this one."""
-        handed = self._handed(side, bucket, writable=False)
-        return [*self._arena.sides[side].inputs[bucket], *(handed[name] for name in self._rank.stage(bucket).takes)]
+    def _prepare(self, side: int, bucket: int) -> tuple[Callable[[], list[Tensor]], list[_Place | None]]:
+        """Return what runs a step, and the place of each result; None for an output that another rank writes."""
+        spec, stage = self._rank.artifact.manifest.buckets[bucket], self._rank.stage(bucket)
+        arena, own = self._arena.sides[side], self._rank.tp_rank
 
-    def _handed(self, side: int, bucket: int, *, writable: bool) -> dict[str, Tensor]:
-        specs = self._rank.artifact.manifest.buckets[bucket].handed
-        tensors = self._arena.handed(side, self._rank.tp_rank, writable=writable)[bucket]
-        return {spec.name: tensor for spec, tensor in zip(specs, tensors, strict=True)}
+        def handed(writable: bool) -> dict[str, Tensor]:
+            tensors = self._arena.handed(side, own, writable=writable)[bucket]
+            return {one.name: tensor for one, tensor in zip(spec.handed, tensors, strict=True)}
 
-    def _outputs(self, side: int, bucket: int) -> list[tuple[Tensor, int, int] | None]:
-        """Return the destination of each result: the arena's tensor, its address and size; None for an output that
-        another rank writes."""
-        found = self._places.get((side, bucket))
-        if found is None:
-            views = self._handed(side, bucket, writable=True)
-            if self._rank.tp_rank == 0:
-                outputs = self._rank.artifact.manifest.buckets[bucket].outputs
-                arena = self._arena.sides[side].outputs[bucket]
-                views.update((spec.name, view) for spec, view in zip(outputs, arena, strict=True))
-            found = self._places[side, bucket] = [
-                (view, view.data_ptr(), view.nbytes) if (view := views.get(name)) is not None else None
-                for name in self._rank.stage(bucket).gives
-            ]
-        return found
+        taken, views = handed(False), handed(True)
+        if own == 0:
+            views.update((one.name, view) for one, view in zip(spec.outputs, arena.outputs[bucket], strict=True))
+        run = self._rank.bind(bucket, [*arena.inputs[bucket], *(taken[name] for name in stage.takes)])
+        results = [views.get(name) for name in stage.gives]
+        return run, [None if view is None else (view, view.data_ptr(), view.nbytes) for view in results]
 
 
 def load_rank(config: RankConfig, stamps: int) -> Rank:

@@ -83,13 +83,10 @@ class Rank:
             return spec.stages[self.rank // self._manifest.tp_degree]
         return StageSpec(gives=[output.name for output in spec.outputs])
 
-    def run(self, bucket: int, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run one step of bucket number ``bucket``. ``inputs`` and the result are in the manifest's order."""
-        return self.bind(bucket, inputs)()
-
     def bind(self, bucket: int, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Return a function that runs steps on these tensors. They are checked now, and results at the first step,
-        because a decoding rank has only a few hundred microseconds between two steps, as much as the check takes."""
+        """Return a function that runs steps of bucket number ``bucket`` on these tensors, in the manifest's order, as
+        its results are. They are checked now, and results at the first step, because a decoding rank has only a few
+        hundred microseconds between two steps, as much as the check takes."""
         graph = self._buckets[bucket].bind(inputs)
         known = self.artifact.manifest.buckets[bucket]
         named = {spec.name: spec for spec in (*known.outputs, *known.handed)}
@@ -111,25 +108,16 @@ class Rank:
     def serve(self, kind: Kind, fds: Sequence[int]) -> None:
         """Handle any request except a step; ``fds`` are its descriptors, which the caller closes."""
         if kind == Kind.RESET:
-            self.reset_states()
-        elif kind == Kind.ROUTE:
-            self.route(fds[0])
+            for place in self._places:
+                place.reset_states()
+        elif kind == Kind.ROUTE and self._kernel is not None:  # on rank 0 only
+            answer(self._kernel, fds[0])
         elif kind == Kind.PREPARE_WEIGHTS:
             self.prepare_weights([f"/proc/self/fd/{fd}" for fd in fds])
         elif kind == Kind.COMMIT_WEIGHTS:
             self.commit_weights()
         elif kind == Kind.ABORT_WEIGHTS:
             self.abort_weights()
-
-    def route(self, fd: int) -> None:
-        """Ask the bucket kernel, on rank 0 only; see ``bucket_kernel.py``."""
-        if self._kernel is not None:
-            answer(self._kernel, fd)
-
-    def reset_states(self) -> None:
-        """Reset every state to its traced value."""
-        for place in self._places:
-            place.reset_states()
 
     def prepare_weights(self, files: Sequence[str | os.PathLike[str]]) -> None:
         """Map new weights, one file per rank, check them and read them from disk, without using them yet. Raises

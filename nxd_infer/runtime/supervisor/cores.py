@@ -13,7 +13,6 @@ import fcntl
 import os
 import threading
 
-from nxd_infer.errors import ParallelConfigError
 from nxd_infer.util.core_locks import lock_core
 from nxd_infer.util.processors import available_cores, compute_threads, physical_core, processor_share
 
@@ -83,21 +82,6 @@ def _claim(core: int) -> bool:
         return False
     _claims[core] = found
     return True
-
-
-def check_degree(degree: int) -> None:
-    """Raise ParallelConfigError for more ranks than this machine can reasonably hold.
-
-    The limit is 64, or 8 per core if that is more; ``NXD_INFER_MAX_RANKS`` overrides it.
-    """
-    given = os.environ.get("NXD_INFER_MAX_RANKS", "")
-    limit = int(given) if given.isdigit() else max(64, 8 * len(available_cores()))
-    if degree > limit:
-        raise ParallelConfigError(
-            f"a degree of {degree} means {degree} processes on this machine of {len(available_cores())} cores; at most "
-            f"{limit} are started ({'NXD_INFER_MAX_RANKS' if given.isdigit() else '64, or 8 per core'}). Use a smaller "
-            f"degree, or set NXD_INFER_MAX_RANKS={degree} if that is meant"
-        )
 
 
 def default_threads(ranks: int, recorded: object = None) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +17,7 @@ from nxd_infer.context import LOCAL
 from nxd_infer.errors import ModelClosedError, RankFailedError
 from nxd_infer.runtime.ipc.channel import Kind
 from nxd_infer.runtime.rank_process.rank import Rank, Runtime
-from nxd_infer.runtime.ranks import RankHealth
+from nxd_infer.runtime.ranks import RankHealth, Ranks
 
 
 @dataclass
@@ -28,7 +30,7 @@ class LocalSide:
     last: None = None
 
 
-class LocalRank:
+class LocalRank(Ranks):
     """Run an artifact of degree 1 in this process.
 
     A call that raises or is interrupted leaves states undefined, so it closes a rank with states.
@@ -37,49 +39,52 @@ class LocalRank:
     def __init__(self, artifact: LoadedArtifact, *, threads: int):
         self.artifact = artifact
         self.threads = threads
-        self.sides: list[LocalSide] = []
+        self._sides: list[LocalSide] = []
         self._rank: Rank | None = None
-        self.failure: BaseException | None = None
         self._inside = self._closing = False
         self._steps = 0
         self._clock: float | None = None
 
+    @property
+    def sides(self) -> list[LocalSide]:
+        return self._sides
+
     def start(self) -> None:
-        """Load the weights and every graph."""
         self.artifact.verify_again(0)
         self._rank = Rank(self.artifact, 0, Runtime(LOCAL, self.threads, self.artifact))
         buckets = self.artifact.manifest.buckets
         inputs = [[_zeros(spec) for spec in bucket.inputs] for bucket in buckets]
-        self.sides = [LocalSide(inputs, [[_zeros(spec) for spec in bucket.outputs] for bucket in buckets])]
+        self._sides = [LocalSide(inputs, [[_zeros(spec) for spec in bucket.outputs] for bucket in buckets])]
 
-    def exchange(
+    def begin(
         self,
         kind: Kind,
         bucket: int = 0,
+        side: int = 0,
         *,
+        fds: Sequence[int] = (),
         timeout: float | None = None,
-        fds: list[int] | None = None,
         fatal: bool = True,
     ) -> None:
-        """Do what the record requests, immediately. ``timeout`` has no effect here. For ``fatal`` see Supervisor."""
+        """Do it now: nothing can run in the background, and ``timeout`` has no effect."""
         self.check()
         assert self._rank is not None
         self._clock = time.monotonic()
         self._inside = True
         try:
             if kind == Kind.STEP:
-                side = self.sides[0]
-                side.outputs[bucket] = self._rank.run(bucket, side.inputs[bucket])
+                inputs = self.sides[0].inputs[bucket]
+                self.sides[0].outputs[bucket] = self._rank.bind(bucket, inputs)()
             else:
-                self._rank.serve(kind, fds or ())
+                self._rank.serve(kind, fds)
         except BaseException as error:
-            if not isinstance(error, Exception):
-                self._failed(error, fatal)
+            failure = error
+            if isinstance(error, Exception):
+                failure = RankFailedError(f"rank 0 of 1 raised: {error}", 0, traceback.format_exc())
+            if fatal and self.artifact.manifest.states:
+                self.failure = failure
+            if failure is error:
                 raise
-            import traceback
-
-            failure = RankFailedError(f"rank 0 of 1 raised: {error}", 0, traceback.format_exc())
-            self._failed(failure, fatal)
             raise failure from error
         finally:
             self._inside = False
@@ -87,22 +92,13 @@ class LocalRank:
                 self.close()
         self._steps += 1
 
-    def begin(self, kind: Kind, bucket: int = 0, side: int = 0, *, timeout: float | None = None) -> None:
-        """Like :meth:`exchange`: nothing can run in the background."""
-        self.exchange(kind, bucket)
-
-    def finish(self, exchange: None, timeout: float | None = None) -> None:
+    def finish(self, exchange: None) -> None:
         """Do nothing: ``begin`` has finished it."""
-
-    def _failed(self, error: BaseException, fatal: bool) -> None:
-        if fatal and self.artifact.manifest.states:
-            self.failure = error
 
     def settle(self) -> None:
         self.check()
 
     def check(self) -> None:
-        """Raise ModelClosedError unless the graphs are loaded and usable."""
         if self.failure is not None:
             reason = str(self.failure) or f"a call was ended by {type(self.failure).__name__}"
             raise ModelClosedError(f"the model was closed because {reason}; call restart()") from self.failure
@@ -122,7 +118,7 @@ class LocalRank:
         if self._rank is not None:
             self._rank.close()
             self._rank = None
-        self.sides = []
+        self._sides = []
 
 
 def _zeros(spec: TensorSpec) -> Tensor:

@@ -8,31 +8,32 @@ notices a rank that ends between calls.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
-import errno
 import logging
 import mmap
 import os
-import select
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import wait
+from typing import Any
 
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.backends import registry
 from nxd_infer.comm.shm import collectives_passed, create_segment
-from nxd_infer.errors import BackendUnavailableError, ModelClosedError
+from nxd_infer.errors import BackendUnavailableError, ModelClosedError, RankStartError, RankTimeoutError
 from nxd_infer.processes.child import ChildProcess
 from nxd_infer.processes.command import child_environment, python_module
 from nxd_infer.processes.start import start
 from nxd_infer.processes.state import process_state
-from nxd_infer.runtime.ipc.arena import Arena, arena_layout, create_arena
+from nxd_infer.runtime.ipc.arena import Arena, ArenaLayout, create_arena
 from nxd_infer.runtime.ipc.channel import HANDOVER_FLAGS, Channel
 from nxd_infer.runtime.rank_process.config import RankConfig
-from nxd_infer.runtime.supervisor import failures
 from nxd_infer.runtime.supervisor.cores import choose_cores, release_cores
 from nxd_infer.runtime.time_bounds import until_ended
 
@@ -85,9 +86,8 @@ class RankProcesses:
         self._mutex = threading.RLock()  # reentrant: a signal handler may end the ranks while its thread does
         self._stopped = False
         self._following: threading.Thread | None = None
-        self._spawned = threading.Event()
-        """Set once all have been started, or one could not be."""
-        self._error: BaseException | None = None
+        self._spawned: concurrent.futures.Future[None] = concurrent.futures.Future()
+        """Done once all have been started, or one could not be."""
 
     @property
     def lead_cores(self) -> list[int]:
@@ -106,9 +106,9 @@ class RankProcesses:
             try:
                 self._spawn(environment)
             except BaseException as error:
-                self._error = error
-            finally:
-                self._spawned.set()
+                self._spawned.set_exception(error)
+            else:
+                self._spawned.set_result(None)
             self._follow()
             self.ended.set()
             self._on_exit = _nothing  # breaks a cycle that would keep the channels and the shared memory open
@@ -118,18 +118,22 @@ class RankProcesses:
             thread.start()
         except RuntimeError as error:
             self._following = None
-            refused = OSError(errno.EAGAIN, str(error))
-            raise failures.not_let_start(refused) from refused
+            raise not_let_start(error) from error
 
     def wait_started(self, seconds: float) -> None:
         """Wait until the processes of all ranks have been started. Raises what kept one from starting, RankStartError
         if that is the system, and RankTimeoutError after ``seconds``; processes that did start are left to ``kill``."""
-        if not self._spawned.wait(seconds):
-            raise failures.not_started(len(self._processes), self.count, seconds)
-        if isinstance(self._error, OSError):
-            raise failures.not_let_start(self._error) from self._error
-        if self._error is not None:
-            raise self._error
+        if not concurrent.futures.wait([self._spawned], seconds).done:
+            started = len(self._processes)
+            raise RankTimeoutError(
+                f"rank {started} did not finish its start within {seconds:g} s: {started} of {self.count} processes "
+                "run; importing torch takes longer: raise start_timeout, or call restart()",
+                started,
+            )
+        try:
+            self._spawned.result()
+        except OSError as error:
+            raise not_let_start(error) from error
 
     def kill(self) -> None:
         """End every rank, and wait until it has, as long as its memory may take to be freed, and, at most five seconds,
@@ -153,15 +157,11 @@ class RankProcesses:
         release_cores(cores)
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
-        self._join()
-
-    def _join(self) -> None:
         thread = self._following
-        if thread is None or thread.ident == threading.get_ident():
-            return
-        with contextlib.suppress(RuntimeError):  # its start was interrupted
-            thread.join(5.0)
-        self._following = None  # never wait twice
+        if thread is not None and thread.ident != threading.get_ident():
+            with contextlib.suppress(RuntimeError):  # its start was interrupted
+                thread.join(5.0)
+            self._following = None  # never wait twice
 
     # --- state of the ranks ---
 
@@ -193,7 +193,7 @@ class RankProcesses:
         manifest = self.artifact.manifest
         fds: list[int] = []
         try:
-            fds.append(create_arena(arena_layout(manifest)))
+            fds.append(create_arena(ArenaLayout(manifest)))
             self.arena = Arena(fds[0], manifest, writable_inputs=True)
             tp = manifest.tp_degree
             libraries: list[list[tuple[str, int]]] = [[] for _ in self._counters]
@@ -271,32 +271,31 @@ class RankProcesses:
 
     def _follow(self) -> None:
         """Read the ranks' output and report their ends, until all have ended."""
-        poll = select.poll()
-        outputs: dict[int, int] = {}
-        ends: dict[int, int] = {}
+        outputs: dict[Any, int] = {}
+        ends: dict[Any, int] = {}
         """The rank of each output that is open, and of each that runs, by its descriptor."""
         for rank, process in enumerate(self._processes):
             assert process.stdout is not None
             os.set_blocking(process.stdout.fileno(), False)
             outputs[process.stdout.fileno()] = ends[process.sentinel] = rank
-            poll.register(process.stdout, select.POLLIN)
-            poll.register(process.sentinel, select.POLLIN)
         while ends:
-            for fd, _ in poll.poll():
-                if fd in outputs and not self._drain(fd, outputs[fd]):
-                    poll.unregister(fd)
-                    del outputs[fd]
-                if fd in ends:
-                    poll.unregister(fd)
+            for fd in wait([*outputs, *ends]):
+                if fd in outputs:
+                    if not self._drain(fd, outputs[fd]):
+                        del outputs[fd]
+                else:
                     rank = ends.pop(fd)
                     process = self._processes[rank]
                     assert process.stdout is not None
                     self._drain(process.stdout.fileno(), rank)
-                    self._on_exit(rank, failures.ending(process.explain(), process.returncode), self.output(rank))
+                    how = process.explain()
+                    if process.returncode == -signal.SIGBUS:
+                        how += " (a file that it has mapped was cut short or cannot be read)"
+                    self._on_exit(rank, how, self.output(rank))
         for process in self._processes:
             process.end()
 
-    def _drain(self, fd: int, rank: int) -> bool:
+    def _drain(self, fd: Any, rank: int) -> bool:
         """Keep the rank's output; False at its end."""
         while True:
             try:
@@ -310,6 +309,13 @@ class RankProcesses:
 
 def _nothing(rank: int, how: str, output: str) -> None:
     """Ignore a rank's end, once nobody waits for one any more."""
+
+
+def not_let_start(error: Exception) -> RankStartError:
+    """Return the error for ranks that the system, which raised ``error``, does not let start."""
+    return RankStartError(
+        f"the system does not let the ranks start ({error}): see its limits, of memory and of open files"
+    )
 
 
 def _libraries(artifact: LoadedArtifact) -> list[str]:

@@ -22,9 +22,8 @@ from nxd_infer.errors import ModelClosedError, NxdError, RankDiedError, RankFail
 from nxd_infer.processes.child import END_SECONDS
 from nxd_infer.runtime.ipc.arena import Arena, Side
 from nxd_infer.runtime.ipc.channel import Answers, ChannelClosed, Kind, Request
-from nxd_infer.runtime.ranks import RankHealth, of_another_process
-from nxd_infer.runtime.supervisor import failures
-from nxd_infer.runtime.supervisor.rank_processes import RankProcesses
+from nxd_infer.runtime.ranks import RankHealth, Ranks, of_another_process
+from nxd_infer.runtime.supervisor.rank_processes import RankProcesses, not_let_start
 from nxd_infer.runtime.time_bounds import Bounds
 
 _GRACE = 0.5
@@ -45,16 +44,20 @@ class Exchange:
     """Those of the ranks that raised."""
     nanoseconds: int = 0
     """How long the slowest rank worked on it."""
-    timeout: float | None = None
-    """Time limit in seconds; None: the model's ``call_timeout``."""
+    timeout: float = 0.0
+    """Seconds that it may take, counted from when the caller starts waiting."""
+    fatal: bool = True
+    """Whether a rank that raises ends all."""
 
     @property
     def seconds(self) -> float:
         return self.nanoseconds / 1e9
 
 
-class Supervisor:
-    """Starts, drives and ends the ranks of ``artifact``. Not thread-safe: the model's lock serialises its callers."""
+class Supervisor(Ranks):
+    """Starts, drives and ends the ranks of ``artifact``."""
+
+    failure: NxdError | None = None
 
     def __init__(
         self,
@@ -69,8 +72,6 @@ class Supervisor:
         self.degree = artifact.manifest.world_size
         self._before_load = before_load
         self.bounds = bounds
-        self.failure: NxdError | None = None
-        """The error that ended the ranks, if any."""
         self._processes = RankProcesses(
             artifact,
             threads=threads,
@@ -113,11 +114,11 @@ class Supervisor:
             self._processes.wait_started(self.bounds.load)
             self._answers = Answers(self._processes.channels)
             with stamps_file(self._processes.artifact.stamps) as fd:
-                self.finish(self.begin(Kind.START, fds=[fd] * self.degree), self.bounds.load)
+                self.finish(self.begin(Kind.START, fds=[fd] * self.degree, timeout=self.bounds.load))
         except OSError as error:
             self.close()
             if not isinstance(error, NxdError) and error.errno in (errno.EMFILE, errno.ENFILE):
-                raise failures.not_let_start(error) from error
+                raise not_let_start(error) from error
             raise
         except ModelClosedError as error:  # perhaps caused by a rank's end before the exchange
             self.close()
@@ -128,44 +129,34 @@ class Supervisor:
 
     # --- exchanges with all ranks ---
 
-    def exchange(
-        self,
-        kind: Kind,
-        bucket: int = 0,
-        *,
-        timeout: float | None = None,
-        fds: list[int] | None = None,
-        fatal: bool = True,
-    ) -> None:
-        """Send one record to every rank, with no other pending, and wait for all answers (settle, begin, finish)."""
-        self.settle(timeout)
-        self.finish(self.begin(kind, bucket, fds=fds), timeout, fatal)
-
     def begin(
         self,
         kind: Kind,
         bucket: int = 0,
         side: int = 0,
         *,
-        fds: list[int] | None = None,
+        fds: Sequence[int] = (),
         timeout: float | None = None,
+        fatal: bool = True,
     ) -> Exchange:
-        """Send one record to every rank; ``fds`` holds one descriptor for each. Ranks handle records in order.
-        ``timeout``: time limit in seconds, counted from when the caller starts waiting.
+        """Send one record to every rank. Ranks handle records in order. ``timeout`` None: the model's call_timeout.
 
         Raises RankDiedError or ModelClosedError; then the ranks have been ended.
         """
         self.check()
         self._sequence += 1
         exchange = self._open[self._sequence] = Exchange(
-            kind, self._sequence, set(range(self._processes.count)), timeout=timeout
+            kind,
+            self._sequence,
+            waiting=set(range(self._processes.count)),
+            timeout=timeout or self.bounds.call_timeout,
+            fatal=fatal,
         )
         record = Request(kind, bucket, self._sequence, side).record()
         rank = 0
         try:
             for rank, channel in enumerate(self._processes.channels):
-                own = fds if self._processes.together else fds and fds[rank : rank + 1]
-                channel.send(record, tuple(own or ()))
+                channel.send(record, tuple(fds if self._processes.together else fds[rank : rank + 1]))
         except ChannelClosed:
             self._lost(rank)
         except BaseException as error:  # some ranks have the record and some do not
@@ -175,11 +166,8 @@ class Supervisor:
             raise
         return exchange
 
-    def finish(self, exchange: Exchange, timeout: float | None = None, fatal: bool = True) -> None:
-        """Wait until every rank has done ``exchange``, and everything begun before it. Idempotent.
-
-        Each wait lasts at most ``timeout`` seconds (default: the exchange's own, else the model's call_timeout) and
-        releases the GIL. With ``fatal=False`` a rank that raises leaves the ranks running.
+    def finish(self, exchange: Exchange) -> None:
+        """Wait until every rank has done ``exchange``, and everything begun before it. Releases the GIL.
 
         Raises RankFailedError, RankDiedError, RankTimeoutError (then the ranks have been ended), ModelClosedError.
         """
@@ -187,18 +175,14 @@ class Supervisor:
             raise self.fail(self.failure)  # it ended the ranks while they were at this exchange
         self.check()
         while exchange.sequence in self._open:
-            first = next(iter(self._open.values()))
-            seconds = timeout or first.timeout or self.bounds.call_timeout
-            self._collect(first, seconds, fatal or first is not exchange)
+            self._collect(next(iter(self._open.values())))
 
-    def settle(self, timeout: float | None = None) -> None:
-        """Wait for all pending exchanges, so that the ranks are idle and the arena is free."""
+    def settle(self) -> None:
         self.check()
         while self._open:
-            self.finish(next(iter(self._open.values())), timeout)
+            self._collect(next(iter(self._open.values())))
 
     def check(self) -> None:
-        """Raise ModelClosedError unless the ranks can be called."""
         if os.getpid() != self._owner:
             raise of_another_process(self._owner)
         if self.failure is not None:
@@ -209,12 +193,13 @@ class Supervisor:
         if self._closing:
             raise ModelClosedError("the model was closed; call restart() to start its ranks again")
 
-    def _collect(self, exchange: Exchange, seconds: float, fatal: bool) -> None:
+    def _collect(self, exchange: Exchange) -> None:
         """Read answers until ``exchange`` is complete. The first error, end or timeout ends all ranks and is
         raised."""
-        deadline, left = time.monotonic() + seconds, seconds
+        left = exchange.timeout
+        deadline = time.monotonic() + left
         while exchange.waiting:
-            hurried = fatal and exchange.tracebacks  # the others may be waiting for the one that failed
+            hurried = exchange.fatal and exchange.tracebacks  # the others may be waiting for the one that failed
             ready = self._answers.wait(min(left, _GRACE) if hurried else left)
             for rank in ready:
                 self._take_answer(rank)
@@ -222,9 +207,9 @@ class Supervisor:
             if not ready and hurried:
                 break
             if not ready and left <= 0:
-                raise self.fail(self._late(exchange, seconds))
+                raise self.fail(self._late(exchange))
         error = self._raised(exchange) if exchange.tracebacks else None
-        if error is not None and fatal:
+        if error is not None and exchange.fatal:
             raise self.fail(error)
         self._open.pop(exchange.sequence, None)
         if error is not None:
@@ -258,7 +243,7 @@ class Supervisor:
         what = f"rank {rank} of {self.degree} raised during {exchange.kind.words}: {last}"
         return RankFailedError(f"{what}\n--- traceback of rank {rank} ---\n{text}", rank, text)
 
-    def _late(self, exchange: Exchange, seconds: float) -> RankTimeoutError:
+    def _late(self, exchange: Exchange) -> RankTimeoutError:
         """Return the error of an exchange that was not answered in time. It blames the first rank that is stopped, else
         the one that has passed the fewest collectives: the others wait for it there."""
         processes, waiting = self._processes, sorted(exchange.waiting)
@@ -272,7 +257,7 @@ class Supervisor:
         ]
         setting = "call_timeout" if exchange.kind in (Kind.STEP, Kind.ROUTE, Kind.RESET) else "start_timeout"
         text = (
-            f"rank {rank} of {self.degree} did not finish its {exchange.kind.words} within {seconds:g} s "
+            f"rank {rank} of {self.degree} did not finish its {exchange.kind.words} within {exchange.timeout:g} s "
             f"({'; '.join(details)}); all ranks have been ended: raise {setting} if the work is that long, or call "
             "restart()"
         )

@@ -34,28 +34,22 @@ class WeightSwaps:
         """
         if new in self._entries or any(file.closed for file in new.files):
             raise WeightSchemaError("these weights were swapped in before, or given back: call cut_weights() again")
+        used = False
         try:
             if new.manifest is not self._manifest:
                 raise WeightSchemaError("these weights were cut for another model; call this model's cut_weights()")
             self._prepare(ranks, new)
-        except BaseException:
-            new.close()
-            raise
-        try:
+            used = True
             self._commit(ranks)
-        except Exception:  # the ranks have been ended
-            new.close()
+        except Exception:  # nothing has changed, or the ranks have been ended
+            used = False
             raise
-        except BaseException:
-            self._keep(new)
-            raise
-        self._keep(new)
-
-    def _keep(self, new: NewWeights) -> None:
-        for entry in [entry for entry in self._entries if entry.names <= new.names]:
-            self._entries.remove(entry)
-            entry.close()
-        self._entries.append(new)
+        finally:
+            replaced = [entry for entry in self._entries if entry.names <= new.names] if used else [new]
+            for entry in replaced:
+                entry.close()
+            if used:
+                self._entries = [*(entry for entry in self._entries if entry not in replaced), new]
 
     def replay(self, ranks: Any) -> None:
         """Give newly started ranks the weights that were swapped in before."""
@@ -65,10 +59,7 @@ class WeightSwaps:
 
     def tensors(self, rank: int) -> dict[str, Tensor]:
         """Return a rank's swapped weights, memory-mapped, by name."""
-        found: dict[str, Tensor] = {}
-        for entry in self._entries:
-            found.update(entry.tensors(rank))
-        return found
+        return {name: tensor for entry in self._entries for name, tensor in entry.tensors(rank).items()}
 
     def _prepare(self, ranks: Any, new: NewWeights) -> None:
         fds = [file.fileno() for file in new.files]

@@ -114,6 +114,7 @@ def _trace(
         report(len(request.buckets) - 1)
     else:
         stages = one_rank.trace_buckets(request, built, report)
+    names, degree = set(source.keys()), request.options.tp_degree
     written = []
     read: set[str] = set()
     for stage in stages:
@@ -122,9 +123,20 @@ def _trace(
         state_layouts = {k: v for k, v in traced.state_layouts(stage).items() if k not in shared}
         _check(stage, layouts, state_layouts, source)
         read |= {name for layout in [*layouts.values(), *state_layouts.values()] for name in layout.logical_names}
-        value, states = _values(request, rank, stage, layouts, state_layouts, source)
+
+        def value(spec: WeightSpec, stage: TracedRank = stage, layouts: dict[str, ParamLayout] = layouts) -> Tensor:
+            own = stage.origin[spec.name][1]
+            readable = stored_layout(own, layouts, names) if own in layouts else None
+            if readable is not None:
+                return shard_tensor(source, readable.rank_layout(degree, rank), spec.torch_dtype)
+            return stage.value(*stage.origin[spec.name])
+
+        states = traced.initial_states(request, stage)
+        for name, layout in state_layouts.items():  # like load_state_dict: the checkpoint's values take precedence
+            if set(layout.logical_names) <= names:
+                states[name] = shard_tensor(source, layout.rank_layout(degree, rank), stage.states[name].torch_dtype)
         written.append(traced.write_rank(request, stage, rank, states, value, build))
-    unused = sorted(set(source.keys()) - read)
+    unused = sorted(names - read)
     if unused:
         log.info("the checkpoint holds %d tensors that no graph reads: %s", len(unused), ", ".join(unused[:8]))
     return stages, written
@@ -132,32 +144,6 @@ def _trace(
 
 def _say_equal(built: list[Built]) -> bool:
     return all(getattr(one.module, "nxd_equal_ranks", False) for one in built)
-
-
-def _values(
-    request: TraceRequest,
-    rank: int,
-    stage: TracedRank,
-    layouts: dict[str, ParamLayout],
-    state_layouts: dict[str, ParamLayout],
-    source: Any,
-) -> tuple[Callable[[WeightSpec], Tensor], dict[str, Tensor]]:
-    """Return what reads a weight of the rank, and its states that do not start as zeros."""
-    names, degree = set(source.keys()), request.options.tp_degree
-
-    def value(spec: WeightSpec) -> Tensor:
-        own = stage.origin[spec.name][1]
-        readable = stored_layout(own, layouts, names) if own in layouts else None
-        if readable is not None:
-            return shard_tensor(source, readable.rank_layout(degree, rank), spec.torch_dtype)
-        return stage.value(*stage.origin[spec.name])
-
-    states = traced.initial_states(request, stage)
-    for name, layout in state_layouts.items():  # like load_state_dict: the checkpoint's values take precedence
-        if set(layout.logical_names) <= names:
-            dtype = stage.states[name].torch_dtype
-            states[name] = shard_tensor(source, layout.rank_layout(degree, rank), dtype)
-    return value, states
 
 
 def _build(request: TraceRequest, rank: int) -> list[Built]:

@@ -25,24 +25,21 @@ def stage_cuts(options: TraceOptions, module: nn.Module) -> list[str]:
     stages = options.pp_degree
     try:
         if options.pipeline_cuts is None:
-            cuts = auto_partition(module, _layers(module), stages)
+            try:
+                layers = transformer_layers(module)
+            except ParallelConfigError as error:
+                raise ParallelConfigError(
+                    f"{type(module).__name__} has no list of layers (nn.ModuleList) to cut between: name the last "
+                    "module of every stage but the last (pipeline_cuts); its modules are "
+                    f"{', '.join(name for name, _ in module.named_children())}"
+                ) from error
+            cuts = auto_partition(module, layers, stages)
         else:
             cuts = list(options.pipeline_cuts)
         find_units(module, cuts)
     except ParallelConfigError as error:
         raise TraceConfigError(f"pp_degree={stages}: {error}") from error
     return cuts
-
-
-def _layers(module: nn.Module) -> list[nn.Module]:
-    try:
-        return transformer_layers(module)
-    except ParallelConfigError as error:
-        raise ParallelConfigError(
-            f"{type(module).__name__} has no list of layers (nn.ModuleList) to cut between: name the last module of "
-            f"every stage but the last (pipeline_cuts); its modules are "
-            f"{', '.join(name for name, _ in module.named_children())}"
-        ) from error
 
 
 def _weight_stages(module: nn.Module, cuts: Sequence[str]) -> Callable[[str], int | None]:

@@ -34,7 +34,6 @@ def test_what_starts_ranks_and_serves_tokens_needs_no_torch():
     """Its import takes a second, which the ranks take as well: they would begin theirs only afterwards."""
     modules = loaded_by(
         "import nxd_infer.runtime.rank_model, nxd_infer.runtime.rank_process.main, nxd_infer.cli.main\n"
-        "import nxd_infer.cli.serve\n"
         "import nxd_server.app.run, nxd_server.http.server\n"
         "import nxd_server.engine.generation_engine, nxd_server.text.chat_template, nxd_server.text.tokenizer"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,8 @@ import torch
 
 from nxd_infer import native
 from nxd_infer.artifact.manifest import weight_name
-from nxd_infer.errors import ArtifactError, RankDiedError, RankFailedError
+from nxd_infer.errors import RankDiedError, RankFailedError
 from nxd_infer.runtime.model import parallel_model_load
-from nxd_server.app import service as services
-from nxd_server.app.service import Service
-from nxd_server.settings import ServerSettings
 from tests.support import toy_artifacts as toy
 from tests.support.needs import require_native
 from tests.support.processes import wait_until
@@ -92,23 +88,3 @@ def test_files_that_were_only_touched_or_copied_are_hashed_and_taken(artifact):
     alter(artifact / weight_name(1))
     with started(artifact, verify=False) as unverified:
         assert unverified.restart()(X)["count"].item() == 1
-
-
-def test_a_tokenizer_that_is_not_read_in_time_ends_the_start(tmp_path, monkeypatch):
-    path, hold, limits = toy.build(tmp_path / "artifact", degree=1), threading.Event(), []
-    service = Service(path, ServerSettings(), print)
-    monkeypatch.setattr(service, "_read_text", lambda *_: hold.wait(600))
-
-    def wait(work, seconds: float):
-        limits.append(seconds)
-        return waited(work, 0.01)
-
-    waited = services.wait
-    monkeypatch.setattr(services, "wait", wait)
-    try:
-        with pytest.raises(ArtifactError, match="reading the tokenizer has taken more than 300 s: raise start_timeout"):
-            service._open()
-        assert limits == [pytest.approx(300, abs=1)]  # that of a first start
-    finally:
-        hold.set()
-        service.close()

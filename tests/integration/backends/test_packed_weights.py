@@ -275,13 +275,13 @@ def test_a_rank_whose_packing_failed_half_way_does_not_run_again(small: Any, tmp
         file.seek(0)
         copy.write_bytes(file.read())
     rank = Rank(model.artifact, 0, Runtime(LOCAL, 1, model.artifact))
-    rank.run(0, [TOKENS])
+    rank.bind(0, [TOKENS])()
     rank.prepare_weights([copy])
     os.truncate(copy, 0)
     with pytest.raises(Exception, match="cannot be read as safetensors"):
         rank.commit_weights()
     with pytest.raises(ModelClosedError, match="replaced only some of the old ones"):
-        rank.run(0, [TOKENS])
+        rank.bind(0, [TOKENS])()
     rank.close()
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxd_infer.artifact.writer import CHECKSUM_KEY, manifest_checksum
 from tests.support import toy_artifacts as toy
+from tests.support.backends.manifests import changed
 from tests.support.e2e.command import ROOT, here, nxd_infer, refused
 from tests.support.shared import shared
 from tests.support.tiny_models import write_tiny
@@ -91,10 +91,8 @@ def test_generate_refuses_what_does_not_fit_and_cuts_only_its_default(artifact, 
     assert 1 <= json.loads(done.out)["tokens"] < 64
     # An artifact without a tokenizer.
     bare = shutil.copytree(artifact, tmp_path / "bare")
-    manifest = json.loads((bare / "manifest.json").read_text())
-    del manifest["files"]["tokenizer.json"]
-    manifest[CHECKSUM_KEY] = manifest_checksum(manifest)
-    (bare / "manifest.json").write_text(json.dumps(manifest))
+    with changed(bare) as manifest:
+        del manifest["files"]["tokenizer.json"]
     refused(
         here("generate", bare, "def f"),
         f"{bare} has no tokenizer.json: put the tokenizer's files into the model's directory and trace again",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import shutil
@@ -141,25 +140,6 @@ class Before(TorchDispatchMode):
         if func is self.operator:
             self.handler()
         return func(*args, **(kwargs or {}))
-
-
-def test_a_signal_handler_may_close_a_model_in_the_middle_of_a_call_in_process(artifacts):
-    model = started(artifacts[1])
-
-    def handler() -> None:
-        with pytest.raises(ModelClosedError, match="middle of one of its calls"):
-            model(X)
-        model.close()
-
-    faulthandler.dump_traceback_later(60, exit=True)
-    try:
-        with Before(torch.ops.aten.add_.Tensor, handler):
-            assert model(X)["count"].item() == 1
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-    with pytest.raises(ModelClosedError, match="closed"):
-        model(X)
-    assert model.restart()(X)["count"].item() == 1
 
 
 def test_ctrl_c_in_the_middle_of_a_graph_in_process_closes_a_model_with_states(artifacts):

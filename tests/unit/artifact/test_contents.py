@@ -93,10 +93,10 @@ def test_a_folder_of_a_graph_holds_nothing_else(artifact, name):
 
 
 def test_a_manifest_that_is_nested_deeply(artifact):
-    """At 101 levels JSON is still parsed, but code that recurses at each level may fail."""
+    """Code that recurses at each level may fail."""
     text = json.dumps({**json.loads((artifact / MANIFEST_NAME).read_text()), "metadata": {}})
-    for levels in (101, 60_000):
+    for levels in (201, 60_000):
         nested = "[" * levels + "]" * levels
         (artifact / MANIFEST_NAME).write_text(text.replace('"metadata": {}', f'"metadata": {{"a": {nested}}}', 1))
-        with pytest.raises(ArtifactCorruptError, match=r"levels deep|is not JSON"):
+        with pytest.raises(ArtifactCorruptError, match="is not JSON"):
             load_artifact(artifact)

@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 
 import nxd_infer
-from nxd_infer.cli.console import bar
 from nxd_infer.cli.trace import TraceProgress
+from nxd_infer.util.progress_bar import progress_bar
 from tests.support import toy_artifacts as toy
 from tests.support.e2e.command import here, refused
 from tests.support.tiny_models import write_tiny
@@ -72,7 +72,8 @@ STEPS = ((0, ""), (1, " (decode_b1)"), (2, ""))
 )
 def test_a_trace_into_a_log_says_how_far_it_is(terminal, line_every, lines):
     out = io.StringIO()
-    with bar(Console(file=out, force_terminal=terminal, width=100, highlight=False), drawn=terminal) as display:
+    screen = Console(file=out, force_terminal=terminal, width=100, highlight=False)
+    with progress_bar(screen, drawn=terminal) as display:
         progress = TraceProgress(display, line_every=line_every)
         progress("compile graphs", 0, 2)
         progress("compile graphs", 1, 2, "decode_b1")

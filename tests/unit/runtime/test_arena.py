@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
 from nxd_infer.errors import InputRangeError
-from nxd_infer.runtime.ipc.arena import ALIGNMENT, Arena, InputBlock, arena_layout, create_arena
+from nxd_infer.runtime.ipc.arena import ALIGNMENT, Arena, ArenaLayout, InputBlock, create_arena
 from nxd_infer.runtime.ipc.channel import Channel, ChannelClosed, Kind, Request
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.int8, torch.float64]
@@ -43,7 +43,7 @@ def manifests(draw):
 @given(manifests())
 def test_tensors_keep_apart_and_arrive(manifest):
     """Everything written on one side is read on the other; nothing overlaps, counters included."""
-    layout = arena_layout(manifest)
+    layout = ArenaLayout(manifest)
     fd = create_arena(layout)
     try:
         ours = Arena(fd, manifest, writable_inputs=True)
@@ -99,7 +99,7 @@ def test_a_block_of_inputs_is_refused_where_single_arrays_are(case):
         assert (block[spec.name] == (spec.default or 0)).all()
     for name, array in arrays.items():
         block[name][...] = array
-    fd = create_arena(arena_layout(manifest := Manifest(backend="eager", tp_degree=1, buckets=[bucket], graphs={})))
+    fd = create_arena(ArenaLayout(manifest := Manifest(backend="eager", tp_degree=1, buckets=[bucket], graphs={})))
     side = Arena(fd, manifest, writable_inputs=True).sides[1]
     os.close(fd)
     side.input_bytes[0][:] = block.memory
@@ -122,7 +122,8 @@ def naive_check(bucket, arrays):
 
 
 def test_the_arena_cannot_be_resized():
-    fd = create_arena(arena_layout(Manifest(backend="eager", tp_degree=1, buckets=[], graphs={})))
+    bucket = BucketSpec(name="b", inputs=[], outputs=[], graphs=["g"])
+    fd = create_arena(ArenaLayout(Manifest(backend="eager", tp_degree=1, buckets=[bucket], graphs={})))
     for size in (0, 1 << 20):
         with pytest.raises(PermissionError):
             os.ftruncate(fd, size)

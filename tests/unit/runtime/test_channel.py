@@ -22,17 +22,6 @@ def ends():
     rank.close()
 
 
-@pytest.mark.parametrize("seconds", [0.0, AWAKE_SECONDS / 4, 4 * AWAKE_SECONDS], ids=["at once", "awake", "asleep"])
-@pytest.mark.parametrize("what", ["a request", "the end"])
-def test_a_request_and_the_callers_end_are_noticed_whenever_they_come(ends, seconds, what):
-    caller, rank = ends
-    sends = what == "a request"
-    timer = threading.Timer(seconds, caller.send, [STEP.record()]) if sends else threading.Timer(seconds, caller.close)
-    timer.start()
-    assert rank.receive_request() == ((STEP, []) if sends else None)
-    timer.join(120)
-
-
 @pytest.fixture
 def yields(monkeypatch) -> list[None]:
     """One for each time that the rank, awake, left its core to others."""

@@ -89,26 +89,21 @@ def test_filling_keeps_the_values_and_pads_the_rest(inner, data):
         assert view[index] == (values[index] if inside else 9.0)
 
 
-def test_what_fits_no_bucket_is_told_which_there_are():
-    router = Router([bucket(f"s{n}", {"x": (1, n)}, {"x": {1}}) for n in (512, 128)])
-    with pytest.raises(BucketError, match=r"no bucket fits x: float32\[1, 513\].*\n.*s512  x: float32\[1, <=512\]"):
-        router.route([torch.zeros(1, 513)], {})
-
-
-def test_integers_and_booleans_are_filled_with_their_own_kind():
-    for dtype, value, want in ((torch.int64, 3.0, 3), (torch.bool, 1.0, True), (torch.int32, -1.0, -1)):
+def test_padding_and_defaults_are_of_the_inputs_own_kind():
+    """What fits a type fills an input, as far as a float holds it; infinities fill a mask, say."""
+    for dtype, value, expected in (
+        (torch.int64, 3.0, 3),
+        (torch.bool, 7, True),
+        (torch.int32, 2**31 - 1, 2**31 - 1),
+        (torch.uint8, 255, 255),
+        (torch.float32, -math.inf, -math.inf),
+    ):
         view = torch.zeros(4, dtype=dtype)
-        fill(view, InputSpec.of("x", view, pad={0: value}), torch.zeros(2, dtype=dtype))
-        assert view.tolist() == [0, 0, want, want]
-
-
-def test_defaults_fill_what_is_left_out():
-    router = Router([bucket("b", {"x": (2,), "scale": (2, 2)}, {}, scale=1.5)])
-    route = router.route([torch.zeros(2)], {})
-    assert list(route.inputs) == ["x"]
-    view = torch.zeros(2, 2)
-    fill(view, router.buckets[0].inputs[1], None)
-    assert (view == 1.5).all()
+        spec = InputSpec.of("x", view, pad={0: value}, default=value)
+        fill(view, spec, torch.zeros(2, dtype=dtype))
+        assert view.tolist() == [0, 0, expected, expected]
+        fill(view, spec, None)
+        assert view.tolist() == [expected] * 4
 
 
 @pytest.mark.parametrize(
@@ -129,17 +124,6 @@ def test_wrong_arguments_are_named(positional, named, text):
     with pytest.raises(InputMismatchError, match=text) as caught:
         router.route(positional, named)
     assert not isinstance(caught.value, BucketError)
-
-
-def test_a_users_kernel_runs_as_given():
-    def kernel(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
-        x = tensors[0]
-        return [torch.nn.functional.pad(x, [4 - x.shape[0], 0], value=5.0)], torch.tensor([1])
-
-    table = [bucket("s2", {"x": (2,)}, {"x": {0}}), bucket("s4", {"x": (4,)}, {"x": {0}})]
-    route = Router(table, kernel).route([torch.ones(2)], {})
-    assert route.bucket == 1
-    assert route.inputs["x"].tolist() == [5.0, 5.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(

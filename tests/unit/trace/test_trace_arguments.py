@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 import nxd_infer as nxd
-from nxd_infer.artifact.manifest import InputSpec
 from nxd_infer.backends import registry
 from nxd_infer.backends.compiler_args import arguments_of
 from nxd_infer.errors import ArtifactError, ParallelConfigError, TraceConfigError
-from nxd_infer.runtime.router import fill
 from nxd_infer.trace import BucketModelConfig, trace_plan
 from nxd_infer.util.units import size
 from tests.support import toy_artifacts as toy
@@ -150,11 +146,3 @@ def test_the_plan_without_a_loader_does_not_run_func():
     plan = trace_plan(never, [(torch.zeros(2, 4),), (torch.zeros(5, 4),)], None, None, False, BucketModelConfig())
     assert plan.weight_bytes is None
     assert "known once func has run" in plan.table() and "[5, 4]" in plan.table()
-
-
-def test_what_fits_a_type_fills_an_input():
-    """Its limits do, as far as a float holds them; infinities fill floating-point inputs (a mask, say)."""
-    for dtype, value in ((torch.float32, -math.inf), (torch.int32, 2**31 - 1), (torch.uint8, 255), (torch.bool, 7)):
-        spec = InputSpec.of("x", torch.zeros(2, dtype=dtype), default=value)
-        fill(view := torch.zeros(2, dtype=dtype), spec, None)
-        assert view.tolist() == [bool(value) if dtype == torch.bool else value] * 2
