@@ -76,7 +76,7 @@ def trace_arguments(loaded: Loaded, out: Path | None) -> dict[str, Any] | None:
     if out is None and not given:
         return None
     if out is None and given.get("out") is None:
-        raise loaded.tree.error(("trace", "out"), "is missing: the folder of the artifact, or use --trace OUT")
+        raise loaded.tree.error("trace.out", "is missing: the folder of the artifact, or use --trace OUT")
     return {"task": "generate", "model_name": loaded.recipe.name, **given, "out": Path(out or given["out"])}
 
 

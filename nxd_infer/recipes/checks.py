@@ -45,7 +45,7 @@ def _looks(loaded: Loaded) -> Iterator[Callable[[], object]]:
     yield partial(_look_for_indexed, loaded)
     source = tokenizer_source(loaded)
     if source is not None:
-        yield partial(require_tokenizer, source, loaded.tree.where(("data", "tokenizer")))
+        yield partial(require_tokenizer, source, loaded.tree.where("data.tokenizer"))
     yield partial(begin_of, loaded)
     yield partial(copied_files, loaded)
 
@@ -79,4 +79,4 @@ def slow_products(loaded: Loaded) -> list[str]:
     if is_fast_at_bfloat16() or (kind is not None and dtypes(loaded.recipe).products != torch.bfloat16):
         return []
     what = f"= {kind}: fp32 is many times as fast here, because" if kind else "is fp32 by default, because"
-    return [str(loaded.tree.error(("precision", "type"), f"{what} this processor has no bfloat16 instructions"))]
+    return [str(loaded.tree.error("precision.type", f"{what} this processor has no bfloat16 instructions"))]

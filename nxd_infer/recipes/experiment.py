@@ -65,7 +65,7 @@ def copied_files(loaded: Loaded) -> list[Path]:
     files = [loaded.path(text) for text in loaded.recipe.exp_manager.files_to_copy]
     for file in files:
         if not file.is_file():
-            raise loaded.tree.error(("exp_manager", "files_to_copy"), f"names {file}, which is not a file")
+            raise loaded.tree.error("exp_manager.files_to_copy", f"names {file}, which is not a file")
     return files
 
 

@@ -153,7 +153,7 @@ def make_job(loaded: Loaded, model_dir: Path, begin: Begin, steps: int) -> Job:
         made = make_model(model_dir, begin.hugging_face, kinds.weights, alignment.dpo or alignment.orpo)
         if building_sequence_parallel() and not is_sequence_parallel_model(made):
             problem = "= True, but no layer of this model splits sequences: set it to false"
-            raise loaded.tree.error(("distributed_strategy", "sequence_parallel"), problem)
+            raise loaded.tree.error("distributed_strategy.sequence_parallel", problem)
         return made
 
     with naming_targets(loaded):
@@ -173,10 +173,9 @@ def load_begin(loaded: Loaded, job: Job, begin: Begin, weights_only: bool) -> No
     if begin.checkpoints is None:
         return
     with fitting(loaded, "resume_from_checkpoint", begin.checkpoints):
-        if weights_only or loaded.recipe.model.weight_init_only:
-            load_checkpoint(begin.checkpoints, model=job.model)
-        else:
-            load_checkpoint(begin.checkpoints, model=job.model, optimizer=job.optimizer, scheduler=job.scheduler)
+        alone = weights_only or loaded.recipe.model.weight_init_only
+        more = {} if alone else {"optimizer": job.optimizer, "scheduler": job.scheduler}
+        load_checkpoint(begin.checkpoints, model=job.model, **more)
 
 
 @contextlib.contextmanager

@@ -1,16 +1,25 @@
-"""The ranks of a recipe: started here, or this process is one of torchrun's or Slurm's."""
+"""The ranks of a recipe: started here, or this process is one of torchrun's or Slurm's.
+
+``python -m nxd_infer.recipes.launch PARENT LOG_DIR FILE OVERRIDE...`` is a rank that was started here.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nxd_infer.errors import RecipeError
+from rich.console import Console
+
+from nxd_infer.errors import NxdError, RecipeError
 from nxd_infer.processes.command import python_module
+from nxd_infer.processes.own import die_with_parent, name_process
 from nxd_infer.processes.ranks import run_ranks
-from nxd_infer.recipes.recipe import Loaded, world_size
+from nxd_infer.recipes.loop import train
+from nxd_infer.recipes.recipe import Loaded, load, world_size
 
 PORT = 29400
 """The first port of a Slurm job's ranks."""
@@ -52,7 +61,7 @@ def check_world(loaded: Loaded, environment: Mapping[str, str]) -> None:
         asked = f"x trainer.num_nodes = {trainer.devices} x {trainer.num_nodes}"
         nearest = f"the nearest is trainer.devices={found} trainer.num_nodes=1"
         problem = f"{asked} is not the {found} processes that were started; {nearest}"
-        raise loaded.tree.error(("trainer", "devices"), problem)
+        raise loaded.tree.error("trainer.devices", problem)
 
 
 def start_ranks(loaded: Loaded, file: Path, overrides: Sequence[str], log_dir: Path) -> None:
@@ -61,11 +70,23 @@ def start_ranks(loaded: Loaded, file: Path, overrides: Sequence[str], log_dir: P
     Raises RecipeError for a recipe of several machines.
     """
     if loaded.recipe.trainer.num_nodes > 1:
-        raise loaded.tree.error(
-            ("trainer", "num_nodes"),
-            f"= {loaded.recipe.trainer.num_nodes}: start it on each machine, by torchrun or srun; on this one alone "
-            "the nearest is 1",
-        )
+        several = f"= {loaded.recipe.trainer.num_nodes}: start it on each machine, by torchrun or srun"
+        raise loaded.tree.error("trainer.num_nodes", f"{several}; on this one alone the nearest is 1")
     log_dir.mkdir(parents=True, exist_ok=True)
-    command = python_module("nxd_infer.recipes.rank_main", str(os.getpid()), str(log_dir), str(file), *overrides)
+    command = python_module("nxd_infer.recipes.launch", str(os.getpid()), str(log_dir), str(file), *overrides)
     run_ranks(command, world_size(loaded.recipe), log_dir / "ranks.log", timeout=None)
+
+
+def main(parent: str, log_dir: str, file: str, *overrides: str) -> None:
+    die_with_parent(int(parent))
+    name_process("nxd-train")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # restores the terminal
+    try:
+        train(load(file, overrides), Path(log_dir), Console())  # errors are for the log
+    except NxdError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -20,7 +20,6 @@ from torch.utils.data import Dataset
 from nxd_infer import comm
 from nxd_infer.comm.texts import gather_texts
 from nxd_infer.context import current_context
-from nxd_infer.errors import RecipeError
 from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.parallel_layers.grads import Share, counted_spans, total_norm
 from nxd_infer.recipes import experiment
@@ -108,7 +107,7 @@ class Training:
         count = len(train)  # pyright: ignore[reportArgumentType]
         if count < whole_step:
             had = f"the data has {count} rows of {seq_length(recipe)} tokens; the nearest is {max(1, count)}"
-            raise loaded.tree.error(("data", "global_batch_size"), f"= {whole_step}, but {had}")
+            raise loaded.tree.error("data.global_batch_size", f"= {whole_step}, but {had}")
         trainer = recipe.trainer
         epoch = count // whole_step
         bounds = [n for n in (trainer.max_steps, trainer.max_epochs * epoch if trainer.max_epochs > 0 else -1) if n > 0]
@@ -131,8 +130,8 @@ class Training:
         resumes = recipe.exp_manager.resume_if_exists and has_checkpoint(self.keeper.folder)
         manager = recipe.exp_manager
         if not resumes and manager.resume_if_exists and not manager.resume_ignore_no_checkpoint:
-            where = loaded.tree.where(("exp_manager", "resume_ignore_no_checkpoint"))
-            raise RecipeError(f"{where}: {self.keeper.folder} has no checkpoint to resume from")
+            problem = f"= False: {self.keeper.folder} has no checkpoint to resume from"
+            raise loaded.tree.error("exp_manager.resume_ignore_no_checkpoint", problem)
         if not resumes or alignment.peft is not None:
             load_begin(loaded, self.job, begin, weights_only=resumes)
         if alignment.dpo is not None:
@@ -353,7 +352,7 @@ class Training:
             return wanted
         if count < least * self.dp:
             problem = f"has {count} rows, which do not fill a batch of {least * self.dp}"
-            raise self.loaded.tree.error(("data", "val_dir"), problem)
+            raise self.loaded.tree.error("data.val_dir", problem)
         return least
 
     # --- checkpoints ------------------------------------------------------------------------------------

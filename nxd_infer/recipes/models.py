@@ -20,7 +20,6 @@ from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.recipes.logs import missing_packages
 from nxd_infer.recipes.recipe import Loaded, microbatches, seq_length
 from nxd_infer.recipes.schema import Peft, Recipe
-from nxd_infer.recipes.yaml_text import dotted
 from nxd_infer.util.devices import has_accelerator
 from nxd_infer.util.machine import computes_bfloat16
 from nxd_models import registry
@@ -47,7 +46,13 @@ FIELDS = {
 OWN_NAMES = {"rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base"}
 """Names of GPT-NeoX for these fields; set where its configuration has them."""
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
-GATED = ("swiglu", "fast-swiglu", "silu")
+TRAINED = {
+    "activation": ("swiglu", "fast-swiglu", "silu"),
+    "normalization": ("rmsnorm",),
+    "position_embedding_type": ("rope",),
+    "transformer_block_type": ("pre_ln",),
+}
+"""What a model without a ``config.json`` may have, and other names of it."""
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Layers that NxD Training joins, and what they are here; adapters name them."""
 
@@ -61,7 +66,7 @@ def config_path(loaded: Loaded) -> Path | None:
     path = path / CONFIG if path.is_dir() else path
     if not path.is_file():
         problem = f"= {given!r} is not there: give a config.json or its directory"
-        raise loaded.tree.error(("model", "model_config"), problem)
+        raise loaded.tree.error("model.model_config", problem)
     return path
 
 
@@ -83,7 +88,7 @@ def raw_config(loaded: Loaded, vocab_size: int | None = None) -> dict[str, Any]:
         missing = [name for name in NEEDED if getattr(model, name) is None]
         if missing:
             problem = "is missing, and there is no model.model_config: give it, or model_config"
-            raise loaded.tree.error(("model", missing[0]), problem)
+            raise loaded.tree.error(f"model.{missing[0]}", problem)
         raw["rms_norm_eps"] = 1e-5
         raw["max_position_embeddings"] = seq_length(recipe)
         raw["intermediate_size"] = 4 * (model.hidden_size or 0)
@@ -176,7 +181,7 @@ def naming_targets(loaded: Loaded) -> Iterator[None]:
     except LoraTargetError as error:
         peft = loaded.recipe.model_alignment_strategy.peft
         key = "lora_save_dir" if peft is not None and peft.load_lora_from_ckpt else "target_modules"
-        raise loaded.tree.error(("model_alignment_strategy", "peft", key), f"does not fit the model: {error}") from None
+        raise loaded.tree.error(f"model_alignment_strategy.peft.{key}", f"does not fit the model: {error}") from None
 
 
 def pipeline_options(recipe: Recipe) -> dict[str, Any]:
@@ -212,40 +217,21 @@ def _untrainable(loaded: Loaded) -> str:
 def obstacles(loaded: Loaded) -> list[str]:
     """Return why a valid recipe cannot be trained here, as sentences with the key and its line; none if it can."""
     recipe, model, strategy = loaded.recipe, loaded.recipe.model, loaded.recipe.distributed_strategy
-    alignment = recipe.model_alignment_strategy
-    megatron = model.model_config is None
-    untrainable = "" if model.moe is not None else _untrainable(loaded)
-    found = {
-        ("model", "model_config"): (bool(untrainable), untrainable),
-        ("model", "moe"): (model.moe is not None, "experts are not trained here"),
-        ("distributed_strategy", "context_parallel_size"): (
-            strategy.context_parallel_size > 1,
-            "sequences are not split among ranks here: use tensor_model_parallel_size with sequence_parallel",
-        ),
-        ("model", "activation"): (
-            megatron and model.activation not in (None, *GATED),
-            "only swiglu is trained here",
-        ),
-        ("model", "normalization"): (
-            megatron and model.normalization not in (None, "rmsnorm"),
-            "only rmsnorm is trained here",
-        ),
-        ("model", "position_embedding_type"): (
-            megatron and model.position_embedding_type != "rope",
-            "only rope is trained here",
-        ),
-        ("model", "transformer_block_type"): (
-            megatron and model.transformer_block_type != "pre_ln",
-            "only pre_ln is trained here",
-        ),
-        ("model_alignment_strategy", "dpo"): (
-            alignment.dpo is not None and strategy.pipeline_model_parallel_size > 1,
-            "the reference of DPO does not run over pipeline stages: use tensor_model_parallel_size, or orpo",
-        ),
-    }
+    found: dict[str, str] = {}
+    if model.moe is not None:
+        found["model.moe"] = "experts are not trained here"
+    elif untrainable := _untrainable(loaded):
+        found["model.model_config"] = untrainable
+    if strategy.context_parallel_size > 1:
+        instead = "use tensor_model_parallel_size with sequence_parallel"
+        found["distributed_strategy.context_parallel_size"] = f"sequences are not split among ranks here: {instead}"
+    if model.model_config is None:
+        for name, (trained, *same) in TRAINED.items():
+            if getattr(model, name) not in (None, trained, *same):
+                found[f"model.{name}"] = f"only {trained} is trained here"
+    if recipe.model_alignment_strategy.dpo is not None and strategy.pipeline_model_parallel_size > 1:
+        instead = "use tensor_model_parallel_size, or orpo"
+        found["model_alignment_strategy.dpo"] = f"the reference of DPO does not run over pipeline stages: {instead}"
     for key, package in missing_packages(recipe.exp_manager).items():
-        reason = f"needs the package {package}: pip install {package}, or set it to false"
-        found["exp_manager", key] = (True, reason)
-    return [
-        f"{loaded.tree.where(path)}: {dotted(path)}: {reason}" for path, (stands, reason) in found.items() if stands
-    ]
+        found[f"exp_manager.{key}"] = f"needs the package {package}: pip install {package}, or set it to false"
+    return [f"{loaded.tree.where(key)}: {key}: {reason}" for key, reason in found.items()]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from nxd_infer.errors import RecipeError
 from nxd_infer.hugging_face.gguf_file import model_directory
@@ -120,7 +120,7 @@ def _fill(loaded: Loaded, building: Path, most: int | None = None) -> list[str]:
     recipe = loaded.recipe
     source = tokenizer_source(loaded)
     if source is not None:
-        copy_tokenizer(source, model, loaded.tree.where(("data", "tokenizer")))
+        copy_tokenizer(source, model, loaded.tree.where("data.tokenizer"))
     elif recipe.data.tokenizer.type == TRAINED:
         train_tokenizer(model, _texts(loaded), recipe.data.tokenizer.vocab_size)
     tokenizer = Tokenizer.from_dir(model) if (model / TOKENIZER).is_file() else None
@@ -191,7 +191,7 @@ def _texts(loaded: Loaded) -> Iterator[str]:
     data = loaded.recipe.data
     if data.train_dir is None:
         problem = f"= {TRAINED!r} needs texts, and data_prefix has tokens; name one"
-        raise loaded.tree.error(("data", "tokenizer", "type"), problem)
+        raise loaded.tree.error("data.tokenizer.type", problem)
     for record in _records(loaded, "train_dir"):
         yield from inside({name: value for name, value in record.items() if name not in data.ignore_columns})
 
@@ -200,11 +200,11 @@ def _check_sizes(loaded: Loaded, raw: dict[str, Any], tokenizer: Tokenizer | Non
     if tokenizer is not None and tokenizer.vocab_size > raw["vocab_size"]:
         size = tokenizer.vocab_size
         problem = f"= {raw['vocab_size']} is less than the tokenizer's {size}; the nearest is {size}"
-        raise loaded.tree.error(("model", "vocab_size"), problem)
+        raise loaded.tree.error("model.vocab_size", problem)
     length, longest = seq_length(loaded.recipe), raw.get("max_position_embeddings")
     if longest is not None and length > longest:
         problem = f"= {length} is above the model's {longest}; the nearest is {longest}"
-        raise loaded.tree.error(("data", "seq_length"), problem)
+        raise loaded.tree.error("data.seq_length", problem)
 
 
 def encoder_of(loaded: Loaded, model: Path, tokenizer: Tokenizer | None) -> Encoder:
@@ -249,18 +249,15 @@ def _open(loaded: Loaded, folder: Path) -> Prepared:
     if recipe.data.data_prefix:
         train, validation = (_indexed(loaded, config, part) for part in (0, 1))
         if train is None:
-            raise loaded.tree.error(("data", "data_prefix"), "has no row to train on")
-        return Prepared(folder / MODEL, _first(train, recipe.data.dev_choose_samples), validation)
+            raise loaded.tree.error("data.data_prefix", "has no row to train on")
+        count = min(len(train), recipe.data.dev_choose_samples or len(train))  # pyright: ignore[reportArgumentType]
+        return Prepared(folder / MODEL, Subset(train, range(count)), validation)
     stores = {"train_dir": TokenStore(folder / TRAIN)}
     if recipe.data.val_dir:
         stores["val_dir"] = TokenStore(folder / VALIDATION)
     train, *validation = (_rows(loaded, config, store) for store in stores.values())
     notes = [note for key, store in stores.items() for note in _cut_off(loaded, key, store.facts)]
     return Prepared(folder / MODEL, train, next(iter(validation), None), notes)
-
-
-def _first(rows_: Dataset, count: int | None) -> Dataset:
-    return rows_ if count is None else rows.First(rows_, count)
 
 
 def _rows(loaded: Loaded, config: dict[str, Any], store: TokenStore) -> Dataset:
@@ -292,11 +289,11 @@ def _windows(loaded: Loaded, config: dict[str, Any], documents: rows.Documents, 
 
 def _indexed(loaded: Loaded, config: dict[str, Any], part: int) -> Dataset | None:
     """Rows of Megatron's files: of the share for training (0) or validation (1); None if that is empty."""
-    data, origin = loaded.recipe.data, loaded.tree.where(("data", "data_prefix"))
+    data, origin = loaded.recipe.data, loaded.tree.where("data.data_prefix")
     parts, weights = [], []
     for weight, prefix in blend_of(data.data_prefix, origin):
         documents = IndexedFile(loaded.path(f"{prefix}.idx").with_suffix(""))
-        where = loaded.tree.where(("data", "splits_string"))
+        where = loaded.tree.where("data.splits_string")
         windows = _windows(loaded, config, documents, *split_of(data.splits_string, part, len(documents), where))
         if len(windows):
             parts.append(windows)

@@ -10,7 +10,7 @@ from pathlib import Path
 from nxd_infer.recipes.keys import LARGEST, Reader
 from nxd_infer.recipes.resolve import override, resolve
 from nxd_infer.recipes.schema import Recipe
-from nxd_infer.recipes.yaml_text import KeyPath, Tree, read_yaml
+from nxd_infer.recipes.yaml_text import Tree, read_yaml
 from nxd_infer.trace.options import TraceOptions
 from nxd_infer.util.options import declared
 from nxd_infer.util.suggest import nearest
@@ -79,9 +79,8 @@ def check(tree: Tree, overrides: Iterable[str] = ()) -> Loaded:
 
 def time_limit(loaded: Loaded) -> float:
     """Return how many seconds this start of the job may train; infinity without a limit."""
-    whole = seconds_of(loaded.recipe.trainer.max_time, loaded.tree, ("trainer", "max_time"))
-    start = seconds_of(loaded.recipe.exp_manager.max_time_per_run, loaded.tree, ("exp_manager", "max_time_per_run"))
-    return min([limit for limit in (whole, start) if limit is not None], default=math.inf)
+    limits = (seconds_of(value, loaded.tree, key) for key, value in _limits(loaded.recipe).items())
+    return min((limit for limit in limits if limit is not None), default=math.inf)
 
 
 def seq_length(recipe: Recipe) -> int:
@@ -126,21 +125,20 @@ def microbatches(recipe: Recipe) -> int:
 
 def _degrees(recipe: Recipe, tree: Tree) -> None:
     world, strategy = world_size(recipe), recipe.distributed_strategy
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     before = 1
-    for name in names:
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         degree = getattr(strategy, name)
         if world % (before * degree):
-            close = nearest_divisor(world // before, degree)
-            ranks = f"{world} ranks (trainer.devices x trainer.num_nodes)"
             whose = f"= {degree}, x {before} of the degrees before it," if before > 1 else f"= {degree}"
-            path = ("distributed_strategy", name)
-            raise tree.error(path, f"{whose} does not divide the {ranks}; the nearest is {close}")
+            ranks = f"{world} ranks (trainer.devices x trainer.num_nodes)"
+            close = nearest_divisor(world // before, degree)
+            problem = f"{whose} does not divide the {ranks}; the nearest is {close}"
+            raise tree.error(f"distributed_strategy.{name}", problem)
         before *= degree
-    if strategy.virtual_pipeline_model_parallel_size > 1 and strategy.pipeline_model_parallel_size == 1:
-        path = ("distributed_strategy", "virtual_pipeline_model_parallel_size")
-        given = strategy.virtual_pipeline_model_parallel_size
-        raise tree.error(path, f"= {given} needs pipeline_model_parallel_size above 1; without it the nearest is 1")
+    stages = strategy.virtual_pipeline_model_parallel_size
+    if stages > 1 and strategy.pipeline_model_parallel_size == 1:
+        problem = f"= {stages} needs pipeline_model_parallel_size above 1; without it the nearest is 1"
+        raise tree.error("distributed_strategy.virtual_pipeline_model_parallel_size", problem)
 
 
 def _batches(recipe: Recipe, tree: Tree) -> None:
@@ -149,131 +147,119 @@ def _batches(recipe: Recipe, tree: Tree) -> None:
     if data.global_batch_size % rows:
         close = max(rows, round(data.global_batch_size / rows) * rows)
         problem = f"is not a multiple of micro_batch_size x data-parallel ranks = {data.micro_batch_size} x {dp}"
-        raise tree.error(("data", "global_batch_size"), f"= {data.global_batch_size} {problem}; the nearest is {close}")
+        raise tree.error("data.global_batch_size", f"= {data.global_batch_size} {problem}; the nearest is {close}")
 
 
 def _lengths(recipe: Recipe, tree: Tree) -> None:
     length, model = seq_length(recipe), recipe.model
     if recipe.data.seq_length is None and model.seq_length not in (None, length):
         problem = f"= {model.seq_length} differs from model.encoder_seq_length; the nearest is {length}"
-        raise tree.error(("model", "seq_length"), problem)
-    if model.max_position_embeddings is not None and model.max_position_embeddings < length:
-        given = model.max_position_embeddings
-        raise tree.error(
-            ("model", "max_position_embeddings"),
-            f"= {given} is less than the {length} tokens per row; the nearest is {length}",
-        )
+        raise tree.error("model.seq_length", problem)
+    longest = model.max_position_embeddings
+    if longest is not None and longest < length:
+        problem = f"= {longest} is less than the {length} tokens per row; the nearest is {length}"
+        raise tree.error("model.max_position_embeddings", problem)
     degree = recipe.distributed_strategy.tensor_model_parallel_size
     if recipe.distributed_strategy.sequence_parallel and length % degree:
         close = max(1, round(length / degree)) * degree
-        path = ("data", "seq_length") if recipe.data.seq_length else ("model", "encoder_seq_length")
-        problem = f"= {length} does not divide over the {degree} ranks of sequence_parallel"
-        raise tree.error(path, f"{problem}; the nearest is {close}")
+        problem = f"= {length} does not divide over the {degree} ranks of sequence_parallel; the nearest is {close}"
+        raise tree.error("data.seq_length" if recipe.data.seq_length else "model.encoder_seq_length", problem)
 
 
 def _heads(recipe: Recipe, tree: Tree) -> None:
-    model = recipe.model
-    heads = model.num_attention_heads
-    if model.hidden_size and heads and not model.kv_channels and model.hidden_size % heads:
-        close = nearest_divisor(model.hidden_size, heads)
-        raise tree.error(
-            ("model", "num_attention_heads"),
-            f"= {heads} does not divide hidden_size {model.hidden_size}; the nearest is {close}",
-        )
-    if heads and model.num_kv_heads and heads % model.num_kv_heads:
-        close = nearest_divisor(heads, model.num_kv_heads)
-        raise tree.error(
-            ("model", "num_kv_heads"),
-            f"= {model.num_kv_heads} does not divide {heads} attention heads; the nearest is {close}",
-        )
+    hidden, heads, groups = (
+        getattr(recipe.model, name) for name in ("hidden_size", "num_attention_heads", "num_kv_heads")
+    )
+    if hidden and heads and not recipe.model.kv_channels and hidden % heads:
+        close = nearest_divisor(hidden, heads)
+        problem = f"= {heads} does not divide hidden_size {hidden}; the nearest is {close}"
+        raise tree.error("model.num_attention_heads", problem)
+    if heads and groups and heads % groups:
+        problem = f"= {groups} does not divide {heads} attention heads; the nearest is {nearest_divisor(heads, groups)}"
+        raise tree.error("model.num_kv_heads", problem)
 
 
 def _rates(recipe: Recipe, tree: Tree) -> None:
     optim, sched = recipe.model.optim, recipe.model.optim.sched
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
-        raise tree.error(
-            ("model", "optim", "betas"),
-            f"= {optim.betas} must be two numbers from 0 to below 1; the nearest is [0.9, 0.999]",
-        )
-    if sched is None:
+        problem = f"= {optim.betas} must be two numbers from 0 to below 1; the nearest is [0.9, 0.999]"
+        raise tree.error("model.optim.betas", problem)
+    if sched is None or ("trainer", "max_steps") in tree.commanded:  # a shortened run may be all warmup
         return
     total = sched.max_steps or recipe.trainer.max_steps
-    shortened = ("trainer", "max_steps") in tree.commanded  # a run to try a recipe: it is all warmup
-    if total > 0 and sched.warmup_steps > total and not shortened:
-        raise tree.error(
-            ("model", "optim", "sched", "warmup_steps"),
-            f"= {sched.warmup_steps} is above the {total} steps; the nearest is {total}",
-        )
+    if 0 < total < sched.warmup_steps:
+        problem = f"= {sched.warmup_steps} is above the {total} steps; the nearest is {total}"
+        raise tree.error("model.optim.sched.warmup_steps", problem)
 
 
 def _experts(recipe: Recipe, tree: Tree) -> None:
-    moe = recipe.model.moe
-    experts = recipe.distributed_strategy.expert_model_parallel_size
+    moe, experts = recipe.model.moe, recipe.distributed_strategy.expert_model_parallel_size
+    ranks, capacity = "distributed_strategy.expert_model_parallel_size", "model.moe.capacity_factor"
     if moe is None:
         if experts > 1:
-            path = ("distributed_strategy", "expert_model_parallel_size")
-            raise tree.error(path, f"= {experts} needs a section model.moe; without it the nearest is 1")
+            raise tree.error(ranks, f"= {experts} needs a section model.moe; without it the nearest is 1")
         return
     if moe.dropless and moe.capacity_factor:
-        raise tree.error(
-            ("model", "moe", "capacity_factor"),
-            f"= {moe.capacity_factor:g} drops tokens, but dropless is true; the nearest is 0.0",
-        )
+        raise tree.error(capacity, f"= {moe.capacity_factor:g} drops tokens, but dropless is true; the nearest is 0.0")
     if not moe.dropless and not moe.capacity_factor:
-        raise tree.error(("model", "moe", "capacity_factor"), "= 0.0 needs dropless: true; the nearest is 1.0")
+        raise tree.error(capacity, "= 0.0 needs dropless: true; the nearest is 1.0")
     if moe.top_k > moe.num_experts:
-        raise tree.error(
-            ("model", "moe", "top_k"), f"= {moe.top_k} is above num_experts; the nearest is {moe.num_experts}"
-        )
+        raise tree.error("model.moe.top_k", f"= {moe.top_k} is above num_experts; the nearest is {moe.num_experts}")
     if moe.num_experts % experts:
         close = nearest_divisor(moe.num_experts, experts)
-        path = ("distributed_strategy", "expert_model_parallel_size")
-        raise tree.error(path, f"= {experts} does not divide the {moe.num_experts} experts; the nearest is {close}")
+        raise tree.error(ranks, f"= {experts} does not divide the {moe.num_experts} experts; the nearest is {close}")
 
 
 def _alignment(recipe: Recipe, tree: Tree) -> None:
-    alignment = recipe.model_alignment_strategy
-    given = [name for name in ("sft", "dpo", "orpo") if getattr(alignment, name) is not None]
+    alignment, length = recipe.model_alignment_strategy, seq_length(recipe)
+    given = {name: one for name in ("sft", "dpo", "orpo") if (one := getattr(alignment, name)) is not None}
     if len(given) > 1:
-        path = ("model_alignment_strategy", given[1])
-        raise tree.error(path, f"cannot be together with {given[0]}; the nearest is {given[0]} alone")
-    for name in ("dpo", "orpo"):
-        strategy = getattr(alignment, name)
-        length = seq_length(recipe)
-        if strategy is not None and strategy.max_prompt_length is not None and strategy.max_prompt_length >= length:
-            path = ("model_alignment_strategy", name, "max_prompt_length")
-            problem = f"= {strategy.max_prompt_length} leaves no room for an answer in {length} tokens"
-            raise tree.error(path, f"{problem}; the nearest is {length - 1}")
+        first, second, *_ = given
+        problem = f"cannot be together with {first}; the nearest is {first} alone"
+        raise tree.error(f"model_alignment_strategy.{second}", problem)
+    for name, strategy in given.items():
+        longest = getattr(strategy, "max_prompt_length", None)
+        if longest is not None and longest >= length:
+            problem = f"= {longest} leaves no room for an answer in {length} tokens; the nearest is {length - 1}"
+            raise tree.error(f"model_alignment_strategy.{name}.max_prompt_length", problem)
 
 
 def _sources(recipe: Recipe, tree: Tree) -> None:
     data = recipe.data
     if data.train_dir is None and not data.data_prefix:
-        raise tree.error(("data", "train_dir"), "is missing: give a file or folder to train on (or data_prefix)")
+        raise tree.error("data.train_dir", "is missing: give a file or folder to train on (or data_prefix)")
     if data.train_dir is not None and data.data_prefix:
-        raise tree.error(("data", "data_prefix"), "cannot be together with train_dir; the nearest is train_dir alone")
+        raise tree.error("data.data_prefix", "cannot be together with train_dir; the nearest is train_dir alone")
     if data.val_dir is not None and data.data_prefix:
         problem = "cannot be together with data_prefix, whose validation is splits_string's second share; remove it"
-        raise tree.error(("data", "val_dir"), problem)
+        raise tree.error("data.val_dir", problem)
 
 
 def _end(recipe: Recipe, tree: Tree) -> None:
     trainer = recipe.trainer
     if trainer.max_steps < 0 and trainer.max_epochs < 0 and trainer.max_time is None:
-        raise tree.error(("trainer", "max_steps"), "is missing: the training would not end; give it, or max_epochs")
+        raise tree.error("trainer.max_steps", "is missing: the training would not end; give it, or max_epochs")
     if trainer.max_steps == 0:
-        raise tree.error(("trainer", "max_steps"), "= 0 trains nothing; the nearest is 1")
+        raise tree.error("trainer.max_steps", "= 0 trains nothing; the nearest is 1")
     for name, what in (("limit_val_batches", "batches"), ("val_check_interval", "steps")):
         limit = getattr(trainer, name)
         number = isinstance(limit, int | float) and not isinstance(limit, bool)
         if limit is not None and not (number and 0 <= limit < LARGEST):
             problem = f"must be a number of {what}, or a share of them, got {limit!r}; the nearest is 1.0"
-            raise tree.error(("trainer", name), problem)
-    for where in (("trainer", "max_time"), ("exp_manager", "max_time_per_run")):
-        seconds_of(getattr(getattr(recipe, where[0]), where[1]), tree, where)
+            raise tree.error(f"trainer.{name}", problem)
+    for key, value in _limits(recipe).items():
+        seconds_of(value, tree, key)
 
 
-def seconds_of(value: object, tree: Tree, path: KeyPath) -> float | None:
+def _limits(recipe: Recipe) -> dict[str, object]:
+    """What limits the time, by its key."""
+    return {
+        "trainer.max_time": recipe.trainer.max_time,
+        "exp_manager.max_time_per_run": recipe.exp_manager.max_time_per_run,
+    }
+
+
+def seconds_of(value: object, tree: Tree, key: str) -> float | None:
     """Return a time limit: seconds, or a text ``days:hours:minutes:seconds``."""
     if value is None:
         return None
@@ -281,7 +267,7 @@ def seconds_of(value: object, tree: Tree, path: KeyPath) -> float | None:
         return float(value)
     parts = str(value).split(":")
     if not 1 <= len(parts) <= 4 or not all(part.isdecimal() and len(part) < 12 for part in parts):
-        raise tree.error(path, f'= {value!r} is not a time; the nearest is "00:01:00:00" (days:hours:minutes:seconds)')
+        raise tree.error(key, f'= {value!r} is not a time; the nearest is "00:01:00:00" (days:hours:minutes:seconds)')
     scale = (86400, 3600, 60, 1)[-len(parts) :]
     return float(sum(int(part) * unit for part, unit in zip(parts, scale, strict=True)))
 

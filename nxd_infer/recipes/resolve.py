@@ -5,6 +5,7 @@ Source: the interpolations of OmegaConf that NxD Training's files use. ``$$`` is
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -27,8 +28,7 @@ def resolve(tree: Tree) -> None:
 
     Raises RecipeError with the key and its line for a reference to nothing, to itself, or to an unset variable.
     """
-    resolver = _Resolver(tree)
-    tree.values = resolver.everything(tree.values, ())
+    tree.values = _Resolver(tree).value(tree.values, ())
 
 
 class _Resolver:
@@ -37,25 +37,23 @@ class _Resolver:
         self.done: dict[KeyPath, Any] = {}
         self.open: list[KeyPath] = []
 
-    def everything(self, value: Any, path: KeyPath) -> Any:
+    def value(self, value: Any, path: KeyPath) -> Any:
         if isinstance(value, dict):
-            return {key: self.everything(inner, (*path, key)) for key, inner in value.items()}
+            return {key: self.value(inner, (*path, key)) for key, inner in value.items()}
         if isinstance(value, list):
-            return [self.everything(inner, (*path, place)) for place, inner in enumerate(value)]
-        return self.text(value, path) if isinstance(value, str) else value
-
-    def text(self, value: str, path: KeyPath) -> Any:
-        if path in self.done:
-            return self.done[path]
+            return [self.value(inner, (*path, place)) for place, inner in enumerate(value)]
+        if not isinstance(value, str):
+            return value
         if path in self.open:
             circle = " -> ".join(dotted(one) for one in (*self.open[self.open.index(path) :], path))
             raise self.tree.error(path, f"refers to itself: {circle}")
-        self.open.append(path)
-        try:
-            found = self._expanded(value.replace("$$", _DOLLAR), path)
-        finally:
-            self.open.pop()
-        self.done[path] = found.replace(_DOLLAR, "$") if isinstance(found, str) else found
+        if path not in self.done:
+            self.open.append(path)
+            try:
+                found = self._expanded(value.replace("$$", _DOLLAR), path)
+            finally:
+                self.open.pop()
+            self.done[path] = found.replace(_DOLLAR, "$") if isinstance(found, str) else found
         return self.done[path]
 
     def _expanded(self, text: str, path: KeyPath) -> Any:
@@ -75,26 +73,21 @@ class _Resolver:
         name, colon, arguments = inside.partition(":")
         if colon:
             return self._function(name.strip(), [one.strip() for one in arguments.split(",")], path)
-        target = self._target(inside, path)
+        name = inside.lstrip(".")  # ``.x`` is beside the key, ``..x`` beside its section
+        dots = len(inside) - len(name)
+        target: KeyPath = (*(path[: len(path) - dots] if dots else ()), *name.split("."))
         value: Any = self.tree.values
         for number, part in enumerate(target):
             if isinstance(value, list) and str(part).isdecimal() and int(part) < len(value):
                 value = value[int(part)]
-                continue
-            if not isinstance(value, dict) or part not in value:
-                variable = _environment(inside)
-                if variable is not None:
-                    return variable
+            elif isinstance(value, dict) and part in value:
+                value = value[part]
+            elif (variable := _environment(inside)) is not None:
+                return variable
+            else:
                 known = [dotted((*target[:number], key)) for key in value] if isinstance(value, dict) else []
                 raise self.tree.error(path, f"refers to {inside!r}, which is not there{nearest(dotted(target), known)}")
-            value = value[part]
-        return self.text(value, target) if isinstance(value, str) else self.everything(value, target)
-
-    def _target(self, inside: str, path: KeyPath) -> KeyPath:
-        """``.x`` is beside the key, ``..x`` beside its section."""
-        dots = len(inside) - len(inside.lstrip("."))
-        base = path[: len(path) - dots] if dots else ()
-        return (*base, *inside.lstrip(".").split("."))
+        return self.value(value, target)
 
     def _function(self, name: str, arguments: list[str], path: KeyPath) -> Any:
         if name in ("oc.env", "env"):
@@ -108,23 +101,19 @@ class _Resolver:
         if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
             raise self.tree.error(path, f"{name} takes numbers, got {arguments}")
         try:
-            return FUNCTIONS[name](numbers)
+            found = FUNCTIONS[name](numbers)
+            return int(found) if name == "divide" and found == int(found) else found
         except ZeroDivisionError:
             raise self.tree.error(path, f"{name} divides by zero") from None
         except (ValueError, OverflowError):
             raise self.tree.error(path, f"{name} of {arguments} is not a number") from None
 
     def _variable(self, name: str, path: KeyPath, default: str | None = None) -> str:
-        found = _environment(name)
-        if found is None and default is None:
+        found = default if (variable := _environment(name)) is None else variable
+        if found is None:
             problem = f"needs the environment variable {name}, which is not set ($$ is a plain dollar)"
             raise self.tree.error(path, problem)
-        return (default or "") if found is None else found
-
-
-def _divided(numbers: list[Any]) -> Any:
-    found = numbers[0] / math.prod(numbers[1:])
-    return int(found) if found == int(found) else found
+        return found
 
 
 def _environment(name: str) -> str | None:
@@ -134,14 +123,16 @@ def _environment(name: str) -> str | None:
         return None
 
 
-FUNCTIONS: dict[str, Callable[[list[Any]], Any]] = {"multiply": math.prod, "add": sum, "divide": _divided}
+FUNCTIONS: dict[str, Callable[[list[Any]], Any]] = {
+    "multiply": math.prod,
+    "add": sum,
+    "divide": lambda numbers: numbers[0] / math.prod(numbers[1:]),
+}
 
 
 def _as_text(value: Any) -> str:
     """Return a value as YAML writes it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def override(tree: Tree, overrides: Iterable[str]) -> None:
@@ -160,14 +151,14 @@ def override(tree: Tree, overrides: Iterable[str]) -> None:
             )
         holder: Any = tree.values
         for number, part in enumerate(path[:-1]):
-            if not isinstance(holder.get(part), dict):
-                if holder.get(part) is not None:
-                    problem = f"{dotted(path[: number + 1])} is not a section but {holder[part]!r}"
-                    raise RecipeError(f"command line: {text!r}: {problem}")
+            if holder.get(part) is None:
                 holder[part] = {}
             holder = holder[part]
+            if not isinstance(holder, dict):
+                problem = f"{dotted(path[: number + 1])} is not a section but {holder!r}"
+                raise RecipeError(f"command line: {text!r}: {problem}")
         if removes:
             holder.pop(path[-1], None)
-            continue
-        holder[path[-1]] = parse_value(value)
-        tree.commanded.add(path)
+        else:
+            holder[path[-1]] = parse_value(value)
+            tree.commanded.add(path)

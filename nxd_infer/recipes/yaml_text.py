@@ -16,8 +16,7 @@ from nxd_infer.errors import MissingPackageError, RecipeError
 KeyPath = tuple[str | int, ...]
 """The keys that lead to a value, from the top."""
 
-MERGE = "tag:yaml.org,2002:merge"
-FLOAT, INT = "tag:yaml.org,2002:float", "tag:yaml.org,2002:int"
+FLOAT, INT, MERGE = (f"tag:yaml.org,2002:{name}" for name in ("float", "int", "merge"))
 MOST_VALUES = 100_000
 _FLOAT = re.compile(r"[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$|[-+]?\.\d+[eE][-+]?\d+$")
 
@@ -33,8 +32,9 @@ class Tree:
     commanded: set[KeyPath] = field(default_factory=set)
     """What the command line has set."""
 
-    def where(self, path: KeyPath) -> str:
-        """Return ``file:line`` of a key, or of the nearest section around it that the file has."""
+    def where(self, key: KeyPath | str) -> str:
+        """Return ``file:line`` of a key such as ``data.train_dir``, or of the nearest section around it."""
+        path = tuple(key.split(".")) if isinstance(key, str) else key
         for length in range(len(path), 0, -1):
             if path[:length] in self.commanded:
                 return "command line"
@@ -42,9 +42,9 @@ class Tree:
                 return f"{self.origin}:{self.lines[path[:length]]}"
         return self.origin
 
-    def error(self, path: KeyPath, problem: str) -> RecipeError:
+    def error(self, key: KeyPath | str, problem: str) -> RecipeError:
         """Return the error of a key: ``file:line: key problem``."""
-        return RecipeError(f"{self.where(path)}: {dotted(path)} {problem}")
+        return RecipeError(f"{self.where(key)}: {key if isinstance(key, str) else dotted(key)} {problem}")
 
 
 def dotted(path: KeyPath) -> str:
@@ -72,7 +72,7 @@ def parse_yaml(text: str, origin: str) -> Tree:
         if node is None:
             raise RecipeError(f"{origin} is empty: a recipe has the sections trainer, data and model")
         if not isinstance(node, yaml.MappingNode):
-            raise RecipeError(f"{origin}:{node.start_mark.line + 1}: a recipe is a mapping of sections")
+            raise RecipeError(f"{_line(tree, node)}: a recipe is a mapping of sections")
         tree.values = _value(node, (), loader, tree)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -92,6 +92,10 @@ def parse_value(text: str) -> Any:
         return text
 
 
+def _line(tree: Tree, node: Any) -> str:
+    return f"{tree.origin}:{node.start_mark.line + 1}"
+
+
 def _value(node: Any, path: KeyPath, loader: Any, tree: Tree) -> Any:
     """Return what a node of YAML stands for; ``tree`` learns the lines of what is inside."""
 
@@ -99,31 +103,28 @@ def _value(node: Any, path: KeyPath, loader: Any, tree: Tree) -> Any:
         try:
             return loader.construct_object(node)
         except (ValueError, LookupError, TypeError, AttributeError) as error:  # a date or number that there is not
-            where = f"{tree.origin}:{node.start_mark.line + 1}"
-            raise RecipeError(f"{where}: {node.value!r:.80} is not a value of YAML: {error}") from None
+            raise RecipeError(f"{_line(tree, node)}: {node.value!r:.80} is not a value of YAML: {error}") from None
 
-    def inside(node: Any, part: str | int, mark: Any) -> Any:
+    def inside(part: str | int, key: Any, node: Any) -> Any:
         if len(tree.lines) >= MOST_VALUES:
-            where = f"{tree.origin}:{mark.line + 1}"
-            raise RecipeError(f"{where}: a recipe has at most {MOST_VALUES} values, those of its aliases included")
-        tree.lines[(*path, part)] = mark.line + 1
+            most = f"a recipe has at most {MOST_VALUES} values, those of its aliases included"
+            raise RecipeError(f"{_line(tree, key)}: {most}")
+        tree.lines[(*path, part)] = key.start_mark.line + 1
         return _value(node, (*path, part), loader, tree)
 
     if node.id == "scalar":
         return plain(node)
     if node.id == "sequence":
-        return [inside(item, place, item.start_mark) for place, item in enumerate(node.value)]
-    lines: dict[str, int] = {}
-    for key, _ in node.value:
-        name, line = str(plain(key)) if key.tag != MERGE else "", key.start_mark.line + 1
-        if name and name in lines:
-            where, what = f"{tree.origin}:{line}", dotted((*path, name))
-            raise RecipeError(f"{where}: {what} is given twice, first in line {lines[name]}; remove one")
-        lines[name] = line
+        return [inside(place, item, item) for place, item in enumerate(node.value)]
+    first: dict[str, int] = {}
+    for key in (key for key, _ in node.value if key.tag != MERGE):
+        name = str(plain(key))
+        if name in first:
+            what = dotted((*path, name))
+            raise RecipeError(f"{_line(tree, key)}: {what} is given twice, first in line {first[name]}; remove one")
+        first[name] = key.start_mark.line + 1
     loader.flatten_mapping(node)  # `<<: *anchor`
-    return {
-        name: inside(value, name, key.start_mark) for name, key, value in ((str(plain(k)), k, v) for k, v in node.value)
-    }
+    return {name: inside(name, key, value) for name, key, value in ((str(plain(k)), k, v) for k, v in node.value)}
 
 
 def _yaml() -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from nxd_infer.errors import RecipeError
-from nxd_infer.recipes.data.rows import Documents
+from nxd_infer.recipes.data.rows import Documents, mapped
 
 MAGIC = b"MMIDIDX\x00\x00"
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
@@ -54,9 +54,7 @@ class IndexedFile(Documents):
             raise RecipeError(f"data.data_prefix: {path}: its sequences do not follow each other in {prefix}.bin")
         if ends[-1] * width > size:
             raise RecipeError(f"data.data_prefix: {prefix}.bin has {size} bytes; its index needs {ends[-1] * width}")
-        kind = np.dtype(dtype).newbyteorder("<")
-        # an empty file cannot be mapped
-        self.ids = np.memmap(f"{prefix}.bin", kind, "r", shape=(int(ends[-1]),)) if ends[-1] else np.zeros(0, kind)
+        self.ids = mapped(Path(f"{prefix}.bin"), np.dtype(dtype).newbyteorder("<"), int(ends[-1]))
         self.bounds = np.unique(ends[first]) if documents else ends
         self.counts = None
 

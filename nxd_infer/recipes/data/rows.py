@@ -8,6 +8,8 @@ number in the row from 1, and ``position_ids``, which restart at each document.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +38,11 @@ class Documents:
     @property
     def lengths(self) -> np.ndarray:
         return np.diff(self.bounds)
+
+
+def mapped(path: Path, kind: Any, count: int) -> np.ndarray:
+    """Return a file's first numbers, mapped into memory, which cannot be done with an empty file."""
+    return np.memmap(path, kind, "r", shape=(count,)) if count else np.zeros(0, kind)
 
 
 def check_vocabulary(least: int, most: int, size: int, what: str) -> None:
@@ -184,19 +191,6 @@ class Pairs(Dataset):
         if self.reference is not None:
             row["reference"] = self.reference[number]
         return row
-
-
-class First(Dataset):
-    """The first ``count`` rows of another."""
-
-    def __init__(self, rows: Dataset, count: int):
-        self.rows, self.count = rows, count
-
-    def __len__(self) -> int:
-        return min(self.count, len(self.rows))  # pyright: ignore[reportArgumentType]
-
-    def __getitem__(self, number: int) -> Row:
-        return self.rows[number]
 
 
 class Blend(Dataset):

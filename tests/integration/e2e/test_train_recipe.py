@@ -103,7 +103,7 @@ def test_killed_resumed_traced_and_asked(tmp_path):
 FAILING = """import os, sys, time
 from nxd_infer.checkpoint import async_save
 from nxd_infer.errors import RecipeError
-from nxd_infer.recipes import loop, rank_main
+from nxd_infer.recipes import launch, loop
 
 whole, start = loop.Training.train_step, async_save.Outstanding.start
 def step(self, batch):
@@ -116,7 +116,7 @@ def slow(self, storage, folder, rank, action):
         action()
     start(self, storage, folder, rank, later if rank == 0 else action)
 loop.Training.train_step, async_save.Outstanding.start = step, slow
-rank_main.main(*sys.argv[1:])
+launch.main(*sys.argv[1:])
 """
 
 

@@ -125,9 +125,9 @@ def test_a_number_that_is_too_large_is_told_the_limit():
 )
 def test_a_time_is_of_days_hours_minutes_and_seconds(text, seconds):
     values = parsed(f"a: {text}\nb: 1:2:3:4:5")
-    assert seconds_of(values.values["a"], values, ("a",)) == seconds
+    assert seconds_of(values.values["a"], values, "a") == seconds
     with pytest.raises(RecipeError, match=r"r.yaml:2: b = '1:2:3:4:5' is not a time"):
-        seconds_of(values.values["b"], values, ("b",))
+        seconds_of(values.values["b"], values, "b")
 
 
 @pytest.mark.parametrize(
