@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -28,8 +28,13 @@ def require_trainable(loaded: Loaded) -> None:
 
 def missing_files(loaded: Loaded) -> list[RecipeError]:
     """Return the errors of what the recipe names and this machine lacks, each with the line of its key."""
+    data, tokenizer = loaded.recipe.data, tokenizer_source(loaded)
+    looks: list[Callable[[], object]] = [partial(_look_for_data, loaded, key) for key in ("train_dir", "val_dir")]
+    looks += [partial(_look_for_indexed, loaded, data.data_prefix)]
+    if tokenizer is not None:
+        looks += [partial(require_tokenizer, tokenizer, loaded.tree.where("data.tokenizer"))]
     found = []
-    for look in _looks(loaded):
+    for look in (*looks, partial(begin_of, loaded), partial(copied_files, loaded)):
         try:
             look()
         except RecipeError as error:
@@ -37,32 +42,20 @@ def missing_files(loaded: Loaded) -> list[RecipeError]:
     return found
 
 
-def _looks(loaded: Loaded) -> Iterator[Callable[[], object]]:
-    data = loaded.recipe.data
-    for name, given in (("train_dir", data.train_dir), ("val_dir", data.val_dir)):
-        if given is not None:
-            yield partial(_look_for_data, loaded, name, given)
-    yield partial(_look_for_indexed, loaded)
-    source = tokenizer_source(loaded)
-    if source is not None:
-        yield partial(require_tokenizer, source, loaded.tree.where("data.tokenizer"))
-    yield partial(begin_of, loaded)
-    yield partial(copied_files, loaded)
-
-
-def _look_for_data(loaded: Loaded, name: str, given: str) -> None:
+def _look_for_data(loaded: Loaded, key: str) -> None:
     try:
-        files_of(loaded.path(given))
+        if (given := getattr(loaded.recipe.data, key)) is not None:
+            files_of(loaded.path(given))
     except RecipeError as error:
-        raise loaded.tree.error(("data", name), f"= {str(error).removeprefix('data: ')}") from None
+        raise loaded.tree.error(f"data.{key}", f"= {str(error).removeprefix('data: ')}") from None
 
 
-def _look_for_indexed(loaded: Loaded) -> None:
-    path = ("data", "data_prefix")
-    for _, prefix in blend_of(loaded.recipe.data.data_prefix, loaded.tree.where(path)):
+def _look_for_indexed(loaded: Loaded, prefixes: Sequence[object]) -> None:
+    key = "data.data_prefix"
+    for _, prefix in blend_of(prefixes, loaded.tree.where(key)):
         for name in (f"{prefix}.idx", f"{prefix}.bin"):
             if not loaded.path(name).is_file():
-                raise loaded.tree.error(path, f"names {prefix}, but {name} is not there")
+                raise loaded.tree.error(key, f"names {prefix}, but {name} is not there")
 
 
 def problems_of_data(loaded: Loaded) -> list[str]:

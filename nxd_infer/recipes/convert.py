@@ -14,26 +14,25 @@ from nxd_infer.recipes.schema import Recipe
 from nxd_infer.recipes.yaml_text import KeyPath, Tree, dotted
 from nxd_infer.util.options import is_section
 
+SAME_NAME = {
+    "data": "micro_batch_size global_batch_size",
+    "distributed_strategy": (
+        "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
+        "context_parallel_size expert_model_parallel_size sequence_parallel kv_replicator"
+    ),
+    "exp_manager": "resume_from_checkpoint",
+}
+"""Keys of ``model`` that other sections have."""
 MOVED = {
-    "model.micro_batch_size": "data.micro_batch_size",
-    "model.global_batch_size": "data.global_batch_size",
-    "model.tensor_model_parallel_size": "distributed_strategy.tensor_model_parallel_size",
-    "model.pipeline_model_parallel_size": "distributed_strategy.pipeline_model_parallel_size",
-    "model.virtual_pipeline_model_parallel_size": "distributed_strategy.virtual_pipeline_model_parallel_size",
-    "model.context_parallel_size": "distributed_strategy.context_parallel_size",
-    "model.expert_model_parallel_size": "distributed_strategy.expert_model_parallel_size",
-    "model.sequence_parallel": "distributed_strategy.sequence_parallel",
+    **{f"model.{name}": f"{section}.{name}" for section, names in SAME_NAME.items() for name in names.split()},
     "model.wrap_with_zero": "distributed_strategy.zero1",
     "model.zero_use_master_weight": "precision.master_weights",
-    "model.kv_replicator": "distributed_strategy.kv_replicator",
     "model.seed": "seed",
     "model.bias": "model.has_bias",
     "model.num_query_groups": "model.num_kv_heads",
     "model.rotary_base": "model.rope_theta",
     "model.window_size": "model.sliding_window_size",
-    "model.attention_dropout": "model.attention_dropout",
     "model.restore_from_path": "exp_manager.resume_from_checkpoint",
-    "model.resume_from_checkpoint": "exp_manager.resume_from_checkpoint",
     "restore_from_path": "exp_manager.resume_from_checkpoint",
     "trainer.resume_from_checkpoint": "exp_manager.resume_from_checkpoint",
     "model.num_moe_experts": "model.moe.num_experts",
@@ -48,13 +47,13 @@ SECTIONS = {
     "model.peft.lora_tuning": "model_alignment_strategy.peft",
 }
 """Sections that have another place."""
-OPTIMIZERS = {
-    "distributed_fused_adam": "adamw",
-    "fused_adam": "adamw",
-    "megatron_fused_adam": "adamw",
-    "mcore_distributed_optim": "adamw",
-    "adamw_no_trust_ratio": "adamw",
-}
+ADAMW = [
+    "distributed_fused_adam",
+    "fused_adam",
+    "megatron_fused_adam",
+    "mcore_distributed_optim",
+    "adamw_no_trust_ratio",
+]
 PRECISIONS = {
     "32": "fp32",
     "32-true": "fp32",
@@ -79,8 +78,11 @@ def convert(tree: Tree) -> tuple[dict[str, Any], list[str]]:
             continue  # an empty section
         if not place or is_section(kind) or any("." in str(part) for part in path):  # the last would be another key
             left_out.append(f"{tree.where(path)}: {old} = {value!r}")
-        elif not (isinstance(value, str) and value == "???"):
-            _set(recipe, place, _references(value))
+        elif value != "???":
+            holder = recipe
+            for part in place[:-1]:
+                holder = holder.setdefault(part, {})
+            holder[place[-1]] = _references(value)
     return recipe, left_out
 
 
@@ -103,10 +105,10 @@ def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
 
 def _place(old: str, value: Any) -> tuple[str, Any]:
     """Return where a key belongs, and its value there."""
-    if old == "trainer.precision" or old == "model.precision":
+    if old in ("trainer.precision", "model.precision"):
         return "precision.type", PRECISIONS.get(str(value), value)
     if old == "model.optim.name":
-        return old, OPTIMIZERS.get(str(value), value)
+        return old, "adamw" if value in ADAMW else value
     new = MOVED.get(old, old)
     for section, target in SECTIONS.items():
         if new == old and old.startswith(f"{section}."):
@@ -129,17 +131,10 @@ def _spelled(place: str) -> tuple[list[str], Any]:
     return parts, kind
 
 
-def _set(recipe: dict[str, Any], path: list[str], value: Any) -> None:
-    for part in path[:-1]:
-        recipe = recipe.setdefault(part, {})
-    recipe[path[-1]] = value
-
-
 def _references(value: Any) -> Any:
     """Let references to moved keys follow them."""
     if isinstance(value, str) and "${" in value:
         for old, new in MOVED.items():
-            value = value.replace(f"${{{old}}}", f"${{{new}}}").replace(
-                f"${{.{old.removeprefix('model.')}}}", f"${{{new}}}"
-            )
+            for text in (old, f".{old.removeprefix('model.')}"):
+                value = value.replace(f"${{{text}}}", f"${{{new}}}")
     return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,36 +41,31 @@ def parameter_groups(model: nn.Module, optim: Optim, decay_norms: bool) -> list[
     ]
 
 
-@dataclass(frozen=True)
-class Rate:
-    """``rate(step)`` is the factor of ``lr`` at a step, counted from 0: what LambdaLR takes.
+def rate_of(sched: Sched, lr: float, steps: int) -> Callable[[int], float]:
+    """Return the factor of ``lr`` by the step, counted from 0, of ``steps``: what LambdaLR takes.
 
     As in NxD Training: LinearAnnealingWithWarmUp is transformers' linear schedule, which rises from 0. The others are
     NeMo's, which rise from above 0; its cosine with ``constant_steps`` is Megatron's, and rises from 0.
     """
+    low = sched.min_lr / lr if lr else 0.0
+    total = sched.max_steps if sched.max_steps and sched.max_steps > 0 else steps
+    warmup = sched.warmup_steps if sched.warmup_ratio is None else int(sched.warmup_ratio * total)
+    from_0 = ("LinearAnnealingWithWarmUp", "CosineAnnealing" if sched.constant_steps else "")
+    span = max(1, total - warmup - sched.constant_steps)
 
-    sched: Sched
-    lr: float
-    steps: int
-    """All steps of the training."""
-
-    def __call__(self, step: int) -> float:
-        sched, low = self.sched, self.sched.min_lr / self.lr if self.lr else 0.0
-        total = sched.max_steps if sched.max_steps and sched.max_steps > 0 else self.steps
-        warmup = sched.warmup_steps if sched.warmup_ratio is None else int(sched.warmup_ratio * total)
-        if warmup and step < warmup:
-            from_0 = ("LinearAnnealingWithWarmUp", "CosineAnnealing" if sched.constant_steps else "")
+    def factor(step: int) -> float:
+        if step < warmup:
             return step / warmup if sched.name in from_0 else (step + 1) / (warmup + 1)
         if sched.name in ("WarmupHoldPolicy", "ConstantWithWarmUp"):
             return 1.0
-        span = max(1, total - warmup - sched.constant_steps)
         done = min(1.0, (step - warmup) / span)
         falling = (1 + math.cos(math.pi * done)) / 2 if sched.name == "CosineAnnealing" else 1 - done
         return low + (1 - low) * falling
+
+    return factor
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer, optim: Optim, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
     """Return what moves the learning rate; without a section ``sched`` it stays."""
     sched = Sched(name="ConstantWithWarmUp") if optim.sched is None else optim.sched
-    rate = Rate(sched, optim.lr, steps)
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step))  # a function has no state to restore
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, rate_of(sched, optim.lr, steps))

@@ -8,7 +8,7 @@ import torch
 from nxd_infer.context import make_context, use_context
 from nxd_infer.parallel_layers.loss_functions import IGNORED
 from nxd_infer.recipes.job import make_model
-from nxd_infer.recipes.optim import Rate
+from nxd_infer.recipes.optim import rate_of
 from nxd_infer.recipes.preference import PreferenceModel
 from nxd_infer.recipes.schema import Dpo, Orpo, Sched
 from tests.support.tiny_models import PAD, VOCAB_SIZE, write_tiny
@@ -123,5 +123,5 @@ def test_the_linear_rate_is_that_of_transformers():
 
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     theirs = transformers.get_linear_schedule_with_warmup(optimizer, 3, 12)
-    ours = Rate(Sched(warmup_steps=3), lr=1.0, steps=12)
+    ours = rate_of(Sched(warmup_steps=3), lr=1.0, steps=12)
     assert [ours(step) for step in range(14)] == pytest.approx([theirs.lr_lambdas[0](step) for step in range(14)])

@@ -20,7 +20,7 @@ from nxd_infer.errors import RankFailedError, RecipeError
 from nxd_infer.processes.ranks import _raise_first_failure
 from nxd_infer.recipes.experiment import Keeper, Patience, checkpoint_name, log_dir_of, saves, validates
 from nxd_infer.recipes.launch import check_world, first_host, is_a_rank, variables_of_slurm
-from nxd_infer.recipes.optim import OPTIMIZERS, Rate, optimizer_arguments, parameter_groups
+from nxd_infer.recipes.optim import OPTIMIZERS, optimizer_arguments, parameter_groups, rate_of
 from nxd_infer.recipes.recipe import check
 from nxd_infer.recipes.schema import RATES, CheckpointCallback, EarlyStopping, ExpManager, Optim, Sched, Trainer
 from nxd_infer.recipes.yaml_text import parse_yaml
@@ -111,16 +111,16 @@ def test_patience_ends_when_a_metric_stands_still():
 
 
 def test_rates_rise_hold_and_fall():
-    linear = Rate(Sched(warmup_steps=4, min_lr=0.1, constant_steps=2), lr=1.0, steps=16)
+    linear = rate_of(Sched(warmup_steps=4, min_lr=0.1, constant_steps=2), lr=1.0, steps=16)
     assert [round(linear(step), 3) for step in (0, 3, 4, 9, 14, 15, 99)] == [0.0, 0.75, 1.0, 0.55, 0.1, 0.1, 0.1]
-    nemo = Rate(Sched(name="CosineAnnealing", warmup_steps=4), lr=1.0, steps=16)
+    nemo = rate_of(Sched(name="CosineAnnealing", warmup_steps=4), lr=1.0, steps=16)
     assert [round(nemo(step), 3) for step in (0, 3, 4)] == [0.2, 0.8, 1.0]
-    cosine = Rate(Sched(name="CosineAnnealing", max_steps=10), lr=2.0, steps=99)
+    cosine = rate_of(Sched(name="CosineAnnealing", max_steps=10), lr=2.0, steps=99)
     assert cosine(0) == 1.0 and cosine(5) == pytest.approx(0.5) and cosine(10) == pytest.approx(0)
-    hold = Rate(Sched(name="WarmupHoldPolicy", warmup_ratio=0.5), lr=1.0, steps=4)
+    hold = rate_of(Sched(name="WarmupHoldPolicy", warmup_ratio=0.5), lr=1.0, steps=4)
     assert [hold(step) for step in range(4)] == pytest.approx([1 / 3, 2 / 3, 1, 1])
     for name in RATES:
-        assert 0 <= Rate(Sched(name=name), 1.0, 10)(5) <= 1
+        assert 0 <= rate_of(Sched(name=name), 1.0, 10)(5) <= 1
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
