@@ -252,6 +252,18 @@ def test_models_buckets_and_version(client, toy):
     assert set(toy.get("/version").json()) == {"version", "torch", "python"}
 
 
+def test_documents_variables_and_parts_reach_the_template(toy):
+    parts = [{"role": "user", "content": [{"type": "text", "text": text} for text in ("hello", "you")]}]
+    more = {"documents": [{"text": "dry"}], "chat_template_kwargs": {"shout": True}}
+    tokens = toy.post("/tokenize", {"messages": parts, **more}).json()["tokens"]
+    prompt = toy.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+    assert prompt == "dry;user:hello\nyou;LOUD;assistant:"
+    answer = toy.post("/v1/chat/completions", {"messages": parts, "max_tokens": 1, **more}).json()
+    assert answer["usage"]["prompt_tokens"] == len(tokens)
+    for name in ("documents", "chat_template_kwargs"):
+        is_error(toy.post("/tokenize", {"prompt": "hello", name: more[name]}), 400, name)
+
+
 def test_tokenize_and_detokenize(toy, tokenizer):
     text = "hello é中😀!"
     answer = toy.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()

@@ -11,7 +11,7 @@ import pytest
 
 from nxd_infer.errors import ModelConfigError
 from nxd_server.app.service import Service
-from nxd_server.errors import EngineUnavailableError
+from nxd_server.errors import EngineUnavailableError, SettingsError
 from nxd_server.settings import ServerSettings
 from nxd_server.text import template_process as process
 from nxd_server.text.chat_template import TemplateSources
@@ -89,6 +89,24 @@ def test_a_template_that_cannot_be_used_is_an_error_at_the_start(source, says):
         template.stop()
 
 
+def read(directory, **settings) -> Service:
+    service = Service(directory, ServerSettings(**settings))
+    service._manifest = SimpleNamespace(metadata={"task": "generate"})  # pyright: ignore
+    service._read_text(directory)  # pyright: ignore
+    return service
+
+
+def test_a_parser_of_tool_calls_needs_a_template_that_shows_tools(tmp_path):
+    directory = tiny_models.write_tiny("llama", tmp_path / "m")
+    with pytest.raises(SettingsError, match=r"tool_call_parser = 'hermes': .* takes no tools.*--chat-template"):
+        read(directory, tool_call_parser="hermes")
+    (tmp_path / "own.jinja").write_text("{{ tools }}{{ messages[0].content }}")
+    service = read(directory, tool_call_parser="hermes", chat_template=str(tmp_path / "own.jinja"))
+    assert service.tool_format == "hermes" and service.chat_template is not None
+    with pytest.raises(ModelConfigError, match="chat_template = 'none' is no template"):
+        read(directory, chat_template="none")
+
+
 def test_a_model_without_a_template_is_told_of_when_it_is_read(tmp_path, caplog):
     """Not by the first conversation alone; and nothing is said of one that has a template."""
     caplog.set_level("INFO")
@@ -96,8 +114,6 @@ def test_a_model_without_a_template_is_told_of_when_it_is_read(tmp_path, caplog)
     for has_template in (True, False):
         if not has_template:
             (directory / "chat_template.jinja").unlink()
-        model = Service(directory, ServerSettings())
-        model._manifest = SimpleNamespace(metadata={"task": "generate"})  # pyright: ignore
-        model._read_text(directory)  # pyright: ignore
+        model = read(directory)
         assert (model.chat_template is not None) == has_template
         assert [record.message[:16] for record in caplog.records] == ([] if has_template else ["no chat template"])

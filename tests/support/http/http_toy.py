@@ -25,6 +25,7 @@ from nxd_server.text.tokenizer import Tokenizer
 from tests.support.engine.toy_model import EOS, VOCAB, ToyModel
 
 TEMPLATE = (
+    "{% for d in documents or [] %}{{ d['text'] }};{% endfor %}"
     "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}"
     "{% if shout %}LOUD;{% endif %}{% if add_generation_prompt %}assistant:{% endif %}"
     # What a template may do that nobody should have to wait for.
