@@ -7,14 +7,16 @@ collectives in the same order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nxd_infer.comm.distributed import DistributedCollectives, as_bytes
-from nxd_infer.comm.protocol import collectives_of
+from nxd_infer.comm.protocol import Collectives, collectives_of
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CollectiveError
 
@@ -23,25 +25,29 @@ class Pending:
     """A collective in flight."""
 
     def __init__(self, wait: Callable[[], Tensor]):
-        self._wait: Callable[[], Tensor] | None = wait
-        self._result: Tensor | None = None
+        self._wait = functools.cache(wait)
 
     def wait(self) -> Tensor:
         """Return the result; the first call waits for it. Raises CollectiveTimeoutError if a peer is missing."""
-        if self._result is None:
-            assert self._wait is not None
-            self._result, self._wait = self._wait(), None
-        return self._result
+        return self._wait()
+
+
+def _done(x: Tensor) -> Pending:
+    return Pending(lambda: x)
+
+
+def _overlapping(transport: Collectives, axis: str, x: Tensor) -> TypeGuard[DistributedCollectives]:
+    """Return whether collectives of ``x`` run beside a computation, over a process group."""
+    return isinstance(transport, DistributedCollectives) and transport.shared(axis, x) is None
 
 
 def start_all_reduce(x: Tensor, context: ParallelContext, axis: str) -> Pending:
     """Sum flat ``x`` over the axis, in place if the transport can."""
     if context.axis(axis).degree == 1:
-        return Pending(lambda: x)
+        return _done(x)
     transport = collectives_of(context)
-    if not isinstance(transport, DistributedCollectives) or transport.shared(axis, x) is not None:
-        done = transport.all_reduce(x, axis)
-        return Pending(lambda: done)
+    if not _overlapping(transport, axis, x):
+        return _done(transport.all_reduce(x, axis))
     return _started(transport, "all_reduce", axis, lambda group: dist.all_reduce(x, group=group, async_op=True), x)
 
 
@@ -49,30 +55,25 @@ def start_reduce_scatter(x: Tensor, context: ParallelContext, axis: str) -> Pend
     """Sum flat ``x`` over the axis; this rank gets its equal piece as a new tensor."""
     here = context.axis(axis)
     if here.degree == 1:
-        return Pending(lambda: x)
+        return _done(x)
     _require_pieces(x, here.degree)
     transport = collectives_of(context)
-    if not isinstance(transport, DistributedCollectives) or transport.shared(axis, x) is not None:
-        done = transport.reduce_scatter(x, axis, 0)
-        return Pending(lambda: done)
+    if not _overlapping(transport, axis, x):
+        return _done(transport.reduce_scatter(x, axis, 0))
     if transport.backend(axis) != "gloo":
         piece = x.new_empty(x.numel() // here.degree)
-        return _started(
-            transport,
-            "reduce_scatter",
-            axis,
-            lambda group: dist.reduce_scatter_tensor(piece, x, group=group, async_op=True),
-            piece,
-        )
+
+        def scatter(group: dist.ProcessGroup) -> dist.Work | None:
+            return dist.reduce_scatter_tensor(piece, x, group=group, async_op=True)
+
+        return _started(transport, "reduce_scatter", axis, scatter, piece)
     # gloo's reduce-scatter is slower than its all-reduce; this moves half the bytes, and sums in rank order.
     received = torch.empty_like(x)
-    pending = _started(
-        transport,
-        "reduce_scatter",
-        axis,
-        lambda group: dist.all_to_all_single(received, x, group=group, async_op=True),
-        received,
-    )
+
+    def exchange(group: dist.ProcessGroup) -> dist.Work | None:
+        return dist.all_to_all_single(received, x, group=group, async_op=True)
+
+    pending = _started(transport, "reduce_scatter", axis, exchange, received)
     return Pending(lambda: pending.wait().view(here.degree, -1).sum(0))
 
 
@@ -80,31 +81,27 @@ def start_all_gather(x: Tensor, context: ParallelContext, axis: str) -> Pending:
     """Gather flat ``x``, of which each rank has filled its equal piece, in place if the transport can."""
     here = context.axis(axis)
     if here.degree == 1:
-        return Pending(lambda: x)
+        return _done(x)
     _require_pieces(x, here.degree)
     transport = collectives_of(context)
     pieces = x.chunk(here.degree)
-    if not isinstance(transport, DistributedCollectives) or transport.shared(axis, x) is not None:
-        done = transport.all_gather(pieces[here.rank], axis, 0)
-        return Pending(lambda: done)
+    if not _overlapping(transport, axis, x):
+        return _done(transport.all_gather(pieces[here.rank], axis, 0))
     if transport.backend(axis) != "gloo":
-        return _started(
-            transport,
-            "all_gather",
-            axis,
-            lambda group: dist.all_gather_into_tensor(x, pieces[here.rank].clone(), group=group, async_op=True),
-            x,
-        )
+        own = pieces[here.rank].clone()
+
+        def gather(group: dist.ProcessGroup) -> dist.Work | None:
+            return dist.all_gather_into_tensor(x, own, group=group, async_op=True)
+
+        return _started(transport, "all_gather", axis, gather, x)
+
     # gloo's all-gather copies through lists; broadcasts write directly to the target.
+    def spread(group: dist.ProcessGroup, src: int, piece: Tensor) -> dist.Work | None:
+        return dist.broadcast(piece.view(torch.uint8), src, group=group, async_op=True)
+
     each = [
-        _started(
-            transport,
-            "all_gather",
-            axis,
-            lambda group, p=piece, src=src: dist.broadcast(p, src, group=group, async_op=True),
-            piece,
-        )
-        for piece, src in zip((piece.view(torch.uint8) for piece in pieces), here.ranks, strict=True)
+        _started(transport, "all_gather", axis, functools.partial(spread, src=src, piece=piece), piece)
+        for src, piece in zip(here.ranks, pieces, strict=True)
     ]
 
     def wait() -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar, cast
 
 import torch
@@ -53,9 +53,9 @@ def in_turns(
     return cast("T", result)
 
 
-def largest(context: ParallelContext, number: int, axes: Sequence[str] = AXES) -> int:
-    """The largest ``number`` of all ranks, or of those along ``axes``. A collective."""
+def largest(context: ParallelContext, number: int) -> int:
+    """The largest ``number`` of all ranks. A collective."""
     found = torch.tensor([number], dtype=torch.int64, device=transport_device())
-    for axis in axes:
+    for axis in AXES:
         found = all_reduce(found, context, axis, "max")
     return int(found)

@@ -90,16 +90,6 @@ class NxDModel(ModelWrapper):
     original_module = local_module
 
     @property
-    def config(self) -> Any:
-        """The local module's ``config``."""
-        return self.module.config
-
-    @property
-    def name_or_path(self) -> Any:
-        """The local module's ``name_or_path``."""
-        return self.module.name_or_path
-
-    @property
     def dtype(self) -> torch.dtype:
         """The local module's ``dtype``, or that of its first floating-point parameter."""
         own = getattr(self.module, "dtype", None)

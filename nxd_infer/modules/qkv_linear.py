@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import AxisPlan, ParamLayout, Run, gqa_plan
+from nxd_infer.layout.shard import fill_tensor
 from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.base import (
     DeviceLike,
@@ -21,7 +22,6 @@ from nxd_infer.parallel_layers.base import (
     device_of,
     init_linear_bias,
     init_linear_weight,
-    keep_own_part,
     logical_tensor,
     real_cpu_tensors,
 )
@@ -200,7 +200,7 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
             for name in self._parameter_names(kind):
                 layout = ParamLayout.of(self.axes_of(name)).rank_layout(self.degree, self.rank)
                 part = name.partition("_")[2]
-                keep_own_part(getattr(self, name), layout, masters[kind] | {"": masters[kind].get(part, Tensor())})
+                fill_tensor(getattr(self, name), masters[kind] | {"": masters[kind].get(part, Tensor())}, layout)
         if self.keep_master_weight:
             self.master_weight = torch.cat(list(masters["weight"].values()))
             self.master_bias = torch.cat(list(masters["bias"].values())) if self.use_bias else None

@@ -43,15 +43,6 @@ class Piece:
     seen: Sight = NOWHERE
     """What the parameter was when ``tensor`` last matched it; its version only if ``tensor`` is a master weight."""
 
-    @property
-    def whole(self) -> bool:
-        return (self.start, self.stop) == (0, self.param.numel())
-
-    def values(self) -> Tensor:
-        """Return the parameter's elements of this piece as a view, shaped like ``tensor``."""
-        flat = self.param.detach().view(-1)[self.start : self.stop]
-        return flat.view(self.tensor.shape)
-
     def refresh(self) -> None:
         """Update ``tensor`` after the parameter's memory, or for a master weight its values, changed from outside.
 

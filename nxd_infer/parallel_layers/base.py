@@ -10,7 +10,7 @@ import contextlib
 import math
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from nxd_infer.context import current_context
 from nxd_infer.errors import ParallelConfigError, ShardingError
-from nxd_infer.layout import AxisPlan, ParamLayout, TensorLayout, attach_layout, layout_of, restore_attributes
+from nxd_infer.layout import AxisPlan, ParamLayout, attach_layout, layout_of, restore_attributes
 from nxd_infer.layout.runs import Fill as Filling
 from nxd_infer.layout.runs import Run, coalesce
 from nxd_infer.layout.shard import fill_tensor
@@ -51,11 +51,6 @@ def logical_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.dev
     whole = torch.empty(shape, dtype=dtype, device=device)
     fill(whole)
     return whole
-
-
-def keep_own_part(param: Tensor, layout: TensorLayout, logical: Mapping[str, Tensor]) -> None:
-    """Copy this rank's part of the ``logical`` tensors into ``param``, as ``layout`` says, and fill its padding."""
-    fill_tensor(param.detach(), logical, layout)
 
 
 DeviceLike = torch.device | str | int | bool | None
@@ -188,7 +183,7 @@ class ParallelLayer(nn.Module):
         masters = {
             source: logical_tensor(shape, dtype, param.device, by_name[source]) for source, shape in shapes.items()
         }
-        keep_own_part(param, layout.rank_layout(self.degree, self.rank), masters)
+        fill_tensor(param.detach(), masters, layout.rank_layout(self.degree, self.rank))
         return next(iter(masters.values())) if keep_master else None
 
     def require_divisible(self, what: str, plan: AxisPlan) -> None:
@@ -226,17 +221,17 @@ class ParallelLayer(nn.Module):
 
     def gather_index_of(self, plan: AxisPlan) -> Tensor | None:
         """Return the index for :meth:`gather_output_features`, or None if it only needs to cut off the end."""
-        if self._in_order(plan):
-            return None
-        with real_cpu_tensors():
-            return plan.gather_index(self.degree)
+        return self._index(plan, plan.gather_index)
 
     def scatter_index_of(self, plan: AxisPlan) -> Tensor | None:
         """Return the index for :meth:`scatter_input_features`, or None if it only needs zeros at the end."""
+        return self._index(plan, plan.scatter_index)
+
+    def _index(self, plan: AxisPlan, make: Callable[[int], Tensor | None]) -> Tensor | None:
         if self._in_order(plan):
             return None
         with real_cpu_tensors():
-            return plan.scatter_index(self.degree)
+            return make(self.degree)
 
     def _in_order(self, plan: AxisPlan) -> bool:
         """Return whether the gathered axis is the logical one, possibly with padding at its end."""

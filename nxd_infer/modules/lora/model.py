@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from nxd_infer.context import current_context
 from nxd_infer.errors import LoraTargetError, ParallelConfigError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, WeightSource, check_weights, fill_tensor, weight_layout
-from nxd_infer.layout.params import restore_attributes
 from nxd_infer.layout.shard import stored_layout
 from nxd_infer.modules.lora import peft
 from nxd_infer.modules.lora.config import LoraConfig
@@ -130,7 +129,9 @@ class LoRAModel(ModelWrapper):
                 self._heads |= {paths[part] for part in parts}
             if id(child) not in made:
                 extra = (parts,) if isinstance(child, GQAQKVColumnParallelLinear) else ()
-                made[id(child)] = lora_layer(with_memory(child) if elsewhere else child, self.lora_config, *extra)
+                # Memory that nobody writes takes none.
+                base = copy.deepcopy(child).to_empty(device=transport_device()) if elsewhere else child
+                made[id(child)] = lora_layer(base, self.lora_config, *extra)
                 made[id(child)].paths = {part: paths[part] for part in parts}
                 if not elsewhere:
                     self.lora_layers[path] = made[id(child)]
@@ -268,29 +269,27 @@ class LoRAModel(ModelWrapper):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return this rank's tensors: the adapter, adapter and base, or merged; see the class."""
-        config, found = self.lora_config, self.module.state_dict(*args, **kwargs)
+        config, state = self.lora_config, self.module.state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", "")
-        names = [name for name in found if name.startswith(prefix)]
+        names = [name for name in state if name.startswith(prefix)]
         if config.merge_lora:
-            own = {name.removeprefix(prefix): found.pop(name) for name in names}
+            own = {name.removeprefix(prefix): state.pop(name) for name in names}
             others = {self.base_name(name): value for name, value in own.items() if name not in self.adapter_names}
             whole = others | {name: tensor for name, tensor, _ in self.merged_weights(own)}
-            found.update({prefix + name: value for name, value in whole.items()})
-            mark(found, prefix)
-            return self._with_config(found, prefix)
-        for path, layer in self._every_path.items():
-            found.update({f"{prefix}{path}.base_layer.{name}": w.detach() for name, w in layer.base_weights.items()})
-        if not config.save_lora_base:
+            state.update({prefix + name: value for name, value in whole.items()})
+            if hasattr(state, "_metadata"):
+                state._metadata.setdefault(prefix[:-1], {})[MARK] = True
+        else:
+            for path, layer in self._every_path.items():
+                base = layer.base_weights.items()
+                state.update({f"{prefix}{path}.base_layer.{name}": weight.detach() for name, weight in base})
             trained = self.trained_names()
-            for name in names:
+            for name in () if config.save_lora_base else names:
                 if name.removeprefix(prefix) not in trained:
-                    del found[name]
-        return self._with_config(found, prefix)
-
-    def _with_config(self, found: Any, prefix: str) -> Any:
-        if self.lora_config.save_lora_config_adapter:
-            found[f"{prefix}lora_config"] = self.lora_config.to_dict()
-        return found
+                    del state[name]
+        if config.save_lora_config_adapter:
+            state[f"{prefix}lora_config"] = config.to_dict()
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load an adapter, base weights (under the module's own names or ``x.base_layer.weight``), or both.
@@ -318,19 +317,31 @@ class LoRAModel(ModelWrapper):
         names = set(taken)
         if self.adapter_names & names or names <= state_dict.keys():  # merged ones have the module's own names
             return False
-        found = contains_adapter(state_dict)
-        if found is None and self._has_effect():
-            may_count_twice(self.lora_config.merge_lora)
-        return bool(found)
+        stored, metadata = state_dict.get("lora_config"), getattr(state_dict, "_metadata", None)
+        if isinstance(stored, Mapping):
+            return bool(stored.get("merge_lora"))
+        if metadata is not None:
+            return MARK in metadata.get("", {})
+        if self._has_effect() and self.lora_config.merge_lora:
+            raise WeightMismatchError(
+                "these may be the merged weights that this model's state_dict() holds with merge_lora=True, and the "
+                "adapter would count twice: first set lora_config.merge_lora = False for weights without an adapter, "
+                "or call clear_adapter() for merged ones"
+            )
+        if self._has_effect():
+            warn_once(
+                "the state dict does not say whether its weights contain an adapter (merge_lora=True), and the model's "
+                "own is added to them: call clear_adapter() if they do"
+            )
+        return False
 
     def _has_effect(self) -> bool:
         return any(bool(factor.any()) for layer in self.lora_layers.values() for factor in layer.zero_at_first())
 
     def clear_adapter(self) -> None:
         """Let the adapter have no effect, like a new one, because the weights contain it."""
-        context = current_context()
-        if context.tp.rank == context.dp.rank == 0 and self._has_effect():
-            logger.warning("the weights contain an adapter: the model's own has no effect now, and begins anew")
+        if self._has_effect():
+            warn_once("the weights contain an adapter: the model's own has no effect now, and begins anew")
         for layer in self.lora_layers.values():
             for factor in layer.zero_at_first():
                 nn.init.zeros_(factor)
@@ -419,13 +430,6 @@ def get_lora_model(model: nn.Module, config: LoraConfig | Mapping[str, Any]) -> 
     return LoRAModel(model, config)
 
 
-def with_memory(layer: nn.Module) -> nn.Module:
-    """Return a copy of a layer on the meta device with memory that nobody writes, so it takes none."""
-    made = copy.deepcopy(layer).to_empty(device=transport_device())
-    restore_attributes(made)
-    return made
-
-
 @contextlib.contextmanager
 def undone_if_it_fails(module: nn.Module) -> Iterator[None]:
     """Let ``module`` have the layers, and the parameters with gradients, that it had if the block raises."""
@@ -471,37 +475,14 @@ def call_layers(module: nn.Module) -> None:
 
 
 MARK = "nxd_merged_lora"
-"""In the ``_metadata`` of a state dict with merged weights, which ``torch.save`` keeps."""
+"""In the ``_metadata`` of a state dict whose weights contain the adapter; ``torch.save`` keeps it."""
 
 
-def mark(state_dict: Any, prefix: str = "") -> None:
-    """Note in a state dict of a module that its weights contain the adapter."""
-    if hasattr(state_dict, "_metadata"):
-        state_dict._metadata.setdefault(prefix[:-1], {})[MARK] = True
-
-
-def contains_adapter(state_dict: Mapping[str, Any]) -> bool | None:
-    """Return whether the weights of a state dict contain an adapter, None if it does not say."""
-    stored, metadata = state_dict.get("lora_config"), getattr(state_dict, "_metadata", None)
-    if isinstance(stored, Mapping):
-        return bool(stored.get("merge_lora"))
-    return None if metadata is None else MARK in metadata.get("", {})
-
-
-def may_count_twice(merges: bool) -> None:
-    """Raise WeightMismatchError if the model ``merges`` its adapter, so that such weights are likely; else warn."""
-    if merges:
-        raise WeightMismatchError(
-            "these may be the merged weights that this model's state_dict() holds with merge_lora=True, and the "
-            "adapter would count twice: first set lora_config.merge_lora = False for weights without an adapter, "
-            "or call clear_adapter() for merged ones"
-        )
+def warn_once(text: str) -> None:
+    """Log a warning on one rank of each pipeline stage."""
     context = current_context()
     if context.tp.rank == context.dp.rank == 0:
-        logger.warning(
-            "the state dict does not say whether its weights contain an adapter (merge_lora=True), and the model's own "
-            "is added to them: call clear_adapter() if they do"
-        )
+        logger.warning(text)
 
 
 def require_equal_ties(layouts: Mapping[str, ParamLayout], given: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from torch import nn
 
 from nxd_infer.context import current_context
 from nxd_infer.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from tests.support.layout.pad_models import attend
 
 F64 = torch.float64
 
@@ -30,9 +31,7 @@ class BertSelf(nn.Module):
         )
 
     def forward(self, x):
-        q, k, v = (t.unflatten(-1, (-1, 2)) for t in (self.query(x), self.key(x), self.value(x)))
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        return torch.einsum("hij,jhd->ihd", torch.einsum("ihd,jhd->hij", q, k).softmax(-1), v).flatten(1)
+        return attend(self.query(x), self.key(x), self.value(x), 2, causal=False)
 
 
 class BertOutput(nn.Module):
@@ -80,8 +79,6 @@ class StridedBlock(nn.Module):
         self.split_size = size // current_context().tp.degree
 
     def forward(self, x):
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.c_attn(x).split(self.split_size, -1))
-        out = torch.einsum("hij,jhd->ihd", torch.einsum("ihd,jhd->hij", q, k).softmax(-1), v)
-        x = self.c_proj(out.flatten(1))
+        x = self.c_proj(attend(*self.c_attn(x).split(self.split_size, -1), self.head_dim, causal=False))
         gate, up = self.gate_up(x).chunk(2, -1)
         return self.down(torch.sigmoid(gate) * up)

@@ -19,6 +19,12 @@ from nxd_infer.parallel_layers.utils import divide
 F64 = torch.float64
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, head_dim: int, causal: bool = True) -> Tensor:
+    """Attention over ``[length, heads * head_dim]``; each run of query heads shares a key/value head."""
+    q, k, v = (t.unflatten(-1, (-1, head_dim)).transpose(0, 1) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(0, 1).flatten(1)
+
+
 class ParallelAttention(nn.Module):
     """Built for ``shape.heads`` heads whatever the degree; ``pad_model`` makes it fit."""
 
@@ -45,14 +51,8 @@ class ParallelAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x) if hasattr(self, "qkv") else (self.q(x), self.k(x), self.v(x))
-        q, k, v = (t.reshape(len(x), -1, self.head_dim) for t in (q, k, v))
-        if q.shape[1] != self.num_heads:
-            raise AssertionError(f"{q.shape[1]} query heads on this rank, where the API guide has {self.num_heads}")
-        k, v = (t.repeat_interleave(self.num_heads // k.shape[1], 1) for t in (k, v))
-        scores = torch.einsum("ihd,jhd->hij", q, k) / self.head_dim**0.5
-        mask = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-        out = torch.einsum("hij,jhd->ihd", scores.masked_fill(mask, float("-inf")).softmax(-1), v)
-        return self.o(out.reshape(len(x), -1))
+        assert q.shape[-1] == self.num_heads * self.head_dim, "the query heads of a rank that the API guide has"
+        return self.o(attend(q, k, v, self.head_dim))
 
 
 def inputs(shape: Shape) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,8 @@ def reference(shape: Shape) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     weights = {name: tensor.requires_grad_() for name, tensor in logical_weights(shape).items()}
     x, seen = inputs(shape)
     x.requires_grad_()
-    y = plain_attention(x, weights, shape, shape.heads, shape.kv_heads) + weights["o.bias"]
+    q, k, v = (F.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"]) for name in "qkv")
+    y = F.linear(attend(q, k, v, shape.head_dim), weights["o.weight"], weights["o.bias"])
     y.backward(seen)
     return y.detach(), x.grad, {name: tensor.grad for name, tensor in weights.items()}
 
@@ -124,16 +125,3 @@ def logical_weights(shape: Shape, seed: int = 0) -> dict[str, Tensor]:
     sizes = {"q": (q, shape.hidden), "k": (kv, shape.hidden), "v": (kv, shape.hidden), "o": (shape.hidden, q)}
     weights = {f"{name}.weight": draw(*size) for name, size in sizes.items()}
     return weights | {f"{name}.bias": draw(size[0]) for name, size in sizes.items()}
-
-
-def plain_attention(x: Tensor, w: dict[str, Tensor], shape: Shape, heads: int, kv_heads: int) -> Tensor:
-    """Causal softmax attention of ``x`` [length, hidden] without the output bias; head i attends with i // group."""
-    q = F.linear(x, w["q.weight"], w["q.bias"]).view(-1, heads, shape.head_dim)
-    k = F.linear(x, w["k.weight"], w["k.bias"]).view(-1, kv_heads, shape.head_dim)
-    v = F.linear(x, w["v.weight"], w["v.bias"]).view(-1, kv_heads, shape.head_dim)
-    k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
-    scores = torch.einsum("ihd,jhd->hij", q, k) / shape.head_dim**0.5
-    mask = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-    weights = scores.masked_fill(mask, float("-inf")).softmax(-1)
-    out = torch.einsum("hij,jhd->ihd", weights, v).reshape(len(x), -1)
-    return F.linear(out, w["o.weight"])

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxd_infer.context import current_context
-from nxd_infer.layout import layout_of
+from nxd_infer.layout import fill_tensor, layout_of
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
-from nxd_infer.parallel_layers.base import keep_own_part
 
 LIMITS = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2}
 
@@ -31,7 +30,7 @@ def own_part(module: nn.Module, name: str, whole: Tensor) -> Tensor:
         return whole
     tp = current_context().tp
     part = torch.empty(layout.rank_shape(tp.degree), dtype=whole.dtype)
-    keep_own_part(part, layout.rank_layout(tp.degree, tp.rank), {"": whole})
+    fill_tensor(part.detach(), {"": whole}, layout.rank_layout(tp.degree, tp.rank))
     return part
 
 
