@@ -139,13 +139,13 @@ def load_weights(
     layouts = weight_layout(module)
     check_weights(layouts, source, strict=strict, ignore=ignore)
     tensors = named_tensors(module)
-    wrong = tuple(
+    wrong = [
         (name, tuple(tensors[name].shape), layout.rank_shape(degree))
         for name, layout in layouts.items()
         if tuple(tensors[name].shape) != layout.rank_shape(degree)
-    )
+    ]
     if wrong:
-        raise WeightMismatchError(f"the module was not built for {degree} ranks: {_shapes(wrong)}", mismatched=wrong)
+        raise weight_mismatch(f"the module was not built for {degree} ranks", mismatched=wrong)
     names = set(source.keys())
     for name, layout in layouts.items():
         if not layout.alias_of:
@@ -182,30 +182,36 @@ def check_weights(
                 missing.append(logical)
             elif source.shape(logical) != shape:
                 mismatched.append((logical, source.shape(logical), shape))
-    unexpected = [
-        name for name in sorted(names - known) if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore)
-    ]
-    unexpected = unexpected if strict else []
-    if not (missing or unexpected or mismatched):
-        return
-    parts = []
-    if missing:
-        parts.append(f"missing: {_listed(missing)}")
-    if mismatched:
-        parts.append(f"of another shape: {_shapes(mismatched)}")
-    if unexpected:
-        parts.append(f"unexpected: {_listed([f'{n} {list(source.shape(n))}' for n in unexpected])}")
-    raise WeightMismatchError(
-        "the weights do not belong to this model; " + "; ".join(parts),
-        tuple(missing),
-        tuple(unexpected),
-        tuple(mismatched),
-    )
+    unexpected = {
+        name: source.shape(name)
+        for name in sorted(names - known if strict else ())
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore)
+    }
+    if missing or unexpected or mismatched:
+        raise weight_mismatch("the weights do not belong to this model", missing, unexpected, mismatched)
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:12]) + (f", ... ({len(names)} in all)" if len(names) > 12 else "")
+Mismatched = Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]
+"""Names, with the shapes that there are and those that are expected."""
 
 
-def _shapes(wrong: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> str:
-    return _listed([f"{name} is {list(found)}, wanted {list(wanted)}" for name, found, wanted in wrong])
+def weight_mismatch(
+    what: str,
+    missing: Sequence[str] = (),
+    unexpected: Mapping[str, Sequence[int]] | Sequence[str] = (),
+    mismatched: Mismatched = (),
+) -> WeightMismatchError:
+    """Return an error that says ``what`` and lists the names; ``unexpected`` with their shapes, if it has them."""
+    shapes = unexpected if isinstance(unexpected, Mapping) else {}
+    listed = {
+        "missing": missing,
+        "of another shape": [
+            f"{name} is {list(shape)}, wanted {list(expected)}" for name, shape, expected in mismatched
+        ],
+        "unexpected": [f"{name} {list(shapes[name])}" if name in shapes else name for name in unexpected],
+    }
+    for kind, names in listed.items():
+        if names:
+            more = f", ... ({len(names)} in all)" if len(names) > 12 else ""
+            what += f"; {kind}: {', '.join(names[:12])}{more}"
+    return WeightMismatchError(what, tuple(missing), tuple(unexpected), tuple(mismatched))

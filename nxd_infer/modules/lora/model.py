@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nxd_infer.context import current_context
 from nxd_infer.errors import LoraTargetError, ParallelConfigError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, WeightSource, check_weights, fill_tensor, weight_layout
-from nxd_infer.layout.shard import stored_layout
+from nxd_infer.layout.shard import stored_layout, weight_mismatch
 from nxd_infer.modules.lora import peft
 from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.modules.lora.find import find_together
@@ -356,12 +356,7 @@ class LoRAModel(ModelWrapper):
         if frozen & there:
             missing |= (frozen | trained - adapter) - there
         if missing or unexpected:
-            raise WeightMismatchError(
-                f"the weights do not fit the adapted model; missing: {sorted(missing)[:12]}, "
-                f"unexpected: {list(unexpected)[:12]}",
-                tuple(sorted(missing)),
-                tuple(unexpected),
-            )
+            raise weight_mismatch("the weights do not fit the adapted model", sorted(missing), unexpected)
 
     def saved_weights(self) -> dict[str, tuple[Tensor, ParamLayout]]:
         """Return the tensors of :meth:`state_dict` with their layouts; base weights have the module's logical names."""

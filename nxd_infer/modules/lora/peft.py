@@ -29,6 +29,7 @@ from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, SafetensorsSource, fill_tensor, layout_of, merge_state_dicts
 from nxd_infer.layout.files.atomic import replacing
+from nxd_infer.layout.shard import weight_mismatch
 from nxd_infer.layout.sources import open_safetensors
 from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.modules.lora.find import CONFIG, WEIGHTS, Folder, find_together
@@ -246,13 +247,7 @@ def load_found(model: LoRAModel, folder: Path) -> None:
             missing += [name for name in shapes if name not in names]
     unexpected = sorted(names - used - _elsewhere(model))
     if missing or unexpected or mismatched:
-        raise WeightMismatchError(
-            f"{folder}: the adapter does not fit the model; missing: {missing[:12]}, unexpected: {unexpected[:12]}, "
-            f"of another shape (found, wanted): {mismatched[:12]}",
-            tuple(missing),
-            tuple(unexpected),
-            tuple(mismatched),
-        )
+        raise weight_mismatch(f"{folder}: the adapter does not fit the model", missing, unexpected, mismatched)
     first = {entry.name: entry for entry in chosen if not entry.tied}
     for entry in tied:
         pair = [one for one in (first.get(entry.name), entry) if one in chosen]
