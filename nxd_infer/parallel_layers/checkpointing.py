@@ -64,13 +64,16 @@ def save(
     def write() -> None:
         structure, tensors = pack(dict(state_dict), down_cast_bf16)
         path = root / _rank_name(context)
+        if path.is_dir() if save_xser else path.is_file():
+            raise CheckpointError(
+                f"{path} already exists, saved {'without save_xser' if save_xser else 'with save_xser=True'}; save to "
+                "another directory, or remove it first (a directory holds one kind of checkpoint)"
+            )
         try:
             root.mkdir(parents=True, exist_ok=True)
             if save_xser:
-                _require_other_form_absent(path, path.is_dir(), "without save_xser")
                 write_many_files(path, structure, tensors, facts)
             else:
-                _require_other_form_absent(path, path.is_file(), "with save_xser=True")
                 path.mkdir(exist_ok=True)
                 write_one_file(path / CHECKPOINT, structure, tensors, facts)
         except OSError as error:
@@ -209,14 +212,6 @@ def _with_fused_split(model: nn.Module, source: WeightSource) -> WeightSource:
 
 def _rank_name(context: ParallelContext) -> str:
     return f"tp_rank_{context.tp.rank:02d}_pp_rank_{context.pp.rank:02d}"
-
-
-def _require_other_form_absent(path: Path, there: bool, how: str) -> None:
-    if there:
-        raise CheckpointError(
-            f"{path} already exists, saved {how}; save to another directory, or remove it first "
-            "(a directory holds one kind of checkpoint)"
-        )
 
 
 def _what_is_there(root: Path) -> str:

@@ -71,12 +71,8 @@ def counted_spans(param: Tensor, context: ParallelContext | None = None) -> Span
     owned = torch.zeros(param.shape, dtype=torch.bool)
     for block in owned_blocks(layout, tp.degree, tp.rank):
         owned[block.local_slices] = True
-    return _spans_of(owned.flatten())
-
-
-def _spans_of(mask: Tensor) -> Spans:
     outside = torch.zeros(1, dtype=torch.int8)
-    edges = torch.diff(mask.to(torch.int8), prepend=outside, append=outside)
+    edges = torch.diff(owned.flatten().to(torch.int8), prepend=outside, append=outside)
     starts, stops = (edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist()
     return tuple(zip(starts, stops, strict=True))
 

@@ -228,28 +228,26 @@ def load_found(model: LoRAModel, folder: Path) -> None:
             "load it with LoraConfig(load_lora_from_ckpt=True, lora_save_dir=...)"
         )
     source = SafetensorsSource(folder / WEIGHTS)
-    names = set(source.keys())
-    used: set[str] = set()
-    chosen: list[Entry] = []
-    missing: list[str] = []
-    mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
-    tied: list[Entry] = []
-    for entry in entries(model):
-        shapes = entry.layout.logical_shapes
-        tied += [entry] if entry.tied else []
-        if names >= shapes.keys():
-            chosen.append(entry)
-            used |= shapes.keys()
-            mismatched += [(n, source.shape(n), shape) for n, shape in shapes.items() if source.shape(n) != shape]
-        elif entry.tied:
-            continue
-        elif entry.adapter or model.saved_whole(model.base_name(entry.name)) or names & shapes.keys():
-            missing += [name for name in shapes if name not in names]
-    unexpected = sorted(names - used - _elsewhere(model))
+    names, every = set(source.keys()), list(entries(model))
+    chosen = [entry for entry in every if names >= entry.layout.logical_shapes.keys()]
+    required = [
+        entry
+        for entry in every
+        if not entry.tied
+        and (
+            entry.adapter
+            or model.saved_whole(model.base_name(entry.name))
+            or names & entry.layout.logical_shapes.keys()
+        )
+    ]
+    missing = [name for entry in required for name in entry.layout.logical_shapes if name not in names]
+    shapes = {name: shape for entry in chosen for name, shape in entry.layout.logical_shapes.items()}
+    unexpected = sorted(names - shapes.keys() - _elsewhere(model))
+    mismatched = [(name, source.shape(name), shape) for name, shape in shapes.items() if source.shape(name) != shape]
     if missing or unexpected or mismatched:
         raise weight_mismatch(f"{folder}: the adapter does not fit the model", missing, unexpected, mismatched)
     first = {entry.name: entry for entry in chosen if not entry.tied}
-    for entry in tied:
+    for entry in (entry for entry in every if entry.tied):
         pair = [one for one in (first.get(entry.name), entry) if one in chosen]
         copied = entry in pair or (pair and model.saved_whole(model.base_name(entry.name)))
         if copied and not _equal(pair, source):  # modules to save of PEFT are copies, which are not tied
