@@ -72,10 +72,10 @@ class RankLayout:
 
     def replica_groups(self) -> list[list[int]]:
         """Return every group of ranks with the same weights: data parallel groups, joined over context parallelism."""
-        found: dict[tuple[int, int], list[int]] = {}
+        groups: dict[tuple[int, int], list[int]] = {}
         for rank in range(self.world_size):
-            found.setdefault((self.axis("pp", rank).rank, self.axis("tp", rank).rank), []).append(rank)
-        return list(found.values())
+            groups.setdefault((self.axis("pp", rank).rank, self.axis("tp", rank).rank), []).append(rank)
+        return list(groups.values())
 
 
 def rank_layout(

@@ -134,16 +134,16 @@ def initialize_model_parallel(
         if value != 1:
             raise ParallelConfigError(f"{name}={value!r} is not supported yet: leave it out, or pass 1")
     sizes = (tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
-    given = default_context()
-    if given is not None and given.collectives == TRACE_COLLECTIVES and not mesh_only:
-        degrees = (given.layout.tp, given.layout.pp, given.layout.cp)
+    current = default_context()
+    if current is not None and current.collectives == TRACE_COLLECTIVES and not mesh_only:
+        degrees = (current.layout.tp, current.layout.pp, current.layout.cp)
         if sizes != degrees:
             raise ParallelConfigError(
                 f"this process is a rank of parallel_model_trace with tensor x pipeline x context = {degrees}; "
                 f"func asked for {sizes}: give tp_degree to parallel_model_trace instead"
             )
         return None
-    if not mesh_only and given is None:
+    if not mesh_only and current is None:
         join_launched_world(timeout)
     world, rank = (dist.get_world_size(), dist.get_rank()) if group_exists() else (launched_world(), 0)
     if world == 1 and not group_exists() and any(isinstance(size, int) and size > 1 for size in sizes):
@@ -154,8 +154,8 @@ def initialize_model_parallel(
     layout = rank_layout(world, *sizes)
     if mesh_only:
         return ParallelGroups(*(layout.groups(axis) for axis in ("tp", "dp", "pp", "cp")))
-    if given is not None:
-        degrees = ", ".join(f"{axis}={given.layout.degree(axis)}" for axis in AXES)
+    if current is not None:
+        degrees = ", ".join(f"{axis}={current.layout.degree(axis)}" for axis in AXES)
         raise ParallelConfigError(
             f"model parallelism is already initialised ({degrees}); call destroy_model_parallel() before changing it"
         )
@@ -189,15 +189,15 @@ def _accelerator() -> torch.device | None:
 def _make_groups(layout: RankLayout, rank: int, timeout: float) -> dict[str, dist.ProcessGroup]:
     """Create this rank's process group on every axis of a degree above 1. All ranks create all groups, in one order."""
     limit = datetime.timedelta(seconds=timeout)
-    mine: dict[str, dist.ProcessGroup] = {}
+    own: dict[str, dist.ProcessGroup] = {}
     for axis in AXES:
         if layout.degree(axis) == 1:
             continue
         for ranks in layout.groups(axis):
             group = dist.new_group(ranks, timeout=limit, group_desc=f"nxd_{axis}")
             if rank in ranks and group is not None:
-                mine[axis] = group  # pyright: ignore[reportArgumentType]
-    return mine
+                own[axis] = group  # pyright: ignore[reportArgumentType]
+    return own
 
 
 @_constant

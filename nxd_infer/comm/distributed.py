@@ -77,9 +77,9 @@ class DistributedCollectives:
         """Exchange process identities with every rank of the world, so that errors can name a dead peer."""
         with contextlib.suppress(Exception):  # of earlier groups of these processes
             dist.distributed_c10d._get_default_store().delete_key(self._failed_key(self._context.rank))
-        mine = torch.tensor([_host_key(), os.getpid(), process_start(os.getpid())], dtype=torch.int64, device=device)
-        everyone = [torch.empty_like(mine) for _ in range(self._context.world_size)]
-        dist.all_gather(everyone, mine)
+        own = torch.tensor([_host_key(), os.getpid(), process_start(os.getpid())], dtype=torch.int64, device=device)
+        everyone = [torch.empty_like(own) for _ in range(self._context.world_size)]
+        dist.all_gather(everyone, own)
         self._peers = [identity.tolist() for identity in everyone]
 
     def share_memory(self, library: NativeOperators | None) -> None:
@@ -92,14 +92,14 @@ class DistributedCollectives:
             hosts = {self._peers[rank][0] for rank in ranks}
             if self.backend(axis) == "gloo" and len(hosts) == 1 and UNKNOWN_HOST not in hosts:
                 pid = self._peers[ranks[0]][1]
-                found = connect(self, self._context, axis, pid, library, self._timeout)
-                if found is not None:
-                    self._shared[axis] = found
+                shared = connect(self, self._context, axis, pid, library, self._timeout)
+                if shared is not None:
+                    self._shared[axis] = shared
 
     def shared(self, axis: str, x: Tensor) -> ShmCollectives | None:
         """Return the shared memory to use for ``x``, or None if it goes through the process group."""
-        found = self._shared.get(axis)
-        return found if found is not None and x.device.type == "cpu" and x.dtype in DTYPES else None
+        shared = self._shared.get(axis)
+        return shared if shared is not None and x.device.type == "cpu" and x.dtype in DTYPES else None
 
     def process_group(self, axis: str) -> dist.ProcessGroup:
         """Return the torch group of ``axis``; at degree 1, create a group of this rank alone."""
@@ -157,8 +157,8 @@ class DistributedCollectives:
         degree = self._context.axis(axis).degree
         pieces = torch.stack(x.chunk(degree, dim))
         received = torch.empty_like(pieces)
-        ours, theirs = as_bytes(pieces), as_bytes(received)
-        self.run("reduce_scatter", axis, lambda group: dist.all_to_all_single(theirs, ours, group=group))
+        outgoing, incoming = as_bytes(pieces), as_bytes(received)
+        self.run("reduce_scatter", axis, lambda group: dist.all_to_all_single(incoming, outgoing, group=group))
         return received.sum(0, dtype=torch.float32 if x.dtype in HALF else x.dtype).to(x.dtype)
 
     def broadcast(self, x: Tensor, axis: str, src: int = 0) -> Tensor:
@@ -193,13 +193,13 @@ class DistributedCollectives:
 
     def why_given_up(self) -> dict[int, str]:
         """Return the reason of every rank that gave up, by rank."""
-        found: dict[int, str] = {}
+        reasons: dict[int, str] = {}
         with contextlib.suppress(Exception):
             store = dist.distributed_c10d._get_default_store()
             for rank in range(self._context.world_size):
                 if store.check([self._failed_key(rank)]):
-                    found[rank] = store.get(self._failed_key(rank)).decode(errors="replace")
-        return found
+                    reasons[rank] = store.get(self._failed_key(rank)).decode(errors="replace")
+        return reasons
 
     def _failed_key(self, rank: int) -> str:
         return f"nxd/failed/{rank}"  # the same on all ranks, unlike the name of their collectives
@@ -349,22 +349,22 @@ def connect(
     here = context.axis(axis)
     if here.degree > MAX_DEGREE:
         return None
-    descriptor, found = -1, None
+    descriptor, shared = -1, None
     if here.rank == 0 and library is not None:
         descriptor = create_segment(here.degree)
     try:
-        theirs = int(transport.broadcast(torch.tensor(descriptor), axis))
-        if theirs >= 0 and library is not None:
+        number = int(transport.broadcast(torch.tensor(descriptor), axis))
+        if number >= 0 and library is not None:
             with contextlib.suppress(OSError, CollectiveError):
                 if here.rank > 0:
-                    descriptor = os.open(f"/proc/{first_pid}/fd/{theirs}", os.O_RDWR | os.O_CLOEXEC)
+                    descriptor = os.open(f"/proc/{first_pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
                 scope = f"@{context.collectives}"
-                found = ShmCollectives(library, context, {axis: descriptor}, timeout=timeout, scope=scope)
-        all_can = transport.all_reduce(torch.tensor(int(found is not None)), axis, "min").item()
+                shared = ShmCollectives(library, context, {axis: descriptor}, timeout=timeout, scope=scope)
+        all_can = transport.all_reduce(torch.tensor(int(shared is not None)), axis, "min").item()
     finally:
         if descriptor >= 0:  # the others have opened it, or never will
             os.close(descriptor)
-    if found is not None and not all_can:
-        found.close()
+    if shared is not None and not all_can:
+        shared.close()
         return None
-    return found
+    return shared

@@ -69,9 +69,9 @@ def register_collectives(key: str, collectives: Collectives) -> None:
 
 def unregister_collectives(key: str) -> None:
     """Close and remove a transport; an unknown key is ignored."""
-    found = _registry.pop(key, None)
-    if found is not None:
-        found.close()
+    transport = _registry.pop(key, None)
+    if transport is not None:
+        transport.close()
 
 
 def collectives_of(context: ParallelContext) -> Collectives:

@@ -33,20 +33,20 @@ def gather_bytes(data: Tensor, context: ParallelContext, axis: str = "pp") -> li
     return [row[:count] for row, count in zip(whole, sizes, strict=True)]
 
 
-def gather_named(mine: Mapping[str, Tensor], context: ParallelContext) -> dict[str, Tensor]:
+def gather_named(tensors: Mapping[str, Tensor], context: ParallelContext) -> dict[str, Tensor]:
     """Return the tensors of every pipeline rank on the first one, moved one by one; the others get none. A collective.
 
     Of a name that several have, it is the first rank's.
     """
     if context.pp.degree == 1:
-        return dict(mine)
-    facts = [(name, list(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in mine.items()]
-    found: dict[str, Tensor] = {}
+        return dict(tensors)
+    facts = [(name, list(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()]
+    gathered: dict[str, Tensor] = {}
     for stage, text in enumerate(gather_texts(json.dumps(facts), context)):
         for name, shape, dtype in json.loads(text):
             own = stage == context.pp.rank
-            tensor = mine[name] if own else torch.empty(shape, dtype=dtype_of(dtype))
+            tensor = tensors[name] if own else torch.empty(shape, dtype=dtype_of(dtype))
             whole = broadcast(tensor.to(transport_device()), context, "pp", stage).cpu()
             if context.pp.rank == 0:
-                found.setdefault(name, whole)
-    return found
+                gathered.setdefault(name, whole)
+    return gathered

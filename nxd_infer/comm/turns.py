@@ -55,7 +55,7 @@ def in_turns(
 
 def largest(context: ParallelContext, number: int) -> int:
     """The largest ``number`` of all ranks. A collective."""
-    found = torch.tensor([number], dtype=torch.int64, device=transport_device())
+    value = torch.tensor([number], dtype=torch.int64, device=transport_device())
     for axis in AXES:
-        found = all_reduce(found, context, axis, "max")
-    return int(found)
+        value = all_reduce(value, context, axis, "max")
+    return int(value)

@@ -94,9 +94,9 @@ def _search(heads: int, kv_heads: int, degree: int, kv_size_multiplier: int) -> 
     def fits(k: int) -> bool:
         return fewest % k == 0 and kv_heads * -(-whole // (fewest // k)) <= degree * k
 
-    wanted = -(-kv_heads * kv_size_multiplier // degree)
+    requested = -(-kv_heads * kv_size_multiplier // degree)
     # One query head per place always fits (heads <= degree * fewest), so the search ends at k = fewest.
-    k = wanted if wanted and fits(wanted) else next(k for k in range(1, fewest + 1) if fits(k))
+    k = requested if requested and fits(requested) else next(k for k in range(1, fewest + 1) if fits(k))
     return GQAPlan(heads, kv_heads, degree, fewest, k, kv_size_multiplier)
 
 

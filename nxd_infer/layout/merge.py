@@ -230,9 +230,9 @@ class RunsSource:
             raise self._incomplete(name, covered, out.numel())
         return out
 
-    def _incomplete(self, name: str, held: int, wanted: int) -> CheckpointError:
+    def _incomplete(self, name: str, held: int, expected: int) -> CheckpointError:
         return CheckpointError(
-            f"{name!r}: the checkpoint holds {held} of the {wanted} elements asked for, so it is damaged"
+            f"{name!r}: the checkpoint holds {held} of the {expected} elements asked for, so it is damaged"
         )
 
 

@@ -179,8 +179,8 @@ def restore_attributes(module: nn.Module) -> None:
 
 def layout_of(module: nn.Module, param_name: str) -> ParamLayout | None:
     """Return the layout of ``module.<param_name>`` with relative names, or None if it is replicated."""
-    found = module.__dict__.get(MODULE_TABLE, {}).get(param_name)
-    return found[0] if found else getattr(getattr(module, param_name, None), "nxd_layout", None)
+    entry = module.__dict__.get(MODULE_TABLE, {}).get(param_name)
+    return entry[0] if entry else getattr(getattr(module, param_name, None), "nxd_layout", None)
 
 
 def layout_by_name(param: Tensor, name: str) -> ParamLayout:
@@ -227,14 +227,14 @@ def move_model_to_device(model: nn.Module, device: torch.device | str) -> nn.Mod
     On some devices ``Module.to`` creates new parameters, untied and without the attributes (``tensor_model_parallel``,
     ``partition_dim``, ``nxd_layout``, ...); both are restored.
     """
-    found: dict[int, tuple[nn.Parameter, dict[str, Any], list[tuple[nn.Module, str]]]] = {}
+    entries: dict[int, tuple[nn.Parameter, dict[str, Any], list[tuple[nn.Module, str]]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                entry = found.setdefault(id(parameter), (parameter, dict(vars(parameter)), []))
+                entry = entries.setdefault(id(parameter), (parameter, dict(vars(parameter)), []))
                 entry[2].append((module, name))
     model.to(device)
-    for _, attributes, places in found.values():
+    for _, attributes, places in entries.values():
         first, name = places[0]
         moved = first._parameters[name]
         for module, other in places[1:]:

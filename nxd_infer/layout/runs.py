@@ -164,6 +164,11 @@ class TensorLayout:
         """The logical tensors with elements here, in order of first appearance."""
         return tuple(dict.fromkeys(block.name for block in self.blocks()))
 
+    @property
+    def filled(self) -> bool:
+        """Whether any element is padding."""
+        return any(isinstance(piece, Fill) for axis in self.axes for piece in axis)
+
     def blocks(self, edges: Sequence[Mapping[str, set[int]]] | None = None) -> Iterator[Block]:
         """Yield the rectangles from logical tensors, in the order of the rank's tensor.
 

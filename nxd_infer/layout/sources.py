@@ -108,10 +108,10 @@ class SafetensorsSource:
         return DTYPES[stored]
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        found = self._slice(name)
-        if not found.get_shape():
+        stored = self._slice(name)
+        if not stored.get_shape():
             return self._open[self._files[name]].get_tensor(name)
-        return found[tuple(slices)] if slices is not None else found[:]
+        return stored[tuple(slices)] if slices is not None else stored[:]
 
     def close(self) -> None:
         """Close the mappings; later reads open them again."""

@@ -136,22 +136,22 @@ class NxDModel(ModelWrapper):
 
     def _loss(self, output: Any) -> Tensor:
         spec = (self.nxd_config.get("pipeline_config") or {}).get("output_loss_value_spec")
-        found = output
+        loss = output
         if spec is not None and not isinstance(output, Tensor):
-            found = _marked(output, spec)
+            loss = _marked(output, spec)
         elif not isinstance(output, Tensor):
-            found = getattr(output, "loss", None)
-            if found is None and isinstance(output, Mapping):
-                found = output.get("loss")
-            elif found is None and isinstance(output, tuple | list) and output:
-                found = output[0]
-        if not isinstance(found, Tensor) or found.numel() != 1:
-            what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            loss = getattr(output, "loss", None)
+            if loss is None and isinstance(output, Mapping):
+                loss = output.get("loss")
+            elif loss is None and isinstance(output, tuple | list) and output:
+                loss = output[0]
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise InputMismatchError(
                 f"the model's {type(output).__name__} has no loss (found {what}): pass labels, return the loss first "
                 "or mark it with pipeline_config={'output_loss_value_spec': ...}"
             )
-        return found
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, including those that the optimizer sums in float32."""
@@ -180,6 +180,6 @@ def _marked(output: Any, spec: Any) -> Any:
     if not isinstance(spec, Mapping | tuple | list):
         return output if spec else None
     for key, inner in spec.items() if isinstance(spec, Mapping) else enumerate(spec):
-        if (found := _marked(output[key], inner) if inner else None) is not None:
-            return found
+        if (value := _marked(output[key], inner) if inner else None) is not None:
+            return value
     return None

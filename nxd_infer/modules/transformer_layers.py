@@ -16,21 +16,21 @@ def transformer_layers(model: nn.Module, layer_class: type | str | None = None) 
     is found.
     """
     if isinstance(layer_class, str):
-        found = [module for module in modules_of_all(model) if type(module).__name__ == layer_class]
+        layers = [module for module in modules_of_all(model) if type(module).__name__ == layer_class]
     elif layer_class is not None:
-        found = [module for module in modules_of_all(model) if isinstance(module, layer_class)]
+        layers = [module for module in modules_of_all(model) if isinstance(module, layer_class)]
     else:
         names = set(getattr(model, "_no_split_modules", None) or ())
-        found = [module for module in modules_of_all(model) if type(module).__name__ in names]
-        found = found or _members_of_lists(model)
-    if not found:
+        layers = [module for module in modules_of_all(model) if type(module).__name__ in names]
+        layers = layers or _members_of_lists(model)
+    if not layers:
         whose = "" if layer_class is None else f" of the class {layer_class!r}"
         raise ParallelConfigError(
             f'found no transformer layers{whose}, which activation_checkpoint_config="full" and auto_partition need: '
             f'pass pipeline_config={{"transformer_layer_cls": ...}}, one of {class_names(model)}; or the class to '
             "recompute, and pipeline_cuts"
         )
-    return found
+    return layers
 
 
 def _members_of_lists(module: nn.Module) -> list[nn.Module]:

@@ -242,8 +242,8 @@ class GradReducer:
 
     def _sum_type(self, param: Tensor) -> torch.dtype:
         """Return the dtype in which a parameter's gradients are summed over backward passes."""
-        wanted = self._accumulate_dtype
-        return param.dtype if wanted is None else torch.promote_types(param.dtype, wanted)
+        wide = self._accumulate_dtype
+        return param.dtype if wide is None else torch.promote_types(param.dtype, wide)
 
     def _sums_elsewhere(self, later: GradReducer | None, param: Tensor) -> bool:
         return later is not None and later._sum_type(param) != self._sum_type(param)

@@ -67,25 +67,25 @@ def require_once(group: dict[str, Any]) -> None:
         raise ParallelConfigError("a parameter is more than once in the optimizer's groups; pass each only once")
 
 
-def require_unchanged(groups: list[dict[str, Any]], given: list[list[Tensor]]) -> None:
-    """Raise ParallelConfigError if ``groups`` have other parameters than were ``given``; their order does not matter.
+def require_unchanged(groups: list[dict[str, Any]], taken: list[list[Tensor]]) -> None:
+    """Raise ParallelConfigError if ``groups`` have other parameters than were ``taken``; their order does not matter.
 
     The wrapped optimizer has groups of its own, which do not follow a change.
     """
     now = [sorted(map(id, group["params"])) for group in groups]
-    if now != [sorted(map(id, params)) for params in given]:
+    if now != [sorted(map(id, params)) for params in taken]:
         raise ParallelConfigError(
-            f"param_groups was changed, which this optimizer cannot follow: its {len(given)} groups had "
-            f"{[len(params) for params in given]} parameters, now they are {[len(params) for params in now]} (or "
+            f"param_groups was changed, which this optimizer cannot follow: its {len(taken)} groups had "
+            f"{[len(params) for params in taken]} parameters, now they are {[len(params) for params in now]} (or "
             'others). To train more parameters, call optimizer.add_param_group({"params": [...]}); for other changes, '
             "make a new optimizer"
         )
 
 
-def require_frozen(given: list[list[Tensor]], trained: list[Tensor]) -> None:
-    """Raise ParallelConfigError if a parameter was ``given``, but not to be trained, and has a gradient now."""
+def require_frozen(taken: list[list[Tensor]], trained: list[Tensor]) -> None:
+    """Raise ParallelConfigError if a parameter was ``taken``, but not to be trained, and has a gradient now."""
     known = set(map(id, trained))
-    thawed = [param for some in given for param in some if param.grad is not None and id(param) not in known]
+    thawed = [param for some in taken for param in some if param.grad is not None and id(param) not in known]
     if thawed:
         raise ParallelConfigError(
             f"{len(thawed)} parameter(s) got a gradient but were frozen when the optimizer was created; "
@@ -105,8 +105,8 @@ def parameter_names(groups: list[dict[str, Any]], params: list[Tensor], taken: l
     """
     used, known = set(taken), {}
     for number, group in enumerate(groups, first):
-        given = group.get("param_names") or [None] * len(group["params"])
-        for place, (param, name) in enumerate(zip(group["params"], given, strict=True)):
+        given_names = group.get("param_names") or [None] * len(group["params"])
+        for place, (param, name) in enumerate(zip(group["params"], given_names, strict=True)):
             name = name or getattr(param, "nxd_name", None)
             known[id(param)] = name if name and name not in used else f"group {number} parameter {place}"
             used.add(known[id(param)])

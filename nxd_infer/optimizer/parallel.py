@@ -164,14 +164,14 @@ class NxDOptimizer(OptimizerWrapper):
         """Note the names of the parameters that the other pipeline stages train, by group. A collective."""
         names = dict(zip(map(id, self._params), self.names, strict=True))
         layouts = self.layouts
-        mine = [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
-        logical = [[n for name in group for n in layouts[name].logical_names] for group in mine]
-        texts = gather_texts(json.dumps([mine, logical]), self.context)
+        own = [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
+        logical = [[n for name in group for n in layouts[name].logical_names] for group in own]
+        texts = gather_texts(json.dumps([own, logical]), self.context)
         others = [json.loads(text) for rank, text in enumerate(texts) if rank != self.context.pp.rank]
         for number in range(len(groups)):
-            found = [one for one in others if number < len(one[0])]
-            self._names_elsewhere.append([name for names, _ in found for name in names[number]])
-            self.logical_groups_elsewhere.append([name for _, names in found for name in names[number]])
+            stages = [one for one in others if number < len(one[0])]
+            self._names_elsewhere.append([name for names, _ in stages for name in names[number]])
+            self.logical_groups_elsewhere.append([name for _, names in stages for name in names[number]])
         self.logical_elsewhere |= {name for _, names in others for group in names for name in group}
 
     @property
@@ -188,7 +188,7 @@ class NxDOptimizer(OptimizerWrapper):
     @property
     def whole_group_names(self) -> list[list[str]]:
         """:attr:`group_names`, with those of the other pipeline stages."""
-        return [[*mine, *others] for mine, others in zip(self.group_names, self._names_elsewhere, strict=True)]
+        return [[*own, *others] for own, others in zip(self.group_names, self._names_elsewhere, strict=True)]
 
     @property
     def layouts(self) -> dict[str, ParamLayout]:
@@ -339,9 +339,9 @@ class NxDOptimizer(OptimizerWrapper):
         for piece in self.pieces:
             if piece.tensor.grad is not None:
                 shares[piece.index] = gradients.Share(piece.tensor.grad, piece.spans)
-        found = gradients.nonfinite(shares, self.context, zero1=self.zero1)
-        mine = json.dumps([self.names[index] for index in found])
-        return tuple(name for names in gather_texts(mine, self.context) for name in json.loads(names))
+        bad = gradients.nonfinite(shares, self.context, zero1=self.zero1)
+        text = json.dumps([self.names[index] for index in bad])
+        return tuple(name for names in gather_texts(text, self.context) for name in json.loads(names))
 
     # --- the step -------------------------------------------------------------------------------------
 

@@ -184,12 +184,12 @@ class Publisher:
     @torch.no_grad()
     def gather(self, values: Sequence[Tensor | None]) -> list[Tensor]:
         """Return full tensors of the parameters' shapes from the values of all pieces (None is zeros). A collective."""
-        found: dict[int, Tensor] = {}
+        whole: dict[int, Tensor] = {}
         of_piece = {piece.index: value for piece, value in zip(self._pieces, values, strict=True)}
         if not self._reducer.scatter or not self._reducer.communicates:
             for piece, value in zip(self._pieces, values, strict=True):
-                found[piece.index] = torch.zeros_like(piece.tensor) if value is None else value.clone()
-            return [found[i].view(param.shape) for i, param in enumerate(self._reducer.params)]
+                whole[piece.index] = torch.zeros_like(piece.tensor) if value is None else value.clone()
+            return [whole[i].view(param.shape) for i, param in enumerate(self._reducer.params)]
         for bucket in self._reducer.buckets:
             flat = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)
             for slot in bucket.slots:
@@ -199,8 +199,8 @@ class Publisher:
                     flat[at : at + value.numel()].copy_(value.reshape(-1))
             flat = start_all_gather(flat, self._reducer.context, "dp").wait()
             for slot in bucket.slots:
-                found[slot.index] = flat[slot.start : slot.stop].view(self._reducer.params[slot.index].shape)
-        return [found[i] for i in range(len(self._reducer.params))]
+                whole[slot.index] = flat[slot.start : slot.stop].view(self._reducer.params[slot.index].shape)
+        return [whole[i] for i in range(len(self._reducer.params))]
 
 
 def _write_changes(target: Tensor, source: Tensor) -> None:

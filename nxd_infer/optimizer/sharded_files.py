@@ -225,23 +225,23 @@ def require_same_groups(
 
     ``names``: of the optimizer's parameters, by group, that ``description`` is about.
     """
-    stored, mine = description["param_groups"], optimizer.param_groups
-    if len(stored) != len(mine):
+    stored, groups = description["param_groups"], optimizer.param_groups
+    if len(stored) != len(groups):
         raise CheckpointError(
-            f"{where} has {len(stored)} parameter groups, this optimizer {len(mine)}; create it with the same groups"
+            f"{where} has {len(stored)} parameter groups, this optimizer {len(groups)}; create it with the same groups"
         )
     if NAMES not in description:  # from the reference
         return
-    for theirs, ours in zip(stored, mine, strict=True):
-        missing = sorted(optimizer.optimizer.defaults.keys() - theirs.keys())
-        surplus = sorted(theirs.keys() - ours.keys() - set(OF_SCHEDULES))
+    for saved, own in zip(stored, groups, strict=True):
+        missing = sorted(optimizer.optimizer.defaults.keys() - saved.keys())
+        surplus = sorted(saved.keys() - own.keys() - set(OF_SCHEDULES))
         if missing and surplus:  # another PyTorch release may have more or fewer of them, but not both
             raise CheckpointError(
                 f"{where} is of another optimizer than this {type(optimizer.optimizer).__name__}: it has {surplus} and "
                 f"not {missing}; create an optimizer of the saved class, or load without one"
             )
-    for number, (theirs, ours) in enumerate(zip(description[NAMES], names, strict=False)):
-        differing = sorted(set(theirs) ^ set(ours))
+    for number, (saved, own) in enumerate(zip(description[NAMES], names, strict=False)):
+        differing = sorted(set(saved) ^ set(own))
         if differing:
             raise CheckpointError(
                 f"{where}: parameter group {number} has other parameters than this optimizer's: {differing[:4]}; "

@@ -211,9 +211,9 @@ class OptimizerWrapper(torch.optim.Optimizer):
             raise CheckpointError(f"optimizer state: it does not fit this optimizer: {error!r}") from error
         self.take_back_hyperparameters()
         with torch.no_grad():
-            for piece, theirs in zip(self.pieces, stored or [], strict=False):
-                if piece.own_memory and theirs["master"] is not None:
-                    piece.tensor.copy_(theirs["master"])
+            for piece, saved in zip(self.pieces, stored or [], strict=False):
+                if piece.own_memory and saved["master"] is not None:
+                    piece.tensor.copy_(saved["master"])
                     piece.settled()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -312,5 +312,5 @@ def _elsewhere(param: Tensor) -> KeyError:
 
 
 def _hand_on(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    for mine, theirs in zip(source, target, strict=True):
-        theirs.update({k: v for k, v in mine.items() if k not in NOT_HYPERPARAMETERS})
+    for one, other in zip(source, target, strict=True):
+        other.update({k: v for k, v in one.items() if k not in NOT_HYPERPARAMETERS})

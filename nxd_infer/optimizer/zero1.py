@@ -199,8 +199,8 @@ class NeuronZero1Optimizer(NxDOptimizer):
         load_sharded(self, output_dir, at_a_time=num_workers_per_step)
 
 
-def _norm(given: float | None) -> float:
-    return checked_norm("max_norm", 1.0 if given is None else given)
+def _norm(norm: float | None) -> float:
+    return checked_norm("max_norm", 1.0 if norm is None else norm)
 
 
 def _require_groups(name: str, groups: Groups | None, axis: str) -> None:
@@ -208,15 +208,15 @@ def _require_groups(name: str, groups: Groups | None, axis: str) -> None:
         return
     layout = current_context().layout
     try:
-        given: Any = sorted(sorted(int(rank) for rank in group) for group in groups)
+        ranks: Any = sorted(sorted(int(rank) for rank in group) for group in groups)
     except (TypeError, ValueError):  # a process group, say
-        given = groups
-    if given == sorted(sorted(group) for group in layout.groups(axis)):
+        ranks = groups
+    if ranks == sorted(sorted(group) for group in layout.groups(axis)):
         return
-    other = next((a for a in ("tp", "dp", "pp") if given == sorted(sorted(g) for g in layout.groups(a))), None)
+    other = next((a for a in ("tp", "dp", "pp") if ranks == sorted(sorted(g) for g in layout.groups(a))), None)
     getter = {"tp": "get_tensor_model_parallel_group", "dp": "get_data_parallel_group"}[axis]
     raise ParallelConfigError(
-        f"{name} must be the groups of axis {axis!r}, {layout.groups(axis)}, but they are {given}"
+        f"{name} must be the groups of axis {axis!r}, {layout.groups(axis)}, but they are {ranks}"
         + (f", the groups of axis {other!r}" if other else "")
         + f"; pass parallel_state.{getter}(as_list=True), or leave it out"
     )

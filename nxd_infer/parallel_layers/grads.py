@@ -197,10 +197,10 @@ def nonfinite(shares: Sequence[Share | None], context: ParallelContext, *, zero1
     """Return the indices in ``shares`` whose gradient is NaN or infinite on any rank; the same on every rank."""
     flags = [0 if share is None or bool(torch.isfinite(_values(share.grad)).all()) else 1 for share in shares]
     device = next((share.grad.device for share in shares if share is not None), transport_device())
-    found = torch.tensor(flags, dtype=torch.int32, device=device)
+    bad = torch.tensor(flags, dtype=torch.int32, device=device)
     for axis in ("tp", "dp") if zero1 else ("tp",):
-        found = comm.all_reduce(found, context, axis, "max")
-    return found.nonzero().flatten().tolist()
+        bad = comm.all_reduce(bad, context, axis, "max")
+    return bad.nonzero().flatten().tolist()
 
 
 # --- the documented functions -----------------------------------------------------------------------------

@@ -46,10 +46,10 @@ class SPMDRank(nn.Module):
         super().__init__()
         self.context = current_context()
         self.axis = axis_of(tensor_model_parallel_group, self.context)
-        wanted = world_size if tensor_model_parallel_size is None else tensor_model_parallel_size
+        expected = world_size if tensor_model_parallel_size is None else tensor_model_parallel_size
         degree = self.context.axis(self.axis).degree
-        if wanted is not None and wanted != degree:
-            raise ParallelConfigError(f"SPMDRank over {wanted} ranks, but the {self.axis} degree is {degree}")
+        if expected is not None and expected != degree:
+            raise ParallelConfigError(f"SPMDRank over {expected} ranks, but the {self.axis} degree is {degree}")
 
     def get_rank(self) -> Tensor:
         """Return the rank, int32 [1]."""

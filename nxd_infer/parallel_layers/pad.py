@@ -195,13 +195,13 @@ class Padder:
         if size not in sections:
             return 0
         smaller = [s for s in sections if s < size and s % head_dim == 0 and n % (s // head_dim) == 0]
-        found = {s for s in smaller if smaller.count(s) >= 2}
-        if len(found) > 1:
+        sizes = {s for s in smaller if smaller.count(s) >= 2}
+        if len(sizes) > 1:
             raise ShardingError(
                 f"pad_model cannot tell the keys and values of {row.name!r}: beside {n} heads of {head_dim} there are "
-                f"projections of {sorted(found)} features. Use GQAQKVColumnParallelLinear for q, k and v"
+                f"projections of {sorted(sizes)} features. Use GQAQKVColumnParallelLinear for q, k and v"
             )
-        return found.pop() // head_dim if found else 0
+        return sizes.pop() // head_dim if sizes else 0
 
     def _plan_qkv(self, member: Member, row: Member | None) -> None:
         q_size, kv_size = (member.plans[name].size for name in ("q_plan", "kv_plan"))
@@ -367,8 +367,8 @@ def _new_layouts(member: Member) -> dict[str, ParamLayout]:
 
 
 def _old_layouts(layer: ParallelLayer) -> dict[str, ParamLayout]:
-    found = {name: layout_of(layer, name) for name, _ in layer.named_parameters(recurse=False)}
-    return {name: layout for name, layout in found.items() if layout is not None}
+    layouts = {name: layout_of(layer, name) for name, _ in layer.named_parameters(recurse=False)}
+    return {name: layout for name, layout in layouts.items() if layout is not None}
 
 
 def _check_ties(model: nn.Module, changing: Sequence[Member]) -> None:
@@ -448,11 +448,11 @@ def generate_padding_mask(
     """
     plan = gqa_plan(num_heads, num_kv_heads or num_heads, tp_degree, kv_size_multiplier=1)
     kv_given = num_kv_heads_with_pad is not None
-    wanted = (plan.heads_per_rank * tp_degree, plan.kv_heads_per_rank * tp_degree)
-    found = (num_heads_with_pad, num_kv_heads_with_pad if kv_given else wanted[1])
-    if wanted != found:
+    expected = (plan.heads_per_rank * tp_degree, plan.kv_heads_per_rank * tp_degree)
+    requested = (num_heads_with_pad, num_kv_heads_with_pad if kv_given else expected[1])
+    if expected != requested:
         raise ShardingError(
-            f"{num_heads} query and {num_kv_heads or num_heads} key/value heads are padded to {wanted[0]} and "
-            f"{wanted[1]} on {tp_degree} ranks, not to {found[0]} and {found[1]}"
+            f"{num_heads} query and {num_kv_heads or num_heads} key/value heads are padded to {expected[0]} and "
+            f"{expected[1]} on {tp_degree} ranks, not to {requested[0]} and {requested[1]}"
         )
     return torch.tensor([head is not None for head in plan.query_heads(tp_rank)])

@@ -126,18 +126,18 @@ class LoraConfig:
         return self.lora_alpha / (math.sqrt(self.lora_rank) if self.use_rslora else self.lora_rank)
 
     @staticmethod
-    def of(given: LoraConfig | Mapping[str, Any]) -> LoraConfig:
+    def of(config: LoraConfig | Mapping[str, Any]) -> LoraConfig:
         """Return a copy of a configuration, or create one from a mapping of its options."""
-        if isinstance(given, LoraConfig):
-            return replace(given)
-        if not isinstance(given, Mapping):
-            raise ParallelConfigError(f"lora_config must be a LoraConfig, a dict or None, got {type(given).__name__}")
+        if isinstance(config, LoraConfig):
+            return replace(config)
+        if not isinstance(config, Mapping):
+            raise ParallelConfigError(f"lora_config must be a LoraConfig, a dict or None, got {type(config).__name__}")
         known = defaults(LoraConfig)
-        for name in given:
+        for name in config:
             if name not in known:
                 hint = did_you_mean(name, known) or f"; known are {', '.join(known)}"
                 raise ParallelConfigError(f"lora_config has no key {name!r}{hint}")
-        return LoraConfig(**given)
+        return LoraConfig(**config)
 
     def to_dict(self) -> dict[str, Any]:
         """Return every option as a plain value."""

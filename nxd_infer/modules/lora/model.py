@@ -143,28 +143,28 @@ class LoRAModel(ModelWrapper):
             self._every_path[path] = made[id(child)]
         if not made:
             every = named_modules_of_all(self.module)
-            found = sorted({path.rpartition(".")[2] for path, child, _ in every if adaptable(child)})
+            names = sorted({path.rpartition(".")[2] for path, child, _ in every if adaptable(child)})
             raise LoraTargetError(
                 f"LoRA: no layer matches target_modules={sorted(exact or words)}; "
-                f"the layers that can be adapted are {', '.join(found) or 'none'}"
+                f"the layers that can be adapted are {', '.join(names) or 'none'}"
             )
 
     def _logical_paths(self, path: str, child: nn.Module) -> dict[str, str]:
         """Return the name of each projection of a layer, by part; for most layers ``{"": path}``."""
         weights = [name for name in child._parameters if name.startswith("weight")]
-        found: dict[str, str] = {}
+        paths: dict[str, str] = {}
         for weight in weights:
             for part, logical in self.whole_layouts[f"{path}.{weight}"].sources:
                 part = part or weight.removeprefix("weight").removeprefix("_")
-                found[part] = logical.removesuffix(".weight") if logical.endswith(".weight") else f"{path}.{part}"
-        return found
+                paths[part] = logical.removesuffix(".weight") if logical.endswith(".weight") else f"{path}.{part}"
+        return paths
 
     def saved_whole(self, name: str) -> bool:
         """Return whether a module or parameter is one of ``modules_to_save``, or inside one."""
         parts = name.split(".")
         begins = [".".join(parts[: i + 1]) for i in range(len(parts))]
-        wanted = self.lora_config.modules_to_save or ()
-        return any(begin == word or begin.endswith(f".{word}") for begin in begins for word in wanted)
+        words = self.lora_config.modules_to_save or ()
+        return any(begin == word or begin.endswith(f".{word}") for begin in begins for word in words)
 
     def _freeze(self) -> None:
         self.module.requires_grad_(False)
@@ -197,8 +197,8 @@ class LoRAModel(ModelWrapper):
 
     def base_name(self, name: str) -> str:
         """Return the name of a weight without adapters."""
-        path, found, leaf = name.rpartition(".base_layer.")
-        return f"{path}.{leaf}" if found and path in self._every_path else name
+        path, inside, leaf = name.rpartition(".base_layer.")
+        return f"{path}.{leaf}" if inside and path in self._every_path else name
 
     # --- merging --------------------------------------------------------------------------------------
 
@@ -298,11 +298,11 @@ class LoRAModel(ModelWrapper):
         WeightMismatchError for unknown names, and if a part of either is missing.
         """
         self.require_unmerged()
-        given = {name: value for name, value in state_dict.items() if name != "lora_config"}
+        state = {name: value for name, value in state_dict.items() if name != "lora_config"}
         known = list(self.module.state_dict())
         full = {self.base_name(name): name for name in known} | {name: name for name in known}
-        taken = {full[name]: value for name, value in given.items() if name in full}
-        unexpected = tuple(name for name in given if name not in full)
+        taken = {full[name]: value for name, value in state.items() if name in full}
+        unexpected = tuple(name for name in state if name not in full)
         if strict:
             self._require_complete(known, taken.keys(), unexpected)
         require_equal_ties(self.base_layouts, {self.base_name(name): value for name, value in taken.items()})
@@ -385,13 +385,13 @@ class LoRAModel(ModelWrapper):
         names, layouts = set(source.keys()), self._layouts()
         by_base = {self.base_name(name): layout for name, layout in layouts.items()}
         firsts = [name for name, layout in layouts.items() if not layout.alias_of]
-        found = {name: stored_layout(self.base_name(name), by_base, names) for name in firsts}
-        taken = {name: replace(layout, alias_of=None) for name, layout in found.items() if layout}
+        readable = {name: stored_layout(self.base_name(name), by_base, names) for name in firsts}
+        taken = {name: replace(layout, alias_of=None) for name, layout in readable.items() if layout}
         there = {self.base_name(name) for name in taken}
-        given = taken.keys() | {name for name, layout in layouts.items() if layout.alias_of in there}
+        present = taken.keys() | {name for name, layout in layouts.items() if layout.alias_of in there}
         if strict:
-            used = {logical for name in given for logical in layouts[name].logical_names}
-            self._require_complete(layouts, given, sorted(names - used))
+            used = {logical for name in present for logical in layouts[name].logical_names}
+            self._require_complete(layouts, present, sorted(names - used))
         check_weights(taken, source, strict=False)
         return taken
 
@@ -435,8 +435,8 @@ def undone_if_it_fails(module: nn.Module) -> Iterator[None]:
     except BaseException:
         for parent, before in children:
             parent._modules.update(before)
-        for param, wanted in trained:
-            param.requires_grad_(wanted)
+        for param, required in trained:
+            param.requires_grad_(required)
         raise
 
 
@@ -480,11 +480,11 @@ def warn_once(text: str) -> None:
         logger.warning(text)
 
 
-def require_equal_ties(layouts: Mapping[str, ParamLayout], given: Mapping[str, Any]) -> None:
-    """Raise WeightMismatchError if one weight of the model is two different ones in ``given``, by base names."""
+def require_equal_ties(layouts: Mapping[str, ParamLayout], state: Mapping[str, Any]) -> None:
+    """Raise WeightMismatchError if one weight of the model is two different ones in ``state``, by base names."""
     for name, layout in layouts.items():
-        first = given.get(layout.alias_of or "")
-        if first is not None and name in given and not torch.equal(given[name], first):
+        first = state.get(layout.alias_of or "")
+        if first is not None and name in state and not torch.equal(state[name], first):
             raise WeightMismatchError(
                 f"{name!r} and {layout.alias_of!r} are one weight in this model, and two different ones in the state "
                 "dict: build the model without tying them"

@@ -108,9 +108,9 @@ def _elsewhere(model: LoRAModel) -> set[str]:
     """Return the names in a file of what other pipeline stages hold."""
     adapted = model.adapted_elsewhere
     kinds = ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B")
-    found = {f"{PREFIX}{path}.{kind}" for path in adapted for kind in kinds}
+    names = {f"{PREFIX}{path}.{kind}" for path in adapted for kind in kinds}
     others = model.whole_layouts.keys() - model.base_layouts.keys()
-    return found | {_base_name(name, adapted) for one in others for name in model.whole_layouts[one].logical_names}
+    return names | {_base_name(name, adapted) for one in others for name in model.whole_layouts[one].logical_names}
 
 
 def _base_name(logical: str, adapted: set[str]) -> str:
@@ -138,11 +138,11 @@ def save_adapter(model: LoRAModel, folder: Folder) -> None:
 
 def collect_adapter(model: LoRAModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the content of the adapter's two files, copied. Every rank must call it; rank 0 gets all stages'."""
-    trained, found, context = model.trained_names(), {}, current_context()
+    trained, tensors, context = model.trained_names(), {}, current_context()
     for entry in entries(model):
         if entry.adapter or entry.name in trained:
-            found.update({name: tensor.clone().contiguous() for name, tensor in entry.whole().items()})
-    return gather_named(found, context), model.lora_config.to_peft(_targets(model))
+            tensors.update({name: tensor.clone().contiguous() for name, tensor in entry.whole().items()})
+    return gather_named(tensors, context), model.lora_config.to_peft(_targets(model))
 
 
 def write_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], apart: bool = True) -> None:
