@@ -106,20 +106,11 @@ class Archive:
     def __init__(self, checkpoint: Checkpoint, verify: bool = True):
         checkpoint.require_files()
         self.checkpoint = checkpoint
+        self.where, self.degrees = checkpoint.where, checkpoint.degrees
         self._verify = verify
         self._verified: set[str] = set()
         self._records: dict[int, dict[str, Any]] = {}
         self._files: dict[str, _File] = {}
-
-    @property
-    def degrees(self) -> dict[str, int]:
-        """Degrees of the job that saved it, by axis."""
-        return self.checkpoint.degrees
-
-    @property
-    def where(self) -> str:
-        """The name for messages."""
-        return self.checkpoint.where
 
     def verify(self, kinds: Iterable[str], share: int = 0, of: int = 1) -> None:
         """Compare every ``of``-th of the files of ``kinds``, starting at ``share``, with its checksum.

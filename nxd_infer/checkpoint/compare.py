@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nxd_infer.checkpoint.folder import holds_checkpoint
-from nxd_infer.checkpoint.load_optimizer import classify
+from nxd_infer.checkpoint.load_optimizer import StoredState
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive
 from nxd_infer.checkpoint.neuronx.folder import reference_in
 from nxd_infer.checkpoint.open import PathLike, open_archive
@@ -122,13 +122,12 @@ def logical_tensors(archive: AnyArchive, weights_only: bool = False) -> Kinds:
     if weights_only or not any("pieces" in part and part["pieces"] for _, part in archive.parts("optimizer")):
         return found
     pieces = archive.pieces("optimizer")
-    elementwise, single = classify(pieces)
-    found |= {key: RunsSource(members, key) for key, members in elementwise.items()}
+    state = StoredState(pieces, archive)
     numbers: dict[str, dict[str, Tensor]] = {}
     for piece in pieces:
-        for key in single.get(id(piece), ()):
-            numbers.setdefault(key, {}).setdefault(piece.param, piece.file.read(f"{piece.param}|{key}"))
-    return found | {key: DictSource(tensors) for key, tensors in numbers.items()}
+        for key, value in state.others(piece, anywhere=False):
+            numbers.setdefault(key, {}).setdefault(piece.param, value)
+    return found | state.sources | {key: DictSource(tensors) for key, tensors in numbers.items()}
 
 
 def _compare(kind: str, name: str, first: WeightSource, second: WeightSource) -> Iterator[Difference]:

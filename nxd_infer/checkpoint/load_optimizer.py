@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -42,11 +42,9 @@ def read_optimizer(
         for name, layout in layouts.items()
         if not any(map(math.prod, layout.logical_shapes.values())) and shapes.keys().isdisjoint(layout.logical_names)
     }
-    wanted = {name: layout for name, layout in layouts.items() if name not in unsaved}
-    check_weights(wanted, DictSource({name: shape for name, shape in shapes.items() if name not in others}))
-    elementwise, single = classify(stored)
-    sources = {key: RunsSource(pieces, key) for key, pieces in elementwise.items()}
-    names_of = {key: set(source.keys()) for key, source in sources.items()}
+    expected = {name: layout for name, layout in layouts.items() if name not in unsaved}
+    check_weights(expected, DictSource({name: shape for name, shape in shapes.items() if name not in others}))
+    state = StoredState(stored, archive)
     first_of = {name: piece for piece in reversed(stored) for name in piece.logical}
     same_degrees = archive.degrees["tp"] == context.tp.degree
     same = {(p.param, p.tp_rank, p.start, p.stop): p for p in stored if same_degrees}
@@ -59,20 +57,12 @@ def read_optimizer(
             continue
         layout = layouts[name].rank_layout(context.tp.degree, context.tp.rank)
         logical = layouts[name].logical_names
-        for key, source in sources.items():
-            if names_of[key].issuperset(logical):  # this rank may hold only padding
-                tensors[f"{name}|{key}"] = _read(source, key, piece, layout, source.dtype(logical[0]))
+        for key, source, dtype in state.moments(logical):
+            tensors[f"{name}|{key}"] = _read(source, key, piece, layout, dtype)
         equal = same.get((name, context.tp.rank, piece.start, piece.stop))
         like = equal or first_of[logical[0]]
         values[name] = {"values": like.values, "dtype": like.dtype}
-        for key in single.get(id(like), ()):
-            found = like.file.read(f"{like.param}|{key}")
-            if found.numel() > 1 and equal is None:
-                raise CheckpointError(
-                    f"the optimizer's {key!r} of {name!r} has the shape {list(found.shape)}, not its parameter's: it "
-                    "can be loaded at the degrees it was saved at only, which are "
-                    f"{dict(archive.degrees)}"
-                )
+        for key, found in state.others(like, anywhere=equal is None):
             tensors[f"{name}|{key}"] = found.clone()  # without the mapping of its file
     # Compared by logical names: of a fused layer, the same weights are one parameter or several.
     logical_of = {piece.param: list(piece.logical) for piece in stored}
@@ -110,32 +100,55 @@ def groups_of(
     return found
 
 
-def classify(stored: list[Shard]) -> tuple[dict[str, list[Shard]], dict[int, list[str]]]:
-    """Return pieces by the keys for which they hold one value per element; and by piece the keys of other tensors.
+class StoredState:
+    """The state of a checkpoint's optimizer, by keys that hold one value for each element of a parameter, and others.
 
     One value of a piece of one element may be either: it is what the key is in other pieces.
     """
-    entries: list[tuple[Shard, str, bool]] = []
-    keys_of: dict[int, dict[str, list[str]]] = {}
-    elementwise: dict[str, list[Shard]] = {}
-    single: dict[int, list[str]] = {}
-    for piece in stored:
-        if id(piece.file) not in keys_of:
-            by_param = keys_of[id(piece.file)] = {}
-            for full in piece.file.keys():  # noqa: SIM118  (a source is not a mapping)
+
+    def __init__(self, stored: list[Shard], archive: AnyArchive):
+        self._archive = archive
+        keys_of: dict[int, dict[str, list[str]]] = {}
+        for file in {id(piece.file): piece.file for piece in stored}.values():
+            by_param = keys_of[id(file)] = {}
+            for full in file.keys():  # noqa: SIM118  (a source is not a mapping)
                 param, _, key = full.rpartition("|")
                 by_param.setdefault(param, []).append(key)
-        for key in keys_of[id(piece.file)].get(piece.param, ()):
-            fits = piece.file.shape(f"{piece.param}|{key}") in (piece.shape, (piece.stop - piece.start,))
-            entries.append((piece, key, fits))
-    singles = {key for _, key, fits in entries if not fits}
-    singles -= {key for piece, key, fits in entries if fits and piece.stop - piece.start > 1}
-    for piece, key, fits in entries:
-        if fits and (key not in singles or piece.stop == piece.start):
-            elementwise.setdefault(key, []).append(piece)
-        else:
-            single.setdefault(id(piece), []).append(key)
-    return elementwise, single
+        entries: list[tuple[Shard, str, bool]] = []
+        for piece in stored:
+            for key in keys_of[id(piece.file)].get(piece.param, ()):
+                shape = piece.file.shape(f"{piece.param}|{key}")
+                entries.append((piece, key, shape in (piece.shape, (piece.stop - piece.start,))))
+        single = {key for _, key, fits in entries if not fits}
+        single -= {key for piece, key, fits in entries if fits and piece.stop - piece.start > 1}
+        elementwise: dict[str, list[Shard]] = {}
+        self._others: dict[int, list[str]] = {}
+        for piece, key, fits in entries:
+            if fits and (key not in single or piece.stop == piece.start):
+                elementwise.setdefault(key, []).append(piece)
+            else:
+                self._others.setdefault(id(piece), []).append(key)
+        self.sources = {key: RunsSource(pieces, key) for key, pieces in elementwise.items()}
+        """By key, for the logical tensors."""
+        self._names = {key: set(source.keys()) for key, source in self.sources.items()}
+
+    def moments(self, logical: Sequence[str]) -> list[tuple[str, RunsSource, torch.dtype]]:
+        """Return key, source and dtype of what there is for each element of a parameter's logical tensors."""
+        keys = [key for key, names in self._names.items() if names.issuperset(logical)]  # not only padding
+        return [(key, self.sources[key], self.sources[key].dtype(logical[0])) for key in keys]
+
+    def others(self, piece: Shard, anywhere: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield the rest of a piece's state. Raises CheckpointError for what ``anywhere`` but in this piece has no
+        meaning."""
+        for key in self._others.get(id(piece), ()):
+            found = piece.file.read(f"{piece.param}|{key}")
+            if found.numel() > 1 and anywhere:
+                raise CheckpointError(
+                    f"the optimizer's {key!r} of {piece.param!r} has the shape {list(found.shape)}, not its "
+                    f"parameter's: it can be loaded at the degrees it was saved at only, which are "
+                    f"{dict(self._archive.degrees)}"
+                )
+            yield key, found
 
 
 def _read(
@@ -163,5 +176,5 @@ def read_flat(
         for block in layout.blocks():
             both = overlap(block.local, part)
             if both is not None:
-                wanted = moved(both, block.local, block.logical)
-                here[relative(both, part)] = source.read(block.name, slices_of(wanted))
+                logical = moved(both, block.local, block.logical)
+                here[relative(both, part)] = source.read(block.name, slices_of(logical))

@@ -17,7 +17,7 @@ from nxd_infer.checkpoint.archive import Archive
 from nxd_infer.checkpoint.contents import Content, Unread
 from nxd_infer.checkpoint.folder import model_file, rank_stem
 from nxd_infer.checkpoint.load import OF_RANKS, of_this_rank
-from nxd_infer.checkpoint.load_optimizer import classify, groups_of, read_flat
+from nxd_infer.checkpoint.load_optimizer import StoredState, groups_of, read_flat
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive
 from nxd_infer.checkpoint.open import PathLike, open_archive
 from nxd_infer.checkpoint.save import wait_for_ranks, write_content
@@ -129,8 +129,7 @@ class Resharding:
         self._plans = {piece.param: _plans_of(piece, archive) for piece in [*self._optimizer, *self._model]}
         self._weights = RunsSource(self._model)
         self._group_names = groups_of(archive, []).get(NAMES, []) if self._optimizer else []
-        elementwise, self._single = classify(self._optimizer)
-        self._moments = {key: RunsSource(pieces, key) for key, pieces in elementwise.items()}
+        self._state = StoredState(self._optimizer, archive)
         self._stages = self._stages_of_weights(cuts)
         self._groups = [self._groups_of(stage) for stage in range(pp)] if self._optimizer else []
         self.contents = [self._content(context) for context in self.contexts]
@@ -222,19 +221,12 @@ class Resharding:
             if start >= stop and (numel or place):  # a job saves a parameter without elements, too, once
                 continue
             shape = (stop - start,) if sharded else layout.shape
-            for key, source in self._moments.items():
-                if set(plans.logical_names) <= set(source.keys()):
-                    dtype = source.dtype(plans.logical_names[0])
-                    read = partial(_read_range, source, layout, start, shape, dtype)
-                    tensors[f"{name}|{key}"] = Unread(shape, dtype, read)
+            for key, source, dtype in self._state.moments(plans.logical_names):
+                tensors[f"{name}|{key}"] = Unread(
+                    shape, dtype, partial(_read_range, source, layout, start, shape, dtype)
+                )
             first = first_of[name]
-            for key in self._single.get(id(first), ()):
-                value = first.file.read(f"{name}|{key}")
-                if value.numel() > 1:
-                    raise CheckpointError(
-                        f"the optimizer's {key!r} of {name!r} has the shape {list(value.shape)}, not its parameter's: "
-                        "it fits only the degrees that it was saved at"
-                    )
+            for key, value in self._state.others(first, anywhere=True):
                 tensors[f"{name}|{key}"] = Unread(tuple(value.shape), value.dtype, lambda value=value: value)
             pieces[name] = {
                 **describe_piece(plans, self.tp, context.tp.rank, layout.shape, start, stop),

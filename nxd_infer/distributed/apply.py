@@ -127,13 +127,13 @@ def split(
 
 
 def _planned(
-    model: nn.Module, plan: ModelPlan, wanted: Callable[[nn.Module], bool] | None
+    model: nn.Module, plan: ModelPlan, should_split: Callable[[nn.Module], bool] | None
 ) -> Iterator[tuple[str, Style]]:
     for name, module in model.named_modules(remove_duplicate=False):
         style = plan.style_of(plain_name(name))
         if any(hasattr(module, inner) for inner in ("base_layer", "original_module")):  # PEFT's: what is in it is split
             continue
-        if style is not None and (wanted is None or wanted(module)):
+        if style is not None and (should_split is None or should_split(module)):
             yield name, style
 
 
@@ -251,16 +251,16 @@ def fill(model: nn.Module, weights: Weights, *, device: torch.device | None = No
     tensors = named_tensors(model)
     source = as_source(weights)
     there = set(source.keys())
-    wanted = {
+    empty = {
         name: layout
         for name, layout in layouts.items()
         if tensors[name].is_meta and (strict or there.issuperset(layout.logical_names))
     }
-    names = {logical for layout in wanted.values() for logical in layout.logical_names}
+    names = {logical for layout in empty.values() for logical in layout.logical_names}
     source = SelectedSource(source, names.__contains__)
-    check_weights(wanted, source)
+    check_weights(empty, source)
     made: dict[int, nn.Parameter] = {}
-    for name, layout in wanted.items():
+    for name, layout in empty.items():
         old = tensors[name]
         path, _, own = name.rpartition(".")
         owner = model.get_submodule(path)

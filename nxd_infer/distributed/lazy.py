@@ -169,13 +169,13 @@ def _folder_of(path: Any, subfolder: str, hub: dict[str, Any]) -> Path:
     return folder
 
 
-def _dtype_of(wanted: Any, config: Any, folder: Path) -> torch.dtype:
+def _dtype_of(requested: Any, config: Any, folder: Path) -> torch.dtype:
     """Return the dtype of the parameters, as ``from_pretrained`` of the installed release chooses it."""
-    if wanted is None and int(_transformers().__version__.split(".")[0]) < 5:
+    if requested is None and int(_transformers().__version__.split(".")[0]) < 5:
         return torch.get_default_dtype()
-    if wanted in (None, "auto"):
-        wanted = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
-    if wanted is not None:
-        return wanted if isinstance(wanted, torch.dtype) else getattr(torch, str(wanted))
+    if requested in (None, "auto"):
+        requested = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    if requested is not None:
+        return requested if isinstance(requested, torch.dtype) else getattr(torch, str(requested))
     source = weights(folder)
     return next((d for d in map(source.dtype, source.keys()) if d.is_floating_point), torch.get_default_dtype())

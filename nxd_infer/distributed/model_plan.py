@@ -96,12 +96,12 @@ class Heads:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         if kv_size_multiplier is None:
             return cls(gqa_plan(heads, kv_heads, degree), head_dim)
-        wanted = kv_heads * kv_size_multiplier
-        whole = isinstance(kv_size_multiplier, int) and kv_size_multiplier > 0 and wanted % degree == 0
+        places = kv_heads * kv_size_multiplier
+        whole = isinstance(kv_size_multiplier, int) and kv_size_multiplier > 0 and places % degree == 0
         placed = gqa_plan(heads, kv_heads, degree, kv_size_multiplier=kv_size_multiplier) if whole else None
-        if placed is None or placed.kv_heads_per_rank * degree != wanted:
+        if placed is None or placed.kv_heads_per_rank * degree != places:
             raise ParallelConfigError(
-                f"kv_size_multiplier={kv_size_multiplier!r} gives {kv_heads} key/value heads {wanted} places, which "
+                f"kv_size_multiplier={kv_size_multiplier!r} gives {kv_heads} key/value heads {places} places, which "
                 f"{heads} query heads on {degree} ranks cannot use; leave it out for the smallest one that fits"
             )
         return cls(placed, head_dim)

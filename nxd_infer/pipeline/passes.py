@@ -219,12 +219,9 @@ class DeferredWeights:
 def finish(late: Late) -> None:
     """Add the gradients that were left for later, as a backward pass adds them: hooks of the weights run."""
     for weight, input, gradient in late:
-        torch.autograd.backward(weight, _of_weight(input, gradient))
+        rows = gradient.reshape(-1, gradient.shape[-1]), input.reshape(-1, input.shape[-1])
+        torch.autograd.backward(weight, rows[0].T @ rows[1])
     late.clear()
-
-
-def _of_weight(input: Tensor, gradient: Tensor) -> Tensor:
-    return gradient.flatten(0, -2).T @ input.flatten(0, -2) if input.dim() > 1 else torch.outer(gradient, input)
 
 
 class _Linear(torch.autograd.Function):

@@ -69,19 +69,15 @@ def cuts_of(model: nn.Module, options: PipelineOptions, ranks: int) -> list[str]
             f"{stages - 1} pipeline_cuts, one after each stage but the last, got {0 if cuts is None else len(cuts)}: "
             'give them, or pass pipeline_config={"auto_partition": True}'
         )
-    _require_no_cut_inside(model, cuts, options.leaf_module_cls or [])
-    return cuts
-
-
-def _require_no_cut_inside(model: nn.Module, cuts: Sequence[str], leaves: Sequence[Any]) -> None:
-    names = {leaf if isinstance(leaf, str) else leaf.__name__ for leaf in leaves}
-    for name, module in model.named_modules() if names else ():
+    leaves = {leaf if isinstance(leaf, str) else leaf.__name__ for leaf in options.leaf_module_cls or []}
+    for name, module in model.named_modules() if leaves else ():
         inside = [cut for cut in cuts if cut.startswith(f"{name}.")]
-        if type(module).__name__ in names and inside:
+        if type(module).__name__ in leaves and inside:
             raise ParallelConfigError(
                 f"pipeline_cuts: {inside[0]!r} lies inside {name!r}, a {type(module).__name__}, which leaf_module_cls "
                 "keeps whole: cut after it"
             )
+    return cuts
 
 
 class Pipeline:

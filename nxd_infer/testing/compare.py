@@ -185,21 +185,21 @@ def compare_with(
         if not step:
             gradients = optimizer.named_gradients()
             whole = float(torch.stack([g.double().norm() for g in reference.gradients.values()]).norm())
-            for name, wanted in _shards(model, reference.gradients).items():
+            for name, expected in _shards(model, reference.gradients).items():
                 if name in gradients:
                     size = max(_logical_norm(model, name, reference.gradients), SMALL * whole)
-                    gap = float((gradients[name].double().cpu() - wanted.double()).norm())
+                    gap = float((gradients[name].double().cpu() - expected.double()).norm())
                     differ(f"the gradient of {name}", gap, size, limit)
         optimizer.step()
         mean = float(comm.all_reduce(loss, context, "dp")) / training.dp
-        wanted = reference.losses[step]
-        differ(f"the loss of step {step}", abs(mean - wanted), abs(wanted), limit)
+        expected = reference.losses[step]
+        differ(f"the loss of step {step}", abs(mean - expected), abs(expected), limit)
         if optimizer.grad_norm is not None:
             norm = reference.norms[step]
             differ(f"the gradient norm of step {step}", abs(float(optimizer.grad_norm) - norm), norm, limit)
-    for name, wanted in _shards(model, reference.weights).items():
-        gap = float((model.state_dict()[name].double().cpu() - wanted.double()).norm())
-        differ(f"{name} after {training.steps} steps", gap, max(float(wanted.double().norm()), 1e-6), 10 * limit)
+    for name, expected in _shards(model, reference.weights).items():
+        gap = float((model.state_dict()[name].double().cpu() - expected.double()).norm())
+        differ(f"{name} after {training.steps} steps", gap, max(float(expected.double().norm()), 1e-6), 10 * limit)
     return [text for _, text in sorted(found, reverse=True)]
 
 

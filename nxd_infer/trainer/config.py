@@ -187,15 +187,15 @@ def require_degrees(config: TrainConfig) -> None:
     """Raise unless the current context has the degrees of ``config``."""
     context = current_context()
     for name, found in (("tensor_parallel_size", context.tp.degree), ("pipeline_parallel_size", context.pp.degree)):
-        wanted = config[name]
-        if found == wanted:
+        expected = config[name]
+        if found == expected:
             continue
         if default_context() is None and context.world_size == 1:
             raise NotInitializedError(
-                f"{name}={wanted} needs {wanted} processes: start them with torchrun, or call "
+                f"{name}={expected} needs {expected} processes: start them with torchrun, or call "
                 "torch.distributed.init_process_group() before neuronx_distributed_config()"
             )
         raise ParallelConfigError(
-            f"{name}={wanted}, but model parallelism is initialised with {found}; call "
+            f"{name}={expected}, but model parallelism is initialised with {found}; call "
             "parallel_state.destroy_model_parallel() before changing it"
         )

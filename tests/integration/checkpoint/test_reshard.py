@@ -194,7 +194,7 @@ def adapted(config: Path, root: Path, **options: Any) -> Path:
 
 def test_an_adapter_is_no_model(tmp_path: Path):
     """Transformers would take every weight that is missing at random, and pass over factors it does not know."""
-    config, out = write_tiny("llama", tmp_path / "model"), tmp_path / "out"
+    config, out = write_tiny("llama", tmp_path / "llama"), tmp_path / "out"
     alone = adapted(config, tmp_path / "alone")
     done = run("export-hf", alone, "--config", config, "--out", out)
     refused(done, "holds only a LoRA adapter", "a/lora_adapter with --lora-slots", "merge_lora=True")
