@@ -216,7 +216,7 @@ class Parallelizer:
         ``nxd-infer ckpt consolidate`` makes a directory for transformers of it. Raises CheckpointError if a rank cannot
         write, and ParallelConfigError for a model that is not parallelized.
         """
-        _require_parallel(model)
+        parameter_mapping(model)  # raises
         at_once = num_local_ranks_per_step
         save_checkpoint(
             output_dir,
@@ -237,7 +237,7 @@ class Parallelizer:
         ``load_dir`` is the folder that it was given, or the folder ``shards`` in it. Raises CheckpointError if there is
         none, and ParallelConfigError for a model that is not parallelized.
         """
-        _require_parallel(model)
+        parameter_mapping(model)  # raises
         folder = os.fspath(load_dir).rstrip("/")
         parent, tag = os.path.split(folder)
         if tag == SHARDS and not has_checkpoint(folder, SHARDS):
@@ -262,15 +262,10 @@ def parameter_mapping(model: nn.Module) -> Mapping[int, nn.Parameter]:
 
     Raises ParallelConfigError for another model.
     """
-    found = local_module(model).__dict__.get(MAPPING)
-    if found is None:
-        raise ParallelConfigError("parameter_mapping() needs the model that Parallelizer.parallelize() returned")
-    return found
-
-
-def _require_parallel(model: nn.Module) -> None:
-    if MAPPING not in local_module(model).__dict__:
+    mapping = local_module(model).__dict__.get(MAPPING)
+    if mapping is None:
         raise ParallelConfigError("The model needs to be parallelized first: call Parallelizer.parallelize(model)")
+    return mapping
 
 
 def _save_config(model: Any, storage: Storage) -> None:

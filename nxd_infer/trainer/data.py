@@ -96,10 +96,8 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, int]:
         """Return the position: plain numbers, the same on every rank."""
-        return {"epoch": self.epoch, "samples": self._samples, "length": self._length, **self._order()}
-
-    def _order(self) -> dict[str, int]:
-        return {"seed": self.seed, "shuffle": self.shuffle}
+        order = {"length": self._length, "seed": self.seed, "shuffle": self.shuffle}
+        return {"epoch": self.epoch, "samples": self._samples, **order}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Set the position; takes effect at the next iteration.
@@ -110,7 +108,7 @@ class ResumableLoader:
         whole = isinstance(state, dict) and all(isinstance(state.get(key), int) for key in ("epoch", "samples"))
         if not whole or min(state["epoch"], state["samples"]) < 0:
             raise CheckpointError(f"{state!r:.120} is not a position of a ResumableLoader; load another tag")
-        for key in ("length", *self._order()):
+        for key in ("length", "seed", "shuffle"):
             if state.get(key) != mine[key]:
                 raise CheckpointError(
                     f"the position in the data is from a loader with {key} {state.get(key)!r}, but this one has "

@@ -22,7 +22,7 @@ from nxd_infer.checkpoint.folder import complete_checkpoints
 from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.lightning import NeuronLTModule, NeuronTensorBoardLogger, NeuronTQDMProgressBar, NeuronXLAStrategy
-from tests.support.lightning.jobs import Diary, Rows, module_of, trainer_of
+from tests.support.lightning.jobs import Diary, Rows, module_of, one, small, trainer_of
 from tests.support.ranks import run_ranks
 from tests.support.trainer.models import llama
 
@@ -135,14 +135,6 @@ def test_lightnings_own_parts_work_on_two_ranks(tmp_path: Path):
 
 
 # --- one rank ---------------------------------------------------------------------------------------------
-
-
-def one(strategy: Any = None, *callbacks: Callback, **options: Any) -> Trainer:
-    return trainer_of(strategy or NeuronXLAStrategy(nxd.neuronx_distributed_config()), *callbacks, **options)
-
-
-def small() -> NeuronLTModule:
-    return module_of(nxd.neuronx_distributed_config())
 
 
 def test_the_newest_checkpoint_stays_until_the_next_is_complete(tmp_path: Path):

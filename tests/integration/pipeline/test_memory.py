@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
-from pathlib import Path
+import functools
 
 import torch
 from torch import Tensor, nn
 
 import nxd_infer as nxd
 from nxd_infer import parallel_state
+from tests.support.distributed.memory import growth
 from tests.support.ranks import run_ranks
 
 LAYERS, WIDTH, ROWS = 16, 1024, 4
-M_MMAP_THRESHOLD = -3
 
 
 class Equal(nn.Module):
@@ -28,12 +26,6 @@ class Equal(nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return x.square().mean()
-
-
-def status(field: str) -> int:
-    """Bytes of this process, from the system."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
 
 
 def train(stages: int, width: int, meta: bool) -> None:
@@ -53,15 +45,8 @@ def train(stages: int, width: int, meta: bool) -> None:
 
 def peak(stages: int, meta: bool) -> int:
     """The most memory of this rank, from before the model is built until after two steps."""
-    # What is freed goes back to the system at once, so that what is measured is what is held.
-    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     train(stages, 8, meta)  # what is imported and allocated once is not the model's
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests of this process have freed would be used again
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    before = status("VmRSS")
-    train(stages, WIDTH, meta)
-    return status("VmHWM") - before
+    return growth(functools.partial(train, stages, WIDTH, meta))[1]
 
 
 def test_a_rank_of_four_holds_a_quarter():

@@ -77,6 +77,14 @@ def trainer_of(strategy: NeuronXLAStrategy, *callbacks: Callback, **options: Any
     )
 
 
+def one(strategy: Any = None, *callbacks: Callback, **options: Any) -> Trainer:
+    return trainer_of(strategy or NeuronXLAStrategy(nxd.neuronx_distributed_config()), *callbacks, **options)
+
+
+def small() -> NeuronLTModule:
+    return module_of(nxd.neuronx_distributed_config())
+
+
 def fit(
     rows: int, job: dict[str, Any], *callbacks: Callback, seed: int = 0, resume: str | None = None
 ) -> dict[str, Any]:

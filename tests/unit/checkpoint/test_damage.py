@@ -116,6 +116,7 @@ PIECE = ("model", "pieces", "unused")
     ("change", "message"),
     [
         (lambda text: f"[{text}]", "rank_00000.json is damaged"),
+        (lambda text: f'{text[:-1]}, "x": {"[" * 100_000}{"]" * 100_000}}}', "nested too deeply"),
         (put("place", drop=True), "rank_00000.json is damaged: KeyError.*'place'"),
         (put("model", value=3), "rank_00000.json is damaged"),
         (put("model", "file", value="../a"), "would lie outside of it"),
@@ -149,12 +150,6 @@ def test_a_random_state_made_by_hand(tmp_path: Path, name: str, junk: Any):
 
     by_hand(tmp_path, change)
     with pytest.raises(CheckpointError, match=r"the random state in .*a is damaged"):
-        load_checkpoint(tmp_path, "a", *training(mlp, seed=1))
-
-
-def test_a_record_that_is_nested_deeply(tmp_path: Path):
-    by_hand(tmp_path, lambda text: f'{text[:-1]}, "x": {"[" * 100_000}{"]" * 100_000}}}')
-    with pytest.raises(CheckpointError, match="nested too deeply"):
         load_checkpoint(tmp_path, "a", *training(mlp, seed=1))
 
 

@@ -21,7 +21,7 @@ from nxd_infer.errors import CheckpointError, NotInitializedError, NxdError, Par
 from nxd_infer.lightning import NeuronLTModule, NeuronXLAStrategy
 from nxd_infer.lightning.data import share_of
 from nxd_infer.lightning.strategy import RankLauncher
-from tests.support.lightning.jobs import Rows, module_of, trainer_of
+from tests.support.lightning.jobs import Rows, one, small, trainer_of
 from tests.support.trainer.models import llama
 
 
@@ -139,14 +139,6 @@ def test_an_iterable_dataset_can_only_split_itself():
     with pytest.warns(UserWarning, match="every data-parallel rank reads all of this Stream"):
         assert share_of(loader, axis(0, 2), True) is loader
     assert share_of(loader, axis(0, 1), True) is loader
-
-
-def one(strategy: Any = None) -> Any:
-    return trainer_of(strategy or NeuronXLAStrategy(nxd.neuronx_distributed_config()))
-
-
-def small() -> NeuronLTModule:
-    return module_of(nxd.neuronx_distributed_config())
 
 
 def test_the_class_cannot_build_its_model_from_a_checkpoint():
