@@ -215,11 +215,8 @@ class LLM:
         """
         listed = [_plain(prompt) for prompt in _as_list(prompts)]
         encoded = [self._encode(prompt) for prompt in listed]
-        many = list(params) if isinstance(params, Sequence) else [params or self._default(ids) for ids in encoded]
-        if len(many) != len(listed):
-            raise RequestError("params", f"{len(many)} sets of parameters were given for {len(listed)} prompts")
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
-        return self._answer(texts, encoded, many, progress, timeout, adapter)
+        return self._answer(texts, encoded, params, progress, timeout, adapter)
 
     def chat(
         self,
@@ -245,8 +242,7 @@ class LLM:
         conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
         texts = [self.chat_template.render(conversation, **template_variables) for conversation in conversations]
         encoded = [self._require_tokenizer().encode(text, add_special_tokens=False) for text in texts]
-        many = [params or self._default(ids) for ids in encoded]
-        return self._answer(list(texts), encoded, many, progress, timeout, adapter)
+        return self._answer(texts, encoded, params, progress, timeout, adapter)
 
     def stream(
         self,
@@ -276,17 +272,20 @@ class LLM:
         self,
         texts: Sequence[str | None],
         prompts: list[list[int]],
-        params: list[SamplingParams],
+        params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool,
         timeout: float | None,
         adapter: str | None,
     ) -> list[RequestOutput]:
         engine = self._engine()
-        collectors = [_Collector(one) for one in params]
+        many = params if isinstance(params, Sequence) else [params or self._default(ids) for ids in prompts]
+        if len(many) != len(prompts):
+            raise RequestError("params", f"{len(many)} sets of parameters were given for {len(prompts)} prompts")
+        collectors = [_Collector(one) for one in many]
         tickets: list[Ticket] = []
         try:
             with WholeRequest() as whole:  # a weight swap waits until all prompts are answered
-                for prompt, one, collector in zip(prompts, params, collectors, strict=True):
+                for prompt, one, collector in zip(prompts, many, collectors, strict=True):
                     ticket = engine.submit(prompt, one, collector, timeout=timeout, adapter=adapter, whole=whole)
                     tickets.append(ticket)
             for number in _track(range(len(tickets)), "generating", progress):
@@ -363,9 +362,8 @@ class LLM:
             prompt_name: the model's prompt to prepend to every text; None: its default, if it has one.
             truncate_prompt_tokens: truncate texts to this many tokens; -1: to the model's limit; None: never.
         """
-        results = self._encoded(
-            texts, "embed", progress, prompt_name=prompt_name, truncate_prompt_tokens=truncate_prompt_tokens
-        )
+        options = {"prompt_name": prompt_name, "truncate_prompt_tokens": truncate_prompt_tokens}
+        results = self._encoded(self._encoder_for("embed"), texts, progress, **options)
         return torch.stack([result.values for result in results]) if results else torch.empty(0, 0)
 
     def classify(
@@ -379,8 +377,8 @@ class LLM:
 
         ``truncate_prompt_tokens`` as for :meth:`embed`; in a pair the longer text is truncated first.
         """
-        results = self._encoded(texts, "classify", progress, truncate_prompt_tokens=truncate_prompt_tokens)
         encoder = self._encoder_for("classify")
+        results = self._encoded(encoder, texts, progress, truncate_prompt_tokens=truncate_prompt_tokens)
         outputs = []
         for result in results:
             probs = probabilities(result.values, encoder.scores)
@@ -389,9 +387,8 @@ class LLM:
         return outputs
 
     def _encoded(
-        self, texts: str | Sequence[Prompt | tuple[str, str]], task: str, progress: bool, **options: Any
+        self, encoder: TextEncoder, texts: str | Sequence[Prompt | tuple[str, str]], progress: bool, **options: Any
     ) -> list[Encoded]:
-        encoder = self._encoder_for(task)
         listed = [texts] if isinstance(texts, str) else list(texts)
         futures: list[Future[Encoded]] = []
         try:

@@ -83,9 +83,14 @@ def words(name: str, text: str) -> str:
 # --- the settings ---------------------------------------------------------------------------------------------
 
 
-def setting(default: Any, help: str, kind: Any, group: str, **more: Any) -> Any:
-    """Declare a setting; its option has its name unless ``more`` has a ``flag``."""
-    return option(default, help, kind, group=group, **{"flag": "", **more})
+def setting(group: str, default: Any, help: str, *, kind: Any = None, **more: Any) -> Any:
+    """Declare a setting, by default of its default's kind; its option has its name unless ``more`` has a ``flag``."""
+    return option(default, help, kind or type(default), group=group, **{"flag": "", **more})
+
+
+def seconds(group: str, default: float | None, help: str, *, above: float | None = 0, **more: Any) -> Any:
+    """Declare a setting that is a time, at most a day."""
+    return setting(group, default, help, **{"kind": float, "above": above, "maximum": 86400, "unit": "seconds", **more})
 
 
 ADDRESS = "Address and name"
@@ -106,265 +111,214 @@ class ServerSettings:
     Raises SettingsError with the name of each faulty setting and what is wrong with it.
     """
 
-    host: str = setting("127.0.0.1", "Address to listen on.", str, ADDRESS, check=not_empty)
-    port: int = setting(
-        8000, "Port to listen on; 0 takes a free one and logs it.", int, ADDRESS, minimum=0, maximum=65535
-    )
+    host: str = setting(ADDRESS, "127.0.0.1", "Address to listen on.", check=not_empty)
+    port: int = setting(ADDRESS, 8000, "Port to listen on; 0 takes a free one and logs it.", minimum=0, maximum=65535)
     served_model_name: str | None = setting(
-        None, "Name under /v1/models; by default the one in the artifact.", str, ADDRESS, check=not_empty
+        ADDRESS, None, "Name under /v1/models; by default the one in the artifact.", kind=str, check=not_empty
     )
     api_keys: list[str] = setting(
+        KEYS,
         [],
         "Keys that open the server; a list, or comma-separated text.",
-        KEY_LIST,
-        KEYS,
+        kind=KEY_LIST,
         repeats=True,
         secret=True,
         flag="--api-key",
         check=key_list,
     )
-    api_keys_file: Path | None = setting(None, "File with one key per line, for secrets mounted by a host.", Path, KEYS)
+    api_keys_file: Path | None = setting(
+        KEYS, None, "File with one key per line, for secrets mounted by a host.", kind=Path
+    )
     admin_key: str | None = setting(
+        KEYS,
         None,
         "Key of the routes that change what is served; without it they are closed.",
-        str,
-        KEYS,
+        kind=str,
         secret=True,
         check=not_empty,
     )
     lora: list[str] = setting(
+        WEIGHTS,
         [],
         "LoRA adapters to load at the start, as NAME=PATH; a list, or comma-separated text.",
-        list[str],
-        WEIGHTS,
+        kind=list[str],
         repeats=True,
         check=adapter_paths,
     )
     generation_defaults: bool = setting(
+        GENERATION,
         True,
         "Sample as the model's `generation_config.json` says if a request does not; the tokens that end a text "
         "always come from the file and the tokenizer.",
-        bool,
-        GENERATION,
     )
     speculate: int = setting(
-        0,
-        "Draft tokens to verify in one step; at most as many as the artifact was traced for.",
-        int,
-        GENERATION,
-        minimum=0,
+        GENERATION, 0, "Draft tokens to verify in one step; at most as many as the artifact was traced for.", minimum=0
     )
     stall_ratio: float = setting(
+        GENERATION,
         4.0,
         "How long a stream may wait for its next token during prefill, as a multiple of the fastest decode step; "
         "more starts new answers sooner.",
-        float,
-        GENERATION,
         minimum=1,
     )
     prefix_caching: bool = setting(
-        True,
-        "Keep what was computed for a prompt and its answer until the slot is needed: a prompt that begins like it "
-        "continues there.",
-        bool,
         GENERATION,
+        True,
+        "Keep what was computed for a prompt and its answer until the slot is needed: a prompt that begins like "
+        "it continues there.",
     )
     chat_template: str | None = setting(
+        GENERATION,
         None,
         "A file with the chat template to use, or the name of one of the model's further ones.",
-        str,
-        GENERATION,
+        kind=str,
         check=not_empty,
     )
     tool_call_parser: str = setting(
+        GENERATION,
         "auto",
         "How the model writes tool calls.",
-        str,
-        GENERATION,
         choices=("auto", "hermes", "llama3_json", "mistral", "none"),
     )
     reasoning_parser: str = setting(
-        "auto", "How the model writes its reasoning.", str, GENERATION, choices=("auto", "think", "mistral", "none")
+        GENERATION, "auto", "How the model writes its reasoning.", choices=("auto", "think", "mistral", "none")
     )
     weights_root: Path | None = setting(
+        WEIGHTS,
         None,
         "Directory from which requests may load weights and adapters; unset: none.",
-        Path,
-        WEIGHTS,
+        kind=Path,
         check=directory,
     )
-    weights_drain_timeout: float = setting(
-        60.0,
-        "Seconds running requests may take to finish before a weight swap is abandoned.",
-        float,
-        WEIGHTS,
-        above=0,
-        maximum=86400,
-        unit="seconds",
+    weights_drain_timeout: float = seconds(
+        WEIGHTS, 60.0, "Seconds running requests may take to finish before a weight swap is abandoned."
     )
     max_queued_requests: int = setting(
+        REQUESTS,
         128,
         "Choices (prompts times n) that may wait for a free slot; further ones are answered 429.",
-        int,
-        REQUESTS,
         minimum=0,
     )
-    max_choices: int = setting(64, "Largest number of prompts times n per request.", int, REQUESTS, minimum=1)
+    max_choices: int = setting(REQUESTS, 64, "Largest number of prompts times n per request.", minimum=1)
     max_body_bytes: int | None = setting(
+        REQUESTS,
         None,
         "Largest request body; a larger one is answered 413. By default what `max_choices` prompts of the model's "
         "length need, from 2 to 16 MiB.",
-        int,
-        REQUESTS,
+        kind=int,
         minimum=1024,
     )
-    request_timeout: float = setting(
-        600.0, "Seconds a request may take in total; then 504.", float, REQUESTS, above=0, maximum=86400, unit="seconds"
+    request_timeout: float = seconds(REQUESTS, 600.0, "Seconds a request may take in total; then 504.")
+    render_timeout: float = seconds(
+        REQUESTS, 5.0, "Seconds the model's chat template may take for one conversation.", maximum=3600
     )
-    render_timeout: float = setting(
-        5.0,
-        "Seconds the model's chat template may take for one conversation.",
-        float,
-        REQUESTS,
-        above=0,
-        maximum=3600,
-        unit="seconds",
-    )
-    keep_alive_interval: float = setting(
-        10.0,
-        "Seconds of silence on a stream before a comment line keeps it open.",
-        float,
-        CONNECTIONS,
-        above=0,
-        maximum=86400,
-        unit="seconds",
+    keep_alive_interval: float = seconds(
+        CONNECTIONS, 10.0, "Seconds of silence on a stream before a comment line keeps it open."
     )
     connection_timeout: int = setting(
+        CONNECTIONS,
         75,
         "Seconds a connection is kept for the next request, or for a client that reads nothing or sends nothing "
         "more of a body.",
-        int,
-        CONNECTIONS,
         minimum=1,
         maximum=86400,
         unit="seconds",
     )
-    header_timeout: float = setting(
+    header_timeout: float = seconds(
+        CONNECTIONS,
         10.0,
         "Seconds until a request's head must be complete, from its first byte or, on a new connection, from the start.",
-        float,
-        CONNECTIONS,
-        above=0,
         maximum=3600,
-        unit="seconds",
     )
     max_connections: int | None = setting(
+        CONNECTIONS,
         None,
         "Concurrent connections; by default as many as the limit of open files allows, up to 4096.",
-        int,
-        CONNECTIONS,
+        kind=int,
         minimum=16,
     )
     max_connections_per_address: int | None = setting(
-        None,
-        "Concurrent connections from one address, not from a client in `X-Forwarded-For`; by default the limit on all "
-        "of them.",
-        int,
         CONNECTIONS,
+        None,
+        "Concurrent connections from one address, not from a client in `X-Forwarded-For`; by default the limit on "
+        "all of them.",
+        kind=int,
         minimum=1,
     )
-    drain_timeout: float = setting(
+    drain_timeout: float = seconds(
+        LIFE,
         30.0,
         "Seconds running requests may take to finish after SIGTERM before they are cut.",
-        float,
-        LIFE,
         minimum=0,
-        maximum=86400,
-        unit="seconds",
+        above=None,
     )
-    call_timeout: float = setting(
+    call_timeout: float = seconds(
+        LIFE,
         10.0,
         "Seconds one step may take before its rank counts as stuck; if larger, ten times the graph's last steps, "
         "up to the limit of a first start.",
-        float,
-        LIFE,
-        above=0,
-        maximum=86400,
-        unit="seconds",
     )
-    start_timeout: float | None = setting(
+    start_timeout: float | None = seconds(
+        LIFE,
         None,
         "Seconds the ranks may take to load the artifact, and the server then to read its tokenizer; by default "
         "300, plus one per 100 MB. Also to reload it or to take new weights; by default six times the time of the "
         "start, plus one per 100 MB, at least 30.",
-        float,
-        LIFE,
-        above=0,
-        maximum=86400,
-        unit="seconds",
     )
-    recovery_timeout: float | None = setting(
+    recovery_timeout: float | None = seconds(
+        LIFE,
         None,
         "Seconds lost ranks may take to be ready again; then the server exits. By default twice the limit of a "
-        "reload, so that ranks that hang meanwhile are started once more, and twelve times what the ranks took from "
-        "there to ready.",
-        float,
-        LIFE,
+        "reload, so that ranks that hang meanwhile are started once more, and twelve times what the ranks took "
+        "from there to ready.",
         minimum=0,
-        maximum=86400,
-        unit="seconds",
+        above=None,
     )
-    max_restarts: int = setting(3, "Restarts within ten minutes before the server gives up.", int, LIFE, minimum=0)
+    max_restarts: int = setting(LIFE, 3, "Restarts within ten minutes before the server gives up.", minimum=0)
     threads_per_rank: int | None = setting(
+        LIFE,
         None,
         "CPU threads per rank; by default the cores (or a container's share of them) divided.",
-        int,
-        LIFE,
+        kind=int,
         minimum=1,
     )
     allow_kernel: bool = setting(
+        ARTIFACT,
         True,
         "Take an artifact that chooses its buckets with its own code (a bucket kernel).",
-        bool,
-        ARTIFACT,
         flag="--allow-kernel/--no-kernel",
     )
-    expect_digest: str | None = setting(None, "SHA-256 the artifact's manifest must have.", str, ARTIFACT)
+    expect_digest: str | None = setting(ARTIFACT, None, "SHA-256 the artifact's manifest must have.", kind=str)
     keep: Path | None = setting(
+        ARTIFACT,
         None,
         "Directory for artifacts that are fetched from a store, or traced of a model directory; the next start "
         "finds them there. By default in the cache.",
-        Path,
-        ARTIFACT,
+        kind=Path,
     )
     trace_options: str = setting(
+        ARTIFACT,
         "",
         "Options of `nxd-infer trace` for a model directory, as one text: `--tp 2 --max-len 1024`.",
-        str,
-        ARTIFACT,
         check=words,
     )
     prepare_only: bool = setting(
-        False, "Fetch or trace the artifact, and stop: a job that runs before servers do.", bool, ARTIFACT
+        ARTIFACT, False, "Fetch or trace the artifact, and stop: a job that runs before servers do."
     )
-    prepare_timeout: float = setting(
+    prepare_timeout: float = seconds(
+        ARTIFACT,
         7200.0,
         "Seconds a model may take to be traced, by this server or by another with the same `keep`.",
-        float,
-        ARTIFACT,
-        above=0,
         maximum=604800,
-        unit="seconds",
     )
-    log_format: str = setting("text", "One line or one JSON object per log record.", str, LOG, choices=("text", "json"))
+    log_format: str = setting(LOG, "text", "One line or one JSON object per log record.", choices=("text", "json"))
     log_level: str = setting(
+        LOG,
         "info",
         "Lowest level to log: `debug`, `info`, `warning` or `error`.",
-        str,
-        LOG,
         choices=("debug", "info", "warning", "error"),
     )
-    access_log: bool = setting(True, "Log every request except those to the health routes.", bool, LOG)
+    access_log: bool = setting(LOG, True, "Log every request except those to the health routes.")
 
     def __post_init__(self) -> None:
         for name, one in declared(type(self)).items():

@@ -15,7 +15,6 @@ from nxd_server.errors import RequestError
 from nxd_server.http.admin import AdapterBody, WeightsBody
 from nxd_server.http.error_responses import ApiError
 from nxd_server.http.openai.chat import check_messages
-from nxd_server.http.openai.response_format import wanted_form
 from nxd_server.http.openai.schemas import (
     ChatBody,
     ClassifyBody,
@@ -24,7 +23,7 @@ from nxd_server.http.openai.schemas import (
     texts_or_pairs,
     token_lists,
 )
-from nxd_server.http.openai.tools import offered_tools
+from nxd_server.http.openai.tools import offered_tools, wanted_form
 from nxd_server.http.predict import PredictBody, read_tensors, unpack
 from nxd_server.http.request_body import parse_json
 from nxd_server.http.tensors import tensor_from_json, tensor_to_json

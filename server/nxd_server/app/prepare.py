@@ -17,9 +17,9 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 from nxd_infer.artifact.manifest import MANIFEST_NAME
 from nxd_infer.artifact.reader import read_artifact
@@ -50,17 +50,15 @@ STOP_SECONDS = 20.0
 # --- a directory, or a folder of a store that fsspec knows, with an artifact or a model in it ---
 
 
-class File(NamedTuple):
-    """A file of a source: its bytes, and what changes when its contents do."""
-
-    nbytes: int
-    version: str
-
-
 class LocalSource:
-    """A directory."""
+    """A directory, or a GGUF file."""
 
     def __init__(self, root: Path):
+        if not root.exists():
+            raise ArtifactError(
+                f"{root} is missing: give an artifact (`nxd-infer trace` makes one), a Hugging Face model directory "
+                "(one of the hub is fetched with `hf download`) or a GGUF file"
+            )
         self.root = root
         self.name = root.absolute().name
         self.gguf = find_gguf(root)
@@ -71,16 +69,14 @@ class LocalSource:
     def has(self, name: str) -> bool:
         return (self.root / name).is_file()
 
-    def model_files(self) -> dict[str, File]:
-        """What a trace may read, by name."""
-        paths = sorted(self.root.rglob("*")) if self.gguf is None else [self.gguf]
-        found = {}
-        for path in paths:
-            name = path.relative_to(self.root).as_posix()
-            if path.is_file() and (path == self.gguf or _is_of_a_model(name)):
-                info = path.stat()
-                found[name] = File(info.st_size, str(info.st_mtime_ns))
-        return found
+    def model_files(self) -> dict[str, tuple[int, str]]:
+        """What a trace may read, by name: its bytes, and what changes when its contents do."""
+        names = {path.relative_to(self.root).as_posix(): path for path in sorted(self.root.rglob("*"))}
+        paths = {name: path for name, path in names.items() if path.is_file() and _is_of_a_model(name)}
+        if self.gguf is not None:
+            paths = {self.gguf.relative_to(self.root).as_posix(): self.gguf}
+        infos = {name: path.stat() for name, path in paths.items()}
+        return {name: (info.st_size, str(info.st_mtime_ns)) for name, info in infos.items()}
 
 
 class StoredSource:
@@ -92,9 +88,9 @@ class StoredSource:
         self.url = url.rstrip("/")
         self.name = self.url.rpartition("/")[2]
         with typed_errors(self.url):
-            found = self._store.find(self._root, detail=True)
+            entries = self._store.find(self._root, detail=True)
         self._files: dict[str, dict[str, Any]] = {
-            path[len(self._root) :].lstrip("/"): info for path, info in found.items() if info["type"] == "file"
+            path[len(self._root) :].lstrip("/"): info for path, info in entries.items() if info["type"] == "file"
         }
         if not self._files:
             raise ArtifactError(f"{self.url} holds no files: give the URL of an artifact's or a model's folder")
@@ -109,23 +105,22 @@ class StoredSource:
         with typed_errors(f"{self.url}/{name}"):
             return self._store.cat_file(f"{self._root}/{name}")
 
-    def model_files(self) -> dict[str, File]:
+    def model_files(self) -> dict[str, tuple[int, str]]:
         """As of a directory."""
-        return {name: self._file(name) for name in sorted(self._files) if _is_of_a_model(name)}
+        files: dict[str, tuple[int, str]] = {}
+        for name in filter(_is_of_a_model, sorted(self._files)):
+            info = self._files[name]
+            version = next((str(info[field]) for field in _VERSIONS if info.get(field)), None)
+            if version is None:
+                raise ArtifactError(
+                    f"the store of {self.url} does not say when {name} changed, so what is traced of it cannot be "
+                    "kept: trace it yourself (`nxd-infer trace`), and give the artifact"
+                )
+            files[name] = info["size"], version
+        return files
 
-    def _file(self, name: str) -> File:
-        info = self._files[name]
-        version = next((str(info[field]) for field in _VERSIONS if info.get(field)), None)
-        if version is None:
-            raise ArtifactError(
-                f"the store of {self.url} does not say when {name} changed, so what is traced of it cannot be kept: "
-                "trace it yourself (`nxd-infer trace`), and give the artifact"
-            )
-        return File(info["size"], version)
-
-    def fetch(self, names: Iterable[str], to: Path) -> None:
+    def fetch(self, names: Sequence[str], to: Path) -> None:
         """Copy files below ``to``, whose directory is there. Raises ArtifactSpaceError, CheckpointError."""
-        names = list(names)
         needed = sum(self._files[name]["size"] for name in names)
         free = shutil.disk_usage(to).free
         if needed > free:
@@ -140,24 +135,7 @@ class StoredSource:
             self._store.get([f"{self._root}/{name}" for name in names], [str(to / name) for name in names])
 
 
-Source = LocalSource | StoredSource
-
-
-def source_of(name: str) -> Source:
-    """The directory or the folder of a store of this name. Raises ArtifactError where there is none."""
-    match = URL.match(name)
-    if match is not None and not match[1]:
-        return StoredSource(name)
-    path = Path(name if match is None else name[match.end() - 1 :])
-    if not path.exists():
-        raise ArtifactError(
-            f"{path} is missing: give an artifact (`nxd-infer trace` makes one), a Hugging Face model directory (one "
-            "of the hub is fetched with `hf download`) or a GGUF file"
-        )
-    return LocalSource(path)
-
-
-def kind_of(source: Source) -> str | None:
+def kind_of(source: LocalSource | StoredSource) -> str | None:
     """Which of MANIFEST_NAME (an artifact) and CONFIG (a model to trace, also a GGUF file) it holds, or None."""
     if isinstance(source, LocalSource) and source.gguf is not None:
         return CONFIG
@@ -178,7 +156,11 @@ def prepare(given: str, settings: ServerSettings) -> Path:
     Raises SettingsError, ArtifactError or CheckpointError that say what is wrong with ``given``, with the directory to
     keep things in, or with the trace.
     """
-    source = source_of(given)
+    url = URL.match(given)
+    if url is not None and not url[1]:
+        source = StoredSource(given)
+    else:
+        source = LocalSource(Path(given if url is None else given[url.end() - 1 :]))
     kind = kind_of(source)
     if isinstance(source, LocalSource) and kind != CONFIG:
         return source.root  # whoever reads it says what is wrong with it
@@ -187,9 +169,12 @@ def prepare(given: str, settings: ServerSettings) -> Path:
             f"{source} is neither an artifact, which has a {MANIFEST_NAME}, nor a Hugging Face model directory, which "
             f"has a {CONFIG}: give the folder of one of them"
         )
-    digest = _model_digest(source, settings) if kind == CONFIG else _artifact_digest(cast("StoredSource", source))
+    if isinstance(source, StoredSource) and kind == MANIFEST_NAME:
+        identity = source.read(MANIFEST_NAME)
+    else:
+        identity = _model_identity(source.model_files(), settings)
     label = re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip(".-")[:40] or "model"
-    kept = _keep(source, settings) / f"{label}-{digest[:16]}"
+    kept = _keep(source, settings) / f"{label}-{hashlib.sha256(identity).hexdigest()[:16]}"
     if _is_there(kept):
         return kept
     with _one_at_a_time(source, kept, settings):
@@ -215,17 +200,12 @@ def _is_there(kept: Path) -> bool:
     return found
 
 
-def _artifact_digest(source: StoredSource) -> str:
-    return hashlib.sha256(source.read(MANIFEST_NAME)).hexdigest()
-
-
-def _model_digest(source: Source, settings: ServerSettings) -> str:
-    """Of all that a traced artifact depends on: the model's files, the options, the versions of what traces."""
+def _model_identity(files: Mapping[str, Any], settings: ServerSettings) -> bytes:
+    """All that a traced artifact depends on: the model's files, the options, the versions of what traces."""
     from importlib.metadata import version  # slow to import; an artifact that is there needs none
 
     words = shlex.split(settings.trace_options)
-    parts = [source.model_files(), words, VERSION, version("torch"), _compiler(words)]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return json.dumps([files, words, VERSION, version("torch"), _compiler(words)], sort_keys=True).encode()
 
 
 def _compiler(words: Sequence[str]) -> str:
@@ -239,7 +219,7 @@ def _compiler(words: Sequence[str]) -> str:
         return ""  # the trace says what is missing
 
 
-def _keep(source: Source, settings: ServerSettings) -> Path:
+def _keep(source: LocalSource | StoredSource, settings: ServerSettings) -> Path:
     """The directory to keep artifacts in."""
     try:
         keep = settings.keep or cache_dir("artifacts")
@@ -250,7 +230,7 @@ def _keep(source: Source, settings: ServerSettings) -> Path:
 
 
 @contextlib.contextmanager
-def _one_at_a_time(source: Source, kept: Path, settings: ServerSettings) -> Iterator[None]:
+def _one_at_a_time(source: LocalSource | StoredSource, kept: Path, settings: ServerSettings) -> Iterator[None]:
     """Keep other servers from making ``kept`` meanwhile; wait while one of them does."""
     from filelock import FileLock  # slow to import
 
@@ -272,7 +252,7 @@ def _one_at_a_time(source: Source, kept: Path, settings: ServerSettings) -> Iter
         yield
 
 
-def _cannot_keep(source: Source, keep: str, error: OSError) -> SettingsError:
+def _cannot_keep(source: LocalSource | StoredSource, keep: str, error: OSError) -> SettingsError:
     return SettingsError(
         f"what is made of {source} cannot be kept in {keep}: {error.strerror or error}; make it a directory that user "
         f"{os.geteuid()} may write to, or name another with --keep (NXD_INFER_KEEP)"
@@ -287,7 +267,7 @@ def _fetched(source: StoredSource, label: str, kept: Path) -> Iterator[Path]:
     here = place / label  # a traced artifact takes its model's name from it
     try:
         here.mkdir(parents=True)
-        names = _artifact_files(source) if kind_of(source) == MANIFEST_NAME else source.model_files()
+        names = _artifact_files(source) if kind_of(source) == MANIFEST_NAME else list(source.model_files())
         source.fetch(names, here)
         yield here
     finally:

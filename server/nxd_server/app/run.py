@@ -89,14 +89,7 @@ def serve_service(settings: ServerSettings, make_service: Callable[[Callable[[st
         logger.error("%s", error)
         return 1
     with listener:
-        return asyncio.run(_main(settings, listener, make_service))
-
-
-async def _main(
-    settings: ServerSettings, listener: socket.socket, make_service: Callable[[Callable[[str], None]], Service]
-) -> int:
-    run = _Run(settings, listener)
-    return await run.main(make_service(run.on_failure))
+        return asyncio.run(_Run(settings, listener).main(make_service))
 
 
 class _Run:
@@ -105,15 +98,16 @@ class _Run:
     def __init__(self, settings: ServerSettings, listener: socket.socket):
         self._settings = settings
         self._listener = listener
-        self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._failed = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop
         self._service: Service
 
-    async def main(self, service: Service) -> int:
+    async def main(self, make_service: Callable[[Callable[[str], None]], Service]) -> int:
         """Serve until the end; return the exit status."""
-        self._service = service
+        self._loop = asyncio.get_running_loop()
+        self._service = service = make_service(self.on_failure)
         self._handle_signals()
         service.start()  # the ranks import and load while this process imports the HTTP layer
         from nxd_server.http.server import make_server  # slow: uvicorn and FastAPI
@@ -173,7 +167,7 @@ class _Run:
     async def _flush(self, app: FastAPI, seconds: float = FLUSH_SECONDS) -> None:
         """Wait until completed answers have been written; a request whose body is still arriving is not waited for."""
         for _ in range(int(seconds / 0.02)):
-            if all(request.body_left for request in app.state.in_flight) or self._hurry.is_set():
+            if all(request.body_left for request in app.state.context.in_flight) or self._hurry.is_set():
                 return
             await asyncio.sleep(0.02)
 

@@ -349,8 +349,8 @@ class Service:
     @property
     def model_name(self) -> str:
         """The name requests may give as ``model``."""
-        name = self.settings.served_model_name or self.metadata.get("model_name")
-        return str(name or self.artifact.resolve().name)
+        name = self.settings.served_model_name or self.metadata.get("model_name") or self.artifact.resolve().name
+        return str(name).encode("utf-8", "backslashreplace").decode()  # a file's name may be no text
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class EngineCore:
         """Of what callers and the thread share."""
         self.queue = QueueLimit(self.lock, max_queued_requests, capacity)
         self.gate = WeightGate(self.lock)
-        self.steps = StepRunner(model, costs)
+        self.steps = StepRunner(model, costs, self._padding_inputs)
         self.restarts = RankRestarts(restart_limit, restart_window)
         self.verdict = ""
         """Why the engine has failed for good, with the fix if there is one."""
@@ -156,10 +156,6 @@ class EngineCore:
         """Return how long an idle thread may sleep: at most until the next deadline."""
         raise NotImplementedError
 
-    def _graph_names(self) -> list[str]:
-        """Return the graphs that may run."""
-        return [bucket.name for bucket in self.model.manifest.buckets]
-
     def _padding_inputs(self, name: str) -> Tensors:
         """Return padding inputs that run a graph without a request."""
         raise NotImplementedError
@@ -184,22 +180,21 @@ class EngineCore:
 
     # --- lifecycle -----------------------------------------------------------------------------------------
 
-    def start(self, *, on_progress: Progress | None = None, wait: bool = True) -> None:
+    def start(self, *, on_progress: Progress | None = None) -> None:
         """Run and measure graphs, then accept requests. ``on_progress(done, total, bucket)`` follows the warm-up.
 
-        With ``wait``, returns when ready, and raises EngineUnavailableError if the warm-up failed.
+        Returns when ready. Raises EngineUnavailableError if the warm-up failed.
         """
         if self.thread is None:
             name = f"nxd-{type(self).__name__}"
             self.thread = threading.Thread(target=self._run, args=(on_progress,), name=name, daemon=True)
             self.thread.start()
-        if wait:
-            with self.lock:
-                self.lock.wait_for(lambda: self._state != "starting")
-            if self._state in ("failed", "closed"):
-                error = self.error
-                reason = summary(error) if error is not None else self._state
-                raise EngineUnavailableError(f"the engine did not start: {reason}", self._state) from error
+        with self.lock:
+            self.lock.wait_for(lambda: self._state != "starting")
+        if self._state in ("failed", "closed"):
+            error = self.error
+            reason = summary(error) if error is not None else self._state
+            raise EngineUnavailableError(f"the engine did not start: {reason}", self._state) from error
 
     def drain(self, timeout: float | None = None) -> bool:
         """Accept no new requests and wait for the others. True if all ended by themselves within ``timeout`` seconds;
@@ -391,8 +386,7 @@ class EngineCore:
             self._set_state("closed")
 
     def _warm_up(self, on_progress: Progress | None) -> None:
-        names, going = self._graph_names(), lambda: not self._closing
-        self.steps.warm_up(names, self._padding_inputs, on_progress, going)
+        self.steps.warm_up(on_progress, lambda: not self._closing)
         self._warmed()
         keep_off(self.model.lead_cores)
 
@@ -434,7 +428,7 @@ class EngineCore:
             self._last_alive_check = now
             self.steps.check_alive()
         if self._idle_probe is not None:
-            self.steps.when_idle(self._graph_names(), self._padding_inputs, self._idle_probe)
+            self.steps.when_idle(self._idle_probe)
 
     # --- failure --------------------------------------------------------------------------------------
 

@@ -105,7 +105,7 @@ class Engine(EngineCore):
         self._ids = itertools.count(1)
         shapes = {bucket.name: tokens_input(bucket).shape for bucket in manifest.buckets}
         graphs, verifying = split_graphs((Graph(name, *shape) for name, shape in shapes.items()), meta, speculate)
-        step_costs = StepCosts([*graphs, *verifying], costs)
+        step_costs = StepCosts([*graphs, *verifying], costs)  # verifying graphs only if speculating
         super().__init__(
             model,
             step_costs,
@@ -130,7 +130,6 @@ class Engine(EngineCore):
         )
         self._speculation = Speculation(verifying, speculate, step_costs)
         self._inputs = {bucket.name: StepInputs(bucket, self.slots, model.arrays) for bucket in manifest.buckets}
-        self._names = [graph.name for graph in (*graphs, *verifying)]  # verifying graphs only if speculating
         self.depth = steps_in_flight(model, self._speculation.active)
         """Most steps in flight."""
         self._prompt_tokens = self._reused_tokens = self._generated_tokens = 0
@@ -470,9 +469,6 @@ class Engine(EngineCore):
 
     def _warmed(self) -> None:
         self._scheduler.slots.forget()  # the ranks are new
-
-    def _graph_names(self) -> list[str]:
-        return self._names
 
     def _padding_inputs(self, name: str) -> Tensors:
         inputs = self._inputs[name]

@@ -172,13 +172,17 @@ class OneShotEngine(EngineCore):
             self._pending.remove(job)
             seconds = now - job.arrived
             self._fail(job, DeadlineExceededError(f"the request waited for {seconds:.3g} s and had no more time"))
-        self._drop_cancelled()
+        for job in [job for job in self._pending if job.future.cancelled()]:
+            self._pending.remove(job)
+            job.future.set_running_or_notify_cancel()
+            self._cancelled(job)
         ready = self._ready()
         if not ready:
             return False
         if self._kernel:
             self._take(ready[:1])
-            self._run_kernel(self._current[0])
+            if self._current:  # it may have been cancelled at the last moment
+                self._run_kernel(self._current[0])
             return True
         bucket, group, room = self._group(ready)
         full = sum(job.rows for job in group) >= room or len(group) < len(ready)
@@ -187,13 +191,6 @@ class OneShotEngine(EngineCore):
         self._take(group)
         self._run_group(bucket)
         return True
-
-    def _drop_cancelled(self) -> None:
-        for job in [job for job in self._pending if job.future.cancelled()]:
-            self._pending.remove(job)
-            job.future.set_running_or_notify_cancel()
-            self.queue.ended("cancelled", 0.0)
-            self._report_end(job)
 
     def _take(self, jobs: list[Job]) -> None:
         """Move ``jobs`` into the step, except those cancelled at the last moment."""
@@ -204,8 +201,7 @@ class OneShotEngine(EngineCore):
                 self.gate.begin(job.whole)
                 self._current.append(job)
             else:
-                self.queue.ended("cancelled", 0.0)
-                self._report_end(job)
+                self._cancelled(job)
 
     def _group(self, ready: list[Job]) -> tuple[BucketSpec, list[Job], int]:
         """Return the bucket to run next, its jobs (the oldest, and others with the same inputs that fit), and the most
@@ -248,7 +244,8 @@ class OneShotEngine(EngineCore):
         total = rows_of(bucket) if self.batches and bucket.inputs else 1
         try:
             tensors = self._tensors(bucket, jobs)
-            outputs = self.steps.execute(bucket.name, tensors, rows, total - rows)
+            self.steps.begin(bucket.name, tensors)
+            outputs = self.steps.finish(rows, total - rows)
         except FATAL:
             raise
         except Exception as error:  # only this step is lost
@@ -330,6 +327,10 @@ class OneShotEngine(EngineCore):
         self.queue.ended(outcome, time.monotonic() - job.arrived)
         if job.future.running() or job.future.set_running_or_notify_cancel():
             job.future.set_exception(error)
+        self._report_end(job)
+
+    def _cancelled(self, job: Job) -> None:
+        self.queue.ended("cancelled", 0.0)
         self._report_end(job)
 
     def _report_end(self, job: Job) -> None:

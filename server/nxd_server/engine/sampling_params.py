@@ -149,6 +149,9 @@ class SamplingParams:
 
 def _number(name: str, value: Any, declared: Option) -> Any:
     """Return a number, of its kind. Raises RequestError that names the parameter."""
+    low, high = declared.minimum, declared.maximum
+    if type(value) is declared.kind and (low is None or value >= low) and (high is None or value <= high):
+        return value
     if declared.kind is int and isinstance(value, float) and value.is_integer():  # as JSON may have it
         value = int(value)
     if (problem := declared.problem(value)) is not None:

@@ -54,8 +54,6 @@ CLEAR_GAIN = 0.8
 Tensors = Mapping[str, Any]
 """Tensors by name: torch's or NumPy's, as the model takes them. For a NumPy model an InputBlock is cheapest."""
 Progress = Callable[[int, int, str], None]
-PaddingInputs = Callable[[str], Tensors]
-"""Inputs that run a graph, by name, without a request."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +104,9 @@ class StepCosts:
         """Whether the graph's cost is measured; else it is an estimate."""
         return name in self._best or name in self._given
 
-    def smallest_first(self, names: Iterable[str]) -> list[str]:
-        """Return ``names`` ordered by the number of tokens per graph."""
-        return sorted(names, key=lambda name: self._tokens.get(name, 0))
+    def smallest_first(self) -> list[str]:
+        """Return the graphs' names, ordered by the number of tokens."""
+        return sorted(self._tokens, key=self._tokens.__getitem__)
 
     def observe(self, name: str, seconds: float) -> None:
         """Update the estimate with one execution. Of a graph's first two, the faster one replaces it."""
@@ -166,9 +164,17 @@ class StepInFlight:
 class StepRunner:
     """Runs the buckets of ``model`` and records statistics."""
 
-    def __init__(self, model: RankModel, costs: StepCosts, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        model: RankModel,
+        costs: StepCosts,
+        padding: Callable[[str], Tensors],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """``padding``: inputs that run a graph, by name, without a request."""
         self.model = model
         self.costs = costs
+        self._padding = padding
         self._clock = clock
         self.in_flight: deque[StepInFlight] = deque()
         """Steps that have begun and not finished, in order."""
@@ -185,11 +191,6 @@ class StepRunner:
 
     # --- steps for requests -----------------------------------------------------------------------------
 
-    def execute(self, bucket: str, inputs: Tensors, useful: int, padding: int) -> dict[str, Any]:
-        """Run once for requests; return outputs. Counts ``useful`` and ``padding`` tokens."""
-        self.begin(bucket, inputs)
-        return self.finish(useful, padding)
-
     def begin(self, bucket: str, inputs: Tensors, work: Any = None) -> None:
         """Give a step to the ranks, after those that they already have, if they accept it at once (an InputBlock).
 
@@ -202,7 +203,8 @@ class StepRunner:
             self._bucket, self._started = bucket, self._clock()
 
     def finish(self, useful: int, padding: int) -> dict[str, Any]:
-        """Like :meth:`execute`, for the oldest step in flight. The outputs are valid until the next one begins."""
+        """Wait for the oldest step in flight, of ``useful`` and ``padding`` tokens; return its outputs, valid until
+        the next one begins."""
         step = self.in_flight[0]
         try:
             if step.pending is None:
@@ -251,40 +253,39 @@ class StepRunner:
             outputs = self.model.run_bucket(bucket, inputs)
         return outputs, self._clock() - started
 
-    def warm_up(
-        self, names: Sequence[str], inputs: PaddingInputs, on_progress: Progress | None, going: Callable[[], bool]
-    ) -> None:
+    def warm_up(self, on_progress: Progress | None, going: Callable[[], bool]) -> None:
         """Run graphs before requests arrive, while ``going``; ``on_progress(done, total, bucket)`` gets the next graph
         each time, and "" at the end: then ``done`` may be less than ``total``, all graphs."""
         report = on_progress or (lambda done, total, bucket: None)
-        ran, end = 0, inf
-        for name in self.costs.smallest_first(names):
+        names, ran, end = self.costs.smallest_first(), 0, inf
+        for name in names:
             if ran and (self.costs.measured(name) or self._clock() + self.costs[name] > end):
                 break
             if not going():
                 return
             report(ran, len(names), name)
             if self.costs.measured(name):
-                self.timed(name, inputs(name))  # cold, so the time says nothing about later runs
+                self.timed(name, self._padding(name))  # cold, so the time says nothing about later runs
             else:
-                self._measure(name, inputs(name))
+                self._measure(name)
             ran += 1
             end = min(end, self._clock() + WARM_UP_SECONDS)
         if ran:
             report(ran, len(names), "")
 
-    def when_idle(self, names: Sequence[str], inputs: PaddingInputs, probe: float) -> None:
+    def when_idle(self, probe: float) -> None:
         """Run a graph that has not run yet, once the engine has been idle for as long as it may take. Otherwise, after
         ``probe`` idle seconds, run the cheapest graph, to check that the ranks still answer."""
         age = inf if self.age is None else self.age
-        new = next((name for name in self.costs.smallest_first(names) if not self.costs.measured(name)), None)
+        names = self.costs.smallest_first()
+        new = next((name for name in names if not self.costs.measured(name)), None)
         if new is not None and age >= self.costs[new]:
-            self._measure(new, inputs(new))
+            self._measure(new)
         elif age >= probe:
             name = min(names, key=self.costs.__getitem__)
-            self.timed(name, inputs(name))
+            self.timed(name, self._padding(name))
 
-    def _measure(self, bucket: str, inputs: Tensors) -> None:
+    def _measure(self, bucket: str) -> None:
         """Set the cost of ``bucket``: the faster of two executions.
 
         The first execution touches memory for the first time. A large graph runs only once, because this overhead is
@@ -292,9 +293,9 @@ class StepRunner:
         the ranks, and a graph that seems slow is never chosen, so nothing would correct its time.
         """
         cold = self._last is None
-        seconds = self.timed(bucket, inputs)[1]
+        seconds = self.timed(bucket, self._padding(bucket))[1]
         if cold or seconds <= WARM_SECONDS:
-            seconds = min(seconds, self.timed(bucket, inputs)[1])
+            seconds = min(seconds, self.timed(bucket, self._padding(bucket))[1])
         self.costs.set(bucket, seconds)
 
     def check_alive(self) -> None:

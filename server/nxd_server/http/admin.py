@@ -26,8 +26,8 @@ from nxd_infer.errors import (
 from nxd_infer.util.ownership import others_may_change, shown, way_to
 from nxd_server.engine.adapter_slots import Adapter
 from nxd_server.errors import ForbiddenPathError, RequestError
-from nxd_server.http.body_schema import Body
 from nxd_server.http.error_responses import ApiError
+from nxd_server.http.request_body import Body
 from nxd_server.http.request_context import context_of, require_admin
 from nxd_server.threads import in_thread
 

@@ -11,8 +11,6 @@ from starlette.requests import Request
 
 from nxd_infer.util.version import VERSION
 from nxd_server.http import admin, tokenize
-from nxd_server.http.api_keys import Keys
-from nxd_server.http.body_schema import Body
 from nxd_server.http.error_responses import STATUSES, ApiError, bad_request
 from nxd_server.http.middleware import RequestMiddleware
 from nxd_server.http.openai import models
@@ -21,12 +19,9 @@ from nxd_server.http.openai.completions import completions
 from nxd_server.http.openai.embeddings import classify, embeddings
 from nxd_server.http.openai.schemas import ChatBody, ClassifyBody, CompletionBody, EmbeddingBody
 from nxd_server.http.ops import health
-from nxd_server.http.ops.metrics import Metrics
 from nxd_server.http.predict import PredictBody, predict
-from nxd_server.http.protocol import Connections
-from nxd_server.http.request_body import Bodies
-from nxd_server.http.request_context import ENCODERS, Context, context_of, json_body, parse, require_admin
-from nxd_server.text.concurrency_limit import ConcurrencyLimit
+from nxd_server.http.request_body import Body
+from nxd_server.http.request_context import Context, context_of, endpoint, json_body
 
 if TYPE_CHECKING:
     from nxd_server.app.service import Service
@@ -34,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def create_app(service: Service, settings: ServerSettings) -> FastAPI:
-    """Return the app with all routes; ``app.state.in_flight`` holds the requests being answered."""
+    """Return the app with all routes; ``app.state.context`` holds its parts."""
     app = FastAPI(
         title="nxd_infer",
         version=VERSION,
@@ -43,22 +38,8 @@ def create_app(service: Service, settings: ServerSettings) -> FastAPI:
         redirect_slashes=False,
         separate_input_output_schemas=False,
     )
-    connections = app.state.connections = Connections(settings)
-    metrics = Metrics(service, connections)
-    keys = Keys(settings.keys(), settings.admin())
-    prompts, tensors, grammars = (
-        ConcurrencyLimit(what, width, settings.max_queued_requests)
-        for what, width in (("prompts", ENCODERS), ("tensors", ENCODERS), ("grammars", 1))
-    )
-    app.state.context = Context(service, settings, metrics, keys, prompts, tensors, grammars, Bodies())
-    app.state.in_flight = set()
-    app.add_middleware(
-        RequestMiddleware,
-        keys=keys,
-        metrics=metrics,
-        in_flight=app.state.in_flight,
-        access_log=settings.access_log,
-    )
+    context = app.state.context = Context(service, settings)
+    app.add_middleware(RequestMiddleware, context=context)
     app.add_exception_handler(HTTPException, _http_exception)
 
     _post(app, "/v1/completions", CompletionBody, completions)
@@ -100,22 +81,10 @@ def _post(
     ready: bool = True,
     only_admin: bool = False,
 ) -> None:
-    """Add a route whose body is parsed by ``kind``: strictly, with errors in our format.
-
-    ``only_admin``: only with the admin key. (A route without a body calls ``require_admin`` itself.)
-    """
-
-    async def endpoint(request: Request) -> Any:
-        if only_admin:
-            require_admin(request)
-        if ready:  # before the body, which an unavailable server need not read
-            context_of(request).service.require_ready()
-        return await handler(request, await parse(request, kind))
-
     schema = kind.model_json_schema()
     app.add_api_route(
         path,
-        endpoint,
+        endpoint(kind, handler, ready, only_admin),
         methods=["POST"],
         response_model=None,
         name=kind.__name__.removesuffix("Body"),

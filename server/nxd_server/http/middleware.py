@@ -11,11 +11,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nxd_server.engine.admission import WholeRequest
 from nxd_server.errors import forget_frames
-from nxd_server.http.api_keys import OPEN_PATHS, Keys
 from nxd_server.http.error_responses import ApiError, as_api_error
 from nxd_server.http.ops.logs import log_access
-from nxd_server.http.ops.metrics import Metrics
 from nxd_server.http.request_body import ClientLeft, DrainingReceive
+from nxd_server.http.request_context import OPEN_PATHS, Context
 from nxd_server.http.scope_keys import ARRIVED, CROWDED, REFUSAL, REQUEST_ID, WHOLE
 
 logger = logging.getLogger("nxd_server.http")
@@ -27,17 +26,11 @@ CLIENT_CLOSED = 499
 
 
 class RequestMiddleware:
-    """Pure ASGI, so that streams pass through untouched and handlers see a disconnect themselves.
+    """Pure ASGI, so that streams pass through untouched and handlers see a disconnect themselves."""
 
-    ``in_flight``: gets the requests being answered.
-    """
-
-    def __init__(self, app: ASGIApp, keys: Keys, metrics: Metrics, in_flight: set[DrainingReceive], access_log: bool):
-        self._app = app
-        self._keys = keys
-        self._metrics = metrics
-        self._in_flight = in_flight
-        self._access_log = access_log
+    def __init__(self, app: ASGIApp, context: Context):
+        self._app, self._context = app, context
+        self._access_log = context.settings.access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,13 +58,13 @@ class RequestMiddleware:
                 sent += len(message.get("body", b""))
             await send(message)
 
-        self._in_flight.add(body)
+        self._context.in_flight.add(body)
         try:
             try:
                 _check_framing(scope)
                 if CROWDED in scope.get("state", ()) and scope["path"] not in OPEN_PATHS:
                     raise _crowded()
-                self._keys.check(scope)
+                self._context.keys.check(scope)
                 await self._app(scope, body, count)
             except ClientLeft:
                 status = CLIENT_CLOSED
@@ -88,10 +81,10 @@ class RequestMiddleware:
             status = CLIENT_CLOSED
         finally:
             whole.close()
-            self._in_flight.discard(body)
+            self._context.in_flight.discard(body)
             seconds = time.monotonic() - begin
             route = _route(scope)
-            self._metrics.http(scope["method"], route, status, seconds)
+            self._context.metrics.http(scope["method"], route, status, seconds)
             probe = scope["path"] in OPEN_PATHS and status in (200, 503)  # some client polls every second
             if self._access_log and not probe:
                 log_access(scope, status, seconds, sent)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse
 
-from nxd_server.http.body_schema import Body, Listed
-from nxd_server.http.error_responses import bad_request, clip, encode, missing_field
+from nxd_server.http.error_responses import bad_request, clip, missing_field
+from nxd_server.http.request_body import Body, Listed
 from nxd_server.http.request_context import check_model, context_of, seconds_left, unless_left, wait_all, whole_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class PredictBody(Body):
     outputs: Listed[str] | None = Field(None, description="Names of the outputs to return; by default all.")
 
 
-async def predict(request: Request, body: PredictBody) -> Response:
+async def predict(request: Request, body: PredictBody) -> JSONResponse:
     """Run the model once on the tensors of ``body``.
 
     The dtypes and shapes are the traced ones (``/v1/buckets`` lists them). A batch smaller than a bucket's is padded,
@@ -68,8 +68,7 @@ async def predict(request: Request, body: PredictBody) -> Response:
             )
         outputs = {name: outputs[name] for name in body.outputs}
     as_file = (body.output_format or ("safetensors" if body.safetensors is not None else "json")) == "safetensors"
-    answer = await asyncio.to_thread(_answer, service.model_name, outputs, as_file)
-    return Response(answer, media_type="application/json")
+    return await asyncio.to_thread(_answer, service.model_name, outputs, as_file)
 
 
 def _tensors():
@@ -104,8 +103,10 @@ def _check_names(specs: Mapping[str, Any], field: str, names: Set[str]) -> None:
             raise missing_field(f"{field}.{name}")
 
 
-def _answer(model: str, outputs: dict[str, torch.Tensor], as_file: bool) -> bytes:
+def _answer(model: str, outputs: dict[str, torch.Tensor], as_file: bool) -> JSONResponse:
     tensors = _tensors()
     if as_file:
-        return encode({"model": model, "safetensors": tensors.tensors_to_safetensors(outputs)})
-    return encode({"model": model, "outputs": {name: tensors.tensor_to_json(value) for name, value in outputs.items()}})
+        return JSONResponse({"model": model, "safetensors": tensors.tensors_to_safetensors(outputs)})
+    return JSONResponse(
+        {"model": model, "outputs": {name: tensors.tensor_to_json(value) for name, value in outputs.items()}}
+    )

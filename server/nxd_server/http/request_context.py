@@ -1,36 +1,39 @@
-"""The context of a request, for every route: its id, its body, the service, the model it names."""
+"""The context of a request, for every route: its key, its id, its body, the service, the model it names."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
+import hmac
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
+from starlette.types import Scope
 
 from nxd_server.engine.admission import WholeRequest
 from nxd_server.engine.request import check_token_ids
 from nxd_server.errors import DEADLINE_GRACE, PromptTooLongError, ended_early, not_finished
-from nxd_server.http.body_schema import Body
 from nxd_server.http.error_responses import ApiError, bad_request, clip
-from nxd_server.http.request_body import Bodies, ClientLeft, client_left, default_limit
+from nxd_server.http.ops.metrics import Metrics
+from nxd_server.http.protocol import Connections
+from nxd_server.http.request_body import Bodies, Body, ClientLeft, DrainingReceive, client_left, default_limit
 from nxd_server.http.scope_keys import ARRIVED, REQUEST_ID, WHOLE
-from nxd_server.text.concurrency_limit import ConcurrencyLimit
+from nxd_server.threads import ConcurrencyLimit, Doorbell
 
 if TYPE_CHECKING:
     from nxd_server.app.service import Service
     from nxd_server.engine.sampling_params import SamplingParams
-    from nxd_server.http.api_keys import Keys
-    from nxd_server.http.ops.metrics import Metrics
     from nxd_server.settings import ServerSettings
     from nxd_server.text.grammars import CompiledGrammar
 
 BodyT = TypeVar("BodyT", bound=Body)
 T = TypeVar("T")
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping", "/metrics"})
+"""Routes that a load balancer, a kubelet, SageMaker and Prometheus use without a key."""
 INLINE_TEXT = 4096
 """A longer text is tokenized in a thread, where the library releases the GIL."""
 ENCODERS = 2
@@ -38,18 +41,87 @@ ENCODERS = 2
 continue after their clients disconnected."""
 
 
-@dataclass(frozen=True)
+class Keys:
+    """The keys that open this server, ``Authorization: Bearer KEY`` or ``X-API-Key: KEY``, compared in constant time;
+    without any, all routes except the admin routes are open.
+
+    Args:
+        keys: any of them opens the routes of users.
+        admin: opens all routes; without it the admin routes are closed to everyone.
+    """
+
+    def __init__(self, keys: Iterable[bytes], admin: bytes | None = None):
+        # Digests have equal lengths, so that the time of a comparison does not reveal a key's length either.
+        self._digests = [hashlib.sha256(key).digest() for key in keys]
+        self._admin = [] if admin is None else [hashlib.sha256(admin).digest()]
+
+    def check(self, scope: Scope) -> None:
+        """Raise :class:`ApiError` 401 unless ``scope`` is an open path or carries a key."""
+        if not self._digests or scope["path"] in OPEN_PATHS:
+            return
+        offered = list(_offered(scope["headers"]))
+        if not offered:
+            raise _refusal("no API key: send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`")
+        if not _any_match(offered, [*self._digests, *self._admin]):
+            raise _refusal("the API key is not valid")
+
+    def check_admin(self, scope: Scope) -> None:
+        """Raise :class:`ApiError` 403 without an admin key in the settings or for another key, 401 for no key."""
+        if not self._admin:
+            raise ApiError(
+                403,
+                f"{scope['path']} changes what is served, and this server has no admin key: start it with "
+                "NXD_INFER_ADMIN_KEY in its environment, the setting admin_key in its --config, or --admin-key",
+                code="admin_disabled",
+            )
+        offered = list(_offered(scope["headers"]))
+        if not offered:
+            raise _refusal("no admin key: send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`")
+        if not _any_match(offered, self._admin):
+            raise ApiError(403, f"{scope['path']} needs the admin key; the key that was sent is a different one")
+
+
+def _any_match(offered: Iterable[bytes], digests: Iterable[bytes]) -> bool:
+    """Whether any key is one of ``digests``. Compares every pair, even after a match."""
+    equal = 0
+    known = list(digests)
+    for key in offered:
+        digest = hashlib.sha256(key).digest()
+        for other in known:
+            equal |= hmac.compare_digest(digest, other)
+    return bool(equal)
+
+
+def _offered(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[bytes]:
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, rest = value.strip().partition(b" ")
+            if scheme.lower() == b"bearer" and rest.strip():
+                yield rest.strip()
+        elif name == b"x-api-key" and value.strip():
+            yield value.strip()
+
+
+def _refusal(message: str) -> ApiError:
+    return ApiError(401, message, headers={"www-authenticate": "Bearer"})
+
+
 class Context:
     """The parts of the application, at ``app.state.context``."""
 
-    service: Service
-    settings: ServerSettings
-    metrics: Metrics
-    keys: Keys
-    encoders: ConcurrencyLimit
-    tensors: ConcurrencyLimit
-    grammars: ConcurrencyLimit
-    bodies: Bodies
+    def __init__(self, service: Service, settings: ServerSettings):
+        self.service, self.settings = service, settings
+        self.connections = Connections(settings)
+        self.metrics = Metrics(service, self.connections)
+        self.keys = Keys(settings.keys(), settings.admin())
+        self.encoders, self.tensors, self.grammars = (
+            ConcurrencyLimit(what, width, settings.max_queued_requests)
+            for what, width in (("prompts", ENCODERS), ("tensors", ENCODERS), ("grammars", 1))
+        )
+        self.bodies = Bodies()
+        self.bell = Doorbell()
+        self.in_flight: set[DrainingReceive] = set()
+        """The requests being answered."""
 
 
 def context_of(request: Request) -> Context:
@@ -78,9 +150,22 @@ async def json_body(request: Request) -> dict[str, Any]:
     return await context.bodies.read_json(request, limit, settings.request_timeout, settings.connection_timeout)
 
 
-async def parse(request: Request, kind: type[BodyT]) -> BodyT:
-    """Return the body as ``kind``. Raises ApiError 400, 413 or 415, or ClientLeft."""
-    return kind.parse(await json_body(request))
+def endpoint(
+    kind: type[BodyT], handler: Callable[[Request, BodyT], Awaitable[Any]], ready: bool, only_admin: bool
+) -> Callable[[Request], Awaitable[Any]]:
+    """Return the endpoint of a route whose body is parsed by ``kind``: strictly, with errors in our format.
+
+    ``ready``: only while requests may be queued. ``only_admin``: only with the admin key.
+    """
+
+    async def answer(request: Request) -> Any:
+        if only_admin:
+            require_admin(request)
+        if ready:  # before the body, which an unavailable server need not read
+            context_of(request).service.require_ready()
+        return await handler(request, kind.parse(await json_body(request)))
+
+    return answer
 
 
 def check_model(service: Service, name: str | None) -> str | None:

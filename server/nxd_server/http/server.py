@@ -39,7 +39,7 @@ def make_server(service: Service, settings: ServerSettings) -> tuple[FastAPI, Se
     app = create_app(service, settings)
     config = uvicorn.Config(
         app,
-        http=limited(app.state.connections),
+        http=limited(app.state.context.connections),
         backlog=BACKLOG,
         h11_max_incomplete_event_size=MOST_HEAD_BYTES,
         ws="none",

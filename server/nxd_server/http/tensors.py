@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from nxd_infer.util.dtypes import dtype_name
@@ -15,16 +16,11 @@ from nxd_server.http.error_responses import bad_request, clip, missing_field, un
 MOST_DIMENSIONS = 64
 MOST_NUMBERS = 2**40
 DTYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "int8": torch.int8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "uint8": torch.uint8,
-    "bool": torch.bool,
+    dtype_name(dtype): dtype
+    for dtype in (
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
+    )
 }
 
 
@@ -76,26 +72,17 @@ def _check_shape(shape: Sequence[int], field: str) -> None:
 
 
 def _flatten(value: Any, field: str) -> tuple[list[Any], list[int]]:
-    """Return the numbers in order, and the shape given by the nesting."""
-    if not isinstance(value, list):
-        return [value], []
-    shape = [len(value)]
-    level = value
-    while level and isinstance(level[0], list):
-        width = len(level[0])
-        if any(not isinstance(row, list) or len(row) != width for row in level):
-            raise bad_request(f"`{field}` is ragged: rows at depth {len(shape)} differ in length", field)
-        shape.append(width)
-        level = [item for row in level for item in row]
-    _check_shape(shape, field)
-    return level, shape
+    """Return the numbers in order, and the shape given by the nesting; lists among them where it is ragged."""
+    array = np.array(value, dtype=object)
+    _check_shape(array.shape, field)
+    return array.ravel().tolist(), list(array.shape)
 
 
 def _convert(flat: list[Any], dtype: torch.dtype | None, field: str) -> torch.Tensor:
     kinds = set(map(type, flat))
     if not kinds <= {int, float, bool} or (bool in kinds and len(kinds) > 1):
         if list in kinds:
-            raise bad_request(f"`{field}` is ragged: it mixes numbers and lists", field)
+            raise bad_request(f"`{field}` is ragged, or too deep: rows of it differ in length", field)
         raise bad_request(f"`{field}` must hold numbers only, or booleans only", field)
     if dtype is None:
         dtype = torch.bool if bool in kinds else torch.float32 if float in kinds or not kinds else torch.int64

@@ -7,14 +7,14 @@ from typing import Any
 
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse
 
 from nxd_server.engine.request import check_token_ids
-from nxd_server.http.body_schema import Body, Listed
-from nxd_server.http.error_responses import bad_request, encode, unsupported
+from nxd_server.http.error_responses import bad_request, unsupported
 from nxd_server.http.openai.chat import chat_text
 from nxd_server.http.openai.schemas import MOST_MESSAGES, MOST_VARIABLES
 from nxd_server.http.openai.tools import offered_tools
+from nxd_server.http.request_body import Body, Listed
 from nxd_server.http.request_context import INLINE_TEXT, Context, check_model, context_of, unless_left
 
 INLINE_TOKENS = 4096
@@ -44,7 +44,7 @@ class DetokenizeBody(Body):
     tokens: Listed[int]
 
 
-async def tokenize(request: Request, body: TokenizeBody) -> Response:
+async def tokenize(request: Request, body: TokenizeBody) -> JSONResponse:
     """Return the token ids of a text, or of a conversation as the model would see it."""
     context = context_of(request)
     context.service.require_loaded()
@@ -56,10 +56,10 @@ async def tokenize(request: Request, body: TokenizeBody) -> Response:
     for name in ("tools", "documents", "chat_template_kwargs"):
         if body.messages is None and getattr(body, name):
             raise bad_request(f"`{name}` need `messages`", name)
-    return Response(await unless_left(request, _answer(context, body)), media_type="application/json")
+    return await unless_left(request, _answer(context, body))
 
 
-async def _answer(context: Context, body: TokenizeBody) -> bytes:
+async def _answer(context: Context, body: TokenizeBody) -> JSONResponse:
     service = context.service
     text, special, field = body.prompt or "", body.add_special_tokens is not False, "prompt"
     if body.messages is not None:
@@ -71,17 +71,17 @@ async def _answer(context: Context, body: TokenizeBody) -> bytes:
     return work() if len(text) <= INLINE_TEXT else await context.encoders.run(work)
 
 
-def _tokenized(context: Context, body: TokenizeBody, text: str, special: bool, field: str) -> bytes:
+def _tokenized(context: Context, body: TokenizeBody, text: str, special: bool, field: str) -> JSONResponse:
     service = context.service
     tokenizer = service.require_tokenizer()
     tokens = tokenizer.encode(text, add_special_tokens=special, field=field)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_len, "tokens": tokens}
     if body.return_token_strs:
         answer["token_strs"] = [tokenizer.token_text(token) for token in tokens]
-    return encode(answer)
+    return JSONResponse(answer)
 
 
-async def detokenize(request: Request, body: DetokenizeBody) -> Response:
+async def detokenize(request: Request, body: DetokenizeBody) -> JSONResponse:
     """Return the text of token ids, including special tokens."""
     context = context_of(request)
     service = context.service
@@ -96,4 +96,4 @@ async def detokenize(request: Request, body: DetokenizeBody) -> Response:
     decode = functools.partial(tokenizer.decode, body.tokens, skip_special_tokens=False)
     few = len(body.tokens) <= INLINE_TOKENS
     text = decode() if few else await unless_left(request, context.encoders.run(decode))
-    return Response(encode({"prompt": text}), media_type="application/json")
+    return JSONResponse({"prompt": text})

@@ -22,8 +22,8 @@ from nxd_infer.processes.child import ChildProcess
 from nxd_infer.processes.command import child_environment, python_code
 from nxd_server.errors import EngineUnavailableError, RequestError, TextTooLongError
 from nxd_server.text.chat_template import TemplateSources
-from nxd_server.text.concurrency_limit import ConcurrencyLimit
 from nxd_server.text.template_process_main import START_SECONDS, TEMPLATE_MEMORY
+from nxd_server.threads import ConcurrencyLimit
 
 NICENESS = 5
 """Streams have priority."""

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from nxd_infer.util.options import declared, defaults
-from nxd_server.http.api_keys import OPEN_PATHS
+from nxd_server.http.request_context import OPEN_PATHS
 from nxd_server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[3]

@@ -112,18 +112,6 @@ def test_a_slot_is_free_when_its_last_request_has_ended(llm, expected, adapters)
         llm.remove_adapter(name)
 
 
-def test_refused_adapters_leave_their_slot_free(llm, model_dir, adapters, tmp_path):
-    for number in range(3):
-        with pytest.raises(RequestError, match=r"rank is 5 .* at most 4"):
-            llm.load_adapter(f"n{number}", write_adapter(tmp_path / f"{number}", model_dir, rank=5))
-    for name in ("", "a b", "-x", "x" * 129, 3):
-        with pytest.raises(RequestError, match="name"):
-            llm.load_adapter(name, adapters["x"])
-    with pytest.raises(UnknownModelError, match="there is none"):
-        llm.remove_adapter("n0")
-    assert llm.adapters() == []
-
-
 def test_an_adapter_that_ranks_refuse_is_the_requests_fault(llm, adapters, monkeypatch, caplog):
     """A file that is not what its header says; it is foreseen, and one line of the log."""
     write = AdapterUpdate.write

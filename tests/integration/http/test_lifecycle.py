@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import errno
-import gc
 import json
 import pathlib
 import re
@@ -16,9 +15,8 @@ import httpx
 import pytest
 
 from nxd_server.app.run import FLUSH_SECONDS, serve
-from nxd_server.errors import EngineUnavailableError
-from nxd_server.settings import ServerSettings, load_settings
-from tests.support.engine.toy_model import ToyModel, naive_generate
+from nxd_server.settings import load_settings
+from tests.support.engine.toy_model import naive_generate
 from tests.support.http.http_servers import (
     events_of,
     http_request,
@@ -29,35 +27,12 @@ from tests.support.http.http_servers import (
     toy_server,
     wait_for,
 )
-from tests.support.http.http_toy import ToyService
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "hello", "max_tokens": 36, "temperature": 0, "ignore_eos": True}
 SLOW = {"delay": 0.1, "max_len": 4000}
 ENDLESS = {**LONG, "max_tokens": 3900}
 """It does not end by itself while a test looks at it: a step of SLOW takes 0.1 s."""
-
-
-def test_a_server_that_became_ready_since_it_was_looked_at_does_not_say_so_in_a_refusal(monkeypatch):
-    service = ToyService(ServerSettings(), None, ToyModel, {}, None, None)  # pyright: ignore
-    monkeypatch.setattr(ToyService, "readiness", lambda self: (True, "ready", ""))
-    with pytest.raises(EngineUnavailableError, match="ready again") as caught:
-        service.require_ready()
-    assert caught.value.state == "recovering" and caught.value.retry_after
-
-
-@pytest.mark.smoke
-def test_the_collector_does_not_look_through_what_was_loaded():
-    """With torch it held everybody up for 0.2 s and more, now and then."""
-    gc.unfreeze()
-    service = ToyService(ServerSettings(), None, ToyModel, {"ahead": True}, None, None)  # pyright: ignore
-    try:
-        service.start()
-        wait_for(lambda: service.load_seconds is not None)
-        assert gc.get_freeze_count() > 1000
-    finally:
-        service.close()
-        gc.unfreeze()
 
 
 def test_it_lives_at_once_and_is_ready_when_warm(tmp_path):

@@ -89,20 +89,6 @@ def test_what_ends_a_connection_is_the_last_that_is_answered_on_it(server):
     assert statuses(server, post("Content-Length: 1\r\n 5") + NEXT) == [400]
 
 
-def test_many_requests_on_one_connection_are_answered_in_order(server):
-    targets = ["/livez", "/nowhere", "/version"] * 20
-    data = b"".join(get(line=f"GET {target} HTTP/1.1") for target in targets)
-    assert statuses(server, data + NEXT) == [200, 404, 200] * 20 + [200]
-
-
-def test_a_request_may_come_in_pieces_of_any_size(server):
-    data = post(CHUNKED, body=CHUNKS) + NEXT
-    with raw(server) as connection:
-        for place in range(0, len(data), 7):
-            connection.sendall(data[place : place + 7])
-        assert re.findall(rb"HTTP/1\.1 (\d\d\d) ", read_all(connection)) == [b"200", b"200"]
-
-
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(data=st.binary(min_size=1, max_size=60), place=st.integers(0, 80))
 def test_random_bytes_in_a_request_are_answered_or_the_connection_is_closed(server, data, place):

@@ -43,11 +43,11 @@ class Ranks:
 def machine(seconds):
     """A runner over ranks that take ``seconds``, with costs of which nothing is known; and its ranks."""
     ranks = Ranks(seconds)
-    return StepRunner(ranks, StepCosts(GRAPHS), ranks.monotonic), ranks
+    return StepRunner(ranks, StepCosts(GRAPHS), lambda name: {}, ranks.monotonic), ranks
 
 
 def warm(steps, progress=None):
-    steps.warm_up(NAMES, lambda name: {}, progress, lambda: True)
+    steps.warm_up(progress, lambda: True)
 
 
 def test_small_graphs_all_run_before_requests_smallest_first():
@@ -70,18 +70,18 @@ def test_large_graphs_wait_for_somebody_who_needs_them_or_until_the_engine_is_id
     assert "decode_b4" in ranks.ran and "prefill_s512" not in ranks.ran
     # What never ran is taken to be dear: streams are not held up by a prompt of 512 that seems to cost nothing.
     assert costs["prefill_s512"] > costs["prefill_s128"] > costs["decode_b4"]
-    left = [name for name in costs.smallest_first(NAMES) if not costs.measured(name)]
+    left = [name for name in costs.smallest_first() if not costs.measured(name)]
     for name in left:
         ranks.ran = []
         ranks.now += costs[name] - 0.01
-        steps.when_idle(NAMES, lambda name: {}, probe=1e9)
+        steps.when_idle(probe=1e9)
         assert ranks.ran == [], "it was not idle for as long as that takes"
         ranks.now += 0.02
-        steps.when_idle(NAMES, lambda name: {}, probe=1e9)
+        steps.when_idle(probe=1e9)
         assert ranks.ran == [name] and costs[name] == pytest.approx(seconds[name])
     ranks.ran = []
     ranks.now += 2.0
-    steps.when_idle(NAMES, lambda name: {}, probe=2.0)
+    steps.when_idle(probe=2.0)
     assert ranks.ran == ["decode_b1"], "a sign of life"
 
 

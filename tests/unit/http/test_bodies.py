@@ -14,17 +14,16 @@ from starlette.requests import Request
 
 from nxd_server.app.service import Service
 from nxd_server.errors import BodyError
-from nxd_server.http.body_schema import Body
 from nxd_server.http.error_responses import ApiError
-from nxd_server.http.openai.completions import check_choices
 from nxd_server.http.openai.embeddings import tokens_of
+from nxd_server.http.openai.generation import check_choices
 from nxd_server.http.openai.schemas import SamplingBody
 from nxd_server.http.predict import PredictBody
 from nxd_server.http.protocol import most_connections
-from nxd_server.http.request_body import MOST_CONTAINERS, Bodies, ClientLeft, default_limit, parse_json
+from nxd_server.http.request_body import MOST_CONTAINERS, Bodies, Body, ClientLeft, default_limit, parse_json
 from nxd_server.http.tokenize import DetokenizeBody, TokenizeBody
 from nxd_server.settings import ServerSettings
-from nxd_server.text.concurrency_limit import ConcurrencyLimit
+from nxd_server.threads import ConcurrencyLimit
 
 
 def test_the_limit_of_a_body_follows_from_the_models_length(tmp_path):

@@ -11,10 +11,10 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from nxd_server.errors import RequestError
-from nxd_server.http.api_keys import Keys
 from nxd_server.http.error_responses import ApiError
 from nxd_server.http.middleware import RequestMiddleware
-from nxd_server.text.concurrency_limit import ConcurrencyLimit
+from nxd_server.http.request_context import Keys
+from nxd_server.threads import ConcurrencyLimit
 
 
 class Body:
@@ -44,7 +44,7 @@ def test_what_a_refused_request_held_is_free_once_it_is_answered(handler):
         await handler(body)
 
     async def main():
-        middleware = RequestMiddleware(app, Keys([], None), Mock(), set(), access_log=False)
+        middleware = RequestMiddleware(app, Mock(keys=Keys([]), settings=Mock(access_log=False)))
         scope = {"type": "http", "headers": [], "path": "/x", "method": "POST", "http_version": "1.1"}
         await middleware(scope, receive, send)
         end = time.monotonic() + 60

@@ -8,7 +8,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from nxd_server.http.openai.chat import MessageParts
-from nxd_server.http.openai.event_stream import KEEP_ALIVE, EventStream
+from nxd_server.http.openai.generation import KEEP_ALIVE, EventStream
 from nxd_server.http.openai.tools import ChoiceCalls
 from nxd_server.text.reasoning import FORMATS, ReasoningReader
 

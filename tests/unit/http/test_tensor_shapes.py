@@ -18,7 +18,7 @@ from nxd_server.http.error_responses import ApiError
 from nxd_server.http.predict import PredictBody, predict, unpack
 from nxd_server.http.tensors import tensor_from_json, tensors_from_safetensors
 from nxd_server.settings import ServerSettings
-from nxd_server.text.concurrency_limit import ConcurrencyLimit
+from nxd_server.threads import ConcurrencyLimit
 
 SHAPES = [[549755813888, 549755813888, 0], [0, 2**63], [0, 2**62], [2**64, 0], [0] * 100, [2**31, 2**31, 0], [-1, 0]]
 

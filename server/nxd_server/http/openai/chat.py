@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
@@ -18,17 +18,17 @@ from nxd_server.http.error_responses import (
     unknown_field,
     unsupported,
 )
-from nxd_server.http.openai.completions import check_choices, with_limit
-from nxd_server.http.openai.event_stream import Answer, respond
-from nxd_server.http.openai.generation import Generation
+from nxd_server.http.openai.generation import Answer, Generation, check_choices, respond, with_limit
 from nxd_server.http.openai.logprobs import chat_logprob
-from nxd_server.http.openai.response_format import schemas_of, wanted_form, with_calls
 from nxd_server.http.openai.schemas import ChatBody
 from nxd_server.http.openai.tools import (
     ChoiceCalls,
     choice_calls,
     no_tools,
     offered_tools,
+    schemas_of,
+    wanted_form,
+    with_calls,
 )
 from nxd_server.http.request_context import (
     Context,
@@ -42,6 +42,10 @@ from nxd_server.http.request_context import (
 from nxd_server.text.chat_template import RESERVED
 from nxd_server.text.reasoning import Place, ReasoningCounter, ReasoningReader, free_reasoning, place_behind
 from nxd_server.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nxd_server.engine.sampling_params import SamplingParams
+    from nxd_server.text.grammars import CompiledGrammar
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_FIELDS = frozenset({"role", "content", "name"})
@@ -160,18 +164,12 @@ async def chat(request: Request, body: ChatBody) -> Any:
     check_choices(1, body.n, settings.max_choices, service.room)
     defaults = service.sampling_defaults
     params = body.sampling(asked, top, defaults)  # a wrong value: before a long conversation is tokenized
-    tools = offered_tools(body.tools, body.tool_choice, service.tool_format)
     _check_effort(body.reasoning_effort, service.reasoning_tags is not None)
-    tokenizer, wanted = service.require_tokenizer(), wanted_form(body)
-    params = params.replace(
-        structured_outputs=with_calls(body, wanted, tools, service.tool_format, tokenizer, service.vocab_size)
-    )
-    try:
-        grammar = await compiled_grammar(request, params)
-    except RequestError:
-        for part in (*([wanted] if wanted else []), *schemas_of(tools)):
-            await compiled_grammar(request, params.replace(structured_outputs=part))  # its error says where
-        raise
+    tokenizer, tools, grammar = service.require_tokenizer(), [], None
+    if body.tools or body.tool_choice is not None:
+        tools = offered_tools(body.tools, body.tool_choice, service.tool_format)
+    if tools or body.constrained:
+        grammar = await _grammar(request, body, params, tools)
     tokens, place = await unless_left(request, chat_prompt(context, body, tools))
     tags = service.reasoning_tags
     if grammar is not None and tags is not None:
@@ -183,13 +181,27 @@ async def chat(request: Request, body: ChatBody) -> Any:
         None if tags is None or place == "over" else ReasoningReader(tags, place, exact=grammar is not None)
         for _ in range(body.n)
     ]
-    calls = choice_calls(body, tools, service.tool_format)
+    calls = choice_calls(body, tools, service.tool_format) if tools else [None] * body.n
     parts = [
         MessageParts(reader, body.include_reasoning, one, tags and ReasoningCounter(tags, place, tokenizer.token_text))
         for reader, one in zip(readers, calls, strict=True)
     ]
     answer = _ChatCompletion(adapter or service.model_name, tokenizer, body, top, len(tokens), parts)
     return await respond(request, body, Generation(request, [tokens], [params], adapter, grammar), answer)
+
+
+async def _grammar(
+    request: Request, body: ChatBody, params: SamplingParams, tools: list[dict[str, Any]]
+) -> CompiledGrammar | None:
+    """Return the grammar that the answer follows, if any. Raises ApiError and RequestError."""
+    service, wanted = context_of(request).service, wanted_form(body)
+    form = with_calls(body, wanted, tools, service.tool_format, service.require_tokenizer(), service.vocab_size)
+    try:
+        return await compiled_grammar(request, params.replace(structured_outputs=form))
+    except RequestError:
+        for part in (*([wanted] if wanted else []), *schemas_of(tools)):
+            await compiled_grammar(request, params.replace(structured_outputs=part))  # its error says where
+        raise
 
 
 def _check_effort(effort: str | None, reasons: bool) -> None:
@@ -221,11 +233,11 @@ class MessageParts:
         self,
         reasoning: ReasoningReader | None,
         shown: bool,
-        calls: ChoiceCalls,
+        calls: ChoiceCalls | None,
         counter: ReasoningCounter | None = None,
     ):
-        """``reasoning`` None: the answer has none. ``shown``: whether the message is to have the reasoning. ``counter``
-        None: the model does not reason."""
+        """``reasoning``, ``calls`` None: the answer has none. ``shown``: whether the message is to have the
+        reasoning. ``counter`` None: the model does not reason."""
         self._reasoning, self._shown, self._calls = reasoning, shown, calls
         self.counter = counter
         self._thoughts: list[str] = []
@@ -238,11 +250,13 @@ class MessageParts:
             if ended:
                 more, rest = self._reasoning.end()
                 thought, text = thought + more, text + rest
-        text, calls = self._calls.take(text, ended)
-        if self._calls.optional and self._reasoning is not None and self._reasoning.place != "over":
-            self._thoughts.append(thought)
-            if ended:  # some models call a tool and leave the reasoning open
-                _, calls = self._calls.take("".join(self._thoughts), ended)
+        calls: list[dict[str, Any]] = []
+        if self._calls is not None:
+            text, calls = self._calls.take(text, ended)
+            if self._calls.optional and self._reasoning is not None and self._reasoning.place != "over":
+                self._thoughts.append(thought)
+                if ended:  # some models call a tool and leave the reasoning open
+                    _, calls = self._calls.take("".join(self._thoughts), ended)
         parts = {"reasoning_content": thought if self._shown else "", "content": text, "tool_calls": calls}
         return {name: part for name, part in parts.items() if part}
 
@@ -256,7 +270,7 @@ class MessageParts:
         parts = self.take(text, ended=True)
         message = {"role": "assistant", "content": "", "refusal": None, "reasoning_content": None, **parts}
         calls = parts.get("tool_calls")
-        if (calls or self._calls.forced) and not message["content"].strip():
+        if (calls or (self._calls is not None and self._calls.forced)) and not message["content"].strip():
             message["content"] = None
         if calls:
             message["tool_calls"] = [{name: call[name] for name in call if name != "index"} for call in calls]
@@ -264,7 +278,7 @@ class MessageParts:
 
     def reason(self, reason: str) -> str:
         """Return the choice's finish reason, from the engine's."""
-        return self._calls.reason(reason)
+        return reason if self._calls is None else self._calls.reason(reason)
 
 
 class _ChatCompletion(Answer):

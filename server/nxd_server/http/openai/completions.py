@@ -8,14 +8,11 @@ from typing import Any
 from starlette.requests import Request
 
 from nxd_server.engine.request import FinishEvent, TokenEvent, max_new_tokens
-from nxd_server.engine.sampling_params import SamplingParams
-from nxd_server.errors import RequestError
-from nxd_server.http.error_responses import bad_request, clip
-from nxd_server.http.openai.event_stream import Answer, respond
-from nxd_server.http.openai.generation import Generation
+from nxd_server.http.error_responses import bad_request, unsupported
+from nxd_server.http.openai.generation import Answer, Generation, check_choices, respond, with_limit
 from nxd_server.http.openai.logprobs import LegacyLogprobs
-from nxd_server.http.openai.response_format import wanted_form
 from nxd_server.http.openai.schemas import CompletionBody, token_lists
+from nxd_server.http.openai.tools import wanted_form
 from nxd_server.http.request_context import (
     check_model,
     compiled_grammar,
@@ -29,25 +26,6 @@ from nxd_server.text.tokenizer import Tokenizer
 DEFAULT_MAX_TOKENS = 16
 
 
-def check_choices(prompts: int, n: int, limit: int, room: int) -> None:
-    """Raise ApiError 400 for more choices than ``limit``, or than an idle server's ``room``: no retry helps."""
-    if n >= 1 and prompts * n > min(limit, room):
-        why = "max_choices" if limit <= room else "its slots and max_queued_requests"
-        raise bad_request(
-            f"{prompts} prompts with n = {clip(str(n))} are too many choices; one request may ask for "
-            f"{min(limit, room)} ({why})",
-            param="n" if prompts == 1 else "prompt",
-        )
-
-
-def with_limit(params: SamplingParams, limit: int) -> SamplingParams:
-    """Return ``params``, whose request named no ``max_tokens``, with this one. Raises RequestError for more
-    ``min_tokens``."""
-    if params.min_tokens > limit:
-        raise RequestError("min_tokens", f"{params.min_tokens} is more than the {limit} tokens that are generated here")
-    return params.replace(max_tokens=limit)
-
-
 async def completions(request: Request, body: CompletionBody) -> Any:
     """Answer a completion request, at once or as a stream."""
     context = context_of(request)
@@ -56,26 +34,19 @@ async def completions(request: Request, body: CompletionBody) -> Any:
     require_task(service, "/v1/completions", "generate")
     body.check_stream_options()
     if body.best_of is not None and body.best_of != body.n:
-        raise bad_request(
-            f"`best_of` = {body.best_of} is not supported: only the value of `n` ({body.n}) is",
-            param="best_of",
-            code="unsupported_parameter",
-        )
+        raise unsupported("best_of", f"only the value of `n` ({body.n}) is, got {body.best_of}")
     most = service.top_logprobs
     if body.logprobs is not None and not 0 <= body.logprobs <= most:
         raise bad_request(f"`logprobs` must be from 0 to {most}, got {body.logprobs}", param="logprobs")
     if body.echo and body.logprobs is not None:
-        raise bad_request(
-            "`echo` together with `logprobs` is not supported: no log-probabilities of the prompt are computed",
-            param="echo",
-            code="unsupported_parameter",
-        )
+        raise unsupported("echo", "together with `logprobs`: no log-probabilities of the prompt are computed")
     tokenizer = service.require_tokenizer()
     prompts = token_lists(body.prompt, "prompt")
     check_choices(len(prompts), body.n, settings.max_choices, service.room)
     defaults = service.sampling_defaults
     params = body.sampling(body.max_tokens, body.logprobs, defaults)  # a wrong value: before long prompts are tokenized
-    params = params.replace(structured_outputs=wanted_form(body))
+    if body.constrained:
+        params = params.replace(structured_outputs=wanted_form(body))
     grammar = await compiled_grammar(request, params)
     tokens = await unless_left(request, encode_prompts(context, prompts, "prompt", special=body.add_special_tokens))
     if body.max_tokens is None:

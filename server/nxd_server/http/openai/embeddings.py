@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse
 
 from nxd_server.errors import QueueFullError, not_finished
-from nxd_server.http.error_responses import bad_request, encode
+from nxd_server.http.error_responses import bad_request, unsupported
 from nxd_server.http.openai.schemas import ClassifyBody, EmbeddingBody, texts_or_pairs, token_lists
 from nxd_server.http.request_context import (
     INLINE_TEXT,
@@ -38,18 +38,14 @@ LARGEST_WAVE = 64
 RETRY_SECONDS = 0.05
 
 
-async def embeddings(request: Request, body: EmbeddingBody) -> Response:
+async def embeddings(request: Request, body: EmbeddingBody) -> JSONResponse:
     """Return one vector per text, in the order of the texts."""
     service = context_of(request).service
     check_model(service, body.model)
     require_task(service, "/v1/embeddings", "embed")
     size = _output_size(service.manifest, "embedding")
     if body.dimensions is not None and body.dimensions != size:
-        raise bad_request(
-            f"`dimensions` = {body.dimensions} is not supported: this model's embeddings have {size}",
-            "dimensions",
-            "unsupported_parameter",
-        )
+        raise unsupported("dimensions", f"this model's embeddings have {size}, got {body.dimensions}")
     results = await _encode(
         request, body.input, prompt_name=body.prompt_name, truncate_prompt_tokens=body.truncate_prompt_tokens
     )
@@ -57,10 +53,10 @@ async def embeddings(request: Request, body: EmbeddingBody) -> Response:
         {"object": "embedding", "index": index, "embedding": _vector(result.values, body.encoding_format)}
         for index, result in enumerate(results)
     ]
-    return _answer({"object": "list", "data": data, "model": service.model_name, "usage": _usage(results)})
+    return JSONResponse({"object": "list", "data": data, "model": service.model_name, "usage": _usage(results)})
 
 
-async def classify(request: Request, body: ClassifyBody) -> Response:
+async def classify(request: Request, body: ClassifyBody) -> JSONResponse:
     """Return each text's most likely label and all probabilities, or the raw scores if there are none."""
     service = context_of(request).service
     check_model(service, body.model)
@@ -72,7 +68,7 @@ async def classify(request: Request, body: ClassifyBody) -> Response:
         for index, result in enumerate(results)
     ]
     head = {"id": f"classify-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
-    return _answer({**head, "model": service.model_name, "data": data, "usage": _usage(results)})
+    return JSONResponse({**head, "model": service.model_name, "data": data, "usage": _usage(results)})
 
 
 def verdict_on(logits: torch.Tensor, labels: Sequence[str], scores: str) -> dict[str, Any]:
@@ -171,10 +167,6 @@ def _vector(values: torch.Tensor, form: str) -> list[float] | str:
 def _usage(results: list[Encoded]) -> dict[str, int]:
     tokens = sum(result.tokens for result in results)
     return {"prompt_tokens": tokens, "total_tokens": tokens}
-
-
-def _answer(content: dict[str, Any]) -> Response:
-    return Response(encode(content), media_type="application/json")
 
 
 def _output_size(manifest: Any, name: str) -> int | None:

@@ -1,27 +1,71 @@
-"""One HTTP request's choices in the engine: submitted, watched and cancelled together."""
+"""One HTTP request's choices in the engine, submitted, watched and cancelled together; and its answer.
+
+Server-sent events are written by hand: OpenAI's format is only ``data: ...`` and a blank line. A stream ends in one of
+two ways. Complete: every choice's last chunk with its finish reason, the usage if requested, ``data: [DONE]``. Failed:
+one ``data: {"error": ...}`` and the end, with neither a finish reason nor ``[DONE]``, so that no client can mistake
+half an answer for a complete one.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+import secrets
 import time
-import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from nxd_server.engine.request import ErrorEvent, Event, FinishEvent, OnEvent, TokenEvent, Usage
 from nxd_server.engine.sampling_params import SamplingParams
-from nxd_server.errors import DEADLINE_GRACE, ended_early, not_finished
+from nxd_server.errors import DEADLINE_GRACE, RequestError, ended_early, not_finished
+from nxd_server.http.error_responses import as_api_error, bad_request, clip, encode
+from nxd_server.http.openai.schemas import SamplingBody
 from nxd_server.http.request_body import ClientLeft, client_left
 from nxd_server.http.request_context import context_of, request_id, seconds_left, whole_of
+from nxd_server.http.scope_keys import REFUSAL
+from nxd_server.threads import Mailbox
 
 if TYPE_CHECKING:
     from nxd_server.text.grammars import CompiledGrammar
 
+logger = logging.getLogger("nxd_server.http")
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # else nginx buffers the chunks
+]
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+PADDED_TO = 64
+"""Padded chunks are a multiple of this many bytes long, so that their sizes reveal little about the tokens."""
+
 _LEFT: Any = object()
+
+
+def check_choices(prompts: int, n: int, limit: int, room: int) -> None:
+    """Raise ApiError 400 for more choices than ``limit``, or than an idle server's ``room``: no retry helps."""
+    if n >= 1 and prompts * n > min(limit, room):
+        why = "max_choices" if limit <= room else "its slots and max_queued_requests"
+        raise bad_request(
+            f"{prompts} prompts with n = {clip(str(n))} are too many choices; one request may ask for "
+            f"{min(limit, room)} ({why})",
+            param="n" if prompts == 1 else "prompt",
+        )
+
+
+def with_limit(params: SamplingParams, limit: int) -> SamplingParams:
+    """Return ``params``, whose request named no ``max_tokens``, with this one. Raises RequestError for more
+    ``min_tokens``."""
+    if params.min_tokens > limit:
+        raise RequestError("min_tokens", f"{params.min_tokens} is more than the {limit} tokens that are generated here")
+    return params.replace(max_tokens=limit)
 
 
 class Generation:
@@ -51,7 +95,7 @@ class Generation:
         self._whole = whole_of(request)
         self._adapter = adapter
         self._grammar = grammar
-        self._mailbox: Mailbox | None = None
+        self._mailbox = Mailbox(context.bell)
         self._tickets: list[Any] = []
         self._watcher: asyncio.Task[None] | None = None
         self._last_token: dict[int, float] = {}
@@ -73,7 +117,6 @@ class Generation:
         return self._whole.version
 
     async def __aenter__(self) -> Generation:
-        self._mailbox = mailbox = Mailbox()
         try:
             engine = self._service.require_engine()
             engine.check_room(self.choices)  # or the first ones would take it from other requests
@@ -82,7 +125,7 @@ class Generation:
                     engine.submit(
                         prompt,
                         params,
-                        _handover(mailbox, place * self._n),
+                        _handover(self._mailbox, place * self._n),
                         timeout=self._timeout,
                         request_id=self._request_id,
                         adapter=self._adapter,
@@ -95,7 +138,7 @@ class Generation:
             raise
         finally:
             self._whole.close()
-        self._watcher = asyncio.create_task(self._watch(mailbox))
+        self._watcher = asyncio.create_task(self._watch())
         return self
 
     async def __aexit__(
@@ -103,7 +146,7 @@ class Generation:
     ) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
-        self._box.close()
+        self._mailbox.close()
         if self.unfinished:
             self._cancel()
 
@@ -116,8 +159,7 @@ class Generation:
         """
         left = self._deadline + DEADLINE_GRACE - time.monotonic()
         patience = left if wait is None else min(wait, left)
-        item = await self._box.get(patience)
-        if item is not None:
+        if (item := await self._mailbox.get(patience)) is not None:
             return self._take(item)
         if time.monotonic() - self._deadline >= DEADLINE_GRACE:
             raise not_finished(self._service.settings.request_timeout)
@@ -125,33 +167,8 @@ class Generation:
 
     def ready(self) -> tuple[int, TokenEvent | FinishEvent] | None:
         """Return an event that has already arrived, if any. Raises as :meth:`next`."""
-        item = self._box.get_nowait()
+        item = self._mailbox.get_nowait()
         return None if item is None else self._take(item)
-
-    async def whole(self, token: Callable[[int, TokenEvent], None]) -> list[tuple[str, str]]:
-        """Return text and finish reason of every choice once all have ended. Raises as :meth:`next`.
-
-        ``token(choice, event)`` is called for every token of an answer, except the one that stops it.
-        """
-        texts, reasons = [""] * self.choices, [""] * self.choices
-        async with self:
-            while self.unfinished:
-                item = await self.next()
-                if item is None:
-                    continue
-                choice, event = item
-                texts[choice] += event.text
-                if isinstance(event, FinishEvent):
-                    reasons[choice] = event.reason
-                elif not event.is_stop:
-                    token(choice, event)
-        return list(zip(texts, reasons, strict=True))
-
-    @property
-    def _box(self) -> Mailbox:
-        if self._mailbox is None:
-            raise RuntimeError("a Generation is used as `async with generation:`")
-        return self._mailbox
 
     def _take(self, item: tuple[int, Event]) -> tuple[int, TokenEvent | FinishEvent]:
         if item is _LEFT:
@@ -179,9 +196,9 @@ class Generation:
         if self._watcher is not None and self._watcher.done():
             raise self._gone()
 
-    async def _watch(self, mailbox: Mailbox) -> None:
+    async def _watch(self) -> None:
         await client_left(self._receive)
-        mailbox.put(_LEFT)
+        self._mailbox.put(_LEFT)
 
     def _gone(self) -> ClientLeft:
         self._metrics.disconnected()
@@ -197,107 +214,201 @@ def _handover(mailbox: Mailbox, base: int) -> OnEvent:
     return lambda event: mailbox.put((base, event))
 
 
-# --- events from the engine's thread, with one wake-up of the event loop per step ---
+# --- the answer ---
 
 
-class Doorbell:
-    """Makes an event loop check mailboxes: a step fills one per row, but mostly wakes the loop only once."""
-
-    _of_loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Doorbell] = weakref.WeakKeyDictionary()
-
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self._loop = weakref.ref(loop)
-        self._rung: deque[Mailbox] = deque()
-        self._called = False
-
-    @classmethod
-    def of(cls, loop: asyncio.AbstractEventLoop) -> Doorbell:
-        return cls._of_loops.setdefault(loop, cls(loop))
-
-    def ring(self, mailbox: Mailbox) -> None:
-        """Thread-safe; never blocks, and does nothing once the loop is closed."""
-        loop = self._loop()
-        if loop is None or loop.is_closed():  # nobody is left to notify
-            self._rung.clear()
-            return
-        self._rung.append(mailbox)
-        if self._called:
-            return
-        self._called = True
-        try:
-            loop.call_soon_threadsafe(self._answer)
-        except RuntimeError:  # it was closed meanwhile
-            self._rung.clear()
-        except BaseException:  # the next call tries again
-            self._called = False
-            raise
-
-    def _answer(self) -> None:
-        self._called = False  # first, so that items put from here on ring again
-        for _ in range(len(self._rung)):
-            self._rung.popleft().wake()
+def usage_object(usage: Usage, reasoning: int | None = None) -> dict[str, Any]:
+    """Return the field ``usage``; ``reasoning``: the tokens of the answer that are, None for a model without."""
+    counts: dict[str, Any] = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+    }
+    if usage.cached_tokens is not None:
+        counts["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    if reasoning is not None:
+        counts["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return counts
 
 
-class Mailbox:
-    """From the engine's thread to one coroutine, one wake-up for all events that have arrived."""
+class Answer:
+    """One request's answer, whole or in chunks; a route says what a choice (``choice``) or its chunk (``opening``,
+    ``event``) holds.
 
-    def __init__(self) -> None:
-        self._bell = Doorbell.of(asyncio.get_running_loop())
-        self._items: deque[Any] = deque()
-        self._waiter: asyncio.Future[bool] | None = None
-        self._due = 0.0
-        """End of the current wait, on the loop's clock."""
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_due = 0.0  # stored, because a uvloop timer that is nearly due does not report its time
+    Without ``continuous_usage_stats`` the counts are null until the last chunk, without ``include_usage`` absent.
+    Constant parts are rendered once.
+    """
 
-    def put(self, item: Any) -> None:
-        """Thread-safe; never blocks, and does nothing once the loop is closed."""
-        self._items.append(item)
-        self._bell.ring(self)
+    WHOLE: ClassVar[str]
+    CHUNK: ClassVar[str]
+    """The field ``object`` of the whole answer, and that of a chunk."""
 
-    def get_nowait(self) -> Any | None:
-        return self._items.popleft() if self._items else None
+    def __init__(self, id_prefix: str, model: str, body: SamplingBody, prompt_lengths: Sequence[int]):
+        """Choice ``c`` answers prompt ``c // n``."""
+        self._fields: dict[str, Any] = {
+            "id": f"{id_prefix}-{uuid.uuid4().hex}",
+            "object": self.CHUNK,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._head = b""
+        self._prompts, self._n = prompt_lengths, body.n
+        options = body.stream_options
+        self._usage = bool(options and options.include_usage)
+        self._counts = self._usage and bool(options and options.continuous_usage_stats)
+        self._pads = bool(options and options.include_obfuscation)
+        self._tokens: dict[int, int] = {}
 
-    async def get(self, wait: float) -> Any | None:
-        """Return the next item, or ``None`` after ``wait`` seconds. (``asyncio.wait_for`` needs a task per token.)"""
-        if not self._items and wait > 0:
-            loop = asyncio.get_running_loop()
-            self._due = loop.time() + wait
-            if self._timer is None or self._timer_due > self._due:  # an earlier timer will find that time is left
-                self.close()
-                self._look_again(loop)
-            self._waiter = loop.create_future()
+    async def whole(self, generation: Generation) -> Response:
+        """Return the response with all choices once they have ended. Raises as :meth:`Generation.next`."""
+        texts, reasons = [""] * generation.choices, [""] * generation.choices
+        async with generation:
+            while generation.unfinished:
+                if (item := await generation.next()) is None:
+                    continue
+                choice, event = item
+                texts[choice] += event.text
+                if isinstance(event, FinishEvent):
+                    reasons[choice] = event.reason
+                elif not event.is_stop:
+                    self.token(choice, event)
+        ended = enumerate(zip(texts, reasons, strict=True))
+        answer = {
+            **self._fields,
+            "object": self.WHOLE,
+            "choices": [{"index": index, **self.choice(index, *one)} for index, one in ended],
+            "usage": usage_object(generation.usage, self.reasoning_tokens),
+            "weight_version": generation.weight_version,
+        }
+        return JSONResponse(answer)
+
+    def token(self, choice: int, event: TokenEvent) -> None:
+        """Take a token of a whole answer, except the one that stops it."""
+        raise NotImplementedError
+
+    def choice(self, choice: int, text: str, reason: str) -> dict[str, Any]:
+        """Return the fields of a whole choice: its text, and the engine's finish reason."""
+        raise NotImplementedError
+
+    def begin(self, weight_version: int | None) -> bytes:
+        """Return what precedes the first event; the version of the weights is known by now."""
+        self._head = b"data: " + json.dumps({**self._fields, "weight_version": weight_version})[:-1].encode()
+        return self.opening()
+
+    def opening(self) -> bytes:
+        """Return the chunks before the first event."""
+        raise NotImplementedError
+
+    def event(self, choice: int, event: TokenEvent | FinishEvent) -> bytes:
+        """Return the chunks of one event; empty if there is nothing to show."""
+        raise NotImplementedError
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """How many tokens of all choices so far are reasoning; None if the model does not reason."""
+        return None
+
+    def usage(self, usage: Usage) -> bytes:
+        """Return the chunk with the token counts, or empty if it was not requested."""
+        if not self._usage:
+            return b""
+        counts = json.dumps(usage_object(usage, self.reasoning_tokens))
+        return self._head + b',"choices":[],"usage":' + counts.encode() + b"}\n\n"
+
+    def count(self, choice: int) -> None:
+        """Count one more token of ``choice``."""
+        if self._counts:
+            self._tokens[choice] = self._tokens.get(choice, 0) + 1
+
+    def chunk(self, choice: int, content: str, logprobs: dict | None, reason: str | None) -> bytes:
+        """Return the chunk of one choice; ``content``: its route's own field, as JSON."""
+        end = f'"{reason}"' if reason else "null"
+        part = f'{{"index":{choice},{content},"logprobs":{json.dumps(logprobs)},"finish_reason":{end}}}]'
+        chunk = self._head + b',"choices":[' + part.encode()
+        if self._counts:
+            usage = Usage(self._prompts[choice // self._n], self._tokens.get(choice, 0))
+            chunk += b',"usage":' + json.dumps(usage_object(usage)).encode()
+        elif self._usage:
+            chunk += b',"usage":null'
+        if self._pads:
+            chunk += b',"obfuscation":"'
+            short = -(len(chunk) + len(b'"}\n\n')) % PADDED_TO
+            chunk += secrets.token_hex(PADDED_TO)[:short].encode() + b'"'
+        return chunk + b"}\n\n"
+
+
+async def respond(request: Request, body: SamplingBody, generation: Generation, answer: Answer) -> Response:
+    """Return the response to a request: its whole answer, or a stream that the server then runs."""
+    if body.stream:
+        return EventStream(generation, answer, context_of(request).settings.keep_alive_interval, request_id(request))
+    return await answer.whole(generation)
+
+
+class EventStream(Response):
+    """An ASGI response that runs a generation and streams it.
+
+    Nothing is sent before the first event or ``keep_alive`` seconds, so that an error before that still gets its own
+    status.
+    """
+
+    def __init__(self, generation: Generation, answer: Answer, keep_alive: float, request_id: str):
+        # Only the base class's type is used: its constructor would render a body and its length.
+        self.status_code = 200
+        self.background = None
+        self._generation = generation
+        self._answer = answer
+        self._keep_alive = keep_alive
+        self._request_id = request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._generation as generation:
+            first = await generation.next(self._keep_alive)
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
             try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self.get_nowait()
+                await self._write(generation, first, send)
+            except (ClientLeft, asyncio.CancelledError):
+                raise
+            except Exception as error:
+                refusal = scope[REFUSAL] = as_api_error(error, self._request_id)
+                if refusal.code == "internal_error":
+                    logger.exception("request %s: a stream failed", self._request_id)
+                await _send(generation, send, b"data: " + encode(refusal.body()) + b"\n\n", more=False)
 
-    def close(self) -> None:
-        """Stop waiting."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    async def _write(
+        self, generation: Generation, item: tuple[int, TokenEvent | FinishEvent] | None, send: Send
+    ) -> None:
+        begun, sent = False, 0.0 if item is None else time.monotonic()
+        while True:
+            chunks: list[bytes] = []
+            failure: Exception | None = None
+            while item is not None:  # all in one write, so that a slow connection does not slow the event loop
+                try:
+                    if not begun:
+                        chunks.append(self._answer.begin(generation.weight_version))
+                        begun = True
+                    chunks.append(self._answer.event(*item))
+                    item = generation.ready() if generation.unfinished else None
+                except ClientLeft:
+                    raise
+                except Exception as error:
+                    failure, item = error, None
+            body = b"".join(chunks)
+            if not body and time.monotonic() - sent >= self._keep_alive:  # what is held back may take long, too
+                body = KEEP_ALIVE
+            if body:
+                await _send(generation, send, body)
+                sent = time.monotonic()
+            if failure is not None:
+                raise failure
+            if not generation.unfinished:
+                break
+            item = await generation.next(max(0.0, sent + self._keep_alive - time.monotonic()))
+        tail = self._answer.usage(generation.usage) + DONE
+        await _send(generation, send, tail, more=False)
 
-    def wake(self) -> None:
-        """Called in the loop: an item was put."""
-        if self._items:  # empty if the item was already taken together with an earlier one
-            self._end_wait()
 
-    def _look(self) -> None:
-        self._timer = None
-        if self._waiter is None:
-            return
-        loop = asyncio.get_running_loop()
-        if loop.time() < self._due:
-            self._look_again(loop)
-        else:
-            self._end_wait()
-
-    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._timer_due = self._due
-        self._timer = loop.call_at(self._due, self._look)
-
-    def _end_wait(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(True)
+async def _send(generation: Generation, send: Send, body: bytes, *, more: bool = True) -> None:
+    """Send ``body``. Raises ClientLeft if the connection closed while this waited for the client to read."""
+    if body:
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        generation.check_client()

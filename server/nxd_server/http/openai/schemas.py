@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_server.engine.sampling_params import SamplingParams
-from nxd_server.http.body_schema import Body, Listed, Texts, Whole, equals, is_empty, is_one_of
 from nxd_server.http.error_responses import ApiError, bad_request, clip
+from nxd_server.http.request_body import Body, Listed, Texts, Whole, equals, is_empty, is_one_of
 
 MOST_STOP_TOKENS = 1024
 """They are checked at every token, in the one thread that serves everyone."""
@@ -113,6 +113,11 @@ class SamplingBody(create_model("SamplerBody", __base__=Body, **_sampler_fields(
     cache_prompt: bool = Field(True, description="Whether the prompt's cache may be shared with other requests.")
     cache_salt: str | None = Field(None, max_length=256, description="Share it only where this is the same.")
 
+    @property
+    def constrained(self) -> bool:
+        """Whether the request says what its answer must be."""
+        return self.response_format is not None or bool(self.structured_outputs)
+
     def check_stream_options(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise bad_request("`stream_options` is only allowed when `stream` is true", param="stream_options")
@@ -121,16 +126,13 @@ class SamplingBody(create_model("SamplerBody", __base__=Body, **_sampler_fields(
         """Return the engine's parameters, with ``defaults`` for what the body omits. Raises RequestError for a value
         out of range."""
         given = {name: value for name in SAMPLER_FIELDS if (value := getattr(self, name)) is not None}
+        same = {
+            name: getattr(self, name) for name in ("seed", "stop", "stop_token_ids", "n", "min_tokens", "ignore_eos")
+        }
         return SamplingParams(
-            **{**defaults, **given},
+            **{**defaults, **given, **same},
             max_tokens=max_tokens,
-            seed=self.seed,
-            stop=self.stop or [],
-            stop_token_ids=self.stop_token_ids,
-            n=self.n,
             logprobs=logprobs,
-            min_tokens=self.min_tokens,
-            ignore_eos=self.ignore_eos,
             cache_salt=self.cache_salt if self.cache_prompt else secrets.token_hex(16),
             logit_bias={_token_id(token): bias for token, bias in self.logit_bias.items()},
         )

@@ -1,4 +1,5 @@
-"""Work beside the loop: threads that stay for the next piece of it, and never more than they may be."""
+"""Work beside the loop: threads that stay for the next piece of it, and never more than they may be; and what a thread
+tells coroutines."""
 
 from __future__ import annotations
 
@@ -9,8 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from nxd_server.errors import EngineUnavailableError
-from nxd_server.text.concurrency_limit import ConcurrencyLimit
-from nxd_server.threads import Workers
+from nxd_server.threads import ConcurrencyLimit, Doorbell, Mailbox
 
 refuse = Mock(side_effect=RuntimeError("can't start new thread"))
 
@@ -23,8 +23,8 @@ def test_there_are_no_more_threads_than_allowed_and_what_waits_is_done():
         gate.wait(120)
 
     async def main():
-        workers = Workers(2, "worker")
-        several = [workers.run(work) for _ in range(5)]
+        limit = ConcurrencyLimit("texts", 2, 3)
+        several = [asyncio.create_task(limit.run(work)) for _ in range(5)]
         await asyncio.sleep(0.05)
         assert len(begun) <= 2
         gate.set()
@@ -46,3 +46,25 @@ def test_a_thread_that_cannot_be_started_takes_no_turn_with_it(monkeypatch):
         return await asyncio.wait_for(limit.run(lambda: 7), 120)
 
     assert asyncio.run(main()) == 7
+
+
+def test_items_of_many_threads_come_once_and_in_order():
+    async def main():
+        boxes = [Mailbox(bell) for bell in [Doorbell()] * 8]
+
+        def fill(box):
+            for number in range(500):
+                box.put(number)
+
+        async def drain(box):
+            return [await box.get(600) for _ in range(500)]
+
+        threads = [threading.Thread(target=fill, args=(box,)) for box in boxes]
+        for thread in threads:
+            thread.start()
+        assert await asyncio.gather(*map(drain, boxes)) == [list(range(500))] * len(boxes)
+        assert await boxes[0].get(0.01) is None
+        for thread in threads:
+            thread.join(60)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
