@@ -159,8 +159,11 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
 
     def _sources(self, name: str) -> Mapping[str, str] | str | None:
         kind, _, parts = name.partition("_")
-        logical = {part: f"{self.names[part]}.{kind}" if self.names else f"{kind}_{part}" for part in PARTS}
+        logical = {part: self._logical(kind, part) for part in PARTS}
         return logical if parts == "qkv" else logical[parts]
+
+    def _logical(self, kind: str, part: str) -> str:
+        return f"{self.names[part]}.{kind}" if self.names else f"{kind}_{part}"
 
     def plans_changed(self) -> None:
         self.q_output_size_per_partition = self.q_plan.local_size(self.degree)
@@ -188,19 +191,16 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         if first.is_meta:
             return
         dtype = torch.promote_types(first.dtype, torch.float32) if self.keep_master_weight else first.dtype
-        masters: dict[str, dict[str, Tensor]] = {"weight": {}, "bias": {}}
-        fill = self.init_method or init_linear_weight
+        fills = {"weight": self.init_method or init_linear_weight, "bias": init_linear_bias(self.input_size)}
+        masters: dict[str, dict[str, Tensor]] = {"weight": {}, "bias": {}} if self.use_bias else {"weight": {}}
         for part in PARTS:
-            size = self._plan(part).size
-            masters["weight"][part] = logical_tensor((size, self.input_size), dtype, first.device, fill)
-            if self.use_bias:
-                bias_fill = init_linear_bias(self.input_size)
-                masters["bias"][part] = logical_tensor((size,), dtype, first.device, bias_fill)
-        for kind in ("weight", "bias") if self.use_bias else ("weight",):
+            for kind, drawn in masters.items():
+                shape = (self._plan(part).size, self.input_size)[: 2 if kind == "weight" else 1]
+                drawn[self._logical(kind, part)] = logical_tensor(shape, dtype, first.device, fills[kind])
+        for kind, drawn in masters.items():
             for name in self._parameter_names(kind):
-                layout = ParamLayout.of(self.axes_of(name)).rank_layout(self.degree, self.rank)
-                part = name.partition("_")[2]
-                fill_tensor(getattr(self, name), masters[kind] | {"": masters[kind].get(part, Tensor())}, layout)
+                layout = ParamLayout.of(self.axes_of(name), self._sources(name))
+                fill_tensor(getattr(self, name), drawn, layout.rank_layout(self.degree, self.rank))
         if self.keep_master_weight:
             self.master_weight = torch.cat(list(masters["weight"].values()))
             self.master_bias = torch.cat(list(masters["bias"].values())) if self.use_bias else None

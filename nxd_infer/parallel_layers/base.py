@@ -28,7 +28,7 @@ from nxd_infer.layout.runs import Run, coalesce
 from nxd_infer.layout.shard import fill_tensor
 from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.mappings import axis_of
-from nxd_infer.util.devices import HOST
+from nxd_infer.util.devices import CHECKED, HOST, on_host
 
 Fill = Callable[[Tensor], object]
 """Fills a tensor in place."""
@@ -72,6 +72,20 @@ def whole_size(size: Any) -> int:
         return operator.index(size)
     except TypeError:
         raise ParallelConfigError(f"the sizes of a layer must be whole numbers, got {size!r}") from None
+
+
+def require_inside(ids: Tensor, vocabulary: int, what: str) -> None:
+    """Raise IndexError for an id outside the vocabulary; on CUDA a device-side assertion. A graph does not check."""
+    if torch.compiler.is_compiling() or type(ids) is not Tensor or ids.is_meta or not ids.numel():
+        return
+    if on_host(ids):
+        low, high = (int(value) for value in torch.aminmax(ids))
+        if low < 0 or high >= vocabulary:
+            bad = low if low < 0 else high
+            raise IndexError(f"{what} {bad} is outside the vocabulary: {what}s must be 0 to {vocabulary - 1}")
+    elif ids.device.type in CHECKED:
+        inside = ((ids >= 0) & (ids < vocabulary)).all()
+        torch.ops.aten._assert_async.msg(inside, f"a {what} is outside the vocabulary of {vocabulary}")
 
 
 def size_plan(size: int, stride: int = 1, pad: bool = False, multiple: int = 1) -> AxisPlan:

@@ -17,8 +17,7 @@ from nxd_infer import comm
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import AxisPlan
 from nxd_infer.parallel_layers import mappings
-from nxd_infer.parallel_layers.base import DeviceLike, ParallelLayer, device_of, size_plan, whole_size
-from nxd_infer.util.devices import CHECKED, on_host
+from nxd_infer.parallel_layers.base import DeviceLike, ParallelLayer, device_of, require_inside, size_plan, whole_size
 
 
 class ParallelEmbedding(ParallelLayer):
@@ -177,7 +176,7 @@ class ParallelEmbedding(ParallelLayer):
         if torch.compiler.is_exporting():
             y = self._look_up(local.masked_fill(~own, 0), None)
             return y.masked_fill(~own.unsqueeze(-1), 0)
-        self._check_range(ids)
+        require_inside(ids, self.num_embeddings, "id")
         padding_idx = None
         if self.padding_idx is not None and 0 <= self.padding_idx - self.rank * rows < rows:
             padding_idx = self.padding_idx - self.rank * rows
@@ -187,20 +186,6 @@ class ParallelEmbedding(ParallelLayer):
         # These options count or change the looked-up rows, so look up only this rank's.
         y = self._look_up(local[own], padding_idx)
         return y.new_zeros((*ids.shape, self.embedding_dim)).index_put((own,), y)
-
-    def _check_range(self, ids: Tensor) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if type(ids) is not Tensor or ids.is_meta or not ids.numel() or ids.device.type not in CHECKED:
-            return
-        if not on_host(ids):
-            inside = ((ids >= 0) & (ids < self.num_embeddings)).all()
-            torch.ops.aten._assert_async.msg(inside, f"an id is outside the vocabulary of {self.num_embeddings}")
-            return
-        low, high = (int(value) for value in torch.aminmax(ids))
-        if low < 0 or high >= self.num_embeddings:
-            bad, last = (low if low < 0 else high), self.num_embeddings - 1
-            raise IndexError(f"index {bad} is outside the vocabulary: ids must be 0 to {last}")
 
     def extra_repr(self) -> str:
         how = "embedding" if self.shard_across_embedding else "vocabulary"

@@ -11,7 +11,7 @@ from torch import Tensor
 from nxd_infer import comm
 from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import ParallelConfigError
-from nxd_infer.util.devices import on_host
+from nxd_infer.parallel_layers.base import require_inside
 
 __all__ = ["from_parallel_logits_to_logprobs", "parallel_cross_entropy"]
 
@@ -110,7 +110,7 @@ def parallel_cross_entropy(
     counted = labels != ignore_index
     target = labels.masked_fill(~counted, 0)
     vocabulary = _vocabulary(parallel_logits, vocab_size, context)
-    _check_range(target, vocabulary)
+    require_inside(target, vocabulary, "label")
     chosen, mean = _LogProbs.apply(parallel_logits, target, context, vocabulary)  # pyright: ignore
     loss = -chosen
     if label_smoothing > 0:  # separately, so that without smoothing a logit of -inf does not become nan
@@ -133,7 +133,7 @@ def from_parallel_logits_to_logprobs(
     """
     context = current_context() if context is None else context
     vocabulary = _vocabulary(vocab_parallel_logits, vocab_size, context)
-    _check_range(target, vocabulary)
+    require_inside(target, vocabulary, "label")
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference):
         chosen, _ = _LogProbs.apply(vocab_parallel_logits[:, :-1], target[:, 1:], context, vocabulary)  # pyright: ignore
     return chosen
@@ -146,12 +146,3 @@ def _vocabulary(logits: Tensor, vocab_size: int | None, context: ParallelContext
     if not 1 <= vocab_size <= columns:
         raise ParallelConfigError(f"vocab_size must lie between 1 and the {columns} columns, got {vocab_size}")
     return vocab_size
-
-
-def _check_range(labels: Tensor, vocabulary: int) -> None:
-    if torch.compiler.is_compiling() or not on_host(labels) or not labels.numel():
-        return
-    low, high = (int(value) for value in torch.aminmax(labels))
-    if low < 0 or high >= vocabulary:
-        bad = low if low < 0 else high
-        raise IndexError(f"label {bad} is outside the vocabulary: labels must be 0 to {vocabulary - 1}")
