@@ -14,7 +14,7 @@ from nxd_infer.recipes.checks import require_trainable, slow_products
 from nxd_infer.recipes.convert import as_yaml, convert
 from nxd_infer.recipes.experiment import Keeper, log_dir_of
 from nxd_infer.recipes.loop import Outcome
-from nxd_infer.recipes.recipe import Loaded, load, world_size
+from nxd_infer.recipes.recipe import Loaded, load
 from nxd_infer.recipes.schema import Recipe
 from nxd_infer.recipes.yaml_text import read_yaml
 from nxd_infer.util.devices import has_accelerator
@@ -58,7 +58,7 @@ def train(loaded: Loaded, file: Path, overrides: list[str]) -> Outcome:
     if launch.is_a_rank(os.environ):
         launch.check_world(loaded, os.environ)
         return loop.train(loaded, console=console)
-    if world_size(loaded.recipe) == 1 and not has_accelerator():  # which is a rank's, as of several ranks
+    if loaded.recipe.world_size == 1 and not has_accelerator():  # which is a rank's, as of several ranks
         return loop.train(loaded, console=console)
     require_trainable(loaded)
     log_dir = log_dir_of(loaded.recipe.exp_manager)

@@ -33,7 +33,6 @@ from nxd_infer.recipes.models import (
 )
 from nxd_infer.recipes.optim import OPTIMIZERS, optimizer_arguments, parameter_groups, scheduler_of
 from nxd_infer.recipes.preference import with_preference
-from nxd_infer.recipes.prepare import is_pretraining
 from nxd_infer.recipes.recipe import Loaded
 from nxd_infer.recipes.schema import Dpo, Orpo
 from nxd_infer.trainer import (
@@ -79,7 +78,7 @@ def begin_of(loaded: Loaded) -> Begin:
             f"= {given!r} is neither a folder of checkpoints nor a Hugging Face directory with safetensors",
         )
     config = config_path(loaded)
-    tunes = not is_pretraining(loaded) or loaded.recipe.model_alignment_strategy.peft is not None
+    tunes = not loaded.recipe.is_pretraining or loaded.recipe.model_alignment_strategy.peft is not None
     if tunes and config is not None and any(config.parent.glob("*.safetensors")):
         return Begin(hugging_face=config.parent)
     return Begin()
@@ -150,7 +149,7 @@ def make_job(loaded: Loaded, model_dir: Path, begin: Begin, steps: int) -> Job:
     kinds = dtypes(recipe)
 
     def make() -> nn.Module:
-        made = make_model(model_dir, begin.hugging_face, kinds.weights, alignment.dpo or alignment.orpo)
+        made = make_model(model_dir, begin.hugging_face, kinds.weights, alignment.pairs)
         if building_sequence_parallel() and not is_sequence_parallel_model(made):
             problem = "= True, but no layer of this model splits sequences: set it to false"
             raise loaded.tree.error("distributed_strategy.sequence_parallel", problem)

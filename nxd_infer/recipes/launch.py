@@ -19,7 +19,7 @@ from nxd_infer.processes.command import python_module
 from nxd_infer.processes.own import die_with_parent, name_process
 from nxd_infer.processes.ranks import run_ranks
 from nxd_infer.recipes.loop import train
-from nxd_infer.recipes.recipe import Loaded, load, world_size
+from nxd_infer.recipes.recipe import Loaded, load
 
 PORT = 29400
 """The first port of a Slurm job's ranks."""
@@ -55,7 +55,7 @@ def first_host(nodes: str) -> str:
 
 def check_world(loaded: Loaded, environment: Mapping[str, str]) -> None:
     """Raise RecipeError unless a launcher has started as many ranks as the recipe has."""
-    wanted, found = world_size(loaded.recipe), int(environment.get("WORLD_SIZE", "1"))
+    wanted, found = loaded.recipe.world_size, int(environment.get("WORLD_SIZE", "1"))
     if wanted != found:
         trainer = loaded.recipe.trainer
         asked = f"x trainer.num_nodes = {trainer.devices} x {trainer.num_nodes}"
@@ -74,7 +74,7 @@ def start_ranks(loaded: Loaded, file: Path, overrides: Sequence[str], log_dir: P
         raise loaded.tree.error("trainer.num_nodes", f"{several}; on this one alone the nearest is 1")
     log_dir.mkdir(parents=True, exist_ok=True)
     command = python_module("nxd_infer.recipes.launch", str(os.getpid()), str(log_dir), str(file), *overrides)
-    run_ranks(command, world_size(loaded.recipe), log_dir / "ranks.log", timeout=None)
+    run_ranks(command, loaded.recipe.world_size, log_dir / "ranks.log", timeout=None)
 
 
 def main(parent: str, log_dir: str, file: str, *overrides: str) -> None:

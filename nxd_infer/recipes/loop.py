@@ -31,15 +31,10 @@ from nxd_infer.recipes.job import Job, begin_of, fitting, load_begin, make_job, 
 from nxd_infer.recipes.logs import Logs
 from nxd_infer.recipes.models import CONFIG
 from nxd_infer.recipes.preference import add_reference
-from nxd_infer.recipes.prepare import Prepared, is_pretraining, prepare
+from nxd_infer.recipes.prepare import Prepared, prepare
 from nxd_infer.recipes.recipe import (
     Loaded,
-    data_parallel_size,
-    has_pairs,
-    microbatches,
-    seq_length,
     time_limit,
-    world_size,
 )
 from nxd_infer.recipes.speed import Speed, Step
 from nxd_infer.trainer import (
@@ -99,19 +94,18 @@ class Training:
         self.console = console or Console(stderr=True, highlight=False)
         self.loaded, self.recipe, self.prepared = loaded, loaded.recipe, prepared
         recipe = self.recipe
-        alignment, self.pairs = recipe.model_alignment_strategy, has_pairs(recipe)
-        self.dp, self.parts = data_parallel_size(recipe), microbatches(recipe)
+        alignment, self.pairs = recipe.model_alignment_strategy, recipe.model_alignment_strategy.pairs is not None
+        self.dp, self.parts = recipe.data_parallel_size, recipe.microbatches
         rows = recipe.data.micro_batch_size * self.parts
         whole_step = rows * self.dp
         train: Dataset = prepared.train
         count = len(train)  # pyright: ignore[reportArgumentType]
         if count < whole_step:
-            had = f"the data has {count} rows of {seq_length(recipe)} tokens; the nearest is {max(1, count)}"
+            had = f"the data has {count} rows of {recipe.seq_length} tokens; the nearest is {max(1, count)}"
             raise loaded.tree.error("data.global_batch_size", f"= {whole_step}, but {had}")
         trainer = recipe.trainer
         epoch = count // whole_step
-        bounds = [n for n in (trainer.max_steps, trainer.max_epochs * epoch if trainer.max_epochs > 0 else -1) if n > 0]
-        self.steps = min(bounds) if bounds else 0
+        self.steps = min((n for n in (trainer.max_steps, trainer.max_epochs * epoch) if n > 0), default=0)
         begin = begin_of(loaded)
         self.job: Job = make_job(loaded, prepared.model, begin, self.steps or epoch)
         self.context = current_context()
@@ -119,7 +113,7 @@ class Training:
         self.log_dir = self._agreed_log_dir(log_dir)
         shuffle = recipe.data.shuffle
         if shuffle is None:
-            shuffle = not is_pretraining(loaded) or recipe.data.dataloader_type == "cyclic"
+            shuffle = not loaded.recipe.is_pretraining or recipe.data.dataloader_type == "cyclic"
         self.loader = ResumableLoader(train, rows, shuffle=shuffle, seed=recipe.seed)
         self.step, self.saved_at = 0, time.monotonic()
         self.seconds_left = time_limit(loaded)
@@ -129,14 +123,14 @@ class Training:
         self.recovered = False
         resumes = recipe.exp_manager.resume_if_exists and has_checkpoint(self.keeper.folder)
         manager = recipe.exp_manager
-        if not resumes and manager.resume_if_exists and not manager.resume_ignore_no_checkpoint:
+        if manager.resume_if_exists and not (resumes or manager.resume_ignore_no_checkpoint):
             problem = f"= False: {self.keeper.folder} has no checkpoint to resume from"
             raise loaded.tree.error("exp_manager.resume_ignore_no_checkpoint", problem)
         if not resumes or alignment.peft is not None:
             load_begin(loaded, self.job, begin, weights_only=resumes)
         if alignment.dpo is not None:
-            named = {"train": train, "validation": prepared.validation}
-            sets = {name: pairs for name, pairs in named.items() if isinstance(pairs, Pairs)}
+            named = (("train", train), ("validation", prepared.validation))
+            sets = {name: pairs for name, pairs in named if isinstance(pairs, Pairs)}
             add_reference(self.job.model, sets, self.log_dir, self._autocast, fresh=not resumes)
         if resumes:
             self._resume()
@@ -150,7 +144,7 @@ class Training:
         pipelined = self.context.pp.degree > 1
         self.batches = Batches(type(self._plain()).forward, self.context, self.parts, pairs=self.pairs, whole=pipelined)
         self.logs = Logs(recipe.exp_manager, self.log_dir, self.step)
-        self.speed = Speed(self.job.model, raw, self.job.kinds.products, world_size(recipe))
+        self.speed = Speed(self.job.model, raw, self.job.kinds.products, recipe.world_size)
 
     # --- beginning --------------------------------------------------------------------------------------
 
@@ -195,7 +189,10 @@ class Training:
             self.validate(trainer.num_sanity_val_steps)
         saved = self.step if self.recovered else -1
         total = None if done or not self.steps else self.steps
-        with self._progress(total) as progress:
+        progress = TrainingProgress(total, initial=self.step, description=self.recipe.name, console=self.console)
+        if not trainer.enable_progress_bar:
+            progress.close()
+        with progress:
             while not done:
                 for batch in self.loader:
                     taken = self.train_step(batch)
@@ -215,10 +212,12 @@ class Training:
                         break
                 if trainer.max_epochs > 0 and self.loader.epoch >= trainer.max_epochs:
                     done = True
-        if saved != self.step and self._keeps():
-            self.save()
         if self._keeps():
-            self._finish_saves()
+            if saved != self.step:
+                self.save()
+            wait_for_save()
+            if is_rank_zero():
+                self.keeper.prune()
         write_merged(self.job.model, self.log_dir / MODEL)
         if self.step > before:
             self._say(f"trained {self.recipe.name}: {self.log_dir}")
@@ -226,12 +225,6 @@ class Training:
             reached = "max_steps" if self.steps == trainer.max_steps else "max_epochs"
             self._say(f"nothing to do: trainer.{reached} = {getattr(trainer, reached)} is reached in {self.log_dir}")
         return Outcome(self.log_dir, self.log_dir / MODEL, self.keeper.folder)
-
-    def _progress(self, total: int | None) -> contextlib.AbstractContextManager[TrainingProgress]:
-        progress = TrainingProgress(total, initial=self.step, description=self.recipe.name, console=self.console)
-        if not self.recipe.trainer.enable_progress_bar:
-            progress.close()
-        return progress
 
     def _say(self, text: str) -> None:
         if is_rank_zero():
@@ -259,12 +252,6 @@ class Training:
     def _autocast(self) -> Iterator[None]:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.job.kinds.autocast):
             yield
-
-    def _mean(self, value: Tensor) -> Tensor:
-        """Return the mean over the data-parallel ranks."""
-        if self.dp == 1:
-            return value
-        return comm.all_reduce(value.detach().reshape(1), self.context, "dp")[0] / self.dp
 
     def _agreed(self, here: bool) -> bool:
         """Whether it is so on the first rank: clocks differ, and all ranks do the same."""
@@ -332,7 +319,8 @@ class Training:
         for _, batch in zip(range(count), loader, strict=False):
             parts = self.batches.prepared(batch, self.device, loader.batch_size // self.recipe.data.micro_batch_size)
             with self._autocast():
-                loss = self._mean(torch.stack([self.job.model.run_eval(**part) for part in parts]).sum())
+                losses = torch.stack([self.job.model.run_eval(**part) for part in parts])
+            loss = comm.all_reduce(losses.detach().sum()[None], self.context, "dp") / self.dp
             share = 1.0 if self.pairs else float(self.batches.items(batch["labels"].to(self.device)))
             total, weight = total + float(loss) * share, weight + share
         self.metrics["val_loss"] = total / weight
@@ -392,11 +380,6 @@ class Training:
             self.keeper.prune()
         self.saved_at = time.monotonic()
         return self.step
-
-    def _finish_saves(self) -> None:
-        wait_for_save()
-        if is_rank_zero():
-            self.keeper.prune()
 
     def close(self, status: str) -> None:
         """Close the logs, wait for all ranks, and leave the process group; after a failure only for a save."""

@@ -18,7 +18,7 @@ from nxd_infer.errors import LoraTargetError, ModelConfigError, RecipeError
 from nxd_infer.hugging_face.gguf_file import model_directory
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.recipes.logs import missing_packages
-from nxd_infer.recipes.recipe import Loaded, microbatches, seq_length
+from nxd_infer.recipes.recipe import Loaded
 from nxd_infer.recipes.schema import Peft, Recipe
 from nxd_infer.util.devices import has_accelerator
 from nxd_infer.util.machine import computes_bfloat16
@@ -90,7 +90,7 @@ def raw_config(loaded: Loaded, vocab_size: int | None = None) -> dict[str, Any]:
             problem = "is missing, and there is no model.model_config: give it, or model_config"
             raise loaded.tree.error(f"model.{missing[0]}", problem)
         raw["rms_norm_eps"] = 1e-5
-        raw["max_position_embeddings"] = seq_length(recipe)
+        raw["max_position_embeddings"] = recipe.seq_length
         raw["intermediate_size"] = 4 * (model.hidden_size or 0)
         raw["hidden_act"] = "silu"
     if model.has_bias is not None:
@@ -188,7 +188,7 @@ def pipeline_options(recipe: Recipe) -> dict[str, Any]:
     strategy = recipe.distributed_strategy
     cuts = recipe.model.pipeline_cuts
     return {
-        "num_microbatches": microbatches(recipe),
+        "num_microbatches": recipe.microbatches,
         "virtual_pipeline_size": strategy.virtual_pipeline_model_parallel_size,
         "schedule": strategy.pipeline_schedule,
         **({"pipeline_cuts": cuts} if cuts else {"auto_partition": True}),

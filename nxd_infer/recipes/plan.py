@@ -24,7 +24,7 @@ from nxd_infer.recipes.models import (
     raw_config,
     require_mergeable,
 )
-from nxd_infer.recipes.recipe import Loaded, data_parallel_size, has_pairs, microbatches, seq_length, world_size
+from nxd_infer.recipes.recipe import Loaded
 from nxd_infer.recipes.schema import Peft, Recipe
 
 CHIPS = {
@@ -92,12 +92,12 @@ def plan_of(loaded: Loaded, chip: str | None = None, cpu_peak: float = 0.0) -> P
             _, _, stages = _counted(recipe, raw, tp, pp, peft)
         here, here_trained = max(stages)
         active = total
-    dp = data_parallel_size(recipe)
+    dp = recipe.data_parallel_size
     width = kinds.weights.itemsize
     grad = 4 if kinds.fp32_grad_acc else width
     state = (8 + (4 if kinds.master_weights else 0)) * here_trained
-    length, rows = seq_length(recipe), recipe.data.global_batch_size
-    pairs = 2 if has_pairs(recipe) else 1
+    length, rows = recipe.seq_length, recipe.data.global_batch_size
+    pairs = 2 if recipe.model_alignment_strategy.pairs is not None else 1
     passes = 2 if recipe.model.activations_checkpoint_granularity == "full" else 1
     flops = model_flops(raw, active, trained, pairs * rows * length, pairs * rows * length**2, passes)
     name, peak = ("this machine's processor", cpu_peak) if chip is None else CHIPS[chip]
@@ -105,7 +105,7 @@ def plan_of(loaded: Loaded, chip: str | None = None, cpu_peak: float = 0.0) -> P
     return Plan(
         parameters=int(total),
         trained=int(trained),
-        world=world_size(recipe),
+        world=recipe.world_size,
         degrees={"tp": tp, "pp": pp, "cp": strategy.context_parallel_size, "dp": dp},
         weights=here * width,
         gradients=here_trained * grad,
@@ -113,7 +113,7 @@ def plan_of(loaded: Loaded, chip: str | None = None, cpu_peak: float = 0.0) -> P
         activations=pairs * _activations(recipe, raw, kinds),
         rows=rows,
         tokens=pairs * rows * length,
-        microbatches=microbatches(recipe),
+        microbatches=recipe.microbatches,
         steps=steps,
         flops=flops,
         device=name,
@@ -179,7 +179,7 @@ def _formula(recipe: Recipe, raw: Mapping[str, Any], active: bool = False) -> fl
 
 def _activations(recipe: Recipe, raw: Mapping[str, Any], kinds: Dtypes) -> float:
     """Bytes of activations on the first pipeline rank."""
-    strategy, rows, length = recipe.distributed_strategy, recipe.data.micro_batch_size, seq_length(recipe)
+    strategy, rows, length = recipe.distributed_strategy, recipe.data.micro_batch_size, recipe.seq_length
     hidden, layers = raw["hidden_size"], raw["num_hidden_layers"]
     tp, pp = strategy.tensor_model_parallel_size, strategy.pipeline_model_parallel_size
     scale = kinds.products.itemsize / 2
@@ -191,6 +191,6 @@ def _activations(recipe: Recipe, raw: Mapping[str, Any], kinds: Dtypes) -> float
         layer = 2 * whole / split + 34 * whole / tp / mine  # one layer is recomputed at a time
     else:
         layer = 10 * whole / split + (16 if granularity == "selective" else 24) * whole / tp
-    in_flight = min(pp, microbatches(recipe)) if pp > 1 else 1
+    in_flight = min(pp, recipe.microbatches) if pp > 1 else 1
     logits = 2 * rows * length * raw["vocab_size"] * 4 / tp if pp == 1 else 0
     return layer * mine * in_flight + logits

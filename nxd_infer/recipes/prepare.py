@@ -29,7 +29,7 @@ from nxd_infer.recipes.data.megatron import IndexedFile, blend_of, split_of
 from nxd_infer.recipes.data.sources import Record, files_of, records
 from nxd_infer.recipes.data.store import TokenStore, write_store
 from nxd_infer.recipes.models import CONFIG, config_path, raw_config
-from nxd_infer.recipes.recipe import Loaded, seq_length
+from nxd_infer.recipes.recipe import Loaded
 from nxd_infer.recipes.tokenizers import TRAINED, copy_tokenizer, tokenizer_files, train_tokenizer
 from nxd_server.text.chat_template import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ def _digest(loaded: Loaded) -> str:
     facts: dict[str, Any] = {"data": {key: value for key, value in data.items() if "batch_size" not in key}}
     facts["model"] = {key: value for key, value in dataclasses.asdict(recipe.model).items() if key != "optim"}
     facts["alignment"] = dataclasses.asdict(recipe.model_alignment_strategy) | {"peft": None}
-    facts["length"] = seq_length(recipe)
+    facts["length"] = recipe.seq_length
     sources = [loaded.path(text) for text in (recipe.data.train_dir, recipe.data.val_dir) if text]
     named = [file for source in sources for file in files_of(source)]
     named += [config for config in [config_path(loaded)] if config is not None]
@@ -152,8 +152,8 @@ def _records(loaded: Loaded, key: str) -> Iterator[Record]:
 
 def _cut_off(loaded: Loaded, key: str, facts: dict[str, int]) -> list[str]:
     """Say what the lengths of rows have cut off. Raises RecipeError if they leave nothing to learn."""
-    documents, silent, length = facts["documents"], facts["silent"], seq_length(loaded.recipe)
-    if documents and silent == documents:
+    documents, silent, length = facts["documents"], facts["silent"], loaded.recipe.seq_length
+    if documents and silent == documents and not loaded.recipe.is_pretraining:
         cut = f": all that counts lies behind data.seq_length = {length}" if facts["lost"] else ""
         raise loaded.tree.error(("data", key), f"has no token that counts in the loss{cut}")
     if not facts["cut"]:
@@ -201,7 +201,7 @@ def _check_sizes(loaded: Loaded, raw: dict[str, Any], tokenizer: Tokenizer | Non
         size = tokenizer.vocab_size
         problem = f"= {raw['vocab_size']} is less than the tokenizer's {size}; the nearest is {size}"
         raise loaded.tree.error("model.vocab_size", problem)
-    length, longest = seq_length(loaded.recipe), raw.get("max_position_embeddings")
+    length, longest = loaded.recipe.seq_length, raw.get("max_position_embeddings")
     if longest is not None and length > longest:
         problem = f"= {length} is above the model's {longest}; the nearest is {longest}"
         raise loaded.tree.error("data.seq_length", problem)
@@ -209,14 +209,12 @@ def _check_sizes(loaded: Loaded, raw: dict[str, Any], tokenizer: Tokenizer | Non
 
 def encoder_of(loaded: Loaded, model: Path, tokenizer: Tokenizer | None) -> Encoder:
     """Return what makes tokens of a recipe's records."""
-    recipe = loaded.recipe
-    alignment = recipe.model_alignment_strategy
-    pairs = alignment.dpo or alignment.orpo
+    recipe, pairs = loaded.recipe, loaded.recipe.model_alignment_strategy.pairs
     return Encoder(
         tokenizer,
         ChatTemplate.from_dir(model) if tokenizer is not None else None,
         mask_prompt=recipe.data.mask_prompt or pairs is not None,
-        length=None if is_pretraining(loaded) else seq_length(recipe),
+        length=None if loaded.recipe.is_pretraining else recipe.seq_length,
         prompt_length=None if pairs is None else pairs.max_prompt_length,
         keep_end=pairs is not None and pairs.truncation_mode == "keep_end",
         pairs=pairs is not None,
@@ -234,13 +232,6 @@ def checked_examples(encoder: Encoder, found: Iterator[Record], vocabulary: int)
 
 
 # --- reading ------------------------------------------------------------------------------------------------
-
-
-def is_pretraining(loaded: Loaded) -> bool:
-    """Whether documents are one long text, and not one example each."""
-    alignment = loaded.recipe.model_alignment_strategy
-    fine = any(one is not None for one in (alignment.sft, alignment.dpo, alignment.orpo))
-    return not fine and not loaded.recipe.data.packing
 
 
 def _open(loaded: Loaded, folder: Path) -> Prepared:
@@ -261,14 +252,12 @@ def _open(loaded: Loaded, folder: Path) -> Prepared:
 
 
 def _rows(loaded: Loaded, config: dict[str, Any], store: TokenStore) -> Dataset:
-    recipe, length, pad = loaded.recipe, seq_length(loaded.recipe), config.get("pad_token_id") or 0
-    alignment = recipe.model_alignment_strategy
-    if alignment.dpo is not None or alignment.orpo is not None:
+    recipe, length, pad = loaded.recipe, loaded.recipe.seq_length, config.get("pad_token_id") or 0
+    if recipe.model_alignment_strategy.pairs is not None:
         return rows.Pairs(store, length, pad)
-    if is_pretraining(loaded):
+    if loaded.recipe.is_pretraining:
         return _windows(loaded, config, store, 0, len(store))
-    packing = recipe.data.packing or (alignment.sft is not None and alignment.sft.packing)
-    bins = rows.pack(store.lengths, length) if packing else rows.one_each(store)
+    bins = rows.pack(store.lengths, length) if recipe.packing else rows.one_each(store)
     return rows.Packed(store, length, bins, pad)
 
 
@@ -277,7 +266,7 @@ def _windows(loaded: Loaded, config: dict[str, Any], documents: rows.Documents, 
     end = config.get("eos_token_id") if data.eod_mask_loss else None
     return rows.Windows(
         documents,
-        seq_length(loaded.recipe),
+        loaded.recipe.seq_length,
         first,
         last,
         apart=data.reset_attention_mask,

@@ -83,48 +83,17 @@ def time_limit(loaded: Loaded) -> float:
     return min((limit for limit in limits if limit is not None), default=math.inf)
 
 
-def seq_length(recipe: Recipe) -> int:
-    """Return the tokens per row: ``data.seq_length``, or else one of the model's keys, which must be equal."""
-    given = (recipe.data.seq_length, recipe.model.encoder_seq_length, recipe.model.seq_length)
-    return next((one for one in given if one is not None), 2048)
-
-
-def data_parallel_size(recipe: Recipe) -> int:
-    """Return how many ranks have data of their own."""
-    return world_size(recipe) // model_parallel_size(recipe)
-
-
 def nearest_divisor(number: int, wanted: int) -> int:
     """Return the divisor of ``number`` that is nearest to ``wanted``."""
     small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
     return min([*small, *(number // one for one in small)], key=lambda one: (abs(one - wanted), one))
 
 
-def has_pairs(recipe: Recipe) -> bool:
-    """Whether a row of the data is a pair of answers."""
-    return recipe.model_alignment_strategy.dpo is not None or recipe.model_alignment_strategy.orpo is not None
-
-
-def world_size(recipe: Recipe) -> int:
-    return recipe.trainer.devices * recipe.trainer.num_nodes
-
-
-def model_parallel_size(recipe: Recipe) -> int:
-    strategy = recipe.distributed_strategy
-    sizes = strategy.tensor_model_parallel_size * strategy.pipeline_model_parallel_size
-    return sizes * strategy.context_parallel_size
-
-
-def microbatches(recipe: Recipe) -> int:
-    """Return how many passes through the model a step has, per data-parallel rank."""
-    return recipe.data.global_batch_size // (recipe.data.micro_batch_size * data_parallel_size(recipe))
-
-
 # --- what values must be together ---------------------------------------------------------------------------
 
 
 def _degrees(recipe: Recipe, tree: Tree) -> None:
-    world, strategy = world_size(recipe), recipe.distributed_strategy
+    world, strategy = recipe.world_size, recipe.distributed_strategy
     before = 1
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         degree = getattr(strategy, name)
@@ -142,7 +111,7 @@ def _degrees(recipe: Recipe, tree: Tree) -> None:
 
 
 def _batches(recipe: Recipe, tree: Tree) -> None:
-    data, dp = recipe.data, data_parallel_size(recipe)
+    data, dp = recipe.data, recipe.data_parallel_size
     rows = data.micro_batch_size * dp
     if data.global_batch_size % rows:
         close = max(rows, round(data.global_batch_size / rows) * rows)
@@ -151,7 +120,7 @@ def _batches(recipe: Recipe, tree: Tree) -> None:
 
 
 def _lengths(recipe: Recipe, tree: Tree) -> None:
-    length, model = seq_length(recipe), recipe.model
+    length, model = recipe.seq_length, recipe.model
     if recipe.data.seq_length is None and model.seq_length not in (None, length):
         problem = f"= {model.seq_length} differs from model.encoder_seq_length; the nearest is {length}"
         raise tree.error("model.seq_length", problem)
@@ -211,7 +180,7 @@ def _experts(recipe: Recipe, tree: Tree) -> None:
 
 
 def _alignment(recipe: Recipe, tree: Tree) -> None:
-    alignment, length = recipe.model_alignment_strategy, seq_length(recipe)
+    alignment, length = recipe.model_alignment_strategy, recipe.seq_length
     given = {name: one for name in ("sft", "dpo", "orpo") if (one := getattr(alignment, name)) is not None}
     if len(given) > 1:
         first, second, *_ = given

@@ -203,19 +203,21 @@ class Sft:
 
 
 @dataclass(kw_only=True)
-class Dpo:
-    kl_beta: float = key(0.01, "weight of the distance from the reference", float, minimum=0, also=("beta",))
-    loss_type: str = key("sigmoid", "the loss", choices=("sigmoid", "hinge", "ipo"))
+class Preference:
     max_prompt_length: int | None = key(None, "longer prompts are cut", int, minimum=1)
     truncation_mode: str = key("keep_start", "which end of a text is kept", choices=("keep_start", "keep_end"))
+
+
+@dataclass(kw_only=True)
+class Dpo(Preference):
+    kl_beta: float = key(0.01, "weight of the distance from the reference", float, minimum=0, also=("beta",))
+    loss_type: str = key("sigmoid", "the loss", choices=("sigmoid", "hinge", "ipo"))
     precompute_ref_log_probs: bool = only(True, "the reference runs once, so that no second model is needed")
 
 
 @dataclass(kw_only=True)
-class Orpo:
+class Orpo(Preference):
     beta: float = key(0.1, "weight of the odds ratio", float, minimum=0, also=("kl_beta",))
-    max_prompt_length: int | None = key(None, "longer prompts are cut", int, minimum=1)
-    truncation_mode: str = key("keep_start", "which end of a text is kept", choices=("keep_start", "keep_end"))
 
 
 @dataclass(kw_only=True)
@@ -249,6 +251,11 @@ class Alignment:
     dpo: Dpo | None = section(Dpo, "direct preference optimisation", optional=True)
     orpo: Orpo | None = section(Orpo, "odds ratio preference optimisation", optional=True)
     peft: Peft | None = section(Peft, "train adapters (LoRA)", optional=True)
+
+    @property
+    def pairs(self) -> Dpo | Orpo | None:
+        """What is learnt from pairs of answers."""
+        return self.dpo or self.orpo
 
 
 @dataclass(kw_only=True)
@@ -458,3 +465,36 @@ class Recipe:
             "neuron_rt_async_exec_max_inflight_requests neuron_rt_exec_timeout neuron_experimental_compress_rg"
         ),
     }
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens per row: ``data.seq_length``, or else one of the model's keys, which must be equal."""
+        given = (self.data.seq_length, self.model.encoder_seq_length, self.model.seq_length)
+        return next((one for one in given if one is not None), 2048)
+
+    @property
+    def world_size(self) -> int:
+        return self.trainer.devices * self.trainer.num_nodes
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that have data of their own."""
+        strategy = self.distributed_strategy
+        shared = strategy.tensor_model_parallel_size * strategy.pipeline_model_parallel_size
+        return self.world_size // (shared * strategy.context_parallel_size)
+
+    @property
+    def microbatches(self) -> int:
+        """Passes through the model that a step has, per data-parallel rank."""
+        return self.data.global_batch_size // (self.data.micro_batch_size * self.data_parallel_size)
+
+    @property
+    def is_pretraining(self) -> bool:
+        """Whether documents are one long text, and not one example each."""
+        return self.model_alignment_strategy.sft is None and not (self.model_alignment_strategy.pairs or self.packing)
+
+    @property
+    def packing(self) -> bool:
+        """Whether several documents share a row."""
+        sft = self.model_alignment_strategy.sft
+        return bool(self.data.packing) or (sft is not None and sft.packing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -78,20 +79,23 @@ def _read(path: Path, split: str | None, subset: str | None, usual: str) -> Iter
         yield from splits[_chosen(path, list(splits), split, usual)]
         return
     kinds = {kind_of(one) for one in files}
-    if path.is_dir() and kinds != {"text"}:
-        builder = datasets.load_dataset_builder(str(path), subset)
-        _require_all_read(path, files, builder)
-    elif len(kinds) == 1 and None not in kinds:
-        (kind,) = kinds
-        more: dict[str, Any] = {"sample_by": "document"} if kind == "text" else {}
-        if kind == "csv":
-            more = {"keep_default_na": False, "sep": "\t" if ".tsv" in path.suffixes else ","}  # "NA" is a text
-        builder = datasets.load_dataset_builder(kind, data_files=[glob.escape(str(one)) for one in files], **more)
-    else:
+    if None in kinds:
         raise RecipeError(f"data: {path} is of no kind that is read: {', '.join(KINDS)}, or a dataset saved to disk")
-    chosen = _chosen(path, [str(one) for one in builder.config.data_files], split, usual)
-    if any(one.stat().st_size for one in files):  # `datasets` cannot say what an empty file holds
-        yield from builder.as_streaming_dataset(chosen)
+    with tempfile.TemporaryDirectory() as cache:  # files are read as a stream: nothing but locks comes there
+        if path.is_dir() and kinds != {"text"}:
+            builder = datasets.load_dataset_builder(str(path), subset, cache_dir=cache)
+            _require_all_read(path, files, builder)
+        else:
+            more: dict[str, Any] = {}
+            if kinds == {"text"}:
+                more["sample_by"] = "document"
+            elif kinds == {"csv"}:
+                more = {"keep_default_na": False, "sep": "\t" if ".tsv" in path.suffixes else ","}  # "NA" is a text
+            names = [glob.escape(str(one)) for one in files]
+            builder = datasets.load_dataset_builder(kinds.pop(), data_files=names, cache_dir=cache, **more)
+        chosen = _chosen(path, [str(one) for one in builder.config.data_files], split, usual)
+        if any(one.stat().st_size for one in files):  # `datasets` cannot say what an empty file holds
+            yield from builder.as_streaming_dataset(chosen)
 
 
 def _require_all_read(path: Path, files: list[Path], builder: Any) -> None:

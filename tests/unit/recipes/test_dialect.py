@@ -13,7 +13,7 @@ from nxd_infer.errors import RecipeError
 from nxd_infer.recipes.convert import as_yaml, convert
 from nxd_infer.recipes.models import obstacles
 from nxd_infer.recipes.plan import plan_of
-from nxd_infer.recipes.recipe import Loaded, check, load, seq_length
+from nxd_infer.recipes.recipe import Loaded, check, load
 from nxd_infer.recipes.schema import Recipe
 from nxd_infer.recipes.yaml_text import parse_yaml
 from tests.support.e2e.command import ROOT, here
@@ -79,7 +79,7 @@ model:
 def test_keys_of_nxd_training_that_two_sections_have():
     """The data's length stands, their strategy is the model's, and None is null."""
     read = check(parse_yaml(OTHER_PLACES, "r.yaml"))
-    assert seq_length(read.recipe) == 4096 and read.recipe.model.max_position_embeddings == 8192
+    assert read.recipe.seq_length == 4096 and read.recipe.model.max_position_embeddings == 8192
     assert read.unused["data.seq_length says how long rows are"] == ["model.encoder_seq_length"]
     assert read.recipe.model_alignment_strategy.dpo is not None
     assert read.recipe.model.moe is not None and read.recipe.model.moe.capacity_factor == 0
