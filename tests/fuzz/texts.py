@@ -99,7 +99,7 @@ def tokenizer_files(place: Path) -> Target:
     vocabulary = list(raw["model"]["vocab"])[:40]
     raw["model"] |= {"vocab": {name: number for number, name in enumerate(vocabulary)}, "merges": []}
     raw["added_tokens"] = raw["added_tokens"][:2]
-    config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "model_input_names": ["input_ids"]}
+    config = {"bos_token": "<s>", "eos_token": "</s>", "model_input_names": ["input_ids"]}
     check = {"tokenizers": "0", "texts": [{"text": "", "ids": [0]}]}
     made = json.dumps(dict(zip(FILES, (raw, config, check), strict=True)))
 

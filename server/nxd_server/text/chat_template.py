@@ -20,7 +20,7 @@ from nxd_infer.errors import ModelConfigError
 from nxd_infer.hugging_face.tokenizer import FURTHER_TEMPLATES, TEMPLATE, read_template
 from nxd_server.errors import RequestError, TextTooLongError
 from nxd_server.text.conversation import normalise_messages
-from nxd_server.text.tokenizer import read_config, special_text
+from nxd_server.text.tokenizer import read_config
 from nxd_server.text.tokenizer_files import TextFiles
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class TemplateSources:
         files = TextFiles(source)
         config = read_config(files)
         named = {path.stem: _text_of(path) for path in files.find_in(FURTHER_TEMPLATES, ".jinja")}
-        special = {name: text for name in config if name.endswith("_token") and (text := special_text(config, name))}
+        special = {name: text for name, text in config.items() if name.endswith("_token") and isinstance(text, str)}
         if chat_template is not None:
             default = named.get(chat_template) or read_template(chat_template, sorted(named))
         elif (path := files.find(TEMPLATE)) is not None:

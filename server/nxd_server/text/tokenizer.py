@@ -296,8 +296,8 @@ class Tokenizer:
         return self.raw.id_to_token(token)
 
     def _config_id(self, name: str) -> int | None:
-        text = special_text(self.config, name)
-        return self.raw.token_to_id(text) if text else None
+        text = self.config.get(name)
+        return self.raw.token_to_id(text) if isinstance(text, str) else None
 
 
 def _require_special_tokens(raw: Any) -> None:
@@ -356,13 +356,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelConfigError(f"{path} must hold a JSON object, got {type(content).__name__}")
     return {key: value for key, value in content.items() if value is not None}
-
-
-def special_text(config: dict[str, Any], name: str) -> str | None:
-    """Return the text of ``bos_token``, ``eos_token``, ... in ``tokenizer_config.json``."""
-    value = config.get(name)
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
 
 
 def _is_byte_level(decoder: Any) -> bool:

@@ -39,7 +39,7 @@ def byte_level() -> Tokenizer:
     )
     raw.train_from_iterator(CORPUS * 3, trainer)
     raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return Tokenizer(raw, {"bos_token": "<s>", "eos_token": {"content": "</s>"}})
+    return Tokenizer(raw, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
 @functools.cache

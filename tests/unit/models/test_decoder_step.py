@@ -148,7 +148,10 @@ def test_the_plan_of_a_decoder(path):
     wanted = {"max_len": 64, "slots": 4, "prompt_buckets": [16, 64], "batch_sizes": [1, 4], "eos_token_ids": [2]}
     wanted["speculate"] = 4
     assert {name: plan.metadata[name] for name in wanted} == wanted
-    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= set(plan.files)
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer_check.json"} <= set(plan.files)
+    (path.parent / "own.jinja").write_text("own")
+    asked = str(path.parent / "own.jinja")
+    assert tasks.plan(path, chat_template=asked, **options).files["chat_template.jinja"] == b"own"
     for options, message in (
         ({"max_len": 1000}, "max_position_embeddings = 256"),
         ({"batch_sizes": [0]}, "batch_sizes"),
@@ -230,3 +233,5 @@ def test_what_cannot_be_speculated_with_is_refused(path, tmp_path):
         tasks.plan(path, prompt_buckets=[4], max_len=8, speculate=8)
     with pytest.raises(ModelConfigError, match="'embed' guesses no tokens"):
         tasks.plan(write_tiny("bert", tmp_path / "bert"), "embed", speculate=2)
+    with pytest.raises(ModelConfigError, match="chat_template = 'x': the task 'embed' has no conversations"):
+        tasks.plan(write_tiny("bert", tmp_path / "bert"), "embed", chat_template="x")

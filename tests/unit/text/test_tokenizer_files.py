@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
 from nxd_infer.artifact.writer import ArtifactWriter
-from nxd_infer.errors import ModelConfigError
+from nxd_infer.errors import MissingPackageError, ModelConfigError
 from nxd_infer.hugging_face.tokenizer import CHECK, canonical_files
 from nxd_infer.runtime.load import load_artifact
 from nxd_server.errors import TokenizerMismatchError
@@ -74,7 +75,7 @@ def test_a_tokenizer_that_is_not_listed_is_none(tmp_path):
         Tokenizer.from_dir(artifact)
 
 
-def test_an_artifact_whose_tokenizer_gives_other_ids_here_is_refused(listed, tmp_path):
+def test_an_artifact_whose_tokenizer_gives_other_ids_here_is_refused(listed, tmp_path, monkeypatch):
     """As another version of the library might; it is compared with what was traced."""
 
     def artifact(name: str, **changed: bytes | None):
@@ -86,10 +87,13 @@ def test_an_artifact_whose_tokenizer_gives_other_ids_here_is_refused(listed, tmp
             writer.commit(load_artifact(listed).manifest.model_copy(deep=True))
         return load_artifact(tmp_path / name)
 
+    monkeypatch.setitem(sys.modules, "transformers", None)  # which a server does not need
     check = json.loads((listed / CHECK).read_text())
     assert Tokenizer.from_dir(artifact("same")).encode(check["texts"][2]["text"]) == check["texts"][2]["ids"]
     check["texts"][2]["ids"].pop()
     with pytest.raises(TokenizerMismatchError, match=r"Hello, World! .* by tokenizers .* trace the model again"):
         Tokenizer.from_dir(artifact("other", tokenizer_check=json.dumps(check).encode()))
+    with pytest.raises(MissingPackageError, match=r"transformers is not installed: pip install"):
+        canonical_files(tiny_models.write_tiny("llama", tmp_path / "model"))
     with pytest.raises(TokenizerMismatchError, match=r"tokenizer\.json without tokenizer_check\.json: trace the model"):
         Tokenizer.from_dir(artifact("unchecked", tokenizer_check=None))
