@@ -309,17 +309,21 @@ def _span(messages: list[dict[str, Any]], place: int, whole: str, render: Render
         if whole.startswith(begin) and whole.startswith(end):
             return len(begin), len(end)
     # The first message, or one that is written in another way when the conversation goes on, as without its reasoning:
-    # between the header and the ending of such messages, which do not depend on what is said.
+    # between the header of such messages, as far as a prompt has it too, and their ending.
     mark, asked = {"role": "assistant", "content": MARK}, [{"role": "user", "content": "a"}]
-    prompt, answered = render(asked, True), render([*asked, mark])
-    header = prompt[_alike(prompt, answered, render(asked)) : _alike(prompt, answered)]
+    prompt, last, earlier = render(asked, True), render([*asked, mark]), render([*asked, mark, *asked])
+    start = _alike(prompt, last, render(asked))
+    headers = (prompt[start : _alike(prompt, last)], prompt[start : _alike(prompt, earlier)])
     probe = render([*messages[:place], mark, *messages[place + 1 :]])
-    begin = probe.rfind(header, 0, probe.find(MARK)) + len(header)
+    ahead = [*messages[: place - 1], {**messages[place - 1], "content": MARK}] if place else []
+    *_, between, _ = ("", *render([*ahead, mark, *messages[place + 1 :]]).split(MARK))  # what the message before said
+    ends = [between.rfind(header) + len(header) for header in headers if header in between]
+    begin = probe.find(MARK) - len(between) + max(ends, default=-len(probe))
     rest = len(whole) - _alike(whole[::-1], probe[::-1])
-    ending = answered.partition(MARK)[2]
+    ending = last.partition(MARK)[2]
     if not whole.startswith(ending, rest):
         ending = ending.removesuffix(end_of_text)  # which some templates write once, at the end
-    certain = probe.count(MARK) == 1 and header in probe and whole[:begin] == probe[:begin] and begin <= rest
+    certain = probe.count(MARK) == 1 and 0 <= begin <= rest and whole[:begin] == probe[:begin]
     if certain and whole.startswith(ending, rest):
         return begin, rest + len(ending)
     raise RecipeError(
