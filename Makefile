@@ -104,7 +104,7 @@ $(RAY_STAMP): pyproject.toml
 	@echo "installing torch and Ray into $(RAY_VENV), the first time only; some minutes"
 	@test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
 	@$(RAY_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) $(TORCH)
-	@$(RAY_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -e '.[ray]' pytest pytest-timeout hypothesis httpx openai
+	@$(RAY_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -e '.[ray,hf]' pytest pytest-timeout hypothesis httpx openai
 	@touch $@
 
 # In a network where nobody else is, and with every process that is left at the end killed.
