@@ -36,7 +36,8 @@ def load_entries(file: Path, specs: Sequence[WeightSpec]) -> dict[tuple[str, int
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as source:
-        entries = {name: entry for name in list(source.keys()) if (entry := parse_entry(name)) is not None}
+        matches = [match for name in list(source.keys()) if (match := _ENTRY.fullmatch(name))]
+    entries = {match[0]: (match[1], int(match[2])) for match in matches}
     inner = {spec.name: spec.model_copy(update={"shape": spec.shape[1:]}) for spec in specs}
     loaded = _load(file, {name: inner[table] for name, (table, _) in entries.items() if table in inner}, False)
     return {entries[name]: tensor for name, tensor in loaded.items()}
@@ -70,17 +71,12 @@ def _load(file: Path, specs: Mapping[str, TensorSpec], partial: bool) -> dict[st
 
 
 _ENTRY = re.compile(r"(.+)\[(\d+)\]")
+"""What :func:`entry_name` returns."""
 
 
 def entry_name(table: str, slot: int) -> str:
     """Return the name of the entry ``table[slot]`` of an adapter table in a rank's file of new weights."""
     return f"{table}[{slot}]"
-
-
-def parse_entry(name: str) -> tuple[str, int] | None:
-    """Invert :func:`entry_name`; None for the name of a full weight."""
-    match = _ENTRY.fullmatch(name)
-    return None if match is None else (match[1], int(match[2]))
 
 
 def file_entries(specs: Iterable[WeightSpec]) -> list[tuple[str, torch.dtype, list[int]]]:

@@ -99,8 +99,8 @@ def run() -> int:
     ]
     try:
         rows.append(("cache", str(cache_dir())))
-        found = native.availability()
-        rows.append(("native operators", "ok" if found.ok else f"missing: {found.reason}"))
+        operators = native.availability()
+        rows.append(("native operators", "ok" if operators.ok else f"missing: {operators.reason}"))
         if native.is_built():
             rows.append(("their instructions", native.load().cpu_level()))
     except UntrustedCacheError as error:
@@ -113,7 +113,7 @@ def run() -> int:
 
     probes = {name: probe(name) for name in registry.names()}
     columns = ("backend", "runs", "traces", "packages", "runs on")
-    table("Backends", columns, [row(name, *found) for name, found in probes.items()])
+    table("Backends", columns, [row(name, *both) for name, both in probes.items()])
     for name, (runs, traces) in probes.items():
         texts = [] if runs else [f"cannot run: {runs.reason}"]
         if not traces and traces.reason != runs.reason:
@@ -129,7 +129,7 @@ def run() -> int:
 
     packages = [(name, version_of(name) or f"absent; {why}") for name, why in OPTIONAL.items()]
     table("Optional packages", ("package", "found"), packages)
-    usable = [name for name, found in probes.items() if all(found)]
+    usable = [name for name, both in probes.items() if all(both)]
     if registry.DEFAULT in usable:
         console.print("ready: `nxd-infer demo` runs everything end to end on this machine")
     elif usable:

@@ -41,11 +41,11 @@ class Commands(typer.core.TyperGroup):
 def _with_its_value(error: typer.BadParameter) -> str:
     """Return the message with the rejected value: pydantic's messages, which typer passes on, lack it."""
     message = error.message.removeprefix("Value error, ")
-    found = getattr(error.__cause__, "errors", list)()
-    if found and (problem := problem_of(found[0])):
+    errors = getattr(error.__cause__, "errors", list)()
+    if errors and (problem := problem_of(errors[0])):
         message = f"it {problem}"
-    given = repr(found[0]["input"]) if found else ""
-    return message if given in message else f"{message}, got {given}"
+    value = repr(errors[0]["input"]) if errors else ""
+    return message if value in message else f"{message}, got {value}"
 
 
 def _interrupted() -> int:

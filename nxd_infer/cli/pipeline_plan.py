@@ -56,8 +56,8 @@ def run(source: Path, pp: int | None, given: dict[str, Any]) -> None:
     # A backward pass multiplies twice as much as a forward pass.
     share = [stage.cost / whole * len(costs) if whole else 1.0 for stage in costs]
     actions = schedule(options.schedule_name, pp, microbatches, options.virtual_pipeline_size)
-    found = timetable(actions, share, [2 * cost for cost in share])
-    console.print(f"Expected bubble of {options.schedule_name} with {microbatches} microbatches: {bubble(found):.1%}")
+    passes = timetable(actions, share, [2 * cost for cost in share])
+    console.print(f"Expected bubble of {options.schedule_name} with {microbatches} microbatches: {bubble(passes):.1%}")
     console.print(picture(timetable(actions, [1] * len(costs), [2] * len(costs))), markup=False, highlight=False)
 
 
@@ -71,18 +71,18 @@ def planned(source: Path) -> tuple[nn.Module, dict[str, Any], int]:
     return build(raw_config(loaded)), pipeline_options(loaded.recipe), max(stages, LEAST)
 
 
-def picture(found: Sequence[Sequence[Span]]) -> str:
+def picture(ranks: Sequence[Sequence[Span]]) -> str:
     """Return a timetable of whole units as a line a rank: the microbatch of each pass, ``.`` for a bubble.
 
     A forward pass is one column, a backward pass two in brackets, each with the number if they are apart.
     """
-    spans = [span for mine in found for span in mine]
+    spans = [span for row in ranks for span in row]
     width = len(str(max(span.action.microbatch for span in spans))) + 1 + any(span.action.late for span in spans)
     end = int(max(span.end for span in spans))
     lines = []
-    for rank, mine in enumerate(found):
+    for rank, row in enumerate(ranks):
         cells = [".".rjust(width)] * end
-        for span in mine:
+        for span in row:
             text = str(span.action.microbatch)
             if span.end - span.start == 1 and span.action.backward:
                 half = f"{text}]" if span.action.late else f"[{text}"

@@ -80,11 +80,11 @@ def environment_of_caller() -> dict[str, str]:
 
 def _roots() -> list[str]:
     """Return the directories that hold our packages and are not on every interpreter's path, such as a checkout's."""
-    found = []
+    roots = []
     places = [entry for entry in sys.path if os.path.isabs(entry)]  # not "", which means a REPL's current directory
     for name in _PACKAGES:
         spec = getattr(sys.modules.get(name), "__spec__", None) or PathFinder.find_spec(name, places)
         if spec is not None and spec.origin is not None:
-            found.append(str(Path(spec.origin).absolute().parent.parent))
+            roots.append(str(Path(spec.origin).absolute().parent.parent))
     known = {*site.getsitepackages(), site.getusersitepackages()}
-    return [root for root in dict.fromkeys(found) if root not in known]
+    return [root for root in dict.fromkeys(roots) if root not in known]

@@ -49,12 +49,12 @@ def ask(ranks: Any, degree: int, tensors: Sequence[Tensor]) -> tuple[list[Tensor
         file = Path(f"/proc/self/fd/{fd}")
         file.write_bytes(_packed(tensors))
         ranks.exchange(Kind.ROUTE, fds=[fd] * degree, fatal=False)
-        found = _unpacked(file.read_bytes())
+        results = _unpacked(file.read_bytes())
     except RankFailedError as error:
         raise RuntimeError(error.summary) from error
     finally:
         os.close(fd)
-    return found[:-1], int(found[-1])
+    return results[:-1], int(results[-1])
 
 
 def _packed(tensors: Sequence[Tensor], *bucket: int) -> bytes:
@@ -69,5 +69,5 @@ def _packed(tensors: Sequence[Tensor], *bucket: int) -> bytes:
 def _unpacked(content: bytes) -> list[Tensor]:
     from safetensors.torch import load
 
-    found = load(content)
-    return [found[str(i)] for i in range(len(found))]
+    tensors = load(content)
+    return [tensors[str(number)] for number in range(len(tensors))]

@@ -113,9 +113,9 @@ class Bounds:
         """Return the measured time of a step, else that of another bucket, scaled by the ratio of their inputs."""
         if bucket in self._slowest:
             return self._slowest[bucket]
-        mine = self._buckets[bucket]
+        own = self._buckets[bucket]
         return min(
-            (seconds * max(1.0, _growth(self._buckets[other], mine)) for other, seconds in self._slowest.items()),
+            (seconds * max(1.0, _growth(self._buckets[other], own)) for other, seconds in self._slowest.items()),
             default=None,
         )
 

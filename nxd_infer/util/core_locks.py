@@ -27,15 +27,15 @@ def lock_core(kind: str, core: int) -> int | None:
     try:
         if os.fstat(place).st_uid != os.getuid():
             raise PermissionError(f"{folder} belongs to another user")
-        found = os.open(str(core), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=place)
+        descriptor = os.open(str(core), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=place)
     finally:
         os.close(place)
     try:
-        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(found)
+        os.close(descriptor)
         return None
     except OSError:
-        os.close(found)
+        os.close(descriptor)
         raise
-    return found
+    return descriptor

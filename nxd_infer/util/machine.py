@@ -50,8 +50,8 @@ def _installed_torch() -> str:
         text = Path(str(installed.locate_file("torch/version.py"))).read_text(encoding="utf-8")
     except OSError:
         return installed.version
-    found = re.search(r"^__version__ = ['\"]([^'\"]+)", text, re.MULTILINE)
-    return installed.version if found is None else found[1]
+    match = re.search(r"^__version__ = ['\"]([^'\"]+)", text, re.MULTILINE)
+    return installed.version if match is None else match[1]
 
 
 def torch_minor(version: str) -> str:

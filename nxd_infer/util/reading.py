@@ -42,12 +42,12 @@ def checksum_of_bytes(data: bytes) -> str:
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a JSON object. Raises ValueError if a key occurs twice, because readers differ in which value they use."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in fields:
             raise ValueError(f"the key {key!r:.80} stands twice")
-        found[key] = value
-    return found
+        fields[key] = value
+    return fields
 
 
 def parse_json(text: bytes | str) -> Any:

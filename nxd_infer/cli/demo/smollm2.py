@@ -33,8 +33,8 @@ Messages = Sequence[Mapping[str, Any]]
 
 def installed() -> Path | None:
     """Return the model's GGUF file; None without the package, whose code needs others and is not imported."""
-    found = importlib.util.find_spec(PACKAGE.replace("-", "_"))
-    return None if found is None else find_gguf((found.submodule_search_locations or [""])[0])
+    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
+    return None if spec is None else find_gguf((spec.submodule_search_locations or [""])[0])
 
 
 def prompts() -> list[list[dict[str, Any]]]:
@@ -58,10 +58,10 @@ def answers(model_dir: Path, asked: Sequence[Messages]) -> list[str]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine, threads that wait for each other take five times as long
     try:
-        found = generate_eager(step, ids, TOKENS, eos_token_ids=ends)
+        generated = generate_eager(step, ids, TOKENS, eos_token_ids=ends)
     finally:
         torch.set_num_threads(threads)
-    return [tokenizer.decode([token for token in one.tokens if token not in ends]) for one in found]
+    return [tokenizer.decode([token for token in one.tokens if token not in ends]) for one in generated]
 
 
 def make(gguf: Path, directory: Path, seconds: float | None, tp: int) -> Made:

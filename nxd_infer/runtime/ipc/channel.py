@@ -85,10 +85,6 @@ class Channel:
         first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(first), cls(second)
 
-    @classmethod
-    def from_fd(cls, fd: int) -> Channel:
-        return cls(socket.socket(fileno=fd))
-
     def fileno(self) -> int:
         return self.socket.fileno()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -36,7 +37,7 @@ def run(config: RankConfig) -> int:
     torch.set_num_threads(config.threads)
     if config.crew:
         os.sched_setaffinity(0, config.cores[:1])
-    channel = Channel.from_fd(config.socket)
+    channel = Channel(socket.socket(fileno=config.socket))
     message = channel.receive_request()
     if message is None:
         return 0

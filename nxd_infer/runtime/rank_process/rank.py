@@ -123,21 +123,19 @@ class Rank:
         """Map new weights, one file per rank, check them and read them from disk, without using them yet. Raises
         WeightSchemaError."""
         self.abort_weights()
-        for file in files:
-            self._staged.append(self._prepare(file))
-
-    def _prepare(self, file: str | os.PathLike[str]) -> _Staged:
         specs = self._manifest.weights
-        try:
-            found = load_weights(Path(file), specs, partial=True)
-            entries = load_entries(Path(file), specs)
-        except ArtifactCorruptError as error:
-            raise WeightSchemaError(str(error)) from error
         encoded = {spec.name for spec in specs if spec.encoding}
-        kept = {name: tensor for name, tensor in found.items() if name not in encoded}
-        for tensor in kept.values():
-            _touch(tensor)  # read now, with the time limit of a start, not of the next call
-        return _Staged(kept, list(found), entries, os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+        for file in files:
+            try:
+                new = load_weights(Path(file), specs, partial=True)
+                entries = load_entries(Path(file), specs)
+            except ArtifactCorruptError as error:
+                raise WeightSchemaError(str(error)) from error
+            plain = {name: tensor for name, tensor in new.items() if name not in encoded}
+            for tensor in plain.values():  # read it now, with the time limit of a start, not of the next call
+                if tensor.is_contiguous() and tensor.numel() > 0:  # others were copied from their file
+                    tensor.view(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum()
+            self._staged.append(_Staged(plain, list(new), entries, os.open(file, os.O_RDONLY | os.O_CLOEXEC)))
 
     def commit_weights(self) -> None:
         """Use the prepared weights from the next step on."""
@@ -203,9 +201,3 @@ class _Staged:
     names: list[str]
     entries: dict[tuple[str, int], Tensor]
     fd: int
-
-
-def _touch(tensor: Tensor) -> None:
-    """Load the pages of a mapped tensor into memory."""
-    if tensor.is_contiguous() and tensor.numel() > 0:  # others were copied from their file
-        tensor.view(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum()

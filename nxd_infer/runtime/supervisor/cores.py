@@ -75,12 +75,12 @@ def _claim(core: int) -> bool:
     if core in _claims:
         return True
     try:
-        found = lock_core("cores", core)
+        descriptor = lock_core("cores", core)
     except OSError:  # coordination is not possible
         return True
-    if found is None:
+    if descriptor is None:
         return False
-    _claims[core] = found
+    _claims[core] = descriptor
     return True
 
 

@@ -165,10 +165,6 @@ class RankProcesses:
 
     # --- state of the ranks ---
 
-    def process_of(self, rank: int) -> int:
-        """Return the process that runs the rank: its own, or the one that runs all."""
-        return 0 if self.together else rank
-
     def pid(self, rank: int) -> int | None:
         return self._processes[rank].pid if rank < len(self._processes) else None
 

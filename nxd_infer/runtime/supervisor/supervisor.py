@@ -290,7 +290,7 @@ class Supervisor(Ranks):
         """Return the current health of every rank. Reads shared counters; disturbs nothing and takes no lock."""
         ranks = []
         for rank in range(self.degree):
-            process = self._processes.process_of(rank)
+            process = 0 if self._processes.together else rank
             begun, finished, clock = self.arena.progress(process) if self.arena is not None else (0, 0, 0)
             state = self._processes.state(process)
             age = (time.monotonic_ns() - clock) / 1e9 if clock else None

@@ -105,14 +105,16 @@ class AdapterUpdate:
         self._check_names(folder, shapes)
         for name, shape in shapes.items():
             table = self._tables[name]
-            wanted = (self.rank, table.logical[2]) if table.kind == "A" else (table.logical[1], self.rank)
-            if shape != wanted:
-                raise AdapterError(f"{folder}: {name} has the shape {list(shape)}, and {list(wanted)} fits this model")
+            expected = (self.rank, table.logical[2]) if table.kind == "A" else (table.logical[1], self.rank)
+            if shape != expected:
+                raise AdapterError(
+                    f"{folder}: {name} has the shape {list(shape)}, and {list(expected)} fits this model"
+                )
         self._held = frozenset(shapes)
 
-    def _check_names(self, folder: Path, found: Collection[str]) -> None:
+    def _check_names(self, folder: Path, names: Collection[str]) -> None:
         """Check that every tensor is a factor with a table, and none lacks its counterpart."""
-        for name in found:
+        for name in names:
             if name in self._tables:
                 continue
             targets = sorted({factor.split(".")[-3] for factor in self._tables})
@@ -126,11 +128,11 @@ class AdapterUpdate:
                 f"{folder}: the adapter holds {name}, which is not a factor of a linear layer; a slot takes "
                 f"lora_A.weight and lora_B.weight of {', '.join(targets)}: merge the adapter into the weights instead"
             )
-        for name in found:
+        for name in names:
             other = name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
-            if other not in found:
+            if other not in names:
                 raise AdapterError(f"{folder}: the adapter holds {name} without {other}; it is not complete")
-        if not found:
+        if not names:
             raise AdapterError(f"{folder}: the adapter holds no tensors")
 
     # --- sharding --------------------------------------------------------------------------------------

@@ -129,26 +129,18 @@ def test_a_child_forked_during_a_call_neither_waits_nor_calls_nor_ends_the_ranks
     assert model(X)["count"].item() == 1
 
 
-class Before(TorchDispatchMode):
-    """Stands for a signal handler: runs in the calling thread, between two operators of the graph."""
-
-    def __init__(self, operator, handler):
-        super().__init__()
-        self.operator, self.handler = operator, handler
+class Interrupted(TorchDispatchMode):
+    """Stands for Ctrl-C in the middle of a graph, when its states have changed."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is self.operator:
-            self.handler()
+        if func is torch.ops.aten.clone.default:
+            raise KeyboardInterrupt
         return func(*args, **(kwargs or {}))
 
 
 def test_ctrl_c_in_the_middle_of_a_graph_in_process_closes_a_model_with_states(artifacts):
     model = started(artifacts[1])
-
-    def handler() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt), Before(torch.ops.aten.clone.default, handler):  # the states have changed
+    with pytest.raises(KeyboardInterrupt), Interrupted():
         model(X)
     with pytest.raises(ModelClosedError, match=r"KeyboardInterrupt; call restart\(\)"):
         model(X)

@@ -68,13 +68,6 @@ def test_a_tensor_parallel_model_takes_arrays_where_ranks_are_processes(artifact
         found = model.run_bucket("b4_s8", arrays)
         assert list(found) == list(want) and all(isinstance(array, np.ndarray) for array in found.values())
         assert all((found[name] == want[name].numpy()).all() for name in want)
-        with pytest.raises(InputMismatchError, match="'x' is missing and has no default"):
-            model.run_bucket("b4_s8", {"ids": arrays["ids"], "x": None})
-        without = []
-        for ids in (None, np.zeros(4, np.int64)):  # None is its default
-            model.reset_states()
-            without.append(model.run_bucket("b4_s8", {**arrays, "ids": ids}))
-        assert all((without[0][name] == without[1][name]).all() for name in want)
         with pytest.raises(InputMismatchError, match="'ids' is a Tensor, expected a numpy"):
             model.run_bucket("b4_s8", {**arrays, "ids": inputs["ids"]})
     with TensorParallelModel(load_artifact(path)) as model:

@@ -6,34 +6,15 @@ import os
 import threading
 import time
 
-import pytest
-
 from nxd_infer.runtime.ipc.channel import AWAKE_SECONDS, Channel, Kind, Request
 from tests.support.processes import wait_until
 
-STEP = Request(Kind.STEP, 3, 7)
 
-
-@pytest.fixture
-def ends():
+def test_a_rank_that_nobody_asks_goes_to_sleep(monkeypatch):
     caller, rank = Channel.pair()
-    yield caller, rank
-    caller.close()
-    rank.close()
-
-
-@pytest.fixture
-def yields(monkeypatch) -> list[None]:
-    """One for each time that the rank, awake, left its core to others."""
-    found: list[None] = []
+    yields, received = [], []
     sched_yield = os.sched_yield
-    monkeypatch.setattr(os, "sched_yield", lambda: (found.append(None), sched_yield()))
-    return found
-
-
-def test_a_rank_that_nobody_asks_goes_to_sleep(ends, yields):
-    caller, rank = ends
-    received = []
+    monkeypatch.setattr(os, "sched_yield", lambda: (yields.append(None), sched_yield()))
     thread = threading.Thread(target=lambda: received.append(rank.receive_request()))
     thread.start()
 
@@ -43,7 +24,10 @@ def test_a_rank_that_nobody_asks_goes_to_sleep(ends, yields):
         return len(yields) == before
 
     wait_until(sleeps)
-    assert not received
-    caller.send(STEP.record())
+    assert yields and not received
+    caller.send(Request(Kind.STEP, 3, 7).record())
     thread.join(60)
-    assert received == [(STEP, [])]
+    assert received == [(Request(Kind.STEP, 3, 7), [])]
+    caller.close()
+    assert rank.receive_request() is None
+    rank.close()

