@@ -158,6 +158,14 @@ def load() -> NativeLibrary:
         return load_file(target)
 
 
+def load_if_possible() -> NativeLibrary | None:
+    """Return the native operators, or None if they cannot be built (no compiler, no headers)."""
+    try:
+        return load()
+    except BackendUnavailableError:
+        return None
+
+
 def load_file(path: str | os.PathLike[str]) -> NativeLibrary:
     """Register the operators of a built library, such as the copy inside an artifact.
 

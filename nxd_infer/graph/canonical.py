@@ -51,25 +51,10 @@ class Graph:
 def trace_graph(step: Step) -> Graph:
     """Export ``step``. Raises TraceError if that fails."""
     exported = export(step)
-    passes.simplify(exported.module)
-    passes.eliminate_dead_code(exported.module)
     passes.clone_aliased_outputs(exported.module)
-    _drop_unused_weights(exported)
     specs = _specs(exported, step)
     module = functional(exported.module, len(exported.states))
     return Graph(module, specs, exported.constants, exported.structure)
-
-
-def _drop_unused_weights(exported: Exported) -> None:
-    graph = exported.module.graph
-    first = len(exported.states) + len(exported.inputs)
-    kept = []
-    for node, name in zip(passes.placeholders(graph)[first:], exported.weights, strict=True):
-        if node.users:
-            kept.append(name)
-        else:
-            graph.erase_node(node)
-    exported.weights = kept
 
 
 def _specs(exported: Exported, step: Step) -> GraphFile:

@@ -477,7 +477,8 @@ def _refuse_overlap(step: Step, own: dict[str, Tensor]) -> None:
 
 
 def _flat_graph(program: torch.export.ExportedProgram, wrapper: _Traced, step: Step) -> Exported:
-    """Reorder the placeholders to states, inputs, then the used weights; flatten nested graphs; simplify."""
+    """Reorder the placeholders to states, inputs, then the used weights; flatten nested graphs; drop what has no
+    effect."""
     from torch.export.graph_signature import InputKind
 
     module = program.graph_module
@@ -485,6 +486,7 @@ def _flat_graph(program: torch.export.ExportedProgram, wrapper: _Traced, step: S
         wrapper.repeats.write_out(module)
     passes.flatten_nested(module)
     passes.simplify(module)
+    passes.eliminate_dead_code(module)
     user: list[fx.Node] = []
     weights: list[tuple[str, fx.Node]] = []
     constants: dict[str, Tensor] = {}

@@ -103,10 +103,10 @@ class Repeats:
         tracer: Any = mode.tracer
         for body in self._bodies:
             if body.tracer is tracer and type(body.called[0]) is type(layer):
-                pairs = alike(body.called, called, _FREE)
+                pairs = alike(body.called, called)
                 if pairs is not None:
                     return body.again(pairs)
-        own = alike(called, called, _FREE) or []
+        own = alike(called, called) or []
         known = {tensor: slot for tensor, _ in own if (slot := get_proxy_slot(tensor, tracer, None)) is not None}
         last = next(iter(reversed(tracer.graph.nodes)))
         result = type(layer).forward(layer, *args, **kwargs)
@@ -159,9 +159,6 @@ class Repeats:
                     passes.inline(node, body, passes.tensors_of(node.args[0]), _Fresh(body, node))
 
 
-_FREE = (Repeats,)
-
-
 def _is_operator(node: fx.Node) -> bool:
     return node.op == "call_function" and (
         isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
@@ -199,7 +196,7 @@ _SAYS_HOW = ("__reduce_ex__", "__reduce__", "__getstate__", "__getnewargs_ex__")
 _OF_MODULES = getattr(nn.Module, "__getstate__", None)
 
 
-def alike(first: Any, second: Any, free: tuple[type, ...] = ()) -> list[tuple[Tensor, Tensor]] | None:
+def alike(first: Any, second: Any) -> list[tuple[Tensor, Tensor]] | None:
     """Return the tensors at equal places of two object graphs, each pair once; None if the graphs are not alike.
 
     Two are alike if a program that reads the first and one that reads the second do the same, except for the values of
@@ -207,21 +204,20 @@ def alike(first: Any, second: Any, free: tuple[type, ...] = ()) -> list[tuple[Te
     what is written in C is its identity. What cannot be pickled, or says itself how, is unlike.
 
     Paired tensors have the same class, dtype, shape, strides and device, and share memory with one another in the same
-    way. What is one object in one graph is one in the other. Objects of the classes ``free`` are not read.
+    way. What is one object in one graph is one in the other. A :class:`Repeats` is not read.
     """
     try:
         with torch._C.DisableTorchFunction():  # a tracer's mode would see each look at a tensor
-            a, b = (_Description(value, free) for value in (first, second))
+            a, b = (_Description(value) for value in (first, second))
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError):
         return None
     return list(zip(a.tensors, b.tensors, strict=True)) if a.text == b.text else None
 
 
 class _Description(pickle.Pickler):
-    def __init__(self, value: Any, free: tuple[type, ...]):
+    def __init__(self, value: Any):
         file = io.BytesIO()
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._free = free
         self._storages: dict[int, int] = {}
         self.tensors: list[Tensor] = []
         self.dump(value)
@@ -231,7 +227,7 @@ class _Description(pickle.Pickler):
         """Say how a value of no simple type is written: ``(_same, what is compared, what is written after it)``."""
         if value is _same:
             return NotImplemented
-        if isinstance(value, self._free):
+        if isinstance(value, Repeats):
             return _same, ()
         if isinstance(value, _ITSELF):
             return _same, (id(value),)

@@ -18,11 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("nxd", "FRAGMENT")
-_LIBRARY.define(
-    "remember_tokens(Tensor(a!) counts, Tensor(b!) seen, Tensor ids, Tensor output, Tensor start, Tensor length, "
-    "Tensor slot) -> ()"
-)
+from nxd_infer.ops.composite import composite
 
 
 def adjust_logits(
@@ -72,6 +68,11 @@ def adjust_logits(
     return logits
 
 
+@composite(
+    "remember_tokens(Tensor(a!) counts, Tensor(b!) seen, Tensor ids, Tensor output, Tensor start, Tensor length, "
+    "Tensor slot) -> ()",
+    lambda *arguments: None,
+)
 def remember_tokens(
     counts_NV: Tensor,
     seen_NV: Tensor,
@@ -92,28 +93,13 @@ def remember_tokens(
         counts_NV, seen_NV: int32 and bool, modified in place.
         ids_BS: int64 in ``0 .. V-1``; output_BS: bool. start_B, length_B, slot_B: int64.
     """
-    torch.ops.nxd.remember_tokens(counts_NV, seen_NV, ids_BS, output_BS, start_B, length_B, slot_B)
-
-
-def remember_tokens_reference(
-    counts: Tensor, seen: Tensor, ids: Tensor, output: Tensor, start: Tensor, length: Tensor, slot: Tensor
-) -> None:
-    """:func:`remember_tokens` in plain PyTorch: uncounted tokens go to the scratch line."""
-    scratch = counts.shape[0] - 1
-    slot = torch.where(length > 0, slot, scratch)
-    fresh = torch.where(start == 0, slot, scratch)
-    torch.ops.aten.index_put_(counts, [fresh], torch.zeros_like(counts[0]))
-    torch.ops.aten.index_put_(seen, [fresh], torch.zeros_like(seen[0]))
-    live_BS = torch.arange(ids.shape[1], device=ids.device) < length[:, None]
-    counted = torch.where(live_BS & output, slot[:, None], scratch)
-    prompted = torch.where(live_BS & ~output, slot[:, None], scratch)
-    torch.ops.aten.index_put_(counts, [counted, ids], torch.ones_like(ids, dtype=torch.int32), True)
-    torch.ops.aten.index_put_(seen, [prompted, ids], torch.ones_like(ids, dtype=torch.bool))
-
-
-def remember_tokens_fake(counts, seen, ids, output, start, length, slot):
-    return None
-
-
-_LIBRARY.impl("remember_tokens", remember_tokens_reference, "CompositeExplicitAutograd")
-torch.library.register_fake("nxd::remember_tokens", remember_tokens_fake, lib=_LIBRARY)
+    scratch = counts_NV.shape[0] - 1  # also for uncounted tokens
+    slot_B = torch.where(length_B > 0, slot_B, scratch)
+    fresh_B = torch.where(start_B == 0, slot_B, scratch)
+    torch.ops.aten.index_put_(counts_NV, [fresh_B], torch.zeros_like(counts_NV[0]))
+    torch.ops.aten.index_put_(seen_NV, [fresh_B], torch.zeros_like(seen_NV[0]))
+    live_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device) < length_B[:, None]
+    counted_BS = torch.where(live_BS & output_BS, slot_B[:, None], scratch)
+    prompted_BS = torch.where(live_BS & ~output_BS, slot_B[:, None], scratch)
+    torch.ops.aten.index_put_(counts_NV, [counted_BS, ids_BS], torch.ones_like(ids_BS, dtype=torch.int32), True)
+    torch.ops.aten.index_put_(seen_NV, [prompted_BS, ids_BS], torch.ones_like(ids_BS, dtype=torch.bool))

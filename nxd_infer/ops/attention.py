@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("nxd", "FRAGMENT")
-_LIBRARY.define(
+from nxd_infer.ops.composite import composite
+
+
+@composite(
     "cache_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_table, "
-    "Tensor start, Tensor length, float scale) -> Tensor"
+    "Tensor start, Tensor length, float scale) -> Tensor",
+    lambda q, *others: q.new_empty(q.shape),
 )
-
-
 def cache_attention(
     q_BSHD: Tensor,
     k_BSKD: Tensor,
@@ -49,27 +50,11 @@ def cache_attention(
         block_table_Bn, start_B, length_B: int64. Blocks in ``0 .. N-1``, ``start >= 0``, ``0 <= length <= S``.
         scale: factor of the scores, usually ``D ** -0.5``.
     """
-    return torch.ops.nxd.cache_attention(
-        q_BSHD, k_BSKD, v_BSKD, k_cache_NKLD, v_cache_NKLD, block_table_Bn, start_B, length_B, scale
-    )
-
-
-def cache_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    start: Tensor,
-    length: Tensor,
-    scale: float,
-) -> Tensor:
-    """:func:`cache_attention` in plain PyTorch. Reads all of each row's blocks."""
-    keys, values, mask_BST = _store(q, k, v, k_cache, v_cache, block_table, start, length)
-    folded, mask = _folded(q, mask_BST, keys.shape[1])
-    out = F.scaled_dot_product_attention(folded, keys.to(q.dtype), values.to(q.dtype), attn_mask=mask, scale=scale)
-    return _unfolded(out, q)
+    where = (k_cache_NKLD, v_cache_NKLD, block_table_Bn, start_B, length_B)
+    keys, values, mask_BST = _store(q_BSHD, k_BSKD, v_BSKD, *where)
+    folded, mask = _folded(q_BSHD, mask_BST, keys.shape[1])
+    keys, values = keys.to(folded.dtype), values.to(folded.dtype)
+    return _unfolded(F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale), q_BSHD)
 
 
 def masked_cache_attention(
@@ -166,11 +151,3 @@ def _rows(cache_NKLD: Tensor, block_table_Bn: Tensor) -> Tensor:
     if n == 1:
         return cache_NKLD.index_select(0, block_table_Bn[:, 0])
     return cache_NKLD[block_table_Bn].permute(0, 2, 1, 3, 4).reshape(B, KH, n * L, D)
-
-
-def cache_attention_fake(q, k, v, k_cache, v_cache, block_table, start, length, scale):
-    return q.new_empty(q.shape)
-
-
-_LIBRARY.impl("cache_attention", cache_attention_reference, "CompositeExplicitAutograd")
-torch.library.register_fake("nxd::cache_attention", cache_attention_fake, lib=_LIBRARY)

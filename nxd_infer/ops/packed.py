@@ -3,6 +3,10 @@
 A packed weight has the shape ``[N, K]``, dtype and bytes of the plain one, in another order: blocks of 32 rows, with
 ``k`` slowest inside a block (bfloat16: pairs of ``k`` adjacent). The last block has the remaining rows, and an odd K
 ends in one row of single values, so every shape can be packed, and unpacks to the same bits.
+
+In eight bits, a decode step reads half the bytes: a weight becomes ``q * scale``, ``scale[n] = max|w[n]| / 127`` in
+float32, and ``q`` in -127 .. 127, rounded to nearest (ties to even). Activations keep their dtype. The packed tensor is
+int8 [N, K + 4]: in each block the ``[K][32]`` numbers, followed by its scales as float32.
 """
 
 from __future__ import annotations
@@ -14,40 +18,76 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nxd_infer.ops.composite import composite
+
 COLUMNS = 32
 DTYPES = frozenset({torch.float32, torch.bfloat16})
 """Dtypes with a packed form."""
-
-_LIBRARY = torch.library.Library("nxd", "FRAGMENT")
-_LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_LIBRARY.define("packed_linears(Tensor x, Tensor[] layers, bool biased) -> Tensor[]")
-_LIBRARY.define("packed_embedding(Tensor weight, Tensor ids) -> Tensor")
+SCALE_BYTES = 4
+"""Bytes of a row's scale in eight bits, after its K values."""
+LARGEST = 127
 
 
-def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``F.linear(x, unpack(weight), bias)`` for a packed ``weight`` [N, K]; x [..., K] -> [..., N], same dtype.
+# --- operators ----------------------------------------------------------------------------------------
+
+
+def _linears_fake(x: Tensor, layers: Sequence[Tensor], biased: bool) -> list[Tensor]:
+    return [x.new_empty([*x.shape[:-1], weight.shape[0]]) for weight, _ in _split(layers, biased)]
+
+
+@composite("packed_linears(Tensor x, Tensor[] layers, bool biased) -> Tensor[]", _linears_fake)
+def packed_linears(x: Tensor, layers: Sequence[Tensor], biased: bool = False) -> list[Tensor]:
+    """Compute ``F.linear(x, weight, bias)`` of one ``x`` for each packed ``weight`` [N, K], all of one form; x [..., K]
+    and the biases, float32 or bfloat16 -> [..., N] each.
 
     The native operator adds in float32, in the order of ``k``, and rounds once. A row's result is bit-equal alone, in
-    any batch and with any number of threads: it does not depend on other rows.
+    any batch and with any number of threads: it does not depend on other rows. Integers below 128 are exact in
+    bfloat16, so it adds ``q`` of eight bits like a plain weight, and multiplies the sum by the scale.
+
+    Threads start and synchronise once for all weights, which is the main cost of small matrices.
+
+    Args:
+        layers: the weights, followed by a bias for each if ``biased``.
     """
-    return torch.ops.nxd.packed_linear(x, weight, bias)
+    results = []
+    for weight, bias in _split(layers, biased):
+        if weight.dtype != torch.int8:
+            results.append(F.linear(x, unpack(weight), bias))
+            continue
+        q, scale = unpack_int8(weight)
+        y = F.linear(x.float(), q.float()) * scale
+        results.append((y if bias is None else y + bias.float()).to(x.dtype))
+    return results
 
 
-def packed_linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
-    """:func:`packed_linear` of one ``x`` for each weight, bit-equal; ``biases`` is empty or has one per weight.
+def _split(layers: Sequence[Tensor], biased: bool) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the weights, each with its bias or None."""
+    count = len(layers) // 2 if biased else len(layers)
+    return list(zip(layers[:count], layers[count:] or [None] * count, strict=True))
 
-    Threads start and synchronise once for all weights, which is the main cost of small matrices. The operator takes the
-    weights, followed by their biases if ``biased``.
+
+def _embedding_fake(weight: Tensor, ids: Tensor, bfloat16: bool) -> Tensor:
+    if weight.dtype != torch.int8:
+        return weight.new_empty([*ids.shape, weight.shape[1]])
+    dtype = torch.bfloat16 if bfloat16 else torch.float32
+    return weight.new_empty([*ids.shape, weight.shape[1] - SCALE_BYTES], dtype=dtype)
+
+
+@composite("packed_embedding(Tensor weight, Tensor ids, bool bfloat16) -> Tensor", _embedding_fake)
+def packed_embedding(weight: Tensor, ids: Tensor, bfloat16: bool = False) -> Tensor:
+    """Compute ``F.embedding(ids, weight)`` for a packed table [N, K]; ids of any shape -> [*ids.shape, K].
+
+    Rows of a table in eight bits are rounded to bfloat16, or in float32. An id outside ``0 .. N-1`` is an error, as for
+    F.embedding.
     """
-    return torch.ops.nxd.packed_linears(x, [*weights, *biases], bool(biases))
+    if weight.dtype != torch.int8:
+        return F.embedding(ids, unpack(weight))
+    q, scale = unpack_int8(weight)
+    rows = F.embedding(ids, q) * F.embedding(ids, scale[:, None])
+    return rows.to(torch.bfloat16 if bfloat16 else torch.float32)
 
 
-def packed_embedding(weight: Tensor, ids: Tensor) -> Tensor:
-    """Compute ``F.embedding(ids, unpack(weight))`` for a packed table [N, K]; ids of any shape -> [*ids.shape, K].
-
-    An id outside ``0 .. N-1`` is an error, as for F.embedding.
-    """
-    return torch.ops.nxd.packed_embedding(weight, ids)
+# --- packing ------------------------------------------------------------------------------------------
 
 
 def packable(dtype: torch.dtype, shape: tuple[int, ...] | list[int], stride: tuple[int, ...] | list[int]) -> bool:
@@ -74,10 +114,8 @@ def pack(weight: Tensor, out: Tensor | None = None, library: Any = None) -> Tens
     return out
 
 
-def unpack(packed: Tensor, library: Any = None) -> Tensor:
+def unpack(packed: Tensor) -> Tensor:
     """Return the plain weight of a packed one; exact."""
-    if library is not None:
-        return library.op("unpack")(packed)
     out = torch.empty_like(packed)
     flat = packed.reshape(-1)
     K = packed.shape[1]
@@ -97,44 +135,49 @@ def _blocks(weight: Tensor) -> Iterator[tuple[int, int, int, int]]:
         yield row, min(N, row + COLUMNS), K - K % group, group
 
 
-def packed_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """:func:`packed_linear` in plain PyTorch."""
-    return F.linear(x, unpack(weight), bias)
+def packed_shape(shape: Sequence[int]) -> list[int]:
+    """Return the shape of the packed tensor for a weight of ``shape`` [N, K]."""
+    return [shape[0], shape[1] + SCALE_BYTES]
 
 
-def packed_linears_reference(x: Tensor, layers: Sequence[Tensor], biased: bool) -> list[Tensor]:
-    """:func:`packed_linears` in plain PyTorch."""
-    weights, biases = split_layers(layers, biased)
-    return [packed_linear_reference(x, *layer) for layer in zip(weights, biases, strict=True)]
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``(q, scale)`` of a weight [N, K]: int8 [N, K] and float32 [N]. A zero row has scale 1."""
+    wide = weight.float()
+    scale = wide.abs().amax(1) / LARGEST
+    scale = torch.where(scale == 0, 1.0, scale)
+    return (wide / scale[:, None]).clamp(-LARGEST, LARGEST).round().to(torch.int8), scale
 
 
-def split_layers(layers: Sequence[Tensor], biased: bool) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-    """Return the weights, and a bias or None for each."""
-    count = len(layers) // 2 if biased else len(layers)
-    return layers[:count], layers[count:] or [None] * count
+def pack_int8(weight: Tensor, out: Tensor | None = None, library: Any = None) -> Tensor:
+    """Quantize and pack ``weight`` [N, K] as int8 [N, K + 4], into ``out`` if given.
+
+    With a ``library`` (``native.NativeLibrary``) this runs at memory speed; without one it is plain PyTorch, bit-equal.
+    """
+    out = torch.empty(packed_shape(weight.shape), dtype=torch.int8) if out is None else out
+    if library is not None:
+        library.op("pack_int8")(out, weight)
+        return out
+    N, K = weight.shape
+    flat = out.view(-1)
+    for row in range(0, N, COLUMNS):
+        q, scale = quantize(weight[row : row + COLUMNS])
+        block = flat[row * (K + SCALE_BYTES) :][: q.shape[0] * (K + SCALE_BYTES)]
+        block[: q.numel()] = q.T.reshape(-1)
+        block[q.numel() :] = scale.view(torch.int8)
+    return out
 
 
-def packed_embedding_reference(weight: Tensor, ids: Tensor) -> Tensor:
-    """:func:`packed_embedding` in plain PyTorch."""
-    return F.embedding(ids, unpack(weight))
-
-
-def packed_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return x.new_empty([*x.shape[:-1], weight.shape[0]])
-
-
-def packed_linears_fake(x: Tensor, layers: Sequence[Tensor], biased: bool) -> list[Tensor]:
-    return [packed_linear_fake(x, weight) for weight in split_layers(layers, biased)[0]]
-
-
-def packed_embedding_fake(weight: Tensor, ids: Tensor) -> Tensor:
-    return weight.new_empty([*ids.shape, weight.shape[1]])
-
-
-for _name, _reference, _fake in (
-    ("packed_linear", packed_linear_reference, packed_linear_fake),
-    ("packed_linears", packed_linears_reference, packed_linears_fake),
-    ("packed_embedding", packed_embedding_reference, packed_embedding_fake),
-):
-    _LIBRARY.impl(_name, _reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"nxd::{_name}", _fake, lib=_LIBRARY)
+def unpack_int8(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``(q, scale)`` of a packed weight; exact."""
+    N, row_bytes = packed.shape
+    whole = N // COLUMNS * COLUMNS
+    parts = [(packed[:whole], COLUMNS)] if whole else []
+    parts += [(packed[whole:], N - whole)] if whole < N else []
+    numbers, scales = [], []
+    for part, width in parts:
+        K = row_bytes - SCALE_BYTES
+        blocks = part.reshape(-1, width * row_bytes)
+        numbers.append(blocks[:, : width * K].reshape(-1, K, width).transpose(1, 2).reshape(-1, K))
+        bits = blocks[:, width * K :].clone(memory_format=torch.contiguous_format)  # aligned for float32
+        scales.append(bits.view(torch.float32).reshape(-1))
+    return torch.cat(numbers), torch.cat(scales)

@@ -27,29 +27,31 @@ The order (temperature, top-k, top-p, min-p) is that of Hugging Face, which brea
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from nxd_infer.ops.adjust import adjust_logits
+from nxd_infer.ops.composite import composite
 
 GREEDY_BELOW = 1e-5
 """Below this temperature the likeliest token is taken."""
 LOGPROB_FLOOR = -9999.0
 """Reported instead of minus infinity, so that results can be represented in JSON."""
 
-_LIBRARY = torch.library.Library("nxd", "FRAGMENT")
-_LIBRARY.define(
+
+def _fake(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, top = logits.shape[0], next(each for each in arguments if isinstance(each, int))
+    token = logits.new_empty(rows, dtype=torch.int64)
+    return token, logits.new_empty(rows), token.new_empty(rows, top), logits.new_empty(rows, top)
+
+
+@composite(
     "sample(Tensor logits, Tensor raw, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, "
-    "Tensor position, int top) -> (Tensor, Tensor, Tensor, Tensor)"
+    "Tensor position, int top) -> (Tensor, Tensor, Tensor, Tensor)",
+    _fake,
 )
-_LIBRARY.define(
-    "sample_adjusted(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, "
-    "Tensor position, int top, Tensor? allowed, Tensor? bias_ids, Tensor? bias_values, Tensor? counts, Tensor? seen, "
-    "Tensor? slot, Tensor? presence_penalty, Tensor? frequency_penalty, Tensor? repetition_penalty) -> "
-    "(Tensor, Tensor, Tensor, Tensor)"
-)
-
-
 def sample(
     logits_BV: Tensor,
     raw_BV: Tensor,
@@ -74,10 +76,10 @@ def sample(
         probabilities [B, top] float32 of the most probable tokens under ``raw``, best first. If the vocabulary is
         smaller than ``top``, the rest has id -1 and the floor. Log probabilities are never below ``LOGPROB_FLOOR``.
     """
-    return torch.ops.nxd.sample(logits_BV, raw_BV, temperature_B, top_k_B, top_p_B, min_p_B, seed_B, position_B, top)
+    return _drawn(logits_BV, raw_BV, temperature_B, top_k_B, top_p_B, min_p_B, seed_B, position_B, top)
 
 
-def sample_reference(
+def _drawn(
     logits: Tensor,
     raw: Tensor,
     temperature: Tensor,
@@ -88,7 +90,6 @@ def sample_reference(
     position: Tensor,
     top: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`sample` in plain PyTorch."""
     logits, raw = finite_or_absent(logits), finite_or_absent(raw)
     hot_B = temperature >= GREEDY_BELOW  # False for NaN
     scale_B1 = torch.where(hot_B, temperature, 1.0).clamp(max=1e30)[:, None]
@@ -102,6 +103,13 @@ def sample_reference(
     return (token_B, *logprobs(raw, token_B, top))
 
 
+@composite(
+    "sample_adjusted(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, "
+    "Tensor position, int top, Tensor? allowed, Tensor? bias_ids, Tensor? bias_values, Tensor? counts, Tensor? seen, "
+    "Tensor? slot, Tensor? presence_penalty, Tensor? frequency_penalty, Tensor? repetition_penalty) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+    _fake,
+)
 def sample_adjusted(
     logits_BV: Tensor,
     temperature_B: Tensor,
@@ -125,15 +133,8 @@ def sample_adjusted(
 
     One operator, so that rows without adjustments are sampled without a copy. Arguments as in both functions.
     """
-    return torch.ops.nxd.sample_adjusted(
+    adjusted = adjust_logits(
         logits_BV,
-        temperature_B,
-        top_k_B,
-        top_p_B,
-        min_p_B,
-        seed_B,
-        position_B,
-        top,
         allowed,
         bias_ids,
         bias_values,
@@ -144,22 +145,7 @@ def sample_adjusted(
         frequency_penalty,
         repetition_penalty,
     )
-
-
-def sample_adjusted_reference(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    position: Tensor,
-    top: int,
-    *adjustments: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`sample_adjusted` in plain PyTorch."""
-    adjusted = adjust_logits(logits, *adjustments)
-    return sample_reference(adjusted, logits, temperature, top_k, top_p, min_p, seed, position, top)
+    return _drawn(adjusted, logits_BV, temperature_B, top_k_B, top_p_B, min_p_B, seed_B, position_B, top)
 
 
 def finite_or_absent(logits: Tensor) -> Tensor:
@@ -299,27 +285,3 @@ def random_bits(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
 def uniform(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
     """Return uniform float64 [B, V] in (0, 1): exactly ``(bits + 1/2) / 2^32`` of :func:`random_bits`."""
     return (random_bits(seed_B, position_B, vocabulary).double() + 0.5) * 2.0**-32
-
-
-def sample_fake(logits, raw, temperature, top_k, top_p, min_p, seed, position, top):
-    return _fake(logits, top)
-
-
-def sample_adjusted_fake(logits, temperature, top_k, top_p, min_p, seed, position, top, *adjustments):
-    return _fake(logits, top)
-
-
-def _fake(logits: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = logits.shape[0]
-    return (
-        torch.empty(rows, dtype=torch.int64, device=logits.device),
-        torch.empty(rows, dtype=torch.float32, device=logits.device),
-        torch.empty((rows, top), dtype=torch.int64, device=logits.device),
-        torch.empty((rows, top), dtype=torch.float32, device=logits.device),
-    )
-
-
-_LIBRARY.impl("sample", sample_reference, "CompositeExplicitAutograd")
-torch.library.register_fake("nxd::sample", sample_fake, lib=_LIBRARY)
-_LIBRARY.impl("sample_adjusted", sample_adjusted_reference, "CompositeExplicitAutograd")
-torch.library.register_fake("nxd::sample_adjusted", sample_adjusted_fake, lib=_LIBRARY)

@@ -25,13 +25,12 @@ from nxd_infer.artifact.manifest import (
 )
 from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.backends.cpu.lower import PROGRAM_FILE
-from nxd_infer.backends.cpu.target import describe_target
 from nxd_infer.graph import ir
 from nxd_infer.graph.passes import functional
 from nxd_infer.graph.stored import GRAPH_FILE, IR_FILE, GraphFile, ir_text
 from nxd_infer.layout import AxisPlan, ParamLayout, shard_tensor
 from nxd_infer.trace.ranks.traced import describe_layout
-from nxd_infer.util.machine import versions
+from nxd_infer.util.machine import architecture, versions
 
 HIDDEN, INNER, VOCABULARY = 8, 16, 12
 LAYOUTS = {
@@ -156,7 +155,7 @@ def build(
             backend="eager",
             requires=["bucket-kernel"] if kernel is not None else [],
             ops=[file.stem for file in ops],
-            target={**describe_target(), "threads": 1},
+            target={"arch": architecture(), "threads": 1},
             versions=versions(),
             tp_degree=degree,
             buckets=bucket_specs,

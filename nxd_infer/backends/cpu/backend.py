@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nxd_infer import backends
 from nxd_infer.artifact.manifest import Manifest
-from nxd_infer.backends import cpu
 from nxd_infer.backends.base import Availability, Executable, Placement, Quantization, RankGraph, RankRuntime
-from nxd_infer.backends.cpu.encodings import ENCODINGS, QUANTIZATIONS
-from nxd_infer.backends.cpu.options import PACKED_OPTION, packed_option, quantize_option
-from nxd_infer.backends.cpu.target import check_cpu, describe_target
-from nxd_infer.errors import TraceConfigError
+from nxd_infer.backends.cpu.encodings import (
+    ENCODINGS,
+    PACKED_OPTION,
+    QUANTIZATIONS,
+    packed_option,
+    quantize_option,
+)
+from nxd_infer.errors import ArtifactVersionError, TraceConfigError
 from nxd_infer.util.machine import architecture, torch_version
 from nxd_infer.util.processors import available_cores
 
@@ -23,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class CpuBackend:
-    """``backend="cpu"``: compiles nothing. Its only option is ``nxd_packed``: False keeps weights plain."""
+    """``backend="cpu"``: compiles nothing. Its only option is ``nxd_packed``: False keeps weights plain.
+
+    Its imports in functions are of what needs torch.
+    """
 
     name = "cpu"
     native = True
@@ -40,7 +45,7 @@ class CpuBackend:
     kept: tuple[str, ...] = ()
 
     def probe(self) -> Availability:
-        why = cpu.operators.why_unsupported()
+        why = "" if _native().has_stable_abi() else _native().availability().reason
         return Availability(
             True,
             versions={"torch": torch_version()},
@@ -57,8 +62,10 @@ class CpuBackend:
 
     def prepare_trace(self, tp_degree: int, options: Mapping[str, Any]) -> None:
         """Build the native operators and the loop before any rank needs them."""
-        cpu.operators.native_library()
-        cpu.program.prepare()
+        from nxd_infer.backends.cpu import program
+
+        _native().load_if_possible()
+        program.prepare()
 
     def compiler(self) -> str:
         return ""
@@ -76,25 +83,43 @@ class CpuBackend:
         return {**options, **quantize_option(quantize, options)}
 
     def passes(self, graphs: Sequence[Graph], options: Mapping[str, Any]) -> list[Lowered]:
-        return cpu.lower.lower(graphs, options, cpu.operators.native_library())
+        from nxd_infer.backends.cpu import lower
+
+        return lower.lower(graphs, options, _native().load_if_possible())
 
     def compile(self, graph_dir: Path, options: Mapping[str, Any]) -> None:
         """Do nothing: the lowered graph is what runs."""
 
     def target(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        return describe_target()
+        return {"arch": architecture()}  # operators pick their instructions where they run
 
     def check_target(self, target: Mapping[str, Any], versions: Mapping[str, str]) -> None:
-        check_cpu(target)
+        arch = target.get("arch")
+        if arch and arch != architecture():
+            raise ArtifactVersionError(
+                f"was compiled for {arch} and this machine is {architecture()}: use `nxd-infer recompile` "
+                "here, or trace it again"
+            )
 
     def place(self, manifest: Manifest, weight_file: Path, runtime: RankRuntime) -> Placement:
-        return cpu.placement.HostPlacement(manifest, weight_file, runtime)
+        from nxd_infer.backends.cpu.placement import HostPlacement
+
+        return HostPlacement(manifest, weight_file, runtime)
 
     def load(self, ranks: Sequence[RankGraph], runtime: RankRuntime) -> Executable:
+        from nxd_infer.backends.checks import checked_graph
+        from nxd_infer.backends.cpu import executable, lower, program
+
         (rank,) = ranks
-        graph = backends.checks.checked_graph(rank, runtime)
-        program = cpu.program.load(cpu.lower.read_program(rank.directory))
-        return cpu.executable.CpuExecutable(graph, rank.states, rank.weights, program)
+        graph = checked_graph(rank, runtime)
+        ready = program.load(lower.read_program(rank.directory))
+        return executable.CpuExecutable(graph, rank.states, rank.weights, ready)
+
+
+def _native() -> Any:
+    from nxd_infer import native  # slow: torch
+
+    return native
 
 
 BACKEND = CpuBackend()

@@ -1,8 +1,9 @@
-"""What the executables of the CPU backends share: they check states and weights once, and inputs at every call."""
+"""A loaded graph on the CPU: states and weights are checked once, inputs at every call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -14,15 +15,9 @@ from nxd_infer.graph.stored import GraphFile
 
 
 class CpuExecutable:
-    """A loaded graph."""
+    """See ``backends.Executable``."""
 
-    def __init__(
-        self,
-        graph: GraphFile,
-        states: Mapping[str, Tensor],
-        weights: Mapping[str, Tensor],
-        program: Runs,
-    ):
+    def __init__(self, graph: GraphFile, states: Mapping[str, Any], weights: Mapping[str, Any], program: Runs):
         self.graph = graph
         self._program: Runs | None = program
         self._states = checked_tensors(graph.states, states, "state", InputMismatchError)
@@ -44,11 +39,9 @@ class CpuExecutable:
 
     def update_weights(self, weights: Mapping[str, Tensor], rank: int = 0) -> None:
         program = self._open()
-        names = {weight.name for weight in self.graph.weights}
-        unknown = [name for name in weights if name not in names]
-        if unknown:
+        current = {spec.name: tensor for spec, tensor in zip(self._specs, self._weights, strict=True)}
+        if unknown := [name for name in weights if name not in current]:
             raise WeightSchemaError(f"the graph reads no weight {unknown[0]!r}")
-        current = dict(zip((w.name for w in self.graph.weights), self._weights, strict=True))
         self._weights = checked_tensors(self._specs, {**current, **weights}, "weight", WeightSchemaError)
         program.hold(self._states, self._weights)
 

@@ -6,39 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from nxd_infer.graph.passes import aliases, aten, call, tensors_of, written
-
-
-def scatter_to_index_put(module: fx.GraphModule) -> None:
-    """Rewrite ``scatter(self, dim, index, src)`` to ``index_put``: the same values, updated in place by a compiler."""
-    rewrites = {aten.scatter.src: aten.index_put.default, aten.scatter_.src: aten.index_put_.default}
-    graph = module.graph
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in rewrites:
-            continue
-        target, dim, index, source = node.args
-        shape, source_shape = index.meta["val"].shape, source.meta["val"].shape
-        rank = len(shape)
-        if rank == 0 or target.meta["val"].dim() != rank:
-            continue
-        with graph.inserting_before(node):
-            for d in range(rank):
-                if source_shape[d] != shape[d]:
-                    source = call(graph, aten.slice.Tensor, source, d, 0, shape[d])
-            indices = []
-            for d in range(rank):
-                if d == dim % rank:
-                    indices.append(index)
-                    continue
-                view = [1] * rank
-                view[d] = shape[d]
-                device = index.meta["val"].device
-                row = call(graph, aten.arange.default, shape[d], like=index, device=device, pin_memory=False)
-                indices.append(call(graph, aten.view.default, row, view))
-            updated = call(graph, rewrites[node.target], target, indices, source)
-        node.replace_all_uses_with(updated)
-        graph.erase_node(node)
-
+from nxd_infer.graph.passes import aliases, aten, tensors_of, written
 
 _IN_PLACE: dict[Any, Any] = {
     aten.index_put.default: aten.index_put_.default,

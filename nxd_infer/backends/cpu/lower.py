@@ -14,10 +14,9 @@ from typing import Any
 from torch import fx
 
 from nxd_infer.backends.cpu import packing
-from nxd_infer.backends.cpu.encodings import PACKED, PACKED_ACROSS, PACKED_INT8, QUANTIZATIONS
+from nxd_infer.backends.cpu.encodings import PACKED, PACKED_ACROSS, PACKED_INT8, PACKED_OPTION, QUANTIZATIONS, QUANTIZE
 from nxd_infer.backends.cpu.fuse import fuse
-from nxd_infer.backends.cpu.in_place import scatter_to_index_put, update_in_place
-from nxd_infer.backends.cpu.options import PACKED_OPTION, QUANTIZE
+from nxd_infer.backends.cpu.in_place import update_in_place
 from nxd_infer.graph import passes
 from nxd_infer.graph.canonical import Graph, weight_nodes
 from nxd_infer.graph.ir import IN_PLACE, graph_to_ir
@@ -51,7 +50,6 @@ def lower(graphs: Sequence[Graph], options: Mapping[str, Any], library: Any) -> 
 
 def _lower(module: fx.GraphModule, library: Any) -> bool:
     """Change one bucket's graph; True if it calls native operators."""
-    scatter_to_index_put(module)
     native = passes.insert_operators(module, library, COMPOSITE)
     passes.simplify(module)
     passes.eliminate_dead_code(module)

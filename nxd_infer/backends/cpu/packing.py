@@ -20,17 +20,11 @@ from torch._ops import HigherOrderOperator
 
 from nxd_infer.artifact.manifest import WeightSpec
 from nxd_infer.backends.cpu.encodings import PACKED, PACKED_ACROSS, PACKED_INT8
-from nxd_infer.graph.passes import call, native_operator, placeholders, written
-from nxd_infer.ops.packed import packable
-from nxd_infer.ops.packed_int8 import packed_shape
+from nxd_infer.graph.passes import call, native_operator, placeholders, tensors_of, written
+from nxd_infer.ops.packed import packable, packed_shape
 
 aten = torch.ops.aten
 
-_OPERATORS = {
-    PACKED: ("packed_linear", "packed_linears", "packed_embedding"),
-    PACKED_ACROSS: ("packed_linear", "packed_linears", "packed_embedding"),
-    PACKED_INT8: ("packed_int8_linear", "packed_int8_linears", "packed_int8_embedding"),
-}
 _LINEAR = aten.linear.default
 _EMBEDDING = aten.embedding.default
 _PRODUCTS = {aten.mm.default, aten.matmul.default}
@@ -67,25 +61,22 @@ def choose(buckets: Sequence[Mapping[str, fx.Node]], minimum: int, form: str = P
 
 
 def insert(weights: Mapping[str, fx.Node], encodings: Mapping[str, str], library: Any) -> bool:
-    """Insert the operators on packed weights; True if there was a use."""
+    """Insert the operators on packed weights, native ones if there are; True if there was a use."""
+    linears, embedding = (
+        native_operator(library, name) or getattr(torch.ops.nxd, name).default
+        for name in ("packed_linears", "packed_embedding")
+    )
     replaced: dict[fx.Node, fx.Node] = {}
     for name, weight in weights.items():
-        form = encodings.get(name, "")
-        if form in _OPERATORS:
+        if form := encodings.get(name, ""):
             found = uses(weight) or ()
             if form != PACKED:
                 _hold(weight, found, form)
             for use in found:
-                _replace(use, form, library, replaced)
+                _replace(use, linears, embedding, replaced)
     for graph in dict.fromkeys(node.graph for node in replaced.values()):
-        for single, several, _ in dict.fromkeys(_OPERATORS.values()):
-            _join(graph, _operator(library, single), _operator(library, several))
+        _join(graph, linears)
     return bool(replaced)
-
-
-def _operator(library: Any, name: str) -> Any:
-    """The native operator, or the composite one of that name."""
-    return native_operator(library, name) or getattr(torch.ops.nxd, name).default
 
 
 def encoded_spec(spec: WeightSpec, form: str) -> WeightSpec:
@@ -109,29 +100,34 @@ def _hold(weight: fx.Node, found: Iterable[Use], form: str) -> None:
                 node.meta["val"] = value.new_empty(value.shape[::-1])
 
 
-def _join(graph: fx.Graph, single: Any, several: Any) -> None:
+def _join(graph: fx.Graph, linears: Any) -> None:
     """Make one call of all packed linears of one input: queries, keys and values; gate and up."""
-    found: list[tuple[fx.Node, bool, list[fx.Node]]] = []
-    together: dict[tuple[fx.Node, bool], list[fx.Node]] = {}
+    groups: list[list[fx.Node]] = []
+    together: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "call_function" and (written(node) or isinstance(node.target, HigherOrderOperator)):
             together = {}  # no linear moves across a write: it may be to what the linear reads
-        if node.target is not single:
+        if node.target is not linears:
             continue
-        x, _, bias = node.args
-        if bias is None or bias.op == "placeholder":
-            if (x, bias is not None) not in together:
-                found.append((x, bias is not None, together.setdefault((x, bias is not None), [])))
-            together[x, bias is not None].append(node)
-    for x, biased, nodes in found:
+        x, layers, _ = node.args
+        weight, *bias = tensors_of(layers)
+        if all(one.op == "placeholder" for one in bias):
+            key = x, len(bias), weight.meta["val"].dtype
+            if key not in together:
+                groups.append(together.setdefault(key, []))
+            together[key].append(node)
+    for nodes in groups:
         if len(nodes) == 1:
             continue
+        x, _, biased = nodes[0].args
+        layers = [tensors_of(node.args[1]) for node in nodes]
         with graph.inserting_before(nodes[0]):
-            weights, biases = [node.args[1] for node in nodes], [node.args[2] for node in nodes if biased]
-            results = call(graph, several, x, [*weights, *biases], biased)
-            parts = [call(graph, operator.getitem, results, place, like=x) for place in range(len(nodes))]
+            joined = call(graph, linears, x, [one for kind in zip(*layers, strict=True) for one in kind], biased)
+            parts = [call(graph, operator.getitem, joined, place, like=layers[0][0]) for place in range(len(nodes))]
         for node, part in zip(nodes, parts, strict=True):
-            node.replace_all_uses_with(part)
+            for user in list(node.users):
+                user.replace_all_uses_with(part)
+                graph.erase_node(user)
             graph.erase_node(node)
 
 
@@ -253,20 +249,19 @@ def _in_branches(node: fx.Node, weight: fx.Node) -> list[Use] | None:
     return found
 
 
-def _replace(use: Use, form: str, library: Any, replaced: dict[fx.Node, fx.Node]) -> None:
+def _replace(use: Use, linears: Any, embedding: Any, replaced: dict[fx.Node, fx.Node]) -> None:
     """Call the packed operator in place of ``use.node``. What it leaves unused is dead code."""
-    linear, _, embedding = _OPERATORS[form]
     node, weight, graph = use.node, use.weight, use.node.graph
     x, bias, ids = (
         None if operand is None else replaced.get(operand, operand) for operand in (use.x, use.bias, use.ids)
     )
     with graph.inserting_before(node):
         if ids is not None:
-            half = [node.meta["val"].dtype == torch.bfloat16] if form == PACKED_INT8 else []
-            new = call(graph, _operator(library, embedding), weight, ids, *half)
+            new = call(graph, embedding, weight, ids, node.meta["val"].dtype == torch.bfloat16)
         else:
             row = bias is not None and list(bias.meta["val"].shape) == [weight.meta["val"].shape[0]]
-            new = call(graph, _operator(library, linear), x, weight, bias if row else None)
+            results = call(graph, linears, x, [weight, bias] if row else [weight], row)
+            new = call(graph, operator.getitem, results, 0, like=x)
             if bias is not None and not row:
                 new = call(graph, aten.add.Tensor, new, bias)
     node.replace_all_uses_with(new)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,48 +31,40 @@ _MEMORY_FORMATS = {
 
 
 class Runs(Protocol):
-    """What :class:`nxd_infer.backends.cpu.executable.CpuExecutable` calls."""
+    """What :class:`nxd_infer.backends.cpu.executable.CpuExecutable` calls, with lists."""
 
-    def hold(self, states: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    def hold(self, states: list[Tensor], weights: list[Tensor]) -> None:
         """Use these in all later runs."""
         ...
 
-    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def run(self, inputs: list[Tensor]) -> list[Tensor]:
         """Return the outputs."""
         ...
 
 
-class Function:
-    """A function of all of a graph's tensors: states, inputs and weights in one list."""
-
-    def __init__(self, function: Callable[[list[Tensor]], Sequence[Tensor]]):
-        self._function = function
-        self._states: Sequence[Tensor] = ()
-        self._weights: Sequence[Tensor] = ()
-
-    def hold(self, states: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-        self._states, self._weights = states, weights
-
-    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        with torch.no_grad():
-            return list(self._function([*self._states, *inputs, *self._weights]))
-
-
-class NativeProgram:
-    """A graph in C++."""
+class InPython:
+    """A graph that Python's loop runs."""
 
     def __init__(self, program: Program):
-        """Only where :func:`prepare` returns True. Raises ArtifactCorruptError for what cannot be run."""
-        try:
-            self._program = _converted(program, _registered())
-        except DAMAGES as error:
-            raise damaged(error) from error
+        self._program = program
+        self._states: list[Tensor] = []
+        self._weights: list[Tensor] = []
 
-    def hold(self, states: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-        self._program.hold(list(states), list(weights))
+    def hold(self, states: list[Tensor], weights: list[Tensor]) -> None:
+        self._states, self._weights = states, weights
 
-    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        return self._program.run(list(inputs))
+    def run(self, inputs: list[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            return self._program(*self._states, *inputs, *self._weights)
+
+
+def native_program(program: Program) -> Runs:
+    """Return a graph that C++ runs; only where :func:`prepare` returns True. Raises ArtifactCorruptError for what
+    cannot be run."""
+    try:
+        return _converted(program, _registered())
+    except DAMAGES as error:
+        raise damaged(error) from error
 
 
 def load(ir: dict[str, Any]) -> Runs:
@@ -80,10 +72,10 @@ def load(ir: dict[str, Any]) -> Runs:
     program = Program(ir)
     if prepare():
         try:
-            return NativeProgram(program)
+            return native_program(program)
         except ArtifactCorruptError as error:  # if it is, Python's loop says so when it gets there
             log.warning("a graph is run by the slower loop in Python: %s", error)
-    return Function(lambda values: program(*values))
+    return InPython(program)
 
 
 def prepare() -> bool:

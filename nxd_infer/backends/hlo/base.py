@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nxd_infer.backends import hlo
 from nxd_infer.backends.base import Availability, Quantization
 from nxd_infer.errors import ArtifactVersionError
 from nxd_infer.util.machine import architecture, torch_minor, torch_version
@@ -38,7 +37,9 @@ class HloBackend:
     unpacked: Mapping[str, Any] = {}
 
     def passes(self, graphs: Sequence[Graph], options: Mapping[str, Any]) -> list[Lowered]:
-        return hlo.parts.lower_graphs(graphs)
+        from nxd_infer.backends.hlo.parts import lower_graphs  # slow: torch
+
+        return lower_graphs(graphs)
 
     def environment(self, workdir: Path) -> Mapping[str, str]:
         return torch_xla_environment(1)

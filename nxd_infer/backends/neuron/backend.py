@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from nxd_infer.artifact.manifest import Manifest
-from nxd_infer.backends import hlo, neuron
 from nxd_infer.backends.base import Availability, Executable, Placement, RankGraph, RankRuntime
 from nxd_infer.backends.compiler_args import WORDS
 from nxd_infer.backends.hlo import base
@@ -89,7 +88,9 @@ class NeuronBackend(HloBackend):
         return f"{super().compiler()}, {compiler.PROGRAM} {compiler.version()}"
 
     def compile(self, graph_dir: Path, options: Mapping[str, Any]) -> None:
-        neuron.lower.lower_directory(graph_dir)
+        from nxd_infer.backends.neuron import lower  # slow: torch
+
+        lower.lower_directory(graph_dir)
         compiler.compile_here(graph_dir, options)
 
     def target(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,11 +114,16 @@ class NeuronBackend(HloBackend):
             )
 
     def place(self, manifest: Manifest, weight_file: Path, runtime: RankRuntime) -> Placement:
+        from nxd_infer.backends.hlo.placement import DevicePlacement  # slow: torch
+        from nxd_infer.backends.neuron.executable import CoreCell
+
         _start(manifest.tp_degree)
-        return hlo.placement.DevicePlacement(manifest, weight_file, neuron.executable.CoreCell)
+        return DevicePlacement(manifest, weight_file, CoreCell)
 
     def load(self, ranks: Sequence[RankGraph], runtime: RankRuntime) -> Executable:
-        return neuron.executable.NeuronExecutable(ranks, runtime)
+        from nxd_infer.backends.neuron.executable import NeuronExecutable  # slow: torch
+
+        return NeuronExecutable(ranks, runtime)
 
 
 def _lacking(versions: Mapping[str, str]) -> str:
@@ -137,7 +143,9 @@ def _start(degree: int) -> None:
     if not _claims:
         claim = cores.claim(degree)
         try:
-            neuron.runtime.load()
+            from nxd_infer.backends.neuron import runtime  # slow: torch
+
+            runtime.load()
         except BaseException:
             claim.close()
             raise

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nxd_infer.backends.hlo.module import Computation, Instruction, Module, before
+from nxd_infer.backends.hlo.module import Instruction, Module, before
 from nxd_infer.errors import TraceError
 
 WHOLE = {*(f"S{bits}" for bits in (4, 8, 16, 32, 64)), *(f"U{bits}" for bits in (4, 8, 16, 32, 64)), "PRED"}
@@ -37,9 +37,6 @@ class Finding:
         return f"{self.rule} at {self.where}: {self.what}"
 
 
-Check = Callable[[Module], Iterator[tuple[Instruction, str]]]
-
-
 def check(module: Module, aliases: Mapping[int, int]) -> None:
     """Raise TraceError with every limit that ``module`` breaks. ``aliases``: see :func:`findings`."""
     if found := findings(module, aliases):
@@ -50,106 +47,79 @@ def check(module: Module, aliases: Mapping[int, int]) -> None:
 
 def findings(module: Module, aliases: Mapping[int, int]) -> list[Finding]:
     """The limits that ``module`` breaks. ``aliases``: which parameter's memory takes each such result, by number."""
-    found = [Finding(rule, node.name, what) for rule, look in RULES.items() for node, what in look(module)]
+    found = [Finding(rule, node.name, what) for rule, look in RULES.items() for node in module for what in look(node)]
     return found + [Finding(ALIAS, node.name, what) for node, what in _reads_after_writes(module, aliases)]
 
 
-def _types(module: Module) -> Iterator[tuple[Instruction, str]]:
-    for node in module:
-        if node.dtype not in TYPES and not _converted_at_once(node):
-            yield node, f"NeuronCore-v2 has no {node.dtype}: use a type of 32 bits or fewer, such as float32 or int32"
+# --- what of an instruction breaks a rule ---------------------------------------------------------------
 
 
-def _converted_at_once(node: Instruction) -> bool:
-    """A number of float64 as torch_xla writes it for any model: nothing is computed in that type."""
-    return node.opcode == "constant" and not node.shape and all(user.opcode == "convert" for user in node.users)
+def _type(node: Instruction) -> Iterator[str]:
+    # A number of float64 is what torch_xla writes for any model: it is converted at once, and not computed with.
+    number = node.opcode == "constant" and not node.shape and all(user.opcode == "convert" for user in node.users)
+    if node.dtype not in TYPES and not number:
+        yield f"NeuronCore-v2 has no {node.dtype}: use a type of 32 bits or fewer, such as float32 or int32"
 
 
-def _topk(module: Module) -> Iterator[tuple[Instruction, str]]:
-    for node in module:
-        if node.opcode == "topk" or (node.opcode == "custom-call" and "TopK" in node.field("customCallTarget", "")):
-            keys = node.operands[:1]
-        elif node.opcode == "sort":
-            keys = [node.operands[number] for number in _compared(node.called[0], len(node.operands))]
-        else:
-            continue
-        if any(key.dtype in WHOLE for key in keys):
-            yield node, f"top-k, or a sort, of {keys[0].dtype}: convert to float32 first"
+def _topk(node: Instruction) -> Iterator[str]:
+    keys: list[Instruction] = []
+    if node.opcode == "topk" or (node.opcode == "custom-call" and "TopK" in node.field("customCallTarget", "")):
+        keys = node.operands[:1]
+    elif node.opcode == "sort":  # by the operands that its comparison looks at
+        compared = {number // 2 for number, place in node.called[0].parameters().items() if place.users}
+        keys = [node.operands[number] for number in sorted(compared)]
+    if any(key.dtype in WHOLE for key in keys):
+        yield f"top-k, or a sort, of {keys[0].dtype}: convert to float32 first"
 
 
-def _compared(comparison: Computation, operands: int) -> list[int]:
-    """The operands of a sort that its comparison looks at."""
-    return sorted({number // 2 for number, place in comparison.parameters().items() if place.users and operands})
+def _shift(node: Instruction) -> Iterator[str]:
+    if node.opcode == "shift-right-arithmetic" and node.dtype not in ("S32", "U32"):
+        yield f"an arithmetic right shift of {node.dtype}: only 32 bits can be shifted, so use int32"
 
 
-def _shifts(module: Module) -> Iterator[tuple[Instruction, str]]:
-    for node in module:
-        if node.opcode == "shift-right-arithmetic" and node.dtype not in ("S32", "U32"):
-            yield node, f"an arithmetic right shift of {node.dtype}: only 32 bits can be shifted, so use int32"
+def _scatter_add(node: Instruction) -> Iterator[str]:
+    adds = node.opcode == "scatter" and any(each.opcode == "add" for each in node.called[0].instructions)
+    if adds and node.dtype in WHOLE:
+        yield f"a scatter that adds {node.dtype}: add in float32, or write without adding"
 
 
-def _adds(computation: Computation) -> bool:
-    return any(node.opcode == "add" for node in computation.instructions)
+def _reduction(node: Instruction) -> Iterator[str]:
+    for operand in node.operands if node.opcode in ("all-reduce", "reduce-scatter") else ():
+        if operand.dtype in WHOLE:
+            yield f"{node.opcode} of {operand.dtype}: ranks can add and compare floating-point types only"
 
 
-def _scatter_adds(module: Module) -> Iterator[tuple[Instruction, str]]:
-    for node in module:
-        if node.opcode == "scatter" and node.dtype in WHOLE and _adds(node.called[0]):
-            yield node, f"a scatter that adds {node.dtype}: add in float32, or write without adding"
+def _product(node: Instruction) -> Iterator[str]:
+    if node.opcode == "dot" and node.dtype in WHOLE:
+        yield f"a matrix product of {node.dtype}: convert to float32 or bfloat16 first"
 
 
-def _reductions(module: Module) -> Iterator[tuple[Instruction, str]]:
-    for node in module:
-        if node.opcode in ("all-reduce", "reduce-scatter"):
-            for operand in node.operands:
-                if operand.dtype in WHOLE:
-                    yield node, f"{node.opcode} of {operand.dtype}: ranks can add and compare floating-point types only"
+def _large_constant(node: Instruction) -> Iterator[str]:
+    numbers = node.whole_numbers if node.opcode == "constant" and node.dtype in ("S64", "U64") else None
+    if outside := [number for number in numbers or () if not -(2**31) <= number < 2**31]:
+        yield f"the constant {outside[0]} needs 64 bits, and whole numbers have 32"
 
 
-def _products(module: Module) -> Iterator[tuple[Instruction, str]]:
-    for node in module:
-        if node.opcode == "dot" and node.dtype in WHOLE:
-            yield node, f"a matrix product of {node.dtype}: convert to float32 or bfloat16 first"
-
-
-def _large_constants(module: Module) -> Iterator[tuple[Instruction, str]]:
-    for node in module:
-        numbers = node.whole_numbers if node.opcode == "constant" and node.dtype in ("S64", "U64") else None
-        outside = [number for number in numbers or () if not -(2**31) <= number < 2**31]
-        if outside:
-            yield node, f"the constant {outside[0]} needs 64 bits, and whole numbers have 32"
-
-
-def _out_of_bounds(module: Module) -> Iterator[tuple[Instruction, str]]:
-    for computation in module.by_id.values():
-        known: dict[int, _Value | None] = {}
-        for node in computation.instructions:
-            if node.opcode in _PLACES:
-                yield from _outside(node, known)
-
-
-def _outside(node: Instruction, known: dict[int, _Value | None]) -> Iterator[tuple[Instruction, str]]:
+def _out_of_bounds(node: Instruction) -> Iterator[str]:
+    if node.opcode not in _PLACES:
+        return
     target, chosen, *_ = node.operands
-    places = _constant(chosen, known)
+    places = _constant(chosen, {})
     if places is None or not places.size:
         return
     name, mapped = _PLACES[node.opcode]
     numbers = node.field(name, {})
     vector = int(numbers.get("indexVectorDim", 0))
-    along = [int(dimension) for dimension in numbers.get(mapped, [])]
     if vector == places.ndim:
         places = places[..., None]
-    for number, dimension in enumerate(along):
+    for number, dimension in enumerate(int(each) for each in numbers.get(mapped, [])):
         taken = int(node.field("gatherSliceSizes", [1] * len(target.shape))[dimension])
         limit = target.shape[dimension] - taken
         own = np.take(places, number, axis=vector)
         if own.min() < 0 or own.max() > limit:
             yield (
-                node,
-                (
-                    f"it goes to {own.min()} to {own.max()} of dimension {dimension}, which ends at {limit}: outside "
-                    "of a tensor nothing is read as zero or left out, as on other devices"
-                ),
+                f"it goes to {own.min()} to {own.max()} of dimension {dimension}, which ends at {limit}: outside of a "
+                "tensor nothing is read as zero or left out, as on other devices"
             )
 
 
@@ -157,30 +127,22 @@ def _reads_after_writes(module: Module, aliases: Mapping[int, int]) -> Iterator[
     """The new state takes the old one's memory, so whoever reads the old one must be part of making the new one."""
     parameters = module.entry.parameters()
     for result, number in aliases.items():
-        place = parameters.get(number)
-        if place is None:
-            continue
         needed = before(module.results[result])
-        for reader in place.users:
+        for reader in parameters[number].users if number in parameters else ():
             if reader.id not in needed:
-                yield (
-                    reader,
-                    (
-                        f"parameter {number} is read for something else than its new value, which takes its memory: "
-                        "read the state after it was written, not before"
-                    ),
-                )
+                what = f"parameter {number} is read for something else than its new value, which takes its memory: "
+                yield reader, what + "read the state after it was written, not before"
 
 
 ALIAS = "read after write on aliased input/output buffer"
-RULES: Mapping[str, Check] = {
-    "types of NeuronCore-v2": _types,
+RULES: Mapping[str, Callable[[Instruction], Iterator[str]]] = {
+    "types of NeuronCore-v2": _type,
     "NCC_EVRF013": _topk,
-    "NCC_EVRF022": _shifts,
-    "NCC_EVRF016, NCC_EVRF060": _scatter_adds,
-    "NCC_EVRF061, NCC_EVRF063": _reductions,
-    "NCC_EVRF035": _products,
-    "NCC_ESFH002": _large_constants,
+    "NCC_EVRF022": _shift,
+    "NCC_EVRF016, NCC_EVRF060": _scatter_add,
+    "NCC_EVRF061, NCC_EVRF063": _reduction,
+    "NCC_EVRF035": _product,
+    "NCC_ESFH002": _large_constant,
     "NCC_EVRF031, NCC_EVRF056": _out_of_bounds,
 }
 

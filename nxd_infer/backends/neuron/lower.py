@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from nxd_infer.backends import hlo
 from nxd_infer.backends.hlo.files import HLO_FILE, PARTS_FILE, HloFile, PartsFile, read
 from nxd_infer.backends.hlo.module import Module
 from nxd_infer.backends.neuron import compiler, lint, runtime
@@ -37,7 +36,9 @@ def lower_directory(graph_dir: Path) -> None:
         lint.check(module, aliases_of(graph, parts, table))
         check_types(parts, table)
 
-    table = hlo.lower.lower_directory(graph_dir, look)
+    from nxd_infer.backends.hlo import lower  # imports torch_xla
+
+    table = lower.lower_directory(graph_dir, look)
     module = (graph_dir / HLO_FILE).read_bytes()
     (graph_dir / compiler.INPUT).write_bytes(with_aliases(module, aliases_of(graph, parts, table)))
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from nxd_infer.artifact.manifest import Manifest
-from nxd_infer.backends import hlo, xla
 from nxd_infer.backends.base import Availability, Executable, Placement, RankGraph, RankRuntime
 from nxd_infer.backends.hlo.base import HloBackend, probe_torch_xla
 from nxd_infer.errors import TraceConfigError
@@ -43,14 +42,22 @@ class XlaBackend(HloBackend):
         """There is nothing to build."""
 
     def compile(self, graph_dir: Path, options: Mapping[str, Any]) -> None:
-        hlo.lower.lower_directory(graph_dir)
+        from nxd_infer.backends.hlo.lower import lower_directory
+
+        lower_directory(graph_dir)
 
     def place(self, manifest: Manifest, weight_file: Path, runtime: RankRuntime) -> Placement:
-        return hlo.placement.DevicePlacement(manifest, weight_file)
+        from nxd_infer.backends.hlo.placement import DevicePlacement
+
+        return DevicePlacement(manifest, weight_file)
 
     def load(self, ranks: Sequence[RankGraph], runtime: RankRuntime) -> Executable:
-        replicas = xla.replicas.replicas_of(len(ranks))  # before anything imports torch_xla
-        return xla.executable.XlaExecutable(ranks, runtime, replicas)
+        from nxd_infer.backends.xla.replicas import replicas_of
+
+        replicas = replicas_of(len(ranks))  # before anything imports torch_xla
+        from nxd_infer.backends.xla.executable import XlaExecutable
+
+        return XlaExecutable(ranks, runtime, replicas)
 
 
 BACKEND = XlaBackend()

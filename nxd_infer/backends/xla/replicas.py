@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from nxd_infer.backends import hlo
 from nxd_infer.backends.hlo.base import torch_xla_environment
 from nxd_infer.errors import BackendUnavailableError, CollectiveTimeoutError
 
@@ -44,7 +43,9 @@ class Replicas:
     def __init__(self, degree: int):
         self.degree = degree
         os.environ.update(torch_xla_environment(degree))
-        self._xla = hlo.xla_api  # imports torch_xla, which reads the environment
+        from nxd_infer.backends.hlo import xla_api  # imports torch_xla, which reads the environment
+
+        self._xla = xla_api
         self.devices = self._xla.replicate(degree)[:degree]
         if len(self.devices) < degree:
             raise BackendUnavailableError(

@@ -21,7 +21,6 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from nxd_infer.backends import hlo
 from nxd_infer.backends.xla.backend import BACKEND
 from nxd_infer.backends.xla.replicas import replicas_of
 from nxd_infer.comm import register_collectives, unregister_collectives
@@ -156,8 +155,10 @@ class _ReplicaCollectives:
         """The replicas live as long as their process."""
 
     def _run(self, name: str, x: Tensor, axis: str, argument: Any) -> Tensor:
+        from nxd_infer.backends.hlo import xla_api as xla  # which the replicas have imported
+
         here, groups = self._context.axis(axis), self._context.layout.groups(axis)
-        meeting, xla = self._meetings[here.ranks], hlo.xla_api
+        meeting = self._meetings[here.ranks]
         xla.use_device(self._device)  # a backward pass runs in a thread of autograd's
         given = x.detach().to(self._device).clone()  # of a view, the program would cut out its piece, by its offset
         xla.step()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nxd_infer import native
 from nxd_infer.backends.cpu.lower import PROGRAM_FILE, lower
-from nxd_infer.backends.cpu.program import NativeProgram
+from nxd_infer.backends.cpu.program import native_program
 from nxd_infer.graph.canonical import trace_graph
 from nxd_infer.graph.export import Step
 from nxd_infer.graph.ir import Program
@@ -127,7 +127,7 @@ def run(entry: Entry, module: Block, inputs: list[Tensor], kind: Any) -> list[Te
     program = Program(entry.ir)
     if kind is Program:
         return [*program(*states, *inputs, *weights), *states]
-    made = NativeProgram(program)
+    made = native_program(program)
     made.hold([state.clone() for state in states], weights)
     made.run(inputs)  # of which it learns
     made.hold(states, weights)
@@ -147,7 +147,7 @@ def test_what_is_fused_computes_the_same(name: str, dtype: torch.dtype) -> None:
     step = [Step(module, {"x": x, "y": y}, states=["state"] if name == "a state between" else [])]
     (plain,), (fused,) = entries(step), entries(step, native.load())
     expected = run(plain, module, [x, y], Program)
-    for kind in (Program, NativeProgram):
+    for kind in (Program, native_program):
         for a, b in zip(run(fused, module, [x, y], kind), expected, strict=True):
             assert a.dtype == b.dtype and a.shape == b.shape
             assert torch.allclose(a.float(), b.float(), rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
@@ -163,7 +163,7 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(-1).view(torch.uint8)
 
 
-def compare(forward: Forward, x: Tensor, y: Tensor) -> NativeProgram:
+def compare(forward: Forward, x: Tensor, y: Tensor) -> Any:
     """Check that the fused graph has the bits of the one that is not, in both loops, at the first call and after."""
     module = Block(forward, x.dtype)
     graph = trace_graph(Step(module, {"x": x, "y": y}))
@@ -172,7 +172,7 @@ def compare(forward: Forward, x: Tensor, y: Tensor) -> NativeProgram:
     values = [x, y, *(own[spec.name].detach() for spec in fused.graph.weights)]
     expected = Program(json.loads(plain.files[PROGRAM_FILE]))(*values)
     program = Program(json.loads(fused.files[PROGRAM_FILE]))
-    made = NativeProgram(program)
+    made = native_program(program)
     made.hold([], values[2:])
     for found in (program(*values), made.run([x, y]), made.run([x, y])):
         for a, b in zip(found, expected, strict=True):

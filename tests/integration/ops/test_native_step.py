@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nxd_infer import native
-from nxd_infer.ops.step import remember_last_reference, step_rows_fake, step_rows_reference
+from nxd_infer.ops import FAKES, remember_last, step_rows
 from tests.support.needs import needs_native
 
 pytestmark = needs_native
@@ -38,7 +38,7 @@ def rows(seed: int) -> tuple:
 def test_what_rows_are_fed(seed: int) -> None:
     given_rows = rows(seed)
     found = native.load().op("step_rows")(*given_rows)
-    expected, like = step_rows_reference(*given_rows), step_rows_fake(*given_rows)
+    expected, like = step_rows(*given_rows), FAKES["step_rows"](*given_rows)
     assert all(map(torch.equal, found, expected))
     for a, b, c in zip(found, expected, like, strict=True):
         assert a.dtype == b.dtype == c.dtype and a.shape == c.shape and a.is_contiguous()
@@ -52,20 +52,20 @@ def test_what_is_remembered(seed: int, pieces: bool) -> None:
     slot = torch.randint(0, SLOTS + 1, (B,)) if pieces else torch.randperm(SLOTS)[:B]
     token, start = torch.randint(0, VOCABULARY, (B,)), torch.randperm(B)
     expected, found = torch.zeros(SLOTS + 1, dtype=torch.int64), torch.zeros(SLOTS + 1, dtype=torch.int64)
-    remember_last_reference(expected, token, start, slot, SLOTS, pieces)
+    remember_last(expected, token, start, slot, SLOTS, pieces)
     native.load().op("remember_last")(found, token, start, slot, SLOTS, pieces)
     assert torch.equal(found[:SLOTS], expected[:SLOTS])  # the scratch line is meaningless
 
 
 def test_what_cannot_be_is_refused() -> None:
-    step_rows, remember = native.load().op("step_rows"), native.load().op("remember_last")
+    feed, remember = native.load().op("step_rows"), native.load().op("remember_last")
     one, table = torch.zeros(1, dtype=torch.int64), torch.tensor([[7]])
     tokens = torch.zeros(1, 1, dtype=torch.int64)
     with pytest.raises(RuntimeError, match="slot 7 is not one of 3"):
-        step_rows(tokens, one, one + 1, table, torch.zeros(3, dtype=torch.int64), one, 5, 2)
+        feed(tokens, one, one + 1, table, torch.zeros(3, dtype=torch.int64), one, 5, 2)
     with pytest.raises(RuntimeError, match=r"tokens are \[rows, length\]"):
-        step_rows(one, one, one, table, None, one, 5, 2)
+        feed(one, one, one, table, None, one, 5, 2)
     with pytest.raises(RuntimeError, match="start has dtype"):
-        step_rows(tokens, one.float(), one, table, None, one, 5, 2)
+        feed(tokens, one.float(), one, table, None, one, 5, 2)
     with pytest.raises(RuntimeError, match="slot 9 is not one of 3"):
         remember(torch.zeros(3, dtype=torch.int64), one, one, one + 9, 2, False)

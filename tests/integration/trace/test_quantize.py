@@ -15,7 +15,7 @@ from torch import Tensor
 import nxd_infer as nxd
 from nxd_infer.backends.cpu.encodings import PACKED, PACKED_INT8
 from nxd_infer.errors import TraceConfigError
-from nxd_infer.ops.packed_int8 import quantize
+from nxd_infer.ops.packed import quantize
 from tests.support.backends import packed_models, small_traces
 from tests.support.needs import needs_native
 
@@ -98,8 +98,8 @@ def test_what_quantize_may_not_be_is_refused_by_name() -> None:
 def test_without_a_compiler_the_backend_computes_the_same(tmp_path: Path) -> None:
     code = (
         "from tests.integration.trace import test_quantize as test\n"
-        "from nxd_infer.backends.cpu.operators import native_library\n"
-        "assert native_library() is None\n"
+        "from nxd_infer import native\n"
+        "assert native.load_if_possible() is None\n"
         "with test.trace() as model:\n"
         "    assert not model.manifest.ops\n"
         "    test.close(model, 0, 1)\n"

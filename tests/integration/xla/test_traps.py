@@ -15,10 +15,10 @@ from tests.integration.xla.rig import in_a_process, require
 require()
 
 from nxd_infer import comm, trace  # noqa: E402
-from nxd_infer.backends import neuron  # noqa: E402
 from nxd_infer.backends.compile.pool import compile_graphs  # noqa: E402
 from nxd_infer.backends.hlo.files import HLO_FILE  # noqa: E402
 from nxd_infer.backends.hlo.parts import lower_graphs  # noqa: E402
+from nxd_infer.backends.neuron.lower import lower_directory  # noqa: E402
 from nxd_infer.context import current_context, make_context, use_context  # noqa: E402
 from nxd_infer.errors import TraceError  # noqa: E402
 from nxd_infer.graph.stored import write_graph  # noqa: E402
@@ -170,7 +170,7 @@ def test_a_type_that_the_neuron_runtime_has_no_tensors_of_is_refused(tmp_path: P
     """Cores compute in it, so that the compiler takes it, and loading would be the first to find out."""
     directory = written(calls(lambda x: x.float() * 2, torch.ones(4, dtype=torch.uint32)), tmp_path / "graph")
     with pytest.raises(TraceError, match=r"is uint32\[4\], and the Neuron runtime has no tensors of that type: take"):
-        neuron.lower.lower_directory(directory)
+        lower_directory(directory)
 
 
 def test_variables_of_training_scripts_do_not_change_the_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from nxd_infer import native
+from tests.support.ops.packed_products import linear
 
 torch.set_num_threads(2)
 library = native.load()
-linear, linears = library.op("packed_linear"), library.op("packed_linears")
+linears = library.op("packed_linears")
 attention, embed = library.op("cache_attention"), library.op("packed_embedding")
 generator = torch.Generator().manual_seed(0)
 
@@ -43,11 +44,11 @@ def digest() -> str:
 
     for (_, dtype), x in INPUTS.items():
         for weight in WEIGHTS[dtype]:
-            take(linear(x, weight, None))
+            take(linear(linears, x, weight))
         take(*linears(x, WEIGHTS[dtype], False))
     starts, rows = torch.tensor([0, 130, 700, 1023]), torch.ones(4, dtype=torch.int64)
     take(attention(*QUERIES, *CACHES, torch.arange(4).view(-1, 1), starts, rows, 0.125))
-    take(embed(WEIGHTS[torch.float32][3], torch.arange(2047)))
+    take(embed(WEIGHTS[torch.float32][3], torch.arange(2047), False))
     return found.hexdigest()
 
 
@@ -92,7 +93,7 @@ def check_that_threads_come_for_a_step_and_for_a_prompt() -> None:
     weight = draw(8192, 2048)
     for rows in (1, 33):
         x = draw(rows, 2048)
-        until_joined(lambda x=x: linear(x, weight, None))
+        until_joined(lambda x=x: linear(linears, x, weight))
 
 
 def check_that_work_is_done_without_those_who_do_not_come() -> None:
@@ -144,11 +145,11 @@ def check_that_what_is_fetched_ahead_may_be_gone() -> None:
         held = mmap.mmap(-1, 8 << 20)
         other = torch.frombuffer(held, dtype=torch.bfloat16)[: 384 * 8192].view(8192, 384)
         for _ in range(3):
-            linear(x, weight, None)
-            linear(x, other, None)
+            linear(linears, x, weight)
+            linear(linears, x, other)
         del other
         held.close()
-        linear(x, weight, None)
+        linear(linears, x, weight)
         assert digest() == BEFORE
 
 
@@ -156,11 +157,11 @@ def check_more_weights_than_are_remembered() -> None:
     """Old entries are forgotten; results stay right, in turns and in another order."""
     x, table = draw(1, 32), draw(32 * 4200 + 1024, 32)
     shifted = [table[32 * i : 32 * i + 1024] for i in range(4200)]  # enough work for two threads
-    expected = [linear(x, weight, None) for weight in shifted]
+    expected = [linear(linears, x, weight) for weight in shifted]
     library.engage_crew(2)
 
     def follow(order: Iterable[int]) -> None:
-        assert all(torch.equal(linear(x, shifted[i], None), expected[i]) for i in order)
+        assert all(torch.equal(linear(linears, x, shifted[i]), expected[i]) for i in order)
 
     for order in (range(4200), range(4200), range(4199, -1, -1), [0, 4199, 0, 7, 4100] * 50):
         until_joined(lambda order=order: follow(order))

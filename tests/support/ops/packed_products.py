@@ -5,43 +5,42 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nxd_infer.ops import packed, packed_int8
+from nxd_infer.ops import packed
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A packed form: its operators begin with ``name``."""
+    """A packed form."""
 
     name: str
     pack: Callable[..., Tensor]
     exact: Callable[[Tensor], Tensor]
     """The weight that is computed with, in float64."""
-    reference: Callable[..., Tensor]
-    references: Callable[..., list[Tensor]]
 
 
 def _rounded(weight: Tensor) -> Tensor:
-    q, scale = packed_int8.quantize(weight)
+    q, scale = packed.quantize(weight)
     return q.double() * scale.double()[:, None]
 
 
-PLAIN = Kind("packed", packed.pack, Tensor.double, packed.packed_linear, packed.packed_linears)
-INT8 = Kind(
-    "packed_int8",
-    packed_int8.pack_int8,
-    _rounded,
-    packed_int8.packed_int8_linear,
-    packed_int8.packed_int8_linears,
-)
+PLAIN = Kind("packed", packed.pack, Tensor.double)
+INT8 = Kind("packed_int8", packed.pack_int8, _rounded)
 KINDS = {kind.name: kind for kind in (PLAIN, INT8)}
+
+
+def linear(operator: Callable[..., list[Tensor]], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """One layer, by an operator for several."""
+    (result,) = operator(x, [weight] if bias is None else [weight, bias], bias is not None)
+    return result
 
 
 def problem(
@@ -60,12 +59,12 @@ def check_product(library: Any, kind: Kind, x: Tensor, weight: Tensor, bias: Ten
     expected = F.linear(x.double(), exact) + wide
     size = F.linear(x.double().abs(), exact.abs()) + abs(wide)
     layout = kind.pack(weight, library=library)
-    found = library.op(f"{kind.name}_linear")(x, layout, bias)
+    found = linear(library.op("packed_linears"), x, layout, bias)
     assert found.dtype == x.dtype and found.shape == expected.shape
     room = size * (weight.shape[1] + 2) * 2.0**-23
     if x.dtype == torch.bfloat16:
         room = room + expected.abs() * 2.0**-8
-    for some in (found, kind.reference(x, layout, bias)):
+    for some in (found, linear(packed.packed_linears, x, layout, bias)):
         assert bool(((some.double() - expected).abs() <= room + 1e-30).all()), (kind.name, x.dtype, *weight.shape)
 
 
@@ -79,7 +78,7 @@ def check_every_shape(library: Any, kind: Kind) -> None:
 def check_rows_alone_and_together(library: Any, kind: Kind) -> None:
     """A row's result has the same bits alone, in a batch, beside broken rows, and with any number of threads."""
     before = torch.get_num_threads()
-    multiply = library.op(f"{kind.name}_linear")
+    multiply = partial(linear, library.op("packed_linears"))
     try:
         for dtype in DTYPES:
             for n, k in ((512, 256), (70, 1056), (48, 33)):
@@ -97,9 +96,8 @@ def check_rows_alone_and_together(library: Any, kind: Kind) -> None:
                 others[7] = x[7]
                 assert torch.equal(multiply(others, layout, bias)[7], whole[7])
                 if kind is INT8 and dtype == torch.float32:  # the bits of a plain weight of these whole numbers
-                    q, scale = packed_int8.quantize(weight)
-                    sums = library.op("packed_linear")(x, packed.pack(q.float()), None)
-                    assert torch.equal(multiply(x, layout, None), sums * scale)
+                    q, scale = packed.quantize(weight)
+                    assert torch.equal(multiply(x, layout), multiply(x, packed.pack(q.float())) * scale)
     finally:
         torch.set_num_threads(before)
 
@@ -111,12 +109,12 @@ def check_threads_that_wait(library: Any) -> None:
 
     def work() -> None:
         go.wait()
-        results.append(library.op("packed_linear")(x, weight, None))
+        results.append(linear(library.op("packed_linears"), x, weight))
 
     threads = [threading.Thread(target=work) for _ in range(3)]
     for thread in threads:
         thread.start()
-    library.op("packed_linear")(x, weight, None)
+    linear(library.op("packed_linears"), x, weight)
     go.set()
     for thread in threads:
         thread.join()

@@ -86,7 +86,6 @@ def test_other_versions(artifact):
         ({"versions": {"torch": f"{major}.{minor}.99+cu"}}, ""),
         ({"versions": {"torch": "2.4.1+cpu"}}, "compiled with torch"),
         ({"versions": {"torch": ""}}, "compiled with torch"),
-        ({"target": {**manifest["target"], "cpu_features": ["sse2", "quantum512"]}}, "a CPU with quantum512"),
         ({"target": {**manifest["target"], "arch": "s390x"}}, "compiled for s390x"),
     ]:
         edit(artifact, **{**manifest, **fields})
@@ -111,7 +110,6 @@ def test_a_manifest_that_does_not_hold_together(artifact):
         ({"tp_degree": 3, "layout": {}}, "has 2 graphs for 3 ranks"),
         ({"buckets": [{**manifest["buckets"][0], "structure": "z"}]}, "output 'z' of bucket"),
         ({"layout": {"weights": {"table": {"logical": {"table": 3}, "ranks": [{}, {}]}}}}, "what 'table' is made of"),
-        ({"target": {**manifest["target"], "cpu_features": 7}}, "its cpu_features are 7"),
         ({"tp_degree": 0, "layout": {}}, "tp degree 0"),
         ({"layout": {"unread": 3}}, "'unread' is not a list"),
         ({"buckets": []}, "0 buckets"),

@@ -53,7 +53,7 @@ def _in_place(self: Cache, x: Tensor, at: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("update", "declared", "operator"),
     [
-        (_scatter, True, "aten.index_put_.default"),  # an output becomes a state only when that is declared
+        (_scatter, True, "aten.scatter_.src"),  # an output becomes a state only when that is declared
         (_old_value_after, True, "aten.copy_.default"),  # the old value is read later, and kept for that
         (_assigned, False, "aten.index_put_.default"),
         (_in_place, False, "aten.index_put_.default"),
@@ -66,7 +66,7 @@ def test_decision_1_and_4_a_state_keeps_its_value_and_is_updated_in_place_where_
         Cache(update), tmp_path, CALLS, {1: "cache"} if declared else {}, ["cache"] if declared else []
     )
     assert step.states == ["cache"] and len(entry.graph.outputs) == 1
-    writes = {"aten.index_put_.default", "aten.copy_.default", "aten.scatter.src"}
+    writes = {"aten.index_put_.default", "aten.copy_.default", "aten.scatter.src", "aten.scatter_.src"}
     assert writes & set(operators(entry)) == {operator}
 
 
@@ -150,24 +150,6 @@ def test_decision_1_what_a_module_changes_becomes_its_states(module, aliases, st
     assert not {spec.name for spec in entry.graph.weights} & set(states)
     if isinstance(module, Recurrent):
         assert all(type(weight) is nn.Parameter for weight in module.layer._flat_weights)  # as it was before
-
-
-def test_decision_4_a_scatter_rewritten_is_the_same_for_every_index(tmp_path):
-    class Scatter(nn.Module):
-        def forward(self, base: Tensor, source: Tensor, *indices: Tensor) -> tuple[Tensor, ...]:
-            return tuple(torch.scatter(base, dim, index, source) for dim, index in zip(DIMS, indices, strict=True))
-
-    base, source = torch.randn(4, 5, 6), torch.randn(4, 5, 6)
-    # no target twice: their order is undefined
-    indices = [torch.rand(3, 4, 5).argsort(dim) for dim in DIMS]
-    entry, _ = lowered(Scatter(), base, source, *indices)
-    assert "aten.scatter.src" not in operators(entry)
-    run, _, _ = loaded(Scatter(), entry, tmp_path)
-    found, wanted = run([base, source, *indices]), Scatter()(base, source, *indices)
-    assert all(map(torch.equal, found, wanted))
-
-
-DIMS = (0, 1, 2, -1)
 
 
 class Keeps(nn.Module):

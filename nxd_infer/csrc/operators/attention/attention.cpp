@@ -49,40 +49,19 @@ Tensor integers(const Tensor& x, const char* name) {
   return contiguous(x);
 }
 
-Tensor with_dense_rows(const Tensor& x) { return x.stride(3) == 1 || x.size(3) == 1 ? x : contiguous(x); }
+bool has_dense_rows(const Tensor& x) { return x.stride(3) == 1 || x.size(3) == 1; }
+
+// x in the dtype of `cache`, with dense rows.
+Tensor fitting(const Tensor& x, const Tensor& cache) {
+  if (x.dtype() == cache.dtype()) return has_dense_rows(x) ? x : contiguous(x);
+  Tensor y = new_like(cache, shape_of(x));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(y.get(), x.get(), 0));
+  return y;
+}
 
 Strided strided(const Tensor& x) {
   const auto width = static_cast<int64_t>(x.element_size());
   return {static_cast<char*>(x.data_ptr()), {x.stride(0) * width, x.stride(1) * width, x.stride(2) * width}};
-}
-
-double element(ScalarType type, const char* row, int64_t i) {
-  switch (type) {
-    case ScalarType::Float:
-      return reinterpret_cast<const float*>(row)[i];
-    case ScalarType::BFloat16:
-      return widen(reinterpret_cast<const BFloat16*>(row)[i]);
-    case ScalarType::Half:
-      return widen(reinterpret_cast<const c10::Half*>(row)[i]);
-    default:
-      return reinterpret_cast<const double*>(row)[i];
-  }
-}
-
-void set_element(ScalarType type, char* row, int64_t i, double x) {
-  switch (type) {
-    case ScalarType::Float:
-      reinterpret_cast<float*>(row)[i] = static_cast<float>(x);
-      return;
-    case ScalarType::BFloat16:
-      reinterpret_cast<BFloat16*>(row)[i] = narrow<BFloat16>(static_cast<float>(x));
-      return;
-    case ScalarType::Half:
-      reinterpret_cast<c10::Half*>(row)[i] = static_cast<float>(x);
-      return;
-    default:
-      reinterpret_cast<double*>(row)[i] = x;
-  }
 }
 
 // A thread's memory, kept between calls.
@@ -128,8 +107,8 @@ int64_t live(const Attention& x, int64_t b) {
   return std::clamp<int64_t>(x.n * x.L - x.start[b], 0, x.length[b]);
 }
 
-void check_rows(const Attention& x, int64_t B, int64_t N) {
-  for (int64_t b = 0; b < B; b++) {
+void check_rows(const Attention& x) {
+  for (int64_t b = 0; b < x.B; b++) {
     const std::string row = "[" + std::to_string(b) + "] = ";
     if (x.start[b] < 0) refuse("start" + row + std::to_string(x.start[b]) + " is negative");
     if (x.length[b] < 0 || x.length[b] > x.S) {
@@ -139,30 +118,24 @@ void check_rows(const Attention& x, int64_t B, int64_t N) {
     const int64_t used = count == 0 ? 0 : (x.start[b] + count + x.L - 1) / x.L;
     for (int64_t i = 0; i < used; i++) {
       const int64_t block = x.table[b * x.n + i];
-      if (block < 0 || block >= N) {
+      if (block < 0 || block >= x.N) {
         refuse(
             "block_table[" + std::to_string(b) + ", " + std::to_string(i) + "] = " + std::to_string(block) +
-            " is none of the cache's " + std::to_string(N) + " blocks");
+            " is none of the cache's " + std::to_string(x.N) + " blocks");
       }
     }
   }
 }
 
-// Writes the live positions of x [B, S, KH, D] into the cache; padding is not written.
-void write(const Attention& x, const Strided& from, ScalarType type, const Strided& cache, int64_t B) {
+// Writes the live positions of `from` [B, S, KH, D] into the cache; padding is not written.
+void write(const Attention& x, const Strided& from, const Strided& cache) {
   const int64_t bytes = x.D * (x.cache_type == ScalarType::Double ? 8 : x.cache_type == ScalarType::Float ? 4 : 2);
-  parallel_for(0, B * x.S, kWorkerBytes / (x.KH * bytes) + 1, [&](int64_t first, int64_t last) {
+  parallel_for(0, x.B * x.S, kWorkerBytes / (x.KH * bytes) + 1, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {
       const int64_t b = i / x.S, s = i % x.S, p = x.start[b] + s;
       if (s >= live(x, b)) continue;
       for (int64_t kh = 0; kh < x.KH; kh++) {
-        const char* row = from.at(b, s, kh);
-        char* to = cache.at(x.table[b * x.n + p / x.L], kh, p % x.L);
-        if (type == x.cache_type) {
-          std::memcpy(to, row, bytes);
-          continue;
-        }
-        for (int64_t d = 0; d < x.D; d++) set_element(x.cache_type, to, d, element(type, row, d));
+        std::memcpy(cache.at(x.table[b * x.n + p / x.L], kh, p % x.L), from.at(b, s, kh), bytes);
       }
     }
   });
@@ -175,11 +148,11 @@ int64_t turn_of(int64_t page) { return (page ^ page >> 6 ^ page >> 12) % kPageTu
 // KiB; but a huge page is allocated as a whole, so a context has to use it (if two blocks share a page, one of them).
 // Pages that fill up together take turns over the quarter after their middle: a step has time for a few, not for those
 // of all rows and layers.
-void enlarge_pages(const Attention& x, const Strided& cache, int64_t B) {
+void enlarge_pages(const Attention& x, const Strided& cache) {
   if (cache.stride[0] < kLargePage / 2 || cache.stride[2] <= 0) return;  // small blocks share pages with others
   const int64_t period = std::min(x.L, std::max<int64_t>(kLargePage / cache.stride[2], 1));  // positions in a page
   int64_t asked = 0;
-  for (int64_t b = 0; b < B; b++) {
+  for (int64_t b = 0; b < x.B; b++) {
     const int64_t end = x.start[b] + live(x, b);
     for (int64_t first = x.start[b]; first < end; first = (first / x.L + 1) * x.L) {
       const int64_t block = x.table[b * x.n + first / x.L];
@@ -202,11 +175,11 @@ void enlarge_pages(const Attention& x, const Strided& cache, int64_t B) {
 // A few queries, such as those verifying a draft, are bit-equal to separate calls.
 int64_t tile_rows(const Attention& x) { return x.S <= kFewQueries && x.G <= kFewRows ? kFewRows : kRows; }
 
-std::vector<Tile> cut(const Attention& x, int64_t B) {
+std::vector<Tile> cut(const Attention& x) {
   const int64_t most = tile_rows(x);
   std::vector<Tile> tiles;
-  tiles.reserve(B * x.KH * ((x.S * x.G + most - 1) / most));
-  for (int64_t b = 0; b < B; b++) {
+  tiles.reserve(x.B * x.KH * ((x.S * x.G + most - 1) / most));
+  for (int64_t b = 0; b < x.B; b++) {
     const int64_t rows = live(x, b) * x.G;
     for (int64_t kh = 0; kh < x.KH; kh++) {
       for (int64_t row = 0; row < rows; row += most) {
@@ -222,9 +195,9 @@ std::vector<Tile> cut(const Attention& x, int64_t B) {
   return tiles;
 }
 
-void attend(const Attention& x, int64_t B) {
+void attend(const Attention& x) {
   const AttentionKernel& kernel = find_kernel(x);
-  const std::vector<Tile> tiles = cut(x, B);
+  const std::vector<Tile> tiles = cut(x);
   const int64_t count = static_cast<int64_t>(tiles.size()), scratch = kernel.scratch_bytes(x);
   std::vector<int64_t> first_chunk{0};
   first_chunk.reserve(count + 1);
@@ -273,111 +246,89 @@ void attend(const Attention& x, int64_t B) {
   });
 }
 
-// A call with its operands checked and made dense where they must be.
-struct Checked {
-  Tensor q, k, v, k_cache, v_cache, table, start, length, out;
-  double scale;
-
-  Checked(
-      const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& k_cache_in, const Tensor& v_cache_in,
-      const Tensor& table_in, const Tensor& start_in, const Tensor& length_in, double scale_in)
-      : q(q_in), k(k_in), v(v_in), k_cache(k_cache_in), v_cache(v_cache_in), table(table_in), start(start_in),
-        length(length_in), out(q_in), scale(scale_in) {
-    if (q.dim() != 4 || k.dim() != 4 || k_cache.dim() != 4 || table.dim() != 2) {
-      refuse("q, k and the caches have four dimensions and block_table has two");
-    }
-    const int64_t B = q.size(0), S = q.size(1), H = q.size(2), D = q.size(3);
-    const int64_t KH = k.size(2), N = k_cache.size(0), L = k_cache.size(2), n = table.size(1);
-    if (KH < 1 || H % KH != 0) {
-      refuse(std::to_string(H) + " query heads do not divide by " + std::to_string(KH) + " key/value heads");
-    }
-    check_shape(k, {B, S, KH, D}, "k");
-    check_shape(v, {B, S, KH, D}, "v");
-    check_shape(k_cache, {N, KH, L, D}, "k_cache");
-    check_shape(v_cache, {N, KH, L, D}, "v_cache");
-    check_shape(table, {B, n}, "block_table");
-    check_shape(start, {B}, "start");
-    check_shape(length, {B}, "length");
-    for (const Tensor* x : {&q, &k, &v, &k_cache, &v_cache}) check_floating(*x, "an operand");
-    if (v_cache.scalar_type() != k_cache.scalar_type()) refuse("the caches differ in dtype");
-    if (D > 1 && (k_cache.stride(3) != 1 || v_cache.stride(3) != 1)) refuse("the caches' last dimension is not dense");
-    out = new_like(q, {B, S, H, D});
-    if (out.numel() == 0) return;
-    for (Tensor* x : {&q, &k, &v}) *x = with_dense_rows(*x);
-    table = integers(table, "block_table");
-    start = integers(start, "start");
-    length = integers(length, "length");
-  }
-
-  Attention attention() const {
-    return {
-        q.scalar_type(), k_cache.scalar_type(), q.size(1), k.size(2), q.size(2) / k.size(2), q.size(3),
-        k_cache.size(2), table.size(1), scale, strided(q), strided(out), strided(k_cache), strided(v_cache),
-        static_cast<const int64_t*>(table.data_ptr()), static_cast<const int64_t*>(start.data_ptr()),
-        static_cast<const int64_t*>(length.data_ptr()),
-    };
-  }
+// The tensors of a call, in the order of the operator's arguments.
+struct Operands {
+  Tensor q, k, v, k_cache, v_cache, table, start, length;
 };
 
-// What a call reads and writes, without tensors.
-struct Call {
-  Attention x;
-  Strided k, v;
-  ScalarType k_type, v_type;
-  int64_t B, N;
-
-  explicit Call(const Checked& all)
-      : x(all.attention()), k(strided(all.k)), v(strided(all.v)), k_type(all.k.scalar_type()),
-        v_type(all.v.scalar_type()), B(all.q.size(0)), N(all.k_cache.size(0)) {}
-
-  void run() const {
-    check_rows(x, B, N);
-    write(x, k, k_type, x.k_cache, B);
-    write(x, v, v_type, x.v_cache, B);
-    enlarge_pages(x, x.k_cache, B);
-    enlarge_pages(x, x.v_cache, B);
-    for (int64_t b = 0; b < B; b++) {  // the results of padding
-      for (int64_t s = live(x, b); s < x.S; s++) std::memset(x.out.at(b, s, 0), 0, x.out.stride[1]);
-    }
-    attend(x, B);
+// Throws for operands that do not fit together; makes dense what must be. The result is to be written to `out`.
+Attention checked(Operands& all, const Tensor& out, double scale) {
+  Tensor &q = all.q, &k = all.k, &v = all.v, &k_cache = all.k_cache, &v_cache = all.v_cache, &table = all.table;
+  if (q.dim() != 4 || k.dim() != 4 || k_cache.dim() != 4 || table.dim() != 2) {
+    refuse("q, k and the caches have four dimensions and block_table has two");
   }
+  const int64_t B = q.size(0), S = q.size(1), H = q.size(2), D = q.size(3);
+  const int64_t KH = k.size(2), N = k_cache.size(0), L = k_cache.size(2), n = table.size(1);
+  if (KH < 1 || H % KH != 0) {
+    refuse(std::to_string(H) + " query heads do not divide by " + std::to_string(KH) + " key/value heads");
+  }
+  check_shape(k, {B, S, KH, D}, "k");
+  check_shape(v, {B, S, KH, D}, "v");
+  check_shape(k_cache, {N, KH, L, D}, "k_cache");
+  check_shape(v_cache, {N, KH, L, D}, "v_cache");
+  check_shape(table, {B, n}, "block_table");
+  check_shape(all.start, {B}, "start");
+  check_shape(all.length, {B}, "length");
+  for (const Tensor* x : {&q, &k, &v, &k_cache, &v_cache}) check_floating(*x, "an operand");
+  if (v_cache.scalar_type() != k_cache.scalar_type()) refuse("the caches differ in dtype");
+  if (D > 1 && (k_cache.stride(3) != 1 || v_cache.stride(3) != 1)) refuse("the caches' last dimension is not dense");
+  q = fitting(q, q);
+  for (Tensor* x : {&k, &v}) *x = fitting(*x, k_cache);
+  table = integers(table, "block_table");
+  all.start = integers(all.start, "start");
+  all.length = integers(all.length, "length");
+  const auto numbers = [](const Tensor& x) { return static_cast<const int64_t*>(x.data_ptr()); };
+  return {
+      q.scalar_type(), k_cache.scalar_type(), B, S, KH, H / KH, D, N, L, n, scale, strided(q), strided(k), strided(v),
+      strided(out), strided(k_cache), strided(v_cache), numbers(table), numbers(all.start), numbers(all.length)};
+}
+
+class PlannedAttention : public Planned {
+ public:
+  explicit PlannedAttention(const Attention& x) : x_(x) {}
+  void point(char* const* data) override {
+    for (Strided* to : {&x_.q, &x_.k, &x_.v, &x_.k_cache, &x_.v_cache}) to->data = *data++;
+    for (const int64_t** to : {&x_.table, &x_.start, &x_.length}) *to = reinterpret_cast<const int64_t*>(*data++);
+    x_.out.data = *data;
+  }
+  void run() override {
+    check_rows(x_);
+    write(x_, x_.k, x_.k_cache);
+    write(x_, x_.v, x_.v_cache);
+    enlarge_pages(x_, x_.k_cache);
+    enlarge_pages(x_, x_.v_cache);
+    for (int64_t b = 0; b < x_.B; b++) {  // the results of padding
+      for (int64_t s = live(x_, b); s < x_.S; s++) std::memset(x_.out.at(b, s, 0), 0, x_.out.stride[1]);
+    }
+    attend(x_);
+  }
+
+ private:
+  Attention x_;
 };
 
 Tensor cache_attention(
     Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor table, Tensor start, Tensor length,
     double scale) {
-  const Checked all(q, k, v, k_cache, v_cache, table, start, length, scale);
-  if (all.out.numel() > 0) Call(all).run();
-  return all.out;
+  Operands all{q, k, v, k_cache, v_cache, table, start, length};
+  const Tensor out = new_like(q, shape_of(q));
+  const Attention x = checked(all, out, scale);
+  if (out.numel() > 0) PlannedAttention(x).run();
+  return out;
 }
 
-class PlannedAttention : public Planned {
- public:
-  explicit PlannedAttention(const Checked& all) : call_(all) {}
-  void point(char* const* data) override {
-    for (Strided* to : {&call_.x.q, &call_.k, &call_.v, &call_.x.k_cache, &call_.x.v_cache}) to->data = *data++;
-    for (const int64_t** to : {&call_.x.table, &call_.x.start, &call_.x.length}) {
-      *to = reinterpret_cast<const int64_t*>(*data++);
-    }
-    call_.x.out.data = *data;
+std::unique_ptr<Planned> plan_attention(const PlannedArgument* arguments) {
+  const auto tensor = [&](int64_t i) { return tensor_of(arguments[i]); };
+  Operands all{tensor(0), tensor(1), tensor(2), tensor(3), tensor(4), tensor(5), tensor(6), tensor(7)};
+  for (const Tensor* x : {&all.q, &all.k, &all.v}) {
+    if (x->dim() != 4 || !has_dense_rows(*x) || x->numel() == 0) return nullptr;
   }
-  void run() override { call_.run(); }
-
- private:
-  Call call_;
-};
-
-std::unique_ptr<Planned> plan_attention(const PlannedArgument* given) {
-  const auto tensor = [&](int64_t i) { return tensor_of(given[i]); };
-  for (int64_t i : {0, 1, 2}) {
-    if (tensor(i).dim() != 4 || (tensor(i).stride(3) != 1 && tensor(i).size(3) != 1)) return nullptr;
+  for (const Tensor* x : {&all.table, &all.start, &all.length}) {
+    if (!x->is_contiguous()) return nullptr;
   }
-  for (int64_t i : {5, 6, 7}) {
-    if (!tensor(i).is_contiguous()) return nullptr;
-  }
-  const Checked all(
-      tensor(0), tensor(1), tensor(2), tensor(3), tensor(4), tensor(5), tensor(6), tensor(7), given[8].number);
-  return all.out.numel() > 0 ? std::make_unique<PlannedAttention>(all) : nullptr;
+  if (all.k.dtype() != all.k_cache.dtype() || all.v.dtype() != all.v_cache.dtype()) return nullptr;
+  const Tensor out = new_like(all.q, shape_of(all.q));
+  return std::make_unique<PlannedAttention>(checked(all, out, arguments[8].number));
 }
 
 } // namespace

@@ -25,9 +25,9 @@ struct Strided {
 // The operands of one call. Shapes as in nxd_infer/ops/attention.py; G = H / KH.
 struct Attention {
   torch::headeronly::ScalarType q_type, cache_type;
-  int64_t S, KH, G, D, L, n;
+  int64_t B, S, KH, G, D, N, L, n;
   double scale;
-  Strided q, out;            // [B, S, H, D]
+  Strided q, k, v, out;      // [B, S, H or KH, D]; k and v in the dtype of the caches
   Strided k_cache, v_cache;  // [N, KH, L, D]
   const int64_t* table;      // [B, n]
   const int64_t* start;      // [B]

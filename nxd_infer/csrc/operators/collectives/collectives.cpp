@@ -76,6 +76,24 @@ Call describe(Op op, const Tensor& x, int64_t argument) {
   return Call{static_cast<uint32_t>(op), static_cast<uint32_t>(x.dtype()), x.numel(), argument};
 }
 
+char* bytes_of(const Tensor& x) { return static_cast<char*>(x.data_ptr()); }
+
+// Exchanges `total` bytes in pieces of at most `most`: put(begin, end) fills this rank's slot, and take(begin, end)
+// reads those of all ranks once they have met. Nothing if there are none.
+template <typename Put, typename Take>
+void exchange(Connection& link, const Call& call, int64_t total, int64_t most, const Put& put, const Take& take) {
+  if (total == 0) return;
+  const std::lock_guard<std::mutex> guard(link.mutex());
+  link.check();
+  for (int64_t begin = 0; begin < total; begin += most) {
+    const int64_t end = std::min(begin + most, total);
+    put(begin, end);
+    link.meet(call);
+    take(begin, end);
+  }
+  link.count_collective();
+}
+
 Tensor copy_of(const Tensor& x) {
   Tensor y = new_like(x, shape_of(x));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(y.get(), x.get(), 0));
@@ -112,47 +130,36 @@ struct AllReduce {
 
   void run(const char* from, char* to) const {
     auto link = connection(axis, degree);
-    if (total == 0) return;
-    const std::lock_guard<std::mutex> guard(link->mutex());
-    link->check();
-    const char* sources[kMaxDegree];
-    for (int64_t begin = 0; begin < total; begin += link->capacity()) {
-      const int64_t bytes = std::min(link->capacity(), total - begin);
-      std::memcpy(link->next_slot(), from + begin, bytes);
-      link->meet(call);
-      for (int r = 0; r < degree; r++) {
-        sources[r] = link->slot(r);
-      }
+    const auto put = [&](int64_t begin, int64_t end) { std::memcpy(link->next_slot(), from + begin, end - begin); };
+    exchange(*link, call, total, link->capacity(), put, [&](int64_t begin, int64_t end) {
+      const int64_t bytes = end - begin;
+      const char* sources[kMaxDegree];
+      for (int r = 0; r < degree; r++) sources[r] = link->slot(r);
       if (bytes < kShareWork) {
         reduce(dtype, reduction, sources, static_cast<int>(degree), to + begin, bytes / width);
-        continue;
+        return;
       }
       // Worth a second barrier: each rank reduces one stretch and copies the other stretches from the other ranks.
       const int64_t stretch = (bytes + 64 * degree - 1) / (64 * degree) * 64;  // rounded up: no byte is left over
       auto first = [&](int64_t r) { return std::min(r * stretch, bytes); };
-      const int64_t mine = first(link->rank());
-      for (int r = 0; r < degree; r++) {
-        sources[r] += mine;
-      }
-      const int64_t count = (first(link->rank() + 1) - mine) / width;
+      const int64_t own = first(link->rank());
+      for (int r = 0; r < degree; r++) sources[r] += own;
+      const int64_t count = (first(link->rank() + 1) - own) / width;
       reduce(dtype, reduction, sources, static_cast<int>(degree), link->next_slot(), count);
       link->meet(call);
       for (int r = 0; r < degree; r++) {
         std::memcpy(to + begin + first(r), link->slot(r), first(r + 1) - first(r));
       }
-    }
-    link->count_collective();
+    });
   }
 };
 
 Tensor all_reduce(Tensor x_in, Text axis, Text op, int64_t degree) {
   const AllReduce work(x_in, axis, op, degree);
-  if (degree == 1) {
-    return copy_of(x_in);
-  }
+  if (degree == 1) return copy_of(x_in);
   const Tensor x = contiguous(x_in);
   Tensor y = new_like(x, shape_of(x));
-  work.run(static_cast<const char*>(x.data_ptr()), static_cast<char*>(y.data_ptr()));
+  work.run(bytes_of(x), bytes_of(y));
   return y;
 }
 
@@ -180,36 +187,25 @@ std::unique_ptr<Planned> plan_all_reduce(const PlannedArgument* arguments) {
 
 Tensor all_gather(Tensor x_in, Text axis, int64_t dim, int64_t degree) {
   dim = checked_dim(x_in, dim, "all_gather");
-  if (degree == 1) {
-    return copy_of(x_in);
-  }
+  if (degree == 1) return copy_of(x_in);
   auto link = connection(axis, degree);
   const Tensor x = contiguous(x_in);
   auto shape = shape_of(x);
   const Split split{row_bytes(x, shape, dim), degree};
   shape[dim] *= degree;
   Tensor y = new_like(x, shape);
-  if (x.numel() == 0) {
-    return y;
-  }
-  const std::lock_guard<std::mutex> guard(link->mutex());
-  link->check();
-  const Call call = describe(Op::all_gather, x, dim);
-  const char* from = static_cast<const char*>(x.data_ptr());
-  char* to = static_cast<char*>(y.data_ptr());
-  const int64_t total = byte_count(x);
-  for (int64_t begin = 0; begin < total; begin += link->capacity()) {
-    const int64_t end = std::min(begin + link->capacity(), total);
-    std::memcpy(link->next_slot(), from + begin, end - begin);
-    link->meet(call);
-    for (int r = 0; r < degree; r++) {
-      const char* slot = link->slot(r);
-      split.each(r, begin, end, [&](int64_t whole, int64_t piece, int64_t bytes) {
-        std::memcpy(to + whole, slot + (piece - begin), bytes);
+  const char* from = bytes_of(x);
+  char* to = bytes_of(y);
+  const auto put = [&](int64_t begin, int64_t end) { std::memcpy(link->next_slot(), from + begin, end - begin); };
+  exchange(
+      *link, describe(Op::all_gather, x, dim), byte_count(x), link->capacity(), put, [&](int64_t begin, int64_t end) {
+        for (int r = 0; r < degree; r++) {
+          const char* slot = link->slot(r);
+          split.each(r, begin, end, [&](int64_t whole, int64_t piece, int64_t bytes) {
+            std::memcpy(to + whole, slot + (piece - begin), bytes);
+          });
+        }
       });
-    }
-  }
-  link->count_collective();
   return y;
 }
 
@@ -218,41 +214,30 @@ Tensor reduce_scatter(Tensor x_in, Text axis, int64_t dim, int64_t degree) {
   const auto dtype = x_in.scalar_type();
   check_reducible(dtype, Reduction::sum);
   const auto shape = piece_shape(x_in, dim, degree, "reduce_scatter");
-  if (degree == 1) {
-    return copy_of(x_in);
-  }
+  if (degree == 1) return copy_of(x_in);
   auto link = connection(axis, degree);
   const Tensor x = contiguous(x_in);
   Tensor y = new_like(x, shape);
-  if (x.numel() == 0) {
-    return y;
-  }
-  const std::lock_guard<std::mutex> guard(link->mutex());
-  link->check();
   const auto width = static_cast<int64_t>(x.element_size());
   const Split split{row_bytes(x, shape, dim), degree};
-  const Call call = describe(Op::reduce_scatter, x, dim);
-  const char* from = static_cast<const char*>(x.data_ptr());
-  char* to = static_cast<char*>(y.data_ptr());
-  const char* sources[kMaxDegree];
-  const int64_t total = byte_count(y);
+  const char* from = bytes_of(x);
+  char* to = bytes_of(y);
   // A slot has the same stretch of every rank's piece, consecutively, each starting at an element boundary.
   const int64_t stretch = link->capacity() / degree / 8 * 8;
-  for (int64_t begin = 0; begin < total; begin += stretch) {
-    const int64_t end = std::min(begin + stretch, total);
+  const auto put = [&](int64_t begin, int64_t end) {
     char* slot = link->next_slot();
     for (int64_t r = 0; r < degree; r++) {
       split.each(r, begin, end, [&](int64_t whole, int64_t piece, int64_t bytes) {
         std::memcpy(slot + r * stretch + (piece - begin), from + whole, bytes);
       });
     }
-    link->meet(call);
-    for (int r = 0; r < degree; r++) {
-      sources[r] = link->slot(r) + link->rank() * stretch;
-    }
-    reduce(dtype, Reduction::sum, sources, static_cast<int>(degree), to + begin, (end - begin) / width);
-  }
-  link->count_collective();
+  };
+  exchange(
+      *link, describe(Op::reduce_scatter, x, dim), byte_count(y), stretch, put, [&](int64_t begin, int64_t end) {
+        const char* sources[kMaxDegree];
+        for (int r = 0; r < degree; r++) sources[r] = link->slot(r) + link->rank() * stretch;
+        reduce(dtype, Reduction::sum, sources, static_cast<int>(degree), to + begin, (end - begin) / width);
+      });
   return y;
 }
 
@@ -261,30 +246,19 @@ Tensor broadcast(Tensor x_in, Text axis, int64_t src, int64_t degree) {
     throw std::runtime_error(
         "nxd: broadcast: source rank " + std::to_string(src) + " is not one of " + std::to_string(degree) + " ranks");
   }
-  if (degree == 1) {
-    return copy_of(x_in);
-  }
+  if (degree == 1) return copy_of(x_in);
   auto link = connection(axis, degree);
   const Tensor x = contiguous(x_in);
   Tensor y = new_like(x, shape_of(x));
-  if (x.numel() == 0) {
-    return y;
-  }
-  const std::lock_guard<std::mutex> guard(link->mutex());
-  link->check();
-  const Call call = describe(Op::broadcast, x, src);
-  const char* from = static_cast<const char*>(x.data_ptr());
-  char* to = static_cast<char*>(y.data_ptr());
-  const int64_t total = byte_count(x);
-  for (int64_t begin = 0; begin < total; begin += link->capacity()) {
-    const int64_t bytes = std::min(link->capacity(), total - begin);
-    if (link->rank() == src) {
-      std::memcpy(link->next_slot(), from + begin, bytes);
-    }
-    link->meet(call);
-    std::memcpy(to + begin, link->slot(static_cast<int>(src)), bytes);
-  }
-  link->count_collective();
+  const char* from = bytes_of(x);
+  char* to = bytes_of(y);
+  const auto put = [&](int64_t begin, int64_t end) {
+    if (link->rank() == src) std::memcpy(link->next_slot(), from + begin, end - begin);
+  };
+  exchange(
+      *link, describe(Op::broadcast, x, src), byte_count(x), link->capacity(), put, [&](int64_t begin, int64_t end) {
+        std::memcpy(to + begin, link->slot(static_cast<int>(src)), end - begin);
+      });
   return y;
 }
 
@@ -297,10 +271,8 @@ Tensor shard(Tensor x_in, Text axis, int64_t dim, int64_t degree) {
   Tensor y = new_like(x, shape);
   if (y.numel() == 0) return y;
   const Split split{row_bytes(x, shape, dim), degree};
-  const char* from = static_cast<const char*>(x.data_ptr());
-  char* to = static_cast<char*>(y.data_ptr());
   split.each(link->rank(), 0, byte_count(y), [&](int64_t whole, int64_t piece, int64_t bytes) {
-    std::memcpy(to + piece, from + whole, bytes);
+    std::memcpy(bytes_of(y) + piece, bytes_of(x) + whole, bytes);
   });
   return y;
 }
@@ -311,31 +283,32 @@ Tensor axis_rank(Text axis) {
   return y;
 }
 
-void send(Tensor x_in, Text axis, int64_t dst) {
+// The connection of an axis that has another rank of this number.
+std::shared_ptr<Connection> connection_to(const std::string& axis, int64_t peer, const char* what) {
   auto link = connection(axis);
-  if (dst < 0 || dst >= link->degree() || dst == link->rank()) {
-    throw std::runtime_error("nxd: send: rank " + std::to_string(dst) + " is not another rank of axis '" + axis + "'");
+  if (peer < 0 || peer >= link->degree() || peer == link->rank()) {
+    throw std::runtime_error(
+        std::string("nxd: ") + what + ": rank " + std::to_string(peer) + " is not another rank of axis '" + axis + "'");
   }
-  const Tensor x = contiguous(x_in);
   link->check();
-  const char* from = static_cast<const char*>(x.data_ptr());
-  const int64_t total = byte_count(x);
-  for (int64_t begin = 0; begin < total; begin += link->mail_capacity()) {
-    link->put(static_cast<int>(dst), from + begin, std::min(link->mail_capacity(), total - begin));
+  return link;
+}
+
+void send(Tensor x_in, Text axis, int64_t dst) {
+  auto link = connection_to(axis, dst, "send");
+  const Tensor x = contiguous(x_in);
+  const int64_t total = byte_count(x), most = link->mail_capacity();
+  for (int64_t begin = 0; begin < total; begin += most) {
+    link->put(static_cast<int>(dst), bytes_of(x) + begin, std::min(most, total - begin));
   }
 }
 
 Tensor recv(Tensor like, Text axis, int64_t src) {
-  auto link = connection(axis);
-  if (src < 0 || src >= link->degree() || src == link->rank()) {
-    throw std::runtime_error("nxd: recv: rank " + std::to_string(src) + " is not another rank of axis '" + axis + "'");
-  }
+  auto link = connection_to(axis, src, "recv");
   Tensor y = new_like(like, shape_of(like));
-  link->check();
-  char* to = static_cast<char*>(y.data_ptr());
-  const int64_t total = byte_count(y);
-  for (int64_t begin = 0; begin < total; begin += link->mail_capacity()) {
-    link->take(static_cast<int>(src), to + begin, std::min(link->mail_capacity(), total - begin));
+  const int64_t total = byte_count(y), most = link->mail_capacity();
+  for (int64_t begin = 0; begin < total; begin += most) {
+    link->take(static_cast<int>(src), bytes_of(y) + begin, std::min(most, total - begin));
   }
   return y;
 }

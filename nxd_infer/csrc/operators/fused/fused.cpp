@@ -137,26 +137,19 @@ void read_statement(Reader& reader, Program& program) {
     if (width > kMostWidth) damaged("it has too wide a value");
     values.push_back({width, values[step.of[0]].half, count});
     program.steps.push_back(std::move(step));
-  } else if (const Loops* loops = binary_loops(name)) {
-    const bool half = reader.half();
-    const int64_t a = operand(), b = operand();
-    const Value &x = values[a], &y = values[b];
-    const bool fits = x.width == y.width || (x.width == 1 && !x.half) || (y.width == 1 && !y.half);
-    if (!fits) damaged(name + " of widths " + std::to_string(x.width) + " and " + std::to_string(y.width));
-    const Loop loop = x.width == y.width ? loops->both[x.half][y.half][half]
-        : x.width == 1                   ? loops->first_single[y.half][half]
-                                         : loops->second_single[x.half][half];
-    program.steps.push_back({loop, {a, b}, count});
-    values.push_back({std::max(x.width, y.width), half, count});
-  } else if (const UnaryLoops* unary = unary_loops(name)) {
-    const bool half = reader.half();
-    const int64_t a = operand();
-    program.steps.push_back({unary->of[values[a].half][half], {a}, count});
-    values.push_back({values[a].width, half, count});
-  } else if (const ReductionLoops* reduction = reduction_loops(name)) {
-    const int64_t a = operand();
-    program.steps.push_back({reduction->of[values[a].half], {a}, count, true});
-    values.push_back({1, false, count});
+  } else if (const Function* function = function_named(name)) {
+    const bool reduces = function->kind == Function::reduction, half = !reduces && reader.half();
+    Step step{function->loop, {operand()}, count, reduces};
+    int64_t width = reduces ? 1 : values[step.of[0]].width;
+    if (function->kind == Function::binary) {
+      step.of.push_back(operand());
+      const Value &x = values[step.of[0]], &y = values[step.of[1]];
+      const bool fits = x.width == y.width || (x.width == 1 && !x.half) || (y.width == 1 && !y.half);
+      if (!fits) damaged(name + " of widths " + std::to_string(x.width) + " and " + std::to_string(y.width));
+      width = std::max(x.width, y.width);
+    }
+    program.steps.push_back(std::move(step));
+    values.push_back({width, half, count});
   } else {
     damaged("the function '" + name + "' is unknown");
   }
@@ -287,15 +280,8 @@ std::shared_ptr<const Program> parse(const std::string& text) {
 // Elements from one row of an input or output to the next in each outer dimension.
 using Strides = std::vector<int64_t>;
 
-// The strides of its dimensions are in elements.
-struct Result {
-  int64_t dims;
-  const int64_t *sizes, *strides;
-  bool half;  // bfloat16, else float32
-};
-
 // A program for inputs of certain strides.
-class Plan {
+class Plan : public Planned {
  public:
   // Merges outer dimensions that every operand goes through evenly: the last one that is left is the longest run of
   // rows that lie evenly.
@@ -315,13 +301,6 @@ class Plan {
         dims_.push_back(d);
       }
     }
-    for (const Output& output : program_.outputs) {
-      const Value& value = program_.values[output.value];
-      shapes_.push_back(program_.outer);
-      shapes_.back().push_back(value.width);
-      results_.push_back({static_cast<int64_t>(output.strides.size()), nullptr, output.strides.data(), value.half});
-    }
-    for (size_t i = 0; i < results_.size(); i++) results_[i].sizes = shapes_[i].data();
     for (const size_t d : dims_) {
       for (size_t i = 0; i < operands_.size(); i++) moves_.push_back(operands_[i][d] * itemsize(i));
     }
@@ -329,19 +308,22 @@ class Plan {
       constants_.emplace_back(program_.values[value].place, number);
     }
     for (const Step& step : program_.steps) add(step);
+    data_.resize(operands_.size());
   }
 
-  const std::vector<Result>& results() const { return results_; }
+  const Program& program() const { return program_; }
 
   // `data`: of the inputs, then of the outputs.
-  void run(char* const* data) const {
+  void point(char* const* data) override { std::copy_n(data, data_.size(), data_.begin()); }
+
+  void run() override {
     const int64_t work = program_.widest * static_cast<int64_t>(program_.steps.size() + 1);
     const int64_t grain = std::max<int64_t>(1, kShared / work);
     if (program_.rows <= grain) {
-      rows(data, 0, program_.rows);
+      rows(0, program_.rows);
       return;
     }
-    parallel_for(0, program_.rows, grain, [&](int64_t begin, int64_t end) { rows(data, begin, end); });
+    parallel_for(0, program_.rows, grain, [&](int64_t begin, int64_t end) { rows(begin, end); });
   }
 
  private:
@@ -349,6 +331,8 @@ class Plan {
   struct Place {
     int64_t base, offset;  // bytes
     int64_t step;          // elements from one row to the next
+    bool half, single;
+    Rows rows(char* const* at) const { return {at[base] + offset, step, half, single}; }
   };
 
   // A call of a loop; without one, `n` bytes of each row are copied. All that a step needs lies together: the weights
@@ -364,9 +348,9 @@ class Plan {
     const Value& one = program_.values[value];
     const Value& root = program_.values[one.root];
     const int64_t skipped = one.begin * (one.half ? 2 : 4);
-    if (root.in == In::memory) return {0, root.place + skipped, root.same ? 0 : root.width};
+    if (root.in == In::memory) return {0, root.place + skipped, root.same ? 0 : root.width, one.half, false};
     const int64_t operand = root.place + (root.in == In::output ? program_.inputs : 0);
-    return {operand + 1, skipped, dims_.empty() ? 0 : operands_[operand][dims_.back()]};
+    return {operand + 1, skipped, dims_.empty() ? 0 : operands_[operand][dims_.back()], one.half, false};
   }
 
   void add(const Step& step) {
@@ -386,8 +370,10 @@ class Plan {
       }
       return;
     }
-    const Place first = place(step.of[0]), second = place(step.of.back());
+    Place first = place(step.of[0]), second = place(step.of.back());
     const int64_t n = program_.values[step.reduces ? step.of[0] : step.to].width;
+    first.single = program_.values[step.of[0]].width < n;
+    second.single = program_.values[step.of.back()].width < n;
     const auto whole = [&](const Place& rows, int64_t value) {
       return rows.step == n && program_.values[value].width == n;
     };
@@ -401,7 +387,7 @@ class Plan {
     return program_.values[value].half ? 2 : 4;
   }
 
-  void rows(char* const* data, int64_t begin, int64_t end) const {
+  void rows(int64_t begin, int64_t end) const {
     thread_local std::vector<char> memory;
     thread_local std::vector<char*> at;  // the places of the thread's memory, and of the operands' rows
     if (static_cast<int64_t>(memory.size()) < program_.bytes + 64) memory.resize(program_.bytes + 64);
@@ -411,7 +397,7 @@ class Plan {
     const int64_t run = sizes_.empty() ? 1 : sizes_.back();
     for (int64_t row = begin, count; row < end; row += count) {
       count = std::min({program_.tile, run - row % run, end - row});
-      std::copy_n(data, operands_.size(), at.data() + 1);
+      std::copy_n(data_.data(), operands_.size(), at.data() + 1);
       int64_t left = row;
       for (size_t d = sizes_.size(); d-- > 0; left /= sizes_[d]) {
         for (size_t i = 0; i < operands_.size(); i++) at[i + 1] += left % sizes_[d] * moves_[d * operands_.size() + i];
@@ -421,17 +407,15 @@ class Plan {
   }
 
   static void take(char* const* at, const Action& action, int64_t count) {
-    char* to = at[action.to.base] + action.to.offset;
-    const char *first = at[action.first.base] + action.first.offset,
-               *second = at[action.second.base] + action.second.offset;
+    const Rows to = action.to.rows(at), first = action.first.rows(at);
     if (action.loop == nullptr) {
       for (int64_t r = 0; r < count; r++) {
-        std::copy_n(first + r * action.first.step, action.n, to + r * action.to.step);
+        std::copy_n(static_cast<char*>(first.at) + r * first.step, action.n, static_cast<char*>(to.at) + r * to.step);
       }
       return;
     }
     const int64_t rows = action.dense ? 1 : count, n = action.dense ? action.n * count : action.n;
-    action.loop({to, action.to.step}, {first, action.first.step}, {second, action.second.step}, rows, n);
+    action.loop(to, first, action.second.rows(at), rows, n);
   }
 
   const std::shared_ptr<const Program> kept_;
@@ -442,8 +426,7 @@ class Plan {
   std::vector<int64_t> moves_;     // bytes from one row to the next in each of them, by operand
   std::vector<std::pair<int64_t, float>> constants_;  // by their place in the thread's memory
   std::vector<Action> actions_;
-  std::vector<std::vector<int64_t>> shapes_;
-  std::vector<Result> results_;
+  std::vector<char*> data_;
 };
 
 int32_t dtype_of(const Value& value) {
@@ -479,52 +462,42 @@ std::shared_ptr<const Program> program_of(const std::string& text) {
   return found != known.end() ? found->second : known.emplace(text, parse(text)).first->second;
 }
 
-Plan plan_of(const std::string& text, const std::vector<Tensor>& inputs) {
+std::unique_ptr<Plan> plan_of(const std::string& text, const std::vector<Tensor>& inputs) {
   std::shared_ptr<const Program> program = program_of(text);
   if (static_cast<int64_t>(inputs.size()) != program->inputs) {
     damaged(std::to_string(inputs.size()) + " inputs, where it takes " + std::to_string(program->inputs));
   }
   std::vector<Strides> strides;
   for (size_t i = 0; i < inputs.size(); i++) strides.push_back(strides_of(*program, program->values[i], inputs[i]));
-  return Plan(std::move(program), std::move(strides));
+  return std::make_unique<Plan>(std::move(program), std::move(strides));
 }
 
 std::vector<Tensor> fused(std::vector<Tensor> inputs, std::string text) {
-  for (Tensor& x : inputs) x = in_pieces(x) ? contiguous(x) : x;
-  const Plan plan = plan_of(text, inputs);
+  std::vector<char*> data;
+  for (Tensor& x : inputs) {
+    x = in_pieces(x) ? contiguous(x) : x;
+    data.push_back(static_cast<char*>(x.data_ptr()));
+  }
+  const std::unique_ptr<Plan> plan = plan_of(text, inputs);
   std::vector<Tensor> results;
-  for (const Result& one : plan.results()) {
+  for (const Output& output : plan->program().outputs) {
+    const Value& value = plan->program().values[output.value];
+    std::vector<int64_t> sizes = plan->program().outer;
+    sizes.push_back(value.width);
     AtenTensorHandle handle = nullptr;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-        one.dims, one.sizes, one.strides, one.half ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32(),
+        static_cast<int64_t>(sizes.size()), sizes.data(), output.strides.data(), dtype_of(value),
         aoti_torch_device_type_cpu(), 0, &handle));
-    results.emplace_back(handle);
+    data.push_back(static_cast<char*>(results.emplace_back(handle).data_ptr()));
   }
-  std::vector<char*> data;
-  for (const std::vector<Tensor>* some : {&std::as_const(inputs), &std::as_const(results)}) {
-    for (const Tensor& x : *some) data.push_back(static_cast<char*>(x.data_ptr()));
-  }
-  plan.run(data.data());
+  plan->point(data.data());
+  plan->run();
   return results;
 }
 
-class PlannedFused : public Planned {
- public:
-  PlannedFused(Plan plan, int64_t operands) : plan_(std::move(plan)), data_(operands) {}
-  void point(char* const* data) override { std::copy_n(data, data_.size(), data_.begin()); }
-  void run() override { plan_.run(data_.data()); }
-
- private:
-  const Plan plan_;
-  std::vector<char*> data_;
-};
-
 std::unique_ptr<Planned> plan_fused(const PlannedArgument* arguments) {
   const std::vector<Tensor> inputs = tensors_of(arguments[0]);
-  if (std::any_of(inputs.begin(), inputs.end(), in_pieces)) return nullptr;
-  Plan plan = plan_of(arguments[1].text, inputs);
-  const auto operands = static_cast<int64_t>(inputs.size() + plan.results().size());
-  return std::make_unique<PlannedFused>(std::move(plan), operands);
+  return std::any_of(inputs.begin(), inputs.end(), in_pieces) ? nullptr : plan_of(arguments[1].text, inputs);
 }
 
 } // namespace

@@ -1,5 +1,7 @@
 #include "fused/loops.h"
 
+#include "machine/scalar.h"
+
 #include <cmath>
 #include <cstring>
 #include <unordered_map>
@@ -85,94 +87,75 @@ NXD_INLINE float gelu_by_tanh(float x) {
   return 0.5f * x * (1.0f + hyperbolic_tangent(0.7978845608028654f * (x + 0.044715f * (x * x * x))));
 }
 
-using Half = BFloat16;
-using Single = float;
+template <typename R, typename P, typename Q, bool kFirstSingle, bool kSecondSingle, typename F>
+NXD_INLINE void each(const Rows& to, const Rows& first, const Rows& second, int64_t rows, int64_t n, const F& f) {
+  for (int64_t r = 0; r < rows; r++) {
+    R* y = static_cast<R*>(to.at) + r * to.step;
+    const P* a = static_cast<const P*>(first.at) + r * first.step;
+    const Q* b = static_cast<const Q*>(second.at) + r * second.step;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < n; i++) y[i] = narrow<R>(f(widen(a[kFirstSingle ? 0 : i]), widen(b[kSecondSingle ? 0 : i])));
+  }
+}
 
-// R, P, Q: types of the result and the operands; A, B: i, or 0 for a single value per row.
-#define NXD_LOOP(name, value, R, P, Q, A, B)                                                                \
-  NXD_CLONES void name(const Target& to, const Rows& first, const Rows& second, int64_t rows, int64_t n) { \
-    for (int64_t r = 0; r < rows; r++) {                                                                    \
-      R* y = static_cast<R*>(to.at) + r * to.step;                                                          \
-      const P* a = static_cast<const P*>(first.at) + r * first.step;                                        \
-      const Q* b = static_cast<const Q*>(second.at) + r * second.step;                                      \
-      _Pragma("GCC ivdep") for (int64_t i = 0; i < n; i++) {                                                \
-        const float p = widen(a[A]), q = widen(b[B]);                                                       \
-        y[i] = narrow<R>(value);                                                                            \
-      }                                                                                                     \
-    }                                                                                                       \
+template <typename R, typename F>
+NXD_INLINE void each_to(const Rows& to, const Rows& x, const Rows& y, int64_t rows, int64_t n, const F& f) {
+  using Half = BFloat16;
+  if (x.single && y.half) return each<R, float, Half, true, false>(to, x, y, rows, n, f);
+  if (x.single) return each<R, float, float, true, false>(to, x, y, rows, n, f);
+  if (y.single && x.half) return each<R, Half, float, false, true>(to, x, y, rows, n, f);
+  if (y.single) return each<R, float, float, false, true>(to, x, y, rows, n, f);
+  if (x.half && y.half) return each<R, Half, Half, false, false>(to, x, y, rows, n, f);
+  if (x.half) return each<R, Half, float, false, false>(to, x, y, rows, n, f);
+  if (y.half) return each<R, float, Half, false, false>(to, x, y, rows, n, f);
+  each<R, float, float, false, false>(to, x, y, rows, n, f);
+}
+
+#define NXD_BINARY(name, value)                                                                     \
+  NXD_CLONES void name(const Rows& to, const Rows& x, const Rows& y, int64_t rows, int64_t n) {     \
+    const auto f = [](float p, float q) __attribute__((always_inline)) { return value; };           \
+    to.half ? each_to<BFloat16>(to, x, y, rows, n, f) : each_to<float>(to, x, y, rows, n, f);       \
   }
 
-#define NXD_BINARY_OF(name, value, R)                            \
-  NXD_LOOP(name##_both_ff_##R, value, R, float, float, i, i)     \
-  NXD_LOOP(name##_both_fh_##R, value, R, float, Half, i, i)      \
-  NXD_LOOP(name##_both_hf_##R, value, R, Half, float, i, i)      \
-  NXD_LOOP(name##_both_hh_##R, value, R, Half, Half, i, i)       \
-  NXD_LOOP(name##_first_f_##R, value, R, Single, float, 0, i)    \
-  NXD_LOOP(name##_first_h_##R, value, R, Single, Half, 0, i)     \
-  NXD_LOOP(name##_second_f_##R, value, R, float, Single, i, 0)   \
-  NXD_LOOP(name##_second_h_##R, value, R, Half, Single, i, 0)
+template <typename R, typename F>
+NXD_INLINE void each_of(const Rows& to, const Rows& x, int64_t rows, int64_t n, const F& f) {
+  if (x.half) return each<R, BFloat16, BFloat16, false, false>(to, x, x, rows, n, f);
+  each<R, float, float, false, false>(to, x, x, rows, n, f);
+}
 
-#define NXD_BINARY(name, value)                                                                                \
-  NXD_BINARY_OF(name, value, float)                                                                            \
-  NXD_BINARY_OF(name, value, Half)                                                                             \
-  const Loops name##_loops = {                                                                                 \
-      {{{name##_both_ff_float, name##_both_ff_Half}, {name##_both_fh_float, name##_both_fh_Half}},             \
-       {{name##_both_hf_float, name##_both_hf_Half}, {name##_both_hh_float, name##_both_hh_Half}}},            \
-      {{name##_first_f_float, name##_first_f_Half}, {name##_first_h_float, name##_first_h_Half}},              \
-      {{name##_second_f_float, name##_second_f_Half}, {name##_second_h_float, name##_second_h_Half}},          \
-  };
-
-#define NXD_UNARY_LOOP(name, value, R, P)                                                          \
-  NXD_CLONES void name(const Target& to, const Rows& first, const Rows&, int64_t rows, int64_t n) { \
-    for (int64_t r = 0; r < rows; r++) {                                                           \
-      R* y = static_cast<R*>(to.at) + r * to.step;                                                 \
-      const P* a = static_cast<const P*>(first.at) + r * first.step;                               \
-      _Pragma("GCC ivdep") for (int64_t i = 0; i < n; i++) {                                       \
-        const float x = widen(a[i]);                                                               \
-        y[i] = narrow<R>(value);                                                                   \
-      }                                                                                            \
-    }                                                                                              \
+#define NXD_UNARY(name, value)                                                                  \
+  NXD_CLONES void name(const Rows& to, const Rows& from, const Rows&, int64_t rows, int64_t n) { \
+    const auto f = [](float x, float) __attribute__((always_inline)) { return value; };         \
+    to.half ? each_of<BFloat16>(to, from, rows, n, f) : each_of<float>(to, from, rows, n, f);   \
   }
-
-#define NXD_UNARY(name, value)                   \
-  NXD_UNARY_LOOP(name##_ff, value, float, float) \
-  NXD_UNARY_LOOP(name##_fh, value, Half, float)  \
-  NXD_UNARY_LOOP(name##_hf, value, float, Half)  \
-  NXD_UNARY_LOOP(name##_hh, value, Half, Half)   \
-  const UnaryLoops name##_loops = {{{name##_ff, name##_fh}, {name##_hf, name##_hh}}};
 
 // The result does not depend on the width of a vector.
-#define NXD_REDUCTION_LOOP(name, start, P, x, combined)                                               \
-  NXD_CLONES void name(const Target& to, const Rows& first, const Rows&, int64_t rows, int64_t n) {   \
-    for (int64_t r = 0; r < rows; r++) {                                                              \
-      const P* a = static_cast<const P*>(first.at) + r * first.step;                                  \
-      float parts[32];                                                                                \
-      for (float& part : parts) part = start;                                                         \
-      int64_t i = 0;                                                                                  \
-      for (; i + 32 <= n; i += 32) {                                                                  \
-        for (int j = 0; j < 32; j++) {                                                                \
-          const float p = parts[j], value = widen(a[i + j]), q = x;                                   \
-          parts[j] = combined;                                                                        \
-        }                                                                                             \
-      }                                                                                               \
-      for (int j = 0; i < n; i++, j++) {                                                              \
-        const float p = parts[j], value = widen(a[i]), q = x;                                         \
-        parts[j] = combined;                                                                          \
-      }                                                                                               \
-      for (int width = 16; width > 0; width /= 2) {                                                   \
-        for (int j = 0; j < width; j++) {                                                             \
-          const float p = parts[j], q = parts[j + width];                                             \
-          parts[j] = combined;                                                                        \
-        }                                                                                             \
-      }                                                                                               \
-      static_cast<float*>(to.at)[r * to.step] = parts[0];                                             \
-    }                                                                                                 \
+template <typename P, typename Take, typename Combine>
+NXD_INLINE void fold(
+    const Rows& to, const Rows& from, int64_t rows, int64_t n, float start, const Take& take, const Combine& combine) {
+  for (int64_t r = 0; r < rows; r++) {
+    const P* a = static_cast<const P*>(from.at) + r * from.step;
+    float parts[32];
+    for (float& part : parts) part = start;
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32) {
+      for (int j = 0; j < 32; j++) parts[j] = combine(parts[j], take(widen(a[i + j])));
+    }
+    for (int j = 0; i < n; i++, j++) parts[j] = combine(parts[j], take(widen(a[i])));
+    for (int width = 16; width > 0; width /= 2) {
+      for (int j = 0; j < width; j++) parts[j] = combine(parts[j], parts[j + width]);
+    }
+    static_cast<float*>(to.at)[r * to.step] = parts[0];
   }
+}
 
-#define NXD_REDUCTION(name, start, x, combined)              \
-  NXD_REDUCTION_LOOP(name##_f, start, float, x, combined)    \
-  NXD_REDUCTION_LOOP(name##_h, start, Half, x, combined)     \
-  const ReductionLoops name##_loops = {{name##_f, name##_h}};
+#define NXD_REDUCTION(name, start, taken, combined)                                                        \
+  NXD_CLONES void name(const Rows& to, const Rows& from, const Rows&, int64_t rows, int64_t n) {           \
+    const auto take = [](float value) __attribute__((always_inline)) { return taken; };                    \
+    const auto combine = [](float p, float q) __attribute__((always_inline)) { return combined; };         \
+    from.half ? fold<BFloat16>(to, from, rows, n, start, take, combine)                                    \
+              : fold<float>(to, from, rows, n, start, take, combine);                                      \
+  }
 
 NXD_BINARY(add, p + q)
 NXD_BINARY(sub, p - q)
@@ -200,36 +183,36 @@ NXD_REDUCTION(sum, 0.0f, value, p + q)
 NXD_REDUCTION(sum_of_squares, 0.0f, value * value, p + q)
 NXD_REDUCTION(largest, -INFINITY, value, (q > p || q != q) ? q : p)
 
-template <typename Found>
-const Found* find(const std::unordered_map<std::string, const Found*>& table, const std::string& name) {
-  const auto found = table.find(name);
-  return found == table.end() ? nullptr : found->second;
-}
-
 } // namespace
 
-const Loops* binary_loops(const std::string& name) {
-  static const std::unordered_map<std::string, const Loops*> table = {
-      {"add", &add_loops}, {"sub", &sub_loops}, {"mul", &mul_loops}, {"div", &divide_loops}};
-  return find(table, name);
-}
-
-const UnaryLoops* unary_loops(const std::string& name) {
-  static const std::unordered_map<std::string, const UnaryLoops*> table = {
-      {"copy", &copy_loops},       {"neg", &negative_loops},          {"abs", &absolute_loops},
-      {"square", &square_loops},   {"sqrt", &square_root_loops},      {"rsqrt", &reciprocal_root_loops},
-      {"exp", &exponentials_loops}, {"reciprocal", &reciprocal_loops}, {"sigmoid", &sigmoid_loops},
-      {"silu", &silu_loops},       {"tanh", &tangents_loops},         {"gelu", &gelu_loops},
-      {"gelu_tanh", &gelu_tanh_loops}, {"relu", &relu_loops},
-      {"cos", &cosines_loops},     {"sin", &sines_loops},
+const Function* function_named(const std::string& name) {
+  static const std::unordered_map<std::string, Function> table = {
+      {"add", {add, Function::binary}},
+      {"sub", {sub, Function::binary}},
+      {"mul", {mul, Function::binary}},
+      {"div", {divide, Function::binary}},
+      {"copy", {copy, Function::unary}},
+      {"neg", {negative, Function::unary}},
+      {"abs", {absolute, Function::unary}},
+      {"square", {square, Function::unary}},
+      {"sqrt", {square_root, Function::unary}},
+      {"rsqrt", {reciprocal_root, Function::unary}},
+      {"exp", {exponentials, Function::unary}},
+      {"reciprocal", {reciprocal, Function::unary}},
+      {"sigmoid", {sigmoid, Function::unary}},
+      {"silu", {silu, Function::unary}},
+      {"tanh", {tangents, Function::unary}},
+      {"gelu", {gelu, Function::unary}},
+      {"gelu_tanh", {gelu_tanh, Function::unary}},
+      {"relu", {relu, Function::unary}},
+      {"cos", {cosines, Function::unary}},
+      {"sin", {sines, Function::unary}},
+      {"sum", {sum, Function::reduction}},
+      {"sum_of_squares", {sum_of_squares, Function::reduction}},
+      {"amax", {largest, Function::reduction}},
   };
-  return find(table, name);
-}
-
-const ReductionLoops* reduction_loops(const std::string& name) {
-  static const std::unordered_map<std::string, const ReductionLoops*> table = {
-      {"sum", &sum_loops}, {"sum_of_squares", &sum_of_squares_loops}, {"amax", &largest_loops}};
-  return find(table, name);
+  const auto found = table.find(name);
+  return found == table.end() ? nullptr : &found->second;
 }
 
 } // namespace nxd

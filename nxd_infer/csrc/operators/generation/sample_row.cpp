@@ -1,44 +1,164 @@
 #include "generation/sample_row.h"
 
+#include "machine/scalar.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <functional>
 
+// Bit-equal with any instructions: products and sums are rounded separately, and the only sum of fractions adds in an
+// order that does not depend on the width of a vector.
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#elif defined(__GNUC__)
+#pragma GCC optimize("fp-contract=off")
+#endif
+
 namespace nxd {
 namespace {
 
+constexpr int64_t kBlock = 64;  // logits per block; the largest of a block tells whether the block matters
+constexpr int64_t kLanes = 16;  // that are folded or added separately
+constexpr float kLargestFinite = 3.40282347e38f;
 constexpr float kGreedyBelow = 1e-5f;
 constexpr float kLogprobFloor = -9999.0f;
 // Gumbel noise of 32 bits lies within [-3.131, 22.874]: a token whose cost exceeds the difference cannot be drawn
 // because the best token has cost 0 and is always kept. Its mass for top-p is 0 as well.
 constexpr float kReach = 26.01f;
 
-float cleaned(float x) {
-  if (std::isnan(x)) {
-    return -INFINITY;
-  }
-  return std::min(x, kLargestFinite);
-}
+int64_t block_count(int64_t vocabulary) { return (vocabulary + kBlock - 1) / kBlock; }
 
-uint32_t bits_of(float x) {
+NXD_INLINE uint32_t bits_of(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   return bits;
 }
 
-float float_of(uint32_t bits) {
+NXD_INLINE float float_of(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, 4);
   return x;
 }
 
-uint32_t mix(uint32_t x) {
+// A NaN logit counts as minus infinity, plus infinity as the largest finite number.
+NXD_INLINE float cleaned(float x) {
+  x = x == x ? x : -INFINITY;
+  return x < kLargestFinite ? x : kLargestFinite;
+}
+
+// exp(x) for x <= 0; 0 at -87 and below, and for NaN; the relative error is below 1.2e-7. The steps and constants are
+// those of exp_negative in sampling.py, with one rounding each.
+NXD_INLINE float exp_negative(float x) {
+  const float inside = x > -87.0f ? x : -87.0f;
+  const float shifted = inside * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
+  const float n = shifted - 12582912.0f;
+  const float r = (inside - n * 0.693359375f) - n * -2.12194440e-4f;
+  float y = 1.9875691500e-4f;
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = (y * (r * r) + r) + 1.0f;
+  // The low bits of `shifted` are n: moved into the exponent, they make 2^n.
+  y *= float_of((bits_of(shifted) << 23) + 0x3f800000u);
+  return x > -87.0f ? y : 0.0f;
+}
+
+NXD_INLINE uint32_t mix(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ (x >> 15)) * 0x2c1b3c6du;
   x = (x ^ (x >> 12)) * 0x297a2d39u;
   return x ^ (x >> 15);
 }
+
+// --- loops over a row, or a block of it ---
+
+// The block, or a copy in `tail` padded with absent tokens.
+NXD_INLINE const float* whole_block(const float* logits, int64_t count, float* tail) {
+  if (count >= kBlock) return logits;
+  for (int64_t i = 0; i < kBlock; i++) tail[i] = i < count ? logits[i] : -INFINITY;
+  return tail;
+}
+
+// The largest logit of each block.
+NXD_CLONES void block_maxima(const float* logits, int64_t vocabulary, float* out) {
+  float tail[kBlock];
+  for (int64_t b = 0; b * kBlock < vocabulary; b++) {
+    const float* x = whole_block(logits + b * kBlock, vocabulary - b * kBlock, tail);
+    float best[kLanes];
+    for (int64_t j = 0; j < kLanes; j++) {
+      float most = -INFINITY;
+#pragma GCC unroll 4
+      for (int64_t i = j; i < kBlock; i += kLanes) most = x[i] > most ? x[i] : most;  // never NaN
+      best[j] = most;
+    }
+    for (int64_t width = kLanes / 2; width > 0; width /= 2) {
+      for (int64_t j = 0; j < width; j++) best[j] = best[j] > best[j + width] ? best[j] : best[j + width];
+    }
+    out[b] = cleaned(best[0]);
+  }
+}
+
+// sum(exp(logit - largest)) for a finite `largest`.
+NXD_CLONES double sum_exp(const float* logits, int64_t vocabulary, float largest) {
+  constexpr int64_t kStretch = 16 * kBlock;  // summed in float32, the stretches in float64
+  float tail[kBlock];
+  double total = 0;
+  for (int64_t begin = 0; begin < vocabulary; begin += kStretch) {
+    const int64_t end = std::min(begin + kStretch, vocabulary);
+    float sums[kLanes] = {};
+    for (int64_t at = begin; at < end; at += kBlock) {
+      const float* x = whole_block(logits + at, vocabulary - at, tail);
+      for (int64_t j = 0; j < kLanes; j++) {
+        float sum = sums[j];
+#pragma GCC unroll 4
+        for (int64_t i = j; i < kBlock; i += kLanes) {
+          const float d = x[i] - largest;
+          sum += exp_negative(0.0f < d ? 0.0f : d);  // plus infinity is above the largest finite number
+        }
+        sums[j] = sum;
+      }
+    }
+    for (const float sum : sums) total += sum;
+  }
+  return total;
+}
+
+// For one block of `count` logits: cost = (largest - logit) / scale, and exp(-cost); past `count`, infinity and 0.
+NXD_CLONES void block_costs(
+    const float* logits, int64_t count, float largest, float scale, float* __restrict cost, float* __restrict weight) {
+  float tail[kBlock];
+  const float* x = whole_block(logits, count, tail);
+  for (int64_t i = 0; i < kBlock; i++) {
+    cost[i] = (largest - cleaned(x[i])) / scale + 0.0f;  // no negative zero
+    weight[i] = exp_negative(-cost[i]);
+  }
+}
+
+// The inputs of a row's random numbers, besides the token id.
+struct RandomKey {
+  uint32_t first, second;
+};
+
+// The random bits of the tokens first_id .. first_id + kBlock - 1; whether any has bits / 2 <= weight * reach.
+NXD_CLONES bool contends(
+    const float* __restrict weight, float reach, int64_t first_id, RandomKey key, uint32_t* __restrict bits) {
+  int32_t any = 0;
+  for (int32_t i = 0; i < kBlock; i++) {
+    uint32_t x = mix((static_cast<uint32_t>(first_id) + 1 + i) * 0x1e3779b9u) ^ key.first;
+    x = (x ^ (x >> 16)) * 0x7feb352du + key.second;
+    x = (x ^ (x >> 15)) * 0x2c1b3c6du;
+    x = (x ^ (x >> 12)) * 0x297a2d39u;
+    x = x ^ (x >> 15);
+    bits[i] = x;
+    any |= static_cast<float>(static_cast<int32_t>(x >> 1)) <= weight[i] * reach;
+  }
+  return any != 0;
+}
+
+// --- a row ---
 
 RandomKey random_key(int64_t seed, int64_t position) {
   const auto low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32);
@@ -115,7 +235,6 @@ float threshold(const float* cost, int64_t count, const Weight& weight, const Ta
 void gather_costs(
     const float* logits, int64_t vocabulary, const float* maxima, float largest, float scale, float least,
     SampleScratch& scratch) {
-  const SampleLoops& loops = sample_loops();
   const int64_t blocks = block_count(vocabulary);
   scratch.blocks.clear();
   for (int64_t b = 0; b < blocks; b++) {
@@ -130,7 +249,7 @@ void gather_costs(
   }
   for (size_t i = 0; i < scratch.blocks.size(); i++) {
     const int64_t begin = scratch.blocks[i] * kBlock;
-    loops.costs(
+    block_costs(
         logits + begin, vocabulary - begin, largest, scale, &scratch.cost[i * kBlock], &scratch.weight[i * kBlock]);
   }
 }
@@ -167,18 +286,17 @@ double score(float cost, uint32_t bits) {
 
 // argmax(score) over the tokens with cost <= limit; the first of equals. `best` is the token of cost 0.
 int64_t gumbel_argmax(int64_t best, float limit, RandomKey key, const SampleScratch& scratch) {
-  const SampleLoops& loops = sample_loops();
   const float *cost = scratch.cost.data(), *weight = scratch.weight.data();
   uint32_t bits[kBlock];
   const float nothing[kBlock] = {};
-  loops.contends(nothing, 0, best / kBlock * kBlock, key, bits);
+  contends(nothing, 0, best / kBlock * kBlock, key, bits);
   double highest = score(0.0f, bits[best % kBlock]);
   // The noise is -log(e) with e = -log1p(-u) >= u, so a token beats `highest` only where u < exp(-cost - highest).
   auto reach = [&] { return static_cast<float>(std::exp(-highest) * 0x1p31 * 1.0001); };
   for (size_t j = 0; j < scratch.blocks.size(); j++) {
     const int64_t first = scratch.blocks[j] * kBlock;
     const float limit_u = reach();
-    if (!loops.contends(weight + j * kBlock, limit_u, first, key, bits)) {
+    if (!contends(weight + j * kBlock, limit_u, first, key, bits)) {
       continue;
     }
     for (int64_t i = 0; i < kBlock; i++) {
@@ -226,7 +344,7 @@ void report(
   const int64_t blocks = block_count(vocabulary), count = std::min(top, vocabulary);
   const float largest = *std::max_element(maxima, maxima + blocks);
   const bool none = largest == -INFINITY;
-  const double total = none ? 0.0 : largest + std::log(sample_loops().sum_exp(raw, vocabulary, largest));
+  const double total = none ? 0.0 : largest + std::log(sum_exp(raw, vocabulary, largest));
   auto logprob = [&](float x) { return std::max(static_cast<float>(x - total), kLogprobFloor); };
   *result.token = token;
   *result.logprob = logprob(cleaned(raw[token]));
@@ -267,14 +385,13 @@ void report(
 void sample_row(
     const float* logits, const float* raw, int64_t vocabulary, const SampleSettings& settings, int64_t top,
     SampleScratch& scratch, const SampleResult& result) {
-  const SampleLoops& loops = sample_loops();
   const int64_t blocks = block_count(vocabulary);
   scratch.raw_maxima.resize(blocks);
-  loops.maxima(raw, vocabulary, scratch.raw_maxima.data());
+  block_maxima(raw, vocabulary, scratch.raw_maxima.data());
   const float* maxima = scratch.raw_maxima.data();
   if (logits != raw) {
     scratch.maxima.resize(blocks);
-    loops.maxima(logits, vocabulary, scratch.maxima.data());
+    block_maxima(logits, vocabulary, scratch.maxima.data());
     maxima = scratch.maxima.data();
   }
   const int64_t token = choose(logits, vocabulary, maxima, settings, scratch);

@@ -1,197 +1,348 @@
-// Linear layers over packed weights (packed.h): the product, the gather of rows for tied embeddings, and packing.
-#include "machine/cpu.h"
+// packed_linears: layers of one x over packed weights (packed.h), plain or of eight bits. Prepares blocks for a kernel,
+// shares them among threads, and rounds the results.
 #include "packed/packed.h"
-#include "packed/product.h"
+#include "packed/left.h"
 #include "machine/parallel.h"
 #include "interface/plans.h"
 #include "interface/registration.h"
 #include "interface/tensors.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include <algorithm>
 #include <cstring>
-#include <optional>
+#include <memory>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace nxd {
 namespace {
 
-// The weight of a packed operator: [N, K], contiguous. Returns its dtype.
-int32_t check_weight(const Tensor& weight, const char* what) {
-  const int32_t dtype = weight.dtype();
-  if (dtype != aoti_torch_dtype_float32() && dtype != aoti_torch_dtype_bfloat16()) {
-    throw std::runtime_error(
-        std::string("nxd: ") + what + ": a packed weight is float32 or bfloat16, got dtype number " +
-        std::to_string(dtype));
+constexpr int64_t kLeftBytes = 3 << 19;   // of the left side at a time: it is read once per panel, from L2
+constexpr int64_t kSmallWork = 32 << 10;  // bytes of weights below which another thread does not pay off
+
+// --- the weight ---
+
+// Copies values [from, K) of a block into one `filled` columns wide, zero-padded to `padded` values of k.
+template <typename T>
+void fill_up(const T* block, int64_t width, int64_t K, int64_t from, int64_t padded, int64_t filled, T* to) {
+  std::fill(to, to + (padded - from) * filled, T{});
+  for (int64_t k = from; k < K; k++) {
+    for (int64_t c = 0; c < width; c++) to[place<T>(k - from, c, filled, padded - from)] = block[place<T>(k, c, width, K)];
   }
-  if (weight.dim() != 2 || !weight.is_contiguous()) {
-    throw std::runtime_error(
-        std::string("nxd: ") + what + ": a packed weight is a contiguous matrix, got shape " + text(weight));
-  }
-  return dtype;
 }
 
-Operands checked_operands(const Tensor& x, const std::vector<Tensor>& layers, bool biased) {
-  return operands(
-      "packed_linear", x, layers, biased, 0, [](const Tensor& weight) { return check_weight(weight, "packed_linear"); });
+// Values from one row of the stored weight to the next.
+template <typename W>
+int64_t row_size(int64_t K) {
+  return std::is_same_v<W, int8_t> ? K + kScaleBytes : K;
+}
+
+// Widens an int8 block to a packed block of T with `filled` columns and `padded` values of k.
+NXD_CLONES void widen_block(
+    const int8_t* q, int64_t width, int64_t K, int64_t filled, int64_t padded, float* to) {
+  if (width == filled) {
+    for (int64_t i = 0; i < K * width; i++) to[i] = q[i];
+  } else {
+    for (int64_t k = 0; k < K; k++) {
+      for (int64_t c = 0; c < filled; c++) to[k * filled + c] = c < width ? q[k * width + c] : 0;
+    }
+  }
+  std::fill(to + K * filled, to + padded * filled, 0.0f);
+}
+
+NXD_CLONES void widen_block(
+    const int8_t* q, int64_t width, int64_t K, int64_t filled, int64_t padded, BFloat16* to) {
+  const auto bits = [](float x) {
+    uint32_t found;
+    std::memcpy(&found, &x, 4);
+    return found;  // the low half is zero
+  };
+  const auto pairs = [&](const int8_t* first, const int8_t* second, int64_t count, BFloat16* out) {
+    for (int64_t c = 0; c < count; c++) {
+      const uint32_t pair = bits(first[c]) >> 16 | (second == nullptr ? 0 : bits(second[c]));
+      std::memcpy(out + 2 * c, &pair, 4);
+    }
+  };
+  if (width < filled) std::fill(to, to + padded * filled, BFloat16{});
+  int64_t k = 0;
+  for (; k + 2 <= K; k += 2) {
+    if (width == kColumns) {
+      pairs(q + k * kColumns, q + (k + 1) * kColumns, kColumns, to + k * kColumns);
+    } else {
+      pairs(q + k * width, q + (k + 1) * width, width, to + k * filled);
+    }
+  }
+  if (k < K) {
+    pairs(q + k * width, nullptr, width, to + k * filled);
+    k += 2;
+  }
+  if (k < padded) std::fill(to + k * filled, to + padded * filled, BFloat16{});
+}
+
+// Blocks of W as a kernel over T takes them: in place if they consist of whole vectors and groups, else a copy.
+template <typename T, typename W = T>
+class Panels {
+ public:
+  Panels(const W* weight, int64_t N, int64_t K, int64_t step)
+      : weight_(weight), N_(N), K_(K), step_(step), padded_(round_up(K, step)) {
+    room_ = panel_scratch.take<T>(padded_ * kColumns);
+  }
+
+  Panel<T> at(int64_t number) {
+    const int64_t column = number * kColumns, whole = K_ / step_ * step_;
+    const int64_t width = std::min(kColumns, N_ - column), filled = round_up(width, kLane);
+    const W* block = weight_ + column * row_size<W>(K_);
+    if constexpr (!std::is_same_v<T, W>) {
+      widen_block(block, width, K_, filled, padded_, room_);
+      return Panel<T>{room_, nullptr, filled, padded_ / step_};
+    } else {
+      return in_place(block, width, whole, filled);
+    }
+  }
+
+ private:
+  Panel<T> in_place(const T* block, int64_t width, int64_t whole, int64_t filled) {
+    const bool plain = width == filled && K_ % group_of<T>() == 0;
+    const int64_t from = plain ? whole : 0;
+    if (from < padded_) fill_up(block, width, K_, from, padded_, filled, room_ + from * filled);
+    return Panel<T>{plain ? block : room_, whole < K_ ? room_ + whole * filled : nullptr, filled, K_ / step_};
+  }
+
+  const W* weight_;
+  int64_t N_, K_, step_, padded_;
+  T* room_;
+};
+
+// --- the product ---
+
+template <typename T>
+NXD_INLINE void store_body(const float* sums, int64_t rows, int64_t width, const T* bias, T* y, int64_t stride) {
+  for (int64_t row = 0; row < rows; row++) {
+    const float* from = sums + row * kColumns;
+    T* to = y + row * stride;
+    if (bias == nullptr) {
+      for (int64_t c = 0; c < width; c++) to[c] = narrow<T>(from[c]);
+    } else {
+      for (int64_t c = 0; c < width; c++) to[c] = narrow<T>(from[c] + widen(bias[c]));
+    }
+  }
+}
+
+#define NXD_STORE(T)                                                                                           \
+  NXD_CLONES void store(const float* sums, int64_t rows, int64_t width, const T* bias, T* y, int64_t stride) { \
+    if (width == kColumns) {                                                                                   \
+      store_body(sums, rows, kColumns, bias, y, stride);                                                       \
+    } else {                                                                                                   \
+      store_body(sums, rows, width, bias, y, stride);                                                          \
+    }                                                                                                          \
+  }
+NXD_STORE(float)
+NXD_STORE(BFloat16)
+
+// Multiplies the sums of an int8 block by the scales after it.
+NXD_CLONES void scale(float* sums, int64_t rows, int64_t width, const char* scales) {
+  float factors[kColumns] = {};
+  std::memcpy(factors, scales, width * kScaleBytes);
+  for (int64_t row = 0; row < rows; row++) {
+    for (int64_t c = 0; c < kColumns; c++) sums[row * kColumns + c] *= factors[c];
+  }
+}
+
+// A layer: y [M, N] = x @ weight.T + bias.
+template <typename T, typename W = T>
+struct Layer {
+  const W* weight;
+  const T* bias;  // or nullptr
+  T* y;
+  int64_t N;
+
+  int64_t blocks() const { return (N + kColumns - 1) / kColumns; }
+};
+
+// Tells the crew which weights each worker reads now: it prefetches those that were read next last time.
+template <typename T, typename W>
+void announce(const std::vector<Layer<T, W>>& layers, int64_t blocks, int64_t workers, int64_t K) {
+  const int64_t column_bytes = row_size<W>(K) * static_cast<int64_t>(sizeof(W));
+  int64_t before = 0;
+  for (const Layer<T, W>& layer : layers) {
+    Spans* spans = begins(layer.weight);
+    if (spans == nullptr) return;
+    // The first column of this layer that does not belong to the workers before `worker`.
+    const auto column = [&](int64_t worker) {
+      const int64_t block = blocks * std::min(worker, workers) / workers - before;
+      return std::clamp<int64_t>(block * kColumns, 0, layer.N);
+    };
+    for (int64_t worker = 0; worker < crew_size(); worker++) {
+      const int64_t first = column(worker), bytes = (column(worker + 1) - first) * column_bytes;
+      spans->of[worker].set(reinterpret_cast<const char*>(layer.weight) + first * column_bytes, bytes);
+    }
+    before += layer.blocks();
+  }
+}
+
+// Layers of one x, as if their weights were stacked: threads start and synchronise once for all of them.
+template <typename P, typename T, typename W>
+void multiply(const Kernel<P>& kernel, const T* x, const std::vector<Layer<T, W>>& layers, int64_t M, int64_t K) {
+  int64_t blocks = 0;
+  for (const Layer<T, W>& layer : layers) blocks += layer.blocks();
+  const int64_t row_bytes = round_up(K, kernel.step) * static_cast<int64_t>(kernel.widened ? 4 : sizeof(T));
+  const int64_t parts = std::max<int64_t>(1, (M * row_bytes + kLeftBytes - 1) / kLeftBytes);
+  const int64_t chunk = round_up((M + parts - 1) / parts, 32);
+  for (int64_t first = 0; first < M; first += chunk) {
+    const int64_t rows = std::min(chunk, M - first);
+    const Left left = left_side(kernel, x + first * K, rows, K);
+    const int64_t work = kColumns * K * static_cast<int64_t>(sizeof(W)) * ((rows + 15) / 16);
+    const int64_t grain = std::max<int64_t>(1, kSmallWork / std::max<int64_t>(1, work));
+    const int64_t workers = std::clamp<int64_t>(blocks / grain, 1, thread_count());
+    Stretches stretches(blocks, workers);
+    if (first + rows == M) announce(layers, blocks, workers, K);
+    work_together(workers, [&](int64_t worker) {
+      float* sums = sums_scratch.take<float>(round_up(rows, 32) * kColumns);
+      kernel.begin();
+      stretches.work(worker, [&](int64_t begin, int64_t end) {
+        int64_t before = 0;
+        for (const Layer<T, W>& layer : layers) {
+          Panels<P, W> panels(layer.weight, layer.N, K, kernel.step);
+          const int64_t last = std::min(end - before, layer.blocks());
+          for (int64_t block = std::max<int64_t>(0, begin - before); block < last; block++) {
+            kernel.multiply(left, panels.at(block), sums);
+            const int64_t column = block * kColumns, width = std::min(kColumns, layer.N - column);
+            if constexpr (std::is_same_v<W, int8_t>) {
+              const int8_t* values = layer.weight + column * row_size<W>(K);
+              scale(sums, rows, width, reinterpret_cast<const char*>(values + width * K));
+            }
+            store(
+                sums, rows, width, layer.bias == nullptr ? nullptr : layer.bias + column,
+                layer.y + first * layer.N + column, layer.N);
+          }
+          before += layer.blocks();
+        }
+      });
+      kernel.end();
+    });
+  }
+}
+
+// --- the operator ---
+
+[[noreturn]] void refuse(const std::string& what) { throw std::runtime_error("nxd: packed_linears: " + what); }
+
+std::string typed(const Tensor& x) { return text(x) + " (dtype number " + std::to_string(x.dtype()) + ")"; }
+
+struct Operands {
+  Tensor x;  // contiguous
+  std::vector<Tensor> weights, biases, results;
+  int64_t M, K;
+  bool int8;  // the weights
+
+  // `layers` has the weights, followed by a bias for each if `biased`.
+  Operands(const Tensor& x_in, const std::vector<Tensor>& layers, bool biased)
+      : x(contiguous(x_in)), M(1), int8(!layers.empty() && layers[0].dtype() == aoti_torch_dtype_int8()) {
+    const int32_t dtype = x.dtype();
+    if ((dtype != aoti_torch_dtype_float32() && dtype != aoti_torch_dtype_bfloat16()) || x.dim() == 0) {
+      refuse("the input is float32 or bfloat16 of shape [.., K], got " + typed(x));
+    }
+    const size_t count = biased ? layers.size() / 2 : layers.size();
+    if (count == 0 || (biased && layers.size() != 2 * count)) {
+      refuse(std::to_string(layers.size()) + " tensors are no weights" + (biased ? " with a bias each" : ""));
+    }
+    auto shape = shape_of(x);
+    for (size_t d = 0; d + 1 < shape.size(); d++) M *= shape[d];
+    K = shape.back();
+    for (size_t i = 0; i < count; i++) {
+      const Tensor& weight = layers[i];
+      const bool fits = weight.dtype() == (int8 ? aoti_torch_dtype_int8() : dtype) && weight.dim() == 2 &&
+          weight.is_contiguous() && weight.size(1) == (int8 ? row_size<int8_t>(K) : K);
+      if (!fits) refuse("the input " + typed(x) + " does not fit the packed weight " + typed(weight));
+      weights.push_back(weight);
+      shape.back() = weight.size(0);
+      results.push_back(new_like(x, shape));
+      if (!biased) continue;
+      const Tensor& bias = layers[count + i];
+      if (bias.dim() != 1 || bias.size(0) != weight.size(0) || bias.dtype() != dtype) {
+        refuse("the bias " + typed(bias) + " does not fit the input " + typed(x) + " and the weight " + typed(weight));
+      }
+      biases.push_back(contiguous(bias));
+    }
+  }
+
+  template <typename T, typename W>
+  std::vector<Layer<T, W>> layers() const {
+    std::vector<Layer<T, W>> all;
+    for (size_t i = 0; i < weights.size(); i++) {
+      all.push_back(Layer<T, W>{
+          static_cast<const W*>(weights[i].data_ptr()),
+          biases.empty() ? nullptr : static_cast<const T*>(biases[i].data_ptr()),
+          static_cast<T*>(results[i].data_ptr()), weights[i].size(0)});
+    }
+    return all;
+  }
+};
+
+// P: what the kernel reads; W: what is stored.
+template <typename P, typename T, typename W>
+class PlannedLinears : public Planned {
+ public:
+  PlannedLinears(const Kernel<P>& kernel, const Operands& all)
+      : kernel_(kernel), layers_(all.layers<T, W>()), biased_(!all.biases.empty()), M_(all.M), K_(all.K),
+        x_(static_cast<const T*>(all.x.data_ptr())) {}
+
+  void point(char* const* data) override {
+    const size_t count = layers_.size();
+    x_ = reinterpret_cast<const T*>(data[0]);
+    char* const* biases = data + 1 + count;
+    char* const* results = biased_ ? biases + count : biases;
+    for (size_t i = 0; i < count; i++) {
+      layers_[i].weight = reinterpret_cast<const W*>(data[1 + i]);
+      if (biased_) layers_[i].bias = reinterpret_cast<const T*>(biases[i]);
+      layers_[i].y = reinterpret_cast<T*>(results[i]);
+    }
+  }
+  void run() override { multiply(kernel_, x_, layers_, M_, K_); }
+
+ private:
+  const Kernel<P>& kernel_;
+  std::vector<Layer<T, W>> layers_;
+  const bool biased_;
+  const int64_t M_, K_;
+  const T* x_;
+};
+
+template <typename T>
+std::unique_ptr<Planned> planned(const Operands& all, const Kernel<T>& kernel) {
+  if (!all.int8) return std::make_unique<PlannedLinears<T, T, T>>(kernel, all);
+  const Kernel<int8_t>& narrow = int8_kernel<T>();
+  // With more groups of rows every block would be widened more often.
+  if (all.M > 2 * narrow.width) return std::make_unique<PlannedLinears<T, T, int8_t>>(kernel, all);
+  return std::make_unique<PlannedLinears<int8_t, T, int8_t>>(narrow, all);
+}
+
+std::unique_ptr<Planned> planned(const Operands& all) {
+  if (all.x.dtype() == aoti_torch_dtype_float32()) return planned(all, float_kernel());
+  return planned(all, bfloat16_kernel());
 }
 
 std::vector<Tensor> packed_linears(Tensor x, std::vector<Tensor> layers, bool biased) {
-  Operands all = checked_operands(x, layers, biased);
-  if (all.M == 0) return std::move(all.results);
-  const void* rows = all.x.data_ptr();
-  if (all.dtype == aoti_torch_dtype_float32()) {
-    multiply(float_kernel(), static_cast<const float*>(rows), all.layers<float, float>(), all.M, all.K);
-  } else {
-    multiply(bfloat16_kernel(), static_cast<const BFloat16*>(rows), all.layers<BFloat16, BFloat16>(), all.M, all.K);
-  }
+  Operands all(x, layers, biased);
+  if (all.M > 0) planned(all)->run();
   return std::move(all.results);
 }
 
-template <bool several>
 std::unique_ptr<Planned> plan_linears(const PlannedArgument* arguments) {
-  const PlannedLayers given(arguments, several);
-  if (!given.whole) return nullptr;
-  const Operands all = checked_operands(given.x, given.layers, given.biased);
-  if (all.dtype == aoti_torch_dtype_float32()) return planned<float, float>(float_kernel(), all);
-  return planned<BFloat16, BFloat16>(bfloat16_kernel(), all);
-}
-
-Tensor packed_linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
-  std::vector<Tensor> layer{weight};
-  if (bias.has_value()) layer.push_back(*bias);
-  return std::move(packed_linears(std::move(x), std::move(layer), bias.has_value())[0]);
-}
-
-// --- packing: a transposition of four-byte units, for any dtype ---
-
-constexpr int64_t kUnit = 4;
-
-// Calls visit(first column, width) for every block of [0, N), on several threads.
-template <typename Visit>
-void each_block(int64_t N, int64_t row_bytes, const Visit& visit) {
-  const int64_t grain = std::max<int64_t>(1, (256 << 10) / std::max<int64_t>(1, kColumns * row_bytes));
-  parallel_for(0, (N + kColumns - 1) / kColumns, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; block++) {
-      visit(block * kColumns, std::min(kColumns, N - block * kColumns));
-    }
-  });
-}
-
-// One cache line of every row at a time: rows a power of two apart would evict each other.
-template <int64_t kWidth>
-NXD_INLINE void pack_units(const char* rows, int64_t row_bytes, int64_t width, char* block, bool asking) {
-  constexpr int64_t kLine = 16;  // units
-  width = kWidth > 0 ? kWidth : width;
-  uint32_t lines[kColumns][kLine];
-  for (int64_t unit = 0; unit < row_bytes / kUnit; unit += kLine) {
-    const int64_t count = std::min(kLine, row_bytes / kUnit - unit);
-    for (int64_t c = 0; c < width; c++) {
-      // Most hardware prefetchers follow fewer streams than there are rows.
-      if (asking) __builtin_prefetch(rows + c * row_bytes + (unit + kLine) * kUnit);
-      if (count == kLine) {
-        std::memcpy(lines[c], rows + c * row_bytes + unit * kUnit, kLine * kUnit);
-      } else {
-        std::memcpy(lines[c], rows + c * row_bytes + unit * kUnit, count * kUnit);
-      }
-    }
-    for (int64_t u = 0; u < count; u++) {
-      char* to = block + (unit + u) * width * kUnit;
-      for (int64_t c = 0; c < width; c++) std::memcpy(to + c * kUnit, &lines[c][u], kUnit);
-    }
-  }
-}
-
-void pack(Tensor out, Tensor weight_in) {
-  const int32_t dtype = check_weight(out, "pack");
-  const Tensor weight = contiguous(weight_in);
-  if (shape_of(weight) != shape_of(out) || weight.dtype() != dtype) {
-    throw std::runtime_error("nxd: pack: a weight of shape " + text(weight) + " into one of shape " + text(out));
-  }
-  const int64_t N = out.size(0);
-  const int64_t row_bytes = out.size(1) * (dtype == aoti_torch_dtype_float32() ? 4 : 2);
-  const char* from = static_cast<const char*>(weight.data_ptr());
-  char* to = static_cast<char*>(out.data_ptr());
-  if (row_bytes == 0) return;
-  const bool asking = asks();
-  each_block(N, row_bytes, [&](int64_t column, int64_t width) {
-    const char* rows = from + column * row_bytes;
-    char* block = to + column * row_bytes;
-    if (width == kColumns) {
-      pack_units<kColumns>(rows, row_bytes, width, block, asking);
-    } else {
-      pack_units<0>(rows, row_bytes, width, block, asking);
-    }
-    const int64_t rest = row_bytes % kUnit, whole = row_bytes - rest;
-    for (int64_t c = 0; c < width && rest > 0; c++) {
-      std::memcpy(block + whole * width + c * rest, rows + c * row_bytes + whole, rest);
-    }
-  });
-}
-
-// Row `row` of the plain weight.
-void unpack_row(const char* packed, int64_t N, int64_t row_bytes, int64_t row, char* to) {
-  const int64_t column = row / kColumns * kColumns, c = row - column;
-  const int64_t width = std::min(kColumns, N - column);
-  const char* block = packed + column * row_bytes;
-  const int64_t rest = row_bytes % kUnit, whole = row_bytes - rest;
-  for (int64_t unit = 0; unit < whole / kUnit; unit++) {
-    std::memcpy(to + unit * kUnit, block + (unit * width + c) * kUnit, kUnit);
-  }
-  std::memcpy(to + whole, block + whole * width + c * rest, rest);
-}
-
-Tensor unpack(Tensor packed) {
-  const int32_t dtype = check_weight(packed, "unpack");
-  const int64_t N = packed.size(0);
-  const int64_t row_bytes = packed.size(1) * (dtype == aoti_torch_dtype_float32() ? 4 : 2);
-  Tensor out = new_like(packed, shape_of(packed));
-  const char* from = static_cast<const char*>(packed.data_ptr());
-  char* to = static_cast<char*>(out.data_ptr());
-  each_block(N, row_bytes, [&](int64_t column, int64_t width) {
-    for (int64_t row = column; row < column + width; row++) unpack_row(from, N, row_bytes, row, to + row * row_bytes);
-  });
-  return out;
-}
-
-Tensor packed_embedding(Tensor weight, Tensor ids_in) {
-  const int32_t dtype = check_weight(weight, "packed_embedding");
-  const Tensor ids = contiguous(ids_in);
-  const int64_t N = weight.size(0), count = ids.numel();
-  const int64_t row_bytes = weight.size(1) * (dtype == aoti_torch_dtype_float32() ? 4 : 2);
-  const std::vector<int64_t> rows = row_numbers("packed_embedding", ids, N);
-  auto shape = shape_of(ids);
-  shape.push_back(weight.size(1));
-  Tensor y = new_like(weight, shape);
-  const char* from = static_cast<const char*>(weight.data_ptr());
-  char* to = static_cast<char*>(y.data_ptr());
-  parallel_for(0, count, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, row_bytes)), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) unpack_row(from, N, row_bytes, rows[i], to + i * row_bytes);
-  });
-  return y;
+  const Tensor x = tensor_of(arguments[0]);
+  const std::vector<Tensor> layers = tensors_of(arguments[1]);
+  const auto whole = [](const Tensor& one) { return one.is_contiguous(); };
+  if (x.numel() == 0 || !whole(x) || !std::all_of(layers.begin(), layers.end(), whole)) return nullptr;
+  return planned(Operands(x, layers, arguments[2].integer != 0));
 }
 
 } // namespace
 } // namespace nxd
 
-NXD_LIBRARY(m) {
-  m.def("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
-  m.def("packed_linears(Tensor x, Tensor[] layers, bool biased) -> Tensor[]");
-  m.def("packed_embedding(Tensor weight, Tensor ids) -> Tensor");
-  m.def("pack(Tensor(a!) out, Tensor weight) -> ()");
-  m.def("unpack(Tensor packed) -> Tensor");
-}
+NXD_LIBRARY(m) { m.def("packed_linears(Tensor x, Tensor[] layers, bool biased) -> Tensor[]"); }
 
-NXD_IMPL(CPU, m) {
-  m.impl("packed_linear", TORCH_BOX(&nxd::packed_linear));
-  m.impl("packed_linears", TORCH_BOX(&nxd::packed_linears));
-  m.impl("packed_embedding", TORCH_BOX(&nxd::packed_embedding));
-  m.impl("pack", TORCH_BOX(&nxd::pack));
-  m.impl("unpack", TORCH_BOX(&nxd::unpack));
-}
+NXD_IMPL(CPU, m) { m.impl("packed_linears", TORCH_BOX(&nxd::packed_linears)); }
 
-NXD_PLAN(packed_linear, nxd::plan_linears<false>);
-NXD_PLAN(packed_linears, nxd::plan_linears<true>);
+NXD_PLAN(packed_linears, nxd::plan_linears);

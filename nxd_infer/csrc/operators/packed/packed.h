@@ -6,6 +6,11 @@
 // The last block has the remaining rows of N, and an odd K ends in one row of single values, so the packed weight has
 // exactly the bytes of the plain one for any shape. A decode step reads it sequentially, once: a thread reads one
 // stream, which the hardware prefetches.
+//
+// In eight bits, w[n][k] = q[n][k] * scale[n] with q in -127 .. 127, it is int8 [N, K + 4]: each block has [K][32]
+// integers, followed by its scales as float32. Those integers are exact in bfloat16 and float32. So a product is that
+// with q as the weight, times the scale; it is bit-equal whether a kernel widens q in registers (few rows) or a whole
+// block beforehand (many).
 #pragma once
 
 #include "machine/scalar.h"
@@ -15,6 +20,7 @@
 namespace nxd {
 
 constexpr int64_t kColumns = 32;  // of a block
+constexpr int64_t kScaleBytes = 4;  // of each row in eight bits, after its K values
 constexpr int64_t kLane = 16;     // columns that the kernels process together: a vector of float32, half a tile's row
 
 // Number of adjacent values of k for one column.
@@ -74,6 +80,11 @@ struct Kernel {
 // The best kernel of this machine (see cpu.h).
 const Kernel<float>& float_kernel();
 const Kernel<BFloat16>& bfloat16_kernel();
+
+// Multiplies x of type T by a stored int8 block, without the scales: faster for few rows. `width` is 0 if the machine's
+// best kernel for T has no bit-equal variant of this.
+template <typename T>
+const Kernel<int8_t>& int8_kernel();
 
 // The kernel with tiles, if the machine has them.
 const Kernel<BFloat16>& tile_kernel();

@@ -1,7 +1,6 @@
 // The choice of the kernel for packed weights on this machine, and the kernels for plain vectors.
 #include "machine/cpu.h"
 #include "packed/packed.h"
-#include "packed/int8.h"
 
 #include <cstring>
 #include <utility>

@@ -13,13 +13,30 @@ constexpr int kParts = static_cast<int>(kLane) / NXD_LANES;
 constexpr int64_t kSoon = 8192;  // prefetch distance in bytes: the best of 2, 4, 8, 16 and 32 KiB at 4 to 32 rows
 constexpr int64_t kCalm = 2;     // most rows at which the hardware prefetcher keeps up, if it is good (asks() in cpu.h)
 
+// NXD_LANES columns of one k, in float32.
+NXD_TARGET NXD_INLINE Vector widened(const float* w) {
+  Vector weights;
+  std::memcpy(&weights, w, sizeof(Vector));
+  return weights;
+}
+
+NXD_TARGET NXD_INLINE Vector widened(const int8_t* w) {
+#if NXD_LANES == 16
+  return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w))));
+#elif NXD_LANES == 8
+  return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(w))));
+#else
+  return Vector{static_cast<float>(w[0]), static_cast<float>(w[1]), static_cast<float>(w[2]), static_cast<float>(w[3])};
+#endif
+}
+
 // One step of k: sums[row] += x[row] * w. A row's value is used for all columns before the next one is loaded;
 // otherwise the compiler keeps all values and has no registers left for the sums.
-template <int kRows, int kSums>
-NXD_TARGET NXD_INLINE void add_step(const float* x, int64_t, const float* w, Vector (*sums)[kSums]) {
+template <int kRows, int kSums, typename T>
+NXD_TARGET NXD_INLINE void add_step(const float* x, int64_t, const T* w, Vector (*sums)[kSums]) {
   Vector weights[kSums];
 #pragma GCC unroll 16
-  for (int i = 0; i < kSums; i++) std::memcpy(&weights[i], w + i * NXD_LANES, sizeof(Vector));
+  for (int i = 0; i < kSums; i++) weights[i] = widened(w + i * NXD_LANES);
 #pragma GCC unroll 16
   for (int row = 0; row < kRows; row++) {
     const float value = x[row];
@@ -44,55 +61,23 @@ NXD_TARGET NXD_INLINE void add_step(const float* x, int64_t width, const BFloat1
   }
 }
 
-// Widens int8 to float32 in registers: NXD_LANES columns of one k.
-NXD_TARGET NXD_INLINE Vector widened(const int8_t* w) {
-#if NXD_LANES == 16
-  return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w))));
-#elif NXD_LANES == 8
-  return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(w))));
-#else
-  return Vector{static_cast<float>(w[0]), static_cast<float>(w[1]), static_cast<float>(w[2]), static_cast<float>(w[3])};
-#endif
-}
-
-template <int kRows, int kSums>
-NXD_TARGET NXD_INLINE void add_step(const float* x, int64_t, const int8_t* w, Vector (*sums)[kSums]) {
-  Vector weights[kSums];
-#pragma GCC unroll 16
-  for (int i = 0; i < kSums; i++) weights[i] = widened(w + i * NXD_LANES);
-#pragma GCC unroll 16
-  for (int row = 0; row < kRows; row++) {
-    const float value = x[row];
-#pragma GCC unroll 16
-    for (int i = 0; i < kSums; i++) sums[row][i] += value * weights[i];
-  }
-}
-
 #ifdef NXD_PAIRS
-// Two values of k, the second one kSums vectors behind the first: pairs of bfloat16, whose bits are the upper ones.
-template <int kRows, int kSums>
-NXD_TARGET NXD_INLINE void add_step(const BFloat16* x, int64_t, const int8_t* w, Vector (*sums)[kSums]) {
-  __m512bh weights[kSums];
-#pragma GCC unroll 16
-  for (int i = 0; i < kSums; i++) {
-    const Vector first = widened(w + i * NXD_LANES), second = widened(w + (kSums + i) * NXD_LANES);
-    weights[i] = (__m512bh)(((Bits)first >> 16) | (Bits)second);
-  }
-#pragma GCC unroll 16
-  for (int row = 0; row < kRows; row++) {
-    int pair;
-    std::memcpy(&pair, x + 2 * row, 4);
-    const __m512bh value = (__m512bh)_mm512_set1_epi32(pair);
-#pragma GCC unroll 16
-    for (int i = 0; i < kSums; i++) sums[row][i] = (Vector)_mm512_dpbf16_ps((__m512)sums[row][i], value, weights[i]);
-  }
+// NXD_LANES columns of two values of k, as pairs of bfloat16. In eight bits, the second value is `stride` behind the
+// first; as float32, both are in the upper bits.
+NXD_TARGET NXD_INLINE __m512bh paired(const BFloat16* w, int i, int) {
+  return (__m512bh)_mm512_loadu_si512(w + i * 2 * NXD_LANES);
 }
 
-template <int kRows, int kSums>
-NXD_TARGET NXD_INLINE void add_step(const BFloat16* x, int64_t, const BFloat16* w, Vector (*sums)[kSums]) {
+NXD_TARGET NXD_INLINE __m512bh paired(const int8_t* w, int i, int stride) {
+  const Vector first = widened(w + i * NXD_LANES), second = widened(w + i * NXD_LANES + stride);
+  return (__m512bh)(((Bits)first >> 16) | (Bits)second);
+}
+
+template <int kRows, int kSums, typename T>
+NXD_TARGET NXD_INLINE void add_step(const BFloat16* x, int64_t, const T* w, Vector (*sums)[kSums]) {
   __m512bh weights[kSums];
 #pragma GCC unroll 16
-  for (int i = 0; i < kSums; i++) weights[i] = (__m512bh)_mm512_loadu_si512(w + i * 2 * NXD_LANES);
+  for (int i = 0; i < kSums; i++) weights[i] = paired(w, i, kSums * NXD_LANES);
 #pragma GCC unroll 16
   for (int row = 0; row < kRows; row++) {
     int pair;
