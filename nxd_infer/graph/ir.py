@@ -22,6 +22,7 @@ from torch import fx
 import nxd_infer.comm.ops
 import nxd_infer.ops  # noqa: F401  (these two register the operators of the namespace "nxd")
 from nxd_infer.errors import ArtifactCorruptError, TraceError
+from nxd_infer.graph.passes import nested_graph
 
 IN_PLACE = 1
 """``(states, inputs, weights) -> outputs``; the states are changed in place."""
@@ -60,8 +61,8 @@ def graph_to_ir(module: fx.GraphModule, form: int = IN_PLACE) -> dict[str, Any]:
             numbers[node] = inputs
             inputs += 1
         elif node.op == "get_attr":
-            target = _attribute(module, node.target)
-            if not isinstance(target, fx.GraphModule):
+            target = nested_graph(module, node.target)
+            if target is None:
                 raise TraceError(f"the graph refers to the attribute {node.target!r}, which is not a nested graph")
             graphs[node] = graph_to_ir(target, form)
         elif node.op == "call_function":
@@ -80,13 +81,6 @@ def graph_to_ir(module: fx.GraphModule, form: int = IN_PLACE) -> dict[str, Any]:
 def _flat_outputs(node: fx.Node) -> Sequence[Any]:
     result = node.args[0]
     return result if isinstance(result, (tuple, list)) else (result,)
-
-
-def _attribute(module: fx.GraphModule, path: Any) -> Any:
-    value: Any = module
-    for part in str(path).split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _operator_name(target: Any) -> str:

@@ -92,10 +92,8 @@ def inline(
 
 def _move_attribute(node: fx.Node, body: fx.GraphModule, inner: fx.Node) -> fx.Node:
     owner: Any = node.graph.owning_module
-    value: Any = body
-    for part in str(inner.target).split("."):
-        value = getattr(value, part)
-    if not isinstance(value, fx.GraphModule):
+    value = nested_graph(body, inner.target)
+    if value is None:
         raise TraceError(
             f"a nested graph holds the tensor {inner.target!r}: make it outside of the operator, or register it"
         )
@@ -155,10 +153,16 @@ def _under_autocast(body: fx.GraphModule, device: Any, dtype: Any, enabled: Any)
     return run
 
 
+def nested_graph(module: fx.GraphModule, path: Any) -> fx.GraphModule | None:
+    """Return the graph that the attribute ``path`` of ``module`` is; None if it is another thing."""
+    value = operator.attrgetter(str(path))(module)
+    return value if isinstance(value, fx.GraphModule) else None
+
+
 def branches(module: fx.GraphModule) -> list[fx.GraphModule]:
     """Return the nested graphs that remain nested: the branches of ``torch.cond``."""
-    nested = [getattr(module, str(node.target), None) for node in module.graph.nodes if node.op == "get_attr"]
-    return [graph for graph in nested if isinstance(graph, fx.GraphModule)]
+    nested = [nested_graph(module, node.target) for node in module.graph.nodes if node.op == "get_attr"]
+    return [graph for graph in nested if graph is not None]
 
 
 def native_operator(library: Any, name: str) -> Any | None:

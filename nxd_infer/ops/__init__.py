@@ -14,14 +14,13 @@ from nxd_infer.ops.attention import cache_attention, masked_cache_attention
 from nxd_infer.ops.composite import COMPOSITE, FAKES
 from nxd_infer.ops.fused import fused_fake
 from nxd_infer.ops.packed import packed_embedding, packed_linears
-from nxd_infer.ops.sampling import sample, sample_adjusted
+from nxd_infer.ops.sampling import sample_adjusted
 from nxd_infer.ops.step import remember_last, step_rows
 
 FAKES["fused"] = fused_fake
 
 HOST: frozenset[Any] = frozenset(
     {
-        torch.ops.nxd.sample.default,
         torch.ops.nxd.sample_adjusted.default,
         torch.ops.nxd.remember_tokens.default,
     }
@@ -40,7 +39,6 @@ __all__ = [
     "packed_linears",
     "remember_last",
     "remember_tokens",
-    "sample",
     "sample_adjusted",
     "step_rows",
 ]

@@ -48,62 +48,6 @@ def _fake(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 @composite(
-    "sample(Tensor logits, Tensor raw, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, "
-    "Tensor position, int top) -> (Tensor, Tensor, Tensor, Tensor)",
-    _fake,
-)
-def sample(
-    logits_BV: Tensor,
-    raw_BV: Tensor,
-    temperature_B: Tensor,
-    top_k_B: Tensor,
-    top_p_B: Tensor,
-    min_p_B: Tensor,
-    seed_B: Tensor,
-    position_B: Tensor,
-    top: int = 20,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sample one token per row as the module docstring defines.
-
-    Args:
-        logits_BV: float32, the logits to sample from (after penalties, bias and masks).
-        raw_BV: float32, the logits for the reported log probabilities.
-        temperature_B, top_p_B, min_p_B: float32. top_k_B, seed_B, position_B: int64.
-        top: how many of the most probable tokens to report.
-
-    Returns:
-        token [B] int64; its natural log probability under ``raw`` [B] float32; the ids [B, top] int64 and the log
-        probabilities [B, top] float32 of the most probable tokens under ``raw``, best first. If the vocabulary is
-        smaller than ``top``, the rest has id -1 and the floor. Log probabilities are never below ``LOGPROB_FLOOR``.
-    """
-    return _drawn(logits_BV, raw_BV, temperature_B, top_k_B, top_p_B, min_p_B, seed_B, position_B, top)
-
-
-def _drawn(
-    logits: Tensor,
-    raw: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    position: Tensor,
-    top: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    logits, raw = finite_or_absent(logits), finite_or_absent(raw)
-    hot_B = temperature >= GREEDY_BELOW  # False for NaN
-    scale_B1 = torch.where(hot_B, temperature, 1.0).clamp(max=1e30)[:, None]
-    largest_B1 = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
-    cost_BV = (largest_B1 - logits) / scale_B1
-    keep_BV = truncation(cost_BV, top_k, top_p, min_p)
-    noise_BV = uniform(seed, position, logits.shape[-1])
-    score_BV = -cost_BV.double() - torch.log(-torch.log1p(-noise_BV))
-    drawn_BV = torch.where(keep_BV, score_BV, -torch.inf)
-    token_B = torch.where(hot_B[:, None], drawn_BV, logits.double()).argmax(-1)
-    return (token_B, *logprobs(raw, token_B, top))
-
-
-@composite(
     "sample_adjusted(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, "
     "Tensor position, int top, Tensor? allowed, Tensor? bias_ids, Tensor? bias_values, Tensor? counts, Tensor? seen, "
     "Tensor? slot, Tensor? presence_penalty, Tensor? frequency_penalty, Tensor? repetition_penalty) -> "
@@ -129,9 +73,20 @@ def sample_adjusted(
     frequency_penalty: Tensor | None = None,
     repetition_penalty: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`sample` from ``logits`` after :func:`~nxd_infer.ops.adjust.adjust_logits`, with ``logits`` as ``raw``.
+    """Sample one token per row as the module docstring defines, from ``logits`` after
+    :func:`~nxd_infer.ops.adjust.adjust_logits`, whose arguments come last.
 
-    One operator, so that rows without adjustments are sampled without a copy. Arguments as in both functions.
+    One operator, so that rows without adjustments are sampled without a copy.
+
+    Args:
+        logits_BV: float32; log probabilities are of these.
+        temperature_B, top_p_B, min_p_B: float32. top_k_B, seed_B, position_B: int64.
+        top: how many of the most probable tokens to report.
+
+    Returns:
+        token [B] int64; its natural log probability [B] float32; the ids [B, top] int64 and the log probabilities
+        [B, top] float32 of the most probable tokens, best first. If the vocabulary is smaller than ``top``, the rest
+        has id -1 and the floor. Log probabilities are never below ``LOGPROB_FLOOR``.
     """
     adjusted = adjust_logits(
         logits_BV,
@@ -145,7 +100,17 @@ def sample_adjusted(
         frequency_penalty,
         repetition_penalty,
     )
-    return _drawn(adjusted, logits_BV, temperature_B, top_k_B, top_p_B, min_p_B, seed_B, position_B, top)
+    logits_BV, raw_BV = finite_or_absent(adjusted), finite_or_absent(logits_BV)
+    hot_B = temperature_B >= GREEDY_BELOW  # False for NaN
+    scale_B1 = torch.where(hot_B, temperature_B, 1.0).clamp(max=1e30)[:, None]
+    largest_B1 = logits_BV.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+    cost_BV = (largest_B1 - logits_BV) / scale_B1
+    keep_BV = truncation(cost_BV, top_k_B, top_p_B, min_p_B)
+    noise_BV = uniform(seed_B, position_B, logits_BV.shape[-1])
+    score_BV = -cost_BV.double() - torch.log(-torch.log1p(-noise_BV))
+    drawn_BV = torch.where(keep_BV, score_BV, -torch.inf)
+    token_B = torch.where(hot_B[:, None], drawn_BV, logits_BV.double()).argmax(-1)
+    return (token_B, *logprobs(raw_BV, token_B, top))
 
 
 def finite_or_absent(logits: Tensor) -> Tensor:
@@ -154,7 +119,7 @@ def finite_or_absent(logits: Tensor) -> Tensor:
 
 
 def logprobs(raw_BV: Tensor, token_B: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log probabilities of ``token`` and of the ``top`` most probable tokens; see :func:`sample`."""
+    """Return log probabilities of ``token`` and of the ``top`` most probable tokens; see :func:`sample_adjusted`."""
     count = min(top, raw_BV.shape[-1])
     total_B1 = raw_BV.logsumexp(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
     chosen_B = (raw_BV.gather(-1, token_B[:, None]) - total_B1)[:, 0].clamp(min=LOGPROB_FLOOR)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from nxd_infer.graph.passes import aten
-from nxd_infer.ops.fused import DTYPES
+from nxd_infer.ops.fused import BINARY, DTYPES, UNARY
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_DIMS, _MOST_WIDTH = 9, 1 << 22
@@ -181,32 +181,14 @@ def _plain(node: fx.Node) -> bool:
     return len(node.args) == 2 and numbers and not (wide and narrow) and node.kwargs.get("alpha", 1) in (1, 1.0)
 
 
-_BINARY = {
-    "add": (aten.add.Tensor, aten.add.Scalar),
-    "sub": (aten.sub.Tensor, aten.sub.Scalar),
-    "mul": (aten.mul.Tensor, aten.mul.Scalar),
-    "div": (aten.div.Tensor, aten.div.Scalar),
-}
-_UNARY = {
-    "neg": aten.neg.default,
-    "abs": aten.abs.default,
-    "square": aten.square.default,
-    "sqrt": aten.sqrt.default,
-    "rsqrt": aten.rsqrt.default,
-    "reciprocal": aten.reciprocal.default,
-    "exp": aten.exp.default,
-    "sigmoid": aten.sigmoid.default,
-    "silu": aten.silu.default,
-    "tanh": aten.tanh.default,
-    "relu": aten.relu.default,
-    "cos": aten.cos.default,
-    "sin": aten.sin.default,
-}
-for _name, _targets in _BINARY.items():
-    for _target in _targets:
+for _name in BINARY:
+    for _target in (getattr(aten, _name).Tensor, getattr(aten, _name).Scalar):
         _RULES[_target] = (_plain, lambda to, node, name=_name: to.of(node, name, *_numbers(node.args)))
-for _name, _target in _UNARY.items():
-    _RULES[_target] = (lambda node: True, lambda to, node, name=_name: to.of(node, name, node.args[0]))
+for _name in UNARY.keys() - {"copy", "gelu", "gelu_tanh"}:  # which are not PyTorch's of these names
+    _RULES[getattr(aten, _name).default] = (
+        lambda node: True,
+        lambda to, node, name=_name: to.of(node, name, node.args[0]),
+    )
 
 
 def _numbers(arguments: Any) -> list[Any]:

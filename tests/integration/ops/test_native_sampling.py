@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nxd_infer import native, ops
 from tests.support.needs import needs_native
-from tests.support.ops.native_sampling import KINDS, Draw, check, digest
+from tests.support.ops.native_sampling import KINDS, Draw, check, digest, plain
 
 pytestmark = needs_native
 
@@ -34,10 +34,8 @@ def library() -> Any:
 )
 def test_tokens_are_those_of_the_reference(library, rows, vocabulary, kind, top, seed):
     draw = Draw(seed)
-    raw = draw.logits(rows, vocabulary, kind)
-    logits = raw if draw.some(1, 1, share=0.5) else draw.logits(rows, vocabulary, kind)
-    wishes = draw.settings(rows)
-    check(library.op("sample")(logits, raw, *wishes, top), ops.sample(logits, raw, *wishes, top), raw)
+    raw, wishes = draw.logits(rows, vocabulary, kind), draw.settings(rows)
+    check(plain(library)(raw, *wishes, top), ops.sample_adjusted(raw, *wishes, top), raw)
 
 
 @settings(max_examples=40)
@@ -89,9 +87,9 @@ def test_a_row_depends_neither_on_threads_nor_on_its_batch(library):
         torch.set_num_threads(before)
     draw = Draw(3)
     raw, wishes = draw.logits(40, 2049, "plain"), draw.settings(40)
-    together = library.op("sample")(raw, raw, *wishes, 20)
+    together = plain(library)(raw, *wishes, 20)
     for row in (0, 7, 39):
-        alone = library.op("sample")(raw[row : row + 1], raw[row : row + 1], *(w[row : row + 1] for w in wishes), 20)
+        alone = plain(library)(raw[row : row + 1], *(w[row : row + 1] for w in wishes), 20)
         for a, b in zip(alone, together, strict=True):
             assert torch.equal(a[0], b[row])
 
@@ -103,19 +101,19 @@ def test_a_real_vocabulary(library):
         raw, wishes = draw.logits(8, 151_937, kind), draw.settings(8)
         wishes[0][:] = 1.0
         wishes[1][:4] = torch.tensor([0, 50, 3000, 100_000])
-        check(library.op("sample")(raw, raw, *wishes, 20), ops.sample(raw, raw, *wishes, 20), raw)
+        check(plain(library)(raw, *wishes, 20), ops.sample_adjusted(raw, *wishes, 20), raw)
 
 
 def test_strides_and_empty_batches(library):
     draw = Draw(5)
     wide, wishes = draw.logits(6, 300, "plain"), draw.settings(6)
     raw = wide[:, ::2]
-    check(library.op("sample")(raw, raw, *wishes, 20), ops.sample(raw, raw, *wishes, 20), raw)
+    check(plain(library)(raw, *wishes, 20), ops.sample_adjusted(raw, *wishes, 20), raw)
     none, wishes = wide[:0], [w[:0] for w in wishes]
     history = [torch.zeros(3, 300, dtype=dtype) for dtype in (torch.int32, torch.bool)]
     slot = torch.zeros(0, dtype=torch.int64)
     for token, _, ids, _ in (
-        library.op("sample")(none, none, *wishes, 20),
+        plain(library)(none, *wishes, 20),
         library.op("sample_adjusted")(none, *wishes, 20, None, None, None, *history, slot, None, None, None),
     ):
         assert token.shape == (0,) and ids.shape == (0, 20)
@@ -125,15 +123,16 @@ def test_what_does_not_fit_is_refused(library):
     draw = Draw(6)
     raw, wishes = draw.logits(2, 40, "plain"), draw.settings(2)
     adjustments = draw.adjustments(2, 40)
-    sample, adjusted, remember = (library.op(name) for name in ("sample", "sample_adjusted", "remember_tokens"))
+    adjusted, remember = (library.op(name) for name in ("sample_adjusted", "remember_tokens"))
+    sample = plain(library)
     with pytest.raises(RuntimeError, match="logits has dtype number"):
-        sample(raw.double(), raw, *wishes, 20)
+        sample(raw.double(), *wishes, 20)
     with pytest.raises(RuntimeError, match=r"top_k has .* expected .* shape \[2\]"):
-        sample(raw, raw, wishes[0], wishes[1][:1], *wishes[2:], 20)
+        sample(raw, wishes[0], wishes[1][:1], *wishes[2:], 20)
     with pytest.raises(RuntimeError, match="not \\[rows, vocabulary\\]"):
-        sample(raw[0], raw[0], *wishes, 20)
+        sample(raw[0], *wishes, 20)
     with pytest.raises(RuntimeError, match="top = -1"):
-        sample(raw, raw, *wishes, -1)
+        sample(raw, *wishes, -1)
     adjustments[5] = torch.tensor([0, 4])
     with pytest.raises(RuntimeError, match="slot 4 is not one of 4"):
         adjusted(raw, *wishes, 20, *adjustments)

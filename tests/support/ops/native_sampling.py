@@ -83,6 +83,11 @@ def check(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], raw: Tensor) 
     torch.testing.assert_close(values.double(), exact, atol=1e-6, rtol=2e-7)
 
 
+def plain(library: Any) -> Any:
+    """The operator without any adjustments."""
+    return lambda *arguments: library.op("sample_adjusted")(*arguments, *[None] * 9)
+
+
 def many_results(library: Any) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
     """Results of rows of every kind and setting, with their logits."""
     found = []
@@ -91,7 +96,7 @@ def many_results(library: Any) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
         raw, wishes = draw.logits(40, 2049, kind), draw.settings(40)
         adjustments = draw.adjustments(40, 2049)
         found.append((raw, library.op("sample_adjusted")(raw, *wishes, 20, *adjustments)))
-        found.append((raw, library.op("sample")(raw, raw, *wishes, 20)))
+        found.append((raw, plain(library)(raw, *wishes, 20)))
     return found
 
 
@@ -119,9 +124,9 @@ class Sampler(torch.nn.Module):
         slot, ones = torch.arange(2), torch.ones_like(ids[:, 0])
         ops.remember_tokens(self.counts, self.seen, ids, ids >= 0, ones, ones, slot)
         presence = torch.full((2,), 5.0)
-        plain = ops.sample(x, x, *wishes)
+        drawn = ops.sample_adjusted(x, *wishes)
         history = {"counts": self.counts, "seen": self.seen, "slot": slot, "presence_penalty": presence}
-        return (*plain, *ops.sample_adjusted(x, *wishes, **history))
+        return (*drawn, *ops.sample_adjusted(x, *wishes, **history))
 
 
 def sampler() -> tuple[torch.nn.Module, dict[Any, int]]:

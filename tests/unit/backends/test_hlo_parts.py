@@ -18,6 +18,7 @@ from nxd_infer.backends.hlo.module import Module
 from nxd_infer.backends.hlo.parts import lower_graphs
 from nxd_infer.context import current_context, make_context, use_context
 from nxd_infer.errors import ArtifactCorruptError, ArtifactVersionError, TraceConfigError, TraceError
+from nxd_infer.ops import sample_adjusted
 from tests.support.backends.canonical import Rank
 
 SAMPLED = torch.ones(2, 8)
@@ -44,7 +45,7 @@ def parts_of(function: Callable[..., Any], example: Tensor, degree: int = 1) -> 
 def sampled(x: Tensor) -> Tensor:
     """Scores that were looked at by the sampler."""
     ones, rows = torch.ones(len(x)), torch.zeros(len(x), dtype=torch.int64)
-    return torch.ops.nxd.sample(x, x, ones, rows, ones, 0 * ones, rows, rows, 1)[1]
+    return sample_adjusted(x, ones, rows, ones, 0 * ones, rows, rows, 1)[1]
 
 
 @pytest.mark.parametrize(

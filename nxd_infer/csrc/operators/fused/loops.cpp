@@ -3,7 +3,6 @@
 #include "machine/scalar.h"
 
 #include <cmath>
-#include <cstring>
 #include <unordered_map>
 
 // A product that is added must be rounded first, as by two operators.
@@ -15,18 +14,6 @@
 
 namespace nxd {
 namespace {
-
-NXD_INLINE float from_bits(uint32_t bits) {
-  float y;
-  std::memcpy(&y, &bits, 4);
-  return y;
-}
-
-NXD_INLINE uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return bits;
-}
 
 // The relative error is below 2e-7; NaN stays; 0 below -87.3.
 NXD_INLINE float exponential(float x) {
@@ -45,7 +32,7 @@ NXD_INLINE float exponential(float x) {
   // The low bits of `shifted` are n, which is at most 128: half of the power at a time.
   const uint32_t whole = bits_of(shifted) - 0x4b400000u;
   const uint32_t half = static_cast<uint32_t>(static_cast<int32_t>(whole) >> 1);
-  y = y * from_bits((half << 23) + 0x3f800000u) * from_bits(((whole - half) << 23) + 0x3f800000u);
+  y = y * float_of((half << 23) + 0x3f800000u) * float_of(((whole - half) << 23) + 0x3f800000u);
   y = x > 88.7228f ? INFINITY : y;
   return x < -87.3f ? 0.0f : y;
 }

@@ -52,44 +52,6 @@ Tensor checked_logits(const Tensor& x) {
   return checked(x, "logits", ScalarType::Float, shape_of(x));
 }
 
-// logits_of(row, memory) returns the logits to sample from: a pointer into a tensor, or `memory`, filled.
-template <typename LogitsOf>
-Results sample_rows(const Tensor& raw, const Settings& settings, int64_t top, const LogitsOf& logits_of) {
-  if (top < 0) {
-    throw std::runtime_error("nxd: sample: top = " + std::to_string(top) + " is negative");
-  }
-  const int64_t rows = raw.size(0), vocabulary = raw.size(1);
-  Tensor token = empty_strided_cpu({rows}, aoti_torch_dtype_int64());
-  Tensor logprob = empty_strided_cpu({rows}, aoti_torch_dtype_float32());
-  Tensor top_ids = empty_strided_cpu({rows, top}, aoti_torch_dtype_int64());
-  Tensor top_logprobs = empty_strided_cpu({rows, top}, aoti_torch_dtype_float32());
-  const auto* logits = static_cast<const float*>(raw.data_ptr());
-  auto* tokens = static_cast<int64_t*>(token.data_ptr());
-  auto* logprobs = static_cast<float*>(logprob.data_ptr());
-  auto* ids = static_cast<int64_t*>(top_ids.data_ptr());
-  auto* values = static_cast<float*>(top_logprobs.data_ptr());
-  parallel_for(0, rows, std::max<int64_t>(1, kGrain / vocabulary), [&](int64_t begin, int64_t end) {
-    static thread_local SampleScratch scratch;
-    for (int64_t row = begin; row < end; row++) {
-      const SampleResult result{tokens + row, logprobs + row, ids + row * top, values + row * top};
-      const float* of_row = logits_of(row, scratch.adjusted);
-      sample_row(of_row, logits + row * vocabulary, vocabulary, settings[row], top, scratch, result);
-    }
-  });
-  return {token, logprob, top_ids, top_logprobs};
-}
-
-Results sample(
-    Tensor logits_in, Tensor raw_in, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed,
-    Tensor position, int64_t top) {
-  const Tensor raw = checked_logits(raw_in);
-  const Tensor logits = checked(logits_in, "logits", ScalarType::Float, shape_of(raw));
-  const Settings settings(raw.size(0), temperature, top_k, top_p, min_p, seed, position);
-  const auto* first = static_cast<const float*>(logits.data_ptr());
-  const int64_t vocabulary = raw.size(1);
-  return sample_rows(raw, settings, top, [&](int64_t row, std::vector<float>&) { return first + row * vocabulary; });
-}
-
 // An optional tensor of `width` values per line; at(line) is null if the call has none.
 template <typename T>
 struct Lines {
@@ -112,6 +74,7 @@ Results sample_adjusted(
     Maybe slot_in, Maybe presence_in, Maybe frequency_in, Maybe repetition_in) {
   const Tensor raw = checked_logits(logits_in);
   const int64_t rows = raw.size(0), vocabulary = raw.size(1);
+  if (top < 0) throw std::runtime_error("nxd: sample: top = " + std::to_string(top) + " is negative");
   const Settings settings(rows, temperature, top_k, top_p, min_p, seed, position);
   const Lines<int32_t> allowed(allowed_in, "allowed", ScalarType::Int, {rows, (vocabulary + 31) / 32});
   if (bias_ids_in.has_value() != bias_values_in.has_value()) {
@@ -131,14 +94,29 @@ Results sample_adjusted(
   for (int64_t row = 0; slot.first != nullptr && row < rows; row++) {
     check_slot(slot.first[row], slots);
   }
-  const auto* first = static_cast<const float*>(raw.data_ptr());
-  return sample_rows(raw, settings, top, [&](int64_t row, std::vector<float>& memory) {
-    const int64_t own = slot.first == nullptr ? row : slot.first[row];
-    const Adjustment adjustment{
-        allowed.at(row), bias_ids.at(row),  bias_values.at(row), biases, counts.at(own),
-        seen.at(own),    presence.at(row), frequency.at(row),   repetition.at(row)};
-    return adjust_row(first + row * vocabulary, vocabulary, adjustment, memory);
+  Tensor token = empty_strided_cpu({rows}, aoti_torch_dtype_int64());
+  Tensor logprob = empty_strided_cpu({rows}, aoti_torch_dtype_float32());
+  Tensor top_ids = empty_strided_cpu({rows, top}, aoti_torch_dtype_int64());
+  Tensor top_logprobs = empty_strided_cpu({rows, top}, aoti_torch_dtype_float32());
+  const auto* logits = static_cast<const float*>(raw.data_ptr());
+  auto* tokens = static_cast<int64_t*>(token.data_ptr());
+  auto* logprobs = static_cast<float*>(logprob.data_ptr());
+  auto* ids = static_cast<int64_t*>(top_ids.data_ptr());
+  auto* values = static_cast<float*>(top_logprobs.data_ptr());
+  parallel_for(0, rows, std::max<int64_t>(1, kGrain / vocabulary), [&](int64_t begin, int64_t end) {
+    static thread_local SampleScratch scratch;
+    for (int64_t row = begin; row < end; row++) {
+      const int64_t own = slot.first == nullptr ? row : slot.first[row];
+      const Adjustment adjustment{
+          allowed.at(row), bias_ids.at(row), bias_values.at(row), biases, counts.at(own),
+          seen.at(own),    presence.at(row), frequency.at(row),   repetition.at(row)};
+      const float* of_row = logits + row * vocabulary;
+      const float* adjusted = adjust_row(of_row, vocabulary, adjustment, scratch.adjusted);
+      const SampleResult result{tokens + row, logprobs + row, ids + row * top, values + row * top};
+      sample_row(adjusted, of_row, vocabulary, settings[row], top, scratch, result);
+    }
   });
+  return {token, logprob, top_ids, top_logprobs};
 }
 
 // Counts the tokens of a step in the slots of their rows.
@@ -194,9 +172,6 @@ void remember_tokens(
 
 NXD_LIBRARY(m) {
   m.def(
-      "sample(Tensor logits, Tensor raw, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, "
-      "Tensor position, int top) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def(
       "sample_adjusted(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, "
       "Tensor position, int top, Tensor? allowed, Tensor? bias_ids, Tensor? bias_values, Tensor? counts, Tensor? seen, "
       "Tensor? slot, Tensor? presence_penalty, Tensor? frequency_penalty, Tensor? repetition_penalty) -> "
@@ -207,7 +182,6 @@ NXD_LIBRARY(m) {
 }
 
 NXD_IMPL(CPU, m) {
-  m.impl("sample", TORCH_BOX(&nxd::sample));
   m.impl("sample_adjusted", TORCH_BOX(&nxd::sample_adjusted));
   m.impl("remember_tokens", TORCH_BOX(&nxd::remember_tokens));
 }

@@ -29,18 +29,6 @@ constexpr float kReach = 26.01f;
 
 int64_t block_count(int64_t vocabulary) { return (vocabulary + kBlock - 1) / kBlock; }
 
-NXD_INLINE uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return bits;
-}
-
-NXD_INLINE float float_of(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
-
 // A NaN logit counts as minus infinity, plus infinity as the largest finite number.
 NXD_INLINE float cleaned(float x) {
   x = x == x ? x : -INFINITY;

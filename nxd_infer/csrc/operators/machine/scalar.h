@@ -18,6 +18,17 @@
 
 namespace nxd {
 
+NXD_INLINE uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+NXD_INLINE float float_of(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
 struct BFloat16 {
   uint16_t bits;
 };
@@ -26,12 +37,7 @@ template <typename T>
 NXD_INLINE T widen(T x) {
   return x;
 }
-NXD_INLINE float widen(BFloat16 x) {
-  uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-  float y;
-  std::memcpy(&y, &bits, 4);
-  return y;
-}
+NXD_INLINE float widen(BFloat16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
 NXD_INLINE float widen(c10::Half x) { return static_cast<float>(x); }
 
 template <typename T, typename A>
@@ -40,8 +46,7 @@ NXD_INLINE T narrow(A x) {
 }
 template <>
 NXD_INLINE BFloat16 narrow<BFloat16, float>(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
+  const uint32_t bits = bits_of(x);
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to the nearest, ties to even
   const bool nan = (bits & 0x7fffffff) > 0x7f800000;
   return BFloat16{static_cast<uint16_t>(nan ? 0x7fc0 : rounded)};

@@ -54,14 +54,9 @@ NXD_CLONES void widen_block(
 
 NXD_CLONES void widen_block(
     const int8_t* q, int64_t width, int64_t K, int64_t filled, int64_t padded, BFloat16* to) {
-  const auto bits = [](float x) {
-    uint32_t found;
-    std::memcpy(&found, &x, 4);
-    return found;  // the low half is zero
-  };
   const auto pairs = [&](const int8_t* first, const int8_t* second, int64_t count, BFloat16* out) {
     for (int64_t c = 0; c < count; c++) {
-      const uint32_t pair = bits(first[c]) >> 16 | (second == nullptr ? 0 : bits(second[c]));
+      const uint32_t pair = bits_of(first[c]) >> 16 | (second == nullptr ? 0 : bits_of(second[c]));  // low halves are 0
       std::memcpy(out + 2 * c, &pair, 4);
     }
   };
