@@ -149,32 +149,33 @@ class Executable(Protocol):
 
 
 class Backend(Protocol):
-    """A way to compile and run graphs."""
+    """A way to compile and run graphs. A class that inherits from this one may leave out what has a value here, or does
+    nothing."""
 
     name: str
-    native: bool
+    native: bool = False
     """Whether its graphs call this package's native operators and read packed weights."""
-    one_process: bool
+    one_process: bool = False
     """Whether one process runs all ranks, with the backend's own collectives; else each rank has its own process."""
-    one_program: bool
+    one_program: bool = False
     """Whether all ranks run one graph: a model whose ranks need different ones is refused when it is traced."""
     compiles: bool
     """Whether graphs are compiled, in separate processes and with a cache; False if stored graphs are run directly."""
-    cross_compiles: bool
+    cross_compiles: bool = False
     """Whether it compiles for other machines; then its results need not be able to run here."""
-    neuron_arguments: bool
+    neuron_arguments: bool = False
     """Whether arguments for neuronx-cc are options of this backend (:mod:`.compiler_args`); else they are ignored."""
-    target_option: str
+    target_option: str = ""
     """The option that chooses the machine to compile for; "" if there is no choice."""
-    targets: tuple[str, ...]
+    targets: tuple[str, ...] = ()
     """Its values."""
-    encodings: frozenset[str]
+    encodings: frozenset[str] = frozenset()
     """Forms in which its graphs read weights, besides "" for the stored one (``WeightSpec.encoding``)."""
-    quantizations: Mapping[str, Quantization]
+    quantizations: Mapping[str, Quantization] = {}
     """Values of ``quantize``: the encodings that round weights."""
-    unpacked: Mapping[str, Any]
+    unpacked: Mapping[str, Any] = {}
     """Options with which graphs read all weights in the stored form; empty if they always do."""
-    kept: tuple[str, ...]
+    kept: tuple[str, ...] = ()
     """Files of a compiled graph that ``compiler_workdir`` also gets, whether compiled now or taken from the cache."""
 
     def probe(self) -> Availability:
@@ -182,12 +183,12 @@ class Backend(Protocol):
         ...
 
     def probe_compiler(self) -> Availability:
-        """Return whether models can be traced for it here; loading may need less."""
-        ...
+        """Return whether models can be traced for it here; loading may need less. Default: whether it can run."""
+        return self.probe()
 
     def has_option(self, name: str) -> bool:
         """Whether :meth:`options` accepts an option of this name."""
-        ...
+        return False
 
     def options(self, given: Mapping[str, Any], quantize: str | None = None) -> dict[str, Any]:
         """Return the user's options (``compiler_args``), checked and completed, as JSON data; includes ``quantize``.
@@ -199,7 +200,6 @@ class Backend(Protocol):
     def prepare_trace(self, tp_degree: int, options: Mapping[str, Any]) -> None:
         """Build what tracing needs, before any rank is traced. Raises BackendUnavailableError, and TraceConfigError for
         a degree that it cannot run."""
-        ...
 
     def passes(self, graphs: Sequence[Graph], options: Mapping[str, Any]) -> list[Lowered]:
         """Convert the canonical graphs of one rank's buckets to what is compiled. A pure function: equal graphs and
@@ -208,17 +208,16 @@ class Backend(Protocol):
 
     def environment(self, workdir: Path) -> Mapping[str, str]:
         """Return the environment variables of compile processes; the compiler's files go below ``workdir``."""
-        ...
+        return {}
 
     def compiler(self) -> str:
         """Return the compiler's name and version: a cached graph is used only with the one that compiled it. Called
         only if ``compiles``."""
-        ...
+        return ""
 
     def compile(self, graph_dir: Path, options: Mapping[str, Any]) -> None:
         """Add the compiled code to a directory that :meth:`passes` has filled; needs no weights. Called in a process
-        created for it. Raises TraceError with the compiler's message."""
-        ...
+        created for it, only if ``compiles``. Raises TraceError with the compiler's message."""
 
     def target(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``manifest.target``: the machine that the compiled code needs."""

@@ -10,7 +10,7 @@ needed. A state belongs entirely to the host or to the device. A graph without a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,13 +42,6 @@ class Split:
     results: list[str]
     host_states: list[int]
     """Indices of the states that live on the host."""
-
-    def run(self, values: Sequence[Any], run: Callable[[Part, list[Any]], Sequence[Any]]) -> list[Any]:
-        """Return the full graph's results for these placeholders; ``run(part, arguments)`` runs one part."""
-        known = dict(zip(self.given, values, strict=True))
-        for part in (self.head, self.body, self.tail):
-            known.update(zip(part.gives, run(part, [known[name] for name in part.takes]), strict=True))
-        return [known[name] for name in self.results]
 
 
 def split_at(module: fx.GraphModule, states: int, inputs: int, host: Collection[Any]) -> Split:

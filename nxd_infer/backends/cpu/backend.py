@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.artifact.manifest import Manifest
-from nxd_infer.backends.base import Availability, Executable, Placement, Quantization, RankGraph, RankRuntime
+from nxd_infer.backends.base import Availability, Backend, Executable, Placement, Quantization, RankGraph, RankRuntime
 from nxd_infer.backends.cpu.encodings import (
     ENCODINGS,
     PACKED_OPTION,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nxd_infer.graph.stored import Lowered
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """``backend="cpu"``: compiles nothing. Its only option is ``nxd_packed``: False keeps weights plain.
 
     Its imports in functions are of what needs torch.
@@ -33,16 +33,9 @@ class CpuBackend:
     name = "cpu"
     native = True
     compiles = False
-    one_process = False
-    one_program = False
-    cross_compiles = False
-    neuron_arguments = False
-    target_option = ""
-    targets: tuple[str, ...] = ()
     encodings = ENCODINGS
     quantizations: Mapping[str, Quantization] = QUANTIZATIONS
     unpacked: Mapping[str, Any] = {PACKED_OPTION: False}
-    kept: tuple[str, ...] = ()
 
     def probe(self) -> Availability:
         why = "" if _native().has_stable_abi() else _native().availability().reason
@@ -53,10 +46,6 @@ class CpuBackend:
             limits=f"operators and collectives are PyTorch's own, which is slower: {why}" if why else "",
         )
 
-    def probe_compiler(self) -> Availability:
-        """There is none to look for."""
-        return self.probe()
-
     def has_option(self, name: str) -> bool:
         return name == PACKED_OPTION
 
@@ -66,12 +55,6 @@ class CpuBackend:
 
         _native().load_if_possible()
         program.prepare()
-
-    def compiler(self) -> str:
-        return ""
-
-    def environment(self, workdir: Path) -> Mapping[str, str]:
-        return {}
 
     def options(self, given: Mapping[str, Any], quantize: str | None = None) -> dict[str, Any]:
         if given.keys() - {PACKED_OPTION}:
@@ -86,9 +69,6 @@ class CpuBackend:
         from nxd_infer.backends.cpu import lower
 
         return lower.lower(graphs, options, _native().load_if_possible())
-
-    def compile(self, graph_dir: Path, options: Mapping[str, Any]) -> None:
-        """Do nothing: the lowered graph is what runs."""
 
     def target(self, options: Mapping[str, Any]) -> dict[str, Any]:
         return {"arch": architecture()}  # operators pick their instructions where they run

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nxd_infer.backends.base import Availability, Quantization
+from nxd_infer.backends.base import Availability, Backend
 from nxd_infer.errors import ArtifactVersionError
 from nxd_infer.util.machine import architecture, torch_minor, torch_version
 from nxd_infer.util.processors import available_cores
@@ -25,16 +25,12 @@ REVISION = 1
 """Of what a graph's directory holds; counts up when an earlier one cannot be read any more."""
 
 
-class HloBackend:
+class HloBackend(Backend):
     """Base class of ``xla`` and ``neuron``."""
 
-    native = False
     one_process = True
     one_program = True
     compiles = True
-    encodings: frozenset[str] = frozenset()
-    quantizations: Mapping[str, Quantization] = {}
-    unpacked: Mapping[str, Any] = {}
 
     def passes(self, graphs: Sequence[Graph], options: Mapping[str, Any]) -> list[Lowered]:
         from nxd_infer.backends.hlo.parts import lower_graphs  # slow: torch

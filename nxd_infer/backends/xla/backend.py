@@ -18,28 +18,14 @@ from nxd_infer.errors import TraceConfigError
 
 class XlaBackend(HloBackend):
     name = "xla"
-    cross_compiles = False
-    neuron_arguments = False
-    target_option = ""
-    targets: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
 
     def probe(self) -> Availability:
         return probe_torch_xla()
-
-    def probe_compiler(self) -> Availability:
-        return self.probe()
-
-    def has_option(self, name: str) -> bool:
-        return False
 
     def options(self, given: Mapping[str, Any], quantize: str | None = None) -> dict[str, Any]:
         if given:
             raise TraceConfigError(f"the xla backend takes no compiler_args, got {dict(given)!r}: leave them out")
         return {}
-
-    def prepare_trace(self, tp_degree: int, options: Mapping[str, Any]) -> None:
-        """There is nothing to build."""
 
     def compile(self, graph_dir: Path, options: Mapping[str, Any]) -> None:
         from nxd_infer.backends.hlo.lower import lower_directory

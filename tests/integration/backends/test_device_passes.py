@@ -16,7 +16,7 @@ from nxd_infer.graph.passes import copied, insert_operators, placeholders
 from nxd_infer.graph.split import split_at
 from nxd_infer.graph.stored import ir_text
 from nxd_infer.ops import HOST
-from tests.support.backends.canonical import Rank, follow, program, ranks_of, run_whole, same
+from tests.support.backends.canonical import Rank, follow, program, ranks_of, run_parts, run_whole, same
 from tests.support.needs import needs_native
 
 COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "shard", "axis_rank"}
@@ -50,13 +50,10 @@ def equal(found: Results, wanted: Results) -> bool:
 
 
 def test_host_and_device_put_together_are_the_whole(ranks: list[Rank], whole: Results) -> None:
-    splits = [split_at(rank.graph.module, len(rank.states), len(rank.inputs), HOST) for rank in ranks]
-    parts = [part for split in splits for part in (split.head, split.body, split.tail)]
-    programs = {id(part): program(part.module) for part in parts}
+    splits = [run_parts(split_at(rank.graph.module, len(rank.states), len(rank.inputs), HOST)) for rank in ranks]
 
     def step(number: int, states: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-        given = [*states, *inputs, *ranks[number].weights]
-        return splits[number].run(given, lambda part, got: programs[id(part)](*got))
+        return splits[number]([*states, *inputs, *ranks[number].weights])
 
     assert equal(follow(ranks, step), whole)
 

@@ -19,6 +19,7 @@ from nxd_infer.context import make_context, use_context
 from nxd_infer.graph.canonical import Graph, trace_graph
 from nxd_infer.graph.export import Step, named_inputs, state_names
 from nxd_infer.graph.ir import FUNCTIONAL, Program, graph_to_ir
+from nxd_infer.graph.split import Split
 from nxd_infer.layout.shard import named_tensors
 from tests.support import tiny_models
 
@@ -102,6 +103,19 @@ def ranks_of(
 
 def program(module: torch.fx.GraphModule) -> Program:
     return Program(graph_to_ir(module, FUNCTIONAL))
+
+
+def run_parts(split: Split) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """The full graph, by its parts in turn, each on copies of what it takes."""
+    programs = [(part, program(part.module)) for part in (split.head, split.body, split.tail)]
+
+    def run(values: Sequence[Tensor]) -> list[Tensor]:
+        known = dict(zip(split.given, values, strict=True))
+        for part, made in programs:
+            known.update(zip(part.gives, made(*(known[name].clone() for name in part.takes)), strict=True))
+        return [known[name] for name in split.results]
+
+    return run
 
 
 def follow(

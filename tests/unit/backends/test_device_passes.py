@@ -16,7 +16,7 @@ from nxd_infer.graph.devices import rank_as_input
 from nxd_infer.graph.export import Step
 from nxd_infer.graph.split import Split, split_at
 from nxd_infer.ops import HOST
-from tests.support.backends.canonical import Rank, in_lockstep, program, same
+from tests.support.backends.canonical import Rank, in_lockstep, program, run_parts, same
 
 
 class Own(nn.Module):
@@ -123,9 +123,7 @@ def _changed_later(m: Any, x: Tensor) -> tuple[Tensor, ...]:
 def check_parts(how: Any) -> tuple[Rank, Split]:
     rank, split = split_module(how)
     values = [*rank.states, *rank.inputs, *rank.weights]
-    programs = {id(part): program(part.module) for part in (split.head, split.body, split.tail)}
-    found = split.run(values, lambda part, got: programs[id(part)](*(value.clone() for value in got)))
-    assert same(found, program(rank.graph.module)(*values))
+    assert same(run_parts(split)(values), program(rank.graph.module)(*values))
     return rank, split
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from nxd_infer.artifact.rank_weights import load_initial_states, load_weights
-from nxd_infer.backends.base import Availability
+from nxd_infer.backends.base import Availability, Backend
 from nxd_infer.comm import register_collectives, unregister_collectives
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import ArtifactVersionError, InputMismatchError, ModelClosedError, TraceConfigError
@@ -171,25 +171,12 @@ class Loaded:
         self._keys = []
 
 
-class Backend:
+class LockstepBackend(Backend):
     name = "lockstep"
-    native = False
     one_process = True
-    one_program = False
     compiles = True
-    cross_compiles = False
-    neuron_arguments = False
-    target_option = ""
-    targets = ()
-    encodings = frozenset()
-    quantizations = {}
-    unpacked = {}
-    kept = ()
 
     def probe(self):
-        return Availability(True)
-
-    def probe_compiler(self):
         return Availability(True)
 
     def has_option(self, name):
@@ -199,9 +186,6 @@ class Backend:
         if given.keys() - {"speed"}:
             raise TraceConfigError(f"lockstep has one option, speed, got {dict(given)!r}")
         return dict(given)
-
-    def prepare_trace(self, tp_degree, options):
-        pass
 
     def passes(self, graphs, options):
         return [Lowered(graph.file.model_copy(deep=True)) for graph in graphs]
@@ -232,4 +216,4 @@ class Backend:
         return Loaded(ranks)
 
 
-BACKEND = Backend()
+BACKEND = LockstepBackend()
