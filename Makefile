@@ -18,7 +18,7 @@ OLDEST_HF_STAMP := $(OLDEST_HF)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo check lint test test-rest test-all test-hf test-xla xla-rig test-ray test-cuda test-image
-.PHONY: bench fuzz soak asan wheel clean
+.PHONY: architectures bench fuzz soak asan wheel clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s'|'
@@ -58,6 +58,9 @@ test-rest: $(STAMP) ## what `make test` leaves out
 	@$(BIN)/python -m pytest -q -m "not smoke" $(DEALT) tests/integration tests/foreign tests/fuzz
 
 test-all: test test-rest ## both
+
+architectures: $(STAMP) ## trace every text architecture of transformers, tiny; writes docs/architectures.md (half an hour)
+	@$(BIN)/python -m tests.foreign.architectures
 
 wheel: $(STAMP) ## a wheel in dist/ that carries the native operators: who installs it needs no compiler
 	@$(BIN)/python deploy/wheel.py dist

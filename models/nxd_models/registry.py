@@ -19,18 +19,18 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer import hugging_face as hf
-from nxd_infer.errors import ModelConfigError
+from nxd_infer.errors import MissingPackageError, ModelConfigError
 from nxd_infer.hugging_face.gguf_file import model_directory
 from nxd_infer.util.dtypes import dtype_of
 from nxd_models.hf.config_file import ModelFile, read_json
 from nxd_models.hf.sentence_transformers import activation_fields, pooling_options
-from nxd_models.spec import TASKS, TRANSFORMERS, DecoderConfig, EncoderConfig, ModelDirectory, ModelSpec
+from nxd_models.spec import NATIVE, TASKS, TRANSFORMERS, DecoderConfig, EncoderConfig, ModelDirectory, ModelSpec
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from nxd_infer.hugging_face.weights import HuggingFaceSource
+    from nxd_infer.layout import WeightSource
 
 __all__ = [
     "TASKS",
@@ -78,14 +78,14 @@ def model_types() -> list[str]:
     return list(dict.fromkeys([*BUILT_IN, *_registered, *(point.name for point in _points())]))
 
 
-def find(model_type: Any, origin: str = "config.json", model_impl: str | None = None) -> ModelSpec:
-    """Return the family of a model type. ``model_impl="transformers"``: that of transformers' own module.
+def find(model_type: Any, origin: str = "config.json") -> ModelSpec:
+    """Return the family of a model type, that of transformers' own module if there is none of ours.
 
     Raises ModelConfigError if it is unknown (lists the known ones), if two packages claim it (names both), or
     if its package cannot be imported (with the reason).
     """
     owners = _owners(model_type)
-    if not owners or model_impl == TRANSFORMERS:
+    if not owners:
         return _last_resort(model_type, origin)
     if len(owners) > 1:
         raise ModelConfigError(
@@ -106,9 +106,8 @@ def _last_resort(model_type: Any, origin: str) -> ModelSpec:
     if spec is None:
         raise ModelConfigError(
             f"{origin}: model_type = {model_type!r}: this architecture is not defined here; known are "
-            f"{', '.join(model_types())}; a package adds one by an entry point of the group {GROUP} (docs/models.md). "
-            f"transformers' own module is traced for {', '.join(families.model_types())}; a plan of twenty lines adds "
-            "one (docs/transformers.md)"
+            f"{', '.join(model_types())}, and whatever the installed transformers defines; a package adds one by an "
+            f"entry point of the group {GROUP} (docs/models.md)"
         )
     return spec
 
@@ -149,37 +148,62 @@ def _imported(point: EntryPoint, origin: str) -> ModelSpec:
 
 def parse_config(raw: Mapping[str, Any], origin: str = "config.json") -> DecoderConfig | EncoderConfig:
     """Return the configuration of a known family. Raises ModelConfigError naming the field otherwise."""
-    return _read(raw, origin)[1]
+    _require_plain(raw, origin)
+    return find(raw.get("model_type"), origin).read_config(raw, origin)
 
 
-def _read(
-    raw: Mapping[str, Any], origin: str, model_impl: str | None = None
-) -> tuple[ModelSpec, DecoderConfig | EncoderConfig]:
+def _require_plain(raw: Mapping[str, Any], origin: str) -> None:
     if raw.get("quantization_config"):
         problem = "quantised weights are not read; use the unquantised model"
         raise ModelConfigError(f"{origin}: quantization_config = {raw['quantization_config']!r}: {problem}")
-    spec = find(raw.get("model_type"), origin, model_impl)
-    return spec, spec.read_config(raw, origin)
 
 
-def load_config(model_dir: str | os.PathLike[str] | ModelDirectory, model_impl: str | None = None) -> ModelDirectory:
+def load_config(
+    model_dir: str | os.PathLike[str] | ModelDirectory, model_impl: str | None = None, task: str | None = None
+) -> ModelDirectory:
     """Read ``config.json``. Raises ModelConfigError naming the field of anything that cannot be run exactly.
 
-    ``model_impl="transformers"``: for transformers' own module even if the model type has a family.
+    ``model_impl``: "native": for the family of its model type; "transformers": for transformers' own module; "auto" or
+    None: for the family, if there is one that covers every field and can do ``task`` (None: what the directory is for),
+    else for transformers' module, and ``why`` says what the family lacks.
     """
     if isinstance(model_dir, ModelDirectory):
         return model_dir
     path = model_directory(model_dir)
     file = path / "config.json"
     raw = {**read_json(file), **activation_fields(path)}
-    spec, config = _read(raw, str(file), model_impl)
-    return ModelDirectory(path, spec, config, ModelFile.read(raw, str(file)).architectures, raw)
+    _require_plain(raw, str(file))
+    architectures = ModelFile.read(raw, str(file)).architectures
+
+    def read(spec: ModelSpec, why: str = "") -> ModelDirectory:
+        return ModelDirectory(path, spec, spec.read_config(raw, str(file)), architectures, raw, why)
+
+    kind = raw.get("model_type")
+    if model_impl == TRANSFORMERS:
+        return read(_last_resort(kind, str(file)))
+    spec = find(kind, str(file))
+    if model_impl == NATIVE and spec.model_impl is not None:
+        raise ModelConfigError(f"{file}: model_type = {kind!r} has no family here (model_impl = {NATIVE!r})")
+    if model_impl == NATIVE or spec.model_impl is not None:
+        return read(spec)
+    try:
+        found = read(spec)
+        found.task(task)
+    except ModelConfigError as error:
+        why = str(error)
+    else:
+        return found
+    try:
+        return read(_last_resort(kind, str(file)), why)
+    except (ModelConfigError, MissingPackageError) as error:
+        raise type(error)(f"{why}; in transformers' own module: {error}") from error
 
 
 def build(
     model: str | os.PathLike[str] | ModelDirectory,
     task: str | None = None,
     dtype: torch.dtype | None = None,
+    model_impl: str | None = None,
     **options: Any,
 ) -> nn.Module:
     """Build the module for ``task``, newly initialized, parallel over the current context. Reads no weights.
@@ -188,10 +212,11 @@ def build(
         model: a model directory, or the result of :func:`load_config`.
         task: "generate": a causal language model; "embed": an encoder with pooling; "classify": one with its head.
         dtype: of the parameters; default: that of the checkpoint.
+        model_impl: as of :func:`load_config`.
         options: ``pooling`` and ``normalize`` for "embed"; by default as specified in the directory.
     """
 
-    directory = load_config(model)
+    directory = load_config(model, model_impl, task)
     task = directory.task(task)
     if task == "embed":
         options = {**pooling_options(directory.path), **options}
@@ -200,9 +225,15 @@ def build(
     return directory.make(task, dtype_of(directory.config.dtype) if dtype is None else dtype, **options)
 
 
-def weights(model_dir: str | os.PathLike[str]) -> HuggingFaceSource:
-    """Open the weights of a model directory; see :mod:`nxd_infer.hugging_face.weights`."""
-    return hf.weights.weights(model_dir)
+def weights(model_dir: str | os.PathLike[str] | ModelDirectory, task: str | None = None) -> WeightSource:
+    """Open the weights of a model directory for a task; see :mod:`nxd_infer.hugging_face.weights`.
+
+    transformers reads those of a model type without a plan, whole.
+    """
+    if not isinstance(model_dir, ModelDirectory):
+        return hf.weights.weights(model_dir)
+    read = model_dir.spec.tasks[model_dir.task(task)].weights
+    return hf.weights.weights(model_dir.path) if read is None else read(model_dir.path)
 
 
 def load_model(
@@ -214,7 +245,7 @@ def load_model(
     """Call :func:`build`, load this rank's weights, and switch to evaluation mode."""
     import torch  # slow, and not needed for registering
 
-    directory = load_config(model_dir)
+    directory = load_config(model_dir, task=task)
     with torch.device("meta"):
         module = build(directory, task, dtype, **options)
-    return hf.weights.load(module, hf.weights.weights(directory.path)).eval()
+    return hf.weights.load(module, weights(directory, task)).eval()

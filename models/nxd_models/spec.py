@@ -11,6 +11,7 @@ Nothing here imports torch or a family, so a package can register its family wit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,12 +23,14 @@ from nxd_infer.hugging_face.stored import StoredWeight
 if TYPE_CHECKING:
     from torch import nn
 
-    from nxd_infer.layout import AxisPlan
+    from nxd_infer.layout import AxisPlan, WeightSource
 
-TASKS = ("generate", "embed", "classify")
+TASKS = ("generate", "embed", "classify", "token-classification", "question-answering", "fill-mask")
 """The tasks that a server supports."""
-TRANSFORMERS = "transformers"
-"""The ``model_impl`` of families whose modules are transformers' own."""
+NATIVE, TRANSFORMERS = "native", "transformers"
+"""What ``model_impl`` asks for: a family's own modules, or transformers'."""
+_BARE = re.compile(r"(?!.*(For[A-Z]|Head)).*Model")
+"""Names of architectures without a head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +131,12 @@ class Task:
     """Dotted name of the module list of blocks. Each takes a hidden state first and returns one, so a pipeline may be
     split before any block except the first."""
     architecture: str | tuple[str, ...] = ""
-    """A directory supports the task only if one of its ``architectures`` has this suffix, or one of these."""
+    """A directory supports the task only if one of its ``architectures`` has this suffix, or one of these; "" for
+    "embed": a model with another head embeds only if it is asked to."""
     reference: Callable[..., nn.Module] | None = None
     """What ``nxd-infer verify`` compares a step with, called alike. None: the step, unsharded."""
+    weights: Callable[[Path], WeightSource] | None = None
+    """What reads a directory's weights under the module's names. None: :mod:`nxd_infer.hugging_face.weights`."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +194,8 @@ class ModelDirectory:
     architectures: tuple[str, ...]
     raw: Mapping[str, Any]
     """The content of ``config.json``."""
+    why: str = ""
+    """Why transformers' module runs it and not the family of its model type; "" if that does."""
 
     @property
     def model_type(self) -> str:
@@ -203,15 +211,25 @@ class ModelDirectory:
         )
 
     def task(self, wanted: str | None) -> str:
-        """Return ``wanted``, or the default. Raises ModelConfigError naming ``architectures`` if unsupported."""
+        """Return ``wanted``, or what the directory is for. Raises ModelConfigError naming ``architectures`` if
+        unsupported."""
         if wanted is not None and wanted not in TASKS:
             raise ModelConfigError(f"there is no task {wanted!r}; tasks are {', '.join(TASKS)}")
-        if not self.tasks or wanted not in (None, *self.tasks):
+        found = wanted or self._default()
+        if found not in self.tasks:
             raise ModelConfigError(
                 f"{self.path}: a {self.model_type} model with architectures = {list(self.architectures)} cannot do "
-                f"{wanted or 'anything'!r}; it can do {', '.join(self.tasks) or 'nothing'}"
+                f"{found or 'anything by default'!r}; it can do {', '.join(self.tasks) or 'nothing'}"
             )
-        return wanted or self.tasks[0]
+        return found
+
+    def _default(self) -> str | None:
+        """Return "embed" for a directory of sentence-transformers, else the task of the head; "embed" without one."""
+        if (self.path / "modules.json").is_file():
+            return "embed"
+        bare = all(_BARE.fullmatch(name) for name in self.architectures)
+        heads = [task for task in self.tasks if task != "embed" or bare or self.spec.tasks[task].architecture]
+        return heads[0] if heads else None
 
     def make(self, task: str, dtype: Any, *, step: bool = False, reference: bool = False, **options: Any) -> nn.Module:
         """Create the family's module for ``task``, its serving step, or what the ``reference`` of the step is, with

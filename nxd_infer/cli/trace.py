@@ -60,6 +60,15 @@ class TraceProgress(Bars):
             self.display.console.print(f"{stage}{count}{f' ({note})' if note else ''}", markup=False)
 
 
+def _whose_module(metadata: Mapping[str, Any]) -> str:
+    """Say whose module is traced for which task, and why."""
+    kind, task = metadata["model_type"], metadata["task"]
+    if (library := metadata.get("model_impl")) is None:
+        return f"{task}: our own family of {kind} is traced"
+    why = metadata.get("why_transformers") or f"no family here, or --model-impl {library}"
+    return f"{task}: {library}' own {kind} module is traced (docs/transformers.md): {why}"
+
+
 def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) -> dict[str, float]:
     """Trace and save; return figures for a report: seconds, graphs, compiled graphs, bytes on disk.
 
@@ -118,9 +127,9 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
 def _notes(model_dir: Path, plan: TaskPlan, planned: trace.TracePlan, prompt_buckets: Sequence[int]) -> Iterator[str]:
     """Yield what a user may not expect of a trace."""
     longest = plan.metadata["max_len"]
-    if (library := plan.metadata.get("model_impl")) is not None:
-        kind = plan.metadata["model_type"]
-        yield f"{library}' own {kind} module is traced, split by its plan (docs/transformers.md)"
+    yield _whose_module(plan.metadata)
+    if (why := plan.metadata.get("why_whole")) is not None:
+        yield f"slow: each token reads the whole text anew, as no cache holds what the model keeps of it ({why})"
     if plan.metadata.get("encodes_prompts"):
         yield f"prompts are read whole, by the encoder, so there is a bucket for the longest, {longest} tokens"
     for length in prompt_buckets:

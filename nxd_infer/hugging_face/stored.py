@@ -31,6 +31,8 @@ class StoredWeight:
 
     def shape(self, source: WeightSource, name: str) -> tuple[int, ...]:
         whole = source.shape(name)
+        if not whole:
+            return whole
         rows, *others = reversed(whole) if self.transposed else whole
         return (rows // self.parts, *others)
 

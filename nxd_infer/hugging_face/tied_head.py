@@ -17,22 +17,22 @@ PIECE = 1 << 22
 """Elements that are compared at a time."""
 
 
-def check_tied_head(folder: Path, source: WeightSource) -> None:
-    """Raise WeightMismatchError if ``config.json`` ties the head, and the files hold one unlike the embedding.
+def check_tied_head(folder: Path, source: WeightSource) -> str | None:
+    """Return the name of a tied head that the files hold in place of the embedding.
+
+    Raises WeightMismatchError if ``config.json`` ties the head, and the files hold one unlike the embedding.
 
     Releases of transformers differ here: version 4 drops the head, version 5 uses it. Most tied checkpoints hold no
     head, and nothing is read.
     """
     names = sorted(source.keys())
     head, table = (next((n for n in names if n.endswith(ends)), None) for ends in (HEADS, EMBEDDINGS))
-    if (
-        head is None
-        or table is None
-        or any(name.endswith("shared.weight") for name in names)
-        or not _tied(folder / "config.json")
-        or _equal(source, head, table)
-    ):
-        return
+    if head is None or any(name.endswith("shared.weight") for name in names) or not _tied(folder / "config.json"):
+        return None
+    if table is None:
+        return head
+    if _equal(source, head, table):
+        return None
     raise WeightMismatchError(
         f"{folder}: config.json says tie_word_embeddings = true, but the files hold {head!r} and {table!r} with "
         "different values; set it to false if the model has a head of its own, else remove that tensor"

@@ -17,7 +17,7 @@ from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.hugging_face.gguf_file import model_directory
 from nxd_infer.hugging_face.stored import StoredWeight, stored_as
-from nxd_infer.hugging_face.tied_head import check_tied_head
+from nxd_infer.hugging_face.tied_head import EMBEDDINGS, check_tied_head
 from nxd_infer.layout import restore_attributes, weight_layout
 from nxd_infer.layout.shard import check_weights, iter_shards
 from nxd_infer.layout.sources import SafetensorsSource, Slices, Weights, WeightSource, as_source
@@ -41,15 +41,17 @@ class HuggingFaceSource:
     ``keys()`` returns the checkpoint's own names; any spelling that resolves can be read.
     """
 
-    def __init__(self, source: WeightSource, prefixes: Iterable[str] = PREFIXES):
+    def __init__(self, source: WeightSource, prefixes: Iterable[str] = PREFIXES, tied_head: str | None = None):
+        """``tied_head``: the tensor that also is the embedding, which the checkpoint does not hold by its own name."""
         self._source = source
+        self._tied_head = tied_head
         self._prefixes = tuple(prefixes)
         self._names = frozenset(source.keys())
         self._resolved: dict[str, str] = {}
 
     def with_prefix(self, prefix: str) -> HuggingFaceSource:
         """Return the same weights, whose names may also have ``prefix``."""
-        return HuggingFaceSource(self._source, dict.fromkeys((*self._prefixes, prefix)))
+        return HuggingFaceSource(self._source, dict.fromkeys((*self._prefixes, prefix)), self._tied_head)
 
     def keys(self) -> Iterable[str]:
         return self._names
@@ -59,6 +61,8 @@ class HuggingFaceSource:
         found = self._resolved.get(name)
         if found is None:
             found = next((c for c in _spellings(name, self._prefixes) if c in self._names), None)
+            if found is None and name.endswith(EMBEDDINGS):
+                found = self._tied_head
             if found is not None:
                 self._resolved[name] = found
         return found
@@ -181,8 +185,7 @@ def weights(model_dir: str | os.PathLike[str], prefixes: Sequence[str] = PREFIXE
         if pickles:
             raise CheckpointError(f"{path} holds {', '.join(pickles)} and no safetensors file: {CONVERSION_HINT}")
     source = SafetensorsSource(path)
-    check_tied_head(path, source)
-    return HuggingFaceSource(source, prefixes)
+    return HuggingFaceSource(source, prefixes, check_tied_head(path, source))
 
 
 def named_weights(module: nn.Module, source: Weights) -> NamedSource:

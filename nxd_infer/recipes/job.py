@@ -87,7 +87,7 @@ def begin_of(loaded: Loaded) -> Begin:
 def make_model(model_dir: Path, weights: Path | None, dtype: torch.dtype, strategy: Dpo | Orpo | None) -> nn.Module:
     """Build a causal language model, with the weights of a directory or new ones, for its loss or a preference's."""
     with torch.device("meta" if weights is not None else torch.get_default_device()):
-        model = registry.build(model_dir, "generate", dtype)
+        model = registry.build(model_dir, "generate", dtype, model_impl="native")
     if weights is not None:
         model = hf.weights.load(model, hf.weights.weights(weights))
     return model if strategy is None else with_preference(model, strategy)

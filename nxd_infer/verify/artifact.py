@@ -125,10 +125,14 @@ def verify_artifact(
     weights = hf.weights(model_dir) if checkpoint is None else weight_source(checkpoint, tag)
     with trace.parallel_model_load(str(artifact), allow_kernel=allow_kernel) as model:
         manifest = model.manifest
+        task = task_of(manifest)
+        directory = registry.load_config(model_dir, manifest.metadata.get("model_impl"), task)
+        if checkpoint is None:
+            weights = registry.weights(directory, task)
         eager = reference_of(manifest, model_dir, weights)
-        generates, classifies = (manifest.metadata["task"] == task for task in ("generate", "classify"))
+        generates, classifies = (task == one for one in ("generate", "classify"))
         cases = generation_cases if generates else one_shot_cases
-        config = registry.load_config(model_dir, manifest.metadata.get("model_impl")).config
+        config = directory.config
         limit = default_tolerance(manifest.metadata["dtype"], config.num_layers) if tolerance is None else tolerance
         seen: list[tuple[Tensors, Tensors]] = []
         for bucket, steps in cases(manifest, torch.Generator().manual_seed(seed)):
@@ -160,8 +164,9 @@ def verify_artifact(
 
 def compare(bucket: str, ours: Tensors, reference: Tensors, tolerance: float) -> Row:
     """Compare outputs: floating-point within the tolerance; a sampled token may differ only between near ties."""
-    if "top_logprobs" not in reference:
-        differences = {name: relative(ours[name], reference[name]) for name in reference}
+    if "token" not in reference:
+        floating = [name for name, tensor in reference.items() if tensor.is_floating_point()]
+        differences = {name: relative(ours[name], reference[name]) for name in floating}
         wrong = next((name for name, difference in differences.items() if not difference <= tolerance), "")
         return Row(bucket, max(differences.values()), "", wrong)
     top, token = reference["top_logprobs"].flatten(0, 1), reference["token"].flatten()
@@ -179,15 +184,21 @@ def answered(outputs: Tensors, scores: str) -> Tensors:
     return {**outputs, "scores": outputs["logits"] if probs is None else probs}
 
 
+def task_of(manifest: Manifest) -> str:
+    """Return the task of an artifact that `nxd-infer trace` wrote. Raises ArtifactError for any other."""
+    if (task := manifest.metadata.get("task")) not in registry.TASKS:
+        raise ArtifactError(
+            "verify compares artifacts that `nxd-infer trace` wrote; this one has "
+            f"task = {task!r}, so there is no model directory to rebuild it from"
+        )
+    return task
+
+
 def reference_of(manifest: Any, model_dir: Path, weights: Any) -> torch.nn.Module:
     """Return the unsharded eager module which the artifact should equal: states empty, ``weights`` quantized like the
     artifact's."""
     meta = manifest.metadata
-    if meta.get("task") not in registry.TASKS:
-        raise ArtifactError(
-            "verify compares artifacts that `nxd-infer trace` wrote; this one has "
-            f"task = {meta.get('task')!r}, so there is no model directory to rebuild it from"
-        )
+    task_of(manifest)
     options: dict[str, Any] = {}
     if meta["task"] == "generate":
         options = {"slots": meta["slots"], "bias_slots": meta["bias_slots"], "speculate": meta.get("speculate", 0)}

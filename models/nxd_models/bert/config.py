@@ -37,10 +37,14 @@ class BertFile(ClassifierFile):
     hidden_act: Activation = "gelu"
     pad_token_id: TokenId | None = None
     initializer_range: Positive = 0.02
+    tie_word_embeddings: Any = True
+    is_decoder: Any = False
+    add_cross_attention: Any = False
 
     def config(self) -> BertConfig:
         if self.position_embedding_type != "absolute":
             raise self.error("position_embedding_type", "only absolute positions are supported")
+        self.require_known()
         self.refuse("is_decoder", "only encoders are supported in this family")
         self.refuse("add_cross_attention", "only encoders are supported in this family")
         hidden, heads, roberta = self.hidden_size, self.num_attention_heads, self.model_type == "roberta"

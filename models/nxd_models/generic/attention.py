@@ -11,9 +11,10 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nxd_infer.errors import ModelConfigError
@@ -40,7 +41,27 @@ class Step:
         return self.caches[0].keys.shape[2]
 
 
-_step: ContextVar[Step | None] = ContextVar("nxd_step", default=None)
+class Call(NamedTuple):
+    """One use of the interface by a model that is probed."""
+
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+_step: ContextVar[Step | list[Call] | None] = ContextVar("nxd_step", default=None)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Call]]:
+    """Yield a list of the calls that a model makes inside, each answered by zeros."""
+    calls: list[Call] = []
+    token = _step.set(calls)
+    try:
+        yield calls
+    finally:
+        _step.reset(token)
 
 
 @contextlib.contextmanager
@@ -86,7 +107,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """[B, H, S, D] each -> [B, S, H, D]. Raises ModelConfigError naming an argument that has no equivalent here."""
     step = _step.get()
-    scale = _scale(module, query.shape[-1]) if scaling is None else scaling
+    scale = _scale(module, query.shape[-1]) if scaling is None else float(scaling)
     if step is None:
         others |= {"scaling": scale, "dropout": dropout, "softcap": softcap}
         if softcap is not None:
@@ -106,7 +127,7 @@ def _scale(module: Any, head_dim: int) -> float:
 
 
 def attend(
-    step: Step,
+    step: Step | list[Call],
     layer: int,
     query: Tensor,
     key: Tensor,
@@ -115,27 +136,40 @@ def attend(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attend from [B, H, S, D] over the cache of ``layer``; returns [B, S, H, D]."""
+    """Attend from [B, H, S, D] over the cache of ``layer``; returns [B, S, H, D], the values' D."""
+    if isinstance(step, list):
+        if visible is not None:
+            raise ModelConfigError(f"layer {layer}: the model makes a mask of its own")
+        sizes = query.shape[-1], key.shape[-1], value.shape[-1]
+        step.append(Call(layer, query.shape[1], key.shape[1], max(sizes)))
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
     step.used.append(layer)
     cache = step.caches[layer]
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    expected = cache.keys.shape[1], cache.keys.shape[3]
-    for what, x in (("keys", k), ("values", v)):
-        if x.shape[2:] != expected:
+    heads, size = cache.keys.shape[1], cache.keys.shape[3]
+    for what, x in (("keys", key), ("values", value)):
+        if heads % x.shape[1] or x.shape[3] > size:
             raise ModelConfigError(
-                f"layer {layer}: {what} of (heads, size) = {tuple(x.shape[2:])}, expected {expected}"
+                f"layer {layer}: {what} of (heads, size) = {(x.shape[1], x.shape[3])}, expected {(heads, size)}"
             )
+    q, k, v = _fit(query, query.shape[1], size), _fit(key, heads, size), _fit(value, heads, size)
     if visible is not None and (visible.dtype != torch.bool or visible.shape[-1] != step.max_len):
         raise ModelConfigError(
             f"layer {layer}: the model makes a mask of its own, of {visible.dtype} {list(visible.shape)}, instead of "
             f"asking transformers' mask interface: it cannot be served with transformers {library().__version__}"
         )
     if visible is None and softcap is None:
-        return cache_attention(q, k, v, *cache, scale)
-    return masked_cache_attention(q, k, v, *cache, scale, None if visible is None else visible[:, 0], softcap)
+        found = cache_attention(q, k, v, *cache, scale)
+    else:
+        found = masked_cache_attention(q, k, v, *cache, scale, None if visible is None else visible[:, 0], softcap)
+    return found[..., : value.shape[-1]].contiguous()  # as transformers' own functions, whose callers take views
 
 
-def current() -> Step | None:
+def _fit(x_BHSD: Tensor, heads: int, size: int) -> Tensor:
+    """Return [B, S, heads, size]: heads repeated, and zeros after each, which change no score."""
+    return F.pad(x_BHSD.repeat_interleave(heads // x_BHSD.shape[1], 1).transpose(1, 2), (0, size - x_BHSD.shape[-1]))
+
+
+def current() -> Step | list[Call] | None:
     return _step.get()
 
 
@@ -163,6 +197,6 @@ def _mask(
         return library().AttentionMaskInterface()[_OUTSIDE](*args, mask_function=mask_function, **skip, **others)
     if not allow_is_causal_skip:  # a mask that the model has made more of than causal, or a window
         raise ModelConfigError("a mask that depends on more than positions cannot be served")
-    if local_size is None or local_size >= step.max_len:
+    if isinstance(step, list) or local_size is None or local_size >= step.max_len:
         return None
     return visible(step, mask_function)

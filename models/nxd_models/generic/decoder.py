@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nxd_infer.errors import ModelConfigError
 from nxd_models.generic import attention
 from nxd_models.generic.build import adopt, parallel_model
-from nxd_models.generic.config import GenericDecoderConfig, library
+from nxd_models.generic.config import GenericDecoderConfig
 from nxd_models.serving.decoder_step import DecoderStep
 from nxd_models.serving.kv_cache import LayerCache
 
@@ -33,6 +33,22 @@ class _Parts:
     """The model around a decoder that returns the embeddings that it is given: what it does after the decoder."""
 
 
+def parts_of(model: Any) -> _Parts:
+    """Return how to run a model over a cache. Raises ModelConfigError if that cannot be right."""
+    path = model.base_model_prefix
+    for inner in ("language_model", "decoder"):
+        if isinstance(getattr(model.get_submodule(path), inner, None), nn.Module):
+            path += f".{inner}"
+    parts = _Parts(model, model.get_submodule(path), _with(model, path, _Given()))
+    _require_positions(parts.decoder)
+    for module in model.modules():
+        if type(module).__name__ == "GPTNeoSelfAttention":
+            _attend_by_cache(module)
+        if getattr(module, "rope_type", None) in ("dynamic", "longrope", "su"):
+            module.rope_type = "default"  # its frequencies are those of short contexts, and config has their limit
+    return parts
+
+
 class CausalLM(nn.Module):
     """Built on the meta device it has no weights, otherwise newly initialized ones. Names are transformers'."""
 
@@ -41,16 +57,7 @@ class CausalLM(nn.Module):
         self.config = config
         model = parallel_model("AutoModelForCausalLM", config.raw, dtype, cached=True)
         adopt(self, model)
-        path = model.base_model_prefix
-        if hasattr(model.base_model, "decoder"):
-            path += ".decoder"
-        self.parts = _Parts(model, model.get_submodule(path), _with(model, path, _Given()))
-        _require_positions(self.parts.decoder, config.model_type)
-        for module in model.modules():
-            if type(module).__name__ == "GPTNeoSelfAttention":
-                _attend_by_cache(module)
-            if getattr(module, "rope_type", None) in ("dynamic", "longrope", "su"):
-                module.rope_type = "default"  # its frequencies are those of short contexts, and config has their limit
+        self.parts = parts_of(model)
 
     def hidden_states(self, ids_BS: Tensor, positions_BS: Tensor, caches: Sequence[LayerCache]) -> Tensor:
         """Map ids at these positions of the cached sequences to final hidden states [B, S, E]."""
@@ -80,24 +87,36 @@ class CausalLMStep(DecoderStep, CausalLM):
     nxd_equal_ranks = True
 
 
-def _require_positions(decoder: nn.Module, model_type: str) -> None:
+def _require_positions(decoder: nn.Module) -> None:
     """Raise ModelConfigError unless a token's result depends on its position, and on keys and values, only."""
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
-        raise ModelConfigError(
-            f"{model_type}: {type(decoder).__name__} takes no position_ids (as with ALiBi), so it cannot be served "
-            "without a family of ours"
-        )
-    states = sorted({name for name, module in decoder.named_modules() if isinstance(module, nn.Conv1d)})
-    if states:
-        raise ModelConfigError(f"{model_type}: {states[0]} has a state of its own beside keys and values: not served")
+        raise ModelConfigError(f"{type(decoder).__name__} takes no position_ids (as with ALiBi)")
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.Conv1d):
+            raise ModelConfigError(f"{name} has a state of its own beside keys and values")
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            raise ModelConfigError(f"{name} counts positions by the ids")
 
 
 class _Given(nn.Module):
     """In the place of a decoder: its result is the embeddings that it is given."""
 
     def forward(self, input_ids: None = None, inputs_embeds: Tensor | None = None, **_: Any) -> Any:
-        kind = library().modeling_outputs.BaseModelOutputWithPastAndCrossAttentions  # has all that any head reads
-        return kind(last_hidden_state=inputs_embeds)
+        return _Output(inputs_embeds)
+
+
+class _Output:
+    """What a decoder returns: the hidden states, and None for all else that a head may read."""
+
+    def __init__(self, hidden: Any):
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
 
 
 def _with(module: nn.Module, path: str, new: nn.Module) -> nn.Module:
@@ -119,7 +138,7 @@ def _attend_by_cache(module: Any) -> None:
         if step is None:
             return own(query, key, value, *masks)
         seen = None
-        if window is not None and window < step.max_len:
+        if window is not None and isinstance(step, attention.Step) and window < step.max_len:
             seen = attention.visible(step, lambda row, head, at, past: past > at - window)
         return attention.attend(step, module.layer_id, query, key, value, seen, scale=1.0).transpose(1, 2), None
 

@@ -1,10 +1,11 @@
-"""Encoders and classifiers of transformers as our steps take them.
+"""Encoders, and models with a head that answers at once, of transformers as our steps take them.
 
-Shapes: B rows, S positions, E hidden size, C labels.
+Shapes: B rows, S positions, E hidden size, C labels, V vocabulary.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from nxd_models.generic.build import adopt, parallel_model
 from nxd_models.generic.config import GenericEncoderConfig
-from nxd_models.serving.encoder_step import ClassifyStep, EmbedStep
+from nxd_models.serving.encoder_step import AnswerStep, ClassifyStep, EmbedStep, FillMaskStep, TokenClassifyStep
 from nxd_models.serving.pooling import SentencePooling
 
 
@@ -30,9 +31,13 @@ class _Model(nn.Module):
         self.parts = (model,)  # in a tuple, because its modules are registered already
 
     def run(self, input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None) -> Any:
+        model = self.parts[0]
         # Models without a table of types may still take types, and mean something else by them.
-        types = {"token_type_ids": token_type_ids} if "type_vocab_size" in self.parts[0].config.to_dict() else {}
-        return self.parts[0](input_ids=input_ids, attention_mask=attention_mask, return_dict=True, **types)
+        types = getattr(model.config, "type_vocab_size", 0) and token_type_ids is not None
+        known = inspect.signature(model.forward).parameters
+        more = {"token_type_ids": token_type_ids} if types and "token_type_ids" in known else {}
+        more |= {"use_cache": False} if "use_cache" in known else {}
+        return model(input_ids=input_ids, attention_mask=attention_mask, return_dict=True, **more)
 
 
 class HiddenStates(_Model):
@@ -48,16 +53,42 @@ class SentenceEncoder(SentencePooling, HiddenStates):
     """A model that returns one vector per text."""
 
 
-class Classifier(_Model):
-    """A model with the head of sequence classification."""
+class _Logits(_Model):
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """Map ids [B, S] to the head's logits, float32."""
+        return self.run(input_ids, attention_mask, token_type_ids).logits.float()
+
+
+class Classifier(_Logits):
+    """A model with the head of sequence classification: [B, C]."""
 
     kind = "AutoModelForSequenceClassification"
+
+
+class TokenClassifier(_Logits):
+    """A model with the head of token classification: [B, S, C]."""
+
+    kind = "AutoModelForTokenClassification"
+
+
+class MaskedLM(_Logits):
+    """A masked language model: [B, S, V]."""
+
+    kind = "AutoModelForMaskedLM"
+
+
+class Answerer(_Model):
+    """A model with the head of question answering: the logits of an answer's begin and end, float32 [B, S, 2]."""
+
+    kind = "AutoModelForQuestionAnswering"
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
-        """Map ids [B, S] to logits, float32 [B, C]."""
-        return self.run(input_ids, attention_mask, token_type_ids).logits.float()
+        found = self.run(input_ids, attention_mask, token_type_ids)
+        return torch.stack([found.start_logits, found.end_logits], -1).float()
 
 
 class GenericEmbedStep(EmbedStep, SentenceEncoder):
@@ -68,5 +99,23 @@ class GenericEmbedStep(EmbedStep, SentenceEncoder):
 
 class GenericClassifyStep(ClassifyStep, Classifier):
     """A classifier of transformers, as traced."""
+
+    nxd_equal_ranks = True
+
+
+class GenericTokenStep(TokenClassifyStep, TokenClassifier):
+    """A token classifier of transformers, as traced."""
+
+    nxd_equal_ranks = True
+
+
+class GenericMaskStep(FillMaskStep, MaskedLM):
+    """A masked language model of transformers, as traced."""
+
+    nxd_equal_ranks = True
+
+
+class GenericAnswerStep(AnswerStep, Answerer):
+    """A model of transformers that finds answers in texts, as traced."""
 
     nxd_equal_ranks = True

@@ -2,35 +2,75 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
 from nxd_infer.distributed import plan_registry
 from nxd_infer.distributed.lazy import RENAMED
-from nxd_models.generic.config import CLASSIFIES, GENERATES, read_config
+from nxd_infer.layout import WeightSource
+from nxd_models.generic.build import weights
+from nxd_models.generic.config import architectures_for, library
 from nxd_models.generic.decoder import CausalLM, CausalLMStep
-from nxd_models.generic.encoder import Classifier, GenericClassifyStep, GenericEmbedStep, SentenceEncoder
+from nxd_models.generic.encoder import (
+    Answerer,
+    Classifier,
+    GenericAnswerStep,
+    GenericClassifyStep,
+    GenericEmbedStep,
+    GenericMaskStep,
+    GenericTokenStep,
+    MaskedLM,
+    SentenceEncoder,
+    TokenClassifier,
+)
+from nxd_models.generic.reading import read_config
+from nxd_models.generic.uncached import UncachedLM, UncachedStep
 from nxd_models.generic.whole_texts import WholeTexts
 from nxd_models.spec import TRANSFORMERS, ModelSpec, Task
 
-_NOT_SERVED = ("t5",)
-"""Types whose plan is for training: encoder-decoder models have no step in transformers' own module."""
+
+def _causal(config: Any, *args: Any, **options: Any) -> nn.Module:
+    return (UncachedLM if config.why_whole else CausalLM)(config, *args, **options)
 
 
-def model_types() -> list[str]:
-    """Return the model types that have a tensor-parallel plan and a step."""
-    return [name for name in plan_registry.supported_types() if name not in _NOT_SERVED]
+def _causal_step(config: Any, *args: Any, **options: Any) -> nn.Module:
+    return (UncachedStep if config.why_whole else CausalLMStep)(config, *args, **options)
 
 
-def family_of(model_type: str) -> ModelSpec | None:
-    """Return the family of one model type; None if it has no plan."""
-    if model_type not in plan_registry.supported_types():
+_TASKS = {
+    "generate": (_causal, _causal_step, "AutoModelForCausalLM", WholeTexts),
+    "classify": (Classifier, GenericClassifyStep, Classifier.kind, None),
+    "token-classification": (TokenClassifier, GenericTokenStep, TokenClassifier.kind, None),
+    "question-answering": (Answerer, GenericAnswerStep, Answerer.kind, None),
+    "fill-mask": (MaskedLM, GenericMaskStep, MaskedLM.kind, None),
+}
+
+
+def family_of(model_type: Any) -> ModelSpec | None:
+    """Return the family of one model type; None if transformers does not know it."""
+    known = library().models.auto
+    if not isinstance(model_type, str) or model_type not in known.configuration_auto.CONFIG_MAPPING_NAMES:
         return None
-    blocks = next(iter(plan_registry.plan_of_type(model_type).stacks), "")
+    planned = model_type in plan_registry.supported_types()
+
+    def read(head: str) -> Callable[[Path], WeightSource] | None:
+        return None if planned else functools.partial(weights, head)
+
+    blocks = next(iter(plan_registry.plan_of_type(model_type).stacks), "") if planned else ""
     return ModelSpec(
         model_types=(model_type,),
         read_config=read_config,
         tasks={
-            "generate": Task(CausalLM, CausalLMStep, blocks, GENERATES, WholeTexts),
-            "classify": Task(Classifier, GenericClassifyStep, blocks, CLASSIFIES),
-            "embed": Task(SentenceEncoder, GenericEmbedStep, blocks),
+            **{
+                name: Task(module, step, blocks, architectures, reference, read(head))
+                for name, (module, step, head, reference) in _TASKS.items()
+                if (architectures := architectures_for(name, model_type))
+            },
+            "embed": Task(SentenceEncoder, GenericEmbedStep, blocks, weights=read("AutoModel")),
         },
         stored_weights=RENAMED,
         model_impl=TRANSFORMERS,

@@ -45,10 +45,15 @@ class NeoXFile(ModelFile, RopeFile, SpecialTokens):
     use_parallel_residual: Flag = True
     initializer_range: Positive = 0.02
     rotary_pct: Positive = DEFAULT_ROTARY
+    rotary_emb_base: Any = None
+    num_key_value_heads: Any = None  # some files have it, with no effect
+    is_causal: Any = None
+    is_decoder: Any = None
 
     def config(self) -> NeoXConfig:
         self.refuse("tie_word_embeddings", "a head that is the embedding is not supported in this family")
         self.require_causal()
+        self.require_known()
         hidden, heads = self.hidden_size, self.num_attention_heads
         if hidden % heads:
             raise self.error("hidden_size", f"does not divide over {heads} heads")

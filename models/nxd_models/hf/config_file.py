@@ -22,6 +22,24 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+_WITHOUT_EFFECT = """
+_attn_implementation _commit_hash _name_or_path _num_labels architectures auto_map bad_words_ids
+begin_suppress_tokens bos_token_id chunk_size_feed_forward cls_token_id decoder_start_token_id directionality
+diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
+exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing
+id2label initializer_factor initializer_range is_encoder_decoder is_llama_config label2id length_penalty
+mask_token_id max_length min_length model_type no_repeat_ngram_size num_beam_groups num_beams num_labels
+num_return_sequences output_attentions output_hidden_states output_past output_scores pad_token_id pooler_fc_size
+pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type prefix pretraining_tp problem_type
+pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+sbert_ce_default_activation_function sentence_transformers sep_token_id suppress_tokens task_specific_params
+temperature tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
+transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
+"""
+WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
+"""Fields of ``config.json`` that change nothing that a traced model computes: generation, training, provenance."""
+
+
 class Problem(NamedTuple):
     """The error text for a value that the field's type rejects."""
 
@@ -98,9 +116,16 @@ class ModelFile(ConfigFile):
     dtype: Any = None
     torch_dtype: Any = None
 
+    def require_known(self) -> None:
+        """Raise ModelConfigError naming a field that the family does not read, if it holds more than null, false, 0 or
+        nothing, and if it has an effect on a model that is not trained."""
+        for name, value in self._raw.items():
+            if value and name not in type(self).model_fields and name not in WITHOUT_EFFECT and "dropout" not in name:
+                raise self.error(name, "this family does not know the field")
+
     def require_causal(self) -> None:
         """Raise ModelConfigError unless it is a causal model that generates, for families that have no other."""
-        instead = "not supported in this family: pass model_impl='transformers' (--model-impl transformers)"
+        instead = "not supported in this family"
         if self._raw.get("is_causal") is False:
             raise self.error("is_causal", f"attention to later tokens is {instead}")
         if any(name.endswith(OTHER_HEADS) for name in self.architectures):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nxd_infer.errors import ModelConfigError
-from nxd_models.hf.config_file import Count, Flag, ModelFile, Positive, SpecialTokens, Texts
+from nxd_models.hf.config_file import Count, Flag, ModelFile, Positive, SpecialTokens, Texts, TokenId
 from nxd_models.layers import Activation
 from nxd_models.rope import RopeConfig, RopeFile
 from nxd_models.spec import DecoderConfig
@@ -90,13 +90,19 @@ class LlamaFile(ModelFile, RopeFile, SpecialTokens):
     layer_types: Texts = ()
     sliding_window: Count | None = None
     use_sliding_window: Flag = False
+    max_window_layers: TokenId = 28
+    """The first layers, which see all tokens (Qwen)."""
+    is_causal: Any = None
+    rope_interleaved: Any = None
     initializer_range: Positive = 0.02
     pad_token_id: Any = None
 
     def config(self) -> LlamaConfig:
         for name in ("num_local_experts", "num_experts", "n_routed_experts"):
             self.refuse(name, "mixture-of-experts models are not supported")
+        self.refuse("rope_interleaved", "rotary positions of neighbouring elements are not supported in this family")
         self.require_causal()
+        self.require_known()
         kind, hidden, heads = self.model_type, self.hidden_size, self.num_attention_heads
         kv_heads = self.num_key_value_heads or heads
         if heads % kv_heads:
@@ -143,8 +149,11 @@ class LlamaFile(ModelFile, RopeFile, SpecialTokens):
     def _window(self) -> int | None:
         if "chunked_attention" in self.layer_types or "linear_attention" in self.layer_types:
             raise self.error("layer_types", "only full attention is supported")
+        if self.layer_types and "sliding_attention" not in self.layer_types:
+            return None
         if self.model_type.startswith("qwen"):
-            return (self.sliding_window or 4096) if self.use_sliding_window else None
+            windowed = self.use_sliding_window and (self.layer_types or self.max_window_layers < self.num_hidden_layers)
+            return (self.sliding_window or 4096) if windowed else None
         if self.model_type == "mistral" and "sliding_window" not in self._raw:
             return 4096  # the reference's default for an absent field; null disables the window
         return self.sliding_window

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from nxd_models.serving.sampling import TOP_LOGPROBS
 from nxd_models.spec import EncoderConfig
 
 
@@ -20,7 +21,9 @@ class EncoderStep(nn.Module):
     influence a row, because the mask hides them.
     """
 
-    nxd_output = ""
+    output_names: tuple[str, ...] = ("logits",)
+    cut_dimensions = 1
+    """Leading dimensions of the outputs that are those of the ids."""
     config: EncoderConfig
 
     @property
@@ -40,20 +43,46 @@ class EncoderStep(nn.Module):
 
     @property
     def nxd_outputs(self) -> dict[str, dict[str, Any]]:
-        return {self.nxd_output: {"role": self.nxd_output, "cut": {0: ("input_ids", 0)}}}
+        cut = {dimension: ("input_ids", dimension) for dimension in range(self.cut_dimensions)}
+        return {name: {"role": name, "cut": cut} for name in self.output_names}
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> dict[str, Tensor]:
-        """int64 [B, S] each -> ``{"embedding": float32 [B, E]}`` or ``{"logits": float32 [B, C]}``."""
-        return {self.nxd_output: super().forward(input_ids, attention_mask, token_type_ids)}
+        """Map int64 [B, S] each to the outputs by name."""
+        return self.named(super().forward(input_ids, attention_mask, token_type_ids))
+
+    def named(self, found: Tensor) -> dict[str, Tensor]:
+        return dict(zip(self.output_names, (found,), strict=True))
 
 
 class EmbedStep(EncoderStep):
     """For a module that returns float32 [B, E]."""
 
-    nxd_output = "embedding"
+    output_names = ("embedding",)
 
 
 class ClassifyStep(EncoderStep):
     """For a module that returns float32 [B, C]."""
 
-    nxd_output = "logits"
+
+class TokenClassifyStep(EncoderStep):
+    """For a module that returns float32 [B, S, C]."""
+
+    cut_dimensions = 2
+
+
+class AnswerStep(EncoderStep):
+    """For a module that returns the logits of an answer's begin and end, float32 [B, S, 2]."""
+
+    cut_dimensions = 2
+
+
+class FillMaskStep(EncoderStep):
+    """For a module that returns logits float32 [B, S, V], of which it keeps the likeliest tokens at each position:
+    ``top_ids`` int64 and ``top_logprobs`` float32, [B, S, K] each."""
+
+    output_names = ("top_ids", "top_logprobs")
+    cut_dimensions = 2
+
+    def named(self, found: Tensor) -> dict[str, Tensor]:
+        top = found.log_softmax(-1).topk(min(TOP_LOGPROBS, found.shape[-1]))
+        return {"top_ids": top.indices, "top_logprobs": top.values}

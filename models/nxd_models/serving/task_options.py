@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.util.options import check_each, option
-from nxd_models.spec import TASKS, TRANSFORMERS
+from nxd_models.spec import NATIVE, TASKS, TRANSFORMERS
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ class TaskOptions:
     )
     task: str | None = option(
         None,
-        "generate, embed or classify. Default: by the model's architecture.",
+        "What to trace it for. Default: what the directory is for, by its architecture and by modules.json.",
         flag="--task",
         choices=TASKS,
     )
@@ -78,10 +78,11 @@ class TaskOptions:
     )
     model_impl: str | None = option(
         None,
-        "transformers: trace transformers' own module even if the model type has a family here.",
-        details="Default: only if it has none. It needs the extra `hf`, and a [plan](transformers.md).",
+        "native: our family of the model type; transformers: its own module; auto: ours if it covers every field of "
+        "config.json, else transformers'. Default: auto.",
+        details="[transformers' module](transformers.md#tracing-and-serving) needs the extra `hf`.",
         flag="--model-impl",
-        choices=(TRANSFORMERS,),
+        choices=("auto", NATIVE, TRANSFORMERS),
     )
     slots: int | None = option(
         None, "Sequences that a decoder holds at once. Default: the largest batch size.", kind=int, minimum=1

@@ -57,7 +57,8 @@ def traced_step(
 
     ``reference``: what the step's outputs should equal, called alike.
     """
-    made = registry.load_config(model_dir, model_impl).make(task, dtype, step=True, reference=reference, **options)
+    directory = registry.load_config(model_dir, model_impl, task)
+    made = directory.make(task, dtype, step=True, reference=reference, **options)
     return made.eval()
 
 
@@ -65,7 +66,10 @@ def named_weights(kwargs: dict[str, Any], weights: Weights | None = None) -> hf.
     """Return ``weights``, or those of ``kwargs["model_dir"]``, under the names that ``traced_step(**kwargs)`` reads."""
     with torch.device("meta"):
         module = traced_step(**kwargs)
-    return hf.named_weights(module, hf.weights(kwargs["model_dir"]) if weights is None else weights)
+    if weights is None:
+        directory = registry.load_config(kwargs["model_dir"], kwargs.get("model_impl"), kwargs["task"])
+        weights = registry.weights(directory, kwargs["task"])
+    return hf.named_weights(module, weights)
 
 
 def make_plan(

@@ -11,6 +11,7 @@ Buckets of a decoder: ``decode_b<B>`` (B rows of one token) for every batch size
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from nxd_models.serving.pooling import pooling_modes
 from nxd_models.serving.sampling import TOP_LOGPROBS
 from nxd_models.serving.task_options import LONGEST_BY_DEFAULT, TaskOptions
 from nxd_models.serving.task_plan import TaskPlan, make_plan
-from nxd_models.spec import DecoderConfig, EncoderConfig, ModelDirectory
+from nxd_models.spec import TRANSFORMERS, DecoderConfig, EncoderConfig, ModelDirectory
 
 SERVING_FILES = ("config.json", "generation_config.json")
 """Files that a server needs besides the graphs, the tokenizer and its templates; copied if present, with the files of
@@ -37,6 +38,9 @@ sentence-transformers."""
 
 PROMPT_ROWS = 16
 """Prompt tokens that fit into a decode step beside all sequences; 32 rows cost little more than a piece of 32."""
+
+LABELLED = ("classify", "token-classification")
+"""Tasks whose logits are those of labels."""
 
 
 @accepts_options(TaskOptions)
@@ -48,7 +52,7 @@ def plan(options: TaskOptions) -> TaskPlan:
 
     Raises ModelConfigError naming the argument or the field of ``config.json``.
     """
-    directory = registry.load_config(options.model_dir, options.model_impl)
+    directory = _directory(options)
     task = directory.task(options.task)
     if task != "generate" and options.speculate:
         raise ModelConfigError(f"speculate = {options.speculate}: the task {task!r} guesses no tokens, generate does")
@@ -61,7 +65,7 @@ def plan(options: TaskOptions) -> TaskPlan:
     if directory.spec.model_impl is not None and options.lora_slots:
         raise ModelConfigError(
             f"lora_slots = {options.lora_slots}: a module of {directory.spec.model_impl} has no slots for adapters; "
-            "families of nxd_models have"
+            f"families of nxd_models have{f' ({directory.why})' if directory.why else ''}"
         )
     if directory.spec.encodes_prompts and options.lora_slots:
         raise ModelConfigError(
@@ -71,6 +75,10 @@ def plan(options: TaskOptions) -> TaskPlan:
     result = _plan_generate(directory, options) if task == "generate" else _plan_encode(directory, task, options)
     path = directory.path
     result.metadata["model_name"] = options.model_name or path.resolve().name
+    if directory.why:
+        result.metadata["why_transformers"] = directory.why
+    if whole := getattr(directory.config, "why_whole", ""):
+        result.metadata["why_whole"] = whole
     if (library := directory.spec.model_impl) is not None:
         result.func_kwargs["model_impl"] = result.metadata["model_impl"] = library
     encodes = task != "generate"
@@ -79,6 +87,24 @@ def plan(options: TaskOptions) -> TaskPlan:
     lowercase = encodes and sentence.lowercases(path)
     result.files |= canonical_files(path, lowercase=lowercase, chat_template=options.chat_template)
     return result
+
+
+def _directory(options: TaskOptions) -> ModelDirectory:
+    """Read the directory; for transformers' module if only that can have contexts of ``max_len``."""
+    found = registry.load_config(options.model_dir, options.model_impl, options.task)
+    length, config = options.max_len, found.config
+    if length is None or not isinstance(config, DecoderConfig) or options.model_impl not in (None, "auto"):
+        return found
+    try:
+        config.check_cached_length(length)
+    except ModelConfigError as error:
+        if found.spec.model_impl == TRANSFORMERS or found.spec.encodes_prompts:
+            raise
+        other = registry.load_config(found.path, TRANSFORMERS)
+        if not isinstance(other.config, DecoderConfig) or other.config.max_length < length:
+            raise
+        return dataclasses.replace(other, why=str(error))
+    return found
 
 
 def _plan_generate(directory: ModelDirectory, options: TaskOptions) -> TaskPlan:
@@ -175,7 +201,7 @@ def _plan_encode(directory: ModelDirectory, task: str, options: TaskOptions) -> 
     if task == "embed":
         dimensions = config.hidden_size * len(pooling_modes(module["pooling"]))
         metadata |= {"dimensions": dimensions, **module, **sentence.prompts(directory.path)}
-    else:
+    elif task in LABELLED:
         metadata |= {"labels": list(config.labels), "scores": config.scores}
     buckets = {name: _example(b, s) for name, (b, s) in shapes.items()}
     return make_plan(task, kwargs, buckets, metadata, options.weights)

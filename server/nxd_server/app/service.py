@@ -56,6 +56,7 @@ SPAWN_SECONDS = 1.0
 WATCH_SECONDS = 0.2
 IDLE_PROBE_SECONDS = 2.0
 ROUTES = {"generate": "/v1/completions or /v1/chat/completions", "embed": "/v1/embeddings", "classify": "/v1/classify"}
+ROUTES["token-classification"] = ROUTES["classify"]
 
 
 class Service:
@@ -270,7 +271,7 @@ class Service:
                 worker.adapters.load(name, path)
         else:
             worker = self._engine = engine.OneShotEngine(cast("TensorParallelModel", model), **options)
-            if self._tokenizer is not None:
+            if self._tokenizer is not None and self.task in ROUTES:
                 self._encoder = engine.TextEncoder(worker, self._tokenizer)
         worker.start(on_progress=self._progress)
         return worker

@@ -1,4 +1,4 @@
-"""Run texts through an encoder: one vector (an embedding, or a classifier's logits) per text; what logits mean."""
+"""Run texts through an encoder: an embedding or a classifier's logits per text, or per token; what logits mean."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nxd_server.text.tokenizer import Tokenizer
 
 Tokens = tuple[list[int], list[int]]
 """The token ids of a text, and their token type ids."""
-OUTPUT_OF_TASK = {"embed": "embedding", "classify": "logits"}
+OUTPUT_OF_TASK = {"embed": "embedding", "classify": "logits", "token-classification": "logits"}
 SCORES = ("sigmoid", "softmax", "none")
 
 
@@ -27,7 +27,7 @@ class Encoded:
     """The result for one text."""
 
     values: torch.Tensor
-    """float32: the embedding [hidden], or the logits [labels]."""
+    """float32: the embedding [hidden], the logits [labels], or those of each token [tokens, labels]."""
     tokens: int
     """Number of tokens of the text, including special tokens."""
 

@@ -104,7 +104,7 @@ async def invocations(request: Request) -> Any:
     if data.get("prompt") is not None:
         return await completions(request, CompletionBody.parse(data))
     if data.get("input") is not None:
-        if context.service.task == "classify":
+        if context.service.main_route == "/v1/classify":
             return await classify(request, ClassifyBody.parse(data))
         return await embeddings(request, EmbeddingBody.parse(data))
     if data.get("inputs") is not None or data.get("safetensors") is not None:

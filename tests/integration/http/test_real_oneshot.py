@@ -9,12 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
+from nxd_infer.trace import parallel_model_trace
+from nxd_models.serving import tasks
 from nxd_server.app.run import serve
 from nxd_server.settings import load_settings
 from nxd_server.text.tokenizer import Tokenizer
 from tests.support.engine.real_artifacts import trace_encoder
 from tests.support.http.http_artifacts import real_server, trace_affine, trace_tiny
 from tests.support.http.http_servers import is_error, logged
+from tests.support.models.token_classifier import TEXTS as FOUND_IN
+from tests.support.models.token_classifier import expected, write_token_classifier
 
 EMBEDDINGS, CLASSIFY, PREDICT = "/v1/embeddings", "/v1/classify", "/v1/predict"
 TEXTS = ["the with statement", "a", "while it runs, it runs", "é 中 😀", "x" * 20]
@@ -173,6 +177,23 @@ def test_a_classifier_scores_texts_and_pairs():
     for item in (*answer["data"], alone):
         assert item["label"] == "relevant" and 0 < item["probs"][0] < 1 and item["num_classes"] == 1
     assert alone["probs"] != answer["data"][0]["probs"] != answer["data"][1]["probs"]
+
+
+def test_a_token_classifier_finds_the_entities_that_transformers_finds(tmp_path):
+    path = write_token_classifier(tmp_path / "model")
+    plan = tasks.plan(path, batch_sizes=[2], prompt_buckets=[16], dtype=torch.float32)
+    assert plan.task == "token-classification"
+    parallel_model_trace(**plan.trace_arguments(), backend="eager", artifact_dir=tmp_path / "artifact")
+    with real_server(tmp_path / "artifact") as server:
+        for strategy in (None, "average"):
+            answer = server.post(CLASSIFY, {"input": FOUND_IN, "aggregation_strategy": strategy}).json()
+            for item, theirs in zip(answer["data"], expected(path, FOUND_IN, strategy or "simple"), strict=True):
+                assert [one["entity_group"] for one in item["entities"]] == [one["entity_group"] for one in theirs]
+                scores = [one["score"] for one in theirs]
+                assert [one["score"] for one in item["entities"]] == pytest.approx(scores, rel=1e-4)
+        is_error(server.post(CLASSIFY, {"input": [["a", "b"]]}), 400, "input")
+        is_error(server.post(CLASSIFY, {"input": "a", "truncate_prompt_tokens": 4}), 400, "truncate_prompt_tokens")
+        assert server.stop() == 0
 
 
 @pytest.mark.parametrize(("name", "value"), [("speculate", 4), ("lora", ["mine=/some/where"])])

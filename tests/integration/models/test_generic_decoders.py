@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from nxd_infer.cli import verify
-from nxd_infer.distributed import ModelPlan, plan_registry
+from nxd_infer.distributed import plan_registry
 from nxd_infer.errors import MissingPackageError, ModelConfigError
 from nxd_infer.hugging_face import weights as hf
 from nxd_infer.trace import parallel_model_trace
@@ -183,41 +183,52 @@ def test_rotary_positions_that_depend_on_the_length_are_limited_to_the_original_
     assert_greedy(found.tokens, *greedy_reference(tmp_path, prompt, NEW))
 
 
-def test_what_the_step_cannot_compute_is_refused_by_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan_registry, "_REGISTERED", {kind: ModelPlan({}) for kind in ("bloom", "gpt_oss")})
-    bloom = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
-    sinks = transformers.GptOssConfig(
-        **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 16, "num_local_experts": 2, "head_dim": 8},
-        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 1},
-        layer_types=["full_attention"] * 2,
-    )
-    for config, words in (
-        (bloom, "BloomModel takes no position_ids"),
-        (sinks, "GptOssAttention: attention with s_aux"),
-    ):
-        config.architectures = ["ForCausalLM"]
-        config.max_position_embeddings, config.rope_parameters = 64, {"rope_type": "default", "rope_theta": 1e4}
-        config.save_pretrained(tmp_path)
-        plan = tasks.plan(tmp_path, batch_sizes=[1], max_len=16, dtype=torch.float32)
-        with pytest.raises(ModelConfigError, match=words):
-            plan.func(**plan.func_kwargs)(**plan.example_inputs[0])
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4), "BloomModel takes no position_ids"),
+        (
+            transformers.GptOssConfig(
+                **{"hidden_size": 32, "intermediate_size": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
+                **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+            ),
+            "GptOssAttention: attention with s_aux",
+        ),
+        (transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=4), "takes no position_ids"),
+    ],
+    ids=["bloom", "gpt_oss", "mamba"],
+)
+def test_a_state_that_no_cache_holds_is_computed_anew_from_the_text(tmp_path, config, why):
+    config.vocab_size, config.initializer_range = VOCAB_SIZE, 0.3
+    config.bos_token_id, config.eos_token_id = 1, EOS
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    plan = tasks.plan(tmp_path, batch_sizes=[2], prompt_buckets=[BUCKET], max_len=MAX_LEN, dtype=torch.float32)
+    assert why in plan.metadata["why_whole"]
+    step = hf.load(plan.func(**plan.func_kwargs), plan.checkpoint_loader_callable())
+    prompts = prompts_of([BUCKET + 1, 5], VOCAB_SIZE)
+    ends = {"bias_ids": EOS, "bias_values": [[-1e9] + [0.0] * 299] * 2}
+    found = generate_eager(step, prompts, NEW, piece=BUCKET, **ends)
+    for result, prompt in zip(found, prompts, strict=True):
+        assert_greedy(result.tokens, *greedy_reference(tmp_path, prompt, NEW))
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"model_type": "t5"}, r"model_type = 't5': encoder-decoder models are not served"),
+        ({"model_type": "mambo"}, r"'mambo'.*known are llama, .*docs/models\.md"),
         (
-            {"model_type": "mamba"},
-            r"'mamba'.*known are llama, .*module is traced for bert, gemma2, .*docs/transformers\.md",
+            {**FAMILIES["bert"], "architectures": ["JinaBertModel"], "auto_map": {"AutoModel": "x--JinaBertModel"}},
+            "no class 'JinaBertModel', and code of a directory is not run",
+        ),
+        (
+            {**FAMILIES["bert"], "architectures": ["BertLMHeadModel"]},
+            "is_decoder = None: attention to later tokens",
         ),
         (
             {"model_type": "gemma2", "num_hidden_layers": "two"},
             r"transformers cannot read this gemma2 model: ",
-        ),
-        (
-            {**FAMILIES["mistral"], "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6},
-            "ministral",
         ),
         (
             {**FAMILIES["llama"], "architectures": ["LlamaForSequenceClassification"], "pad_token_id": None},

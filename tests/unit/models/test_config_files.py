@@ -23,7 +23,7 @@ def parsed(family: str, **changes):
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("llama", {"model_type": "mamba"}, r"model_type = 'mamba'.*known are llama, mistral"),
+        ("llama", {"model_type": "mambo"}, r"model_type = 'mambo'.*known are llama, mistral"),
         ("llama", {"hidden_size": None}, "hidden_size is missing"),
         ("llama", {"hidden_size": "32"}, r"hidden_size = '32': expected a whole number"),
         ("llama", {"num_hidden_layers": 0}, "num_hidden_layers = 0"),
@@ -38,7 +38,7 @@ def parsed(family: str, **changes):
         ("llama", {"eos_token_id": "</s>"}, "eos_token_id"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"num_local_experts": 8}, "num_local_experts.*mixture"),
-        ("qwen2", {"is_causal": False}, "is_causal = False.*model-impl transformers"),
+        ("qwen2", {"is_causal": False}, "is_causal = False.*this family"),
         ("qwen3", {"architectures": ["Qwen3ForSequenceClassification"]}, "architectures.*does not generate"),
         (
             "llama",
@@ -85,7 +85,11 @@ def test_what_a_window_means():
     without = {k: v for k, v in FAMILIES["mistral"].items() if k != "sliding_window"}
     assert parse_config({**without, "max_position_embeddings": 32768}).max_length == 4096
     assert parsed("qwen2", sliding_window=100).max_length == 256, "Qwen's window is off unless switched on"
-    assert parsed("qwen2", sliding_window=100, use_sliding_window=True).max_length == 100
+    window = {"sliding_window": 100, "use_sliding_window": True}
+    assert parsed("qwen2", **window, max_window_layers=1).max_length == 100
+    assert parsed("qwen2", **window, max_window_layers=2).max_length == 256, "no layer has a window"
+    assert parsed("qwen2", **window, layer_types=["full_attention"] * 2).max_length == 256
+    assert parsed("mistral", sliding_window=100, layer_types=["full_attention"] * 2).max_length == 256
 
 
 def test_directories_that_are_none_say_so(tmp_path):

@@ -57,10 +57,15 @@ async def embeddings(request: Request, body: EmbeddingBody) -> JSONResponse:
 
 
 async def classify(request: Request, body: ClassifyBody) -> JSONResponse:
-    """Return each text's most likely label and all probabilities, or the raw scores if there are none."""
+    """Return each text's most likely label and all probabilities, or the raw scores if there are none; of a token
+    classifier the entities in each text."""
     service = context_of(request).service
     check_model(service, body.model)
-    require_task(service, "/v1/classify", "classify")
+    require_task(service, "/v1/classify", "classify", "token-classification")
+    if service.task == "token-classification":
+        return await _entities(request, body)
+    if body.aggregation_strategy is not None:
+        raise unsupported("aggregation_strategy", "of a model that classifies whole texts")
     results = await _encode(request, body.input, truncate_prompt_tokens=body.truncate_prompt_tokens)
     encoder = service.require_encoder()
     data = [
@@ -69,6 +74,29 @@ async def classify(request: Request, body: ClassifyBody) -> JSONResponse:
     ]
     head = {"id": f"classify-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
     return JSONResponse({**head, "model": service.model_name, "data": data, "usage": _usage(results)})
+
+
+async def _entities(request: Request, body: ClassifyBody) -> JSONResponse:
+    from nxd_server.engine.entities import entities_in
+
+    service = context_of(request).service
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise bad_request("`input` of a token classifier must be a text or a list of texts", "input")
+    if body.truncate_prompt_tokens is not None:
+        raise unsupported("truncate_prompt_tokens", "of a token classifier: what is cut off has no labels")
+    results = await _encode(request, texts)
+    encoder, strategy = service.require_encoder(), body.aggregation_strategy or "simple"
+
+    def entities() -> list[dict[str, Any]]:
+        pairs = enumerate(zip(texts, results, strict=True))
+        return [
+            {"index": i, "entities": entities_in(text, found.values, encoder.labels, encoder.tokenizer, strategy)}
+            for i, (text, found) in pairs
+        ]
+
+    data = await asyncio.to_thread(entities)
+    return JSONResponse({"object": "list", "data": data, "model": service.model_name, "usage": _usage(results)})
 
 
 def verdict_on(logits: torch.Tensor, labels: Sequence[str], scores: str) -> dict[str, Any]:

@@ -240,6 +240,9 @@ class ClassifyBody(Body):
     input: Any = Field(..., description="As for embeddings, or a list of pairs of texts, each pair one input.")
     model: str | None = None
     truncate_prompt_tokens: Whole | None = Field(None, description=_TRUNCATE)
+    aggregation_strategy: Literal["none", "simple", "first", "average", "max"] | None = Field(
+        None, description="Of a token classifier: how tokens become entities, as in transformers. Default: simple."
+    )
 
 
 def token_lists(value: Any, field: str) -> list[str | list[int]]:
