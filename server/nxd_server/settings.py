@@ -394,7 +394,15 @@ def read_settings(path: Path) -> dict[str, Any]:
         if path.suffix == ".json":
             data = json.loads(text)
         elif path.suffix in (".yaml", ".yml"):
-            data = _load_yaml(text)
+            try:
+                import yaml
+            except ImportError:
+                fix = "(pip install pyyaml), or write JSON"
+                raise SettingsError(f"a YAML configuration file needs PyYAML {fix}") from None
+            try:
+                data = yaml.safe_load(text) or {}
+            except yaml.YAMLError as error:
+                raise ValueError("not YAML") from error
         else:
             raise SettingsError(f"the configuration file {str(path)!r} must end in .json, .yaml or .yml")
     except ValueError as error:
@@ -407,17 +415,6 @@ def read_settings(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise SettingsError(f"the configuration file {str(path)!r} must hold a mapping of setting names to values")
     return {str(name).replace("-", "_"): value for name, value in data.items()}
-
-
-def _load_yaml(text: str) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise SettingsError("a YAML configuration file needs PyYAML (pip install pyyaml), or write JSON") from None
-    try:
-        return yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ValueError("not YAML") from error
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:

@@ -108,7 +108,9 @@ class _Run:
         """Serve until the end; return the exit status."""
         self._loop = asyncio.get_running_loop()
         self._service = service = make_service(self.on_failure)
-        self._handle_signals()
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._loop.add_signal_handler(number, self._on_signal, number)
         service.start()  # the ranks import and load while this process imports the HTTP layer
         from nxd_server.http.server import make_server  # slow: uvicorn and FastAPI
 
@@ -133,12 +135,6 @@ class _Run:
         status = 0 if graceful and not self._hurry.is_set() else 1
         logger.info("ended with status %d", status)
         return status
-
-    def _handle_signals(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._stop.is_set():

@@ -378,11 +378,6 @@ class Service:
         """How many of the most likely tokens the graphs return."""
         return int(self.metadata.get("top_logprobs") or 0)
 
-    @property
-    def continues_prompts(self) -> bool:
-        """Whether an answer continues its prompt; otherwise it is a new text."""
-        return not self.metadata.get("encodes_prompts")
-
     def bucket_shapes(self) -> list[tuple[str, int, int]]:
         """Return name, batch and length of every bucket; 1 if its first input lacks that dimension."""
         shapes = []

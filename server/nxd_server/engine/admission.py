@@ -205,7 +205,12 @@ class WeightGate:
         change = Change(action, quiet)
         try:
             with self._lock:
-                self._want(change)
+                if self._over:
+                    raise EngineUnavailableError(f"the weights are unchanged: the engine is {self._over}", self._over)
+                if self._change is not None:
+                    raise WeightsBusyError
+                self._change = change
+                self._lock.notify_all()
                 self._lock.wait_for(lambda: change.begun or change.done, min(timeout, threading.TIMEOUT_MAX))
                 if not (change.begun or change.done):
                     raise WeightsBusyError(self._late(quiet, timeout))
@@ -219,14 +224,6 @@ class WeightGate:
         if change.error is not None:
             raise change.error
         return change.version
-
-    def _want(self, change: Change) -> None:
-        if self._over:
-            raise EngineUnavailableError(f"the weights are unchanged: the engine is {self._over}", self._over)
-        if self._change is not None:
-            raise WeightsBusyError
-        self._change = change
-        self._lock.notify_all()
 
     def _late(self, quiet: bool, timeout: float) -> str:
         what = f"{len(self._begun)} requests that had begun were" if quiet else "the step that runs was"

@@ -177,7 +177,10 @@ class Engine(EngineCore):
         with self.lock:
             self.check_open()
             queue.check(params.n)
-            self._check_tokens(len(prompt) * params.n)
+            limit, waiting = self.max_queued_tokens, inbox.waiting_tokens
+            if limit is not None and waiting and waiting + len(prompt) * params.n > limit:
+                words = f"{waiting} prompt tokens are waiting and at most {limit} may; try again later"
+                raise queue.full(words, len(inbox.arrivals))
             lora = None if adapter is None else self.adapters.take(adapter, params.n)
             before = () if self._encodes_prompts else prompt
             for index, sampler in enumerate(samplers):
@@ -247,14 +250,6 @@ class Engine(EngineCore):
             )
             for index in range(params.n)
         ]
-
-    def _check_tokens(self, tokens: int) -> None:
-        limit, waiting = self.max_queued_tokens, self._inbox.waiting_tokens
-        if limit is None or waiting == 0 or waiting + tokens <= limit:
-            return
-        raise self.queue.full(
-            f"{waiting} prompt tokens are waiting and at most {limit} may; try again later", len(self._inbox.arrivals)
-        )
 
     # --- steps: the engine's thread -----------------------------------------------------------------------
 
@@ -484,22 +479,18 @@ def _failure(error: Exception) -> GenerationError:
 
 
 def steps_in_flight(model: RankModel, known: bool) -> int:
-    """Return how many steps the ranks may have at once. ``known``: tokens must be known before they are fed."""
+    """Return how many steps the ranks may have at once. ``known``: tokens must be known before they are fed.
+
+    For a step to begin while the previous one runs, the model must take arrays and run in processes, and without a
+    pipeline its graphs must accept an unknown token and decode one token per row. With several ranks a core must be
+    free: if the engine took a core from a rank during a step, all ranks would wait (2 % slower at tp 2 on two cores);
+    between two steps they wait anyway.
+    """
     stages = model.manifest.pp_degree
     if stages > 1:
         return stages + 1 if model.arrays else 1
-    return 2 if not known and steps_may_follow(model) else 1
-
-
-def steps_may_follow(model: RankModel) -> bool:
-    """Whether a step may begin while the previous one runs.
-
-    The model must take arrays and run in processes, and its graphs must accept an unknown token and decode one token
-    per row. With several ranks a core must be free: if the engine took a core from a rank during a step, all ranks
-    would wait (2 % slower at tp 2 on two cores); between two steps they wait anyway.
-    """
     tokens = [tokens_input(bucket) for bucket in model.manifest.buckets]
     unknown = all(spec.minimum is not None and spec.minimum <= UNKNOWN for spec in tokens)
     single = min(spec.shape[1] for spec in tokens) == 1
     free = model.manifest.tp_degree == 1 or model.spare_cores > 0
-    return model.arrays and unknown and single and free
+    return 2 if model.arrays and not known and unknown and single and free else 1

@@ -119,16 +119,18 @@ class OneShotEngine(EngineCore):
             check_timeout(timeout)
             if not self._kernel:
                 self._router.route((), tensors)
-            if self.batches:
-                check_rows(tensors)
+            rows = {name: tensor.shape[0] for name, tensor in tensors.items()} if self.batches else {}
+            if len(set(rows.values())) > 1:
+                counts = ", ".join(f"{name}: {count}" for name, count in rows.items())
+                raise InputMismatchError(f"the inputs of one call have the same number of rows, got {counts}")
         except (NxdError, ValueError):
             queue.rejected["invalid"] += 1
             raise
         now = time.monotonic()
-        rows = next(iter(tensors.values())).shape[0] if self.batches and tensors else queue.capacity
         future: Future = Future()
         deadline = None if timeout is None else now + timeout
-        job = Job(tensors, future, rows, now, deadline, convert or dict, whole or WholeRequest())
+        count = next(iter(rows.values()), queue.capacity)
+        job = Job(tensors, future, count, now, deadline, convert or dict, whole or WholeRequest())
         with self.lock:
             self.check_open(continuing)
             if not (continuing and self.gate.wanted):  # the queued requests wait for this one to end
@@ -400,14 +402,6 @@ def batches_rows(manifest: Manifest) -> bool:
             if source is None or source[0] not in names or source[1] != 0:
                 return False
     return True
-
-
-def check_rows(inputs: Mapping[str, torch.Tensor]) -> None:
-    """Raise InputMismatchError if the inputs of one request differ in their number of rows."""
-    rows = {name: tensor.shape[0] for name, tensor in inputs.items()}
-    if len(set(rows.values())) > 1:
-        counts = ", ".join(f"{name}: {count}" for name, count in rows.items())
-        raise InputMismatchError(f"the inputs of one call have the same number of rows, got {counts}")
 
 
 def bucket_fits(bucket: BucketSpec, inputs: Mapping[str, torch.Tensor]) -> bool:

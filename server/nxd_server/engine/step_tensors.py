@@ -65,7 +65,9 @@ class StepInputs:
             self.tensors = self._arrays = InputBlock(bucket)
         else:
             self._arrays = {spec.name: np.empty(spec.shape, spec.dtype) for spec in known}
-            self.tensors = _as_tensors(self._arrays)
+            import torch  # slow
+
+            self.tensors = {name: torch.from_numpy(array) for name, array in self._arrays.items()}
         for spec in known:
             default = spec.default if spec.default is not None else SAMPLER_DEFAULTS.get(spec.name, 0)
             self._arrays[spec.name][...] = default
@@ -156,12 +158,6 @@ class _Column:
 def tokens_input(bucket: BucketSpec) -> InputSpec:
     """Return the spec of a step's tokens: ``[rows, tokens of a row]``."""
     return next(spec for spec in bucket.inputs if spec.name == "tokens")
-
-
-def _as_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    import torch
-
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 class StepOutputs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 
@@ -30,11 +30,6 @@ class Encoded:
     """float32: the embedding [hidden], the logits [labels], or those of each token [tokens, labels]."""
     tokens: int
     """Number of tokens of the text, including special tokens."""
-
-
-def is_pair(value: object) -> TypeGuard[tuple[str, str]]:
-    """Whether ``value`` is a pair of texts."""
-    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(text, str) for text in value)
 
 
 class TextEncoder:
@@ -140,10 +135,15 @@ class TextEncoder:
     def parts(self, text: str | tuple[str, str] | Sequence[int], prompt_name: str | None) -> tuple[str, ...]:
         """Return the one or two texts to tokenize, a text with the model's prompt prepended; none for token ids."""
         if isinstance(text, str):
-            return (self._prompt(prompt_name) + text,)
+            if prompt_name is not None and prompt_name not in self.prompts:
+                known = ", ".join(self.prompts) or "none"
+                raise RequestError("prompt_name", f"this model has no prompt {prompt_name[:100]!r}; it has {known}")
+            name = self._default_prompt if prompt_name is None else prompt_name
+            return (self.prompts.get(name or "", "") + text,)
         if prompt_name is not None:
             raise RequestError("prompt_name", "a prompt is put in front of a text alone, not of token ids or of a pair")
-        return text if is_pair(text) else ()
+        pair = isinstance(text, tuple) and all(isinstance(part, str) for part in text)
+        return cast("tuple[str, ...]", text) if pair and len(text) == 2 else ()
 
     def most(self, asked: int | None) -> int | None:
         """Return the length to truncate to, or None. Raises RequestError if it is invalid or above the limit."""
@@ -154,14 +154,6 @@ class TextEncoder:
         raise RequestError(
             "truncate_prompt_tokens", f"must be -1, or from 1 to this model's {self.max_len} tokens, got {asked}"
         )
-
-    def _prompt(self, name: str | None) -> str:
-        if name is None:
-            return self.prompts.get(self._default_prompt or "", "")
-        if name not in self.prompts:
-            known = ", ".join(self.prompts) or "none"
-            raise RequestError("prompt_name", f"this model has no prompt {name[:100]!r}; it has {known}")
-        return self.prompts[name]
 
 
 def scores_of(metadata: Mapping[str, Any]) -> str:

@@ -83,7 +83,8 @@ class RequestMiddleware:
             whole.close()
             self._context.in_flight.discard(body)
             seconds = time.monotonic() - begin
-            route = _route(scope)
+            # The route's template, so that a scanner cannot fill the metrics with paths.
+            route = getattr(scope.get("route"), "path", None) or "unmatched"
             self._context.metrics.http(scope["method"], route, status, seconds)
             probe = scope["path"] in OPEN_PATHS and status in (200, 503)  # some client polls every second
             if self._access_log and not probe:
@@ -118,9 +119,3 @@ def _request_id(scope: Scope) -> str:
         if name == ID_HEADER and _SAFE_ID.fullmatch(value):
             return value.decode("ascii")
     return f"req-{uuid.uuid4().hex}"
-
-
-def _route(scope: Scope) -> str:
-    """Return the route's template, so that a scanner cannot fill the metrics with paths."""
-    route = scope.get("route")
-    return getattr(route, "path", None) or "unmatched"

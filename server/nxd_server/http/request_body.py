@@ -58,12 +58,6 @@ def too_large(limit: int) -> ApiError:
     return ApiError(413, f"the request body is larger than {limit} bytes, the limit of this server (max_body_bytes)")
 
 
-def declared_length(request: Request) -> int | None:
-    """Return the ``Content-Length``, or ``None`` for a chunked or absent body."""
-    value = request.headers.get("content-length")
-    return int(value) if value is not None and value.isascii() and value.isdigit() else None
-
-
 def parse_json(data: bytes) -> dict[str, Any]:
     """``data`` as a JSON object.
 
@@ -113,8 +107,8 @@ class Bodies:
                 raise ApiError(
                     415, f"the request body is compressed ({value[:40].decode('latin-1')!r}); send it as it is"
                 )
-        declared = declared_length(request)
-        if declared is not None and declared > limit:
+        declared = request.headers.get("content-length", "")  # not of a chunked body
+        if declared.isascii() and declared.isdigit() and int(declared) > limit:
             raise too_large(limit)
         try:
             data = await asyncio.wait_for(self._read(request, limit, silence), timeout)

@@ -41,8 +41,14 @@ def tensor_from_json(value: Any, default: torch.dtype | None, field: str) -> tor
             raise unknown_field(f"{field}.{clip(unknown[0])}", known)
         if "data" not in value:
             raise missing_field(f"{field}.data")
-        dtype = _dtype(value["dtype"], field) if value.get("dtype") is not None else default
-        shape = _shape(value["shape"], field) if value.get("shape") is not None else None
+        if (name := value.get("dtype")) is not None:
+            if not isinstance(name, str) or name not in DTYPES:
+                raise bad_request(f"`{field}.dtype` must be one of {', '.join(DTYPES)}", f"{field}.dtype")
+            dtype = DTYPES[name]
+        if (shape := value.get("shape")) is not None:
+            if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+                raise bad_request(f"`{field}.shape` must be a list of sizes", f"{field}.shape")
+            _check_shape(shape, f"{field}.shape")
         value = value["data"]
     flat, own_shape = _flatten(value, field)
     tensor = _convert(flat, dtype, field)
@@ -50,19 +56,6 @@ def tensor_from_json(value: Any, default: torch.dtype | None, field: str) -> tor
     if math.prod(shape) != len(flat):
         raise bad_request(f"`{field}`: {len(flat)} values do not fill the shape {shape}", field)
     return tensor.reshape(shape)
-
-
-def _dtype(name: Any, field: str) -> torch.dtype:
-    if not isinstance(name, str) or name not in DTYPES:
-        raise bad_request(f"`{field}.dtype` must be one of {', '.join(DTYPES)}", f"{field}.dtype")
-    return DTYPES[name]
-
-
-def _shape(value: Any, field: str) -> list[int]:
-    if not isinstance(value, list) or not all(type(size) is int and size >= 0 for size in value):
-        raise bad_request(f"`{field}.shape` must be a list of sizes", f"{field}.shape")
-    _check_shape(value, f"{field}.shape")
-    return value
 
 
 def _check_shape(shape: Sequence[int], field: str) -> None:

@@ -66,19 +66,17 @@ async def _answer(context: Context, body: TokenizeBody) -> JSONResponse:
         tools = offered_tools(body.tools or [], None, service.tool_format)
         text = await chat_text(service, body.messages, body.chat_template_kwargs, tools, body.documents or [])
         special, field = False, "messages"
-    service.require_tokenizer().check_length(text, service.max_len, field)
-    work = functools.partial(_tokenized, context, body, text, special, field)
-    return work() if len(text) <= INLINE_TEXT else await context.encoders.run(work)
-
-
-def _tokenized(context: Context, body: TokenizeBody, text: str, special: bool, field: str) -> JSONResponse:
-    service = context.service
     tokenizer = service.require_tokenizer()
-    tokens = tokenizer.encode(text, add_special_tokens=special, field=field)
-    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_len, "tokens": tokens}
-    if body.return_token_strs:
-        answer["token_strs"] = [tokenizer.token_text(token) for token in tokens]
-    return JSONResponse(answer)
+    tokenizer.check_length(text, service.max_len, field)
+
+    def work() -> JSONResponse:
+        tokens = tokenizer.encode(text, add_special_tokens=special, field=field)
+        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_len, "tokens": tokens}
+        if body.return_token_strs:
+            answer["token_strs"] = [tokenizer.token_text(token) for token in tokens]
+        return JSONResponse(answer)
+
+    return work() if len(text) <= INLINE_TEXT else await context.encoders.run(work)
 
 
 async def detokenize(request: Request, body: DetokenizeBody) -> JSONResponse:

@@ -58,7 +58,9 @@ async def completions(request: Request, body: CompletionBody) -> Any:
     echoes = [""] * len(tokens)
     if body.echo:
         echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
-    answer = _Completion(adapter or service.model_name, tokenizer, body, echoes, tokens, service.continues_prompts)
+    answer = _Completion(
+        adapter or service.model_name, tokenizer, body, echoes, tokens, not service.metadata.get("encodes_prompts")
+    )
     return await respond(request, body, Generation(request, tokens, each, adapter, grammar), answer)
 
 

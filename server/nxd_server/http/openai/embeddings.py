@@ -43,7 +43,8 @@ async def embeddings(request: Request, body: EmbeddingBody) -> JSONResponse:
     service = context_of(request).service
     check_model(service, body.model)
     require_task(service, "/v1/embeddings", "embed")
-    size = _output_size(service.manifest, "embedding")
+    outputs = (spec for bucket in service.manifest.buckets for spec in bucket.outputs)
+    size = next((spec.shape[-1] for spec in outputs if spec.name == "embedding"), None)
     if body.dimensions is not None and body.dimensions != size:
         raise unsupported("dimensions", f"this model's embeddings have {size}, got {body.dimensions}")
     results = await _encode(
@@ -195,11 +196,3 @@ def _vector(values: torch.Tensor, form: str) -> list[float] | str:
 def _usage(results: list[Encoded]) -> dict[str, int]:
     tokens = sum(result.tokens for result in results)
     return {"prompt_tokens": tokens, "total_tokens": tokens}
-
-
-def _output_size(manifest: Any, name: str) -> int | None:
-    for bucket in manifest.buckets:
-        for spec in bucket.outputs:
-            if spec.name == name:
-                return spec.shape[-1]
-    return None

@@ -126,22 +126,20 @@ class SamplingBody(create_model("SamplerBody", __base__=Body, **_sampler_fields(
         """Return the engine's parameters, with ``defaults`` for what the body omits. Raises RequestError for a value
         out of range."""
         given = {name: value for name in SAMPLER_FIELDS if (value := getattr(self, name)) is not None}
-        same = {
-            name: getattr(self, name) for name in ("seed", "stop", "stop_token_ids", "n", "min_tokens", "ignore_eos")
-        }
+        names = ("seed", "stop", "stop_token_ids", "n", "min_tokens", "ignore_eos")
+        same = {name: getattr(self, name) for name in names}
+        biases: dict[int, float] = {}
+        for token, bias in self.logit_bias.items():
+            if not (token.isascii() and token.isdigit() and len(token) < 12):
+                raise bad_request(f"`logit_bias`: {clip(token)!r} is not a token id", param="logit_bias")
+            biases[int(token)] = bias
         return SamplingParams(
             **{**defaults, **given, **same},
             max_tokens=max_tokens,
             logprobs=logprobs,
             cache_salt=self.cache_salt if self.cache_prompt else secrets.token_hex(16),
-            logit_bias={_token_id(token): bias for token, bias in self.logit_bias.items()},
+            logit_bias=biases,
         )
-
-
-def _token_id(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 12):
-        raise bad_request(f"`logit_bias`: {clip(text)!r} is not a token id", param="logit_bias")
-    return int(text)
 
 
 class CompletionBody(SamplingBody):
@@ -255,7 +253,9 @@ def token_lists(value: Any, field: str) -> list[str | list[int]]:
         return [value]
     if not isinstance(value, list):
         raise bad_request(f"`{field}` must be a string, a list of strings, or token ids", param=field)
-    _check_count(value, field)
+    _not_empty(value, field)
+    if len(value) > MOST_TEXTS and not isinstance(value[0], int | float):
+        raise bad_request(f"`{field}` has {len(value)} texts; one request may have {MOST_TEXTS}", param=field)
     if all(isinstance(item, str) for item in value):
         return list(value)
     if _ids(value):
@@ -283,12 +283,6 @@ def texts_or_pairs(value: Any, field: str) -> list[str | tuple[str, str] | list[
 
 def _is_pair(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
-
-
-def _check_count(value: list[Any], field: str) -> None:
-    _not_empty(value, field)
-    if len(value) > MOST_TEXTS and not isinstance(value[0], int | float):
-        raise bad_request(f"`{field}` has {len(value)} texts; one request may have {MOST_TEXTS}", param=field)
 
 
 def _not_empty(value: list[Any], path: str) -> None:
