@@ -127,8 +127,8 @@ class Encoder:
 
     def _answer(self, prompt: Any, answer: Any, columns: Record) -> Example:
         """A prompt and what follows it: texts, or lists of messages."""
-        if not isinstance(prompt, str) and not isinstance(answer, str):
-            asked = self._messages(prompt, "prompt") if len(prompt) else []
+        if isinstance(prompt, list) and isinstance(answer, list):
+            asked = self._messages(prompt, "prompt")
             return self._chat([*asked, *self._messages(answer, "answer")], columns, first=len(asked))
         if unread := [name for name in CHAT if name in columns]:
             raise RecipeError(f" has {unread[0]}, but its prompt and answer are no lists of messages")
@@ -164,14 +164,14 @@ class Encoder:
 
     def _messages(self, value: Any, column: str) -> list[dict[str, Any]]:
         """Return a column's messages, with ShareGPT's names as a template knows them."""
-        if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(m, Mapping) for m in value):
+        if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
             raise RecipeError(f": {column} must be a list of messages, got {value!r:.80}")
         plain = []
         for message in value:
             fields = {name: one for name, one in message.items() if f"{column}.{name}" not in self.ignore}
             if "from" in fields and "value" in fields:
                 role = fields.pop("from")
-                if role not in ROLES:
+                if not isinstance(role, str) or role not in ROLES:
                     raise RecipeError(f": a message is from {role!r}; known are {', '.join(ROLES)}")
                 fields = {"role": ROLES[role], "content": fields.pop("value"), **fields}
             plain.append(fields)
@@ -254,6 +254,10 @@ def _tokens(columns: Record) -> Example:
 def _preference(columns: Record) -> tuple[Any, Any, Any]:
     """Return prompt, chosen and rejected; without a prompt it is what the answers begin with alike."""
     chosen, rejected = columns["chosen"], columns["rejected"]
+    if not isinstance(chosen, str | list) or not isinstance(rejected, type(chosen)):
+        raise RecipeError(
+            f": chosen and rejected must be texts or lists of messages, got {chosen!r:.40}, {rejected!r:.40}"
+        )
     if "prompt" in columns:
         if isinstance(columns["prompt"], str) != isinstance(chosen, str):
             raise RecipeError(

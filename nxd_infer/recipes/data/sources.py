@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import fsspec
+
 from nxd_infer.errors import MissingPackageError, RecipeError
 
 TEXTS = (".txt", ".md", ".rst", ".py")
@@ -81,6 +83,9 @@ def _read(path: Path, split: str | None, subset: str | None, usual: str) -> Iter
     kinds = {kind_of(one) for one in files}
     if None in kinds:
         raise RecipeError(f"data: {path} is of no kind that is read: {', '.join(KINDS)}, or a dataset saved to disk")
+    for file in files:
+        if kind_of(file) == "json":
+            _require_no_null(file)
     with tempfile.TemporaryDirectory() as cache:  # files are read as a stream: nothing but locks comes there
         if path.is_dir() and kinds != {"text"}:
             builder = datasets.load_dataset_builder(str(path), subset, cache_dir=cache)
@@ -96,6 +101,14 @@ def _read(path: Path, split: str | None, subset: str | None, usual: str) -> Iter
         chosen = _chosen(path, [str(one) for one in builder.config.data_files], split, usual)
         if any(one.stat().st_size for one in files):  # `datasets` cannot say what an empty file holds
             yield from builder.as_streaming_dataset(chosen)
+
+
+def _require_no_null(file: Path) -> None:
+    """Raise RecipeError for JSON that begins with null, at which pyarrow's reader ends the process."""
+    with fsspec.open(str(file), "rb", compression="infer") as opened:
+        head = opened.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n[")  # pyright: ignore[reportAttributeAccessIssue]
+    if head.startswith(b"null"):
+        raise RecipeError(f"data: {file} begins with null, which is no record")
 
 
 def _require_all_read(path: Path, files: list[Path], builder: Any) -> None:

@@ -41,6 +41,8 @@ def tokenizer(model_dir) -> Tokenizer:
         ("x.jsonl", '{"text": "a"}\n{"text"\n', "x.jsonl cannot be read: JSON parse error: .* in row 1"),
         ("x.jsonl", '{"text": "a"}\n7\n', "x.jsonl cannot be read: JSON parse error"),
         ("x.json", "[1", "x.json cannot be read"),
+        ("x.jsonl", 'null\n{"text": "a"}\n', "begins with null, which is no record"),
+        ("x.json", '[ null, {"text": "a"}]', "begins with null, which is no record"),
         ("x.bin", "", "is of no kind that is read"),
         ("none", None, "is not there"),
         ("", None, "has no file"),
