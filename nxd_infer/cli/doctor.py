@@ -27,7 +27,7 @@ OPTIONAL = {
     "tokenizers": "text in and out: pip install 'nxd-infer[server]'",
     "tensorboard": "training curves: pip install 'nxd-infer[train]'",
     "lightning": "training with PyTorch Lightning: pip install 'nxd-infer[lightning]'",
-    "transformers": "training, tracing and verifying Hugging Face's own modules: pip install 'nxd-infer[hf]'",
+    "transformers": "tokenizers of models to trace, and Hugging Face's own modules: pip install 'nxd-infer[hf]'",
     "gguf": "GGUF files as models: pip install 'nxd-infer[hf]'",
     "cloudpickle": "tracing functions defined in a notebook: pip install cloudpickle",
 }

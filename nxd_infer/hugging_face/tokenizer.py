@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -27,11 +26,8 @@ VOCABULARIES = (
 )
 """Files, of which a tokenizer's directory has at least one."""
 BESIDE = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.*",
-    "*templates/*.jinja",
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.*", f"{FURTHER_TEMPLATES}/*.jinja"),
 )
 TEXTS = (
     "",
@@ -201,51 +197,40 @@ def _texts(tokenizer: Any) -> Iterator[str]:
 
 def _compare(tokenizer: Any, raw: Any, directory: Path) -> None:
     """Raise ModelConfigError if ``raw`` gives other ids than the tokenizer, or other types for a pair."""
-
-    def wanted(*texts: str, **options: Any) -> Any:
-        try:
-            return dict(tokenizer(*texts, **options))
-        except Exception as error:  # there are none for this text, or it takes no pairs: then neither may ours
-            return type(error).__name__
-
-    def ours(*texts: str, **options: Any) -> Any:
-        try:
-            found = raw.encode(*texts, **options)
-        except Exception as error:
-            return type(error).__name__
-        return {"input_ids": found.ids, "token_type_ids": found.type_ids}
-
-    pairs = [(one, other) for one, other in itertools.pairwise(_texts(tokenizer)) if one and other]
-    for texts in [*((text,) for text in _texts(tokenizer)), *pairs[:2]]:
+    texts = list(_texts(tokenizer))
+    for given in [*((text,) for text in texts), (texts[2], texts[3]), (texts[4], texts[2])]:
         for special in (True, False):
-            right, found = wanted(*texts, add_special_tokens=special), ours(*texts, add_special_tokens=special)
-            if isinstance(right, str) or isinstance(found, str):
-                same = isinstance(right, str) == isinstance(found, str) or len(texts) > 1
+            right, found = (_tried(call, given, special) for call in (tokenizer, raw.encode))
+            if isinstance(right, Exception) or isinstance(found, Exception):  # there are none, or it takes no pairs
+                same = isinstance(right, Exception) == isinstance(found, Exception) or len(given) > 1
             else:
-                same = all(right[name] == found[name] for name in found if name in right)
+                same = right["input_ids"] == found.ids
+                same = same and right.get("token_type_ids", found.type_ids) == found.type_ids
             if not same:
-                kind = type(tokenizer).__name__
+                right = repr(right) if isinstance(right, Exception) else right["input_ids"]
+                found = repr(found) if isinstance(found, Exception) else found.ids
                 raise ModelConfigError(
-                    f"{directory}: its {kind} does in Python what the library tokenizers does not do: "
-                    f"{' + '.join(texts)!r} has the tokens {_shown(right)}, and there {_shown(found)}. Where that does "
-                    f'not matter, set "tokenizer_class": "PreTrainedTokenizerFast" in its {CONFIG}. {_FIX}'
+                    f"{directory}: its {type(tokenizer).__name__} does in Python what the library tokenizers does not "
+                    f"do: {' + '.join(given)!r} has the tokens {right!s:.200}, and there {found!s:.200}. Where that "
+                    f'does not matter, set "tokenizer_class": "PreTrainedTokenizerFast" in its {CONFIG}. {_FIX}'
                 )
 
 
-def _shown(encoding: Any) -> str:
-    return encoding if isinstance(encoding, str) else f"{encoding['input_ids']!s:.200}"
+def _tried(call: Any, texts: tuple[str, ...], special: bool) -> Any:
+    try:
+        return call(*texts, add_special_tokens=special)
+    except Exception as error:
+        return error
 
 
 def _settings(tokenizer: Any) -> dict[str, Any]:
     """Return what a server, and transformers, must know of a tokenizer beside ``tokenizer.json``."""
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    for name in ("model_input_names", "model_max_length", "clean_up_tokenization_spaces", "padding_side"):
-        config[name] = getattr(tokenizer, name, None)
-    if getattr(tokenizer, "split_special_tokens", False):
-        config["split_special_tokens"] = True
-    special = tokenizer.special_tokens_map
-    return config | {
-        name: str(value) if isinstance(value, str) else list(map(str, value)) for name, value in special.items()
+    names = ("model_input_names", "model_max_length", "clean_up_tokenization_spaces", "split_special_tokens")
+    special = tokenizer.special_tokens_map.items()
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{name: getattr(tokenizer, name, None) for name in (*names, "padding_side")},
+        **{name: str(one) if isinstance(one, str) else list(map(str, one)) for name, one in special},
     }
 
 

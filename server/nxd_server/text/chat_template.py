@@ -200,28 +200,27 @@ class _Compiled:
 
     @functools.cached_property
     def _takes_text(self) -> bool:
-        return self._shows(_PROBES[0])
+        return _PROBES[0] in self._probed(_PROBES[0])
 
     @functools.cached_property
     def _takes_parts(self) -> bool:
-        parts = [{"type": "text", "text": probe} for probe in _PROBES]
-        return self._shows(parts) and self._shows(parts[:1])
+        text = self._probed([{"type": "text", "text": probe} for probe in _PROBES])
+        return all(probe in text for probe in _PROBES) and not _LISTED.search(text)
 
-    def _shows(self, content: Any) -> bool:
-        """Whether a message's words come into the prompt, and not in the notation of a list."""
+    def _probed(self, content: Any) -> str:
+        """Return the prompt of a message with this content; empty if the template cannot render it."""
         scope = {"messages": [{"role": "user", "content": content}], "tools": None, "documents": None}
         try:
-            text = self.text({**scope, "add_generation_prompt": False}, _Tracker(MOST_CHARACTERS))
+            return self.text({**scope, "add_generation_prompt": False}, _Tracker(MOST_CHARACTERS))
         except MemoryError:
             raise
         except Exception:
-            return False
-        wanted = [content] if isinstance(content, str) else [part["text"] for part in content]
-        return all(word in text for word in wanted) and (isinstance(content, str) or not _LISTED.search(text))
+            return ""
 
 
 _PROBES = ("zq1probe", "zq2probe")
 _LISTED = re.compile(rf"""text["']\s*:\s*["']{_PROBES[0]}""")
+"""Parts in the notation of a list, of Python's or JSON's."""
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
