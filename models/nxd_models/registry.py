@@ -24,7 +24,16 @@ from nxd_infer.hugging_face.gguf_file import model_directory
 from nxd_infer.util.dtypes import dtype_of
 from nxd_models.hf.config_file import ModelFile, read_json
 from nxd_models.hf.sentence_transformers import activation_fields, pooling_options
-from nxd_models.spec import NATIVE, TASKS, TRANSFORMERS, DecoderConfig, EncoderConfig, ModelDirectory, ModelSpec
+from nxd_models.spec import (
+    NATIVE,
+    TASKS,
+    TRANSFORMERS,
+    DecoderConfig,
+    EncoderConfig,
+    ModelDirectory,
+    ModelSpec,
+    writes_sentences,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -100,9 +109,9 @@ def find(model_type: Any, origin: str = "config.json") -> ModelSpec:
     return _imported(next(point for point in _points() if point.name == model_type), origin)
 
 
-def _last_resort(model_type: Any, origin: str) -> ModelSpec:
+def _last_resort(model_type: Any, origin: str, embeds: bool = False) -> ModelSpec:
     families = importlib.import_module(LAST_RESORT)
-    spec = families.family_of(model_type)
+    spec = families.family_of(model_type, embeds)
     if spec is None:
         raise ModelConfigError(
             f"{origin}: model_type = {model_type!r}: this architecture is not defined here; known are "
@@ -178,14 +187,14 @@ def load_config(
     def read(spec: ModelSpec, why: str = "") -> ModelDirectory:
         return ModelDirectory(path, spec, spec.read_config(raw, str(file)), architectures, raw, why)
 
-    kind = raw.get("model_type")
+    kind, embeds = raw.get("model_type"), task == "embed" or (task is None and writes_sentences(path))
     if model_impl == TRANSFORMERS:
-        return read(_last_resort(kind, str(file)))
+        return read(_last_resort(kind, str(file), embeds))
     spec = find(kind, str(file))
     if model_impl == NATIVE and spec.model_impl is not None:
         raise ModelConfigError(f"{file}: model_type = {kind!r} has no family here (model_impl = {NATIVE!r})")
     if model_impl == NATIVE or spec.model_impl is not None:
-        return read(spec)
+        return read(_last_resort(kind, str(file), embeds) if embeds and spec.model_impl else spec)
     try:
         found = read(spec)
         found.task(task)
@@ -194,7 +203,7 @@ def load_config(
     else:
         return found
     try:
-        return read(_last_resort(kind, str(file)), why)
+        return read(_last_resort(kind, str(file), embeds), why)
     except (ModelConfigError, MissingPackageError) as error:
         raise type(error)(f"{why}; in transformers' own module: {error}") from error
 
@@ -232,8 +241,18 @@ def weights(model_dir: str | os.PathLike[str] | ModelDirectory, task: str | None
     """
     if not isinstance(model_dir, ModelDirectory):
         return hf.weights.weights(model_dir)
-    read = model_dir.spec.tasks[model_dir.task(task)].weights
-    return hf.weights.weights(model_dir.path) if read is None else read(model_dir.path)
+    path, task = model_dir.path, model_dir.task(task)
+    read = model_dir.spec.tasks[task].weights or hf.weights.weights
+    dense = pooling_options(path).get("dense", ()) if task == "embed" else ()
+    if not dense:
+        return read(path)
+    from nxd_infer.layout.sources import FirstOf, RemappedSource  # imports torch
+
+    layers = [
+        RemappedSource(source, {f"dense.{i}.{name.removeprefix('linear.')}": name for name in source.keys()})  # noqa: SIM118
+        for i, source in enumerate(hf.weights.weights(path / one["folder"]) for one in dense)
+    ]
+    return FirstOf(*layers, read(path))
 
 
 def load_model(

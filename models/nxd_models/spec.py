@@ -33,6 +33,11 @@ _BARE = re.compile(r"(?!.*(For[A-Z]|Head)).*Model")
 """Names of architectures without a head."""
 
 
+def writes_sentences(model_dir: Path) -> bool:
+    """Return whether a directory is an embedding model that sentence-transformers wrote."""
+    return (model_dir / "modules.json").is_file()
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """The parts of a causal language model's configuration that serving reads. Families subclass it to add fields."""
@@ -217,15 +222,16 @@ class ModelDirectory:
             raise ModelConfigError(f"there is no task {wanted!r}; tasks are {', '.join(TASKS)}")
         found = wanted or self._default()
         if found not in self.tasks:
+            what = "anything by default" if found is None else repr(found)
             raise ModelConfigError(
                 f"{self.path}: a {self.model_type} model with architectures = {list(self.architectures)} cannot do "
-                f"{found or 'anything by default'!r}; it can do {', '.join(self.tasks) or 'nothing'}"
+                f"{what}; it can do {', '.join(self.tasks) or 'nothing'}"
             )
         return found
 
     def _default(self) -> str | None:
         """Return "embed" for a directory of sentence-transformers, else the task of the head; "embed" without one."""
-        if (self.path / "modules.json").is_file():
+        if writes_sentences(self.path):
             return "embed"
         bare = all(_BARE.fullmatch(name) for name in self.architectures)
         heads = [task for task in self.tasks if task != "embed" or bare or self.spec.tasks[task].architecture]

@@ -119,6 +119,25 @@ class SafetensorsSource:
         self._open.clear()
 
 
+class FirstOf:
+    """Several sources as one; a name is read from the first that has it."""
+
+    def __init__(self, *sources: WeightSource):
+        self._owners = {name: source for source in reversed(sources) for name in source.keys()}  # noqa: SIM118
+
+    def keys(self) -> Iterable[str]:
+        return self._owners
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._owners[name].shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._owners[name].dtype(name)
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        return self._owners[name].read(name, slices)
+
+
 class WrappedSource:
     """The tensors of ``self._source``, which a subclass sets; it overrides what it changes."""
 

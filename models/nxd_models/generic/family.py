@@ -50,8 +50,11 @@ _TASKS = {
 }
 
 
-def family_of(model_type: Any) -> ModelSpec | None:
-    """Return the family of one model type; None if transformers does not know it."""
+def family_of(model_type: Any, embeds: bool = False) -> ModelSpec | None:
+    """Return the family of one model type; None if transformers does not know it.
+
+    ``embeds``: its directories are read as encoders, whatever their architecture.
+    """
     known = library().models.auto
     if not isinstance(model_type, str) or model_type not in known.configuration_auto.CONFIG_MAPPING_NAMES:
         return None
@@ -63,7 +66,7 @@ def family_of(model_type: Any) -> ModelSpec | None:
     blocks = next(iter(plan_registry.plan_of_type(model_type).stacks), "") if planned else ""
     return ModelSpec(
         model_types=(model_type,),
-        read_config=read_config,
+        read_config=functools.partial(read_config, embeds=embeds),
         tasks={
             **{
                 name: Task(module, step, blocks, architectures, reference, read(head))

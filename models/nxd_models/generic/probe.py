@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nxd_infer.errors import ModelConfigError
+from nxd_infer.parallel_layers.base import parameters_on_meta, real_cpu_tensors
 from nxd_models.generic import attention
 from nxd_models.generic.build import instance
 from nxd_models.generic.config import transformers_config
@@ -39,14 +40,20 @@ def layout_of(raw: Mapping[str, Any]) -> CacheLayout:
 
 @functools.lru_cache(maxsize=8)
 def _layout(raw: str) -> CacheLayout:
+    config = transformers_config(json.loads(raw))
     try:
         with torch.device("meta"):
-            model = instance("AutoModelForCausalLM", transformers_config(json.loads(raw)), torch.float32, cached=True)
-            return _probed(model)
+            return _probed(instance("AutoModelForCausalLM", config, torch.float32, cached=True))
     except ModelConfigError as error:
         return CacheLayout(why_whole=str(error))
     except Exception as error:  # of whatever type the model's code raises
-        return CacheLayout(why_whole=f"{type(error).__name__}: {' '.join(str(error).split())}")
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    try:
+        with real_cpu_tensors(), parameters_on_meta():  # as it is traced
+            instance("AutoModelForCausalLM", config, torch.float32)
+    except Exception as error:
+        raise ModelConfigError(f"transformers cannot build this {config.model_type} model: {why}") from error
+    return CacheLayout(why_whole=why)
 
 
 @torch.no_grad()

@@ -37,8 +37,8 @@ REFUSED = {
 """Model types whose results for a text depend on more than the text."""
 
 
-def read_config(raw: Mapping[str, Any], origin: str) -> DecoderConfig | EncoderConfig:
-    """A directory whose architecture generates is a decoder, any other an encoder.
+def read_config(raw: Mapping[str, Any], origin: str, *, embeds: bool = False) -> DecoderConfig | EncoderConfig:
+    """A directory whose architecture generates is a decoder unless it ``embeds``, any other an encoder.
 
     Raises ModelConfigError naming what neither step can compute.
     """
@@ -54,7 +54,7 @@ def read_config(raw: Mapping[str, Any], origin: str) -> DecoderConfig | EncoderC
     for name in file.architectures:
         if not hasattr(library(), name):
             raise file.error("architectures", f"transformers has no class {name!r}, and code of a directory is not run")
-    if set(file.architectures).intersection(architectures_for("generate", file.model_type)):
+    if not embeds and set(file.architectures).intersection(architectures_for("generate", file.model_type)):
         if getattr(config, "is_decoder", None) is False and file.model_type not in _ALWAYS_DECODERS:
             raise file.error("is_decoder", _NOT_CAUSAL)
         if getattr(config.get_text_config(decoder=True), "is_causal", None) is False:

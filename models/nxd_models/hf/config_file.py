@@ -52,7 +52,6 @@ Positive = Annotated[float, Field(gt=0), Problem("expected a number above 0")]
 Flag = Annotated[bool, Problem("expected true or false")]
 Texts = Annotated[tuple[str, ...], Field(strict=False), Problem("expected a list of texts")]
 TokenIds = Annotated[int | list[int], Problem("expected a token id or a list of them")]
-OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
 class ConfigFile(BaseModel):
@@ -128,7 +127,7 @@ class ModelFile(ConfigFile):
         instead = "not supported in this family"
         if self._raw.get("is_causal") is False:
             raise self.error("is_causal", f"attention to later tokens is {instead}")
-        if any(name.endswith(OTHER_HEADS) for name in self.architectures):
+        if self.architectures and not any(name.endswith("ForCausalLM") for name in self.architectures):
             raise self.error("architectures", f"a head that does not generate is {instead}")
 
     @property

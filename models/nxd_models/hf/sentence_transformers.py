@@ -11,11 +11,15 @@ from typing import Any
 
 from nxd_infer.errors import ModelConfigError
 from nxd_models.hf.config_file import ConfigFile, Count, Flag, read_any_json, read_json
+from nxd_models.spec import writes_sentences
 
 POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 """How the vectors of a text's tokens are combined into one."""
 _OLD_NAMES = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
 """``POOLINGS`` in the order in which their vectors are concatenated."""
+ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
+"""Of dense layers after pooling, by torch's names."""
+_ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
 _SETTINGS_FILES = ("sentence_bert_config.json", "sentence_roberta_config.json")
 _PROMPTS_FILE = "config_sentence_transformers.json"
 
@@ -25,25 +29,56 @@ class _Settings(ConfigFile):
     do_lower_case: Flag | None = None
 
 
-def pooling_options(model_dir: Path) -> dict[str, Any]:
-    """Return ``pooling`` and ``normalize`` from ``modules.json``; {} if there is none.
+class _Dense(ConfigFile):
+    in_features: Count
+    out_features: Count
+    bias: Flag = True
+    activation_function: str = "torch.nn.modules.activation.Tanh"
+    module_input_name: str = "sentence_embedding"
+    module_output_name: str | None = None
 
-    Raises ModelConfigError naming an unsupported step: without it the vectors would differ.
+
+def pooling_options(model_dir: Path) -> dict[str, Any]:
+    """Return ``pooling``, ``normalize`` and ``dense``, if there are dense layers, from ``modules.json``; {} without it.
+
+    Raises ModelConfigError naming an unsupported step, or order of steps: without it the vectors would differ.
     """
     file = model_dir / "modules.json"
-    if not file.is_file():
+    if not writes_sentences(model_dir):
         return {}
     options: dict[str, Any] = {"normalize": False}
-    for kind, folder in _modules(file):
+    dense: list[dict[str, Any]] = []
+    steps = [step for step in _modules(file) if step[0] != "Dropout"]  # which acts in training only
+    for kind, folder in steps:
         if kind == "Normalize":
             options["normalize"] = True
         elif kind == "Pooling":
             options["pooling"] = _pooling(model_dir, folder)
-        elif kind not in ("Transformer", "Dropout"):  # dropout only acts in training
+        elif kind == "Dense":
+            dense.append(_dense(model_dir, folder))
+        elif kind != "Transformer" or folder:
             raise ModelConfigError(
-                f"{file}: a module of the type {kind!r} is not supported; supported are Transformer, Pooling, Normalize"
+                f"{file}: a module of the type {kind!r} in the folder {folder!r} is not supported; supported are "
+                f"{', '.join(_ORDER)}, the first of them in the directory itself"
             )
-    return options
+    order = [_ORDER.index(kind) for kind, _ in steps]
+    if order != sorted(order):
+        kinds = ", ".join(kind for kind, _ in steps)
+        raise ModelConfigError(f"{file}: the modules {kinds} are not supported in this order, but {', '.join(_ORDER)}")
+    return {**options, **({"dense": dense} if dense else {})}
+
+
+def _dense(model_dir: Path, folder: str) -> dict[str, Any]:
+    file = model_dir / folder / "config.json"
+    found = _Dense.read(read_json(file), str(file))
+    found.refuse("use_residual", "a residual connection around the layer is not supported")
+    if {found.module_input_name, found.module_output_name or "sentence_embedding"} != {"sentence_embedding"}:
+        raise found.error("module_input_name", "only layers after pooling are supported")
+    name = found.activation_function.rpartition(".")[2]
+    if not found.activation_function.startswith("torch.") or name not in ACTIVATIONS:
+        raise found.error("activation_function", f"not supported; known are torch's {', '.join(ACTIVATIONS)}")
+    sizes = {"inputs": found.in_features, "outputs": found.out_features, "bias": found.bias}
+    return {"folder": folder, "activation": name, **sizes}
 
 
 def _modules(file: Path) -> list[tuple[str, str]]:

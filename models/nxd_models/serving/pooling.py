@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,8 +26,8 @@ def pooling_modes(pooling: str) -> list[str]:
 
 
 class SentencePooling(nn.Module):
-    """Mixin for an encoder, which returns one vector per text then: pools over its tokens, scales to length 1 if
-    ``normalize``.
+    """Mixin for an encoder, which returns one vector per text then: pools over its tokens, applies the ``dense``
+    layers, which are float32, and scales to length 1 if ``normalize``.
 
     ``pooling``: one of :data:`POOLINGS`, or several joined by ``+``.
     """
@@ -36,14 +39,21 @@ class SentencePooling(nn.Module):
         *,
         pooling: str = "mean",
         normalize: bool = True,
+        dense: Sequence[Mapping[str, Any]] = (),
     ):
         super().__init__(config, dtype)
         pooling_modes(pooling)
         self.pooling, self.normalize = pooling, normalize
+        self.dense = nn.ModuleList(
+            nn.Linear(one["inputs"], one["outputs"], one["bias"], dtype=torch.float32) for one in dense
+        )
+        self.activations = [getattr(nn, one["activation"])() for one in dense]
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
-        """Map ids and mask [B, S] to float32 [B, E times modes of pooling]."""
+        """Map ids and mask [B, S] to float32 [B, E times modes of pooling], or the last dense layer's outputs."""
         pooled = pool(super().forward(input_ids, attention_mask, token_type_ids), attention_mask, self.pooling)
+        for layer, activation in zip(self.dense, self.activations, strict=True):
+            pooled = activation(layer(pooled))
         return F.normalize(pooled, dim=-1) if self.normalize else pooled
 
 

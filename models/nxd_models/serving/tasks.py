@@ -200,6 +200,8 @@ def _plan_encode(directory: ModelDirectory, task: str, options: TaskOptions) -> 
     }
     if task == "embed":
         dimensions = config.hidden_size * len(pooling_modes(module["pooling"]))
+        if module.get("dense"):
+            dimensions = module["dense"][-1]["outputs"]
         metadata |= {"dimensions": dimensions, **module, **sentence.prompts(directory.path)}
     elif task in LABELLED:
         metadata |= {"labels": list(config.labels), "scores": config.scores}

@@ -11,9 +11,10 @@ from nxd_infer.errors import ModelConfigError
 from nxd_models import registry
 from nxd_models.hf import sentence_transformers as sentence
 from nxd_models.serving import tasks
-from tests.support.models.sentence import write_sentence_model
+from tests.support.models.sentence import MODULES, write_sentence_model
 from tests.support.text.text_tokenizers import read_canonical
 
+REVERSED = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in reversed(MODULES)]
 TEXTS = ["A raise statement", "x", "for loops iterate over items, and while loops do as long as they are told to", "If"]
 
 
@@ -42,6 +43,7 @@ def embedded(path, texts):
         ({"pooling_mode_mean_sqrt_len_tokens": True}, {"normalize": False, "settings": {"max_seq_length": None}}),
         ({"pooling_mode": ["lasttoken", "cls"], "include_prompt": True}, {"normalize": False}),
         ({}, {"normalize": False}),
+        ({}, {"dense": [(24, "Tanh"), (16, "Identity")]}),
     ],
     ids=str,
 )
@@ -75,7 +77,9 @@ def test_a_plan_has_the_limit_and_the_files(tmp_path):
     [
         ("1_Pooling/config.json", {"pooling_mode": "median"}, r"pooling_mode = \['median'\]: known are cls, max"),
         ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt = False"),
-        ("modules.json", [{"type": "sentence_transformers.models.Dense", "path": "3"}], "the type 'Dense' is not supp"),
+        ("modules.json", [{"type": "sentence_transformers.models.LSTM", "path": "3"}], "the type 'LSTM' in the folder"),
+        ("modules.json", REVERSED, "the modules Normalize, Pooling, Transformer are not supported in this order"),
+        ("modules.json", [{"type": "sentence_transformers.models.Transformer", "path": "0_T"}], "in the folder '0_T'"),
         ("sentence_bert_config.json", {"max_seq_length": 0}, "max_seq_length = 0"),
         ("config_sentence_transformers.json", {"prompts": ["a"]}, "prompts = "),
         ("config_sentence_transformers.json", {"prompts": {"a": 1}}, "prompts = "),
@@ -87,3 +91,18 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path, file, content, mess
     (path / file).write_text(json.dumps(content))
     with pytest.raises(ModelConfigError, match=message):
         tasks.plan(path)
+
+
+def test_a_decoder_that_embeds_is_planned_for_that(tmp_path):
+    """As Qwen3-Embedding: a causal language model's directory, with the vector of the last token and stored prompts."""
+    from sentence_transformers import SentenceTransformer
+
+    prompts = {"prompts": {"query": "Instruct: find\nQuery:"}, "similarity_fn_name": "cosine"}
+    path = write_sentence_model(tmp_path, {"pooling_mode_lasttoken": True}, prompts=prompts, family="qwen3")
+    plan = tasks.plan(path, prompt_buckets=[16])
+    assert plan.task == "embed" and plan.metadata["pooling"] == "lasttoken" and plan.metadata["normalize"]
+    assert plan.metadata["prompts"]["query"] == prompts["prompts"]["query"]
+    assert plan.metadata["model_impl"] == "transformers" and "cannot do 'embed'" in plan.metadata["why_transformers"]
+    assert tasks.plan(path, "generate", prompt_buckets=[16]).metadata.get("model_impl") is None
+    expected = SentenceTransformer(str(path), device="cpu").encode(TEXTS, convert_to_tensor=True)
+    torch.testing.assert_close(embedded(path, TEXTS), expected, atol=2e-5, rtol=1e-4)
