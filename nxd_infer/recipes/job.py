@@ -29,7 +29,6 @@ from nxd_infer.recipes.models import (
     lora_config,
     naming_targets,
     pipeline_options,
-    require_mergeable,
 )
 from nxd_infer.recipes.optim import OPTIMIZERS, optimizer_arguments, parameter_groups, scheduler_of
 from nxd_infer.recipes.preference import with_preference
@@ -157,7 +156,8 @@ def make_job(loaded: Loaded, model_dir: Path, begin: Begin, steps: int) -> Job:
 
     with naming_targets(loaded):
         model = initialize_parallel_model(config, make)
-        require_mergeable(model.local_module())
+        if isinstance(adapted := model.local_module(), LoRAModel):
+            adapted.require_mergeable()  # as the job's last step will
     optim = recipe.model.optim
     groups = parameter_groups(model, optim, recipe.model.do_layer_norm_weight_decay)
     optimizer = initialize_parallel_optimizer(config, OPTIMIZERS[optim.name], groups, **optimizer_arguments(optim))

@@ -27,6 +27,8 @@ class Key(Option):
 
     also: tuple[str, ...] = ()
     """Other spellings of it."""
+    field: str = ""
+    """The field of Hugging Face's ``config.json`` that it sets."""
     unused: str = ""
     """Why it changes nothing here."""
     only: str = ""

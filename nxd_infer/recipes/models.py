@@ -16,33 +16,17 @@ from torch import nn
 
 from nxd_infer.errors import LoraTargetError, ModelConfigError, RecipeError
 from nxd_infer.hugging_face.gguf_file import model_directory
-from nxd_infer.modules.lora import LoraConfig, LoRAModel
+from nxd_infer.modules.lora import LoraConfig
 from nxd_infer.recipes.logs import missing_packages
 from nxd_infer.recipes.recipe import Loaded
-from nxd_infer.recipes.schema import Peft, Recipe
+from nxd_infer.recipes.schema import Model, Peft, Recipe
 from nxd_infer.util.devices import has_accelerator
 from nxd_infer.util.machine import computes_bfloat16
+from nxd_infer.util.options import declared
 from nxd_models import registry
 from nxd_models.spec import ModelDirectory
 
 CONFIG = "config.json"
-FIELDS = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "kv_channels": "head_dim",
-    "max_position_embeddings": "max_position_embeddings",
-    "rope_theta": "rope_theta",
-    "layernorm_epsilon": "rms_norm_eps",
-    "attention_bias": "attention_bias",
-    "share_embeddings_and_output_weights": "tie_word_embeddings",
-    "sliding_window_size": "sliding_window",
-    "init_method_std": "initializer_range",
-    "vocab_size": "vocab_size",
-}
-"""Keys of a recipe's model, and the fields of Hugging Face's configuration that they set."""
 OWN_NAMES = {"rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base"}
 """Names of GPT-NeoX for these fields; set where its configuration has them."""
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
@@ -95,22 +79,16 @@ def raw_config(loaded: Loaded, vocab_size: int | None = None) -> dict[str, Any]:
         raw["hidden_act"] = "silu"
     if model.has_bias is not None:
         raw["attention_bias"] = raw["mlp_bias"] = model.has_bias
-    for name, field in FIELDS.items():
-        value = getattr(model, name)
-        if value is not None:
-            own = OWN_NAMES.get(field)
-            raw[own if own in raw else field] = value
+    for name, one in declared(Model).items():
+        if one.field and (value := getattr(model, name)) is not None:
+            own = OWN_NAMES.get(one.field)
+            raw[own if own in raw else one.field] = value
     if model.rope_theta is not None and isinstance(raw.get("rope_parameters"), dict):  # transformers 5 has it there
         raw["rope_parameters"] = {**raw["rope_parameters"], "rope_theta": model.rope_theta}
     if "vocab_size" not in raw:
-        raw["vocab_size"] = padded_vocabulary(recipe, vocab_size or recipe.data.tokenizer.vocab_size)
+        step = model.make_vocab_size_divisible_by * recipe.distributed_strategy.tensor_model_parallel_size
+        raw["vocab_size"] = math.ceil((vocab_size or recipe.data.tokenizer.vocab_size) / step) * step
     return {**raw, **model.extra}
-
-
-def padded_vocabulary(recipe: Recipe, size: int) -> int:
-    """Return ``size`` as a multiple of ``make_vocab_size_divisible_by`` and the tensor-parallel degree."""
-    step = recipe.model.make_vocab_size_divisible_by * recipe.distributed_strategy.tensor_model_parallel_size
-    return math.ceil(size / step) * step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,12 +143,6 @@ def lora_config(peft: Peft) -> LoraConfig:
     targets = [name for target in peft.target_modules for name in (target, *JOINED.get(target, ()))]
     given |= {"save_lora_base": False, "merge_lora": False, "target_modules": targets or None}
     return LoraConfig(**{**given, "bias": peft.lora_bias})
-
-
-def require_mergeable(model: nn.Module) -> None:
-    """Raise LoraTargetError if the adapters of a model cannot be merged, as a job's last step does."""
-    if isinstance(model, LoRAModel):
-        model.require_mergeable()
 
 
 @contextlib.contextmanager

@@ -22,7 +22,6 @@ from nxd_infer.recipes.models import (
     obstacles,
     pipeline_options,
     raw_config,
-    require_mergeable,
 )
 from nxd_infer.recipes.recipe import Loaded
 from nxd_infer.recipes.schema import Peft, Recipe
@@ -147,7 +146,8 @@ def _counted(
         options = PipelineOptions(pipeline_options(recipe))
         cuts = cuts_of(model, options, pp) if pp > 1 else []
         whole = model if peft is None else LoRAModel(model, lora_config(peft))
-        require_mergeable(whole)
+        if isinstance(whole, LoRAModel):
+            whole.require_mergeable()
     chunks = recipe.distributed_strategy.virtual_pipeline_model_parallel_size
     found = [[0, 0] for _ in range(pp)]
     width = next(model.parameters()).element_size()

@@ -374,27 +374,36 @@ class Model:
     )
     encoder_seq_length: int | None = key(None, "tokens per row", int, minimum=2)
     seq_length: int | None = key(None, "as encoder_seq_length", int, minimum=2)
-    max_position_embeddings: int | None = key(None, "longest context", int, minimum=2)
-    num_layers: int | None = key(None, "layers", int, minimum=1)
-    hidden_size: int | None = key(None, "width", int, minimum=1)
-    ffn_hidden_size: int | None = key(None, "inner width of the MLP", int, minimum=1, also=("intermediate_size",))
-    num_attention_heads: int | None = key(None, "attention heads", int, minimum=1)
-    num_kv_heads: int | None = key(
-        None, "key/value heads", int, minimum=1, also=("num_key_value_heads", "num_query_groups")
+    max_position_embeddings: int | None = key(None, "longest context", int, minimum=2, field="max_position_embeddings")
+    num_layers: int | None = key(None, "layers", int, minimum=1, field="num_hidden_layers")
+    hidden_size: int | None = key(None, "width", int, minimum=1, field="hidden_size")
+    ffn_hidden_size: int | None = key(
+        None, "inner width of the MLP", int, minimum=1, also=("intermediate_size",), field="intermediate_size"
     )
-    kv_channels: int | None = key(None, "width of a head", int, minimum=1, also=("head_dim",))
-    vocab_size: int | None = key(None, "tokens; default: the tokenizer's, padded", int, minimum=1)
+    num_attention_heads: int | None = key(None, "attention heads", int, minimum=1, field="num_attention_heads")
+    num_kv_heads: int | None = key(
+        None,
+        "key/value heads",
+        int,
+        minimum=1,
+        also=("num_key_value_heads", "num_query_groups"),
+        field="num_key_value_heads",
+    )
+    kv_channels: int | None = key(None, "width of a head", int, minimum=1, also=("head_dim",), field="head_dim")
+    vocab_size: int | None = key(None, "tokens; default: the tokenizer's, padded", int, minimum=1, field="vocab_size")
     make_vocab_size_divisible_by: int = key(
         8, "pad the vocabulary to a multiple of this and of the tensor-parallel degree", int, minimum=1
     )
-    rope_theta: float | None = key(None, "base of the rotary positions", float, minimum=1, also=("rotary_base",))
+    rope_theta: float | None = key(
+        None, "base of the rotary positions", float, minimum=1, also=("rotary_base",), field="rope_theta"
+    )
     rotary_percentage: float = only(1.0, OFF)
     position_embedding_type: str = key("rope", "kind of positions", choices=("rope", "learned_absolute", "none"))
     normalization: str | None = key(
         None, "kind of norm", choices=("rmsnorm", "layernorm", "layernorm1p", "low_precision_layernorm")
     )
     layernorm_epsilon: float | None = key(
-        None, "added to the variance in norms", float, minimum=0, also=("rms_norm_eps",)
+        None, "added to the variance in norms", float, minimum=0, also=("rms_norm_eps",), field="rms_norm_eps"
     )
     activation: str | None = key(
         None,
@@ -402,16 +411,21 @@ class Model:
         choices=("swiglu", "fast-swiglu", "gelu", "geglu", "reglu", "squared-relu", "silu"),
     )
     has_bias: bool | None = key(None, "biases in linear layers", bool, also=("bias",))
-    attention_bias: bool | None = key(None, "biases in attention", bool)
+    attention_bias: bool | None = key(None, "biases in attention", bool, field="attention_bias")
     share_embeddings_and_output_weights: bool | None = key(
-        None, "tie the head to the embedding", bool, also=("tie_word_embeddings",)
+        None, "tie the head to the embedding", bool, also=("tie_word_embeddings",), field="tie_word_embeddings"
     )
     transformer_block_type: str = key("pre_ln", "where the norms are", choices=("pre_ln", "post_ln", "normformer"))
     sliding_window_size: int | None = key(
-        None, "positions that attention sees", int, minimum=1, also=("sliding_window",)
+        None, "positions that attention sees", int, minimum=1, also=("sliding_window",), field="sliding_window"
     )
     init_method_std: float | None = key(
-        None, "standard deviation of new weights", float, minimum=0, also=("initializer_range",)
+        None,
+        "standard deviation of new weights",
+        float,
+        minimum=0,
+        also=("initializer_range",),
+        field="initializer_range",
     )
     activations_checkpoint_granularity: str | None = key(
         None,

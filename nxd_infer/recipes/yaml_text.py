@@ -6,6 +6,7 @@ of base 60; a key that is given twice is an error.
 
 from __future__ import annotations
 
+import importlib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +65,7 @@ def read_yaml(file: str | Path) -> Tree:
 
 def parse_yaml(text: str, origin: str) -> Tree:
     """Parse text whose top is a mapping."""
-    yaml = _yaml()
+    yaml = required("yaml", "recipes are YAML files, which need PyYAML")
     tree = Tree({}, origin)
     try:
         loader = _loader(yaml)(text)
@@ -127,14 +128,12 @@ def _value(node: Any, path: KeyPath, loader: Any, tree: Tree) -> Any:
     return {name: inside(name, key, value) for name, key, value in ((str(plain(k)), k, v) for k, v in node.value)}
 
 
-def _yaml() -> Any:
+def required(package: str, what: str) -> Any:
+    """Import a package of the extra ``recipes``. Raises MissingPackageError."""
     try:
-        import yaml
+        return importlib.import_module(package)
     except ModuleNotFoundError:
-        raise MissingPackageError(
-            "recipes are YAML files, which need PyYAML: pip install 'nxd-infer[recipes]'", name="yaml"
-        ) from None
-    return yaml
+        raise MissingPackageError(f"{what}: pip install 'nxd-infer[recipes]'", name=package) from None
 
 
 def _loader(yaml: Any) -> Any:

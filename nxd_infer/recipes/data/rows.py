@@ -197,25 +197,17 @@ class Blend(Dataset):
     """Rows of several datasets in turn, in proportion to their weights, until one has no more."""
 
     def __init__(self, parts: Sequence[Dataset], weights: Sequence[float]):
-        share = np.asarray(weights, np.float64) / sum(weights)
-        sizes = np.asarray([len(part) for part in parts])  # pyright: ignore[reportArgumentType]
+        shares = np.asarray(weights, np.float64) / sum(weights)
+        rows = [np.arange(len(part)) for part in parts]  # pyright: ignore[reportArgumentType]
+        due = np.concatenate([(numbers + 0.5) / share for numbers, share in zip(rows, shares, strict=True)])
+        total = int(min(len(numbers) / share for numbers, share in zip(rows, shares, strict=True)))
+        order = np.argsort(due, kind="stable")[:total]
         self.parts = parts
-        total = int(np.min(sizes / share))
-        owed = np.zeros(len(parts))
-        taken = np.zeros(len(parts), np.int64)
-        self.order: list[tuple[int, int]] = []
-        for _ in range(total):
-            owed += share
-            part = int(np.argmax(owed))
-            if taken[part] == sizes[part]:
-                break
-            self.order.append((part, int(taken[part])))
-            taken[part] += 1
-            owed[part] -= 1
+        self.part = np.repeat(np.arange(len(parts)), [len(numbers) for numbers in rows])[order]
+        self.row = np.concatenate(rows)[order]
 
     def __len__(self) -> int:
-        return len(self.order)
+        return len(self.row)
 
     def __getitem__(self, number: int) -> Row:
-        part, row = self.order[number]
-        return self.parts[part][row]
+        return self.parts[self.part[number]][int(self.row[number])]

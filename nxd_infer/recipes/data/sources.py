@@ -11,6 +11,7 @@ from typing import Any
 import fsspec
 
 from nxd_infer.errors import MissingPackageError, RecipeError
+from nxd_infer.recipes.yaml_text import required
 
 TEXTS = (".txt", ".md", ".rst", ".py")
 KINDS = {
@@ -74,7 +75,7 @@ def records(path: Path, split: str | None = None, subset: str | None = None, usu
 
 def _read(path: Path, split: str | None, subset: str | None, usual: str) -> Iterator[Record]:
     files = files_of(path)
-    datasets = _datasets()
+    datasets = required("datasets", "a recipe's data are read by the package datasets")
     if is_saved(path):
         loaded = datasets.load_from_disk(str(path))
         splits = loaded if isinstance(loaded, dict) else {"train": loaded}
@@ -133,13 +134,3 @@ def _chosen(path: Path, splits: list[str], split: str | None, usual: str) -> str
         key = "train_split" if usual == "train" else "val_split"
         raise RecipeError(f"data: {path} has {asked}; there are {', '.join(splits)}: choose one by data.{key}")
     return split
-
-
-def _datasets() -> Any:
-    try:
-        import datasets
-    except ModuleNotFoundError:
-        raise MissingPackageError(
-            "a recipe's data are read by the package datasets: pip install 'nxd-infer[recipes]'", name="datasets"
-        ) from None
-    return datasets
