@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Literal
 
@@ -27,14 +26,6 @@ def process_start(pid: int) -> int:
 def process_state(pid: int, start: int = 0) -> Literal["running", "stopped", "ended"]:
     """Return the state; ``ended`` includes zombies and a process id that was reused since ``start``."""
     fields = _stat_fields(pid)
-    if fields is None:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return "ended"
-        except PermissionError:
-            return "running"
-        return "running"
-    if fields[0] in "ZX" or (start and int(fields[19]) != start):
+    if fields is None or fields[0] in "ZX" or (start and int(fields[19]) != start):
         return "ended"
     return "stopped" if fields[0] in "Tt" else "running"

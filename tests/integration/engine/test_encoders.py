@@ -12,7 +12,7 @@ from nxd_infer.errors import ModelConfigError
 from nxd_models.registry import parse_config
 from nxd_server import LLM
 from nxd_server.errors import PromptTooLongError, RequestError
-from tests.support.e2e.command import nxd_infer_here
+from tests.support.e2e.command import here
 from tests.support.engine.real_artifacts import costs_of, trace_encoder
 from tests.support.tiny_models import write_tiny
 
@@ -93,12 +93,12 @@ def test_scores_equal_those_of_both_libraries(classifiers, tmp_path, monkeypatch
         torch.testing.assert_close(torch.tensor(found), row, atol=1e-5, rtol=1e-5)
 
 
-def test_verify_compares_what_is_answered(tmp_path, capsys, monkeypatch):
+def test_verify_compares_what_is_answered(tmp_path):
     model_dir, artifact = trace_encoder("bert_classifier", "classify", **ONE)
-    assert nxd_infer_here(capsys, monkeypatch, "verify", artifact, model_dir).status == 0
+    assert here("verify", artifact, model_dir).status == 0
     fields = {**ONE, "num_hidden_layers": 1, "problem_type": "regression"}
     other = write_tiny("bert_classifier", tmp_path / "other", **fields)
-    done = nxd_infer_here(capsys, monkeypatch, "verify", artifact, other)  # the same weights, another meaning
+    done = here("verify", artifact, other)  # the same weights, another meaning
     assert done.status == 1 and "differs" in done.out
 
 

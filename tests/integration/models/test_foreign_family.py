@@ -19,7 +19,7 @@ from nxd_models import registry
 from nxd_models.check_family import check_family
 from nxd_models.serving import tasks
 from nxd_models.serving.eager_generation import generate_eager
-from tests.support.e2e.command import nxd_infer, nxd_infer_here
+from tests.support.e2e.command import here, nxd_infer
 from tests.support.http.http_artifacts import greedy_texts
 from tests.support.models.helpers import (
     FOREIGN,
@@ -120,11 +120,11 @@ def saved(model_dir: str, root: str) -> None:
     nxd.save_checkpoint(root, "first", model=model)
 
 
-def test_an_exported_checkpoint_is_what_transformers_wrote(even, tmp_path, capsys, monkeypatch):
+def test_an_exported_checkpoint_is_what_transformers_wrote(even, tmp_path):
     """Fused and transposed again."""
     run_ranks(saved, 2, str(even), str(tmp_path / "ckpts"), tp=2)
     out = tmp_path / "exported"
-    done = nxd_infer_here(capsys, monkeypatch, "ckpt", "export-hf", tmp_path / "ckpts", "--config", even, "--out", out)
+    done = here("ckpt", "export-hf", tmp_path / "ckpts", "--config", even, "--out", out)
     assert done.status == 0, done.err
     theirs, exported = load_file(even / "model.safetensors"), load_file(out / "model.safetensors")
     assert set(exported) == set(theirs)

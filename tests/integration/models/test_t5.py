@@ -27,7 +27,7 @@ from nxd_models.t5.family import T5
 from nxd_server import LLM, SamplingParams
 from nxd_server.errors import RequestError
 from nxd_server.text.tokenizer import Tokenizer
-from tests.support.e2e.command import nxd_infer_here
+from tests.support.e2e.command import here
 from tests.support.models.helpers import GAP, assert_greedy, prompts_of, relative_difference
 from tests.support.tiny_models import EOS, VOCAB_SIZE, write_tokenizer
 
@@ -199,9 +199,9 @@ def test_it_is_verified_and_refused_by_a_version_that_may_cut_prompts(directory,
 # --- limits, refusals, files -------------------------------------------------------------------------------
 
 
-def test_the_command_tells_that_prompts_are_read_whole(directory, tmp_path, capsys, monkeypatch):
+def test_the_command_tells_that_prompts_are_read_whole(directory, tmp_path):
     path, sizes = directory("tied, relu"), ("--max-len", MAX_LEN, "--prompt-buckets", BUCKET)
-    done = nxd_infer_here(capsys, monkeypatch, "trace", path, "--out", tmp_path / "a", "--plan-only", *sizes)
+    done = here("trace", path, "--out", tmp_path / "a", "--plan-only", *sizes)
     assert done.status == 0 and "note: prompts are read whole" in done.out, done
 
 

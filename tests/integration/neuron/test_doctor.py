@@ -14,7 +14,7 @@ from nxd_infer.backends.hlo import base
 from nxd_infer.backends.neuron import backend, compiler, cores, sdk
 from nxd_infer.backends.xla.training import train_on_replicas
 from nxd_infer.errors import ArtifactVersionError, BackendUnavailableError
-from tests.support.e2e.command import nxd_infer_here
+from tests.support.e2e import command
 from tests.support.neuron.machines import FAKE, described
 
 
@@ -99,7 +99,6 @@ def test_devices_and_the_cores_that_models_may_use(
 def test_what_is_missing_is_one_sentence(
     machine: Any,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     here: dict[str, Any],
     visible: str | None,
     reason: str,
@@ -110,7 +109,7 @@ def test_what_is_missing_is_one_sentence(
         monkeypatch.setenv(cores.VISIBLE, visible)
     found = backend.BACKEND.probe()
     assert not found.ok and reason in found.reason and "\n" not in found.reason
-    said = nxd_infer_here(capsys, monkeypatch, "doctor").out
+    said = command.here("doctor").out
     assert f"neuron: cannot run: {found.reason}" in said.splitlines()
     assert ("Neuron device" in said.replace("\n", "").partition("Optional")[0]) or here.get("devices") == 0
 
@@ -163,13 +162,13 @@ def test_what_tracing_and_training_lack(
 
 @pytest.mark.parametrize("runs", [False, True])
 def test_without_neuronx_cc_it_cannot_trace(
-    machine: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, runs: bool
+    machine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runs: bool
 ) -> None:
     """A machine that compiles for others needs no device and no runtime: it is told what it lacks for that."""
     machine() if runs else machine("m7i.large", 0, package="")
     monkeypatch.setattr(base, "probe_torch_xla", lambda: Availability(True))
     monkeypatch.setenv("PATH", str(tmp_path))
-    said = nxd_infer_here(capsys, monkeypatch, "doctor").out.splitlines()
+    said = command.here("doctor").out.splitlines()
     lacks = ["run: torch_neuronx is not installed"] * (not runs) + ["trace: the compiler neuronx-cc was not found"]
     told = [line.partition(": install that of the Neuron SDK")[0] for line in said if line.startswith("neuron: cannot")]
     assert told == [f"neuron: cannot {what}" for what in lacks]

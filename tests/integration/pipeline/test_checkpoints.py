@@ -16,7 +16,7 @@ from nxd_infer import parallel_state
 from nxd_infer.checkpoint import reshard_checkpoint
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError
-from tests.support.e2e.command import nxd_infer_here
+from tests.support.e2e.command import here
 from tests.support.pipeline.jobs import F64, alone, job, train, train_alone
 from tests.support.pipeline.models import decoder
 from tests.support.ranks import run_ranks
@@ -110,9 +110,9 @@ def same_files(first: Path, second: Path, optimizer: bool) -> None:
             assert mine.get("file") == other.get("file") and mine.get("degrees") == other.get("degrees")
 
 
-def test_a_job_goes_on_at_other_degrees_and_resharded_is_what_it_saves(tmp_path: Path, capsys, monkeypatch):
+def test_a_job_goes_on_at_other_degrees_and_resharded_is_what_it_saves(tmp_path: Path):
     def command(*arguments: object) -> str:
-        done = nxd_infer_here(capsys, monkeypatch, "ckpt", *arguments)
+        done = here("ckpt", *arguments)
         assert done.status == 0, done.err
         return done.out
 

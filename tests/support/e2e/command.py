@@ -65,8 +65,3 @@ def here(*arguments: object, columns: int = 160) -> Done:
             for number, handler in handlers.items():  # the command's would outlive it, and end a later test
                 signal.signal(number, handler)
     return Done(status, out.getvalue(), err.getvalue())
-
-
-def nxd_infer_here(capsys, monkeypatch, *arguments: object) -> Done:
-    """``here``, for tests that have these fixtures."""
-    return here(*arguments)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.e2e.command import nxd_infer_here, refused
+from tests.support.e2e.command import here, refused
 from tests.support.recipes.jobs import write
 from tests.support.tiny_models import write_tiny
 
@@ -28,9 +28,9 @@ def model_dir(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("schedule", PICTURES)
-def test_a_plan(model_dir: Path, schedule: str, capsys, monkeypatch):
+def test_a_plan(model_dir: Path, schedule: str):
     options = ("--pp", 2, "--microbatches", 4, "--schedule", schedule)
-    done = nxd_infer_here(capsys, monkeypatch, "pipeline", "plan", model_dir, *options)
+    done = here("pipeline", "plan", model_dir, *options)
     assert done.status == 0, done.err
     assert "model.embed_tokens ... model.layers." in done.out and "... lm_head" in done.out
     assert "pipeline_cuts: ['model.layers." in done.out
@@ -41,9 +41,9 @@ def test_a_plan(model_dir: Path, schedule: str, capsys, monkeypatch):
     assert lines == PICTURES[schedule]
 
 
-def test_a_configuration_alone_and_a_recipe(model_dir: Path, tmp_path: Path, capsys, monkeypatch):
+def test_a_configuration_alone_and_a_recipe(model_dir: Path, tmp_path: Path):
     def plan(source: Path, *options: object) -> str:
-        done = nxd_infer_here(capsys, monkeypatch, "pipeline", "plan", source, *options)
+        done = here("pipeline", "plan", source, *options)
         assert done.status == 0, done.err
         return done.out
 
@@ -56,10 +56,10 @@ def test_a_configuration_alone_and_a_recipe(model_dir: Path, tmp_path: Path, cap
     assert "Expected bubble of 1f1b with 2 microbatches" in found, "4 rows in microbatches of 1 over 2 replicas"
     assert found.split("Expected")[0] == plan(config).split("Expected")[0]
     assert "Expected bubble of interleaved with 4 micro" in plan(recipe, "--chunks", 2, "--microbatches", 4)
-    refused(nxd_infer_here(capsys, monkeypatch, "pipeline", "plan", tmp_path / "none"), "none/config.json")
+    refused(here("pipeline", "plan", tmp_path / "none"), "none/config.json")
 
 
-def test_the_document_shows_what_the_command_prints(tmp_path: Path, capsys, monkeypatch):
+def test_the_document_shows_what_the_command_prints(tmp_path: Path, monkeypatch):
     """For a model of TinyLlama's sizes."""
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_key_value_heads": 4}
     config = write_tiny("llama", tmp_path / "llama") / "config.json"
@@ -68,14 +68,14 @@ def test_the_document_shows_what_the_command_prints(tmp_path: Path, capsys, monk
     text = (Path(__file__).parents[3] / "docs/pipelines.md").read_text()
     ((options, shown),) = re.findall(r"\$ nxd-infer pipeline plan \./llama (.*)\n([^`]*)```", text)
     monkeypatch.chdir(tmp_path)
-    done = nxd_infer_here(capsys, monkeypatch, "pipeline", "plan", "./llama", *options.split())
+    done = here("pipeline", "plan", "./llama", *options.split())
     assert done.status == 0, done.err
     assert [line.strip() for line in done.out.splitlines() if line.strip()] == shown.strip().splitlines()
 
 
-def test_stages_of_ones_own_and_what_does_not_fit(model_dir: Path, capsys, monkeypatch):
+def test_stages_of_ones_own_and_what_does_not_fit(model_dir: Path):
     def plan(*options: object):
-        return nxd_infer_here(capsys, monkeypatch, "pipeline", "plan", model_dir, *options)
+        return here("pipeline", "plan", model_dir, *options)
 
     done = plan("--pp", 2, "--chunks", 2, "--cuts", "model.layers.0, model.layers.1,model.layers.2")
     assert done.status == 0 and "Expected bubble of interleaved with 8 microbatches" in done.out
