@@ -23,7 +23,7 @@ from nxd_server.http.openai.schemas import (
     texts_or_pairs,
     token_lists,
 )
-from nxd_server.http.openai.tools import offered_tools, wanted_form
+from nxd_server.http.openai.tools import offered_tools, requested_form
 from nxd_server.http.predict import PredictBody, read_tensors, unpack
 from nxd_server.http.request_body import parse_json
 from nxd_server.http.tensors import tensor_from_json, tensor_to_json
@@ -67,7 +67,7 @@ def _use(found: Any) -> None:
         offered_tools(found.tools, found.tool_choice, "mistral")
     if isinstance(found, (CompletionBody, ChatBody)):
         found.check_stream_options()
-        wanted_form(found)
+        requested_form(found)
         found.sampling(found.max_tokens, None, {})
     if isinstance(found, EmbeddingBody):
         token_lists(found.input, "input")

@@ -154,7 +154,7 @@ class WeightGate:
 
     def may_begin(self, whole: WholeRequest) -> bool:
         """Whether a part of ``whole`` may begin now."""
-        return not self.wanted or whole in self._begun
+        return not self.closed or whole in self._begun
 
     def begin(self, whole: WholeRequest) -> None:
         """Record that a part of ``whole`` begins."""
@@ -175,7 +175,7 @@ class WeightGate:
     # --- the change -------------------------------------------------------------------------------------
 
     @property
-    def wanted(self) -> bool:
+    def closed(self) -> bool:
         """Whether requests are being held back for a change."""
         return self._change is not None and self._change.quiet
 

@@ -271,7 +271,7 @@ class EngineCore:
         """
         with self.lock:
             self.check_open(continuing)
-            if not (continuing and self.gate.wanted):  # the queued requests wait for this one to end
+            if not (continuing and self.gate.closed):  # the queued requests wait for this one to end
                 self.queue.check(requests)
 
     def health(self) -> EngineHealth:

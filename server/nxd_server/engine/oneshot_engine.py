@@ -133,7 +133,7 @@ class OneShotEngine(EngineCore):
         job = Job(tensors, future, count, now, deadline, convert or dict, whole or WholeRequest())
         with self.lock:
             self.check_open(continuing)
-            if not (continuing and self.gate.wanted):  # the queued requests wait for this one to end
+            if not (continuing and self.gate.closed):  # the queued requests wait for this one to end
                 queue.check(1)
             queue.taken(1)
             self.gate.take(job.whole, 1)
@@ -161,7 +161,7 @@ class OneShotEngine(EngineCore):
 
     def _ready(self) -> list[Job]:
         """Return the waiting jobs that may begin, oldest first."""
-        if not self.gate.wanted:
+        if not self.gate.closed:
             return self._pending
         return [job for job in self._pending if self.gate.may_begin(job.whole)]
 

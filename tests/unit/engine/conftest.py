@@ -30,7 +30,7 @@ def _made(kind, toy):
     for engine in made:
         engine.close()
         assert engine.queue.inside == engine.queue.unreported == 0
-        assert not engine.gate._begun and not engine.gate.wanted
+        assert not engine.gate._begun and not engine.gate.closed
         stats = engine.stats()
         assert stats.slots_free == stats.slots and stats.waiting_tokens == 0
 

@@ -76,14 +76,14 @@ def test_a_request_that_has_begun_is_finished_on_the_old_weights(engines):
         engine.submit([7, 8], GREEDY.replace(max_tokens=30), first, whole=whole)
         wait_until(lambda: first.tokens[0])
         swap = swapping(engine, 1)
-        wait_until(lambda: engine.gate.wanted)
+        wait_until(lambda: engine.gate.closed)
         later = engine.submit([9], GREEDY, third)
         assert engine.submit([7, 9], GREEDY, second, whole=whole).wait(60)  # passes the one that came before it
         assert not third.tokens[0] and model.weights == 0
         with pytest.raises(WeightsBusyError, match="another change"):
             engine.update_weights(2)
         time.sleep(0.05)
-        assert engine.gate.wanted  # a third prompt may still come
+        assert engine.gate.closed  # a third prompt may still come
     assert swap.result(60) == 1 and later.wait(60)
     assert first.tokens[0] == naive_generate([7, 8], max_tokens=30, ignore_eos=True)
     assert second.tokens[0] == naive_generate([7, 9], max_tokens=6, ignore_eos=True)
@@ -110,7 +110,7 @@ def test_requests_that_take_too_long_keep_the_old_weights(engines):
     with WholeRequest() as whole:  # which may always have one more prompt
         assert engine.submit([7], GREEDY, running, whole=whole).wait(60)
         swap = swapping(engine, 1, timeout=0.3)
-        wait_until(lambda: engine.gate.wanted or swap.done())
+        wait_until(lambda: engine.gate.closed or swap.done())
         ticket = engine.submit([8], GREEDY, waiting)  # mostly while the swap waits
         with pytest.raises(WeightsBusyError, match="1 requests"):
             swap.result(60)
@@ -141,7 +141,7 @@ def test_ranks_that_fail_over_new_weights_start_again_with_the_old_and_requests_
         engine.submit([7], GREEDY, running, whole=whole)
         wait_until(lambda: running.tokens[0])
         swap = swapping(engine, 1)
-        wait_until(lambda: engine.gate.wanted)
+        wait_until(lambda: engine.gate.closed)
         ticket = engine.submit([8], GREEDY, waiting)
     assert isinstance(swap.exception(60), RankFailedError)
     assert ticket.wait(60) and waiting.tokens[0] == naive_generate([8], max_tokens=6, ignore_eos=True)
@@ -157,7 +157,7 @@ def test_a_change_whose_caller_was_interrupted_is_never_made(engines):
     engine.model.cut_weights = lambda weights, tag: cut.append(ToyWeights(weights)) or cut[-1]
 
     def interrupt():
-        wait_until(lambda: engine.gate.wanted)
+        wait_until(lambda: engine.gate.closed)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -167,7 +167,7 @@ def test_a_change_whose_caller_was_interrupted_is_never_made(engines):
         with pytest.raises(KeyboardInterrupt):
             engine.update_weights(1, timeout=60)
         thread.join(60)
-        assert not engine.gate.wanted and cut[0].closed
+        assert not engine.gate.closed and cut[0].closed
     listener = Listener()
     assert engine.submit([7], GREEDY, listener).wait(60)  # after the moment at which it would have been made
     assert listener.tokens[0] == naive_generate([7], max_tokens=6, ignore_eos=True)
@@ -204,7 +204,7 @@ def test_texts_in_waves_are_of_one_version(oneshot_engines):
     with WholeRequest() as whole:
         early = engine.submit(inputs, whole=whole).result(60)
         swap = swapping(engine, 1)
-        wait_until(lambda: engine.gate.wanted)
+        wait_until(lambda: engine.gate.closed)
         others = [engine.submit(inputs) for _ in range(2)]  # the slot and the queue are full now
         late = engine.submit(inputs, whole=whole, continuing=True).result(60)
         assert model.weights == 0 and not any(other.done() for other in others)

@@ -26,8 +26,8 @@ from nxd_server.http.openai.tools import (
     choice_calls,
     no_tools,
     offered_tools,
+    requested_form,
     schemas_of,
-    wanted_form,
     with_calls,
 )
 from nxd_server.http.request_context import (
@@ -152,18 +152,18 @@ async def chat(request: Request, body: ChatBody) -> Any:
     require_task(service, "/v1/chat/completions", "generate")
     body.check_stream_options()
     top = _top_logprobs(body, service.top_logprobs)
-    asked, field = body.max_tokens, "max_tokens"
+    limit, field = body.max_tokens, "max_tokens"
     if body.max_completion_tokens is not None:
-        if asked is not None and asked != body.max_completion_tokens:
+        if limit is not None and limit != body.max_completion_tokens:
             raise bad_request(
                 "`max_tokens` and `max_completion_tokens` differ; they are one limit: send one", "max_tokens"
             )
-        asked, field = body.max_completion_tokens, "max_completion_tokens"
-    if asked is not None and asked < 1:
-        raise bad_request(f"`{field}` must be at least 1, got {asked}", field)
+        limit, field = body.max_completion_tokens, "max_completion_tokens"
+    if limit is not None and limit < 1:
+        raise bad_request(f"`{field}` must be at least 1, got {limit}", field)
     check_choices(1, body.n, settings.max_choices, service.room)
     defaults = service.sampling_defaults
-    params = body.sampling(asked, top, defaults)  # a wrong value: before a long conversation is tokenized
+    params = body.sampling(limit, top, defaults)  # a wrong value: before a long conversation is tokenized
     _check_effort(body.reasoning_effort, service.reasoning_tags is not None)
     tokenizer, tools, grammar = service.require_tokenizer(), [], None
     if body.tools or body.tool_choice is not None:
@@ -175,8 +175,8 @@ async def chat(request: Request, body: ChatBody) -> Any:
     if grammar is not None and tags is not None:
         free = free_reasoning(tokenizer, service.vocab_size, tags, place)
         grammar, place = (grammar, "over") if free is None else (grammar.behind(free), place)
-    room = max_new_tokens(asked, len(tokens), service.max_len, field)
-    params = with_limit(params, room) if asked is None else params
+    room = max_new_tokens(limit, len(tokens), service.max_len, field)
+    params = with_limit(params, room) if limit is None else params
     readers = [
         None if tags is None or place == "over" else ReasoningReader(tags, place, exact=grammar is not None)
         for _ in range(body.n)
@@ -194,12 +194,12 @@ async def _grammar(
     request: Request, body: ChatBody, params: SamplingParams, tools: list[dict[str, Any]]
 ) -> CompiledGrammar | None:
     """Return the grammar that the answer follows, if any. Raises ApiError and RequestError."""
-    service, wanted = context_of(request).service, wanted_form(body)
-    form = with_calls(body, wanted, tools, service.tool_format, service.require_tokenizer(), service.vocab_size)
+    service, requested = context_of(request).service, requested_form(body)
+    form = with_calls(body, requested, tools, service.tool_format, service.require_tokenizer(), service.vocab_size)
     try:
         return await compiled_grammar(request, params.replace(structured_outputs=form))
     except RequestError:
-        for part in (*([wanted] if wanted else []), *schemas_of(tools)):
+        for part in (*([requested] if requested else []), *schemas_of(tools)):
             await compiled_grammar(request, params.replace(structured_outputs=part))  # its error says where
         raise
 

@@ -12,7 +12,7 @@ from nxd_server.http.error_responses import bad_request, unsupported
 from nxd_server.http.openai.generation import Answer, Generation, check_choices, respond, with_limit
 from nxd_server.http.openai.logprobs import LegacyLogprobs
 from nxd_server.http.openai.schemas import CompletionBody, token_lists
-from nxd_server.http.openai.tools import wanted_form
+from nxd_server.http.openai.tools import requested_form
 from nxd_server.http.request_context import (
     check_model,
     compiled_grammar,
@@ -46,7 +46,7 @@ async def completions(request: Request, body: CompletionBody) -> Any:
     defaults = service.sampling_defaults
     params = body.sampling(body.max_tokens, body.logprobs, defaults)  # a wrong value: before long prompts are tokenized
     if body.constrained:
-        params = params.replace(structured_outputs=wanted_form(body))
+        params = params.replace(structured_outputs=requested_form(body))
     grammar = await compiled_grammar(request, params)
     tokens = await unless_left(request, encode_prompts(context, prompts, "prompt", special=body.add_special_tokens))
     if body.max_tokens is None:

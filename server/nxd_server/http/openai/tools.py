@@ -175,9 +175,9 @@ def choice_calls(body: ChatBody, tools: Sequence[dict[str, Any]], tool_format: s
 # --- the constraint on the answer ---
 
 
-def wanted_form(body: SamplingBody) -> StructuredOutputs | None:
+def requested_form(body: SamplingBody) -> StructuredOutputs | None:
     """Return what the text of the answer must be; None for any text. Raises ApiError: 400 naming the field."""
-    wanted = _of_response_format(body.response_format)
+    requested = _of_response_format(body.response_format)
     compact = is_compact(body)
     given = {
         name: value
@@ -185,8 +185,8 @@ def wanted_form(body: SamplingBody) -> StructuredOutputs | None:
         if value is not None and name != COMPACT and not (value is False and name in NEUTRAL)
     }
     if not given:
-        return wanted and replace(wanted, disable_any_whitespace=compact)
-    if wanted is not None:
+        return requested and replace(requested, disable_any_whitespace=compact)
+    if requested is not None:
         raise bad_request("send `response_format` or `structured_outputs`, not both", "response_format")
     return StructuredOutputs.of({**given, COMPACT: compact})
 
@@ -229,21 +229,21 @@ def _of_response_format(value: dict[str, Any] | None) -> StructuredOutputs | Non
 
 def with_calls(
     body: ChatBody,
-    wanted: StructuredOutputs | None,
+    requested: StructuredOutputs | None,
     tools: Sequence[dict[str, Any]],
     tool_format: str | None,
     tokenizer: Tokenizer,
     vocab_size: int,
 ) -> StructuredOutputs | None:
-    """Return what the answer must be if it may, or must, call one of ``tools``; ``wanted``: what its text must be.
+    """Return what the answer must be if it may, or must, call one of ``tools``; ``requested``: what its text must be.
 
     Raises ApiError: 400 for a constraint on texts that cannot be combined with calls.
     """
     choice = body.tool_choice
     forced = must_call(body)
-    if not tools or tool_format is None or (wanted is None and not forced):
-        return wanted
-    if wanted is not None and wanted.form not in ("json", "json_object"):
+    if not tools or tool_format is None or (requested is None and not forced):
+        return requested
+    if requested is not None and requested.form not in ("json", "json_object"):
         raise bad_request(
             "with `tools`, `structured_outputs` must be json or json_object; or send tool_choice 'none'",
             "structured_outputs",
@@ -256,8 +256,8 @@ def with_calls(
     several = named is None and makes_several(body, tool_format)
     rules = call_rules(tool_format, arguments, several, tokenizer, vocab_size, is_compact(body))
     start = "start: calls"
-    if not forced and wanted is not None:
-        start, rules = "start: calls | answer", [*rules, f"answer: {wanted.rule}"]
+    if not forced and requested is not None:
+        start, rules = "start: calls | answer", [*rules, f"answer: {requested.rule}"]
     return StructuredOutputs(grammar="\n".join([start, *rules]), where="tools", made=True)
 
 
