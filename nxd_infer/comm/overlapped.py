@@ -25,11 +25,16 @@ class Pending:
     """A collective in flight."""
 
     def __init__(self, wait: Callable[[], Tensor]):
-        self._wait = functools.cache(wait)
+        self._wait: Callable[[], Tensor] | None = wait
+        """None once it has ended: what it refers to keeps gloo's connections open."""
+        self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
         """Return the result; the first call waits for it. Raises CollectiveTimeoutError if a peer is missing."""
-        return self._wait()
+        if self._result is None:
+            assert self._wait is not None
+            self._result, self._wait = self._wait(), None
+        return self._result
 
 
 def _done(x: Tensor) -> Pending:

@@ -202,8 +202,7 @@ class _Loans:
 
     def __init__(self, engine: Engine):
         self.engine, self.stage, self.messages = engine, engine.stage, engine.messages
-        users = dict.fromkeys((name, self.stage.rank_of(stage)) for name, stage in engine.plan.lent)
-        self.loans = [(self.stage.weights[name], rank) for name, rank in users]
+        self.loans = [(self.stage.weights[name], rank) for name, rank in engine.plan.lent]
         """(weight, rank that borrows it)."""
         self.sent: list[Pending] = []
         self.coming: dict[str, Pending] = {}

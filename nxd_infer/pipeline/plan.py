@@ -217,7 +217,7 @@ class Plan:
     handed: tuple[tuple[Output, ...], ...]
     """Of each stage: the outputs that the stage before hands to it, which may be of an earlier one still."""
     lent: tuple[tuple[str, int], ...]
-    """(weight, stage) for what a stage needs of another rank."""
+    """(weight, rank) for what a rank needs of another one."""
     ends: tuple[int, ...]
     """Of each stage but the last: the number of its last call."""
     loss: float = field(compare=False)
@@ -350,9 +350,9 @@ class _Planner:
                     self.last_needed[tag] = max(self.last_needed.get(tag, 0), stage)
 
     def _need_weight(self, name: str, stage: int) -> None:
-        owner = self.stage.rank_of(self.stage.weights[name].stage)
-        if self.stage.rank_of(stage) != owner:
-            self.lent.add((name, stage))
+        rank = self.stage.rank_of(stage)
+        if rank != self.stage.rank_of(self.stage.weights[name].stage):
+            self.lent.add((name, rank))
 
     def require_result(self, value: Tensor, used_by: str = "") -> None:
         """Raise ParallelConfigError if a unit has computed ``value``, and another stage or no unit uses it."""
@@ -376,8 +376,9 @@ class _Planner:
         self.inside = here = _Origin(path, self.now)
         try:
             self.need((args, kwargs), self.now)
-            for name in self._weights_within(path):
-                self._need_weight(name, self.now)
+            for weight in self.stage.weights.values():
+                if any(f"{place}.".startswith(f"{path}.") for place, _ in weight.places):
+                    self._need_weight(weight.name, self.now)
             result, changed = run_without_values(
                 module, forward, args, kwargs, lambda tensor: self.within.__setitem__(tensor, here)
             )
@@ -411,11 +412,6 @@ class _Planner:
                     f"{path!r} changes in place what it is given, the result of {unit!r} on another stage: use an "
                     "operation that makes a new tensor"
                 )
-
-    def _weights_within(self, path: str) -> Iterable[str]:
-        for weight in self.stage.weights.values():
-            if any(place == path or place.startswith(f"{path}.") for place, _ in weight.places):
-                yield weight.name
 
 
 class _Watch(TorchFunctionMode):
