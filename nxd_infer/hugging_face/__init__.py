@@ -1,4 +1,5 @@
-"""Weights of Hugging Face model directories, read by slices under a model's names; a GGUF file as such a directory.
+"""Weights of Hugging Face model directories, read by slices under a model's names; a GGUF file as such a directory;
+a directory's tokenizer as transformers reads it.
 
 Only ``weights`` needs torch; it is imported on first use.
 """

@@ -143,7 +143,8 @@ def _read(directory: Path) -> Any:
     except BaseException as error:
         raise _refused(error, f"{directory}: transformers' AutoTokenizer cannot read its tokenizer") from error
     # Some classes make up a vocabulary if they do not find theirs.
-    names = [*found.vocab_files_names.values(), TOKENIZER, getattr(found, "vocab_file", None) or TOKENIZER]
+    names = [*getattr(found, "vocab_files_names", {}).values(), TOKENIZER]
+    names += filter(None, [getattr(found, "vocab_file", None)])
     if not any((directory / name).is_file() for name in names) or not len(found):
         raise ModelConfigError(
             f"{directory}: its {type(found).__name__} reads {', '.join(dict.fromkeys(names))}, and finds no vocabulary "
