@@ -77,7 +77,7 @@ def test_a_wrong_call_names_the_function_and_the_argument():
     [
         ({"batch_sizes": []}, r"batch_sizes must be a list of one or more whole numbers from 1 to 1048576, got \[\]"),
         ({"max_len": True}, "max_len must be a whole number of at least 2, or None, got True"),
-        ({"task": "translate"}, 'task must be "generate", "embed", "classify" or None, got .translate.'),
+        ({"task": "translate"}, 'task must be "generate", "embed", .* or None, got .translate.'),
         ({"dtype": "float99"}, 'dtype must be "float32", "bfloat16" or None, got .float99.'),
     ],
 )
