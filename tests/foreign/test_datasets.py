@@ -236,6 +236,8 @@ def test_columns_can_be_left_out(folder):
     row = {"messages": [USER, {**ASSISTANT, "weight": 1}], "source": "x"}
     left_out = encoder(ignore=["source", "messages.weight"])
     assert encoded(left_out, [row]) == encoded(encoder(), [{"messages": [USER, ASSISTANT]}])
+    row = {"prompt": [USER], "completion": [{**ASSISTANT, "weight": 1}]}
+    assert encoded(left_out, [row]) == encoded(encoder(), [{"messages": [USER, ASSISTANT]}])
 
 
 # --- templates of real models ---------------------------------------------------------------------------------

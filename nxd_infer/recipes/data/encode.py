@@ -65,7 +65,8 @@ class Encoder:
 
     ``tokenizer`` is None for records that have tokens already. ``mask_prompt``: whether prompts do not count.
     ``length``: at most so many tokens, and ``prompt_length`` of a prompt; None: no limit. ``keep_end``: cut the start.
-    ``pairs``: records are preferences. ``ignore``: columns, and fields as ``messages.weight``, that are left out.
+    ``pairs``: records are preferences. ``ignore``: columns that are left out, and fields of messages as
+    ``messages.weight``, whatever column the messages are in.
     """
 
     tokenizer: Tokenizer | None
@@ -168,7 +169,7 @@ class Encoder:
             raise RecipeError(f": {column} must be a list of messages, got {value!r:.80}")
         plain = []
         for message in value:
-            fields = {name: one for name, one in message.items() if f"{column}.{name}" not in self.ignore}
+            fields = {name: one for name, one in message.items() if f"messages.{name}" not in self.ignore}
             if "from" in fields and "value" in fields:
                 role = fields.pop("from")
                 if not isinstance(role, str) or role not in ROLES:
