@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,20 @@ def test_a_model_of_sentencepiece_is_read_or_the_package_is_named(tmp_path, monk
     if importlib.util.find_spec("sentencepiece") is not None:
         (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model("bpe"))
         assert outcome(tmp_path) == "equal"
+
+
+def test_mistrals_own_file_is_read(tmp_path):
+    pieces = [*(bytes([byte]) for byte in range(256)), b"th", b"the", b" t", b" the"]
+    special = ["<unk>", "<s>", "</s>", *(f"[{number}]" for number in range(7))]
+    vocabulary = [{"rank": rank, "token_bytes": b64encode(one).decode()} for rank, one in enumerate(pieces)]
+    config = {"pattern": r" ?\p{L}+|\p{N}|\s+|[^\s\p{L}\p{N}]+", "version": "v3", "num_vocab_tokens": len(pieces)}
+    config |= {"default_vocab_size": len(pieces) + 10, "default_num_special_tokens": 10}
+    tokens = [{"rank": rank, "token_str": text, "is_control": True} for rank, text in enumerate(special)]
+    tekken = {"config": config, "vocab": vocabulary, "special_tokens": tokens}
+    (tmp_path / "tekken.json").write_text(json.dumps(tekken))
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    assert outcome(tmp_path) == "equal"
+    assert read_canonical(tmp_path).encode("the é", add_special_tokens=False)[0] == 10 + pieces.index(b"the")
 
 
 OWN_CODE = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
