@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import SWALR
 
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, ParallelConfigError
@@ -50,8 +52,8 @@ class NeuronLTModule(LightningModule):
             ``optimizer_config``.
         opt_cls: a ``torch.optim`` class or a ``functools.partial`` of one, called with the parameters, ``opt_args`` and
             ``opt_kwargs``.
-        scheduler_cls: called with the optimizer, ``scheduler_args`` and ``scheduler_kwargs``; steps with the optimizer.
-            None: a constant rate.
+        scheduler_cls: called with the optimizer, ``scheduler_args`` and ``scheduler_kwargs``; steps with the optimizer
+            (ReduceLROnPlateau by its loss). None: a constant rate.
         grad_accum_steps: batches whose gradients a step averages. With a pipeline it must be 1: ``num_microbatches``
             does the same.
         log_rank0: accepted. Every rank has the loss, and rank 0 logs, without further communication.
@@ -112,15 +114,20 @@ class NeuronLTModule(LightningModule):
             )
         for text in BESIDE_THE_POINT:
             warnings.filterwarnings("ignore", text)
+        self.build_model()
+
+    def build_model(self) -> None:
+        """Build the model over the ranks, unless it exists. The strategy does so before any callback's ``setup``."""
         if "model" not in self._modules:
             self.model = initialize_parallel_model(
                 self.nxd_config, self.model_fn, *self.model_args, **self.model_kwargs
             )
 
     def configure_optimizers(self) -> Any:
-        """Return the parallel optimizer of all parameters, and its scheduler."""
+        """Return the parallel optimizer of all parameters that are not frozen, and its scheduler."""
+        trained = [param for param in self.model.parameters() if param.requires_grad]
         optimizer = initialize_parallel_optimizer(
-            self.nxd_config, self.opt_cls, self.model.parameters(), **self._named_opt_args(), **self.opt_kwargs
+            self.nxd_config, self.opt_cls, trained, **self._named_opt_args(), **self.opt_kwargs
         )
         if self.scheduler_cls is None:
             return optimizer
@@ -164,8 +171,8 @@ class NeuronLTModule(LightningModule):
         batches = batch_idx % self.grad_accum_steps + 1
         self.should_print = batches == self.grad_accum_steps or self.trainer.is_last_batch
         if self.should_print:
-            self._step()
             self.loss = mean_over_data(self.averaged_loss / batches, current_context())
+            self._step()
             self.averaged_loss = torch.zeros_like(self.averaged_loss)
             self.log("loss", self.loss, prog_bar=True)
             self.log("global_step", float(self.global_step))
@@ -191,13 +198,20 @@ class NeuronLTModule(LightningModule):
         scheduler: Any = self.lr_schedulers()
         optimizer.step()
         optimizer.zero_grad()
-        if scheduler is not None:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step(float(self.loss))
+        elif scheduler is not None and not isinstance(scheduler, SWALR):
             scheduler.step()
         if isinstance(optimizer.optimizer, NxDOptimizer):  # LearningRateMonitor reads the wrapped optimizer's rate
             optimizer.optimizer.hand_on_hyperparameters()
         norm = getattr(optimizer, "grad_norm", None)
         if norm is not None:
             self.log("grad_norm", norm)
+
+    def on_train_epoch_end(self) -> None:
+        """Step the scheduler that StochasticWeightAveraging has put in, which counts epochs."""
+        if isinstance(scheduler := self.lr_schedulers(), SWALR):
+            scheduler.step()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log ``val_loss``."""

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 
 from nxd_infer.checkpoint import folder as folders
@@ -90,6 +92,8 @@ class NeuronXLAStrategy(ParallelStrategy):
         self._splits = True
         self._loaders: list[RankLoader] = []
         self._random: Any = None
+        self._alone = False
+        """Whether this rank has failed and the others have not: it must end without waiting for them."""
 
     # --- ranks ----------------------------------------------------------------------------------------
 
@@ -187,8 +191,15 @@ class NeuronXLAStrategy(ParallelStrategy):
                 f"{type(self._checkpoint_io).__name__} cannot save ranks that share a model: leave it out; "
                 "NeuronXLAStrategy(async_save=True) writes in the background"
             )
+        if current_context().tp.degree > 1 and any(isinstance(one, ModelPruning) for one in self._trainer.callbacks):
+            raise ParallelConfigError(
+                "ModelPruning chooses weights by their size within a tensor, of which each tensor-parallel rank has a "
+                "part: prune the whole model before it is split, or train with tensor_parallel_size=1"
+            )
         self._take_over_samplers()
         super().setup_environment()
+        if (build := getattr(self._module, "build_model", None)) is not None:
+            build()  # before any hook `setup`: callbacks that copy the model, or freeze parts of it, do so there
 
     # --- data -----------------------------------------------------------------------------------------
 
@@ -273,6 +284,9 @@ class NeuronXLAStrategy(ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save under ``filepath``, a folder, all or nothing. Every rank calls it. Raises CheckpointError."""
+        if self._trainer.state.status == TrainerStatus.INTERRUPTED and not self._all_are_interrupted():
+            log.error("%s is not saved: a rank has failed, and the others hold the rest of it", filepath)
+            return
         self._finish_saving()
         optimizer = self.optimizers[0] if "optimizer_states" in checkpoint and self.optimizers else None
         folder, tag = os.path.split(self.broadcast(str(filepath)))
@@ -281,6 +295,19 @@ class NeuronXLAStrategy(ParallelStrategy):
             if isinstance(kept.get(name), dict):
                 kept[name] = _storable(kept[name])
         save_checkpoint(folder or ".", tag, self._module.model, optimizer, user_content=kept, **self._saving)
+
+    def _all_are_interrupted(self) -> bool:
+        """Whether every rank gets here within seconds, so that a save by all of them can end."""
+        if self.world_size == 1 or not dist.is_initialized():
+            return True
+        store, key = dist.distributed_c10d._get_default_store(), f"nxd interrupted {self._trainer.global_step}"
+        store.set(f"{key} {self.global_rank}", "")
+        try:
+            store.wait([f"{key} {rank}" for rank in range(self.world_size)], timedelta(seconds=LAST_SAVE_SECONDS))
+        except RuntimeError:
+            self._alone = True
+            store.delete_key(f"{key} {self.global_rank}")  # whoever fails later need not wait for this one
+        return not self._alone
 
     def load_checkpoint(self, checkpoint_path: Any, *_: Any, **__: Any) -> dict[str, Any]:
         """Load the model and, to fit, the optimizer, the random state and the position; return Lightning's part.
@@ -339,7 +366,7 @@ class NeuronXLAStrategy(ParallelStrategy):
         return bool(largest(current_context(), int(decision)))
 
     def barrier(self, name: str | None = None) -> None:
-        if group_exists():
+        if group_exists() and not self._alone:
             dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -410,6 +437,8 @@ class LaunchedRanks(TorchElasticEnvironment):
 
 log = logging.getLogger(__name__)
 
+LAST_SAVE_SECONDS = 4.0
+"""How long a rank with an exception waits for the others to have one, too, before it ends without a checkpoint."""
 VERSION = "pytorch-lightning_version"
 """A key that every checkpoint of a Trainer has."""
 HPARAMS = (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, LightningModule.CHECKPOINT_HYPER_PARAMS_NAME)

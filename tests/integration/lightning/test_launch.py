@@ -61,9 +61,10 @@ def test_the_example(tmp_path: Path):
 
 
 DYING = """
-import os, signal
+import os, signal, sys
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch.utils.data import DataLoader
 import nxd_infer as nxd
 from nxd_infer.lightning import NeuronLTModule, NeuronXLAStrategy
@@ -75,32 +76,37 @@ print(f"pid {os.getpid()}", flush=True)
 class Ends(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if batch_idx == 1 and trainer.global_rank == 1:
+            if sys.argv[1] == "raise":
+                raise ValueError("of one rank alone")
             os.kill(os.getpid(), signal.SIGKILL)
 
 config = nxd.neuronx_distributed_config(tensor_parallel_size=2)
 module = NeuronLTModule(llama, config, torch.optim.SGD, None, opt_kwargs={"lr": 0.1})
-options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-options |= dict(devices=2, accelerator="cpu", max_epochs=2, callbacks=[Ends()])
+options = dict(logger=False, enable_checkpointing=True, enable_progress_bar=False, enable_model_summary=False)
+options |= dict(devices=2, accelerator="cpu", max_epochs=2, callbacks=[Ends(), OnExceptionCheckpoint(".")])
 trainer = Trainer(strategy=NeuronXLAStrategy(config), **options)
 trainer.fit(module, DataLoader(Rows(), 2))
 """
 
 
-def test_a_rank_that_ends_ends_the_others(tmp_path: Path):
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_a_rank_that_ends_ends_the_others(how: str, tmp_path: Path):
     """In bounded time, with the reason; and no process is left."""
     (tmp_path / "dying.py").write_text(DYING)
     done = subprocess.run(
-        [sys.executable, "dying.py"],
+        [sys.executable, "dying.py", how],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
-        timeout=280,  # a collective would wait for 300 seconds
+        timeout=140,  # a collective would wait for 300 seconds
     )
     pids = [int(pid) for pid in re.findall(r"^pid (\d+)$", done.stdout, re.MULTILINE)]
     assert len(pids) == 2
     assert all(gone(pid, 60) for pid in pids)
     assert done.returncode != 0, done.stderr[-3000:]
     # Whichever is faster: a collective of the first rank, or Lightning's look at the processes.
-    told = rf"rank\(s\) \[1\] .*: the process has ended|with PID {pids[1]} terminated with code -9"
+    told = rf"rank\(s\) \[1\] .*: the process has ended|with PID {pids[1]} terminated with code (-9|1)"
     assert re.search(told, done.stderr), done.stderr[-3000:]
+    assert ("ValueError: of one rank alone" in done.stderr) == (how == "raise")
+    assert not list(tmp_path.glob("*.ckpt"))  # no rank alone has a checkpoint
