@@ -32,6 +32,7 @@ REFUSED = {
     "mobilebert": "it reads the words beside each, padding too",
     "nystromformer": "it averages positions, so padding changes its results",
     "reformer": "it hashes positions at random",
+    "xlnet": "its classifier reads the last position, padding too",
     "yoso": "it samples by hashes",
 }
 """Model types whose results for a text depend on more than the text."""

@@ -113,6 +113,8 @@ def fusible(node: fx.Node) -> bool:
         return False
     if not all(0 < one.dim() <= _MOST_DIMS for one in values):
         return False
+    if not all(isinstance(size, int) for one in [*values, *sources] for size in one.shape):
+        return False  # it depends on values, which is refused where the graph is stored
     for one in [*values, *sources]:
         *_, width = one.shape or (1,)
         if one.numel() == 0 or width > _MOST_WIDTH or (width == 1 and one.dtype == torch.bfloat16):
