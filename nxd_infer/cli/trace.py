@@ -129,7 +129,7 @@ def _notes(model_dir: Path, plan: TaskPlan, planned: trace.TracePlan, prompt_buc
     longest = plan.metadata["max_len"]
     yield _whose_module(plan.metadata)
     if (why := plan.metadata.get("why_whole")) is not None:
-        yield f"slow: each token reads the whole text anew, as no cache holds what the model keeps of it ({why})"
+        yield f"slow: each token reads the whole text anew, as no cache holds its state: {why} (verify compares them)"
     if plan.metadata.get("encodes_prompts"):
         yield f"prompts are read whole, by the encoder, so there is a bucket for the longest, {longest} tokens"
     for length in prompt_buckets:

@@ -320,6 +320,7 @@ def test_columns_and_splits_of_a_repository_are_those_of_the_recipe(folder):
         ("gemma2", r"no causal language model for model_type 'gemma2': train it with nxd_infer\.distributed"),
         ("t5", "no causal language model for model_type 't5'"),
         ("mamba", "no causal language model for model_type 'mamba'"),
+        ("mambo", "model_type = 'mambo': this architecture is not defined here"),
     ],
 )
 def test_a_model_that_recipes_do_not_train_is_refused(tmp_path, kind, told):
