@@ -193,19 +193,26 @@ class _Compiled:
         return "".join(kept)
 
     def form(self, content: Any) -> Any:
-        """Return content in the form that the template takes: as it is, as parts, or as text of parts, one a line."""
-        if isinstance(content, str):
-            return content if self._takes_text or not self._takes_parts else [{"type": "text", "text": content}]
-        return list(content) if self._takes_parts else "\n".join(part["text"] for part in content)
+        """Return content in the form that the template takes: as it is, as one text, a line for each part, or as a list
+        of one part with that text."""
+        is_text = isinstance(content, str)
+        if ("text" if is_text else "parts") in self._forms:
+            return content if is_text else list(content)
+        text = content if is_text else "\n".join(part["text"] for part in content)
+        return [{"type": "text", "text": text}] if self._forms and "text" not in self._forms else text
 
     @functools.cached_property
-    def _takes_text(self) -> bool:
-        return _PROBES[0] in self._probed(_PROBES[0])
-
-    @functools.cached_property
-    def _takes_parts(self) -> bool:
-        text = self._probed([{"type": "text", "text": probe} for probe in _PROBES])
-        return all(probe in text for probe in _PROBES) and not _LISTED.search(text)
+    def _forms(self) -> set[str]:
+        """Of a message's content, those whose words come into the prompt, and not in the notation of a list; empty if
+        the template renders no such message."""
+        parts = [{"type": "text", "text": probe} for probe in _PROBES]
+        found = set()
+        for form, content in (("text", _PROBES[0]), ("part", parts[:1]), ("parts", parts)):
+            text = self._probed(content)
+            words = _PROBES if form == "parts" else _PROBES[:1]
+            if all(word in text for word in words) and (form == "text" or not _LISTED.search(text)):
+                found.add(form)
+        return found
 
     def _probed(self, content: Any) -> str:
         """Return the prompt of a message with this content; empty if the template cannot render it."""

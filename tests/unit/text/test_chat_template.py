@@ -57,6 +57,7 @@ DUMPS = "{{ messages | tojson(separators=(',', ':')) }}"
     [
         (LOOPS, "Why?|", "Why?|How?|"),
         (EITHER, "Why?", "Why?|How?"),
+        ("{{ messages[0].content[0].text }}", "Why?", "Why?\nHow?"),
         (PLAIN, "<user>Why?", "<user>Why?\nHow?"),
         (DUMPS, '[{"role":"user","content":"Why?"}]', r'[{"role":"user","content":"Why?\nHow?"}]'),
     ],
