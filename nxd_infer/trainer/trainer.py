@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxd_infer.checkpoint.api import load_checkpoint
 from nxd_infer.context import current_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.modules.lora import LoRAModel
@@ -52,11 +53,16 @@ def initialize_parallel_model(
     built_with = dict(config)
     if config.lora_config is not None and config.lora_config.enable_lora:
         with same_random_numbers(current_context()):
-            model = LoRAModel(model, config.lora_config, layouts=None if stage is None else stage.layouts)
+            layouts = None if stage is None else stage.layouts
+            model = LoRAModel(model, config.lora_config, layouts=layouts, base_follows=True)
         built_with["lora_config"] = model.lora_config  # an adapter that it starts from has its own
     require_one_model(model)
     apply_activation_checkpoint(model, config.activation_checkpoint_config, config.pipeline_config)
-    return NxDModel(model, built_with) if stage is None else NxDPPModel.of_stage(model, stage, built_with)
+    wrapped = NxDModel(model, built_with) if stage is None else NxDPPModel.of_stage(model, stage, built_with)
+    stored = model.base_checkpoint if isinstance(model, LoRAModel) else None
+    if stored is not None:
+        load_checkpoint(stored.parent, stored.name, model=wrapped)
+    return wrapped
 
 
 def initialize_parallel_optimizer(

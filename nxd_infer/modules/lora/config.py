@@ -90,8 +90,9 @@ class LoraConfig:
     lora_verbose: bool = option(False, "Print what is adapted.", bool)
     load_lora_from_ckpt: bool = option(
         False,
-        "Start from the adapter in `lora_save_dir` and use its configuration; of the options given here only "
-        "non-default `save_lora_base`, `merge_lora` and `save_lora_config_adapter` still apply.",
+        "Start from the adapter in `lora_save_dir`, and from the base weights that were saved with it "
+        "(`save_lora_base`), and use its configuration; of the options given here only non-default `save_lora_base`, "
+        "`merge_lora` and `save_lora_config_adapter` still apply.",
         bool,
     )
     lora_load_tag: str | None = option(

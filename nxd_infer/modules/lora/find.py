@@ -53,7 +53,7 @@ def find_adapter(folder: Folder, tag: str | None = None) -> Path:
         if is_adapter(place):
             return _verified(place)
     below = sorted(path for path in root.glob("*") if path.is_dir() and not path.name.startswith(REMOVING))
-    saved = [path for path in below if _of_checkpoint(path)]
+    saved = [path for path in below if of_checkpoint(path)]
     newest = _newest_checkpoint(saved)
     if newest is not None:
         return _verified(newest / SUBFOLDER)
@@ -101,7 +101,7 @@ def _newest_checkpoint(folders: list[Path]) -> Path | None:
     return newest[0] if newest else None
 
 
-def _of_checkpoint(folder: Path) -> bool:
+def of_checkpoint(folder: Path) -> bool:
     """Return whether a trainer has saved there, or started to: a rank writes its adapter after its other files."""
     return any(folder.glob(f"rank_{'[0-9]' * 5}.*"))
 
@@ -117,7 +117,7 @@ def _manifest(folder: Path) -> Manifest | None:
 def _verified(adapter: Path) -> Path:
     """Return ``adapter`` after verifying it against the checksums of its checkpoint, if it is in one."""
     folder = adapter.parent
-    if adapter.name != SUBFOLDER or not _of_checkpoint(folder):
+    if adapter.name != SUBFOLDER or not of_checkpoint(folder):
         return adapter
     manifest = _manifest(folder)
     if manifest is None:

@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,8 +38,10 @@ class LoRAModel(ModelWrapper):
     Args:
         module: any module; it is modified in place. Pad it (``pad_model``) before.
         config: a LoraConfig, or a dict of its options. With ``load_lora_from_ckpt`` the adapter in its
-            ``lora_save_dir`` determines which layers are adapted.
+            ``lora_save_dir`` determines which layers are adapted, and is loaded; base weights in its checkpoint are
+            not (a warning says so): ``load_checkpoint(lora_save_dir, lora_load_tag, model=...)`` loads both.
         layouts: of the whole model, where ``module`` is a pipeline stage of it.
+        base_follows: the caller loads what ``base_checkpoint`` names, as ``initialize_parallel_model`` does.
 
     Linear, Embedding and Conv2d layers of PyTorch and ColumnParallelLinear, RowParallelLinear, ParallelEmbedding and
     GQAQKVColumnParallelLinear can be adapted. Afterwards only adapters, and what ``bias`` and ``modules_to_save`` name,
@@ -58,6 +61,8 @@ class LoRAModel(ModelWrapper):
     """Names of the factors' parameters in ``named_parameters``."""
     adapted_elsewhere: set[str]
     """The projections that other pipeline stages adapt."""
+    base_checkpoint: Path | None
+    """The checkpoint of the adapter that this model starts from, if the base weights are in it too."""
     _heads: set[str]
     """The adapted embeddings whose weight is the model's head, without a name of its own."""
     _every_path: dict[str, LoraLayer]
@@ -69,6 +74,7 @@ class LoRAModel(ModelWrapper):
         config: LoraConfig | Mapping[str, Any],
         *,
         layouts: Mapping[str, ParamLayout] | None = None,
+        base_follows: bool = False,
     ):
         config = LoraConfig.of(config)
         if not config.enable_lora:
@@ -78,9 +84,10 @@ class LoRAModel(ModelWrapper):
         super().__init__(module)
         self.base_layouts = weight_layout(module)
         self.whole_layouts = {**(layouts or {}), **self.base_layouts}
-        stored = None
+        stored = self.base_checkpoint = None
         if config.load_lora_from_ckpt:
             stored = find_together(config.lora_save_dir, config.lora_load_tag)
+            self.base_checkpoint = peft.base_beside(stored)
             config = peft.read_config(stored, config)
             config.modules_to_save = self._present(config.modules_to_save) or None  # PEFT may name missing modules
         self.lora_config = config
@@ -92,6 +99,11 @@ class LoRAModel(ModelWrapper):
             if stored is not None:
                 peft.load_found(self, stored)
         call_layers(module)
+        if self.base_checkpoint is not None and not base_follows:
+            warn_once(
+                f"only the adapter of {self.base_checkpoint} is loaded, which holds the base weights too: "
+                "load_checkpoint(FOLDER, TAG, model=model) loads both"
+            )
         if config.lora_verbose and current_context().rank == 0:
             print(self.describe())
 

@@ -32,7 +32,7 @@ from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.layout.shard import weight_mismatch
 from nxd_infer.layout.sources import open_safetensors
 from nxd_infer.modules.lora.config import LoraConfig
-from nxd_infer.modules.lora.find import CONFIG, WEIGHTS, Folder, find_together
+from nxd_infer.modules.lora.find import CONFIG, SUBFOLDER, WEIGHTS, Folder, find_together, of_checkpoint
 from nxd_infer.modules.lora.layers import Place
 
 if TYPE_CHECKING:
@@ -199,6 +199,13 @@ def read_config(folder: Path, config: LoraConfig) -> LoraConfig:
     if not isinstance(stored, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(stored).__name__}")
     return config.with_peft(stored, path)
+
+
+def base_beside(folder: Path) -> Path | None:
+    """Return the checkpoint of the adapter in ``folder`` if it holds the base weights too, not merged; else None."""
+    saved = read_config(folder, LoraConfig())
+    inside = folder.name == SUBFOLDER and of_checkpoint(folder.parent)
+    return folder.parent if inside and saved.save_lora_base and not saved.merge_lora else None
 
 
 def adapted_paths(folder: Path) -> set[str]:

@@ -94,7 +94,7 @@ def load_llama(folder: str) -> dict[str, float]:
         trainer.load_checkpoint(folder, way, model)
         found[way] = model.run_eval(**tokens()).item()
         flags = {"load_lora_from_ckpt": True, "lora_save_dir": folder, "lora_load_tag": way}
-        found[f"{way} by flags"] = llama_with_lora(0, **flags).run_eval(**tokens()).item()
+        found[f"{way} by flags"] = llama_with_lora(1 if way == "both" else 0, **flags).run_eval(**tokens()).item()
     newest = llama_with_lora(0, load_lora_from_ckpt=True, lora_save_dir=folder)
     found["the newest"] = newest.run_eval(**tokens()).item()
     degree = current_context().tp.degree

@@ -158,3 +158,14 @@ def test_how_to_save_may_be_given_anew(tmp_path: Path):
     model = adapted(0.0, load_lora_from_ckpt=True, lora_save_dir=str(tmp_path), save_lora_base=True, merge_lora=True)
     assert model.lora_config.modules_to_save is None  # as it was
     assert model.lora_config.merge_lora and set(model.state_dict()) == {"0.weight", "0.bias"}
+
+
+def test_base_weights_that_are_not_loaded_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """The trainer loads them; a model that is adapted without it says that it does not."""
+    model = adapted(0.0, save_lora_base=True)
+    save_checkpoint(tmp_path, "both", model)
+    saved(tmp_path, 1)
+    adapted(0.0, load_lora_from_ckpt=True, lora_save_dir=str(tmp_path), lora_load_tag="step_1")
+    assert not caplog.records
+    adapted(0.0, load_lora_from_ckpt=True, lora_save_dir=str(tmp_path), lora_load_tag="both")
+    assert "only the adapter" in caplog.text and "load_checkpoint(FOLDER, TAG, model=model)" in caplog.text
