@@ -21,6 +21,7 @@ from nxd_infer.recipes.recipe import Loaded
 from nxd_infer.recipes.schema import CheckpointCallback, EarlyStopping, ExpManager, Trainer
 
 EXPERIMENTS, PREPARED, CHECKPOINTS, SCORES = "nxd_experiments", "prepared", "checkpoints", "scores.json"
+_VERSION = re.compile(r"version_\d+|\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
 _FIELD = re.compile(r"\{(\w+)(?:[:=]([^}]*))?\}")
 
 
@@ -38,18 +39,14 @@ def log_dir_of(manager: ExpManager) -> Path:
         return root
     if manager.version is not None:
         return root / manager.version
-    versions = [one for one in root.iterdir() if one.is_dir() and _is_version(one.name)] if root.is_dir() else []
-    versions.sort(key=lambda one: (len(one.name), one.name))
+    there = [one for one in root.iterdir() if one.is_dir()] if root.is_dir() else []
+    versions = sorted((one for one in there if _VERSION.fullmatch(one.name)), key=lambda one: (len(one.name), one.name))
     if manager.resume_if_exists and versions:
         return versions[-1]
     if manager.use_datetime_version:
         return root / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     numbers = [int(one.name.removeprefix("version_")) for one in versions if one.name.startswith("version_")]
     return root / f"version_{max(numbers, default=-1) + 1}"
-
-
-def _is_version(name: str) -> bool:
-    return re.fullmatch(r"version_\d+|\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", name) is not None
 
 
 def write_recipe(loaded: Loaded, log_dir: Path) -> None:

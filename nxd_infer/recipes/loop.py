@@ -219,11 +219,9 @@ class Training:
             if is_rank_zero():
                 self.keeper.prune()
         write_merged(self.job.model, self.log_dir / MODEL)
-        if self.step > before:
-            self._say(f"trained {self.recipe.name}: {self.log_dir}")
-        else:
-            reached = "max_steps" if self.steps == trainer.max_steps else "max_epochs"
-            self._say(f"nothing to do: trainer.{reached} = {getattr(trainer, reached)} is reached in {self.log_dir}")
+        reached = "max_steps" if self.steps == trainer.max_steps else "max_epochs"
+        nothing = f"nothing to do: trainer.{reached} = {getattr(trainer, reached)} is reached in {self.log_dir}"
+        self._say(f"trained {self.recipe.name}: {self.log_dir}" if self.step > before else nothing)
         return Outcome(self.log_dir, self.log_dir / MODEL, self.keeper.folder)
 
     def _say(self, text: str) -> None:

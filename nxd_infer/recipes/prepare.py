@@ -10,8 +10,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -60,7 +58,9 @@ def prepare(loaded: Loaded, root: Path) -> Prepared:
         try:
             with FileLock(root / f"{folder.name}.lock", timeout=WAIT_SECONDS):
                 if not folder.is_dir():
-                    _write(loaded, folder)
+                    with tempfile.TemporaryDirectory(dir=root, prefix=".") as building:
+                        _fill(loaded, Path(building) / folder.name)
+                        (Path(building) / folder.name).rename(folder)
         except TimeoutError:
             problem = f"another process has prepared {folder} for more than {WAIT_SECONDS:.0f} s"
             raise RecipeError(f"{problem}: end it, and start again") from None
@@ -100,17 +100,6 @@ def tokenizer_source(loaded: Loaded) -> Path | None:
     if config is not None and tokenizer_files(config.parent):
         return config.parent
     return None
-
-
-def _write(loaded: Loaded, folder: Path) -> None:
-    building = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(building, ignore_errors=True)
-    try:
-        _fill(loaded, building)
-        building.rename(folder)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
 
 
 def _fill(loaded: Loaded, building: Path, most: int | None = None) -> list[str]:
