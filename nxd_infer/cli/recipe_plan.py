@@ -5,9 +5,10 @@ from __future__ import annotations
 import datetime
 
 from nxd_infer.cli.console import console, table
-from nxd_infer.recipes.checks import missing_files, problems_of_data, slow_products
+from nxd_infer.recipes.checks import missing_files, slow_products
 from nxd_infer.recipes.models import dtypes
 from nxd_infer.recipes.plan import CHIPS, UTILIZATION, plan_of
+from nxd_infer.recipes.prepare import notes_of_data
 from nxd_infer.recipes.recipe import Loaded
 from nxd_infer.recipes.speed import matmul_peak
 from nxd_infer.util.processors import compute_threads
@@ -42,7 +43,7 @@ def show(loaded: Loaded, chip: str | None) -> None:
     for obstacle in plan.obstacles:
         console.print(f"cannot be trained here: {obstacle}", markup=False, soft_wrap=True)
     missing = [str(one) for one in missing_files(loaded)]  # a plan may be for another machine
-    notes = missing or problems_of_data(loaded)
+    notes = missing or notes_of_data(loaded)
     for note in [*notes, *(slow_products(loaded) if chip is None else [])]:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
 

@@ -13,7 +13,7 @@ from nxd_infer.recipes.data.sources import files_of
 from nxd_infer.recipes.experiment import copied_files
 from nxd_infer.recipes.job import begin_of
 from nxd_infer.recipes.models import dtypes, is_fast_at_bfloat16, obstacles
-from nxd_infer.recipes.prepare import notes_of_data, tokenizer_source
+from nxd_infer.recipes.prepare import tokenizer_source
 from nxd_infer.recipes.recipe import Loaded
 from nxd_infer.recipes.tokenizers import require_tokenizer
 
@@ -56,14 +56,6 @@ def _look_for_indexed(loaded: Loaded, prefixes: Sequence[object]) -> None:
         for name in (f"{prefix}.idx", f"{prefix}.bin"):
             if not loaded.path(name).is_file():
                 raise loaded.tree.error(key, f"names {prefix}, but {name} is not there")
-
-
-def problems_of_data(loaded: Loaded) -> list[str]:
-    """Return what the first records of the data would lose, or why they cannot be read."""
-    try:
-        return notes_of_data(loaded)
-    except RecipeError as error:
-        return [str(error)]
 
 
 def slow_products(loaded: Loaded) -> list[str]:

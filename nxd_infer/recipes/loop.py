@@ -32,10 +32,7 @@ from nxd_infer.recipes.logs import Logs
 from nxd_infer.recipes.models import CONFIG
 from nxd_infer.recipes.preference import add_reference
 from nxd_infer.recipes.prepare import Prepared, prepare
-from nxd_infer.recipes.recipe import (
-    Loaded,
-    time_limit,
-)
+from nxd_infer.recipes.recipe import Loaded, time_limit
 from nxd_infer.recipes.speed import Speed, Step
 from nxd_infer.trainer import (
     ResumableLoader,

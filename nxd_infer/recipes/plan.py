@@ -26,10 +26,7 @@ from nxd_infer.recipes.models import (
 from nxd_infer.recipes.recipe import Loaded
 from nxd_infer.recipes.schema import Peft, Recipe
 
-CHIPS = {
-    "trn1": ("a NeuronCore of Trainium 1", 95e12),
-    "trn2": ("a logical NeuronCore of Trainium 2", 167e12),
-}
+CHIPS = {"trn1": ("a NeuronCore of Trainium 1", 95e12), "trn2": ("a logical NeuronCore of Trainium 2", 167e12)}
 """Products per second of a device in bfloat16, times two: AWS's figure for a chip over its cores."""
 UTILIZATION = 0.4
 """The share of this speed that training is assumed to reach."""

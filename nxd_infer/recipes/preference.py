@@ -109,17 +109,12 @@ class PreferenceModel(nn.Module):
 
     def answers(self, input_ids: Tensor, attention_mask: Tensor, targets: Tensor) -> Answers:
         logits = super().forward(input_ids, attention_mask)  # pyright: ignore[reportAttributeAccessIssue]
-        logs = _next_token(logits, input_ids)
+        wide = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
+        logs = -F.cross_entropy(wide.transpose(1, 2), input_ids[:, 1:], reduction="none")  # of each next token
         counted = (targets[:, 1:] != IGNORED).to(logs.dtype)
         chosen = (attention_mask[0::2, 1:] != 0).to(logs.dtype)
         likelihood = -(logs[0::2] * chosen).sum() / chosen.sum()
         return Answers((logs * counted).sum(-1).view(-1, 2), counted.sum(-1).view(-1, 2), likelihood)
-
-
-def _next_token(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the log-probability of each next token, [rows, S - 1], at least in float32."""
-    wide = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
-    return -F.cross_entropy(wide.transpose(1, 2), ids[:, 1:], reduction="none")
 
 
 def with_preference(model: nn.Module, strategy: Dpo | Orpo) -> Any:

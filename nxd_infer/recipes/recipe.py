@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,8 +63,8 @@ def check(tree: Tree, overrides: Iterable[str] = ()) -> Loaded:
     for name in recipe.trace or {}:
         if name not in TRACE_KEYS:
             raise tree.error(("trace", name), f"is not an argument of a trace{nearest(name, TRACE_KEYS)}")
-    for one in AGREEMENTS:
-        one(recipe, tree)
+    for agree in (_end, _degrees, _batches, _lengths, _heads, _rates, _experts, _alignment, _sources):
+        agree(recipe, tree)
     given = [f"model.{name}" for name in SAID_BY_CONFIG if (tree.values.get("model") or {}).get(name) is not None]
     if recipe.model.model_config is not None and given:
         reader.unused["model.model_config says it"] = given
@@ -239,16 +239,3 @@ def seconds_of(value: object, tree: Tree, key: str) -> float | None:
         raise tree.error(key, f'= {value!r} is not a time; the nearest is "00:01:00:00" (days:hours:minutes:seconds)')
     scale = (86400, 3600, 60, 1)[-len(parts) :]
     return float(sum(int(part) * unit for part, unit in zip(parts, scale, strict=True)))
-
-
-AGREEMENTS: tuple[Callable[[Recipe, Tree], None], ...] = (
-    _end,
-    _degrees,
-    _batches,
-    _lengths,
-    _heads,
-    _rates,
-    _experts,
-    _alignment,
-    _sources,
-)

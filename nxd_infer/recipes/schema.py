@@ -109,9 +109,7 @@ class EarlyStopping:
     patience: int = key(10, "validations without an improvement before the end", int, minimum=1)
     min_delta: float = key(0.001, "the least improvement", float, minimum=0)
     check_finite: bool = key(True, "end when it is not a number", bool)
-    UNUSED = {
-        LAUNCH: "verbose strict",
-    }
+    UNUSED = {LAUNCH: "verbose strict"}
 
 
 @dataclass(kw_only=True)
@@ -338,16 +336,12 @@ class Optim:
     eps: float = key(1e-8, "added to the root of the second moment", float, minimum=0)
     momentum: float = key(0.0, "of sgd and rmsprop", float, minimum=0)
     sched: Sched | None = section(Sched, "the learning rate over the steps; without it: constant", optional=True)
-    UNUSED = {
-        KERNELS: "capturable",
-    }
+    UNUSED = {KERNELS: "capturable"}
 
 
 @dataclass(kw_only=True)
 class Fusions:
-    UNUSED = {
-        KERNELS: "softmax flash_attention ring_attention mlp do_transpose",
-    }
+    UNUSED = {KERNELS: "softmax flash_attention ring_attention mlp do_transpose"}
 
 
 @dataclass(kw_only=True)
@@ -363,7 +357,7 @@ class Moe:
             "frequency dropout routing_algorithm output_router_logits router_aux_loss_coef "
             "normalize_top_k_affinities router_activation sinkhorn_iterations sinkhorn_tol "
             "token_shuffle_group_size"
-        ),
+        )
     }
 
 
