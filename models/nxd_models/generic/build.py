@@ -35,7 +35,7 @@ def parallel_model(
     config, context = transformers_config(raw), current_context()
     planned = config.model_type in plan_registry.supported_types()
     if not planned and context.tp.degree * context.pp.degree > 1:
-        raise plan_registry.unknown_type(config.model_type)
+        raise ModelConfigError(f"{plan_registry.unknown_type(config.model_type)}; without one, trace it for one rank")
     on_meta = torch.empty(0).is_meta
     with real_cpu_tensors(), parameters_on_meta() if on_meta else contextlib.nullcontext():
         model = instance(kind, config, dtype, cached=cached, eager=eager, **own)

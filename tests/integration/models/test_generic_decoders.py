@@ -211,6 +211,8 @@ def test_a_state_that_no_cache_holds_is_computed_anew_from_the_text(tmp_path, co
     found = generate_eager(step, prompts, NEW, piece=BUCKET, **ends)
     for result, prompt in zip(found, prompts, strict=True):
         assert_greedy(result.tokens, *greedy_reference(tmp_path, prompt, NEW))
+    with pytest.raises(ModelConfigError, match=r"no tensor-parallel plan for model_type .*; without one, trace it for"):
+        parallel_model_trace(**plan.trace_arguments(), tp_degree=2, backend="eager")
 
 
 @pytest.mark.parametrize(
