@@ -22,8 +22,8 @@ from nxd_infer import hugging_face as hf
 from nxd_infer.errors import MissingPackageError, ModelConfigError
 from nxd_infer.hugging_face.gguf_file import model_directory
 from nxd_infer.util.dtypes import dtype_of
+from nxd_models.hf import sentence_transformers as sentence
 from nxd_models.hf.config_file import ModelFile, read_json
-from nxd_models.hf.sentence_transformers import activation_fields, pooling_options
 from nxd_models.spec import (
     NATIVE,
     TASKS,
@@ -32,7 +32,6 @@ from nxd_models.spec import (
     EncoderConfig,
     ModelDirectory,
     ModelSpec,
-    writes_sentences,
 )
 
 if TYPE_CHECKING:
@@ -180,14 +179,15 @@ def load_config(
         return model_dir
     path = model_directory(model_dir)
     file = path / "config.json"
-    raw = {**read_json(file), **activation_fields(path)}
+    raw = {**read_json(file), **sentence.activation_fields(path)}
     _require_plain(raw, str(file))
-    architectures = ModelFile.read(raw, str(file)).architectures
+    architectures, written_to_embed = ModelFile.read(raw, str(file)).architectures, sentence.embeds(path)
 
     def read(spec: ModelSpec, why: str = "") -> ModelDirectory:
-        return ModelDirectory(path, spec, spec.read_config(raw, str(file)), architectures, raw, why)
+        config = spec.read_config(raw, str(file))
+        return ModelDirectory(path, spec, config, architectures, raw, why, written_to_embed)
 
-    kind, embeds = raw.get("model_type"), task == "embed" or (task is None and writes_sentences(path))
+    kind, embeds = raw.get("model_type"), task == "embed" or (task is None and written_to_embed)
     if model_impl == TRANSFORMERS:
         return read(_last_resort(kind, str(file), embeds))
     spec = find(kind, str(file))
@@ -228,7 +228,7 @@ def build(
     directory = load_config(model, model_impl, task)
     task = directory.task(task)
     if task == "embed":
-        options = {**pooling_options(directory.path), **options}
+        options = {**sentence.pooling_options(directory.path), **options}
     elif options:
         raise ModelConfigError(f"task {task!r} takes no options, got {sorted(options)}")
     return directory.make(task, dtype_of(directory.config.dtype) if dtype is None else dtype, **options)
@@ -243,7 +243,7 @@ def weights(model_dir: str | os.PathLike[str] | ModelDirectory, task: str | None
         return hf.weights.weights(model_dir)
     path, task = model_dir.path, model_dir.task(task)
     read = model_dir.spec.tasks[task].weights or hf.weights.weights
-    dense = pooling_options(path).get("dense", ()) if task == "embed" else ()
+    dense = sentence.pooling_options(path).get("dense", ()) if task == "embed" else ()
     if not dense:
         return read(path)
     from nxd_infer.layout.sources import FirstOf, RemappedSource  # imports torch

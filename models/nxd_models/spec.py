@@ -33,11 +33,6 @@ _BARE = re.compile(r"(?!.*(For[A-Z]|Head)).*Model")
 """Names of architectures without a head."""
 
 
-def writes_sentences(model_dir: Path) -> bool:
-    """Return whether a directory is an embedding model that sentence-transformers wrote."""
-    return (model_dir / "modules.json").is_file()
-
-
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """The parts of a causal language model's configuration that serving reads. Families subclass it to add fields."""
@@ -201,6 +196,8 @@ class ModelDirectory:
     """The content of ``config.json``."""
     why: str = ""
     """Why transformers' module runs it and not the family of its model type; "" if that does."""
+    embeds: bool = False
+    """sentence-transformers wrote it as an embedding model."""
 
     @property
     def model_type(self) -> str:
@@ -231,7 +228,7 @@ class ModelDirectory:
 
     def _default(self) -> str | None:
         """Return "embed" for a directory of sentence-transformers, else the task of the head; "embed" without one."""
-        if writes_sentences(self.path):
+        if self.embeds:
             return "embed"
         bare = all(_BARE.fullmatch(name) for name in self.architectures)
         heads = [task for task in self.tasks if task != "embed" or bare or self.spec.tasks[task].architecture]

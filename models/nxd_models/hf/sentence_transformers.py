@@ -11,7 +11,6 @@ from typing import Any
 
 from nxd_infer.errors import ModelConfigError
 from nxd_models.hf.config_file import ConfigFile, Count, Flag, read_any_json, read_json
-from nxd_models.spec import writes_sentences
 
 POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 """How the vectors of a text's tokens are combined into one."""
@@ -22,6 +21,24 @@ ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
 _ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
 _SETTINGS_FILES = ("sentence_bert_config.json", "sentence_roberta_config.json")
 _PROMPTS_FILE = "config_sentence_transformers.json"
+
+
+def embeds(model_dir: Path) -> bool:
+    """Return whether a directory is an embedding model that the library wrote; a cross-encoder is not.
+
+    Raises ModelConfigError for another kind of model, and for a cross-encoder with steps after its head.
+    """
+    file, described = model_dir / "modules.json", model_dir / _PROMPTS_FILE
+    if not file.is_file():
+        return False
+    kind = (read_json(described) if described.is_file() else {}).get("model_type") or "SentenceTransformer"
+    if kind not in ("SentenceTransformer", "CrossEncoder"):
+        raise ModelConfigError(
+            f"{described}: model_type = {kind!r} is not supported; SentenceTransformer and CrossEncoder are"
+        )
+    if kind == "CrossEncoder" and (further := [name for name, _ in _modules(file) if name != "Transformer"]):
+        raise ModelConfigError(f"{file}: a module of the type {further[0]!r} after a cross-encoder is not supported")
+    return kind == "SentenceTransformer"
 
 
 class _Settings(ConfigFile):
@@ -44,7 +61,7 @@ def pooling_options(model_dir: Path) -> dict[str, Any]:
     Raises ModelConfigError naming an unsupported step, or order of steps: without it the vectors would differ.
     """
     file = model_dir / "modules.json"
-    if not writes_sentences(model_dir):
+    if not file.is_file():
         return {}
     options: dict[str, Any] = {"normalize": False}
     dense: list[dict[str, Any]] = []

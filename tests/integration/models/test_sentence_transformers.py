@@ -13,6 +13,7 @@ from nxd_models.hf import sentence_transformers as sentence
 from nxd_models.serving import tasks
 from tests.support.models.sentence import MODULES, write_sentence_model
 from tests.support.text.text_tokenizers import read_canonical
+from tests.support.tiny_models import write_tiny
 
 REVERSED = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in reversed(MODULES)]
 TEXTS = ["A raise statement", "x", "for loops iterate over items, and while loops do as long as they are told to", "If"]
@@ -106,3 +107,17 @@ def test_a_decoder_that_embeds_is_planned_for_that(tmp_path):
     assert tasks.plan(path, "generate", prompt_buckets=[16]).metadata.get("model_impl") is None
     expected = SentenceTransformer(str(path), device="cpu").encode(TEXTS, convert_to_tensor=True)
     torch.testing.assert_close(embedded(path, TEXTS), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_cross_encoder_of_the_library_classifies(tmp_path):
+    from sentence_transformers import CrossEncoder
+
+    own = write_tiny("bert_classifier", tmp_path / "own", id2label={"0": "relevant"}, label2id={"relevant": 0})
+    theirs = CrossEncoder(str(own), device="cpu")
+    theirs.save(str(tmp_path / "saved"))
+    plan = tasks.plan(tmp_path / "saved", prompt_buckets=[16])
+    assert (plan.task, plan.metadata["labels"], plan.metadata["scores"]) == ("classify", ["relevant"], "sigmoid")
+    described = tmp_path / "saved/config_sentence_transformers.json"
+    described.write_text(json.dumps({"model_type": "SparseEncoder"}))
+    with pytest.raises(ModelConfigError, match="model_type = 'SparseEncoder' is not supported"):
+        tasks.plan(tmp_path / "saved")
