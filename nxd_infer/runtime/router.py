@@ -99,7 +99,8 @@ class Router:
         return BucketError(
             f"no bucket fits {called}. The buckets (<= marks dimensions that are padded):\n"
             f"{bucket_table(self.buckets)}\n"
-            "Trace a bucket of that shape, or declare in nxd_inputs which dimensions may be padded",
+            "Trace a bucket of that shape. If rows are independent, trace with batch_dim=0, which pads smaller "
+            "batches; other dimensions that may be padded are declared in nxd_inputs",
             shapes,
         )
 

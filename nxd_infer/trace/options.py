@@ -83,6 +83,14 @@ class TraceOptions:
         minimum=1,
     )
     _: KW_ONLY
+    batch_dim: int | None = option(
+        None,
+        "The dimension of every input and output along which rows are independent, 0 for most models: fewer rows than "
+        "were traced are padded with zeros, and outputs are cut.",
+        int,
+        details="For models that declare no `nxd_inputs`, and keep no states.",
+        minimum=0,
+    )
     states: Sequence[str | Tensor] | None = option(
         None,
         "Further buffers (qualified names) that the model changes in place.",

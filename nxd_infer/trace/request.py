@@ -57,6 +57,7 @@ class TraceRequest:
             tp_degree=given.tp_degree,
             pp_degree=given.pp_degree,
             pipeline_cuts=given.pipeline_cuts,
+            batch_dim=given.batch_dim,
             states=given.states,
             backend=given.backend,
         )
@@ -85,6 +86,11 @@ def checked_request(options: TraceOptions) -> TraceRequest:
         name = "tp_degree" if options.pp_degree == 1 else "tp_degree x pp_degree"
         raise TraceConfigError(f"{name}: {error}") from None
     config = _bucket_config(options)
+    if options.batch_dim is not None and config is not None and config.bucket_kernel is not None:
+        raise TraceConfigError(
+            f"batch_dim={options.batch_dim} says what is padded, and a bucket_kernel pads itself: leave one of the two "
+            "out"
+        )
     loader = _loader(options)
     if options.serialization_path is not None and not options.spmd_mode:
         raise TraceConfigError("serialization_path needs spmd_mode=True")

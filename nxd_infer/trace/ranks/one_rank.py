@@ -18,6 +18,7 @@ from nxd_infer.artifact.manifest import BucketSpec, InputSpec, OutputSpec, Weigh
 from nxd_infer.errors import NxdError, TraceConfigError, TraceError
 from nxd_infer.graph.canonical import Graph, configuration, name_lowered, trace_graph
 from nxd_infer.graph.export import Step, named_inputs, shared_memory, state_names
+from nxd_infer.graph.stored import GraphFile
 from nxd_infer.layout.shard import named_tensors
 from nxd_infer.trace.buckets import Bucket, BucketModelConfig, scripted, wants_bucket_rank
 from nxd_infer.trace.ranks.stages import require_one_rounding, split_rank
@@ -129,7 +130,7 @@ def trace_buckets(
     traced = TracedRank(built=built, constants=[graph.constants for graph in whole])
     _share(request, traced, whole)
     for bucket, step, graph in zip(request.buckets, steps, whole, strict=True):
-        traced.buckets.append(_describe(bucket, step, graph))
+        traced.buckets.append(_describe(bucket, step, graph, request.options.batch_dim))
     if request.options.pp_degree == 1:
         return [_lower(request, traced, whole)]
     stages = [_lower(request, *stage) for stage in split_rank(request, traced, whole)]
@@ -299,11 +300,36 @@ def _equal(traced: TracedRank, index: int, spec: WeightSpec, known: WeightSpec) 
     return torch.equal(first, second)
 
 
-def _describe(bucket: Bucket, step: Step, graph: Graph) -> BucketSpec:
+def _rows_of(dim: int, bucket: Bucket, module: nn.Module, file: GraphFile) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a module would declare whose rows along ``dim`` are independent. Raises TraceConfigError."""
+    where, kind = f"batch_dim={dim}: bucket {bucket.name!r}", type(module).__name__
+    if getattr(module, "nxd_inputs", None) or getattr(module, "nxd_outputs", None):
+        raise TraceConfigError(f"batch_dim={dim}: {kind} declares nxd_inputs or nxd_outputs: leave one of the two out")
+    if file.states:
+        raise TraceConfigError(
+            f"{where} changes the state {file.states[0].name!r}, which rows of padding would change too: leave "
+            f"batch_dim out, or declare nxd_inputs in {kind}"
+        )
+    rows = next((spec.shape[dim] for spec in file.inputs if len(spec.shape) > dim), None)
+    for what, specs in (("input", file.inputs), ("output", file.outputs)):
+        for spec in specs:
+            if spec.shape[dim : dim + 1] != [rows]:
+                raise TraceConfigError(
+                    f"{where}: its {what} {spec.name!r} of shape {spec.shape} does not have the {rows} rows of the "
+                    f"first input in dimension {dim}: leave batch_dim out, or declare nxd_inputs and nxd_outputs in "
+                    f"{kind}"
+                )
+    cut = {"cut": {dim: (file.inputs[0].name, dim)}} if file.inputs else {}
+    return {spec.name: {"pad": {dim: 0}} for spec in file.inputs}, {spec.name: cut for spec in file.outputs}
+
+
+def _describe(bucket: Bucket, step: Step, graph: Graph, batch_dim: int | None) -> BucketSpec:
     """Describe the bucket's inputs and outputs, with the module's declarations about them."""
     module, file = step.module, graph.file
     declared_inputs = dict(getattr(module, "nxd_inputs", {}) or {})
     declared_outputs = dict(getattr(module, "nxd_outputs", {}) or {})
+    if batch_dim is not None:
+        declared_inputs, declared_outputs = _rows_of(batch_dim, bucket, module, file)
     names = [spec.name for spec in file.inputs]
     for what, declared, known, keys in (
         ("nxd_inputs", declared_inputs, names, ("role", "default", "pad", "minimum", "maximum")),

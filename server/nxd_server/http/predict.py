@@ -36,8 +36,8 @@ class PredictBody(Body):
 async def predict(request: Request, body: PredictBody) -> JSONResponse:
     """Run the model once on the tensors of ``body``.
 
-    The dtypes and shapes are the traced ones (``/v1/buckets`` lists them). A batch smaller than a bucket's is padded,
-    and may share a step with other requests.
+    The dtypes and shapes are the traced ones (``/v1/buckets`` lists them). If the model was traced with ``batch_dim=0``
+    or declares as much, a batch smaller than a bucket's is padded, and may share a step with other requests.
     """
     context = context_of(request)
     service = context.service

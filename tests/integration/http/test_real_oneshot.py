@@ -9,13 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from nxd_infer.trace import parallel_model_trace
+from nxd_infer.trace import parallel_model_load, parallel_model_trace
 from nxd_models.serving import tasks
 from nxd_server.app.run import serve
+from nxd_server.engine.oneshot_engine import OneShotEngine
 from nxd_server.settings import load_settings
 from nxd_server.text.tokenizer import Tokenizer
 from tests.support.engine.real_artifacts import trace_encoder
-from tests.support.http.http_artifacts import real_server, trace_affine, trace_tiny
+from tests.support.http.http_artifacts import real_server, scores, trace_affine, trace_scores, trace_tiny
 from tests.support.http.http_servers import is_error, logged
 from tests.support.models.token_classifier import TEXTS as FOUND_IN
 from tests.support.models.token_classifier import expected, write_token_classifier
@@ -153,6 +154,30 @@ OK = {"x": [[1, 2, 3]], "k": [[1, 2]]}
 )
 def test_wrong_tensors_are_400s_that_name_them(affine, body, param):
     is_error(affine.post(PREDICT, body), 400, param)
+
+
+def rows_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(count)
+    return torch.randn(count, 3), torch.rand(count)
+
+
+@torch.no_grad()
+def test_a_module_of_the_user_serves_any_number_of_rows():
+    """Traced with ``batch_dim=0``, it declares nothing itself."""
+    with real_server(trace_scores()) as server:
+        for count in (1, 3, 5, 8):
+            x, mask = rows_of(count)
+            answer = server.post(PREDICT, {"inputs": {"x": x.tolist(), "mask": mask.tolist()}}).json()["outputs"]
+            for name, expected in zip(("output_0", "output_1"), scores()(x, mask), strict=True):
+                torch.testing.assert_close(torch.tensor(answer[name]["data"]), expected)
+        is_error(server.post(PREDICT, {"inputs": {"x": [[1, 2, 3]] * 9, "mask": [1] * 9}}), 400, "inputs")
+    with parallel_model_load(trace_scores()) as model, OneShotEngine(model, max_delay_ms=60_000) as engine:
+        calls = [rows_of(count) for count in (3, 5)]
+        futures = [engine.submit({"x": x, "mask": mask}) for x, mask in calls]
+        for future, call in zip(futures, calls, strict=True):
+            outputs = future.result(timeout=600)
+            torch.testing.assert_close((outputs["output_0"], outputs["output_1"]), scores()(*call))
+        assert engine.stats().bucket_steps == {"bucket_2": 1}  # together they fill it, so it waits no longer
 
 
 @pytest.mark.smoke

@@ -164,6 +164,49 @@ class Declares(torch.nn.Module):
         return x + 1
 
 
+class Wide(torch.nn.Module):
+    """The same for every row, and a sum over the rows."""
+
+    def __init__(self, part: int = 2, **given):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+        self.part = part
+        vars(self).update(given)
+
+    def forward(self, x, factor):
+        if self.part == 3:
+            self.calls.add_(1)
+        return (x * factor, x.sum(0))[: self.part]
+
+
+@pytest.mark.parametrize(
+    ("func", "more", "message"),
+    [
+        (
+            lambda: Wide(),
+            {},
+            r"batch_dim=0: bucket 'bucket_0': its output 'output_1' of shape \[3\] does not have the 4 ",
+        ),
+        (
+            lambda: Wide(1),
+            {"factor": torch.ones(1, 3)},
+            r"its input 'factor' of shape \[1, 3\] does not have the 4 rows",
+        ),
+        (lambda: Wide(1), {"factor": torch.tensor(2.0)}, r"its input 'factor' of shape \[\] does not have the 4 rows"),
+        (
+            lambda: Wide(1, nxd_inputs={"x": {"pad": {0: 1}}}),
+            {},
+            "Wide declares nxd_inputs or nxd_outputs: leave one of",
+        ),
+        (lambda: Wide(3), {}, "changes the state 'calls', which rows of padding would change too"),
+    ],
+)
+def test_a_batch_dim_that_does_not_fit_is_refused(func, more, message):
+    example = {"x": torch.ones(4, 3), "factor": torch.ones(4, 3), **more}
+    with pytest.raises(TraceConfigError, match=message):
+        load(dict, func, example, tp_degree=1, batch_dim=0)
+
+
 @pytest.mark.parametrize(
     ("dtype", "entry", "message"),
     [

@@ -105,6 +105,33 @@ def trace_affine() -> Path:
     return shared("tiny/affine", lambda directory: _trace(trace, arguments, directory / "artifact")) / "artifact"
 
 
+class Scores(nn.Module):
+    """A user's own module, which declares nothing: probabilities of five classes [B, 5], and each row's length [B]."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(3, 16), nn.Linear(16, 5)
+
+    def forward(self, x, mask):
+        y = self.down(torch.tanh(self.up(x))) * mask[:, None]
+        return y.softmax(-1), x.norm(dim=-1)
+
+
+def scores() -> nn.Module:
+    return Scores()
+
+
+def trace_scores() -> Path:
+    """Degree 1, batches of 2, 4 and 8 rows."""
+    from nxd_infer import trace
+
+    examples = [(torch.ones(rows, 3), torch.ones(rows)) for rows in (2, 4, 8)]
+    arguments = {"func": scores, "example_inputs": examples, "batch_dim": 0, "backend": "eager"}
+    arguments |= {"bucket_config": trace.BucketModelConfig(), "inline_weights_to_neff": False}
+    return shared("tiny/scores", lambda directory: _trace(trace, arguments, directory / "artifact")) / "artifact"
+
+
 @contextlib.contextmanager
 def real_server(artifact: Path, *options: str, wait: bool = True):
     """``nxd-infer serve ARTIFACT``, ready; of an option that ``options`` repeat, the last one counts."""

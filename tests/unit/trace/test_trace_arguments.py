@@ -28,6 +28,15 @@ X = torch.zeros(4)
         ({"tp_degree": 0}, "tp_degree must be a whole number of at least 1"),
         ({"max_parallel_compilations": 0}, "max_parallel_compilations must be"),
         ({"bucket_config": 3}, "must be a BucketModelConfig"),
+        ({"batch_dim": -1}, "batch_dim must be a whole number of at least 0"),
+        (
+            {
+                "batch_dim": 0,
+                "bucket_config": {"bucket_kernel": models.padding_kernel},
+                "inline_weights_to_neff": False,
+            },
+            "batch_dim=0 says what is padded, and a bucket_kernel pads itself",
+        ),
         ({"backend": "tpu"}, "there is no backend 'tpu'; backends are"),
         ({"backend": "eager", "compiler_args": "cpp.threads=1"}, "takes no compiler_args"),
         ({"extra_files": {"config.json": "/no/such/file"}}, "there is no file"),
