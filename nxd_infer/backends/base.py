@@ -176,7 +176,7 @@ class Backend(Protocol):
     unpacked: Mapping[str, Any] = {}
     """Options with which graphs read all weights in the stored form; empty if they always do."""
     kept: tuple[str, ...] = ()
-    """Files of a compiled graph that ``compiler_workdir`` also gets, whether compiled now or taken from the cache."""
+    """The files of a graph that ``compiler_workdir`` gets, compiled now or taken from the cache; empty: all of them."""
 
     def probe(self) -> Availability:
         """Return whether it can run here. Imports what it needs; never raises."""

@@ -193,21 +193,23 @@ def compile_directories(
             with contextlib.suppress(TraceError):  # the compiler's own is the more important one
                 _keep(directories, names, backend, workdir)
             raise
-        _keep(directories, names, backend, workdir)
+    _keep(directories, names, backend, workdir)
     return {**report, "seconds": time.monotonic() - start}
 
 
 def _keep(directories: Mapping[str, Path], names: Mapping[str, str], backend: Backend, workdir: Path | None) -> None:
-    """Copy what the backend's compiler took, and what it gave if it got so far, to the user's ``compiler_workdir``."""
+    """Copy what was made of each graph, as far as the compiler got, to the user's ``compiler_workdir``."""
     if workdir is None:
         return
     target = workdir
     try:
         for digest, graph in directories.items():
             target = workdir / f"{names[digest]}-{digest[:8]}"
-            for name in [each for each in backend.kept if (graph / each).exists()]:
-                target.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(graph / name, target / name)
+            for path in (path for path in sorted(graph.rglob("*")) if path.is_file() and path.name != CANONICAL_FILE):
+                name = path.relative_to(graph)
+                if not backend.kept or str(name) in backend.kept:
+                    (target / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, target / name)
     except OSError as error:
         raise TraceError(
             f"compiler_workdir: the files of the compiler cannot be copied to {target}: {error}; make room there, "

@@ -50,10 +50,10 @@ class TraceOptions:
     )
     compiler_workdir: str | os.PathLike[str] | None = option(
         None,
-        "Keep the compiler's files here, in a new directory per trace.",
+        "Keep what is made of each graph here, in BUCKET-DIGEST, and what else the compiler writes.",
         Path,
-        details="It is created if it does not exist. Default: they are removed. Graphs that the compile cache holds "
-        "are not compiled again, and leave nothing there (`NXD_INFER_CACHE_LIMIT=0` turns the cache off).",
+        details="It is created if it does not exist. Graphs that the compile cache holds are not compiled again; what "
+        "was made of them is kept, too. Default: all of it is removed.",
         flag="--workdir",
     )
     compiler_args: Any = option(

@@ -67,6 +67,18 @@ def close(found: list[Tensor], wanted: list[Tensor]) -> bool:
     return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_compiler_workdir_holds_what_was_made_also_from_the_cache(name: str, tmp_path: Path) -> None:
+    made = []
+    for work in (tmp_path / "first", tmp_path / "again"):
+        with small_traces.trace_net(backend=name, compiler_workdir=work) as model:
+            folders = {f"bucket_0-{digest[:8]}" for digest in model.manifest.graphs}
+            assert work.name == "first" or model.trace_report["compiled"] == 0
+        files = [path for folder in sorted(folders) for path in sorted((work / folder).rglob("*")) if path.is_file()]
+        made.append({str(path.relative_to(work)): path.read_bytes() for path in files})
+    assert made[0] == made[1] and {Path(path).parts[0] for path in made[0]} == folders
+
+
 def test_states_are_kept_over_calls_reset_and_untouched_by_wrong_inputs(model: TensorParallelModel) -> None:
     model.update_weights(weights(0))
     model.reset_states()
