@@ -20,6 +20,8 @@ from nxd_infer.layout.shard import named_tensors
 from nxd_infer.layout.sources import SelectedSource, Weights, as_source
 from nxd_infer.parallel_layers.base import ParallelLayer
 
+PARALLELIZED = "the model is parallelized already: parallelize a model once, as transformers makes it"
+
 
 def apply_plan(
     model: Any,
@@ -119,6 +121,8 @@ def split(
     found = dict(_planned(model, plan, should_parallelize))
     if not parallelize_embeddings:
         found = {name: style for name, style in found.items() if style[0] not in ("vocabulary", "logits")}
+    if any(isinstance(model.get_submodule(name), ParallelLayer) for name in found):
+        raise ParallelConfigError(PARALLELIZED)
     found = _without_loose_ties(model, found)
     ties = _ties(model)
     replace_modules(model, found, heads, sequence_parallel)

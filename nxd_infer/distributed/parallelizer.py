@@ -28,7 +28,15 @@ from nxd_infer.comm.launched import require_no_lonely_rank
 from nxd_infer.comm.turns import in_turns
 from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.distributed.adapters import split_adapters
-from nxd_infer.distributed.apply import fill, on_meta, place_of, refuse_save_pretrained, split, stacks_of
+from nxd_infer.distributed.apply import (
+    PARALLELIZED,
+    fill,
+    on_meta,
+    place_of,
+    refuse_save_pretrained,
+    split,
+    stacks_of,
+)
 from nxd_infer.distributed.lazy import WEIGHTS, StoredWeights
 from nxd_infer.distributed.model_plan import ModelPlan
 from nxd_infer.distributed.optimizers import ParameterMap, optimizer_for
@@ -44,7 +52,7 @@ from nxd_infer.pipeline.stage import take_stage
 from nxd_infer.util.devices import HOST
 
 MAPPING, PARTIAL = "_nxd_parameter_map", "_nxd_partial_gradients"
-"""Attributes of a parallelized model, and of one that is being parallelized."""
+"""Attributes of a parallelized model, and of one that :meth:`Parallelizer.parallelize` splits and fills later."""
 Predicate = Callable[[nn.Module], bool]
 
 
@@ -73,12 +81,12 @@ class Parallelizer:
     ) -> Any:
         """Replace the layers of ``model`` by parallel ones; arguments as of :meth:`parallelize`.
 
-        Without a ``device``, as from :meth:`parallelize`, the new layers stay on the meta device, without weights;
-        else the model is put there with this rank's part of its weights. The predicate says whether to split a module
-        that the plan names; ``kv_size_multiplier`` is the one further keyword.
+        The new layers have this rank's part of the weights, on ``device`` or where the model's own are. (Called by
+        :meth:`parallelize`, which loads them after it, they stay on the meta device.) The predicate says whether to
+        split a module that the plan names; ``kv_size_multiplier`` is the one further keyword.
 
-        Returns the model. Raises ParallelConfigError for a keyword that no layer has, and WeightMismatchError if
-        weights for ``device`` are not stored.
+        Returns the model. Raises ParallelConfigError for a keyword that no layer has and for a model that is
+        parallelized already, and WeightMismatchError if weights are not stored.
         """
         multiplier = parallel_layer_specific_kwargs.pop("kv_size_multiplier", None)
         if parallel_layer_specific_kwargs:
@@ -95,11 +103,12 @@ class Parallelizer:
             should_parallelize=should_parallelize_layer_predicate_func,
         )
         partial = [*partial, *split_adapters(model)]
-        if device is None:
+        if PARTIAL in vars(model):
             setattr(model, PARTIAL, partial)
             return model
-        _load(model, own, device)
-        model.to(device)
+        _load(model, own, place_of(own, device))
+        if device is not None:
+            model.to(device)
         sum_gradients(model, partial, current_context())
         return model
 
@@ -134,23 +143,30 @@ class Parallelizer:
             num_local_ranks_per_step: ranks of a host that load at the same time; 0 or less: all.
 
         Returns the model; with pipeline ranks an :class:`~nxd_infer.pipeline.NxDPPModel` of it. Weights that were not
-        stored are initialised, the same on all ranks. Raises ModelConfigError for a model without a plan.
+        stored are initialised, the same on all ranks. Raises ModelConfigError for a model without a plan, and
+        ParallelConfigError for one that is parallelized already.
         """
         require_no_lonely_rank("parallelize")
         context = current_context()
+        if MAPPING in vars(local_module(model)):
+            raise ParallelConfigError(PARALLELIZED)
         before = dict(model.named_parameters(remove_duplicate=False))
         stored: StoredWeights | None = getattr(model, WEIGHTS, None)
         if stored is not None:
             here = stored.view(on_meta(model))
             initialise(model, _lacking(model, here), context)
         own = _with_values(model)
-        model = cls._parallelize(
-            model,
-            None,  # the weights of this rank's stage only follow below
-            parallelize_embeddings,
-            sequence_parallel_enabled,
-            kv_size_multiplier=kv_size_multiplier,
-        )
+        setattr(model, PARTIAL, [])  # the weights, of this rank's stage only, follow below
+        try:
+            model = cls._parallelize(
+                model,
+                None,
+                parallelize_embeddings,
+                sequence_parallel_enabled,
+                kv_size_multiplier=kv_size_multiplier,
+            )
+        finally:
+            partial = vars(model).pop(PARTIAL, ())
         result = model
         if context.pp.degree > 1:
             if pipeline_parallel_gradient_checkpointing_enabled:
@@ -168,7 +184,7 @@ class Parallelizer:
         in_turns(context, num_local_ranks_per_step, load, of_host=True)
         if device is not None:
             model.to(device)  # norms, buffers and other things that are not split
-        sum_gradients(model, model.__dict__.pop(PARTIAL, ()), context)
+        sum_gradients(model, partial, context)
         model.__dict__.pop(WEIGHTS, None)
         refuse_save_pretrained(model)
         setattr(model, MAPPING, ParameterMap(before, dict(model.named_parameters(remove_duplicate=False))))

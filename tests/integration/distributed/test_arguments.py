@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from pathlib import Path
@@ -75,6 +76,15 @@ def tensor_parallel(folder: Path) -> dict[str, Any]:
         for loaded in (lazily(folder / "llama"), LLAMA.build())
         for model in [Parallelizer._parallelize(loaded.eval(), torch.device("cpu"))]
     ]
+    for predicate in (None, lambda inner: not isinstance(inner, nn.Embedding)):
+        for loaded in (lazily(folder / "llama"), LLAMA.build()):
+            model = Parallelizer._parallelize(loaded.eval(), should_parallelize_layer_predicate_func=predicate)
+            weights = list(model.parameters())
+            found["own device"].append(not any(weight.is_meta for weight in weights) and same_logits(model, whole))
+    for again in (Parallelizer.parallelize, Parallelizer._parallelize):
+        found[f"{again.__name__} twice"] = refusal(ParallelConfigError, functools.partial(again, model))
+        model = Parallelizer.parallelize(LLAMA.build().eval())
+    assert same_logits(model, whole)
     model = Parallelizer._parallelize(LLAMA.build(), torch.device("meta"))
     found["own device"].append(all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())))
 
@@ -126,7 +136,8 @@ def test_options_of_tensor_parallelism(ranks):
         assert found["predicate"] == (["ColumnParallelLinear", "Linear"], True) and found["nothing"]
         assert "depth" in found["unknown keyword"]
         assert found["device"] == {"meta"}
-        assert found["own device"] == [True] * 3, "with its weights, from memory and from files"
+        assert found["own device"] == [True] * 7, "with its weights, from memory and from files"
+        assert all("is parallelized already" in found[f"{name} twice"] for name in ("parallelize", "_parallelize"))
         assert found["tied"]
 
 
@@ -164,6 +175,7 @@ def pipeline_parallel() -> dict[str, Any]:
     found["mapped"] = len(mapping) <= len(list(model.local_parameters()))
     shallow = Case("llama", 8, 2, {"num_hidden_layers": 1}).build()
     found["stages"] = refusal(ParallelConfigError, lambda: Parallelizer.parallelize(shallow))
+    found["twice"] = refusal(ParallelConfigError, lambda: Parallelizer.parallelize(model))
     return found
 
 
@@ -173,7 +185,7 @@ def test_pipeline_arguments():
         assert "attention_mask" in found["input_names"]
         assert found["loss"] < 1e-5
         assert found["recomputes"] and found["mapped"]
-        assert "1 layers" in found["stages"]
+        assert "1 layers" in found["stages"] and "is parallelized already" in found["twice"]
 
 
 # --- without ranks -----------------------------------------------------------------------------------------------
