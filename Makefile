@@ -100,7 +100,7 @@ ON_XLA := tests/integration/xla tests/integration/neuron tests/integration/backe
 ON_TORCH_2_9 := tests/unit $(addprefix tests/integration/,optimizer parallel_layers trainer runtime)
 
 test-xla: $(XLA_STAMP) ## tests of torch_xla, and a selection of all others on torch 2.9 (10 to 20 minutes on two cores)
-	@$(XLA_VENV)/bin/python -m pytest -q $(DEALT) $(ON_XLA) $(ON_TORCH_2_9)
+	@NXD_INFER_BACKEND=cpu $(XLA_VENV)/bin/python -m pytest -q $(DEALT) $(ON_XLA) $(ON_TORCH_2_9)
 
 # Of its own: Ray brings, and bounds, many packages.
 $(RAY_STAMP): pyproject.toml

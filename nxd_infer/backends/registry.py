@@ -23,8 +23,7 @@ BUILT_IN = {
     "xla": "nxd_infer.backends.xla.backend",
     "neuron": "nxd_infer.backends.neuron.backend",
 }
-DEFAULT = next(iter(BUILT_IN))
-"""The backend if none is named."""
+VARIABLE = "NXD_INFER_BACKEND"
 _FORMERLY = {"eager": "cpu", "inductor": "cpu"}
 """What a backend was called, in artifacts and programs."""
 
@@ -32,6 +31,20 @@ _FORMERLY = {"eager": "cpu", "inductor": "cpu"}
 def canonical(name: str) -> str:
     """Return today's name of a backend."""
     return _FORMERLY.get(name, name)
+
+
+def default() -> str:
+    """Return the backend of a trace that names none: ``$NXD_INFER_BACKEND``, else what this machine is made for.
+
+    ``neuron`` where there are NeuronCores that it can compile for and run on; ``xla`` where torch_xla is installed and
+    the CPU's operators cannot be, as on torch 2.9; else ``cpu``.
+    """
+    if chosen := os.environ.get(VARIABLE, "").strip():
+        return chosen
+    cpu, xla, neuron = BUILT_IN
+    if get(neuron).probe() and get(neuron).probe_compiler():
+        return neuron
+    return xla if get(xla).probe() and get(cpu).probe().limits else cpu
 
 
 def names() -> tuple[str, ...]:

@@ -130,10 +130,12 @@ def run() -> int:
     packages = [(name, version_of(name) or f"absent; {why}") for name, why in OPTIONAL.items()]
     table("Optional packages", ("package", "found"), packages)
     usable = [name for name, both in probes.items() if all(both)]
-    if registry.DEFAULT in usable:
-        console.print("ready: `nxd-infer demo` runs everything end to end on this machine")
+    if (default := registry.default()) in usable:
+        console.print(
+            f"ready: `nxd-infer demo` runs everything end to end on this machine (default backend: {default})"
+        )
     elif usable:
-        console.print(f"the default backend does not work here: choose with --backend {' or '.join(usable)}")
+        console.print(f"the default backend {default} does not work here: choose with --backend {' or '.join(usable)}")
     else:
         console.print("no backend can run and trace here, see above", style="bold red")
     return 0 if usable else 1

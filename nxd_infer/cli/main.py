@@ -311,7 +311,7 @@ def demo(
     """Run everything end to end on this machine's CPU: train, trace, save, load, serve, query."""
     from nxd_infer.cli.demo import run  # slow: torch
 
-    run.run(directory, seconds, tp, given["backend"] or registry.DEFAULT, small)
+    run.run(directory, seconds, tp, given["backend"] or registry.default(), small)
 
 
 def main() -> None:

@@ -97,7 +97,7 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
     if not plan_only and checkpoint is None:
         hf.weights(model_dir)  # raises if there are none, before a plan is printed
     arguments = {**plan.trace_arguments(), **arguments}
-    backend = registry.get(arguments.get("backend", registry.DEFAULT))
+    backend = registry.get(arguments.get("backend") or registry.default())
     start = time.monotonic()
     planned = trace.trace_plan(**arguments)
     console.print(planned.table(), markup=False)

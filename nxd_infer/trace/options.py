@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 def _known_backend(_: str, backend: str) -> str:
     name = registry.canonical(backend)
     if name not in registry.BUILT_IN and name not in (known := registry.names()):
-        raise TraceConfigError(f"there is no backend {backend!r}; backends are {', '.join(known)}")
+        said = f" ({registry.VARIABLE} names it)" if backend == os.environ.get(registry.VARIABLE) else ""
+        raise TraceConfigError(f"there is no backend {backend!r}{said}; backends are {', '.join(known)}")
     return name
 
 
@@ -114,8 +115,8 @@ class TraceOptions:
         None, "With `spmd_mode`, also write `tp{r}_sharded_checkpoint.safetensors` there."
     )
     backend: str = option(
-        registry.DEFAULT,
-        "Who compiles and runs the graphs: `nxd-infer doctor` lists them.",
+        "",
+        "Who compiles and runs the graphs: `nxd-infer doctor` lists them, and which is the default here.",
         check=_known_backend,
         flag="--backend",
     )
@@ -176,6 +177,7 @@ class TraceOptions:
 
     def __post_init__(self) -> None:
         check_each(self, TraceConfigError)
+        self.backend = self.backend or _known_backend("", registry.default())
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ SINGLE_KEY = "API_KEY"
 SOURCE = "ARTIFACT"
 """What to serve, if the command line does not say."""
 OTHERS = (
-    *("CACHE", "CACHE_LIMIT", "PIN", "FORK", "MAX_RANKS", "CPU_LEVEL", "CPU_ASKS"),
+    *("CACHE", "CACHE_LIMIT", "BACKEND", "PIN", "FORK", "MAX_RANKS", "CPU_LEVEL", "CPU_ASKS"),
     *("NEURON_ROOT", "NEURON_PROBE", "REAL_NEURON", "BENCH", SOURCE),
 )
 """Variables with the same prefix that are read elsewhere: by the library, the benchmarks, the command line."""

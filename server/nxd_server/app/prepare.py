@@ -213,7 +213,7 @@ def _compiler(words: Sequence[str]) -> str:
     named = [word for before, word in itertools.pairwise(words) if before == "--backend"]
     named += [word.removeprefix("--backend=") for word in words if word.startswith("--backend=")]
     try:
-        backend = registry.get(named[-1] if named else registry.DEFAULT)
+        backend = registry.get(named[-1] if named else registry.default())
         return backend.compiler() if backend.compiles else ""
     except NxdError:
         return ""  # the trace says what is missing

@@ -12,8 +12,10 @@ import pytest
 
 from nxd_infer.backends import registry
 from nxd_infer.errors import ArtifactBackendError, TraceConfigError
+from nxd_infer.trace.options import TraceOptions
 from nxd_infer.trace.request import tracing_backend
 from tests.support.backends.plugins import installed
+from tests.support.neuron.machines import neuron_machine
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("nxd_infer", "server/nxd_server", "models/nxd_models")
@@ -31,6 +33,20 @@ def test_backends_of_other_packages_are_found_by_their_entry_points() -> None:
             registry.get("broken")
         with pytest.raises(TraceConfigError, match="no_such_module"):
             tracing_backend("broken")
+
+
+def test_the_default_follows_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(registry.VARIABLE, raising=False)
+    operators = not registry.get("cpu").probe().limits
+    assert registry.default() == ("cpu" if operators or not registry.get("xla").probe() else "xla")
+    with neuron_machine(tmp_path):
+        assert registry.default() == ("neuron" if registry.get("neuron").probe_compiler() else "cpu")
+    monkeypatch.setenv(registry.VARIABLE, "eager")
+    assert registry.default() == "eager" and TraceOptions(len, None).backend == "cpu"
+    assert TraceOptions(len, None, backend="xla").backend == "xla"
+    monkeypatch.setenv(registry.VARIABLE, "tpu")
+    with pytest.raises(TraceConfigError, match=r"no backend 'tpu' \(NXD_INFER_BACKEND names it\); backends are cpu,"):
+        TraceOptions(len, None)
 
 
 def test_a_name_of_ours_stays_ours(monkeypatch: pytest.MonkeyPatch) -> None:
