@@ -231,13 +231,17 @@ class LLM:
         """Answer one conversation or many, using the model's chat template.
 
         ``template_variables``: ``tools`` and ``documents`` that the template shows, and variables of its own, such as
-        ``enable_thinking``.
+        ``enable_thinking``. Raises RequestError for one that the template does not read.
         """
         if self.chat_template is None:
             raise RequestError(
                 "messages",
                 "this artifact has no chat template: trace a model that has a chat_template.jinja, or use generate()",
             )
+        for name, value in template_variables.items():
+            given = value not in (None, [], {}) and name not in ("add_generation_prompt", "max_characters")
+            if given and not self.chat_template.names(name):
+                raise RequestError(name, "the model's chat template reads no such variable, and would ignore it")
         single = len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
         texts = [self.chat_template.render(conversation, **template_variables) for conversation in conversations]

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import transformers
+import trl
 
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.hugging_face.tokenizer import canonical_files
 from nxd_infer.recipes.data.encode import Encoder
-from nxd_server import LLM
+from nxd_server import LLM, SamplingParams
 from nxd_server.errors import RequestError
 from nxd_server.http.openai.chat import check_messages
 from nxd_server.text.chat_template import ChatTemplate, TemplateSources
@@ -101,6 +102,26 @@ def test_arguments_of_calls_may_be_text(model, name):
     assert prompts[0] == prompts[1] and json.dumps(ARGUMENTS, ensure_ascii=False) in prompts[0]
 
 
+@pytest.mark.parametrize("name", ["deepseekv3", "deepseek_r1_distill"])
+def test_a_template_that_takes_arguments_as_text_gets_text(model, name):
+    """Also where it writes a call only if the content is null, which transformers leaves out."""
+    ours = canonical(model, (Path(trl.__file__).parent / f"chat_templates/{name}.jinja").read_text())
+    (call,) = CALL["tool_calls"]
+    text = json.dumps(ARGUMENTS, indent=1)
+    prompts = []
+    for content in (None, ""):
+        for given in (text, ARGUMENTS):
+            calls = [{**call, "function": {"name": "weather", "arguments": given}}]
+            prompts.append(ours.render([USER, {**CALL, "content": content, "tool_calls": calls}, RESULT]))
+    assert prompts[:2] == prompts[2:] and text in prompts[0]
+    assert prompts[1] == prompts[0].replace(text, json.dumps(ARGUMENTS, ensure_ascii=False))
+    if name == "deepseekv3":
+        calls = [{**call, "function": {"name": "weather", "arguments": text}}]
+        theirs = transformers.AutoTokenizer.from_pretrained(model)
+        talk = [USER, {**CALL, "content": "", "tool_calls": calls}, RESULT]
+        assert prompts[0] == theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+
+
 MARKED = CHATML.replace(
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}",
     "{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}{% generation %}"
@@ -154,6 +175,16 @@ def test_a_conversation_is_the_same_in_serving_training_preferences_and_llm(mode
     assert list(learnt.ids) == list(preferred.ids)
     whole = tokenizer.decode(list(learnt.ids), skip_special_tokens=False)
     assert whole == template.render(talk, add_generation_prompt=False, **shown)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"tools": TOOLS}, {"sampling_params": SamplingParams()}, {"chat_template_kwargs": {"a": 1}}]
+)
+def test_llm_refuses_what_the_template_does_not_read(model, wrong):
+    llm = object.__new__(LLM)
+    llm.chat_template = canonical(model, CHATML)
+    with pytest.raises(RequestError, match=f"{next(iter(wrong))}: the model's chat template reads no such variable"):
+        llm.chat([USER], **wrong)
 
 
 # --- where templates come from --------------------------------------------------------------------------------

@@ -300,7 +300,7 @@ def _require_read(template: ChatTemplate, messages: list[dict[str, Any]], variab
     given = [(name, value) for one in (*messages, variables) for name, value in one.items()]
     for name in sorted({name for name, value in given if value not in (None, "", [], {}) and name not in READ}):
         names = REASONING if name in REASONING else (name,)
-        if not any(one in source for one in names for source in template.sources):
+        if not any(map(template.names, names)):
             raise RecipeError(f" has {name}, which the tokenizer's chat template leaves out: take another template")
 
 

@@ -7,6 +7,7 @@ sandbox: a template cannot reach attributes outside its data, and cannot change 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -91,6 +92,10 @@ class ChatTemplate:
         """Whether the template marks what the assistant says, for :meth:`render_marked`."""
         return all(one.has_marks for one in (self._default, self._tools) if one is not None)
 
+    def names(self, name: str) -> bool:
+        """Whether the template, or one of the model's others, has ``name`` in it, and so may read what is called so."""
+        return any(name in source for source in self.sources)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -104,7 +109,8 @@ class ChatTemplate:
         """Return the prompt as text, including special tokens: encode it with ``add_special_tokens=False``.
 
         Content is given to the template as it came, a text or a list of text parts; in the other form if the template
-        cannot take this one. ``variables`` are the template's own, such as ``enable_thinking``.
+        cannot take this one. Arguments of tool calls are objects to it, or JSON text if it takes only that.
+        ``variables`` are the template's own, such as ``enable_thinking``.
 
         Raises RequestError if the messages are invalid, if the template rejects them, or if the prompt has more than
         ``max_characters``.
@@ -131,7 +137,9 @@ class ChatTemplate:
         prepared = normalise_messages(messages, short_ids=TOOL_CALLS in chosen.source)
         try:
             for message in prepared:
-                if "content" in message:
+                if message.get("tool_calls"):
+                    chosen.form_calls(message)
+                if message.get("content") is not None:
                     message["content"] = chosen.form(message["content"])
             return chosen.text({**variables, "messages": prepared}, tracker)
         except _Refusal as error:
@@ -201,6 +209,31 @@ class _Compiled:
         text = content if is_text else "\n".join(part["text"] for part in content)
         return [{"type": "text", "text": text}] if self._forms and "text" not in self._forms else text
 
+    def form_calls(self, message: dict[str, Any]) -> None:
+        """Put a message's tool calls, and content that says nothing, into the form that the template takes."""
+        missing, as_text = self._call_form
+        if not message.get("content"):
+            message.update(missing)
+        for call in message["tool_calls"]:
+            function, given = call["function"], call["function"]["arguments"]
+            if as_text != isinstance(given, str):
+                function["arguments"] = json.dumps(given, ensure_ascii=False) if as_text else json.loads(given)
+
+    @functools.cached_property
+    def _call_form(self) -> tuple[Mapping[str, str | None], bool]:
+        """What stands for content that says nothing beside tool calls, and whether their arguments are text: the first
+        form in which a call comes into the prompt, in no notation of Python's, and not as text in JSON."""
+        name, value = _PROBES
+        for as_text, missing in itertools.product((False, True), ({}, {"content": None}, {"content": ""})):
+            arguments = json.dumps({name: value}) if as_text else {name: value}
+            call = {"id": "zq3probe0", "type": "function", "function": {"name": "zq4probe", "arguments": arguments}}
+            asked = {"role": "user", "content": self.form("a")}
+            for tools in (None, [_TOOL]):
+                text = self._probed([asked, {"role": "assistant", "tool_calls": [call], **missing}], tools)
+                if all(word in text for word in (name, value, "zq4probe")) and not _QUOTED.search(text):
+                    return missing, as_text
+        return {}, False
+
     @functools.cached_property
     def _forms(self) -> set[str]:
         """Of a message's content, those whose words come into the prompt, and not in the notation of a list; empty if
@@ -208,15 +241,15 @@ class _Compiled:
         parts = [{"type": "text", "text": probe} for probe in _PROBES]
         found = set()
         for form, content in (("text", _PROBES[0]), ("part", parts[:1]), ("parts", parts)):
-            text = self._probed(content)
+            text = self._probed([{"role": "user", "content": content}])
             words = _PROBES if form == "parts" else _PROBES[:1]
             if all(word in text for word in words) and (form == "text" or not _LISTED.search(text)):
                 found.add(form)
         return found
 
-    def _probed(self, content: Any) -> str:
-        """Return the prompt of a message with this content; empty if the template cannot render it."""
-        scope = {"messages": [{"role": "user", "content": content}], "tools": None, "documents": None}
+    def _probed(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+        """Return the prompt of these messages; empty if the template cannot render them."""
+        scope = {"messages": messages, "tools": tools, "documents": None}
         try:
             return self.text({**scope, "add_generation_prompt": False}, _Tracker(MOST_CHARACTERS))
         except MemoryError:
@@ -228,6 +261,12 @@ class _Compiled:
 _PROBES = ("zq1probe", "zq2probe")
 _LISTED = re.compile(rf"""text["']\s*:\s*["']{_PROBES[0]}""")
 """Parts in the notation of a list, of Python's or JSON's."""
+_QUOTED = re.compile(rf"""'{_PROBES[0]}'\s*:|\\+"{_PROBES[0]}""")
+"""Arguments of a call in Python's notation, or as text in JSON."""
+_TOOL = {
+    "type": "function",
+    "function": {"name": "a", "description": "a", "parameters": {"type": "object", "properties": {}}},
+}
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 

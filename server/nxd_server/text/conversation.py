@@ -1,8 +1,8 @@
 """A conversation as a chat template is to see it: serving, training and ``LLM`` prepare it here, in one way.
 
 What transformers' ``apply_chat_template`` does first is done first: keys that are null are dropped, and an answer's
-reasoning has all its names. Beyond that, arguments of tool calls that are JSON text become objects, a tool's message
-gets the name of the function that was called, and Mistral's templates see ids of the form that they accept.
+reasoning has all its names. Beyond that, arguments of tool calls are checked, a tool's message gets the name of the
+function that was called, and Mistral's templates see ids of the form that they accept.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _calls(calls: Any, where: str, short_ids: bool) -> list[dict[str, Any]]:
             raise RequestError(f"{path}.function", "must be an object with name and arguments")
         if not isinstance(call.get("id"), (str, type(None))):
             raise RequestError(f"{path}.id", "must be a string")
-        arguments = parsed_arguments(function.get("arguments"), f"{path}.function.arguments")
+        arguments = _checked_arguments(function.get("arguments"), f"{path}.function.arguments")
         one = {key: value for key, value in call.items() if value is not None}
         one["function"] = {**function, "arguments": arguments}
         if "id" in one:
@@ -88,16 +88,17 @@ def _calls(calls: Any, where: str, short_ids: bool) -> list[dict[str, Any]]:
     return found
 
 
-def parsed_arguments(value: Any, where: str) -> Mapping[str, Any]:
-    """Return a call's arguments as an object, of an object or of the text of one; none are {}."""
+def _checked_arguments(value: Any, where: str) -> Mapping[str, Any] | str:
+    """Return a call's arguments, an object or the text of one; none are {}."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return {}
+    parsed = value
     if isinstance(value, str):
         try:
-            value = json.loads(value, parse_constant=_no_constant)
+            parsed = json.loads(value, parse_constant=_no_constant)
         except (ValueError, RecursionError):
-            value = None
-    if not isinstance(value, Mapping):
+            parsed = None
+    if not isinstance(parsed, Mapping):
         raise RequestError(where, "must be a JSON object, or its text")
     return value
 
