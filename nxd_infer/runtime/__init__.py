@@ -8,7 +8,7 @@
     load, time_bounds           checks that an artifact runs here; how long its ranks may take
     supervisor/                 the caller's side of the ranks: start, call, watch and end them
     rank_process/               a rank's side: its weights, states and graphs, and the process that runs them
-    ipc/                        what both share: the memory of the tensors, and the records of their socket
+    ipc                         what both share: the memory of the tensors, and the records of their socket
     updates/                    new weights and adapters
 """
 

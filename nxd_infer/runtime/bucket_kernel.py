@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nxd_infer.errors import ArtifactCorruptError, RankFailedError
-from nxd_infer.runtime.ipc.channel import Kind
+from nxd_infer.runtime.ipc import Kind
 
 if TYPE_CHECKING:
     from nxd_infer.artifact.reader import LoadedArtifact

@@ -23,7 +23,7 @@ from nxd_infer.artifact.structure import filled
 from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.errors import ArtifactError, InputMismatchError
 from nxd_infer.runtime.bucket_kernel import ask
-from nxd_infer.runtime.ipc.channel import Kind
+from nxd_infer.runtime.ipc import Kind
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank_model import RankModel, takes_arrays
 from nxd_infer.runtime.ranks import PendingStep, Ranks, free_side

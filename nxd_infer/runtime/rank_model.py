@@ -18,8 +18,7 @@ import numpy as np
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec, Manifest
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.errors import BucketError, InputMismatchError, ModelClosedError
-from nxd_infer.runtime.ipc.arena import InputBlock
-from nxd_infer.runtime.ipc.channel import Kind
+from nxd_infer.runtime.ipc import InputBlock, Kind
 from nxd_infer.runtime.ranks import CallLock, PendingStep, RankHealth, Ranks, free_side
 from nxd_infer.runtime.supervisor.cores import default_threads
 from nxd_infer.runtime.supervisor.supervisor import Supervisor

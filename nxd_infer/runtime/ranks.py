@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import ModelClosedError, StepsPendingError
-from nxd_infer.runtime.ipc.arena import Side
-from nxd_infer.runtime.ipc.channel import Kind
+from nxd_infer.runtime.ipc import Kind, Side
 from nxd_infer.runtime.time_bounds import Bounds
 
 if TYPE_CHECKING:

@@ -88,12 +88,12 @@ class CpuBackend(Backend):
 
     def load(self, ranks: Sequence[RankGraph], runtime: RankRuntime) -> Executable:
         from nxd_infer.backends.checks import checked_graph
-        from nxd_infer.backends.cpu import executable, lower, program
+        from nxd_infer.backends.cpu import lower, program
 
         (rank,) = ranks
         graph = checked_graph(rank, runtime)
         ready = program.load(lower.read_program(rank.directory))
-        return executable.CpuExecutable(graph, rank.states, rank.weights, ready)
+        return program.CpuExecutable(graph, rank.states, rank.weights, ready)
 
 
 def _native() -> Any:

@@ -1,20 +1,24 @@
 """A stored graph, ready to run: by a loop in C++ (``csrc/program``), without Python and without its lock, or by the one
-in Python (:class:`nxd_infer.graph.ir.Program`), which is slower, where the former cannot be built."""
+in Python (:class:`nxd_infer.graph.ir.Program`), which is slower, where the former cannot be built.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from nxd_infer import native
-from nxd_infer.errors import ArtifactCorruptError, NxdError
+from nxd_infer.backends.checks import InputChecks, checked_tensors
+from nxd_infer.backends.cpu.packing import encoded_spec
+from nxd_infer.errors import ArtifactCorruptError, InputMismatchError, ModelClosedError, NxdError, WeightSchemaError
 from nxd_infer.graph.ir import DAMAGES, Program, Value, damaged, run_cond
+from nxd_infer.graph.stored import GraphFile
 from nxd_infer.util.cpp_library import CppLibrary
 
 log = logging.getLogger(__name__)
@@ -31,7 +35,7 @@ _MEMORY_FORMATS = {
 
 
 class Runs(Protocol):
-    """What :class:`nxd_infer.backends.cpu.executable.CpuExecutable` calls, with lists."""
+    """What :class:`CpuExecutable` calls, with lists."""
 
     def hold(self, states: list[Tensor], weights: list[Tensor]) -> None:
         """Use these in all later runs."""
@@ -159,3 +163,44 @@ def _argument(value: Any) -> tuple[int, Any]:
 def _tuples(value: Any) -> Any:
     """Lists as tuples, whose elements may be of different types."""
     return tuple(_tuples(v) for v in value) if type(value) is list else value
+
+
+class CpuExecutable:
+    """A loaded graph; see ``backends.Executable``."""
+
+    def __init__(self, graph: GraphFile, states: Mapping[str, Any], weights: Mapping[str, Any], program: Runs):
+        self.graph = graph
+        self._program: Runs | None = program
+        self._states = checked_tensors(graph.states, states, "state", InputMismatchError)
+        self._specs = [encoded_spec(spec, spec.encoding) for spec in graph.weights]
+        self._weights = checked_tensors(self._specs, weights, "weight", WeightSchemaError)
+        self._checked = InputChecks(graph)
+        program.hold(self._states, self._weights)
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        return self.bind(inputs)()
+
+    def bind(self, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        ready = self._checked(inputs)
+
+        def run() -> list[Tensor]:
+            return self._open().run(ready)
+
+        return run
+
+    def update_weights(self, weights: Mapping[str, Tensor], rank: int = 0) -> None:
+        program = self._open()
+        current = {spec.name: tensor for spec, tensor in zip(self._specs, self._weights, strict=True)}
+        if unknown := [name for name in weights if name not in current]:
+            raise WeightSchemaError(f"the graph reads no weight {unknown[0]!r}")
+        self._weights = checked_tensors(self._specs, {**current, **weights}, "weight", WeightSchemaError)
+        program.hold(self._states, self._weights)
+
+    def _open(self) -> Runs:
+        if self._program is None:
+            raise ModelClosedError(f"graph {self.graph.digest} was closed")
+        return self._program
+
+    def close(self) -> None:
+        self._program = None
+        self._states, self._weights = [], []

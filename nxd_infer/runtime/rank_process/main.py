@@ -2,7 +2,7 @@
 
 Started only by the supervisor. It dies with its parent (PDEATHSIG), sets its cores and threads, imports what it needs
 unless it was forked from a process that has it, and then handles records: read one, run, write the outputs (rank 0),
-answer (``loop.py``). The first record makes it load its rank of the artifact, whose files have been verified by then.
+answer (``rank.py``). The first record makes it load its rank of the artifact, whose files have been verified by then.
 It never unpickles anything.
 """
 
@@ -28,9 +28,9 @@ def main(arguments: list[str]) -> int:
     if config.crew:
         _settle_openmp(config.cores)
     gc.disable()  # imported objects stay, and scanning them takes an eighth of the import
-    from nxd_infer.runtime.rank_process import loop  # slow: torch, which reads the settings above
+    from nxd_infer.runtime.rank_process import rank  # slow: torch, which reads the settings above
 
-    return loop.run(config)
+    return rank.run(config)
 
 
 def _settle_openmp(cores: list[int]) -> None:

@@ -15,7 +15,7 @@ from nxd_infer.artifact.manifest import TensorSpec
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.context import LOCAL
 from nxd_infer.errors import ModelClosedError, RankFailedError
-from nxd_infer.runtime.ipc.channel import Kind
+from nxd_infer.runtime.ipc import Kind
 from nxd_infer.runtime.rank_process.rank import Rank, Runtime
 from nxd_infer.runtime.ranks import RankHealth, Ranks
 

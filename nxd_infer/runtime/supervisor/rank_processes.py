@@ -31,8 +31,7 @@ from nxd_infer.processes.child import ChildProcess
 from nxd_infer.processes.command import child_environment, python_module
 from nxd_infer.processes.start import start
 from nxd_infer.processes.state import process_state
-from nxd_infer.runtime.ipc.arena import Arena, ArenaLayout, create_arena
-from nxd_infer.runtime.ipc.channel import HANDOVER_FLAGS, Channel
+from nxd_infer.runtime.ipc import HANDOVER_FLAGS, Arena, ArenaLayout, Channel, create_arena
 from nxd_infer.runtime.rank_process.config import RankConfig
 from nxd_infer.runtime.supervisor.cores import choose_cores, release_cores
 from nxd_infer.runtime.time_bounds import until_ended
@@ -43,7 +42,7 @@ _TAIL = 16 << 10
 _COUNTER_BYTES = 64 << 10
 """Size of the counters in a collectives segment."""
 _MAIN = "nxd_infer.runtime.rank_process.main"
-_IMPORTS = "nxd_infer.runtime.rank_process.loop"
+_IMPORTS = "nxd_infer.runtime.rank_process.rank"
 """What a rank imports, with torch."""
 
 MOST_THREADS = 64

@@ -20,8 +20,7 @@ from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.artifact.verified import stamps_file
 from nxd_infer.errors import ModelClosedError, NxdError, RankDiedError, RankFailedError, RankTimeoutError
 from nxd_infer.processes.child import END_SECONDS
-from nxd_infer.runtime.ipc.arena import Arena, Side
-from nxd_infer.runtime.ipc.channel import Answers, ChannelClosed, Kind, Request
+from nxd_infer.runtime.ipc import Answers, Arena, ChannelClosed, Kind, Request, Side
 from nxd_infer.runtime.ranks import RankHealth, Ranks, of_another_process
 from nxd_infer.runtime.supervisor.rank_processes import RankProcesses, not_let_start
 from nxd_infer.runtime.time_bounds import Bounds

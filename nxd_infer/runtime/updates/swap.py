@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.errors import RankFailedError, WeightSchemaError
-from nxd_infer.runtime.ipc.channel import Kind
+from nxd_infer.runtime.ipc import Kind
 from nxd_infer.runtime.time_bounds import Bounds
 
 if TYPE_CHECKING:

@@ -291,7 +291,7 @@ class Service:
             restarts, stage = worker.restarts, worker.restarts.stage
             if restarts.took is not None:
                 self.recovery.took(restarts.took)  # repeating the same value has no effect
-            if (restarts.seconds or 0.0) > self.recovery.limit:
+            if stage and (restarts.seconds or 0.0) > self.recovery.limit:
                 self._fail(self.recovery.late(stage))
                 return
 

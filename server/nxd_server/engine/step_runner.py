@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from nxd_infer.artifact.manifest import BucketSpec
 from nxd_infer.errors import CollectiveError, ModelClosedError, NxdError, RankError
 from nxd_infer.processes.child import END_SECONDS
-from nxd_infer.runtime.ipc.arena import InputBlock
+from nxd_infer.runtime.ipc import InputBlock
 from nxd_infer.runtime.rank_model import RankModel
 from nxd_infer.runtime.ranks import PendingStep
 

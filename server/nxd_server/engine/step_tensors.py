@@ -13,7 +13,7 @@ import numpy as np
 
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec
 from nxd_infer.errors import ModelConfigError
-from nxd_infer.runtime.ipc.arena import InputBlock
+from nxd_infer.runtime.ipc import InputBlock
 from nxd_server.engine.request import Sequence
 from nxd_server.engine.sampling_params import SAMPLER_DEFAULTS
 from nxd_server.engine.scheduler import Row

@@ -128,8 +128,8 @@ class BoundedTemplate:
                     raise RenderingFailed(late=False)  # nobody waits for it
                 self._running = one
             try:
-                if self._process is not None and not self._process.running:
-                    self._end()  # it died while idle, so this conversation is not to blame
+                if self._connection is not None and self._connection.poll():
+                    self._end()  # it says nothing unasked: it died while idle, so this conversation is not to blame
                 connection = self._connection or self._start()
                 # marshal takes a tenth of JSON's time, during which this thread holds the GIL.
                 data = marshal.dumps([self._seconds, one.most, list(one.messages), dict(one.variables)])

@@ -19,7 +19,7 @@ from tests.support.processes import gone, parent_of, wait_until
 
 LIMIT = 300.0
 SLEEP = "import time; time.sleep(600)"
-RANK = "nxd_infer.runtime.rank_process.loop"
+RANK = "nxd_infer.runtime.rank_process.rank"
 
 
 @pytest.fixture(autouse=True)

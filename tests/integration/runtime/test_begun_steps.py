@@ -15,7 +15,7 @@ from nxd_infer.errors import (
     RankFailedError,
     StepsPendingError,
 )
-from nxd_infer.runtime.ipc.arena import InputBlock
+from nxd_infer.runtime.ipc import InputBlock
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.model import TensorParallelModel
 from nxd_infer.runtime.rank_model import RankModel

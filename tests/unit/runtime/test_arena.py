@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
 from nxd_infer.errors import InputRangeError
-from nxd_infer.runtime.ipc.arena import ALIGNMENT, Arena, ArenaLayout, InputBlock, create_arena
-from nxd_infer.runtime.ipc.channel import Channel, ChannelClosed, Kind, Request
+from nxd_infer.runtime.ipc import (
+    ALIGNMENT,
+    Arena,
+    ArenaLayout,
+    Channel,
+    ChannelClosed,
+    InputBlock,
+    Kind,
+    Request,
+    create_arena,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.int8, torch.float64]
 shapes = st.lists(st.integers(0, 5), max_size=3)

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 
-from nxd_infer.runtime.ipc.channel import AWAKE_SECONDS, Channel, Kind, Request
+from nxd_infer.runtime.ipc import AWAKE_SECONDS, Channel, Kind, Request
 from tests.support.processes import wait_until
 
 

@@ -12,7 +12,7 @@ import torch
 
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
 from nxd_infer.errors import InputMismatchError, InputRangeError, ModelClosedError
-from nxd_infer.runtime.ipc.arena import InputBlock
+from nxd_infer.runtime.ipc import InputBlock
 from nxd_infer.runtime.rank_model import takes_arrays
 from nxd_infer.runtime.ranks import CallLock
 from nxd_infer.util.dtypes import ITEM_BYTES, LARGEST_FLOAT, SAFETENSORS_DTYPES
