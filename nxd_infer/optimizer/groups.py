@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -72,14 +73,27 @@ def require_unchanged(groups: list[dict[str, Any]], taken: list[list[Tensor]]) -
 
     The wrapped optimizer has groups of its own, which do not follow a change.
     """
-    now = [sorted(map(id, group["params"])) for group in groups]
-    if now != [sorted(map(id, params)) for params in taken]:
+    changes = [] if len(groups) == len(taken) else [f"it has {len(groups)} groups instead of {len(taken)}"]
+    for number, (group, old) in enumerate(zip(groups, taken, strict=False)):
+        changes += [f"group {number} has {name} in addition" for name in _only_in(group["params"], old)]
+        changes += [f"group {number} lacks {name}" for name in _only_in(old, group["params"])]
+    if changes:
+        more = f" and {len(changes) - 8} more changes" if len(changes) > 8 else ""
         raise ParallelConfigError(
-            f"param_groups was changed, which this optimizer cannot follow: its {len(taken)} groups had "
-            f"{[len(params) for params in taken]} parameters, now they are {[len(params) for params in now]} (or "
-            'others). To train more parameters, call optimizer.add_param_group({"params": [...]}); for other changes, '
-            "make a new optimizer"
+            f"param_groups was changed, which this optimizer cannot follow: {'; '.join(changes[:8])}{more}. To train "
+            'more parameters, call optimizer.add_param_group({"params": [...]}); for other changes, make a new '
+            "optimizer"
         )
+
+
+def _only_in(some: Sequence[Tensor], others: Sequence[Tensor]) -> list[str]:
+    """Return the names of parameters that ``others`` lack, or have less often."""
+    rest = Counter(map(id, some)) - Counter(map(id, others))
+    return [
+        repr(getattr(param, "nxd_name", None) or f"parameter {place} of shape {tuple(param.shape)}")
+        for place, param in enumerate(some)
+        if id(param) in rest
+    ]
 
 
 def require_frozen(taken: list[list[Tensor]], trained: list[Tensor]) -> None:

@@ -176,18 +176,23 @@ def test_a_state_may_be_loaded_before_its_model():
 Change = Callable[[list[dict[str, Any]], nn.Parameter], object]
 
 
-CHANGES: list[Change] = [
-    lambda groups, more: groups[0]["params"].append(more),
-    lambda groups, more: groups[1].update(params=[more]),
-    lambda groups, more: groups.pop(),
-    lambda groups, more: groups.append({"params": [], "lr": 1.0}),
+CHANGES: list[tuple[Change, str]] = [
+    (lambda groups, more: groups[0]["params"].append(more), "group 0 has 'more' in addition"),
+    (
+        lambda groups, more: groups[1].update(params=[more]),
+        r"group 1 has 'more' in addition; group 1 lacks 'parameter 0 of shape \(3,\)'",
+    ),
+    (lambda groups, more: groups[0]["params"].extend(groups[0]["params"]), "group 0 has 'parameter 0"),
+    (lambda groups, more: groups.pop(), "it has 1 groups instead of 2"),
+    (lambda groups, more: groups.append({"params": [], "lr": 1.0}), "it has 3 groups instead of 2"),
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=["appended", "replaced", "one less", "empty"])
-def test_groups_that_were_changed_are_refused(change: Change, tmp_path: Path):
+@pytest.mark.parametrize(("change", "said"), CHANGES, ids=["appended", "replaced", "twice", "one less", "empty"])
+def test_groups_that_were_changed_are_refused(change: Change, said: str, tmp_path: Path):
     """The wrapped optimizer has its own: what was appended was never stepped, and nothing said so."""
     more = nn.Parameter(torch.ones(2))
+    more.nxd_name = "more"  # pyright: ignore[reportAttributeAccessIssue]
     params = [nn.Parameter(torch.ones(size)) for size in (2, 3)]
     optimizer: Any = NxDOptimizer([{"params": [p]} for p in params], torch.optim.SGD, defaults={"lr": 0.5})
     optimizer.param_groups[0]["params"] = list(reversed(optimizer.param_groups[0]["params"]))  # the order is free
@@ -195,7 +200,9 @@ def test_groups_that_were_changed_are_refused(change: Change, tmp_path: Path):
     sum(p.sum() for p in (*params, more)).backward()  # pyright: ignore[reportAttributeAccessIssue]
     calls = [optimizer.step, copy.deepcopy(optimizer).step, optimizer.state_dict, optimizer.synchronize_gradients]
     for ask in (*calls, lambda: save_checkpoint(tmp_path, "a", optimizer=optimizer)):
-        with pytest.raises(ParallelConfigError, match=r"param_groups was changed, .* call optimizer\.add_param_group"):
+        with pytest.raises(
+            ParallelConfigError, match=f"param_groups was changed, .*{said}.* call optimizer.add_param_group"
+        ):
             ask()
     assert all(torch.equal(p, torch.ones_like(p)) for p in params)
 
