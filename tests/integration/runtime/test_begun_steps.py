@@ -12,6 +12,7 @@ import pytest
 from nxd_infer.errors import (
     BucketError,
     InputMismatchError,
+    ModelClosedError,
     RankFailedError,
     StepsPendingError,
 )
@@ -108,6 +109,16 @@ def test_a_model_in_this_process_begins_nothing_ahead(artifacts):
         pytest.raises(InputMismatchError, match="call run_bucket"),
     ):
         model.begin_bucket("b2_s4", inputs(0))
+
+
+def test_a_step_that_raises_ends_the_one_behind_it(model):
+    bad, good = model.begin_bucket("b2_s4", inputs(0, ids=99)), model.begin_bucket("b2_s4", inputs(1))
+    with pytest.raises(RankFailedError, match="raised during step"):
+        bad.result()
+    with pytest.raises(ModelClosedError, match="raised during step"):
+        good.result()
+    model.restart()
+    assert model.run_bucket("b2_s4", inputs(0))["count"].item() == 1
 
 
 @pytest.mark.parametrize(("rank", "second"), [(0, "b2_s8"), (1, "b2_s4")])

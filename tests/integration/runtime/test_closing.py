@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import shutil
@@ -129,18 +130,45 @@ def test_a_child_forked_during_a_call_neither_waits_nor_calls_nor_ends_the_ranks
     assert model(X)["count"].item() == 1
 
 
-class Interrupted(TorchDispatchMode):
-    """Stands for Ctrl-C in the middle of a graph, when its states have changed."""
+class Before(TorchDispatchMode):
+    """Stands for a signal handler: runs in the calling thread, between two operators of the graph."""
+
+    def __init__(self, operator, handler):
+        super().__init__()
+        self.operator, self.handler = operator, handler
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.clone.default:
-            raise KeyboardInterrupt
+        if func is self.operator:
+            self.handler()
         return func(*args, **(kwargs or {}))
+
+
+def test_a_signal_handler_may_close_a_model_in_the_middle_of_a_call_in_process(artifacts):
+    model = started(artifacts[1])
+
+    def handler() -> None:
+        with pytest.raises(ModelClosedError, match="middle of one of its calls"):
+            model(X)
+        model.close()
+
+    faulthandler.dump_traceback_later(60, exit=True)
+    try:
+        with Before(torch.ops.aten.add_.Tensor, handler):
+            assert model(X)["count"].item() == 1
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    with pytest.raises(ModelClosedError, match="closed"):
+        model(X)
+    assert model.restart()(X)["count"].item() == 1
 
 
 def test_ctrl_c_in_the_middle_of_a_graph_in_process_closes_a_model_with_states(artifacts):
     model = started(artifacts[1])
-    with pytest.raises(KeyboardInterrupt), Interrupted():
+
+    def handler() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Before(torch.ops.aten.clone.default, handler):  # the states have changed
         model(X)
     with pytest.raises(ModelClosedError, match=r"KeyboardInterrupt; call restart\(\)"):
         model(X)

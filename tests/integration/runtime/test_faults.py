@@ -21,6 +21,7 @@ from nxd_infer.errors import (
     RankTimeoutError,
     WeightSchemaError,
 )
+from nxd_infer.runtime.ipc.channel import Channel
 from nxd_infer.runtime.model import TensorParallelModel, parallel_model_load
 from nxd_infer.runtime.updates import swap
 from tests.support import toy_artifacts as toy
@@ -147,6 +148,24 @@ def test_ctrl_c_during_a_call_leaves_the_model_usable(model):
     os.kill(pids[1], signal.SIGCONT)
     assert model(X)["count"].item() == 2
     assert pids_of(model) == pids
+
+
+def test_ctrl_c_between_the_records_of_two_ranks_ends_them(model, monkeypatch):
+    """One has its step and the other does not: nothing else can be done."""
+    send, sent = Channel.send, []
+
+    def interrupted(channel, record, fds=()):
+        if sent:
+            raise KeyboardInterrupt
+        sent.append(channel)
+        send(channel, record, fds)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Channel, "send", interrupted)
+        model(X)
+    with pytest.raises(ModelClosedError, match=r"a call was interrupted: KeyboardInterrupt.*restart\(\)"):
+        model(X)
+    assert not any(rank.alive for rank in model.health())
 
 
 def test_weights_that_one_rank_refuses_wait_for_the_others_and_end_nothing(model, tmp_path):

@@ -18,6 +18,28 @@ from tests.support.processes import wait_until
 WEIGHTS = toy.logical_weights()
 
 
+def test_saving_while_others_swap_saves_the_weights_of_one_moment(artifacts, tmp_path, monkeypatch):
+    x = torch.randn(2, 4, toy.HIDDEN)
+    old, new = toy.logical_weights(1), toy.logical_weights(2)
+    with parallel_model_load(artifacts[2]) as model, ThreadPoolExecutor(1) as pool:
+        model.update_weights(old)
+        take, saver = model._lock.take, threading.get_ident()
+        taken: list[int] = []
+
+        def take_after_another_swap():
+            """Let others swap wherever the save has released the model."""
+            if threading.get_ident() == saver and len(taken) == 1:
+                pool.submit(model.update_weights, new).result(120)
+            taken.append(threading.get_ident())
+            return take()
+
+        monkeypatch.setattr(model._lock, "take", take_after_another_swap)
+        parallel_model_save(model, tmp_path / "saved")
+    with parallel_model_load(tmp_path / "saved") as saved:
+        y = saved(x)["y"]
+    assert any(toy.close_to(y, toy.expected(weights, x)) for weights in (old, new)), "a mixture of weights"
+
+
 def test_inlined_weights_are_not_swapped(tmp_path):
     def inline(manifest):
         manifest.requires = ["inline-weights"]

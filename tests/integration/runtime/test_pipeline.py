@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from nxd_infer.errors import (
     ArtifactVersionError,
     InputMismatchError,
     InputRangeError,
+    RankDiedError,
     StepsPendingError,
     TraceConfigError,
 )
@@ -201,6 +204,19 @@ def test_new_weights_reach_every_stage_and_an_adapter_its_tables(model, plain, r
         model.update_weights(model_dir)
     with nxd.trace.parallel_model_load(root / "swapped", call_timeout=60) as saved:
         np.testing.assert_array_equal(saved.run_bucket(name, decode(saved, 7))["top_ids"][0], wanted["top_ids"][0])
+
+
+def test_a_stage_that_dies_ends_the_others_with_its_name(model):
+    name = f"decode_b{ROWS}"
+    expected = model.run_bucket(name, decode(model, 7))["token"].copy()
+    pid = model.health()[0].pid
+    os.kill(pid, signal.SIGSTOP)
+    step = model.begin_bucket(name, decode(model, 7))
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RankDiedError, match="rank 0 of 2"):
+        step.result()
+    model.restart()
+    np.testing.assert_array_equal(model.run_bucket(name, decode(model, 7))["token"], expected)
 
 
 def check_net(model) -> None:

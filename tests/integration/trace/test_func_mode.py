@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import re
@@ -181,3 +182,16 @@ def test_killing_the_caller_ends_the_ranks():
         process.kill()
         process.wait()
     assert all(gone(pid, 60) for pid in ranks)
+
+
+def test_two_traces_at_once_do_not_meet():
+    """The reference fixes one port for every trace on a host."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        traces = [
+            pool.submit(trace, models.plus, (torch.zeros(4),), func_kwargs={"value": value}) for value in (1.0, 2.0)
+        ]
+        traced = [future.result(timeout=600) for future in traces]
+    texts = [next((model.artifact.path / "graphs").glob("*/ir.json")).read_text() for model in traced]
+    assert ["1.0" in texts[0], "2.0" in texts[1], "2.0" in texts[0]] == [True, True, False]
+    for model in traced:
+        model.close()

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import nxd_infer as nxd
 from nxd_infer import parallel_state
 from nxd_infer.context import LOCAL, current_context, use_context
+from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import weight_layout
 from nxd_infer.parallel_layers import ColumnParallelLinear, RowParallelLinear
 from nxd_infer.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
@@ -266,3 +268,40 @@ def test_the_data_go_on_where_they_were(tmp_path: Path):
 def test_what_workers_fetched_ahead_is_not_lost(tmp_path: Path):
     whole, again = stopped_and_resumed(str(tmp_path), num_workers=2)
     assert len(whole) == 22 and again == whole[7:]
+
+
+def test_each_rank_of_another_loader_gets_its_own(tmp_path: Path):
+    """Anything with ``state_dict()`` will do; positions that differ between ranks go on at their degrees only."""
+    for same_on_rank in run_ranks(positions_of_ranks, 2, str(tmp_path), tp=1):
+        assert same_on_rank
+    with pytest.raises(
+        CheckpointError, match=r"another position in the data for each rank, .*'dp': 2.*ResumableLoader"
+    ):
+        load_checkpoint(tmp_path, "own", dataloader=Position())
+    with pytest.raises(CheckpointError, match=r"no position in the data; it was saved without dataloader="):
+        load_checkpoint(tmp_path, "none", dataloader=Position())
+    same = Position()
+    load_checkpoint(tmp_path, "same", dataloader=same)
+    assert same.state == {"at": 5, "seen": [1, 2]}
+
+
+class Position:
+    state: Any = None
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def positions_of_ranks(root: str) -> bool:
+    mine, empty = Position(), Position()
+    mine.state = {"at": current_context().rank, "queue": torch.arange(3) + current_context().rank}
+    save_checkpoint(root, "own", dataloader=mine)
+    save_checkpoint(root, "none")
+    load_checkpoint(root, "own", dataloader=empty)
+    same = empty.state["at"] == mine.state["at"] and torch.equal(empty.state["queue"], mine.state["queue"])
+    mine.state = {"at": 5, "seen": [1, 2]}
+    save_checkpoint(root, "same", dataloader=mine)
+    return same

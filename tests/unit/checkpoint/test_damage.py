@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
+from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint
 from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.errors import CheckpointError
 from tests.support.checkpoint.resigned import resign
@@ -69,6 +69,12 @@ def test_what_is_not_read_is_not_verified(tmp_path: Path):
     flip(tmp_path / "a" / OPTIMIZER)
     assert load_checkpoint(tmp_path, "a", model) == 1
     assert load_checkpoint(tmp_path, "a", model, optimizer, verify=False) == 1
+
+
+def test_a_copy_beside_the_checkpoint_is_the_same_checkpoint(tmp_path: Path):
+    save_checkpoint(tmp_path, "a", nn.Linear(2, 2), user_content=1)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert load_checkpoint(tmp_path) == load_checkpoint(tmp_path, "a") == load_checkpoint(tmp_path / "b") == 1
 
 
 def test_elements_that_two_ranks_claim_are_refused(tmp_path: Path):
@@ -243,3 +249,17 @@ def test_a_manifest_that_cannot_be_meant_is_named(tmp_path: Path, change: dict[s
         with pytest.raises(CheckpointError, match=message):
             load_checkpoint(tmp_path, tag)
     assert load_checkpoint(tmp_path, "a") == "a"
+
+
+def test_has_checkpoint_says_what_load_does(tmp_path: Path):
+    assert not has_checkpoint(tmp_path) and not has_checkpoint(tmp_path, "a")
+    saved(tmp_path, "a", "5")
+    assert has_checkpoint(tmp_path / "a") and load_checkpoint(tmp_path / "a", model=nn.Linear(2, 2)) == "a"
+    assert has_checkpoint(tmp_path, 5) and load_checkpoint(tmp_path, 5) == "5"  # pyright: ignore
+    assert not has_checkpoint(tmp_path, "b")
+    for tag in ("a", "5"):
+        path = tmp_path / tag / "manifest.json"
+        path.write_bytes(path.read_bytes()[:-9])
+    assert has_checkpoint(tmp_path) and has_checkpoint(tmp_path, "a")  # there is one, and it is damaged
+    with pytest.raises(CheckpointError, match="differs from its checksum"):
+        load_checkpoint(tmp_path)

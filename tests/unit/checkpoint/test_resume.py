@@ -19,7 +19,7 @@ import nxd_infer as nxd
 from nxd_infer.checkpoint import reshard_checkpoint
 from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint, wait_for_save
 from nxd_infer.checkpoint.reshard import Resharding
-from nxd_infer.errors import CheckpointError, WeightMismatchError
+from nxd_infer.errors import CheckpointError, NotInitializedError, WeightMismatchError
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.trainer.data import ResumableLoader
@@ -165,6 +165,18 @@ def test_nothing_keeps_the_files_open(tmp_path: Path):
     gc.collect()
     assert content["seen"].tolist() == list(range(5)) and len(states(optimizer)) == 4
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+def test_an_optimizer_that_is_not_there_yet(tmp_path: Path):
+    model, optimizer = optimized(linears())
+    save_checkpoint(tmp_path, "a", model, optimizer)
+    lazy = NxDOptimizer(model.named_parameters(), AdamW, lazy_init=True)
+    for call in (load_checkpoint, save_checkpoint):
+        with pytest.raises(NotInitializedError, match=r"lazy_init=True: call init_zero\(\) before"):
+            call(tmp_path, "a", model, lazy)
+    lazy.init_zero()
+    load_checkpoint(tmp_path, "a", model, lazy)
+    assert len(states(lazy)) == 4
 
 
 def test_a_layer_that_is_fused_now_and_was_not(tmp_path: Path):
