@@ -299,6 +299,8 @@ def said(folder: Path, template: str, talk: Rows, **variables: Any) -> list[str]
         ("nemotron_3_nano", REASONED, ["</think>\n\nYes.<|im_end|>\n", "so\n</think>\nNo, I am.<|im_end|>\n"]),
         ("deepseek_r1_distill", TALK, ["I am the assistant.<｜end▁of▁sentence｜>", "No, I am.<｜end▁of▁sentence｜>"]),
         ("deepseek_r1_distill", REASONED[:2], ["\n\nYes.<｜end▁of▁sentence｜>"]),
+        ("gptoss", TALK,  # which ends the last answer in another way
+         ["<|channel|>final<|message|>I am the assistant.<|end|>", "<|channel|>final<|message|>No, I am.<|return|>"]),
     ],
 )  # fmt: skip
 def test_without_marks_what_the_assistant_says_counts(folder, name, talk, expected):
@@ -311,6 +313,12 @@ def test_a_template_that_rewrites_what_came_before_is_refused(folder):
     _, encoder = with_template(folder, forgetful)
     with pytest.raises(RecipeError, match="record 0: the chat template writes a conversation in another way"):
         encoded(encoder(), [{"messages": TALK}])
+
+
+def test_a_call_in_whose_absence_others_are_written_in_another_way_is_refused(folder):
+    _, encoder = with_template(folder, (TEMPLATES / "deepseekv3.jinja").read_text())
+    with pytest.raises(RecipeError, match="record 0: the chat template writes a conversation in another way"):
+        encoded(encoder(), [{"messages": [USER, CALL, RESULT, ASSISTANT, USER, CALL]}])
 
 
 # --- files ------------------------------------------------------------------------------------------------------

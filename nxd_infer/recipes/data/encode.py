@@ -324,13 +324,18 @@ def _span(messages: list[dict[str, Any]], place: int, whole: str, render: Render
     *_, between, _ = ("", *render([*ahead, mark, *messages[place + 1 :]]).split(MARK))  # what the message before said
     ends = [between.rfind(header) + len(header) for header in headers if header in between]
     begin = probe.find(MARK) - len(between) + max(ends, default=-len(probe))
-    rest = len(whole) - _alike(whole[::-1], probe[::-1])
-    ending = last.partition(MARK)[2]
-    if not whole.startswith(ending, rest):
-        ending = ending.removesuffix(end_of_text)  # which some templates write once, at the end
+    behind = probe.partition(MARK)[2]
+    rest = len(whole) - len(behind)
     certain = probe.count(MARK) == 1 and 0 <= begin <= rest and whole[:begin] == probe[:begin]
-    if certain and whole.startswith(ending, rest):
-        return begin, rest + len(ending)
+    if certain and whole.endswith(behind):
+        # At the conversation's end, without what some templates write once there, and before a further prompt.
+        final = last.partition(MARK)[2]
+        further = render([*asked, mark], True).partition(MARK)[2].removesuffix(prompt[_alike(prompt, render(asked)) :])
+        for ending in filter(None, (final, final.removesuffix(end_of_text), further)):
+            if behind.startswith(ending):
+                return begin, rest + len(ending)
+        if not final or not further:
+            return begin, rest
     raise RecipeError(
         ": the chat template writes a conversation in another way when it goes on, so the assistant's tokens are not "
         "known: use data.mask_prompt=false, or a template with {% generation %} marks"
