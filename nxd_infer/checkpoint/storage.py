@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from nxd_infer.checkpoint.remote import URL, connect, typed_errors
+from nxd_infer.checkpoint.store_url import URL, connect, typed_errors
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.files.atomic import REMOVING, replacing, sync_directory
 from nxd_infer.layout.files.manifest import DONE

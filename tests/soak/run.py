@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.soak import clients as traffic
-from tests.soak.clients import ADAPTERS, ADMIN_KEY, CHECKPOINTS
+from tests.soak import traffic_and_faults as traffic
 from tests.soak.questions import MAX_LEN, Question, Told, question
 from tests.soak.state import BODY_BYTES, CALL_TIMEOUT, QUEUE, REQUEST_TIMEOUT, SLOTS, Soak
+from tests.soak.traffic_and_faults import ADAPTERS, ADMIN_KEY, CHECKPOINTS
 from tests.support import tiny_models
 from tests.support.adapter_files import write_adapter
 from tests.support.http.http_artifacts import ONE_LAYER, trace_tiny

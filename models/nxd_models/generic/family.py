@@ -27,7 +27,7 @@ from nxd_models.generic.encoder import (
     SentenceEncoder,
     TokenClassifier,
 )
-from nxd_models.generic.reading import read_config
+from nxd_models.generic.supported import read_config
 from nxd_models.generic.uncached import UncachedLM, UncachedStep
 from nxd_models.generic.whole_texts import WholeTexts
 from nxd_models.spec import TRANSFORMERS, ModelSpec, Task

@@ -14,11 +14,11 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
+from nxd_infer.backends.cpu.common_subexpressions import eliminate_common_subexpressions, steady
 from nxd_infer.backends.cpu.fusible import NAMES, Writer, fusible, is_view, memory_order, shape
-from nxd_infer.graph.passes import branches, call, memory, native_operator, output_of, tensors_of, written
+from nxd_infer.graph.passes import branches, call, memory, native_operator, tensors_of, written
 
 _MOST = 256
 """Nodes of a group, each with what it reads: a program has at most 4096 values."""
@@ -31,7 +31,7 @@ def fuse(module: fx.GraphModule, library: Any) -> bool:
         return False
     inner = [fuse(branch, library) for branch in branches(module)]
     changing = _changing(module.graph)
-    _compute_once(module.graph, changing)
+    eliminate_common_subexpressions(module.graph, changing)
     groups = _groups(module.graph, changing)
     for group in groups:
         _replace(group, fused)
@@ -43,39 +43,6 @@ def _changing(graph: fx.Graph) -> set[fx.Node]:
     makers = memory(graph)
     changed = {maker for node in graph.nodes for target in written(node) for maker in makers[target]}
     return {node for node, own in makers.items() if not own.isdisjoint(changed)}
-
-
-def _steady(node: fx.Node, changing: set[fx.Node]) -> bool:
-    return node not in changing and changing.isdisjoint(node.all_input_nodes)
-
-
-def _compute_once(graph: fx.Graph, changing: set[fx.Node]) -> None:
-    """Merge nodes that compute the same: the tables of a rotary embedding are made once, not in each layer."""
-    makers = memory(graph)
-    returned = {maker for node in output_of(graph).all_input_nodes for maker in makers[node]}  # share no memory
-    known: dict[Any, fx.Node] = {}
-    for node in list(graph.nodes):
-        if not _repeatable(node) or not _steady(node, changing) or not makers[node].isdisjoint(returned):
-            continue
-        first = known.setdefault((node.target, _key(node.args), _key(node.kwargs)), node)
-        if first is not node:
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
-
-
-def _repeatable(node: fx.Node) -> bool:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return target is operator.getitem
-    plain = target.namespace == "aten" and not target._schema.is_mutable
-    return plain and torch.Tag.nondeterministic_seeded not in target.tags
-
-
-def _key(value: Any) -> Any:
-    if isinstance(value, dict):
-        return tuple((name, _key(one)) for name, one in sorted(value.items()))
-    # By its text: -0.0 is not 0.0. A node's is its name.
-    return tuple(map(_key, value)) if isinstance(value, (list, tuple)) else (type(value), str(value))
 
 
 @dataclass(eq=False)
@@ -111,7 +78,7 @@ def _groups(graph: fx.Graph, changing: set[fx.Node]) -> list[_Group]:
     order = {node: place for place, node in enumerate(graph.nodes)}
     group_of: dict[fx.Node, _Group] = {}
     for node in graph.nodes:
-        if not fusible(node) or not _steady(node, changing):
+        if not fusible(node) or not steady(node, changing):
             continue
         sources = [group_of[source] for source in node.all_input_nodes if source in group_of]
         near = [group for group in dict.fromkeys(sources) if _outer(group.nodes[0]) == _outer(node)]

@@ -25,7 +25,7 @@ from nxd_infer.artifact.manifest import MANIFEST_NAME
 from nxd_infer.artifact.reader import read_artifact
 from nxd_infer.artifact.writer import checked_name
 from nxd_infer.backends import registry
-from nxd_infer.checkpoint.remote import URL, connect, typed_errors
+from nxd_infer.checkpoint.store_url import URL, connect, typed_errors
 from nxd_infer.errors import ArtifactError, ArtifactSpaceError, NxdError
 from nxd_infer.hugging_face.gguf_file import find_gguf
 from nxd_infer.processes.child import ChildProcess, end_all
