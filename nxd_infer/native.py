@@ -28,7 +28,7 @@ from nxd_infer import ops as _ops
 from nxd_infer.comm import ops as _comm_ops
 from nxd_infer.errors import ArtifactCorruptError, ArtifactError, ArtifactVersionError, BackendUnavailableError
 from nxd_infer.util.cpp_library import CppLibrary, find_compiler, is_whole, no_compiler
-from nxd_infer.util.processors import processors
+from nxd_infer.util.machine import processors
 
 SOURCES = Path(__file__).parent / "csrc/operators"
 

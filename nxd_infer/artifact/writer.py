@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nxd_infer.artifact.manifest import MANIFEST_NAME, FileSpec, Manifest
 from nxd_infer.errors import ArtifactCorruptError, ArtifactError, ArtifactSpaceError
 from nxd_infer.util.dtypes import SAFETENSORS_DTYPES
-from nxd_infer.util.processors import processors
+from nxd_infer.util.machine import processors
 from nxd_infer.util.reading import checksum_and_size
 from nxd_infer.util.units import size
 

@@ -13,9 +13,8 @@ from nxd_infer.backends.base import Availability
 from nxd_infer.cli.console import console, table, verbatim
 from nxd_infer.errors import CacheUnavailableError, NxdError, UntrustedCacheError
 from nxd_infer.util.cache_dir import cache_dir
-from nxd_infer.util.machine import cpu_features
+from nxd_infer.util.machine import available_cores, compute_threads, cpu_features, processor_share
 from nxd_infer.util.memory import available_memory, total_memory
-from nxd_infer.util.processors import available_cores, compute_threads, processor_share
 from nxd_infer.util.units import size
 from nxd_models import registry as models
 

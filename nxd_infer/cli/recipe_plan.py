@@ -11,7 +11,7 @@ from nxd_infer.recipes.plan import CHIPS, UTILIZATION, plan_of
 from nxd_infer.recipes.prepare import notes_of_data
 from nxd_infer.recipes.recipe import Loaded
 from nxd_infer.recipes.speed import matmul_peak
-from nxd_infer.util.processors import compute_threads
+from nxd_infer.util.machine import compute_threads
 from nxd_infer.util.units import size
 
 

@@ -25,9 +25,9 @@ from nxd_infer.hugging_face.tokenizer import TOKENIZER
 from nxd_infer.trace import ArtifactWriter
 from nxd_infer.trace.options import RecompileOptions, TraceOptions
 from nxd_infer.util.dtypes import dtype_of
+from nxd_infer.util.machine import processors
 from nxd_infer.util.memory import available_memory, total_memory
 from nxd_infer.util.options import from_command
-from nxd_infer.util.processors import processors
 from nxd_infer.util.progress_bar import progress_bar
 from nxd_infer.util.units import size
 from nxd_models.serving import tasks

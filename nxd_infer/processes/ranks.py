@@ -11,7 +11,7 @@ from pathlib import Path
 from nxd_infer.errors import RankFailedError, RankTimeoutError
 from nxd_infer.processes.child import ChildProcess, end_all, end_of_log, wait_for_an_end
 from nxd_infer.processes.command import child_environment
-from nxd_infer.util.processors import compute_threads
+from nxd_infer.util.machine import compute_threads
 
 STOP_TIMEOUT = 3.0
 """Seconds that a rank has to restore the terminal before it is killed."""

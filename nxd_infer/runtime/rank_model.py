@@ -24,8 +24,8 @@ from nxd_infer.runtime.supervisor.cores import default_threads
 from nxd_infer.runtime.supervisor.supervisor import Supervisor
 from nxd_infer.runtime.time_bounds import Bounds, check_seconds
 from nxd_infer.runtime.updates.swap import WeightSwaps
+from nxd_infer.util.machine import check_degree, processors
 from nxd_infer.util.options import whole_number
-from nxd_infer.util.processors import check_degree, processors
 
 if TYPE_CHECKING:
     from torch import Tensor

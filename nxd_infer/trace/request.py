@@ -27,7 +27,7 @@ from nxd_infer.errors import (
 )
 from nxd_infer.trace.buckets import Bucket, BucketModelConfig, list_buckets
 from nxd_infer.trace.options import RecompileOptions, TraceOptions
-from nxd_infer.util.processors import check_degree
+from nxd_infer.util.machine import check_degree
 
 
 @dataclass

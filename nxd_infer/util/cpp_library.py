@@ -20,7 +20,7 @@ from pathlib import Path
 
 from nxd_infer.errors import BackendUnavailableError
 from nxd_infer.util.cache_dir import cache_dir, opened
-from nxd_infer.util.processors import processors
+from nxd_infer.util.machine import processors
 
 log = logging.getLogger(__name__)
 FILE = "libnxd.so"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nxd_infer.util.control_groups import GROUPS, MOUNTS, control_groups
+from nxd_infer.util.machine import GROUPS, MOUNTS, control_groups
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE = 1 << 20
@@ -81,19 +79,6 @@ def give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(ctypes.c_size_t(0))
-
-
-@contextlib.contextmanager
-def no_collections() -> Iterator[None]:
-    """Keep Python from looking for unreachable objects inside the block, which takes up to a quarter of the time of a
-    block that makes many objects and drops few."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _limits(groups: Path, mounts: Path) -> Iterator[tuple[int, int]]:

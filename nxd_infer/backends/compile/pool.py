@@ -21,7 +21,7 @@ from nxd_infer.backends import registry
 from nxd_infer.errors import TraceError
 from nxd_infer.processes.child import END_SECONDS, ChildProcess
 from nxd_infer.processes.command import child_environment, python_module
-from nxd_infer.util.processors import processors
+from nxd_infer.util.machine import processors
 
 
 class _Worker:

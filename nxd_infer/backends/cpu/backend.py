@@ -16,8 +16,7 @@ from nxd_infer.backends.cpu.encodings import (
     quantize_option,
 )
 from nxd_infer.errors import ArtifactVersionError, TraceConfigError
-from nxd_infer.util.machine import architecture, torch_version
-from nxd_infer.util.processors import available_cores
+from nxd_infer.util.machine import architecture, available_cores, torch_version
 
 if TYPE_CHECKING:
     from nxd_infer.graph.canonical import Graph

@@ -3,10 +3,13 @@ allocated on first use."""
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nxd_infer.artifact.manifest import Manifest, TensorSpec, WeightSpec
@@ -15,9 +18,32 @@ from nxd_infer.backends.base import RankRuntime
 from nxd_infer.backends.cpu.encodings import PACKED_ACROSS, PACKED_INT8
 from nxd_infer.backends.cpu.packing import encoded_spec
 from nxd_infer.ops import packed
-from nxd_infer.util.mapped_memory import Memory
 
 _ALIGNMENT = 64
+_LARGE = 2 << 20
+"""Size of a large page; a smaller mapping would only waste one."""
+_PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+
+
+class Memory:
+    """``nbytes`` zeros in :attr:`bytes` (uint8), mapped while a tensor of them lives; pages are allocated on first use.
+
+    ``large`` requests large pages: with small ones a sequential read misses the TLB every 4 KiB, which cost up to half
+    of the bandwidth. Not for sparsely filled memory, which would then use full large pages.
+    """
+
+    def __init__(self, nbytes: int, *, large: bool = False):
+        self._mapping = mmap.mmap(-1, max(nbytes, 1), flags=_PRIVATE)
+        if large and nbytes >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes: Tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)[:nbytes]
+
+    def clear(self) -> None:
+        """Reset to zeros. On Linux the pages are released instead of written."""
+        if sys.platform == "linux":
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+        else:
+            self.bytes.zero_()
 
 
 class PackedWeights:

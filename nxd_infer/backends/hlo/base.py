@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nxd_infer.backends.base import Availability, Backend
 from nxd_infer.errors import ArtifactVersionError
-from nxd_infer.util.machine import architecture, torch_minor, torch_version
-from nxd_infer.util.processors import available_cores
+from nxd_infer.util.machine import architecture, available_cores, torch_minor, torch_version
 
 if TYPE_CHECKING:
     from nxd_infer.graph.canonical import Graph

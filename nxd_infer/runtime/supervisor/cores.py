@@ -14,7 +14,7 @@ import os
 import threading
 
 from nxd_infer.util.core_locks import lock_core
-from nxd_infer.util.processors import available_cores, compute_threads, physical_core, processor_share
+from nxd_infer.util.machine import available_cores, compute_threads, physical_core, processor_share
 
 _lock = threading.RLock()  # reentrant: a signal handler may close a model while its thread is in here
 _used: collections.Counter[int] = collections.Counter()

@@ -18,8 +18,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from nxd_infer.artifact.manifest import WeightSpec
 from nxd_infer.checkpoint.source import weight_source
@@ -33,7 +35,6 @@ from nxd_infer.trace.ranks import one_rank, traced
 from nxd_infer.trace.ranks.traced import Built, RefusingCollectives, TracedRank, tracing_context
 from nxd_infer.trace.request import TraceRequest
 from nxd_infer.util.devices import HOST
-from nxd_infer.util.mapped_memory import UntouchedZeros
 from nxd_infer.util.memory import give_back
 from nxd_infer.util.progress import silent
 
@@ -140,6 +141,24 @@ def _trace(
     if unused:
         log.info("the checkpoint holds %d tensors that no graph reads: %s", len(unused), ", ".join(unused[:8]))
     return stages, written
+
+
+class UntouchedZeros(TorchFunctionMode):
+    """Inside the block ``torch.zeros`` creates large CPU tensors whose pages are allocated on first use.
+
+    PyTorch writes its zeros, NumPy leaves them to the system. A trace creates the states of every rank and reads none,
+    so key/value caches as large as the weights would use memory for nothing.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.zeros or kwargs.keys() - {"size", "dtype", "device"}:
+            return func(*args, **kwargs)
+        device = torch.device(kwargs.get("device") or torch.get_default_device())
+        shape = func(*args, **{**kwargs, "device": "meta"})
+        if device.type != HOST.type or shape.nbytes < 2 << 20:
+            return func(*args, **kwargs)
+        return torch.from_numpy(np.zeros(shape.nbytes, np.uint8)).view(shape.dtype).view(shape.shape)
 
 
 def _say_equal(built: list[Built]) -> bool:

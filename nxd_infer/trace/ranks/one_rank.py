@@ -6,8 +6,10 @@ state of every bucket that uses it, even one that only reads it.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +27,6 @@ from nxd_infer.trace.ranks.stages import require_one_rounding, split_rank
 from nxd_infer.trace.ranks.traced import Built, TracedRank, is_symbolic
 from nxd_infer.trace.request import TraceRequest
 from nxd_infer.util.devices import on_host
-from nxd_infer.util.memory import no_collections
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,20 @@ def require_values(module: nn.Module) -> None:
     make_contiguous(module)
 
 
-@no_collections()
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Keep Python from looking for unreachable objects inside the block, which takes up to a quarter of the time of a
+    block that makes many objects and drops few."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_no_collections()
 def trace_buckets(
     request: TraceRequest, built: list[Built], report: Callable[[int], None] | None = None
 ) -> list[TracedRank]:

@@ -37,7 +37,7 @@ from nxd_infer.trace.ranks.traced import (
     write_rank,
 )
 from nxd_infer.trace.request import TraceRequest
-from nxd_infer.util.processors import processors
+from nxd_infer.util.machine import processors
 
 
 def main(descriptor: int) -> None:

@@ -76,7 +76,7 @@ NAMES = re.compile(
 HOMES = ("nxd_infer/backends/", "nxd_infer/comm/", "nxd_infer/util/devices.py")
 """The backends; the transports, each of which is for one kind of device; and the one place that asks torch for the host
 and for the device that this process trains on."""
-CONTROL_GROUP = "nxd_infer/util/processors.py"
+CONTROL_GROUP = "nxd_infer/util/machine.py"
 """Linux calls a group of limits so."""
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nxd_infer import native
-from nxd_infer.util.mapped_memory import Memory
+from nxd_infer.backends.cpu.placement import Memory
 from tests.support.needs import needs_native
 
 pytestmark = needs_native

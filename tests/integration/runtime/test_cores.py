@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from nxd_infer.runtime.supervisor import cores
-from nxd_infer.util.processors import available_cores, processor_share
+from nxd_infer.util.machine import available_cores, processor_share
 from tests.support.runtime.machines import machine as machine
 from tests.support.runtime.rank_processes import X, pids_of, started
 

@@ -7,7 +7,7 @@ import tempfile
 import pytest
 
 from nxd_infer.runtime.supervisor import cores
-from nxd_infer.util import processors
+from nxd_infer.util import machine as host
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def machine(monkeypatch, tmp_path):
 
     def make(count: int, pair: str, share: float = float("inf")) -> None:
         first = {"far": lambda core: core % (count // 2), "near": lambda core: core // 2, "alone": lambda core: core}
-        for module in (cores, processors):
+        for module in (cores, host):
             monkeypatch.setattr(module, "available_cores", lambda: list(range(count)))
             monkeypatch.setattr(module, "physical_core", lambda core: str(first[pair](core)))
             monkeypatch.setattr(module, "processor_share", lambda: share)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from nxd_infer.artifact.manifest import TensorSpec
-from nxd_infer.backends.cpu.placement import extent, placed
-from nxd_infer.util.mapped_memory import Memory, UntouchedZeros
+from nxd_infer.backends.cpu.placement import Memory, extent, placed
+from nxd_infer.trace.ranks.from_checkpoint import UntouchedZeros
 from nxd_infer.util.memory import held_memory
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from nxd_infer.runtime.supervisor import cores
-from nxd_infer.util import processors
-from nxd_infer.util.processors import physical_core, processor_share
+from nxd_infer.util.machine import available_cores, compute_threads, physical_core, processor_share, processors
 from tests.support.runtime.machines import machine as machine
 
 
@@ -44,8 +43,8 @@ def test_logical_cores_of_a_physical_one(tmp_path):
     written(tmp_path, {"cpu0/topology/core_cpus_list": "0,8", "cpu8/topology/thread_siblings_list": "0,8"})
     assert physical_core(0, tmp_path) == physical_core(8, tmp_path) == "0,8"
     assert physical_core(3, tmp_path) == "3"
-    real = processors.available_cores()
-    assert 1 <= processors.compute_threads() <= processors.processors() <= len(real)
+    real = available_cores()
+    assert 1 <= compute_threads() <= processors() <= len(real)
 
 
 @pytest.mark.parametrize(("pair", "expected"), [("far", [7, 6, 5, 4]), ("near", [7, 5, 3, 1])])
