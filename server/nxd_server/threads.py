@@ -135,9 +135,11 @@ class Doorbell:
             self._called = True
             try:
                 loop.call_soon_threadsafe(self._answer)
-            except RuntimeError:  # the loop is closed: nobody is left to notify
-                self._called = False
-                self._rung.clear()
+            except BaseException:
+                self._called = False  # the next call tries again
+                if not loop.is_closed():
+                    raise
+                self._rung.clear()  # nobody is left to notify
 
     def _answer(self) -> None:
         self._called = False  # first, so that items put from here on ring again

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from nxd_infer.runtime.ipc.channel import Channel
+from nxd_infer.runtime.ipc import Channel
 
 from nxd_infer.errors import (
     ArtifactCorruptError,

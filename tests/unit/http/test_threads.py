@@ -68,3 +68,48 @@ def test_items_of_many_threads_come_once_and_in_order():
             thread.join(60)
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_wait_ends_when_its_time_is_over_and_not_before():
+    """Whether the timer of an earlier wait ends later or sooner."""
+
+    async def main():
+        box, loop = Mailbox(Doorbell()), asyncio.get_running_loop()
+        loop.call_later(0.05, box.put, "item")
+        assert await box.get(600) == "item"
+        for seconds in (0.05, 0.1):
+            begun = loop.time()
+            assert await box.get(seconds) is None
+            assert loop.time() - begun >= 0.9 * seconds
+        box.put("next")
+        assert await box.get(600) == "next"
+        box.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_loop_that_has_ended_is_told_nothing():
+    async def main():
+        return Mailbox(Doorbell())
+
+    box = asyncio.run(main())
+    for number in range(3):
+        box.put(number)
+    assert box.get_nowait() == 0
+
+
+def test_a_loop_that_could_not_be_told_once_is_told_by_the_next():
+    async def main():
+        box, loop = Mailbox(Doorbell()), asyncio.get_running_loop()
+        told = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = Mock(side_effect=MemoryError)  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(MemoryError):
+            box.put("first")
+        loop.call_soon_threadsafe = told
+        assert box.get_nowait() == "first"
+        waiting = asyncio.create_task(box.get(600))
+        await asyncio.sleep(0)
+        box.put("second")
+        return await waiting
+
+    assert asyncio.run(asyncio.wait_for(main(), 60)) == "second"
