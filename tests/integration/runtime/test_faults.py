@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from nxd_infer.runtime.ipc import Channel
 
 from nxd_infer.errors import (
     ArtifactCorruptError,
@@ -22,6 +21,7 @@ from nxd_infer.errors import (
     RankTimeoutError,
     WeightSchemaError,
 )
+from nxd_infer.runtime.ipc import Channel
 from nxd_infer.runtime.model import TensorParallelModel, parallel_model_load
 from nxd_infer.runtime.updates import swap
 from tests.support import toy_artifacts as toy
