@@ -4,6 +4,7 @@ An output is its name. Everything else is an object with one entry that says wha
 
     {"tuple": ["logits", {"value": null}, {"list": ["hidden.0", "hidden.1"]}]}
 
+A number that JSON does not have is a text, as ``{"number": "nan"}``.
 A server has none of the model's classes: a named tuple becomes one of the same name and fields, a dataclass and an
 output of transformers a :class:`Record`.
 """
@@ -35,6 +36,8 @@ def filled(form: Any, outputs: Mapping[str, Any]) -> Any:
     (kind, content), *_ = form.items()
     if kind == "value":
         return content
+    if kind == "number":
+        return float(content)
     if kind in ("tuple", "list"):
         several = [filled(one, outputs) for one in content]
         return several if kind == "list" else tuple(several)
@@ -51,7 +54,7 @@ def names_in(form: Any) -> list[str]:
     if isinstance(form, str):
         return [form]
     kind, content = next(iter(form.items())) if isinstance(form, dict) and form else ("", None)
-    if kind == "value" and isinstance(content, PLAIN):
+    if (kind == "value" and isinstance(content, PLAIN)) or (kind == "number" and content in ("nan", "inf", "-inf")):
         return []
     if kind in ("tuple", "list") and isinstance(content, list):
         return [name for one in content for name in names_in(one)]

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import inspect
 import logging
+import math
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -153,7 +154,8 @@ class _Traced(nn.Module):
                 names.append(forms[-1])
                 kept.append(leaf)
             elif isinstance(leaf, PLAIN):
-                forms.append({"value": leaf})
+                is_text = isinstance(leaf, float) and not math.isfinite(leaf)
+                forms.append({"number": str(leaf)} if is_text else {"value": leaf})
             else:
                 log.warning(
                     "the model returns a %s%s, which no artifact can hold: a traced model returns None in its place",

@@ -39,8 +39,8 @@ def _children(value: Any) -> tuple[str | None, list[tuple[Any, Any]]]:
     """Return what ``value`` is, and its children with their keys; None for a single value."""
     if isinstance(value, (Tensor, *PLAIN)):
         return None, []
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return "namedtuple", list(zip(value._fields, value, strict=True))  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(value, tuple) and (names := getattr(value, "__match_args__", ())):  # also of torch.max(x, 0)
+        return "namedtuple", list(zip(names, value, strict=True))
     if isinstance(value, (tuple, list)):
         return "tuple" if isinstance(value, tuple) else "list", list(enumerate(value))
     if dataclasses.is_dataclass(value):

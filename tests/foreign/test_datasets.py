@@ -315,10 +315,10 @@ def test_a_template_that_rewrites_what_came_before_is_refused(folder):
         encoded(encoder(), [{"messages": TALK}])
 
 
-def test_a_call_in_whose_absence_others_are_written_in_another_way_is_refused(folder):
-    _, encoder = with_template(folder, (TEMPLATES / "deepseekv3.jinja").read_text())
+def test_an_answer_whose_end_is_not_certain_is_refused(folder):
+    _, encoder = with_template(folder, (TEMPLATES / "deepseek_r1_distill.jinja").read_text())  # ends calls otherwise
     with pytest.raises(RecipeError, match="record 0: the chat template writes a conversation in another way"):
-        encoded(encoder(), [{"messages": [USER, CALL, RESULT, ASSISTANT, USER, CALL]}])
+        encoded(encoder(), [{"messages": [USER, CALL, RESULT, ASSISTANT]}])
 
 
 # --- files ------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -192,26 +193,27 @@ class Parts:
 def test_what_a_module_returns_keeps_its_form(caplog: pytest.LogCaptureFixture):
     class Mixed(nn.Module):
         def forward(self, x: Tensor) -> Any:
-            named = {"n": 3, 2: [x * 2, "text"], "pair": Pair(x * 3, None), "parts": Parts(x * 4)}
+            named = {"n": 3, "inf": -math.inf, 2: [x * 2, "text"], "pair": Pair(x * 3, None), "parts": Parts(x * 4)}
             output = BaseModelOutputWithPooling(last_hidden_state=x * 5, hidden_states=(x * 6, x * 7))
-            return (x + 1, None, named), output, {"a.b": x * 8, "a": {"b": x * 9}}, object()
+            return (x + 1, None, named), output, {"a.b": x * 8, "a": {"b": x * 9}}, object(), x.max(dim=0)
 
     x = torch.arange(2.0)
     entry, _ = lowered(Mixed(), x)
     names = [spec.name for spec in entry.graph.outputs]
-    assert sorted(names_in(entry.structure)) == sorted(names) and len(set(names)) == 9
+    assert sorted(names_in(entry.structure)) == sorted(names) and len(set(names)) == 11
     assert "returns a object" in caplog.text
-    form = json.loads(json.dumps(entry.structure))
+    form = json.loads(json.dumps(entry.structure, allow_nan=False))
     outputs = {name: x * number for number, name in enumerate(names, 1)}
-    (first, none, named), output, clash, odd = filled(form, outputs)
+    (first, none, named), output, clash, odd, largest = filled(form, outputs)
     assert none is None and odd is None and first.tolist() == x.tolist()
-    assert named["n"] == 3 and isinstance(named[2], list) and named[2][1] == "text"
+    assert named["n"] == 3 and named["inf"] == -math.inf and isinstance(named[2], list) and named[2][1] == "text"
     pair = named["pair"]
     assert type(pair).__name__ == "Pair" and pair.second is None and pair.first is pair[0]
     assert named["parts"].loss is None and list(named["parts"]) == ["logits"]
     assert output.pooler_output is None and output[0] is output.last_hidden_state is output["last_hidden_state"]
     assert isinstance(output.hidden_states, tuple) and len(output[:2]) == 2
     assert not torch.equal(clash["a.b"], clash["a"]["b"])
+    assert largest.values is largest[0] and largest.indices is largest[1]
 
 
 class Deciding(nn.Module):
