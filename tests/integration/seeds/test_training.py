@@ -20,9 +20,11 @@ from nxd_infer import compat
 compat.install()
 
 import neuronx_distributed as nxd
+from neuronx_distributed import parallel_state
 from neuronx_distributed.parallel_layers import mappings
 from neuronx_distributed.trainer.model import NxDModel
 
+from tests.support.ranks import run_ranks
 from tests.support.seeds import model as model_of_seeds
 from tests.support.seeds.degrees import alone, at_degree
 from tests.support.seeds.model import (
@@ -89,16 +91,16 @@ def test_sample_usage(tmp_path: Path, capsys, monkeypatch):
 # --- the guide of the wrappers ------------------------------------------------------------------------------
 
 
-def guide_config(tp: int, zero1: bool, selective: bool) -> dict[str, Any]:
+def guide_config(tp: int, zero1: bool, selective: bool, pp: int = 1) -> dict[str, Any]:
     return nxd.neuronx_distributed_config(
         tensor_parallel_size=tp,
-        pipeline_parallel_size=1,
+        pipeline_parallel_size=pp,
         pipeline_config={
             "transformer_layer_cls": LlamaDecoderLayer,
             "num_microbatches": 1,
             "output_loss_value_spec": (True, False),
             "input_names": ["input_ids", "attention_mask", "labels"],
-            "pipeline_cuts": [],
+            "pipeline_cuts": ["layers.0"] if pp == 2 else [],
             "trace_file_path": None,
             "param_init_fn": None,
             "leaf_module_cls": [LlamaRMSNorm.__name__],
@@ -150,3 +152,30 @@ def test_the_wrapper_guide():
     assert alone(wrapper_guide, 1, True, True) == pytest.approx(expected, rel=1e-5)
     for losses in at_degree(2, wrapper_guide, 2, True, True):
         assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def guide_in_stages(pp: int) -> list[float]:
+    """The guide where "pipeline parallel is enabled": ``run_train(*inputs)``; losses and norms."""
+    parallel_state.destroy_model_parallel()  # ranks of the tests begin initialised
+    nxd_config = guide_config(1, True, False, pp)
+    inputs, found = (tokens(), torch.ones(2, 8), tokens()), []
+    torch.manual_seed(0)
+    model = nxd.initialize_parallel_model(nxd_config, get_model, Config())
+    assert (model.dtype, model.config, model.name_or_path) == (torch.float32, Config(), "tiny")
+    param_groups = [{"params": list(model.parameters())}]
+    optimizer = nxd.initialize_parallel_optimizer(
+        nxd_config, torch.optim.AdamW, param_groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1
+    )
+    for _ in range(3):
+        loss = model.run_train(*inputs)
+        optimizer.step()
+        found += [0.0 if loss is None else float(loss), float(optimizer.grad_norm)]
+        optimizer.zero_grad()
+    return found
+
+
+def test_the_wrapper_guide_in_pipeline_stages():
+    """The last stage has the loss, unless ``broadcast_and_average_loss`` is asked for."""
+    expected = alone(guide_in_stages, 1)
+    first, last = run_ranks(guide_in_stages, 2, 2, pp=2)
+    assert last == pytest.approx(expected, rel=1e-4) and first[1::2] == pytest.approx(expected[1::2], rel=1e-4)
