@@ -7,11 +7,14 @@ from typing import Literal
 
 
 def _stat_fields(pid: int) -> list[str] | None:
-    """Return the fields of ``/proc/PID/stat`` after the command's name (which may hold spaces), or None."""
+    """Return the fields of ``/proc/PID/stat`` after the command's name (which may hold spaces): None if there is no such
+    process, none if the file cannot be read, as where all descriptors are in use."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
+    except OSError:
+        return []
 
 
 def process_start(pid: int) -> int:
@@ -26,6 +29,8 @@ def process_start(pid: int) -> int:
 def process_state(pid: int, start: int = 0) -> Literal["running", "stopped", "ended"]:
     """Return the state; ``ended`` includes zombies and a process id that was reused since ``start``."""
     fields = _stat_fields(pid)
+    if fields == []:
+        return "running"
     if fields is None or fields[0] in "ZX" or (start and int(fields[19]) != start):
         return "ended"
     return "stopped" if fields[0] in "Tt" else "running"

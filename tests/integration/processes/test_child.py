@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 from pathlib import Path
 
@@ -83,3 +84,15 @@ def test_the_state_of_a_process():
     assert process_state(child, start) == "ended", "a zombie does nothing any more"
     os.waitpid(child, 0)
     assert process_state(child, start) == "ended"
+
+
+def test_a_process_has_not_ended_because_no_file_can_be_opened():
+    """A server whose connections use all descriptors does not restart its ranks for it."""
+    limits, child = resource.getrlimit(resource.RLIMIT_NOFILE), ChildProcess(python_code(SLEEP))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        state = process_state(child.pid)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        child.end()
+    assert state == "running"
