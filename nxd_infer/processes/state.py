@@ -7,8 +7,10 @@ from typing import Literal
 
 
 def _stat_fields(pid: int) -> list[str] | None:
-    """Return the fields of ``/proc/PID/stat`` after the command's name (which may hold spaces): None if there is no such
-    process, none if the file cannot be read, as where all descriptors are in use."""
+    """Return the fields of ``/proc/PID/stat`` after the command's name (which may hold spaces).
+
+    None if there is no such process, an empty list if that cannot be read, as where all descriptors are in use.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
