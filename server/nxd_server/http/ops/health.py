@@ -11,18 +11,18 @@ import time
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from nxd_infer.runtime.ranks import RankHealth
 from nxd_infer.util.machine import torch_version
 from nxd_infer.util.version import VERSION
-from nxd_server.http.error_responses import ApiError
+from nxd_server.http.error_responses import ApiError, encode
 from nxd_server.http.ops.metrics import CONTENT_TYPE
 from nxd_server.http.request_context import Context, context_of
 
 
 def _answer(status: int, content: dict[str, Any]) -> Response:
-    return JSONResponse(content, status, {"cache-control": "no-store"})
+    return Response(encode(content), status, {"cache-control": "no-store"}, "application/json")
 
 
 def _verdict(context: Context, extra: dict[str, Any] | None = None) -> Response:
