@@ -60,9 +60,14 @@ def pooling_options(model_dir: Path) -> dict[str, Any]:
 
     Raises ModelConfigError naming an unsupported step, or order of steps: without it the vectors would differ.
     """
-    file = model_dir / "modules.json"
+    file, described = model_dir / "modules.json", model_dir / _PROMPTS_FILE
     if not file.is_file():
         return {}
+    if described.is_file() and (kept := read_json(described).get("truncate_dim")) is not None:
+        raise ModelConfigError(
+            f"{described}: truncate_dim = {kept!r} is not supported: remove it, and take the first {kept} values of a "
+            "vector where they are used"
+        )
     options: dict[str, Any] = {"normalize": False}
     dense: list[dict[str, Any]] = []
     steps = [step for step in _modules(file) if step[0] != "Dropout"]  # which acts in training only
@@ -150,7 +155,12 @@ def lowercases(model_dir: Path) -> bool:
 
 def _settings(model_dir: Path) -> _Settings | None:
     file = next((model_dir / name for name in _SETTINGS_FILES if (model_dir / name).is_file()), None)
-    return None if file is None else _Settings.read(read_json(file), str(file))
+    if file is None:
+        return None
+    found = _Settings.read(read_json(file), str(file))
+    for name in ("processing_kwargs", "query_length", "document_length", "query_expansion"):
+        found.refuse(name, "not supported: texts would be read in another way")
+    return found
 
 
 def prompts(model_dir: Path) -> dict[str, Any]:
