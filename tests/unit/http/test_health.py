@@ -15,4 +15,4 @@ def test_a_reason_may_name_a_file_whose_name_is_no_text():
     app: Any = SimpleNamespace(state=SimpleNamespace(context=SimpleNamespace(service=service)))
     response = asyncio.run(health.readyz(SimpleNamespace(app=app)))  # pyright: ignore[reportArgumentType]
     assert response.status_code == 503
-    assert "/m/\udcff is missing" in json.loads(response.body)["error"]["message"]
+    assert "/m/\udcff is missing" in json.loads(bytes(response.body))["error"]["message"]
