@@ -199,6 +199,7 @@ class NeuronLTModule(LightningModule):
         optimizer.step()
         optimizer.zero_grad()
         if isinstance(scheduler, ReduceLROnPlateau):
+            assert self.loss is not None  # of this step
             scheduler.step(float(self.loss))
         elif scheduler is not None and not isinstance(scheduler, SWALR):
             scheduler.step()
