@@ -76,6 +76,12 @@ def test_random_traffic_with_cancellations_gives_everyone_their_own_tokens(engin
     assert stats.running == stats.waiting == stats.waiting_tokens == 0 and stats.kv_usage == 0
 
 
+def test_without_a_seed_two_answers_differ(engines):
+    engine = engines()
+    params = SamplingParams(max_tokens=20, temperature=1.5, ignore_eos=True)
+    assert ask(engine, [1], params).tokens != ask(engine, [1], params).tokens
+
+
 def test_every_graph_runs_before_the_engine_is_ready_and_no_slot_is_touched():
     model = ToyModel()
     seen, progress = [], []

@@ -6,7 +6,7 @@ import pytest
 
 from nxd_infer.errors import ModelConfigError
 from nxd_server.engine import Engine, ErrorEvent, SamplingParams
-from nxd_server.errors import DeadlineExceededError, MaxTokensError, QueueFullError, RequestError
+from nxd_server.errors import DeadlineExceededError, MaxTokensError, PromptTooLongError, QueueFullError, RequestError
 from tests.support.engine.asking import BOTH_WAYS, GREEDY, ask, held
 from tests.support.engine.toy_model import EOS, TOP, VOCAB, Listener, ToyModel, naive_generate
 from tests.support.processes import wait_until
@@ -98,6 +98,12 @@ def test_what_cannot_be_served_is_refused_by_field_and_nothing_is_queued(engines
         engine.submit(prompt, SamplingParams(**params), Listener(20))
     assert caught.value.field == field
     assert engine.stats().submitted == 0 and engine.stats().rejected["invalid"] == 1
+
+
+def test_a_prompt_over_the_maximum_names_the_limits(engines):
+    with pytest.raises(PromptTooLongError, match=r"65.*64") as caught:
+        engines().submit([1] * 65, GREEDY, Listener())
+    assert (caught.value.prompt_tokens, caught.value.max_len) == (65, 64)
 
 
 @pytest.mark.parametrize(("length", "room"), [(1, 63), (63, 1), (64, 1)])
