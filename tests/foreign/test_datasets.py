@@ -203,6 +203,8 @@ REFUSED = [
     ({"messages": [USER, ASSISTANT]}, {"pairs": True}, "is no preference"),
     ({"prompt": "q", "chosen": [USER, ASSISTANT], "rejected": [USER, OTHER]}, {"pairs": True},
      "a prompt that is a text, and answers that are messages"),
+    ({"prompt": [USER], "chosen": [USER, ASSISTANT], "rejected": [USER, OTHER]}, {"pairs": True},
+     r"has its prompt in both answers again: leave it out by data.ignore_columns=\[prompt\]"),
     ({"messages": [USER, ASSISTANT], "source": "x", "id": 1}, {}, r"has source, id beside messages.*columns=\[so"),
     ({"messages": [USER, ASSISTANT], "images": ["x"]}, {}, "has images beside messages"),
     ({"messages": [USER, ASSISTANT], "text": "x"}, {}, "has text beside messages"),

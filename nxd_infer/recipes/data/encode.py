@@ -265,7 +265,10 @@ def _preference(columns: Record) -> tuple[Any, Any, Any]:
                 " has a prompt that is a text, and answers that are messages, or the other way round: "
                 "data.ignore_columns=[prompt] takes what the answers begin with alike"
             )
-        return columns["prompt"], chosen, rejected
+        prompt = columns["prompt"]
+        if prompt and isinstance(prompt, list) and prompt == chosen[: len(prompt)] == rejected[: len(prompt)]:
+            raise RecipeError(" has its prompt in both answers again: leave it out by data.ignore_columns=[prompt]")
+        return prompt, chosen, rejected
     start = _alike(chosen, rejected)
     if start and chosen[start - 1] == " ":  # a space belongs to the answer
         start -= 1
