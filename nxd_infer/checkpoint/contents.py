@@ -18,7 +18,7 @@ from nxd_infer.layout.describe import describe_piece
 from nxd_infer.layout.files.one_rank import storable
 from nxd_infer.layout.files.values import pack, pack_named
 from nxd_infer.layout.merge import is_saved_by
-from nxd_infer.layout.shard import named_tensors
+from nxd_infer.layout.sources import named_tensors
 from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.modules.nxd_model import local_module
 from nxd_infer.optimizer.parallel import NxDOptimizer

@@ -20,8 +20,7 @@ from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, WeightSource, check_weights, fill_tensor, load_weights, weight_layout
 from nxd_infer.layout.files.values import pack
 from nxd_infer.layout.merge import RunsSource
-from nxd_infer.layout.shard import named_tensors
-from nxd_infer.layout.sources import SelectedSource
+from nxd_infer.layout.sources import SelectedSource, named_tensors
 from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.modules.nxd_model import local_module
 from nxd_infer.optimizer.parallel import NxDOptimizer

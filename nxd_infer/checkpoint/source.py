@@ -20,7 +20,7 @@ from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import MergedSource, ParamLayout, WeightSource, as_source, merge_state_dicts, weight_layout
 from nxd_infer.layout.merge import RunsSource
-from nxd_infer.layout.shard import named_tensors
+from nxd_infer.layout.sources import named_tensors
 from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.modules.nxd_model import local_module
 

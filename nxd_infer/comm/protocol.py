@@ -57,6 +57,21 @@ class Collectives(Protocol):
     def close(self) -> None: ...
 
 
+class RefusingCollectives:
+    """The transport of a rank that cannot communicate: every call raises an error with the reason."""
+
+    def __init__(self, reason: str):
+        self._reason = reason
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise CollectiveError(self._reason)
+
+    all_reduce = all_gather = reduce_scatter = broadcast = send = recv = barrier = _refuse
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 _registry: dict[str, Collectives] = {}
 
 

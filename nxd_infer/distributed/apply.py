@@ -16,8 +16,7 @@ from nxd_infer.distributed.regions import SEQUENCE_DIM, enter_once, split_sequen
 from nxd_infer.distributed.replace import Style, replace_modules
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import check_weights, layout_of, restore_attributes, shard_tensor, weight_layout
-from nxd_infer.layout.shard import named_tensors
-from nxd_infer.layout.sources import SelectedSource, Weights, as_source
+from nxd_infer.layout.sources import SelectedSource, Weights, as_source, named_tensors
 from nxd_infer.parallel_layers.base import ParallelLayer
 
 PARALLELIZED = "the model is parallelized already: parallelize a model once, as transformers makes it"

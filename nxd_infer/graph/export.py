@@ -28,7 +28,7 @@ from nxd_infer.errors import NxdError, TraceConfigError, TraceError
 from nxd_infer.graph import passes
 from nxd_infer.graph.repeats import Repeats
 from nxd_infer.graph.returned import DROPPED, form_of, key_text, leaves_of
-from nxd_infer.layout.shard import named_tensors
+from nxd_infer.layout.sources import named_tensors
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nxd_infer.errors import WeightMismatchError
 from nxd_infer.layout.params import ParamLayout, weight_layout
 from nxd_infer.layout.runs import Block, TensorLayout
-from nxd_infer.layout.sources import Weights, as_source
+from nxd_infer.layout.sources import Weights, as_source, named_tensors
 
 READ_BYTES = 8 << 20
 """Approximate bytes read at a time, which are in memory in addition to the target tensor."""
@@ -151,12 +151,6 @@ def load_weights(
         if not layout.alias_of:
             readable = stored_layout(name, layouts, names) or layout
             fill_tensor(tensors[name], source, readable.rank_layout(degree, rank))
-
-
-def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return every parameter and buffer under each of its names."""
-    params = module.named_parameters(remove_duplicate=False)
-    return {**dict(params), **dict(module.named_buffers(remove_duplicate=False))}
 
 
 def stored_layout(name: str, layouts: Mapping[str, ParamLayout], stored: set[str]) -> ParamLayout | None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from nxd_infer.errors import CheckpointError, ShardingError
 from nxd_infer.layout.flat import bounds_of, slices_of
@@ -283,3 +283,9 @@ def _indexed(index: Path) -> Iterator[tuple[str, Path]]:
         if not isinstance(file, str) or Path(file).name != file or file in (".", ".."):
             raise CheckpointError(f"{index}: {name!r} must be in a file beside the index, not in {file!r}")
         yield name, index.parent / file
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return every parameter and buffer under each of its names."""
+    params = module.named_parameters(remove_duplicate=False)
+    return {**dict(params), **dict(module.named_buffers(remove_duplicate=False))}

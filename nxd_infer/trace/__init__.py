@@ -13,7 +13,7 @@ _NAMES = {
     "parallel_model_save": "nxd_infer.runtime.model",
     "parallel_model_load": "nxd_infer.runtime.model",
     "parallel_model_recompile": "nxd_infer.trace.recompile",
-    "BucketModelConfig": "nxd_infer.trace.buckets",
+    "BucketModelConfig": "nxd_infer.trace.request",
     "TensorParallelModel": "nxd_infer.runtime.model",
     "TensorParallelNeuronModel": "nxd_infer.runtime.model",
     "load_artifact": "nxd_infer.runtime.load",
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
         parallel_model_save,
     )
     from nxd_infer.trace.api import bucket_model_trace, parallel_model_trace, trace_plan
-    from nxd_infer.trace.buckets import BucketModelConfig
     from nxd_infer.trace.plan import TracePlan
     from nxd_infer.trace.recompile import parallel_model_recompile
+    from nxd_infer.trace.request import BucketModelConfig
     from nxd_infer.util.progress import Progress
 
 

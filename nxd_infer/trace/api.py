@@ -22,13 +22,12 @@ from nxd_infer.runtime.model import (
     parallel_model_save,
 )
 from nxd_infer.trace.assemble import compare_ranks, compile_directories, graph_directories, write_artifact
-from nxd_infer.trace.buckets import BucketModelConfig, save_kernel
 from nxd_infer.trace.options import TraceOptions
 from nxd_infer.trace.plan import make_plan
 from nxd_infer.trace.ranks.from_checkpoint import trace_ranks_here
 from nxd_infer.trace.ranks.from_function import trace_ranks
 from nxd_infer.trace.ranks.traced import WEIGHTS_FILE, rank_directory
-from nxd_infer.trace.request import TraceRequest, checked_request, make_workdir
+from nxd_infer.trace.request import BucketModelConfig, TraceRequest, checked_request, make_workdir, save_kernel
 from nxd_infer.util.options import accepts_options
 
 if TYPE_CHECKING:

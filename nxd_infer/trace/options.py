@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nxd_infer.checkpoint.source import Weights
-    from nxd_infer.trace.buckets import BucketModelConfig
+    from nxd_infer.trace.request import BucketModelConfig
     from nxd_infer.util.progress import Progress
 
 

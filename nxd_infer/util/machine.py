@@ -69,6 +69,8 @@ def versions() -> dict[str, str]:
     return {"torch": torch_version(), "python": platform.python_version()}
 
 
+# --- what this process may use of it ------------------------------------------------------------------
+
 GROUPS = Path("/proc/self/cgroup")
 MOUNTS = Path("/sys/fs/cgroup")
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from nxd_infer import native
 from nxd_infer.backends.cpu import program
 from nxd_infer.errors import NxdError
-from nxd_infer.util.cpp_library import FILE, PREBUILT
+from nxd_infer.native import FILE, PREBUILT
 
 
 def main() -> int:

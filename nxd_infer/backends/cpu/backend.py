@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.backends.base import Availability, Backend, Executable, Placement, Quantization, RankGraph, RankRuntime
-from nxd_infer.backends.cpu.encodings import (
-    ENCODINGS,
-    PACKED_OPTION,
-    QUANTIZATIONS,
-    packed_option,
-    quantize_option,
-)
+from nxd_infer.backends.cpu.encodings import ENCODINGS, MINIMUM_BYTES, PACKED_OPTION, QUANTIZATIONS, QUANTIZE
 from nxd_infer.errors import ArtifactVersionError, TraceConfigError
 from nxd_infer.util.machine import architecture, available_cores, torch_version
 
@@ -93,6 +87,31 @@ class CpuBackend(Backend):
         graph = checked_graph(rank, runtime)
         ready = program.load(lower.read_program(rank.directory))
         return program.CpuExecutable(graph, rank.states, rank.weights, ready)
+
+
+def packed_option(value: Any) -> int:
+    """Return the least size in bytes of a packed weight; 0 for none. Raises TraceConfigError for another value."""
+    if isinstance(value, bool):
+        return MINIMUM_BYTES if value else 0
+    if isinstance(value, int) and value > 0:
+        return value
+    raise TraceConfigError(
+        f"compiler_args: {PACKED_OPTION}={value!r} must be True, False, or the number of bytes from which on a weight "
+        f"is packed (True means {MINIMUM_BYTES})"
+    )
+
+
+def quantize_option(value: str | None, options: Mapping[str, Any]) -> dict[str, str]:
+    """Return what ``quantize=value`` adds to a trace's configuration. Raises TraceConfigError if weights are not to be
+    packed."""
+    if value is None:
+        return {}
+    if not options.get(PACKED_OPTION):
+        raise TraceConfigError(
+            f"quantize={value!r} is a form of packed weights and compiler_args turn those off ({PACKED_OPTION}=False): "
+            "leave one of the two out"
+        )
+    return {QUANTIZE: value}
 
 
 def _native() -> Any:

@@ -4,11 +4,10 @@ loads."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from nxd_infer.backends.base import Quantization
-from nxd_infer.errors import TraceConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,28 +44,3 @@ MINIMUM_BYTES = 64 << 10
 
 QUANTIZE = "quantize"
 """Key of a trace's configuration for the name of a quantization; absent if weights keep their type."""
-
-
-def packed_option(value: Any) -> int:
-    """Return the least size in bytes of a packed weight; 0 for none. Raises TraceConfigError for another value."""
-    if isinstance(value, bool):
-        return MINIMUM_BYTES if value else 0
-    if isinstance(value, int) and value > 0:
-        return value
-    raise TraceConfigError(
-        f"compiler_args: {PACKED_OPTION}={value!r} must be True, False, or the number of bytes from which on a weight "
-        f"is packed (True means {MINIMUM_BYTES})"
-    )
-
-
-def quantize_option(value: str | None, options: Mapping[str, Any]) -> dict[str, str]:
-    """Return what ``quantize=value`` adds to a trace's configuration. Raises TraceConfigError if weights are not to be
-    packed."""
-    if value is None:
-        return {}
-    if not options.get(PACKED_OPTION):
-        raise TraceConfigError(
-            f"quantize={value!r} is a form of packed weights and compiler_args turn those off ({PACKED_OPTION}=False): "
-            "leave one of the two out"
-        )
-    return {QUANTIZE: value}

@@ -19,7 +19,7 @@ from nxd_infer.backends.cpu.packing import encoded_spec
 from nxd_infer.errors import ArtifactCorruptError, InputMismatchError, ModelClosedError, NxdError, WeightSchemaError
 from nxd_infer.graph.ir import DAMAGES, Program, Value, damaged, run_cond
 from nxd_infer.graph.stored import GraphFile
-from nxd_infer.util.cpp_library import CppLibrary
+from nxd_infer.native import CppLibrary
 
 log = logging.getLogger(__name__)
 SOURCES = native.SOURCES.parent / "program"

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_infer.artifact.manifest import Manifest
-from nxd_infer.backends.base import Availability, Executable, Placement, RankGraph, RankRuntime
-from nxd_infer.backends.compiler_args import WORDS
+from nxd_infer.backends.base import WORDS, Availability, Executable, Placement, RankGraph, RankRuntime
 from nxd_infer.backends.hlo import base
 from nxd_infer.backends.hlo.base import HloBackend
 from nxd_infer.backends.neuron import compiler, cores, sdk

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nxd_infer.backends.compiler_args import WORDS
+from nxd_infer.backends.base import WORDS
 from nxd_infer.backends.neuron.cores import DEGREES
 from nxd_infer.backends.neuron.sdk import INSTALL
 from nxd_infer.errors import BackendUnavailableError, TraceConfigError, TraceError

@@ -25,14 +25,14 @@ from torch.overrides import TorchFunctionMode
 
 from nxd_infer.artifact.manifest import WeightSpec
 from nxd_infer.checkpoint.source import weight_source
-from nxd_infer.comm import register_collectives, unregister_collectives
-from nxd_infer.context import use_context
+from nxd_infer.comm.protocol import RefusingCollectives, register_collectives, unregister_collectives
+from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import NxdError, TraceError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, check_weights, shard_tensor
 from nxd_infer.layout.shard import stored_layout
 from nxd_infer.parallel_layers.base import parameters_on_meta
 from nxd_infer.trace.ranks import one_rank, traced
-from nxd_infer.trace.ranks.traced import Built, RefusingCollectives, TracedRank, tracing_context
+from nxd_infer.trace.ranks.traced import Built, TracedRank
 from nxd_infer.trace.request import TraceRequest
 from nxd_infer.util.devices import HOST
 from nxd_infer.util.memory import give_back
@@ -85,8 +85,9 @@ def _as_rank(request: TraceRequest, rank: int) -> Iterator[None]:
     """Make this thread ``rank`` inside the block; a collective that is not being exported is an error."""
     key, options = f"loader-{id(request)}-{rank}", request.options
     register_collectives(key, RefusingCollectives(_ONE_PROCESS))
-    try:
-        with use_context(tracing_context(options.tp_degree, options.pp_degree, rank, key)):
+    tp, pp = options.tp_degree, options.pp_degree
+    try:  # as in the first stage: the whole model is built, and split into stages afterwards
+        with use_context(make_context(tp * pp, rank, tp=tp, pp=pp, collectives=key)):
             yield
     except NxdError as error:
         if isinstance(error, TraceError) and error.rank is None and options.tp_degree > 1:

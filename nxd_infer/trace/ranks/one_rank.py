@@ -21,11 +21,10 @@ from nxd_infer.errors import NxdError, TraceConfigError, TraceError
 from nxd_infer.graph.canonical import Graph, configuration, name_lowered, trace_graph
 from nxd_infer.graph.export import Step, named_inputs, shared_memory, state_names
 from nxd_infer.graph.stored import GraphFile
-from nxd_infer.layout.shard import named_tensors
-from nxd_infer.trace.buckets import Bucket, BucketModelConfig, scripted, wants_bucket_rank
+from nxd_infer.layout.sources import named_tensors
 from nxd_infer.trace.ranks.stages import require_one_rounding, split_rank
 from nxd_infer.trace.ranks.traced import Built, TracedRank, is_symbolic
-from nxd_infer.trace.request import TraceRequest
+from nxd_infer.trace.request import Bucket, BucketModelConfig, TraceRequest, scripted, wants_bucket_rank
 from nxd_infer.util.devices import on_host
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from nxd_infer import compat
 from nxd_infer.artifact.manifest import WeightSpec
-from nxd_infer.comm import register_collectives
 from nxd_infer.comm.distributed import join_on_this_host
+from nxd_infer.comm.protocol import RefusingCollectives, register_collectives
 from nxd_infer.context import make_context, set_default_context
 from nxd_infer.errors import CollectiveError, NotInitializedError
 from nxd_infer.parallel_state import TRACE_COLLECTIVES
@@ -30,10 +30,8 @@ from nxd_infer.processes.own import die_with_parent, leave
 from nxd_infer.trace.ranks import one_rank
 from nxd_infer.trace.ranks.from_function import REQUEST_FILE, Failure, RankSettings
 from nxd_infer.trace.ranks.traced import (
-    RefusingCollectives,
     TracedRank,
     initial_states,
-    tracing_context,
     write_rank,
 )
 from nxd_infer.trace.request import TraceRequest
@@ -103,4 +101,5 @@ def _connect(settings: RankSettings) -> None:
         except Exception as error:  # perhaps because another rank has failed meanwhile
             raise CollectiveError(f"the ranks could not meet: {error}") from error
     register_collectives(TRACE_COLLECTIVES, transport)
-    set_default_context(tracing_context(settings.degree, settings.pp_degree, settings.rank, TRACE_COLLECTIVES))
+    tp, pp = settings.degree, settings.pp_degree
+    set_default_context(make_context(tp * pp, settings.rank, tp=tp, pp=pp, collectives=TRACE_COLLECTIVES))

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from nxd_infer.artifact.manifest import BucketSpec, TensorSpec, WeightSpec
 from nxd_infer.artifact.rank_weights import STATE_PREFIX, file_entries
-from nxd_infer.context import ParallelContext, make_context
-from nxd_infer.errors import CollectiveError, TraceError
+from nxd_infer.errors import TraceError
 from nxd_infer.graph.stored import GraphFile, Lowered, write_graph
 from nxd_infer.layout import ParamLayout, layout_of, weight_layout
 from nxd_infer.layout.files.stream import STORED_DTYPES, write_safetensors
-from nxd_infer.layout.shard import named_tensors
+from nxd_infer.layout.sources import named_tensors
 from nxd_infer.modules.lora.slots import AdapterTables
 from nxd_infer.trace.request import TraceRequest
 from nxd_infer.util.memory import give_back
@@ -85,27 +84,6 @@ def is_symbolic(tensor: Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return tensor.is_meta or isinstance(tensor, FakeTensor)
-
-
-def tracing_context(tp: int, pp: int, rank: int, collectives: str) -> ParallelContext:
-    """Return the context in which tensor parallel rank ``rank`` is traced: as in the first of ``pp`` stages, because it
-    builds the whole model, which is split into stages afterwards."""
-    return make_context(tp * pp, rank, tp=tp, pp=pp, collectives=collectives)
-
-
-class RefusingCollectives:
-    """The transport of a rank that cannot communicate: every call raises an error with the reason."""
-
-    def __init__(self, reason: str):
-        self._reason = reason
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise CollectiveError(self._reason)
-
-    all_reduce = all_gather = reduce_scatter = broadcast = send = recv = barrier = _refuse
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 # --- files --------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import nxd_infer as nxd
 from nxd_infer import native
-from nxd_infer.backends.cpu.encodings import PACKED, PACKED_ACROSS, PACKED_OPTION, packed_option
+from nxd_infer.backends.cpu.backend import packed_option
+from nxd_infer.backends.cpu.encodings import PACKED, PACKED_ACROSS, PACKED_OPTION
 from nxd_infer.context import LOCAL
 from nxd_infer.errors import ArtifactVersionError, ModelClosedError, TraceConfigError
 from nxd_infer.graph.export import Step

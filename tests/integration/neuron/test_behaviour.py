@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nxd_infer.backends.compiler_args import WORDS
+from nxd_infer.backends.base import WORDS
 from nxd_infer.backends.neuron import compiler, cores, runtime
 from nxd_infer.backends.neuron.runtime import Taken
 from tests.support.neuron.hlo_samples import lowered

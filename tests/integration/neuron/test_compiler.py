@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from nxd_infer.backends import registry
-from nxd_infer.backends.base import check_quantize
-from nxd_infer.backends.compiler_args import arguments_of
+from nxd_infer.backends.base import arguments_of, check_quantize
 from nxd_infer.backends.neuron import compiler, cores
 from nxd_infer.errors import BackendUnavailableError, TraceConfigError, TraceError
 from tests.support.neuron.machines import FAKE, described

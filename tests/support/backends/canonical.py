@@ -20,7 +20,7 @@ from nxd_infer.graph.canonical import Graph, trace_graph
 from nxd_infer.graph.export import Step, named_inputs, state_names
 from nxd_infer.graph.ir import FUNCTIONAL, Program, graph_to_ir
 from nxd_infer.graph.split import Split
-from nxd_infer.layout.shard import named_tensors
+from nxd_infer.layout.sources import named_tensors
 from tests.support import tiny_models
 
 

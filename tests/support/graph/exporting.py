@@ -18,7 +18,7 @@ from nxd_infer.context import make_context
 from nxd_infer.graph.canonical import Graph, name_lowered, trace_graph
 from nxd_infer.graph.export import Step, named_inputs
 from nxd_infer.graph.stored import Lowered, write_graph
-from nxd_infer.layout.shard import named_tensors
+from nxd_infer.layout.sources import named_tensors
 
 
 class Runtime:

@@ -10,7 +10,7 @@ from nxd_infer.errors import TraceError
 from nxd_infer.graph.canonical import trace_graph
 from nxd_infer.graph.export import Step, named_inputs
 from nxd_infer.graph.stages import split_stages
-from nxd_infer.layout.shard import named_tensors
+from nxd_infer.layout.sources import named_tensors
 
 SIZE, ROWS = 6, 3
 

@@ -7,7 +7,7 @@ import torch
 
 import nxd_infer as nxd
 from nxd_infer.backends import registry
-from nxd_infer.backends.compiler_args import arguments_of
+from nxd_infer.backends.base import arguments_of
 from nxd_infer.errors import ArtifactError, ParallelConfigError, TraceConfigError
 from nxd_infer.trace import BucketModelConfig, trace_plan
 from nxd_infer.util.units import size
