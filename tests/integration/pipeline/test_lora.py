@@ -35,6 +35,14 @@ def tied() -> Any:
     return model
 
 
+def blank() -> Any:
+    """The same module with another base."""
+    model = untied()
+    for param in model.parameters():
+        param.data.fill_(0.01)
+    return model
+
+
 def job(pp: int, tp: int, lora: dict[str, Any], make: Any = untied, **options: Any) -> tuple[Any, Any]:
     return jobs.job(pp, tp, True, make, lora_config=lora, **options)
 
@@ -58,6 +66,10 @@ def saved(folder: str) -> dict[str, list[float]]:
     started = {**LORA, "load_lora_from_ckpt": True, "lora_save_dir": f"{folder}/ckpts", "lora_load_tag": "half"}
     model, _ = job(2, 2, started)
     found["started from the adapter"] = [float(model.run_eval(**tokens(seed=HALF)))]
+    model, _ = job(2, 2, {**started, "save_lora_base": True})
+    nxd.save_checkpoint(f"{folder}/both", "half", model)
+    model, _ = job(4, 1, {**started, "lora_save_dir": f"{folder}/both"}, blank)
+    found["started from both"] = [float(model.run_eval(**tokens(seed=HALF)))]
     # Only the last stage has an adapter: the others have nothing to train.
     model, optimizer = job(2, 2, LAST, model_init_config={"meta_device_init": True})
     found["last"] = train(model, optimizer, range(STEPS))
@@ -83,6 +95,7 @@ def test_adapters_are_trained_saved_and_loaded(tmp_path: Path):
     for found in ranks:
         assert found["resumed"] == pytest.approx(losses, rel=1e-9)
         assert found["started from the adapter"] == pytest.approx([losses[HALF]], rel=1e-9)
+        assert found["started from both"] == pytest.approx([losses[HALF]], rel=1e-9), "with the base in its checkpoint"
         assert found["last"] == pytest.approx(alone(LAST)[0], rel=1e-9)
         assert found["head"] == pytest.approx(alone(HEAD, tied)[0], rel=1e-9)
     stored = load_file(tmp_path / "head/adapter_model.safetensors")
