@@ -95,7 +95,7 @@ def jsonl(place: Path) -> Target:
             placed = sum(int((rows[number]["attention_mask"] != 0).sum()) for number in range(len(rows)))
             assert placed == sum(len(ids) for ids in kept)
 
-    made = [json.dumps(record).encode() for record in RECORDS]
+    made = [json.dumps(record).encode() for record in RECORDS if "chosen" not in record]  # which SFT refuses
     return Target("jsonl", read, (RecipeError,), [*made, b"\n".join(made)], LINES)
 
 

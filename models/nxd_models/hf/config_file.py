@@ -118,9 +118,10 @@ class ModelFile(ConfigFile):
 
     def require_known(self) -> None:
         """Raise ModelConfigError naming a field that the family does not read, if it holds more than null, false, 0 or
-        nothing, and if it has an effect on a model that is not trained."""
+        nothing, and if it has an effect on a model that is not trained. (``_name`` is a note of transformers.)"""
         for name, value in self._raw.items():
-            if value and name not in type(self).model_fields and name not in WITHOUT_EFFECT and "dropout" not in name:
+            noted = name.startswith("_") or name in WITHOUT_EFFECT or "dropout" in name
+            if value and name not in type(self).model_fields and not noted:
                 raise self.error(name, "this family does not know the field")
 
     def require_causal(self) -> None:
