@@ -93,6 +93,16 @@ def test_text_and_parts_of_text_are_both_in_the_prompt(model, name):
     assert plain == parts and USER["content"] in plain
 
 
+@pytest.mark.parametrize(
+    ("name", "role"), [("gemma3", "system"), ("gemma4_v3", "system"), ("llava_next", "assistant"), ("glm4moe", "tool")]
+)
+def test_all_parts_of_a_role_that_takes_one_text_are_in_the_prompt(model, name, role):
+    ours = canonical(model, (Path(trl.__file__).parent / f"chat_templates/{name}.jinja").read_text())
+    said = {"role": role, "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
+    before = {"system": [], "assistant": [USER], "tool": [USER, CALL]}[role]
+    assert "one\ntwo" in ours.render([*before, said, USER])
+
+
 @pytest.mark.parametrize("name", ["hermes", "qwen 3", "llama 3", "mistral"])
 def test_arguments_of_calls_may_be_text(model, name):
     ours = canonical(model, TEMPLATES[name])

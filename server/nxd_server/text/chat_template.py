@@ -137,10 +137,7 @@ class ChatTemplate:
         prepared = normalise_messages(messages, short_ids=TOOL_CALLS in chosen.source)
         try:
             for message in prepared:
-                if message.get("tool_calls"):
-                    chosen.form_calls(message)
-                if message.get("content") is not None:
-                    message["content"] = chosen.form(message["content"])
+                chosen.form(message)
             return chosen.text({**variables, "messages": prepared}, tracker)
         except _Refusal as error:
             raise RequestError("messages", f"the model's chat template refuses them: {error}") from None
@@ -182,6 +179,8 @@ class _Compiled:
         self.has_marks = _MARK.search(source) is not None
         self._special_tokens = special_tokens
         self._template = compile_template(source)
+        self._known: dict[str, set[str]] = {}
+        """The forms of content that messages of a role may have."""
 
     def text(self, scope: Mapping[str, Any], tracker: _Tracker) -> str:
         """Render; stop at the first piece that makes the text longer than the tracker's ``most``."""
@@ -200,24 +199,26 @@ class _Compiled:
             _TRACKER.reset(token)
         return "".join(kept)
 
-    def form(self, content: Any) -> Any:
-        """Return content in the form that the template takes: as it is, as one text, a line for each part, or as a list
-        of one part with that text."""
-        is_text = isinstance(content, str)
-        if ("text" if is_text else "parts") in self._forms:
-            return content if is_text else list(content)
+    def form(self, message: dict[str, Any]) -> None:
+        """Put a message into the form that the template takes: its content as it is, as one text, a line for each part,
+        or as a list of one part with that text; its tool calls, and content that says nothing beside them."""
+        if message.get("tool_calls"):
+            missing, as_text = self._call_form
+            if not message.get("content"):
+                message.update(missing)
+            for call in message["tool_calls"]:
+                function, given = call["function"], call["function"]["arguments"]
+                if as_text != isinstance(given, str):
+                    function["arguments"] = json.dumps(given, ensure_ascii=False) if as_text else json.loads(given)
+        content = message.get("content")
+        if content is None:
+            return
+        forms, is_text = self._forms(message["role"]), isinstance(content, str)
+        if ("text" if is_text else "parts") in forms:
+            message["content"] = content if is_text else list(content)
+            return
         text = content if is_text else "\n".join(part["text"] for part in content)
-        return [{"type": "text", "text": text}] if self._forms and "text" not in self._forms else text
-
-    def form_calls(self, message: dict[str, Any]) -> None:
-        """Put a message's tool calls, and content that says nothing, into the form that the template takes."""
-        missing, as_text = self._call_form
-        if not message.get("content"):
-            message.update(missing)
-        for call in message["tool_calls"]:
-            function, given = call["function"], call["function"]["arguments"]
-            if as_text != isinstance(given, str):
-                function["arguments"] = json.dumps(given, ensure_ascii=False) if as_text else json.loads(given)
+        message["content"] = [{"type": "text", "text": text}] if forms and "text" not in forms else text
 
     @functools.cached_property
     def _call_form(self) -> tuple[Mapping[str, str | None], bool]:
@@ -225,23 +226,37 @@ class _Compiled:
         form in which a call comes into the prompt, in no notation of Python's, and not as text in JSON."""
         name, value = _PROBES
         for as_text, missing in itertools.product((False, True), ({}, {"content": None}, {"content": ""})):
-            arguments = json.dumps({name: value}) if as_text else {name: value}
-            call = {"id": "zq3probe0", "type": "function", "function": {"name": "zq4probe", "arguments": arguments}}
-            asked = {"role": "user", "content": self.form("a")}
+            call = _call(json.dumps({name: value}) if as_text else {name: value})
             for tools in (None, [_TOOL]):
-                text = self._probed([asked, {"role": "assistant", "tool_calls": [call], **missing}], tools)
-                if all(word in text for word in (name, value, "zq4probe")) and not _QUOTED.search(text):
+                text = self._probed([*self._asked(), {**call, **missing}], tools)
+                if all(word in text for word in (name, value, _FUNCTION)) and not _QUOTED.search(text):
                     return missing, as_text
         return {}, False
 
-    @functools.cached_property
-    def _forms(self) -> set[str]:
-        """Of a message's content, those whose words come into the prompt, and not in the notation of a list; empty if
-        the template renders no such message."""
+    def _asked(self) -> list[dict[str, Any]]:
+        asked = {"role": "user", "content": "a"}
+        self.form(asked)
+        return [asked]
+
+    def _forms(self, role: str) -> set[str]:
+        """Of the content of a role's messages, those forms whose words come into the prompt, and not in the notation of
+        a list; those of a user's if the template renders no such message, and none if not even that."""
+        if role not in ("system", "assistant", "tool"):
+            role = "user"
+        if role not in self._known:
+            self._known[role] = self._found_forms(role) or (set() if role == "user" else self._forms("user"))
+        return self._known[role]
+
+    def _found_forms(self, role: str) -> set[str]:
+        before = [] if role in ("user", "system") else self._asked()
+        behind = self._asked() if role == "system" else []
+        if role == "tool":
+            before.append(_call({}))
+            self.form(before[-1])
         parts = [{"type": "text", "text": probe} for probe in _PROBES]
         found = set()
         for form, content in (("text", _PROBES[0]), ("part", parts[:1]), ("parts", parts)):
-            text = self._probed([{"role": "user", "content": content}])
+            text = self._probed([*before, {"role": role, "content": content}, *behind])
             words = _PROBES if form == "parts" else _PROBES[:1]
             if all(word in text for word in words) and (form == "text" or not _LISTED.search(text)):
                 found.add(form)
@@ -259,6 +274,7 @@ class _Compiled:
 
 
 _PROBES = ("zq1probe", "zq2probe")
+_FUNCTION = "zq3probe"
 _LISTED = re.compile(rf"""text["']\s*:\s*["']{_PROBES[0]}""")
 """Parts in the notation of a list, of Python's or JSON's."""
 _QUOTED = re.compile(rf"""'{_PROBES[0]}'\s*:|\\+"{_PROBES[0]}""")
@@ -267,7 +283,14 @@ _TOOL = {
     "type": "function",
     "function": {"name": "a", "description": "a", "parameters": {"type": "object", "properties": {}}},
 }
+
+
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def _call(arguments: Any) -> dict[str, Any]:
+    function = {"name": _FUNCTION, "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "zq4probe0", "type": "function", "function": function}]}
 
 
 class _Refusal(Exception):
