@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -166,10 +167,13 @@ def test_a_program_without_a_file_traces_what_it_defines(tmp_path):
     assert "RESULT [3.0, 3.0]" in done.stdout, done.stderr
 
 
-def test_killing_the_caller_ends_the_ranks():
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_the_end_of_the_caller_ends_the_ranks(number: int, tmp_path: Path):
+    """Also Ctrl-C, after which no file is left."""
     code = "from tests.support import traced_models as models\nimport nxd_infer as nxd, torch\n"
     code += "nxd.trace.parallel_model_trace(models.sleeps, torch.ones(4), backend='eager')\n"
-    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": ROOT}, cwd=ROOT)
+    env = {**os.environ, "PYTHONPATH": ROOT, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", code], env=env, cwd=ROOT)
     try:
         ranks: set[int] = set()
 
@@ -178,10 +182,13 @@ def test_killing_the_caller_ends_the_ranks():
 
         wait_until(lambda: ranks.update(started()) or ranks or process.poll() is not None, 600)
         assert ranks
+        process.send_signal(number)
+        assert process.wait(60) == -number
     finally:
         process.kill()
         process.wait()
     assert all(gone(pid, 60) for pid in ranks)
+    assert number == signal.SIGKILL or not [path for path in tmp_path.iterdir() if "nxd" in path.name]
 
 
 def test_two_traces_at_once_do_not_meet():
