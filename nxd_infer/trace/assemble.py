@@ -42,7 +42,6 @@ from nxd_infer.trace.ranks.traced import (
 )
 from nxd_infer.trace.request import TraceRequest
 from nxd_infer.util.machine import versions
-from nxd_infer.util.progress import silent
 
 # --- comparing ----------------------------------------------------------------------------------------
 
@@ -154,7 +153,7 @@ def compile_directories(
     Returns the number of ``graphs``, how many were ``compiled`` and ``cached``, the ``seconds``, and the ``compiler``
     with its version ("" if nothing is compiled). Raises TraceError.
     """
-    start, total, progress = time.monotonic(), len(directories), options.progress or silent
+    start, total, progress = time.monotonic(), len(directories), options.report
     workdir = None if options.compiler_workdir is None else Path(options.compiler_workdir)
     names = {digest: bucket.name for bucket in buckets for digest in bucket.graphs}
     report: dict[str, Any] = {"graphs": total, "compiled": 0, "cached": 0, "compiler": ""}
@@ -228,7 +227,7 @@ def made_by(compiler: str) -> dict[str, str]:
 def write_artifact(target: Path, request: TraceRequest, ranks: list[TracedRank], build: Path, compiler: str) -> None:
     """Write the artifact directory with ArtifactWriter; files are linked from the build directory if possible."""
     options, backend = request.options, request.backend
-    progress = options.progress or silent
+    progress = options.report
     metadata = dict(options.metadata or {})
     kernel = build / BUCKET_KERNEL_NAME
     weights = {spec.name: spec for rank in ranks for spec in rank.weights.values()}

@@ -33,8 +33,17 @@ def _known_backend(_: str, backend: str) -> str:
     return name
 
 
+class _Reporting:
+    progress: Progress | None
+
+    def report(self, stage: str, done: int, total: int, note: str = "") -> None:
+        """Call ``progress``, if there is one."""
+        if self.progress is not None:
+            self.progress(stage, done, total, note)
+
+
 @dataclass(eq=False)
-class TraceOptions:
+class TraceOptions(_Reporting):
     """The arguments of ``parallel_model_trace``. Raises TraceConfigError for a value that is out of range by itself."""
 
     func: Callable[..., Any] = option(
@@ -181,7 +190,7 @@ class TraceOptions:
 
 
 @dataclass(eq=False)
-class RecompileOptions:
+class RecompileOptions(_Reporting):
     """The arguments of ``parallel_model_recompile``, most of them those of a trace."""
 
     load_dir: str | os.PathLike[str] = option(

@@ -23,7 +23,6 @@ from nxd_infer.trace.assemble import add_graphs, compile_directories, made_by
 from nxd_infer.trace.options import RecompileOptions
 from nxd_infer.trace.request import make_workdir, options_of, require_stages, tracing_backend
 from nxd_infer.util.options import accepts_options
-from nxd_infer.util.progress import silent
 
 __all__ = ["parallel_model_recompile"]
 
@@ -45,7 +44,7 @@ def parallel_model_recompile(request: RecompileOptions) -> dict[str, Any]:
         TraceConfigError: invalid arguments of the backend. BackendUnavailableError: it cannot compile here, or the
             graphs call operators that cannot be compiled for it. TraceError: compiling failed.
     """
-    progress = request.progress or silent
+    progress = request.report
     ArtifactWriter(request.save_dir, replace=request.replace).check_target()
     source = load_artifact(request.load_dir, runs_here=False)
     backend = tracing_backend(request.backend or source.manifest.backend)

@@ -36,7 +36,6 @@ from nxd_infer.trace.ranks.traced import Built, TracedRank
 from nxd_infer.trace.request import TraceRequest
 from nxd_infer.util.devices import HOST
 from nxd_infer.util.memory import give_back
-from nxd_infer.util.progress import silent
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ _ONE_PROCESS = (
 
 def trace_ranks_here(request: TraceRequest, build: Path, loader: Callable[[], Any]) -> list[TracedRank]:
     """Trace every rank in this process. Raises TraceError with the rank, WeightMismatchError for the checkpoint."""
-    degree, progress = request.options.tp_degree, request.options.progress or silent
+    degree, progress = request.options.tp_degree, request.options.report
     try:
         source = weight_source(loader())
     except NxdError:

@@ -32,7 +32,6 @@ from nxd_infer.processes.start import start
 from nxd_infer.trace.ranks.traced import TracedRank
 from nxd_infer.trace.request import TraceRequest
 from nxd_infer.util.ports import free_port
-from nxd_infer.util.progress import silent
 
 REQUEST_FILE = "request.pickle"
 """File with the request in the trace's private directory. Read late enough for a rank to report unpickling errors."""
@@ -161,7 +160,7 @@ def trace_ranks(request: TraceRequest, build: Path) -> list[TracedRank]:
         )
     # A file instead of a message: a pipe holds little, and writing would wait for a rank that may never read.
     (build / REQUEST_FILE).write_bytes(pack(request))
-    options, progress = request.options, request.options.progress or silent
+    options, progress = request.options, request.options.report
     degree = options.tp_degree
     deadline = time.monotonic() + options.trace_timeout
     settings = RankSettings(
