@@ -12,7 +12,6 @@ from starlette.requests import Request
 from nxd_infer.util.version import VERSION
 from nxd_server.http import admin, tokenize
 from nxd_server.http.error_responses import STATUSES, ApiError, bad_request
-from nxd_server.http.middleware import RequestMiddleware
 from nxd_server.http.openai import models
 from nxd_server.http.openai.chat import chat
 from nxd_server.http.openai.completions import completions
@@ -21,7 +20,7 @@ from nxd_server.http.openai.schemas import ChatBody, ClassifyBody, CompletionBod
 from nxd_server.http.ops import health
 from nxd_server.http.predict import PredictBody, predict
 from nxd_server.http.request_body import Body
-from nxd_server.http.request_context import Context, context_of, endpoint, json_body
+from nxd_server.http.request_context import Context, RequestMiddleware, context_of, endpoint, json_body
 
 if TYPE_CHECKING:
     from nxd_server.app.service import Service

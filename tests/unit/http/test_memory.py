@@ -12,8 +12,7 @@ import pytest
 
 from nxd_server.errors import RequestError
 from nxd_server.http.error_responses import ApiError
-from nxd_server.http.middleware import RequestMiddleware
-from nxd_server.http.request_context import Keys
+from nxd_server.http.request_context import Keys, RequestMiddleware
 from nxd_server.threads import ConcurrencyLimit
 
 
