@@ -15,8 +15,7 @@ from torch import fx, nn
 
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.pipeline.schedule import SCHEDULES
-from nxd_infer.util.option_dict import OptionDict
-from nxd_infer.util.options import Kind, option
+from nxd_infer.util.options import Kind, OptionDict, option
 
 _LAYER = Kind(
     "a class derived from torch.nn.Module or its name",

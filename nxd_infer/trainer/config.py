@@ -19,8 +19,7 @@ from nxd_infer.optimizer.groups import NORM, ON_NONFINITE
 from nxd_infer.parallel_state import initialize_model_parallel, model_parallel_is_initialized
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.util.devices import group_exists
-from nxd_infer.util.option_dict import OptionDict
-from nxd_infer.util.options import Kind, option, table
+from nxd_infer.util.options import Kind, OptionDict, option, table
 
 __all__ = ["TrainConfig", "neuronx_distributed_config"]
 
