@@ -9,6 +9,8 @@ from typing import Any
 
 import datasets
 import pandas as pd
+import pyarrow
+import pyarrow.parquet
 import pytest
 import transformers
 import trl
@@ -327,6 +329,7 @@ def test_an_answer_whose_end_is_not_certain_is_refused(folder):
 
 PLAIN: Rows = [{"prompt": "The sky", "completion": " is blue."}, {"prompt": "2", "completion": "NA"}]
 AGENTS: Rows = [{"messages": AGENT, "tools": TOOLS}, {"messages": [USER, ASSISTANT], "tools": TOOLS}]
+AGENTS += json.loads(json.dumps(AGENTS).replace('"a"', '"c"').replace('"b"', '"d"'))
 
 
 def as_arrow(rows: Rows, path: Path) -> Path:
@@ -385,9 +388,16 @@ def test_a_file_of_every_kind_has_the_same_records(tmp_path, name, write):
     assert [dict(one) for one in records(write(PLAIN, tmp_path / "in [2]" / name))] == PLAIN
 
 
-@pytest.mark.parametrize("name", ["jsonl", "parquet", "arrow"])
+@pytest.mark.parametrize("name", ["jsonl", "json", "parquet", "arrow", "saved"])
 def test_tools_come_through_a_file_as_they_were(folder, tmp_path, name):
-    write = {"jsonl": FILES[0][1], "parquet": by_datasets("parquet"), "arrow": as_arrow}[name]
+    """Although they have other parameters, and calls other arguments, in other records."""
+    write = {
+        "jsonl": FILES[0][1],
+        "json": lambda rows, path: path.write_text(json.dumps(rows)) and path,
+        "parquet": lambda rows, path: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path) or path,
+        "arrow": as_arrow,
+        "saved": as_saved,
+    }[name]
     _, encoder = with_template(folder, UNMARKED)
     found = list(records(write(AGENTS, tmp_path / f"x.{name}")))
     assert encoded(encoder(), found) == encoded(encoder(), AGENTS)

@@ -79,7 +79,7 @@ def _read(path: Path, split: str | None, subset: str | None, usual: str) -> Iter
     if is_saved(path):
         loaded = datasets.load_from_disk(str(path))
         splits = loaded if isinstance(loaded, dict) else {"train": loaded}
-        yield from splits[_chosen(path, list(splits), split, usual)]
+        yield from _of_tables(splits[_chosen(path, list(splits), split, usual)])
         return
     kinds = {kind_of(one) for one in files}
     if None in kinds:
@@ -101,7 +101,30 @@ def _read(path: Path, split: str | None, subset: str | None, usual: str) -> Iter
             builder = datasets.load_dataset_builder(kinds.pop(), data_files=names, cache_dir=cache, **more)
         chosen = _chosen(path, [str(one) for one in builder.config.data_files], split, usual)
         if any(one.stat().st_size for one in files):  # `datasets` cannot say what an empty file holds
-            yield from builder.as_streaming_dataset(chosen)
+            stream = builder.as_streaming_dataset(chosen)
+            yield from _of_json(stream, datasets) if "json" in map(kind_of, files) else _of_tables(stream)
+
+
+def _of_json(stream: Any, datasets: Any) -> Iterator[Record]:
+    """Yield records whose objects have the keys that they have in the file."""
+    if stream.features is None and (table := next(iter(stream.with_format("arrow")), None)) is not None:
+        # A list, whose types are not known before it is read; what differs from record to record is still text.
+        return map(datasets.Features.from_arrow_schema(table.schema).decode_example, stream)
+    return iter(stream)
+
+
+def _of_tables(found: Any) -> Iterator[Record]:
+    return (_without_absent(record, found.features) for record in found)
+
+
+def _without_absent(value: Any, feature: Any) -> Any:
+    """Leave out the keys that are null: a table has every key in every object, also those of other records' tools."""
+    if isinstance(feature, Mapping) and isinstance(value, Mapping):
+        return {name: _without_absent(one, feature.get(name)) for name, one in value.items() if one is not None}
+    inner = getattr(feature, "feature", None)
+    if isinstance(value, list) and (isinstance(inner, Mapping) or hasattr(inner, "feature")):
+        return [_without_absent(one, inner) for one in value]
+    return value
 
 
 def _require_no_null(file: Path) -> None:
