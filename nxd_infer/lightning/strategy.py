@@ -412,7 +412,8 @@ class RankLauncher(_SubprocessScriptLauncher):
             )
         for number in range(1, self.num_processes):
             environment = {**os.environ, **self._variables(number)}
-            self.procs.append(subprocess.Popen(_basic_subprocess_cmd(), env=environment))
+            command = _basic_subprocess_cmd()  # this program, once more
+            self.procs.append(subprocess.Popen(command, env=environment))  # nosec B603
 
 
 class LaunchedRanks(TorchElasticEnvironment):
