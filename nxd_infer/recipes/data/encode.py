@@ -94,8 +94,11 @@ class Encoder:
             yield self._cut(self._text("", columns["text"]))
         elif form == ("chosen", "rejected"):
             prompt, *answers = _preference(columns)
-            for answer in answers:
-                yield self._cut_answer(self._answer(prompt, answer, columns))
+            for name, answer in zip(("chosen", "rejected"), answers, strict=True):
+                example = self._cut_answer(self._answer(prompt, answer, columns))
+                if not any(example.counts[1:]):  # the mean over its tokens is not a number
+                    raise RecipeError(f": {name} has no token that counts")
+                yield example
         elif form in (("messages",), ("conversations",)):
             yield self._cut(self._chat(self._messages(columns[form[0]], form[0]), columns))
         elif form == ("instruction", "output"):
@@ -269,7 +272,7 @@ def _preference(columns: Record) -> tuple[Any, Any, Any]:
         if prompt and isinstance(prompt, list) and prompt == chosen[: len(prompt)] == rejected[: len(prompt)]:
             raise RecipeError(" has its prompt in both answers again: leave it out by data.ignore_columns=[prompt]")
         return prompt, chosen, rejected
-    start = _alike(chosen, rejected)
+    start = max(0, min(_alike(chosen, rejected), len(chosen) - 1, len(rejected) - 1))  # an answer is more than nothing
     if start and chosen[start - 1] == " ":  # a space belongs to the answer
         start -= 1
     return chosen[:start], chosen[start:], rejected[start:]
