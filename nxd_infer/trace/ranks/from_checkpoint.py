@@ -14,11 +14,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -146,7 +146,7 @@ def _trace(
 class UntouchedZeros(TorchFunctionMode):
     """Inside the block ``torch.zeros`` creates large CPU tensors whose pages are allocated on first use.
 
-    PyTorch writes its zeros, NumPy leaves them to the system. A trace creates the states of every rank and reads none,
+    PyTorch writes its zeros, and so does NumPy where memory is used again. A trace creates the states of every rank and reads none,
     so key/value caches as large as the weights would use memory for nothing.
     """
 
@@ -158,7 +158,8 @@ class UntouchedZeros(TorchFunctionMode):
         shape = func(*args, **{**kwargs, "device": "meta"})
         if device.type != HOST.type or shape.nbytes < 2 << 20:
             return func(*args, **kwargs)
-        return torch.from_numpy(np.zeros(shape.nbytes, np.uint8)).view(shape.dtype).view(shape.shape)
+        memory = mmap.mmap(-1, shape.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(memory, dtype=torch.uint8).view(shape.dtype).view(shape.shape)
 
 
 def _say_equal(built: list[Built]) -> bool:
