@@ -146,6 +146,7 @@ PUBLIC: dict[str, tuple[Rows, Rows]] = {
                        {"role": "assistant", "content": "a"}]}],
     ),
     "conversations": ([{"conversations": [USER, ASSISTANT]}], [{"messages": [USER, ASSISTANT]}]),
+    "no tools": ([{"messages": [USER, ASSISTANT], "tools": ""}], [{"messages": [USER, ASSISTANT], "tools": None}]),
     "alpaca": (
         [{"instruction": "Add.", "input": "1 2", "output": "3"}, {"instruction": "Sing.", "input": "", "output": "La"}],
         [{"messages": [{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}]},

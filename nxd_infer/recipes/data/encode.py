@@ -289,7 +289,7 @@ def _variables(columns: Record) -> dict[str, Any]:
     tools, more = columns.get("tools"), columns.get("chat_template_kwargs") or {}
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
+            tools = json.loads(tools) if tools.strip() else None
         except ValueError as error:
             raise RecipeError(f": tools is not JSON: {error}") from None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
