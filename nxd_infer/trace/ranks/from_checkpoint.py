@@ -146,8 +146,8 @@ def _trace(
 class UntouchedZeros(TorchFunctionMode):
     """Inside the block ``torch.zeros`` creates large CPU tensors whose pages are allocated on first use.
 
-    PyTorch writes its zeros, and so does NumPy where memory is used again. A trace creates the states of every rank and reads none,
-    so key/value caches as large as the weights would use memory for nothing.
+    PyTorch writes its zeros, and so does NumPy where memory is used again. A trace creates the states of every rank
+    and reads none, so key/value caches as large as the weights would use memory for nothing.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
