@@ -153,17 +153,14 @@ def _cut_off(loaded: Loaded, key: str, facts: dict[str, int]) -> list[str]:
 
 
 def notes_of_data(loaded: Loaded, most: int = 1000) -> list[str]:
-    """Return what :func:`prepare` would say of the first records, or why it would fail, without keeping anything.
+    """Return what :func:`prepare` would say of the first records, without keeping anything. Raises as it would.
 
     Without records, and where a tokenizer would be made from them, there is nothing to say.
     """
     if loaded.recipe.data.train_dir is None or loaded.recipe.data.tokenizer.type == TRAINED:
         return []
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            return [f"of the first {most:,} records, {note}" for note in _fill(loaded, Path(folder), most)]
-    except RecipeError as error:
-        return [str(error)]
+    with tempfile.TemporaryDirectory() as folder:
+        return [f"of the first {most:,} records, {note}" for note in _fill(loaded, Path(folder), most)]
 
 
 def _texts(loaded: Loaded) -> Iterator[str]:

@@ -8,6 +8,7 @@ import re
 import openai
 import pytest
 
+from nxd_server.http.openai.tools import offered_tools
 from nxd_server.text.tokenizer import Tokenizer
 from tests.support.http.http_artifacts import real_server
 from tests.support.http.http_servers import events_of, is_error
@@ -60,6 +61,15 @@ def test_an_answer_is_a_call_and_the_next_one_reads_its_result(client):
     (choice,) = create(client, [ASKED, CALLED, RESULT]).choices
     assert (choice.message.content, choice.finish_reason) == ("It is dry.", "stop")
     assert choice.message.tool_calls is None
+
+
+def test_tools_reach_the_template_in_the_order_of_their_fields():
+    """Templates write a tool as JSON, so another order is another prompt."""
+    for fields in (("name", "description", "parameters"), ("parameters", "name", "description")):
+        values = {"name": "weather", "description": "Tells.", "parameters": {"type": "object"}}
+        function = {name: values[name] for name in fields}
+        (shown,) = offered_tools([{"type": "function", "function": function}], None, "hermes")
+        assert json.dumps(shown["function"]) == json.dumps(function)
 
 
 def test_calls_in_a_stream_are_those_of_the_whole_answer(client):

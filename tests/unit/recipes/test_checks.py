@@ -13,6 +13,7 @@ from nxd_infer.recipes import models
 from nxd_infer.recipes.recipe import load
 from nxd_infer.util import machine
 from tests.support.e2e.command import ROOT, here, refused
+from tests.support.tiny_models import write_tiny
 
 RECIPE = """trainer: {devices: 2, max_steps: 1}
 data:
@@ -50,6 +51,16 @@ def test_a_missing_file_is_named_by_its_key(tmp_path, monkeypatch, key, value, t
     done = here("train", "r.yaml", f"{key}={value}", *more)
     refused(done, note.removeprefix("note: "))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "r.yaml"]
+
+
+def test_a_plan_of_data_that_cannot_be_trained_on_ends_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_tiny("llama", Path("model"))
+    Path("data.jsonl").write_text('{"text": "a", "stars": 5}\n')
+    Path("r.yaml").write_text(RECIPE)
+    done = here("train", "r.yaml", "--check", "data.train_dir=data.jsonl", "data.tokenizer.type=model")
+    assert "parameters" in done.out
+    refused(done, "stars")
 
 
 def test_a_plan_is_printed_and_nothing_written(tmp_path, monkeypatch):

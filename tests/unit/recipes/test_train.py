@@ -290,7 +290,8 @@ def test_what_the_length_of_rows_cuts_off_is_said(folder, capsys, strategy):
     told = r"data\.train_dir has no token that counts in the loss: all that counts lies behind data\.seq_length = 6"
     with pytest.raises(RecipeError, match=told):
         train(load(file, ["data.seq_length=6"]))
-    assert told.replace("\\", "") in here("train", file, "--check", "data.seq_length=6").out
+    done = here("train", file, "--check", "data.seq_length=6")
+    assert done.status == 1 and told.replace("\\", "") in done.err
 
 
 def test_columns_and_splits_of_a_repository_are_those_of_the_recipe(folder):

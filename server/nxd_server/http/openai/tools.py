@@ -20,7 +20,7 @@ NEUTRAL = ("json_object", "disable_additional_properties", "disable_fallback")
 SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 MOST_TOOLS = 128
 TOOL_FIELDS = frozenset({"name", "description", "parameters", "strict"})
-NO_PARAMETERS = {"type": "object", "properties": {}}
+NEEDED: dict[str, Any] = {"description": "", "parameters": {"type": "object", "properties": {}}}
 _NAME = re.compile(rf"[a-zA-Z0-9_.-]{{1,{LONGEST_NAME}}}")
 
 
@@ -98,8 +98,8 @@ def _checked(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if (function.get("parameters") or {}).get("type", "object") != "object":
         raise bad_request(f"`{where}.function.parameters.type` must be 'object'", f"{where}.function.parameters.type")
     kept = {key: value for key, value in function.items() if value is not None and key != "strict"}
-    # Both may be left out, and some models' templates need them.
-    return {"type": "function", "function": {"description": "", "parameters": NO_PARAMETERS, **kept}}
+    # In the client's order, which templates show. Both may be left out, and some models' templates need them.
+    return {"type": "function", "function": {**kept, **{k: v for k, v in NEEDED.items() if k not in kept}}}
 
 
 class ChoiceCalls:
