@@ -307,7 +307,11 @@ def _require_read(template: ChatTemplate, messages: list[dict[str, Any]], variab
     for name in sorted({name for name, value in given if value not in (None, "", [], {}) and name not in READ}):
         names = REASONING if name in REASONING else (name,)
         if not any(map(template.names, names)):
-            raise RecipeError(f" has {name}, which the tokenizer's chat template leaves out: take another template")
+            column = name if name in variables else f"messages.{name}"
+            raise RecipeError(
+                f" has {name}, which the tokenizer's chat template leaves out: take another template, or leave it out "
+                f"by data.ignore_columns=[{column}]"
+            )
 
 
 def _span(messages: list[dict[str, Any]], place: int, whole: str, render: Render, end_of_text: str) -> tuple[int, int]:
