@@ -29,6 +29,7 @@ from nxd_infer.recipes.data.store import TokenStore, write_store
 from nxd_infer.recipes.models import CONFIG, config_path, raw_config
 from nxd_infer.recipes.recipe import Loaded
 from nxd_infer.recipes.tokenizers import TRAINED, copy_tokenizer, tokenizer_files, train_tokenizer
+from nxd_infer.util.version import VERSION
 from nxd_server.text.chat_template import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
 
@@ -71,13 +72,13 @@ def prepare(loaded: Loaded, root: Path) -> Prepared:
 
 
 def _digest(loaded: Loaded) -> str:
-    """Return a name for what follows from the recipe's model and data and from the files that they name."""
+    """Return a name for what follows from the recipe's model and data, the files that they name, and this version."""
     recipe = loaded.recipe
     data = dataclasses.asdict(recipe.data)
     facts: dict[str, Any] = {"data": {key: value for key, value in data.items() if "batch_size" not in key}}
     facts["model"] = {key: value for key, value in dataclasses.asdict(recipe.model).items() if key != "optim"}
     facts["alignment"] = dataclasses.asdict(recipe.model_alignment_strategy) | {"peft": None}
-    facts["length"] = recipe.seq_length
+    facts["length"], facts["version"] = recipe.seq_length, VERSION
     sources = [loaded.path(text) for text in (recipe.data.train_dir, recipe.data.val_dir) if text]
     named = [file for source in sources for file in files_of(source)]
     named += [config for config in [config_path(loaded)] if config is not None]

@@ -294,6 +294,16 @@ def test_what_the_length_of_rows_cuts_off_is_said(folder, capsys, strategy):
     assert done.status == 1 and told.replace("\\", "") in done.err
 
 
+def test_what_another_version_prepared_is_not_used(folder, monkeypatch):
+    """It may have read the same records otherwise."""
+    (folder / "data.jsonl").write_text(json.dumps({"text": "a b c"}) + "\n")
+    file = write(folder, 1)
+    for version in ("0.1.0", "0.1.0", "0.2.0"):
+        monkeypatch.setattr("nxd_infer.recipes.prepare.VERSION", version)
+        prepare(load(file), folder / "prepared")
+    assert len([path for path in (folder / "prepared").iterdir() if path.is_dir()]) == 2
+
+
 def test_columns_and_splits_of_a_repository_are_those_of_the_recipe(folder):
     """Training reads the split train, a validation its own; columns that nothing reads are named, or left out."""
     (folder / "repo").mkdir()
