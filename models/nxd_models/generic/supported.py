@@ -59,12 +59,21 @@ def read_config(raw: Mapping[str, Any], origin: str, *, embeds: bool = False) ->
         if not hasattr(library(), name):
             raise file.error("architectures", f"transformers has no class {name!r}, and code of a directory is not run")
     if not embeds and set(file.architectures).intersection(architectures_for("generate", file.model_type)):
-        if getattr(config, "is_decoder", None) is False and file.model_type not in _ALWAYS_DECODERS:
+        if getattr(config, "is_decoder", None) is False and _may_encode(file.model_type):
             raise file.error("is_decoder", _NOT_CAUSAL)
         if getattr(config.get_text_config(decoder=True), "is_causal", None) is False:
             raise file.error("is_causal", _NOT_CAUSAL)
         return _decoder(config, file, raw, origin)
     return _encoder(config, file, raw)
+
+
+def _may_encode(model_type: str) -> bool:
+    """Whether models of a type are decoders only if their configuration says so."""
+    if model_type in _ALWAYS_DECODERS:
+        return False
+    # Before transformers 5 every configuration has the field, false by default.
+    named = model_type == "bert-generation" or bool(architectures_for("fill-mask", model_type))
+    return named or int(library().__version__.partition(".")[0]) >= 5
 
 
 def _decoder(config: Any, file: ClassifierFile, raw: Mapping[str, Any], origin: str) -> GenericDecoderConfig:

@@ -59,7 +59,7 @@ CASES = {
     "our gpt_neox": Case("gpt_neox", 3, 3, {"rotary_pct": 0.5}),
     "our gpt_neox, serial": Case("gpt_neox", fields={"rotary_pct": 1.0, "use_parallel_residual": False}),
 }
-REFUSED = {"opt"} if transformers.__version__ < "5" else set()
+SLOW = {"opt"} if transformers.__version__ < "5" else set()
 """Models whose code in this release of transformers makes its masks itself."""
 
 
@@ -107,10 +107,7 @@ def test_logits_and_tokens_are_those_of_transformers(directory, name):
         assert relative_difference(model(ids), reference(path, "CausalLM")(ids).logits) < 1e-5
     plan = plan_of(path)
     step = hf.load(plan.func(**plan.func_kwargs), plan.checkpoint_loader_callable())
-    if name in REFUSED:
-        with pytest.raises(ModelConfigError, match=r"layer 0: the model makes a mask of its own, .* transformers 4"):
-            generate_eager(step, prompts, 1)
-        return
+    assert ("makes a mask of its own" in plan.metadata.get("why_whole", "")) == (name in SLOW)
     found = generate_eager(step, prompts, NEW, piece=BUCKET, **NO_END)
     for result, (_, tokens, gaps) in zip(found, expected(path), strict=True):
         assert_greedy(result.tokens, tokens, gaps)
