@@ -38,6 +38,7 @@ from nxd_infer.optimizer.groups import (
 from nxd_infer.optimizer.pieces import Masters, Piece, make_pieces
 from nxd_infer.optimizer.wrapper import OptimizerWrapper
 from nxd_infer.parallel_layers import grads as gradients
+from nxd_infer.util.devices import transport_device
 from nxd_infer.util.options import Option
 
 __all__ = ["NxDOptimizer"]
@@ -293,15 +294,18 @@ class NxDOptimizer(OptimizerWrapper):
         for piece in self.pieces:
             if self.context.tp.degree > 1 and not gradients.split_over_ranks(piece.param):
                 grad = piece.tensor.grad
+                dense = grad.to_dense() if grad is not None and grad.is_sparse else grad
+                norm = torch.zeros(()) if dense is None else torch.linalg.vector_norm(dense).float()
                 names.append(self.names[piece.index])
-                norms.append(torch.zeros(()) if grad is None else torch.linalg.vector_norm(grad.float()).cpu())
+                norms.append(norm.to(transport_device()))
         if not names:
             return
-        mine = torch.stack(norms)
-        mean = mine.clone()
+        own = torch.stack(norms)
+        mean = own.clone()
         gradients.sum_over_tp([mean], self.context)
         mean /= self.context.tp.degree
-        differ = [name for name, apart in zip(names, (mine - mean).abs() > 0.01 * mean, strict=True) if apart]
+        apart = ((own - mean).abs() > 0.01 * mean).tolist()
+        differ = [name for name, differs in zip(names, apart, strict=True) if differs]
         if differ:
             shown = ", ".join(differ[:8]) + (f" and {len(differ) - 8} more" if len(differ) > 8 else "")
             warnings.warn(
