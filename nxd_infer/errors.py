@@ -171,6 +171,10 @@ class BackendUnavailableError(NxdError, RuntimeError):
     """A backend cannot run here; the message gives the reason from its probe."""
 
 
+class DeviceOnlyError(NxdError, NotImplementedError):
+    """A name of the old packages that only a Neuron device can have was used; the message says what to call instead."""
+
+
 class UntrustedCacheError(NxdError, RuntimeError):
     """Another user could change the cache, which holds code; the message names the directory and the fix."""
 

@@ -9,6 +9,9 @@
     from neuronx_distributed.parallel_layers import layers          # nxd_infer.parallel_layers.layers, the same object
     from torch_neuronx import BucketModelConfig                     # nxd_infer.trace.BucketModelConfig
 
+A module whose path and names are the same here is the same object under both names. One that differs answers what
+:mod:`nxd_infer.compat.names` lists for it, and otherwise what ours has; setting an attribute sets ours.
+
 or, without touching the script: ``python -m nxd_infer.compat script.py arguments...``.
 """
 
@@ -18,64 +21,72 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import multiprocessing.spawn
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+from nxd_infer.compat.names import ROOTS
+from nxd_infer.compat.views import View, is_old, is_view, our_module
 from nxd_infer.errors import NxdError
 
 ALIAS = "neuronx_distributed"
-HELPER = "torch_neuronx"
-TARGETS = {ALIAS: "nxd_infer", HELPER: "nxd_infer.compat.torch_neuronx"}
-MOVED = {
-    f"{ALIAS}.trace.trace": "nxd_infer.trace.api",
-    f"{ALIAS}.trainer.checkpoint": "nxd_infer.checkpoint.api",
-    f"{ALIAS}.trainer.model": "nxd_infer.modules.nxd_model",
-}
-"""Modules with another path than in the reference; all others have the same path."""
 
 
 class AliasError(NxdError, ImportError):
     """The alias would hide an installed package."""
 
 
-class _AliasFinder(importlib.abc.MetaPathFinder):
-    """Finds an alias as ours, for example ``neuronx_distributed[.x]`` as ``nxd_infer[.x]``."""
+_modules: dict[str, ModuleType] = {}
+"""What has been imported under an old name. Modules below a real package are none of ours."""
 
-    def __init__(self, alias: str):
-        self.alias, self.target = alias, TARGETS[alias]
+
+class _AliasFinder(importlib.abc.MetaPathFinder):
+    """Finds the modules of ``roots``, for example ``neuronx_distributed.x`` as ``nxd_infer.x``."""
+
+    def __init__(self, *roots: str):
+        self.roots = roots
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] != self.alias:
+        below = any(fullname.startswith(f"{root}.") for root in self.roots)
+        if not below and not any(f"{root}.".startswith(f"{fullname}.") for root in self.roots):
             return None
-        if fullname != self.alias and sys.modules.get(self.alias) is not sys.modules.get(self.target):
+        parent = fullname.rpartition(".")[0]
+        if below and sys.modules.get(parent) is not _modules.get(parent):
             return None  # of a real package
-        ours = MOVED.get(fullname, self.target + fullname.removeprefix(self.alias))
-        try:
-            found = importlib.util.find_spec(ours)
-        except ModuleNotFoundError:
-            found = None
-        if found is None:
+        if not is_old(fullname):
+            ours = next(
+                (
+                    f"{ours}{fullname.removeprefix(old)}"
+                    for old, ours in ROOTS.items()
+                    if ours and below and fullname.startswith(old)
+                ),
+                "nothing",
+            )
             raise ModuleNotFoundError(
                 f"{fullname} was looked for as {ours}, which this package does not have", name=fullname
             )
+        ours = None if is_view(fullname) else our_module(fullname)
+        found = None if ours is None else importlib.util.find_spec(ours)
         return importlib.machinery.ModuleSpec(
-            fullname, _AliasLoader(ours), is_package=found.submodule_search_locations is not None
+            fullname, _AliasLoader(ours), is_package=found is None or found.submodule_search_locations is not None
         )
 
 
 class _AliasLoader(importlib.abc.Loader):
-    """Imports the module under its own name and returns it: one object under two names."""
+    """Returns ours, imported under its own name (one object under two names), or else a view of it."""
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, ours: str | None):
+        self.ours = ours
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        module = importlib.import_module(self.name)
+        module = View(spec.name) if self.ours is None else importlib.import_module(self.ours)
         self._own = getattr(module, "__spec__", None)
+        _modules[spec.name] = module
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -87,9 +98,9 @@ class _AliasLoader(importlib.abc.Loader):
 def install(*, force: bool = False) -> None:
     """Alias ``neuronx_distributed`` and its submodules to this package, in this process. Idempotent.
 
-    ``torch_neuronx`` becomes an alias of :mod:`nxd_infer.compat.torch_neuronx` unless that package is installed: an
-    installed one is never hidden, and its BucketModelConfig works here. Rank processes of ``parallel_model_trace``
-    import the script again, and get the aliases if their caller has them.
+    ``torch_neuronx`` and ``optimum.neuron`` are answered unless the package is installed: an installed one is never
+    hidden. Rank processes of ``parallel_model_trace`` and processes of :mod:`multiprocessing` import the script again,
+    and get the aliases if their caller has them.
 
     Raises AliasError if a package ``neuronx_distributed`` is installed or imported; ``force=True`` hides it.
     """
@@ -103,7 +114,8 @@ def install(*, force: bool = False) -> None:
     for name in [name for name in sys.modules if name == ALIAS or name.startswith(f"{ALIAS}.")]:
         del sys.modules[name]
     sys.meta_path.insert(0, _AliasFinder(ALIAS))
-    sys.meta_path.append(_AliasFinder(HELPER))  # asked when no other finder knows one
+    sys.meta_path.append(_AliasFinder(*(ROOTS.keys() - {ALIAS})))  # asked when no other finder knows a name
+    multiprocessing.spawn.get_preparation_data = _prepare_with_aliases
 
 
 def is_installed() -> bool:
@@ -114,10 +126,27 @@ def is_installed() -> bool:
 def uninstall() -> None:
     """Remove the aliases; modules that are already imported stay."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AliasFinder)]
-    for name in [name for name in sys.modules if name == ALIAS or name.startswith(f"{ALIAS}.")]:
-        del sys.modules[name]
-    if HELPER in sys.modules and sys.modules[HELPER] is sys.modules.get(TARGETS[HELPER]):
-        del sys.modules[HELPER]
+    for name, module in _modules.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+    _modules.clear()
+    multiprocessing.spawn.get_preparation_data = _prepare
+
+
+_prepare = multiprocessing.spawn.get_preparation_data
+
+
+def _prepare_with_aliases(name: str) -> dict[str, Any]:
+    """Return what a process that multiprocessing spawns needs: it imports the script before anything of ours."""
+    return {**_prepare(name), "nxd_infer.compat": _Installs()}
+
+
+class _Installs:
+    """Installs the aliases where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        code = f"import sys; sys.path[:] = {sys.path!r}; from nxd_infer import compat; compat.install(force=True)"
+        return exec, (code,)
 
 
 def _found() -> str | None:

@@ -15,7 +15,7 @@ import nxd_infer
 from nxd_infer import compat
 from nxd_infer.trace import BucketModelConfig
 
-NAMES = ("neuronx_distributed", "torch_neuronx")
+NAMES = ("neuronx_distributed", "optimum", "torch_neuronx")
 
 
 def forget() -> None:
@@ -43,10 +43,10 @@ def package(folder: Path, name: str, code: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_module_that_is_absent_is_named_under_both_names():
     compat.install()
-    assert importlib.import_module("neuronx_distributed") is nxd_infer
-    with pytest.raises(ModuleNotFoundError, match=r"nxd_infer\.kernels") as caught:
-        importlib.import_module("neuronx_distributed.kernels")
-    assert caught.value.name == "neuronx_distributed.kernels"
+    assert importlib.import_module("neuronx_distributed.parallel_layers.pad") is nxd_infer.parallel_layers.pad
+    with pytest.raises(ModuleNotFoundError, match=r"nxd_infer\.nowhere") as caught:
+        importlib.import_module("neuronx_distributed.nowhere.x")
+    assert caught.value.name == "neuronx_distributed.nowhere"
     compat.uninstall()
     with pytest.raises(ModuleNotFoundError, match="No module named 'neuronx_distributed'"):
         importlib.import_module("neuronx_distributed")
@@ -87,7 +87,7 @@ import sibling  # which lies beside the script, and that is not where it is star
 from neuronx_distributed.parallel_layers import layers, parallel_state
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear
 import nxd_infer.parallel_layers.layers
-assert layers is layers_module is nxd_infer.parallel_layers.layers and nxd is nxd_infer
+assert layers is layers_module is nxd.parallel_layers.layers is nxd_infer.parallel_layers.layers
 assert ColumnParallelLinear is layers.ColumnParallelLinear and nxd_infer.__spec__.name == "nxd_infer"
 model = ColumnParallelLinear(4, 8 // parallel_state.get_tensor_model_parallel_size())
 nxd.parallel_layers.save({"model": model.state_dict()}, sys.argv[1])

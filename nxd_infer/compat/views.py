@@ -1,0 +1,129 @@
+"""Modules under old names: what importing one gives."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any, NoReturn
+
+from nxd_infer.compat.names import OLD, ROOTS, Module
+from nxd_infer.errors import DeviceOnlyError
+
+
+def our_module(path: str) -> str | None:
+    """Return the name of the module here with the names of the old ``path``, or None if there is none."""
+    ours = OLD[path].ours if path in OLD else None
+    for root, target in ROOTS.items():
+        if ours is None and target is not None and f"{path}.".startswith(f"{root}."):
+            ours = target + path.removeprefix(root)
+    try:
+        return ours if ours is not None and importlib.util.find_spec(ours) is not None else None
+    except ModuleNotFoundError:
+        return None
+
+
+def is_view(path: str) -> bool:
+    """Return whether the old ``path`` differs from the module here: in names of its own, or in modules below it."""
+    own = OLD.get(path, Module())
+    return bool(own.names or own.device) or any(
+        f"{old}.".startswith(f"{path}.") for old in (*OLD, *ROOTS) if old != path
+    )
+
+
+class View(ModuleType):
+    """An old module: the table's names, the modules below it, and every name of ours. Attributes are set on ours."""
+
+    def __init__(self, path: str):
+        super().__init__(path, f"Names of {path}, as this package has them.")
+        vars(self).update(_table=OLD.get(path, Module()), _ours=our_module(path))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__all__":
+            return _public(self)
+        if name in self._table.device:
+            return DeviceName(f"{self.__name__}.{name}", self._table.device[name])
+        try:
+            if name not in self._table.names and is_old(f"{self.__name__}.{name}"):
+                return importlib.import_module(f"{self.__name__}.{name}")
+            module, attribute = self._place(name)
+            return getattr(importlib.import_module(module), attribute)
+        except (AttributeError, ImportError) as error:  # one cause of the latter: a package that is not installed
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}: {error}") from error
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        place = self._place_or_none(name)
+        if place is None or name.startswith("__") or value is sys.modules.get(f"{self.__name__}.{name}"):
+            super().__setattr__(name, value)
+        else:
+            setattr(importlib.import_module(place[0]), place[1], value)
+
+    def __delattr__(self, name: str) -> None:
+        place = self._place_or_none(name)
+        if place is None or name in vars(self):
+            super().__delattr__(name)
+        else:
+            delattr(importlib.import_module(place[0]), place[1])
+
+    def __dir__(self) -> list[str]:
+        below = {old.removeprefix(f"{self.__name__}.").partition(".")[0] for old in OLD if self._holds(old)}
+        ours = dir(importlib.import_module(self._ours)) if self._ours else ()
+        return sorted({*vars(self), *self._table.names, *self._table.device, *below, *ours} - {"_table", "_ours"})
+
+    def _holds(self, path: str) -> bool:
+        return path.startswith(f"{self.__name__}.")
+
+    def _place_or_none(self, name: str) -> tuple[str, str] | None:
+        """Return the module here and the attribute in it that stand for ``name``."""
+        place = self._table.names.get(name, self._ours)
+        if place is None or name in self._table.device:
+            return None
+        module, _, attribute = place.partition(":")
+        return module, attribute or name
+
+    def _place(self, name: str) -> tuple[str, str]:
+        place = self._place_or_none(name)
+        if place is None:
+            raise AttributeError("this package has nothing of that name")
+        return place
+
+
+def is_old(path: str) -> bool:
+    """Return whether the old ``path`` is a module here."""
+    return path in OLD or is_view(path) or our_module(path) is not None
+
+
+def _public(view: View) -> list[str]:
+    """Return what ``from view import *`` takes."""
+    ours = importlib.import_module(view._ours) if view._ours else None
+    own = getattr(ours, "__all__", None) or [name for name in vars(ours or view) if not name.startswith("_")]
+    return sorted({*own, *view._table.names, *view._table.device})
+
+
+class DeviceName:
+    """A name that only a Neuron device can have: it can be imported, and using it raises DeviceOnlyError."""
+
+    def __init__(self, name: str, instead: str):
+        self._name, self._instead = name, instead
+
+    def __repr__(self) -> str:
+        return f"<{self._name}, for a Neuron device only: {self._instead}>"
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise DeviceOnlyError(f"{self._name} needs a Neuron device: {self._instead}")
+
+    __call__ = __getitem__ = __mro_entries__ = _refuse
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return False  # nothing here is one
+
+    def __or__(self, other: Any) -> Any:
+        return Any  # in an annotation
+
+    __ror__ = __or__
