@@ -12,6 +12,7 @@ import torch
 from nxd_infer.ops.adjust import adjust_logits, remember_tokens
 from nxd_infer.ops.attention import cache_attention, masked_cache_attention
 from nxd_infer.ops.composite import COMPOSITE, FAKES
+from nxd_infer.ops.experts import expert_linear, packed_experts
 from nxd_infer.ops.fused import fused_fake
 from nxd_infer.ops.packed import packed_embedding, packed_linears
 from nxd_infer.ops.sampling import sample_adjusted
@@ -34,8 +35,10 @@ __all__ = [
     "HOST",
     "adjust_logits",
     "cache_attention",
+    "expert_linear",
     "masked_cache_attention",
     "packed_embedding",
+    "packed_experts",
     "packed_linears",
     "remember_last",
     "remember_tokens",

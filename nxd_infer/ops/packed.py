@@ -7,10 +7,13 @@ ends in one row of single values, so every shape can be packed, and unpacks to t
 In eight bits, a decode step reads half the bytes: a weight becomes ``q * scale``, ``scale[n] = max|w[n]| / 127`` in
 float32, and ``q`` in -127 .. 127, rounded to nearest (ties to even). Activations keep their dtype. The packed tensor is
 int8 [N, K + 4]: in each block the ``[K][32]`` numbers, followed by its scales as float32.
+
+A weight [E, N, K] of experts is packed as E of these, one after another.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -91,16 +94,21 @@ def packed_embedding(weight: Tensor, ids: Tensor, bfloat16: bool = False) -> Ten
 
 
 def packable(dtype: torch.dtype, shape: tuple[int, ...] | list[int], stride: tuple[int, ...] | list[int]) -> bool:
-    """Return whether a tensor can be packed: a contiguous, non-empty float32 or bfloat16 matrix."""
-    return dtype in DTYPES and len(shape) == 2 and min(shape) > 0 and list(stride) == [shape[1], 1]
+    """Return whether a tensor can be packed: contiguous, non-empty float32 or bfloat16 matrices, one or several."""
+    rows = [] if len(shape) == 2 else [math.prod(shape[-2:])]
+    return dtype in DTYPES and len(shape) in (2, 3) and min(shape) > 0 and list(stride) == [*rows, shape[-1], 1]
 
 
 def pack(weight: Tensor, out: Tensor | None = None, library: Any = None) -> Tensor:
-    """Pack ``weight`` [N, K], into ``out`` if given (same shape and dtype, contiguous).
+    """Pack ``weight`` [N, K] or [E, N, K], into ``out`` if given (same shape and dtype, contiguous).
 
     With a ``library`` (``native.NativeLibrary``) this runs at memory speed; without one it is plain PyTorch.
     """
     out = torch.empty_like(weight, memory_format=torch.contiguous_format) if out is None else out
+    if weight.dim() == 3:
+        for one, packed in zip(weight, out, strict=True):
+            pack(one, packed, library)
+        return out
     if library is not None:
         library.op("pack")(out, weight)
         return out
@@ -136,24 +144,28 @@ def _blocks(weight: Tensor) -> Iterator[tuple[int, int, int, int]]:
 
 
 def packed_shape(shape: Sequence[int]) -> list[int]:
-    """Return the shape of the packed tensor for a weight of ``shape`` [N, K]."""
-    return [shape[0], shape[1] + SCALE_BYTES]
+    """Return the shape of the tensor in eight bits for a weight of ``shape`` [..., K]."""
+    return [*shape[:-1], shape[-1] + SCALE_BYTES]
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``(q, scale)`` of a weight [N, K]: int8 [N, K] and float32 [N]. A zero row has scale 1."""
+    """Return ``(q, scale)`` of a weight [..., K]: int8 [..., K] and float32 [...]. A zero row has scale 1."""
     wide = weight.float()
-    scale = wide.abs().amax(1) / LARGEST
+    scale = wide.abs().amax(-1) / LARGEST
     scale = torch.where(scale == 0, 1.0, scale)
-    return (wide / scale[:, None]).clamp(-LARGEST, LARGEST).round().to(torch.int8), scale
+    return (wide / scale[..., None]).clamp(-LARGEST, LARGEST).round().to(torch.int8), scale
 
 
 def pack_int8(weight: Tensor, out: Tensor | None = None, library: Any = None) -> Tensor:
-    """Quantize and pack ``weight`` [N, K] as int8 [N, K + 4], into ``out`` if given.
+    """Quantize and pack ``weight`` [..., N, K] as int8 [..., N, K + 4], into ``out`` if given.
 
     With a ``library`` (``native.NativeLibrary``) this runs at memory speed; without one it is plain PyTorch, bit-equal.
     """
     out = torch.empty(packed_shape(weight.shape), dtype=torch.int8) if out is None else out
+    if weight.dim() == 3:
+        for one, packed in zip(weight, out, strict=True):
+            pack_int8(one, packed, library)
+        return out
     if library is not None:
         library.op("pack_int8")(out, weight)
         return out

@@ -25,7 +25,7 @@ def _rounded(weight: Tensor) -> Tensor:
     from nxd_infer.ops.packed import quantize  # slow: torch
 
     q, scale = quantize(weight)
-    return q * scale[:, None]
+    return q * scale[..., None]
 
 
 def _nbytes(shape: Sequence[int]) -> int:

@@ -134,7 +134,7 @@ def _join(graph: fx.Graph, linears: Any) -> None:
 def uses(weight: fx.Node) -> list[Use] | None:
     """Return every use of ``weight``, or None if one of them is neither a linear nor an embedding."""
     value = weight.meta.get("val")
-    if value is None or not packable(value.dtype, value.shape, value.stride()):
+    if value is None or value.dim() != 2 or not packable(value.dtype, value.shape, value.stride()):
         return None
     found: list[Use] = []
     for node in weight.users:
