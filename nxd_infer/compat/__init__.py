@@ -29,7 +29,7 @@ from types import ModuleType
 from typing import Any
 
 from nxd_infer.compat.names import ROOTS
-from nxd_infer.compat.views import View, is_old, is_view, our_module
+from nxd_infer.compat.views import View, is_old, is_view, our_module, our_path
 from nxd_infer.errors import NxdError
 
 ALIAS = "neuronx_distributed"
@@ -39,8 +39,10 @@ class AliasError(NxdError, ImportError):
     """The alias would hide an installed package."""
 
 
-_modules: dict[str, ModuleType] = {}
-"""What has been imported under an old name. Modules below a real package are none of ours."""
+def _is_alias(name: str) -> bool:
+    """Return whether the module imported as ``name`` is one of ours: those below a real package are not."""
+    module = sys.modules.get(name)
+    return isinstance(module, View) or getattr(module, "__name__", name) != name
 
 
 class _AliasFinder(importlib.abc.MetaPathFinder):
@@ -56,19 +58,11 @@ class _AliasFinder(importlib.abc.MetaPathFinder):
         if not below and not any(f"{root}.".startswith(f"{fullname}.") for root in self.roots):
             return None
         parent = fullname.rpartition(".")[0]
-        if below and sys.modules.get(parent) is not _modules.get(parent):
+        if below and not _is_alias(parent):
             return None  # of a real package
         if not is_old(fullname):
-            ours = next(
-                (
-                    f"{ours}{fullname.removeprefix(old)}"
-                    for old, ours in ROOTS.items()
-                    if ours and below and fullname.startswith(old)
-                ),
-                "nothing",
-            )
             raise ModuleNotFoundError(
-                f"{fullname} was looked for as {ours}, which this package does not have", name=fullname
+                f"{fullname} was looked for as {our_path(fullname)}, which this package does not have", name=fullname
             )
         ours = None if is_view(fullname) else our_module(fullname)
         found = None if ours is None else importlib.util.find_spec(ours)
@@ -86,7 +80,6 @@ class _AliasLoader(importlib.abc.Loader):
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module = View(spec.name) if self.ours is None else importlib.import_module(self.ours)
         self._own = getattr(module, "__spec__", None)
-        _modules[spec.name] = module
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -126,10 +119,9 @@ def is_installed() -> bool:
 def uninstall() -> None:
     """Remove the aliases; modules that are already imported stay."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AliasFinder)]
-    for name, module in _modules.items():
-        if sys.modules.get(name) is module:
-            del sys.modules[name]
-    _modules.clear()
+    old = [name for name in sys.modules if any(f"{name}.".startswith(f"{root.partition('.')[0]}.") for root in ROOTS)]
+    for name in filter(_is_alias, old):
+        del sys.modules[name]
     multiprocessing.spawn.get_preparation_data = _prepare
 
 

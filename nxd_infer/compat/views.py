@@ -12,12 +12,18 @@ from nxd_infer.compat.names import OLD, ROOTS, Module
 from nxd_infer.errors import DeviceOnlyError
 
 
+def our_path(path: str) -> str | None:
+    """Return what the module with the names of the old ``path`` is called here, if there is one."""
+    if path in OLD and OLD[path].ours:
+        return OLD[path].ours
+    root = next((root for root in ROOTS if f"{path}.".startswith(f"{root}.")), "")
+    target = ROOTS.get(root)
+    return None if target is None else target + path.removeprefix(root)
+
+
 def our_module(path: str) -> str | None:
     """Return the name of the module here with the names of the old ``path``, or None if there is none."""
-    ours = OLD[path].ours if path in OLD else None
-    for root, target in ROOTS.items():
-        if ours is None and target is not None and f"{path}.".startswith(f"{root}."):
-            ours = target + path.removeprefix(root)
+    ours = our_path(path)
     try:
         return ours if ours is not None and importlib.util.find_spec(ours) is not None else None
     except ModuleNotFoundError:
