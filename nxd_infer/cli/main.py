@@ -283,6 +283,21 @@ app.add_typer(ckpt, name="ckpt")
 app.add_typer(pipeline, name="pipeline")
 
 
+@app.command(epilog="Example:  nxd-infer port train.py modules/")
+def port(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="FILE|DIR", help="Python files, notebooks, or folders.", show_default=False)
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what becomes of the names of neuronx_distributed, torch_neuronx and torch_xla that a program uses.
+
+    Programs are read, not run. The exit status is 1 if a name is absent or a call refused, unless the program expects
+    that (a try around its import); else 0.
+    """
+    raise typer.Exit(cli.port.run(paths, as_json))
+
+
 @app.command(epilog="Example:  nxd-infer doctor")
 def doctor() -> None:
     """Show what this machine has and lacks: torch, compiler, backends, CPU features, memory, optional packages."""

@@ -16,7 +16,7 @@ from tests.support import toy_artifacts as toy
 from tests.support.e2e.command import here, refused
 from tests.support.tiny_models import write_tiny
 
-COMMANDS = ("trace", "recompile", "serve", "generate", "verify", "doctor", "demo")
+COMMANDS = ("trace", "recompile", "serve", "generate", "verify", "doctor", "demo", "port")
 
 
 @pytest.fixture(scope="module")
