@@ -1,6 +1,7 @@
 """This rank and its groups: the rank layout as a pure function, and the immutable ParallelContext over it.
 
 Axes are ordered ``pp, dp, cp, tp``: tp is innermost, so a tensor-parallel group is a run of consecutive ranks.
+Experts see the same ranks as ``pp, edp, ep, tp``: the ranks of dp and cp, in pieces of ep that share the experts.
 
 The process has a *default* context (``set_default_context``); ``use_context`` overrides it inside a ``with`` block.
 New threads see the default, never another thread's override. Without either, every degree is 1 and nothing is
@@ -18,6 +19,8 @@ from nxd_infer.errors import ParallelConfigError
 from nxd_infer.util.options import whole_number
 
 AXES = ("pp", "dp", "cp", "tp")
+EXPERT_AXES = ("edp", "ep")
+"""Another view of the ranks of dp and cp: copies of the experts, and ranks that share them."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +37,29 @@ class Axis:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The degree of each axis over ``world_size`` ranks, row-major ``[pp, dp, cp, tp]``."""
+    """The degree of each axis over ``world_size`` ranks, row-major ``[pp, dp, cp, tp]``.
+
+    For experts it is ``[pp, edp, ep, tp]``.
+    """
 
     world_size: int
     pp: int
     dp: int
     cp: int
     tp: int
+    ep: int = 1
+
+    @property
+    def edp(self) -> int:
+        return self.dp * self.cp // self.ep
 
     def degree(self, axis: str) -> int:
         return getattr(self, axis)
 
     def stride(self, axis: str) -> int:
         """Return the distance between consecutive ranks of a group on ``axis``."""
-        inner = AXES[AXES.index(axis) + 1 :]
+        order = ("pp", *EXPERT_AXES, "tp") if axis in EXPERT_AXES else AXES
+        inner = order[order.index(axis) + 1 :]
         stride = 1
         for name in inner:
             stride *= self.degree(name)
@@ -83,13 +95,16 @@ def rank_layout(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
     context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
 ) -> RankLayout:
-    """Lay ``world_size`` ranks out over the axes; data parallelism gets the remaining factor.
+    """Lay ``world_size`` ranks out over the axes; data parallelism gets the remaining factor, which experts share.
 
-    Raises ParallelConfigError if a degree is below 1 or if their product does not divide the world.
+    Raises ParallelConfigError if a degree is below 1, if their product does not divide the world, or if that of the
+    experts does not divide the data parallel ranks.
     """
     tp, pp, cp = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
-    for name, value in (("tensor", tp), ("pipeline", pp), ("context", cp)):
+    ep = expert_model_parallel_size
+    for name, value in (("tensor", tp), ("pipeline", pp), ("context", cp), ("expert", ep)):
         whole_number(f"{name} parallel size", value, ParallelConfigError, 1)
     if world_size < 1:
         raise ParallelConfigError(f"world size must be at least 1, got {world_size}")
@@ -100,7 +115,14 @@ def rank_layout(
             f"tensor x pipeline x context = {tp} x {pp} x {cp} = {product} does not divide the world of "
             f"{world_size} ranks; with these pipeline and context sizes the tensor parallel size can be one of {fits}"
         )
-    return RankLayout(world_size, pp, world_size // product, cp, tp)
+    replicas = world_size // (tp * pp)
+    if replicas % ep:
+        fits = [d for d in range(1, replicas + 1) if replicas % d == 0]
+        raise ParallelConfigError(
+            f"the expert parallel size {ep} does not divide the {replicas} data parallel ranks that share the experts; "
+            f"it can be one of {fits}"
+        )
+    return RankLayout(world_size, pp, world_size // product, cp, tp, ep)
 
 
 RING_ORDERS = ("ascending", "ascending_descending")
@@ -155,6 +177,14 @@ class ParallelContext:
     def cp(self) -> Axis:
         return self.axis("cp")
 
+    @property
+    def ep(self) -> Axis:
+        return self.axis("ep")
+
+    @property
+    def edp(self) -> Axis:
+        return self.axis("edp")
+
 
 def make_context(
     world_size: int = 1,
@@ -163,10 +193,11 @@ def make_context(
     tp: int = 1,
     pp: int = 1,
     cp: int = 1,
+    ep: int = 1,
     collectives: str = "local",
 ) -> ParallelContext:
     """Return a context for ``rank`` of ``world_size``; a pure function that starts nothing."""
-    return ParallelContext(world_size, rank, rank_layout(world_size, tp, pp, cp), collectives)
+    return ParallelContext(world_size, rank, rank_layout(world_size, tp, pp, cp, ep), collectives)
 
 
 LOCAL = make_context()

@@ -22,6 +22,7 @@ from nxd_infer.comm.launched import join_launched_world, launched_world
 from nxd_infer.comm.protocol import collectives_of, register_collectives, unregister_collectives
 from nxd_infer.context import (
     AXES,
+    EXPERT_AXES,
     LOCAL,
     ParallelContext,
     RankLayout,
@@ -51,6 +52,14 @@ __all__ = [
     "get_data_parallel_rank",
     "get_data_parallel_size",
     "get_data_parallel_src_rank",
+    "get_expert_data_parallel_group",
+    "get_expert_data_parallel_rank",
+    "get_expert_data_parallel_size",
+    "get_expert_data_parallel_src_rank",
+    "get_expert_model_parallel_group",
+    "get_expert_model_parallel_rank",
+    "get_expert_model_parallel_size",
+    "get_expert_model_parallel_src_rank",
     "get_pipeline_model_parallel_group",
     "get_pipeline_model_parallel_next_rank",
     "get_pipeline_model_parallel_prev_rank",
@@ -83,6 +92,8 @@ class ParallelGroups(NamedTuple):
     tp_groups: list[list[int]]
     dp_groups: list[list[int]]
     pp_groups: list[list[int]]
+    ep_model_groups: list[list[int]]
+    ep_data_groups: list[list[int]]
     cp_groups: list[list[int]]
 
 
@@ -115,7 +126,8 @@ def initialize_model_parallel(
     gets the remaining factor. Ranks are ordered ``[pipeline, data, context, tensor]``: a tensor parallel group is a run
     of consecutive ranks.
 
-    ``expert_model_parallel_size``: must be 1; experts are not split over ranks yet.
+    ``expert_model_parallel_size``: ranks that share the experts of a mixture, which are data parallel ranks for the
+    rest of the model: ``[pipeline, expert data, expert, tensor]``.
     ``lnc_size``: must be 1; physical cores are not combined into logical ones yet.
     ``skip_collective_init``: no effect. The reference runs one collective per group; this package runs none.
     ``timeout``: seconds that a collective waits for its peers before it raises CollectiveTimeoutError, and that the
@@ -130,16 +142,20 @@ def initialize_model_parallel(
     without ``destroy_model_parallel()``. A rank of ``parallel_model_trace`` is already initialised: requesting the same
     degrees there does nothing.
     """
-    for name, value in (("expert_model_parallel_size", expert_model_parallel_size), ("lnc_size", lnc_size)):
-        if value != 1:
-            raise ParallelConfigError(f"{name}={value!r} is not supported yet: leave it out, or pass 1")
-    sizes = (tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
+    if lnc_size != 1:
+        raise ParallelConfigError(f"lnc_size={lnc_size!r} is not supported yet: leave it out, or pass 1")
+    sizes = (
+        tensor_model_parallel_size,
+        pipeline_model_parallel_size,
+        context_parallel_size,
+        expert_model_parallel_size,
+    )
     current = default_context()
     if current is not None and current.collectives == TRACE_COLLECTIVES and not mesh_only:
-        degrees = (current.layout.tp, current.layout.pp, current.layout.cp)
+        degrees = (current.layout.tp, current.layout.pp, current.layout.cp, current.layout.ep)
         if sizes != degrees:
             raise ParallelConfigError(
-                f"this process is a rank of parallel_model_trace with tensor x pipeline x context = {degrees}; "
+                f"this process is a rank of parallel_model_trace with (tensor, pipeline, context, expert) = {degrees}; "
                 f"func asked for {sizes}: give tp_degree to parallel_model_trace instead"
             )
         return None
@@ -148,14 +164,14 @@ def initialize_model_parallel(
     world, rank = (dist.get_world_size(), dist.get_rank()) if group_exists() else (launched_world(), 0)
     if world == 1 and not group_exists() and any(isinstance(size, int) and size > 1 for size in sizes):
         raise ParallelConfigError(
-            f"tensor x pipeline x context = {' x '.join(map(str, sizes))} needs more ranks than this one process: "
+            f"(tensor, pipeline, context, expert) = {sizes} needs more ranks than this one process: "
             "start them with torchrun, or call torch.distributed.init_process_group() first"
         )
     layout = rank_layout(world, *sizes)
     if mesh_only:
-        return ParallelGroups(*(layout.groups(axis) for axis in ("tp", "dp", "pp", "cp")))
+        return ParallelGroups(*(layout.groups(axis) for axis in ("tp", "dp", "pp", "ep", "edp", "cp")))
     if current is not None:
-        degrees = ", ".join(f"{axis}={current.layout.degree(axis)}" for axis in AXES)
+        degrees = ", ".join(f"{axis}={current.layout.degree(axis)}" for axis in (*AXES, "ep"))
         raise ParallelConfigError(
             f"model parallelism is already initialised ({degrees}); call destroy_model_parallel() before changing it"
         )
@@ -190,7 +206,7 @@ def _make_groups(layout: RankLayout, rank: int, timeout: float) -> dict[str, dis
     """Create this rank's process group on every axis of a degree above 1. All ranks create all groups, in one order."""
     limit = datetime.timedelta(seconds=timeout)
     own: dict[str, dist.ProcessGroup] = {}
-    for axis in AXES:
+    for axis in AXES if layout.ep == 1 else (*AXES, *EXPERT_AXES):
         if layout.degree(axis) == 1:
             continue
         for ranks in layout.groups(axis):
@@ -249,6 +265,8 @@ def _getters(name: str, axis: str, members: str) -> tuple[Getter, Getter, Getter
 
 def _process_group(axis: str) -> Any:
     context = current_context()
+    if axis == "edp" and context.ep.degree == context.cp.degree == 1:
+        axis = "dp"
     if not group_exists():
         raise NotInitializedError(
             f"a torch.distributed group for axis {axis!r} needs torch.distributed.init_process_group() and then "
@@ -291,6 +309,18 @@ def _process_group(axis: str) -> Any:
     get_context_parallel_src_rank,
     get_context_parallel_group,
 ) = _getters("context_parallel", "cp", "ranks that share a sequence")
+(
+    get_expert_model_parallel_size,
+    get_expert_model_parallel_rank,
+    get_expert_model_parallel_src_rank,
+    get_expert_model_parallel_group,
+) = _getters("expert_model_parallel", "ep", "ranks that share the experts")
+(
+    get_expert_data_parallel_size,
+    get_expert_data_parallel_rank,
+    get_expert_data_parallel_src_rank,
+    get_expert_data_parallel_group,
+) = _getters("expert_data_parallel", "edp", "copies of each expert")
 
 
 @_constant

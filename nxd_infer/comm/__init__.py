@@ -12,13 +12,23 @@ from typing import TYPE_CHECKING
 from nxd_infer.util.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from nxd_infer.comm.functional import all_gather, all_reduce, axis_rank, barrier, broadcast, reduce_scatter, shard
+    from nxd_infer.comm.functional import (
+        all_gather,
+        all_reduce,
+        all_to_all,
+        axis_rank,
+        barrier,
+        broadcast,
+        reduce_scatter,
+        shard,
+    )
     from nxd_infer.comm.protocol import Collectives, collectives_of, register_collectives, unregister_collectives
 
 __all__ = [
     "Collectives",
     "all_gather",
     "all_reduce",
+    "all_to_all",
     "axis_rank",
     "barrier",
     "broadcast",

@@ -161,6 +161,12 @@ class DistributedCollectives:
         self.run("reduce_scatter", axis, lambda group: dist.all_to_all_single(incoming, outgoing, group=group))
         return received.sum(0, dtype=torch.float32 if x.dtype in HALF else x.dtype).to(x.dtype)
 
+    def all_to_all(self, x: Tensor, axis: str) -> Tensor:
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        outgoing, incoming = as_bytes(x), as_bytes(received)
+        self.run("all_to_all", axis, lambda group: dist.all_to_all_single(incoming, outgoing, group=group))
+        return received
+
     def broadcast(self, x: Tensor, axis: str, src: int = 0) -> Tensor:
         if (shared := self.shared(axis, x)) is not None:
             return self._remembering(lambda: shared.broadcast(x, axis, src))

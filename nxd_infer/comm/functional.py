@@ -61,6 +61,22 @@ def broadcast(x: Tensor, context: ParallelContext, axis: str = "tp", src: int = 
     return collectives_of(context).broadcast(x, axis, src)
 
 
+def all_to_all(x: Tensor, context: ParallelContext, axis: str) -> Tensor:
+    """Send the i-th of equal pieces of the first dimension to rank i; return theirs for this rank, in rank order.
+
+    Raises CollectiveError in a graph, where there is no such operator.
+    """
+    degree = context.axis(axis).degree
+    if degree == 1:
+        return x
+    _ops.check_divisible(x, 0, degree, "all_to_all")
+    if x.is_meta:
+        return torch.empty_like(x)
+    if torch.compiler.is_compiling():
+        raise CollectiveError(f"all_to_all over axis {axis!r} cannot be part of a graph; build the model without it")
+    return collectives_of(context).all_to_all(x, axis)
+
+
 def shard(x: Tensor, context: ParallelContext, axis: str = "tp", dim: int = -1) -> Tensor:
     """Copy this rank's equal piece along ``dim``. No communication; the rank stays data in an exported graph."""
     here = context.axis(axis)

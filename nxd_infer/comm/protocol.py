@@ -42,6 +42,10 @@ class Collectives(Protocol):
         """Sum over the axis, and keep this rank's equal piece along ``dim``."""
         ...
 
+    def all_to_all(self, x: Tensor, axis: str) -> Tensor:
+        """Send each rank its equal piece of the first dimension; return the received ones in rank order."""
+        ...
+
     def broadcast(self, x: Tensor, axis: str, src: int = 0) -> Tensor:
         """Return the tensor of the ``src``-th rank of the axis."""
         ...
@@ -66,7 +70,7 @@ class RefusingCollectives:
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise CollectiveError(self._reason)
 
-    all_reduce = all_gather = reduce_scatter = broadcast = send = recv = barrier = _refuse
+    all_reduce = all_gather = reduce_scatter = all_to_all = broadcast = send = recv = barrier = _refuse
 
     def close(self) -> None:
         """Do nothing."""

@@ -113,6 +113,10 @@ class ShmCollectives:
     def reduce_scatter(self, x: Tensor, axis: str, dim: int) -> Tensor:
         return self._run("reduce_scatter", axis, x, dim, self._degree(axis))
 
+    def all_to_all(self, x: Tensor, axis: str) -> Tensor:
+        here = self._context.axis(axis)
+        return self.all_gather(x[None], axis, 0).unflatten(1, (here.degree, -1))[:, here.rank].flatten(0, 1)
+
     def broadcast(self, x: Tensor, axis: str, src: int = 0) -> Tensor:
         return self._run("broadcast", axis, x, src, self._degree(axis))
 

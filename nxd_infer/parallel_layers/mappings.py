@@ -14,6 +14,7 @@ function                                                forward            backw
 ``scatter_to_sequence_parallel_region``                 own piece          all-gather
 ``gather_from_sequence_parallel_region``                all-gather         reduce-scatter (1)
 ``reduce_scatter_to_sequence_parallel_region``          reduce-scatter     all-gather
+``enter_expert_parallel_region``, ``exit_...``          all-to-all         all-to-all
 ======================================================  =================  ==================
 
 (1) with ``to_model_parallel=False``: own piece, for a gathered value that every rank then uses in the same way.
@@ -32,11 +33,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nxd_infer import comm
-from nxd_infer.context import AXES, ParallelContext, current_context
+from nxd_infer.context import AXES, EXPERT_AXES, ParallelContext, current_context
 from nxd_infer.errors import ParallelConfigError
 
 __all__ = [
+    "all_to_all",
     "copy_to_tensor_model_parallel_region",
+    "enter_expert_parallel_region",
+    "exit_expert_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
     "gather_from_tensor_model_parallel_region_with_dim",
@@ -51,6 +55,7 @@ __all__ = [
 ]
 
 _IDENTITY, _REDUCE, _SHARD, _GATHER, _REDUCE_SCATTER = "identity", "all_reduce", "shard", "all_gather", "reduce_scatter"
+_EXCHANGE = "all_to_all"
 
 
 def reduction_dtype(x: Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
@@ -67,6 +72,8 @@ def _apply(kind: str, x: Tensor, context: ParallelContext, axis: str, dim: int, 
         return comm.shard(x, context, axis, dim)
     if kind == _GATHER:
         return comm.all_gather(x.contiguous(), context, axis, dim)
+    if kind == _EXCHANGE:
+        return comm.all_to_all(x.contiguous(), context, axis)
     wide = x.to(reduction_dtype(x, dtype)).contiguous()
     if kind == _REDUCE:
         return comm.all_reduce(wide, context, axis).to(x.dtype)
@@ -273,6 +280,41 @@ def reduce_scatter_to_sequence_parallel_region(
     return _move(x, _REDUCE_SCATTER, _GATHER, process_group, context, sequence_dimension or 0, reduce_dtype)
 
 
+def all_to_all(x: Tensor, process_group: object = "ep", *, context: ParallelContext | None = None) -> Tensor:
+    """Send the i-th of equal pieces of x's first dimension to rank i; return theirs for this rank, in rank order."""
+    return _move(x, _EXCHANGE, _EXCHANGE, process_group, context)
+
+
+def enter_expert_parallel_region(
+    x: Tensor, scatter_gather: bool = False, *, context: ParallelContext | None = None
+) -> Tensor:
+    """[E, C, H], this rank's tokens for every expert -> [E / ep, ep, C, H], every rank's tokens for its experts.
+
+    ``scatter_gather``: x is replicated over the tensor-parallel ranks; each sends its piece of C only (which must
+    divide), and the pieces are gathered again.
+    """
+    context = current_context() if context is None else context
+    degree = context.ep.degree
+    if x.shape[0] % degree:
+        raise ParallelConfigError(f"{x.shape[0]} experts do not divide over {degree} expert parallel ranks")
+    if scatter_gather:
+        x = scatter_to_tensor_model_parallel_region_with_dim(x, 1, context=context)
+    x = all_to_all(x, context=context)
+    x = x.unflatten(0, (degree, -1)).transpose(0, 1)
+    return gather_from_tensor_model_parallel_region_with_dim(x, 2, context=context) if scatter_gather else x
+
+
+def exit_expert_parallel_region(
+    x: Tensor, scatter_gather: bool = False, *, context: ParallelContext | None = None
+) -> Tensor:
+    """[E / ep, ep, C, H] -> [E, C, H]: invert :func:`enter_expert_parallel_region`."""
+    context = current_context() if context is None else context
+    if scatter_gather:
+        x = scatter_to_tensor_model_parallel_region_with_dim(x, 2, context=context)
+    x = all_to_all(x.transpose(0, 1).flatten(0, 1), context=context)
+    return gather_from_tensor_model_parallel_region_with_dim(x, 1, context=context) if scatter_gather else x
+
+
 def axis_of(process_group: object, context: ParallelContext) -> str:
     """Return the axis of a process group: tp for ``None``, an axis name itself, or the axis with the group's ranks.
 
@@ -286,11 +328,11 @@ def axis_of(process_group: object, context: ParallelContext) -> str:
     if process_group is None:
         return "tp"
     if isinstance(process_group, str):
-        if process_group in AXES:
+        if process_group in (*AXES, *EXPERT_AXES):
             return process_group
         raise ParallelConfigError(f"there is no parallel axis {process_group!r}; the axes are {', '.join(AXES)}")
     ranks = _ranks_of(process_group, context.rank)
-    for axis in ("tp", "cp", "dp", "pp"):
+    for axis in ("tp", "cp", "dp", "pp", "ep", "edp"):
         if context.axis(axis).ranks == ranks:
             return axis
     raise ParallelConfigError(

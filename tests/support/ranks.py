@@ -42,6 +42,7 @@ def run_ranks(
     tp: int | None = None,
     pp: int = 1,
     cp: int = 1,
+    ep: int = 1,
     comm_timeout: float = 120,
     lost: tuple[int, ...] = (),
     capacity: int | None = None,
@@ -58,7 +59,7 @@ def run_ranks(
     Raises RankTestError with the traceback of the rank that failed first, or, after ``timeout`` seconds (a guard
     against hanging), with the stack of every rank that has not answered.
     """
-    degrees = {"tp": tp or world_size // (pp * cp), "pp": pp, "cp": cp}
+    degrees = {"tp": tp or world_size // (pp * cp), "pp": pp, "cp": cp, "ep": ep}
     if collectives == "shm":
         require_native()
     workers: list[_Worker] = []
@@ -209,6 +210,7 @@ def _gloo(job: Job):
         job.degrees["tp"],
         job.degrees["pp"],
         context_parallel_size=job.degrees["cp"],
+        expert_model_parallel_size=job.degrees["ep"],
         timeout=job.comm_timeout,
         shared_memory=job.collectives == "shared",
     )

@@ -142,6 +142,9 @@ class _ReplicaCollectives:
     def broadcast(self, x: Tensor, axis: str, src: int = 0) -> Tensor:
         return self._run("broadcast", x, axis, src)
 
+    def all_to_all(self, x: Tensor, axis: str) -> NoReturn:
+        raise CollectiveError(_NO_MESSAGES)
+
     def send(self, x: Tensor, axis: str, dst: int) -> NoReturn:
         raise CollectiveError(_NO_MESSAGES)
 

@@ -61,9 +61,8 @@ def test_the_references_keywords_at_their_neutral_values():
     assert ps.get_context_model_parallel_group is ps.get_context_parallel_group
     ps.destroy_model_parallel()
     assert ps.initialize_model_parallel(mesh_only=True, **neutral).tp_groups == [[0]]
-    for name in ("expert_model_parallel_size", "lnc_size"):
-        with pytest.raises(ParallelConfigError, match=f"{name}=2 is not supported yet"):
-            ps.initialize_model_parallel(**{name: 2})
+    with pytest.raises(ParallelConfigError, match="lnc_size=2 is not supported yet"):
+        ps.initialize_model_parallel(lnc_size=2)
     assert parallel_layers.initialize_model_parallel is ps.initialize_model_parallel
 
 
@@ -71,6 +70,21 @@ def test_the_groups_of_a_launched_world_without_starting_it(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert ps.initialize_model_parallel(2, mesh_only=True).tp_groups == [[0, 1], [2, 3]]
     assert not torch.distributed.is_initialized()
+
+
+def test_experts_share_the_data_parallel_ranks(monkeypatch):
+    """The reference's view: [pipeline, expert data, expert, tensor]."""
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    groups = ps.initialize_model_parallel(2, 2, expert_model_parallel_size=2, mesh_only=True)
+    assert groups is not None and groups.tp_groups[0] == [0, 1] and groups.dp_groups[0] == [0, 2, 4, 6]
+    assert groups.ep_model_groups == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
+    assert groups.ep_data_groups == [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]]
+    with use_context(make_context(16, 14, tp=2, pp=2, ep=2)):
+        assert ps.get_expert_model_parallel_size() == 2 and ps.get_expert_model_parallel_rank() == 1
+        assert ps.get_expert_data_parallel_size() == 2 and ps.get_expert_data_parallel_rank() == 1
+        assert ps.get_expert_model_parallel_group(as_list=True) == groups.ep_model_groups
+    with pytest.raises(ParallelConfigError, match="3 does not divide the 4 data parallel ranks"):
+        ps.initialize_model_parallel(2, 2, expert_model_parallel_size=3, mesh_only=True)
 
 
 def test_getters_follow_the_current_context():
