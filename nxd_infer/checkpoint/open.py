@@ -5,6 +5,7 @@ What works on stored checkpoints (:mod:`.reshard`, :mod:`.export`, :mod:`.compar
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ from nxd_infer.checkpoint.neuronx.folder import reference_in
 from nxd_infer.checkpoint.neuronx.layouts import infer_layouts, read_rules
 from nxd_infer.checkpoint.neuronx.optimum import layouts_of, metadata_files
 from nxd_infer.checkpoint.storage import storage_of
+from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout import ParamLayout, weight_layout
 
 PathLike = str | os.PathLike[str]
@@ -42,6 +44,7 @@ def open_archive(
         kinds: ``"model"``, ``"optimizer"`` and ``"values"`` (all that are not tensors of one of these).
         config, rules: for the reference's files, which do not say how a tensor was sharded: the directory of the
             model, with its ``config.json``; a JSON file of sharded dimensions, such as ``{"*.o_proj.weight": 1}``.
+            Without both, a ``config.json`` in or beside the checkpoint is used.
 
     Raises CheckpointError if there is no such checkpoint, a file is damaged (by name), or layouts are unknown.
     """
@@ -51,7 +54,7 @@ def open_archive(
     if tables := metadata_files(Path(reference.where)):
         reference.know(layouts_of(reference, tables))
         return reference
-    known = _layouts(config) if config is not None else {}
+    known = _layouts(config) if config is not None else {} if rules is not None else _layouts_beside(reference)
     reference.know({**infer_layouts(reference, {} if rules is None else read_rules(Path(rules)), known), **known})
     return reference
 
@@ -67,6 +70,15 @@ def _layouts(config: PathLike) -> dict[str, ParamLayout]:
     """Return the layouts of the parameters of a Hugging Face directory's model, under each of their names."""
     layouts = weight_layout(build_on_meta(config))
     return {**one_by_one(layouts), **layouts}
+
+
+def _layouts_beside(reference: ReferenceArchive) -> dict[str, ParamLayout]:
+    """Return the layouts of the model whose configuration is in or beside the checkpoint's folder; {} without one."""
+    folder = Path(reference.where)
+    place = next((place for place in (folder, folder.parent) if (place / "config.json").is_file()), None)
+    with contextlib.suppress(ModelConfigError):  # of a model that has no family
+        return {} if place is None else _layouts(place)
+    return {}
 
 
 def build_on_meta(config: PathLike) -> nn.Module:

@@ -32,6 +32,7 @@ class Module:
 
 
 OLD: dict[str, Module] = {
+    "neuronx_distributed.scripts.checkpoint_converter": Module("nxd_infer.checkpoint.neuronx.converter"),
     "neuronx_distributed.trace.trace": Module("nxd_infer.trace.api"),
     "neuronx_distributed.trainer.checkpoint": Module("nxd_infer.checkpoint.api"),
     "neuronx_distributed.trainer.model": Module("nxd_infer.modules.nxd_model"),

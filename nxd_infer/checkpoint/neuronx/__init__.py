@@ -1,1 +1,1 @@
-"""Checkpoints that neuronx_distributed wrote."""
+"""Checkpoints that neuronx_distributed wrote, and its converter."""

@@ -36,7 +36,8 @@ class ReferenceArchive:
 
     def __init__(self, folder: Path):
         self.where, self._folder = str(folder), folder
-        self._flat = not (folder / MARK).exists()  # written by parallel_layers.save
+        # What parallel_layers.save wrote is flat.
+        self._flat = not (folder / MARK).exists() and not (folder / "model").is_dir()
         self._model = files_of_ranks(folder if self._flat else folder / "model")
         self._optimizer = self._model if self._flat else files_of_ranks(folder / "optim")
         places = [*self._model, *self._optimizer]

@@ -7,10 +7,12 @@
                    optim/dp_rank_00_tp_rank_00_pp_rank_00.pt [...]              of every rank with ZeRO-1
     ckpts/tp_rank_00_pp_rank_00/checkpoint.pt                                   its parallel_layers.save
     ckpts/tp_rank_00_pp_rank_00 and tp_rank_00_pp_rank_00.tensors/tensor_0.pt   the same with save_xser
+    pretrained_weight/model/dp_rank_00_tp_rank_00_pp_rank_00.pt                 its checkpoint converter: without marks
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -48,8 +50,10 @@ def _saved_at(folder: Path) -> tuple[int, str]:
 
 
 def _is_whole(folder: Path) -> bool:
-    trainers = (folder / MARK).exists() and (folder / DONE).exists() and not (folder / "manifest.json").exists()
-    return trainers or any(_RANK.match(path.name.removesuffix(TENSORS)) for path in folder.glob("tp_rank_*"))
+    if (folder / MARK).exists():
+        return (folder / DONE).exists() and not (folder / "manifest.json").exists()
+    ranks = itertools.chain(folder.glob("*tp_rank_*"), folder.glob("model/dp_rank_*"))
+    return any(_RANK.match(path.name.removesuffix(TENSORS)) for path in ranks)
 
 
 def files_of_ranks(folder: Path) -> dict[Place, Path]:

@@ -18,8 +18,11 @@ from nxd_infer.checkpoint.neuronx.archive import ReferenceArchive
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import AxisPlan, ParamLayout
 
-Rules = Mapping[str, int | None]
-"""Maps name patterns (``*.o_proj.weight``) to the sharded dimension, or None if replicated."""
+Rules = Mapping[str, int | list[int] | None]
+"""Maps name patterns (``*.o_proj.weight``) to the sharded dimension, or None if replicated.
+
+``[dimension, stride]``: so many tensors are one along it, of each of which a rank has its part (``gate_up_proj``).
+"""
 
 
 def infer_layouts(archive: ReferenceArchive, rules: Rules, known: Container[str] = ()) -> dict[str, ParamLayout]:
@@ -35,8 +38,9 @@ def infer_layouts(archive: ReferenceArchive, rules: Rules, known: Container[str]
             tensors = [rank[name] for rank in ranks if name in rank]
             shape = list(tensors[0].shape)
             axes: list[AxisPlan | int] = list(shape)
-            matching = [dim for pattern, dim in rules.items() if fnmatch.fnmatchcase(name, pattern)]
-            dim = matching[0] if matching else None
+            matching = [rule for pattern, rule in rules.items() if fnmatch.fnmatchcase(name, pattern)]
+            rule = matching[0] if matching else None
+            dim, stride = rule if isinstance(rule, list) else (rule, 1)
             if matching and dim is not None and not -len(shape) <= dim < len(shape):
                 raise CheckpointError(f"the rule for {name!r} cuts dimension {dim}, and its shape is {shape}")
             if not matching and not _replicated(tensors):
@@ -45,7 +49,7 @@ def infer_layouts(archive: ReferenceArchive, rules: Rules, known: Container[str]
                     continue
                 dim = 0
             if dim is not None:
-                axes[dim] = AxisPlan.even(shape[dim] * len(ranks))
+                axes[dim] = AxisPlan.strided(shape[dim] * len(ranks), stride)
             layouts[name] = ParamLayout.of(axes, name)
     if unknown:
         raise CheckpointError(
@@ -66,18 +70,21 @@ def _replicated(ranks: Sequence[Tensor]) -> bool:
     return not constant and all(rank.equal(first) for rank in ranks[1:])
 
 
-def read_rules(path: Path) -> dict[str, int | None]:
+def read_rules(path: Path) -> Rules:
     """Read rules from a JSON file. Raises CheckpointError if it holds none."""
     try:
         rules: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} holds no rules: {error}") from error
-    good = isinstance(rules, dict) and all(
-        dim is None or (isinstance(dim, int) and not isinstance(dim, bool)) for dim in rules.values()
-    )
+    good = isinstance(rules, dict) and all(rule is None or _is_rule(rule) for rule in rules.values())
     if not good:
         raise CheckpointError(
             f'{path} must be a JSON object of name patterns and dimensions, such as {{"*.o_proj.weight": 1}} (null: '
-            "every rank has all of it)"
+            "every rank has all of it; [dimension, stride]: so many tensors in one, as gate_up_proj has [0, 2])"
         )
     return rules
+
+
+def _is_rule(rule: Any) -> bool:
+    numbers = rule if isinstance(rule, list) and len(rule) == 2 else [rule, 1]
+    return all(isinstance(one, int) and not isinstance(one, bool) for one in numbers) and numbers[1] >= 1

@@ -123,6 +123,9 @@ def test_offline_with_a_configuration(tmp_path: Path):
     run_ranks(of_a_llama, 2, str(theirs), str(directory), tp=2)
     run = partial(here, "ckpt")
     assert "it cannot be seen: " in run("reshard", theirs, tmp_path / "ours", "--tp", 1).err
+    (theirs / "config.json").write_bytes((directory / "config.json").read_bytes())
+    assert run("diff", theirs, theirs, "--weights-only").status == 0, "the configuration is found in the folder"
+    (theirs / "config.json").unlink()
     done = run("export-hf", theirs, "--config", directory, "--out", tmp_path / "out")
     assert done.status == 0, done.err
     assert run("reshard", theirs, tmp_path / "ours", "--tp", 3, "--config", directory).status == 0

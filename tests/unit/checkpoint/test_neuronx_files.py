@@ -51,9 +51,20 @@ def test_offline_with_rules(tmp_path: Path):
     model = nn.ModuleDict({"up": nn.Linear(3, 4), "down": nn.Linear(4, 3, bias=False), "norm": nn.RMSNorm(3)})
     load_checkpoint(tmp_path / "ours", "a", model)
     assert torch.equal(model.state_dict()["down.weight"], whole["down.weight"])
-    for text in ("[]", '{"a": "b"}', "{", '{"*": 2}'):  # the last has no such dimension
+    for text in ("[]", '{"a": "b"}', "{", '{"*": [0, 0]}', '{"*": [0, "2"]}', '{"*": 2}'):  # no such dimension
         rules.write_text(text)
         assert run("consolidate", folder, "--out", tmp_path / "x", "--rules", rules).status == 1
+
+
+def test_rules_with_a_stride(tmp_path: Path):
+    """A weight that is two, of each of which a rank has its part."""
+    gate_up = torch.randn(8, 3)
+    gate, up = gate_up.chunk(2)
+    states = [{"gate_up_proj.weight": torch.cat([gate.chunk(2)[rank], up.chunk(2)[rank]])} for rank in (0, 1)]
+    folder = reference_of(tmp_path, states)
+    (tmp_path / "rules.json").write_text(json.dumps({"*gate_up_proj.weight": [0, 2]}))
+    assert here("ckpt", "consolidate", folder, "--out", tmp_path / "x", "--rules", tmp_path / "rules.json").status == 0
+    assert torch.equal(load_file(tmp_path / "x/model.safetensors")["gate_up_proj.weight"], gate_up)
 
 
 def test_the_newest_and_a_mixed_folder(tmp_path: Path):
