@@ -132,9 +132,9 @@ soak: $(STAMP) ## the server under random traffic, swaps and faults (MINUTES=10 
 # kept for a while, which the test that measures memory would see.
 ASAN := $(CURDIR)/.asan
 ASAN_LIBRARIES = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-name=libstdc++.so.6)
-ON_ASAN := $(addprefix tests/integration/,ops/test_fused.py ops/test_native_step.py backends/test_fuse.py backends/test_native_program.py)
+ON_ASAN := $(addprefix tests/integration/,ops/test_fused.py ops/test_packed_experts.py ops/test_native_step.py backends/test_fuse.py backends/test_native_program.py)
 
-asan: $(STAMP) ## tests of fused operators and of the loop with g++'s AddressSanitizer (five minutes)
+asan: $(STAMP) ## tests of fused operators, of experts and of the loop with g++'s AddressSanitizer (five minutes)
 	@mkdir -p -m 700 $(ASAN)
 	@printf '#!/bin/sh\nexec g++ "$$@" -fsanitize=address -fno-omit-frame-pointer -g1 -O1\n' > $(ASAN)/g++
 	@chmod +x $(ASAN)/g++

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 from nxd_infer.backends.cpu import packing
@@ -22,6 +23,9 @@ from nxd_infer.graph.ir import IN_PLACE, graph_to_ir
 from nxd_infer.graph.passes import aten, in_place
 from nxd_infer.graph.stored import Lowered, ir_text, read_ir
 from nxd_infer.ops import COMPOSITE
+
+_BEFORE_PACKING = {op: plain for op, plain in COMPOSITE.items() if op is not torch.ops.nxd.expert_linear.default}
+"""Composites of which the plain form is never packed: an expert's matrix is known by its operator."""
 
 PROGRAM_FILE = "program.json"
 """File beside ``ir.json``: the graph after these passes."""
@@ -49,7 +53,7 @@ def lower(graphs: Sequence[Graph], options: Mapping[str, Any], library: Any) -> 
 
 def _lower(module: fx.GraphModule, library: Any) -> bool:
     """Change one bucket's graph; True if it calls native operators."""
-    native = passes.insert_operators(module, library, COMPOSITE)
+    native = passes.insert_operators(module, library, _BEFORE_PACKING)
     passes.simplify(module)
     passes.eliminate_dead_code(module)
     _update_in_place(module)
@@ -123,12 +127,10 @@ def _choose(
 
 def _encode(module: fx.GraphModule, graph: Graph, encodings: Mapping[str, str], library: Any) -> bool:
     """Read the weights of ``encodings`` in their encoded form; True if the graph calls native operators for it."""
-    if not packing.insert(weight_nodes(module, graph.file), encodings, library):
-        return False
-    if library is None:
-        passes.insert_operators(module, None, COMPOSITE)
+    packed = packing.insert(weight_nodes(module, graph.file), encodings, library)
+    passes.insert_operators(module, library, COMPOSITE)  # what has no native operator, and experts that stay plain
     passes.eliminate_dead_code(module)
-    return library is not None
+    return packed and library is not None
 
 
 def read_program(graph_dir: Path) -> dict[str, Any]:

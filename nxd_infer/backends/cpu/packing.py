@@ -2,13 +2,14 @@
 
 An encoding is chosen once per weight, over all buckets of a rank: packed only if every use in every bucket is a
 linear, ``x @ W.T (+ b)`` in one of the forms that export leaves of it, or (of a table that is a linear's weight too) an
-embedding; or if every use is ``x @ W (+ b)``, of its transpose. Otherwise the weight stays plain everywhere. Values do
-not matter, so ranks with equal graphs agree. A trace that quantises packs the former in eight bits: a tied table, too,
-so that there is one copy of it.
+embedding; or if every use is ``x @ W (+ b)``, of its transpose; or if every use is ``expert_linear``. Otherwise the
+weight stays plain everywhere. Values do not matter, so ranks with equal graphs agree. A trace that quantises packs all
+but those of a transpose in eight bits: a tied table, too, so that there is one copy of it.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,12 +29,13 @@ aten = torch.ops.aten
 _LINEAR = aten.linear.default
 _EMBEDDING = aten.embedding.default
 _PRODUCTS = {aten.mm.default, aten.matmul.default}
+_EXPERTS = torch.ops.nxd.expert_linear.default
 _COND = torch.ops.higher_order.cond
 
 
 @dataclass
 class Use:
-    """One node that reads a weight: ``x @ W.T + bias``, or rows of it (``ids``)."""
+    """One node that reads a weight: ``x @ W.T + bias``, or rows of it (``ids``); of experts, with those of the rows."""
 
     node: fx.Node
     weight: fx.Node
@@ -43,6 +45,7 @@ class Use:
     ids: fx.Node | None = None
     across: bool = False
     """``x @ W + bias`` instead."""
+    experts: fx.Node | None = None
 
 
 def choose(buckets: Sequence[Mapping[str, fx.Node]], minimum: int, form: str = PACKED) -> dict[str, str]:
@@ -62,9 +65,9 @@ def choose(buckets: Sequence[Mapping[str, fx.Node]], minimum: int, form: str = P
 
 def insert(weights: Mapping[str, fx.Node], encodings: Mapping[str, str], library: Any) -> bool:
     """Insert the operators on packed weights, native ones if there are; True if there was a use."""
-    linears, embedding = (
+    linears, embedding, experts = (
         native_operator(library, name) or getattr(torch.ops.nxd, name).default
-        for name in ("packed_linears", "packed_embedding")
+        for name in ("packed_linears", "packed_embedding", "packed_experts")
     )
     replaced: dict[fx.Node, fx.Node] = {}
     for name, weight in weights.items():
@@ -73,7 +76,7 @@ def insert(weights: Mapping[str, fx.Node], encodings: Mapping[str, str], library
             if form != PACKED:
                 _hold(weight, found, form)
             for use in found:
-                _replace(use, linears, embedding, replaced)
+                _replace(use, linears, embedding, experts, replaced)
     for graph in dict.fromkeys(node.graph for node in replaced.values()):
         _join(graph, linears)
     return bool(replaced)
@@ -85,8 +88,9 @@ def encoded_spec(spec: WeightSpec, form: str) -> WeightSpec:
         return spec.model_copy(update={"encoding": form, "shape": spec.shape[::-1], "stride": [spec.shape[0], 1]})
     if form != PACKED_INT8 or spec.dtype == "int8":  # as artifacts of format 1.0 have it
         return spec.model_copy(update={"encoding": form})
-    N, row = packed_shape(spec.shape)
-    return spec.model_copy(update={"encoding": form, "dtype": "int8", "shape": [N, row], "stride": [row, 1]})
+    shape = packed_shape(spec.shape)
+    stride = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    return spec.model_copy(update={"encoding": form, "dtype": "int8", "shape": shape, "stride": stride})
 
 
 def _hold(weight: fx.Node, found: Iterable[Use], form: str) -> None:
@@ -132,9 +136,9 @@ def _join(graph: fx.Graph, linears: Any) -> None:
 
 
 def uses(weight: fx.Node) -> list[Use] | None:
-    """Return every use of ``weight``, or None if one of them is neither a linear nor an embedding."""
+    """Return every use of ``weight``, or None if one of them is none of those above."""
     value = weight.meta.get("val")
-    if value is None or value.dim() != 2 or not packable(value.dtype, value.shape, value.stride()):
+    if value is None or not packable(value.dtype, value.shape, value.stride()):
         return None
     found: list[Use] = []
     for node in weight.users:
@@ -149,6 +153,12 @@ def _uses_by(node: fx.Node, weight: fx.Node) -> Iterable[Use] | None:
     """Return how ``node`` uses ``weight``; None if that use is unknown."""
     if node.op != "call_function":
         return None
+    if weight.meta["val"].dim() == 3 and node.target is not _COND:
+        if node.target is not _EXPERTS or node.args[1] is not weight:
+            return None
+        x, _, experts = node.args
+        use = Use(node, weight, _node(x), experts=_node(experts))
+        return [use] if _fits(use, weight) else None
     if node.target is _LINEAR:
         x, at, *bias = node.args
         use = Use(node, weight, _node(x), _node(bias[0]) if bias else None)
@@ -249,14 +259,17 @@ def _in_branches(node: fx.Node, weight: fx.Node) -> list[Use] | None:
     return found
 
 
-def _replace(use: Use, linears: Any, embedding: Any, replaced: dict[fx.Node, fx.Node]) -> None:
+def _replace(use: Use, linears: Any, embedding: Any, experts: Any, replaced: dict[fx.Node, fx.Node]) -> None:
     """Call the packed operator in place of ``use.node``. What it leaves unused is dead code."""
     node, weight, graph = use.node, use.weight, use.node.graph
-    x, bias, ids = (
-        None if operand is None else replaced.get(operand, operand) for operand in (use.x, use.bias, use.ids)
+    x, bias, ids, chosen = (
+        None if operand is None else replaced.get(operand, operand)
+        for operand in (use.x, use.bias, use.ids, use.experts)
     )
     with graph.inserting_before(node):
-        if ids is not None:
+        if chosen is not None:
+            new = call(graph, experts, x, weight, chosen)
+        elif ids is not None:
             new = call(graph, embedding, weight, ids, node.meta["val"].dtype == torch.bfloat16)
         else:
             row = bias is not None and list(bias.meta["val"].shape) == [weight.meta["val"].shape[0]]

@@ -20,7 +20,7 @@ from nxd_infer.context import LOCAL
 from nxd_infer.errors import ArtifactVersionError, ModelClosedError, TraceConfigError
 from nxd_infer.graph.export import Step
 from nxd_infer.graph.ir import Program
-from nxd_infer.ops import packed
+from nxd_infer.ops import expert_linear, packed
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.model import parallel_model_save
 from nxd_infer.runtime.rank_process.rank import Rank, Runtime
@@ -158,6 +158,40 @@ OTHERS: dict[str, Forward] = {
         x.sum() > 0, lambda y, w: F.linear(y, w), lambda y, w: y @ w, (x, m.square)
     ),
 }
+
+
+class Mixed(nn.Module):
+    """Experts [5, 6, 8], used as ``forward`` says."""
+
+    def __init__(self, forward: Forward):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(0)))
+        self.how = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self, x)
+
+
+def experts_of(x: Tensor) -> Tensor:
+    return x[:, 0].abs().mul(3).long() - 1  # -1 to 6: some rows have none
+
+
+EXPERTS: dict[str, tuple[Forward, bool]] = {
+    "rows": (lambda m, x: expert_linear(x[:, 0], m.weight, experts_of(x[:, 0])), True),
+    "more rows than experts": (
+        lambda m, x: expert_linear(x.flatten(0, 1), m.weight, experts_of(x.flatten(0, 1))),
+        True,
+    ),
+    "of the transpose": (lambda m, x: expert_linear(x[:, 0, :6], m.weight.mT, experts_of(x[:, 0])), False),
+    "and added": (lambda m, x: expert_linear(x[:, 0], m.weight, experts_of(x[:, 0])) + m.weight.sum(), False),
+    "a batch of products": (lambda m, x: torch.matmul(m.weight, x[0, 0]), False),
+}
+
+
+def test_the_matrices_of_experts_are_packed_and_others_of_three_dimensions_are_not() -> None:
+    forms = {name: Mixed(forward) for name, (forward, _) in EXPERTS.items()}
+    _, chosen = check(forms, torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1)))
+    assert list(chosen) == [f"forms.{i}.weight" for i, (_, packs) in enumerate(EXPERTS.values()) if packs]
 
 
 def test_any_other_use_keeps_a_weight_plain() -> None:
