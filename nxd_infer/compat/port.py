@@ -106,7 +106,7 @@ def examine(paths: Sequence[Path]) -> Report:
     not there.
     """
     files = list(dict.fromkeys(found for path in paths for found in _files(path)))
-    own = {package for package in GONE for file in files if file.parts[-2:] == (package, "__init__.py")}
+    own = {package for package in PACKAGES for file in files if str(file).endswith(f"{package}/__init__.py")}
     report = Report(len(files))
     for file in files:
         try:

@@ -1,0 +1,34 @@
+"""Symmetric quantization: ``weight = quantized * scale``, rounded to nearest."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nxd_infer.ops.packed import LARGEST
+
+
+def largest(dtype: torch.dtype) -> float:
+    """Return the largest number that quantized values of ``dtype`` have."""
+    return torch.finfo(dtype).max if dtype.is_floating_point else LARGEST
+
+
+def absolute_maximum(weight: Tensor, axis: int | None) -> Tensor:
+    """Return the largest absolute values in float32: of each index of dimension ``axis``, other dimensions being 1; of
+    all, ``[1]``, if it is None."""
+    if axis is None:
+        return weight.abs().amax().float().reshape(1)
+    dims = [dim for dim in range(weight.dim()) if dim != axis % weight.dim()]
+    return weight.abs().amax(dims, keepdim=True).float()
+
+
+def scale_for(maximum: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the scales for which ``maximum`` becomes the largest number of ``dtype``; 1 for zeros."""
+    scale = maximum / largest(dtype)
+    return torch.where(scale == 0, 1.0, scale)
+
+
+def quantized(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``weight / scale`` in ``dtype``, clamped and rounded to nearest (ties to even)."""
+    wide = (weight.float() / scale).clamp(-largest(dtype), largest(dtype))
+    return (wide if dtype.is_floating_point else wide.round()).to(dtype)
