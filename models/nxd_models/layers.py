@@ -10,36 +10,18 @@ from functools import partial
 from typing import Annotated, Protocol
 
 import torch
-import torch.nn.functional as F
 from pydantic import AfterValidator
 from torch import Tensor, nn
 
 from nxd_infer.layout import AxisPlan
+from nxd_infer.modules.activations import ACTIVATIONS, known_activation
 from nxd_infer.parallel_layers.layer_norm import SequenceParallelWeights
 from nxd_infer.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from nxd_models.hf.config_file import Problem
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "tanh": torch.tanh,
-}
-_OTHER_NAMES = {"swish": "silu", "gelu_python": "gelu", "gelu_fast": "gelu_pytorch_tanh"}
-
-
-def _known(name: str) -> str:
-    name = _OTHER_NAMES.get(name, name)
-    if name not in ACTIVATIONS:
-        raise ValueError(name)
-    return name
-
-
 Activation = Annotated[
     str,
-    AfterValidator(_known),
+    AfterValidator(known_activation),
     Problem(f"this activation is not supported; known are {', '.join(ACTIVATIONS)}"),
 ]
 """The type of a configuration field that names one of ACTIVATIONS."""

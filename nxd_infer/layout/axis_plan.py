@@ -140,6 +140,11 @@ class AxisPlan(abc.ABC):
         return Replicated(size)
 
     @staticmethod
+    def held(size: int, start: int, stop: int) -> AxisPlan:
+        """Every rank of this group holds ``start..stop``, and ranks of other groups hold the rest: experts."""
+        return Held(size, start, stop)
+
+    @staticmethod
     def even(size: int) -> AxisPlan:
         """Equal consecutive pieces. If ``size`` does not divide: rounded up, with padding at the end, and not exact."""
         return Padded(size, 1, 0.0, False)
@@ -200,6 +205,15 @@ class Replicated(AxisPlan):
 
     def _runs(self, degree: int, rank: int) -> AxisLayout:
         return (Run("", 0, self.whole),)
+
+
+@dataclass(frozen=True)
+class Held(Replicated):
+    start: int
+    stop: int
+
+    def _runs(self, degree: int, rank: int) -> AxisLayout:
+        return (Run("", self.start, self.stop),)
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,12 @@ def describe_piece(
 
 
 def describe_plans(layout: ParamLayout) -> dict[str, Any] | None:
-    """Return ``{"axes": [...], "sources": [[part, logical name], ...]}``, or None for a custom plan class."""
+    """Return ``{"axes": [...], "sources": [[part, logical name], ...]}``, or None for a custom plan class.
+
+    The plans are those of one rank's experts or all: which ones a file has, its runs say.
+    """
     try:
-        axes = [_encode(plan) for plan in layout.axes]
+        axes = [_encode(plan) for plan in layout.of_all_experts().axes]
     except ShardingError:
         return None
     return {"axes": axes, "sources": [list(pair) for pair in layout.sources]}

@@ -167,12 +167,13 @@ class RunsSource:
 
     def __init__(self, pieces: Iterable[Shard], key: str = ""):
         self._key = key
-        self._ranks: dict[str, dict[int, list[Shard]]] = {}
+        # Expert parallel ranks of one tensor parallel rank have different experts, and so different layouts.
+        self._ranks: dict[str, dict[tuple[int, TensorLayout], list[Shard]]] = {}
         self._param_of: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._holdings: dict[str, list[Holding]] = {}
         for piece in pieces:
-            self._ranks.setdefault(piece.param, {}).setdefault(piece.tp_rank, []).append(piece)
+            self._ranks.setdefault(piece.param, {}).setdefault((piece.tp_rank, piece.layout), []).append(piece)
             for name, shape in piece.logical.items():
                 self._param_of[name] = piece.param
                 self._shapes[name] = shape

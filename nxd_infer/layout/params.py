@@ -1,9 +1,9 @@
 """ParamLayout: the layout of a sharded parameter, and the table of all layouts of a module.
 
 A layer describes its parameter with :func:`attach_layout`. The layout is stored on the parameter
-(``param.nxd_layout``, beside the reference's ``tensor_model_parallel``, ``partition_dim``, ``partition_stride`` and
-``num_partitions``) and on its module, because deep copies and ``to_empty`` create new parameters without attributes;
-:func:`restore_attributes` restores them.
+(``param.nxd_layout``, beside the reference's ``tensor_model_parallel``, ``expert_model_parallel``, ``partition_dim``,
+``partition_stride`` and ``num_partitions``) and on its module, because deep copies and ``to_empty`` create new
+parameters without attributes; :func:`restore_attributes` restores them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_infer.errors import ShardingError
-from nxd_infer.layout.axis_plan import AxisPlan
+from nxd_infer.layout.axis_plan import AxisPlan, Held
 from nxd_infer.layout.runs import Run, TensorLayout
 
 MODULE_TABLE = "_nxd_layouts"
@@ -82,6 +82,16 @@ class ParamLayout:
         return any(plan.sharded for plan in self.axes)
 
     @property
+    def expert_dim(self) -> int:
+        """The dimension of the experts if expert parallel ranks hold different ones, else -1."""
+        return next((dim for dim, plan in enumerate(self.axes) if isinstance(plan, Held)), -1)
+
+    def of_all_experts(self) -> ParamLayout:
+        """Return the layout of the parameter with the experts of all expert parallel ranks."""
+        axes = (AxisPlan.replicated(plan.size) if isinstance(plan, Held) else plan for plan in self.axes)
+        return replace(self, axes=tuple(axes))
+
+    @property
     def partition_dim(self) -> int:
         """The first sharded dimension, -1 if replicated (the reference's convention)."""
         return next((dim for dim, plan in enumerate(self.axes) if plan.sharded), -1)
@@ -141,8 +151,8 @@ def attach_layout(
 ) -> ParamLayout:
     """Attach to ``module.<param_name>`` its layout for any degree, and its current degree.
 
-    Sets ``nxd_layout``, ``tensor_model_parallel``, ``partition_dim``, ``partition_stride`` and ``num_partitions`` on
-    the parameter. Raises ShardingError if its shape differs from the layout's at ``degree``.
+    Sets ``nxd_layout``, ``tensor_model_parallel``, ``expert_model_parallel``, ``partition_dim``, ``partition_stride``
+    and ``num_partitions`` on the parameter. Raises ShardingError if its shape differs from the layout's at ``degree``.
     """
     layout = axes if isinstance(axes, ParamLayout) else ParamLayout.of(axes, sources)
     param = getattr(module, param_name)
@@ -161,6 +171,7 @@ def _set_attributes(param: Tensor, layout: ParamLayout, degree: int, stride: int
         "nxd_layout": layout,
         "tensor_model_parallel": layout.sharded,
         "partition_dim": layout.partition_dim,
+        "expert_model_parallel": layout.expert_dim >= 0,
         "partition_stride": stride,
         "num_partitions": degree,
     }

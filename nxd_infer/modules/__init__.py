@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from nxd_infer.util.lazy import lazy_names
 
 _NAMES = {"GQAQKVColumnParallelLinear": ".qkv_linear"}
-_MODULES = ("lora", "qkv_linear", "wrapper")
+_MODULES = ("lora", "moe", "qkv_linear", "wrapper")
 
 if TYPE_CHECKING:
     from nxd_infer.modules import lora

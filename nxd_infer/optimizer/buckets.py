@@ -31,7 +31,7 @@ from nxd_infer import comm
 from nxd_infer.comm.overlapped import Pending, start_all_reduce, start_reduce_scatter
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import ParallelConfigError
-from nxd_infer.parallel_layers.grads import is_sequence_parallel
+from nxd_infer.parallel_layers.grads import is_expert_parallel, is_sequence_parallel
 
 MEGABYTE = 1 << 20
 
@@ -59,6 +59,8 @@ class Bucket:
     size: int
     dtype: torch.dtype
     device: torch.device
+    axis: str = "dp"
+    """The ranks that hold these parameters: dp, or edp for experts if expert parallel ranks hold different ones."""
     flat: Tensor | None = None
     waiting: int = 0
     pending: Pending | None = None
@@ -72,7 +74,7 @@ class Bucket:
 def make_buckets(
     params: Sequence[Tensor], degree: int, cap_mb: float, first: int = 0, reduce_dtype: torch.dtype = torch.float32
 ) -> list[Bucket]:
-    """Return buckets over ``params[first:]`` in reverse, each of one device and dtype; no parameter spans two buckets.
+    """Return buckets over ``params[first:]`` in reverse, each of one axis, device and dtype; no parameter spans two.
 
     Gradients are reduced in ``reduce_dtype``, or in their own dtype if that is wider.
     """
@@ -81,10 +83,11 @@ def make_buckets(
     for index in reversed(range(first, len(params))):
         param = params[index]
         dtype = torch.promote_types(param.dtype, reduce_dtype)
-        key = (param.device, param.dtype)
+        axis = "edp" if is_expert_parallel(param) else "dp"
+        key = (param.device, param.dtype, axis)
         bucket = open_for.get(key)
         if bucket is None or (bucket.size + param.numel()) * dtype.itemsize > cap_mb * MEGABYTE:
-            bucket = open_for[key] = Bucket([], 0, dtype, param.device)
+            bucket = open_for[key] = Bucket([], 0, dtype, param.device, axis)
             buckets.append(bucket)
         bucket.slots.append(Slot(index, bucket.size, bucket.size + param.numel()))
         bucket.size += param.numel()
@@ -101,7 +104,7 @@ _reducers: weakref.WeakSet[GradReducer] = weakref.WeakSet()
 
 
 class GradReducer:
-    """Averages the gradients of ``params`` over the data-parallel ranks.
+    """Averages the gradients of ``params`` over the data-parallel ranks: of experts, over the ranks that hold them.
 
     ``scatter``: each rank gets the average of only its equal share of every bucket.
     ``accumulate_dtype``: narrower gradients are summed over backward passes in this dtype, in ``param.main_grad``, and
@@ -197,7 +200,9 @@ class GradReducer:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy the state between two steps, whatever the current state: no gradients, and new hooks."""
-        buckets = [Bucket(bucket.slots, bucket.size, bucket.dtype, bucket.device) for bucket in self.buckets]
+        buckets = [
+            Bucket(bucket.slots, bucket.size, bucket.dtype, bucket.device, bucket.axis) for bucket in self.buckets
+        ]
         return {
             **vars(self),
             "buckets": buckets,
@@ -329,7 +334,7 @@ class GradReducer:
             else:
                 place.copy_((grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1))
         start = start_reduce_scatter if self.scatter else start_all_reduce
-        bucket.pending = start(bucket.flat, self.context, "dp")
+        bucket.pending = start(bucket.flat, self.context, bucket.axis)
         bucket.dirty = False
 
     # --- before the step ------------------------------------------------------------------------------
@@ -381,7 +386,7 @@ class GradReducer:
             if again:
                 self._launch(bucket)
                 bucket.result = bucket.pending.wait()
-            bucket.result.mul_(1.0 / self.degree)
+            bucket.result.mul_(1.0 / self.degree)  # an expert's is a sum already, over the ranks whose tokens it had
             bucket.pending = None
         self._expected, self._expected_ends = (max(1, count) for count in agreed[-2:])
         self._overlaps = not agreed[-3]
@@ -397,7 +402,8 @@ class GradReducer:
             return self.gradient(index)
         bucket, slot = self._place_of[index]
         assert bucket.result is not None
-        first = slot.start - (self.context.dp.rank * (bucket.size // self.degree) if self.scatter else 0)
+        here = self.context.axis(bucket.axis)
+        first = slot.start - (here.rank * (bucket.size // here.degree) if self.scatter else 0)
         return bucket.result[first + start : first + stop]
 
     def _modified(self, bucket: Bucket) -> bool:

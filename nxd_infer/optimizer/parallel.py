@@ -331,9 +331,11 @@ class NxDOptimizer(OptimizerWrapper):
         return dict(zip(self.names, whole, strict=True))
 
     def _shares(self) -> list[gradients.Share]:
-        over_dp = self.zero1 and self._reducer.communicates
+        over = "dp" if self.zero1 and self._reducer.communicates else None
         return [
-            gradients.Share(piece.tensor.grad, piece.spans, over_dp)
+            gradients.Share(
+                piece.tensor.grad, piece.spans, over or ("ep" if gradients.is_expert_parallel(piece.param) else None)
+            )
             for piece in self.pieces
             if piece.tensor.grad is not None
         ]

@@ -119,8 +119,9 @@ def _piece(reducer: GradReducer, index: int, shard: tuple[int, int] | None, mast
 
 def shard_of(bucket: Bucket, context: ParallelContext) -> tuple[int, int]:
     """Return the range of a bucket that belongs to this data-parallel rank."""
-    size = bucket.size // context.dp.degree
-    return context.dp.rank * size, (context.dp.rank + 1) * size
+    here = context.axis(bucket.axis)
+    size = bucket.size // here.degree
+    return here.rank * size, (here.rank + 1) * size
 
 
 class Publisher:
@@ -179,7 +180,7 @@ class Publisher:
             if piece is not None:
                 at = slot.start + piece.start
                 flat[at : at + piece.tensor.numel()].copy_(piece.tensor.reshape(-1))
-        return start_all_gather(flat, self._reducer.context, "dp")
+        return start_all_gather(flat, self._reducer.context, bucket.axis)
 
     @torch.no_grad()
     def gather(self, values: Sequence[Tensor | None]) -> list[Tensor]:
@@ -197,7 +198,7 @@ class Publisher:
                 if value is not None:
                     at = slot.start + self._by_index[slot.index].start
                     flat[at : at + value.numel()].copy_(value.reshape(-1))
-            flat = start_all_gather(flat, self._reducer.context, "dp").wait()
+            flat = start_all_gather(flat, self._reducer.context, bucket.axis).wait()
             for slot in bucket.slots:
                 whole[slot.index] = flat[slot.start : slot.stop].view(self._reducer.params[slot.index].shape)
         return [whole[i] for i in range(len(self._reducer.params))]

@@ -187,7 +187,7 @@ class ParallelLayer(nn.Module):
 
     def _attach(self, name: str, sources: Any, stride: int) -> None:
         layout = ParamLayout.of(self.axes_of(name), sources)
-        if layout.sharded:
+        if layout.sharded or layout.expert_dim >= 0:
             attach_layout(self, name, layout, degree=self.degree, stride=stride)
 
     def plans_changed(self) -> None:

@@ -47,8 +47,8 @@ class Share:
 
     grad: Tensor
     spans: Spans
-    over_dp: bool = False
-    """Whether data-parallel ranks hold different elements (ZeRO-1), so that all of theirs count."""
+    over: str | None = None
+    """The axis whose ranks hold different elements, so that all of theirs count: dp with ZeRO-1, ep for experts."""
 
 
 # --- the elements that a rank counts ----------------------------------------------------------------------
@@ -57,6 +57,11 @@ class Share:
 def split_over_ranks(param: Tensor) -> bool:
     """Return whether the tensor-parallel ranks hold different elements of ``param``."""
     return bool(getattr(param, "tensor_model_parallel", False)) and getattr(param, "num_partitions", 2) > 1
+
+
+def is_expert_parallel(param: Tensor) -> bool:
+    """Return whether the expert parallel ranks hold different experts in ``param``."""
+    return bool(getattr(param, "expert_model_parallel", False))
 
 
 def counted_spans(param: Tensor, context: ParallelContext | None = None) -> Spans:
@@ -100,8 +105,8 @@ def norm_order(norm_type: float | int | str) -> float:
 def total_norm(shares: Sequence[Share], p: float, context: ParallelContext, *, zero1: bool = False) -> Tensor:
     """Return the p-norm of all counted elements over all ranks, a 0-d float32 or float64 tensor.
 
-    Every tensor- and pipeline-parallel rank must call it, with ``zero1`` also every data-parallel rank. If a sum
-    overflows float32, it is computed again in float64, so the norm is non-finite only if a gradient is.
+    Every tensor-, pipeline- and expert-parallel rank must call it, with ``zero1`` also every data-parallel rank. If a
+    sum overflows float32, it is computed again in float64, so the norm is non-finite only if a gradient is.
     """
     norm = _combined_norm(shares, p, context, zero1, wide=False)
     if not torch.isfinite(norm):
@@ -110,11 +115,16 @@ def total_norm(shares: Sequence[Share], p: float, context: ParallelContext, *, z
 
 
 def _combined_norm(shares: Sequence[Share], p: float, context: ParallelContext, zero1: bool, wide: bool) -> Tensor:
-    norm = _local_norm([share for share in shares if not share.over_dp], p, wide)
-    if zero1:
-        pieces = _over_ranks(_local_norm([share for share in shares if share.over_dp], p, wide), p, context, "dp")
+    norm = _local_norm([share for share in shares if share.over is None], p, wide)
+    for axis in _split_axes(context, zero1):
+        pieces = _over_ranks(_local_norm([share for share in shares if share.over == axis], p, wide), p, context, axis)
         norm = torch.linalg.vector_norm(torch.stack([norm.to(pieces), pieces]), p)
     return _over_ranks(_over_ranks(norm, p, context, "tp"), p, context, "pp")
+
+
+def _split_axes(context: ParallelContext, zero1: bool) -> tuple[str, ...]:
+    """Return the axes that shares may be over: with ZeRO-1 all data-parallel ranks differ, in experts as well."""
+    return ("dp",) if zero1 else ("ep",) if context.ep.degree > 1 else ()
 
 
 def _local_norm(shares: Sequence[Share], p: float, wide: bool) -> Tensor:
@@ -198,7 +208,7 @@ def nonfinite(shares: Sequence[Share | None], context: ParallelContext, *, zero1
     flags = [0 if share is None or bool(torch.isfinite(_values(share.grad)).all()) else 1 for share in shares]
     device = next((share.grad.device for share in shares if share is not None), transport_device())
     bad = torch.tensor(flags, dtype=torch.int32, device=device)
-    for axis in ("tp", "dp") if zero1 else ("tp",):
+    for axis in ("tp", *_split_axes(context, zero1)):
         bad = comm.all_reduce(bad, context, axis, "max")
     return bad.nonzero().flatten().tolist()
 
@@ -258,7 +268,11 @@ def _shares(parameters: Iterable[Tensor] | Tensor, context: ParallelContext, ove
             "gradients are summed in param.main_grad (use_fp32_grad_acc), so they cannot be clipped by hand: "
             "set max_grad_norm, and read optimizer.grad_norm"
         )
-    return [Share(p.grad, counted_spans(p, context), over_dp) for p in once if p.grad is not None]
+    return [
+        Share(p.grad, counted_spans(p, context), "dp" if over_dp else "ep" if is_expert_parallel(p) else None)
+        for p in once
+        if p.grad is not None
+    ]
 
 
 def allreduce_sequence_parallel_gradients(

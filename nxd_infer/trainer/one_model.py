@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from nxd_infer.comm import all_reduce
-from nxd_infer.context import current_context
+from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.parallel_layers.base import ParallelLayer
+from nxd_infer.parallel_layers.grads import is_expert_parallel
 from nxd_infer.util.devices import transport_device
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -28,11 +29,16 @@ def require_one_model(model: nn.Module) -> None:
                     f"{layer.axis!r}, and this is rank {axis.rank} of {axis.degree}: {_FIX}"
                 )
     named = [(name, param) for name, param in model.named_parameters() if not param.is_meta]
-    if context.dp.degree == 1 or not named:
+    for axis, experts in (("dp", False), ("edp", True)):
+        _require_equal([one for one in named if is_expert_parallel(one[1]) == experts], context, axis)
+
+
+def _require_equal(named: list[tuple[str, nn.Parameter]], context: ParallelContext, axis: str) -> None:
+    if context.axis(axis).degree == 1 or not named:
         return
     device = transport_device()
     sums = torch.stack([_sum_of_bits(param.detach()).to(device) for _, param in named])
-    most = all_reduce(torch.stack([sums, -sums]), context, "dp", "max")
+    most = all_reduce(torch.stack([sums, -sums]), context, axis, "max")
     differ = (most[0] != -most[1]).tolist()
     names = [name for (name, _), differs in zip(named, differ, strict=True) if differs]
     if names:

@@ -1,0 +1,250 @@
+"""Linear layers of all experts in one parameter ``[E, in, out]``, and the router's linear layer.
+
+The experts are split over the expert parallel ranks, and each of them over the tensor parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nxd_infer.errors import ShardingError
+from nxd_infer.layout import AxisPlan
+from nxd_infer.ops import expert_linear
+from nxd_infer.parallel_layers import mappings
+from nxd_infer.parallel_layers.base import (
+    DeviceLike,
+    Fill,
+    ParallelLayer,
+    device_of,
+    init_linear_bias,
+    init_linear_weight,
+    size_plan,
+    whole_size,
+)
+from nxd_infer.parallel_layers.layer_norm import SequenceParallelWeights
+
+
+class ExpertFusedLinear(ParallelLayer):
+    """What both linear layers have: a weight ``[E / ep, in, out]`` and a bias ``[E / ep, out]``, or None.
+
+    Each expert is initialised as an ``nn.Linear`` of its own, one after another. Raises ShardingError if the experts do
+    not divide over the expert parallel ranks.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    input_plan: AxisPlan | int
+    output_plan: AxisPlan | int
+
+    def __init__(
+        self,
+        num_experts: int,
+        input_size: int,
+        output_size: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: DeviceLike,
+        stride: int,
+        init_method: Fill | None,
+        keep_master_weight: bool,
+        tensor_model_parallel_group: object,
+    ):
+        super().__init__(tensor_model_parallel_group)
+        self.num_experts, self.stride = whole_size(num_experts), stride
+        self.input_size, self.output_size = whole_size(input_size), whole_size(output_size)
+        self.init_method, self.keep_master_weight = init_method, keep_master_weight
+        self.plan_axes()
+        ep = self.context.ep
+        if self.num_experts % ep.degree:
+            raise ShardingError(
+                f"{type(self).__name__}: {self.num_experts} experts do not divide over {ep.degree} expert parallel "
+                "ranks; use a degree that divides them"
+            )
+        self.num_local_experts = self.num_experts // ep.degree
+        first = ep.rank * self.num_local_experts
+        self._experts: AxisPlan | int = self.num_experts
+        if ep.degree > 1:
+            self._experts = AxisPlan.held(self.num_experts, first, first + self.num_local_experts)
+        self.new_parameter("weight", dtype, device_of(device), stride=stride)
+        if bias:
+            self.new_parameter("bias", dtype, device_of(device), stride=stride)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def plan_axes(self) -> None:
+        """Set ``input_plan`` and ``output_plan``."""
+        raise NotImplementedError
+
+    def axes_of(self, name: str) -> Sequence[AxisPlan | int]:
+        inputs = [self.input_plan] if name == "weight" else []
+        return (self._experts, *inputs, self.output_plan)
+
+    def reset_parameters(self) -> None:
+        """Give the layer the logical weights that one rank alone would have after the same seed."""
+        fill = self.init_method or init_linear_weight
+
+        def each(weight: Tensor) -> None:
+            for matrix in weight:
+                fill(matrix.t())
+
+        self.master_weight = self.init_parameter("weight", each, keep_master=self.keep_master_weight)
+        if self.bias is not None:
+            self.init_parameter("bias", init_linear_bias(self.input_size))
+
+    def _linear(self, x: Tensor, experts: Tensor | None, bias: Tensor | None) -> Tensor:
+        weight = self.weight
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        if experts is None:
+            y = torch.einsum("e...i,eio->e...o", x, weight)
+            return y if bias is None else y + bias.reshape(bias.shape[0], *[1] * (y.dim() - 2), -1)
+        y = expert_linear(x, weight.transpose(1, 2), experts)
+        return y if bias is None else y + bias[experts.clamp(min=0)]
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_experts={self.num_experts}, input_size={self.input_size}, output_size={self.output_size}, "
+            f"bias={self.bias is not None}, {self.axis}={self.degree}, ep={self.context.ep.degree}"
+        )
+
+
+class ExpertFusedColumnParallelLinear(ExpertFusedLinear):
+    """``y[e] = x[e] A[e] + b[e]`` with the outputs of every expert split over the tensor parallel ranks.
+
+    Args:
+        num_experts, input_size, output_size: logical sizes.
+        stride: the outputs consist of ``stride`` blocks (such as gate and up), and each rank holds a piece of each.
+        init_method: fills an expert's logical ``[output_size, input_size]`` in place; default as in ``nn.Linear``.
+        input_is_shared: the caller has entered the parallel region, as for ColumnParallelLinear.
+        dtype, device, keep_master_weight, tensor_model_parallel_group: as for ColumnParallelLinear.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        input_size: int,
+        output_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: DeviceLike = None,
+        stride: int = 1,
+        init_method: Fill | None = None,
+        keep_master_weight: bool = False,
+        tensor_model_parallel_group: object = None,
+        *,
+        bias: bool = False,
+        input_is_shared: bool = False,
+    ):
+        self.input_is_shared = input_is_shared
+        super().__init__(
+            num_experts,
+            input_size,
+            output_size,
+            bias,
+            dtype,
+            device,
+            stride,
+            init_method,
+            keep_master_weight,
+            tensor_model_parallel_group,
+        )
+
+    def plan_axes(self) -> None:
+        self.input_plan, self.output_plan = self.input_size, size_plan(self.output_size, self.stride)
+
+    def forward(self, x: Tensor, experts: Tensor | None = None) -> Tensor:
+        """[E / ep, ..., in] -> [E / ep, ..., out / tp]; with ``experts`` [N] (of this rank, -1: zeros) rows [N, in]."""
+        assert isinstance(self.output_plan, AxisPlan)
+        self.require_divisible("output_size", self.output_plan)
+        if not self.input_is_shared:
+            x = mappings.copy_to_tensor_model_parallel_region(
+                x, self.axis, context=self.context, reduce_dtype=torch.float32
+            )
+        return self._linear(x, experts, self.bias)
+
+
+class ExpertFusedRowParallelLinear(ExpertFusedLinear):
+    """``y[e] = x[e] A[e] + b[e]`` with the inputs of every expert split; the tensor parallel ranks' results are summed.
+
+    Args:
+        num_experts, input_size, output_size, dtype, device, stride, init_method, keep_master_weight,
+            tensor_model_parallel_group: as for ExpertFusedColumnParallelLinear.
+        reduce_output: False returns this rank's partial sum.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        input_size: int,
+        output_size: int,
+        reduce_output: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: DeviceLike = None,
+        stride: int = 1,
+        init_method: Fill | None = None,
+        keep_master_weight: bool = False,
+        tensor_model_parallel_group: object = None,
+        *,
+        bias: bool = False,
+    ):
+        self.reduce_output = reduce_output
+        super().__init__(
+            num_experts,
+            input_size,
+            output_size,
+            bias,
+            dtype,
+            device,
+            stride,
+            init_method,
+            keep_master_weight,
+            tensor_model_parallel_group,
+        )
+
+    def plan_axes(self) -> None:
+        self.input_plan, self.output_plan = size_plan(self.input_size, self.stride), self.output_size
+
+    def forward(self, x: Tensor, experts: Tensor | None = None) -> Tensor:
+        """[E / ep, ..., in / tp] -> [E / ep, ..., out]; with ``experts`` [N] (of this rank, -1: zeros) rows."""
+        assert isinstance(self.input_plan, AxisPlan)
+        self.require_divisible("input_size", self.input_plan)
+        here = {"process_group": self.axis, "context": self.context, "reduce_dtype": torch.float32}
+        bias = self.bias
+        if bias is not None:  # each rank adds an equal share, so that the sum over the ranks has it once
+            bias = mappings.copy_to_tensor_model_parallel_region(bias, **here) / self.degree
+        y = self._linear(x, experts, bias)
+        return mappings.reduce_from_tensor_model_parallel_region(y, **here) if self.reduce_output else y
+
+
+class LinearRouter(SequenceParallelWeights, nn.Linear):
+    """``nn.Linear`` from hidden states to experts, replicated. It computes in ``dtype``, or in its weight's if wider.
+
+    Autocast, or a model converted to bfloat16, does not change that.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: DeviceLike = None,
+        sequence_parallel_enabled: bool = False,
+    ):
+        super().__init__(input_size, output_size, bias=bias, dtype=dtype, device=device_of(device))
+        self.router_dtype = dtype
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self._mark()
+
+    def forward(self, input: Tensor) -> Tensor:
+        dtype = torch.promote_types(self.router_dtype, self.weight.dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        if torch.is_autocast_enabled(input.device.type):
+            with torch.autocast(input.device.type, enabled=False):
+                return F.linear(input.to(dtype), self.weight.to(dtype), bias)
+        return F.linear(input.to(dtype), self.weight.to(dtype), bias)
