@@ -36,5 +36,8 @@ OLD: dict[str, Module] = {
     "neuronx_distributed.trace.trace": Module("nxd_infer.trace.api"),
     "neuronx_distributed.trainer.checkpoint": Module("nxd_infer.checkpoint.api"),
     "neuronx_distributed.trainer.model": Module("nxd_infer.modules.nxd_model"),
+    "neuronx_distributed.utils.tensor_capture": Module("nxd_infer.modules.tensor_capture"),
+    "neuronx_distributed.utils.tensor_replacement": Module("nxd_infer.modules.tensor_replacement"),
+    "neuronx_distributed.utils.tensor_replacement.registry": Module("nxd_infer.modules.tensor_replacement"),
     "optimum.neuron.distributed": Module("nxd_infer.distributed"),
 }

@@ -1,0 +1,151 @@
+"""Capture what modules return, by their names: in eager mode, and as further outputs of a traced model.
+
+::
+
+    model = enable_tensor_capture(model, ["layers.0.mlp", "norm"])
+    model(x)
+    get_captured_tensors_dict()                 # {"layers.0.mlp": ..., "norm": ...} of the last call
+
+A traced model returns them if its forward does, or with ``enable_tensor_capture(..., returned=True)``. A module that
+returns several tensors has the names ``layers.0.0``, ``layers.0.1``; a second call in one pass is ``layers.0@1``.
+Ranks capture what they hold: of a split tensor, a traced model returns the first rank's piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from nxd_infer.errors import NxdError
+from nxd_infer.util.suggest import nearest
+
+
+class TensorCaptureError(NxdError, ValueError):
+    """A module that the model does not have, or a tensor that does not fit."""
+
+
+@dataclass
+class TensorCaptureConfig:
+    modules_to_capture: Sequence[str] = ()
+    max_intermediate_tensors: int | None = None
+    """At most that many, the first of a call; None: all."""
+    capture_inputs: bool = False
+    """Also the tensors that the modules are given by position, as ``norm.inputs``."""
+
+
+@dataclass
+class _Capture:
+    model: nn.Module
+    most: int | None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    hooks: list[RemovableHandle] = field(default_factory=list)
+
+    def clear(self, *_: Any) -> None:
+        self.tensors.clear()
+        self.calls.clear()
+
+    def add(self, name: str, value: Any) -> None:
+        call = self.calls.get(name, 0)
+        self.calls[name] = call + 1
+        for key, tensor in named_tensors(f"{name}@{call}" if call else name, value):
+            if self.most is None or len(self.tensors) < self.most:
+                self.tensors[key] = tensor
+
+
+_current: _Capture | None = None
+
+
+def enable_tensor_capture(
+    model: nn.Module,
+    modules_to_capture: Sequence[str] | TensorCaptureConfig,
+    max_tensors: int | None = None,
+    capture_inputs: bool = False,
+    *,
+    returned: bool = False,
+) -> nn.Module:
+    """Capture in every call of ``model`` what the named modules return; returns ``model``. Ends an earlier capture.
+
+    ``returned``: the model returns ``(outputs, captured)``. Raises TensorCaptureError for an unknown module.
+    """
+    global _current
+    config = modules_to_capture
+    if not isinstance(config, TensorCaptureConfig):
+        config = TensorCaptureConfig(config, max_tensors, capture_inputs)
+    modules = {path: module_named(model, path) for path in config.modules_to_capture}
+    disable_tensor_capture()
+    _current = _Capture(model, config.max_intermediate_tensors)
+    _current.hooks.append(model.register_forward_pre_hook(_current.clear))
+    for path, module in modules.items():
+        if config.capture_inputs:
+            _current.hooks.append(module.register_forward_pre_hook(partial(_inputs, path)))
+        _current.hooks.append(module.register_forward_hook(partial(_outputs, path)))
+    if returned:
+        _current.hooks.append(model.register_forward_hook(_returned))
+    return model
+
+
+def _inputs(path: str, module: nn.Module, arguments: Any) -> None:
+    register_tensor(f"{path}.inputs", arguments)
+
+
+def _outputs(path: str, module: nn.Module, arguments: Any, outputs: Any) -> None:
+    register_tensor(path, outputs)
+
+
+def _returned(module: nn.Module, arguments: Any, outputs: Any) -> tuple[Any, dict[str, Tensor]]:
+    return outputs, get_captured_tensors_dict()
+
+
+def disable_tensor_capture(model: nn.Module | None = None) -> nn.Module | None:
+    """End the capture, of ``model`` or any, and forget what was captured; returns ``model``."""
+    global _current
+    if _current is not None and model in (None, _current.model):
+        for hook in _current.hooks:
+            hook.remove()
+        _current = None
+    return model
+
+
+def register_tensor(name: str, tensor: Any) -> None:
+    """Capture a tensor, or those in lists and dictionaries, under a name of your own, from inside of a forward;
+    without an enabled capture this does nothing."""
+    if _current is not None:
+        _current.add(name, tensor)
+
+
+def get_captured_tensors_dict() -> dict[str, Tensor]:
+    """Return what the last call, or the present one, has captured so far, by name, in the order of the calls."""
+    return {} if _current is None else dict(_current.tensors)
+
+
+def get_captured_tensors() -> list[Tensor]:
+    """Return the tensors of :func:`get_captured_tensors_dict`."""
+    return list(get_captured_tensors_dict().values())
+
+
+def get_available_modules(model: nn.Module) -> list[str]:
+    """Return the names of all modules."""
+    return [path for path, _ in model.named_modules() if path]
+
+
+def module_named(model: nn.Module, path: str) -> nn.Module:
+    """Return a module by its name. Raises TensorCaptureError with the nearest one."""
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        known = nearest(path, get_available_modules(model))
+        raise TensorCaptureError(f"the model has no module {path!r}{known}") from None
+
+
+def named_tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in a module's result, with their names."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    for place, tensor in enumerate(tensors):
+        yield name if len(tensors) == 1 else f"{name}.{place}", tensor
