@@ -35,6 +35,23 @@ class Axis:
     """Global ranks of the group, in order."""
 
 
+class AxisGroup(str):
+    """The name of an axis, which answers what a ``torch.distributed`` group does, also where there is none."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return current_context().axis(self).ranks
+
+    def size(self) -> int:
+        return current_context().axis(self).degree
+
+    def rank(self) -> int:
+        return current_context().axis(self).rank
+
+    def name(self) -> str:
+        return str(self)
+
+
 @dataclass(frozen=True)
 class RankLayout:
     """The degree of each axis over ``world_size`` ranks, row-major ``[pp, dp, cp, tp]``.

@@ -24,6 +24,7 @@ from nxd_infer.context import (
     AXES,
     EXPERT_AXES,
     LOCAL,
+    AxisGroup,
     ParallelContext,
     RankLayout,
     current_context,
@@ -34,6 +35,7 @@ from nxd_infer.context import (
 from nxd_infer.errors import NotInitializedError, NxdError, ParallelConfigError
 from nxd_infer.layout.params import move_model_to_device
 from nxd_infer.util.devices import HOST, group_exists, transport_device
+from nxd_infer.util.positions import also_in_order
 
 log = logging.getLogger(__name__)
 
@@ -43,36 +45,44 @@ __all__ = [
     "destroy_model_parallel",
     "get_context_model_parallel_group",
     "get_context_model_parallel_rank",
+    "get_context_model_parallel_replica_groups",
     "get_context_model_parallel_size",
+    "get_context_model_parallel_src_tgt_pairs",
     "get_context_parallel_group",
     "get_context_parallel_rank",
     "get_context_parallel_size",
     "get_context_parallel_src_rank",
     "get_data_parallel_group",
     "get_data_parallel_rank",
+    "get_data_parallel_replica_groups",
     "get_data_parallel_size",
     "get_data_parallel_src_rank",
     "get_expert_data_parallel_group",
     "get_expert_data_parallel_rank",
+    "get_expert_data_parallel_replica_groups",
     "get_expert_data_parallel_size",
     "get_expert_data_parallel_src_rank",
     "get_expert_model_parallel_group",
     "get_expert_model_parallel_rank",
+    "get_expert_model_parallel_replica_groups",
     "get_expert_model_parallel_size",
     "get_expert_model_parallel_src_rank",
     "get_pipeline_model_parallel_group",
     "get_pipeline_model_parallel_next_rank",
     "get_pipeline_model_parallel_prev_rank",
     "get_pipeline_model_parallel_rank",
+    "get_pipeline_model_parallel_replica_groups",
     "get_pipeline_model_parallel_size",
     "get_pipeline_model_parallel_src_rank",
     "get_tensor_model_parallel_group",
     "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_replica_groups",
     "get_tensor_model_parallel_size",
     "get_tensor_model_parallel_src_rank",
     "get_world_group",
     "get_zero1_sharding_groups",
     "initialize_model_parallel",
+    "is_global_rank_zero",
     "model_parallel_is_initialized",
     "move_model_to_device",
 ]
@@ -106,6 +116,11 @@ def _constant(function: _F) -> _F:
     return function
 
 
+@also_in_order(
+    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
+    "skip_collective_init lnc_size mesh_only",
+    when=lambda given: len(given) > 2,
+)
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
@@ -256,7 +271,11 @@ def _getters(name: str, axis: str, members: str) -> tuple[Getter, Getter, Getter
         (get_size, "size", f"The number of {members}."),
         (get_rank, "rank", f"This rank's index in its {group}."),
         (get_src_rank, "src_rank", f"The global rank of the first member of this rank's {group}."),
-        (get_group, "group", f"This rank's ``torch.distributed`` {group}; with ``as_list`` each one as global ranks."),
+        (
+            get_group,
+            "group",
+            f"This rank's ``torch.distributed`` {group}, or without one an AxisGroup; with ``as_list`` all, as ranks.",
+        ),
     ):
         function.__name__ = function.__qualname__ = f"get_{name}_{what}"
         function.__doc__ = text
@@ -268,21 +287,13 @@ def _process_group(axis: str) -> Any:
     if axis == "edp" and context.ep.degree == context.cp.degree == 1:
         axis = "dp"
     if not group_exists():
-        raise NotInitializedError(
-            f"a torch.distributed group for axis {axis!r} needs torch.distributed.init_process_group() and then "
-            "initialize_model_parallel(); as_list=True works without"
-        )
+        return AxisGroup(axis)
     if default_context() is None and context.world_size == 1:
         raise NotInitializedError(f"call initialize_model_parallel() before asking for the group of axis {axis!r}")
     if context.world_size == 1:
         return dist.group.WORLD
     transport = collectives_of(context)
-    if not isinstance(transport, DistributedCollectives):
-        raise NotInitializedError(
-            f"axis {axis!r} runs over {type(transport).__name__}, which has no torch.distributed group; "
-            "as_list=True gives its ranks"
-        )
-    return transport.process_group(axis)
+    return transport.process_group(axis) if isinstance(transport, DistributedCollectives) else AxisGroup(axis)
 
 
 (
@@ -340,6 +351,30 @@ def _neighbour(step: int) -> int:
     return axis.ranks[(axis.rank + step) % axis.degree]
 
 
+def _replica_groups(axis: str) -> Callable[[], list[list[int]]]:
+    return lambda: current_context().layout.groups(axis)
+
+
+get_tensor_model_parallel_replica_groups = _replica_groups("tp")
+"""Every group of the axis as global ranks; so in the next ones."""
+get_data_parallel_replica_groups = _replica_groups("dp")
+get_pipeline_model_parallel_replica_groups = _replica_groups("pp")
+get_context_model_parallel_replica_groups = _replica_groups("cp")
+get_expert_model_parallel_replica_groups = _replica_groups("ep")
+get_expert_data_parallel_replica_groups = _replica_groups("edp")
+
+
+def get_context_model_parallel_src_tgt_pairs() -> list[list[int]]:
+    """Return the ring of every context parallel group, as pairs of a rank and the next one."""
+    groups = current_context().layout.groups("cp")
+    return [[group[i], group[(i + 1) % len(group)]] for group in groups for i in range(len(group))]
+
+
+def is_global_rank_zero() -> bool:
+    """Return whether this is the first of all ranks."""
+    return current_context().rank == 0
+
+
 # The reference's longer names for the same axis.
 get_context_model_parallel_size = get_context_parallel_size
 get_context_model_parallel_rank = get_context_parallel_rank
@@ -355,9 +390,15 @@ def get_zero1_sharding_groups() -> list[list[int]]:
 
 
 def get_world_group(as_list: bool = False) -> Any:
-    """The group of all ranks; with ``as_list``, ``[[0, 1, ...]]``. Raises NotInitializedError without a group."""
+    """The group of all ranks; with ``as_list``, ``[[0, 1, ...]]``.
+
+    Without a group, an AxisGroup if all are tensor parallel ranks, else it raises NotInitializedError.
+    """
+    context = current_context()
     if as_list:
-        return [list(range(current_context().world_size))]
+        return [list(range(context.world_size))]
     if not group_exists():
+        if context.tp.degree == context.world_size:
+            return AxisGroup("tp")
         raise NotInitializedError("the world group needs torch.distributed.init_process_group(); as_list=True does not")
     return dist.group.WORLD

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 ROOTS: dict[str, str | None] = {
     "neuronx_distributed": "nxd_infer",
+    "neuronxcc": None,
     "optimum.neuron": None,
     "torch_neuronx": "nxd_infer.compat.torch_neuronx",
 }
@@ -31,13 +32,68 @@ class Module:
     """An old name, and how it behaves otherwise here."""
 
 
+_KERNEL = "call torch.nn.functional.scaled_dot_product_attention, or nki_flash_attn_func of this package"
+_PLAIN = "write it in plain PyTorch, which a backend compiles"
+_KV = "GQAQKVColumnParallelLinear replicates key and value heads over the ranks, and sums their gradients"
+_UTILITIES = "nxd_infer.compat.utilities"
+
 OLD: dict[str, Module] = {
+    "neuronx_distributed.kernels.flash_attn": Module(
+        names={"nki_flash_attn_func": "nxd_infer.compat.attention"},
+        differs={"nki_flash_attn_func": "is computed by PyTorch's scaled_dot_product_attention, on any device"},
+    ),
+    "neuronx_distributed.kernels.ring_attention_kernel": Module(
+        names={"nki_ring_attn_func": "nxd_infer.compat.attention"},
+        differs={"nki_ring_attn_func": "gathers keys and values instead of passing them around the ring"},
+    ),
+    "neuronx_distributed.modules.attention.utils": Module("nxd_infer.compat.attention"),
+    "neuronx_distributed.operators.argmax": Module(names={"argmax": "nxd_infer.parallel_layers.search"}),
+    "neuronx_distributed.operators.topk": Module(names={"topk": "nxd_infer.parallel_layers.search"}),
+    "neuronx_distributed.parallel_layers.parallel_state": Module(
+        "nxd_infer.parallel_state",
+        names={"rmsg": _UTILITIES},
+        device=dict.fromkeys(
+            ("get_kv_shared_group", "get_kv_shared_group_size", "get_kv_shared_replica_groups", "initialize_kv_group"),
+            _KV,
+        ),
+    ),
     "neuronx_distributed.scripts.checkpoint_converter": Module("nxd_infer.checkpoint.neuronx.converter"),
     "neuronx_distributed.trace.trace": Module("nxd_infer.trace.api"),
-    "neuronx_distributed.trainer.checkpoint": Module("nxd_infer.checkpoint.api"),
+    "neuronx_distributed.trainer.checkpoint": Module(
+        "nxd_infer.checkpoint.api", {"finalize_checkpoint": "nxd_infer.checkpoint.api:wait_for_save"}
+    ),
     "neuronx_distributed.trainer.model": Module("nxd_infer.modules.nxd_model"),
+    "neuronx_distributed.utils": Module(names={"cpu_mode": _UTILITIES}),
+    "neuronx_distributed.utils.activation_checkpoint": Module(
+        names={"apply_activation_checkpointing": "nxd_infer.trainer.activation_checkpoint:apply_activation_checkpoint"}
+    ),
+    "neuronx_distributed.utils.adamw_fp32_optim_params": Module("nxd_infer.optimizer.adamw_fp32"),
+    "neuronx_distributed.utils.batch_utils": Module(names={"get_batch_on_this_context_parallel_rank": _UTILITIES}),
+    "neuronx_distributed.utils.logger": Module(names={"get_logger": _UTILITIES}),
+    "neuronx_distributed.utils.model_utils": Module(
+        names={
+            "LogicalNCConfig": _UTILITIES,
+            "get_platform_lnc": _UTILITIES,
+            "move_model_to_device": "nxd_infer.layout.params",
+        }
+    ),
+    "neuronx_distributed.utils.random": Module(names={"set_random_seed": _UTILITIES}),
+    "neuronx_distributed.utils.sampling": Module(names={"Sampler": "nxd_infer.compat.sampling"}),
     "neuronx_distributed.utils.tensor_capture": Module("nxd_infer.modules.tensor_capture"),
     "neuronx_distributed.utils.tensor_replacement": Module("nxd_infer.modules.tensor_replacement"),
     "neuronx_distributed.utils.tensor_replacement.registry": Module("nxd_infer.modules.tensor_replacement"),
+    "neuronx_distributed.utils.utils": Module(names={"hardware": _UTILITIES}),
+    "neuronxcc.nki": Module(names={"jit": "nxd_infer.compat.torch_neuronx:nki_jit"}),
+    "neuronxcc.nki._private_kernels.attention": Module(device={"attention_isa_kernel": _KERNEL}),
+    "neuronxcc.nki.kernels.attention": Module(
+        device=dict.fromkeys(("attention_isa_kernel", "flash_attn_bwd", "flash_fwd"), _KERNEL)
+    ),
+    "neuronxcc.nki.language": Module(device={"nc": _PLAIN}),
     "optimum.neuron.distributed": Module("nxd_infer.distributed"),
+    "torch_neuronx": Module(device=dict.fromkeys(("nki_op", "wrap_nki"), _PLAIN)),
+    "torch_neuronx.utils": Module(names={"get_platform_target": _UTILITIES}),
+    "torch_neuronx.xla_impl.ops": Module(
+        names=dict.fromkeys(("RmsNorm", "neuron_layer", "nki_jit"), "nxd_infer.compat.torch_neuronx"),
+        device={"xla_hlo_call": _PLAIN},
+    ),
 }

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from nxd_infer.context import current_context
+from nxd_infer.context import AxisGroup, current_context
 from nxd_infer.errors import ParallelConfigError, ShardingError
 from nxd_infer.layout import AxisPlan, ParamLayout, attach_layout, layout_of, restore_attributes
 from nxd_infer.layout.runs import Fill as Filling
@@ -55,6 +55,14 @@ def logical_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.dev
 
 DeviceLike = torch.device | str | int | bool | None
 Self = TypeVar("Self", bound="ParallelLayer")
+
+
+def require_own_order(rank_ordering: Sequence[int] | None, degree: int) -> None:
+    """Raise ParallelConfigError if the reference's ``rank_ordering`` is not that of the ranks."""
+    if rank_ordering is not None and list(rank_ordering) != list(range(degree)):
+        raise ParallelConfigError(
+            f"rank_ordering={rank_ordering!r}: rank r always holds the r-th piece of a weight; leave it out"
+        )
 
 
 def device_of(device: DeviceLike) -> torch.device | None:
@@ -154,9 +162,11 @@ class ParallelLayer(nn.Module):
         return self.context.axis(self.axis).rank
 
     @property
-    def tensor_parallel_group(self) -> str:
+    def tensor_parallel_group(self) -> AxisGroup:
         """The axis name, which every function of this package accepts as a group."""
-        return self.axis
+        return AxisGroup(self.axis)
+
+    tensor_model_parallel_group = tensor_parallel_group
 
     # --- parameters -----------------------------------------------------------------------------------
 
@@ -324,8 +334,15 @@ class WeightAndBias(ParallelLayer):
 
     def reset_parameters(self) -> None:
         """Give the layer the logical weights that PyTorch's own would have after the same seed."""
+        self.init_weight_cpu()
+        self._init_bias()
+
+    def init_weight_cpu(self) -> None:
+        """Fill the weight alone, as :meth:`reset_parameters` does."""
         fill = self.init_method or init_linear_weight
         self.master_weight = self.init_parameter("weight", fill, keep_master=self.keep_master_weight)
+
+    def _init_bias(self) -> None:
         if self.bias is not None:
             fill = init_linear_bias(self.fan_in)
             self.master_bias = self.init_parameter("bias", fill, keep_master=self.keep_master_weight)

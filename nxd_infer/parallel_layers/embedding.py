@@ -17,7 +17,16 @@ from nxd_infer import comm
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import AxisPlan
 from nxd_infer.parallel_layers import mappings
-from nxd_infer.parallel_layers.base import DeviceLike, ParallelLayer, device_of, require_inside, size_plan, whole_size
+from nxd_infer.parallel_layers.base import (
+    DeviceLike,
+    ParallelLayer,
+    device_of,
+    require_inside,
+    require_own_order,
+    size_plan,
+    whole_size,
+)
+from nxd_infer.util.positions import also_in_order
 
 
 class ParallelEmbedding(ParallelLayer):
@@ -31,10 +40,14 @@ class ParallelEmbedding(ParallelLayer):
         shard_across_embedding: split the embedding dimension instead of the vocabulary.
         pad: pad the split dimension to a multiple of the degree.
         sequence_parallel_enabled: return this rank's piece of the sequence.
-        sequence_dimension: dimension of the sequence; None is 0, as in the reference.
+        sequence_dimension: dimension of the sequence. None, as in the reference: ids [batch, sequence] give this rank's
+            piece of [sequence, batch, embedding_dim]; ids of other dimensions have the sequence first.
         collect_output: False returns this rank's part: a partial sum, or its slice of the embedding dimension.
         tensor_model_parallel_group: None, an axis name, or a group of ``parallel_state``.
-        use_spmd_rank: accepted, no effect; the rank is always data here, so all ranks export the same graph.
+        use_spmd_rank, tile_cc: accepted, no effect; the rank is always data here, so all ranks export the same graph.
+        rank_ordering: must be None.
+
+    By place the arguments are also taken in the reference's order: ``padding_idx``, a number or None, comes third.
 
     Ids are ``[...]`` int64 or int32, the result is ``[..., embedding_dim]``. An id outside the vocabulary raises
     IndexError at every degree (a device-side assertion on CUDA; an exported graph does not check).
@@ -44,6 +57,12 @@ class ParallelEmbedding(ParallelLayer):
     is_head: bool = False
     """Whether the model's head reads the table, too, without a name of its own for it."""
 
+    @also_in_order(
+        "self num_embeddings embedding_dim padding_idx max_norm norm_type scale_grad_by_freq sparse init_method device "
+        "dtype shard_across_embedding pad sequence_parallel_enabled tensor_model_parallel_group use_spmd_rank "
+        "sequence_dimension tile_cc rank_ordering collect_output",
+        when=lambda given: len(given) > 3 and (given[3] is None or isinstance(given[3], int)),
+    )
     def __init__(
         self,
         num_embeddings: int,
@@ -64,12 +83,15 @@ class ParallelEmbedding(ParallelLayer):
         collect_output: bool = True,
         tensor_model_parallel_group: object = None,
         use_spmd_rank: bool = False,
+        tile_cc: bool = False,
+        rank_ordering: Sequence[int] | None = None,
     ):
         super().__init__(tensor_model_parallel_group)
+        require_own_order(rank_ordering, self.degree)
         if not callable(init_method):
             raise ParallelConfigError(
                 f"ParallelEmbedding: init_method must be callable, got {init_method!r}; "
-                "the third argument is init_method, and padding_idx is a keyword"
+                "the third argument is padding_idx, a number or None, or init_method, a function"
             )
         if whole_size(num_embeddings) < 1:
             raise ParallelConfigError(f"ParallelEmbedding: num_embeddings must be at least 1, got {num_embeddings}")
@@ -90,7 +112,9 @@ class ParallelEmbedding(ParallelLayer):
         self.shard_across_embedding = shard_across_embedding
         self.pad = pad
         self.sequence_parallel_enabled = sequence_parallel_enabled
-        self.sequence_dimension = sequence_dimension or 0
+        self.sequence_dimension = self.sequence_dim = sequence_dimension or 0
+        self.sequence_first = bool(sequence_parallel_enabled) and sequence_dimension is None
+        """Whether ids [batch, sequence] are turned around."""
         self.collect_output = collect_output
         self.weight_partition_dim = 1 if shard_across_embedding else 0
         self.plan = size_plan(embedding_dim if shard_across_embedding else num_embeddings, pad=pad)
@@ -110,6 +134,10 @@ class ParallelEmbedding(ParallelLayer):
         if not self.shard_across_embedding and not self._in_order(self.plan):
             raise ParallelConfigError("ParallelEmbedding: a split vocabulary must be on the ranks in order")
 
+    def init_weight_cpu(self) -> None:
+        """Fill the table, as :meth:`reset_parameters` does."""
+        self.reset_parameters()
+
     def reset_parameters(self) -> None:
         """Give the table the logical values that ``nn.Embedding`` would have after the same seed."""
 
@@ -124,6 +152,8 @@ class ParallelEmbedding(ParallelLayer):
         """Map ids ``[...]`` to ``[..., embedding_dim]``; see the class."""
         what = "embedding_dim" if self.shard_across_embedding else "num_embeddings"
         self.require_divisible(what, self.plan)
+        if self.sequence_first and input.dim() == 2:
+            input = input.transpose(0, 1)
         here = {"process_group": self.axis, "context": self.context}
         if self.degree == 1 or self.shard_across_embedding:
             # It concerns the gradient alone, of which a graph has none.

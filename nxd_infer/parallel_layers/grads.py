@@ -26,9 +26,11 @@ from nxd_infer.util.devices import HOST, transport_device
 
 __all__ = [
     "allreduce_sequence_parallel_gradients",
+    "bucket_allreduce_gradients",
     "clip_grad_norm",
     "counted_spans",
     "get_grad_norm",
+    "param_is_not_shared",
 ]
 
 Spans = tuple[tuple[int, int], ...]
@@ -221,17 +223,21 @@ def get_grad_norm(
     norm_type: float | int | str = 2,
     *,
     zero1_optimizer: bool = False,
+    zero1_optimizer_groups: Sequence[Sequence[int]] | None = None,
+    force_spmd: bool = True,
     context: ParallelContext | None = None,
 ) -> Tensor:
     """Return the norm of the whole model's gradients over all ranks, like ``torch.nn.utils.get_total_norm``.
 
     ``parameters`` are this rank's: an iterable (also a generator) or one tensor; those without a gradient do not count.
     With ``zero1_optimizer`` they are the pieces that a ZeRO-1 optimizer updates, and the norm covers the data-parallel
-    ranks too. Gradients must already be averaged over the data-parallel ranks. Every rank must call it.
+    ranks too, which ``zero1_optimizer_groups`` are, if given. ``force_spmd`` has no effect. Gradients must already be
+    averaged over the data-parallel ranks. Every rank must call it.
 
     Returns a 0-d float32 tensor (float64 for float64 gradients), the same on every rank.
     """
     context = current_context() if context is None else context
+    _require_data_parallel(zero1_optimizer_groups, context)
     shares = _shares(parameters, context, zero1_optimizer)
     return total_norm(shares, norm_order(norm_type), context, zero1=zero1_optimizer)
 
@@ -242,6 +248,8 @@ def clip_grad_norm(
     norm_type: float | int | str = 2,
     *,
     zero1_optimizer: bool = False,
+    zero1_optimizer_groups: Sequence[Sequence[int]] | None = None,
+    force_spmd: bool = True,
     context: ParallelContext | None = None,
 ) -> Tensor:
     """Scale the whole model's gradients to a norm of at most ``max_norm``; return the norm before scaling.
@@ -254,6 +262,7 @@ def clip_grad_norm(
     if context is None:
         require_no_lonely_rank("clip_grad_norm")
         context = current_context()
+    _require_data_parallel(zero1_optimizer_groups, context)
     shares = _shares(parameters, context, zero1_optimizer)
     norm = total_norm(shares, norm_order(norm_type), context, zero1=zero1_optimizer)
     clip_with_norm((share.grad for share in shares), float(max_norm), norm)
@@ -273,6 +282,29 @@ def _shares(parameters: Iterable[Tensor] | Tensor, context: ParallelContext, ove
         for p in once
         if p.grad is not None
     ]
+
+
+def _require_data_parallel(groups: Sequence[Sequence[int]] | None, context: ParallelContext) -> None:
+    own = context.layout.groups("dp")
+    if groups is not None and sorted(map(sorted, groups)) != sorted(map(sorted, own)):
+        raise ParallelConfigError(f"zero1_optimizer_groups must be the data parallel groups {own}, got {groups}")
+
+
+def param_is_not_shared(param: Tensor) -> bool:
+    """Return whether ``param`` belongs to this pipeline stage alone: one that several share has ``shared`` set."""
+    return not getattr(param, "shared", False)
+
+
+@torch.no_grad()
+def bucket_allreduce_gradients(grads_list: Iterable[Tensor], reduce_over_ep_group: bool = False) -> None:
+    """Average gradients in place over the data parallel ranks, in at least float32, with one collective per dtype.
+
+    With expert parallel ranks it is over the ranks with the same experts; then with ``reduce_over_ep_group``, for the
+    other gradients, over those that share them. The optimizers of this package do this themselves.
+    """
+    context = current_context()
+    axis = "ep" if reduce_over_ep_group else "edp" if context.layout.ep > 1 else "dp"
+    _sum_over(grads_list, context, axis, 1 / context.axis(axis).degree)
 
 
 def allreduce_sequence_parallel_gradients(
@@ -297,11 +329,15 @@ def is_sequence_parallel(param: Tensor) -> bool:
 
 def sum_over_tp(grads: Iterable[Tensor], context: ParallelContext) -> None:
     """Sum tensors in place over the tensor-parallel ranks, in at least float32, with one collective per dtype."""
-    if context.tp.degree == 1:
+    _sum_over(grads, context, "tp")
+
+
+def _sum_over(grads: Iterable[Tensor], context: ParallelContext, axis: str, factor: float = 1) -> None:
+    if context.axis(axis).degree == 1:
         return
     for group in _by_type(grads):
         wide = torch.promote_types(group[0].dtype, torch.float32)
-        flat = comm.all_reduce(torch.cat([grad.reshape(-1).to(wide) for grad in group]), context)
+        flat = comm.all_reduce(torch.cat([grad.reshape(-1).to(wide) for grad in group]), context, axis)
         parts = flat.split([grad.numel() for grad in group])
         for grad, part in zip(group, parts, strict=True):
-            grad.copy_(part.view_as(grad))
+            grad.copy_(part.view_as(grad) * factor if factor != 1 else part.view_as(grad))

@@ -63,7 +63,9 @@ class LayerNorm(SequenceParallelWeights, nn.LayerNorm):
         sequence_parallel_enabled: bool = False,
         device: DeviceLike = None,
         dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
     ):
-        super().__init__(normalized_shape, eps, elementwise_affine, device=device_of(device), dtype=dtype)
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device_of(device), dtype)
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self._mark()

@@ -13,18 +13,42 @@ from nxd_infer.errors import ParallelConfigError
 from nxd_infer.parallel_layers.base import ParallelLayer as BaseParallelLayer
 from nxd_infer.parallel_layers.conv import InputChannelParallelConv2d, OutputChannelParallelConv2d
 from nxd_infer.parallel_layers.embedding import ParallelEmbedding
-from nxd_infer.parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
+from nxd_infer.parallel_layers.linear import BaseParallelLinear, ColumnParallelLinear, RowParallelLinear
 from nxd_infer.parallel_layers.mappings import axis_of
+from nxd_infer.parallel_layers.utils import divide
 
 __all__ = [
     "BaseParallelLayer",
+    "BaseParallelLinear",
     "ColumnParallelLinear",
     "InputChannelParallelConv2d",
     "OutputChannelParallelConv2d",
     "ParallelEmbedding",
     "RowParallelLinear",
     "SPMDRank",
+    "create_local_weight",
 ]
+
+
+def create_local_weight(
+    full_weight: Tensor,
+    partition_dim: int,
+    per_partition_size: int,
+    stride: int,
+    out_weight: Tensor | None = None,
+) -> Tensor:
+    """Return this tensor-parallel rank's part of a whole weight: ``per_partition_size`` of dimension ``partition_dim``.
+
+    The dimension consists of ``stride`` blocks, of each of which a rank has a piece. ``out_weight``: where to copy it,
+    which is then returned. Raises ShardingError if the size does not divide by ``stride``.
+    """
+    tp = current_context().tp
+    pieces = full_weight.split(divide(per_partition_size, stride), partition_dim)
+    own = torch.cat(pieces[tp.rank :: tp.degree], partition_dim)
+    if out_weight is None:
+        return own
+    with torch.no_grad():
+        return out_weight.copy_(own)
 
 
 class SPMDRank(nn.Module):

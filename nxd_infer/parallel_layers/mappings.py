@@ -35,6 +35,7 @@ from torch.autograd.function import once_differentiable
 from nxd_infer import comm
 from nxd_infer.context import AXES, EXPERT_AXES, ParallelContext, current_context
 from nxd_infer.errors import ParallelConfigError
+from nxd_infer.parallel_layers.utils import indices_split_along_dim
 
 __all__ = [
     "all_to_all",
@@ -48,6 +49,7 @@ __all__ = [
     "reduce_scatter_to_sequence_parallel_region",
     "reduce_scatter_to_tensor_model_parallel_region_with_dim",
     "scatter_input_channels_to_tensor_model_parallel_region",
+    "scatter_to_process_group_spmd",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
     "scatter_to_tensor_model_parallel_region_with_dim",
@@ -313,6 +315,72 @@ def exit_expert_parallel_region(
         x = scatter_to_tensor_model_parallel_region_with_dim(x, 2, context=context)
     x = all_to_all(x.transpose(0, 1).flatten(0, 1), context=context)
     return gather_from_tensor_model_parallel_region_with_dim(x, 1, context=context) if scatter_gather else x
+
+
+# --- plain moves, without a backward of their own: of ported code ------------------------------------------
+
+
+def _gather_along_dim(x: Tensor, partition_dim: int, process_group: object = None, tile_cc: bool = False) -> Tensor:
+    """Concatenate the ranks' pieces. ``tile_cc``: no effect here, as in the others."""
+    return _plainly(_GATHER, x, partition_dim, process_group)
+
+
+def _gather_along_first_dim(x: Tensor, process_group: object = None) -> Tensor:
+    return _plainly(_GATHER, x, 0, process_group)
+
+
+def _gather_along_last_dim(x: Tensor, process_group: object = None) -> Tensor:
+    return _plainly(_GATHER, x, -1, process_group)
+
+
+def _split_along_dim(x: Tensor, partition_dim: int, process_group: object = None) -> Tensor:
+    return _plainly(_SHARD, x, partition_dim, process_group)
+
+
+def _split_along_first_dim(x: Tensor, process_group: object = None) -> Tensor:
+    return _plainly(_SHARD, x, 0, process_group)
+
+
+def _split_along_last_dim(x: Tensor, process_group: object = None) -> Tensor:
+    return _plainly(_SHARD, x, -1, process_group)
+
+
+def _reduce(x: Tensor, computation: str = "sum", process_group: object = None, tile_cc: bool = False) -> Tensor:
+    """Reduce with ``sum``, ``max`` or ``min``: torch_xla's ``REDUCE_SUM``, ``REDUCE_MAX`` and ``REDUCE_MIN``."""
+    context = current_context()
+    return comm.all_reduce(x.contiguous(), context, axis_of(process_group, context), computation)
+
+
+def _reduce_scatter_along_dim(
+    x: Tensor, partition_dim: int, computation: str = "sum", process_group: object = None, tile_cc: bool = False
+) -> Tensor:
+    """Reduce with ``computation``, as :func:`_reduce`, and keep this rank's piece."""
+    if computation == "sum":
+        return _plainly(_REDUCE_SCATTER, x, partition_dim, process_group)
+    return _plainly(_SHARD, _reduce(x, computation, process_group), partition_dim, process_group)
+
+
+def _reduce_scatter_along_first_dim(x: Tensor, computation: str = "sum", process_group: object = None) -> Tensor:
+    return _reduce_scatter_along_dim(x, 0, computation, process_group)
+
+
+def _reduce_scatter_along_last_dim(x: Tensor, computation: str = "sum", process_group: object = None) -> Tensor:
+    return _reduce_scatter_along_dim(x, -1, computation, process_group)
+
+
+def _plainly(kind: str, x: Tensor, dim: int, process_group: object) -> Tensor:
+    context = current_context()
+    axis = axis_of(process_group, context)
+    return x if context.axis(axis).degree == 1 else _apply(kind, x, context, axis, dim, None)
+
+
+def scatter_to_process_group_spmd(
+    x: Tensor, partition_dim: int, rank: int | Tensor, process_group: object = None
+) -> Tensor:
+    """Replicated -> the piece of ``rank`` (a number or an int tensor [1], which may be data in a graph)."""
+    context = current_context()
+    degree = context.axis(axis_of(process_group, context)).degree
+    return x.index_select(partition_dim, indices_split_along_dim(x, partition_dim, rank, degree))
 
 
 def axis_of(process_group: object, context: ParallelContext) -> str:

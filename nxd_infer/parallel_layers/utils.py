@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from nxd_infer.context import current_context
 from nxd_infer.errors import ShardingError
+from nxd_infer.layout.params import move_model_to_device  # noqa: F401  (ported code imports it from here)
+from nxd_infer.util.devices import HOST
 
 _TP_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "num_partitions", "nxd_layout")
 
@@ -27,6 +33,11 @@ def divide(numerator: int, denominator: int) -> int:
     return numerator // denominator
 
 
+def get_padding_length(numerator: int, denominator: int) -> int:
+    """Return how much has to be added to ``numerator`` so that ``denominator`` divides it."""
+    return -numerator % denominator
+
+
 def split_tensor_along_dim(
     tensor: Tensor, partition_dim: int, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
@@ -40,6 +51,12 @@ def split_tensor_along_last_dim(
 ) -> tuple[Tensor, ...]:
     """Return ``num_partitions`` equal views along the last dimension (copies with ``contiguous_split_chunks``)."""
     return split_tensor_along_dim(tensor, tensor.dim() - 1, num_partitions, contiguous_split_chunks)
+
+
+def indices_split_along_dim(tensor: Tensor, dim: int, rank: int | Tensor, num_partitions: int) -> Tensor:
+    """Return the indices, int64, of the ``rank``-th of ``num_partitions`` equal pieces of a dimension."""
+    size = divide(tensor.shape[dim], num_partitions)
+    return torch.arange(size, device=tensor.device) + rank * size
 
 
 class EmbeddingUtility:
@@ -79,3 +96,53 @@ def copy_tensor_model_parallel_attributes(destination: Tensor, source: Tensor) -
     for name in _TP_ATTRIBUTES:
         if hasattr(source, name):
             setattr(destination, name, getattr(source, name))
+
+
+def param_is_not_tensor_parallel_duplicate(param: Tensor) -> bool:
+    """Return whether this rank counts ``param`` in a sum over the tensor-parallel ranks."""
+    return bool(getattr(param, "tensor_model_parallel", False)) or current_context().tp.rank == 0
+
+
+def get_local_world_size() -> int:
+    """Return the number of ranks on this host: the launcher's ``LOCAL_WORLD_SIZE``, else all."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or current_context().world_size)
+
+
+def requires_init_pg_override() -> bool:
+    """Return whether XLA's process group needs another initialisation than ``init_process_group``: never."""
+    return False
+
+
+def is_pjrt_device() -> bool:
+    """Return whether torch_xla drives a Neuron device."""
+    return os.environ.get("PJRT_DEVICE") == "NEURON"
+
+
+def is_torch_version_greater_than_2() -> bool:
+    """Return whether PyTorch is 2 or later: no other is supported."""
+    return True
+
+
+def move_all_tensor_to_cpu(data: Any, convert: bool = True) -> Any:
+    """Return ``data`` with every tensor in its lists, tuples and dictionaries on the host, unless ``convert=False``."""
+    return tree_map(lambda value: value.to(HOST) if convert and isinstance(value, Tensor) else value, data)
+
+
+def cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:
+    """Return the arguments, their floating-point tensors in autocast's dtype where that is enabled."""
+    kind = next((value.device.type for value in args if isinstance(value, Tensor)), HOST.type)
+    if not torch.is_autocast_enabled(kind):
+        return args
+    dtype = torch.get_autocast_dtype(kind)
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return tree_map(cast, args)
+
+
+def verify_casted_dtype(value: Tensor) -> None:
+    """Raise ShardingError unless a tensor has autocast's dtype where that is enabled."""
+    kind = value.device.type
+    if torch.is_autocast_enabled(kind) and value.is_floating_point() and value.dtype != torch.get_autocast_dtype(kind):
+        raise ShardingError(f"autocast computes in {torch.get_autocast_dtype(kind)}, and the tensor is {value.dtype}")

@@ -428,7 +428,10 @@ class LoraParallelEmbedding(LoraLayer):
         self.lora_B = self.replicated(self.lora_rank, base.embedding_dim, nn.init.normal_, summed)
 
     def update(self, x: Tensor) -> Tensor:
-        base, update = self.base_layer, _as_output(super().update(x), self.base_layer)
+        base = self.base_layer
+        if base.sequence_first and x.dim() == 2:
+            x = x.transpose(0, 1)
+        update = _as_output(super().update(x), base)
         if base.shard_across_embedding and base.sequence_parallel_enabled:
             return mappings.scatter_to_sequence_parallel_region(
                 update, base.sequence_dimension, base.axis, context=base.context

@@ -164,6 +164,7 @@ def embedding_cases(dtype: torch.dtype) -> Found:
         name = f"embedding across={across} sequence={sequence}"
         torch.manual_seed(7)
         options = {"shard_across_embedding": across, "sequence_parallel_enabled": sequence, "padding_idx": 2}
+        options["sequence_dimension"] = 0
         base = ParallelEmbedding(12, 8, dtype=dtype, **options)
         compare_embedding(found, name, base, rows if sequence else whole)
     torch.manual_seed(7)

@@ -80,7 +80,7 @@ def test_groups():
     found = run_ranks(groups, 4, tp=2, cp=2)
     assert all(axes[:4] == ["tp", "cp", "2", "2"] for axes in found)
     assert "ranks [0, 1, 2] is not a parallel group of rank 0" in found[0][4]
-    for wrong in ("ep", 3, [[0, 1]]):
+    for wrong in ("sp", 3, [[0, 1]]):
         with pytest.raises(ParallelConfigError):
             ColumnParallelLinear(4, 6, tensor_model_parallel_group=wrong)
 

@@ -25,10 +25,10 @@ def test_uninitialised_is_one_rank():
         assert getattr(ps, f"get_{axis}_rank")() == 0
         assert getattr(ps, f"get_{axis}_src_rank")() == 0
         assert getattr(ps, f"get_{axis}_group")(as_list=True) == [[0]]
-        with pytest.raises(NotInitializedError, match="init_process_group"):
-            getattr(ps, f"get_{axis}_group")()
-    assert ps.get_world_group(as_list=True) == [[0]]
-    with pytest.raises(NotInitializedError, match="init_process_group"):
+        group = getattr(ps, f"get_{axis}_group")()
+        assert group.size() == 1 and group.rank() == 0 and list(group.ranks) == [0]
+    assert ps.get_world_group(as_list=True) == [[0]] and ps.get_world_group().size() == 1
+    with use_context(make_context(4, tp=2)), pytest.raises(NotInitializedError, match="init_process_group"):
         ps.get_world_group()
 
 
@@ -98,6 +98,13 @@ def test_getters_follow_the_current_context():
         assert ps.get_pipeline_model_parallel_next_rank() == 1 == ps.get_pipeline_model_parallel_prev_rank()
         assert ps.get_data_parallel_group(as_list=True) == [[0, 2], [1, 3], [4, 6], [5, 7]]
         assert ps.get_world_group(as_list=True) == [list(range(8))]
+        assert ps.get_tensor_model_parallel_group().rank() == 1 and not ps.is_global_rank_zero()
+        assert ps.get_tensor_model_parallel_replica_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert ps.get_data_parallel_replica_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+        assert ps.get_pipeline_model_parallel_replica_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    with use_context(make_context(4, cp=2, tp=2)):
+        assert ps.get_context_model_parallel_replica_groups() == [[0, 2], [1, 3]]
+        assert ps.get_context_model_parallel_src_tgt_pairs() == [[0, 2], [2, 0], [1, 3], [3, 1]]
     assert ps.get_tensor_model_parallel_size() == 1
 
 

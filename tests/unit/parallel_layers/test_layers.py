@@ -221,7 +221,10 @@ LOGITS, THREE = torch.zeros(3, 8), torch.tensor([1, 2, 3])
         (lambda: ColumnParallelLinear(cast(Any, 4.0), 4), "whole numbers, got 4.0"),
         (lambda: ParallelEmbedding(cast(Any, 4.0), 4), "whole numbers, got 4.0"),
         (lambda: ParallelEmbedding(0, 4), "num_embeddings must be at least 1, got 0"),
-        (lambda: ParallelEmbedding(10, 4, cast(Any, 0)), "padding_idx is a keyword"),
+        (
+            lambda: ParallelEmbedding(10, 4, cast(Any, "zeros")),
+            "third argument is padding_idx, a number or None, or init_method",
+        ),
         (lambda: ParallelEmbedding(10, 4, padding_idx=10), "outside the vocabulary of 10"),
         (lambda: ColumnParallelLinear(4, 4, device=cast(Any, True)), "got True"),
         (lambda: RowParallelLinear(4, 4, sequence_parallel_enabled=True), "input_is_parallel=True"),
