@@ -71,11 +71,14 @@ def collect(
         structure, tensors = pack(values, what=kind)
         add(kind, name, tensors, {"structure": structure})
 
-    first = context.dp.rank == 0 and context.cp.rank == 0
+    # The first copy of what a rank holds; beyond the first expert parallel rank that is experts only.
+    first = context.edp.rank == 0
+    experts_only = context.ep.rank > 0
     if model is not None and first:
         if isinstance(model, nn.Module):
-            tensors, pieces = _describe_model(local_module(model), context, stage_of(model))
-            add("model", model_file(context), tensors, {"pieces": pieces})
+            tensors, pieces = _describe_model(local_module(model), context, stage_of(model), experts_only)
+            if pieces or not experts_only:
+                add("model", model_file(context), tensors, {"pieces": pieces})
         else:
             add_values("model", model_file(context), model)
     sharded = optimizer.zero1 if isinstance(optimizer, NxDOptimizer) else zero1_optimizer
@@ -84,7 +87,7 @@ def collect(
     if optimizer is not None and (first or (sharded and context.cp.rank == 0)):
         name = f"{stem(context)}.safetensors"
         if isinstance(optimizer, NxDOptimizer):
-            add("optimizer", name, *describe(optimizer))
+            add("optimizer", name, *describe(optimizer, experts_only and not sharded))
         else:
             plain = isinstance(optimizer, torch.optim.Optimizer)
             add_values("optimizer", name, optimizer.state_dict() if plain else optimizer)
@@ -113,13 +116,15 @@ def stage_of(model: nn.Module) -> Stage | None:
 
 
 def _describe_model(
-    model: nn.Module, context: ParallelContext, stage: Stage | None
+    model: nn.Module, context: ParallelContext, stage: Stage | None, experts_only: bool
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the parameters and buffers with elements that this rank is the first to hold, and their runs."""
     tensors: dict[str, Tensor] = {}
     pieces: dict[str, Any] = {}
     degree, rank = context.tp.degree, context.tp.rank
     for name, (tensor, layout) in _weights(model).items():
+        if experts_only and layout.expert_dim < 0:
+            continue
         if is_saved_by(layout, degree, rank) and (stage is None or stage.saves(name)):
             tensors[name] = tensor.detach()
             pieces[name] = describe_piece(layout, degree, rank, tensor.shape, 0, tensor.numel())

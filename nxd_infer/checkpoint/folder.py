@@ -47,8 +47,9 @@ _NUMBERED = {True: re.compile(r"^\.saving-(\d{1,18})$"), False: re.compile(r"\.(
 
 
 def model_file(context: ParallelContext) -> str:
-    """Return the name of the file with a rank's shard of the model."""
-    return f"model.tp_rank_{context.tp.rank:02d}.pp_rank_{context.pp.rank:02d}.safetensors"
+    """Return the name of the file with a rank's shard of the model, or of its experts."""
+    experts = f".ep_rank_{context.ep.rank:02d}" if context.ep.rank else ""
+    return f"model.tp_rank_{context.tp.rank:02d}.pp_rank_{context.pp.rank:02d}{experts}.safetensors"
 
 
 @dataclass(frozen=True)

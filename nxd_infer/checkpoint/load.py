@@ -104,7 +104,8 @@ def _whole(kind: str, archive: AnyArchive, context: ParallelContext) -> Any | No
             f"{dict(archive.degrees)}; it can be loaded at these degrees only: save the "
             "object itself to load it at others"
         )
-    rank = context.rank if context.rank in parts else context.rank - context.dp.rank * context.layout.stride("dp")
+    first = context.rank - context.edp.rank * context.layout.stride("edp")
+    rank = context.rank if context.rank in parts else first
     return archive.value(rank, kind)
 
 

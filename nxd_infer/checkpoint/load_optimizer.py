@@ -47,7 +47,7 @@ def read_optimizer(
     state = StoredState(stored, archive)
     first_of = {name: piece for piece in reversed(stored) for name in piece.logical}
     same_degrees = archive.degrees["tp"] == context.tp.degree
-    same = {(p.param, p.tp_rank, p.start, p.stop): p for p in stored if same_degrees}
+    same = {(p.param, p.tp_rank, p.layout, p.start, p.stop): p for p in stored if same_degrees}
     tensors: dict[str, Tensor] = {}
     values = {}
     for piece in optimizer.pieces:
@@ -59,7 +59,7 @@ def read_optimizer(
         logical = layouts[name].logical_names
         for key, source, dtype in state.moments(logical):
             tensors[f"{name}|{key}"] = _read(source, key, piece, layout, dtype)
-        equal = same.get((name, context.tp.rank, piece.start, piece.stop))
+        equal = same.get((name, context.tp.rank, layout, piece.start, piece.stop))
         like = equal or first_of[logical[0]]
         values[name] = {"values": like.values, "dtype": like.dtype}
         for key, found in state.others(like, anywhere=equal is None):

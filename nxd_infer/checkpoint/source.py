@@ -63,14 +63,17 @@ def _stored(path: str | os.PathLike[str], tag: str | None) -> WeightSource:
 def gather_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the logical weights of ``model``, which may be an NxDModel; a LoRAModel's adapters are merged.
 
-    Every rank of the tensor- and pipeline-parallel groups calls it. Tensors are gathered one by one, and the first rank
-    of the first stage gets copies of them all, on the CPU; the others get none. (``save_checkpoint`` needs no memory
-    for the whole model.)
+    Every rank of the tensor-, expert- and pipeline-parallel groups calls it. Tensors are gathered one by one, and the
+    first rank of the first stage gets copies of them all, on the CPU; the others get none. (``save_checkpoint`` needs
+    no memory for the whole model.)
     """
     context = current_context()
     degree = context.tp.degree
     gathered: dict[str, Tensor] = {}
     for name, tensor, layout in _weights(model):
+        if layout.expert_dim >= 0:
+            tensor = comm.all_gather(tensor.contiguous(), context, "ep", layout.expert_dim)
+            layout = layout.of_all_experts()
         ranks = [tensor] * degree
         if layout.sharded and degree > 1:
             ranks = list(comm.all_gather(tensor[None].contiguous(), context, "tp", dim=0).unbind(0))
@@ -91,9 +94,10 @@ def _whole_weights(model: nn.Module) -> WeightSource:
             f"this rank holds one of {context.pp.degree} pipeline stages: save the model with save_checkpoint() and "
             "take the weights from there"
         )
-    if context.tp.degree > 1:
+    held = next((axis for axis in (context.tp, context.ep) if axis.degree > 1), None)
+    if held is not None:
         raise CheckpointError(
-            f"this process holds the shard of rank {context.tp.rank} of {context.tp.degree}: call "
+            f"this process holds the shard of {held.name} rank {held.rank} of {held.degree}: call "
             "nxd_infer.trainer.gather_weights(model) on all of them, and give what it returns on the first"
         )
     weights = list(_weights(model))

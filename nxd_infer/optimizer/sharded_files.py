@@ -29,6 +29,7 @@ from nxd_infer.layout.describe import describe_piece
 from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.layout.params import layout_by_name
 from nxd_infer.optimizer.groups import NOT_HYPERPARAMETERS
+from nxd_infer.parallel_layers.grads import is_expert_parallel
 from nxd_infer.util.dtypes import dtype_name
 
 if TYPE_CHECKING:
@@ -78,8 +79,10 @@ def save_sharded(optimizer: NxDOptimizer, output_dir: str | os.PathLike[str], at
     in_turns(optimizer.context, at_a_time, write)
 
 
-def describe(optimizer: NxDOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def describe(optimizer: NxDOptimizer, experts_only: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of this rank's state by their names in the file (not copied), and the JSON for them.
+
+    ``experts_only``: of the parameters whose experts are split over expert parallel ranks.
 
     Raises ParallelConfigError for parameter groups that were changed, CheckpointError for what JSON cannot hold.
     """
@@ -89,6 +92,8 @@ def describe(optimizer: NxDOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]
     tensors: dict[str, Tensor] = {}
     pieces: dict[str, Any] = {}
     for piece in optimizer.pieces:
+        if experts_only and not is_expert_parallel(piece.param):
+            continue
         piece.refresh()  # weights may have been loaded since the last step
         name = optimizer.names[piece.index]
         scalars: dict[str, Any] = {}

@@ -79,6 +79,10 @@ def save(
         except OSError as error:
             raise CheckpointError(f"the checkpoint could not be written: {error}") from error
 
+    if context.ep.degree > 1:
+        raise CheckpointError(
+            f"save() has no files for experts on {context.ep.degree} expert parallel ranks: use save_checkpoint()"
+        )
     writes = context.dp.rank == 0 and context.cp.rank == 0
     at_a_time = 1 if save_serially else context.world_size
     in_turns(context, at_a_time, lambda: write() if writes else None, of_world=True)

@@ -49,6 +49,7 @@ class Training:
     """``pipeline_config``; default: balanced stages, one microbatch a stage."""
     meta: bool = False
     """Build the parallel model on the meta device, and fill each module by its ``reset_parameters``."""
+    ep: int = 1
 
     @property
     def pipeline_config(self) -> Mapping[str, Any]:
@@ -149,6 +150,7 @@ def compare_with(
     config = neuronx_distributed_config(
         tensor_parallel_size=training.tp,
         pipeline_parallel_size=training.pp,
+        expert_parallel_size=training.ep,
         pipeline_config=training.pipeline_config if training.pp > 1 else None,
         model_init_config={"meta_device_init": training.meta},
         sequence_parallel=training.sequence_parallel,

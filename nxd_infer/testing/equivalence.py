@@ -44,6 +44,7 @@ def assert_parallel_equivalent(
     max_grad_norm: float | None = 1.0,
     tolerance: float | None = None,
     seed: int = 0,
+    ep: int = 1,
     timeout: float = 300,
 ) -> None:
     """Raise AssertionError, with the names and sizes of the differences, unless parallel training equals plain PyTorch.
@@ -53,7 +54,7 @@ def assert_parallel_equivalent(
             model returns its loss, a mean over the batch, so that parts of equal size can be averaged.
         batch: the whole batch, keyword or positional arguments of the model. Tensors are split along their first
             dimension over data-parallel ranks and accumulated passes.
-        tp, pp, dp: degrees.
+        tp, pp, dp, ep: degrees.
         sequence_parallel, zero1, activation_checkpoint, pad_model: options of ``neuronx_distributed_config``.
         pipeline_config: for ``pp`` above 1; default: stages of equal cost and ``pp`` microbatches.
         steps: number of optimizer steps to compare.
@@ -81,6 +82,7 @@ def assert_parallel_equivalent(
         seed,
         pp,
         pipeline_config,
+        ep=ep,
     )
     if pp > 1 and accumulate > 1:
         raise ParallelConfigError(

@@ -99,6 +99,9 @@ class TrainConfig(OptionDict):
         1, "ranks that share each layer; data parallelism takes what is left of the world", int, minimum=1
     )
     pipeline_parallel_size: int = option(1, "ranks that share the layers in order", int, minimum=1)
+    expert_parallel_size: int = option(
+        1, "data-parallel ranks that share the experts of `nxd_infer.modules.moe`", int, minimum=1
+    )
     pipeline_config: PipelineOptions = option(
         None,
         "arguments of `NxDPPModel`; without a pipeline, `transformer_layer_cls` and `output_loss_value_spec` are used",
@@ -152,6 +155,7 @@ def neuronx_distributed_config(
     lora_config: Any = None,
     *,
     mixed_precision_config: Mapping[str, Any] | None = None,
+    expert_parallel_size: int = 1,
 ) -> TrainConfig:
     """Check the options of a training job, fill in the defaults, and initialise model parallelism.
 
@@ -179,13 +183,22 @@ def initialize(config: TrainConfig) -> None:
     if model_parallel_is_initialized():
         require_degrees(config)
     elif group_exists() or is_launched():
-        initialize_model_parallel(config.tensor_parallel_size, config.pipeline_parallel_size)
+        initialize_model_parallel(
+            config.tensor_parallel_size,
+            config.pipeline_parallel_size,
+            expert_model_parallel_size=config.expert_parallel_size,
+        )
 
 
 def require_degrees(config: TrainConfig) -> None:
     """Raise unless the current context has the degrees of ``config``."""
     context = current_context()
-    for name, found in (("tensor_parallel_size", context.tp.degree), ("pipeline_parallel_size", context.pp.degree)):
+    for axis, name in (
+        ("tp", "tensor_parallel_size"),
+        ("pp", "pipeline_parallel_size"),
+        ("ep", "expert_parallel_size"),
+    ):
+        found = context.axis(axis).degree
         expected = config[name]
         if found == expected:
             continue

@@ -20,9 +20,9 @@ MODULES = (
     "nxd_infer.parallel_layers.pad", "nxd_infer.parallel_layers.sequence_parallel", "nxd_infer.parallel_state",
     "nxd_infer.trainer", "nxd_infer.lightning", "nxd_infer.distributed", "nxd_infer.checkpoint",
     "nxd_infer.checkpoint.api", "nxd_infer.optimizer", "nxd_infer.testing", "nxd_infer.verify", "nxd_infer.modules",
-    "nxd_infer.modules.lora", "nxd_infer.modules.moe", "nxd_infer.layout", "nxd_infer.comm", "nxd_infer.context", "nxd_infer.errors",
-    "nxd_infer.compat", "nxd_server", "nxd_server.engine", "nxd_models.registry", "nxd_models.serving.task_plan",
-    "nxd_models.serving.tasks", "nxd_models.spec",
+    "nxd_infer.modules.lora", "nxd_infer.modules.moe", "nxd_infer.layout", "nxd_infer.comm", "nxd_infer.context",
+    "nxd_infer.errors", "nxd_infer.compat", "nxd_server", "nxd_server.engine", "nxd_models.registry",
+    "nxd_models.serving.task_plan", "nxd_models.serving.tasks", "nxd_models.spec",
 )  # fmt: skip
 
 

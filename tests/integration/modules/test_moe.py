@@ -1,0 +1,130 @@
+"""The mixture of experts on real ranks: training is training in one process, whatever the degrees."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import nxd_infer as nxd
+from nxd_infer import comm, parallel_state
+from nxd_infer.checkpoint.reshard import reshard_checkpoint
+from nxd_infer.checkpoint.source import gather_weights, weight_source
+from nxd_infer.context import current_context
+from nxd_infer.testing.compare import Reference, Training, compare_with, train_single
+from tests.support.modules.moe import TinyMixtral, texts
+from tests.support.ranks import run_ranks
+from tests.support.trainer.jobs import mine
+
+F64 = torch.float64
+
+Case = tuple[dict[str, Any], dict[str, Any]]
+
+ONE_BATCH: dict[str, Any] = {}
+TWO_BATCHES = {"parts": 2}
+CASES: dict[str, list[Case]] = {
+    "tp 2": [
+        (ONE_BATCH, {"tp": 2}),
+        (ONE_BATCH, {"tp": 2, "sequence_parallel": True, "steps": 6}),
+        ({"shared": True, "capacity_factor": 1.0}, {"tp": 2, "sequence_parallel": True}),
+        ({"bias": True, "early_expert_affinity_modulation": True}, {"tp": 2}),
+        ({"dtype": torch.float32}, {"tp": 2, "sequence_parallel": True, "steps": 6}),
+    ],
+    "ep 2": [
+        (TWO_BATCHES, {"dp": 2, "ep": 2, "steps": 6}),
+        (TWO_BATCHES, {"dp": 2, "ep": 2, "zero1": True, "steps": 6}),
+        ({**TWO_BATCHES, "capacity_factor": 0.7, "bias": True}, {"dp": 2, "ep": 2}),
+        ({**TWO_BATCHES, "dtype": torch.float32}, {"dp": 2, "ep": 2, "zero1": True}),
+        ({"parts": 4}, {"dp": 2, "ep": 2, "accumulate": 2, "activation_checkpoint": "full", "zero1": True}),
+    ],
+    "tp 4": [(ONE_BATCH, {"tp": 4, "sequence_parallel": True, "steps": 6})],
+    "tp 2, ep 2": [
+        ({**TWO_BATCHES, "shared": True}, {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True, "zero1": True}),
+        ({**TWO_BATCHES, "bias": True}, {"tp": 2, "dp": 2, "ep": 2}),
+    ],
+    "ep 2 of dp 4": [
+        ({"parts": 4}, {"dp": 4, "ep": 2, "zero1": True}),
+        ({"parts": 4}, {"dp": 4, "ep": 2}),
+        ({"parts": 4}, {"dp": 4, "ep": 4, "zero1": True}),
+    ],
+}
+
+
+def differences(cases: list[tuple[Case, Reference]]) -> list[str]:
+    found = []
+    for (model, options), reference in cases:
+        # A gradient may be as small as what float32 rounds off: in float32 it is compared less closely.
+        limit = 1e-5 if model.get("dtype") == torch.float32 else 1e-10
+        found += [
+            f"{model} {options}: {line}"
+            for line in compare_with(reference, partial(TinyMixtral, **model), texts(), Training(**options), limit)
+        ]
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_training_in_one_process(name):
+    cases = [
+        (case, train_single(partial(TinyMixtral, **case[0]), texts(), Training(steps=case[1].get("steps", 3))))
+        for case in CASES[name]
+    ]
+    degrees = [options.get("tp", 1) * options.get("dp", 1) for _, options in CASES[name]]
+    for found in run_ranks(alone, degrees[0], cases):
+        assert not found, "\n".join(found)
+
+
+def alone(cases: list[tuple[Case, Reference]]) -> list[str]:
+    parallel_state.destroy_model_parallel()
+    return differences(cases)
+
+
+def trained(folder: str, action: str, tp: int, ep: int, zero1: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Save after two steps or load what was saved, and make two steps more; their losses and the weights after them."""
+    parallel_state.destroy_model_parallel()
+    config = nxd.neuronx_distributed_config(
+        tp, expert_parallel_size=ep, optimizer_config={"zero_one_enabled": zero1}, sequence_parallel=tp > 1
+    )
+    torch.manual_seed(0 if action == "save" else 1)
+    model = nxd.initialize_parallel_model(config, partial(TinyMixtral, F64, 4, bias=True))
+    optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=1e-2)
+    if action == "save":
+        steps(model, optimizer)
+        nxd.save_checkpoint(folder, "two", model, optimizer)
+    else:
+        nxd.load_checkpoint(folder, "two", model, optimizer)
+    return steps(model, optimizer), gather_weights(model)
+
+
+def steps(model: Any, optimizer: Any) -> list[float]:
+    losses = []
+    for _ in range(2):
+        loss = model.run_train(**mine(texts()))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(comm.all_reduce(loss, current_context(), "dp")) / current_context().dp.degree)
+    return losses
+
+
+def test_a_checkpoint_goes_on_at_other_expert_degrees(tmp_path):
+    """Of four ranks: experts on 2, on 4 (with ZeRO-1), on one (tensor parallel), and of each on the others."""
+    degrees = [(1, 2, False), (1, 4, True), (2, 2, True), (2, 1, False)]
+    expected: Any = None
+    for number, save in enumerate(degrees):
+        folder = str(tmp_path / str(number))
+        results = [run_ranks(trained, 4, folder, "save", *save)[0]]
+        # Each folder goes on where it was saved, bit for bit, and at the next degrees.
+        results += [run_ranks(trained, 4, folder, "load", *load)[0] for load in (save, degrees[(number + 1) % 4])]
+        assert results[0][0] == results[1][0], save
+        for losses, weights in results:
+            expected = expected or (losses, weights)
+            assert losses == pytest.approx(expected[0], abs=1e-12), save
+            assert weights.keys() == expected[1].keys() and len(weights) > 10
+            assert all(torch.allclose(one, expected[1][name], rtol=0, atol=1e-11) for name, one in weights.items())
+    found = reshard_checkpoint(tmp_path / "1", tmp_path / "resharded", tp=2)
+    assert found.degrees == {"tp": 2, "pp": 1, "dp": 4}
+    source, whole = weight_source(tmp_path / "resharded"), weight_source(tmp_path / "0")
+    assert set(source.keys()) == set(whole.keys()) == expected[1].keys()
+    assert all(torch.allclose(source.read(name), whole.read(name), rtol=0, atol=1e-11) for name in source.keys())  # noqa: SIM118
