@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -11,38 +12,38 @@ from pathlib import Path
 from rich.text import Text
 
 from nxd_infer.cli.console import console
-from nxd_infer.compat.port import STATUSES, STOPS, Report, Row, examine
+from nxd_infer.compat.port import STATUSES, Row, examine
 
 MOST_LINES = 4
 """Lines that are listed of a name in a file."""
 
 
 def run(paths: Sequence[Path], as_json: bool) -> int:
-    """Print the report on ``paths``; return 1 if something stops one of the programs, else 0."""
-    report = examine(paths)
+    """Print what becomes of the names in ``paths``; return 1 if something stops one of the programs, else 0."""
+    files, rows = examine(paths)
+    seen = Counter(status for _, status in {(row.name, row.status) for row in rows})
+    counts = {status: seen[status] for status in STATUSES if seen[status]}
     if as_json:
-        rows = [{**dataclasses.asdict(row), "stops": row.stops} for row in report.rows]
-        print(json.dumps({"files": report.files, "counts": report.counts, "names": rows}, ensure_ascii=False))
+        names = [{**dataclasses.asdict(row), "stops": row.stops} for row in rows]
+        print(json.dumps({"files": files, "counts": counts, "names": names}, ensure_ascii=False))
     else:
-        _print(report)
-    return int(report.stops)
+        _print(rows)
+        what = f"{seen.total()} names in {files} file{'' if files == 1 else 's'}"
+        said = "; ".join(f"{count} {STATUSES[status]}" for status, count in counts.items())
+        console.print(f"{what}: {said or 'nothing to do'}", markup=False, soft_wrap=True)
+    return int(any(row.stops for row in rows))
 
 
-def _print(report: Report) -> None:
-    for file, rows in groupby(report.rows, key=lambda row: row.file):
-        listed = [(_lines(row), row) for row in rows]
+def _print(rows: Sequence[Row]) -> None:
+    for file, some in groupby(rows, key=lambda row: row.file):
         console.print(file, style="bold", markup=False, soft_wrap=True)
-        place = max(len(lines) for lines, _ in listed)
-        status = max(len(row.status) for _, row in listed)
-        name = max(len(row.name) for _, row in listed)
-        for lines, row in listed:
-            text = Text(f"  {lines:<{place}}  ")
-            text.append(f"{row.status:<{status}}", _style(row))
-            text.append(f"  {row.name:<{name}}  {_said(row)}".rstrip())
-            console.print(text, soft_wrap=True)
-    counts = [f"{count} {STATUSES[status]}" for status, count in report.counts.items()]
-    what = f"{sum(report.counts.values())} names in {report.files} file{'' if report.files == 1 else 's'}"
-    console.print(f"{what}: {'; '.join(counts)}" if counts else f"{what}: nothing to do", markup=False, soft_wrap=True)
+        cells = [((_lines(row), row.status, row.name), row) for row in some]
+        lines, status, name = (max(len(texts[place]) for texts, _ in cells) for place in range(3))
+        for texts, row in cells:
+            line = Text(f"  {texts[0]:<{lines}}  ")
+            good = row.status in ("works", "moved")
+            line.append(f"{texts[1]:<{status}}", "green" if good else "red" if row.stops else "yellow")
+            console.print(line.append(f"  {texts[2]:<{name}}  {_said(row)}".rstrip()), soft_wrap=True)
 
 
 def _lines(row: Row) -> str:
@@ -51,11 +52,4 @@ def _lines(row: Row) -> str:
 
 
 def _said(row: Row) -> str:
-    caught = "the program expects that" if row.guarded else ""
-    return "; ".join(part for part in (row.text, caught) if part)
-
-
-def _style(row: Row) -> str:
-    if row.status in STOPS:
-        return "yellow" if row.guarded else "red"
-    return {"works": "green", "moved": "green"}.get(row.status, "yellow")
+    return "; ".join(part for part in (row.text, "the program expects that" if row.guarded else "") if part)

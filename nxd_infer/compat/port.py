@@ -2,24 +2,22 @@
 
 ::
 
-    report = examine([Path("train.py"), Path("modules")])
-    for row in report.rows:
+    files, rows = examine([Path("train.py"), Path("modules")])
+    for row in rows:
         print(row.file, row.lines, row.status, row.name, row.text)
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from nxd_infer.compat.names import OLD, ROOTS, Module
-from nxd_infer.compat.uses import Call, Unreadable, Use, uses_in
+from nxd_infer.compat.uses import Unreadable, Use, uses_in
 from nxd_infer.compat.views import View, is_old, our_module
 from nxd_infer.errors import NxdError
 from nxd_infer.util.suggest import did_you_mean
@@ -37,17 +35,17 @@ STATUSES = {
 """From good to bad: what each status is called in a summary."""
 STOPS = frozenset({"absent", "refused", "unreadable"})
 """Statuses that stop a program."""
-
+KERNELS = "write kernels as plain PyTorch: a backend compiles them"
 GONE = {
     "libneuronxla": "nothing takes its place: a backend compiles what is traced",
-    "neuronx_distributed_inference": "`nxd-infer trace MODEL` and `nxd-infer serve`, or "
-    "nxd_infer.trace.parallel_model_trace for a model of your own",
+    "neuronx_distributed_inference": "`nxd-infer trace MODEL` and `nxd-infer serve`; for a model of your own "
+    "nxd_infer.trace.parallel_model_trace",
     "neuronx_distributed_training": "`nxd-infer train CONFIG`, which reads its configurations",
-    "neuronxcc": "write kernels as plain PyTorch: a backend compiles them",
-    "nki": "write kernels as plain PyTorch: a backend compiles them",
-    "optimum.neuron": "the model of transformers itself, with nxd_infer.distributed.Parallelizer; `nxd-infer trace` "
-    "and `nxd-infer serve` to serve it",
-    "torch_xla": "plain PyTorch: what is listed works, and the package itself where it is installed",
+    "neuronxcc": KERNELS,
+    "nki": KERNELS,
+    "optimum.neuron": "transformers' own classes with nxd_infer.distributed.Parallelizer; `nxd-infer trace` and "
+    "`nxd-infer serve`",
+    "torch_xla": "plain PyTorch, or the package itself where it is installed",
     "transformers_neuronx": "`nxd-infer trace MODEL --tp N` and `nxd-infer serve`",
 }
 """Packages, and what to use instead of a name of theirs that is not here."""
@@ -57,11 +55,10 @@ SKIPPED = {"__pycache__", "node_modules", "site-packages"}
 
 
 class PortError(NxdError, FileNotFoundError):
-    """There is no such file, or nothing of Python in it."""
+    """There is no such file."""
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     name: str
     """Up to where it could be resolved."""
     status: str
@@ -70,50 +67,37 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Row(Verdict):
-    file: str = ""
-    lines: tuple[str, ...] = ()
+class Row:
+    """The uses of one name in one file."""
+
+    file: str
+    lines: tuple[str, ...]
     """Each ``"12"``, or in a notebook ``"cell 3, 12"``."""
+    status: str
+    name: str
+    text: str
     guarded: bool = False
-    """Absent, and every import of it is in a ``try`` that expects that."""
+    """Absent, and a ``try`` around its import expects that."""
 
     @property
     def stops(self) -> bool:
         return self.status in STOPS and not self.guarded
 
 
-@dataclass(frozen=True)
-class Report:
-    files: int
-    rows: list[Row] = field(default_factory=list)
+def examine(paths: Sequence[Path]) -> tuple[int, list[Row]]:
+    """Return the number of files, and what becomes of the old names in them: Python and notebooks, also in folders.
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """How many different names have each status."""
-        seen = Counter(status for _, status in {(row.name, row.status) for row in self.rows})
-        return {status: seen[status] for status in STATUSES if seen[status]}
-
-    @property
-    def stops(self) -> bool:
-        """Whether the programs stop somewhere."""
-        return any(row.stops for row in self.rows)
-
-
-def examine(paths: Sequence[Path]) -> Report:
-    """Return what becomes of each old name in Python files and notebooks, those of folders included.
-
-    A package of an old name that lies in one of the folders is the program's own. Raises PortError for a path that is
-    not there.
+    A package of an old name in one of the folders is the program's own. Raises PortError for a path that is not there.
     """
     files = list(dict.fromkeys(found for path in paths for found in _files(path)))
-    own = {package for package in PACKAGES for file in files if str(file).endswith(f"{package}/__init__.py")}
-    report = Report(len(files))
+    own = {package for package in PACKAGES for file in files if file.match(f"{package}/__init__.py")}
+    rows: list[Row] = []
     for file in files:
         try:
-            report.rows.extend(_rows(str(file), uses_in(file, set(PACKAGES) - own)))
+            rows += _rows(str(file), uses_in(file, set(PACKAGES) - own))
         except Unreadable as error:
-            report.rows.append(Row("(the file)", "unreadable", str(error), str(file)))
-    return report
+            rows.append(Row(str(file), (), "unreadable", "(the file)", str(error)))
+    return len(files), rows
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -129,19 +113,17 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _rows(file: str, uses: Iterable[Use]) -> list[Row]:
-    """One row for each name with the same verdict, in the order of the file."""
     together: dict[Verdict, list[Use]] = {}
     for use in uses:
         found = verdict(use.name)
-        good = found.status not in STOPS and found.name == use.name
-        texts = refused(use.name, use.call) if use.call and good else []
-        for one in [Verdict(use.name, "refused", text) for text in texts] or [found]:
+        good = found.name == use.name and found.status not in STOPS
+        for one in [Verdict(use.name, "refused", text) for text in _refused(use) if good] or [found]:
             together.setdefault(one, []).append(use)
     rows = []
-    for found, some in together.items():
+    for (name, status, text), some in together.items():
         lines = dict.fromkeys(str(use.line) if use.cell is None else f"cell {use.cell}, {use.line}" for use in some)
-        guarded = found.status == "absent" and any(use.guarded for use in some)
-        rows.append(Row(found.name, found.status, found.text, file, tuple(lines), guarded))
+        guarded = status == "absent" and any(use.guarded for use in some)
+        rows.append(Row(file, tuple(lines), status, name, text, guarded))
     return rows
 
 
@@ -150,103 +132,70 @@ def verdict(name: str) -> Verdict:
     """Return what becomes of an old dotted name; attributes of classes are looked up as well."""
     root = max((package for package in PACKAGES if f"{name}.".startswith(f"{package}.")), key=len)
     if not is_old(root):
-        return Verdict(root, "absent", GONE.get(root, ""))
-    path, rest = root, name.removeprefix(root).lstrip(".").split(".")
-    while rest and rest[0] and rest[0] not in OLD.get(path, Module()).names and is_old(f"{path}.{rest[0]}"):
+        return Verdict(root, "absent", GONE[root])
+    path, rest = root, name.split(".")[root.count(".") + 1 :]
+    while rest and rest[0] not in OLD.get(path, Module()).names and is_old(f"{path}.{rest[0]}"):
         path = f"{path}.{rest.pop(0)}"
-    if not rest or not rest[0]:
-        return _of_module(path)
+    ours, natural = our_module(path), f"{ROOTS[root]}{path.removeprefix(root)}"
+    if not rest:
+        return Verdict(path, "works") if ours in (None, natural) else Verdict(path, "moved", ours)
     first, *attributes = rest
+    found, table = f"{path}.{first}", OLD.get(path, Module())
     if first == "*":
-        return Verdict(f"{path}.*", "unchecked", "import the names that you use, so that they can be checked")
-    found = _of_attribute(root, path, first)
-    if attributes and found.status not in STOPS | {"device"}:
-        value = getattr(View(path), first, None)
-        if isinstance(value, type) and not hasattr(value, attributes[0]):
-            known = did_you_mean(attributes[0], dir(value))
-            return Verdict(f"{path}.{first}.{attributes[0]}", "absent", f"the class is here without it{known}")
-    return found
-
-
-def _of_module(path: str) -> Verdict:
-    ours = our_module(path)
-    return Verdict(path, "works") if ours in (None, _same_path(path)) else Verdict(path, "moved", ours or "")
-
-
-def _of_attribute(root: str, path: str, name: str) -> Verdict:
-    table, dotted = OLD.get(path, Module()), f"{path}.{name}"
-    if name in table.device:
-        return Verdict(dotted, "device", table.device[name])
+        return Verdict(found, "unchecked", "import the names that you use, so that they can be checked")
+    if first in table.device:
+        return Verdict(found, "device", table.device[first])
     try:
-        getattr(View(path), name)
+        value = getattr(View(path), first)
     except AttributeError as error:
-        missing = getattr(error.__cause__, "name", None)
-        if isinstance(error.__cause__, ModuleNotFoundError) and not str(missing).startswith("nxd_"):
-            return Verdict(dotted, "works", f"with the package {missing}, which is not installed")
-        return Verdict(dotted, "absent", _instead(root, path, name))
-    if name in table.differs:
-        return Verdict(dotted, "differs", table.differs[name])
-    place = table.names.get(name, our_module(path)) or path
-    module, _, attribute = place.partition(":")
-    if place.startswith("nxd_infer.compat") or module == _same_path(path) or _at(_same_path(path), name):
-        return Verdict(dotted, "works")
-    return Verdict(dotted, "moved", f"{module}.{attribute or name}")
-
-
-def table() -> str:
-    """Return as a table of Markdown the names that are not simply here: by module, names with one text together."""
-    lines = []
-    for path, module in OLD.items():
-        for what, texts in (("differs", module.differs), ("device", module.device)):
-            for text in dict.fromkeys(texts.values()):
-                names = ", ".join(f"`{name}`" for name in texts if texts[name] == text)
-                lines.append(f"| `{path}` | {names} | {'device only: ' if what == 'device' else ''}{text} |")
-    lines += [f"| `{package}` | other names | {text} |" for package, text in GONE.items()]
-    return "\n".join(["| module | name | here |", "|---|---|---|", *lines])
-
-
-def _same_path(path: str) -> str:
-    """Return the path here that differs in the package's name only."""
-    for root, ours in ROOTS.items():
-        if ours is not None and f"{path}.".startswith(f"{root}."):
-            return ours + path.removeprefix(root)
-    return path
-
-
-def _at(module: str, name: str) -> bool:
-    try:
-        return hasattr(importlib.import_module(module), name)
-    except ImportError:
-        return False
+        if isinstance(error.__cause__, ModuleNotFoundError) and not str(error.__cause__.name).startswith("nxd_"):
+            return Verdict(found, "works", f"with the package {error.__cause__.name}, which is not installed")
+        return Verdict(found, "absent", _instead(root, path, first))
+    if attributes and isinstance(value, type) and not hasattr(value, attributes[0]):
+        known = did_you_mean(attributes[0], dir(value))
+        return Verdict(f"{found}.{attributes[0]}", "absent", f"the class is here without it{known}")
+    if first in table.differs:
+        return Verdict(found, "differs", table.differs[first])
+    module, _, attribute = table.names.get(first, ours or path).partition(":")
+    if module in (natural, path) or module.startswith("nxd_infer.compat"):
+        return Verdict(found, "works")
+    return Verdict(found, "moved", f"{module}.{attribute or first}")
 
 
 def _instead(root: str, path: str, name: str) -> str:
-    """Say what to use instead of an absent name: the same name elsewhere, a similar one, or the package's advice."""
+    """Say what to use instead of an absent name: the same one elsewhere, a similar one, or the package's advice."""
     for other in OLD:
-        if other != path and name in OLD[other].names:
+        if name in OLD[other].names:
             return f"it is in {other}"
     known = did_you_mean(name, [one for one in dir(View(path)) if not one.startswith("_")])
-    return f"nothing of that name{known}" if known or root not in GONE else GONE[root]
+    return GONE[root] if root in GONE and not known else f"nothing of that name{known}"
 
 
-def refused(name: str, call: Call) -> list[str]:
-    """Return what a call of an old name passes that ours does not take, as far as its signature tells."""
-    path, _, attribute = name.rpartition(".")
-    if not is_old(path):
-        return []
-    value: Any = getattr(View(path), attribute, None)
+def _refused(use: Use) -> Iterator[str]:
+    """Yield what a call passes that is not taken here, as far as the signature tells."""
+    path, _, name = use.name.rpartition(".")
+    if not (use.positional or use.keywords) or not is_old(path):
+        return
     try:
-        parameters = inspect.signature(value).parameters.values()
+        parameters = inspect.signature(getattr(View(path), name, None)).parameters.values()  # pyright: ignore
     except (TypeError, ValueError):
-        return []
-    kinds = {one.kind for one in parameters}
-    texts = []
+        return
+    kinds = [one.kind for one in parameters]
     if inspect.Parameter.VAR_KEYWORD not in kinds:
-        named = {one.name for one in parameters if one.kind is not inspect.Parameter.POSITIONAL_ONLY}
-        texts += [f"takes no {key}={did_you_mean(key, named)}" for key in call.keywords if key not in named]
-    positional = sum(
-        one.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in parameters
-    )
-    if call.positional > positional and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        texts.append(f"takes {positional} positional arguments, not {call.positional}")
-    return texts
+        known = {one.name for one in parameters}
+        yield from (f"takes no {key}={did_you_mean(key, known)}" for key in use.keywords if key not in known)
+    most = sum(kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds)
+    if use.positional > most and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        yield f"takes {most} positional arguments, not {use.positional}"
+
+
+def table() -> str:
+    """Return as a table of Markdown what is not simply here: by module, names with one text together."""
+    lines = []
+    for path, module in OLD.items():
+        for what, texts in (("", module.differs), ("device only: ", module.device)):
+            for text in dict.fromkeys(texts.values()):
+                names = ", ".join(f"`{name}`" for name in texts if texts[name] == text)
+                lines.append(f"| `{path}` | {names} | {what}{text} |")
+    lines += [f"| `{package}` | other names | {text} |" for package, text in GONE.items()]
+    return "\n".join(["| module | name | here |", "|---|---|---|", *lines])

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import ast
-import io
 import json
 import tokenize
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 IMPORT_ERRORS = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
 """What a ``try`` catches that expects an import to fail."""
-Function = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-Scope = (*Function, ast.ClassDef)
-
-
-@dataclass(frozen=True)
-class Call:
-    """The arguments of one call, as far as the text tells them."""
-
-    positional: int
-    keywords: dict[str, Any]
-    """The value of each, if it is a constant, else Ellipsis."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +23,9 @@ class Use:
     """Of a notebook, from 1; ``line`` is counted in it."""
     guarded: bool = False
     """An import that may fail: its ``try`` catches that."""
-    call: Call | None = None
+    positional: int = 0
+    """Arguments of a call, 0 if their number is not known; and the names of its keyword arguments."""
+    keywords: tuple[str, ...] = ()
 
 
 class Unreadable(ValueError):
@@ -46,139 +36,96 @@ def uses_in(path: Path, packages: Collection[str]) -> list[Use]:
     """Return the uses of ``packages`` in a file ``.py`` or ``.ipynb``, in the order of the text. Raises Unreadable."""
     try:
         if path.suffix == ".ipynb":
-            return _of_notebook(json.loads(path.read_text(encoding="utf-8")), packages)
+            return _of_notebook(json.loads(path.read_text(encoding="utf-8"))["cells"], packages)
         with tokenize.open(path) as file:  # which knows of `# coding:`
-            tree = ast.parse(file.read())
-    except (SyntaxError, ValueError, RecursionError) as error:
-        where = f"line {error.lineno}: " if isinstance(error, SyntaxError) and error.lineno else ""
-        raise Unreadable(f"{where}{getattr(error, 'msg', None) or error}") from None
-    return _uses(tree, packages)
+            return _uses(ast.parse(file.read()), packages)
+    except (SyntaxError, ValueError, RecursionError, TypeError, KeyError) as error:
+        where = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else f"{error!r}"
+        raise Unreadable(where) from None
 
 
-def _of_notebook(notebook: Any, packages: Collection[str]) -> list[Use]:
-    """One program of all cells, because names live on; lines of the shell are left out, and what is no Python."""
-    try:
-        texts = [(cell["cell_type"], "".join(cell["source"])) for cell in notebook["cells"]]
-    except (TypeError, KeyError):
-        raise Unreadable("it is no notebook with `cells` (format 4)") from None
+def _of_notebook(cells: Any, packages: Collection[str]) -> list[Use]:
+    """One program of all cells, because names live on; what is no Python in it is left out, such as shell commands."""
     body: list[ast.stmt] = []
-    starts: list[tuple[int, int]] = []  # the first line of each cell in the whole, less one; its number
-    end = 0
-    for number, (kind, text) in enumerate(texts, 1):
-        if kind != "code" or text.lstrip().startswith("%%"):
+    places: list[tuple[int, int]] = [(0, 0)]  # of each line of the whole: its cell, and its number there
+    for number, cell in enumerate(cells, 1):
+        text = "".join(cell["source"])
+        if cell["cell_type"] != "code" or text.lstrip().startswith("%%"):
             continue
-        lines = [
-            f"{line[: len(line) - len(line.lstrip())]}pass" if line.lstrip().startswith(("!", "%")) else line
-            for line in io.StringIO(text).read().splitlines()
-        ]
+        lines = text.splitlines()
+        for place, line in enumerate(lines):
+            if (command := line.lstrip()).startswith(("!", "%")):
+                lines[place] = line.removesuffix(command) + "pass"
         try:
-            cell = ast.parse("\n".join(lines))
+            tree = ast.parse("\n".join(lines))
         except SyntaxError:
             continue
-        body += cast(ast.Module, ast.increment_lineno(cell, end)).body
-        starts.append((end, number))
-        end += len(lines)
-    found = []
-    for use in _uses(ast.Module(body, []), packages):
-        start, number = max(place for place in starts if place[0] < use.line)
-        found.append(Use(use.name, use.line - start, number, use.guarded, use.call))
-    return found
+        body += ast.increment_lineno(tree, len(places) - 1).body  # pyright: ignore[reportAttributeAccessIssue]
+        places += [(number, line) for line in range(1, len(lines) + 1)]
+    found = _uses(ast.Module(body, []), packages)
+    return [replace(use, cell=places[use.line][0], line=places[use.line][1]) for use in found]
 
 
 def _uses(tree: ast.Module, packages: Collection[str]) -> list[Use]:
-    reader = _Reader(packages)
-    reader.enter(tree)
-    reader.generic_visit(tree)
+    reader = _Reader(tree, packages)
+    reader.visit(tree)
     return sorted(reader.found, key=lambda use: use.line)
 
 
 class _Reader(ast.NodeVisitor):
-    def __init__(self, packages: Collection[str]):
+    def __init__(self, tree: ast.Module, packages: Collection[str]):
         self.packages = tuple(packages)
-        self.scopes: list[tuple[ast.AST, dict[str, str | None]]] = []
-        """From the module inwards: what each name stands for, None if it is none of the packages'."""
+        self.names: dict[str, str] = {}
+        """What names stand for, anywhere in the file; not where a function has a variable of that name."""
+        self.hidden: list[set[str]] = []
         self.guards = 0
         self.found: list[Use] = []
+        for node in ast.walk(tree):
+            for name, target, imported in _imports(node):
+                if self.known(imported):
+                    self.names.setdefault(name, target)
+        for name, target in self.assigned(tree).items():
+            self.names.setdefault(name, target)
 
-    def known(self, name: str) -> bool:
-        return any(name == package or name.startswith(f"{package}.") for package in self.packages)
-
-    def use(self, name: str, node: Any, call: Call | None = None, guarded: bool = False) -> None:
-        self.found.append(Use(name, node.lineno, guarded=guarded, call=call))
-
-    # --- what a name stands for --------------------------------------------------------------------------
+    def known(self, name: str | None) -> str | None:
+        """Return the name if it is of one of the packages."""
+        return name if any(f"{name}.".startswith(f"{package}.") for package in self.packages) else None
 
     def meaning(self, node: ast.AST) -> str | None:
         """Return the dotted name that an expression such as ``nxd.trace.x`` stands for."""
         if isinstance(node, ast.Attribute):
             base = self.meaning(node.value)
-            return None if base is None else f"{base}.{node.attr}"
-        if not isinstance(node, ast.Name):
+            return base and f"{base}.{node.attr}"
+        if not isinstance(node, ast.Name) or any(node.id in names for names in self.hidden):
             return None
-        for place, (scope, names) in enumerate(reversed(self.scopes)):
-            if node.id in names and (place == 0 or not isinstance(scope, ast.ClassDef)):
-                return names[node.id]
-        return None
+        return self.names.get(node.id)
 
-    def enter(self, scope: ast.AST) -> None:
-        """Note all names of a scope before it is read: functions run after the imports that follow them."""
-        names: dict[str, str | None] = {}
-        self.scopes.append((scope, names))
-        own = list(_own(scope))
-        for node in own:
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    name = alias.name if alias.asname else alias.name.partition(".")[0]
-                    if self.known(alias.name):
-                        names.setdefault(alias.asname or name, name)
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                for alias in node.names:
-                    if self.known(name := f"{node.module}.{alias.name}"):
-                        names.setdefault(alias.asname or alias.name, name)
-        for node in own:  # `layers = nxd.parallel_layers.layers`
-            if isinstance(node, ast.Assign) and (name := self.meaning(node.value)) is not None:
-                for target in node.targets:
-                    if isinstance(target, ast.Name):
-                        names.setdefault(target.id, name)
-        for node in own:
-            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-                names.setdefault(node.id, None)
-            elif isinstance(node, ast.arg):
-                names.setdefault(node.arg, None)
-            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node is not scope:
-                names.setdefault(node.name, None)
-            elif isinstance(node, (ast.Import, ast.ImportFrom)):
-                for alias in node.names:
-                    names.setdefault(alias.asname or alias.name.partition(".")[0], None)
-
-    # --- what is used -----------------------------------------------------------------------------------
+    def assigned(self, scope: ast.AST) -> dict[str, str]:
+        """Return the names of assignments such as ``layers = nxd.parallel_layers.layers``."""
+        found = [
+            (node.targets[0], self.meaning(node.value)) for node in ast.walk(scope) if isinstance(node, ast.Assign)
+        ]
+        return {target.id: name for target, name in found if name and isinstance(target, ast.Name)}
 
     def visit(self, node: ast.AST) -> None:
-        if isinstance(node, Scope):
-            # Decorators, defaults, bases and annotations belong to the scope around.
-            inside = node.body if isinstance(node.body, list) else [node.body]
-            for child in ast.iter_child_nodes(node):
-                if child not in inside:
-                    self.visit(child)
-            self.enter(node)
-            for child in inside:
-                self.visit(child)
-            self.scopes.pop()
+        for _, _, name in _imports(node):
+            if self.known(name):
+                self.found.append(Use(name, node.lineno, guarded=self.guards > 0))  # pyright: ignore
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            own = {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
+            own |= {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+            own -= {name for one in ast.walk(node) for name, _, _ in _imports(one)} | self.assigned(node).keys()
+            self.hidden.append(own)
+            self.generic_visit(node)
+            self.hidden.pop()
         else:
             super().visit(node)
 
-    def visit_Import(self, node: ast.Import) -> None:
-        for alias in node.names:
-            if self.known(alias.name):
-                self.use(alias.name, node, guarded=self.guards > 0)
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        for alias in node.names:
-            if not node.level and self.known(name := f"{node.module}.{alias.name}"):
-                self.use(name, node, guarded=self.guards > 0)
-
-    def visit_Try(self, node: ast.Try) -> None:
-        guards = any(handler.type is None or _names(handler.type) & IMPORT_ERRORS for handler in node.handlers)
+    def visit_Try(self, node: Any) -> None:
+        caught = [
+            {one.id for one in ast.walk(handler.type or _ANY) if isinstance(one, ast.Name)} for handler in node.handlers
+        ]
+        guards = any(names & IMPORT_ERRORS for names in caught)
         self.guards += guards
         for child in node.body:
             self.visit(child)
@@ -189,39 +136,31 @@ class _Reader(ast.NodeVisitor):
     visit_TryStar = visit_Try
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        if (name := self.meaning(node)) is not None and self.known(name):
-            self.use(name, node)
+        if name := self.known(self.meaning(node)):
+            self.found.append(Use(name, node.lineno))
         else:
             self.visit(node.value)
 
     def visit_Call(self, node: ast.Call) -> None:
-        if (name := self.meaning(node.func)) is not None and self.known(name):
-            spread = any(isinstance(one, ast.Starred) for one in node.args)
-            keywords = {
-                one.arg: one.value.value if isinstance(one.value, ast.Constant) else ...
-                for one in node.keywords
-                if one.arg is not None
-            }
-            self.use(name, node, Call(0 if spread else len(node.args), keywords))
+        if name := self.known(self.meaning(node.func)):
+            count = 0 if any(isinstance(one, ast.Starred) for one in node.args) else len(node.args)
+            keywords = tuple(one.arg for one in node.keywords if one.arg is not None)
+            self.found.append(Use(name, node.lineno, positional=count, keywords=keywords))
         else:
             self.visit(node.func)
         for child in [*node.args, *node.keywords]:
             self.visit(child)
 
 
-def _own(scope: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes that a scope binds names with: not those inside the functions and classes in it."""
-    waiting: list[ast.AST] = [scope.args, *_body(scope)] if isinstance(scope, Function) else list(_body(scope))
-    while waiting:
-        node = waiting.pop(0)
-        yield node
-        if not isinstance(node, Scope):
-            waiting += ast.iter_child_nodes(node)
+_ANY = ast.Name("Exception")
 
 
-def _body(scope: Any) -> Sequence[ast.AST]:
-    return scope.body if isinstance(scope.body, list) else [scope.body]
-
-
-def _names(node: ast.AST) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+def _imports(node: ast.AST) -> Iterator[tuple[str, str, str]]:
+    """Yield for each name of an import: the name that it binds, what that stands for, and what is imported."""
+    if isinstance(node, ast.Import):
+        for one in node.names:
+            first = one.name.partition(".")[0]
+            yield one.asname or first, one.name if one.asname else first, one.name
+    elif isinstance(node, ast.ImportFrom) and not node.level:
+        for one in node.names:
+            yield one.asname or one.name, f"{node.module}.{one.name}", f"{node.module}.{one.name}"

@@ -41,8 +41,7 @@ class TensorCaptureConfig:
 
 @dataclass
 class _Capture:
-    model: nn.Module
-    most: int | None
+    most: int | None = 0
     tensors: dict[str, Tensor] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     hooks: list[RemovableHandle] = field(default_factory=list)
@@ -59,7 +58,8 @@ class _Capture:
                 self.tensors[key] = tensor
 
 
-_current: _Capture | None = None
+_current = _Capture()
+"""Before the first is enabled, and after one is disabled, it captures nothing."""
 
 
 def enable_tensor_capture(
@@ -80,54 +80,42 @@ def enable_tensor_capture(
         config = TensorCaptureConfig(config, max_tensors, capture_inputs)
     modules = {path: module_named(model, path) for path in config.modules_to_capture}
     disable_tensor_capture()
-    _current = _Capture(model, config.max_intermediate_tensors)
+    _current = _Capture(config.max_intermediate_tensors)
     _current.hooks.append(model.register_forward_pre_hook(_current.clear))
     for path, module in modules.items():
         if config.capture_inputs:
-            _current.hooks.append(module.register_forward_pre_hook(partial(_inputs, path)))
-        _current.hooks.append(module.register_forward_hook(partial(_outputs, path)))
+            _current.hooks.append(module.register_forward_pre_hook(partial(_seen, f"{path}.inputs")))
+        _current.hooks.append(module.register_forward_hook(partial(_seen, path)))
     if returned:
-        _current.hooks.append(model.register_forward_hook(_returned))
+        _current.hooks.append(model.register_forward_hook(lambda *seen: (seen[-1], get_captured_tensors_dict())))
     return model
 
 
-def _inputs(path: str, module: nn.Module, arguments: Any) -> None:
-    register_tensor(f"{path}.inputs", arguments)
-
-
-def _outputs(path: str, module: nn.Module, arguments: Any, outputs: Any) -> None:
-    register_tensor(path, outputs)
-
-
-def _returned(module: nn.Module, arguments: Any, outputs: Any) -> tuple[Any, dict[str, Tensor]]:
-    return outputs, get_captured_tensors_dict()
+def _seen(name: str, *seen: Any) -> None:
+    register_tensor(name, seen[-1])
 
 
 def disable_tensor_capture(model: nn.Module | None = None) -> nn.Module | None:
-    """End the capture, of ``model`` or any, and forget what was captured; returns ``model``."""
+    """End the capture, and forget what was captured; returns ``model``."""
     global _current
-    if _current is not None and model in (None, _current.model):
-        for hook in _current.hooks:
-            hook.remove()
-        _current = None
+    for hook in _current.hooks:
+        hook.remove()
+    _current = _Capture()
     return model
 
 
 def register_tensor(name: str, tensor: Any) -> None:
-    """Capture a tensor, or those in lists and dictionaries, under a name of your own, from inside of a forward;
-    without an enabled capture this does nothing."""
-    if _current is not None:
-        _current.add(name, tensor)
+    """Capture a tensor, or those in a list or dictionary, under a name of your own, from inside of a forward."""
+    _current.add(name, tensor)
 
 
 def get_captured_tensors_dict() -> dict[str, Tensor]:
     """Return what the last call, or the present one, has captured so far, by name, in the order of the calls."""
-    return {} if _current is None else dict(_current.tensors)
+    return dict(_current.tensors)
 
 
 def get_captured_tensors() -> list[Tensor]:
-    """Return the tensors of :func:`get_captured_tensors_dict`."""
-    return list(get_captured_tensors_dict().values())
+    return list(_current.tensors.values())
 
 
 def get_available_modules(model: nn.Module) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,13 +15,12 @@ def largest(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max if dtype.is_floating_point else LARGEST
 
 
-def absolute_maximum(weight: Tensor, axis: int | None) -> Tensor:
-    """Return the largest absolute values in float32: of each index of dimension ``axis``, other dimensions being 1; of
-    all, ``[1]``, if it is None."""
-    if axis is None:
-        return weight.abs().amax().float().reshape(1)
-    dims = [dim for dim in range(weight.dim()) if dim != axis % weight.dim()]
-    return weight.abs().amax(dims, keepdim=True).float()
+def absolute_maximum(weight: Tensor, dims: Sequence[int]) -> Tensor:
+    """Return the largest absolute values in float32: for each index of ``dims``, with size 1 in other dimensions; for
+    no ``dims`` of all, ``[1]``."""
+    others = [dim for dim in range(weight.dim()) if dim not in dims]
+    maximum = weight.abs().amax(others, keepdim=True).float()
+    return maximum if dims else maximum.reshape(1)
 
 
 def scale_for(maximum: Tensor, dtype: torch.dtype) -> Tensor:

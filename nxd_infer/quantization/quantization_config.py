@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any, TypedDict
 
@@ -11,7 +12,7 @@ from nxd_infer.errors import ParallelConfigError
 
 
 class QuantizationType(Enum):
-    """What shares one scale. Scales are symmetric: zero is zero."""
+    """Which values share a scale; zero is zero."""
 
     PER_TENSOR_SYMMETRIC = "per_tensor_symmetric"
     PER_CHANNEL_SYMMETRIC = "per_channel_symmetric"
@@ -25,8 +26,6 @@ class QuantizedDtype(Enum):
 
 
 class ActivationQuantizationType(Enum):
-    """Activations keep their dtype here."""
-
     NONE = None
 
 
@@ -42,10 +41,7 @@ class PER_CHANNEL_QCONFIG_DICT_TYPE(BASE_QCONFIG_DICT_TYPE):
 
 def get_default_custom_qconfig_dict() -> BASE_QCONFIG_DICT_TYPE:
     """Int8, one scale for a weight."""
-    return {
-        "quantization_type": QuantizationType.PER_TENSOR_SYMMETRIC,
-        "quantized_dtype": QuantizedDtype.INT8,
-    }
+    return {"quantization_type": QuantizationType.PER_TENSOR_SYMMETRIC, "quantized_dtype": QuantizedDtype.INT8}
 
 
 def get_default_per_channel_custom_qconfig_dict() -> PER_CHANNEL_QCONFIG_DICT_TYPE:
@@ -66,37 +62,34 @@ def get_default_expert_wise_per_channel_custom_qconfig_dict() -> PER_CHANNEL_QCO
     }
 
 
-_NEUTRAL = {"activation_quantization_type": (None, "none", ActivationQuantizationType.NONE), "clamp_bound": (None, 0)}
-_TYPES = {one.value: one for one in QuantizationType}
 _TYPES = {one.value: one for one in QuantizationType}
 _DTYPES = {one.value: one for one in QuantizedDtype} | {getattr(torch, "qint8", "qint8"): QuantizedDtype.INT8}
+_NO_ACTIVATIONS = (None, "none", ActivationQuantizationType.NONE)
 
 
-def checked(config: Any) -> dict[str, Any]:
-    """Return a configuration's type, dtype (of torch) and axis (None per tensor), as keywords of a quantized layer.
+def scheme(config: Mapping[str, Any] | None, dims: int) -> tuple[QuantizedDtype, tuple[int, ...]]:
+    """Return what a ``q_config`` says of a weight with ``dims`` dimensions: its dtype, and the dimensions that have a
+    scale for each index, none if there is one scale.
 
-    Types may be their values, and dtypes torch's. Raises ParallelConfigError for a key or a value that is not known.
+    Types may be given by their values and dtypes as torch's. A linear layer has no experts: what is expert-wise has a
+    scale for each of its outputs. Raises ParallelConfigError for what is not known.
     """
-    rest = dict(config)
-    kind, dtype, axis = (
-        rest.pop(key, default)
-        for key, default in (
-            ("quantization_type", QuantizationType.PER_TENSOR_SYMMETRIC),
-            ("quantized_dtype", QuantizedDtype.INT8),
-            ("quantization_per_channel_axis", None),
-        )
-    )
-    for key, value in rest.items():
-        if key not in _NEUTRAL or value not in _NEUTRAL[key]:
-            raise ParallelConfigError(f"q_config has {key}={value!r}, which is not supported: leave it out")
+    rest = {**get_default_custom_qconfig_dict(), **(config or {})}
+    kind, dtype, axis = (rest.pop(key, None) for key in PER_CHANNEL_QCONFIG_DICT_TYPE.__annotations__)
     kind, dtype = _TYPES.get(kind, kind), _DTYPES.get(dtype, dtype)
+    if rest.pop("activation_quantization_type", None) not in _NO_ACTIVATIONS or any(rest.values()):
+        raise ParallelConfigError(f"q_config has {config}: of that, only the keys of its defaults are supported")
     if not isinstance(kind, QuantizationType) or not isinstance(dtype, QuantizedDtype):
         raise ParallelConfigError(
-            f"q_config has quantization_type={kind!r} and quantized_dtype={dtype!r}: take a member of "
-            "QuantizationType and one of QuantizedDtype"
+            f"q_config has quantization_type={kind!r} and quantized_dtype={dtype!r}: take members of QuantizationType "
+            "and QuantizedDtype"
         )
     if kind is QuantizationType.PER_TENSOR_SYMMETRIC:
-        axis = None
-    elif axis is None:
-        axis = 0
-    return {"quantization_type": kind, "quantized_dtype": dtype, "quantization_per_channel_axis": axis}
+        return dtype, ()
+    by_expert = kind is QuantizationType.EXPERT_WISE_PER_CHANNEL_SYMMETRIC
+    axis = 0 if axis is None or (by_expert and dims == 2) else axis
+    if not -dims <= axis < dims:
+        raise ParallelConfigError(
+            f"quantization_per_channel_axis={axis} of a weight of {dims} dimensions: take a lower one"
+        )
+    return dtype, tuple(sorted({axis % dims, *([0] if by_expert else [])}))

@@ -17,74 +17,77 @@ from torch import Tensor, nn
 from nxd_infer import comm
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import AxisPlan, layout_of
-from nxd_infer.parallel_layers.base import DeviceLike, WeightAndBias
+from nxd_infer.modules.moe.moe_parallel_layers import ExpertFusedColumnParallelLinear, ExpertFusedRowParallelLinear
+from nxd_infer.parallel_layers.base import ParallelLayer
 from nxd_infer.parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
 from nxd_infer.quantization.arithmetic import absolute_maximum, quantized, scale_for
 from nxd_infer.quantization.dequantize import scale_dequantize
-from nxd_infer.quantization.quantization_config import (
-    QuantizationType,
-    QuantizedDtype,
-    checked,
-    get_default_custom_qconfig_dict,
-)
+from nxd_infer.quantization.quantization_config import QuantizationType, QuantizedDtype, scheme
 
 Self = TypeVar("Self", bound="BaseQuantizeParallelLinear")
 
 
-class BaseQuantizeParallelLinear(WeightAndBias):
+class BaseQuantizeParallelLinear(ParallelLayer):
     """What the layers share; it comes before the float layer among the bases, whose weight it quantizes."""
 
+    weight: nn.Parameter
     scale: nn.Parameter
+    quantized_dtype: QuantizedDtype
     dequantized_dtype: torch.dtype
+    channels: tuple[int, ...]
+    """Dimensions of the weight with a scale for each index."""
 
-    def _set(self, config: Mapping[str, Any]) -> None:
-        values = checked(config)
-        if values["quantization_type"] is QuantizationType.EXPERT_WISE_PER_CHANNEL_SYMMETRIC:
-            raise ParallelConfigError(
-                f"{type(self).__name__} has no experts: take QuantizationType.PER_CHANNEL_SYMMETRIC"
-            )
-        axis = values["quantization_per_channel_axis"]
-        if axis not in (None, -2, -1, 0, 1):
-            raise ParallelConfigError(f"quantization_per_channel_axis={axis!r} must be 0 (outputs) or 1 (inputs)")
-        self.quantization_type = values["quantization_type"]
-        self.quantized_dtype: QuantizedDtype = values["quantized_dtype"]
-        self.quantization_per_channel_axis = None if axis is None else axis % 2
+    def __init__(
+        self,
+        *sizes: int,
+        quantization_type: QuantizationType = QuantizationType.PER_TENSOR_SYMMETRIC,
+        quantization_per_channel_axis: int | None = None,
+        quantized_dtype: QuantizedDtype = QuantizedDtype.INT8,
+        **more: Any,
+    ):
+        config = {
+            "quantization_type": quantization_type,
+            "quantized_dtype": quantized_dtype,
+            "quantization_per_channel_axis": quantization_per_channel_axis,
+        }
+        self.quantized_dtype, self.channels = scheme(config, len(sizes))
+        super().__init__(*sizes, **more)
 
     @classmethod
     def from_float(cls: type[Self], mod: nn.Module, q_config: Mapping[str, Any] | None = None) -> Self:
         """Return the quantized layer of a float one, which stays as it is. At degrees above 1 every rank calls it.
 
         A weight on the meta device stays there, for a checkpoint to fill. Raises ParallelConfigError for a layer of
-        another class, or a ``q_config`` that the layer cannot have.
+        another class, or an unknown ``q_config``.
         """
-        if not isinstance(mod, cls.__bases__[1]):
-            raise ParallelConfigError(
-                f"{cls.__name__} is made of a {cls.__bases__[1].__name__}, got {type(mod).__name__}"
-            )
+        base = cls.__bases__[1]
+        if not isinstance(mod, base):
+            raise ParallelConfigError(f"{cls.__name__} is made of a {base.__name__}, got {type(mod).__name__}")
         layer = cls.__new__(cls)
         own = vars(mod).items()
         vars(layer).update({name: dict(value) if isinstance(value, dict) else value for name, value in own})
-        layer._set(get_default_custom_qconfig_dict() if q_config is None else q_config)
+        layer.quantized_dtype, layer.channels = scheme(q_config, layer.weight.dim())
         layer._quantize()
         return layer
 
     def reset_parameters(self) -> None:
         if self.weight.dtype is self.quantized_dtype.value:
             self._replace("weight", torch.empty_like(self.weight, dtype=self.dequantized_dtype))
-        super().reset_parameters()
+        super().reset_parameters()  # pyright: ignore[reportAttributeAccessIssue]
         self._quantize()
 
     @torch.no_grad()
     def _quantize(self) -> None:
-        weight, axis, dtype = self.weight, self.quantization_per_channel_axis, self.quantized_dtype.value
+        weight, layout = self.weight, layout_of(self, "weight")
         self.dequantized_dtype = weight.dtype
-        maximum = absolute_maximum(weight, axis)
-        layout = layout_of(self, "weight")
-        if layout is not None and layout.partition_dim != axis:  # the scale is that of the logical weight
+        maximum = absolute_maximum(weight, self.channels)  # and over the ranks: the scale is that of the logical weight
+        if layout is not None and layout.partition_dim not in self.channels:
             maximum = comm.all_reduce(maximum, self.context, self.axis, "max")
-        scale = scale_for(maximum, dtype)
-        for name, value in (("weight", quantized(weight, scale, dtype)), ("scale", scale)):
-            self._replace(name, value)
+        if weight.dim() == 3 and 0 not in self.channels:
+            maximum = comm.all_reduce(maximum, self.context, "ep", "max")
+        scale = scale_for(maximum, self.quantized_dtype.value)
+        self._replace("weight", quantized(weight, scale, self.quantized_dtype.value))
+        self._replace("scale", scale)
 
     def _replace(self, name: str, value: Tensor) -> None:
         self.register_parameter(name, nn.Parameter(value, requires_grad=False))
@@ -105,8 +108,7 @@ class BaseQuantizeParallelLinear(WeightAndBias):
         axes = super().axes_of("weight" if name == "scale" else name)
         if name != "scale":
             return axes
-        axis = self.quantization_per_channel_axis
-        return [1] if axis is None else [plan if dim == axis else 1 for dim, plan in enumerate(axes)]
+        return [plan if dim in self.channels else 1 for dim, plan in enumerate(axes)] if self.channels else [1]
 
     def _matrix(self) -> Tensor:
         return scale_dequantize(self.weight, self.scale, self.dequantized_dtype)
@@ -116,47 +118,24 @@ class QuantizedColumnParallel(BaseQuantizeParallelLinear, ColumnParallelLinear):
     """:class:`ColumnParallelLinear` with a quantized weight.
 
     Args:
-        quantization_type, quantization_per_channel_axis, quantized_dtype: as in a ``q_config``. The axis is 0 if none
+        sizes: ``input_size, output_size``; all others by keyword.
+        quantization_type, quantization_per_channel_axis, quantized_dtype: as in a ``q_config``; the axis is 0 if none
             is given.
-        Others: as for ColumnParallelLinear; ``dtype`` is that of the product, and of the bias.
+        more: as for ColumnParallelLinear; ``dtype`` is that of the product, and of the bias.
     """
-
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        quantization_type: QuantizationType = QuantizationType.PER_TENSOR_SYMMETRIC,
-        quantization_per_channel_axis: int | None = None,
-        bias: bool = True,
-        gather_output: bool = True,
-        dtype: torch.dtype = torch.float32,
-        quantized_dtype: QuantizedDtype = QuantizedDtype.INT8,
-        device: DeviceLike = None,
-        **more: Any,
-    ):
-        self._set(_config(quantization_type, quantized_dtype, quantization_per_channel_axis))
-        super().__init__(input_size, output_size, bias, gather_output, dtype=dtype, device=device, **more)
 
 
 class QuantizedRowParallel(BaseQuantizeParallelLinear, RowParallelLinear):
-    """:class:`RowParallelLinear` with a quantized weight; arguments as for :class:`QuantizedColumnParallel`."""
-
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        quantization_type: QuantizationType = QuantizationType.PER_TENSOR_SYMMETRIC,
-        quantization_per_channel_axis: int | None = None,
-        bias: bool = True,
-        input_is_parallel: bool = False,
-        dtype: torch.dtype = torch.float32,
-        quantized_dtype: QuantizedDtype = QuantizedDtype.INT8,
-        device: DeviceLike = None,
-        **more: Any,
-    ):
-        self._set(_config(quantization_type, quantized_dtype, quantization_per_channel_axis))
-        super().__init__(input_size, output_size, bias, input_is_parallel, dtype=dtype, device=device, **more)
+    """:class:`RowParallelLinear` with a quantized weight; arguments as for QuantizedColumnParallel."""
 
 
-def _config(kind: QuantizationType, dtype: QuantizedDtype, axis: int | None) -> dict[str, Any]:
-    return {"quantization_type": kind, "quantized_dtype": dtype, "quantization_per_channel_axis": axis}
+class QuantizedExpertFusedColumnParallel(BaseQuantizeParallelLinear, ExpertFusedColumnParallelLinear):
+    """:class:`ExpertFusedColumnParallelLinear` with a quantized weight ``[experts, inputs, outputs]``.
+
+    Args:
+        sizes: ``num_experts, input_size, output_size``; others as for QuantizedColumnParallel.
+    """
+
+
+class QuantizedExpertFusedRowParallel(BaseQuantizeParallelLinear, ExpertFusedRowParallelLinear):
+    """:class:`ExpertFusedRowParallelLinear` with a quantized weight; arguments as for the column-parallel layer."""

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nxd_infer.errors import CheckpointError
 from nxd_infer.quantization.arithmetic import absolute_maximum, quantized, scale_for
 from nxd_infer.quantization.dequantize import scale_dequantize
-from nxd_infer.quantization.quantization_config import checked
+from nxd_infer.quantization.quantization_config import QuantizationType, scheme
 from nxd_infer.quantization.quantize import convert, named_in
-
-Model = TypeVar("Model", nn.Module, dict[str, Tensor])
-_PACKED = "._packed_params"
 
 
 class QuantizedLinear(nn.Module):
@@ -39,74 +38,51 @@ class QuantizedLinear(nn.Module):
         return F.linear(x, scale_dequantize(self.weight, self.scale, self.dtype), self.bias)
 
 
-def quantize_pytorch_model_per_channel_symmetric(
-    float_model: Model,
+def _quantize_all(
+    kind: QuantizationType,
+    float_model: Any,
     inplace: bool = False,
     dtype: torch.dtype = torch.int8,
     modules_to_not_convert: Sequence[str] | None = None,
-) -> Model:
-    """Quantize every ``nn.Linear`` of a model with a scale for each output; its state dict is the checkpoint.
+) -> Any:
+    """Quantize every ``nn.Linear`` of a model; its state dict is the checkpoint for converted parallel layers.
 
-    ``float_model``: a model, or the state dict of one: then every matrix ``*.weight`` is one of a linear layer, but
-    for those of ``modules_to_not_convert`` (name the embeddings there).
+    ``float_model``: a model, or the state dict of one: then every matrix ``*.weight`` is taken for that of a linear
+    layer, but for those of ``modules_to_not_convert`` (name the embeddings there).
 
-    The checkpoint has ``weight`` in ``dtype`` (int8 or a float8), and ``scale`` in float32 ``[outputs, 1]``.
+    The checkpoint has ``weight`` in ``dtype`` (int8 or a float8), and ``scale`` in float32.
     """
-    return _quantize_all(float_model, inplace, dtype, modules_to_not_convert, 0)
-
-
-def quantize_pytorch_model_per_tensor_symmetric(
-    float_model: Model,
-    inplace: bool = False,
-    dtype: torch.dtype = torch.int8,
-    modules_to_not_convert: Sequence[str] | None = None,
-) -> Model:
-    """:func:`quantize_pytorch_model_per_channel_symmetric` with one scale for each weight, ``[1]``."""
-    return _quantize_all(float_model, inplace, dtype, modules_to_not_convert, None)
-
-
-def _quantize_all(model: Any, inplace: bool, dtype: torch.dtype, skipped: Sequence[str] | None, axis: Any) -> Any:
-    kind = "per_tensor_symmetric" if axis is None else "per_channel_symmetric"
-    config = {"quantization_type": kind, "quantized_dtype": dtype}
-    if isinstance(model, nn.Module):
-        return convert(model, config, inplace, {nn.Linear: QuantizedLinear}, skipped)
-    result = model if inplace else dict(model)
-    for name, value in list(model.items()):
+    config, skipped = {"quantization_type": kind, "quantized_dtype": dtype}, modules_to_not_convert or ()
+    if isinstance(float_model, nn.Module):
+        return convert(float_model, config, inplace, {nn.Linear: QuantizedLinear}, skipped)
+    result = float_model if inplace else dict(float_model)
+    for name, value in list(float_model.items()):
         path = name.removesuffix(".weight")
-        if path != name and value.dim() == 2 and value.is_floating_point() and not named_in(path, skipped or ()):
+        if path != name and value.dim() == 2 and value.is_floating_point() and not named_in(path, skipped):
             result[name], result[f"{path}.scale"] = _parts(value, config)
     return result
 
 
+quantize_pytorch_model_per_channel_symmetric = partial(_quantize_all, QuantizationType.PER_CHANNEL_SYMMETRIC)
+"""With a scale for each output, ``[outputs, 1]``."""
+quantize_pytorch_model_per_tensor_symmetric = partial(_quantize_all, QuantizationType.PER_TENSOR_SYMMETRIC)
+"""With one scale for each weight, ``[1]``."""
+
+
 @torch.no_grad()
 def _parts(weight: Tensor, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    values = checked(config)
-    dtype = values["quantized_dtype"].value
-    scale = scale_for(absolute_maximum(weight, values["quantization_per_channel_axis"]), dtype)
-    return quantized(weight, scale, dtype), scale
+    dtype, channels = scheme(config, weight.dim())
+    scale = scale_for(absolute_maximum(weight, channels), dtype.value)
+    return quantized(weight, scale, dtype.value), scale
 
 
 def convert_qint8_to_int8_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Change the state dict of a model that torch quantized, in place, and return it: packed weights (qint8) become
-    ``weight`` (int8), ``scale`` and ``bias``, as this package quantizes. Others stay."""
-    for name in [name for name in state_dict if name.endswith(f"{_PACKED}.dtype")]:
-        layer = name.removesuffix(f"{_PACKED}.dtype")
-        del state_dict[name]
-        for other in ("scale", "zero_point"):  # of activations
-            state_dict.pop(f"{layer}.{other}", None)
-        state_dict[f"{layer}.weight"], bias = state_dict.pop(f"{layer}{_PACKED}{_PACKED}")
-        if bias is not None:
-            state_dict[f"{layer}.bias"] = bias
-    for name, value in list(state_dict.items()):
-        if isinstance(value, Tensor) and value.dtype is torch.qint8:
-            state_dict[name] = value.int_repr()
-            state_dict[f"{name.removesuffix('weight')}scale"] = _scale_of(value)
+    """Return ``state_dict`` as it is: what this package quantizes is int8 already. Raises CheckpointError for weights
+    that torch quantized (qint8)."""
+    for name, value in state_dict.items():
+        if "._packed_params" in name or (isinstance(value, Tensor) and value.is_quantized):
+            raise CheckpointError(
+                f"{name!r} is of a model that torch quantized: quantize the float model with "
+                "quantize_pytorch_model_per_channel_symmetric, whose state dict is the checkpoint"
+            )
     return state_dict
-
-
-def _scale_of(weight: Tensor) -> Tensor:
-    if weight.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        return torch.tensor([weight.q_scale()])
-    shape = [1] * weight.dim()
-    shape[weight.q_per_channel_axis()] = -1
-    return weight.q_per_channel_scales().float().reshape(shape)

@@ -8,12 +8,15 @@ from typing import Any
 
 from torch import nn
 
+from nxd_infer.modules.moe.moe_parallel_layers import ExpertFusedColumnParallelLinear, ExpertFusedRowParallelLinear
 from nxd_infer.parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
-from nxd_infer.quantization.quantization_layers import QuantizedColumnParallel, QuantizedRowParallel
+from nxd_infer.quantization import quantization_layers as layers
 
 DEFAULT_MAPPING: dict[type[nn.Module], Any] = {
-    ColumnParallelLinear: QuantizedColumnParallel,
-    RowParallelLinear: QuantizedRowParallel,
+    ExpertFusedColumnParallelLinear: layers.QuantizedExpertFusedColumnParallel,
+    ExpertFusedRowParallelLinear: layers.QuantizedExpertFusedRowParallel,
+    ColumnParallelLinear: layers.QuantizedColumnParallel,
+    RowParallelLinear: layers.QuantizedRowParallel,
 }
 
 
@@ -30,7 +33,7 @@ def convert(
         q_config: None is int8 with one scale for a weight.
         inplace: change ``module`` itself, else a copy of it.
         mapping: ``{class: quantized class}``, which is made by its ``from_float(layer, q_config)``. Layers of exactly
-            these classes are taken; default: column and row parallel linear layers.
+            these classes are taken; default: the column and row parallel linear layers, and those of experts.
         modules_to_not_convert: paths of modules that stay as they are, with all below them. A path matches at any
             depth: ``"lm_head"`` also ``model.lm_head``.
     """

@@ -96,8 +96,11 @@ class ExpertFusedLinear(ParallelLayer):
         if self.bias is not None:
             self.init_parameter("bias", init_linear_bias(self.input_size))
 
+    def _matrix(self) -> Tensor:
+        return self.weight
+
     def _linear(self, x: Tensor, experts: Tensor | None, bias: Tensor | None) -> Tensor:
-        weight = self.weight
+        weight = self._matrix()
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import nxd_infer as nxd
 from nxd_infer.modules.tensor_capture import disable_tensor_capture, enable_tensor_capture, get_captured_tensors_dict
-from nxd_infer.modules.tensor_replacement import enable_tensor_replacement
+from nxd_infer.modules.tensor_replacement import TensorReplacementRegister
 from nxd_infer.parallel_layers import ColumnParallelLinear, RowParallelLinear
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
@@ -46,7 +46,7 @@ def capturing() -> tuple[nn.Module, dict]:
 
 def replacing() -> tuple[nn.Module, dict]:
     model, _ = capturing()
-    enable_tensor_replacement(model, {"layers.1.down": X})
+    TensorReplacementRegister(model, {"layers.1.down": X})
     return model, {}
 
 

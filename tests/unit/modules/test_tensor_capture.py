@@ -17,7 +17,7 @@ from nxd_infer.modules.tensor_capture import (
     get_captured_tensors_dict,
     register_tensor,
 )
-from nxd_infer.modules.tensor_replacement import TensorReplacementConfig, enable_tensor_replacement
+from nxd_infer.modules.tensor_replacement import TensorReplacementConfig, TensorReplacementRegister
 
 X = torch.arange(8.0).view(2, 4)
 
@@ -95,7 +95,7 @@ def test_the_old_names_are_these():
         from neuronx_distributed.utils.tensor_replacement.registry import TensorReplacementRegister as register
     finally:
         compat.uninstall()
-    assert capture is enable_tensor_capture and register is type(enable_tensor_replacement(Model(), {}))
+    assert capture is enable_tensor_capture and register is TensorReplacementRegister
 
 
 def test_what_one_model_captured_replaces_what_another_computes():
@@ -107,7 +107,7 @@ def test_what_one_model_captured_replaces_what_another_computes():
     enable_tensor_capture(first, ["layers.0"])
     first(X)
     captured = get_captured_tensors_dict()
-    register = enable_tensor_replacement(
+    register = TensorReplacementRegister(
         second, TensorReplacementConfig({"layers.0.0": captured["layers.0.0"].double()})
     )
     assert torch.equal(second(X), wanted)  # so the first block is where they part
