@@ -56,10 +56,10 @@ def _check_blocks(directory: ModelDirectory, task: str, module: nn.Module) -> No
 def _check_cuts(directory: ModelDirectory, task: str, cuts: dict[str, Cut], layouts: dict[str, ParamLayout]) -> None:
     unused = set(cuts)
     for name, layout in layouts.items():
-        if not name.endswith(".weight") or layout.alias_of is not None:
-            continue
         layer = name.removesuffix(".weight")
         pattern = next((key for key in cuts if matched(key, layer, any_prefix=True) is not None), None)
+        if layout.alias_of is not None or (pattern is None and layer == name):
+            continue
         unused.discard(pattern or "")
         found = {dimension: axis for dimension, axis in enumerate(layout.axes) if axis.sharded}
         planned = {} if pattern is None else {cuts[pattern].dimension: cuts[pattern].axis}

@@ -13,8 +13,10 @@ import torch
 from pydantic import AfterValidator
 from torch import Tensor, nn
 
+from nxd_infer.context import current_context
 from nxd_infer.layout import AxisPlan
 from nxd_infer.modules.activations import ACTIVATIONS, known_activation
+from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.layer_norm import SequenceParallelWeights
 from nxd_infer.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from nxd_models.hf.config_file import Problem
@@ -74,6 +76,23 @@ def last_linear(
         sequence_dimension=SEQUENCE,
         input_plan=axis,
     )
+
+
+class ParallelBlock(nn.Module):
+    """A block whose first layers share one input and whose last layer sums over the ranks."""
+
+    def __init__(self, sequence_parallel: bool):
+        super().__init__()
+        self.context = current_context()
+        self.sequence_parallel_enabled = sequence_parallel
+
+    def enter(self, x_BSE: Tensor) -> Tensor:
+        """Enter the parallel region once for all layers that read ``x``: one collective in each direction."""
+        if self.sequence_parallel_enabled:
+            return mappings.gather_from_sequence_parallel_region(
+                x_BSE, SEQUENCE, context=self.context, reduce_dtype=torch.float32
+            )
+        return mappings.copy_to_tensor_model_parallel_region(x_BSE, context=self.context, reduce_dtype=torch.float32)
 
 
 class RMSNorm(SequenceParallelWeights):

@@ -58,6 +58,8 @@ BUILT_IN = {
     "mistral": "nxd_models.llama.family:LLAMA",
     "qwen2": "nxd_models.llama.family:LLAMA",
     "qwen3": "nxd_models.llama.family:LLAMA",
+    "mixtral": "nxd_models.llama.family:MIXTRAL",
+    "qwen3_moe": "nxd_models.llama.family:QWEN3_MOE",
     "gpt_neox": "nxd_models.gpt_neox.family:GPT_NEOX",
     "t5": "nxd_models.t5.family:T5",
     "bert": "nxd_models.bert.family:BERT",

@@ -113,7 +113,8 @@ class Cut(NamedTuple):
     """How tensor parallelism shards the weight of a layer."""
 
     dimension: int
-    """Dimension of the weight [outputs, inputs]: 0 is column parallel (or vocabulary parallel), 1 row parallel."""
+    """Dimension of the weight [outputs, inputs]: 0 is column parallel (or vocabulary parallel), 1 row parallel. That of
+    experts [E, outputs, inputs] is one more."""
     axis: AxisPlan
     """How that dimension is distributed over the ranks."""
 
@@ -155,7 +156,8 @@ class ModelSpec:
     tasks: Mapping[str, Task]
     """Tasks by name, the default first."""
     tensor_parallel_plan: Callable[[Any, int], Mapping[str, Cut]] | None = None
-    """``(config, degree)``: the sharded layers, by name. Others are replicated. None: unspecified."""
+    """``(config, degree)``: the sharded layers (and weights of other names than "weight") by name. Others are
+    replicated. None: unspecified."""
     stored_weights: Mapping[str, StoredWeight] = field(default_factory=dict)
     """Weights that checkpoints store under another name, as part of a larger tensor, or transposed."""
     adapter_targets: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,56 @@ class StoredWeight:
         wanted = [slice(first + start, first + stop), *others]
         found = source.read(name, wanted[::-1] if self.transposed else wanted)
         return found.T.contiguous() if self.transposed else found
+
+
+@dataclass(frozen=True)
+class StackedWeight(StoredWeight):
+    """A weight [E, rows, K] of which the checkpoint holds each expert's matrices [.., K], one below the other in ours.
+
+    "h.*.experts.gate_up": StackedWeight("h.*.experts.0.gate.weight", below=("up",))
+    """
+
+    below: tuple[str, ...] = ()
+    """Names of the matrices below the one that ``name``, of the first expert's, says."""
+
+    def matrices(self, name: str, expert: int) -> list[str]:
+        """Return the checkpoint's names of an expert's matrices."""
+        head, _, first = name.rpartition(".0.")
+        return [f"{head}.{expert}.{one}.weight" for one in (first.removesuffix(".weight"), *self.below)]
+
+    def shape(self, source: WeightSource, name: str) -> tuple[int, ...]:
+        known = getattr(source, "resolve", set(source.keys()).__contains__)
+        count = next(expert for expert in itertools.count() if not known(self.matrices(name, expert)[0]))
+        shapes = [source.shape(one) for one in self.matrices(name, 0)]
+        return (count, sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def read(self, source: WeightSource, name: str, slices: Sequence[slice] | None) -> Tensor:
+        import torch  # slow
+
+        shape = self.shape(source, name)
+        experts, rows, *others = slices if slices is not None else [slice(None)] * len(shape)
+        height = shape[1] // (1 + len(self.below))
+        start, stop, _ = rows.indices(shape[1])
+        stacked = [
+            torch.cat(
+                [
+                    source.read(one, [slice(max(start - top, 0), min(stop - top, height)), *others])
+                    for top, one in zip(range(0, shape[1], height), self.matrices(name, expert), strict=True)
+                    if start < top + height and stop > top
+                ]
+            )
+            for expert in range(*experts.indices(shape[0]))
+        ]
+        return torch.stack(stacked)
+
+    def pieces(self, name: str, shape: Sequence[int]) -> dict[str, tuple[slice, slice]]:
+        """Return the checkpoint's names of a weight of ``shape``, and what each holds: of an expert, some rows."""
+        height = shape[1] // (1 + len(self.below))
+        return {
+            one: (slice(expert, expert + 1), slice(place * height, (place + 1) * height))
+            for expert in range(shape[0])
+            for place, one in enumerate(self.matrices(name, expert))
+        }
 
 
 def matched(pattern: str, name: str, *, any_prefix: bool = False) -> tuple[str, ...] | None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.hugging_face.gguf_file import model_directory
-from nxd_infer.hugging_face.stored import StoredWeight, stored_as
+from nxd_infer.hugging_face.stored import StackedWeight, StoredWeight, stored_as
 from nxd_infer.hugging_face.tied_head import EMBEDDINGS, check_tied_head
 from nxd_infer.layout import restore_attributes, weight_layout
 from nxd_infer.layout.shard import check_weights, iter_shards
@@ -129,8 +129,13 @@ class StoredSource:
         self._source = source
         self._parts: dict[str, dict[int, str]] = {}
         self._stored: dict[str, StoredWeight] = {}
+        self._stacked: dict[str, tuple[str, tuple[slice, slice]]] = {}
         for name in source.keys():  # noqa: SIM118  (a source is not a mapping)
             there, stored = stored_as(name, table) or (name, WHOLE)
+            if isinstance(stored, StackedWeight):
+                pieces = stored.pieces(there, source.shape(name))
+                self._stacked |= {one: (name, place) for one, place in pieces.items()}
+                continue
             if stored.fallback:
                 there, stored = name, WHOLE
             self._parts.setdefault(there, {})[stored.part] = name
@@ -143,17 +148,25 @@ class StoredSource:
                 )
 
     def keys(self) -> Iterable[str]:
-        return self._parts
+        return [*self._parts, *self._stacked]
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._stacked:
+            own, (_, rows) = self._stacked[name]
+            return (rows.stop - rows.start, *self._source.shape(own)[2:])
         shapes = [self._source.shape(part) for part in self._parts[name].values()]
         whole = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
         return whole[::-1] if self._stored[name].transposed else whole
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._source.dtype(next(iter(self._parts[name].values())))
+        own = self._stacked[name][0] if name in self._stacked else next(iter(self._parts[name].values()))
+        return self._source.dtype(own)
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        if name in self._stacked:
+            own, place = self._stacked[name]
+            found = self._source.read(own, [*place, slice(None)])[0]
+            return found if slices is None else found[tuple(slices)]
         parts = [self._source.read(part) for _, part in sorted(self._parts[name].items())]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         found = whole.T.contiguous() if self._stored[name].transposed else whole

@@ -78,18 +78,25 @@ _LLAMA3 = {
 }
 # As the real one: begin is 0 and padding 1, and positions count from padding + 1.
 _ROBERTA = {"type_vocab_size": 1, "pad_token_id": BOS, "bos_token_id": PAD}
+_QWEN3_MOE = {
+    **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True},
+    **{"num_hidden_layers": 3, "mlp_only_layers": [1], "decoder_sparse_step": 1},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _family(_DECODER, "llama", "LlamaForCausalLM"),
     "llama3": _family(_DECODER, "llama", "LlamaForCausalLM", **_LLAMA3),
     "mistral": _family(_DECODER, "mistral", "MistralForCausalLM", sliding_window=None, head_dim=16),
     "qwen2": _family(_DECODER, "qwen2", "Qwen2ForCausalLM", use_sliding_window=False, tie_word_embeddings=True),
     "qwen3": _family(_DECODER, "qwen3", "Qwen3ForCausalLM", head_dim=16),
+    "mixtral": _family(_DECODER, "mixtral", "MixtralForCausalLM", num_local_experts=6, num_experts_per_tok=2),
+    "qwen3_moe": _family(_DECODER, "qwen3_moe", "Qwen3MoeForCausalLM", head_dim=16, **_QWEN3_MOE),
     "bert": _family(_ENCODER, "bert", "BertModel"),
     "roberta": _family(_ENCODER, "roberta", "RobertaModel", **_ROBERTA),
     "bert_classifier": _family(_ENCODER, "bert", "BertForSequenceClassification", **_LABELS),
     "roberta_classifier": _family(_ENCODER, "roberta", "RobertaForSequenceClassification", **_ROBERTA, **_LABELS),
 }
 DECODERS = ("llama", "llama3", "mistral", "qwen2", "qwen3")
+MIXTURES = ("mixtral", "qwen3_moe")
 ENCODERS = ("bert", "roberta")
 CLASSIFIERS = ("bert_classifier", "roberta_classifier")
 
@@ -127,7 +134,15 @@ def tiny_state_dict(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Te
 
 
 # Sharp attention and strong branches: greedy tokens then depend on the whole context, not on the last token.
-_SHARP = ("q_proj.weight", "k_proj.weight", "o_proj.weight", "down_proj.weight", "query.weight", "key.weight")
+_SHARP = (
+    "q_proj.weight",
+    "k_proj.weight",
+    "o_proj.weight",
+    "down_proj.weight",
+    "w2.weight",
+    "query.weight",
+    "key.weight",
+)
 
 
 def _tensor(name: str, shape: Shape, seed: int) -> torch.Tensor:
@@ -162,10 +177,14 @@ def _decoder_shapes(c: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
             yield f"{attention}{name}.weight", (out, into)
             if bias:
                 yield f"{attention}{name}.bias", (out,)
-        if c["model_type"] == "qwen3":
+        if c["model_type"] in ("qwen3", "qwen3_moe"):
             yield attention + "q_norm.weight", (dim,)
             yield attention + "k_norm.weight", (dim,)
+        experts = _expert_shapes(c, i, layer)
+        yield from experts
         for name, out, into in (("gate_proj", ffn, hidden), ("up_proj", ffn, hidden), ("down_proj", hidden, ffn)):
+            if experts:
+                break
             yield f"{layer}mlp.{name}.weight", (out, into)
             if c.get("mlp_bias", False):
                 yield f"{layer}mlp.{name}.bias", (out,)
@@ -174,6 +193,21 @@ def _decoder_shapes(c: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
     yield "model.norm.weight", (hidden,)
     if not c["tie_word_embeddings"]:
         yield "lm_head.weight", (c["vocab_size"], hidden)
+
+
+def _expert_shapes(c: dict[str, Any], number: int, layer: str) -> list[tuple[str, Shape]]:
+    """Each expert's own, as in files; none for a layer without experts."""
+    hidden, mixtral = c["hidden_size"], c["model_type"] == "mixtral"
+    count = c.get("num_local_experts") or c.get("num_experts", 0)
+    if not count or number in c.get("mlp_only_layers", ()) or (number + 1) % c.get("decoder_sparse_step", 1):
+        return []
+    block, names = ("block_sparse_moe", "w1 w3 w2") if mixtral else ("mlp", "gate_proj up_proj down_proj")
+    inner = c["intermediate_size"] if mixtral else c["moe_intermediate_size"]
+    shapes = [(f"{layer}{block}.gate.weight", (count, hidden))]
+    for expert in range(count):
+        for name, shape in zip(names.split(), ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
+            shapes.append((f"{layer}{block}.experts.{expert}.{name}.weight", shape))
+    return shapes
 
 
 def _encoder_shapes(c: dict[str, Any]) -> Iterator[tuple[str, Shape]]:

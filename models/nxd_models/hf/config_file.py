@@ -50,8 +50,10 @@ class Problem(NamedTuple):
 Count = Annotated[int, Field(ge=1), Problem("expected a whole number of at least 1")]
 TokenId = Annotated[int, Field(ge=0), Problem("expected a whole number of at least 0")]
 Positive = Annotated[float, Field(gt=0), Problem("expected a number above 0")]
+Fraction = Annotated[float, Field(ge=0), Problem("expected a number of at least 0")]
 Flag = Annotated[bool, Problem("expected true or false")]
 Texts = Annotated[tuple[str, ...], Field(strict=False), Problem("expected a list of texts")]
+Numbers = Annotated[tuple[int, ...], Field(strict=False), Problem("expected a list of whole numbers")]
 TokenIds = Annotated[int | list[int], Problem("expected a token id or a list of them")]
 
 

@@ -1,16 +1,43 @@
-"""``config.json`` of Llama 2 and 3, Mistral, Qwen2 and Qwen3."""
+"""``config.json`` of Llama 2 and 3, Mistral, Qwen2 and Qwen3, and of the mixtures of experts among them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from nxd_infer.errors import ModelConfigError
-from nxd_models.hf.config_file import Count, Flag, ModelFile, Positive, SpecialTokens, Texts, TokenId
+from nxd_models.hf.config_file import (
+    Count,
+    Flag,
+    Fraction,
+    ModelFile,
+    Numbers,
+    Positive,
+    SpecialTokens,
+    Texts,
+    TokenId,
+)
 from nxd_models.layers import Activation
 from nxd_models.rope import RopeConfig, RopeFile
 from nxd_models.spec import DecoderConfig
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Feed-forward blocks of experts, of which a router chooses some for every token."""
+
+    experts: int
+    chosen: int
+    """Experts of a token."""
+    intermediate_size: int
+    """Of each expert."""
+    normalised: bool
+    """The weights of a token's experts are divided by their sum."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers with one feed-forward block for all tokens."""
+    balance: float = 0.0
+    """Factor of the load balancing loss that training adds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +61,11 @@ class LlamaConfig(DecoderConfig):
     sliding_window: int | None = None
     """Up to this length full attention computes the same; longer contexts are rejected (see ``max_length``)."""
     initializer_range: float = 0.02
+    mixture: Mixture | None = None
+
+    def mixture_of(self, layer: int) -> Mixture | None:
+        """The experts of a layer; None if it has one feed-forward block."""
+        return None if self.mixture is None or layer in self.mixture.dense_layers else self.mixture
 
     @property
     def max_length(self) -> int:
@@ -98,8 +130,7 @@ class LlamaFile(ModelFile, RopeFile, SpecialTokens):
     pad_token_id: Any = None
 
     def config(self) -> LlamaConfig:
-        for name in ("num_local_experts", "num_experts", "n_routed_experts"):
-            self.refuse(name, "mixture-of-experts models are not supported")
+        mixture = self.mixture()
         self.refuse("rope_interleaved", "rotary positions of neighbouring elements are not supported in this family")
         self.require_causal()
         self.require_known()
@@ -114,7 +145,7 @@ class LlamaFile(ModelFile, RopeFile, SpecialTokens):
         if head_dim % 2:
             raise self.error("head_dim", "rotary embeddings need an even head dimension")
         max_position = self.max_position_embeddings or (32768 if kind.startswith("qwen") else 2048)
-        attention_bias = self.attention_bias and kind in ("llama", "qwen3")
+        attention_bias = self.attention_bias and kind in ("llama", "qwen3", "qwen3_moe")
         return LlamaConfig(
             model_type=kind,
             vocab_size=self.vocab_size,
@@ -131,7 +162,7 @@ class LlamaFile(ModelFile, RopeFile, SpecialTokens):
             qkv_bias=attention_bias or kind == "qwen2",
             output_bias=attention_bias,
             mlp_bias=self.mlp_bias and kind == "llama",
-            qk_norm=kind == "qwen3",
+            qk_norm=kind.startswith("qwen3"),
             tied=self.tie_word_embeddings,
             padding_idx=self._padding(),
             sliding_window=self._window(),
@@ -139,7 +170,13 @@ class LlamaFile(ModelFile, RopeFile, SpecialTokens):
             bos_token_id=self.bos,
             eos_token_ids=self.eos,
             dtype=self.weight_dtype,
+            mixture=mixture,
         )
+
+    def mixture(self) -> Mixture | None:
+        for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+            self.refuse(name, "this model type has no mixture of experts")
+        return None
 
     def _padding(self) -> int | None:
         """Return the id of padding if it is a row of the embedding; in some checkpoints it is one too many."""
@@ -159,5 +196,61 @@ class LlamaFile(ModelFile, RopeFile, SpecialTokens):
         return self.sliding_window
 
 
+class MixtureFile(LlamaFile):
+    """What models with experts have besides."""
+
+    num_experts_per_tok: Count
+    output_router_logits: Flag = False
+    """Training adds a load balancing loss."""
+    router_aux_loss_coef: Fraction = 0.001
+
+    def _mixture(self, experts: int, inner: int, normalised: bool, dense: Iterable[int] = ()) -> Mixture:
+        for name in ("num_key_value_heads", "max_position_embeddings"):
+            if getattr(self, name) is None:  # transformers' default depends on the model type
+                raise self.error(name, "the field is missing")
+        if self.num_experts_per_tok > experts:
+            raise self.error("num_experts_per_tok", f"there are {experts} experts")
+        balance = self.router_aux_loss_coef if self.output_router_logits else 0.0
+        return Mixture(experts, self.num_experts_per_tok, inner, normalised, tuple(dense), balance)
+
+
+class MixtralFile(MixtureFile):
+    rope_theta: Positive = 1e6
+    rms_norm_eps: Positive = 1e-5
+    num_local_experts: Count
+    router_jitter_noise: Any = None
+
+    def mixture(self) -> Mixture:
+        self.refuse("router_jitter_noise", "noise at the router is not supported in this family")
+        return self._mixture(self.num_local_experts, self.intermediate_size, normalised=True)
+
+
+class Qwen3MoeFile(MixtureFile):
+    num_experts: Count | None = None
+    num_local_experts: Count | None = None
+    """What transformers 5 writes for ``num_experts``."""
+    moe_intermediate_size: Count
+    norm_topk_prob: Flag = False
+    decoder_sparse_step: Count = 1
+    mlp_only_layers: Numbers = ()
+
+    def mixture(self) -> Mixture:
+        experts = self.num_experts or self.num_local_experts
+        if experts is None:
+            raise self.error("num_experts", "the number of experts is missing")
+        dense = (
+            layer
+            for layer in range(self.num_hidden_layers)
+            if layer in self.mlp_only_layers or (layer + 1) % self.decoder_sparse_step
+        )
+        return self._mixture(experts, self.moe_intermediate_size, self.norm_topk_prob, dense)
+
+    def _window(self) -> int | None:
+        return (self.sliding_window or 4096) if self.use_sliding_window else None
+
+
+FILES = {"mixtral": MixtralFile, "qwen3_moe": Qwen3MoeFile}
+
+
 def read_config(raw: Mapping[str, Any], origin: str = "config.json") -> LlamaConfig:
-    return LlamaFile.read(raw, origin).config()
+    return FILES.get(str(raw.get("model_type")), LlamaFile).read(raw, origin).config()

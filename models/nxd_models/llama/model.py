@@ -1,4 +1,5 @@
-"""The Llama family as one decoder: Llama 2 and 3, Mistral, Qwen2 (biases), Qwen3 (query and key norms).
+"""The Llama family as one decoder: Llama 2 and 3, Mistral, Qwen2 (biases), Qwen3 (query and key norms), and Mixtral and
+Qwen3-MoE, whose feed-forward blocks are experts (:mod:`nxd_models.llama.mixture`).
 
 The same module trains (``model(input_ids, labels=...)``) and serves (``model.hidden_states(ids, positions, caches)``,
 then ``model.logits(hidden)``). Its parameters have their Hugging Face names. It is parallel over the context it is
@@ -18,15 +19,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxd_infer.context import current_context
 from nxd_infer.layout import AxisPlan, gqa_plan
 from nxd_infer.ops import cache_attention
 from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.layers import ParallelEmbedding
 from nxd_infer.parallel_layers.sequence_parallel import building_sequence_parallel
 from nxd_models.causal import CausalModel, seen, sequence_positions
-from nxd_models.layers import ACTIVATIONS, SEQUENCE, RMSNorm, first_linear, last_linear, normal_init, zero_biases
+from nxd_models.layers import (
+    ACTIVATIONS,
+    SEQUENCE,
+    ParallelBlock,
+    RMSNorm,
+    first_linear,
+    last_linear,
+    normal_init,
+    zero_biases,
+)
 from nxd_models.llama.config import LlamaConfig
+from nxd_models.llama.mixture import Experts, balancing_loss, cuts
 from nxd_models.rope import Rotary, rotate
 from nxd_models.serving.kv_cache import LayerCache
 from nxd_models.spec import Cut
@@ -37,34 +47,23 @@ def tensor_parallel_plan(config: LlamaConfig, degree: int) -> dict[str, Cut]:
     heads = gqa_plan(config.num_heads, config.num_kv_heads, degree)
     queries, keys = heads.q_axis(config.head_dim), heads.kv_axis(config.head_dim)
     inner, vocabulary = AxisPlan.padded(config.intermediate_size), AxisPlan.padded(config.vocab_size)
+    mixtures = [config.mixture_of(layer) for layer in range(config.num_layers)]
+    dense = {
+        "model.layers.*.mlp.gate_proj": Cut(0, inner),
+        "model.layers.*.mlp.up_proj": Cut(0, inner),
+        "model.layers.*.mlp.down_proj": Cut(1, inner),
+    }
+    experts = {f"model.layers.*.mlp.experts.{name}": cut for mixture in mixtures for name, cut in cuts(mixture).items()}
     return {
         "model.embed_tokens": Cut(0, vocabulary),
         "model.layers.*.self_attn.q_proj": Cut(0, queries),
         "model.layers.*.self_attn.k_proj": Cut(0, keys),
         "model.layers.*.self_attn.v_proj": Cut(0, keys),
         "model.layers.*.self_attn.o_proj": Cut(1, queries),
-        "model.layers.*.mlp.gate_proj": Cut(0, inner),
-        "model.layers.*.mlp.up_proj": Cut(0, inner),
-        "model.layers.*.mlp.down_proj": Cut(1, inner),
+        **(dense if None in mixtures else {}),
+        **experts,
         **({} if config.tied else {"lm_head": Cut(0, vocabulary)}),
     }
-
-
-class ParallelBlock(nn.Module):
-    """A block whose first layers share one input and whose last layer sums over the ranks."""
-
-    def __init__(self, sequence_parallel: bool):
-        super().__init__()
-        self.context = current_context()
-        self.sequence_parallel_enabled = sequence_parallel
-
-    def enter(self, x_BSE: Tensor) -> Tensor:
-        """Enter the parallel region once for all layers that read ``x``: one collective in each direction."""
-        if self.sequence_parallel_enabled:
-            return mappings.gather_from_sequence_parallel_region(
-                x_BSE, SEQUENCE, context=self.context, reduce_dtype=torch.float32
-            )
-        return mappings.copy_to_tensor_model_parallel_region(x_BSE, context=self.context, reduce_dtype=torch.float32)
 
 
 class Attention(ParallelBlock):
@@ -134,7 +133,7 @@ class FeedForward(ParallelBlock):
         self.down_proj = last_linear(config, inner, bias, down, dtype, sequence_parallel)
         self.activation = ACTIVATIONS[config.activation]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         x = self.enter(x)
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
@@ -144,12 +143,17 @@ class DecoderLayer(nn.Module):
 
     nxd_repeats = True
 
-    def __init__(self, config: LlamaConfig, dtype: torch.dtype, sequence_parallel: bool = False):
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype, sequence_parallel: bool = False, number: int = 0):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype, sequence_parallel)
         self.self_attn = Attention(config, dtype, sequence_parallel)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype, sequence_parallel)
-        self.mlp = FeedForward(config, dtype, sequence_parallel)
+        mixture = config.mixture_of(number)
+        self.mlp = (
+            FeedForward(config, dtype, sequence_parallel)
+            if mixture is None
+            else Experts(config, mixture, dtype, sequence_parallel)
+        )
 
     def forward(
         self,
@@ -166,7 +170,7 @@ class DecoderLayer(nn.Module):
         if positions_BS is None:
             positions_BS = sequence_positions(hidden_BSE)
         hidden_BSE = hidden_BSE + self.self_attn(self.input_layernorm(hidden_BSE), positions_BS, mask_BS, cache)
-        return hidden_BSE + self.mlp(self.post_attention_layernorm(hidden_BSE))
+        return hidden_BSE + self.mlp(self.post_attention_layernorm(hidden_BSE), cache)
 
 
 class Decoder(nn.Module):
@@ -184,7 +188,8 @@ class Decoder(nn.Module):
             sequence_parallel_enabled=sequence_parallel,
             sequence_dimension=SEQUENCE,
         )
-        self.layers = nn.ModuleList(DecoderLayer(config, dtype, sequence_parallel) for _ in range(config.num_layers))
+        numbers = range(config.num_layers)
+        self.layers = nn.ModuleList(DecoderLayer(config, dtype, sequence_parallel, number) for number in numbers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, sequence_parallel)
 
     def forward(
@@ -206,6 +211,8 @@ class Decoder(nn.Module):
 class CausalLM(CausalModel, ParallelBlock):
     """``sequence_parallel=None`` uses ``nxd_config["sequence_parallel"]`` inside ``initialize_parallel_model``."""
 
+    config: LlamaConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+
     def __init__(self, config: LlamaConfig, dtype: torch.dtype = torch.float32, sequence_parallel: bool | None = None):
         super().__init__(building_sequence_parallel() if sequence_parallel is None else sequence_parallel)
         self.config = config
@@ -218,6 +225,22 @@ class CausalLM(CausalModel, ParallelBlock):
             axis = tensor_parallel_plan(config, self.context.tp.degree)["lm_head"].axis
             self.lm_head = first_linear(config, config.vocab_size, False, axis, dtype, shared=True)
         zero_biases(self)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """As of :class:`CausalModel`; the loss of a mixture with a factor for it includes the load balancing loss."""
+        found = super().forward(input_ids, attention_mask, labels, position_ids, num_items_in_batch)
+        mixture = self.config.mixture
+        if not isinstance(found, tuple) or mixture is None or not mixture.balance:
+            return found
+        blocks = [module for module in self.modules() if isinstance(module, Experts)]
+        return found[0] + mixture.balance * balancing_loss(blocks, attention_mask, self.context), found[1]
 
     @property
     def decoder(self) -> Decoder:

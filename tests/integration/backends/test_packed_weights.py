@@ -189,7 +189,7 @@ EXPERTS: dict[str, tuple[Forward, bool]] = {
 
 
 def test_the_matrices_of_experts_are_packed_and_others_of_three_dimensions_are_not() -> None:
-    forms = {name: Mixed(forward) for name, (forward, _) in EXPERTS.items()}
+    forms: dict[str, nn.Module] = {name: Mixed(forward) for name, (forward, _) in EXPERTS.items()}
     _, chosen = check(forms, torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1)))
     assert list(chosen) == [f"forms.{i}.weight" for i, (_, packs) in enumerate(EXPERTS.values()) if packs]
 

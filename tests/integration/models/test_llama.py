@@ -10,16 +10,30 @@ from nxd_models.llama.family import LlamaStep
 from nxd_models.serving import tasks
 from nxd_models.serving.eager_generation import generate_eager
 from tests.support.models.helpers import ODD, prompts_of, reference, relative_difference
-from tests.support.tiny_models import DECODERS, VOCAB_SIZE, write_tiny
+from tests.support.tiny_models import DECODERS, MIXTURES, VOCAB_SIZE, write_tiny
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 VARIANTS = {
-    **{family: (family, {}) for family in DECODERS},
+    **{family: (family, {}) for family in (*DECODERS, *MIXTURES)},
     "llama-linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     "llama-dynamic": ("llama", {"rope_scaling": DYNAMIC, "max_position_embeddings": 16}),
     "llama-padding": ("llama", {"pad_token_id": 9}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-odd-sizes": ("llama", {**ODD, "head_dim": 10}),
+    "mixtral-balanced": (
+        "mixtral",
+        {"output_router_logits": True, "router_aux_loss_coef": 0.3, "tie_word_embeddings": True},
+    ),
+    "qwen3_moe-sparse-steps": (
+        "qwen3_moe",
+        {
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [],
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "output_router_logits": True,
+        },
+    ),
     "mistral-window": ("mistral", {"sliding_window": 64}),
 }
 
@@ -60,7 +74,7 @@ def test_logits_and_gradients_equal_transformers(directories, name):
         assert relative_difference(parameter.grad, gradients[key].grad) < 2e-5, key
 
 
-@pytest.mark.parametrize("name", [*DECODERS, "llama-dynamic", "llama-odd-sizes"])
+@pytest.mark.parametrize("name", [*DECODERS, *MIXTURES, "llama-dynamic", "llama-odd-sizes"])
 def test_a_prompt_in_pieces_at_offsets_equals_the_uncached_forward(directories, name):
     path = directories[name]
     spec = registry.load_config(path)
@@ -68,7 +82,8 @@ def test_a_prompt_in_pieces_at_offsets_equals_the_uncached_forward(directories, 
     max_len = min(48, spec.config.usual_length)
     prompts = prompts_of([min(length, max_len - 6) for length in (1, 10, 30)], 280, seed=2)
     for piece in (1, 8, None):
-        step = hf.load(LlamaStep(spec.config, slots=3, max_len=max_len), registry.weights(path))
+        step = spec.make("generate", torch.float32, step=True, slots=3, max_len=max_len)
+        step = hf.load(step, registry.weights(path))
         results = generate_eager(step, prompts, 6, piece=piece, bias_ids=2, bias_values=[[-1e9] + [0.0] * 299] * 3)
         for prompt, result in zip(prompts, results, strict=True):
             with torch.no_grad():

@@ -19,6 +19,8 @@ DECODERS = {
     "llama-one-kv-head": ("llama", ONE_KEY),
     "qwen2-odd": ("qwen2", ODD),
     "qwen3-odd": ("qwen3", ODD),
+    "mixtral-odd": ("mixtral", ODD),
+    "qwen3_moe-odd": ("qwen3_moe", {**ODD, "moe_intermediate_size": 21}),
 }
 ENCODERS = {
     "bert-odd": ("bert", {"num_attention_heads": 3, "hidden_size": 36, "intermediate_size": 50, "vocab_size": 287}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -33,6 +35,24 @@ def test_what_our_family_does_not_cover_is_run_by_transformers(tmp_path, changes
         assert found["model_impl"] == "transformers" and why in found["why_transformers"]
     with pytest.raises(ModelConfigError, match=rf"config\.json: .*{why.partition(':')[0]}"):
         planned(path, model_impl="native")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "why"),
+    [
+        ("mixtral", {"router_jitter_noise": 0.1}, "noise at the router is not supported"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "this family does not know the field"),
+        ("qwen3_moe", {"num_experts_per_tok": None}, "the field num_experts_per_tok is missing"),
+        ("mixtral", {"num_experts_per_tok": 7}, "num_experts_per_tok = 7: there are 6 experts"),
+    ],
+)
+def test_a_field_of_a_mixture_that_is_not_covered_is_named(tmp_path, family, changes, why):
+    path = write_tiny(family, tmp_path)
+    assert registry.load_config(path, "native").spec.model_impl is None
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ModelConfigError, match=why):
+        registry.load_config(path, "native")
 
 
 def test_what_has_no_effect_stays_with_our_family(tmp_path):
