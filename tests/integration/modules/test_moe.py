@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 import nxd_infer as nxd
 from nxd_infer import comm, parallel_state
 from nxd_infer.checkpoint.reshard import reshard_checkpoint
 from nxd_infer.checkpoint.source import gather_weights, weight_source
 from nxd_infer.context import current_context
+from nxd_infer.layout import load_weights
+from nxd_infer.modules.moe import ExpertMLPs, MoE, RouterTopK
+from nxd_infer.modules.moe.token_shuffling import token_shuffle, token_unshuffle
 from nxd_infer.testing.compare import Reference, Training, compare_with, train_single
 from tests.support.modules.moe import TinyMixtral, texts
 from tests.support.ranks import run_ranks
@@ -44,6 +50,7 @@ CASES: dict[str, list[Case]] = {
         ({**TWO_BATCHES, "shared": True}, {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True, "zero1": True}),
         ({**TWO_BATCHES, "bias": True}, {"tp": 2, "dp": 2, "ep": 2}),
     ],
+    "pp 2, ep 2": [({"parts": 4}, {"pp": 2, "dp": 2, "ep": 2, "zero1": True})],
     "ep 2 of dp 4": [
         ({"parts": 4}, {"dp": 4, "ep": 2, "zero1": True}),
         ({"parts": 4}, {"dp": 4, "ep": 2}),
@@ -71,7 +78,7 @@ def test_training_is_training_in_one_process(name):
         (case, train_single(partial(TinyMixtral, **case[0]), texts(), Training(steps=case[1].get("steps", 3))))
         for case in CASES[name]
     ]
-    degrees = [options.get("tp", 1) * options.get("dp", 1) for _, options in CASES[name]]
+    degrees = [options.get("tp", 1) * options.get("dp", 1) * options.get("pp", 1) for _, options in CASES[name]]
     for found in run_ranks(alone, degrees[0], cases):
         assert not found, "\n".join(found)
 
@@ -79,6 +86,70 @@ def test_training_is_training_in_one_process(name):
 def alone(cases: list[tuple[Case, Reference]]) -> list[str]:
     parallel_state.destroy_model_parallel()
     return differences(cases)
+
+
+def blocks_of_transformers() -> list[tuple[Any, bool]]:
+    """Mixtral's and Qwen3's blocks with the same weights everywhere, and whether affinities sum to 1."""
+    torch.manual_seed(2)
+    sizes = {"hidden_size": 16, "num_experts_per_tok": 2}
+    mixtral = MixtralSparseMoeBlock(MixtralConfig(intermediate_size=24, num_local_experts=8, **sizes))
+    qwen = Qwen3MoeSparseMoeBlock(Qwen3MoeConfig(moe_intermediate_size=24, num_experts=8, **sizes))
+    for block in (mixtral, qwen):
+        for parameter in block.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+    return [(mixtral, True), (qwen, bool(qwen.gate.norm_topk_prob))]
+
+
+def gaps_to_transformers() -> list[float]:
+    """At every degree, the largest difference of the outputs, of the gradients, and of a shuffled layer's outputs."""
+    gaps = []
+    for tp, ep in ((4, 1), (2, 1), (2, 2), (1, 2), (1, 4)):
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(tp, expert_model_parallel_size=ep)
+        context = current_context()
+        for block, normalize in blocks_of_transformers():
+            router, experts = (
+                RouterTopK(8, 2, 16),
+                ExpertMLPs(8, 2, 16, 24, "silu", normalize_top_k_affinities=normalize),
+            )
+            ours = MoE(router, experts)
+            weights = {
+                "router.linear_router.weight": block.gate.weight,
+                "expert_mlps.mlp_op.gate_up_proj.weight": block.experts.gate_up_proj.transpose(1, 2).contiguous(),
+                "expert_mlps.mlp_op.down_proj.weight": block.experts.down_proj.transpose(1, 2).contiguous(),
+            }
+            load_weights(
+                ours, {name: weight.detach() for name, weight in weights.items()}, rank=context.tp.rank, degree=tp
+            )
+            x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(context.dp.rank), requires_grad=True)
+            same = x.detach().clone().requires_grad_(True)
+            (y,), expected = ours(x), block(same)
+            y.square().sum().backward()
+            expected.square().sum().backward()
+            shuffled = MoE(router, experts, token_shuffle_group_size=context.dp.degree)
+            gaps += [float((a - b).abs().max()) for a, b in ((y, expected), (x.grad, same.grad), (shuffled(x)[0], y))]
+    return gaps
+
+
+def test_outputs_are_those_of_transformers_at_every_degree():
+    for gaps in run_ranks(gaps_to_transformers, 4):
+        assert len(gaps) == 30 and max(gaps) < 1e-5
+
+
+def shuffled() -> tuple[bool, list[int]]:
+    """Whether tokens and gradients come back to their places, and the ranks whose tokens this one got."""
+    rank = current_context().dp.rank
+    x = torch.randn(3, 4, 2, dtype=F64).add(100 * rank).requires_grad_(True)
+    mixed, permutation = token_shuffle(x, seed=3)
+    back = token_unshuffle(mixed * (rank + 1), permutation)
+    (back * x.detach()).sum().backward()
+    scale = (back / x).detach()  # of the rank that each token was on meanwhile
+    assert torch.allclose(x.grad, scale * x.detach())
+    return bool(scale.round().sub(scale).abs().max() < 1e-12), mixed.detach()[..., 0].div(100).round().unique().tolist()
+
+
+def test_shuffled_tokens_come_from_all_ranks_and_go_back():
+    assert run_ranks(shuffled, 2, tp=1) == [(True, [0, 1])] * 2
 
 
 def trained(folder: str, action: str, tp: int, ep: int, zero1: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
