@@ -232,8 +232,10 @@ def weight_layout(module: nn.Module) -> dict[str, ParamLayout]:
     return out
 
 
-def move_model_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
+def move_model_to_device(model: nn.Module, device: torch.device | str, *, include_buffers: bool = True) -> nn.Module:
     """Move ``model`` in place and return it, keeping the attributes that parallel layers set on their parameters.
+
+    With ``include_buffers=False`` buffers stay where they are.
 
     On some devices ``Module.to`` creates new parameters, untied and without the attributes (``tensor_model_parallel``,
     ``partition_dim``, ``nxd_layout``, ...); both are restored.
@@ -244,7 +246,10 @@ def move_model_to_device(model: nn.Module, device: torch.device | str) -> nn.Mod
             if parameter is not None:
                 entry = entries.setdefault(id(parameter), (parameter, dict(vars(parameter)), []))
                 entry[2].append((module, name))
+    buffers = [(module, dict(module._buffers)) for module in model.modules() if not include_buffers]
     model.to(device)
+    for module, kept in buffers:
+        module._buffers.update(kept)
     for _, attributes, places in entries.values():
         first, name = places[0]
         moved = first._parameters[name]

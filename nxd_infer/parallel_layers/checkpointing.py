@@ -39,6 +39,8 @@ def save(
     save_serially: bool = True,
     save_xser: bool = False,
     down_cast_bf16: bool = False,
+    *,
+    master_dp_only: bool = True,
 ) -> None:
     """Save this rank's ``state_dict`` in ``save_dir``. Every rank calls this; those of data-parallel rank 0 write.
 
@@ -48,6 +50,7 @@ def save(
         save_serially: one model-parallel rank writes at a time.
         save_xser: one file per tensor, written one by one: less memory.
         down_cast_bf16: store floating-point tensors as bfloat16; ``state_dict`` itself is not modified.
+        master_dp_only: must be True: the other data-parallel ranks hold the same.
 
     A rank's part is replaced atomically: an interrupted save leaves the old one, and :func:`load` rejects parts of two
     different saves. Returns when all ranks are done. Raises CheckpointError if a value cannot be stored, with the path
@@ -55,6 +58,8 @@ def save(
     NotInitializedError in one of several processes before ``initialize_model_parallel()``, where all would write the
     same file.
     """
+    if not master_dp_only:
+        raise CheckpointError("master_dp_only=False: data-parallel ranks hold the same; save what differs by itself")
     require_no_lonely_rank("save")
     context = current_context()
     root = Path(save_dir)
@@ -97,6 +102,8 @@ def load(
     *,
     model: nn.Module | torch.optim.Optimizer | None = None,
     strict: bool = True,
+    master_dp_only: bool = True,
+    weights_only: bool = True,
 ) -> dict[str, Any]:
     """Load this rank's part of a checkpoint. Ranks need not call it at the same time.
 
@@ -108,6 +115,7 @@ def load(
         sharded: False for one unsharded checkpoint with the logical names and shapes of the model: safetensors, or a
             file of ``torch.save``. Each rank reads only its part. This requires a module.
         strict: missing and unexpected names are an error, as in ``Module.load_state_dict``.
+        master_dp_only, weights_only: accepted: the first data-parallel rank has saved, and code is never run.
 
     Returns the checkpoint, without ``model_key`` if a model or optimizer was passed.
     Raises CheckpointError if files are missing, damaged, of another degree, or contain code (which is never run), and

@@ -76,8 +76,8 @@ class CheckpointConverterBase:
         """Return the parser and what it makes of the command line; a script may add arguments and parse again."""
         parser = argparse.ArgumentParser(description=self.__doc__)
         add = parser.add_argument
-        add("--input_dir", required=True, help="the file or Hugging Face directory, or the folder with model/")
-        add("--output_dir", required=True, help="the folder of the ranks' files, or a file or folder for the state")
+        add("--input_dir", help="the file or Hugging Face directory, or the folder with model/")
+        add("--output_dir", help="the folder of the ranks' files, or a file or folder for the state")
         ways = parser.add_mutually_exclusive_group()
         for way in ("from_full_state", "to_full_state", "from_xser", "to_xser"):
             ways.add_argument(f"--convert_{way}", action="store_true")
@@ -102,6 +102,8 @@ class CheckpointConverterBase:
         if any(refused.values()):
             names = ", ".join(f"--{name}" for name, given in refused.items() if given)
             raise CheckpointError(f"{names}: only unsharded states of Hugging Face models are converted")
+        if not args.input_dir or not args.output_dir:
+            raise CheckpointError("pass --input_dir and --output_dir")
         if args.convert_from_full_state == args.convert_to_full_state:
             raise CheckpointError("pass either --convert_from_full_state or --convert_to_full_state")
         if args.convert_from_full_state:

@@ -143,6 +143,7 @@ def test_moving_a_model_keeps_attributes_and_ties(overwrite, monkeypatch):
     assert model.second.weight is model.first.weight
     assert vars(model.first.weight) == ATTRIBUTES
     assert not vars(model.first.bias)
+    assert ps.move_model_to_device(Tied(), "meta", include_buffers=False).table.device.type == "cpu"
 
 
 def test_groups_that_share_an_optimizer_state():

@@ -48,7 +48,9 @@ def test_code_in_a_checkpoint_is_never_run(tmp_path: Path):
     folder.mkdir()
     torch.save(malicious, folder / "checkpoint.pt")
     with pytest.raises(CheckpointError, match="never run"):
-        load(tmp_path)
+        load(tmp_path, master_dp_only=True, weights_only=False)
+    with pytest.raises(CheckpointError, match="master_dp_only=False: data-parallel ranks hold the same"):
+        save({}, tmp_path, master_dp_only=False)
     (folder / "checkpoint.pt").rename(folder / "checkpoint.safetensors")  # a pickle in place of safetensors
     with pytest.raises(CheckpointError, match="not a readable safetensors file"):
         load(tmp_path)
