@@ -57,6 +57,11 @@ OLD: dict[str, Module] = {
             _KV,
         ),
     ),
+    "neuronx_distributed.parallel_layers.utils": Module(
+        names=dict.fromkeys(
+            ("is_pjrt_device", "is_torch_version_greater_than_2", "requires_init_pg_override"), _UTILITIES
+        )
+    ),
     "neuronx_distributed.scripts.checkpoint_converter": Module("nxd_infer.checkpoint.neuronx.converter"),
     "neuronx_distributed.trace.trace": Module("nxd_infer.trace.api"),
     "neuronx_distributed.trainer.checkpoint": Module(

@@ -29,6 +29,21 @@ def get_platform_target() -> str:
     return os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE") or "trn1"
 
 
+def requires_init_pg_override() -> bool:
+    """Return whether XLA's process group needs another initialisation than ``init_process_group``: never."""
+    return False
+
+
+def is_pjrt_device() -> bool:
+    """Return whether torch_xla drives a Neuron device."""
+    return not cpu_mode()
+
+
+def is_torch_version_greater_than_2() -> bool:
+    """Return whether PyTorch is 2 or later: no other is supported."""
+    return True
+
+
 class hardware(enum.Enum):
     """A generation of Neuron devices: ``hardware("inf2") is hardware.TRN1``."""
 

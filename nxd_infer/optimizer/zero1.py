@@ -169,6 +169,10 @@ class NeuronZero1Optimizer(NxDOptimizer):
 
     coalesce_cc_reduce_scatter = coalesce_cc_all_gather
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, which the reference's name ``"base_state"`` reads, too."""
+        return ZeroState(super().state_dict())
+
     def allgather_weights_and_update_full_parameter(self, sharding_scheme: None = None) -> None:
         """Write ``base_optimizer``'s current tensors to the parameters of all ranks. A collective."""
         if sharding_scheme is not None:
@@ -197,6 +201,15 @@ class NeuronZero1Optimizer(NxDOptimizer):
         """
         self.require_inited("load_sharded_state_dict()")
         load_sharded(self, output_dir, at_a_time=num_workers_per_step)
+
+
+class ZeroState(dict[str, Any]):
+    """A state whose ``"state"`` can also be read as ``"base_state"``."""
+
+    def __missing__(self, key: str) -> Any:
+        if key == "base_state":
+            return self["state"]
+        raise KeyError(key)
 
 
 def _norm(norm: float | None) -> float:

@@ -108,21 +108,6 @@ def get_local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or current_context().world_size)
 
 
-def requires_init_pg_override() -> bool:
-    """Return whether XLA's process group needs another initialisation than ``init_process_group``: never."""
-    return False
-
-
-def is_pjrt_device() -> bool:
-    """Return whether torch_xla drives a Neuron device."""
-    return os.environ.get("PJRT_DEVICE") == "NEURON"
-
-
-def is_torch_version_greater_than_2() -> bool:
-    """Return whether PyTorch is 2 or later: no other is supported."""
-    return True
-
-
 def move_all_tensor_to_cpu(data: Any, convert: bool = True) -> Any:
     """Return ``data`` with every tensor in its lists, tuples and dictionaries on the host, unless ``convert=False``."""
     return tree_map(lambda value: value.to(HOST) if convert and isinstance(value, Tensor) else value, data)

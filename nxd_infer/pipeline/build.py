@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import inspect
 import math
 import mmap
 import sys
@@ -171,7 +172,8 @@ def _free(storage: torch.UntypedStorage) -> None:
 _libc = ctypes.CDLL(None)
 
 
-Fill = Callable[[nn.Module], object]
+Fill = Callable[..., object]
+"""``(module)`` or ``(module, device)``."""
 
 
 def keep_stage(model: nn.Module, options: PipelineOptions, pp: Axis, fill: Fill | None) -> Stage:
@@ -210,9 +212,10 @@ def fill_modules(model: nn.Module, fill: Fill | None, foreign: Collection[int] =
 
     All are filled on the host, whose random numbers are those of a model that is built there, and then moved to the
     device of the process group.
-    ``fill`` gets every module that directly holds weights, buffers or other tensors without values; None calls its
-    ``reset_parameters``. Ties and the attributes of parameters are kept. Raises ParallelConfigError for a module that
-    has none, and for a buffer or another tensor that is left without values.
+    ``fill`` gets every module, and the host as its second argument if it takes one; None calls ``reset_parameters`` of
+    those that directly hold weights, buffers or other tensors without values. Ties and the attributes of parameters are
+    kept. Raises ParallelConfigError for a module that has none, and for a buffer or another tensor that is left without
+    values.
     """
     made: dict[int, Tensor] = {}
     alive: list[Tensor] = []
@@ -225,7 +228,7 @@ def fill_modules(model: nn.Module, fill: Fill | None, foreign: Collection[int] =
             if tensor is not None and tensor.is_meta
         ]
         held = _meta_attributes(module)
-        if not (module._parameters or module._buffers or held):
+        if fill is None and not (module._parameters or module._buffers or held):
             continue
         if (slots or held) and fill is None and not hasattr(module, "reset_parameters"):
             raise ParallelConfigError(
@@ -236,7 +239,7 @@ def fill_modules(model: nn.Module, fill: Fill | None, foreign: Collection[int] =
             table[key] = made[id(tensor)] if id(tensor) in made else _allocated(tensor)
         if fill is not None:
             with torch.no_grad():
-                fill(module)
+                fill(*(module, HOST)[: 1 + _takes_device(fill)])
         elif hasattr(module, "reset_parameters"):
             module.reset_parameters()  # pyright: ignore[reportCallIssue]
         _require_values(name, module, slots)
@@ -250,6 +253,15 @@ def fill_modules(model: nn.Module, fill: Fill | None, foreign: Collection[int] =
         for tensor in made.values():
             tensor.data = tensor.data.to(device)
     restore_attributes(model)
+
+
+def _takes_device(fill: Fill) -> bool:
+    try:
+        parameters = list(inspect.signature(fill).parameters.values())
+    except (TypeError, ValueError):  # of C
+        return False
+    second = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)][1:2]
+    return bool(second) and (second[0].default is inspect.Parameter.empty or second[0].name == "device")
 
 
 def _require_values(name: str, module: nn.Module, slots: Sequence[tuple[Any, str, Tensor]]) -> None:

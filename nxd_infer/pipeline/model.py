@@ -59,7 +59,7 @@ class NxDPPModel(NxDModel):
         autowrap_functions: Any = None,
         autowrap_modules: Any = None,
         tracer_cls: Any = None,
-        param_init_fn: Callable[[nn.Module], object] | None = None,
+        param_init_fn: Callable[..., object] | None = None,
         trace_file_path: str | None = None,
         use_zero1_optimizer: bool = False,
         auto_partition: bool | None = False,
@@ -67,6 +67,7 @@ class NxDPPModel(NxDModel):
         use_optimizer_wrapper: bool = False,
         virtual_pipeline_size: int = 1,
         autowrap_obj_methods: Any = None,
+        deallocate_pipeline_outputs: bool = False,
         fuse_microbatches: bool = False,
         schedule: str | None = None,
     ):

@@ -113,6 +113,7 @@ class PipelineOptions(OptionDict):
     use_zero1_optimizer: bool = option(False, "accepted: the optimizer averages gradients", bool)
     use_optimizer_wrapper: bool = option(False, "accepted: the optimizer averages gradients", bool)
     virtual_pipeline_size: int = option(1, "stages per rank: above 1 the schedule is interleaved", int, minimum=1)
+    deallocate_pipeline_outputs: bool = option(False, "accepted: outputs are freed once they are sent", bool)
     fuse_microbatches: bool = option(False, "accepted: microbatches run one by one", bool)
     schedule: str | None = option(
         None,

@@ -9,8 +9,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
 from nxd_infer.comm.launched import is_launched
 from nxd_infer.context import current_context, default_context
 from nxd_infer.errors import NotInitializedError, ParallelConfigError
@@ -20,21 +18,18 @@ from nxd_infer.parallel_state import initialize_model_parallel, model_parallel_i
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.util.devices import group_exists
 from nxd_infer.util.options import Kind, OptionDict, option, table
+from nxd_infer.util.positions import also_in_order
 
 __all__ = ["TrainConfig", "neuronx_distributed_config"]
 
 
-def _module_class(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module)
-
-
 def _recomputed(value: Any) -> bool:
     several = list(value) if isinstance(value, list | tuple | set | frozenset) else [value]
-    return value == "full" or bool(several and all(map(_module_class, several)))
+    return value == "full" or bool(several and all(isinstance(one, type) for one in several))
 
 
 _FILL = Kind("a function of a module", callable)
-_RECOMPUTED = Kind('"full", a class derived from torch.nn.Module, several', _recomputed)
+_RECOMPUTED = Kind('"full", a class, several', _recomputed)
 
 
 class OptimizerOptions(OptionDict):
@@ -60,8 +55,8 @@ class ModelInitOptions(OptionDict):
         11, "ranks that build their model at a time, 1 to 32", int, minimum=1, maximum=32
     )
     meta_device_init: bool = option(False, "build without memory, then fill what each module holds", bool)
-    param_init_fn: Callable[[nn.Module], object] | None = option(
-        None, "what fills a module; None: its `reset_parameters`", _FILL
+    param_init_fn: Callable[..., object] | None = option(
+        None, "what fills a module, `(module)` or `(module, device)`; None: its `reset_parameters`", _FILL
     )
 
 
@@ -102,6 +97,8 @@ class TrainConfig(OptionDict):
     expert_parallel_size: int = option(
         1, "data-parallel ranks that share the experts of `nxd_infer.modules.moe`", int, minimum=1
     )
+    context_parallel_size: int = option(1, "must be 1: no optimizer trains over it yet", int, minimum=1, maximum=1)
+    lnc_size: int = option(1, "must be 1: cores are not combined", int, minimum=1, maximum=1)
     pipeline_config: PipelineOptions = option(
         None,
         "arguments of `NxDPPModel`; without a pipeline, `transformer_layer_cls` and `output_loss_value_spec` are used",
@@ -110,7 +107,7 @@ class TrainConfig(OptionDict):
     optimizer_config: OptimizerOptions = option(None, "how gradients are reduced and clipped", OptimizerOptions)
     activation_checkpoint_config: Any = option(
         None,
-        'computed again in the backward pass: `"full"` (every transformer layer), a module class, or several',
+        'computed again in the backward pass: `"full"` (every transformer layer), a class of modules, or several',
         _RECOMPUTED,
         check=lambda _, classes: list(classes) if isinstance(classes, list | tuple | set | frozenset) else classes,
     )
@@ -124,7 +121,14 @@ class TrainConfig(OptionDict):
     )
     mixed_precision_config: MixedPrecisionOptions = option(None, "dtypes of weights and sums", MixedPrecisionOptions)
 
+    sequential_move_factor: int | None = option(
+        None, "that of `model_init_config`, if it has none", int, minimum=1, maximum=32
+    )
+
     def __init__(self, given: Any = None):
+        if isinstance(given, Mapping) and (factor := given.get("sequential_move_factor")) is not None:
+            init = {"sequential_move_factor": factor, **(given.get("model_init_config") or {})}
+            given = {**given, "model_init_config": init}
         super().__init__(given)
         precision = self.mixed_precision_config
         for key in ("use_master_weights", "use_fp32_grad_acc"):
@@ -143,12 +147,18 @@ class TrainConfig(OptionDict):
         return cls(config)
 
 
+@also_in_order(
+    "tensor_parallel_size pipeline_parallel_size expert_parallel_size context_parallel_size pipeline_config "
+    "optimizer_config activation_checkpoint_config pad_model sequence_parallel model_init_config lora_config "
+    "mixed_precision_config sequential_move_factor lnc_size",
+    when=lambda given: len(given) > 2 and isinstance(given[2], int),
+)
 def neuronx_distributed_config(
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
     pipeline_config: Mapping[str, Any] | None = None,
     optimizer_config: Mapping[str, Any] | None = None,
-    activation_checkpoint_config: str | type[nn.Module] | Sequence[type[nn.Module]] | None = None,
+    activation_checkpoint_config: str | type | Sequence[type] | None = None,
     pad_model: bool = False,
     sequence_parallel: bool = False,
     model_init_config: Mapping[str, Any] | None = None,
@@ -156,10 +166,14 @@ def neuronx_distributed_config(
     *,
     mixed_precision_config: Mapping[str, Any] | None = None,
     expert_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+    sequential_move_factor: int | None = None,
+    lnc_size: int = 1,
 ) -> TrainConfig:
     """Check the options of a training job, fill in the defaults, and initialise model parallelism.
 
     {options}
+    By place the arguments are also taken in the reference's order, two more degrees before ``pipeline_config``.
     Returns a dict of dicts with all of it, independent of what was passed; what is set in it later is checked then.
     Where this process is one of several, by its ``torch.distributed`` process group or by its launcher,
     ``initialize_model_parallel`` has been called (once; with other degrees it must be destroyed first). It starts the

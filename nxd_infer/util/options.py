@@ -392,6 +392,10 @@ class OptionDict(dict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         one = self._declared(key)
         what = f"{self.name}[{key!r}]" if self.inner else key
+        if (
+            one.kind is bool and isinstance(value, int) and value in (0, 1)
+        ):  # scripts pass a number that their command line gave
+            value = bool(value)
         value = one.kind(value) if is_section(one.kind) else one.checked(what, value, ParallelConfigError)
         self.agree({**self, key: value})
         super().__setitem__(key, value)

@@ -1,4 +1,4 @@
-"""Calls by place in the order of the reference, where it differs from the documented one."""
+"""Calls in the order, and with the names, of the reference, where they differ from the documented ones."""
 
 from __future__ import annotations
 
@@ -27,10 +27,29 @@ def also_in_order(order: str, when: Callable[[Sequence[Any]], bool]) -> Callable
             if not when(args):
                 return function(*args, **kwargs)
             named = dict(zip(names, args, strict=False))
-            if len(args) > len(names) or named.keys() & kwargs.keys():
+            if len(args) > len(names):
                 return function(*args, **kwargs)  # whose own message it is
+            if twice := named.keys() & kwargs.keys():
+                raise TypeError(f"{function.__qualname__}() got {', '.join(twice)} by place and by keyword")
             own = (named.pop("self"),) if "self" in named else ()
             return function(*own, **named, **kwargs)
+
+        return cast(_Function, call)
+
+    return decorate
+
+
+def also_named(**own: str) -> Callable[[_Function], _Function]:
+    """Let parameters be given by other names too: ``@also_named(checkpoint_dir_str="path")``."""
+
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for other in own.keys() & kwargs.keys():
+                if own[other] in kwargs:
+                    raise TypeError(f"{function.__name__}() got {own[other]!r} twice, also as {other!r}")
+                kwargs[own[other]] = kwargs.pop(other)
+            return function(*args, **kwargs)
 
         return cast(_Function, call)
 

@@ -14,6 +14,7 @@ from nxd_infer.comm import all_reduce
 from nxd_infer.context import current_context
 from nxd_infer.errors import NotInitializedError, ParallelConfigError
 from nxd_infer.parallel_layers import mappings
+from nxd_infer.parallel_layers.mappings import reduce_from_tensor_model_parallel_region
 from tests.support.ranks import run_ranks
 
 AXES = ("tensor_model_parallel", "data_parallel", "pipeline_model_parallel", "context_parallel")
@@ -117,13 +118,15 @@ def check_copies() -> None:
 
 def no_torch_group() -> None:
     assert ps.get_tensor_model_parallel_group(as_list=True) == [[0, 1]]
-    with pytest.raises(NotInitializedError, match=r"needs torch\.distributed\.init_process_group\(\)"):
-        ps.get_tensor_model_parallel_group()
+    group = ps.get_tensor_model_parallel_group()
+    assert (group.size(), group.rank()) == (2, ps.get_tensor_model_parallel_rank())
+    x = reduce_from_tensor_model_parallel_region(torch.ones(2), group)
+    assert x.tolist() == [2, 2]
 
 
 def test_a_module_can_be_copied_and_never_uses_groups_that_are_gone():
     run_ranks(check_copies, 2)
 
 
-def test_a_transport_without_torch_groups_says_so():
+def test_without_torch_groups_a_group_is_the_name_of_its_axis():
     run_ranks(no_torch_group, 2, collectives="shm")

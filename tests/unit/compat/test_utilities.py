@@ -29,7 +29,11 @@ def test_what_a_script_asks_about_its_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
     assert hardware(utilities.get_platform_target()) == hardware.TRN2 and utilities.get_platform_lnc() == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert utils.get_local_world_size() == 8 and not utils.requires_init_pg_override() and not utils.is_pjrt_device()
+    assert (
+        utils.get_local_world_size() == 8
+        and not utilities.requires_init_pg_override()
+        and not utilities.is_pjrt_device()
+    )
 
 
 def test_the_logger_speaks_on_the_first_rank_and_messages_say_where(caplog: pytest.LogCaptureFixture):

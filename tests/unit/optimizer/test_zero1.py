@@ -53,6 +53,9 @@ def test_the_arguments_of_torch_xla():
     (weight * 4).sum().backward()
     optimizer.step()
     assert weight.grad is not None and weight.grad.norm() == pytest.approx(0.25)
+    state = optimizer.state_dict()
+    assert state["base_state"] is state["state"] and state["base_state"][0]["step"] == 1
+    optimizer.load_state_dict(state)
     assert NeuronZero1Optimizer([weight], AdamW, coalesce_cc=True).coalesce_cc
 
 

@@ -62,10 +62,10 @@ def test_the_callers_dicts_are_left_alone():
         ({"model_init_config": {"sequential_move_factor": 33}}, "must be a whole number from 1 to 32, got 33"),
         ({"model_init_config": {"param_init_fn": 3}}, "must be a function of a module, or None, got 3"),
         ({"activation_checkpoint_config": "half"}, "got 'half'"),
-        ({"activation_checkpoint_config": [torch.nn.Linear, int]}, "a class derived from torch.nn.Module"),
+        ({"activation_checkpoint_config": [torch.nn.Linear, 3]}, 'must be "full", a class, several'),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be a whole number of at least 1, got 0"),
         ({"tensor_parallel_size": True}, "got True"),
-        ({"pad_model": 1}, "pad_model must be True or False, got 1"),
+        ({"pad_model": 2}, "pad_model must be True or False, got 2"),
         ({"optimizer_config": {"on_nonfinite": "skp"}}, 'must be "raise" or "skip", got \'skp\'; did you mean skip?'),
         ({"lora_config": {"lora_rnk": 4}}, "lora_config has no key 'lora_rnk'; did you mean lora_rank?"),
         ({"mixed_precision_config": {"use_master_weights_in_ckpt": True}}, "needs use_master_weights=True"),
@@ -113,6 +113,19 @@ def test_one_table_says_it_all():
     assert {name: one.default for name, one in signature.items()} == defaults(TrainConfig)
     assert table(TrainConfig, "option") in (nxd.neuronx_distributed_config.__doc__ or "")
     assert table(LoraConfig, "option") in (Path(__file__).parents[3] / "docs/lora.md").read_text()
+
+
+def test_the_references_order_and_its_neutral_keywords():
+    """Two more degrees before ``pipeline_config``, and 0 or 1 for False and True."""
+    pipeline, optimizer = {"num_microbatches": 2, "deallocate_pipeline_outputs": 1}, {"zero_one_enabled": 1}
+    by_place = nxd.neuronx_distributed_config(1, 1, 1, 1, pipeline, optimizer, "full", 0, 1, None, None, None, 5, 1)
+    assert by_place == nxd.neuronx_distributed_config(
+        1, 1, pipeline, optimizer, "full", False, True, {"sequential_move_factor": 5}, sequential_move_factor=5
+    )
+    assert by_place["optimizer_config"]["zero_one_enabled"] is True and by_place["sequence_parallel"] is True
+    assert by_place["model_init_config"]["sequential_move_factor"] == 5
+    with pytest.raises(ParallelConfigError, match="context_parallel_size must be a whole number from 1 to 1, got 2"):
+        nxd.neuronx_distributed_config(1, 1, 1, 2)
 
 
 def test_a_degree_without_processes():

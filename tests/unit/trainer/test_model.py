@@ -208,6 +208,53 @@ def test_meta_device_keeps_buffers_or_says_that_it_cannot():
         wrapped(Held, model_init_config={"meta_device_init": True, "param_init_fn": fill_layers})
 
 
+class Rotary(nn.Module):
+    """Its child exists only when it has been filled, as in models that make their rotary tables late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.group = nn.Module()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.group.frequencies
+
+
+def test_param_init_fn_gets_every_module_and_the_device_if_it_takes_one():
+    seen: list[tuple[nn.Module, Any]] = []
+
+    def fill(module: nn.Module, device: torch.device) -> None:
+        seen.append((module, device))
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+        if len(list(module.children())) == 0 and not isinstance(module, nn.Linear):  # without weights
+            module.register_buffer("frequencies", torch.arange(4.0, device=device), persistent=False)
+
+    model = wrapped(Rotary, model_init_config={"meta_device_init": True, "param_init_fn": fill})
+    assert [one for one, _ in seen] == list(model.local_module().modules())
+    assert {str(device) for _, device in seen} == {"cpu"}
+    assert model(torch.ones(2, 4)).isfinite().all() and model.group.frequencies.tolist() == [0, 1, 2, 3]
+
+    def by_std(module: nn.Module, std: float = 0.5) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.fill_(std)
+
+    model = wrapped(Rotary, model_init_config={"meta_device_init": True, "param_init_fn": by_std})
+    assert bool((model.layer.weight == 0.5).all())
+
+
+def test_include_buffers_is_no_argument_of_the_model():
+    config = nxd.neuronx_distributed_config()
+    wide = lambda size=3: nn.Linear(2, size)  # noqa: E731
+    for arguments in ((True, 5), (5,), (False, 5)):
+        assert nxd.initialize_parallel_model(config, wide, *arguments).out_features == 5
+    assert nxd.initialize_parallel_model(config, lambda: nn.Linear(2, 3), True).out_features == 3
+    assert nxd.initialize_parallel_model(config, wide, include_buffers=True).out_features == 3
+    assert nxd.initialize_parallel_model(config, nn.Linear, 2, 3, False).bias is None
+    with pytest.raises(TypeError, match="positional argument"):
+        nxd.initialize_parallel_model(config, wide, 1, 2)
+
+
 class Held(nn.Module):
     """A tensor that is neither a parameter nor a buffer."""
 
