@@ -1,6 +1,7 @@
 """A feed-forward block of experts, of which a router chooses some for every token: Mixtral's, Qwen3-MoE's.
 
-Each expert's inner dimension is split over the ranks, so every rank has its part of all experts, and routes alike.
+Each expert's inner dimension is split over the ranks, so every rank has its part of all experts, and routes alike. The
+experts themselves are split over expert parallel ranks, in training.
 
 Shapes: B rows, S positions, T = B * S tokens, H hidden size, E experts, k experts of a token, I inner size.
 """
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import AxisPlan
+from nxd_infer.modules.moe.dispatch import dispatched
+from nxd_infer.modules.moe.moe_parallel_layers import expert_axis
 from nxd_infer.ops import expert_linear
 from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.base import ParallelLayer
@@ -50,7 +53,7 @@ class ExpertWeights(ParallelLayer):
         self.reset_parameters()
 
     def axes_of(self, name: str) -> Sequence[AxisPlan | int]:
-        experts, hidden = self.sizes
+        experts, hidden = expert_axis(self.sizes[0], self.context), self.sizes[1]
         axis = self.cuts[name].axis
         return (experts, axis, hidden) if name == "gate_up_proj" else (experts, hidden, axis)
 
@@ -67,8 +70,9 @@ class ExpertWeights(ParallelLayer):
         T, k = experts_Tk.shape
         chosen = experts_Tk.reshape(-1)
         rows = x_TH[:, None].expand(T, k, -1).reshape(T * k, -1)
-        gate, up = expert_linear(rows, gate_up, chosen).chunk(2, -1)
-        y = expert_linear(self.activation(gate) * up, down, chosen).view(T, k, -1)
+        rows, here, back = dispatched(rows, chosen, self.sizes[0], self.context)
+        gate, up = expert_linear(rows, gate_up, here).chunk(2, -1)
+        y = back(expert_linear(self.activation(gate) * up, down, here)).view(T, k, -1)
         return (y * weights_Tk[..., None]).sum(1).to(x_TH.dtype)
 
 

@@ -2,9 +2,10 @@
 
 An encoding is chosen once per weight, over all buckets of a rank: packed only if every use in every bucket is a
 linear, ``x @ W.T (+ b)`` in one of the forms that export leaves of it, or (of a table that is a linear's weight too) an
-embedding; or if every use is ``x @ W (+ b)``, of its transpose; or if every use is ``expert_linear``. Otherwise the
-weight stays plain everywhere. Values do not matter, so ranks with equal graphs agree. A trace that quantises packs all
-but those of a transpose in eight bits: a tied table, too, so that there is one copy of it.
+embedding; or if every use is ``x @ W (+ b)``, of its transpose; or if every use is ``expert_linear``, or every use is
+that of its transpose. Otherwise the weight stays plain everywhere. Values do not matter, so ranks with equal graphs
+agree. A trace that quantises packs all but those of a transpose in eight bits: a tied table, too, so that there is one
+copy of it.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ def insert(weights: Mapping[str, fx.Node], encodings: Mapping[str, str], library
 def encoded_spec(spec: WeightSpec, form: str) -> WeightSpec:
     """What a graph takes for a weight of ``spec`` in ``form``."""
     if form == PACKED_ACROSS:
-        return spec.model_copy(update={"encoding": form, "shape": spec.shape[::-1], "stride": [spec.shape[0], 1]})
+        *several, rows, columns = spec.shape
+        stride = [rows * columns] * len(several) + [rows, 1]
+        return spec.model_copy(update={"encoding": form, "shape": [*several, columns, rows], "stride": stride})
     if form != PACKED_INT8 or spec.dtype == "int8":  # as artifacts of format 1.0 have it
         return spec.model_copy(update={"encoding": form})
     shape = packed_shape(spec.shape)
@@ -101,7 +104,7 @@ def _hold(weight: fx.Node, found: Iterable[Use], form: str) -> None:
             if form == PACKED_INT8:
                 node.meta["val"] = torch.empty(packed_shape(value.shape), dtype=torch.int8)
             else:
-                node.meta["val"] = value.new_empty(value.shape[::-1])
+                node.meta["val"] = value.new_empty(value.mT.shape)
 
 
 def _join(graph: fx.Graph, linears: Any) -> None:
@@ -154,11 +157,12 @@ def _uses_by(node: fx.Node, weight: fx.Node) -> Iterable[Use] | None:
     if node.op != "call_function":
         return None
     if weight.meta["val"].dim() == 3 and node.target is not _COND:
-        if node.target is not _EXPERTS or node.args[1] is not weight:
+        readers = node.users if _transposes(node) else [node]
+        if not all(reader.target is _EXPERTS and reader.args[1] in (weight, node) for reader in readers):
             return None
-        x, _, experts = node.args
-        use = Use(node, weight, _node(x), experts=_node(experts))
-        return [use] if _fits(use, weight) else None
+        across = node not in readers
+        found = [Use(one, weight, _node(one.args[0]), across=across, experts=_node(one.args[2])) for one in readers]
+        return found if all(_fits(use, weight) for use in found) else None
     if node.target is _LINEAR:
         x, at, *bias = node.args
         use = Use(node, weight, _node(x), _node(bias[0]) if bias else None)
@@ -198,13 +202,14 @@ def _fits(use: Use, weight: fx.Node) -> bool:
 
 
 def _transposes(node: fx.Node) -> bool:
-    """Whether ``node`` is the transpose of a matrix, its first argument."""
+    """Whether ``node`` is the transpose of a matrix, or of several, its first argument."""
     target, rest = node.target, node.args[1:]
     if target in (aten.t.default, aten.numpy_T.default, aten.mT.default):
-        return True
+        return node.meta["val"].dim() == 2 or target is aten.mT.default
+    order = list(range(node.meta["val"].dim())) if "val" in node.meta else []
     if target in (aten.transpose.int, aten.swapaxes.default, aten.swapdims.default):
-        return {int(dim) % 2 for dim in rest} == {0, 1}  # pyright: ignore[reportArgumentType]
-    return target is aten.permute.default and [int(dim) % 2 for dim in rest[0]] == [1, 0]  # pyright: ignore
+        return {order[int(dim)] for dim in rest} == set(order[-2:])  # pyright: ignore[reportArgumentType]
+    return target is aten.permute.default and [order[int(dim)] for dim in rest[0]] == [*order[:-2], *order[:-3:-1]]  # pyright: ignore
 
 
 def _product(node: fx.Node, transposed: fx.Node, weight: fx.Node) -> Use | None:

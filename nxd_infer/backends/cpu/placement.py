@@ -70,7 +70,7 @@ class PackedWeights:
         """Pack the plain tensors that ``read`` returns, one at a time, over the present ones. Default: all."""
         for name in self.specs if names is None else names:
             pack = packed.pack_int8 if self.specs[name].encoding == PACKED_INT8 else packed.pack
-            plain = read(name).t() if self.specs[name].encoding == PACKED_ACROSS else read(name)
+            plain = read(name).mT if self.specs[name].encoding == PACKED_ACROSS else read(name)
             pack(plain, out=self.tensors[name], library=self._library)
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nxd_infer.context import ParallelContext
 from nxd_infer.errors import ShardingError
 from nxd_infer.layout import AxisPlan
 from nxd_infer.ops import expert_linear
@@ -26,6 +27,20 @@ from nxd_infer.parallel_layers.base import (
     whole_size,
 )
 from nxd_infer.parallel_layers.layer_norm import SequenceParallelWeights
+
+
+def expert_axis(num_experts: int, context: ParallelContext) -> AxisPlan | int:
+    """Return a parameter's axis of experts, of which this expert parallel rank has an equal part.
+
+    Raises ShardingError if they do not divide over the ranks.
+    """
+    ep = context.ep
+    if num_experts % ep.degree:
+        raise ShardingError(
+            f"{num_experts} experts do not divide over {ep.degree} expert parallel ranks: use a degree that does"
+        )
+    each = num_experts // ep.degree
+    return num_experts if ep.degree == 1 else AxisPlan.held(num_experts, ep.rank * each, (ep.rank + 1) * each)
 
 
 class ExpertFusedLinear(ParallelLayer):
@@ -58,17 +73,8 @@ class ExpertFusedLinear(ParallelLayer):
         self.input_size, self.output_size = whole_size(input_size), whole_size(output_size)
         self.init_method, self.keep_master_weight = init_method, keep_master_weight
         self.plan_axes()
-        ep = self.context.ep
-        if self.num_experts % ep.degree:
-            raise ShardingError(
-                f"{type(self).__name__}: {self.num_experts} experts do not divide over {ep.degree} expert parallel "
-                "ranks; use a degree that divides them"
-            )
-        self.num_local_experts = self.num_experts // ep.degree
-        first = ep.rank * self.num_local_experts
-        self._experts: AxisPlan | int = self.num_experts
-        if ep.degree > 1:
-            self._experts = AxisPlan.held(self.num_experts, first, first + self.num_local_experts)
+        self._experts = expert_axis(self.num_experts, self.context)
+        self.num_local_experts = self.num_experts // self.context.ep.degree
         self.new_parameter("weight", dtype, device_of(device), stride=stride)
         if bias:
             self.new_parameter("bias", dtype, device_of(device), stride=stride)

@@ -52,7 +52,7 @@ class Form(nn.Module):
 
 
 def held(weight: Tensor, encoding: str) -> Tensor:
-    plain = weight.t().contiguous() if encoding == PACKED_ACROSS else weight
+    plain = weight.mT.contiguous() if encoding == PACKED_ACROSS else weight
     return packed.pack(plain) if encoding else plain
 
 
@@ -182,7 +182,17 @@ EXPERTS: dict[str, tuple[Forward, bool]] = {
         lambda m, x: expert_linear(x.flatten(0, 1), m.weight, experts_of(x.flatten(0, 1))),
         True,
     ),
-    "of the transpose": (lambda m, x: expert_linear(x[:, 0, :6], m.weight.mT, experts_of(x[:, 0])), False),
+    "of the transpose": (lambda m, x: expert_linear(x[:, 0, :6], m.weight.mT, experts_of(x[:, 0])), True),
+    "of both": (
+        lambda m, x: expert_linear(
+            expert_linear(x[:, 0], m.weight, experts_of(x[:, 0])), m.weight.mT, experts_of(x[:, 0])
+        ),
+        False,
+    ),
+    "of another transpose": (
+        lambda m, x: expert_linear(x[:, 0], m.weight.permute(1, 0, 2), experts_of(x[:, 0])),
+        False,
+    ),
     "and added": (lambda m, x: expert_linear(x[:, 0], m.weight, experts_of(x[:, 0])) + m.weight.sum(), False),
     "a batch of products": (lambda m, x: torch.matmul(m.weight, x[0, 0]), False),
 }

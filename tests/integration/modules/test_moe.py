@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +22,12 @@ from nxd_infer.layout import load_weights
 from nxd_infer.modules.moe import ExpertMLPs, MoE, RouterTopK
 from nxd_infer.modules.moe.token_shuffling import token_shuffle, token_unshuffle
 from nxd_infer.testing.compare import Reference, Training, compare_with, train_single
+from nxd_models.llama.config import Mixture
+from nxd_models.llama.model import CausalLM
 from tests.support.modules.moe import TinyMixtral, texts
 from tests.support.ranks import run_ranks
 from tests.support.trainer.jobs import mine
+from tests.support.trainer.models import CONFIG, tokens
 
 F64 = torch.float64
 
@@ -47,6 +52,8 @@ CASES: dict[str, list[Case]] = {
     ],
     "tp 4": [(ONE_BATCH, {"tp": 4, "sequence_parallel": True, "steps": 6})],
     "tp 2, ep 2": [
+        ({"family": True}, {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True, "zero1": True, "steps": 6}),
+        ({"family": True}, {"dp": 4, "ep": 2}),
         ({**TWO_BATCHES, "shared": True}, {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True, "zero1": True}),
         ({**TWO_BATCHES, "bias": True}, {"tp": 2, "dp": 2, "ep": 2}),
     ],
@@ -59,6 +66,17 @@ CASES: dict[str, list[Case]] = {
 }
 
 
+def builder(family: bool = False, dtype: torch.dtype = F64, **options: Any) -> Callable[[], torch.nn.Module]:
+    """A family's model, or one of modules.moe; and its batch."""
+    if family:
+        return partial(CausalLM, replace(CONFIG, mixture=Mixture(4, 2, 20, normalised=True)), dtype)
+    return partial(TinyMixtral, dtype, **options)
+
+
+def batch(family: bool = False, **_: Any) -> dict[str, torch.Tensor]:
+    return tokens() if family else texts()
+
+
 def differences(cases: list[tuple[Case, Reference]]) -> list[str]:
     found = []
     for (model, options), reference in cases:
@@ -66,7 +84,7 @@ def differences(cases: list[tuple[Case, Reference]]) -> list[str]:
         limit = 1e-5 if model.get("dtype") == torch.float32 else 1e-10
         found += [
             f"{model} {options}: {line}"
-            for line in compare_with(reference, partial(TinyMixtral, **model), texts(), Training(**options), limit)
+            for line in compare_with(reference, builder(**model), batch(**model), Training(**options), limit)
         ]
         parallel_state.destroy_model_parallel()
     return found
@@ -75,7 +93,7 @@ def differences(cases: list[tuple[Case, Reference]]) -> list[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_training_in_one_process(name):
     cases = [
-        (case, train_single(partial(TinyMixtral, **case[0]), texts(), Training(steps=case[1].get("steps", 3))))
+        (case, train_single(builder(**case[0]), batch(**case[0]), Training(steps=case[1].get("steps", 3))))
         for case in CASES[name]
     ]
     degrees = [options.get("tp", 1) * options.get("dp", 1) * options.get("pp", 1) for _, options in CASES[name]]
