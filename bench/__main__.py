@@ -30,7 +30,7 @@ BENCHMARKS = (
     "stages",
     "plot",
 )
-ON_REQUEST = ("attacks", "against", "generic")
+ON_REQUEST = ("attacks", "against", "generic", "mixture")
 """Benchmarks that run only by name."""
 
 

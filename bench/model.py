@@ -1,4 +1,4 @@
-"""The models of the benchmarks: seeded random Llamas with a tokenizer, in Hugging Face's format."""
+"""The models of the benchmarks: seeded random Llamas and Mixtrals with a tokenizer, in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ COMMON: dict[str, int] = {
 TINY = COMMON | {"hidden": 256, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 512, "vocab": 2048}
 
 
+MIXTURE = COMMON | {"intermediate": 1152, "experts": 16, "chosen": 4}
+"""1.02 B parameters, of which a token uses 0.31 B besides its row of the embedding."""
+MODELS = {"common": COMMON, "tiny": TINY, "mixture": MIXTURE, "tiny-mixture": TINY | {"experts": 8, "chosen": 2}}
+
+
 def stamped(path: Path, key: str, make: Callable[[Path], Any]) -> Path:
     """Return ``path`` as built by ``make``; rebuild it if ``key``, a digest of its inputs, has changed."""
     stamp = path.with_name(path.name + ".stamp")
@@ -48,7 +53,7 @@ def stamped(path: Path, key: str, make: Callable[[Path], Any]) -> Path:
 
 def bench_model(options: Options) -> Path:
     """Return the directory of the model that ``options`` names, after creating it if needed."""
-    sizes = COMMON if options.model == "common" else TINY
+    sizes = MODELS[options.model]
     key = hashlib.sha256(Path(__file__).read_bytes() + repr(sizes).encode()).hexdigest()
     return stamped(home() / "models" / options.model, key, lambda path: write_llama(path, **sizes))
 
@@ -61,11 +66,20 @@ def prompts(model: Path, batch: int, length: int, seed: int) -> list[list[int]]:
 
 
 def bytes_per_step(model: Path) -> int:
-    """Return the bytes of weights that a decode step reads: everything but the embedding's other rows."""
+    """Return the bytes of weights that a decode step of one row reads: everything but the embedding's other rows, and
+    the experts that it does not choose."""
+    config = json.loads((model / "config.json").read_text())
+    share = config.get("num_experts_per_tok", 1) / config.get("num_local_experts", 1)
     with (model / "model.safetensors").open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     header.pop("__metadata__", None)
-    return sum(2 * math.prod(entry["shape"]) for name, entry in header.items() if "embed_tokens" not in name)
+    return round(
+        sum(
+            2 * math.prod(entry["shape"]) * (share if ".experts." in name else 1)
+            for name, entry in header.items()
+            if "embed_tokens" not in name
+        )
+    )
 
 
 def cache_bytes_per_token(model: Path) -> int:
@@ -93,8 +107,11 @@ def write_llama(
     vocab: int = 8192,
     max_len: int = 1024,
     seed: int = 0,
+    experts: int = 0,
+    chosen: int = 0,
 ) -> Path:
-    """Write config.json, model.safetensors (bfloat16) and the tokenizer; return ``directory``."""
+    """Write config.json, model.safetensors (bfloat16) and the tokenizer; return ``directory``. With ``experts``, of
+    which a token has ``chosen``, it is a Mixtral."""
     directory.mkdir(parents=True, exist_ok=True)
     train_tokenizer(directory, texts(vocab), vocab)
     head_dim = hidden // heads
@@ -116,6 +133,9 @@ def write_llama(
         "eos_token_id": 2,
         "torch_dtype": "bfloat16",
     }
+    if experts:
+        config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+        config |= {"num_local_experts": experts, "num_experts_per_tok": chosen}
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     shapes = {
         "model.embed_tokens.weight": (vocab, hidden),
@@ -131,10 +151,20 @@ def write_llama(
             f"{block}.self_attn.k_proj.weight": (kv_heads * head_dim, hidden),
             f"{block}.self_attn.v_proj.weight": (kv_heads * head_dim, hidden),
             f"{block}.self_attn.o_proj.weight": (hidden, heads * head_dim),
-            f"{block}.mlp.gate_proj.weight": (intermediate, hidden),
-            f"{block}.mlp.up_proj.weight": (intermediate, hidden),
-            f"{block}.mlp.down_proj.weight": (hidden, intermediate),
         }
+        mlp = {
+            "gate_proj": (intermediate, hidden),
+            "up_proj": (intermediate, hidden),
+            "down_proj": (hidden, intermediate),
+        }
+        if experts:
+            block = f"{block}.block_sparse_moe"
+            shapes[f"{block}.gate.weight"] = (experts, hidden)
+            for expert in range(experts):
+                for name, shape in zip(("w1", "w3", "w2"), mlp.values(), strict=True):
+                    shapes[f"{block}.experts.{expert}.{name}.weight"] = shape
+        else:
+            shapes |= {f"{block}.mlp.{name}.weight": shape for name, shape in mlp.items()}
     generator = torch.Generator().manual_seed(seed)
 
     def tensor(name: str) -> torch.Tensor:

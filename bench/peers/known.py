@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,13 +132,13 @@ class Field:
 
 
 @contextlib.contextmanager
-def field_of(options: Options, **engine: Any) -> Iterator[Field]:
+def field_of(options: Options, buckets: Sequence[Sequence[int]] = (), **engine: Any) -> Iterator[Field]:
     """Start this project at every degree, and the requested, installed peers; end them after the block.
 
-    ``engine``: options of this project's engine.
+    ``buckets``: batches and prompts, if not the usual ones. ``engine``: options of this project's engine.
     """
     model = bench_model(options)
-    traced = {tp: artifact(options, tp) for tp in options.degrees}
+    traced = {tp: artifact(options, tp, *buckets) for tp in options.degrees}
     found = Field({}, {})
     try:
         found.placement.look()

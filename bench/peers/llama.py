@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -100,6 +101,10 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.w2": "ffn_down_exps",
 }
 OUTSIDE = {"model.embed_tokens.weight": "token_embd", "model.norm.weight": "output_norm", "lm_head.weight": "output"}
 
@@ -119,15 +124,18 @@ def write_gguf(model: Path, out: Path) -> None:
     writer.add_rope_dimension_count(config["hidden_size"] // heads)
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "num_local_experts" in config:
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_tokenizer_model("no_vocab")
-    for name, bits in read_bfloat16(model / "model.safetensors").items():
+    for name, bits in stacked(read_bfloat16(model / "model.safetensors")).items():
         if name.endswith("q_proj.weight"):
             bits = interleaved_halves(bits, heads)
         elif name.endswith("k_proj.weight"):
             bits = interleaved_halves(bits, kv_heads)
-        if bits.ndim == 1:
+        if bits.ndim == 1 or "block_sparse_moe.gate" in name:  # routers are in float32, too
             writer.add_tensor(gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
         else:
             raw = np.ascontiguousarray(bits).view(np.uint8)
@@ -144,6 +152,21 @@ def gguf_name(name: str) -> str:
         return f"{OUTSIDE[name]}.weight"
     _, _, layer, rest = name.split(".", 3)
     return f"blk.{layer}.{NAMES[rest.removesuffix('.weight')]}.weight"
+
+
+def stacked(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Join the matrices of all experts of a layer."""
+    found: dict[str, np.ndarray] = {}
+    for name, bits in weights.items():
+        head, experts, rest = name.partition(".experts.")
+        if not experts:
+            found[name] = bits
+        elif rest.startswith("0."):
+            count = next(i for i in itertools.count() if f"{head}.experts.{i}.{rest[2:]}" not in weights)
+            found[f"{head}.experts.{rest[2:]}"] = np.stack(
+                [weights[f"{head}.experts.{i}.{rest[2:]}"] for i in range(count)]
+            )
+    return found
 
 
 def interleaved_halves(bits: np.ndarray, heads: int) -> np.ndarray:

@@ -40,6 +40,13 @@ def cases(degrees: list[tuple[int, int]]) -> list[Case]:
         few = {**all_of_it, "steps": 3}
         found.append(("odd_heads", F64, {**few, "activation_checkpoint": "full"}))
         found += [(model, F64, few) for model in ("tied", "qwen3", "biases")]
+        # The load balancing loss is of a rank's own rows, so data parallel ranks have another than one process.
+        found.append(("experts", F64, {**few, "accumulate": 2, "activation_checkpoint": "full"}))
+        found.append(("experts", torch.float32, {**all_of_it, "steps": STEPS}))
+        if dp == 1:
+            found += [
+                ("balanced", F64, {**few, "sequence_parallel": on, "activation_checkpoint": "full"}) for on in (0, 1)
+            ]
         # Some of what these degrees have; no clipping, momentum; and checkpointing of chosen classes with all the rest.
         if dp > 1:
             found.append(("mlp", F64, {**few, "zero1": False, "accumulate": 2}))

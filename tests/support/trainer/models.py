@@ -14,7 +14,7 @@ from nxd_infer.parallel_layers.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from nxd_infer.parallel_layers.sequence_parallel import building_sequence_parallel
-from nxd_models.llama.config import LlamaConfig
+from nxd_models.llama.config import LlamaConfig, Mixture
 from nxd_models.llama.model import CausalLM
 
 CONFIG = LlamaConfig(
@@ -35,6 +35,8 @@ FAMILIES = {
     "odd_heads": {"num_heads": 6, "num_kv_heads": 3},  # padded and replicated at tp 4
     "qwen3": {"qk_norm": True, "tied": True},
     "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
+    "experts": {"mixture": Mixture(5, 2, 22, True)},  # which divides over no degree above 2
+    "balanced": {"mixture": Mixture(6, 3, 20, False, (1,), 0.2), "num_layers": 3, "qk_norm": True},
 }
 
 
