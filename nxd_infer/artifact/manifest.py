@@ -25,6 +25,8 @@ BUCKET_KERNEL_REQUIREMENT = "bucket-kernel"
 INLINE_WEIGHTS_REQUIREMENT = "inline-weights"
 PACKED_REQUIREMENT = "packed-weights"
 PIPELINE_REQUIREMENT = "pipeline"
+WEIGHTS_LATER_REQUIREMENT = "weights-later"
+"""The weights are zeros until ``update_weights`` gives them: nothing runs before."""
 WHOLE_PROMPTS_REQUIREMENT = "whole-prompts"
 KNOWN_REQUIREMENTS: frozenset[str] = frozenset(
     {
@@ -33,6 +35,7 @@ KNOWN_REQUIREMENTS: frozenset[str] = frozenset(
         INLINE_WEIGHTS_REQUIREMENT,
         PACKED_REQUIREMENT,
         PIPELINE_REQUIREMENT,
+        WEIGHTS_LATER_REQUIREMENT,
         WHOLE_PROMPTS_REQUIREMENT,
     }
 )

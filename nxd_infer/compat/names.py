@@ -35,9 +35,18 @@ class Module:
 _KERNEL = "call torch.nn.functional.scaled_dot_product_attention, or nki_flash_attn_func of this package"
 _PLAIN = "write it in plain PyTorch, which a backend compiles"
 _KV = "GQAQKVColumnParallelLinear replicates key and value heads over the ranks, and sums their gradients"
+_BUILDER = "nxd_infer.compat.model_builder"
 _UTILITIES = "nxd_infer.compat.utilities"
 
 OLD: dict[str, Module] = {
+    "neuronx_distributed": Module(
+        names={
+            "ModelBuilder": f"{_BUILDER}.functions",
+            "NxDModel": f"{_BUILDER}.nxd_model",
+            "NxDParallelState": f"{_BUILDER}.parallel_context",
+            "shard_checkpoint": f"{_BUILDER}.shards",
+        }
+    ),
     "neuronx_distributed.kernels.flash_attn": Module(
         names={"nki_flash_attn_func": "nxd_infer.compat.attention"},
         differs={"nki_flash_attn_func": "is computed by PyTorch's scaled_dot_product_attention, on any device"},
@@ -63,7 +72,52 @@ OLD: dict[str, Module] = {
         )
     ),
     "neuronx_distributed.scripts.checkpoint_converter": Module("nxd_infer.checkpoint.neuronx.converter"),
-    "neuronx_distributed.trace.trace": Module("nxd_infer.trace.api"),
+    "neuronx_distributed.trace": Module(
+        names={
+            "BaseModelInstance": f"{_BUILDER}.first_generation",
+            "ModelBuilder": f"{_BUILDER}.first_generation",
+            "NxDModel": f"{_BUILDER}.nxd_model",
+            "NxDParallelState": f"{_BUILDER}.parallel_context",
+            "get_sharded_checkpoint": f"{_BUILDER}.shards",
+            "init_on_device": f"{_BUILDER}.parallel_context",
+            "shard_checkpoint": f"{_BUILDER}.shards",
+        }
+    ),
+    "neuronx_distributed.trace.functions": Module(
+        f"{_BUILDER}.functions",
+        device={
+            "compile_layout_transformer": "weights are packed as they load: leave it out",
+            "compile_wlo": "weights are packed as they load: call compile()",
+        },
+    ),
+    "neuronx_distributed.trace.mock_torchdist": Module(f"{_BUILDER}.parallel_context"),
+    "neuronx_distributed.trace.model_builder": Module(
+        f"{_BUILDER}.first_generation",
+        differs={
+            "ModelBuilder": "compiler arguments of all keys are joined; torch.jit.save(model, path) makes a directory, "
+            "which NxDModel.load(path) loads",
+        },
+    ),
+    "neuronx_distributed.trace.model_builder_utils": Module(f"{_BUILDER}.functions"),
+    "neuronx_distributed.trace.model_builder_v2": Module(f"{_BUILDER}.functions"),
+    "neuronx_distributed.trace.nxd_model": Module(f"{_BUILDER}.nxd_model"),
+    "neuronx_distributed.trace.nxd_model.nxd_model": Module(
+        f"{_BUILDER}.nxd_model",
+        differs={
+            "NxDModel": "save() writes a directory, with the weights if they are set; all ranks run on this host, and "
+            "forward_mode is 'default'",
+        },
+    ),
+    "neuronx_distributed.trace.parallel_context": Module(f"{_BUILDER}.parallel_context"),
+    "neuronx_distributed.trace.trace": Module(
+        "nxd_infer.trace.api",
+        {
+            "get_sharded_checkpoint": f"{_BUILDER}.shards",
+            "init_on_device": f"{_BUILDER}.parallel_context",
+            "invoke_preshard_hook": f"{_BUILDER}.shards",
+            "replace_weights": f"{_BUILDER}.nxd_model",
+        },
+    ),
     "neuronx_distributed.trainer.checkpoint": Module(
         "nxd_infer.checkpoint.api", {"finalize_checkpoint": "nxd_infer.checkpoint.api:wait_for_save"}
     ),
@@ -79,6 +133,7 @@ OLD: dict[str, Module] = {
         names={
             "LogicalNCConfig": _UTILITIES,
             "get_platform_lnc": _UTILITIES,
+            "init_on_device": f"{_BUILDER}.parallel_context",
             "move_model_to_device": "nxd_infer.layout.params",
         }
     ),

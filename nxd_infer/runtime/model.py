@@ -16,12 +16,13 @@ from typing import Any, NoReturn
 import numpy as np
 from torch import Tensor, nn
 
-from nxd_infer.artifact.manifest import weight_name
+from nxd_infer.artifact.manifest import WEIGHTS_LATER_REQUIREMENT, weight_name
 from nxd_infer.artifact.rank_weights import replace_weights
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.artifact.structure import filled
 from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.errors import ArtifactError, InputMismatchError
+from nxd_infer.runtime import states
 from nxd_infer.runtime.bucket_kernel import ask
 from nxd_infer.runtime.ipc import Kind
 from nxd_infer.runtime.load import load_artifact
@@ -136,6 +137,13 @@ class TensorParallelModel(nn.Module, RankModel):
             )
         return RankModel.begin_bucket(self, name, inputs, timeout=timeout, checked=checked)
 
+    def state(self, name: str, rank: int = 0, new: Tensor | None = None) -> Tensor:
+        """Return a copy of a state of one rank, between two calls, after replacing it by ``new``.
+
+        Raises InputMismatchError for a state or rank that there is not, and for another shape or dtype."""
+        with self._lock.take():
+            return states.ask(self._started(), self.manifest, name, rank, new)
+
     def warmup(self) -> dict[str, float]:
         """Run every bucket once on its defaults or zeros, then reset the states; return seconds by bucket name.
 
@@ -199,6 +207,8 @@ def parallel_model_save(model: TensorParallelModel, save_dir: str | os.PathLike[
     if Path(os.path.abspath(save_dir)) == source.path and not any(updated):
         return  # it is already complete
     manifest = source.manifest.model_copy(deep=True)
+    if not model.missing_weights():
+        manifest.requires = [name for name in manifest.requires if name != WEIGHTS_LATER_REQUIREMENT]
     with ArtifactWriter(save_dir, replace=replace) as writer:
         for rank, tensors in enumerate(updated):
             if tensors:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from nxd_infer.artifact.manifest import BucketSpec, InputSpec, Manifest
+from nxd_infer.artifact.manifest import WEIGHTS_LATER_REQUIREMENT, BucketSpec, InputSpec, Manifest
 from nxd_infer.artifact.reader import LoadedArtifact
-from nxd_infer.errors import BucketError, InputMismatchError, ModelClosedError
+from nxd_infer.errors import BucketError, InputMismatchError, ModelClosedError, WeightSchemaError
 from nxd_infer.runtime.ipc import InputBlock, Kind
 from nxd_infer.runtime.ranks import CallLock, PendingStep, RankHealth, Ranks, free_side
 from nxd_infer.runtime.supervisor.cores import default_threads
@@ -151,8 +151,14 @@ class RankModel:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _started(self) -> Ranks:
-        """Return the running ranks; the caller holds the lock."""
+    def _started(self, given: Collection[str] = ()) -> Ranks:
+        """Return the running ranks; the caller holds the lock and, if weights are missing, has ``given`` ones."""
+        missing = self.missing_weights().difference(given)
+        if missing:
+            raise WeightSchemaError(
+                f"the model was saved without its weights, and {len(missing)} are still missing "
+                f"({', '.join(sorted(missing)[:4])}): give them with update_weights(), or set_weights() of an NxDModel"
+            )
         if self._ranks is not None:
             self._ranks.check()
             return self._ranks
@@ -186,6 +192,12 @@ class RankModel:
             bounds=self.bounds,
             before_load=self._before_load,
         )
+
+    def missing_weights(self) -> set[str]:
+        """Return the names of the weights that the artifact does not hold and nobody has given yet."""
+        if WEIGHTS_LATER_REQUIREMENT not in self.manifest.requires:
+            return set()
+        return {spec.name for spec in self.manifest.weights if spec.kind == "parameter"} - self._swaps.names
 
     # --- calls ---
 
@@ -271,7 +283,7 @@ class RankModel:
 
         new = weights if isinstance(weights, NewWeights) else self.cut_weights(weights, strict=strict, tag=tag)
         with self._lock.take():
-            ranks = self._started()
+            ranks = self._started(new.names)
             ranks.settle()  # so that a failing step is not blamed on the weights
             self._swaps.swap(ranks, new)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nxd_infer.util.lazy import lazy_names
 
@@ -54,10 +54,4 @@ if TYPE_CHECKING:
     from nxd_infer.util.progress import Progress
 
 
-_find, __dir__ = lazy_names(__name__, _NAMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("ModelBuilder", "BaseModelInstance"):  # `from ... import` would hide an AttributeError's text
-        raise ImportError(f"{__name__} has no {name}: parallel_model_trace does its work (docs/migration.md)")
-    return _find(name)
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

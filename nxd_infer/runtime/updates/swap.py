@@ -57,6 +57,11 @@ class WeightSwaps:
             self._prepare(ranks, entry)
             self._commit(ranks)
 
+    @property
+    def names(self) -> set[str]:
+        """The weights that were swapped in."""
+        return {name for entry in self._entries for name in entry.names}
+
     def tensors(self, rank: int) -> dict[str, Tensor]:
         """Return a rank's swapped weights, memory-mapped, by name."""
         return {name: tensor for entry in self._entries for name, tensor in entry.tensors(rank).items()}

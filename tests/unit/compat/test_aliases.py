@@ -111,8 +111,3 @@ def test_usage(monkeypatch: pytest.MonkeyPatch):
         with pytest.raises(SystemExit, match=r"usage: python -m nxd_infer\.compat script\.py") as caught:
             compat.main()
     assert "there is no 'nowhere.py'" in str(caught.value)
-
-
-def test_what_is_not_here_says_what_does_its_work():
-    with pytest.raises(ImportError, match="parallel_model_trace does its work"):
-        from nxd_infer.trace import ModelBuilder  # noqa: F401  # pyright: ignore[reportAttributeAccessIssue]

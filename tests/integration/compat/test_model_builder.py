@@ -1,0 +1,277 @@
+"""A decoder of two and three shapes through both generations of model builders: traced, saved, loaded, called."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from nxd_infer.compat.model_builder import functions
+from nxd_infer.compat.model_builder.first_generation import BaseModelInstance, ModelBuilder
+from nxd_infer.compat.model_builder.functions import shard_checkpoint
+from nxd_infer.compat.model_builder.nxd_model import NxDModel, replace_weights
+from nxd_infer.compat.model_builder.parallel_context import NxDParallelState, init_on_device
+from nxd_infer.errors import (
+    ArtifactError,
+    BucketError,
+    InputMismatchError,
+    TraceConfigError,
+    TraceError,
+    WeightMismatchError,
+    WeightSchemaError,
+)
+from nxd_infer.trace import BucketModelConfig, parallel_model_recompile
+from nxd_infer.verify import verify_artifact
+from tests.support.builder_models import (
+    DECODE,
+    HEAD,
+    LENGTH,
+    PREFILL,
+    PROMPT,
+    Decoder,
+    DecoderInstance,
+    InPlace,
+    eager,
+    generate,
+    in_a_fresh_process,
+    inputs,
+    weights,
+)
+from tests.support.http.http_artifacts import real_server
+from tests.support.needs import require_native
+
+COUNT = 8
+LONG = [*PROMPT, 11, 2, 38, 7]
+
+
+@pytest.fixture(autouse=True)
+def _native():
+    require_native()
+
+
+def first(degree: int, **options) -> ModelBuilder:
+    builder = ModelBuilder(None, degree, weights, **options)
+    words = "--auto-cast=none --model-type=transformer -O1"
+    builder.add("context_encoding_model", DecoderInstance(), [PREFILL], compiler_args=words, priority_model_idx=0)
+    return builder.add("token_generation_model", DecoderInstance(), [DECODE], compiler_args="--auto-cast=none -O2")
+
+
+def second(degree: int, tied: bool = False) -> tuple[NxDModel, nn.Module]:
+    with NxDParallelState(world_size=degree, tensor_model_parallel_size=degree), init_on_device(torch.device("meta")):
+        decoder = InPlace(tied)
+    builder = functions.ModelBuilder(decoder).trace(args=PREFILL, tag="prefill")
+    builder.trace(kwargs=dict(zip(("input_ids", "position_ids"), DECODE, strict=True)), tag="decode")
+    return builder.compile(priority_model_key="decode", compiler_args={"prefill": "-O1", "decode": "-O2"}), decoder
+
+
+@pytest.mark.parametrize("degree", [1, pytest.param(2, marks=pytest.mark.smoke), 4])
+def test_both_generations_give_eagers_tokens_after_save_and_load_in_a_fresh_process(degree: int, tmp_path):
+    model = first(degree).trace()
+    assert generate(model, COUNT) == eager(COUNT)
+    assert model.model.trace_report["ignored_compiler_args"][:3] == [
+        "--auto-cast=none",
+        "--model-type=transformer",
+        "-O1",
+    ]
+    torch.jit.save(model, str(tmp_path / "first"))
+    model.model.close()
+
+    model, decoder = second(degree, tied=True)
+    with pytest.raises(WeightSchemaError, match=r"saved without its weights, and .* are still missing"):
+        model(*PREFILL)
+    shards = shard_checkpoint(weights(tied=True), decoder)
+    model.set_weights(shards)
+    assert generate(model.to_neuron(), COUNT) == eager(COUNT, tied=True)
+    model.save(tmp_path / "second", save_weights=True)
+    held = {spec.name for spec in model.model.manifest.weights}
+    for rank, shard in enumerate(shards):  # of the names that users have
+        assert all(torch.equal(model.read_from_neuron_buffer(name, rank), shard[name]) for name in held & shard.keys())
+    assert len(held & shards[0].keys()) == len(held) == len(dict(Decoder(tied=True).named_parameters())) - 4
+    model.model.close()
+    assert in_a_fresh_process(COUNT, tmp_path / "first", tmp_path / "second") == [eager(COUNT), eager(COUNT, tied=True)]
+
+
+def test_as_nxd_inference_does_it(tmp_path):
+    """Compiled without weights, which are sharded into files; loaded, given them, called with two lengths."""
+    builder = ModelBuilder(
+        None, 2, weights, pp_degree=1, ep_degree=1, world_size=2, start_rank_id=0, local_ranks_size=2
+    )
+    config = BucketModelConfig(func_kwargs=[{"bucket_rank": 0}, {"bucket_rank": 1}])
+    builder.add("context_encoding_model", DecoderInstance(), [PREFILL, inputs(LONG)], bucket_config=config)
+    builder.add("token_generation_model", DecoderInstance(), [DECODE])
+    torch.jit.save(builder.trace(initialize_model_weights=False), str(tmp_path / "model.pt"))
+    builder.shard_checkpoint(serialize_path=tmp_path / "weights")
+
+    traced = NxDModel.load(tmp_path / "model.pt")
+    names = [bucket.name for bucket in traced.model.buckets]
+    assert names == ["context_encoding_model_0", "context_encoding_model_1", "token_generation_model"]
+    with pytest.raises(WeightSchemaError, match="are still missing"):
+        traced.nxd_model.initialize_with_saved_weights(torch.tensor([0], dtype=torch.int32))
+    shards = [load_file(tmp_path / "weights" / f"tp{rank}_sharded_checkpoint.safetensors") for rank in range(2)]
+    assert shards[0].keys() == shards[1].keys() == weights().keys()
+    traced.nxd_model.initialize(shards, torch.tensor([0], dtype=torch.int32))
+    assert generate(traced, COUNT) == eager(COUNT)
+    assert generate(traced, 4, LONG) == eager(4, prompt=LONG)
+    traced.save(tmp_path / "with weights")
+    traced.model.close()
+    assert in_a_fresh_process(COUNT, tmp_path / "with weights") == [eager(COUNT)]
+
+
+def test_weights_and_states_of_ranks_are_read_and_replaced():
+    model, decoder = second(2)
+    model.set_weights(shard_checkpoint(weights(), decoder))
+    generate(model, 2)
+    states = [model.read_from_neuron_buffer("past_key_values.0", rank) for rank in (0, 1)]
+    reference = Decoder()
+    reference.load_state_dict(weights(), strict=False)
+    caches = reference(*inputs(PROMPT))[1]
+    held = torch.cat(states, 1)[:, :, : len(PROMPT)]
+    torch.testing.assert_close(held, caches[:, :, : len(PROMPT)].detach(), rtol=1e-5, atol=1e-6)
+    new = torch.full((1, 1, LENGTH, HEAD), 3.0)
+    model.write_to_neuron_buffer(new, "past_key_values.0", 1)
+    assert torch.equal(model.read_from_neuron_buffer("past_key_values.0", 1), new)
+    assert torch.equal(model.read_from_neuron_buffer("past_key_values.0", 0), states[0])
+    for wrong in (("nothing", 0, new), ("past_key_values.0", 2, new), ("past_key_values.0", 0, new[0])):
+        with pytest.raises(InputMismatchError):
+            model.write_to_neuron_buffer(wrong[2], wrong[0], wrong[1])
+    other = {name: tensor * 0.7 for name, tensor in weights().items()}
+    model.model.reset_states()
+    model.replace_weights(shard_checkpoint(other, decoder))
+    tokens = generate(model, COUNT)
+    model.model.reset_states()
+    replace_weights(model, other)  # logical ones, by name
+    assert generate(model, COUNT) == tokens != eager(COUNT)
+    shards = shard_checkpoint(weights(), decoder)
+    with pytest.raises(WeightSchemaError, match="for each rank of 2, got 1"):
+        model.set_weights(shards[:1])
+    with pytest.raises(WeightSchemaError, match="of another degree or another model"):
+        model.set_weights(shard_checkpoint(weights(), Decoder()) * 2)
+    del shards[0]["lm_head.weight"], shards[1]["lm_head.weight"]
+    with pytest.raises(WeightSchemaError, match=r"of lm_head.weight are missing"):
+        model.set_weights(shards)
+    model.model.close()
+
+
+class Scaled(nn.Module):
+    def __init__(self, factor: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.factor
+
+
+def scaled(router=None, **options) -> ModelBuilder:
+    builder = ModelBuilder(router, 1, lambda: {"weight": torch.tensor([1.0, 2.0, 3.0])}, **options)
+    x, y = (torch.ones(3),), (torch.ones(1, 3),)
+    builder.add("plain", BaseModelInstance(lambda: Scaled(1.0), {}), [x])
+    return builder.add("twice", BaseModelInstance(lambda: Scaled(2.0), {}), [x, y])
+
+
+@torch.jit.script
+def by_sign(inputs: list[Tensor]) -> str:
+    return "plain" if bool(inputs[0].sum() > 0) else "twice"
+
+
+@torch.jit.script
+def by_sign_and_rank(inputs: list[Tensor]) -> tuple[str, int]:
+    number = 1 if inputs[0].dim() == 2 else 0
+    return ("plain" if bool(inputs[0].sum() > 0) and number == 0 else "twice"), number
+
+
+def test_a_router_chooses_key_and_shape_before_and_after_saving(tmp_path):
+    x = torch.ones(3)
+    torch.jit.save(scaled(by_sign).trace(), tmp_path / "router")
+    model = NxDModel.load(tmp_path / "router")
+    assert model(x).tolist() == [1, 2, 3] and model(-x).tolist() == [-2, -4, -6]
+    model = scaled(by_sign_and_rank).trace()
+    assert model(x).tolist() == [1, 2, 3] and model(x[None]).tolist() == [[2, 4, 6]]
+
+
+def test_without_a_router_the_shape_decides_and_a_name_where_it_cannot(monkeypatch):
+    monkeypatch.delenv("OF_THE_TRACE", raising=False)
+    model = scaled(master_proc_env_vars={"OF_THE_TRACE": "1"}, debug=True, logical_nc_config=2).trace()
+    x = torch.ones(3)
+    assert model(x[None]).tolist() == [[2, 4, 6]] and model(x=x[None]).tolist() == [[2, 4, 6]]
+    assert model(x, model_name="twice_0").tolist() == [2, 4, 6]
+    with pytest.raises(InputMismatchError, match="one of plain, twice_0, which take such inputs"):
+        model(x)
+    with pytest.raises(InputMismatchError, match="model_name='thrice' must be one of"):
+        model(x, model_name="thrice")
+    with pytest.raises(BucketError, match=r"no bucket fits x: float32\[7\]"):
+        model(torch.ones(7))
+    with pytest.raises(InputMismatchError, match="forward_mode='ranked'"):
+        model(x[None], forward_mode="ranked")
+
+
+def test_the_functions_do_what_the_builder_does(tmp_path):
+    module = Scaled(2.0)
+    traced = functions.trace(module, args=torch.ones(3))
+    module.factor = 3.0  # what was traced stays
+    compiled = functions.compile(traced.hlo, traced.metaneff, compiler_args="-O1", key="a")
+    model = NxDModel(world_size=1).add("a", traced, compiled)
+    model.add("b", functions.trace(module, kwargs={"x": torch.ones(1, 3)}))
+    model.set_weights([{"weight": torch.tensor([1.0, 2.0, 3.0])}])
+    assert model(torch.ones(3)).tolist() == [2, 4, 6] and model(x=torch.ones(1, 3)).tolist() == [[3, 6, 9]]
+    with pytest.raises(TraceConfigError, match="compiled already"):
+        model.add("c", traced)
+    with pytest.raises(TraceConfigError, match=r"is \[2\], and the model was built for 1 ranks"):
+        NxDModel(world_size=2).add("a", traced)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"ep_degree": 2}, "ep_degree=2"),
+        ({"local_ranks_size": 7}, "local_ranks_size=7"),
+        ({"start_rank_id": 1}, "start_rank_id=1"),
+        ({"unknown": None}, "unknown=None"),
+    ],
+)
+def test_what_this_host_cannot_do_is_refused_by_name(options, text):
+    with pytest.raises(TraceConfigError, match=text):
+        ModelBuilder(None, 2, weights, **options)
+
+
+def test_wrong_use_is_refused(tmp_path):
+    builder = scaled()
+    with pytest.raises(TraceConfigError, match="the key 'plain' was added before"):
+        builder.add("plain", BaseModelInstance(lambda: Scaled(1.0)), [(torch.ones(3),)])
+    with pytest.raises(TraceConfigError, match="priority_model_idx=1: 'other' has 1 shapes"):
+        builder.add("other", BaseModelInstance(lambda: Scaled(1.0)), [(torch.ones(3),)], priority_model_idx=1)
+    with pytest.raises(TraceConfigError, match="there is nothing to trace"):
+        ModelBuilder(None, 1, weights).trace()
+    builder.checkpoint_loader = lambda: {"weight": torch.ones(4)}
+    with pytest.raises(WeightMismatchError, match=r"weight is \[4\], wanted \[3\]"):
+        builder.trace()
+    builder.checkpoint_loader = None
+    with pytest.raises(TraceConfigError, match="needs a checkpoint_loader"):
+        builder.trace()
+    model = builder.trace(initialize_model_weights=False)
+    with pytest.raises(WeightSchemaError, match="weight have no values yet"):
+        model.save(tmp_path / "a", save_weights=True)
+    with pytest.raises(TraceConfigError, match="all ranks run on this host, from rank 0"):
+        model.initialize([{"weight": torch.ones(3)}], torch.tensor([2]))
+    assert builder.trace(initialize_model_weights=False, dry_run=True).__class__.__name__ == "TracePlan"
+    with pytest.raises(TraceError, match="state 'nothing' is not a buffer"):
+        ModelBuilder(None, 1, dict).add(
+            "a", BaseModelInstance(lambda: Scaled(1.0), {"nothing": 1}), [torch.ones(3)]
+        ).trace()
+
+
+def test_what_a_builder_made_is_served_recompiled_and_checked_like_any_other(tmp_path):
+    model = first(1).trace()
+    model.save(tmp_path / "a")
+    parallel_model_recompile(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(ArtifactError, match="model directory"):
+        verify_artifact(tmp_path / "b", save_file(weights(), tmp_path / "model.safetensors") or tmp_path)
+    with real_server(tmp_path / "b") as server:
+
+        def step(ids: Tensor, positions: Tensor) -> Tensor:
+            body = {"inputs": {"input_ids": ids.tolist(), "position_ids": positions.tolist()}}
+            (output,) = server.post("/v1/predict", body).json()["outputs"].values()
+            return torch.tensor(output["data"])
+
+        assert generate(step, COUNT) == eager(COUNT)
