@@ -45,7 +45,8 @@ def cases(degrees: list[tuple[int, int]]) -> list[Case]:
         found.append(("experts", torch.float32, {**all_of_it, "steps": STEPS}))
         if dp == 1:
             found += [
-                ("balanced", F64, {**few, "sequence_parallel": on, "activation_checkpoint": "full"}) for on in (0, 1)
+                ("balanced", F64, {**few, "sequence_parallel": on, "activation_checkpoint": "full"})
+                for on in (False, True)
             ]
         # Some of what these degrees have; no clipping, momentum; and checkpointing of chosen classes with all the rest.
         if dp > 1:
