@@ -22,6 +22,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import multiprocessing.spawn
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from nxd_infer.compat.views import View, is_old, is_view, our_module, our_path
 from nxd_infer.errors import NxdError
 
 ALIAS = "neuronx_distributed"
+XLA = "torch_xla"
 
 
 class AliasError(NxdError, ImportError):
@@ -61,8 +63,10 @@ class _AliasFinder(importlib.abc.MetaPathFinder):
         if below and not _is_alias(parent):
             return None  # of a real package
         if not is_old(fullname):
+            place = our_path(fullname)
+            looked = f" was looked for as {place}, which this package does not have"
             raise ModuleNotFoundError(
-                f"{fullname} was looked for as {our_path(fullname)}, which this package does not have", name=fullname
+                f"{fullname}{looked if place else ' has nothing of its kind here'}", name=fullname
             )
         ours = None if is_view(fullname) else our_module(fullname)
         found = None if ours is None else importlib.util.find_spec(ours)
@@ -78,7 +82,11 @@ class _AliasLoader(importlib.abc.Loader):
         self.ours = ours
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        if spec.name == ALIAS and importlib.machinery.PathFinder.find_spec(XLA) is None:
+            importlib.import_module(XLA)  # as the old package does: its users take "xla" devices from then on
         module = View(spec.name) if self.ours is None else importlib.import_module(self.ours)
+        if spec.name == XLA:
+            importlib.import_module("nxd_infer.compat.torch_xla.host").install()
         self._own = getattr(module, "__spec__", None)
         return module
 
@@ -106,6 +114,7 @@ def install(*, force: bool = False) -> None:
         )
     for name in [name for name in sys.modules if name == ALIAS or name.startswith(f"{ALIAS}.")]:
         del sys.modules[name]
+    os.environ.setdefault("USE_TORCH_XLA", "0")  # read by accelerate, which imports it to see whether it is there
     sys.meta_path.insert(0, _AliasFinder(ALIAS))
     sys.meta_path.append(_AliasFinder(*(ROOTS.keys() - {ALIAS})))  # asked when no other finder knows a name
     multiprocessing.spawn.get_preparation_data = _prepare_with_aliases
@@ -123,6 +132,8 @@ def uninstall() -> None:
     for name in filter(_is_alias, old):
         del sys.modules[name]
     multiprocessing.spawn.get_preparation_data = _prepare
+    if (xla := sys.modules.get("nxd_infer.compat.torch_xla.host")) is not None:
+        xla.uninstall()
 
 
 _prepare = multiprocessing.spawn.get_preparation_data

@@ -14,6 +14,7 @@ ROOTS: dict[str, str | None] = {
     "neuronxcc": None,
     "optimum.neuron": None,
     "torch_neuronx": "nxd_infer.compat.torch_neuronx",
+    "torch_xla": None,
 }
 """Packages whose names are answered, and ours that has the same paths below it (None: what is listed, no more)."""
 
@@ -156,4 +157,22 @@ OLD: dict[str, Module] = {
         names=dict.fromkeys(("RmsNorm", "neuron_layer", "nki_jit"), "nxd_infer.compat.torch_neuronx"),
         device={"xla_hlo_call": _PLAIN},
     ),
+    "torch_xla": Module("nxd_infer.compat.torch_xla"),
+    "torch_xla.amp": Module(names={"GradScaler": "torch.amp", "autocast": "nxd_infer.compat.torch_xla.utils"}),
+    "torch_xla.amp.syncfree": Module(names={"Adam": "torch.optim", "AdamW": "torch.optim", "SGD": "torch.optim"}),
+    "torch_xla.core.xla_model": Module(
+        "nxd_infer.compat.torch_xla.xla_model",
+        device={"get_stablehlo": "torch.export.export()", "get_stablehlo_bytecode": "torch.export.export()"},
+    ),
+    "torch_xla.debug.metrics": Module("nxd_infer.compat.torch_xla.metrics"),
+    "torch_xla.debug.profiler": Module(
+        names={"StepTrace": "torch.profiler:record_function", "Trace": "torch.profiler:record_function"},
+        device={"start_server": "torch.profiler.profile()", "trace": "torch.profiler.profile()"},
+    ),
+    "torch_xla.distributed.parallel_loader": Module("nxd_infer.compat.torch_xla.parallel_loader"),
+    "torch_xla.distributed.xla_backend": Module("nxd_infer.compat.torch_xla.host"),
+    "torch_xla.distributed.xla_multiprocessing": Module("nxd_infer.compat.torch_xla.spawning"),
+    "torch_xla.runtime": Module("nxd_infer.compat.torch_xla.runtime"),
+    "torch_xla.utils.checkpoint": Module(names={"checkpoint": "torch.utils.checkpoint"}),
+    "torch_xla.utils.utils": Module("nxd_infer.compat.torch_xla.utils"),
 }

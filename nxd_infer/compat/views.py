@@ -48,6 +48,8 @@ class View(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
             return _public(self)
+        if name == "__path__":
+            raise AttributeError(name)  # ours, from which Python would import its modules a second time
         if name in self._table.device:
             return DeviceName(f"{self.__name__}.{name}", self._table.device[name])
         try:
