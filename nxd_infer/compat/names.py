@@ -59,6 +59,9 @@ OLD: dict[str, Module] = {
     "neuronx_distributed.modules.attention.utils": Module("nxd_infer.compat.attention"),
     "neuronx_distributed.operators.argmax": Module(names={"argmax": "nxd_infer.parallel_layers.search"}),
     "neuronx_distributed.operators.topk": Module(names={"topk": "nxd_infer.parallel_layers.search"}),
+    "neuronx_distributed.optimizer": Module(
+        names={"NeuronEPZero1Optimizer": "nxd_infer.optimizer:NeuronZero1Optimizer"}
+    ),
     "neuronx_distributed.parallel_layers.parallel_state": Module(
         "nxd_infer.parallel_state",
         names={"rmsg": _UTILITIES},
@@ -66,6 +69,9 @@ OLD: dict[str, Module] = {
             ("get_kv_shared_group", "get_kv_shared_group_size", "get_kv_shared_replica_groups", "initialize_kv_group"),
             _KV,
         ),
+    ),
+    "neuronx_distributed.parallel_layers.random": Module(
+        names={"_MODEL_PARALLEL_RNG_TRACKER_NAME": "nxd_infer.parallel_layers.random:MODEL_PARALLEL_RNG"}
     ),
     "neuronx_distributed.parallel_layers.utils": Module(
         names=dict.fromkeys(

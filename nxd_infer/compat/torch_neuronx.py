@@ -14,7 +14,8 @@ from nxd_infer.compat.views import DeviceName
 from nxd_infer.errors import InputMismatchError
 from nxd_infer.trace import BucketModelConfig, bucket_model_trace
 
-__all__ = ["BucketModelConfig", "DataParallel", "RmsNorm", "bucket_model_trace", "neuron_layer", "nki_jit", "trace"]
+__all__ = ["BucketModelConfig", "DataParallel", "RmsNorm", "async_load", "bucket_model_trace", "dynamic_batch",
+           "lazy_load", "move_trace_to_device", "neuron_layer", "nki_jit", "trace"]  # fmt: skip
 
 
 def trace(func: Callable[..., Any], example_inputs: Any, *_: Any, **options: Any) -> torch.jit.ScriptModule:
@@ -90,9 +91,13 @@ def nki_jit(kernel: Any = None, **_: Any) -> Any:
     return DeviceName(name, "write it in plain PyTorch, which a backend compiles")
 
 
-def neuron_layer(function: Any) -> Any:
-    """Return the function: what it marks is found here without a mark."""
+def neuron_layer(function: Any, *_: Any, **__: Any) -> Any:
+    """Return what is given: marks and placements of a Neuron device have no effect here."""
     return function
+
+
+async_load = dynamic_batch = lazy_load = move_trace_to_device = neuron_layer
+""":func:`trace` gives a module that is loaded, on this machine, and takes a batch of any size."""
 
 
 class RmsNorm:

@@ -55,46 +55,40 @@ class View(ModuleType):
         try:
             if name not in self._table.names and is_old(f"{self.__name__}.{name}"):
                 return importlib.import_module(f"{self.__name__}.{name}")
-            module, attribute = self._place(name)
-            return getattr(importlib.import_module(module), attribute)
+            place = self._place(name)
+            if place is None:
+                raise AttributeError("this package has nothing of that name")
+            return getattr(importlib.import_module(place[0]), place[1])
         except (AttributeError, ImportError) as error:  # one cause of the latter: a package that is not installed
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}: {error}") from error
 
     def __setattr__(self, name: str, value: Any) -> None:
-        place = self._place_or_none(name)
+        place = self._place(name)
         if place is None or name.startswith("__") or value is sys.modules.get(f"{self.__name__}.{name}"):
             super().__setattr__(name, value)
         else:
             setattr(importlib.import_module(place[0]), place[1], value)
 
     def __delattr__(self, name: str) -> None:
-        place = self._place_or_none(name)
+        place = self._place(name)
         if place is None or name in vars(self):
             super().__delattr__(name)
         else:
             delattr(importlib.import_module(place[0]), place[1])
 
     def __dir__(self) -> list[str]:
-        below = {old.removeprefix(f"{self.__name__}.").partition(".")[0] for old in OLD if self._holds(old)}
+        here = f"{self.__name__}."
+        below = {old.removeprefix(here).partition(".")[0] for old in OLD if old.startswith(here)}
         ours = dir(importlib.import_module(self._ours)) if self._ours else ()
         return sorted({*vars(self), *self._table.names, *self._table.device, *below, *ours} - {"_table", "_ours"})
 
-    def _holds(self, path: str) -> bool:
-        return path.startswith(f"{self.__name__}.")
-
-    def _place_or_none(self, name: str) -> tuple[str, str] | None:
+    def _place(self, name: str) -> tuple[str, str] | None:
         """Return the module here and the attribute in it that stand for ``name``."""
         place = self._table.names.get(name, self._ours)
         if place is None or name in self._table.device:
             return None
         module, _, attribute = place.partition(":")
         return module, attribute or name
-
-    def _place(self, name: str) -> tuple[str, str]:
-        place = self._place_or_none(name)
-        if place is None:
-            raise AttributeError("this package has nothing of that name")
-        return place
 
 
 def is_old(path: str) -> bool:

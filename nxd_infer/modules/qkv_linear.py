@@ -26,6 +26,7 @@ from nxd_infer.parallel_layers.base import (
     real_cpu_tensors,
 )
 from nxd_infer.util.options import whole_number
+from nxd_infer.util.positions import also_in_order
 
 PARTS = ("q", "k", "v")
 
@@ -59,6 +60,11 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
     result at every degree only with ``head_dim``.
     """
 
+    @also_in_order(
+        "self input_size output_size bias gather_output dtype device init_method sequence_parallel_enabled "
+        "keep_master_weight kv_size_multiplier fuse_qkv reduce_dtype",
+        when=lambda given: len(given) > 5 and isinstance(given[5], torch.dtype),
+    )
     def __init__(
         self,
         input_size: int,
@@ -184,6 +190,10 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         return features.unflatten(-1, (-1, self.head_dim)).repeat_interleave(m, -2).flatten(-2)
 
     # --- values ---------------------------------------------------------------------------------------
+
+    def initialize_weight_biases(self) -> None:
+        """Fill the parameters again, as :meth:`reset_parameters` does."""
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialise the logical weights like three ``nn.Linear`` after the same seed: q, then k, then v."""

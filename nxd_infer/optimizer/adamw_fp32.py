@@ -69,10 +69,8 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; moments keep float32, which ``Optimizer`` would round to the parameters' dtype."""
         super().load_state_dict(state_dict)
-        places = [param for group in self.param_groups for param in group["params"]]
-        for place, values in state_dict["state"].items():
+        params = [param for group in self.param_groups for param in group["params"]]
+        for param, values in ((params[place], values) for place, values in state_dict["state"].items()):
+            wide = torch.promote_types(param.dtype, torch.float32)
             for name in ("exp_avg", "exp_avg_sq"):
-                if name in values:
-                    param = places[place]
-                    wide = torch.promote_types(param.dtype, torch.float32)
-                    self.state[param][name] = values[name].to(param.device, wide, copy=True)
+                self.state[param][name] = values[name].to(param.device, wide, copy=True)

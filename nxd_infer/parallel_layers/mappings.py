@@ -26,6 +26,7 @@ forward operator is recorded. At degree 1 every function returns its input.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -325,24 +326,18 @@ def _gather_along_dim(x: Tensor, partition_dim: int, process_group: object = Non
     return _plainly(_GATHER, x, partition_dim, process_group)
 
 
-def _gather_along_first_dim(x: Tensor, process_group: object = None) -> Tensor:
-    return _plainly(_GATHER, x, 0, process_group)
-
-
-def _gather_along_last_dim(x: Tensor, process_group: object = None) -> Tensor:
-    return _plainly(_GATHER, x, -1, process_group)
-
-
 def _split_along_dim(x: Tensor, partition_dim: int, process_group: object = None) -> Tensor:
     return _plainly(_SHARD, x, partition_dim, process_group)
 
 
-def _split_along_first_dim(x: Tensor, process_group: object = None) -> Tensor:
-    return _plainly(_SHARD, x, 0, process_group)
+def _along(kind: str, dim: int) -> Callable[..., Tensor]:
+    return lambda x, process_group=None: _plainly(kind, x, dim, process_group)
 
 
-def _split_along_last_dim(x: Tensor, process_group: object = None) -> Tensor:
-    return _plainly(_SHARD, x, -1, process_group)
+_gather_along_first_dim, _gather_along_last_dim = _along(_GATHER, 0), _along(_GATHER, -1)
+_split_along_first_dim, _split_along_last_dim = _along(_SHARD, 0), _along(_SHARD, -1)
+_reduce_scatter_along_first_dim = _along(_REDUCE_SCATTER, 0)
+_reduce_scatter_along_last_dim = _along(_REDUCE_SCATTER, -1)
 
 
 def _reduce(x: Tensor, computation: str = "sum", process_group: object = None, tile_cc: bool = False) -> Tensor:
@@ -358,14 +353,6 @@ def _reduce_scatter_along_dim(
     if computation == "sum":
         return _plainly(_REDUCE_SCATTER, x, partition_dim, process_group)
     return _plainly(_SHARD, _reduce(x, computation, process_group), partition_dim, process_group)
-
-
-def _reduce_scatter_along_first_dim(x: Tensor, computation: str = "sum", process_group: object = None) -> Tensor:
-    return _reduce_scatter_along_dim(x, 0, computation, process_group)
-
-
-def _reduce_scatter_along_last_dim(x: Tensor, computation: str = "sum", process_group: object = None) -> Tensor:
-    return _reduce_scatter_along_dim(x, -1, computation, process_group)
 
 
 def _plainly(kind: str, x: Tensor, dim: int, process_group: object) -> Tensor:

@@ -44,30 +44,25 @@ def _largest(
 ) -> tuple[Tensor, Tensor]:
     if unknown := kernel.keys() - set(known):
         raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
-    dim, gather_dim = dim % tensor.dim(), gather_dim % tensor.dim()
-    context = current_context()
+    dim, gather_dim, context = dim % tensor.dim(), gather_dim % tensor.dim(), current_context()
     axis = axis_of(group, context)
-    here = context.axis(axis)
-    whole = tensor.shape[dim] * (here.degree if dim == gather_dim else 1)
+    size = tensor.shape[dim]
+    whole = size * (context.axis(axis).degree if dim == gather_dim else 1)
     if not 1 <= k <= whole:
         raise ParallelConfigError(f"topk: k={k} must be from 1 to {whole}, the size of dimension {dim}")
-    if here.degree == 1 or dim != gather_dim:  # the search is a rank's own
-        values, indices = _first_largest(tensor, k, dim)
-        if here.degree > 1:
-            values, indices = (
-                comm.all_gather(one.contiguous(), context, axis, gather_dim) for one in (values, indices)
-            )
+    found = list(_first_largest(tensor, min(k, size), dim))
+    if dim == gather_dim:
+        found[1] = found[1] + comm.axis_rank(context, axis, tensor.device) * size
+    values, indices = (comm.all_gather(one.contiguous(), context, axis, gather_dim) for one in found)
+    if whole == size:
         return values, indices
-    values, indices = _first_largest(tensor, min(k, tensor.shape[dim]), dim)
-    indices = indices + comm.axis_rank(context, axis, tensor.device) * tensor.shape[dim]
-    values, indices = (comm.all_gather(one.contiguous(), context, axis, dim) for one in (values, indices))
     values, best = _first_largest(values, k, dim)  # pieces are in the order of the indices, so the first still wins
     return values, indices.gather(dim, best)
 
 
 def _first_largest(tensor: Tensor, k: int, dim: int) -> tuple[Tensor, Tensor]:
-    if k == 1:
-        index = tensor.argmax(dim, keepdim=True)
-        return tensor.gather(dim, index), index
-    values, indices = torch.topk(tensor, k, dim)
-    return values, indices
+    if k > 1:
+        values, indices = torch.topk(tensor, k, dim)
+        return values, indices
+    index = tensor.argmax(dim, keepdim=True)
+    return tensor.gather(dim, index), index

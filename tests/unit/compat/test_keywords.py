@@ -12,6 +12,7 @@ import nxd_infer as nxd
 from nxd_infer import parallel_state as ps
 from nxd_infer.checkpoint import api
 from nxd_infer.errors import CheckpointError, ParallelConfigError
+from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.optimizer import NeuronZero1Optimizer
 from nxd_infer.optimizer.adamw_fp32 import AdamW_FP32OptimParams
 from nxd_infer.parallel_layers import grads
@@ -65,6 +66,13 @@ def test_layers_by_place_and_keyword():
     assert ParallelEmbedding(4, 2, None, dtype=torch.float64).weight.dtype == torch.float64
     with pytest.raises(TypeError, match="padding_idx"):
         ParallelEmbedding(4, 2, 1, padding_idx=1)
+    torch.manual_seed(2)
+    qkv = GQAQKVColumnParallelLinear(4, [4, 2], False, True, torch.float64, None, None, False, False, 1, False)
+    before = qkv.weight_k.clone()
+    qkv.weight_k.data.zero_()
+    torch.manual_seed(2)
+    qkv.initialize_weight_biases()
+    assert torch.equal(qkv.weight_k, before) and before.dtype == torch.float64 and not qkv.fuse_qkv
     norm = LayerNorm(4, bias=False)
     assert norm.bias is None and LayerNorm(4, 1e-5, True, True).bias.sequence_parallel_enabled
     x = torch.randn(3, 4)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
+import nxd_infer
 from nxd_infer import compat
 from nxd_infer.compat.names import OLD, Module
 from nxd_infer.compat.views import DeviceName
@@ -54,6 +56,33 @@ def test_a_view_has_the_tables_names_and_all_of_ours():
     assert taken["pad_model"] is pad.pad_model and taken["m"] is module is taken["example"].module
     with pytest.raises(ImportError, match="cannot import name 'nothing'"):
         exec(f"from {EXAMPLE} import nothing", {})
+
+
+def test_attributes_of_the_root_are_modules_that_were_not_imported():
+    import neuronx_distributed as nxd  # pyright: ignore[reportMissingImports]
+
+    assert nxd.trainer.model.NxDModel is nxd_infer.modules.nxd_model.NxDModel
+    assert nxd.utils.utils.hardware("inf2") == nxd.utils.utils.hardware.TRN1
+    assert nxd.parallel_layers.parallel_state.rmsg("x").endswith("x") and not hasattr(nxd.utils, "nothing")
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_part_of_optimum(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The package may be there without its part for Neuron, and is never hidden."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "optimum"]:
+        monkeypatch.delitem(sys.modules, name)
+    if installed:
+        (tmp_path / "optimum").mkdir()
+        (tmp_path / "optimum/__init__.py").write_text("REAL = 1")
+        monkeypatch.syspath_prepend(tmp_path)
+    taken: dict = {}
+    exec("from optimum.neuron.distributed import ParallelizersManager as found\nimport optimum", taken)
+    assert taken["found"] is nxd_infer.distributed.ParallelizersManager
+    assert hasattr(taken["optimum"], "REAL") == installed and not hasattr(taken["optimum"].neuron, "NeuronModel")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("optimum.neuron.models")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "optimum"]:
+        del sys.modules[name]
 
 
 def test_what_a_script_patches_is_ours():
