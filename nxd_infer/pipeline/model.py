@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nxd_infer.comm.launched import require_no_lonely_rank
 from nxd_infer.context import current_context
+from nxd_infer.layout.params import move_model_to_device
 from nxd_infer.modules.nxd_model import NxDModel, require_gradients
 from nxd_infer.modules.stand_in import StandIn
 from nxd_infer.pipeline.build import keep_stage
@@ -21,6 +22,7 @@ from nxd_infer.pipeline.microbatches import named_inputs
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.pipeline import Pipeline, mean_over_data
 from nxd_infer.pipeline.stage import Stage
+from nxd_infer.util.devices import transport_device
 from nxd_infer.util.options import declared, table
 
 __all__ = ["NxDPPModel"]
@@ -128,6 +130,10 @@ class NxDPPModel(NxDModel):
         if self.options.broadcast_and_average_loss:
             loss = mean_over_data(loss, self.pipeline.context)
         return loss.to(kind)
+
+    def move_model_to_device(self) -> None:
+        """Move this rank's stages to the device that the ranks train on."""
+        move_model_to_device(self.module, transport_device())
 
     # --- this rank's part -----------------------------------------------------------------------------
 

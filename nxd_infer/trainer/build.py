@@ -13,6 +13,7 @@ from torch import nn
 from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.modules.stand_in import StandIn
+from nxd_infer.parallel_layers.base import parameters_on_meta
 from nxd_infer.parallel_layers.sequence_parallel import build_sequence_parallel, is_sequence_parallel_model
 from nxd_infer.parallel_state import move_model_to_device
 from nxd_infer.pipeline.build import build_stage, fill_modules, keep_stage
@@ -31,9 +32,11 @@ Args = tuple[Any, ...]
 
 
 def build_model(
-    config: TrainConfig, model_fn: Callable[..., nn.Module], args: Args, kwargs: dict
+    config: TrainConfig, model_fn: Callable[..., nn.Module], args: Args, kwargs: dict, include_buffers: bool = True
 ) -> tuple[nn.Module, Stage | None]:
     """Call ``model_fn`` in this rank's turn, and put the model on the device of the process group.
+
+    With ``meta_device_init`` it has no values there; ``include_buffers=False`` leaves buffers theirs.
 
     Of a pipeline, the model is reduced to this rank's stages, which are returned beside it.
     """
@@ -56,7 +59,8 @@ def build_model(
             if context.pp.degree > 1 and not init.meta_device_init:
                 model, stage = build_stage(make, config.pipeline_config, context.pp)
             else:
-                with torch.device("meta") if init.meta_device_init else contextlib.nullcontext():
+                light = torch.device("meta") if include_buffers else parameters_on_meta()
+                with light if init.meta_device_init else contextlib.nullcontext():
                     model = make()
                 fill = init.param_init_fn or config.pipeline_config.param_init_fn
                 if context.pp.degree > 1:

@@ -36,10 +36,10 @@ def initialize_parallel_model(
     """Build ``model_fn(*model_args, **model_kwargs)`` on this rank with the options of ``nxd_config``, and wrap it.
 
     Every rank must call it. All ranks draw the same random numbers while they build, so they hold parts of one model.
-    A boolean before ``model_args`` that ``model_fn`` does not take is the reference's ``include_buffers``, without
-    effect: buffers are part of the model. With ``pipeline_parallel_size`` above 1 this rank keeps its stages of it, in
-    an NxDPPModel: train with its ``run_train``. With more ranks than ``sequential_move_factor``, ``model_fn`` runs on
-    that many at a time and must not communicate.
+    A boolean before ``model_args`` that ``model_fn`` does not take is the reference's ``include_buffers``: with False,
+    ``meta_device_init`` leaves buffers their values. With ``pipeline_parallel_size`` above 1 this rank keeps its stages
+    of it, in an NxDPPModel: train with its ``run_train``. With more ranks than ``sequential_move_factor``, ``model_fn``
+    runs on that many at a time and must not communicate.
 
     Raises ParallelConfigError for a configuration that does not fit the model or the current degrees, and for a model
     that was built before, for other degrees or with other values on each data parallel rank.
@@ -47,8 +47,8 @@ def initialize_parallel_model(
     config = TrainConfig.of(nxd_config)
     initialize(config)
     require_degrees(config)
-    model_args, model_kwargs = _without_include_buffers(model_fn, model_args, model_kwargs)
-    model, stage = build_model(config, model_fn, model_args, model_kwargs)
+    model_args, model_kwargs, include_buffers = _without_include_buffers(model_fn, model_args, model_kwargs)
+    model, stage = build_model(config, model_fn, model_args, model_kwargs, include_buffers)
     if config.pad_model:
         degree, heads = current_context().tp.degree, _heads(model)
         pad_model(model, degree, heads)
@@ -110,18 +110,20 @@ def initialize_parallel_optimizer(
     )
 
 
-def _without_include_buffers(fn: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _without_include_buffers(fn: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
+    """Return the arguments of ``fn`` alone, and the flag, True without one."""
     others = {name: value for name, value in kwargs.items() if name != "include_buffers"}
-    rest = args[1:] if args and isinstance(args[0], bool) else args
+    first, rest = (args[0], args[1:]) if args and isinstance(args[0], bool) else (True, args)
+    named = bool(kwargs.get("include_buffers", True))
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
-        return args, kwargs
-    for choice in ((args, kwargs), (args, others), (rest, others)):
+        return args, kwargs, True
+    for choice in ((args, kwargs, True), (args, others, named), (rest, others, first and named)):
         with contextlib.suppress(TypeError):
             signature.bind(*choice[0], **choice[1])
             return choice
-    return args, kwargs  # whose TypeError it is
+    return args, kwargs, True  # whose TypeError it is
 
 
 def _heads(model: nn.Module) -> int:

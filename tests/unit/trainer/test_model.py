@@ -255,6 +255,13 @@ def test_include_buffers_is_no_argument_of_the_model():
         nxd.initialize_parallel_model(config, wide, 1, 2)
 
 
+def test_buffers_have_their_values_where_the_meta_device_does_not_include_them():
+    config = nxd.neuronx_distributed_config(model_init_config={"meta_device_init": True})
+    for arguments, named in (((False,), {}), ((), {"include_buffers": False})):
+        model = nxd.initialize_parallel_model(config, Rotary, *arguments, **named)
+        assert all(torch.equal(one, kept) for one, kept in zip(model.buffers(), Rotary().buffers(), strict=True))
+
+
 class Held(nn.Module):
     """A tensor that is neither a parameter nor a buffer."""
 
