@@ -21,33 +21,16 @@ class Experts(nn.Module):
         super().__init__()
         self.config = config
         blocks, (E, H, inner) = 1 + config.glu_mlp, (config.num_experts, config.hidden_size, config.intermediate_size)
+        where = {"dtype": dtype, "device": device, "tensor_model_parallel_group": group, "bias": config.bias}
+        fill, last_fill = config.input_layer_init_method, config.output_layer_init_method
         first = ExpertFusedColumnParallelLinear(
-            E,
-            H,
-            blocks * inner,
-            dtype,
-            device,
-            blocks,
-            config.input_layer_init_method,
-            tensor_model_parallel_group=group,
-            bias=config.bias,
-            input_is_shared=True,
+            E, H, blocks * inner, stride=blocks, init_method=fill, input_is_shared=True, **where
         )
         if config.glu_mlp:
             self.gate_up_proj = first
         else:
             self.up_proj = first
-        self.down_proj = ExpertFusedRowParallelLinear(
-            E,
-            inner,
-            H,
-            False,
-            dtype,
-            device,
-            init_method=config.output_layer_init_method,
-            tensor_model_parallel_group=group,
-            bias=config.bias,
-        )
+        self.down_proj = ExpertFusedRowParallelLinear(E, inner, H, False, init_method=last_fill, **where)
 
     def forward(self, x: Tensor, experts: Tensor) -> Tensor:
         """Send row i of [N, H] through expert ``experts[i]`` of this rank; -1 gives zeros."""

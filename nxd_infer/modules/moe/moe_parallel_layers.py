@@ -52,14 +52,11 @@ class ExpertFusedLinear(ParallelLayer):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    input_plan: AxisPlan | int
-    output_plan: AxisPlan | int
 
     def __init__(
         self,
         num_experts: int,
-        input_size: int,
-        output_size: int,
+        axes: tuple[AxisPlan | int, AxisPlan | int],
         bias: bool,
         dtype: torch.dtype,
         device: DeviceLike,
@@ -69,10 +66,9 @@ class ExpertFusedLinear(ParallelLayer):
         tensor_model_parallel_group: object,
     ):
         super().__init__(tensor_model_parallel_group)
-        self.num_experts, self.stride = whole_size(num_experts), stride
-        self.input_size, self.output_size = whole_size(input_size), whole_size(output_size)
+        self.num_experts, self.stride, self._axes = whole_size(num_experts), stride, axes
+        self.input_size, self.output_size = (axis if isinstance(axis, int) else axis.size for axis in axes)
         self.init_method, self.keep_master_weight = init_method, keep_master_weight
-        self.plan_axes()
         self._experts = expert_axis(self.num_experts, self.context)
         self.num_local_experts = self.num_experts // self.context.ep.degree
         self.new_parameter("weight", dtype, device_of(device), stride=stride)
@@ -82,13 +78,8 @@ class ExpertFusedLinear(ParallelLayer):
             self.register_parameter("bias", None)
         self.reset_parameters()
 
-    def plan_axes(self) -> None:
-        """Set ``input_plan`` and ``output_plan``."""
-        raise NotImplementedError
-
     def axes_of(self, name: str) -> Sequence[AxisPlan | int]:
-        inputs = [self.input_plan] if name == "weight" else []
-        return (self._experts, *inputs, self.output_plan)
+        return (self._experts, *(self._axes if name == "weight" else self._axes[1:]))
 
     def reset_parameters(self) -> None:
         """Give the layer the logical weights that one rank alone would have after the same seed."""
@@ -106,6 +97,9 @@ class ExpertFusedLinear(ParallelLayer):
         return self.weight
 
     def _linear(self, x: Tensor, experts: Tensor | None, bias: Tensor | None) -> Tensor:
+        for name, axis in zip(("input_size", "output_size"), self._axes, strict=True):
+            if isinstance(axis, AxisPlan):
+                self.require_divisible(name, axis)
         weight = self._matrix()
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -149,27 +143,12 @@ class ExpertFusedColumnParallelLinear(ExpertFusedLinear):
         bias: bool = False,
         input_is_shared: bool = False,
     ):
+        axes, group = (whole_size(input_size), size_plan(output_size, stride)), tensor_model_parallel_group
+        super().__init__(num_experts, axes, bias, dtype, device, stride, init_method, keep_master_weight, group)
         self.input_is_shared = input_is_shared
-        super().__init__(
-            num_experts,
-            input_size,
-            output_size,
-            bias,
-            dtype,
-            device,
-            stride,
-            init_method,
-            keep_master_weight,
-            tensor_model_parallel_group,
-        )
-
-    def plan_axes(self) -> None:
-        self.input_plan, self.output_plan = self.input_size, size_plan(self.output_size, self.stride)
 
     def forward(self, x: Tensor, experts: Tensor | None = None) -> Tensor:
         """[E / ep, ..., in] -> [E / ep, ..., out / tp]; with ``experts`` [N] (of this rank, -1: zeros) rows [N, in]."""
-        assert isinstance(self.output_plan, AxisPlan)
-        self.require_divisible("output_size", self.output_plan)
         if not self.input_is_shared:
             x = mappings.copy_to_tensor_model_parallel_region(
                 x, self.axis, context=self.context, reduce_dtype=torch.float32
@@ -201,27 +180,12 @@ class ExpertFusedRowParallelLinear(ExpertFusedLinear):
         *,
         bias: bool = False,
     ):
+        axes, group = (size_plan(input_size, stride), whole_size(output_size)), tensor_model_parallel_group
+        super().__init__(num_experts, axes, bias, dtype, device, stride, init_method, keep_master_weight, group)
         self.reduce_output = reduce_output
-        super().__init__(
-            num_experts,
-            input_size,
-            output_size,
-            bias,
-            dtype,
-            device,
-            stride,
-            init_method,
-            keep_master_weight,
-            tensor_model_parallel_group,
-        )
-
-    def plan_axes(self) -> None:
-        self.input_plan, self.output_plan = size_plan(self.input_size, self.stride), self.output_size
 
     def forward(self, x: Tensor, experts: Tensor | None = None) -> Tensor:
         """[E / ep, ..., in / tp] -> [E / ep, ..., out]; with ``experts`` [N] (of this rank, -1: zeros) rows."""
-        assert isinstance(self.input_plan, AxisPlan)
-        self.require_divisible("input_size", self.input_plan)
         here = {"process_group": self.axis, "context": self.context, "reduce_dtype": torch.float32}
         bias = self.bias
         if bias is not None:  # each rank adds an equal share, so that the sum over the ranks has it once
