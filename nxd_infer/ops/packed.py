@@ -93,10 +93,12 @@ def packed_embedding(weight: Tensor, ids: Tensor, bfloat16: bool = False) -> Ten
 # --- packing ------------------------------------------------------------------------------------------
 
 
-def packable(dtype: torch.dtype, shape: tuple[int, ...] | list[int], stride: tuple[int, ...] | list[int]) -> bool:
+def packable(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], stored: bool = False) -> bool:
     """Return whether a tensor can be packed: contiguous, non-empty float32 or bfloat16 matrices, one or several."""
     rows = [] if len(shape) == 2 else [math.prod(shape[-2:])]
-    return dtype in DTYPES and len(shape) in (2, 3) and min(shape) > 0 and list(stride) == [*rows, shape[-1], 1]
+    if dtype not in DTYPES and not (stored and dtype == torch.int8):
+        return False
+    return len(shape) in (2, 3) and min(shape) > 0 and list(stride) == [*rows, shape[-1], 1]
 
 
 def pack(weight: Tensor, out: Tensor | None = None, library: Any = None) -> Tensor:
@@ -149,7 +151,10 @@ def packed_shape(shape: Sequence[int]) -> list[int]:
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``(q, scale)`` of a weight [..., K]: int8 [..., K] and float32 [...]. A zero row has scale 1."""
+    """Return ``(q, scale)`` of a weight [..., K]: int8 [..., K] and float32 [...]. A zero row has scale 1, and so have
+    numbers that are int8 already."""
+    if weight.dtype == torch.int8:
+        return weight, torch.ones(weight.shape[:-1])
     wide = weight.float()
     scale = wide.abs().amax(-1) / LARGEST
     scale = torch.where(scale == 0, 1.0, scale)
@@ -166,7 +171,7 @@ def pack_int8(weight: Tensor, out: Tensor | None = None, library: Any = None) ->
         for one, packed in zip(weight, out, strict=True):
             pack_int8(one, packed, library)
         return out
-    if library is not None:
+    if library is not None and weight.dtype != torch.int8:
         library.op("pack_int8")(out, weight)
         return out
     N, K = weight.shape

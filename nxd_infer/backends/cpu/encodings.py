@@ -18,7 +18,9 @@ PACKED_ACROSS = "packed32-across"
 """The same of the transpose: of a weight [K, N] as GPT-2's layers have it, ``x @ W + b``."""
 PACKED_INT8 = "packed32-int8"
 """Like the first, with 8-bit integers and one scale per row: rounded."""
-ENCODINGS = frozenset({PACKED, PACKED_ACROSS, PACKED_INT8})
+PACKED_STORED = "packed32-stored-int8"
+"""Of a weight that is stored as int8, unchanged: with scales of 1, because the graph multiplies by its own."""
+ENCODINGS = frozenset({PACKED, PACKED_ACROSS, PACKED_INT8, PACKED_STORED})
 
 
 def _rounded(weight: Tensor) -> Tensor:

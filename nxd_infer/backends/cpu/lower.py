@@ -15,8 +15,17 @@ import torch
 from torch import fx
 
 from nxd_infer.backends.cpu import packing
-from nxd_infer.backends.cpu.encodings import PACKED, PACKED_ACROSS, PACKED_INT8, PACKED_OPTION, QUANTIZATIONS, QUANTIZE
+from nxd_infer.backends.cpu.encodings import (
+    PACKED,
+    PACKED_ACROSS,
+    PACKED_INT8,
+    PACKED_OPTION,
+    PACKED_STORED,
+    QUANTIZATIONS,
+    QUANTIZE,
+)
 from nxd_infer.backends.cpu.fuse import fuse
+from nxd_infer.backends.cpu.scaled import separate_scales
 from nxd_infer.graph import passes
 from nxd_infer.graph.canonical import Graph, weight_nodes
 from nxd_infer.graph.ir import IN_PLACE, graph_to_ir
@@ -113,10 +122,12 @@ def _choose(
 ) -> dict[str, str]:
     """Return the encoding of every weight that has one; for a stored graph that reads rounded weights, of those."""
     nodes = [weight_nodes(module, graph.file) for module, graph in zip(modules, graphs, strict=True)]
+    minimum = options.get(PACKED_OPTION, 0)
+    if library is not None:
+        separate_scales(nodes, minimum)
     if kept := {weight.name for graph in graphs for weight in graph.file.weights if weight.encoding}:
         found = packing.choose(nodes, 1, PACKED_INT8)
-        return {name: form for name, form in found.items() if name in kept or form == PACKED_ACROSS}
-    minimum = options.get(PACKED_OPTION, 0)
+        return {name: form for name, form in found.items() if name in kept or form in (PACKED_ACROSS, PACKED_STORED)}
     quantization = QUANTIZATIONS.get(options.get(QUANTIZE, ""))
     form = PACKED if quantization is None else quantization.encoding
     found = packing.choose(nodes, minimum, form)

@@ -21,9 +21,9 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 
 from nxd_infer.artifact.manifest import WeightSpec
-from nxd_infer.backends.cpu.encodings import PACKED, PACKED_ACROSS, PACKED_INT8
+from nxd_infer.backends.cpu.encodings import PACKED, PACKED_ACROSS, PACKED_INT8, PACKED_STORED
 from nxd_infer.graph.passes import call, native_operator, placeholders, tensors_of, written
-from nxd_infer.ops.packed import packable, packed_shape
+from nxd_infer.ops.packed import DTYPES, packable, packed_shape
 
 aten = torch.ops.aten
 
@@ -60,7 +60,8 @@ def choose(buckets: Sequence[Mapping[str, fx.Node]], minimum: int, form: str = P
             value = next(bucket[name] for bucket in buckets if name in bucket).meta["val"]
             across = {use.across for use in known}
             if value.numel() * value.element_size() >= minimum and len(across) == 1:
-                chosen[name] = PACKED_ACROSS if across == {True} else form
+                plain = PACKED_STORED if value.dtype == torch.int8 else form
+                chosen[name] = PACKED_ACROSS if across == {True} else plain
     return chosen
 
 
@@ -89,7 +90,7 @@ def encoded_spec(spec: WeightSpec, form: str) -> WeightSpec:
         *several, rows, columns = spec.shape
         stride = [rows * columns] * len(several) + [rows, 1]
         return spec.model_copy(update={"encoding": form, "shape": [*several, columns, rows], "stride": stride})
-    if form != PACKED_INT8 or spec.dtype == "int8":  # as artifacts of format 1.0 have it
+    if form != PACKED_STORED and (form != PACKED_INT8 or spec.dtype == "int8"):  # as artifacts of format 1.0 have it
         return spec.model_copy(update={"encoding": form})
     shape = packed_shape(spec.shape)
     stride = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
@@ -101,7 +102,7 @@ def _hold(weight: fx.Node, found: Iterable[Use], form: str) -> None:
     for node in {weight, *(use.weight for use in found)}:
         value = node.meta["val"]
         with value.fake_mode:
-            if form == PACKED_INT8:
+            if form in (PACKED_INT8, PACKED_STORED):
                 node.meta["val"] = torch.empty(packed_shape(value.shape), dtype=torch.int8)
             else:
                 node.meta["val"] = value.new_empty(value.mT.shape)
@@ -141,7 +142,7 @@ def _join(graph: fx.Graph, linears: Any) -> None:
 def uses(weight: fx.Node) -> list[Use] | None:
     """Return every use of ``weight``, or None if one of them is none of those above."""
     value = weight.meta.get("val")
-    if value is None or not packable(value.dtype, value.shape, value.stride()):
+    if value is None or not packable(value.dtype, value.shape, value.stride(), stored=True):
         return None
     found: list[Use] = []
     for node in weight.users:
@@ -195,7 +196,7 @@ def _fits(use: Use, weight: fx.Node) -> bool:
     if use.x is None or use.x is weight or use.bias is weight:
         return False
     x = use.x.meta.get("val")
-    if x is None or x.dtype != mine.dtype or x.dim() < 1 or x.device.type != "cpu":
+    if x is None or x.dtype not in ({mine.dtype} & DTYPES or DTYPES) or x.dim() < 1 or x.device.type != "cpu":
         return False
     bias = None if use.bias is None else use.bias.meta.get("val")
     return use.bias is None or (bias is not None and bias.dtype == mine.dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 from nxd_infer.artifact.manifest import Manifest, TensorSpec, WeightSpec
 from nxd_infer.artifact.rank_weights import load_initial_states, load_weights
 from nxd_infer.backends.base import RankRuntime
-from nxd_infer.backends.cpu.encodings import PACKED_ACROSS, PACKED_INT8
+from nxd_infer.backends.cpu.encodings import PACKED_ACROSS, PACKED_INT8, PACKED_STORED
 from nxd_infer.backends.cpu.packing import encoded_spec
 from nxd_infer.ops import packed
 
@@ -69,7 +69,8 @@ class PackedWeights:
     def fill(self, read: Callable[[str], Tensor], names: Iterable[str] | None = None) -> None:
         """Pack the plain tensors that ``read`` returns, one at a time, over the present ones. Default: all."""
         for name in self.specs if names is None else names:
-            pack = packed.pack_int8 if self.specs[name].encoding == PACKED_INT8 else packed.pack
+            small = self.specs[name].encoding in (PACKED_INT8, PACKED_STORED)
+            pack = packed.pack_int8 if small else packed.pack
             plain = read(name).mT if self.specs[name].encoding == PACKED_ACROSS else read(name)
             pack(plain, out=self.tensors[name], library=self._library)
 

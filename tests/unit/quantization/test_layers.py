@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nxd_infer.errors import CheckpointError, ParallelConfigError
+from nxd_infer.modules.moe.moe_parallel_layers import ExpertFusedColumnParallelLinear, ExpertFusedRowParallelLinear
 from nxd_infer.ops.packed import quantize as packed_quantize
 from nxd_infer.parallel_layers import ColumnParallelLinear, RowParallelLinear
 from nxd_infer.quantization.arithmetic import absolute_maximum, quantized, scale_for
@@ -17,6 +18,7 @@ from nxd_infer.quantization.quantization_config import (
     QuantizationType,
     QuantizedDtype,
     get_default_custom_qconfig_dict,
+    get_default_expert_wise_per_channel_custom_qconfig_dict,
     get_default_per_channel_custom_qconfig_dict,
 )
 from nxd_infer.quantization.quantization_layers import QuantizedColumnParallel, QuantizedRowParallel
@@ -152,3 +154,18 @@ def test_what_a_layer_cannot_have_is_refused():
     with pytest.raises(ParallelConfigError, match="made of a RowParallelLinear, got ColumnParallelLinear"):
         QuantizedRowParallel.from_float(linear)
     assert convert(linear, {"activation_quantization_type": None}).scale.shape == (1,)
+
+
+def test_experts_have_scales_of_their_own():
+    torch.manual_seed(0)
+    plain = ExpertFusedColumnParallelLinear(3, 8, 6, bias=True)
+    config = get_default_expert_wise_per_channel_custom_qconfig_dict()
+    made = convert(nn.Sequential(plain, ExpertFusedRowParallelLinear(3, 6, 8)), config)
+    assert [layer.scale.shape for layer in made] == [(3, 1, 6), (3, 1, 8)]
+    for expert in range(3):
+        q, scale = packed_quantize(plain.weight[expert].T)
+        assert torch.equal(made[0].weight[expert], q.T) and torch.equal(made[0].scale[expert, 0], scale)
+    x, chosen = torch.randn(4, 8), torch.tensor([2, 0, -1, 2])
+    error = (made[0](x, chosen) - plain(x, chosen)).abs().max()
+    assert 0 < error < 8 * x.abs().max() * made[0].scale.max() / 2
+    assert convert(ColumnParallelLinear(4, 5), config).scale.shape == (5, 1)
