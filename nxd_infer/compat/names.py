@@ -36,6 +36,7 @@ class Module:
 _KERNEL = "call torch.nn.functional.scaled_dot_product_attention, or nki_flash_attn_func of this package"
 _PLAIN = "write it in plain PyTorch, which a backend compiles"
 _KV = "GQAQKVColumnParallelLinear replicates key and value heads over the ranks, and sums their gradients"
+_EXPERTS = "one implementation serves prompts and decoding; settings of the blockwise kernel change nothing"
 _BUILDER = "nxd_infer.compat.model_builder"
 _UTILITIES = "nxd_infer.compat.utilities"
 
@@ -57,6 +58,18 @@ OLD: dict[str, Module] = {
         differs={"nki_ring_attn_func": "gathers keys and values instead of passing them around the ring"},
     ),
     "neuronx_distributed.modules.attention.utils": Module("nxd_infer.compat.attention"),
+    "neuronx_distributed.modules.moe.expert_mlps": Module(differs={"ExpertMLPs": _EXPERTS}),
+    "neuronx_distributed.modules.moe.expert_mlps_v2": Module(differs={"ExpertMLPsV2": _EXPERTS}),
+    "neuronx_distributed.modules.moe.model_utils": Module(names={"GLUType": "nxd_infer.modules.moe.moe_configs"}),
+    "neuronx_distributed.modules.moe.moe_configs": Module(
+        device={"MoEFusedTKGConfig": "leave it out: MoE itself decodes"}
+    ),
+    "neuronx_distributed.modules.moe.moe_process_group": Module(
+        device=dict.fromkeys(
+            ("get_moe_ep_group", "get_moe_tp_ep_group", "init_tensor_expert_parallel_moe_process_groups"),
+            "initialize_model_parallel(expert_model_parallel_size=) makes the groups, one set for prompts and decoding",
+        )
+    ),
     "neuronx_distributed.operators.argmax": Module(names={"argmax": "nxd_infer.parallel_layers.search"}),
     "neuronx_distributed.operators.topk": Module(names={"topk": "nxd_infer.parallel_layers.search"}),
     "neuronx_distributed.optimizer": Module(
