@@ -91,6 +91,17 @@ OLD: dict[str, Module] = {
             ("is_pjrt_device", "is_torch_version_greater_than_2", "requires_init_pg_override"), _UTILITIES
         )
     ),
+    "neuronx_distributed.quantization.quantization_layers": Module(
+        differs=dict.fromkeys(
+            (
+                "QuantizedColumnParallel",
+                "QuantizedExpertFusedColumnParallel",
+                "QuantizedExpertFusedRowParallel",
+                "QuantizedRowParallel",
+            ),
+            "takes all but the sizes by keyword",
+        )
+    ),
     "neuronx_distributed.scripts.checkpoint_converter": Module("nxd_infer.checkpoint.neuronx.converter"),
     "neuronx_distributed.trace": Module(
         names={
@@ -161,7 +172,10 @@ OLD: dict[str, Module] = {
     "neuronx_distributed.utils.sampling": Module(names={"Sampler": "nxd_infer.compat.sampling"}),
     "neuronx_distributed.utils.tensor_capture": Module("nxd_infer.modules.tensor_capture"),
     "neuronx_distributed.utils.tensor_replacement": Module("nxd_infer.modules.tensor_replacement"),
-    "neuronx_distributed.utils.tensor_replacement.registry": Module("nxd_infer.modules.tensor_replacement"),
+    "neuronx_distributed.utils.tensor_replacement.registry": Module(
+        "nxd_infer.modules.tensor_replacement",
+        differs={"TensorReplacementRegister": "is given the model, and the tensors by the names of its modules"},
+    ),
     "neuronx_distributed.utils.utils": Module(names={"hardware": _UTILITIES}),
     "neuronxcc.nki": Module(names={"jit": "nxd_infer.compat.torch_neuronx:nki_jit"}),
     "neuronxcc.nki._private_kernels.attention": Module(device={"attention_isa_kernel": _KERNEL}),

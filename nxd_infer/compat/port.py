@@ -35,16 +35,11 @@ STATUSES = {
 """From good to bad: what each status is called in a summary."""
 STOPS = frozenset({"absent", "refused", "unreadable"})
 """Statuses that stop a program."""
-KERNELS = "write kernels as plain PyTorch: a backend compiles them"
 GONE = {
-    "libneuronxla": "nothing takes its place: a backend compiles what is traced",
-    "neuronx_distributed_inference": "`nxd-infer trace MODEL` and `nxd-infer serve`; for a model of your own "
-    "nxd_infer.trace.parallel_model_trace",
-    "neuronx_distributed_training": "`nxd-infer train CONFIG`, which reads its configurations",
-    "neuronxcc": KERNELS,
-    "nki": KERNELS,
-    "optimum.neuron": "transformers' own classes with nxd_infer.distributed.Parallelizer; `nxd-infer trace` and "
-    "`nxd-infer serve`",
+    **dict.fromkeys(("libneuronxla", "neuronxcc", "nki"), "plain PyTorch, which a backend compiles"),
+    "neuronx_distributed_inference": "`nxd-infer trace` and `nxd-infer serve`, or parallel_model_trace",
+    "neuronx_distributed_training": "`nxd-infer train CONFIG`",
+    "optimum.neuron": "transformers itself with nxd_infer.distributed; `nxd-infer trace` and `nxd-infer serve`",
     "torch_xla": "plain PyTorch, or the package itself where it is installed",
     "transformers_neuronx": "`nxd-infer trace MODEL --tp N` and `nxd-infer serve`",
 }
@@ -190,12 +185,15 @@ def _refused(use: Use) -> Iterator[str]:
 
 
 def table() -> str:
-    """Return as a table of Markdown what is not simply here: by module, names with one text together."""
-    lines = []
+    """Return as a table of Markdown what is not simply here: names with one text together, and what is gone."""
+    found: dict[str, list[str]] = {}
     for path, module in OLD.items():
         for what, texts in (("", module.differs), ("device only: ", module.device)):
-            for text in dict.fromkeys(texts.values()):
-                names = ", ".join(f"`{name}`" for name in texts if texts[name] == text)
-                lines.append(f"| `{path}` | {names} | {what}{text} |")
-    lines += [f"| `{package}` | other names | {text} |" for package, text in GONE.items()]
-    return "\n".join(["| module | name | here |", "|---|---|---|", *lines])
+            for name, text in texts.items():
+                found.setdefault(what + text, []).append(f"`{path.removeprefix('neuronx_distributed.')}.{name}`")
+    for package, text in GONE.items():
+        found.setdefault(text, []).append(f"the rest of `{package}`")
+    elsewhere = sum(len(module.names) for module in OLD.values())
+    lines = [f"| {', '.join(names)} | {text} |" for text, names in found.items()]
+    lines.append(f"| {elsewhere} others, listed for {len(OLD)} modules | work, and are at another path here |")
+    return "\n".join(["| name | here |", "|---|---|", *lines])

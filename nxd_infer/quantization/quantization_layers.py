@@ -36,6 +36,8 @@ class BaseQuantizeParallelLinear(ParallelLayer):
     dequantized_dtype: torch.dtype
     channels: tuple[int, ...]
     """Dimensions of the weight with a scale for each index."""
+    dims = 2
+    """Of the weight, and of the sizes."""
 
     def __init__(
         self,
@@ -50,7 +52,9 @@ class BaseQuantizeParallelLinear(ParallelLayer):
             "quantized_dtype": quantized_dtype,
             "quantization_per_channel_axis": quantization_per_channel_axis,
         }
-        self.quantized_dtype, self.channels = scheme(config, len(sizes))
+        if len(sizes) > self.dims:
+            raise ParallelConfigError(f"{type(self).__name__} takes {self.dims} sizes, and all else by keyword")
+        self.quantized_dtype, self.channels = scheme(config, self.dims)
         super().__init__(*sizes, **more)
 
     @classmethod
@@ -66,7 +70,7 @@ class BaseQuantizeParallelLinear(ParallelLayer):
         layer = cls.__new__(cls)
         own = vars(mod).items()
         vars(layer).update({name: dict(value) if isinstance(value, dict) else value for name, value in own})
-        layer.quantized_dtype, layer.channels = scheme(q_config, layer.weight.dim())
+        layer.quantized_dtype, layer.channels = scheme(q_config, cls.dims)
         layer._quantize()
         return layer
 
@@ -136,6 +140,10 @@ class QuantizedExpertFusedColumnParallel(BaseQuantizeParallelLinear, ExpertFused
         sizes: ``num_experts, input_size, output_size``; others as for QuantizedColumnParallel.
     """
 
+    dims = 3
+
 
 class QuantizedExpertFusedRowParallel(BaseQuantizeParallelLinear, ExpertFusedRowParallelLinear):
     """:class:`ExpertFusedRowParallelLinear` with a quantized weight; arguments as for the column-parallel layer."""
+
+    dims = 3

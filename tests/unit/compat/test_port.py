@@ -149,7 +149,7 @@ def test_every_name_of_the_table_is_judged_as_an_import_finds_it():
 
 def with_table(page: str) -> str:
     """``docs/migration.md`` with the present table."""
-    return re.sub(r"(?ms)^\| module \| name .*?(?=^$)", lambda _: f"{port.table()}\n", page)
+    return re.sub(r"(?ms)^\| name \| here .*?(?=^$)", lambda _: f"{port.table()}\n", page)
 
 
 def test_the_documentation_has_the_table():

@@ -154,6 +154,9 @@ def test_what_a_layer_cannot_have_is_refused():
     with pytest.raises(ParallelConfigError, match="made of a RowParallelLinear, got ColumnParallelLinear"):
         QuantizedRowParallel.from_float(linear)
     assert convert(linear, {"activation_quantization_type": None}).scale.shape == (1,)
+    assert QuantizedColumnParallel(input_size=4, output_size=5, dtype=torch.bfloat16).bias.dtype is torch.bfloat16
+    with pytest.raises(ParallelConfigError, match="2 sizes, and all else by keyword"):
+        QuantizedColumnParallel(4, 5, PER_CHANNEL)
 
 
 def test_experts_have_scales_of_their_own():
