@@ -15,15 +15,7 @@ import torch
 from torch import fx
 
 from nxd_infer.backends.cpu import packing
-from nxd_infer.backends.cpu.encodings import (
-    PACKED,
-    PACKED_ACROSS,
-    PACKED_INT8,
-    PACKED_OPTION,
-    PACKED_STORED,
-    QUANTIZATIONS,
-    QUANTIZE,
-)
+from nxd_infer.backends.cpu.encodings import PACKED, PACKED_INT8, PACKED_OPTION, QUANTIZATIONS, QUANTIZE
 from nxd_infer.backends.cpu.fuse import fuse
 from nxd_infer.backends.cpu.scaled import separate_scales
 from nxd_infer.graph import passes
@@ -127,7 +119,7 @@ def _choose(
         separate_scales(nodes, minimum)
     if kept := {weight.name for graph in graphs for weight in graph.file.weights if weight.encoding}:
         found = packing.choose(nodes, 1, PACKED_INT8)
-        return {name: form for name, form in found.items() if name in kept or form in (PACKED_ACROSS, PACKED_STORED)}
+        return {name: form for name, form in found.items() if name in kept or form != PACKED_INT8}
     quantization = QUANTIZATIONS.get(options.get(QUANTIZE, ""))
     form = PACKED if quantization is None else quantization.encoding
     found = packing.choose(nodes, minimum, form)

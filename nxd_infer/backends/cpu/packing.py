@@ -51,18 +51,37 @@ class Use:
 
 def choose(buckets: Sequence[Mapping[str, fx.Node]], minimum: int, form: str = PACKED) -> dict[str, str]:
     """``{weight: form}`` for placeholders by weight name, one mapping per bucket; empty for a ``minimum`` of 0.
-    Weights that are used across have a form of their own, which rounds nothing."""
+    Weights that are used across, and those that choose experts, have a form that rounds nothing."""
     chosen: dict[str, str] = {}
+    routers = _routers({weight.graph for bucket in buckets for weight in bucket.values()})
     for name in dict.fromkeys(name for bucket in buckets for name in bucket) if minimum else ():
         found = [uses(bucket[name]) for bucket in buckets if name in bucket]
         known = [use for some in found for use in some or ()]
         if all(some is not None for some in found) and any(use.x is not None for use in known):
             value = next(bucket[name] for bucket in buckets if name in bucket).meta["val"]
             across = {use.across for use in known}
-            if value.numel() * value.element_size() >= minimum and len(across) == 1:
+            if value.dtype != torch.int8 and any(use.node in routers for use in known):
+                chosen[name] = PACKED
+            elif value.numel() * value.element_size() >= minimum and len(across) == 1:
                 plain = PACKED_STORED if value.dtype == torch.int8 else form
                 chosen[name] = PACKED_ACROSS if across == {True} else plain
     return chosen
+
+
+def _routers(graphs: Iterable[fx.Graph]) -> set[fx.Node]:
+    """Return the linear layers that choose experts. These are packed whatever their size: a product of PyTorch's rounds
+    a row differently in another batch, and the row might get other experts."""
+    found, seen = set[fx.Node](), set[fx.Node]()
+    waiting = [node.args[2] for graph in graphs for node in graph.nodes if node.target is _EXPERTS]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, fx.Node) and node not in seen:
+            seen.add(node)
+            if node.target is _LINEAR:
+                found.add(node)
+            else:
+                waiting += node.all_input_nodes
+    return found
 
 
 def insert(weights: Mapping[str, fx.Node], encodings: Mapping[str, str], library: Any) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import nxd_infer as nxd
 from nxd_infer import native
 from nxd_infer.backends.cpu.backend import packed_option
-from nxd_infer.backends.cpu.encodings import PACKED, PACKED_ACROSS, PACKED_OPTION
+from nxd_infer.backends.cpu.encodings import PACKED, PACKED_ACROSS, PACKED_INT8, PACKED_OPTION, QUANTIZE
 from nxd_infer.context import LOCAL
 from nxd_infer.errors import ArtifactVersionError, ModelClosedError, TraceConfigError
 from nxd_infer.graph.export import Step
@@ -202,6 +202,23 @@ def test_the_matrices_of_experts_are_packed_and_others_of_three_dimensions_are_n
     forms: dict[str, nn.Module] = {name: Mixed(forward) for name, (forward, _) in EXPERTS.items()}
     _, chosen = check(forms, torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1)))
     assert list(chosen) == [f"forms.{i}.weight" for i, (_, packs) in enumerate(EXPERTS.values()) if packs]
+
+
+def test_what_chooses_experts_is_packed_whatever_its_size_and_is_never_rounded() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.other = nn.Linear(8, 5, bias=False), nn.Linear(8, 5, bias=False)
+            self.weight = nn.Parameter(torch.randn(5, 64, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            best = self.router(x).softmax(-1).topk(1).indices[:, 0]
+            return expert_linear(x, self.weight, torch.where(x[:, 0] > 0, best, -1)) + self.other(x).sum()
+
+    options = {PACKED_OPTION: 4096, QUANTIZE: "int8"}
+    (entry,) = entries([Step(Routed(), {"x": torch.randn(4, 8)})], native.load(), options)
+    found = {spec.name: spec.encoding for spec in entry.graph.weights}
+    assert found == {"router.weight": PACKED, "other.weight": "", "weight": PACKED_INT8}
 
 
 def test_any_other_use_keeps_a_weight_plain() -> None:
