@@ -126,7 +126,7 @@ OLD: dict[str, Module] = {
         f"{_BUILDER}.first_generation",
         differs={
             "ModelBuilder": "compiler arguments of all keys are joined; torch.jit.save(model, path) makes a directory, "
-            "which NxDModel.load(path) loads",
+            "which torch.jit.load(path) takes under these names, and NxDModel.load(path) everywhere",
         },
     ),
     "neuronx_distributed.trace.model_builder_utils": Module(f"{_BUILDER}.functions"),

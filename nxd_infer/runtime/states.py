@@ -1,6 +1,6 @@
-"""Read and write single states of ranks, for debugging: in a memory file for each rank, as safetensors by name.
+"""Read and write single states of ranks, for debugging: one tensor by name, as safetensors in a memory file.
 
-The rank copies a tensor that has elements into its state, and answers with the state. The other ranks' file is empty.
+A tensor with elements becomes the state; the rank answers with the state. The file of every other rank is empty.
 """
 
 from __future__ import annotations
@@ -21,21 +21,16 @@ if TYPE_CHECKING:
 
 
 def answer(place: Placement, fd: int) -> None:
-    """Do what the file says, and write the answer there. Called by the rank."""
+    """Called by the rank."""
     from safetensors.torch import load, save
 
     file = Path(f"/proc/self/fd/{fd}")
-    asked = load(content) if (content := file.read_bytes()) else {}
-    for name, new in asked.items():
-        state = place.state(name, new if new.numel() else None)
-        file.write_bytes(save({name: state.contiguous()}))
+    for name, new in load(content).items() if (content := file.read_bytes()) else ():
+        file.write_bytes(save({name: place.state(name, new if new.numel() else None).contiguous()}))
 
 
 def ask(ranks: Any, manifest: Manifest, name: str, rank: int, new: Tensor | None = None) -> Tensor:
-    """Return state ``name`` of ``rank``, after replacing it by ``new``; the caller holds the lock.
-
-    Raises InputMismatchError for another rank, state, shape or dtype than there is.
-    """
+    """See ``TensorParallelModel.state``; the caller holds the lock."""
     from safetensors.torch import load, save
 
     if not 0 <= rank < manifest.world_size:
@@ -43,15 +38,15 @@ def ask(ranks: Any, manifest: Manifest, name: str, rank: int, new: Tensor | None
     specs = {spec.name: spec for spec in manifest.of_rank(rank).states}
     if name not in specs:
         raise InputMismatchError(f"rank {rank} has no state {name!r}; its states are {', '.join(specs) or 'none'}")
-    spec = specs[name]
-    if new is not None and (list(new.shape), new.dtype) != (spec.shape, spec.torch_dtype):
-        raise InputMismatchError(f"{name!r} is {spec.dtype}{spec.shape}, got {new.dtype}{list(new.shape)}")
-    fds = [os.memfd_create(f"nxd-state-{which}", os.MFD_CLOEXEC) for which in ("other", "own")]
+    dtype, shape = specs[name].torch_dtype, specs[name].shape
+    if new is not None and (new.dtype, list(new.shape)) != (dtype, shape):
+        raise InputMismatchError(f"{name!r} is {dtype}{shape}, got {new.dtype}{list(new.shape)}")
+    own, others = (os.memfd_create(f"nxd-state-{which}", os.MFD_CLOEXEC) for which in ("own", "others"))
     try:
-        file = Path(f"/proc/self/fd/{fds[1]}")
+        file = Path(f"/proc/self/fd/{own}")
         file.write_bytes(save({name: torch.empty(0) if new is None else new.detach().cpu().contiguous()}))
-        ranks.exchange(Kind.STATE, fds=[fds[each == rank] for each in range(manifest.world_size)])
+        ranks.exchange(Kind.STATE, fds=[own if each == rank else others for each in range(manifest.world_size)])
         return load(file.read_bytes())[name]
     finally:
-        for fd in fds:
-            os.close(fd)
+        os.close(own)
+        os.close(others)

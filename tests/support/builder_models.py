@@ -16,6 +16,7 @@ from nxd_infer.parallel_state import get_tensor_model_parallel_size
 
 VOCAB, WIDTH, INNER, HEADS, KV_HEADS, HEAD, LENGTH, LAYERS = 40, 32, 48, 4, 2, 8, 16, 2
 PROMPT = [3, 17, 5, 29]
+LONG = [*PROMPT, 11, 2, 38, 7]
 
 
 class Attention(nn.Module):

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from nxd_infer.backends import registry
-from nxd_infer.compat.model_builder.parallel_context import NxDParallelState
-from nxd_infer.compat.model_builder.shards import Checkpoint, adapted, zeros_of
+from nxd_infer.compat.model_builder.shards import Checkpoint, adapted
+from nxd_infer.context import ParallelContext, use_context
 from nxd_infer.errors import TraceConfigError
 from nxd_infer.graph.export import state_names
 from nxd_infer.layout import as_source, weight_layout
@@ -32,86 +33,84 @@ Words = str | Sequence[str] | Mapping[str, Any] | None
 
 @dataclass(frozen=True)
 class Shape:
-    """One shape of one model."""
+    """One shape of one model; those of one ``key`` have the same module."""
 
     name: str
     example: Any
     make: Callable[[], Made]
-    arguments: Words = None
+    context: ParallelContext
+    """The first rank's."""
     key: str = ""
-    """Shapes of one key have the same module."""
-    degrees: tuple[int, int] = (1, 1)
-    """Tensor and pipeline parallel."""
+    arguments: Words = None
     workdir: Any = None
 
 
-@dataclass(frozen=True)
-class Job:
-    """What is traced into one artifact."""
+def trace_shapes(
+    shapes: Sequence[Shape],
+    loader: Callable[[], Any] | None,
+    *,
+    workers: int | None = None,
+    kernel: tuple[Callable[..., Any] | None, Sequence[Any] | None] = (None, None),
+    dry_run: bool = False,
+) -> Any:
+    """Return the TensorParallelModel of all shapes; with ``dry_run`` what the trace would do (a TracePlan).
 
-    shapes: Sequence[Shape]
-    loader: Callable[[], Any] | None = None
-    """Returns the unsharded weights; None: they are given later."""
-    workers: int | None = None
-    kernel: Callable[..., Any] | None = None
-    constants: Sequence[Any] | None = None
+    ``loader`` returns the unsharded weights; None: they are given later. ``kernel``: a bucket kernel and its constants.
+    """
+    if not shapes:
+        raise TraceConfigError("there is nothing to trace: add() a model, or trace() a shape, first")
 
-    def as_first_rank(self) -> NxDParallelState:
-        tp, pp = self.shapes[0].degrees
-        return NxDParallelState(tp * pp, 0, tp, pp)
+    def func(bucket_rank: int) -> Made:
+        return shapes[bucket_rank].make()
 
-    def modules(self) -> dict[str, Made]:
-        """Return each key's module, whose parameters use no memory."""
-        makers = {shape.key: shape.make for shape in reversed(self.shapes)}
-        with self.as_first_rank(), parameters_on_meta():
-            return {key: make() for key, make in makers.items()}
+    modules = modules_of(shapes)
+    weights = _weights(modules, loader)
+    traced = (trace_plan if dry_run else parallel_model_trace)(
+        func,
+        [shape.example for shape in shapes],
+        next((shape.workdir for shape in shapes if shape.workdir is not None), None),
+        joined({shape.name: shape.arguments for shape in shapes}),
+        False,
+        BucketModelConfig(
+            kernel[0],
+            bucket_kernel_constant_args=kernel[1],
+            names=[shape.name for shape in shapes],
+            metadata=[{"key": shape.key, "bare": bool(modules[shape.key][1])} for shape in shapes],
+        ),
+        shapes[0].context.tp.degree,
+        workers,
+        pp_degree=shapes[0].context.pp.degree,
+        checkpoint_loader_callable=lambda: weights,
+        metadata={"weights_later": loader is None},
+    )
+    if isinstance(traced, TensorParallelModel) and (ignored := traced.trace_report["ignored_compiler_args"]):
+        log.warning("these arguments of the Neuron compiler mean nothing to the backend: %s", " ".join(ignored))
+    return traced
 
-    def weights(self, modules: Mapping[str, Made]) -> Any:
-        """Return what the trace reads: the loader's weights, and zeros for parameters that are states; for all of them
-        if there is no loader."""
-        loaded = {} if self.loader is None else self.loader()
-        given: Checkpoint = dict(loaded) if isinstance(loaded, Mapping) else {}
-        zeros: Checkpoint = {}
-        for module, aliases in modules.values():
-            if given:  # keys share weights, so each module's hooks get what was loaded
-                given |= {name: one for name, one in adapted(module, loaded).items() if one is not loaded.get(name)}
-            parameters = dict(module.named_parameters(remove_duplicate=False))
-            states = state_names(module, [*aliases, *getattr(module, "nxd_states", ())])
-            chosen = parameters.keys() if self.loader is None else parameters.keys() & set(states)
-            zeros |= zeros_of({name: one for name, one in weight_layout(module).items() if name in chosen}, parameters)
-        return FirstOf(as_source(given or loaded), as_source(zeros))
 
-    def trace(self, dry_run: bool = False) -> Any:
-        """Return the TensorParallelModel; with ``dry_run`` what the trace would do (a TracePlan)."""
-        if not self.shapes:
-            raise TraceConfigError("there is nothing to trace: add() a model, or trace() a shape, first")
+def modules_of(shapes: Sequence[Shape]) -> dict[str, Made]:
+    """Return each key's module as the first rank has it; its parameters use no memory."""
+    with use_context(shapes[0].context), parameters_on_meta():
+        return {key: make() for key, make in {shape.key: shape.make for shape in reversed(shapes)}.items()}
 
-        def func(bucket_rank: int) -> Made:
-            return self.shapes[bucket_rank].make()
 
-        modules = self.modules()
-        weights = self.weights(modules)
-        traced = (trace_plan if dry_run else parallel_model_trace)(
-            func,
-            [shape.example for shape in self.shapes],
-            next((shape.workdir for shape in self.shapes if shape.workdir is not None), None),
-            joined({shape.name: shape.arguments for shape in self.shapes}),
-            False,
-            BucketModelConfig(
-                self.kernel,
-                bucket_kernel_constant_args=self.constants,
-                names=[shape.name for shape in self.shapes],
-                metadata=[{"key": shape.key, "bare": bool(modules[shape.key][1])} for shape in self.shapes],
-            ),
-            self.shapes[0].degrees[0],
-            self.workers,
-            pp_degree=self.shapes[0].degrees[1],
-            checkpoint_loader_callable=lambda: weights,
-            metadata={"weights_later": self.loader is None},
-        )
-        if isinstance(traced, TensorParallelModel) and (ignored := traced.trace_report["ignored_compiler_args"]):
-            log.warning("these arguments of the Neuron compiler mean nothing to the backend: %s", " ".join(ignored))
-        return traced
+def _weights(modules: Mapping[str, Made], loader: Callable[[], Any] | None) -> Any:
+    """Return what the trace reads: the loader's weights, and zeros for parameters that are states; for all of them
+    without a loader."""
+    loaded = {} if loader is None else loader()
+    given: Checkpoint = dict(loaded) if isinstance(loaded, Mapping) else {}
+    zeros: Checkpoint = {}
+    for module, aliases in modules.values():
+        if given:  # keys share weights, so each module's hooks get what was loaded
+            given |= {name: one for name, one in adapted(module, loaded).items() if one is not loaded.get(name)}
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        states = state_names(module, [*aliases, *getattr(module, "nxd_states", ())])
+        chosen = parameters.keys() if loader is None else parameters.keys() & set(states)
+        for name, layout in weight_layout(module).items() if chosen else ():
+            if name in chosen:  # expanded, so that they use no memory
+                zero = torch.zeros((), dtype=parameters[name].dtype)
+                zeros |= {logical: zero.expand(shape) for logical, shape in layout.logical_shapes.items()}
+    return FirstOf(as_source(given or loaded), as_source(zeros))
 
 
 def joined(arguments: Mapping[str, Words]) -> list[str] | None:
@@ -119,14 +118,12 @@ def joined(arguments: Mapping[str, Words]) -> list[str] | None:
 
     Raises TraceConfigError if they differ and the backend compiles: it compiles all graphs with the same.
     """
-    words = {name: tuple(_words(given)) for name, given in arguments.items()}
-    backend = registry.get(registry.default())
-    if len(set(words.values())) > 1 and backend.compiles:
+    words = [tuple(_words(given)) for given in arguments.values()]
+    if len(set(words)) > 1 and registry.get(registry.default()).compiles:
         raise TraceConfigError(
-            f"{', '.join(words)} have different compiler arguments, and the {backend.name} backend compiles all graphs "
-            "of a model with the same: give each the same"
+            f"this backend compiles {', '.join(arguments)} with the same arguments: give them the same"
         )
-    return [word for given in dict.fromkeys(words.values()) for word in given] or None
+    return [word for given in dict.fromkeys(words) for word in given] or None
 
 
 def _words(given: Words) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxd_infer.compat.model_builder.build import Job, Made, Shape, Words
+from nxd_infer.compat.model_builder.build import Made, Shape, Words, modules_of, trace_shapes
 from nxd_infer.compat.model_builder.nxd_model import NxDModel
 from nxd_infer.compat.model_builder.shards import Checkpoint, shard_checkpoint
+from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import TraceConfigError
 from nxd_infer.trace.request import BucketModelConfig, scripted
 
@@ -66,19 +66,13 @@ class ModelBuilder:
         debug: bool = False,
         **others: Any,
     ):
-        self.degrees = tp_degree, others.pop("pp_degree", 1)
-        ranks, no_effect = math.prod(self.degrees), ("logical_nc_config", "weights_to_skip_layout_optimization")
-        neutral = {
-            "num_cores_per_group": (1,),
-            "init_custom_process_group_fn": (None,),
-            "ep_degree": (1,),
-            "world_size": (ranks, None),
-            "start_rank_id": (0, None),
-            "local_ranks_size": (ranks, None),
-        }
-        for name, value in others.items():
-            if name not in no_effect and value not in neutral.get(name, ()):
-                raise TraceConfigError(f"{name}={value!r} with tp_degree={tp_degree} is not supported: leave it out")
+        tp, pp = tp_degree, others.pop("pp_degree", 1)
+        self.context = make_context(tp * pp, tp=tp, pp=pp)
+        neutral = dict.fromkeys(("num_cores_per_group", "ep_degree"), (1,)) | {"start_rank_id": (0, None)}
+        neutral |= dict.fromkeys(("world_size", "local_ranks_size"), (tp * pp, None))
+        for name in others.keys() - {"logical_nc_config", "weights_to_skip_layout_optimization"}:
+            if others[name] not in neutral.get(name, (None,) if name == "init_custom_process_group_fn" else ()):
+                raise TraceConfigError(f"{name}={others[name]!r} with tp_degree={tp} is not supported: leave it out")
         self.router, self.checkpoint_loader = router, checkpoint_loader
         self.compiler_workdir, self.environment = compiler_workdir, dict(master_proc_env_vars or {})
         self.shapes: list[Shape] = []
@@ -120,17 +114,8 @@ class ModelBuilder:
         for number, example in enumerate(example_inputs):
             asked = {"bucket_rank": None if bucket_config is None else number}
             make = functools.partial(_made, model_instance, asked | config.get_func_kwargs_for_bucket_rank(number))
-            self.shapes.append(
-                Shape(
-                    key if count == 1 else f"{key}_{number}",
-                    example,
-                    make,
-                    compiler_args,
-                    key,
-                    self.degrees,
-                    self.compiler_workdir,
-                )
-            )
+            name = key if count == 1 else f"{key}_{number}"
+            self.shapes.append(Shape(name, example, make, self.context, key, compiler_args, self.compiler_workdir))
         return self
 
     def trace(
@@ -141,16 +126,14 @@ class ModelBuilder:
         ``initialize_model_weights=False``: without weights, for ``initialize()``. ``dry_run``: return the TracePlan.
         Raises TraceConfigError, TraceError and WeightMismatchError as ``parallel_model_trace`` does.
         """
-        if tp_degree not in (None, self.degrees[0]):
-            raise TraceConfigError(f"tp_degree={tp_degree}, and the builder has {self.degrees[0]}: leave it out")
+        if tp_degree not in (None, self.context.tp.degree):
+            raise TraceConfigError(f"tp_degree={tp_degree}, and the builder has {self.context.tp.degree}: leave it out")
         if initialize_model_weights and self.checkpoint_loader is None:
             raise TraceConfigError("initialize_model_weights=True needs a checkpoint_loader: give one, or pass False")
-        loader = self.checkpoint_loader if initialize_model_weights else None
-        job = Job(self.shapes, loader, None, *self._kernel())
-        before = dict(os.environ)
+        loader, before = self.checkpoint_loader if initialize_model_weights else None, dict(os.environ)
         os.environ.update(self.environment)
         try:
-            traced = job.trace(dry_run)
+            traced = trace_shapes(self.shapes, loader, kernel=self._kernel(), dry_run=dry_run)
         finally:
             os.environ.clear()
             os.environ.update(before)
@@ -160,10 +143,9 @@ class ModelBuilder:
         """Return the weights of each tensor parallel rank of the first key; see :func:`shards.shard_checkpoint`."""
         if self.checkpoint_loader is None or not self.shapes:
             raise TraceConfigError("shard_checkpoint() needs a checkpoint_loader, and a model that was added")
-        job = Job(self.shapes[:1])
-        ((module, _),) = job.modules().values()
+        ((module, _),) = modules_of(self.shapes[:1]).values()
         checkpoint = self.checkpoint_loader()
-        with job.as_first_rank():
+        with use_context(self.context):
             return shard_checkpoint(checkpoint, module, serialize_path=serialize_path)
 
     def _kernel(self) -> tuple[Callable[[], Any] | None, Sequence[Any] | None]:

@@ -7,9 +7,9 @@ What is traced is a copy of the model of that moment, which shares its tensors. 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from nxd_infer.compat.model_builder.build import Shape, Words
 from nxd_infer.compat.model_builder.nxd_model import NxDModel
 from nxd_infer.compat.model_builder.parallel_context import context_of, layers_of
 from nxd_infer.compat.model_builder.shards import shard_checkpoint
-from nxd_infer.context import ParallelContext, current_context
+from nxd_infer.context import current_context
 from nxd_infer.errors import TraceConfigError
 from nxd_infer.graph.export import named_inputs
 from nxd_infer.layout.sources import named_tensors
@@ -26,44 +26,21 @@ from nxd_infer.layout.sources import named_tensors
 __all__ = ["CompilationArtifacts", "ModelBuilder", "TraceArtifacts", "compile", "shard_checkpoint", "trace"]
 
 
-@dataclass(frozen=True)
-class CompilationArtifacts:
-    """How a shape is to be compiled."""
+class TraceArtifacts(Shape):
+    """What is to be traced; ``hlo`` and ``metaneff`` are for :func:`compile`."""
 
-    arguments: Words = None
-    workdir: Any = None
-
-
-@dataclass(frozen=True)
-class TraceArtifacts:
-    """A model, the inputs of one of its shapes, and the context that it was built in."""
-
-    model: nn.Module
-    example: Any
-    context: ParallelContext
-    metaneff: None = None
-    """For :func:`compile`, and so is ``hlo``."""
+    metaneff = None
 
     @property
     def hlo(self) -> TraceArtifacts:
         return self
 
-    def shape(self, name: str, compiled: CompilationArtifacts | None) -> Shape:
-        degrees = (self.context.tp.degree, self.context.pp.degree)
-        how = compiled or CompilationArtifacts()
-        return Shape(name, self.example, self._make, how.arguments, degrees=degrees, workdir=how.workdir)
 
-    def _make(self) -> tuple[nn.Module, dict[Any, int]]:
-        """Return the model as the current context's rank has it; its parameters use no memory."""
-        memo: dict[int, Any] = {id(buffer): buffer for buffer in self.model.buffers()}
-        for parameter in self.model.parameters():
-            light: Any = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-            vars(light).update(vars(parameter))
-            memo[id(parameter)] = light
-        copied = copy.deepcopy(self.model, memo)
-        for layer, name, _ in layers_of(copied):
-            setattr(layer, name, current_context())
-        return copied, {}
+class CompilationArtifacts(TypedDict):
+    """How a shape is to be compiled."""
+
+    arguments: Words
+    workdir: Any
 
 
 def trace(
@@ -86,10 +63,27 @@ def trace(
         raise TraceConfigError(
             f"spmd={spmd!r}, preserve_parameters={preserve_parameters!r}: leave them out, or pass True"
         )
+    if context_of(model).ep.degree > 1:
+        raise TraceConfigError(
+            "a traced model has no expert parallel ranks: build it with expert_model_parallel_size=1"
+        )
     example = kwargs if args is None else args
     named_inputs(model, example, "args" if kwargs is None else "kwargs")
     copied = copy.deepcopy(model, {id(one): one for one in named_tensors(model).values()})
-    return TraceArtifacts(copied, example, context_of(model))
+    return TraceArtifacts("", example, functools.partial(_as_this_rank, copied), context_of(model))
+
+
+def _as_this_rank(model: nn.Module) -> tuple[nn.Module, dict[Any, int]]:
+    """Return ``model``, built as any rank, as the current context's rank has it; its parameters use no memory."""
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    for parameter in model.parameters():
+        light: Any = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+        vars(light).update(vars(parameter))
+        memo[id(parameter)] = light
+    copied = copy.deepcopy(model, memo)
+    for layer, name, _ in layers_of(copied):
+        setattr(layer, name, current_context())
+    return copied, {}
 
 
 def compile(
@@ -100,7 +94,7 @@ def compile(
     key: str | None = None,
 ) -> CompilationArtifacts:
     """Return how a traced shape is to be compiled, which an :class:`NxDModel` does with all its shapes."""
-    return CompilationArtifacts(compiler_args, compiler_workdir)
+    return {"arguments": compiler_args, "workdir": compiler_workdir}
 
 
 class ModelBuilder:
@@ -148,5 +142,5 @@ class ModelBuilder:
                 )
         model = NxDModel()
         for tag, traced in self.traced.items():
-            model.add(tag, traced, CompilationArtifacts(given.get(tag), compiler_workdir))
+            model.add(tag, traced, {"arguments": given.get(tag), "workdir": compiler_workdir})
         return model.build(workers=max_workers)

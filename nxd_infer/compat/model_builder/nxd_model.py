@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -10,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nxd_infer import compat
 from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.artifact.rank_weights import load_weights
 from nxd_infer.artifact.structure import filled
-from nxd_infer.compat.model_builder.build import Job, Shape
+from nxd_infer.compat.model_builder.build import Shape, trace_shapes
 from nxd_infer.errors import InputMismatchError, TraceConfigError, WeightSchemaError
 from nxd_infer.layout import TensorLayout, as_source
 from nxd_infer.layout.merge import RunsSource, Shard
@@ -44,24 +47,22 @@ class NxDModel(nn.Module):
             self._require_size(model.world_size)
 
     def _require_size(self, ranks: int) -> None:
-        if not self._sizes <= {None, ranks}:
+        if given := self._sizes - {None, ranks}:
             raise TraceConfigError(
-                f"world_size or local_ranks_size is {sorted(self._sizes - {None, ranks})}, and the model was built for "
-                f"{ranks} ranks, which all run on this host: leave both out"
+                f"world_size or local_ranks_size is {given.pop()}, and the model was built for {ranks} ranks"
             )
 
-    def add(self, key: str, trace_artifacts: Any, compilation_artifacts: Any = None) -> NxDModel:
+    def add(self, key: str, trace_artifacts: Shape, compilation_artifacts: Mapping[str, Any] | None = None) -> NxDModel:
         """Add a shape of ``trace()`` and ``compile()``, before the first use; return the model."""
         if self._model is not None:
             raise TraceConfigError(f"{key!r} cannot be added: the model is compiled already")
-        self._require_size(trace_artifacts.context.world_size)
-        self._shapes.append(trace_artifacts.shape(key, compilation_artifacts))
+        self._require_size(trace_artifacts.context.tp.degree * trace_artifacts.context.pp.degree)
+        self._shapes.append(dataclasses.replace(trace_artifacts, name=key, **(compilation_artifacts or {})))
         return self
 
-    def build(self, **options: Any) -> NxDModel:
+    def build(self, workers: int | None = None) -> NxDModel:
         """Trace and compile the shapes that were added, unless that is done; return the model."""
-        if self._model is None:
-            self._model = Job(self._shapes, **options).trace()
+        self._model = self._model or trace_shapes(self._shapes, None, workers=workers)
         return self
 
     @property
@@ -222,3 +223,17 @@ def replace_weights(model: NxDModel | TensorParallelModel, weights: Any) -> None
 def _require_all(start_rank: Tensor | int | None) -> None:
     if start_rank is not None and int(torch.as_tensor(start_rank).reshape(-1)[0]) != 0:
         raise TraceConfigError(f"start_rank={start_rank}: all ranks run on this host, from rank 0")
+
+
+_load_script = torch.jit.load
+
+
+@functools.wraps(_load_script)
+def _load(f: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.jit.load``, which under the old names also takes what ``torch.jit.save`` made of an NxDModel."""
+    if compat.is_installed() and isinstance(f, str | os.PathLike) and os.path.isdir(f):
+        return NxDModel.load(f)
+    return _load_script(f, *args, **kwargs)
+
+
+torch.jit.load = _load

@@ -6,12 +6,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from nxd_infer.compat.model_builder.parallel_context import context_of
 from nxd_infer.errors import ParallelConfigError
-from nxd_infer.layout import ParamLayout, check_weights, iter_shards, weight_layout
+from nxd_infer.layout import check_weights, iter_shards, weight_layout
 from nxd_infer.layout.files.stream import write_safetensors
 from nxd_infer.layout.shard import stored_layout
 
@@ -56,9 +55,8 @@ def get_sharded_checkpoint(checkpoint: Checkpoint, model: nn.Module, rank: int, 
     """
     invoke_preshard_hook(model, checkpoint)
     shard = rank_shard(model, checkpoint, rank, tp_degree)
-    for layout in weight_layout(model).values():
-        for name in layout.logical_names:
-            checkpoint.pop(name, None)
+    for name in {name for layout in weight_layout(model).values() for name in layout.logical_names}:
+        checkpoint.pop(name, None)
     checkpoint.update(shard)
     return checkpoint
 
@@ -73,11 +71,8 @@ def shard_checkpoint(
 ) -> list[Checkpoint]:
     """Return the shards of ranks ``start_rank`` to ``end_rank`` (included; default: all) of an unsharded checkpoint.
 
-    Args:
-        checkpoint: stays as it is; the model's hooks (:func:`invoke_preshard_hook`) change a copy.
-        model: was built for its degree, as any rank.
-        load_on_device: no effect; ranks place their weights themselves.
-        serialize_path: a folder for ``tp{r}_sharded_checkpoint.safetensors``.
+    ``model`` was built for its degree, as any rank; its hooks change a copy of ``checkpoint``. ``serialize_path`` is a
+    folder for ``tp{r}_sharded_checkpoint.safetensors``. ``load_on_device``: no effect, ranks place their weights.
 
     Raises WeightMismatchError for a weight of another shape, ParallelConfigError for ranks that do not exist.
     """
@@ -93,12 +88,3 @@ def shard_checkpoint(
             with open(Path(serialize_path) / f"tp{rank}_sharded_checkpoint.safetensors", "wb") as file:
                 write_safetensors(file, [(n, t.dtype, t.shape) for n, t in shard.items()], shard.__getitem__)
     return shards
-
-
-def zeros_of(layouts: Mapping[str, ParamLayout], tensors: Mapping[str, Tensor]) -> Checkpoint:
-    """Return zeros, which use no memory, for the logical tensors of ``layouts``; ``tensors`` have their dtypes."""
-    return {
-        logical: torch.zeros((), dtype=tensors[name].dtype).expand(shape)
-        for name, layout in layouts.items()
-        for logical, shape in layout.logical_shapes.items()
-    }

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nxd_infer.compat.model_builder.functions import ModelBuilder, TraceArtifacts
 from nxd_infer.compat.model_builder.parallel_context import NxDParallelState, init_on_device, mock_distributed
 from nxd_infer.compat.model_builder.shards import get_sharded_checkpoint, shard_checkpoint
-from nxd_infer.errors import CollectiveError, ParallelConfigError, TraceConfigError, WeightMismatchError
+from nxd_infer.errors import NotInitializedError, ParallelConfigError, TraceConfigError, WeightMismatchError
 from nxd_infer.layout import shard_state_dict, weight_layout
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers import ColumnParallelLinear, ParallelEmbedding
@@ -105,12 +105,14 @@ def test_one_process_is_any_rank():
         with NxDParallelState(2, 0, 2):
             assert get_tensor_model_parallel_size() == 2
         layer = ColumnParallelLinear(4, 8)
-        assert state.context.dp.degree == 2 and layer.weight.shape == (2, 4)
-        with pytest.raises(CollectiveError, match="one process stands for any rank"):
+        assert state.dp.degree == 2 and layer.weight.shape == (2, 4)
+        with pytest.raises(NotInitializedError, match="rank 5 of 8 has no transport"):
             layer(torch.ones(1, 4))
     assert get_tensor_model_parallel_size() == 1 and not dist.is_initialized()
-    with pytest.raises(ParallelConfigError, match="expert_model_parallel_size=2 is not supported"):
-        NxDParallelState(2, expert_model_parallel_size=2)
+    with NxDParallelState(2, expert_model_parallel_size=2):
+        experts = ColumnParallelLinear(4, 8)
+    with pytest.raises(TraceConfigError, match="no expert parallel ranks"):
+        ModelBuilder(experts).trace(args=torch.ones(1, 4))
 
 
 def test_on_the_meta_device_buffers_have_values():
