@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.jit import _builtins
 
 from nxd_infer.comm.distributed import leave_at_exit
 from nxd_infer.comm.launched import launched_world
@@ -49,7 +50,11 @@ def install() -> None:
     kernels.impl("empty_strided", functools.partial(_allocate, torch.empty_strided))
     _undo.append(kernels._destroy)
     for owner, name in _COPYING:
-        _replace(owner, name, _on(HOST, getattr(owner, name)))
+        old, new = getattr(owner, name), _on(HOST, getattr(owner, name))
+        _replace(owner, name, new)
+        if (operator := _builtins._find_builtin(old)) is not None:  # torch.jit.script knows functions by their id
+            _builtins._register_builtin(new, operator)
+            _undo.append(functools.partial(_builtins._get_builtin_table().pop, id(new), None))
     _replace(torch.autocast, "__init__", _on(HOST.type, torch.autocast.__init__))
     for name, function in (("init_process_group", _init_process_group), ("new_group", _new_group)):
         original = getattr(dist, name)

@@ -68,6 +68,14 @@ def test_code_that_is_compiled_or_exported_moves_tensors_as_before():
     assert torch.equal(torch.export.export(Moves(), (x,)).module()(x), Moves()(x))
 
 
+def scripted(size: int) -> torch.Tensor:
+    return torch.tensor([size, 2]) + torch.zeros(2, dtype=torch.int64).to(torch.int64)
+
+
+def test_torch_script_knows_the_functions():
+    assert torch.jit.script(scripted)(1).tolist() == [1, 2]
+
+
 def test_autocast_and_load_take_the_device(tmp_path: Path):
     amp = xla("amp")
     x = torch.ones(2, 2)
