@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from nxd_infer.hugging_face.weights import named_weights
 from nxd_infer.runtime.load import load_artifact
+from nxd_infer.trace import parallel_model_load, parallel_model_save
 from nxd_models import registry
 from nxd_models.serving import tasks
 from nxd_server import LLM, SamplingParams
@@ -61,6 +63,15 @@ def test_in_eight_bits_it_verifies_and_its_logits_are_near(tmp_path: Path, famil
         logits = model(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1]
     best = logits.amax(-1) - logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
     assert float(best.max()) < 0.1 * float(logits.std()), best
+
+
+def test_new_weights_are_packed_anew(tmp_path: Path) -> None:
+    path, other = (write_tiny("mixtral", tmp_path / str(seed), seed=seed, num_hidden_layers=1) for seed in (0, 7))
+    artifact = traced(path, tmp_path / "artifact", "--quantize", "int8")
+    with parallel_model_load(artifact) as model:
+        model.update_weights(named_weights(registry.build(other), registry.weights(other)))
+        parallel_model_save(model, tmp_path / "saved")
+    assert [here("verify", tmp_path / "saved", one).status for one in (path, other)] == [1, 0]
 
 
 def test_two_stages_of_two_ranks(tmp_path: Path) -> None:
