@@ -58,8 +58,11 @@ class NeuronLTModule(LightningModule):
             does the same.
         log_rank0: accepted. Every rank has the loss, and rank 0 logs, without further communication.
         manual_opt: must be True.
+        train_batch_size: accepted. A batch says how many rows it has.
+        logging_interval: the optimizer steps of which one is logged.
 
-    Raises ParallelConfigError for these two, and for ``opt_args`` that are not parameters of ``opt_cls``.
+    Raises ParallelConfigError for numbers below 1, ``manual_opt=False``, and ``opt_args`` that ``opt_cls`` does not
+    have.
     """
 
     model: NxDModel
@@ -79,11 +82,15 @@ class NeuronLTModule(LightningModule):
         grad_accum_steps: int = 1,
         log_rank0: bool = False,
         manual_opt: bool = True,
+        *,
+        train_batch_size: int = 16,
+        logging_interval: int = 1,
     ):
         super().__init__()
         if not manual_opt:
             raise ParallelConfigError("manual_opt=False is not supported: leave it out, or pass True")
         whole_number("grad_accum_steps", grad_accum_steps, ParallelConfigError, minimum=1)
+        whole_number("logging_interval", logging_interval, ParallelConfigError, minimum=1)
         self.nxd_config = TrainConfig.of(nxd_config)
         if grad_accum_steps > 1 and self.nxd_config.pipeline_parallel_size > 1:
             raise ParallelConfigError(
@@ -96,6 +103,7 @@ class NeuronLTModule(LightningModule):
         self.scheduler_cls = scheduler_cls
         self.scheduler_args, self.scheduler_kwargs = tuple(scheduler_args), dict(scheduler_kwargs)
         self.grad_accum_steps, self.log_rank0 = grad_accum_steps, log_rank0
+        self.train_batch_size, self.logging_interval = train_batch_size, logging_interval
         self.averaged_loss: Tensor
         self.register_buffer("averaged_loss", torch.zeros(()), persistent=False)
         self.loss: Tensor | None = None
@@ -105,7 +113,7 @@ class NeuronLTModule(LightningModule):
 
     # --- building -------------------------------------------------------------------------------------
 
-    def setup(self, stage: str) -> None:
+    def setup(self, stage: str | None = None) -> None:
         """Build the model, once. Raises ParallelConfigError for another strategy."""
         if not isinstance(self.trainer.strategy, NeuronXLAStrategy):
             raise ParallelConfigError(
@@ -176,7 +184,8 @@ class NeuronLTModule(LightningModule):
             self.averaged_loss = torch.zeros_like(self.averaged_loss)
             self.log("loss", self.loss, prog_bar=True)
             self.log("global_step", float(self.global_step))
-        self._log_under(self.global_step if self.should_print else -1)
+        logs = self.should_print and self.global_step % self.logging_interval == 0
+        self._log_under(self.global_step if logs else -1)
         return loss
 
     def _log_under(self, step: int) -> None:

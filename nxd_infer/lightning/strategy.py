@@ -23,9 +23,12 @@ from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.xla import XLAStrategy
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 
+from nxd_infer import compat
 from nxd_infer.checkpoint import folder as folders
 from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint, wait_for_save
 from nxd_infer.checkpoint.random_state import random_state, restore_random_state
@@ -63,6 +66,8 @@ class NeuronXLAStrategy(ParallelStrategy):
         options: of ``ParallelStrategy``.
 
     Raises ParallelConfigError for degrees that differ from those of ``nxd_config``.
+
+    For ``isinstance`` and ``issubclass`` it is one of Lightning's XLAStrategy, of which it has no code.
     """
 
     strategy_name = "neuron_xla"
@@ -176,6 +181,8 @@ class NeuronXLAStrategy(ParallelStrategy):
             place = {"WORLD_SIZE": self.world_size, "RANK": self.global_rank, "LOCAL_RANK": self.local_rank}
             place |= {"MASTER_ADDR": environment.main_address, "MASTER_PORT": environment.main_port}
             os.environ.update({name: str(value) for name, value in place.items()})
+        if self.world_size == 1 and not group_exists() and compat.is_installed():  # its scripts ask for ranks
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore
         if self._launcher is not None and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(int(self._variables(0)["OMP_NUM_THREADS"]))
         initialize(self.nxd_config)
@@ -238,8 +245,17 @@ class NeuronXLAStrategy(ParallelStrategy):
         return mine
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._end_step()
         for loader in self._loaders:
             loader.batches.begin_step()
+
+    def on_train_end(self) -> None:
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """Call what a script has given to the ``xm.add_step_closure`` of :mod:`nxd_infer.compat`."""
+        if (steps := sys.modules.get("nxd_infer.compat.torch_xla.steps")) is not None:
+            steps.sync()
 
     # --- model and optimizer --------------------------------------------------------------------------
 
@@ -386,6 +402,23 @@ class NeuronXLAStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.teardown()
         self._environment.teardown()
+
+
+XLAStrategy.register(NeuronXLAStrategy)
+
+
+def _choose_precision(connector: Any) -> Any:
+    """Choose a Trainer's precision for NeuronXLAStrategy as for any strategy: Lightning would take XLA's."""
+    strategy, plain = connector.strategy, isinstance(connector.strategy, NeuronXLAStrategy)
+    connector.strategy = None if plain else strategy
+    try:
+        return _lightnings_choice(connector)
+    finally:
+        connector.strategy = strategy
+
+
+_lightnings_choice = _AcceleratorConnector._check_and_init_precision
+_AcceleratorConnector._check_and_init_precision = _choose_precision  # pyright: ignore
 
 
 class RankLauncher(_SubprocessScriptLauncher):
