@@ -19,7 +19,6 @@ from typing import NamedTuple
 from nxd_infer.compat.names import OLD, ROOTS, Module
 from nxd_infer.compat.uses import Unreadable, Use, uses_in
 from nxd_infer.compat.views import View, is_old, our_module
-from nxd_infer.errors import NxdError
 from nxd_infer.util.suggest import did_you_mean
 
 STATUSES = {
@@ -47,10 +46,6 @@ GONE = {
 PACKAGES = tuple(sorted({*ROOTS, *GONE}))
 SKIPPED = {"__pycache__", "node_modules", "site-packages"}
 """Folders that are not looked into, like those whose name starts with a dot."""
-
-
-class PortError(NxdError, FileNotFoundError):
-    """There is no such file."""
 
 
 class Verdict(NamedTuple):
@@ -82,7 +77,7 @@ class Row:
 def examine(paths: Sequence[Path]) -> tuple[int, list[Row]]:
     """Return the number of files, and what becomes of the old names in them: Python and notebooks, also in folders.
 
-    A package of an old name in one of the folders is the program's own. Raises PortError for a path that is not there.
+    A package of an old name in one of the folders is the program's own. Raises FileNotFoundError.
     """
     files = list(dict.fromkeys(found for path in paths for found in _files(path)))
     own = {package for package in PACKAGES for file in files if file.match(f"{package}/__init__.py")}
@@ -104,7 +99,7 @@ def _files(path: Path) -> Iterator[Path]:
     elif path.is_file():
         yield path
     else:
-        raise PortError(f"there is no {path}; give a Python file, a notebook (.ipynb) or a folder of them")
+        raise FileNotFoundError(f"there is no {path}; give a Python file, a notebook (.ipynb) or a folder of them")
 
 
 def _rows(file: str, uses: Iterable[Use]) -> list[Row]:

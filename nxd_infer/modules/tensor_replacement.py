@@ -1,14 +1,8 @@
-"""Replace what modules return by given tensors, to find the module in which two models part::
-
-    TensorReplacementRegister(model, {"layers.0.mlp": expected})     # names as tensor_capture gives them
-
-A traced model has the tensors of the time of its trace as constants.
-"""
+"""Replace what modules return by given tensors, to find the module in which two models part."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,36 +12,20 @@ from torch.utils import _pytree as pytree
 from nxd_infer.modules.tensor_capture import TensorCaptureError, module_named, named_tensors
 
 
-@dataclass
-class TensorReplacementConfig:
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-
-
 class TensorReplacementRegister:
-    """The tensors that modules return instead of their own, in their dtype; they may change between calls.
+    """Lets modules of ``model`` return ``tensors`` (by names as tensor_capture gives them), in their own dtype.
 
-    Raises TensorCaptureError for an unknown module, and in a call for a tensor of another shape.
+    The values may change between calls; a traced model has those of its trace as constants. Raises TensorCaptureError
+    for an unknown module, and in a call for a tensor of another shape.
     """
 
-    def __init__(self, model: nn.Module, config: Mapping[str, Tensor] | TensorReplacementConfig | None = None):
-        self.model = model
-        self.tensors: dict[str, Tensor] = {}
-        modules = list(model.named_modules())
-        # The first of all hooks: others see what the model computes with.
-        self._hooks = [
-            module.register_forward_hook(partial(self._replace, path), prepend=True) for path, module in modules
-        ]
-        given = config.tensors if isinstance(config, TensorReplacementConfig) else config or {}
-        for name, tensor in given.items():
-            self.register(name, tensor)
-
-    def register(self, name: str, tensor: Tensor) -> None:
-        path, _, place = name.rpartition(".")
-        module_named(self.model, path if place.isdigit() and name not in dict(self.model.named_modules()) else name)
-        self.tensors[name] = tensor
-
-    def clear(self) -> None:
-        self.tensors.clear()
+    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor]):
+        self.tensors, modules = dict(tensors), dict(model.named_modules())
+        self._hooks = []
+        for name in self.tensors:
+            path = name if name in modules else name.rpartition(".")[0] or name  # or it is one of several tensors
+            hook = partial(self._replace, path)  # before others, which see what is computed with
+            self._hooks.append(module_named(model, path).register_forward_hook(hook, prepend=True))
 
     def remove(self) -> None:
         """Leave the model as it was."""

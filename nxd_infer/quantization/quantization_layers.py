@@ -20,8 +20,8 @@ from nxd_infer.layout import AxisPlan, layout_of
 from nxd_infer.modules.moe.moe_parallel_layers import ExpertFusedColumnParallelLinear, ExpertFusedRowParallelLinear
 from nxd_infer.parallel_layers.base import ParallelLayer
 from nxd_infer.parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
-from nxd_infer.quantization.arithmetic import absolute_maximum, quantized, scale_for
-from nxd_infer.quantization.dequantize import scale_dequantize
+from nxd_infer.quantization.dequantize import quantized, scale_dequantize
+from nxd_infer.quantization.observer import absolute_maximum, scale_for
 from nxd_infer.quantization.quantization_config import QuantizationType, QuantizedDtype, scheme
 
 Self = TypeVar("Self", bound="BaseQuantizeParallelLinear")

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxd_infer.errors import CheckpointError
-from nxd_infer.quantization.arithmetic import absolute_maximum, quantized, scale_for
-from nxd_infer.quantization.dequantize import scale_dequantize
+from nxd_infer.quantization.dequantize import quantized, scale_dequantize
+from nxd_infer.quantization.observer import absolute_maximum, scale_for
 from nxd_infer.quantization.quantization_config import QuantizationType, scheme
 from nxd_infer.quantization.quantize import convert, named_in
 
@@ -77,12 +76,5 @@ def _parts(weight: Tensor, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def convert_qint8_to_int8_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return ``state_dict`` as it is: what this package quantizes is int8 already. Raises CheckpointError for weights
-    that torch quantized (qint8)."""
-    for name, value in state_dict.items():
-        if "._packed_params" in name or (isinstance(value, Tensor) and value.is_quantized):
-            raise CheckpointError(
-                f"{name!r} is of a model that torch quantized: quantize the float model with "
-                "quantize_pytorch_model_per_channel_symmetric, whose state dict is the checkpoint"
-            )
+    """Return ``state_dict`` as it is: what this package quantizes is int8 already."""
     return state_dict

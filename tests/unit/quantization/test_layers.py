@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from nxd_infer.errors import CheckpointError, ParallelConfigError
+from nxd_infer.errors import ParallelConfigError
 from nxd_infer.modules.moe.moe_parallel_layers import ExpertFusedColumnParallelLinear, ExpertFusedRowParallelLinear
 from nxd_infer.ops.packed import quantize as packed_quantize
 from nxd_infer.parallel_layers import ColumnParallelLinear, RowParallelLinear
-from nxd_infer.quantization.arithmetic import absolute_maximum, quantized, scale_for
-from nxd_infer.quantization.observer import PerChannelAbsMaxObserver
+from nxd_infer.quantization.dequantize import quantized
+from nxd_infer.quantization.observer import PerChannelAbsMaxObserver, absolute_maximum, scale_for
 from nxd_infer.quantization.quantization_config import (
     QuantizationType,
     QuantizedDtype,
@@ -92,7 +92,7 @@ def test_a_quantized_checkpoint_loads_into_the_converted_model(tmp_path, quantiz
     skipped = ["lm_head", "embed"]
     model = quantize(plain, dtype=dtype.value, modules_to_not_convert=skipped)
     assert torch.equal(plain(IDS), expected) and isinstance(plain.up, nn.Linear)
-    state = model.state_dict()
+    state = convert_qint8_to_int8_state_dict(model.state_dict())
     assert state["up.weight"].dtype is dtype.value and state["lm_head.weight"].dtype is torch.float32
     assert state["up.scale"].shape == ((24, 1) if quantize is quantize_pytorch_model_per_channel_symmetric else (1,))
     of_dict = quantize(plain.state_dict(), dtype=dtype.value, modules_to_not_convert=skipped)
@@ -108,13 +108,6 @@ def test_a_quantized_checkpoint_loads_into_the_converted_model(tmp_path, quantiz
     assert torch.equal(ours(IDS), model(IDS))
     # Half a step of each weight, through both layers.
     assert (ours(IDS) - expected).abs().max() < (0.02 if dtype is QuantizedDtype.INT8 else 0.1)
-
-
-def test_a_state_dict_that_torch_quantized_is_refused():
-    ours = quantize_pytorch_model_per_channel_symmetric(Plain()).state_dict()
-    assert convert_qint8_to_int8_state_dict(ours) is ours
-    with pytest.raises(CheckpointError, match="is of a model that torch quantized"):
-        convert_qint8_to_int8_state_dict({"up.weight": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)})
 
 
 def test_a_layer_is_drawn_as_the_float_one_is_and_keeps_its_scales_in_any_dtype():
