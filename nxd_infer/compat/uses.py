@@ -102,9 +102,8 @@ class _Reader(ast.NodeVisitor):
 
     def assigned(self, scope: ast.AST) -> dict[str, str]:
         """Return the names of assignments such as ``layers = nxd.parallel_layers.layers``."""
-        found = [
-            (node.targets[0], self.meaning(node.value)) for node in ast.walk(scope) if isinstance(node, ast.Assign)
-        ]
+        nodes = [node for node in ast.walk(scope) if isinstance(node, ast.Assign)]
+        found = [(target, self.meaning(node.value)) for node in nodes for target in node.targets]
         return {target.id: name for target, name in found if name and isinstance(target, ast.Name)}
 
     def visit(self, node: ast.AST) -> None:
@@ -122,10 +121,8 @@ class _Reader(ast.NodeVisitor):
             super().visit(node)
 
     def visit_Try(self, node: Any) -> None:
-        caught = [
-            {one.id for one in ast.walk(handler.type or _ANY) if isinstance(one, ast.Name)} for handler in node.handlers
-        ]
-        guards = any(names & IMPORT_ERRORS for names in caught)
+        caught = [one for handler in node.handlers for one in ast.walk(handler.type or ast.Name("Exception"))]
+        guards = any(isinstance(one, ast.Name) and one.id in IMPORT_ERRORS for one in caught)
         self.guards += guards
         for child in node.body:
             self.visit(child)
@@ -150,9 +147,6 @@ class _Reader(ast.NodeVisitor):
             self.visit(node.func)
         for child in [*node.args, *node.keywords]:
             self.visit(child)
-
-
-_ANY = ast.Name("Exception")
 
 
 def _imports(node: ast.AST) -> Iterator[tuple[str, str, str]]:

@@ -13,8 +13,9 @@ Ranks capture what they hold: of a split tensor, a traced model returns the firs
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,20 +40,20 @@ class TensorCaptureConfig:
     """Also the tensors that the modules are given by position, as ``norm.inputs``."""
 
 
-@dataclass
 class _Capture:
-    most: int | None = 0
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    calls: dict[str, int] = field(default_factory=dict)
-    hooks: list[RemovableHandle] = field(default_factory=list)
+    def __init__(self, most: int | None = 0):
+        self.most = most
+        self.tensors: dict[str, Tensor] = {}
+        self.calls: Counter[str] = Counter()
+        self.hooks: list[RemovableHandle] = []
 
     def clear(self, *_: Any) -> None:
         self.tensors.clear()
         self.calls.clear()
 
     def add(self, name: str, value: Any) -> None:
-        call = self.calls.get(name, 0)
-        self.calls[name] = call + 1
+        call = self.calls[name]
+        self.calls[name] += 1
         for key, tensor in named_tensors(f"{name}@{call}" if call else name, value):
             if self.most is None or len(self.tensors) < self.most:
                 self.tensors[key] = tensor
@@ -119,7 +120,6 @@ def get_captured_tensors() -> list[Tensor]:
 
 
 def get_available_modules(model: nn.Module) -> list[str]:
-    """Return the names of all modules."""
     return [path for path, _ in model.named_modules() if path]
 
 

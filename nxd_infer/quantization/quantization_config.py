@@ -68,21 +68,20 @@ _NO_ACTIVATIONS = (None, "none", ActivationQuantizationType.NONE)
 
 
 def scheme(config: Mapping[str, Any] | None, dims: int) -> tuple[QuantizedDtype, tuple[int, ...]]:
-    """Return what a ``q_config`` says of a weight with ``dims`` dimensions: its dtype, and the dimensions that have a
-    scale for each index, none if there is one scale.
+    """Return the dtype of a weight with ``dims`` dimensions, and those that have a scale for each index, none for one
+    scale in all.
 
-    Types may be given by their values and dtypes as torch's. A linear layer has no experts: what is expert-wise has a
-    scale for each of its outputs. Raises ParallelConfigError for what is not known.
+    Members may be given by their values, and a dtype as torch's. A linear layer has no experts: by expert is by output.
+    Raises ParallelConfigError for what is not known.
     """
     rest = {**get_default_custom_qconfig_dict(), **(config or {})}
     kind, dtype, axis = (rest.pop(key, None) for key in PER_CHANNEL_QCONFIG_DICT_TYPE.__annotations__)
     kind, dtype = _TYPES.get(kind, kind), _DTYPES.get(dtype, dtype)
-    if rest.pop("activation_quantization_type", None) not in _NO_ACTIVATIONS or any(rest.values()):
-        raise ParallelConfigError(f"q_config has {config}: of that, only the keys of its defaults are supported")
-    if not isinstance(kind, QuantizationType) or not isinstance(dtype, QuantizedDtype):
+    rest["activations"] = rest.pop("activation_quantization_type", None) not in _NO_ACTIVATIONS
+    if any(rest.values()) or not isinstance(kind, QuantizationType) or not isinstance(dtype, QuantizedDtype):
         raise ParallelConfigError(
-            f"q_config has quantization_type={kind!r} and quantized_dtype={dtype!r}: take members of QuantizationType "
-            "and QuantizedDtype"
+            f"q_config is {config}: take a member of QuantizationType and one of QuantizedDtype, and leave out what "
+            "the defaults do not have"
         )
     if kind is QuantizationType.PER_TENSOR_SYMMETRIC:
         return dtype, ()
