@@ -106,6 +106,7 @@ def config_of(loaded: Loaded, model_dir: Path) -> dict[str, Any]:
     return {
         "tensor_parallel_size": strategy.tensor_model_parallel_size,
         "pipeline_parallel_size": strategy.pipeline_model_parallel_size,
+        "expert_parallel_size": strategy.expert_model_parallel_size,
         "pipeline_config": pipeline_options(recipe) if pipelined else None,
         "optimizer_config": optimizer,
         "activation_checkpoint_config": _recomputed(loaded, model_dir),

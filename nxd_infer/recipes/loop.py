@@ -21,7 +21,7 @@ from nxd_infer import comm
 from nxd_infer.comm.texts import gather_texts
 from nxd_infer.context import current_context
 from nxd_infer.modules.lora import LoRAModel
-from nxd_infer.parallel_layers.grads import Share, counted_spans, total_norm
+from nxd_infer.parallel_layers.grads import Share, counted_spans, is_expert_parallel, total_norm
 from nxd_infer.recipes import experiment
 from nxd_infer.recipes.batches import Batches, sizes_of
 from nxd_infer.recipes.checks import require_trainable
@@ -291,7 +291,10 @@ class Training:
 
     def parameter_norm(self) -> Tensor:
         """Return the 2-norm of all parameters. Every rank calls it."""
-        shares = [Share(param.detach(), counted_spans(param)) for param in self.job.model.parameters()]
+        shares = [
+            Share(param.detach(), counted_spans(param), "ep" if is_expert_parallel(param) else None)
+            for param in self.job.model.parameters()
+        ]
         return total_norm(shares, 2.0, self.context)
 
     # --- validation -------------------------------------------------------------------------------------

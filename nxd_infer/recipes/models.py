@@ -19,7 +19,7 @@ from nxd_infer.hugging_face.gguf_file import model_directory
 from nxd_infer.modules.lora import LoraConfig
 from nxd_infer.recipes.logs import missing_packages
 from nxd_infer.recipes.recipe import Loaded
-from nxd_infer.recipes.schema import Model, Peft, Recipe
+from nxd_infer.recipes.schema import Model, Moe, Peft, Recipe
 from nxd_infer.util.devices import has_accelerator
 from nxd_infer.util.machine import computes_bfloat16
 from nxd_infer.util.options import declared
@@ -37,6 +37,15 @@ TRAINED = {
     "transformer_block_type": ("pre_ln",),
 }
 """What a model without a ``config.json`` may have, and other names of it."""
+OF_EXPERTS = {
+    "capacity_factor": (0.0,),
+    "frequency": (1,),
+    "dropout": (0.0,),
+    "routing_algorithm": ("top_k", "topk"),
+    "router_activation": ("softmax",),
+    "normalize_top_k_affinities": (True,),
+}
+"""What a mixture of experts may have, the first by default."""
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Layers that NxD Training joins, and what they are here; adapters name them."""
 
@@ -77,8 +86,15 @@ def raw_config(loaded: Loaded, vocab_size: int | None = None) -> dict[str, Any]:
         raw["max_position_embeddings"] = recipe.seq_length
         raw["intermediate_size"] = 4 * (model.hidden_size or 0)
         raw["hidden_act"] = "silu"
+        if model.moe is not None:
+            raw |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+            raw["num_key_value_heads"] = model.num_attention_heads
     if model.has_bias is not None:
         raw["attention_bias"] = raw["mlp_bias"] = model.has_bias
+    if model.moe is not None:
+        raw["num_experts" if "num_experts" in raw else "num_local_experts"] = model.moe.num_experts
+        raw["num_experts_per_tok"] = model.moe.top_k
+        raw |= {one.field: getattr(model.moe, name) for name, one in declared(Moe).items() if one.field}
     for name, one in declared(Model).items():
         if one.field and (value := getattr(model, name)) is not None:
             own = OWN_NAMES.get(one.field)
@@ -190,10 +206,11 @@ def obstacles(loaded: Loaded) -> list[str]:
     """Return why a valid recipe cannot be trained here, as sentences with the key and its line; none if it can."""
     recipe, model, strategy = loaded.recipe, loaded.recipe.model, loaded.recipe.distributed_strategy
     found: dict[str, str] = {}
-    if model.moe is not None:
-        found["model.moe"] = "experts are not trained here"
-    elif untrainable := _untrainable(loaded):
+    if untrainable := _untrainable(loaded):
         found["model.model_config"] = untrainable
+    for name, trained in OF_EXPERTS.items() if model.moe is not None else ():
+        if getattr(model.moe, name) not in trained:
+            found[f"model.moe.{name}"] = f"only experts with {trained[0]} are trained here"
     if strategy.context_parallel_size > 1:
         instead = "use tensor_model_parallel_size with sequence_parallel"
         found["distributed_strategy.context_parallel_size"] = f"sequences are not split among ranks here: {instead}"

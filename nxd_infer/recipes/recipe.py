@@ -164,8 +164,12 @@ def _rates(recipe: Recipe, tree: Tree) -> None:
 def _experts(recipe: Recipe, tree: Tree) -> None:
     moe, experts = recipe.model.moe, recipe.distributed_strategy.expert_model_parallel_size
     ranks, capacity = "distributed_strategy.expert_model_parallel_size", "model.moe.capacity_factor"
+    if recipe.data_parallel_size % experts:
+        close = nearest_divisor(recipe.data_parallel_size, experts)
+        problem = f"does not divide the {recipe.data_parallel_size} data parallel ranks"
+        raise tree.error(ranks, f"= {experts} {problem}; the nearest is {close}")
     if moe is None:
-        if experts > 1:
+        if experts > 1 and recipe.model.model_config is None:
             raise tree.error(ranks, f"= {experts} needs a section model.moe; without it the nearest is 1")
         return
     if moe.dropless and moe.capacity_factor:

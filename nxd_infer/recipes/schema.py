@@ -17,7 +17,7 @@ LAUNCH = "it belongs to Lightning's trainer, and this loop has no use for it"
 FILES = "checkpoints are safetensors, written rank by rank, in any case"
 KERNELS = "it chooses kernels of Trainium; the ones here compute the same"
 OFF = "models are trained without it here"
-EXPERTS = "experts are not trained here"
+EXPERTS = "it follows from the other keys, or changes nothing where experts take every token"
 MEGATRON = "indexed files are read by their index alone"
 
 PRECISIONS = (
@@ -352,13 +352,16 @@ class Moe:
         0.0, "tokens an expert takes, over an equal share; 0.0 with dropless", float, minimum=0
     )
     dropless: bool = key(True, "experts take every token", bool)
-    UNUSED = {
-        EXPERTS: (
-            "frequency dropout routing_algorithm output_router_logits router_aux_loss_coef "
-            "normalize_top_k_affinities router_activation sinkhorn_iterations sinkhorn_tol "
-            "token_shuffle_group_size"
-        )
-    }
+    output_router_logits: bool = key(True, "add the load balancing loss", bool, field="output_router_logits")
+    router_aux_loss_coef: float = key(
+        0.02, "factor of the load balancing loss", float, minimum=0, field="router_aux_loss_coef"
+    )
+    frequency: int = key(1, "layers from one with experts to the next", int, minimum=1)
+    dropout: float = key(0.0, "share of the experts' outputs that is dropped", float, minimum=0, maximum=1)
+    routing_algorithm: str = key("top_k", "how experts are chosen")
+    router_activation: str = key("softmax", "what makes weights of the router's logits")
+    normalize_top_k_affinities: bool = key(True, "the weights of a token's experts sum to 1", bool)
+    UNUSED = {EXPERTS: "sinkhorn_iterations sinkhorn_tol token_shuffle_group_size"}
 
 
 @dataclass(kw_only=True)

@@ -50,6 +50,24 @@ def test_two_ranks_train_as_one(expected, overrides, degrees):
     assert found[1] == found[0]
 
 
+def test_experts_train_on_ranks_that_share_them_as_on_one(folder):
+    """Without a config.json the recipe is of a Mixtral; with one its keys replace the file's."""
+    sizes = "num_layers: 2, hidden_size: 32, num_attention_heads: 2, ffn_hidden_size: 48"
+    moe = "moe: {num_experts: 4, top_k: 2, router_aux_loss_coef: 0.5}"
+    more = f"model: {{{sizes}, vocab_size: 264, {moe}, optim: {{lr: 1e-3, sched: {{warmup_steps: 1}}}}}}\n" + SFT
+    files = []
+    for devices in (1, 2):
+        files.append(write(folder, devices, ""))
+        text = files[-1].read_text()
+        files[-1].write_text(text[: text.index("model:\n")] + more + text[text.index("precision:") :])
+    tokenizer = ["data.tokenizer={type: trained, vocab_size: 264}"]
+    losses = alone(files[0], tokenizer)
+    assert losses[0] > math.log(264) + 0.9, "the load balancing loss of two of four experts is at least two"
+    shared = [*tokenizer, "distributed_strategy.expert_model_parallel_size=2"]
+    found = run_ranks(losses_on_a_rank, 2, str(files[1]), shared, STEPS, tp=1, ep=2)
+    assert found[0] == pytest.approx(losses, rel=2e-5)
+
+
 def test_dpo_trains_as_on_one_rank(folder):
     """The reference is the model that the training begins with, whatever rank says which pair's probability."""
     rows = [{"prompt": f"{n}? ", "chosen": f"{n}" * (1 + n % 4), "rejected": f"{n + 1}"} for n in range(17)]

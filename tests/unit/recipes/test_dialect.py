@@ -100,11 +100,16 @@ def test_a_trained_model_is_served_by_the_recipes_name():
 
 
 def test_what_cannot_be_trained_here_is_said():
+    dropping = ("model.moe.capacity_factor=1.2", "model.moe.dropless=false")
     sequences = ("distributed_strategy.context_parallel_size=4", "distributed_strategy.tensor_model_parallel_size=8")
-    for name, more, word in (("gpt", (), "rope"), ("mixtral", (), "experts"), ("llama3_8b", sequences, "sequences")):
+    for name, more, word in (
+        ("gpt", (), "rope"),
+        ("mixtral", dropping, "experts"),
+        ("llama3_8b", sequences, "sequences"),
+    ):
         found = obstacles(loaded(name, *more))
         assert any(word in one and re.search(r"(\.yaml:\d+|command line): ", one) for one in found), found
-    assert not any(obstacles(loaded(name)) for name in ("lora", "dpo", "llama_70b"))
+    assert not any(obstacles(loaded(name)) for name in ("lora", "dpo", "llama_70b", "mixtral"))
 
 
 def test_its_plan_counts_the_adapters():

@@ -266,7 +266,7 @@ def test_data_that_does_not_fit_is_refused(folder):
         (["data.global_batch_size=400", "data.micro_batch_size=400"], "rows of 48 tokens; the nearest is"),
         (["data.seq_length=512"], "the nearest is 256"),
         (["model.vocab_size=64"], "less than the tokenizer's"),
-        (["model.moe.top_k=1"], "experts are not trained here"),
+        (["model.moe={capacity_factor: 1.0, dropless: false}"], "only experts with 0.0 are trained here"),
     ):
         with pytest.raises(RecipeError, match=message), use_context(make_context()):
             train(load(write(folder), overrides))
