@@ -36,11 +36,17 @@ class NxDModel(nn.Module):
         world_size: int | None = None,
         start_rank: int | None = None,
         local_ranks_size: int | None = None,
+        state_initializer: None = None,
+        layout_transformer: None = None,
         *,
         model: TensorParallelModel | None = None,
     ):
         super().__init__()
         _require_all(start_rank)
+        if state_initializer is not None or layout_transformer is not None:
+            raise TraceConfigError(
+                "states start as traced, and weights are packed as they load: leave both objects out"
+            )
         self._shapes: list[Shape] = []
         self._model, self._sizes = model, {None, world_size, local_ranks_size}
         if model is not None:
@@ -107,10 +113,15 @@ class NxDModel(nn.Module):
         bare = isinstance(result, list | tuple) and len(result) == 1 and self.model.buckets[0].metadata.get("bare")
         return result[0] if bare else result
 
+    @functools.cached_property
+    def _alike(self) -> bool:
+        shapes = {tuple((spec.dtype, *spec.shape) for spec in bucket.inputs) for bucket in self.model.buckets}
+        return len(shapes) < len(self.model.buckets) and self.model.artifact.bucket_kernel_file is None
+
     def _takers(self, inputs: Sequence[Tensor], named: Mapping[str, Tensor]) -> list[str]:
-        """Return the shapes of exactly these inputs; none if the artifact has a rule that chooses."""
+        """Return the shapes of exactly these inputs, if some are alike and the artifact has no rule that chooses."""
         takers = []
-        for bucket in () if self.model.artifact.bucket_kernel_file else self.model.buckets:
+        for bucket in self.model.buckets if self._alike else ():
             try:
                 given = bind(bucket, inputs, named)
             except InputMismatchError:

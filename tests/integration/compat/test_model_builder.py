@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -205,6 +206,28 @@ def test_a_router_chooses_key_and_shape_before_and_after_saving(tmp_path):
     assert model(x).tolist() == [1, 2, 3] and model(-x).tolist() == [-2, -4, -6]
     model = scaled(by_sign_and_rank).trace()
     assert model(x).tolist() == [1, 2, 3] and model(x[None]).tolist() == [[2, 4, 6]]
+
+
+@torch.jit.script
+def pad(inputs: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    length = inputs[0].shape[0]
+    number = 0 if length <= 3 else 1
+    return [F.pad(one, [0, 3 * (number + 1) - length]) for one in inputs], torch.tensor([number])
+
+
+class Total(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight[0] * self.factor).sum()
+
+
+def test_a_bucket_kernel_pads_and_chooses_among_the_shapes_of_its_key():
+    builder = ModelBuilder(None, 1, lambda: {"weight": torch.full((3,), 2.0)})
+    examples, config = [(torch.ones(3),), (torch.ones(6),)], BucketModelConfig(lambda: pad)
+    model = builder.add("a", BaseModelInstance(lambda: Total(1.0)), examples, bucket_config=config).trace()
+    assert [model(torch.ones(length)).item() for length in (2, 3, 5)] == [4, 6, 10]
+    builder.add("b", BaseModelInstance(lambda: Total(1.0)), examples[:1])
+    with pytest.raises(TraceConfigError, match="there is a router or another key"):
+        builder.trace()
 
 
 def test_without_a_router_the_shape_decides_and_a_name_where_it_cannot(monkeypatch):
