@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -40,3 +42,27 @@ def test_what_does_not_fit_is_refused(library: Any) -> None:
         with pytest.raises(RuntimeError, match="packed_experts"):
             multiply(*bad)
     assert multiply(x[:0], packed.pack(weight), ids[:0]).shape == (0, 8)
+
+
+UNREADABLE = """
+import ctypes, mmap, torch
+from nxd_infer import native
+from nxd_infer.ops import packed
+memory = mmap.mmap(-1, 4 * 32 * 1024 * 4)
+weight = torch.frombuffer(memory, dtype=torch.float32).view(4, 32, 1024)
+weight.copy_(packed.pack(torch.randn(4, 32, 1024)))
+def allow(expert, access):
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(weight[expert].data_ptr()), weight[expert].nbytes, access) == 0
+multiply, x = native.load().op("packed_experts"), torch.randn(9, 1024)
+experts = torch.tensor([2, 0, -1, 2, 2, 0, 4, 0, 2])
+expected = multiply(x, weight, experts)
+for expert in (1, 3):
+    allow(expert, 0)
+print(torch.equal(multiply(x, weight, experts), expected))
+"""
+
+
+def test_the_matrix_of_an_expert_without_rows_is_not_read() -> None:
+    """An access would end the process: nothing may read its memory."""
+    done = subprocess.run([sys.executable, "-c", UNREADABLE], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr[-2000:]
