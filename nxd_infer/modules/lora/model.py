@@ -511,6 +511,7 @@ DEFAULT_TARGETS = {
     "mixtral": ("q_proj", "v_proj"),
     "qwen2": ("q_proj", "v_proj"),
     "qwen3": ("q_proj", "v_proj"),
+    "qwen3_moe": ("q_proj", "v_proj"),
     "roberta": ("query", "value"),
 }
 """Default ``target_modules`` by ``model.config.model_type``: the projections that PEFT adapts."""
