@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from nxd_infer import native
-from nxd_infer.comm.distributed import DistributedCollectives, leave_at_exit
-from nxd_infer.comm.launched import join_launched_world, launched_world
+from nxd_infer.comm.distributed import DistributedCollectives, leave_at_exit, new_group
+from nxd_infer.comm.launched import join_launched_world, launched_world, refuse_lonely_xla
 from nxd_infer.comm.protocol import collectives_of, register_collectives, unregister_collectives
 from nxd_infer.context import (
     AXES,
@@ -176,6 +176,7 @@ def initialize_model_parallel(
         return None
     if not mesh_only and current is None:
         join_launched_world(timeout)
+        refuse_lonely_xla()
     world, rank = (dist.get_world_size(), dist.get_rank()) if group_exists() else (launched_world(), 0)
     if world == 1 and not group_exists() and any(isinstance(size, int) and size > 1 for size in sizes):
         raise ParallelConfigError(
@@ -225,7 +226,7 @@ def _make_groups(layout: RankLayout, rank: int, timeout: float) -> dict[str, dis
         if layout.degree(axis) == 1:
             continue
         for ranks in layout.groups(axis):
-            group = dist.new_group(ranks, timeout=limit, group_desc=f"nxd_{axis}")
+            group = new_group(ranks, timeout=limit, group_desc=f"nxd_{axis}")
             if rank in ranks and group is not None:
                 own[axis] = group  # pyright: ignore[reportArgumentType]
     return own

@@ -18,9 +18,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,13 @@ def join_on_this_host(context: ParallelContext, file: str, timeout: float) -> Di
         timeout=datetime.timedelta(seconds=timeout),
     )
     return DistributedCollectives(context, {"tp": dist.distributed_c10d._get_default_group()}, timeout)
+
+
+def new_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup | int | None:
+    """Call ``dist.new_group()``: torch_xla's takes fewer options, but its own groups need it."""
+    if dist.get_backend() != "xla":
+        return dist.distributed_c10d.new_group(list(ranks), **options)
+    return dist.new_group(list(ranks), timeout=options.get("timeout"))
 
 
 class DistributedCollectives:
@@ -105,7 +112,7 @@ class DistributedCollectives:
         """Return the torch group of ``axis``; at degree 1, create a group of this rank alone."""
         group = self._groups.get(axis)
         if group is None:
-            group = cast(dist.ProcessGroup, dist.new_group([self._context.rank], use_local_synchronization=True))
+            group = cast(dist.ProcessGroup, new_group([self._context.rank], use_local_synchronization=True))
             self._groups[axis] = group
         return group
 

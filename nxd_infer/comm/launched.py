@@ -86,6 +86,21 @@ def refuse_configured_xla() -> None:
         )
 
 
+def refuse_lonely_xla() -> None:
+    """Raise NotInitializedError if torch_xla knows of fewer ranks than there are: each would train alone."""
+    if not group_exists() or dist.get_backend() != "xla":
+        return
+    import torch_xla.runtime  # pyright: ignore  # which has made the group
+
+    there, launched = torch_xla.runtime.world_size(), max(launched_world(), dist.get_world_size())
+    if there < launched:
+        raise NotInitializedError(
+            f"torch_xla's devices communicate among {there} of the {launched} ranks that were launched (on a CPU its "
+            'processes do not): start one process, call torch.distributed.init_process_group("gloo") instead, or use '
+            "an environment without torch_xla, in whose place nxd_infer.compat has one for all ranks"
+        )
+
+
 def refuse_xla_device(device: torch.device) -> None:
     """Raise ParallelConfigError if a Trainer's ``device`` is one of XLA's."""
     if device.type == "xla":

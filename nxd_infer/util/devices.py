@@ -32,6 +32,10 @@ def transport_device() -> torch.device:
     """Return the device whose memory the process group communicates."""
     if group_exists() and "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
+    if group_exists() and dist.get_backend() == "xla":
+        import torch_xla  # pyright: ignore  # which has made the group
+
+        return torch_xla.device()
     return HOST
 
 
