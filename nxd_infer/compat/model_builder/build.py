@@ -21,6 +21,7 @@ from nxd_infer.layout.sources import FirstOf
 from nxd_infer.parallel_layers.base import parameters_on_meta
 from nxd_infer.runtime.model import TensorParallelModel
 from nxd_infer.trace.api import parallel_model_trace, trace_plan
+from nxd_infer.trace.ranks.from_checkpoint import UntouchedZeros
 from nxd_infer.trace.request import BucketModelConfig
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ def trace_shapes(
 
 def modules_of(shapes: Sequence[Shape]) -> dict[str, Made]:
     """Return each key's module as the first rank has it; its parameters use no memory."""
-    with use_context(shapes[0].context), parameters_on_meta():
+    with use_context(shapes[0].context), parameters_on_meta(), UntouchedZeros():
         return {key: make() for key, make in {shape.key: shape.make for shape in reversed(shapes)}.items()}
 
 
