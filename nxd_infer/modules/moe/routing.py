@@ -194,6 +194,9 @@ class GroupLimitedRouter(RouterBase):
         weight = self.linear_router.weight
         self.register_buffer("e_score_correction_bias", torch.zeros_like(weight[:, 0], requires_grad=False))
 
+    def reset_parameters(self) -> None:
+        self.e_score_correction_bias.zero_()
+
     def choose(self, router_logits: Tensor) -> Tensor:
         scores = self.apply_activation_fn(router_logits.detach()) + self.e_score_correction_bias
         groups = scores.unflatten(1, (self.n_group, -1))
