@@ -130,6 +130,8 @@ def _notes(model_dir: Path, plan: TaskPlan, planned: trace.TracePlan, prompt_buc
     yield _whose_module(plan.metadata)
     if (why := plan.metadata.get("why_whole")) is not None:
         yield f"slow: each token reads the whole text anew, as no cache holds its state: {why} (verify compares them)"
+    if unused := plan.metadata.get("generation_without_effect"):
+        yield f"the model's generation_config.json has what requests do not get here: {', '.join(unused)}"
     if plan.metadata.get("encodes_prompts"):
         yield f"prompts are read whole, by the encoder, so there is a bucket for the longest, {longest} tokens"
     for length in prompt_buckets:

@@ -385,7 +385,13 @@ def _run_export(wrapper: _Traced, step: Step) -> torch.export.ExportedProgram:
                 return program
             # Decompositions put the called Python function's operators in, and must see those of all layers.
             wrapper.repeats = None
-            return torch.export.export(wrapper, args, strict=False).run_decompositions({})
+            program = torch.export.export(wrapper, args, strict=False).run_decompositions({})
+            if any("MUTATION" in spec.kind.name for spec in program.graph_signature.output_specs):
+                raise TraceError(
+                    f"{type(step.module).__name__} changes a state or an input, and calls a Python function that "
+                    "torch.export keeps as one (such as one made for an attention mask): do one of them outside of it"
+                )
+            return program
     except NxdError:
         raise
     except GuardOnDataDependentSymNode as error:

@@ -230,7 +230,7 @@ def _settings(tokenizer: Any) -> dict[str, Any]:
     special = tokenizer.special_tokens_map.items()
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **{name: getattr(tokenizer, name, None) for name in (*names, "padding_side")},
+        **{name: getattr(tokenizer, name, None) for name in (*names, "padding_side", "truncation_side")},
         **{name: str(one) if isinstance(one, str) else list(map(str, one)) for name, one in special},
     }
 

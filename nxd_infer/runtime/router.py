@@ -10,8 +10,9 @@ positions, so padding would silently change its results.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class Router:
         self.kernel = kernel
         self._by_size = sorted(range(len(self.buckets)), key=lambda i: (elements(self.buckets[i]), i))
 
-    def route(self, positional: Sequence[Tensor], named: Mapping[str, Tensor]) -> Route:
+    def route(self, positional: Sequence[Any], named: Mapping[str, Any]) -> Route:
         """Choose the bucket for a call. Raises InputMismatchError, or BucketError with the bucket table."""
         if self.kernel is not None:
             return self._route_by_kernel(positional, named)
@@ -104,7 +105,7 @@ class Router:
             shapes,
         )
 
-    def _route_by_kernel(self, positional: Sequence[Tensor], named: Mapping[str, Tensor]) -> Route:
+    def _route_by_kernel(self, positional: Sequence[Any], named: Mapping[str, Any]) -> Route:
         assert self.kernel is not None
         inputs = bind(self.buckets[0], positional, named, complete=False)
         check_tensors(inputs)
@@ -126,25 +127,43 @@ class Router:
 
 
 def bind(
-    bucket: BucketSpec, positional: Sequence[Tensor], named: Mapping[str, Tensor], *, complete: bool = True
+    bucket: BucketSpec, positional: Sequence[Any], named: Mapping[str, Any], *, complete: bool = True
 ) -> dict[str, Tensor]:
     """Return arguments by input name. Raises InputMismatchError for those that the bucket does not take, and if
-    they are to be ``complete`` for one that is missing and has no default."""
-    names = [spec.name for spec in bucket.inputs]
-    if len(positional) > len(names):
+    they are to be ``complete`` for one that is missing and has no default.
+
+    Tensors in lists and dictionaries are given as they were traced: that of ``past.0`` is the first of ``past``.
+    """
+    names = slots = [spec.name for spec in bucket.inputs]
+    nested = any(isinstance(value, (Mapping, list, tuple)) for value in (*positional, *named.values()))
+    if nested and any("." in name for name in names):
+        slots = list(dict.fromkeys(name.partition(".")[0] for name in names))
+    if len(positional) > len(slots):
         raise InputMismatchError(
             f"{len(positional)} inputs given, bucket {bucket.name!r} takes {len(names)}: {', '.join(names)}"
         )
-    inputs = dict(zip(names, positional, strict=False))
+    inputs: dict[str, Any] = dict(zip(slots, positional, strict=False))
     if twice := [name for name in named if name in inputs]:
         raise InputMismatchError(f"input {twice[0]!r} is given by position and by name")
     inputs.update(named)
+    if slots is not names:
+        inputs = dict(_leaves(inputs))
     if unknown := [name for name in inputs if name not in names]:
         raise InputMismatchError(f"there is no input {unknown[0]!r}; the inputs are {', '.join(names)}")
     missing = [spec.name for spec in bucket.inputs if spec.name not in inputs and spec.default is None]
     if complete and missing:
         raise InputMismatchError(f"input {missing[0]!r} is missing and has no default")
     return {name: inputs[name] for name in names if name in inputs}
+
+
+def _leaves(values: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, (list, tuple)):
+            value = dict(enumerate(value))
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
 
 
 def check_tensors(inputs: Mapping[str, object]) -> None:

@@ -10,6 +10,7 @@ SAMPLE = {
     "generate/deepseek_v3": "served",  # keys and values of different sizes; experts that files hold one by one
     "generate/gemma3_text": "served",  # layers with and without a window
     "generate/mamba": "slow",
+    "generate/falcon": "slow",  # with ALiBi, which transformers' eager attention adds twice
     "generate/bert": "served",  # as a decoder
     "classify/qwen3": "served",  # reads the last token that is not padding
     "classify/deberta-v2": "served",

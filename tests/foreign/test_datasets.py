@@ -91,7 +91,8 @@ LEARNT: dict[str, Rows] = {
     "tools": [{"messages": AGENT, "tools": TOOLS}],
     "tools_as_text": [{"messages": AGENT, "tools": json.dumps(TOOLS)}],
     "variables": [{"messages": [USER, ASSISTANT], "chat_template_kwargs": {"shout": True}}],
-    "prompt_completion": [{"prompt": "The sky", "completion": " is blue."}, {"prompt": "a ", "completion": "b"}],
+    "prompt_completion": [{"prompt": "The sky", "completion": " is blue."}, {"prompt": "a ", "completion": "b"},
+                          {"prompt": " is", "completion": "er"}],  # whose tokens are others, of the prompt too
     "prompt_completion_messages": [{"prompt": [USER], "completion": [ASSISTANT]},
                                    {"prompt": [USER, OTHER, USER], "completion": [ASSISTANT]}],
     "prompt_completion_tools": [{"prompt": [USER], "completion": [CALL, RESULT, ASSISTANT], "tools": TOOLS}],
@@ -113,7 +114,8 @@ def test_what_is_learnt_is_what_trl_learns(folder, tmp_path, name, template):
 
 
 PREFERRED: dict[str, Rows] = {
-    "explicit": [{"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}],
+    "explicit": [{"prompt": "The sky is", "chosen": " blue.", "rejected": " green."},
+                 {"prompt": "The sky ", "chosen": "is", "rejected": "was"}],  # merges the space in one answer
     "implicit": [{"chosen": "The sky is blue.", "rejected": "The sky is green."}],
     "explicit_messages": [{"prompt": [USER], "chosen": [ASSISTANT], "rejected": [OTHER]}],
     "implicit_messages": [{"chosen": [SYSTEM, USER, ASSISTANT], "rejected": [SYSTEM, USER, OTHER]}],
@@ -146,6 +148,12 @@ PUBLIC: dict[str, tuple[Rows, Rows]] = {
                        {"role": "assistant", "content": "a"}]}],
     ),
     "conversations": ([{"conversations": [USER, ASSISTANT]}], [{"messages": [USER, ASSISTANT]}]),
+    "system": (
+        [{"system": "s", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+         {"system": "", "conversations": [USER, ASSISTANT]}],
+        [{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"},
+                       {"role": "assistant", "content": "a"}]}, {"messages": [USER, ASSISTANT]}],
+    ),
     "no tools": ([{"messages": [USER, ASSISTANT], "tools": ""}], [{"messages": [USER, ASSISTANT], "tools": None}]),
     "alpaca": (
         [{"instruction": "Add.", "input": "1 2", "output": "3"}, {"instruction": "Sing.", "input": "", "output": "La"}],
@@ -217,6 +225,7 @@ REFUSED = [
     ({"instruction": "i", "context": "c", "output": "o"}, {}, "has context beside instruction and output"),
     ({"instruction": "i", "output": "o", "history": [["a", "b"]]}, {}, "has history beside instruction and output"),
     ({"prompt": "q", "completion": "a", "tools": TOOLS}, {}, "has tools, but its prompt and answer are no lists"),
+    ({"system": "s", "conversations": [SYSTEM, USER, ASSISTANT]}, {}, "a column system, and a first message that is"),
     ({"conversations": [{"from": "observation", "value": "x"}]}, {}, "a message is from 'observation'; known are"),
     ({"conversations": [{"from": "gpt", "value": "x", "weight": 0}]}, {}, "has weight, which the tokenizer's"),
     ({"messages": [USER, {**ASSISTANT, "reasoning_content": "hm"}]}, {}, "has reasoning_content, which the"),
@@ -451,3 +460,21 @@ def test_texts_of_a_folder_are_a_record_each(tmp_path):
     for name in ("1.txt", "2.md"):
         (tmp_path / name).write_text(f"{name}\n\nand more\n")
     assert list(records(tmp_path)) == [{"text": "1.txt\n\nand more\n"}, {"text": "2.md\n\nand more\n"}]
+
+
+def test_names_of_texts_say_a_split_as_those_of_other_files_do(tmp_path):
+    for name in ("train.txt", "test.txt", "README.txt"):
+        (tmp_path / name).write_text(name)
+    with pytest.raises(RecipeError, match=r"that of .*README.txt does not"):
+        list(records(tmp_path))
+    (tmp_path / "README.txt").unlink()
+    assert list(records(tmp_path)) == [{"text": "train.txt"}]
+    assert list(records(tmp_path, "test")) == [{"text": "test.txt"}]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.zst", "x.jsonl.lz4"])
+def test_what_reads_a_compressed_file_is_named_if_it_is_not_there(tmp_path, name, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (tmp_path / name).write_bytes(b"\x28\xb5\x2f\xfd")
+    with pytest.raises(RecipeError, match=r"pip install (zstandard|lz4)"):
+        list(records(tmp_path / name))

@@ -159,6 +159,17 @@ def test_special_tokens_in_a_text_are_tokens_unless_the_configuration_splits_the
     assert (len(read_canonical(tmp_path).encode("</s>", add_special_tokens=False)) > 1) == split
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_text_is_cut_on_the_side_that_the_configuration_says(tmp_path, side):
+    wordpiece().raw.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "BertTokenizer", "truncation_side": side}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), read_canonical(tmp_path)
+    for pair in (None, "the dog"):
+        expected = theirs("the quick fox", pair, truncation=True, max_length=5)
+        assert ours.encode_with_types("the quick fox", pair, most=5)[0] == expected["input_ids"]
+
+
 def test_berts_vocabulary_alone_has_its_markers_and_types(tmp_path):
     vocabulary = sorted(wordpiece().raw.get_vocab().items(), key=lambda item: item[1])
     (tmp_path / "vocab.txt").write_text("\n".join(token for token, _ in vocabulary))

@@ -52,6 +52,7 @@ OWN: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "bamba": {"attn_layer_indices": [1]},
     "mamba2": {"num_heads": 8},
+    "falcon": {"alibi": True},
     "recurrent_gemma": {"num_hidden_layers": 3},
 }
 """By model type, what the generic sizes do not fit."""

@@ -21,14 +21,12 @@ from nxd_models.generic import attention
 from nxd_models.generic.config import library, transformers_config
 
 
-def parallel_model(
-    kind: str, raw: Mapping[str, Any], dtype: torch.dtype, *, cached: bool = False, eager: bool = False, **own: Any
-) -> Any:
+def parallel_model(kind: str, raw: Mapping[str, Any], dtype: torch.dtype, *, cached: bool = False, **own: Any) -> Any:
     """Return transformers' ``kind`` (such as ``AutoModelForCausalLM``) for ``raw``: this rank's part of it.
 
-    ``cached``: its attention is :mod:`nxd_models.generic.attention`; ``eager``: transformers' own of this name, which
-    leaves nothing out; else transformers' choice. ``own``: arguments that its class may take. Built on the meta device
-    it has no weights, but buffers, which no checkpoint has, have values.
+    ``cached``: its attention is :mod:`nxd_models.generic.attention`; else transformers' choice, as what it calls eager
+    can differ (Falcon's adds ALiBi twice). ``own``: arguments that its class may take. Built on the meta device it has
+    no weights, but buffers, which no checkpoint has, have values.
 
     Raises ModelConfigError for several ranks if the model type has no tensor-parallel plan.
     """
@@ -38,7 +36,7 @@ def parallel_model(
         raise ModelConfigError(f"{plan_registry.unknown_type(config.model_type)}; without one, trace it for one rank")
     on_meta = torch.empty(0).is_meta
     with real_cpu_tensors(), parameters_on_meta() if on_meta else contextlib.nullcontext():
-        model = instance(kind, config, dtype, cached=cached, eager=eager, **own)
+        model = instance(kind, config, dtype, cached=cached, **own)
     if not planned:
         return model
     plan = plan_registry.plan_for(config)
@@ -48,9 +46,7 @@ def parallel_model(
     return apply_plan(model, plan)
 
 
-def instance(
-    kind: str, config: Any, dtype: torch.dtype, *, cached: bool = False, eager: bool = False, **own: Any
-) -> Any:
+def instance(kind: str, config: Any, dtype: torch.dtype, *, cached: bool = False, **own: Any) -> Any:
     """Return transformers' whole model, newly initialized; see :func:`parallel_model`.
 
     Experts are computed in the one way of transformers whose shapes do not depend on which of them are chosen.
@@ -58,7 +54,7 @@ def instance(
     auto = getattr(library(), kind)
     known = inspect.signature(auto._model_mapping[type(config)]).parameters
     own = {name: value for name, value in own.items() if name in known}
-    own |= {"attn_implementation": "eager"} if cached or eager else {}
+    own |= {"attn_implementation": "eager"} if cached else {}
     model = auto.from_config(config, dtype=dtype, **own).eval()
     if getattr(model, "_can_set_experts_implementation", bool)():
         model.set_experts_implementation("batched_mm")

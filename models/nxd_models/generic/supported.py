@@ -61,8 +61,11 @@ def read_config(raw: Mapping[str, Any], origin: str, *, embeds: bool = False) ->
     if not embeds and set(file.architectures).intersection(architectures_for("generate", file.model_type)):
         if getattr(config, "is_decoder", None) is False and _may_encode(file.model_type):
             raise file.error("is_decoder", _NOT_CAUSAL)
-        if getattr(config.get_text_config(decoder=True), "is_causal", None) is False:
+        text = config.get_text_config(decoder=True)
+        if getattr(text, "is_causal", None) is False:
             raise file.error("is_causal", _NOT_CAUSAL)
+        if getattr(text, "use_bidirectional_attention", None) in (True, "all"):  # Gemma 3 and 4; "vision": of images
+            raise file.error("use_bidirectional_attention", _NOT_CAUSAL)
         return _decoder(config, file, raw, origin)
     return _encoder(config, file, raw)
 

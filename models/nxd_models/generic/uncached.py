@@ -24,7 +24,7 @@ class UncachedLM(nn.Module):
     def __init__(self, config: GenericDecoderConfig, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.config = config
-        model = parallel_model("AutoModelForCausalLM", config.raw, dtype, eager=True)
+        model = parallel_model("AutoModelForCausalLM", config.raw, dtype)
         adopt(self, model)
         self.parts = (model,)  # in a tuple, because its modules are registered already
 

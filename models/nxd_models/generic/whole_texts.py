@@ -23,7 +23,7 @@ class WholeTexts(nn.Module):
         self, config: GenericDecoderConfig, dtype: torch.dtype = torch.float32, *, draft_tokens: int = 0, **_: Any
     ):
         super().__init__()
-        model = parallel_model("AutoModelForCausalLM", config.raw, dtype, eager=True)
+        model = parallel_model("AutoModelForCausalLM", config.raw, dtype)
         adopt(self, model)
         self.parts = (model,)  # in a tuple, because its modules are registered already
         self.draft_tokens = draft_tokens

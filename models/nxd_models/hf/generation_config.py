@@ -14,6 +14,15 @@ from nxd_models.spec import DecoderConfig
 OWN = {name: field for name, field in SAMPLER_FIELDS.items() if field.model_may_set}
 """The sampling parameters that a model's file may set."""
 
+_UNREAD = """
+bad_words_ids begin_suppress_tokens diversity_penalty dola_layers encoder_no_repeat_ngram_size
+encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty forced_bos_token_id
+forced_eos_token_id guidance_scale max_new_tokens min_length min_new_tokens no_repeat_ngram_size num_beams
+num_return_sequences penalty_alpha sequence_bias stop_strings suppress_tokens top_h typical_p watermarking_config
+"""
+_OFF_AT_1 = ("encoder_repetition_penalty", "guidance_scale", "num_beams", "num_return_sequences", "top_h", "typical_p")
+"""Fields that transformers' generate reads and a server does not; of some, 1 has no effect."""
+
 
 def _sampler_fields() -> dict[str, Any]:
     """Return the sampler's numbers as fields of the file, with the limits of a request."""
@@ -48,3 +57,10 @@ class GenerationConfig(create_model("SamplerDefaults", __base__=SpecialTokens, *
         if not self.do_sample:
             found["temperature"] = 0.0
         return found
+
+    def without_effect(self) -> list[str]:
+        """Return what the file asks of transformers' generate that no request here gets, as "name = value"."""
+        given = {name: self._raw.get(name) for name in _UNREAD.split()}
+        return [
+            f"{name} = {value!r}" for name, value in given.items() if value and (value != 1 or name not in _OFF_AT_1)
+        ]

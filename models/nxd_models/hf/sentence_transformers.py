@@ -44,6 +44,7 @@ def embeds(model_dir: Path) -> bool:
 class _Settings(ConfigFile):
     max_seq_length: Count | None = None
     do_lower_case: Flag | None = None
+    modality_config: dict[str, Any] | None = None
 
 
 class _Dense(ConfigFile):
@@ -160,6 +161,12 @@ def _settings(model_dir: Path) -> _Settings | None:
     found = _Settings.read(read_json(file), str(file))
     for name in ("processing_kwargs", "query_length", "document_length", "query_expansion"):
         found.refuse(name, "not supported: texts would be read in another way")
+    if "message" in (found.modality_config or {}):
+        raise found.error(
+            "modality_config",
+            "sentence-transformers puts each text into the chat template, which is not supported: remove the entry "
+            "message if texts are to be embedded as they are, and compare",
+        )
     return found
 
 

@@ -155,6 +155,7 @@ def _plan_generate(directory: ModelDirectory, options: TaskOptions) -> TaskPlan:
         "top_logprobs": TOP_LOGPROBS,
         "bias_slots": bias_slots,
         **({"encodes_prompts": True} if whole else {}),
+        **({"generation_without_effect": unused} if (unused := file.without_effect()) else {}),
         **({} if lora is None else {"lora": lora.metadata()}),
         **({"speculate": speculate} if speculate else {}),
     }

@@ -22,7 +22,7 @@ CHAT = ("tools", "chat_template_kwargs")
 FORMS = {
     ("input_ids",): ("labels", "attention_mask", "completion_mask", "assistant_masks"),
     ("messages",): CHAT,
-    ("conversations",): CHAT,
+    ("conversations",): ("system", *CHAT),
     ("prompt", "completion"): CHAT,
     ("instruction", "output"): ("input",),
     ("input", "output"): (),
@@ -94,13 +94,21 @@ class Encoder:
             yield self._cut(self._text("", columns["text"]))
         elif form == ("chosen", "rejected"):
             prompt, *answers = _preference(columns)
-            for name, answer in zip(("chosen", "rejected"), answers, strict=True):
-                example = self._cut_answer(self._answer(prompt, answer, columns))
+            examples = [self._answer(prompt, answer, columns) for answer in answers]
+            if isinstance(prompt, str):  # both count from where the tokens of one are no longer the prompt's
+                start = min([*one.counts, True].index(True) for one in examples)
+                examples = [Example(one.ids, [place >= start for place in range(len(one.ids))]) for one in examples]
+            for name, example in zip(("chosen", "rejected"), map(self._cut_answer, examples), strict=True):
                 if not any(example.counts[1:]):  # the mean over its tokens is not a number
                     raise RecipeError(f": {name} has no token that counts")
                 yield example
         elif form in (("messages",), ("conversations",)):
-            yield self._cut(self._chat(self._messages(columns[form[0]], form[0]), columns))
+            messages = self._messages(columns[form[0]], form[0])
+            if system := columns.get("system"):  # ShareGPT's place for it, beside its own roles
+                if messages and messages[0].get("role") == "system":
+                    raise RecipeError(" has a column system, and a first message that is from system")
+                messages = [{"role": "system", "content": check_text(system, "system")}, *messages]
+            yield self._cut(self._chat(messages, columns))
         elif form == ("instruction", "output"):
             yield self._cut(self._alpaca(columns["instruction"], columns.get("input", ""), columns["output"]))
         else:
@@ -155,8 +163,8 @@ class Encoder:
         encoding = tokenizer.raw.encode(prompt + completion)
         ids, counts = list(encoding.ids), [True] * len(encoding.ids)
         if self.mask_prompt and prompt:  # a token of the end of the prompt and the start of the answer counts
-            special = zip(encoding.special_tokens_mask, encoding.offsets, strict=True)
-            counts = [end > len(prompt) and not mark for mark, (_, end) in special]
+            same = _alike(tokenizer.raw.encode(prompt).ids, ids)
+            counts = [place >= same for place in range(len(ids))]
         end = tokenizer.eos_token_id
         if end is not None and ids[-1:] != [end]:
             ids, counts = [*ids, end], [*counts, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import importlib.util
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +24,8 @@ KINDS = {
 }
 """The reader of ``datasets`` for each kind of file."""
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
+PACKAGES = {".zst": "zstandard", ".lz4": "lz4"}
+"""What reads those that Python does not."""
 ABOUT = ("readme", "license", "licence", "notice", "changelog")
 """Texts of these names in a folder are about its data."""
 SAVED = ("state.json", "dataset_dict.json")
@@ -70,7 +73,10 @@ def records(path: Path, split: str | None = None, subset: str | None = None, usu
     except (RecipeError, MissingPackageError):
         raise
     except Exception as error:  # whatever the reader of this kind raises
-        raise RecipeError(f"data: {path} cannot be read: {' '.join(str(error).split()) or repr(error)}") from error
+        why = " ".join(str(error).split()) or repr(error)
+        if (package := PACKAGES.get(path.suffix)) and importlib.util.find_spec(package) is None:
+            why += f": pip install {package}"
+        raise RecipeError(f"data: {path} cannot be read: {why}") from error
 
 
 def _read(path: Path, split: str | None, subset: str | None, usual: str) -> Iterator[Record]:
@@ -97,12 +103,27 @@ def _read(path: Path, split: str | None, subset: str | None, usual: str) -> Iter
                 more["sample_by"] = "document"
             elif kinds == {"csv"}:
                 more = {"keep_default_na": False, "sep": "\t" if ".tsv" in path.suffixes else ","}  # "NA" is a text
-            names = [glob.escape(str(one)) for one in files]
+            plain = path.is_dir() and all(one.suffix == ".txt" for one in files)
+            names = _by_split(path, files, datasets) if plain else [glob.escape(str(one)) for one in files]
             builder = datasets.load_dataset_builder(kinds.pop(), data_files=names, cache_dir=cache, **more)
         chosen = _chosen(path, [str(one) for one in builder.config.data_files], split, usual)
         if any(one.stat().st_size for one in files):  # `datasets` cannot say what an empty file holds
             stream = builder.as_streaming_dataset(chosen)
             yield from _of_json(stream, datasets) if "json" in map(kind_of, files) else _of_tables(stream)
+
+
+def _by_split(path: Path, files: list[Path], datasets: Any) -> dict[str, list[str]]:
+    """Return the files of a folder by the splits that their names say, as `datasets` does for other kinds."""
+    patterns = datasets.data_files.get_data_patterns(str(path))
+    found = datasets.data_files.DataFilesDict.from_patterns(patterns, base_path=str(path))
+    known = {str(one.resolve()): str(one) for one in files}
+    splits = {str(split): [known[one] for one in some if one in known] for split, some in found.items()}
+    if left := [name for name in known.values() if not any(name in some for some in splits.values())]:
+        raise RecipeError(
+            f"data: {path}: the names of some files say that they are a split, and that of {left[0]} does not: give "
+            "the files that belong together a folder of their own"
+        )
+    return {split: list(map(glob.escape, some)) for split, some in splits.items() if some}
 
 
 def _of_json(stream: Any, datasets: Any) -> Iterator[Record]:

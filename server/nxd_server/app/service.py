@@ -197,6 +197,8 @@ class Service:
 
     def _read_text(self, artifact: LoadedArtifact) -> None:
         """Read the tokenizer and the chat template that the manifest lists."""
+        if unused := self.metadata.get("generation_without_effect"):
+            logger.warning("generation_config.json has what requests do not get here: %s", ", ".join(unused))
         if self.task not in ROUTES:
             return
         if TextFiles(artifact).find(TOKENIZER) is None:

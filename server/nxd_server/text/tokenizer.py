@@ -209,7 +209,7 @@ class Tokenizer:
             parts = [self._encode_one(text, add_special_tokens=False) for text in texts]
         if most is not None:
             for part, length in zip(parts, _shares([len(part) for part in parts], most - special), strict=True):
-                part.truncate(length)
+                part.truncate(length, direction=self.config.get("truncation_side", "right"))
         types = None
         if self.raw.post_processor is None:  # otherwise it sets the types of a pair
             types = [place for place, part in enumerate(parts) for _ in range(len(part))]

@@ -233,6 +233,10 @@ def test_a_state_that_no_cache_holds_is_computed_anew_from_the_text(tmp_path, co
             {**FAMILIES["llama"], "architectures": ["LlamaForSequenceClassification"], "pad_token_id": None},
             "pad_token_id = None",
         ),
+        (
+            {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},
+            "use_bidirectional_attention = True: attention to later tokens",
+        ),
     ],
 )
 def test_what_is_not_served_is_refused(tmp_path, config, message):

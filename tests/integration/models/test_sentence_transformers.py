@@ -83,6 +83,7 @@ def test_a_plan_has_the_limit_and_the_files(tmp_path):
         ("modules.json", [{"type": "sentence_transformers.models.Transformer", "path": "0_T"}], "in the folder '0_T'"),
         ("sentence_bert_config.json", {"max_seq_length": 0}, "max_seq_length = 0"),
         ("sentence_bert_config.json", {"query_length": 32}, "query_length = 32: not supported"),
+        ("sentence_bert_config.json", {"modality_config": {"text": {}, "message": {}}}, "puts each text into the chat"),
         ("config_sentence_transformers.json", {"truncate_dim": 8}, "truncate_dim = 8 is not supported: remove it"),
         ("config_sentence_transformers.json", {"prompts": ["a"]}, "prompts = "),
         ("config_sentence_transformers.json", {"prompts": {"a": 1}}, "prompts = "),

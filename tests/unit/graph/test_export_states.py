@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from nxd_infer.errors import TraceConfigError, TraceError
 from nxd_infer.graph.export import state_names
@@ -313,3 +314,21 @@ def test_a_state_that_shares_memory_is_refused_and_neighbours_in_one_memory_are_
     run, at, _ = loaded(module, entry, tmp_path)
     assert torch.equal(run([torch.ones(3)])[0], torch.ones(2))
     assert torch.equal(at["cache"], torch.full((4,), 3.0))
+
+
+class MaskedState(nn.Module):
+    """Changes a state, and makes a mask as transformers 4 does: lookups under vmap are a function of autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(5))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.seen.add_(1)
+        with TransformGetItemToIndex():
+            return torch.vmap(lambda row: self.seen[row])(rows) + 1
+
+
+def test_a_state_beside_a_function_that_export_keeps_is_refused():
+    with pytest.raises(TraceError, match="MaskedState changes a state or an input, and calls a Python function"):
+        lowered(MaskedState(), torch.tensor([3, 0]), states=["seen"])

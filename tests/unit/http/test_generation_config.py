@@ -27,6 +27,13 @@ def test_what_a_file_says(tmp_path, fields, expected):
     SamplingParams(**expected)
 
 
+def test_what_requests_do_not_get_is_said(tmp_path):
+    fields = {"no_repeat_ngram_size": 3, "num_beams": 4, "suppress_tokens": [1], "forced_eos_token_id": 2, "top_k": 5}
+    path = write_tiny("llama", tmp_path, generation={**fields, "typical_p": 1.0, "min_length": 0, "bad_words_ids": []})
+    told = ["forced_eos_token_id = 2", "no_repeat_ngram_size = 3", "num_beams = 4", "suppress_tokens = [1]"]
+    assert tasks.plan(path).metadata["generation_without_effect"] == told
+
+
 @pytest.mark.parametrize(
     "fields",
     [

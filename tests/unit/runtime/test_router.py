@@ -185,3 +185,18 @@ def test_values_outside_the_declared_range_are_refused(dtype, low, high, value):
 def test_what_a_warm_up_feeds_is_in_the_range(low, high, want):
     tensor = lawful(ranged(minimum=low, maximum=high).inputs[0])
     assert tensor.shape == (2, 4) and tensor.unique().tolist() == [want]
+
+
+def test_nested_tensors_are_given_as_they_were_traced():
+    one, two, three = (torch.full((2,), float(value)) for value in (1, 2, 3))
+    router = Router([bucket("b", {"x.a": (2,), "x.b.0": (2,), "y": (2,)}, {})])
+    for positional, named in (
+        ([{"b": [two], "a": one}, three], {}),
+        ([], {"y": three, "x": {"a": one, "b": (two,)}}),
+        ([one, two, three], {}),
+    ):
+        assert list(router.route(positional, named).inputs.values()) == [one, two, three]
+    with pytest.raises(InputMismatchError, match=r"there is no input 'x.b.1'; the inputs are x.a, x.b.0, y"):
+        router.route([{"a": one, "b": [two, two]}, three], {})
+    with pytest.raises(InputMismatchError, match=r"input 'y' is a list, expected a torch\.Tensor"):
+        Router([bucket("b", {"y": (2,)}, {})]).route([[1.0, 2.0]], {})
