@@ -47,25 +47,28 @@ class Mlp(nn.Module):
         return self.head(x + self.last(self.first(x.expand(3, *x.shape))).sum(0))
 
 
-def on_rank(config: dict, path: Path) -> tuple[Tensor, Tensor, list[str]]:
-    """What the model gives that each rank makes of its own float shards, and that of the whole checkpoint; and where
-    the two differ (but for scales of padding, which multiply zeros)."""
-    made, loaded = convert(Mlp(), config), convert(Mlp(), config)
-    here = current_context().axis("tp")
-    state = shard_state_dict(loaded, load_file(path), here.rank, here.degree)
-    loaded.load_state_dict(state)
-    own = made.state_dict()
-    different = [name for name in state if not torch.equal(own[name].float(), state[name].float())]
-    return made(X), loaded(X), [name for name in different if name != "head.scale"]
+def on_rank(folder: Path) -> list[tuple[Tensor, Tensor, list[str]]]:
+    """For each configuration what the model gives that each rank makes of its own float shards, and that of the whole
+    checkpoint; and where the two differ (but for scales of padding, which multiply zeros)."""
+    found = []
+    for number, config in enumerate(CONFIGS):
+        made, loaded = convert(Mlp(), config), convert(Mlp(), config)
+        here = current_context().axis("tp")
+        state = shard_state_dict(loaded, load_file(folder / str(number)), here.rank, here.degree)
+        loaded.load_state_dict(state)
+        own = made.state_dict()
+        different = [name for name in state if not torch.equal(own[name].float(), state[name].float())]
+        found.append((made(X), loaded(X), [name for name in different if name != "head.scale"]))
+    return found
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c['quantization_type'].name}-{c['quantized_dtype'].name}")
-def test_two_ranks_hold_the_shards_of_what_one_process_quantizes(tmp_path, config):
-    expected = checkpoint(tmp_path / "whole", config)
-    for made, loaded, different in run_ranks(on_rank, 2, config, tmp_path / "whole"):
-        assert different == []
-        torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(loaded, expected, rtol=1e-5, atol=1e-6)
+def test_two_ranks_hold_the_shards_of_what_one_process_quantizes(tmp_path):
+    expected = [checkpoint(tmp_path / str(number), config) for number, config in enumerate(CONFIGS)]
+    for found in run_ranks(on_rank, 2, tmp_path):
+        for (made, loaded, different), wanted in zip(found, expected, strict=True):
+            assert different == []
+            torch.testing.assert_close(made, wanted, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(loaded, wanted, rtol=1e-5, atol=1e-6)
 
 
 def checkpoint(path: Path, config: dict) -> Tensor:
@@ -74,8 +77,9 @@ def checkpoint(path: Path, config: dict) -> Tensor:
     return whole(X).detach()
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("config", [CONFIGS[2], CONFIGS[3]], ids=["int8", "float8"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(CONFIGS[2], marks=pytest.mark.smoke), CONFIGS[3]], ids=["int8", "float8"]
+)
 def test_a_quantized_model_is_traced_and_its_weights_stay_small(tmp_path, config):
     path = tmp_path / "model.safetensors"
     expected = checkpoint(path, config)
