@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,9 +65,8 @@ class StackedWeight(StoredWeight):
         head, _, first = name.rpartition(".0.")
         return [f"{head}.{expert}.{one}.weight" for one in (first.removesuffix(".weight"), *self.below)]
 
-    def shape(self, source: WeightSource, name: str) -> tuple[int, ...]:
-        known = getattr(source, "resolve", set(source.keys()).__contains__)
-        count = next(expert for expert in itertools.count() if not known(self.matrices(name, expert)[0]))
+    def shape(self, source: Any, name: str) -> tuple[int, ...]:
+        count = next(expert for expert in itertools.count() if source.resolve(self.matrices(name, expert)[0]) is None)
         shapes = [source.shape(one) for one in self.matrices(name, 0)]
         return (count, sum(shape[0] for shape in shapes), *shapes[0][1:])
 
