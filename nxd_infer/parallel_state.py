@@ -34,8 +34,8 @@ from nxd_infer.context import (
 )
 from nxd_infer.errors import NotInitializedError, NxdError, ParallelConfigError
 from nxd_infer.layout.params import move_model_to_device
+from nxd_infer.util.also_called import also_called
 from nxd_infer.util.devices import HOST, group_exists, transport_device
-from nxd_infer.util.positions import also_in_order
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ def _constant(function: _F) -> _F:
     return function
 
 
-@also_in_order(
+@also_called(
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
     "skip_collective_init lnc_size mesh_only",
     when=lambda given: len(given) > 2,

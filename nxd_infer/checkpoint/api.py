@@ -41,8 +41,8 @@ from nxd_infer.errors import CheckpointError
 from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.modules.lora.peft import collect_adapter, write_adapter
 from nxd_infer.modules.nxd_model import local_module
+from nxd_infer.util.also_called import also_called
 from nxd_infer.util.options import whole_number
-from nxd_infer.util.positions import also_named
 
 __all__ = ["has_checkpoint", "load_checkpoint", "save_checkpoint", "wait_for_save"]
 
@@ -56,7 +56,10 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-@also_named(checkpoint_dir_str="path")
+@also_called(
+    neutral={"use_zero1_dcp": False, "avoid_saving_lower_precision_weights": False},
+    renamed={"checkpoint_dir_str": "path"},
+)
 def save_checkpoint(
     path: str | os.PathLike[str],
     tag: str = "",
@@ -72,8 +75,6 @@ def save_checkpoint(
     *,
     nxd_config: Mapping[str, Any] | None = None,
     dataloader: Any = None,
-    use_zero1_dcp: bool = False,
-    avoid_saving_lower_precision_weights: bool = False,
 ) -> None:
     """Save a training job under ``path/tag``, all or nothing. Every rank calls it with the same shared ``path``.
 
@@ -99,14 +100,10 @@ def save_checkpoint(
         nxd_config: accepted and ignored; the model and the optimizer know it.
         dataloader: anything with a ``state_dict()`` that holds the position in the data, such as
             :class:`~nxd_infer.trainer.data.ResumableLoader`; every rank's is saved.
-        use_zero1_dcp, avoid_saving_lower_precision_weights: must be False: there is one format, and it has the weights.
 
     The state of the random generators is saved too. Raises CheckpointError, on all ranks, for a value that only a
     pickle could store, with the path to it (``user_content['a'][3]``), or if a rank cannot write.
     """
-    _require_false(
-        use_zero1_dcp=use_zero1_dcp, avoid_saving_lower_precision_weights=avoid_saving_lower_precision_weights
-    )
     if not use_xser:
         _check_workers(num_workers)
     if num_kept_ckpts == ALL:
@@ -164,7 +161,7 @@ def save_checkpoint(
         raise
 
 
-@also_named(checkpoint_dir_str="path")
+@also_called(neutral={"use_zero1_dcp": False}, renamed={"checkpoint_dir_str": "path"})
 def load_checkpoint(
     path: str | os.PathLike[str],
     tag: str | None = None,
@@ -176,7 +173,6 @@ def load_checkpoint(
     *,
     dataloader: Any = None,
     verify: bool = True,
-    use_zero1_dcp: bool = False,
 ) -> Any:
     """Load a checkpoint of :func:`save_checkpoint`, at the same or other degrees. Every rank calls it.
 
@@ -194,7 +190,6 @@ def load_checkpoint(
             the degrees of the save; at others the one that all ranks had.
         verify: compare the files with their checksums before anything is changed. Each file is read once for this, by
             one rank, and is in memory when the ranks read their parts.
-        use_zero1_dcp: must be False.
 
     Returns the user contents, or None. At equal degrees training continues bit for bit.
 
@@ -202,7 +197,6 @@ def load_checkpoint(
     the checkpoint lacks what is requested; WeightMismatchError, listing names and shapes, if it belongs to another
     model.
     """
-    _require_false(use_zero1_dcp=use_zero1_dcp)
     _check_workers(num_workers)
     context, storage = current_context(), storage_of(path)
     tag = None if tag is None else str(tag)
@@ -256,7 +250,7 @@ def load_checkpoint(
     return user_content
 
 
-@also_named(checkpoint_dir_str="path")
+@also_called(renamed={"checkpoint_dir_str": "path"})
 def has_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> bool:
     """Whether :func:`load_checkpoint` would find a checkpoint; True for a damaged one, which it then names."""
     storage, tag = storage_of(path), None if tag is None else str(tag)
@@ -269,12 +263,6 @@ def wait_for_save() -> None:
     Raises CheckpointError with the save's error.
     """
     outstanding.wait()
-
-
-def _require_false(**given: Any) -> None:
-    for name, value in given.items():
-        if value:
-            raise CheckpointError(f"{name}={value!r} is not supported: leave it out")
 
 
 def _check_workers(num_workers: Any) -> None:

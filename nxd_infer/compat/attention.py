@@ -15,37 +15,37 @@ from torch import Tensor
 
 from nxd_infer.context import current_context
 from nxd_infer.errors import InputMismatchError, ParallelConfigError
-from nxd_infer.util.positions import also_in_order
-
-_FIRST_ORDER = "q k v dropout_p softmax_scale causal mixed_precision seed"
+from nxd_infer.util.also_called import also_called
 
 
-@also_in_order(_FIRST_ORDER, when=lambda given: len(given) > 3 and isinstance(given[3], float))
+@also_called(
+    "q k v lnc dropout_p softmax_scale causal mixed_precision seed hardware_type transpose_nki_inputs",
+    when=lambda given: len(given) > 3 and isinstance(given[3], int),
+    ignored="lnc hardware_type",
+)
 def nki_flash_attn_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lnc: int = 1,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = True,
     mixed_precision: bool = True,
     seed: int | Tensor | None = None,
-    hardware_type: Any = None,
     transpose_nki_inputs: bool = True,
 ) -> Tensor:
     """Return causal attention [b, h, s, d] of inputs [b, h, d, s].
 
-    With ``transpose_nki_inputs=False`` inputs are [b, h, s, d], too.
-    ``k`` and ``v`` may have fewer heads, which must divide those of ``q``. ``softmax_scale`` None: ``d ** -0.5``.
-    ``seed``: of the dropout; None draws from the default generator. ``lnc`` and ``hardware_type`` choose the kernel on
-    a Neuron device and ``mixed_precision`` what it multiplies in: no effect here, softmax is in float32 at least.
+    With ``transpose_nki_inputs=False`` inputs are [b, h, s, d], too. ``k`` and ``v`` may have fewer heads, which must
+    divide those of ``q``. ``softmax_scale`` None: ``d ** -0.5``. ``seed``: of the dropout; None draws from the default
+    generator. ``mixed_precision``: no effect, softmax is in float32 at least.
     """
     if transpose_nki_inputs:
         q, k, v = (one.transpose(-1, -2) for one in (q, k, v))
     return _attention(q, k, v, dropout_p, softmax_scale, seed, is_causal=bool(causal))
 
 
+@also_called(ignored="lnc hardware_type")
 def nki_ring_attn_func(
     q: Tensor,
     k: Tensor,
@@ -57,21 +57,16 @@ def nki_ring_attn_func(
     causal: bool = True,
     mixed_precision: bool = True,
     seed: int | Tensor | None = None,
-    *,
     transpose_nki_inputs: bool = False,
-    **kernel: Any,
 ) -> Tensor:
     """Return this rank's piece of attention over a sequence that the context parallel ranks share, in order.
 
     Each rank gives, and gets, its own s positions: [b, h, s, d]. ``rank_id`` is this rank's place among them.
-    ``src_tgt_pairs`` is the ring of the Neuron kernel; here keys and values are gathered. The rest is as in
-    :func:`nki_flash_attn_func`.
+    ``src_tgt_pairs``: no effect, keys and values are gathered. The rest is as in :func:`nki_flash_attn_func`.
     """
     from nxd_infer.parallel_layers.mappings import gather_from_sequence_parallel_region
 
     cp = current_context().cp
-    if kernel.keys() - {"lnc", "hardware_type"}:
-        raise TypeError(f"nki_ring_attn_func() got unexpected arguments {', '.join(kernel)}")
     if rank_id is not None and int(rank_id) != cp.rank:
         raise ParallelConfigError(f"rank_id is {rank_id}, but this is context parallel rank {cp.rank}")
     if transpose_nki_inputs:
@@ -79,8 +74,8 @@ def nki_ring_attn_func(
     k, v = (gather_from_sequence_parallel_region(one, 2, process_group="cp") for one in (k, v))
     mask = None
     if causal:
-        first, size = cp.rank * q.shape[2], torch.arange(k.shape[2], device=q.device)
-        mask = size <= first + torch.arange(q.shape[2], device=q.device)[:, None]
+        places = torch.arange(k.shape[2], device=q.device)
+        mask = places <= places[cp.rank * q.shape[2] :][: q.shape[2], None]
     return _attention(q, k, v, dropout_p, softmax_scale, seed, attn_mask=mask)
 
 
@@ -102,13 +97,6 @@ def _attention(
 # --- rotary embeddings --------------------------------------------------------------------------------
 
 
-def rotate_half(x: Tensor, flash_attn: bool = False, transpose: bool = False) -> Tensor:
-    """Return ``x`` with its second half, negated, before its first: of the last dimension, or of [b, h, d, s]."""
-    dim = -2 if flash_attn and transpose else -1
-    first, second = x.chunk(2, dim)
-    return torch.cat((-second, first), dim)
-
-
 def apply_rotary_pos_emb(
     q: Tensor,
     k: Tensor,
@@ -117,8 +105,6 @@ def apply_rotary_pos_emb(
     position_ids: Tensor | None = None,
     flash_attn: bool = False,
     transpose_nki_inputs: bool = True,
-    *,
-    unsqueeze_dim: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Return rotated queries and keys [b, h, s, d]; with ``flash_attn`` and ``transpose_nki_inputs``, [b, h, d, s].
 
@@ -126,36 +112,25 @@ def apply_rotary_pos_emb(
     """
     if position_ids is not None:
         cos, sin = cos[position_ids], sin[position_ids]
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    turned = flash_attn and transpose_nki_inputs
-    if turned:
-        cos, sin = cos.transpose(-1, -2), sin.transpose(-1, -2)
-    query, key = (one * cos + rotate_half(one, turned, turned) * sin for one in (q, k))
-    return query, key
+    dim = -2 if flash_attn and transpose_nki_inputs else -1
+    cos, sin = (one.unsqueeze(1).transpose(-1, dim) for one in (cos, sin))
+    halves = (one.chunk(2, dim) for one in (q, k))
+    turned = [torch.cat((-second, first), dim) for first, second in halves]
+    return q * cos + turned[0] * sin, k * cos + turned[1] * sin
 
 
 def precompute_freqs_cis(
-    dim: int,
-    end: int,
-    theta: float = 10000.0,
-    use_scaled: bool = False,
-    device: torch.device | str | None = None,
-    *,
-    scale_factor: float = 8,
-    low_freq_factor: float = 1,
-    high_freq_factor: float = 4,
-    old_context_len: int = 8192,
+    dim: int, end: int, theta: float = 10000.0, use_scaled: bool = False, device: torch.device | str | None = None
 ) -> Tensor:
     """Return the angles [end, dim / 2], float32, of :func:`apply_rotary_polar_compatible`.
 
-    ``use_scaled``: of Llama 3.1, which turns slow frequencies ``scale_factor`` times slower, and those between
-    ``low_freq_factor`` and ``high_freq_factor`` turns of ``old_context_len`` in part.
+    ``use_scaled``: Llama 3.1's, where frequencies below one turn in 8192 positions are eight times slower, and those
+    up to four turns in part.
     """
     frequencies = theta ** -(torch.arange(0, dim, 2, device=device).float() / dim)
     if use_scaled:
-        turns = old_context_len * frequencies / (2 * math.pi)
-        own = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
-        frequencies = frequencies * (own + (1 - own) / scale_factor)
+        own = ((8192 * frequencies / (2 * math.pi) - 1) / 3).clamp(0, 1)
+        frequencies = frequencies * (own + (1 - own) / 8)
     return torch.outer(torch.arange(end, device=frequencies.device).float(), frequencies)
 
 

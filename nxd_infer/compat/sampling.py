@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -21,19 +22,18 @@ class Sampler:
     def __init__(self, config: Any):
         if (getattr(config, "num_beams", None) or 1) > 1:
             raise ModelConfigError(f"num_beams is {config.num_beams}: this sampler has no beams, use num_beams=1")
-        top_k = getattr(config, "top_k", None)
-        self.on_device_sampling = bool(getattr(config, "on_device_sampling", False))
-        self.top_k = int(1 if top_k is None or not getattr(config, "do_sample", False) else top_k)
+        self.find = search.topk if getattr(config, "on_device_sampling", False) else _topk
+        draws = getattr(config, "do_sample", False)
+        self.top_k: int = (getattr(config, "top_k", None) or sys.maxsize) if draws else 1
 
     def sample(self, token_logits: Tensor) -> Tensor:
         """Return the tokens [b] of logits [b, vocabulary]."""
-        k = min(self.top_k, token_logits.shape[-1]) if self.top_k > 0 else token_logits.shape[-1]
-        if self.on_device_sampling:
-            values, indices = search.topk(token_logits, k, dim=-1, gather_dim=-1)
-        else:
-            values, indices = torch.topk(token_logits, k, dim=-1)
-        if k == 1:
-            return indices[..., 0]
-        return indices.gather(-1, torch.multinomial(values.float().softmax(-1), 1))[..., 0]
+        values, indices = self.find(token_logits, min(self.top_k, token_logits.shape[-1]), -1, -1)
+        chosen = torch.multinomial(values.float().softmax(-1), 1)  # of one value, that
+        return indices.gather(-1, chosen)[..., 0]
 
     __call__ = sample
+
+
+def _topk(tensor: Tensor, k: int, dim: int, _: int) -> tuple[Tensor, Tensor]:
+    return tuple(tensor.topk(k, dim))  # pyright: ignore[reportReturnType]

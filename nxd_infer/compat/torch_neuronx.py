@@ -13,32 +13,25 @@ from torch.utils._pytree import tree_map
 from nxd_infer.compat.views import DeviceName
 from nxd_infer.errors import InputMismatchError
 from nxd_infer.trace import BucketModelConfig, bucket_model_trace
+from nxd_infer.util.also_called import also_called
 
 __all__ = ["BucketModelConfig", "DataParallel", "RmsNorm", "async_load", "bucket_model_trace", "dynamic_batch",
            "lazy_load", "move_trace_to_device", "neuron_layer", "nki_jit", "trace"]  # fmt: skip
 
 
-def trace(func: Callable[..., Any], example_inputs: Any, *_: Any, **options: Any) -> torch.jit.ScriptModule:
+@also_called(
+    ignored="compiler_args compiler_workdir compiler_timeout inline_weights_to_neff options partitioner_config",
+    neutral={"input_output_aliases": None, "states": None},
+)
+def trace(func: Callable[..., Any], example_inputs: Any) -> torch.jit.ScriptModule:
     """Return ``func`` traced by ``torch.jit.trace``, for ``torch.jit.save`` and ``torch.jit.load``.
 
-    It runs on the CPU for one rank, and ``options``, which are the Neuron compiler's, have no effect.
-    :func:`nxd_infer.trace.parallel_model_trace` makes an artifact instead, for any backend and with buckets.
+    It runs on the CPU for one rank. :func:`nxd_infer.trace.parallel_model_trace` makes an artifact instead, for any
+    backend, with buckets and states.
     """
-    unknown = options.keys() - _COMPILER
-    if unknown or _:
-        raise TypeError(f"trace() got unexpected arguments {', '.join([*map(repr, _), *sorted(unknown)])}")
-    if options.get("input_output_aliases") or options.get("states"):
-        raise TypeError("trace() of a model that keeps states needs nxd_infer.trace.parallel_model_trace")
-    inputs = example_inputs if isinstance(example_inputs, tuple | dict) else (example_inputs,)
-    given: dict[str, Any] = {"example_kwarg_inputs": inputs} if isinstance(inputs, dict) else {"example_inputs": inputs}
+    key = "example_kwarg_inputs" if isinstance(example_inputs, dict) else "example_inputs"
     with torch.no_grad():
-        return torch.jit.trace(func, **given, check_trace=False, strict=False)  # pyright: ignore[reportReturnType]
-
-
-_COMPILER = {
-    *("compiler_args", "compiler_workdir", "compiler_timeout", "cpu_backend", "inline_weights_to_neff"),
-    *("input_output_aliases", "options", "output_aliases", "partitioner_config", "states", "return_weights"),
-}
+        return torch.jit.trace(func, **{key: example_inputs}, check_trace=False, strict=False)  # pyright: ignore
 
 
 class DataParallel(nn.Module):

@@ -25,8 +25,8 @@ from nxd_infer.parallel_layers.base import (
     logical_tensor,
     real_cpu_tensors,
 )
+from nxd_infer.util.also_called import also_called
 from nxd_infer.util.options import whole_number
-from nxd_infer.util.positions import also_in_order
 
 PARTS = ("q", "k", "v")
 
@@ -60,7 +60,7 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
     result at every degree only with ``head_dim``.
     """
 
-    @also_in_order(
+    @also_called(
         "self input_size output_size bias gather_output dtype device init_method sequence_parallel_enabled "
         "keep_master_weight kv_size_multiplier fuse_qkv reduce_dtype",
         when=lambda given: len(given) > 5 and isinstance(given[5], torch.dtype),

@@ -28,10 +28,6 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         correct_bias: bool = True,
     ):
-        if lr < 0 or eps < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ParallelConfigError(
-                f"lr and eps must be at least 0, and betas at least 0 and below 1; got {lr}, {eps} and {betas}"
-            )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
                                   "correct_bias": correct_bias})  # fmt: skip
 

@@ -57,14 +57,6 @@ DeviceLike = torch.device | str | int | bool | None
 Self = TypeVar("Self", bound="ParallelLayer")
 
 
-def require_own_order(rank_ordering: Sequence[int] | None, degree: int) -> None:
-    """Raise ParallelConfigError if the reference's ``rank_ordering`` is not that of the ranks."""
-    if rank_ordering is not None and list(rank_ordering) != list(range(degree)):
-        raise ParallelConfigError(
-            f"rank_ordering={rank_ordering!r}: rank r always holds the r-th piece of a weight; leave it out"
-        )
-
-
 def device_of(device: DeviceLike) -> torch.device | None:
     """Return a torch.device, or None for PyTorch's default. ``False``, the documented default, also means None."""
     if device is None or device is False:

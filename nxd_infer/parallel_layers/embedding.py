@@ -22,11 +22,10 @@ from nxd_infer.parallel_layers.base import (
     ParallelLayer,
     device_of,
     require_inside,
-    require_own_order,
     size_plan,
     whole_size,
 )
-from nxd_infer.util.positions import also_in_order
+from nxd_infer.util.also_called import also_called
 
 
 class ParallelEmbedding(ParallelLayer):
@@ -44,8 +43,7 @@ class ParallelEmbedding(ParallelLayer):
             piece of [sequence, batch, embedding_dim]; ids of other dimensions have the sequence first.
         collect_output: False returns this rank's part: a partial sum, or its slice of the embedding dimension.
         tensor_model_parallel_group: None, an axis name, or a group of ``parallel_state``.
-        use_spmd_rank, tile_cc: accepted, no effect; the rank is always data here, so all ranks export the same graph.
-        rank_ordering: must be None.
+        use_spmd_rank: accepted, no effect; the rank is always data here, so all ranks export the same graph.
 
     By place the arguments are also taken in the reference's order: ``padding_idx``, a number or None, comes third.
 
@@ -57,11 +55,13 @@ class ParallelEmbedding(ParallelLayer):
     is_head: bool = False
     """Whether the model's head reads the table, too, without a name of its own for it."""
 
-    @also_in_order(
+    @also_called(
         "self num_embeddings embedding_dim padding_idx max_norm norm_type scale_grad_by_freq sparse init_method device "
         "dtype shard_across_embedding pad sequence_parallel_enabled tensor_model_parallel_group use_spmd_rank "
         "sequence_dimension tile_cc rank_ordering collect_output",
         when=lambda given: len(given) > 3 and (given[3] is None or isinstance(given[3], int)),
+        ignored="tile_cc use_spmd_rank",
+        neutral={"rank_ordering": None},
     )
     def __init__(
         self,
@@ -82,12 +82,8 @@ class ParallelEmbedding(ParallelLayer):
         sequence_dimension: int | None = None,
         collect_output: bool = True,
         tensor_model_parallel_group: object = None,
-        use_spmd_rank: bool = False,
-        tile_cc: bool = False,
-        rank_ordering: Sequence[int] | None = None,
     ):
         super().__init__(tensor_model_parallel_group)
-        require_own_order(rank_ordering, self.degree)
         if not callable(init_method):
             raise ParallelConfigError(
                 f"ParallelEmbedding: init_method must be callable, got {init_method!r}; "

@@ -22,6 +22,7 @@ from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout.merge import owned_blocks
 from nxd_infer.layout.params import ParamLayout
+from nxd_infer.util.also_called import also_called
 from nxd_infer.util.devices import HOST, transport_device
 
 __all__ = [
@@ -215,41 +216,39 @@ def nonfinite(shares: Sequence[Share | None], context: ParallelContext, *, zero1
     return bad.nonzero().flatten().tolist()
 
 
+_REFERENCE = also_called(ignored="force_spmd", neutral={"zero1_optimizer_groups": None})
+
 # --- the documented functions -----------------------------------------------------------------------------
 
 
+@_REFERENCE
 def get_grad_norm(
     parameters: Iterable[Tensor] | Tensor,
     norm_type: float | int | str = 2,
     *,
     zero1_optimizer: bool = False,
-    zero1_optimizer_groups: Sequence[Sequence[int]] | None = None,
-    force_spmd: bool = True,
     context: ParallelContext | None = None,
 ) -> Tensor:
     """Return the norm of the whole model's gradients over all ranks, like ``torch.nn.utils.get_total_norm``.
 
     ``parameters`` are this rank's: an iterable (also a generator) or one tensor; those without a gradient do not count.
     With ``zero1_optimizer`` they are the pieces that a ZeRO-1 optimizer updates, and the norm covers the data-parallel
-    ranks too, which ``zero1_optimizer_groups`` are, if given. ``force_spmd`` has no effect. Gradients must already be
-    averaged over the data-parallel ranks. Every rank must call it.
+    ranks too. Gradients must already be averaged over the data-parallel ranks. Every rank must call it.
 
     Returns a 0-d float32 tensor (float64 for float64 gradients), the same on every rank.
     """
     context = current_context() if context is None else context
-    _require_data_parallel(zero1_optimizer_groups, context)
     shares = _shares(parameters, context, zero1_optimizer)
     return total_norm(shares, norm_order(norm_type), context, zero1=zero1_optimizer)
 
 
+@_REFERENCE
 def clip_grad_norm(
     parameters: Iterable[Tensor] | Tensor,
     max_norm: float | int,
     norm_type: float | int | str = 2,
     *,
     zero1_optimizer: bool = False,
-    zero1_optimizer_groups: Sequence[Sequence[int]] | None = None,
-    force_spmd: bool = True,
     context: ParallelContext | None = None,
 ) -> Tensor:
     """Scale the whole model's gradients to a norm of at most ``max_norm``; return the norm before scaling.
@@ -262,7 +261,6 @@ def clip_grad_norm(
     if context is None:
         require_no_lonely_rank("clip_grad_norm")
         context = current_context()
-    _require_data_parallel(zero1_optimizer_groups, context)
     shares = _shares(parameters, context, zero1_optimizer)
     norm = total_norm(shares, norm_order(norm_type), context, zero1=zero1_optimizer)
     clip_with_norm((share.grad for share in shares), float(max_norm), norm)
@@ -282,12 +280,6 @@ def _shares(parameters: Iterable[Tensor] | Tensor, context: ParallelContext, ove
         for p in once
         if p.grad is not None
     ]
-
-
-def _require_data_parallel(groups: Sequence[Sequence[int]] | None, context: ParallelContext) -> None:
-    own = context.layout.groups("dp")
-    if groups is not None and sorted(map(sorted, groups)) != sorted(map(sorted, own)):
-        raise ParallelConfigError(f"zero1_optimizer_groups must be the data parallel groups {own}, got {groups}")
 
 
 def param_is_not_shared(param: Tensor) -> bool:

@@ -18,8 +18,8 @@ from torch import Tensor
 from nxd_infer.errors import ParallelConfigError, ShardingError
 from nxd_infer.layout import AxisPlan
 from nxd_infer.parallel_layers import mappings
-from nxd_infer.parallel_layers.base import DeviceLike, WeightAndBias, require_own_order, size_plan
-from nxd_infer.util.positions import also_in_order
+from nxd_infer.parallel_layers.base import DeviceLike, WeightAndBias, size_plan
+from nxd_infer.util.also_called import also_called
 
 
 def _dtype_is_fifth(given: Sequence[object]) -> bool:
@@ -60,16 +60,18 @@ class ColumnParallelLinear(BaseParallelLinear):
             them (``copy_to_tensor_model_parallel_region`` or ``gather_from_sequence_parallel_region``), so that one
             collective sums their gradients. The layer itself then does not communicate its input.
 
-    ``rank_ordering`` must be None. By place the arguments are also taken in the reference's order, ``dtype`` after
-    ``gather_output``. ``x`` is ``[..., input_size]`` with any number of leading dimensions. If ``output_size`` does not
-    divide over the ranks, the first call raises ShardingError, so ``pad_model`` can be applied before.
+    By place the arguments are also taken in the reference's order, ``dtype`` after ``gather_output``.
+
+    ``x`` is ``[..., input_size]`` with any number of leading dimensions. If ``output_size`` does not divide over the
+    ranks, the first call raises ShardingError, so ``pad_model`` can be applied before.
     """
 
-    @also_in_order(
+    @also_called(
         "self input_size output_size bias gather_output dtype device stride init_method sequence_parallel_enabled "
         "sequence_dimension keep_master_weight skip_bias_add pad pad_alignment_size_per_rank keep_padded_output "
         "tensor_model_parallel_group reduce_dtype rank_ordering",
         when=_dtype_is_fifth,
+        neutral={"rank_ordering": None},
     )
     def __init__(
         self,
@@ -93,10 +95,8 @@ class ColumnParallelLinear(BaseParallelLinear):
         reduce_dtype: torch.dtype | None = torch.float32,
         output_plan: AxisPlan | None = None,
         input_is_shared: bool = False,
-        rank_ordering: Sequence[int] | None = None,
     ):
         super().__init__(tensor_model_parallel_group)
-        require_own_order(rank_ordering, self.degree)
         if input_is_shared and sequence_parallel_enabled:
             raise ParallelConfigError(
                 "ColumnParallelLinear with input_is_shared=True is given a whole sequence: gather it once before the "
@@ -176,14 +176,15 @@ class RowParallelLinear(BaseParallelLinear):
         reduce_output: False returns this rank's partial sum, of the whole sequence; there must be no bias to add then.
         reduce_dtype: the results are summed over ranks in this dtype and cast back (float64 stays float64).
         input_plan: how the inputs are placed on the ranks; the ``output_plan`` of the layer before.
-        tile_cc: no effect. ``rank_ordering``: must be None.
     """
 
-    @also_in_order(
+    @also_called(
         "self input_size output_size bias input_is_parallel dtype device stride init_method sequence_parallel_enabled "
         "sequence_dimension keep_master_weight skip_bias_add pad reduce_output tensor_model_parallel_group "
         "reduce_dtype tile_cc rank_ordering",
         when=_dtype_is_fifth,
+        ignored="tile_cc",
+        neutral={"rank_ordering": None},
     )
     def __init__(
         self,
@@ -205,11 +206,8 @@ class RowParallelLinear(BaseParallelLinear):
         tensor_model_parallel_group: object = None,
         reduce_dtype: torch.dtype | None = torch.float32,
         input_plan: AxisPlan | None = None,
-        tile_cc: bool = False,
-        rank_ordering: Sequence[int] | None = None,
     ):
         super().__init__(tensor_model_parallel_group)
-        require_own_order(rank_ordering, self.degree)
         if sequence_parallel_enabled and not input_is_parallel:
             raise ParallelConfigError(
                 "RowParallelLinear with sequence_parallel_enabled=True takes an input that is split over the ranks: "

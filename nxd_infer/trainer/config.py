@@ -16,9 +16,9 @@ from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.optimizer.groups import NORM, ON_NONFINITE
 from nxd_infer.parallel_state import initialize_model_parallel, model_parallel_is_initialized
 from nxd_infer.pipeline.options import PipelineOptions
+from nxd_infer.util.also_called import also_called
 from nxd_infer.util.devices import group_exists
 from nxd_infer.util.options import Kind, OptionDict, option, table
-from nxd_infer.util.positions import also_in_order
 
 __all__ = ["TrainConfig", "neuronx_distributed_config"]
 
@@ -147,7 +147,7 @@ class TrainConfig(OptionDict):
         return cls(config)
 
 
-@also_in_order(
+@also_called(
     "tensor_parallel_size pipeline_parallel_size expert_parallel_size context_parallel_size pipeline_config "
     "optimizer_config activation_checkpoint_config pad_model sequence_parallel model_init_config lora_config "
     "mixed_precision_config sequential_move_factor lnc_size",

@@ -53,8 +53,8 @@ def install() -> None:
         old, new = getattr(owner, name), _on(HOST, getattr(owner, name))
         _replace(owner, name, new)
         if (operator := _builtins._find_builtin(old)) is not None:  # torch.jit.script knows functions by their id
-            _builtins._register_builtin(new, operator)
-            _undo.append(functools.partial(_builtins._get_builtin_table().pop, id(new), None))
+            _builtins._register_builtin(new, operator)  # pyright: ignore[reportArgumentType]
+            _undo.append(functools.partial(_builtins._get_builtin_table().pop, id(new), None))  # pyright: ignore
     _replace(torch.autocast, "__init__", _on(HOST.type, torch.autocast.__init__))
     for name, function in (("init_process_group", _init_process_group), ("new_group", _new_group)):
         original = getattr(dist, name)

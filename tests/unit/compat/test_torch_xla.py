@@ -29,12 +29,15 @@ def xla(name: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
+    before = compat.is_installed()  # by another module of tests in this process
     compat.install()
     importlib.import_module("torch_xla")
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
     compat.uninstall()
+    if before:
+        compat.install()
 
 
 @pytest.mark.parametrize("device", ["xla", "xla:0", torch.device("xla"), torch.device("xla", 0)], ids=str)

@@ -126,8 +126,6 @@ def test_adamw_in_float32(correct: bool):
     )
     other.load_state_dict(optimizer.state_dict())
     assert torch.equal(other.state[other.param_groups[0]["params"][1]]["exp_avg"], state["exp_avg"])
-    with pytest.raises(ParallelConfigError, match="betas"):
-        AdamW_FP32OptimParams([half], betas=(1.0, 0.9))
 
 
 def test_torch_neuronx_without_a_device():
@@ -138,7 +136,7 @@ def test_torch_neuronx_without_a_device():
     stored.seek(0)
     loaded = torch.jit.load(stored)
     assert torch.equal(loaded(batch), model(batch))
-    with pytest.raises(TypeError, match="parallel_model_trace"):
+    with pytest.raises(ParallelConfigError, match=r"input_output_aliases=.* is not supported"):
         torch_neuronx.trace(model, batch, input_output_aliases={1: 0})
     for parallel in (
         torch_neuronx.DataParallel(loaded, [0, 1, 2], 0),
