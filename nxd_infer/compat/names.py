@@ -38,6 +38,14 @@ _PLAIN = "write it in plain PyTorch, which a backend compiles"
 _KV = "GQAQKVColumnParallelLinear replicates key and value heads over the ranks, and sums their gradients"
 _EXPERTS = "one implementation serves prompts and decoding; settings of the blockwise kernel change nothing"
 _BUILDER = "nxd_infer.compat.model_builder"
+_FIRST_BUILDER = (
+    "compiler arguments of all keys are joined; torch.jit.save(model, path) makes a directory, for NxDModel.load(path) "
+    "or, under these names, torch.jit.load(path)"
+)
+_NXD_MODEL = (
+    "save() writes a directory, with the weights if they are set; all ranks run on this host, and forward_mode is "
+    "'default'"
+)
 _UTILITIES = "nxd_infer.compat.utilities"
 
 OLD: dict[str, Module] = {
@@ -47,7 +55,8 @@ OLD: dict[str, Module] = {
             "NxDModel": f"{_BUILDER}.nxd_model",
             "NxDParallelState": f"{_BUILDER}.parallel_context",
             "shard_checkpoint": f"{_BUILDER}.shards",
-        }
+        },
+        differs={"NxDModel": _NXD_MODEL},
     ),
     "neuronx_distributed.kernels.flash_attn": Module(
         names={"nki_flash_attn_func": "nxd_infer.compat.attention"},
@@ -112,33 +121,18 @@ OLD: dict[str, Module] = {
             "get_sharded_checkpoint": f"{_BUILDER}.shards",
             "init_on_device": f"{_BUILDER}.parallel_context",
             "shard_checkpoint": f"{_BUILDER}.shards",
-        }
-    ),
-    "neuronx_distributed.trace.functions": Module(
-        f"{_BUILDER}.functions",
-        device={
-            "compile_layout_transformer": "weights are packed as they load: leave it out",
-            "compile_wlo": "weights are packed as they load: call compile()",
         },
+        differs={"ModelBuilder": _FIRST_BUILDER, "NxDModel": _NXD_MODEL},
     ),
+    "neuronx_distributed.trace.functions": Module(f"{_BUILDER}.functions"),
     "neuronx_distributed.trace.mock_torchdist": Module(f"{_BUILDER}.parallel_context"),
     "neuronx_distributed.trace.model_builder": Module(
-        f"{_BUILDER}.first_generation",
-        differs={
-            "ModelBuilder": "compiler arguments of all keys are joined; torch.jit.save(model, path) makes a directory, "
-            "which torch.jit.load(path) takes under these names, and NxDModel.load(path) everywhere",
-        },
+        f"{_BUILDER}.first_generation", differs={"ModelBuilder": _FIRST_BUILDER}
     ),
     "neuronx_distributed.trace.model_builder_utils": Module(f"{_BUILDER}.functions"),
     "neuronx_distributed.trace.model_builder_v2": Module(f"{_BUILDER}.functions"),
-    "neuronx_distributed.trace.nxd_model": Module(f"{_BUILDER}.nxd_model"),
-    "neuronx_distributed.trace.nxd_model.nxd_model": Module(
-        f"{_BUILDER}.nxd_model",
-        differs={
-            "NxDModel": "save() writes a directory, with the weights if they are set; all ranks run on this host, and "
-            "forward_mode is 'default'",
-        },
-    ),
+    "neuronx_distributed.trace.nxd_model": Module(f"{_BUILDER}.nxd_model", differs={"NxDModel": _NXD_MODEL}),
+    "neuronx_distributed.trace.nxd_model.nxd_model": Module(f"{_BUILDER}.nxd_model", differs={"NxDModel": _NXD_MODEL}),
     "neuronx_distributed.trace.parallel_context": Module(f"{_BUILDER}.parallel_context"),
     "neuronx_distributed.trace.trace": Module(
         "nxd_infer.trace.api",

@@ -23,13 +23,16 @@ from nxd_infer.errors import TraceConfigError
 from nxd_infer.graph.export import named_inputs
 from nxd_infer.layout.sources import named_tensors
 
-__all__ = ["CompilationArtifacts", "ModelBuilder", "TraceArtifacts", "compile", "shard_checkpoint", "trace"]
+__all__ = [
+    "CompilationArtifacts", "ModelBuilder", "TraceArtifacts", "compile", "compile_layout_transformer", "compile_wlo",
+    "shard_checkpoint", "trace",
+]  # fmt: skip
 
 
 class TraceArtifacts(Shape):
-    """What is to be traced; ``hlo`` and ``metaneff`` are for :func:`compile`."""
+    """What is to be traced; the attributes are for :func:`compile` and :func:`compile_layout_transformer`."""
 
-    metaneff = None
+    metaneff = weight_name_to_idx = None
 
     @property
     def hlo(self) -> TraceArtifacts:
@@ -95,6 +98,13 @@ def compile(
 ) -> CompilationArtifacts:
     """Return how a traced shape is to be compiled, which an :class:`NxDModel` does with all its shapes."""
     return {"arguments": compiler_args, "workdir": compiler_workdir}
+
+
+compile_wlo = compile
+
+
+def compile_layout_transformer(*args: Any, **kwargs: Any) -> None:
+    """Return None: weights are packed as they load, so no program has to rearrange them before."""
 
 
 class ModelBuilder:

@@ -251,7 +251,9 @@ def test_the_functions_do_what_the_builder_does(tmp_path):
     traced = functions.trace(module, args=torch.ones(3))
     module.factor = 3.0  # what was traced stays
     compiled = functions.compile(traced.hlo, traced.metaneff, compiler_args="-O1", key="a")
-    model = NxDModel(world_size=1).add("a", traced, compiled)
+    wlo = functions.compile_wlo(traced.hlo, traced.metaneff, key="a")
+    transformer = functions.compile_layout_transformer(wlo, traced.weight_name_to_idx)
+    model = NxDModel(world_size=1, layout_transformer=transformer).add("a", traced, compiled)
     model.add("b", functions.trace(module, kwargs={"x": torch.ones(1, 3)}))
     model.set_weights([{"weight": torch.tensor([1.0, 2.0, 3.0])}])
     assert model(torch.ones(3)).tolist() == [2, 4, 6] and model(x=torch.ones(1, 3)).tolist() == [[3, 6, 9]]
