@@ -79,10 +79,17 @@ OLD: dict[str, Module] = {
             "initialize_model_parallel(expert_model_parallel_size=) makes the groups, one set for prompts and decoding",
         )
     ),
+    "neuronx_distributed.modules.qkv_linear": Module(device={"get_kv_shared_group": _KV}),
     "neuronx_distributed.operators.argmax": Module(names={"argmax": "nxd_infer.parallel_layers.search"}),
     "neuronx_distributed.operators.topk": Module(names={"topk": "nxd_infer.parallel_layers.search"}),
     "neuronx_distributed.optimizer": Module(
         names={"NeuronEPZero1Optimizer": "nxd_infer.optimizer:NeuronZero1Optimizer"}
+    ),
+    "neuronx_distributed.parallel_layers.checkpointing": Module(
+        names={
+            "NXD_SKIP_RENDEZVOUS": _UTILITIES,
+            "_invoke_preshard_hook": f"{_BUILDER}.shards:invoke_preshard_hook",
+        }
     ),
     "neuronx_distributed.parallel_layers.parallel_state": Module(
         "nxd_infer.parallel_state",

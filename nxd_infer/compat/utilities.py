@@ -17,6 +17,8 @@ from nxd_infer.context import current_context
 from nxd_infer.errors import ParallelConfigError, ShardingError
 
 DEVICE_FILE = "/dev/neuron0"
+NXD_SKIP_RENDEZVOUS = "NXD_SKIP_RENDEZVOUS"
+"""A variable of the environment, set in a rank of a trace."""
 
 
 def cpu_mode() -> bool:
