@@ -20,6 +20,7 @@ from nxd_infer.layout.files.atomic import TEMPORARY, replacing
 from nxd_infer.layout.files.pickles import is_pickle, read_pickle, read_reference_xser, tensors_folder
 from nxd_infer.layout.files.values import require_storable, unpack
 from nxd_infer.layout.sources import SafetensorsSource, open_safetensors
+from nxd_infer.util.devices import on_host
 from nxd_infer.util.reading import parse_json
 
 CHECKPOINT, REFERENCE_CHECKPOINT = "checkpoint.safetensors", "checkpoint.pt"
@@ -39,7 +40,7 @@ def storable(tensors: Mapping[str, Tensor], copy: bool = False) -> dict[str, Ten
         require_storable(tensor.dtype, repr(name))
         stored = tensor.detach().cpu().contiguous()
         memory = stored.untyped_storage()
-        copied = tensor.untyped_storage().data_ptr() != memory.data_ptr()
+        copied = not on_host(tensor) or tensor.untyped_storage().data_ptr() != memory.data_ptr()
         if memory.data_ptr() in used or memory.nbytes() != stored.nbytes or (copy and not copied):
             stored = stored.clone()
         used.add(stored.untyped_storage().data_ptr())

@@ -110,7 +110,8 @@ class _Packer:
         return {"tensor": self._number_of(torch.frombuffer(bytearray(data), dtype=torch.uint8))}
 
     def _number_of(self, tensor: Tensor) -> int:
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        address = tensor.data_ptr() or id(tensor)  # XLA's tensors have none
+        key = (address, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         if not tensor.numel() or key not in self._numbers:
             self._numbers[key] = len(self.tensors)
             self._sources.append(tensor)

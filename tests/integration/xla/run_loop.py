@@ -6,6 +6,7 @@ Prints "losses" and those of the first rank.
 
 import json
 import sys
+import tempfile
 
 import neuronx_distributed as nxd
 import torch
@@ -57,7 +58,19 @@ def train(place, backend, method):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
+    if place == "xla":
+        save_and_load(model)
     return [loss.item() for loss in losses] if parallel_state.get_tensor_model_parallel_rank() == 0 else None
+
+
+def save_and_load(model):
+    before = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+    with tempfile.TemporaryDirectory() as folder:
+        nxd.save_checkpoint(folder, "end", model=model)
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
+        nxd.load_checkpoint(folder, "end", model=model)
+    assert all(torch.equal(tensor.cpu(), before[name]) for name, tensor in model.state_dict().items())
 
 
 def train_plainly():
