@@ -6,6 +6,7 @@ Source: NxD Core training API, "Neuron Zero1 Optimizer"; torch-xla 2.9, ``ZeroRe
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -210,6 +211,9 @@ class ZeroState(dict[str, Any]):
         if key == "base_state":
             return self["state"]
         raise KeyError(key)
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), None, None, iter(self.items())  # what torch.load() takes with weights_only=True
 
 
 def _norm(norm: float | None) -> float:
