@@ -73,9 +73,9 @@ NAMES = re.compile(
     r"|aot_?inductor|nxd_packed|packed(16|32)|x86-64|\bmarch\b",
     re.IGNORECASE,
 )
-HOMES = ("nxd_infer/backends/", "nxd_infer/comm/", "nxd_infer/util/devices.py")
-"""The backends; the transports, each of which is for one kind of device; and the one place that asks torch for the host
-and for the device that this process trains on."""
+HOMES = ("nxd_infer/backends/", "nxd_infer/comm/", "nxd_infer/compat/", "nxd_infer/util/devices.py")
+"""The backends; the transports, each of which is for one kind of device; what old scripts call devices; and the one
+place that asks torch for the host and for the device that this process trains on."""
 CONTROL_GROUP = "nxd_infer/util/machine.py"
 """Linux calls a group of limits so."""
 
