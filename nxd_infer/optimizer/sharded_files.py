@@ -27,6 +27,7 @@ from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.describe import describe_piece
 from nxd_infer.layout.files.atomic import replacing
+from nxd_infer.layout.files.one_rank import storable
 from nxd_infer.layout.params import layout_by_name
 from nxd_infer.optimizer.groups import NOT_HYPERPARAMETERS
 from nxd_infer.parallel_layers.grads import is_expert_parallel
@@ -68,8 +69,7 @@ def save_sharded(optimizer: NxDOptimizer, output_dir: str | os.PathLike[str], at
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with replacing(path.with_name(f"{path.name}.safetensors")) as temporary:
-                copies = {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
-                save_file(copies, str(temporary), {SAVE: number})
+                save_file(storable(tensors), str(temporary), {SAVE: number})
             # Write the description last and atomically: without it a shard counts as missing.
             with replacing(path.with_name(f"{path.name}.json")) as temporary:
                 temporary.write_text(json.dumps(description, indent=1))
