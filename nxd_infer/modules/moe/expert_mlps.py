@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from nxd_infer.parallel_layers.base import DeviceLike, Fill
 class ExpertMLPs(ExpertMLPsV2):
     """:class:`~nxd_infer.modules.moe.expert_mlps_v2.ExpertMLPsV2` of a RoutedExpertsMLPOpsConfig's fields.
 
-    ``init_method`` and ``output_layer_init_method`` are its two init methods. Further keywords are the fields of
-    BlockwiseMatmulConfig, which change nothing here.
+    ``init_method`` and ``output_layer_init_method`` are its two init methods. ``more``: its further fields, and those
+    of BlockwiseMatmulConfig, which change nothing here.
     """
 
     def __init__(
@@ -35,33 +36,15 @@ class ExpertMLPs(ExpertMLPsV2):
         dtype: torch.dtype = torch.float32,
         device: DeviceLike = None,
         tensor_model_parallel_group: object = None,
-        enable_spmd_rank: bool = False,
-        early_expert_affinity_modulation: bool = False,
-        bias: bool = False,
-        **blockwise: Any,
+        **more: Any,
     ):
-        config = RoutedExpertsMLPOpsConfig(
-            num_experts=num_experts,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            top_k=top_k,
-            hidden_act=hidden_act,
-            bias=bias,
-            glu_mlp=glu_mlp,
-            capacity_factor=capacity_factor,
-            normalize_top_k_affinities=normalize_top_k_affinities,
-            early_expert_affinity_modulation=early_expert_affinity_modulation,
-            input_layer_init_method=init_method,
-            output_layer_init_method=output_layer_init_method,
-            enable_spmd_rank=enable_spmd_rank,
-        )
+        given = {"glu_mlp": glu_mlp, "capacity_factor": capacity_factor, "input_layer_init_method": init_method}
+        given["normalize_top_k_affinities"] = normalize_top_k_affinities
+        given["output_layer_init_method"] = output_layer_init_method
+        fields = {field.name for field in dataclasses.fields(RoutedExpertsMLPOpsConfig)}
+        given |= {name: more.pop(name) for name in fields & more.keys()}
+        config = RoutedExpertsMLPOpsConfig(num_experts, hidden_size, intermediate_size, top_k, hidden_act, **given)
         if block_size is not None:
-            blockwise["block_size"] = block_size
-        super().__init__(
-            config,
-            BlockwiseMatmulConfig.from_kwargs(**blockwise),
-            return_bias=return_bias,
-            dtype=dtype,
-            device=device,
-            tensor_model_parallel_group=tensor_model_parallel_group,
-        )
+            more["block_size"] = block_size
+        blockwise, group = BlockwiseMatmulConfig.from_kwargs(**more), tensor_model_parallel_group
+        super().__init__(config, blockwise, False, return_bias, dtype, device, tensor_model_parallel_group=group)

@@ -51,11 +51,8 @@ class ExpertMLPsV2(nn.Module):
         self.axis = axis_of(tensor_model_parallel_group, self.context)
         if expert_model_parallel_group is not None:
             axis = self.context.axis(axis_of(expert_model_parallel_group, self.context))
-            if axis.ranks != self.context.ep.ranks:
-                raise ParallelConfigError(
-                    f"expert_model_parallel_group must be the ranks {list(self.context.ep.ranks)} of parallel_state, "
-                    f"got {list(axis.ranks)}; leave it out"
-                )
+            if axis.ranks != (ours := self.context.ep.ranks):
+                raise ParallelConfigError(f"expert_model_parallel_group must be {ours}, got {axis.ranks}: leave it out")
         self.routed_experts_mlp_config = config = routed_experts_mlp_config
         self.blockwise_matmul_config = blockwise_matmul_config or BlockwiseMatmulConfig.default()
         self.num_experts, self.top_k = config.num_experts, config.top_k
