@@ -117,7 +117,7 @@ def model_change(model: nn.Module, archive: AnyArchive, strict: bool, context: P
         return partial(load_state, "model, a dictionary,", module, state, strict=strict)
     if isinstance(archive, ReferenceArchive):
         if isinstance(module, LoRAModel):
-            raise CheckpointError(f"{archive.where} was written by the reference; it loads into models without LoRA")
+            return _reference_adapter(module, archive, context)
         archive.know({**({} if stage is None else stage.layouts), **weight_layout(module)})
     source, degree, rank = _own_weights(archive, stage), context.tp.degree, context.tp.rank
     layouts, tensors, names = weight_layout(module), named_tensors(module), set(source.keys())
@@ -149,6 +149,21 @@ def _own_weights(archive: AnyArchive, stage: Stage | None) -> WeightSource:
         return source
     others = stage.elsewhere(source.keys())
     return SelectedSource(source, lambda name: name not in others)
+
+
+def _reference_adapter(model: LoRAModel, archive: ReferenceArchive, context: ParallelContext) -> Callable[[], None]:
+    """Return what loads an adapter that the reference saved without the base weights, of the model's own options."""
+    layouts, tensors = weight_layout(model.module), named_tensors(model.module)
+    factors = {name: layouts[name] for name in layouts if name in model.adapter_names}
+    archive.know(factors)
+    source = RunsSource(archive.pieces("model"))
+    check_weights(factors, source)
+
+    def load() -> None:
+        for name, layout in factors.items():
+            fill_tensor(tensors[name], source, layout.rank_layout(context.tp.degree, context.tp.rank))
+
+    return load
 
 
 def _is_merged(archive: AnyArchive) -> bool:
