@@ -251,7 +251,9 @@ def fill_modules(model: nn.Module, fill: Fill | None, foreign: Collection[int] =
                 alive.append(tensor)
     if (device := transport_device()) != HOST:
         for tensor in made.values():
-            tensor.data = tensor.data.to(device)
+            moved = tensor.data.to(device)
+            if torch._has_compatible_shallow_copy_type(tensor, moved):  # pyright: ignore  # else the model moves
+                tensor.data = moved
     restore_attributes(model)
 
 
