@@ -230,7 +230,8 @@ def test_checkpoints_are_converted_and_back(tmp_path: Path):
 
 
 def paraphrases() -> list[float]:
-    model = whole(BertForSequenceClassification, BertConfig(**CAUSAL, **{"num_labels": 2})).eval()
+    options: dict[str, Any] = {**CAUSAL, "num_labels": 2}
+    model = whole(BertForSequenceClassification, BertConfig(**options)).eval()
     texts = ("It does not matter.", "It does not matter how the work")
     return [x for text in texts for x in model(torch.tensor([list(text.encode())])).logits.flatten().tolist()]
 
