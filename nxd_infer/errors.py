@@ -172,7 +172,7 @@ class BackendUnavailableError(NxdError, RuntimeError):
 
 
 class DeviceOnlyError(NxdError, NotImplementedError):
-    """A name of the old packages that only a Neuron device can have was used; the message says what to call instead."""
+    """A name of the old packages that has no place here was used; the message says what to call instead."""
 
 
 class UntrustedCacheError(NxdError, RuntimeError):

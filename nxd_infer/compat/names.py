@@ -28,7 +28,7 @@ class Module:
     names: Mapping[str, str] = field(default_factory=dict)
     """An old name and ``"nxd_infer.module:attribute"`` (``"nxd_infer.module"``: the attribute has the same name)."""
     device: Mapping[str, str] = field(default_factory=dict)
-    """A name that only a Neuron device can have, and what to call instead. Importing it works, using it raises."""
+    """A name that has no place here, most for a Neuron device only, and what to call instead. Using it raises."""
     differs: Mapping[str, str] = field(default_factory=dict)
     """An old name, and how it behaves otherwise here."""
 
@@ -67,9 +67,18 @@ OLD: dict[str, Module] = {
         differs={"nki_ring_attn_func": "gathers keys and values instead of passing them around the ring"},
     ),
     "neuronx_distributed.modules.attention.utils": Module("nxd_infer.compat.attention"),
+    "neuronx_distributed.modules.lora.layer": Module("nxd_infer.modules.lora.layers"),
+    "neuronx_distributed.modules.moe.blockwise": Module(
+        device=dict.fromkeys(
+            ("BlockwiseMatmulNKIFunc", "TorchBlockwiseTraining", "can_use_blockwise_matmul_nki"),
+            "ExpertMLPs itself computes dropless experts",
+        )
+    ),
     "neuronx_distributed.modules.moe.expert_mlps": Module(differs={"ExpertMLPs": _EXPERTS}),
     "neuronx_distributed.modules.moe.expert_mlps_v2": Module(differs={"ExpertMLPsV2": _EXPERTS}),
-    "neuronx_distributed.modules.moe.model_utils": Module(names={"GLUType": "nxd_infer.modules.moe.moe_configs"}),
+    "neuronx_distributed.modules.moe.model_utils": Module(
+        names={"ACT2FN": "nxd_infer.modules.activations:ACTIVATIONS", "GLUType": "nxd_infer.modules.moe.moe_configs"}
+    ),
     "neuronx_distributed.modules.moe.moe_configs": Module(
         device={"MoEFusedTKGConfig": "leave it out: MoE itself decodes"}
     ),
@@ -91,9 +100,12 @@ OLD: dict[str, Module] = {
             "_invoke_preshard_hook": f"{_BUILDER}.shards:invoke_preshard_hook",
         }
     ),
+    "neuronx_distributed.parallel_layers.comm": Module(
+        names=dict.fromkeys(("all_gather", "all_reduce", "reduce_scatter"), "nxd_infer.compat.torch_xla.xla_model")
+    ),
     "neuronx_distributed.parallel_layers.parallel_state": Module(
         "nxd_infer.parallel_state",
-        names={"rmsg": _UTILITIES},
+        names=dict.fromkeys(("get_gloo_group", "rmsg"), _UTILITIES),
         device=dict.fromkeys(
             ("get_kv_shared_group", "get_kv_shared_group_size", "get_kv_shared_replica_groups", "initialize_kv_group"),
             _KV,
@@ -105,6 +117,36 @@ OLD: dict[str, Module] = {
     "neuronx_distributed.parallel_layers.utils": Module(
         names=dict.fromkeys(
             ("is_pjrt_device", "is_torch_version_greater_than_2", "requires_init_pg_override"), _UTILITIES
+        )
+    ),
+    "neuronx_distributed.pipeline.comm": Module(
+        names={"rmsg": _UTILITIES},
+        device=dict.fromkeys(
+            ("recv_from", "recv_python_object", "send", "send_python_object"),
+            "torch.distributed.send() and recv(), or send_object_list() and recv_object_list()",
+        ),
+    ),
+    "neuronx_distributed.pipeline.partition": Module(
+        device=dict.fromkeys(
+            (
+                "analyze_pipeline_module",
+                "analyze_shared_weights_across_stages",
+                "create_partitions",
+                "partition_traced_model",
+                "stage_to_pipeline_parallel_rank",
+            ),
+            "NxDPPModel itself splits the model: give it pipeline_cuts, or auto_partition=True",
+        )
+    ),
+    "neuronx_distributed.pipeline.scheduler": Module(
+        device=dict.fromkeys(
+            ("InferenceSchedule", "Train1F1BSchedule", "TrainInterleavedSchedule", "TrainSchedule"),
+            "nxd_infer.pipeline.schedule.schedule() returns the passes of every rank",
+        )
+    ),
+    "neuronx_distributed.pipeline.trace": Module(
+        device=dict.fromkeys(
+            ("HFTracerWrapper", "NxDTracer"), "give NxDPPModel no tracer_cls, or a torch.fx.Tracer of your own"
         )
     ),
     "neuronx_distributed.quantization.quantization_layers": Module(
@@ -153,6 +195,12 @@ OLD: dict[str, Module] = {
     "neuronx_distributed.trainer.checkpoint": Module(
         "nxd_infer.checkpoint.api", {"finalize_checkpoint": "nxd_infer.checkpoint.api:wait_for_save"}
     ),
+    "neuronx_distributed.trainer.hooks": Module(
+        device=dict.fromkeys(
+            ("register_all_hooks", "register_post_partition_hook"),
+            "call the function after initialize_parallel_model(), which has split the model",
+        )
+    ),
     "neuronx_distributed.trainer.model": Module("nxd_infer.modules.nxd_model"),
     "neuronx_distributed.utils": Module(names={"cpu_mode": _UTILITIES}),
     "neuronx_distributed.utils.activation_checkpoint": Module(
@@ -161,22 +209,34 @@ OLD: dict[str, Module] = {
     "neuronx_distributed.utils.adamw_fp32_optim_params": Module("nxd_infer.optimizer.adamw_fp32"),
     "neuronx_distributed.utils.batch_utils": Module(names={"get_batch_on_this_context_parallel_rank": _UTILITIES}),
     "neuronx_distributed.utils.logger": Module(names={"get_logger": _UTILITIES}),
+    "neuronx_distributed.utils.medusa_utils": Module(
+        "nxd_infer.compat.medusa",
+        device={"update_inference_inputs": "append candidates[best_candidate, : accept_length + 1] to the ids"},
+    ),
     "neuronx_distributed.utils.model_utils": Module(
         names={
             "LogicalNCConfig": _UTILITIES,
             "get_platform_lnc": _UTILITIES,
             "init_on_device": f"{_BUILDER}.parallel_context",
+            "is_hf_transformers_available": _UTILITIES,
             "move_model_to_device": "nxd_infer.layout.params",
         }
     ),
     "neuronx_distributed.utils.random": Module(names={"set_random_seed": _UTILITIES}),
     "neuronx_distributed.utils.sampling": Module(names={"Sampler": "nxd_infer.compat.sampling"}),
+    "neuronx_distributed.utils.speculative_decoding": Module(
+        device={"NeuronSpeculation": "`nxd-infer trace` and `serve` speculate, or transformers' generate()"}
+    ),
     "neuronx_distributed.utils.tensor_capture": Module("nxd_infer.modules.tensor_capture"),
+    "neuronx_distributed.utils.tensor_capture.model_modification": Module(
+        names={"find_available_modules": "nxd_infer.modules.tensor_capture:get_available_modules"}
+    ),
     "neuronx_distributed.utils.tensor_replacement": Module("nxd_infer.modules.tensor_replacement"),
     "neuronx_distributed.utils.tensor_replacement.registry": Module(
         "nxd_infer.modules.tensor_replacement",
         differs={"TensorReplacementRegister": "is given the model, and the tensors by the names of its modules"},
     ),
+    "neuronx_distributed.utils.tensor_utils": Module(names={"cumsum": _UTILITIES}),
     "neuronx_distributed.utils.utils": Module(names={"hardware": _UTILITIES}),
     "neuronxcc.nki": Module(names={"jit": "nxd_infer.compat.torch_neuronx:nki_jit"}),
     "neuronxcc.nki._private_kernels.attention": Module(device={"attention_isa_kernel": _KERNEL}),

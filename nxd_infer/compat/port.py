@@ -26,7 +26,7 @@ STATUSES = {
     "moved": "works under another path",
     "differs": "works, and behaves otherwise",
     "unchecked": "not checked: a star import",
-    "device": "for a Neuron device only",
+    "device": "cannot be used here, with what to call instead",
     "refused": "refused: the call fails",
     "absent": "absent",
     "unreadable": "cannot be read",
@@ -183,7 +183,7 @@ def table() -> str:
     """Return as a table of Markdown what is not simply here: names with one text together, and what is gone."""
     found: dict[str, list[str]] = {}
     for path, module in OLD.items():
-        for what, texts in (("", module.differs), ("device only: ", module.device)):
+        for what, texts in (("", module.differs), ("not here: ", module.device)):
             for name, text in texts.items():
                 found.setdefault(what + text, []).append(f"`{path.removeprefix('neuronx_distributed.')}.{name}`")
     for package, text in GONE.items():

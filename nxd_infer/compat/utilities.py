@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import importlib.util
 import logging
 import os
 import random
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nxd_infer.context import current_context
@@ -95,6 +97,20 @@ def rmsg(message: object) -> str:
     """Return a message with this rank's place before it."""
     here = current_context()
     return f"[rank_{here.rank}_pp{here.pp.rank}_tp{here.tp.rank}_dp{here.dp.rank}_cp{here.cp.rank}] {message}"
+
+
+def get_gloo_group() -> Any:
+    """Return the process group of all ranks, which is gloo's on a CPU; elsewhere all ranks call this to make one."""
+    return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
+
+def is_hf_transformers_available() -> bool:
+    return importlib.util.find_spec("transformers") is not None
+
+
+def cumsum(tensor: Tensor) -> Tensor:
+    """Return the sums of the rows up to each."""
+    return tensor.cumsum(0)
 
 
 def set_random_seed(seed: int) -> None:

@@ -104,16 +104,16 @@ def _public(view: View) -> list[str]:
 
 
 class DeviceName:
-    """A name that only a Neuron device can have: it can be imported, and using it raises DeviceOnlyError."""
+    """A name that has no place here: it can be imported, and using it raises DeviceOnlyError."""
 
     def __init__(self, name: str, instead: str):
         self._name, self._instead = name, instead
 
     def __repr__(self) -> str:
-        return f"<{self._name}, for a Neuron device only: {self._instead}>"
+        return f"<{self._name}, which is not here: {self._instead}>"
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise DeviceOnlyError(f"{self._name} needs a Neuron device: {self._instead}")
+        raise DeviceOnlyError(f"{self._name} cannot be used here: {self._instead}")
 
     __call__ = __getitem__ = __mro_entries__ = _refuse
 

@@ -71,6 +71,7 @@ class ColumnParallelLinear(BaseParallelLinear):
         "sequence_dimension keep_master_weight skip_bias_add pad pad_alignment_size_per_rank keep_padded_output "
         "tensor_model_parallel_group reduce_dtype rank_ordering",
         when=_dtype_is_fifth,
+        ignored="tile_cc",
         neutral={"rank_ordering": None},
     )
     def __init__(

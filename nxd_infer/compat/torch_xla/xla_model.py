@@ -78,7 +78,7 @@ def get_rng_state(device: Any = None) -> int:
 
 # --- collectives ----------------------------------------------------------------------------------------
 
-Groups = Sequence[Sequence[int]] | None
+Groups = Sequence[Sequence[int]] | dist.ProcessGroup | None
 _BITWISE = {REDUCE_MUL: torch.mul, REDUCE_AND: torch.bitwise_and, REDUCE_OR: torch.bitwise_or}
 _SECONDS = 1800.0
 """How long gloo waits, unless init_process_group() was told otherwise."""
@@ -95,6 +95,8 @@ def _transport(groups: Groups) -> tuple[DistributedCollectives, Axis]:
     if _world is not dist.group.WORLD:
         _transports.clear()
         _world = dist.group.WORLD
+    if isinstance(groups, dist.ProcessGroup):
+        groups = [dist.get_process_group_ranks(groups)]
     here, world = dist.get_rank(), tuple(range(dist.get_world_size()))
     ranks = next((tuple(group) for group in groups if here in group), ()) if groups else world
     if not ranks:

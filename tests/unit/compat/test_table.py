@@ -97,6 +97,6 @@ def test_a_name_for_the_device_imports_and_says_what_to_call_instead():
     kernel = importlib.import_module(EXAMPLE).kernel
     decorated, derived = "@kernel\ndef function(): ...", "class Derived(kernel): ..."
     for use in ("kernel(1)", "kernel[2, 4](1)", "kernel.attribute", decorated, derived):
-        with pytest.raises(DeviceOnlyError, match=r"example\.module\.kernel needs a Neuron device: call other\(\)"):
+        with pytest.raises(DeviceOnlyError, match=r"example\.module\.kernel cannot be used here: call other\(\)"):
             exec(use, {"kernel": kernel})
     assert not isinstance(1, kernel) and (kernel | None) is not None
