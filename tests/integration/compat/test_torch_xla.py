@@ -43,12 +43,8 @@ def each_collective() -> None:
     generator = torch.Generator().manual_seed(rank)
     x = torch.rand(4, 2 * world, generator=generator, dtype=torch.float64)
     plain = next(group for group in [dist.new_group(pair) for pair in pairs] if dist.get_rank(group) >= 0)
-    for groups, ranks in (
-        (None, list(range(world))),
-        (pairs, own),
-        ([own], own),
-        (plain, own),
-    ):  # a rank may know its group alone
+    # A rank may know its group alone.
+    for groups, ranks in ((None, list(range(world))), (pairs, own), ([own], own), (plain, own)):
         parts = gathered(x, ranks, plain if groups else None)
         stacked, place, count = torch.stack(parts), ranks.index(rank), len(ranks)
         close = torch.testing.assert_close
