@@ -208,6 +208,15 @@ class ServerSettings:
         kind=int,
         minimum=1024,
     )
+    max_stored_responses: int = setting(
+        REQUESTS, 1000, "Responses of /v1/responses that are kept in memory for later requests; 0: none.", minimum=0
+    )
+    max_stored_bytes: int = setting(
+        REQUESTS,
+        64 * 2**20,
+        "Bytes of all stored responses; those of the key that holds most go first, the oldest of them.",
+        minimum=0,
+    )
     request_timeout: float = seconds(REQUESTS, 600.0, "Seconds a request may take in total; then 504.")
     render_timeout: float = seconds(
         REQUESTS, 5.0, "Seconds the model's chat template may take for one conversation.", maximum=3600

@@ -10,9 +10,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from nxd_infer.util.version import VERSION
-from nxd_server.http import admin, tokenize
+from nxd_server.http import admin, anthropic, tokenize
 from nxd_server.http.error_responses import STATUSES, ApiError, bad_request
-from nxd_server.http.openai import models
+from nxd_server.http.openai import models, responses
 from nxd_server.http.openai.chat import chat
 from nxd_server.http.openai.completions import completions
 from nxd_server.http.openai.embeddings import classify, embeddings
@@ -43,6 +43,12 @@ def create_app(service: Service, settings: ServerSettings) -> FastAPI:
 
     _post(app, "/v1/completions", CompletionBody, completions)
     _post(app, "/v1/chat/completions", ChatBody, chat)
+    _post(app, "/v1/responses", responses.ResponsesBody, responses.responses)
+    _get(app, "/v1/responses/{response_id}", responses.get_response)
+    _get(app, "/v1/responses/{response_id}/input_items", responses.list_input_items)
+    app.add_api_route("/v1/responses/{response_id}", responses.delete_response, methods=["DELETE"], response_model=None)
+    _post(app, "/v1/messages", anthropic.MessagesBody, anthropic.messages)
+    _post(app, "/v1/messages/count_tokens", anthropic.CountBody, anthropic.count_tokens)
     _post(app, "/v1/embeddings", EmbeddingBody, embeddings)
     _post(app, "/v1/classify", ClassifyBody, classify)
     _post(app, "/v1/predict", PredictBody, predict)

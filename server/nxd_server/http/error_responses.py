@@ -9,7 +9,7 @@ message holds only the request id, and the log has the details.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from starlette.responses import Response
@@ -33,6 +33,17 @@ STATUSES = {
     504: ("timeout_error", "timeout"),
 }
 """Type of an error, and its code if it has none of its own, by status."""
+ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Type of an error in Anthropic's API."""
 
 
 class ApiError(Exception):
@@ -67,11 +78,29 @@ class ApiError(Exception):
         if retry_after is not None:
             self.headers["retry-after"] = str(max(1, round(retry_after)))
 
+    def naming(self, fields: Mapping[str, str] | None) -> ApiError:
+        """Name the client's fields, if those at fault have other names: ``fields``, from each path to its own."""
+        path = self.param or ""
+        found = max((name for name in fields or () if _begins(path, name)), key=len, default="")
+        if fields and found:
+            self.param = fields[found] + path[len(found) :]
+            self.message = self.message.replace(path, self.param, 1)
+        return self
+
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        return Response(encode(self.body()), self.status, self.headers, "application/json")
+    def anthropic_body(self, request_id: str) -> dict[str, Any]:
+        """Return the error in the form of Anthropic's API."""
+        error = {"type": ANTHROPIC.get(self.status, "invalid_request_error"), "message": self.message}
+        return {"type": "error", "error": error, "request_id": request_id}
+
+    def response(self, body: dict[str, Any] | None = None) -> Response:
+        return Response(encode(body or self.body()), self.status, self.headers, "application/json")
+
+
+def _begins(path: str, name: str) -> bool:
+    return path.startswith(name) and path[len(name) : len(name) + 1] in ("", ".", "[")
 
 
 def encode(value: Any) -> bytes:

@@ -25,7 +25,8 @@ from nxd_server.http.ops.logs import log_access
 from nxd_server.http.ops.metrics import Metrics
 from nxd_server.http.protocol import Connections
 from nxd_server.http.request_body import Bodies, Body, ClientLeft, DrainingReceive, client_left, default_limit
-from nxd_server.http.scope_keys import ARRIVED, CROWDED, REFUSAL, REQUEST_ID, WHOLE
+from nxd_server.http.response_store import ResponseStore
+from nxd_server.http.scope_keys import ARRIVED, CROWDED, FIELDS, REFUSAL, REQUEST_ID, WHOLE
 from nxd_server.threads import ConcurrencyLimit, Doorbell
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ CLIENT_CLOSED = 499
 """nginx's log status for a client that disconnected; it is never sent."""
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping", "/metrics"})
 """Routes that a load balancer, a kubelet, SageMaker and Prometheus use without a key."""
+ANTHROPIC_PATH = "/v1/messages"
+"""Of the routes of Anthropic's API, whose errors have its form."""
 INLINE_TEXT = 4096
 """A longer text is tokenized in a thread, where the library releases the GIL."""
 ENCODERS = 2
@@ -75,6 +78,13 @@ class Keys:
             raise _refusal("no API key: send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`")
         if not _any_match(offered, [*self._digests, *self._admin]):
             raise _refusal("the API key is not valid")
+
+    def owner(self, scope: Scope) -> bytes:
+        """Return whose request this is: the digest of its key, empty for a server without keys."""
+        known = [*self._digests, *self._admin] if self._digests else []
+        return next(
+            (hashlib.sha256(key).digest() for key in _offered(scope["headers"]) if _any_match([key], known)), b""
+        )
 
     def check_admin(self, scope: Scope) -> None:
         """Raise :class:`ApiError` 403 without an admin key in the settings or for another key, 401 for no key."""
@@ -130,6 +140,7 @@ class Context:
             for what, width in (("prompts", ENCODERS), ("tensors", ENCODERS), ("grammars", 1))
         )
         self.bodies = Bodies()
+        self.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_bytes)
         self.bell = Doorbell()
         self.in_flight: set[DrainingReceive] = set()
         """The requests being answered."""
@@ -353,14 +364,15 @@ class RequestMiddleware:
             except ClientLeft:
                 status = CLIENT_CLOSED
             except Exception as error:
-                refusal = scope[REFUSAL] = as_api_error(error, request_id)
+                refusal = scope[REFUSAL] = as_api_error(error, request_id).naming(scope.get(FIELDS))
                 if refusal.status == 500 and refusal.code == "internal_error":
                     logger.exception("request %s failed", request_id)
                 if started:
                     raise  # closes the connection, so that the client sees an incomplete answer
                 forget_frames(error)  # breaks a cycle: the scope holds the error, its frames the scope and the body
                 await body.drain()
-                await refusal.response()(scope, receive, count)
+                shape = refusal.anthropic_body(request_id) if scope["path"].startswith(ANTHROPIC_PATH) else None
+                await refusal.response(shape)(scope, receive, count)
         except ClientLeft:
             status = CLIENT_CLOSED
         finally:

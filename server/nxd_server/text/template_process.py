@@ -61,6 +61,7 @@ class BoundedTemplate:
 
     def __init__(self, sources: TemplateSources, seconds: float, queue: int):
         """``seconds`` for each rendering; ``queue`` conversations may wait."""
+        self.source = "\n".join([sources.default, *sources.named.values()])
         named, special = dict(sources.named), dict(sources.special_tokens)
         self._setup = json.dumps({"source": sources.default, "named": named, "special_tokens": special}).encode()
         self._seconds = seconds

@@ -8,7 +8,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from nxd_server.http.openai.chat import MessageParts
-from nxd_server.http.openai.generation import KEEP_ALIVE, EventStream
+from nxd_server.http.openai.generation import DONE, KEEP_ALIVE, EventStream
 from nxd_server.http.openai.tools import ChoiceCalls
 from nxd_server.text.reasoning import FORMATS, ReasoningReader
 
@@ -40,7 +40,12 @@ class Held:
 
 
 def test_a_held_call_is_no_silence():
-    nothing_yet = {"begin.return_value": b"data: begun", "event.return_value": b"", "usage.return_value": b""}
+    nothing_yet = {
+        "begin.return_value": b"data: begun",
+        "event.return_value": b"",
+        "end.return_value": DONE,
+        "KEEP_ALIVE": KEEP_ALIVE,
+    }
     stream, send = EventStream(Held(), Mock(**nothing_yet), keep_alive=0.1, request_id="x"), AsyncMock()
     asyncio.run(stream({"type": "http"}, None, send))
     sent = [call.args[0].get("body", b"") for call in send.await_args_list]

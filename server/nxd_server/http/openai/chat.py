@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -18,7 +18,7 @@ from nxd_server.http.error_responses import (
     unknown_field,
     unsupported,
 )
-from nxd_server.http.openai.generation import Answer, Generation, check_choices, respond, with_limit
+from nxd_server.http.openai.generation import Choices, Generation, check_choices, respond, with_limit
 from nxd_server.http.openai.logprobs import chat_logprob
 from nxd_server.http.openai.schemas import ChatBody
 from nxd_server.http.openai.tools import (
@@ -146,10 +146,30 @@ async def chat_prompt(context: Context, body: ChatBody, tools: list[dict[str, An
 
 async def chat(request: Request, body: ChatBody) -> Any:
     """Answer a chat request, at once or as a stream."""
+    one = await conversation(request, body, "/v1/chat/completions")
+    return await respond(request, body.stream, one.generation, _ChatCompletion(one, body))
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A request that continues a conversation, ready to run."""
+
+    generation: Generation
+    model: str
+    """The name of what answers."""
+    tokenizer: Tokenizer
+    params: SamplingParams
+    prompt_tokens: int
+    parts: list[MessageParts]
+    """Of each choice."""
+
+
+async def conversation(request: Request, body: ChatBody, route: str) -> Conversation:
+    """Check a request of ``route`` and prepare its answer. Raises ApiError and RequestError."""
     context = context_of(request)
     service, settings = context.service, context.settings
     adapter = check_model(service, body.model)
-    require_task(service, "/v1/chat/completions", "generate")
+    require_task(service, route, "generate")
     body.check_stream_options()
     top = _top_logprobs(body, service.top_logprobs)
     limit, field = body.max_tokens, "max_tokens"
@@ -186,8 +206,8 @@ async def chat(request: Request, body: ChatBody) -> Any:
         MessageParts(reader, body.include_reasoning, one, tags and ReasoningCounter(tags, place, tokenizer.token_text))
         for reader, one in zip(readers, calls, strict=True)
     ]
-    answer = _ChatCompletion(adapter or service.model_name, tokenizer, body, top, len(tokens), parts)
-    return await respond(request, body, Generation(request, [tokens], [params], adapter, grammar), answer)
+    generation = Generation(request, [tokens], [params], adapter, grammar)
+    return Conversation(generation, adapter or service.model_name, tokenizer, params, len(tokens), parts)
 
 
 async def _grammar(
@@ -276,30 +296,25 @@ class MessageParts:
             message["tool_calls"] = [{name: call[name] for name in call if name != "index"} for call in calls]
         return message
 
+    @property
+    def called(self) -> bool:
+        """Whether the choice holds calls, all of them complete."""
+        return self._calls is not None and self._calls.called
+
     def reason(self, reason: str) -> str:
         """Return the choice's finish reason, from the engine's."""
         return reason if self._calls is None else self._calls.reason(reason)
 
 
-class _ChatCompletion(Answer):
+class _ChatCompletion(Choices):
     """The answer of ``/v1/chat/completions``."""
 
     WHOLE, CHUNK = "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self,
-        model: str,
-        tokenizer: Tokenizer,
-        body: ChatBody,
-        top: int | None,
-        prompt_length: int,
-        parts: Sequence[MessageParts],
-    ):
-        super().__init__("chatcmpl", model, body, [prompt_length])
-        self._tokenizer = tokenizer
-        self._top = top
-        self._parts = parts
-        self._logprobs: list[list[dict]] = [[] for _ in parts]
+    def __init__(self, one: Conversation, body: ChatBody):
+        super().__init__("chatcmpl", one.model, body, [one.prompt_tokens])
+        self._tokenizer, self._top, self._parts = one.tokenizer, one.params.logprobs, one.parts
+        self._logprobs: list[list[dict]] = [[] for _ in one.parts]
         """Of each choice of a whole answer."""
 
     def token(self, choice: int, event: TokenEvent) -> None:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from nxd_server.engine.request import FinishEvent, TokenEvent, max_new_tokens
 from nxd_server.http.error_responses import bad_request, unsupported
-from nxd_server.http.openai.generation import Answer, Generation, check_choices, respond, with_limit
+from nxd_server.http.openai.generation import Choices, Generation, check_choices, respond, with_limit
 from nxd_server.http.openai.logprobs import LegacyLogprobs
 from nxd_server.http.openai.schemas import CompletionBody, token_lists
 from nxd_server.http.openai.tools import requested_form
@@ -27,7 +27,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(request: Request, body: CompletionBody) -> Any:
-    """Answer a completion request, at once or as a stream."""
+    """Choices a completion request, at once or as a stream."""
     context = context_of(request)
     service, settings = context.service, context.settings
     adapter = check_model(service, body.model)
@@ -61,10 +61,10 @@ async def completions(request: Request, body: CompletionBody) -> Any:
     answer = _Completion(
         adapter or service.model_name, tokenizer, body, echoes, tokens, not service.metadata.get("encodes_prompts")
     )
-    return await respond(request, body, Generation(request, tokens, each, adapter, grammar), answer)
+    return await respond(request, body.stream, Generation(request, tokens, each, adapter, grammar), answer)
 
 
-class _Completion(Answer):
+class _Completion(Choices):
     """The answer of ``/v1/completions``."""
 
     WHOLE = CHUNK = "text_completion"

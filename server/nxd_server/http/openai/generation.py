@@ -25,11 +25,11 @@ from starlette.types import Receive, Scope, Send
 from nxd_server.engine.request import ErrorEvent, Event, FinishEvent, OnEvent, TokenEvent, Usage
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.errors import DEADLINE_GRACE, RequestError, ended_early, not_finished
-from nxd_server.http.error_responses import as_api_error, bad_request, clip, encode
+from nxd_server.http.error_responses import ApiError, as_api_error, bad_request, clip, encode
 from nxd_server.http.openai.schemas import SamplingBody
 from nxd_server.http.request_body import ClientLeft, client_left
 from nxd_server.http.request_context import context_of, request_id, seconds_left, whole_of
-from nxd_server.http.scope_keys import REFUSAL
+from nxd_server.http.scope_keys import FIELDS, REFUSAL
 from nxd_server.threads import Mailbox
 
 if TYPE_CHECKING:
@@ -232,7 +232,33 @@ def usage_object(usage: Usage, reasoning: int | None = None) -> dict[str, Any]:
 
 
 class Answer:
-    """One request's answer, whole or in chunks; a route says what a choice (``choice``) or its chunk (``opening``,
+    """One request's answer in the form of its route, whole or as a stream of events."""
+
+    KEEP_ALIVE: ClassVar[bytes] = KEEP_ALIVE
+
+    async def whole(self, generation: Generation) -> Response:
+        """Return the response once the generation has ended. Raises as :meth:`Generation.next`."""
+        raise NotImplementedError
+
+    def begin(self, weight_version: int | None) -> bytes:
+        """Return what precedes the first event; the version of the weights is known by now."""
+        raise NotImplementedError
+
+    def event(self, choice: int, event: TokenEvent | FinishEvent) -> bytes:
+        """Return what one event adds to the stream; empty if there is nothing to show."""
+        raise NotImplementedError
+
+    def end(self, usage: Usage) -> bytes:
+        """Return the end of a complete stream."""
+        raise NotImplementedError
+
+    def failure(self, refusal: ApiError) -> bytes:
+        """Return the end of a stream that failed."""
+        raise NotImplementedError
+
+
+class Choices(Answer):
+    """OpenAI's completions, of text or of chat; a route says what a choice (``choice``) or its chunk (``opening``,
     ``event``) holds.
 
     Without ``continuous_usage_stats`` the counts are null until the last chunk, without ``include_usage`` absent.
@@ -260,7 +286,6 @@ class Answer:
         self._tokens: dict[int, int] = {}
 
     async def whole(self, generation: Generation) -> Response:
-        """Return the response with all choices once they have ended. Raises as :meth:`Generation.next`."""
         texts, reasons = [""] * generation.choices, [""] * generation.choices
         async with generation:
             while generation.unfinished:
@@ -291,7 +316,6 @@ class Answer:
         raise NotImplementedError
 
     def begin(self, weight_version: int | None) -> bytes:
-        """Return what precedes the first event; the version of the weights is known by now."""
         self._head = b"data: " + json.dumps({**self._fields, "weight_version": weight_version})[:-1].encode()
         return self.opening()
 
@@ -299,21 +323,19 @@ class Answer:
         """Return the chunks before the first event."""
         raise NotImplementedError
 
-    def event(self, choice: int, event: TokenEvent | FinishEvent) -> bytes:
-        """Return the chunks of one event; empty if there is nothing to show."""
-        raise NotImplementedError
-
     @property
     def reasoning_tokens(self) -> int | None:
         """How many tokens of all choices so far are reasoning; None if the model does not reason."""
         return None
 
-    def usage(self, usage: Usage) -> bytes:
-        """Return the chunk with the token counts, or empty if it was not requested."""
+    def end(self, usage: Usage) -> bytes:
         if not self._usage:
-            return b""
+            return DONE
         counts = json.dumps(usage_object(usage, self.reasoning_tokens))
-        return self._head + b',"choices":[],"usage":' + counts.encode() + b"}\n\n"
+        return self._head + b',"choices":[],"usage":' + counts.encode() + b"}\n\n" + DONE
+
+    def failure(self, refusal: ApiError) -> bytes:
+        return b"data: " + encode(refusal.body()) + b"\n\n"
 
     def count(self, choice: int) -> None:
         """Count one more token of ``choice``."""
@@ -337,9 +359,9 @@ class Answer:
         return chunk + b"}\n\n"
 
 
-async def respond(request: Request, body: SamplingBody, generation: Generation, answer: Answer) -> Response:
+async def respond(request: Request, stream: bool, generation: Generation, answer: Answer) -> Response:
     """Return the response to a request: its whole answer, or a stream that the server then runs."""
-    if body.stream:
+    if stream:
         return EventStream(generation, answer, context_of(request).settings.keep_alive_interval, request_id(request))
     return await answer.whole(generation)
 
@@ -369,10 +391,10 @@ class EventStream(Response):
             except (ClientLeft, asyncio.CancelledError):
                 raise
             except Exception as error:
-                refusal = scope[REFUSAL] = as_api_error(error, self._request_id)
+                refusal = scope[REFUSAL] = as_api_error(error, self._request_id).naming(scope.get(FIELDS))
                 if refusal.code == "internal_error":
                     logger.exception("request %s: a stream failed", self._request_id)
-                await _send(generation, send, b"data: " + encode(refusal.body()) + b"\n\n", more=False)
+                await _send(generation, send, self._answer.failure(refusal), more=False)
 
     async def _write(
         self, generation: Generation, item: tuple[int, TokenEvent | FinishEvent] | None, send: Send
@@ -394,7 +416,7 @@ class EventStream(Response):
                     failure, item = error, None
             body = b"".join(chunks)
             if not body and time.monotonic() - sent >= self._keep_alive:  # what is held back may take long, too
-                body = KEEP_ALIVE
+                body = self._answer.KEEP_ALIVE
             if body:
                 await _send(generation, send, body)
                 sent = time.monotonic()
@@ -403,8 +425,7 @@ class EventStream(Response):
             if not generation.unfinished:
                 break
             item = await generation.next(max(0.0, sent + self._keep_alive - time.monotonic()))
-        tail = self._answer.usage(generation.usage) + DONE
-        await _send(generation, send, tail, more=False)
+        await _send(generation, send, self._answer.end(generation.usage), more=False)
 
 
 async def _send(generation: Generation, send: Send, body: bytes, *, more: bool = True) -> None:

@@ -68,7 +68,11 @@ def _sampler_fields() -> dict[str, Any]:
     return made
 
 
-class SamplingBody(create_model("SamplerBody", __base__=Body, **_sampler_fields())):
+class SamplerBody(create_model("SamplerFields", __base__=Body, **_sampler_fields())):
+    """The sampler's numbers."""
+
+
+class SamplingBody(SamplerBody):
     """Fields of both completions and chat."""
 
     NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {

@@ -129,6 +129,11 @@ class ChoiceCalls:
     def forced(self) -> bool:
         return self._forced is not None
 
+    @property
+    def called(self) -> bool:
+        """Whether there are calls, all of them complete."""
+        return self._count > 0 and not self._cut
+
     def take(self, text: str, ended: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """Return the answer's next text, and what it adds to its calls as ``tool_calls`` of a chunk."""
         if self._forced is not None:
@@ -161,8 +166,7 @@ class ChoiceCalls:
 
     def reason(self, reason: str) -> str:
         """Return the choice's finish reason, from the engine's."""
-        called = self._count and not self._cut
-        return "tool_calls" if called and reason == "stop" and not self._named else reason
+        return "tool_calls" if self.called and reason == "stop" and not self._named else reason
 
 
 def choice_calls(body: ChatBody, tools: Sequence[dict[str, Any]], tool_format: str | None) -> list[ChoiceCalls]:
