@@ -17,6 +17,7 @@ from nxd_server.http.openai.chat import chat
 from nxd_server.http.openai.completions import completions
 from nxd_server.http.openai.embeddings import classify, embeddings
 from nxd_server.http.openai.schemas import ChatBody, ClassifyBody, CompletionBody, EmbeddingBody
+from nxd_server.http.openai.scoring import RerankBody, ScoreBody, rerank, score
 from nxd_server.http.ops import health
 from nxd_server.http.predict import PredictBody, predict
 from nxd_server.http.request_body import Body
@@ -51,6 +52,10 @@ def create_app(service: Service, settings: ServerSettings) -> FastAPI:
     _post(app, "/v1/messages/count_tokens", anthropic.CountBody, anthropic.count_tokens)
     _post(app, "/v1/embeddings", EmbeddingBody, embeddings)
     _post(app, "/v1/classify", ClassifyBody, classify)
+    for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
+        _post(app, path, RerankBody, rerank)
+    for path in ("/v1/score", "/score"):
+        _post(app, path, ScoreBody, score)
     _post(app, "/v1/predict", PredictBody, predict)
     _post(app, "/tokenize", tokenize.TokenizeBody, tokenize.tokenize, ready=False)
     _post(app, "/detokenize", tokenize.DetokenizeBody, tokenize.detokenize, ready=False)

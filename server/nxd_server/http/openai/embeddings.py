@@ -47,14 +47,14 @@ async def embeddings(request: Request, body: EmbeddingBody) -> JSONResponse:
     size = next((spec.shape[-1] for spec in outputs if spec.name == "embedding"), None)
     if body.dimensions is not None and body.dimensions != size:
         raise unsupported("dimensions", f"this model's embeddings have {size}, got {body.dimensions}")
-    results = await _encode(
+    results = await encode_input(
         request, body.input, prompt_name=body.prompt_name, truncate_prompt_tokens=body.truncate_prompt_tokens
     )
     data = [
-        {"object": "embedding", "index": index, "embedding": _vector(result.values, body.encoding_format)}
+        {"object": "embedding", "index": index, "embedding": vector_of(result.values, body.encoding_format)}
         for index, result in enumerate(results)
     ]
-    return JSONResponse({"object": "list", "data": data, "model": service.model_name, "usage": _usage(results)})
+    return JSONResponse({"object": "list", "data": data, "model": service.model_name, "usage": usage_of(results)})
 
 
 async def classify(request: Request, body: ClassifyBody) -> JSONResponse:
@@ -67,14 +67,14 @@ async def classify(request: Request, body: ClassifyBody) -> JSONResponse:
         return await _entities(request, body)
     if body.aggregation_strategy is not None:
         raise unsupported("aggregation_strategy", "of a model that classifies whole texts")
-    results = await _encode(request, body.input, truncate_prompt_tokens=body.truncate_prompt_tokens)
+    results = await encode_input(request, body.input, truncate_prompt_tokens=body.truncate_prompt_tokens)
     encoder = service.require_encoder()
     data = [
         {"index": index, **verdict_on(result.values, encoder.labels, encoder.scores)}
         for index, result in enumerate(results)
     ]
     head = {"id": f"classify-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
-    return JSONResponse({**head, "model": service.model_name, "data": data, "usage": _usage(results)})
+    return JSONResponse({**head, "model": service.model_name, "data": data, "usage": usage_of(results)})
 
 
 async def _entities(request: Request, body: ClassifyBody) -> JSONResponse:
@@ -86,7 +86,7 @@ async def _entities(request: Request, body: ClassifyBody) -> JSONResponse:
         raise bad_request("`input` of a token classifier must be a text or a list of texts", "input")
     if body.truncate_prompt_tokens is not None:
         raise unsupported("truncate_prompt_tokens", "of a token classifier: what is cut off has no labels")
-    results = await _encode(request, texts)
+    results = await encode_input(request, texts)
     encoder, strategy = service.require_encoder(), body.aggregation_strategy or "simple"
 
     def entities() -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ async def _entities(request: Request, body: ClassifyBody) -> JSONResponse:
         ]
 
     data = await asyncio.to_thread(entities)
-    return JSONResponse({"object": "list", "data": data, "model": service.model_name, "usage": _usage(results)})
+    return JSONResponse({"object": "list", "data": data, "model": service.model_name, "usage": usage_of(results)})
 
 
 def verdict_on(logits: torch.Tensor, labels: Sequence[str], scores: str) -> dict[str, Any]:
@@ -109,14 +109,23 @@ def verdict_on(logits: torch.Tensor, labels: Sequence[str], scores: str) -> dict
     return {"label": text_encoder.likeliest(logits, labels), **numbers, "num_classes": logits.numel()}
 
 
-async def _encode(request: Request, value: Any, **options: Any) -> list[Encoded]:
-    """Return every text's result. Long lists go in waves, so that they leave room for other requests."""
-    context = context_of(request)
-    encoder, settings = context.service.require_encoder(), context.settings
+async def encode_input(request: Request, value: Any, **options: Any) -> list[Encoded]:
+    """Return the result of every text in a body's ``input``."""
+    encoder = context_of(request).service.require_encoder()
     texts = texts_or_pairs(value, "input") if encoder.task == "classify" else token_lists(value, "input")
     several = len(texts) > 1
+    return await encode_texts(request, texts, lambda place: f"input[{place}]" if several else "input", **options)
+
+
+async def encode_texts(
+    request: Request, texts: Sequence[Text], path_of: Callable[[int], str], **options: Any
+) -> list[Encoded]:
+    """Return every text's result; ``path_of`` names a text by its index, and ``options`` are those of
+    :func:`tokens_of`. Long lists go in waves, so that they leave room for other requests."""
+    context = context_of(request)
+    encoder, settings = context.service.require_encoder(), context.settings
     for place, text in enumerate(texts):
-        path = f"input[{place}]" if several else "input"
+        path = path_of(place)
         if not text:
             raise bad_request(f"`{path}` must not be empty", path)
         for part in _parts(text):
@@ -127,8 +136,8 @@ async def _encode(request: Request, value: Any, **options: Any) -> list[Encoded]
     whole = whole_of(request)
     tokens: list[Tokens] = []
 
-    def path_of(place: int) -> str:
-        return f"input[{len(results) + place}]" if several else "input"
+    def path_now(place: int) -> str:
+        return path_of(len(results) + place)
 
     while len(results) < len(texts):
         left = deadline - time.monotonic()
@@ -137,10 +146,10 @@ async def _encode(request: Request, value: Any, **options: Any) -> list[Encoded]
         try:
             if not tokens:
                 now = texts[len(results) : len(results) + wave]
-                tokens = await unless_left(request, tokens_of(context, encoder, now, path_of, **options), left)
+                tokens = await unless_left(request, tokens_of(context, encoder, now, path_now, **options), left)
             more = {"timeout": left, "continuing": bool(results), "whole": whole}
             submits = [
-                functools.partial(encoder.submit_tokens, one, field=path_of(place), **more)
+                functools.partial(encoder.submit_tokens, one, field=path_now(place), **more)
                 for place, one in enumerate(tokens)
             ]
             encoder.engine.check_room(len(submits), continuing=bool(results))
@@ -187,12 +196,12 @@ def _parts(text: Text) -> Sequence[str]:
     return (text,) if isinstance(text, str) else text if isinstance(text, tuple) else ()
 
 
-def _vector(values: torch.Tensor, form: str) -> list[float] | str:
+def vector_of(values: torch.Tensor, form: str) -> list[float] | str:
     if form == "float":
         return values.tolist()
     return base64.b64encode(values.float().numpy().astype("<f4").tobytes()).decode("ascii")
 
 
-def _usage(results: list[Encoded]) -> dict[str, int]:
+def usage_of(results: list[Encoded]) -> dict[str, int]:
     tokens = sum(result.tokens for result in results)
     return {"prompt_tokens": tokens, "total_tokens": tokens}

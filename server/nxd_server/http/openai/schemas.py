@@ -209,7 +209,7 @@ class ChatBody(SamplingBody):
     parallel_tool_calls: bool | None = Field(None, description="False: at most one call in an answer.")
 
 
-_TRUNCATE = "Truncate a longer text to this many tokens; -1: to the model's limit."
+TRUNCATE = "Truncate a longer text to this many tokens; -1: to the model's limit."
 
 
 class EmbeddingBody(Body):
@@ -227,7 +227,7 @@ class EmbeddingBody(Body):
     input: Any = Field(..., description="Text, a list of texts, token ids, or a list of lists of token ids.")
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
-    truncate_prompt_tokens: Whole | None = Field(None, description=_TRUNCATE)
+    truncate_prompt_tokens: Whole | None = Field(None, description=TRUNCATE)
     prompt_name: str | None = Field(
         None, description="The model's prompt to prepend to a text; by default the model's default one."
     )
@@ -241,7 +241,7 @@ class ClassifyBody(Body):
 
     input: Any = Field(..., description="As for embeddings, or a list of pairs of texts, each pair one input.")
     model: str | None = None
-    truncate_prompt_tokens: Whole | None = Field(None, description=_TRUNCATE)
+    truncate_prompt_tokens: Whole | None = Field(None, description=TRUNCATE)
     aggregation_strategy: Literal["none", "simple", "first", "average", "max"] | None = Field(
         None, description="Of a token classifier: how tokens become entities, as in transformers. Default: simple."
     )

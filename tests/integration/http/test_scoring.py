@@ -1,0 +1,136 @@
+"""Rerank and score behind the real server: the scores and cosines that sentence-transformers gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.engine.real_artifacts import trace_encoder
+from tests.support.http.http_artifacts import real_server
+from tests.support.http.http_servers import is_error
+
+ONE = {"id2label": {"0": "relevant"}, "label2id": {"relevant": 0}}
+IDENTITY = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}
+QUERY = "what does raise do"
+DOCUMENTS = ["A raise statement", "for loops iterate", "", "你好 😀", "while True: pass"]
+ROUTES = "/v1/rerank", "/rerank", "/v2/rerank"
+
+
+def by_index(answer):
+    assert answer.status_code == 200, answer.text
+    results = answer.json()["results"]
+    scores = [result["relevance_score"] for result in results]
+    assert scores == sorted(scores, reverse=True)
+    return torch.tensor([one["relevance_score"] for one in sorted(results, key=lambda one: one["index"])])
+
+
+def scores_of(answer):
+    assert answer.status_code == 200, answer.text
+    assert [one["index"] for one in answer.json()["data"]] == list(range(len(answer.json()["data"])))
+    return torch.tensor([one["score"] for one in answer.json()["data"]])
+
+
+def is_close(found, expected):
+    torch.testing.assert_close(found, torch.as_tensor(expected).float(), atol=1e-5, rtol=0)
+
+
+@pytest.fixture(scope="module", params=["sigmoid", "none"])
+def cross_encoder(request):
+    """(server, model directory) of a tiny cross-encoder with this activation."""
+    changes = IDENTITY if request.param == "none" else {}
+    model_dir, artifact = trace_encoder("bert_classifier", "classify", **ONE, **changes)
+    with real_server(artifact) as server:
+        yield server, model_dir
+
+
+@pytest.fixture(scope="module")
+def embedder():
+    model_dir, artifact = trace_encoder("bert", "embed")
+    with real_server(artifact) as server:
+        yield server, model_dir
+
+
+@pytest.mark.smoke
+def test_scores_equal_those_of_a_cross_encoder_with_its_activation(cross_encoder):
+    from sentence_transformers import CrossEncoder
+
+    server, model_dir = cross_encoder
+    theirs = CrossEncoder(str(model_dir), device="cpu")
+    expected = theirs.predict([(QUERY, document) for document in DOCUMENTS])
+    for route in ROUTES:
+        answer = server.post(route, {"query": QUERY, "documents": DOCUMENTS})
+        is_close(by_index(answer), expected)
+    assert {**answer.json(), "results": 0, "id": 0, "usage": 0} == {"id": 0, "model": "model", "usage": 0, "results": 0}
+    assert answer.json()["usage"]["total_tokens"] == answer.json()["usage"]["prompt_tokens"] > 20
+    best = int(torch.tensor(expected).argmax())
+    assert answer.json()["results"][0]["document"] == {"text": DOCUMENTS[best]}
+    body = {"query": QUERY, "documents": [{"text": text} for text in DOCUMENTS], "top_n": 2, "return_documents": False}
+    short = server.post("/rerank", {**body, "user": "me"}).json()["results"]
+    assert [one["index"] for one in short] == torch.tensor(expected).topk(2).indices.tolist()
+    assert all(one.keys() == {"index", "relevance_score"} for one in short)
+    logits = theirs.predict([(QUERY, DOCUMENTS[0])], activation_fn=torch.nn.Identity())
+    is_close(by_index(server.post("/rerank", {**body, "documents": DOCUMENTS[:1], "use_activation": False})), logits)
+
+    for first, second in (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items")):
+        is_close(scores_of(server.post("/v1/score", {first: QUERY, second: DOCUMENTS})), expected)
+    is_close(scores_of(server.post("/score", {"text_1": [QUERY], "text_2": DOCUMENTS[0]})), expected[:1])
+    pairs = [("a", "for"), ("x", "a"), ("if", "x y")]
+    answer = server.post("/score", {"text_1": [pair[0] for pair in pairs], "text_2": [pair[1] for pair in pairs]})
+    is_close(scores_of(answer), theirs.predict(pairs))
+    assert answer.json()["object"] == "list" and answer.json()["data"][0]["object"] == "score"
+
+
+def test_long_documents_are_named_or_cut_as_the_library_cuts_them(cross_encoder):
+    from sentence_transformers import CrossEncoder
+
+    server, model_dir = cross_encoder
+    body = {"query": QUERY, "documents": ["a", "while it runs " * 40]}
+    is_error(server.post("/rerank", body), 400, "documents[1]", "context_length_exceeded")
+    theirs = CrossEncoder(str(model_dir), device="cpu", max_length=24)
+    expected = theirs.predict([(QUERY, document) for document in body["documents"]])
+    is_close(by_index(server.post("/rerank", {**body, "truncate_prompt_tokens": 24})), expected)
+
+
+def test_an_embedding_model_scores_by_cosines(embedder):
+    from sentence_transformers import SentenceTransformer, util
+
+    server, model_dir = embedder
+    theirs, texts = SentenceTransformer(str(model_dir), device="cpu"), [text or "x" for text in DOCUMENTS]
+    query, documents = theirs.encode(QUERY, convert_to_tensor=True), theirs.encode(texts, convert_to_tensor=True)
+    expected = util.cos_sim(query, documents)[0]
+    is_close(by_index(server.post("/v1/rerank", {"query": QUERY, "documents": texts})), expected)
+    is_close(scores_of(server.post("/score", {"text_1": QUERY, "text_2": texts})), expected)
+    answer = server.post("/score", {"text_1": texts, "text_2": texts[::-1]})
+    is_close(scores_of(answer), util.pairwise_cos_sim(documents, documents.flip(0)))
+    for body, param in (
+        ({"query": QUERY, "documents": ["a", ""]}, "documents[1]"),
+        ({"query": QUERY * 99, "documents": ["a", "b"]}, "query"),
+        ({"query": QUERY, "documents": ["a"], "use_activation": False}, "use_activation"),
+    ):
+        is_error(server.post("/rerank", body), 400, param)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"documents": ["a"]}, "query"), ({"query": "a"}, "documents"), ({"query": "", "documents": ["a"]}, "query"),
+        ({"query": "a", "documents": []}, "documents"), ({"query": "a", "documents": ["a"] * 2049}, "documents"),
+        ({"query": "a", "documents": ["a", 5]}, "documents[1]"),
+        ({"query": "a", "documents": [{"text": "a", "image": "b"}]}, "documents[0].image"),
+        ({"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
+        ({"query": "a", "documents": ["a"], "max_tokens_per_doc": 7}, "max_tokens_per_doc"),
+        ({"text_2": "a"}, "text_1"), ({"text_1": "a"}, "text_2"), ({"queries": "a", "text_2": "a"}, "documents"),
+        ({"text_1": "a", "text_2": "b", "items": ["c"]}, "items"), ({"text_1": ["a", "b"], "text_2": "a"}, "text_1"),
+        ({"text_1": "a", "text_2": ["b", {"content": []}]}, "text_2[1]"),
+    ],
+)  # fmt: skip
+def test_wrong_bodies_are_400s_that_name_the_field(embedder, body, param):
+    route = "/v1/score" if {"text_1", "text_2", "queries"} & body.keys() else "/v1/rerank"
+    is_error(embedder[0].post(route, body), 400, param)
+
+
+def test_a_classifier_of_several_labels_has_no_score():
+    _, artifact = trace_encoder("bert_classifier", "classify")
+    with real_server(artifact) as server:
+        body = {"query": "a", "documents": ["b"]}
+        assert "3 labels" in is_error(server.post("/rerank", body), 400, code="task_not_supported")["message"]
