@@ -58,7 +58,7 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):
         square = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         rate = group["lr"]
         if group["correct_bias"]:
-            rate *= (1 - beta2 ** state["step"]) ** 0.5 / (1 - beta1 ** state["step"])
+            rate = rate * (1 - beta2 ** state["step"]) ** 0.5 / (1 - beta1 ** state["step"])
         stepped = param.to(wide, copy=True).addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-rate)
         param.copy_(stepped.mul_(1 - group["lr"] * group["weight_decay"]))
 

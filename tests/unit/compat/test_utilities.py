@@ -128,6 +128,16 @@ def test_adamw_in_float32(correct: bool):
     assert torch.equal(other.state[other.param_groups[0]["params"][1]]["exp_avg"], state["exp_avg"])
 
 
+def test_adamw_takes_a_tensor_as_its_learning_rate():
+    number, tensor = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizers = [AdamW_FP32OptimParams([number], lr=0.5), AdamW_FP32OptimParams([tensor], lr=torch.tensor(0.5))]
+    for _ in range(2):
+        for param, optimizer in zip((number, tensor), optimizers, strict=True):
+            param.grad = torch.ones(3)
+            optimizer.step()
+    assert torch.allclose(number, tensor, atol=1e-6) and optimizers[1].param_groups[0]["lr"] == 0.5
+
+
 def test_torch_neuronx_without_a_device():
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
     batch = torch.randn(6, 4)
