@@ -75,6 +75,8 @@ class MoE(nn.Module):
         context, axis, dim = self.expert_mlps.context, self.expert_mlps.axis, self.sequence_dimension
         permutation = None
         if self.shuffles:
+            if padding_mask is not None:
+                raise ParallelConfigError("padding_mask is of tokens that are not shuffled: leave out one of the two")
             x, permutation = token_shuffle(x, self.token_shuffle_seed, context=context)
         logits, affinities, index = self.router(x)
         here = {"process_group": axis, "context": context, "reduce_dtype": torch.float32}
