@@ -148,7 +148,8 @@ class _Installs:
     """Installs the aliases where it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
-        code = f"import sys; sys.path[:] = {sys.path!r}; from nxd_infer import compat; compat.install(force=True)"
+        path = [place for place in sys.path if isinstance(place, str)]  # others are nothing to Python
+        code = f"import sys; sys.path[:] = {path!r}; from nxd_infer import compat; compat.install(force=True)"
         return exec, (code,)
 
 

@@ -10,12 +10,15 @@ import pytest
 
 SPAWNING = """
 import multiprocessing
+import pathlib
+import sys
 from neuronx_distributed.parallel_layers import layers
 
 def work(queue):
     queue.put(layers.ColumnParallelLinear.__module__)
 
 if __name__ == "__main__":
+    sys.path.append(pathlib.Path("of a module"))  # which Python ignores
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     process = context.Process(target=work, args=(queue,))
